@@ -47,6 +47,7 @@ from realhf.dataflow.model_host import Handler, ModelHost
 from realhf.dataflow.served_generation import ServedEngine, ServedGeneration
 from realhf.dataflow.weight_probe import probe_ids
 from realhf.dataflow.weight_trial import WeightTrial
+from realhf.monitor.rollouts.opening import open_rollouts
 from realhf.monitor.trace import open_trace
 from realhf.transport.network.network import LOOPBACK, Network
 from realhf.transport.rpc.worker import RpcWorker
@@ -76,7 +77,7 @@ class ModelWorker:
         self._meeting: Meeting | None = None
         self._world: World | None = None
         run_dir, rollout = plan.spec.run_dir, plan.spec.rollout
-        self._tracer = open_trace(run_dir, name)
+        self._tracer, self._recorder = open_trace(run_dir, name), open_rollouts(plan, name)
         self._stream = StreamHost(run_id, name, run_dir / "stream", self._store, network)
         medium = cast(Medium, rollout.options.weights) if rollout else "shm"
         self._trial, self._stack = WeightTrial(), ExitStack()
@@ -127,6 +128,7 @@ class ModelWorker:
                 self._world.close()
             self._meeting = None
             self._plane.close()
+            self._recorder.close()
             self._tracer.close()
 
     def _open_world(self, request: Nothing) -> OpenWorldAnswer:
@@ -181,6 +183,7 @@ class ModelWorker:
             tracer=self._tracer,
             given_up=self._rpc.given_up,
             addressed=self._network.with_token,
+            recorder=self._recorder,
         )
         settle()
         return Nothing()

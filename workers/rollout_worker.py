@@ -24,9 +24,11 @@ from realhf.backends.training.tokenizer_loading import check_context, load_token
 from realhf.base.garbage import settle
 from realhf.base.loop_watch import LoopWatch
 from realhf.env.doors.load import build_environment
+from realhf.monitor.rollouts.opening import open_rollouts
 from realhf.monitor.trace import open_trace
 from realhf.rollout.agents.choice import make_agent
 from realhf.rollout.client.generation_client import GenerationClient, Pinned
+from realhf.rollout.episode.token_texts import TokenTexts
 from realhf.rollout.players.failure_policy import failure_policy
 from realhf.rollout.players.group_player import GroupPlayer
 from realhf.rollout.players.player import Player
@@ -55,6 +57,7 @@ class RolloutWorker:
         self._plan, self._spec, self._run_id, self._network = plan, spec, run_id, network
         self._incarnation = f"rollout_worker/{index}:{os.getpid()}"
         self._tracer = open_trace(plan.spec.run_dir, f"rollout_worker/{index}")
+        self._recorder = open_rollouts(plan, f"rollout_worker/{index}", by_step=False)
         self._loop = new_event_loop()
         self._generation: GenerationClient | None = None
         self._failure: BaseException | None = None
@@ -79,6 +82,7 @@ class RolloutWorker:
         try:
             self._rpc.run()
         finally:
+            self._recorder.close()
             self._tracer.close()
         if self._failure is not None:
             raise self._failure
@@ -140,9 +144,9 @@ class RolloutWorker:
         group = options.group_size
         model = self._plan.spec.models[self._spec.role]
         check_context(model.path, self._spec.role, options.max_total_tokens)
-        chat = TemplateChat(
-            load_tokenizer(model.path, self._spec.role), system_prompt=None, template_kwargs=model.chat_template_kwargs
-        )
+        tokenizer = load_tokenizer(model.path, self._spec.role)
+        chat = TemplateChat(tokenizer, system_prompt=None, template_kwargs=model.chat_template_kwargs)
+        texts = TokenTexts(tokenizer)
         environment = build_environment(options.environment, options.environment_options)
         agent = make_agent(self._spec.agent, chat, environment.system_prompt, options, self._spec.agent_args)
         policy = failure_policy(options.on_failure, options.retries, options.min_group_size)
@@ -166,6 +170,9 @@ class RolloutWorker:
                 policy=policy,
                 held_out=environment,
                 pinned=lambda part: Pinned(generation, part.version, part.engines, greedy=part.greedy),
+                recorder=self._recorder,
+                gen=options.gen,
+                texts=texts,
             )
             for number in range(max(1, self._spec.sessions // group))
         ]

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from realhf.api.sample import MicroBatchSpec, SequenceSample
+from realhf.api.trace import NO_RECORDER, RolloutRecorder
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -259,13 +260,14 @@ class Model:
 class CallContext:
     """Holds everything about a call that is not in the sample. ``seed`` is derived from run seed, role and step;
     ``endpoints`` maps a worker kind to its service addresses (``{"env": ["http://127.0.0.1:8000"]}``); where a service
-    wants a token, it stands before the host (``http://:TOKEN@...``)."""
+    wants a token, it stands before the host (``http://:TOKEN@...``). ``recorder`` keeps what was played and trained."""
 
     step: int
     seed: int
     mb_spec: MicroBatchSpec
     run_dir: Path
     endpoints: dict[str, list[str]] = field(default_factory=dict)
+    recorder: RolloutRecorder = NO_RECORDER
 
 
 @runtime_checkable

@@ -50,7 +50,7 @@ from realhf.api.mfc import InterfaceType, MFCDef
 from realhf.api.model import CallContext, Engine, Model, TrainResult
 from realhf.api.parallel import Group, HeldInParts
 from realhf.api.sample import MicroBatchSpec, SequenceSample
-from realhf.api.trace import GENERATE, REF, TRAIN, NoTrace, Tracer
+from realhf.api.trace import GENERATE, NO_RECORDER, REF, TRAIN, NoRecorder, NoTrace, RolloutRecorder, Tracer
 from realhf.builtins import interfaces as interface_registry
 from realhf.dataflow.checkpoint import saved_file
 from realhf.dataflow.model_function_call import WrongReply, check_keys
@@ -81,7 +81,7 @@ class ModelHost:
     policy version: it alone sets ``Engine.version``, to the step's number before every call and to the next one after
     a train call. ``given_up`` tells whether the master has cancelled the call that is running;
     ``RpcWorker.given_up`` is one; ``addressed`` turns the address of an HTTP server of the run into the one that a
-    client needs, with its token."""
+    client needs, with its token; ``recorder`` keeps rollouts."""
 
     def __init__(
         self,
@@ -96,6 +96,7 @@ class ModelHost:
         tracer: Tracer | None = None,
         given_up: Callable[[], bool] = lambda: False,
         addressed: Callable[[str], str] = str,
+        recorder: RolloutRecorder = NO_RECORDER,
     ) -> None:
         self._models = dict(models)
         self._interfaces = dict(interfaces)
@@ -103,7 +104,7 @@ class ModelHost:
         self._run_dir, self._fetch_timeout_s = run_dir, fetch_timeout_s
         self._dataset = dataset
         self._tracer = tracer or NoTrace()
-        self._given_up, self._addressed = given_up, addressed
+        self._given_up, self._addressed, self._recorder = given_up, addressed, recorder
         self._lock = threading.Lock()
         self._in_hand: frozenset[str] = frozenset()
         self._cleared_meanwhile: set[str] = set()
@@ -238,7 +239,12 @@ class ModelHost:
     def _context(self, request: CallRequest | EvaluateRequest, mb_spec: MicroBatchSpec) -> CallContext:
         _seed_everything(request.seed)
         endpoints = {kind: [self._addressed(url) for url in urls] for kind, urls in request.endpoints.items()}
-        return CallContext(request.step, request.seed, mb_spec, self._run_dir, endpoints)
+        return CallContext(request.step, request.seed, mb_spec, self._run_dir, endpoints, self._recorder_of(request))
+
+    def _recorder_of(self, request: CallRequest | EvaluateRequest) -> RolloutRecorder:
+        """The first rank keeps what all of them compute; the others compute it all the same."""
+        group = request.group if isinstance(request, CallRequest) else None
+        return self._recorder if group is None or group.rank == 0 else NoRecorder(self._recorder.keeps)
 
     def _model(self, role: str) -> Model:
         if role not in self._models:

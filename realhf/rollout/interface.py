@@ -15,12 +15,15 @@ from realhf.api.evaluation import evaluation_report
 from realhf.api.model import CallContext, GenOutput, GenRequest, Model
 from realhf.api.rollout import HeldOutOptions, RolloutOptions
 from realhf.api.sample import SequenceSample
+from realhf.api.trace import PlayedSample
+from realhf.base.dataclass_json import to_json_value
 from realhf.env.doors.load import build_environment
 from realhf.rollout.agents.choice import check_whole_distribution
-from realhf.rollout.episode.held_out import episode_results, held_out_tasks
+from realhf.rollout.episode.held_out import episode_results, evaluated_sample, held_out_tasks
 from realhf.rollout.episode.request import EpisodeRequest, Limits
 from realhf.rollout.episode.rollout_sample import outcomes_to_sample
 from realhf.rollout.episode.sampling_seed import sampling_seed
+from realhf.rollout.episode.token_texts import TokenTexts
 from realhf.rollout.episode.transcript import transcript
 from realhf.rollout.players.blocking_player import BlockingPlayer
 from realhf.rollout.players.failure_policy import FailurePolicy, failure_policy
@@ -68,6 +71,7 @@ class EnvRolloutInterface:
         self._spec: EnvironmentSpec | None = None
         self._chat: TemplateChat | None = None
         self._player: BlockingPlayer | None = None
+        self._texts: TokenTexts | None = None
 
     def generate(
         self, model: Model, sample: SequenceSample, context: CallContext
@@ -82,6 +86,13 @@ class EnvRolloutInterface:
         ]
         own = [[sampling_seed(options.seed, i, member) for member in range(options.group_size)] for i in sample.ids]
         groups, stats = self._play(model, tasks, options.gen, options.group_size, context, own)
+        sampling = to_json_value(options.gen)
+        for sample_id, group in zip(sample.ids, groups, strict=True):
+            context.recorder.played(
+                PlayedSample(
+                    sample_id, group, context.step, env=self._environment().name, sampling=sampling, texts=self._texts
+                )
+            )
         for group in groups:
             self._policy.check(group)
         stats["episodes"] = [
@@ -107,7 +118,12 @@ class EnvRolloutInterface:
             if count < 1:
                 continue
             tasks = held_out_tasks(self._environment(), wanted.split, count, wanted.templates)
-            groups, _ = self._play(model, tasks, replace(options.gen, temperature=temperature), 1, context)
+            gen = replace(options.gen, temperature=temperature)
+            groups, _ = self._play(model, tasks, gen, 1, context)
+            for task, group in zip(tasks, groups, strict=True):
+                context.recorder.played(
+                    evaluated_sample(name, context.step, task, group, self._environment().name, gen, self._texts)
+                )
             results = episode_results([outcome for group in groups for outcome in group])
             report[name] = evaluation_report(results, context.step)
         return report
@@ -171,6 +187,7 @@ class EnvRolloutInterface:
         if self._player is None:
             spec, options = self._environment(), self._options
             self._chat = TemplateChat(model.tokenizer, system_prompt=None, template_kwargs=model.chat_template_kwargs)
+            self._texts = TokenTexts(model.tokenizer)
             limits = Limits(options.max_turns, options.max_total_tokens, options.gen.max_new_tokens)
             self._player = BlockingPlayer(
                 Player(

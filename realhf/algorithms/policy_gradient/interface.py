@@ -17,6 +17,7 @@ from realhf.algorithms.policy_gradient.kl_controller import KLController
 from realhf.algorithms.policy_gradient.objective import ADVANTAGES, MISMATCH, PROXIMAL, WEIGHTS, PolicyObjective
 from realhf.algorithms.policy_gradient.off_policy_statistics import mismatch_statistics, staleness_statistics
 from realhf.algorithms.policy_gradient.options import PolicyGradientOptions
+from realhf.algorithms.policy_gradient.recorded_step import RecordedStep
 from realhf.algorithms.policy_gradient.resolve import resolve
 from realhf.algorithms.policy_gradient.token_advantages import (
     TrainedTokens,
@@ -74,16 +75,24 @@ class PolicyGradientInterface:
             sample = self._with_proximal(model, sample, context)
         prepared, batch_stats = self.prepare(sample)
         self._kl.observe(batch_stats.get("kl_of_sequence", 0.0), int(batch_stats["n_trainable"]))
+        record = RecordedStep(context.step, prepared) if context.recorder.keeps else None
+        prepared = record.batch if record is not None else prepared
         parts = self._minibatches(model, prepared, context) if context.step >= self._first_step else []
         results: list[TrainResult] = []
         for part in parts:
-            objective = PolicyObjective(self.options, context.step, self._temperature)
+            objective = PolicyObjective(self.options, context.step, self._temperature, recorded=record is not None)
             result = model.engine.train_batch(part, objective, mb_spec=context.mb_spec)
             if not results:  # Later ones run after an update: theirs is no mismatch of engine and trainer.
                 stats |= mismatch_statistics(result.kept[MISMATCH][PredictedTokens.of(part).mask])
+            if record is not None:
+                record.add(part, result.kept)
             results.append(result)
             if not self._guard.observe(result):
                 break
+        if record is not None:
+            context.recorder.trained(
+                record.rows(sample["packed_versions"] if "packed_versions" in sample.keys else None)
+            )
         return {**batch_stats, **stats, **_summary(results), **self._guard.verdict()}
 
     @property

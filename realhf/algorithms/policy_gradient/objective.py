@@ -17,6 +17,7 @@ from realhf.builtins import policy_losses
 
 ADVANTAGES, WEIGHTS, PROXIMAL = "advantages", "loss_weights", "proximal_logprobs"
 MISMATCH = "mismatch"
+CURRENT, RATIO, CLIPPED = "current", "ratio", "clipped"
 
 
 class PolicyObjective:
@@ -27,11 +28,15 @@ class PolicyObjective:
     log-probabilities stand for them: before any update of the step they are the same. Logits are divided by
     ``temperature``, that of sampling.
 
-    It keeps ``MISMATCH``: |behaviour - current| of the trained tokens, 0 elsewhere.
+    It keeps ``MISMATCH``: |behaviour - current| of the trained tokens, 0 elsewhere; and where it is ``recorded`` also
+    ``CURRENT`` log-probabilities (0 outside the mask), ``RATIO`` and ``CLIPPED`` (1 where a clip decides).
     """
 
-    def __init__(self, options: ResolvedOptions, step: int, temperature: float = 1.0) -> None:
+    def __init__(
+        self, options: ResolvedOptions, step: int, temperature: float = 1.0, *, recorded: bool = False
+    ) -> None:
         self._options, self._step, self._temperature = options, step, temperature
+        self._recorded = recorded
         self._loss = policy_losses.get(options.loss)
 
     def __call__(self, outputs: ForwardOutputs, part: SequenceSample) -> tuple[Tensor, dict[str, float]]:
@@ -48,6 +53,10 @@ class PolicyObjective:
         policy: TokenLoss = self._loss(terms, options)
         distance = _distance(terms, behaviour)
         outputs.keep(MISMATCH, distance)
+        if self._recorded:
+            outputs.keep(CURRENT, torch.where(mask, logprobs.detach(), 0.0))
+            outputs.keep(RATIO, policy.ratio)
+            outputs.keep(CLIPPED, policy.clipped | policy.dual_clipped)
         stats = _policy_statistics(terms, policy, behaviour, distance)
         losses = policy.loss
         if options.use_decoupled_loss:

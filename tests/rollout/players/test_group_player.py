@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
+from realhf.api.config import GenConfig
 from realhf.api.environment import EnvironmentFailure, EnvironmentSpec, Task
 from realhf.api.streaming import EvaluationPart, RolloutLease
+from realhf.api.trace import NO_RECORDER, PlayedSample, RolloutRecorder, TrainedRows
 from realhf.rollout.episode.request import Limits
 from realhf.rollout.episode.sampling_seed import sampling_seed
 from realhf.rollout.players.failure_policy import FailurePolicy, GroupFailed, failure_policy
@@ -37,10 +39,71 @@ def player(
     return group_player(own, tokens or Words(), policy, played)
 
 
-def group_player(own: Player, tokens: Any, policy: FailurePolicy, played: EnvironmentSpec) -> GroupPlayer:
+def group_player(
+    own: Player, tokens: Any, policy: FailurePolicy, played: EnvironmentSpec, recorder: RolloutRecorder = NO_RECORDER
+) -> GroupPlayer:
     return GroupPlayer(
-        own, tokens, group_size=N, run_seed=1, policy=policy, held_out=played, pinned=lambda part: tokens
+        own,
+        tokens,
+        group_size=N,
+        run_seed=1,
+        policy=policy,
+        held_out=played,
+        pinned=lambda part: tokens,
+        recorder=recorder,
+        gen=GenConfig(temperature=0.7),
     )
+
+
+class Kept:
+    """A recorder in memory."""
+
+    keeps = True
+
+    def __init__(self) -> None:
+        self.samples: list[PlayedSample] = []
+
+    def played(self, sample: PlayedSample) -> None:
+        self.samples.append(sample)
+
+    def trained(self, rows: TrainedRows) -> None:
+        raise AssertionError("nothing is trained here")
+
+
+async def test_every_rollout_is_kept_whole_also_of_a_group_that_is_refused_or_too_late() -> None:
+    hang = [False]
+    kept, world = Kept(), World(lambda env, message: "hang" if hang[0] and env.number == 0 else None)
+    played = replace(world.spec(), tasks=lambda split: TwoTasks())
+    own = Player(played, "", TurnAgent(WordChat(), Limits(4, 500, 8), "be brief"), N, patience_s=0.0)
+    one = group_player(own, Words(), failure_policy("minimum_group", 0, 2), played, kept)
+    await within(one, lease())
+    hang[0] = True
+    with pytest.raises(GroupFailed):
+        await within(one, lease(0.3))
+    hang[0] = False
+    await one.evaluate(share(0, 2, greedy=True))
+    await one.close()
+    refused = fails(0, 1)
+    failing = Player(refused.spec(), "", TurnAgent(WordChat(), Limits(4, 500, 8), ""), N, patience_s=0.0)
+    with pytest.raises(GroupFailed):
+        await group_player(failing, Words(), failure_policy("minimum_group", 0, 2), refused.spec(), kept).play(lease())
+    good, late, *evaluated, bad = kept.samples
+    assert (good.id, good.step, good.attempt, good.env, good.split) == ("s1", 0, 0, "scripted", "train")
+    assert good.sampling["temperature"] == 0.7 and len(good.rollouts) == N
+    outcome = good.rollouts[0]
+    assert [message["role"] for message in outcome.opening] == ["system", "user"]
+    assert [(turn.said.content, turn.messages[0]["content"]) for turn in outcome.turns if turn.said] == [
+        (turn.text, f"saw {turn.text}") for turn in outcome.turns
+    ]
+    assert [turn.metrics["progress"] for turn in outcome.turns] == pytest.approx([1 / 3, 2 / 3, 1])
+    assert [(o.status, o.reward, o.valid) for o in late.rollouts] == [("timeout", None, False)] * N
+    assert [o.status for o in bad.rollouts] == ["internal", "internal", "finished"]
+    assert [sample.id for sample in evaluated] == [
+        f"eval/greedy/4/{name}/{seed}" for name, seed in (("one", 0), ("one", 2), ("one", 4), ("two", 1), ("two", 3))
+    ]
+    assert {(sample.split, sample.step, sample.sampling["temperature"]) for sample in evaluated} == {
+        ("eval/greedy", 4, 0.0)
+    }
 
 
 def fails(*members: int, kind: str = "internal") -> World:
