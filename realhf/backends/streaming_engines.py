@@ -73,7 +73,7 @@ def _embedded(model: ModelSpec, options: AsyncConfig, tracer: Tracer, shared: bo
         version=-1,
         pause_timeout_s=options.pause_timeout_s,
         tracer=tracer,
-        most_bytes=cache_bytes(model.engine.kv_cache_gib, shared),
+        most_bytes=cache_bytes(model.engine.kv_cache_gib, weights.device if shared else None),
     )
 
 

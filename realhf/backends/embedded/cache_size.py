@@ -7,16 +7,16 @@ from typing import Any
 import torch
 
 
-def cache_bytes(gib: float | None, shared: bool) -> int | None:
+def cache_bytes(gib: float | None, shared: torch.device | None) -> int | None:
     """Return the most bytes of a cache; None: as many as it needs. ``gib`` is what the options say. Without it an
-    engine that is ``shared`` with training, on a GPU, gets half of what is free there now: what other processes have is
-    not, and what this process has freed is."""
+    engine on a GPU that it has ``shared`` with training (None: with nobody) gets half of what is free there now: what
+    other processes have is not, and what this process has freed is."""
     if gib is not None:
         return int(gib * 2**30)
-    if not shared or not torch.cuda.is_available():
+    if shared is None or shared.type != "cuda":
         return None
-    free, _ = torch.cuda.mem_get_info()
-    return (free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()) // 2
+    free, _ = torch.cuda.mem_get_info(shared)
+    return (free + torch.cuda.memory_reserved(shared) - torch.cuda.memory_allocated(shared)) // 2
 
 
 def token_bytes(config: Any, dtype: torch.dtype) -> int:

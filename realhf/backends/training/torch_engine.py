@@ -153,7 +153,7 @@ class TorchEngine:
 
     def _made_generator(self, model: Any, ready: Callable[[], object] = lambda: None) -> EmbeddedGenerator:
         """Make a generation engine over ``model``, which shares the device with training."""
-        most = lambda: cache_bytes(self._kv_cache_gib, shared=model.device.type == "cuda")
+        most = lambda: cache_bytes(self._kv_cache_gib, shared=model.device)
         return EmbeddedGenerator(model, version=lambda: self._version, ready=ready, most_bytes=most)
 
     def _whole_model(self) -> Any:

@@ -284,13 +284,14 @@ def test_a_bound_on_the_cache_makes_requests_wait_and_changes_no_token(tiny_mode
 
 
 def test_the_size_of_a_cache_is_an_option_or_half_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert cache_bytes(0.5, shared=True) == cache_bytes(0.5, shared=False) == 1 << 29
-    assert cache_bytes(None, shared=True) is None, "without a GPU it takes what it needs"
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1000, 5000))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 700)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 300)
-    assert cache_bytes(None, shared=True) == 700 and cache_bytes(None, shared=False) is None
+    cpu, second = torch.device("cpu"), torch.device("cuda", 1)
+    assert cache_bytes(0.5, shared=second) == cache_bytes(0.5, shared=None) == 1 << 29
+    assert cache_bytes(None, shared=cpu) is None, "without a GPU it takes what it needs"
+    of = {second: ((1000, 5000), 700, 300)}  # It asks about no other device, such as the first.
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: of[device][0])
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: of[device][1])
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: of[device][2])
+    assert cache_bytes(None, shared=second) == 700 and cache_bytes(None, shared=None) is None
 
 
 def test_a_cache_that_finds_no_memory_says_what_to_lower(tiny_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
