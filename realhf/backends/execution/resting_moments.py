@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -77,10 +77,22 @@ class RestingMoments:
                 self._lay_down(parameter, held[parameter])
 
     @torch.no_grad()
-    def rest(self) -> None:
-        """Lay down all moments, wherever they are, e.g. after they were loaded."""
-        for parameter in self._adamw.state:
-            self._lay_down(parameter, {})
+    def rest(self, parameter: Tensor) -> None:
+        """Lay down the moments of a parameter, e.g. after they were made."""
+        self._lay_down(parameter, {})
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore a state of ``adamw``. Moments go to where they rest one by one: the device, which has no room for
+        all of them, never has any. Raises ValueError on other groups of parameters, as ``adamw`` does."""
+        others = {n: {k: v for k, v in held.items() if k not in _MOMENTS} for n, held in state["state"].items()}
+        self._adamw.load_state_dict({**state, "state": others})
+        saved = [number for group in state["param_groups"] for number in group["params"]]
+        own = [parameter for group in self._adamw.param_groups for parameter in group["params"]]
+        for number, parameter in zip(saved, own, strict=True):
+            for name in _MOMENTS:
+                if name in (held := state["state"].get(number, {})):
+                    self._adamw.state[parameter][name] = self._memory.place_for(held[name])
 
     def _pieces(self, parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         piece: list[Tensor] = []

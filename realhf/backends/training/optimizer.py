@@ -131,8 +131,8 @@ class PolicyOptimizer:
                     "exp_avg": torch.zeros_like(master, requires_grad=False),
                     "exp_avg_sq": torch.zeros_like(master, requires_grad=False),
                 }
-        if self._resting is not None:
-            self._resting.rest()
+                if self._resting is not None:
+                    self._resting.rest(master)
 
     @torch.no_grad()
     def publish(self) -> None:
@@ -148,15 +148,13 @@ class PolicyOptimizer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what ``state_dict`` returned and write the master weights to the model. Raises ValueError on another
         number of parameters, or moments of another shape."""
-        self._adamw.load_state_dict(state["adamw"])
+        (self._resting or self._adamw).load_state_dict(state["adamw"])
         for master, moments in self._adamw.state.items():
             if (shape := tuple(moments["exp_avg"].shape)) != tuple(master.shape):
                 raise ValueError(f"optimizer state has moments of shape {shape}, the parameter {tuple(master.shape)}")
         for held, saved in zip(self._masters, _matching(state["masters"], self._masters), strict=True):
             if saved is not None:
                 held.copy_(saved)
-        if self._resting is not None:
-            self._resting.rest()
         self._publish()
 
 

@@ -93,6 +93,29 @@ def test_saved_moments_are_read_with_and_without(monkeypatch: pytest.MonkeyPatch
     assert resting.tensors(names)["exp_avg_sq/0"].isnan().all()
 
 
+def test_the_device_holds_the_moments_of_one_parameter_while_a_state_is_made_or_read() -> None:
+    """All of them were there at once, so a run that fits by offloading did not fit when it was continued."""
+    resting, module = pair(memory=(memory := Elsewhere()))
+    trained(resting, module, range(1))
+    saved, most = copy.deepcopy(resting.state_dict()), 0
+    for moments in saved["adamw"]["state"].values():
+        moments["exp_avg"], moments["exp_avg_sq"] = (torch.ones(moments["exp_avg"].shape) for _ in "ab")
+    names = {p: str(number) for number, p in enumerate(module.parameters())}
+    place = memory.place_for
+
+    def watched(tensor: Tensor) -> Tensor:
+        nonlocal most
+        moments = [t for name, t in resting.tensors(names).items() if name.startswith("exp_avg")]
+        most = max(most, sum(t.numel() for t in moments if not t.isnan().any()))
+        return place(tensor)
+
+    memory.place_for = watched  # type: ignore[method-assign]
+    resting.load_state_dict(saved)
+    assert most == 0 and all(t.isnan().all() for n, t in resting.tensors(names).items() if n.startswith("exp_avg"))
+    resting.begin_moments(module.parameters())  # type: ignore[arg-type]
+    assert 0 < most <= 2 * 128, "two moments of the largest parameter"
+
+
 def test_the_memory_of_the_host_is_refused_where_it_is_that_of_the_device() -> None:
     with pytest.raises(ValueError, match="has no effect on the device cpu"):
         PolicyOptimizer(module_of(), OptimizerConfig(offload=True), 1)
