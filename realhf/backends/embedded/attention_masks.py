@@ -20,6 +20,14 @@ def sliding_window(config: Any) -> int | None:
     return int(window) if window and slides else None
 
 
+def n_sliding_layers(config: Any) -> int:
+    """Return how many layers of a model with this configuration have its sliding window."""
+    if sliding_window(config) is None:
+        return 0
+    kinds = getattr(config.get_text_config(), "layer_types", None)
+    return list(kinds).count(_SLIDING) if kinds else int(config.get_text_config().num_hidden_layers)
+
+
 class AttentionMasks:
     """Makes additive masks for a model with this configuration, 0 or -inf in ``dtype``. Raises ValueError for layers
     that see anything else than all tokens or the last ones."""

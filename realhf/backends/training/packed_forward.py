@@ -18,7 +18,7 @@ from torch import Tensor
 
 from realhf.api.sample import SequenceSample
 from realhf.backends.attention.row_trees import by_trees
-from realhf.backends.embedded.attention_masks import sliding_window
+from realhf.backends.embedded.attention_masks import n_sliding_layers, sliding_window
 from realhf.backends.training.forward_outputs import Heads, PackedOutputs, ScoredRows
 from realhf.backends.training.padded_batches import BATCH_TOKENS
 from realhf.backends.training.row_pass import RowPass, masks, packed_pass, row_pass
@@ -27,7 +27,7 @@ from realhf.backends.training.selected_logprobs import bent_head
 from realhf.backends.training.sequence_inputs import SequenceInputs
 from realhf.backends.training.shared_rows import ROW_TOKENS, Row, plain_rows, shared_rows
 from realhf.backends.varlen.attention import LAYOUT, can_pack, pack, packed_for_trial
-from realhf.backends.varlen.kernel import Kernel, kernel_for
+from realhf.backends.varlen.kernel import Kernel, kernel_for, noting_windows
 
 _AGAIN = 5
 """Rows that are computed once more, each alone, which tells how a model rounds."""
@@ -40,14 +40,15 @@ class PackedForward:
     state between calls. ``pace`` is called before each pass. ``shares`` says whether rows may share prefixes, in rows
     of up to ``row_tokens`` positions, and ``packs`` whether they are computed without padding; the constructor finds
     that out by a few tokens. On a CPU attention is computed by pieces of the rows (``row_tree_attention``) if the model
-    follows that; not if its layers are ``recomputed`` in the backward pass, when nobody tells them how."""
+    follows that; not without ``pieces``: layers that are computed again in the backward pass, where nobody tells them
+    how, or compiled, which would be done anew for every tree."""
 
-    def __init__(self, model: Any, *, recomputed: bool = False, pace: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, model: Any, *, pieces: bool = True, pace: Callable[[], None] = lambda: None) -> None:
         self.model = model
         self.pace = pace
         self.heads = heads_of(model)
         self._kernel = self._proven_kernel()
-        self._by_trees = not self.packs and not recomputed and self._follows_trees()
+        self._by_trees = not self.packs and pieces and self._follows_trees()
         self.shares = self.packs or self._by_trees or self._follows_masks()
         self.row_tokens = BATCH_TOKENS if self._by_trees else ROW_TOKENS
 
@@ -119,8 +120,11 @@ class PackedForward:
             if not can_pack(self.model):
                 reason = "the model's attention has no fused kernel"
             else:
+                windows: list[int | None] = []
+                noting = noting_windows(kernel, windows)
                 with packed_for_trial(self.model):
-                    reason = self._strays(lambda rows, inputs: packed_pass(rows, inputs, kernel))
+                    reason = self._strays(lambda rows, inputs: packed_pass(rows, inputs, noting))
+                reason = reason or _missed_window(self.model.config, windows)
                 if not reason:
                     pack(self.model)
                     return kernel
@@ -164,6 +168,15 @@ class PackedForward:
         if len(rows) == 1 and off <= tolerance(self._dtype, own):
             return ""
         return f"in shared rows hidden states are {off:.1e} off"
+
+
+def _missed_window(config: Any, windows: Sequence[int | None]) -> str:
+    """Return what is wrong with the windows that layers gave to their attention, or "": some models have theirs in the
+    mask alone, which packed rows do not have, and sequences of a trial are shorter than most windows."""
+    window, sliding = sliding_window(config), n_sliding_layers(config)
+    if [each for each in windows if each is not None] == [window] * sliding:
+        return ""
+    return f"its layers do not give their attention the sliding window of {window} tokens"
 
 
 def heads_of(model: Any) -> Heads:

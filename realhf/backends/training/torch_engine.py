@@ -69,7 +69,7 @@ class TorchEngine:
         _disable_dropout(model)
         model.eval()
         self.adapters: LoraAdapters | None = None
-        self._checkpointing = gradient_checkpointing and optimizer is not None
+        self._checkpointing, self._compiles = gradient_checkpointing and optimizer is not None, compile
         self._forward = self._tried_out(lambda: None if lora is None else self._with_adapters(lora, role, path))
         self._ranks: Ranks = SingleRank() if ranks is None else ranks
         self._heap = Heap()
@@ -113,7 +113,7 @@ class TorchEngine:
         use_onednn(self.model)
         use_few_pass_norms(self.model)
         self.adapters = adapters()
-        return PackedForward(self.model, recomputed=self._checkpointing)
+        return PackedForward(self.model, pieces=not self._checkpointing and not self._compiles)
 
     def use_threads(self, threads: ComputeThreads) -> None:
         """Let ``threads`` compute here from now on. All engines of one thread share them."""

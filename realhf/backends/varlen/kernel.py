@@ -89,6 +89,16 @@ def _adapted(function: Callable[..., Any], known: frozenset[str], grouped: bool)
     return run
 
 
+def noting_windows(kernel: Kernel, windows: list[int | None]) -> Kernel:
+    """Return the kernel, which then adds the window of each call to ``windows``."""
+
+    def run(*given: Any) -> Tensor:
+        windows.append(given[-2])
+        return kernel(*given)
+
+    return run
+
+
 def plain_attention(
     query: Tensor,
     key: Tensor,

@@ -9,6 +9,7 @@ import torch
 
 from realhf.api.config import OptimizerConfig
 from realhf.backends.execution import compiled_blocks
+from realhf.backends.training.shared_rows import ROW_TOKENS
 from realhf.backends.training.torch_engine import TorchEngine
 from tests.backends.parallel import training
 
@@ -46,6 +47,14 @@ def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"actor\.compile=true: torch\.compile needs a C\+\+ compiler .*; install one"):
         engine_of(training.tiny_model(), compile=True)
     cpp_builder.cpp_compiler_search.cache_clear()
+
+
+@pytest.mark.slow
+def test_blocks_are_not_compiled_anew_for_every_tree_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention by pieces of rows is told in lists, whose sizes a compiled form would be bound to."""
+    monkeypatch.setattr(compiled_blocks, "_missing_compiler", lambda device: "")
+    plain, compiled = (engine_of(training.tiny_model(), compile=chosen)._forward for chosen in (False, True))
+    assert plain.row_tokens > compiled.row_tokens == ROW_TOKENS and compiled.shares
 
 
 @pytest.mark.slow

@@ -12,13 +12,22 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Gemma2Config, Gemma3TextConfig, MistralConfig, Olmo2Config, Phi3Config
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    MistralConfig,
+    Olmo2Config,
+    Phi3Config,
+    Qwen2MoeConfig,
+)
 
 from realhf.api.config import GenConfig, OptimizerConfig
 from realhf.api.model import GenRequest
 from realhf.api.sample import MicroBatchSpec, SequenceSample
 from realhf.backends.training import packed_forward
 from realhf.backends.training.micro_batches import parts_of
+from realhf.backends.training.packed_forward import PackedForward
 from realhf.backends.training.ranks import SingleRank
 from realhf.backends.training.sequence_inputs import SequenceInputs
 from realhf.backends.training.torch_engine import TorchEngine
@@ -115,6 +124,20 @@ def test_generation_and_export_are_as_without(packing: None, tiny_model: Any, tm
     assert [output.token_ids for output in made] == [output.token_ids for output in expected]
     packed.export_hf(tmp_path / "policy")
     assert "packed_rows" not in json.dumps(json.loads((tmp_path / "policy" / "config.json").read_text()))
+
+
+def test_a_window_that_only_masks_know_is_not_lost(packing: None, caplog: pytest.LogCaptureFixture) -> None:
+    """Layers of Qwen2-MoE leave their window to the mask. Sequences of the trial are shorter than it, so they agreed,
+    and tokens of longer ones saw beyond it."""
+    experts = {
+        "num_experts": 2,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16,
+    }
+    config = Qwen2MoeConfig(**SHAPE, **experts, use_sliding_window=True, sliding_window=32, layer_types=TWO_KINDS)
+    assert not PackedForward(AutoModelForCausalLM.from_config(config).eval()).packs
+    assert "do not give their attention the sliding window of 32 tokens" in caplog.text
 
 
 def test_a_model_that_does_not_follow_is_padded_and_says_so(
