@@ -20,6 +20,7 @@ class DdpEngine(JoinedEngine):
     def __init__(self, model: Any, tokenizer: Any, *, ranks: GroupRanks, role: str, **options: Any) -> None:
         super().__init__(model, tokenizer, ranks=ranks, role=role, **options)
         with ranks.together(f"the weights of {role}"):
+            self._check_layouts(self._forward)
             check_copies(model, ranks, role)
 
     def load_checkpoint(self, folder: Path) -> None:

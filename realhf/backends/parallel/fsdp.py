@@ -57,6 +57,7 @@ class FsdpEngine(JoinedEngine):
         filling, mesh = self._filling, self._mesh
         if filling is None:
             forward = super()._tried_out(adapters)
+            self._check_layouts(forward)
             self._whole = cut(self.model, mesh)
             return forward
         whole = self._whole = cut(self.model, mesh, filling.fill)
@@ -69,10 +70,7 @@ class FsdpEngine(JoinedEngine):
             forward = whole(run)
         finally:
             cast(FSDPModule, whole).reshard()  # What is whole after a forward pass is no parameter of a rank's own.
-        found = {"packs": forward.packs, "shares": forward.shares, "row_tokens": forward.row_tokens}
-        found = {name: float(value) for name, value in found.items()}
-        if any(other != found for other in self._group.gather(found)):
-            raise RuntimeError(f"{self._role}: ranks lay out rows differently, so they cannot compute together")
+        self._check_layouts(forward)
         return forward
 
     def _within(self, empty: bool, run: Callable[[], Tensor]) -> Tensor:

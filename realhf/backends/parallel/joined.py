@@ -8,6 +8,7 @@ from typing import Any
 from realhf.api.experiment import ModelSpec
 from realhf.backends.parallel.group_ranks import GroupRanks
 from realhf.backends.parallel.world import World
+from realhf.backends.training.packed_forward import PackedForward
 from realhf.backends.training.sharded_state import save_state
 from realhf.backends.training.torch_backend import TorchBackend
 from realhf.backends.training.torch_engine import TorchEngine
@@ -19,6 +20,19 @@ class JoinedEngine(TorchEngine):
     def __init__(self, model: Any, tokenizer: Any, *, ranks: GroupRanks, role: str, **options: Any) -> None:
         self._group, self._role = ranks, role
         super().__init__(model, tokenizer, ranks=ranks, role=role, **options)
+
+    def _check_layouts(self, forward: PackedForward) -> None:
+        """Raise RuntimeError unless all ranks lay rows out alike: of the rows that each makes of a batch it computes
+        its share, and of different rows some sequences would be nobody's, or two ranks'. To be called inside
+        ``together``."""
+        found = {"packs": forward.packs, "shares": forward.shares, "row_tokens": forward.row_tokens}
+        own = {name: float(value) for name, value in found.items()}
+        for rank, other in enumerate(self._group.gather(own)):
+            if other != own:
+                raise RuntimeError(
+                    f"{self._role}: rank {self._group.number} and rank {rank} lay rows out differently ({own} and "
+                    f"{other}), so they cannot compute together; their logs say why prefixes are not shared"
+                )
 
     def save_checkpoint(self, folder: Path) -> list[Path]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Write the state into ``folder``, which all ranks share; return the files that this rank wrote. Adapters are

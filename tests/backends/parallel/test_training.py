@@ -54,3 +54,12 @@ def test_five_steps_are_those_of_one_worker(parallel: Parallel, name: str, tied:
         assert found["weights"].keys() == one.weights().keys()
         for name_of, tensor in one.weights().items():
             torch.testing.assert_close(torch.tensor(found["weights"][name_of]), tensor, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", [Parallel(dp=2), Parallel(fsdp=2)], ids=["dp2", "fsdp2"])
+def test_ranks_that_lay_rows_out_differently_are_refused(parallel: Parallel) -> None:
+    """Each would compute its share of other rows: some sequences twice, and some never."""
+    for outcome in run_ranks(2, training.one_shares_no_prefixes, 2, parallel):
+        assert outcome.error == "RuntimeError" and "actor: rank" in outcome.text
+        assert "lay rows out differently" in outcome.text and "'row_tokens': 768.0" in outcome.text

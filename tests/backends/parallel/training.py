@@ -20,6 +20,7 @@ from realhf.backends.parallel.fsdp import FsdpEngine
 from realhf.backends.parallel.group_ranks import GroupRanks
 from realhf.backends.parallel.meshes import groups_of, mesh_of
 from realhf.backends.parallel.world import World
+from realhf.backends.training.packed_forward import PackedForward
 from realhf.backends.training.torch_engine import TorchEngine
 
 CPU = torch.device("cpu")
@@ -75,6 +76,13 @@ def engine_on(world: World, size: int, parallel: Parallel, model: Any) -> Any:
         return DdpEngine(model, None, ranks=ranks, role="actor", **options)
     mesh = mesh_of(world, range(size), parallel, ranks, "cpu")
     return FsdpEngine(model, None, ranks=ranks, mesh=mesh, role="actor", **options)
+
+
+def one_shares_no_prefixes(world: World, rank: int, size: int, parallel: Parallel) -> None:
+    """The last rank has found that the model does not follow trees of rows, e.g. for want of memory."""
+    if rank == size - 1:
+        PackedForward._follows_trees = lambda self: False  # type: ignore[method-assign]
+    engine_on(world, size, parallel, tiny_model())
 
 
 def alone(model: Any) -> TorchEngine:
