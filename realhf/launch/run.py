@@ -14,6 +14,7 @@ from types import FrameType
 from typing import Any
 
 from rich.console import Console
+from rich.text import Text
 
 from realhf.api.config import ConfigError, RecoverMode
 from realhf.api.experiment import ExperimentSpec
@@ -173,4 +174,7 @@ def _say_results(summary: dict[str, Any], run_dir: Path) -> None:
         f"{summary['steps']} steps in {summary['wall_seconds']:.0f} s, {summary['tokens_per_second']:.0f} tokens/s",
         highlight=False,
     )
+    for advisory in summary.get("advisories", ()):
+        text = f"{advisory['severity']}: {advisory['text']} {advisory['advice']}"
+        console.print(Text(text), soft_wrap=True)
     console.print(f"results: {run_dir}", highlight=False, soft_wrap=True)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from realhf.monitor import report_html as html
+from realhf.monitor.advisories.of_run import advise_run
 from realhf.monitor.headline import STEP_TIME, Row
 from realhf.monitor.metrics.renaming import success_by_group
 from realhf.monitor.metrics_log import read_metrics
@@ -59,6 +60,7 @@ def write_report(run_dir: Path) -> Path:
         html.heading(title, 1),
         html.paragraph(_state(rows, summary)),
         *_overview(rows, summary),
+        *_advisories(run_dir, rows),
         *_held_out(Evaluations(run_dir)),
         *_rollouts(run_dir, rows),
         *[part for file, name in PICTURES for part in _picture(run_dir / file, name)],
@@ -95,6 +97,14 @@ def _overview(rows: Sequence[Row], summary: dict[str, Any]) -> list[str]:
         html.table(["", "first step", "last step"], table),
         *([html.table(["total time", ""], seconds)] if seconds else []),
     ]
+
+
+def _advisories(run_dir: Path, rows: Sequence[Row]) -> list[str]:
+    """Say what seems wrong with the run, the gravest first."""
+    found = advise_run(run_dir, rows, Evaluations(run_dir).all(), staleness_bound(run_dir))
+    table = [[one.severity, str(one.since), one.text, one.advice] for one in found]
+    columns = ["severity", "since step", "what", "what one may do"]
+    return [html.heading("Advisories"), html.sentences(columns, table)] if table else []
 
 
 def _held_out(evaluations: Evaluations) -> list[str]:

@@ -12,6 +12,8 @@ body { font: 15px/1.5 system-ui, sans-serif; max-width: 1080px; margin: 2em auto
 h1 { font-size: 1.5em; } h2 { font-size: 1.15em; margin-top: 2em; border-bottom: 1px solid #ddd; }
 table { border-collapse: collapse; font-size: 13px; margin: .6em 0; display: block; overflow-x: auto; }
 th, td { padding: .15em .8em .15em 0; text-align: right; white-space: nowrap; } th { color: #666; font-weight: 500; }
+table.text td { white-space: normal; text-align: left; vertical-align: top; }
+table.text th { text-align: left; }
 th:first-child, td:first-child { text-align: left; } img { max-width: 100%; }
 pre { background: #f5f5f5; padding: .8em; overflow-x: auto; font-size: 12px; }
 """
@@ -43,6 +45,11 @@ def text(content: str) -> str:
 def folded(label: str, content: str) -> str:
     """Return the text folded under a label that opens it."""
     return f"<details><summary>{escape(label)}</summary>{text(content)}</details>"
+
+
+def sentences(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table whose cells hold sentences: they are broken into lines."""
+    return table(columns, rows).replace("<table>", '<table class="text">', 1)
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -10,10 +10,13 @@ from realhf.api.config import MonitorConfig
 from realhf.api.environment import HELD_OUT
 from realhf.api.experiment import EvaluationSpec
 from realhf.api.trace import STEP, NoTrace, Tracer
+from realhf.monitor.advisories.advise import as_json
+from realhf.monitor.advisories.of_run import advise_run
 from realhf.monitor.events import EventStream
 from realhf.monitor.metrics.renaming import evaluation_metrics
 from realhf.monitor.metrics_log import MetricsLog
 from realhf.monitor.pictures import TIMELINE, draw_pictures
+from realhf.monitor.plots import staleness_bound
 from realhf.monitor.report import write_report
 from realhf.monitor.run_files import EPISODES_FILE, NONFINITE_FILE, Evaluations, append_episodes, append_nonfinite
 from realhf.monitor.summary import build_summary, write_summary
@@ -99,6 +102,8 @@ class RunLog:
             wall_seconds=wall_seconds,
             train_calls=train_calls,
         )
+        advisories = advise_run(self._run_dir, rows, self.evaluations.all(), staleness_bound(self._run_dir))
+        summary["advisories"] = [as_json(advisory) for advisory in advisories]
         self.draw()
         write_summary(summary, self._run_dir)
         self._show_whole_run()

@@ -174,7 +174,7 @@ def test_a_run_ends_with_pictures_trace_and_report(tmp_path: Path):
         log.evaluation(0, {"sampled": {"overall": {"success": 0.25, "low": 0.2, "high": 0.3, "episodes": 80}}})
         for step in (1, 2, 3):
             with tracer.span("train"):
-                log.step(step, row(step, loss=float("nan")), [])
+                log.step(step, row(step, **{"policy/loss": float("nan")}), [])
     summary = log.finish(wall_seconds=6.0, train_calls=["actor_train"])
     for name in ("learning.png", "time.png", "async.png", "timeline.png"):
         assert (folder / name).read_bytes().startswith(b"\x89PNG"), name
@@ -185,6 +185,8 @@ def test_a_run_ends_with_pictures_trace_and_report(tmp_path: Path):
     assert text.count('src="data:image/png;base64,') == 4
     assert "Steps: 3, in 6 s, finished" in text and "perfetto" in text and "seed=3" in text
     assert re.search(r"staleness bound</td><td>2<", text) and re.search(r"env_error</td><td>0</td><td>12<", text)
+    (advisory,) = summary["advisories"]
+    assert advisory["id"] == "policy_not_finite" and advisory["since"] == 1 and advisory["text"] in text
     assert "25.0 %" in text and "x&lt;y" in text and "<script>" not in text
     assert not re.findall(r'(?:src|href)="(?!data:)', text), "nothing is loaded from elsewhere"
     kinds = [parse_event(line)["kind"] for line in stream.getvalue().splitlines()]  # type: ignore[index]
