@@ -7,6 +7,7 @@ from typing import Any
 
 from realhf.monitor.run_files import EVALUATIONS_FILE
 from realhf.view.folder_state import FolderState, read_json, state_of
+from realhf.view.rollout_table import RunRollouts
 from realhf.view.run_config import run_config, run_origin
 from realhf.view.run_metrics import RunMetrics, cell
 from realhf.view.spans import RunSpans
@@ -29,6 +30,7 @@ class Run:
         self.name = name
         self.metrics = RunMetrics(folder)
         self.spans = RunSpans(folder)
+        self.rollouts = RunRollouts(folder)
 
     def stamps(self) -> dict[str, str]:
         """Return a text for each part that is another one once the part has changed."""

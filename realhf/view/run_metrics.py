@@ -1,4 +1,7 @@
-"""Reads the metrics of a run as its file grows, and hands them out column by column."""
+"""Reads the metrics of a run as its file grows, and hands them out column by column.
+
+Runs of earlier versions are read under today's names, as far as these say the same.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from realhf.monitor.metrics.renaming import public_names
 from realhf.monitor.metrics_log import METRICS_FILE
 from realhf.view.line_tail import LineTail
 
@@ -74,4 +78,4 @@ def _row(line: bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     step = row.get("step") if isinstance(row, dict) else None
-    return row if isinstance(step, int) and not isinstance(step, bool) else None
+    return public_names(row) if isinstance(step, int) and not isinstance(step, bool) else None

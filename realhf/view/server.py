@@ -19,6 +19,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from realhf.view.packed import MEDIA_TYPE
+from realhf.view.rollout_routes import RolloutRoutes
 from realhf.view.run import Run
 from realhf.view.run_list import RunList
 from realhf.view.web_guard import WebGuard
@@ -43,6 +44,7 @@ def create_app(runs: RunList, *, follow: bool) -> Starlette:
         Route("/api/runs/{run:int}/about", api.about),
         Route("/api/runs/{run:int}/spans", api.spans),
     ]
+    routes += RolloutRoutes(api.run_of).routes()
     handlers = {OSError: _unreadable}
     return Starlette(routes=routes, middleware=[Middleware(WebGuard)], exception_handlers=handlers)
 
@@ -74,7 +76,7 @@ class Api:
 
     async def metrics(self, request: Request) -> Response:
         """Return the rows of a run behind ``start``, column by column."""
-        run = self._run(request)
+        run = self.run_of(request)
 
         def read() -> dict[str, Any]:
             run.metrics.refresh()
@@ -84,16 +86,16 @@ class Api:
 
     async def evaluations(self, request: Request) -> Response:
         """Return the held-out evaluations of a run."""
-        return _json(await run_in_threadpool(self._run(request).evaluations))
+        return _json(await run_in_threadpool(self.run_of(request).evaluations))
 
     async def about(self, request: Request) -> Response:
         """Return configuration and origin of a run."""
-        return _json(await run_in_threadpool(self._run(request).about))
+        return _json(await run_in_threadpool(self.run_of(request).about))
 
     async def spans(self, request: Request) -> Response:
         """Return the spans of a run behind ``start``, packed."""
         arguments = _number(request, "epoch"), _number(request, "start")
-        return Response(await run_in_threadpool(self._run(request).spans.packed, *arguments), media_type=MEDIA_TYPE)
+        return Response(await run_in_threadpool(self.run_of(request).spans.packed, *arguments), media_type=MEDIA_TYPE)
 
     def _list(self) -> dict[str, Any]:
         runs = self._runs.refresh()
@@ -109,7 +111,8 @@ class Api:
             "states": states,
         }
 
-    def _run(self, request: Request) -> Run:
+    def run_of(self, request: Request) -> Run:
+        """Return the run whose number is in the path. Raises HTTPException 404 when there is none."""
         run = self._runs.get(request.path_params["run"])
         if run is None:
             raise HTTPException(404, "there is no run with this number")

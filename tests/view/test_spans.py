@@ -14,7 +14,7 @@ from realhf.monitor.trace import TraceWriter
 from realhf.monitor.trace_format import file_of
 from realhf.view.spans import RunSpans
 
-TYPES = {"f64": np.float64, "f32": np.float32, "u16": np.uint16, "u32": np.uint32}
+TYPES = {"u8": np.uint8, "i32": np.int32, "f64": np.float64, "f32": np.float32, "u16": np.uint16, "u32": np.uint32}
 
 
 def unpacked(data: bytes) -> tuple[dict[str, Any], dict[str, np.ndarray]]:

@@ -161,6 +161,13 @@ class RolloutStore:
 
     def record(self, line: Line) -> dict[str, Any]:
         """Return the record of a line. Raises NoRecord when there is none, or its file is gone or damaged."""
+        try:
+            return _record(self.member(line), line)
+        except (ValueError, IndexError) as error:
+            raise NoRecord(f"{line.id}: its shard is damaged: {error}") from error
+
+    def member(self, line: Line) -> list[bytes]:
+        """Return the JSON lines of the member that holds the record of a line. Raises NoRecord."""
         if line.shard == NO_SHARD:
             raise NoRecord(f"{line.id}: no record was kept")
         if not 0 <= line.writer < len(self._indexes):
@@ -169,10 +176,10 @@ class RolloutStore:
         assert header is not None
         path = self.folder / shard_name(header.family, header.writer, line.shard)
         try:
-            return _record(_unpacked(path, line), line)
+            return _unpacked(path, line).split(b"\n")
         except OSError as error:
             raise NoRecord(f"{line.id}: {path.name}: {error.strerror}") from error
-        except (zlib.error, ValueError, IndexError) as error:
+        except (zlib.error, ValueError) as error:
             raise NoRecord(f"{line.id}: {path.name} is damaged at {line.offset}: {error}") from error
 
     def _more(self, number: int, index: IndexFile) -> int:
@@ -217,8 +224,8 @@ def _unpacked(path: Path, line: Line) -> bytes:
     return text
 
 
-def _record(text: bytes, line: Line) -> dict[str, Any]:
-    record = decode_record(text.split(b"\n")[line.line])
+def _record(lines: Sequence[bytes], line: Line) -> dict[str, Any]:
+    record = decode_record(lines[line.line])
     if not isinstance(record, dict) or record.get("id") != line.id:
         raise ValueError("another record lies there")
     return record

@@ -3,11 +3,19 @@
 import { $, h } from "./dom.js";
 import { Store } from "./store.js";
 import * as overview from "./overview.js";
+import * as rollout from "./rollout.js";
+import * as rollouts from "./rollouts.js";
+import * as tasks from "./tasks.js";
 import * as timeline from "./timeline.js";
+import * as tokens from "./tokens.js";
 
 const PAGES = [
   { name: "overview", title: "Overview", module: overview },
   { name: "timeline", title: "Timeline", module: timeline },
+  { name: "rollouts", title: "Rollouts", module: rollouts },
+  { name: "rollout", title: "Rollout", module: rollout },
+  { name: "tokens", title: "Tokens", module: tokens },
+  { name: "tasks", title: "Tasks", module: tasks },
 ];
 const RETRY_MS = 2000;
 const MOST_COMPARED = 8;

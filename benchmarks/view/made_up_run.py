@@ -1,0 +1,151 @@
+"""Writes a run that nobody trained, for measuring and testing how runs are shown: its numbers and words are invented.
+
+    python -m benchmarks.view.made_up_run FOLDER [--rollouts 100000]
+
+Its rollouts are written by the same code as real ones: groups of eight, a twentieth with their tokens, two in a hundred
+failed, tasks that are learned, that are forgotten and that are never solved.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+from realhf.monitor.rollouts.format import FORMAT, PLAY, TRAIN, Header, PlayLine, TrainLine, encode_record
+from realhf.monitor.rollouts.shards import Shards
+
+GROUP = 8
+GROUPS_OF_A_STEP = 16
+TASKS = 250
+TOKENS_EVERY = 20
+HOSTILE = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>\x00\x1b[31m\u202e"
+_MEMBER = 64
+_KINDS = ("beginner", "intermediate", "advanced", "expert", "warmup")
+
+
+class MadeUpRun:
+    """Writes into ``folder`` step by step. The same ``seed`` writes the same rollouts."""
+
+    def __init__(self, folder: Path, *, seed: int = 1) -> None:
+        self._folder = folder
+        self._random = random.Random(seed)
+        self._step = 0
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.yaml").write_text(f"experiment: made_up\nseed: {seed}\nppo:\n  lr: {seed / 1000}\n")
+        header = {"rollouts": FORMAT, "writer": f"made-up-{seed}", "worker": "made-up/0", "began": time.time()}
+        self._shards = {
+            family: Shards(folder / "rollouts", Header(family=family, **header)) for family in (PLAY, TRAIN)
+        }
+
+    def add_step(self, n_groups: int = GROUPS_OF_A_STEP, of: int = 100) -> None:
+        """Write a step of so many groups; ``of`` steps take a task from its beginning to its end."""
+        self._step += 1
+        lines: list[tuple[PlayLine, TrainLine | None]] = []
+        for number in range(n_groups):
+            lines += self._group(number, min(1.0, self._step / of))
+        for start in range(0, len(lines), _MEMBER):
+            part = lines[start : start + _MEMBER]
+            self._shards[PLAY].append([self._played(line) for line, _ in part], [line for line, _ in part])
+            trained = [line for _, line in part if line is not None]
+            kept = [line for line in trained if line.has_tokens]
+            records = [self._trained(line) for line in kept]
+            self._shards[TRAIN].append(records, kept, [line for line in trained if not line.has_tokens])
+        valid = [line for line, _ in lines if line.reward is not None]
+        metrics = {
+            "reward/mean": sum(line.reward or 0.0 for line in valid) / max(1, len(valid)),
+            "success/overall": sum(line.success for line in valid) / max(1, len(valid)),
+            "rollouts/failed": len(lines) - len(valid),
+            "time/step": 1.0,
+        }
+        with (self._folder / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"step": self._step, **metrics}) + "\n")
+
+    def close(self) -> None:
+        """Close the files."""
+        for shards in self._shards.values():
+            shards.close()
+
+    def _group(self, number: int, share: float) -> list[tuple[PlayLine, TrainLine | None]]:
+        task = self._random.randrange(TASKS)
+        chance = {0: 0.02, 1: 1 - share, 2: share}.get(task % 5, 0.3 + 0.5 * share)
+        sample = f"task-{task:03d}@{self._step}-{number}"
+        return [self._row(f"{sample}/{row}", task, chance) for row in range(GROUP)]
+
+    def _row(self, name: str, task: int, chance: float) -> tuple[PlayLine, TrainLine | None]:
+        draw = self._random.random
+        failure = ("simulator", "timeout")[task % 2] if draw() < 0.02 else None
+        success = failure is None and draw() < chance
+        reward = None if failure else 1.0 if success else round(draw() * 0.4, 3) if draw() < 0.5 else 0.0
+        tokens = self._random.randrange(TOKENS_EVERY) == 0
+        play = PlayLine(
+            id=name, time=1.7e9 + self._step, step=self._step, version=self._step - 1, task=f"task-{task:03d}",
+            group=_KINDS[task % 5], env="made_up", reward=reward, success=success, length=20 + int(180 * draw()),
+            turns=1 + int(5 * draw()), truncated=failure is None and not success and draw() < 0.1, failure=failure,
+            seconds=round(3 * draw(), 2), has_tokens=tokens,
+        )  # fmt: skip
+        if failure:
+            return play, None
+        train = TrainLine(
+            id=name, time=1.7e9 + self._step, step=self._step, version=self._step,
+            advantage=round(2 * draw() - 1, 4), mismatch=round(1e-4 * draw(), 7),
+            ratio_max=round(1 + 0.3 * draw(), 4), clip_fraction=round(0.1 * draw(), 4),
+            n_tokens=play.length, staleness=int(2 * draw()), has_tokens=tokens,
+        )  # fmt: skip
+        return play, train
+
+    def _played(self, line: PlayLine) -> bytes:
+        messages: list[dict[str, Any]] = [
+            {"role": "system", "content": "You operate an account."},
+            {"role": "user", "content": f"Do {line.task}. {HOSTILE if line.row == 0 else ''}"},
+        ]
+        for turn in range(line.turns):
+            call = {"id": f"c{turn}", "name": "shell", "arguments": {"command": f"aws s3 ls bucket-{turn}"}}
+            said = f"I look at it, {turn}."
+            messages.append({"role": "assistant", "content": said, "tool_calls": [call], "turn": turn})
+            messages.append({"role": "tool", "content": "An error occurred" if line.failure else "bucket\n" * 6})
+        turn = {"reward": 0.0, "version": [line.version, line.version], "n_tokens": 9, "info": {"progress": 0.5}}
+        record = {
+            "id": line.id, "task": line.task, "group": line.group, "seed": 1, "env": line.env, "split": line.split,
+            "step": line.step, "status": line.failure or "finished", "message": "", "reward": line.reward,
+            "rewards": {}, "messages": messages, "turns": [turn] * line.turns,
+        }  # fmt: skip
+        if line.has_tokens:
+            record["tokens"] = {
+                "prompt_ids": list(range(10)), "ids": list(range(line.length)),
+                "logprobs": [-round(self._random.random(), 4) for _ in range(line.length)], "mask": [1] * line.length,
+                "versions": [line.version] * line.length, "turn_starts": [0],
+                "texts": [f" word{place}" for place in range(line.length)],
+            }  # fmt: skip
+        return encode_record(record)
+
+    def _trained(self, line: TrainLine) -> bytes:
+        size, draw = line.n_tokens, self._random.random
+        old = [-round(draw(), 4) for _ in range(size)]
+        return encode_record({
+            "id": line.id, "step": line.step, "version": line.version, "first_token": 10, "mask": [1] * size,
+            "old": old, "before": old, "new": old, "ratio": [round(0.9 + 0.2 * draw(), 4) for _ in range(size)],
+            "advantage": [line.advantage] * size, "clipped": [int(draw() < 0.05) for _ in range(size)],
+        })  # fmt: skip
+
+
+def main() -> None:
+    """Write a run of the size that the command line says."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--rollouts", type=int, default=100_000)
+    given = parser.parse_args()
+    run = MadeUpRun(given.folder)
+    steps = max(1, given.rollouts // (GROUP * GROUPS_OF_A_STEP))
+    left = max(1, given.rollouts // GROUP)
+    for number in range(steps):
+        run.add_step(left // (steps - number), steps)
+        left -= left // (steps - number)
+    run.close()
+
+
+if __name__ == "__main__":
+    main()

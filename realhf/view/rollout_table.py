@@ -1,0 +1,197 @@
+"""Gives the rollouts of a run to the page: all of them as columns, one of them whole, and those that hold a text."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from realhf.monitor.rollouts.format import NO_SHARD, Place
+from realhf.monitor.rollouts.reader import NoRecord, RolloutStore, Row
+from realhf.view.packed import pack
+
+Array = np.ndarray[Any, Any]
+NONE = -1
+"""Stands for no version and no staleness."""
+PLAYED_TOKENS, TRAINED_TOKENS = 1, 2
+MOST_GROUP = 64
+_TEXTS = ("task", "group", "env", "split", "failure")
+
+
+class RunRollouts:
+    """Reads the rollouts of a run folder as they are added. Thread-safe."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._store = RolloutStore(run_dir)
+        self._lock = threading.Lock()
+        self._rows: list[Row] = []
+        self._packed = b""
+        self._seen: tuple[int, int] | None = None
+
+    def packed(self) -> bytes:
+        """Return a row for each rollout as columns (``packed.pack``), in the order of steps. Texts are numbers into the
+        tables of the header; ``samples[sample]/row`` is the id."""
+        with self._lock:
+            self._refresh()
+            return self._packed
+
+    def one(self, name: str) -> dict[str, Any] | None:
+        """Return index lines and records of a rollout, and the lines of its group; None when there is none. In place of
+        a record that cannot be read there is {problem}."""
+        with self._lock:
+            self._refresh()
+            row = self._store.find(name)
+            group = [] if row is None else self._store.group(row.play.sample)[:MOST_GROUP]
+        if row is None:
+            return None
+        return {
+            "id": name,
+            "step": row.step,
+            "line": _plain(row.play),
+            "train_line": None if row.train is None else _plain(row.train),
+            "play": self._record(row.play),
+            "train": None if row.train is None or row.train.shard == NO_SHARD else self._record(row.train),
+            "group": [
+                {**_plain(other.play), "train": None if other.train is None else _plain(other.train)} for other in group
+            ],
+        }
+
+    def index(self) -> list[Row]:
+        """Return the rollouts that count."""
+        with self._lock:
+            self._refresh()
+            return list(self._rows)
+
+    def search(self, text: str, deadline: float, stopped: Callable[[], bool]) -> Iterator[dict[str, Any]]:
+        """Yield {ids} of rollouts whose conversation, task or failure holds a text (whatever its case), the newest
+        first, and at last {done, searched, of}. ``deadline``: of ``time.monotonic``, after which it ends."""
+        with self._lock:
+            self._refresh()
+            lines = [row.play for row in self._rows if row.play.shard != NO_SHARD]
+        wanted, searched = text.casefold(), 0
+        members = [list(found) for _, found in itertools.groupby(sorted(lines, key=_place), key=_place)]
+        members.sort(key=lambda found: -max(line.time for line in found))
+        for member in members:
+            if stopped() or time.monotonic() > deadline:
+                break
+            found = list(self._holding(member, wanted))
+            searched += len(member)
+            if found:
+                yield {"ids": found}
+        yield {"done": searched == len(lines), "searched": searched, "of": len(lines)}
+
+    def _holding(self, member: Sequence[Place], wanted: str) -> Iterator[str]:
+        try:
+            texts = self._store.member(member[0])
+        except NoRecord:
+            return
+        for line in member:
+            if line.line < len(texts) and wanted in _searched(texts[line.line]):
+                yield line.id
+
+    def _record(self, line: Any) -> dict[str, Any]:
+        try:
+            return self._store.record(line)
+        except NoRecord as error:
+            return {"problem": str(error)}
+
+    def _refresh(self) -> None:
+        self._store.refresh()
+        seen = len(self._store.play.lines), len(self._store.train.lines)
+        if seen != self._seen or not self._packed:
+            self._seen = seen
+            if seen[0] or not self._rows:  # what was read of a folder that vanishes is still shown
+                self._rows = sorted(self._store.rows(), key=lambda row: row.step)
+            self._packed = _packed(self._rows, self._store.problems)
+
+
+class _Words(msgspec.Struct):
+    task: Any = ""
+    status: Any = ""
+    message: Any = ""
+    messages: list[Any] = []
+
+
+_decode_words = msgspec.json.Decoder(_Words).decode
+
+
+def _searched(line: bytes) -> str:
+    """Return the words of a record, without the names of its fields."""
+    try:
+        words = _decode_words(line)
+    except (msgspec.MsgspecError, RecursionError):
+        try:
+            content = json.loads(line)
+        except (ValueError, RecursionError):
+            return ""
+        words = _Words(content.get("task"), content.get("status"), content.get("message"), content.get("messages", []))
+    return "\n".join(_words([words.task, words.status, words.message, words.messages])).casefold()
+
+
+def _words(value: Any, depth: int = 0) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif depth < 20 and isinstance(value, (list, dict)):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _words(inner, depth + 1)
+
+
+def _place(line: Place) -> tuple[int, int, int]:
+    return line.writer, line.shard, line.offset
+
+
+def _plain(line: Any) -> dict[str, Any]:
+    return msgspec.to_builtins(line) | {"has_tokens": line.has_tokens}
+
+
+def _packed(rows: Sequence[Row], problems: Sequence[str]) -> bytes:
+    plays, trains = [row.play for row in rows], [row.train for row in rows]
+    codes: dict[str, Array] = {}
+    tables: dict[str, list[str]] = {}
+    for name in _TEXTS:
+        codes[name], tables[name] = _coded(getattr(play, name) or "" for play in plays)
+    parts = [play.id.rpartition("/") for play in plays]
+    codes["sample"], tables["sample"] = _coded(part[0] for part in parts)
+    tokens = [
+        PLAYED_TOKENS * play.has_tokens + TRAINED_TOKENS * (train is not None and train.has_tokens)
+        for play, train in zip(plays, trains, strict=True)
+    ]
+    columns = {
+        "row": _ints(int(part[2]) if part[2].isdecimal() else 0 for part in parts),
+        "step": _ints(row.step for row in rows),
+        "time": np.array([play.time for play in plays], dtype=np.float64),
+        "version": _ints(NONE if play.version is None else play.version for play in plays),
+        "reward": _floats(play.reward for play in plays),
+        "success": np.array([play.success for play in plays], dtype=np.uint8),
+        "length": _ints(play.length for play in plays),
+        "turns": _ints(play.turns for play in plays),
+        "truncated": np.array([play.truncated for play in plays], dtype=np.uint8),
+        "seconds": _floats(play.seconds for play in plays),
+        "kept": np.array([play.shard != NO_SHARD for play in plays], dtype=np.uint8),
+        "tokens": np.array(tokens, dtype=np.uint8),
+        "staleness": _ints(NONE if row.staleness is None else row.staleness for row in rows),
+    }
+    for name in ("advantage", "ratio_max", "clip_fraction", "mismatch"):
+        columns[name] = _floats(None if train is None else getattr(train, name) for train in trains)
+    return pack({"count": len(rows), "tables": tables, "problems": list(problems)[:20]}, {**columns, **codes})
+
+
+def _coded(values: Iterable[str]) -> tuple[Array, list[str]]:
+    table: dict[str, int] = {}
+    codes = [table.setdefault(value, len(table)) for value in values]
+    return np.array(codes, dtype=np.uint32), list(table)
+
+
+def _ints(values: Iterable[int]) -> Array:
+    return np.clip(np.fromiter(values, dtype=np.int64), -(2**31), 2**31 - 1).astype(np.int32)
+
+
+def _floats(values: Iterable[float | None]) -> Array:
+    return np.array([np.nan if value is None else value for value in values], dtype=np.float32)

@@ -1,0 +1,155 @@
+// Every task over time: which are hard, which were learned, which were forgotten.
+
+import { h, percent, s } from "./dom.js";
+import { tableOf } from "./table.js";
+
+const BINS = 16;
+const RECENT = 0.25;
+const LEARNED = 0.5;
+const FORGOTTEN = 0.25;
+const FEWEST = 3;
+const ORDERS = [
+  ["hardest", "hardest first"], ["learned", "newly solved first"], ["forgotten", "forgotten first"], ["name", "by name"], ["most", "most played first"],
+];
+const SHOWN = 500;
+
+export async function show(place, context) {
+  const page = new Tasks(place, context);
+  await page.load();
+  return page;
+}
+
+class Tasks {
+  constructor(place, context) {
+    this.context = context;
+    this.keys = [["o", "another order"], ["/", "find a task"], ["e", "evaluations or training"], ["Tab, Enter", "to a task's rollouts"]];
+    this.order = h("select", { id: "order", "aria-label": "Order", onchange: () => this.draw() }, ORDERS.map(([value, text]) => h("option", { value, selected: value === context.params.get("order") }, text)));
+    this.part = h("select", { id: "part", "aria-label": "Which rollouts", onchange: () => this.count() }, h("option", { value: "train" }, "training"), h("option", { value: "eval" }, "evaluations"));
+    this.search = h("input", { type: "search", id: "task-search", placeholder: "Find a task", "aria-label": "Find a task", autocomplete: "off", oninput: () => this.draw() });
+    this.said = h("p", { class: "readout", role: "status" });
+    this.rows = h("tbody");
+    const heads = ["task", "group", "success over time", "first", "lately", "change", "played", "failed", ""];
+    const made = h("div", { class: "scroll" }, h("table", { id: "tasks" }, h("thead", {}, h("tr", {}, heads.map((head) => h("th", { scope: "col" }, head)))), this.rows));
+    place.append(h("div", { class: "bar tasks-bar" }, this.search, this.order, this.part), this.said, made);
+  }
+
+  async load() {
+    this.table = await tableOf(this.context.run);
+    this.count();
+  }
+
+  async update(parts) {
+    if (!parts.has("rollouts")) return;
+    clearTimeout(this.later);
+    this.later = setTimeout(async () => {
+      delete this.context.run.parts.table;
+      await this.load();
+    }, 1000);
+  }
+
+  close() {
+    clearTimeout(this.later);
+  }
+
+  /** Counts of every task, over equal parts of the steps; failures count apart. */
+  count() {
+    const { columns, tables, count } = this.table;
+    const wanted = Uint8Array.from(tables.split, (text) => (text.startsWith("eval") === (this.part.value === "eval") ? 1 : 0));
+    let low = Infinity, high = -Infinity;
+    for (let at = 0; at < count; at++) {
+      if (!wanted[columns.split[at]]) continue;
+      low = Math.min(low, columns.step[at]);
+      high = Math.max(high, columns.step[at]);
+    }
+    const wide = Math.max(1, high - low + 1);
+    const tasks = tables.task.map((name) => ({ name, group: "", played: 0, failed: 0, good: new Uint32Array(BINS), all: new Uint32Array(BINS) }));
+    for (let at = 0; at < count; at++) {
+      if (!wanted[columns.split[at]]) continue;
+      const task = tasks[columns.task[at]];
+      task.group = tables.group[columns.group[at]];
+      task.played++;
+      if (tables.failure[columns.failure[at]]) {
+        task.failed++;
+        continue;
+      }
+      const bin = Math.floor(((columns.step[at] - low) / wide) * BINS);
+      task.all[bin]++;
+      task.good[bin] += columns.success[at];
+    }
+    this.tasks = tasks.filter((task) => task.played).map(judged);
+    this.draw();
+  }
+
+  draw() {
+    const wanted = this.search.value.trim().toLowerCase();
+    const found = this.tasks.filter((task) => task.name.toLowerCase().includes(wanted)).sort(orderOf(this.order.value));
+    const learned = this.tasks.filter((task) => task.note === "newly solved").length;
+    const forgotten = this.tasks.filter((task) => task.note === "forgotten").length;
+    const never = this.tasks.filter((task) => task.note === "never solved").length;
+    this.said.textContent = `${this.tasks.length} tasks: ${learned} newly solved, ${forgotten} forgotten, ${never} never solved${found.length > SHOWN ? `; the first ${SHOWN} are shown` : ""}`;
+    this.rows.replaceChildren(...found.slice(0, SHOWN).map((task) => this.row(task)));
+  }
+
+  row(task) {
+    const query = new URLSearchParams({ runs: this.context.runs.map((run) => run.number).join(","), task: task.name, split: this.part.value });
+    const cells = [
+      h("a", { href: `#/rollouts?${query}` }, task.name || "(no name)"), task.group, spark(task), percent(task.first), percent(task.lately),
+      task.first === null || task.lately === null ? "–" : `${task.lately >= task.first ? "+" : "−"}${(100 * Math.abs(task.lately - task.first)).toFixed(0)}`,
+      String(task.played), String(task.failed), h("span", { class: `tag ${task.note === "newly solved" ? "good" : task.note ? "failed" : ""}` }, task.note),
+    ];
+    return h("tr", {}, cells.map((cell) => h("td", {}, cell)));
+  }
+
+  key(event) {
+    if (event.key === "o") {
+      this.order.selectedIndex = (this.order.selectedIndex + 1) % ORDERS.length;
+      this.draw();
+    } else if (event.key === "e") {
+      this.part.selectedIndex = 1 - this.part.selectedIndex;
+      this.count();
+    } else if (event.key === "/") this.search.focus();
+    else return false;
+    return true;
+  }
+}
+
+function rate(task, from, to) {
+  let good = 0, all = 0;
+  for (let bin = Math.floor(from * BINS); bin < Math.ceil(to * BINS); bin++) {
+    good += task.good[bin];
+    all += task.all[bin];
+  }
+  return { share: all ? good / all : null, all };
+}
+
+function judged(task) {
+  const first = rate(task, 0, RECENT), lately = rate(task, 1 - RECENT, 1), whole = rate(task, 0, 1);
+  let best = 0;
+  for (let at = 0; at + RECENT <= 1; at += RECENT) best = Math.max(best, rate(task, at, at + RECENT).share ?? 0);
+  let note = "";
+  if (whole.all >= FEWEST && whole.share === 0) note = "never solved";
+  else if (lately.all >= FEWEST && first.all >= FEWEST) {
+    if (first.share <= 0.1 && lately.share >= LEARNED) note = "newly solved";
+    else if (best - lately.share >= FORGOTTEN && lately.share < LEARNED && best >= LEARNED) note = "forgotten";
+  }
+  return { ...task, first: first.share, lately: lately.share, whole: whole.share, note };
+}
+
+function orderOf(name) {
+  const last = (task) => task.lately ?? task.whole ?? 2;
+  const notes = (note) => (a, b) => (b.note === note) - (a.note === note) || last(a) - last(b);
+  return {
+    hardest: (a, b) => last(a) - last(b) || b.played - a.played, learned: notes("newly solved"), forgotten: notes("forgotten"),
+    name: (a, b) => a.name.localeCompare(b.name, "en", { numeric: true }), most: (a, b) => b.played - a.played,
+  }[name];
+}
+
+function spark(task) {
+  const bars = [];
+  for (let bin = 0; bin < BINS; bin++) {
+    if (!task.all[bin]) continue;
+    const tall = (22 * task.good[bin]) / task.all[bin];
+    bars.push(s("rect", { x: bin * 7, y: 23 - tall, width: 6, height: tall + 1, class: "bar-good" }));
+  }
+  return s("svg", { class: "spark", viewBox: `0 0 ${BINS * 7} 24`, role: "img", "aria-label": `success over time, from ${percent(task.first)} to ${percent(task.lately)}` }, s("line", { x1: 0, x2: BINS * 7, y1: 23.5, y2: 23.5, class: "grid" }), ...bars);
+}

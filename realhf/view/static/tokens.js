@@ -1,0 +1,231 @@
+// Every token of a rollout with what the engine and the trainer said of it: a strip of the whole, and a window of texts.
+
+import { h, number } from "./dom.js";
+import { detail, idFor } from "./rollout.js";
+
+const WINDOW = 600;
+const STRIPS = [
+  ["engine", "log-probability at the engine", "low"], ["trainer", "log-probability at the trainer, before the step", "low"], ["new", "log-probability after the last pass", "low"],
+  ["difference", "trainer minus engine", "both"], ["ratio", "ratio − 1", "both"], ["advantage", "advantage", "both"], ["version", "version", "scale"],
+];
+const HEIGHT = 13;
+
+export async function show(place, context) {
+  const page = new Tokens(place, context);
+  await page.load();
+  return page;
+}
+
+class Tokens {
+  constructor(place, context) {
+    this.place = place;
+    this.context = context;
+    this.keys = [
+      ["← →", "token"], ["↑ ↓", "60 tokens"], ["PgUp PgDn", "window"], ["Home End", "first, last"], ["m", "colour by the next quantity"], ["n", "next clipped token"], ["b", "back to the rollout"],
+    ];
+  }
+
+  async load() {
+    this.id = await idFor(this.context, (all, at) => all.columns.tokens[at] & 1);
+    if (!this.id) return this.place.append(h("p", {}, "No rollout was kept with its tokens yet (monitor.rollout_tokens)."));
+    const { play, train } = await detail(this.context.run, this.id);
+    const bar = h("div", { class: "bar" }, h("h2", { class: "id" }, this.id), h("button", { type: "button", onclick: () => this.back() }, "Rollout", h("kbd", {}, "b")));
+    if (!play.tokens) {
+      this.none = true;
+      return this.place.append(bar, h("p", {}, play.problem ?? "The tokens of this rollout were not kept (monitor.rollout_tokens)."));
+    }
+    this.gather(play.tokens, train && !train.problem ? train : null);
+    this.colour = this.strips.some(([name]) => name === this.context.params.get("colour")) ? this.context.params.get("colour") : this.strips[0][0];
+    this.at = Math.min(this.size - 1, Math.max(0, Number(this.context.params.get("token") ?? 0)));
+    this.choice = h("select", { id: "colour", "aria-label": "Colour by", onchange: () => this.paint(this.choice.value) }, this.strips.map(([name, label]) => h("option", { value: name }, label)));
+    this.canvas = h("canvas", { class: "strips", tabindex: "0", role: "img", "aria-label": "Strips of all tokens; arrows move" });
+    this.canvas.addEventListener("click", (event) => this.move(Math.floor((event.offsetX / this.canvas.clientWidth) * this.size)));
+    this.said = h("dl", { class: "facts", id: "token", "aria-live": "polite" });
+    this.texts = h("div", { class: "texts", tabindex: "0", "aria-label": "Texts of the tokens" });
+    this.texts.addEventListener("click", (event) => event.target.dataset.at !== undefined && this.move(Number(event.target.dataset.at)));
+    const legend = h("span", { class: "muted" }, "dimmed: not trained · underlined: clipped");
+    bar.append(h("label", { for: "colour" }, "Colour by"), this.choice, legend);
+    this.note = h("p", { class: "muted" }, train?.problem ?? (train ? "" : "Nothing was recorded of its training: an evaluation, not trained yet, or without signal."));
+    this.place.append(bar, this.canvas, this.said, this.note, this.texts);
+    this.resized = new ResizeObserver(() => this.drawStrips());
+    this.resized.observe(this.canvas);
+    this.paint(this.colour);
+  }
+
+  close() {
+    this.resized?.disconnect();
+  }
+
+  /** One array per quantity over the tokens of the completion; NaN where there is none. */
+  gather(tokens, train) {
+    const size = (this.size = tokens.ids.length);
+    this.ids = tokens.ids;
+    this.words = tokens.texts ?? null;
+    this.mask = Uint8Array.from(tokens.mask);
+    this.clipped = new Uint8Array(size);
+    this.starts = new Map((tokens.turn_starts ?? []).map((start, turn) => [start, turn]));
+    const blank = () => new Float32Array(size).fill(NaN);
+    this.values = { engine: blank(), trainer: blank(), new: blank(), difference: blank(), ratio: blank(), advantage: blank(), version: blank() };
+    for (let at = 0; at < size; at++) {
+      if (this.mask[at]) this.values.engine[at] = tokens.logprobs[at] ?? NaN;
+      if (tokens.versions[at] >= 0) this.values.version[at] = tokens.versions[at];
+    }
+    if (train) this.gatherTrained(train, train.first_token - tokens.prompt_ids.length);
+    this.strips = STRIPS.filter(([name]) => this.values[name].some((value) => !Number.isNaN(value)));
+    if (!this.strips.length) this.strips = [STRIPS[0]];
+    this.ranges = Object.fromEntries(this.strips.map(([name]) => [name, range(this.values[name])]));
+  }
+
+  gatherTrained(train, first) {
+    for (let k = 0; k < train.mask.length; k++) {
+      const at = first + k;
+      if (at < 0 || at >= this.size || !train.mask[k]) continue;
+      this.values.trainer[at] = train.before?.[k] ?? NaN;
+      this.values.new[at] = train.new?.[k] ?? NaN;
+      this.values.ratio[at] = (train.ratio?.[k] ?? NaN) - 1;
+      this.values.advantage[at] = train.advantage?.[k] ?? NaN;
+      this.values.difference[at] = this.values.trainer[at] - (train.old?.[k] ?? NaN);
+      this.clipped[at] = train.clipped?.[k] ?? 0;
+    }
+  }
+
+  paint(name) {
+    this.colour = name;
+    this.choice.value = name;
+    this.first = -1;
+    this.drawStrips();
+    this.move(this.at);
+  }
+
+  move(at) {
+    this.at = Math.max(0, Math.min(this.size - 1, at));
+    const first = Math.floor(this.at / WINDOW) * WINDOW;
+    if (first !== this.first) this.drawTexts(first);
+    this.texts.querySelector("[aria-current]")?.removeAttribute("aria-current");
+    const shown = this.texts.querySelector(`[data-at="${this.at}"]`);
+    shown?.setAttribute("aria-current", "true");
+    shown?.scrollIntoView({ block: "nearest" });
+    this.say();
+    this.drawStrips();
+    this.context.go("tokens", { id: this.id, token: this.at, colour: this.colour }, true);
+  }
+
+  say() {
+    const { at } = this;
+    const fact = (name, value) => h("div", {}, h("dt", {}, name), h("dd", {}, value));
+    this.said.replaceChildren(
+      fact("token", `${(at + 1).toLocaleString("en")} of ${this.size.toLocaleString("en")}`), fact("text", visible(this.words?.[at] ?? "")), fact("id", String(this.ids[at])),
+      ...this.strips.map(([name]) => fact(name === "ratio" ? "ratio" : name, Number.isNaN(this.values[name][at]) ? "–" : name === "ratio" ? (this.values.ratio[at] + 1).toFixed(4) : number(this.values[name][at]))),
+      fact("trained", this.mask[at] ? "yes" : "no"), fact("clipped", this.clipped[at] ? "yes" : "no"),
+    );
+  }
+
+  drawTexts(first) {
+    this.first = first;
+    const last = Math.min(this.size, first + WINDOW);
+    const parts = [];
+    for (let at = first; at < last; at++) {
+      if (this.starts.has(at) && at > 0) parts.push(h("span", { class: "turn-mark" }, `turn ${this.starts.get(at) + 1}`));
+      const text = this.words?.[at] ?? `${this.ids[at]} `;
+      const one = h("span", { "data-at": at, class: `token${this.mask[at] ? "" : " unmasked"}${this.clipped[at] ? " clipped" : ""}` }, visible(text));
+      const [sign, share] = this.shade(this.colour, at);
+      if (share > 0.02) one.style.backgroundColor = `color-mix(in srgb, var(--${sign < 0 ? "bad" : "k2"}) ${Math.round(60 * share)}%, transparent)`;
+      parts.push(one);
+      if (text.includes("\n")) parts.push(h("br"));
+    }
+    this.texts.replaceChildren(...(first > 0 ? [h("p", { class: "muted" }, `tokens from ${(first + 1).toLocaleString("en")}; PgUp for the ones before`)] : []), ...parts, ...(last < this.size ? [h("p", { class: "muted" }, `${(this.size - last).toLocaleString("en")} more; PgDn`)] : []));
+  }
+
+  /** Sign and strength (0 to 1) of a quantity at a token. */
+  shade(name, at) {
+    const value = this.values[name][at];
+    if (Number.isNaN(value)) return [1, 0];
+    const { low, high } = this.ranges[name];
+    const kind = STRIPS.find(([one]) => one === name)[2];
+    if (kind === "low") return [-1, Math.min(1, value / (Math.min(low, -1e-6) || -1))];
+    if (kind === "scale") return [1, high === low ? 0.4 : 0.15 + (0.85 * (value - low)) / (high - low)];
+    const most = Math.max(Math.abs(low), Math.abs(high)) || 1;
+    return [value < 0 ? -1 : 1, Math.abs(value) / most];
+  }
+
+  drawStrips() {
+    if (!this.canvas || !this.ranges) return;
+    const width = this.canvas.clientWidth || 600;
+    const height = (HEIGHT + 3) * this.strips.length + 6;
+    const scale = devicePixelRatio || 1;
+    this.canvas.style.height = `${height}px`;
+    this.canvas.width = width * scale;
+    this.canvas.height = height * scale;
+    const pen = this.canvas.getContext("2d");
+    pen.scale(scale, scale);
+    const colour = (name) => { this.canvas.style.color = `var(${name})`; return getComputedStyle(this.canvas).color; };
+    const [bad, good, ink, line] = ["--bad", "--k2", "--ink", "--line"].map(colour);
+    this.strips.forEach(([name], row) => {
+      const y = row * (HEIGHT + 3);
+      pen.globalAlpha = 1;
+      pen.fillStyle = line;
+      pen.fillRect(0, y, width, HEIGHT);
+      const columns = Math.min(this.size, Math.ceil(width));
+      for (let column = 0; column < columns; column++) {
+        const from = Math.floor((column * this.size) / columns), to = Math.max(from + 1, Math.floor(((column + 1) * this.size) / columns));
+        let [sign, share] = [1, 0];
+        for (let at = from; at < to; at++) {
+          const [one, strength] = this.shade(name, at);
+          if (strength > share) [sign, share] = [one, strength];
+        }
+        pen.globalAlpha = share;
+        pen.fillStyle = sign < 0 ? bad : good;
+        pen.fillRect((column * width) / columns, y, Math.ceil(width / columns), HEIGHT);
+      }
+      pen.globalAlpha = 0.9;
+      pen.fillStyle = ink;
+      pen.font = "10px system-ui, sans-serif";
+      pen.fillText(name, 3, y + 10);
+    });
+    pen.globalAlpha = 1;
+    pen.fillStyle = ink;
+    pen.fillRect((this.at / this.size) * width, 0, 2, height);
+  }
+
+  key(event) {
+    if (!this.id) return false;
+    if (event.key === "b") this.back();
+    else if (this.none || !this.texts) return false;
+    else {
+      const does = {
+        ArrowRight: () => this.move(this.at + 1), ArrowLeft: () => this.move(this.at - 1), ArrowDown: () => this.move(this.at + 60), ArrowUp: () => this.move(this.at - 60),
+        PageDown: () => this.move(this.at + WINDOW), PageUp: () => this.move(this.at - WINDOW), Home: () => this.move(0), End: () => this.move(this.size - 1),
+        m: () => this.paint(this.strips[(this.strips.findIndex(([name]) => name === this.colour) + 1) % this.strips.length][0]), n: () => this.nextClipped(),
+      }[event.key];
+      if (!does) return false;
+      does();
+    }
+    return true;
+  }
+
+  nextClipped() {
+    const after = this.clipped.indexOf(1, this.at + 1);
+    const next = after >= 0 ? after : this.clipped.indexOf(1);
+    if (next >= 0) this.move(next);
+    else this.context.notice("No token of this rollout was clipped.");
+  }
+
+  back() {
+    this.context.go("rollout", { id: this.id });
+  }
+}
+
+function range(values) {
+  let low = Infinity, high = -Infinity;
+  for (const value of values) {
+    if (Number.isNaN(value)) continue;
+    low = Math.min(low, value);
+    high = Math.max(high, value);
+  }
+  return { low, high };
+}
+
+/** A text in which spaces, ends of lines and control characters can be seen. */
+function visible(text) {
+  return text.replace(/\n/g, "⏎").replace(/\t/g, "⇥").replace(/[\u0000-\u001f\u007f-\u009f\u200b-\u200f\u202a-\u202e\u2066-\u2069]/g, "␣");
+}

@@ -1,0 +1,98 @@
+"""Rollouts as the page gets them: columns, one of them whole, its group, and those that hold a text."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.view.made_up_run import HOSTILE, MadeUpRun
+from realhf.view.run import Run
+from tests.view.runs import client
+from tests.view.test_spans import unpacked
+
+
+@pytest.fixture
+def made_up(tmp_path: Path) -> Path:
+    """Three steps of four groups of eight."""
+    run = MadeUpRun(tmp_path / "run")
+    for _ in range(3):
+        run.add_step(4, of=3)
+    run.close()
+    return tmp_path / "run"
+
+
+def lines(folder: Path, family: str) -> list[dict]:
+    (index,) = (folder / "rollouts").glob(f"{family}-*.index.jsonl")
+    return [json.loads(line) for line in index.read_text().splitlines()[1:]]
+
+
+def test_the_columns_say_what_the_index_says(made_up: Path):
+    header, arrays = unpacked(client(made_up).get("/api/runs/0/rollouts").content)
+    played = {line["id"]: line for line in lines(made_up, "play")}
+    trained = {line["id"]: line for line in lines(made_up, "train")}
+    assert header["count"] == len(played) == 96
+    for at in range(96):
+        name = f"{header['tables']['sample'][arrays['sample'][at]]}/{arrays['row'][at]}"
+        play, train = played.pop(name), trained.get(name)
+        assert header["tables"]["task"][arrays["task"][at]] == play["task"]
+        assert header["tables"]["failure"][arrays["failure"][at]] == (play.get("failure") or "")
+        assert arrays["reward"][at] == pytest.approx(play.get("reward", np.nan), nan_ok=True), "a failure is no zero"
+        assert arrays["success"][at] == play.get("success", False)
+        assert arrays["staleness"][at] == (-1 if train is None else train["staleness"])
+        assert arrays["advantage"][at] == pytest.approx(np.nan if train is None else train["advantage"], nan_ok=True)
+    assert any(line.get("failure") for line in lines(made_up, "play"))
+
+
+def test_a_step_that_is_added_arrives_and_a_folder_that_vanishes_is_still_shown(tmp_path: Path):
+    run = MadeUpRun(tmp_path / "run")
+    with client(tmp_path / "run") as page:
+        run.add_step(1)
+        page.get("/api/runs")
+        assert unpacked(page.get("/api/runs/0/rollouts").content)[0]["count"] == 8
+        run.add_step(1)
+        assert unpacked(page.get("/api/runs/0/rollouts").content)[0]["count"] == 16
+        run.close()
+        shutil.rmtree(tmp_path / "run")
+        header, _ = unpacked(page.get("/api/runs/0/rollouts").content)
+        assert header["count"] == 16
+        assert "gone" in header["problems"][0]
+
+
+def test_one_rollout_comes_with_its_records_and_its_group(made_up: Path):
+    wanted = next(line for line in lines(made_up, "train") if line.get("has_tokens"))
+    with client(made_up) as page:
+        found = page.get("/api/runs/0/rollout", params={"id": wanted["id"]}).json()
+        assert found["play"]["id"] == found["train"]["id"] == wanted["id"]
+        assert len(found["play"]["tokens"]["ids"]) == len(found["train"]["ratio"]) == wanted["n_tokens"]
+        sample = wanted["id"].rpartition("/")[0]
+        assert [one["id"] for one in found["group"]] == [f"{sample}/{row}" for row in range(8)]
+        assert page.get("/api/runs/0/rollout", params={"id": "no/0"}).status_code == 404
+
+
+def test_a_record_that_is_damaged_is_said_and_the_rest_is_shown(made_up: Path):
+    (shard,) = (made_up / "rollouts").glob("play-*.jsonl.gz")
+    shard.write_bytes(shard.read_bytes()[:100])
+    found = client(made_up).get("/api/runs/0/rollout", params={"id": lines(made_up, "play")[0]["id"]}).json()
+    assert "damaged" in found["play"]["problem"]
+    assert found["line"]["task"]
+
+
+def test_a_text_is_found_whatever_its_case_and_names_of_fields_are_not(made_up: Path):
+    def ids(text: str) -> tuple[set[str], dict]:
+        found = [json.loads(line) for line in page.get("/api/runs/0/search", params={"text": text}).text.splitlines()]
+        return {name for item in found[:-1] for name in item["ids"]}, found[-1]
+
+    failed = {line["id"] for line in lines(made_up, "play") if line.get("failure")}
+    with client(made_up) as page:
+        assert ids("an ERROR occurred") == (failed, {"done": True, "searched": 96, "of": 96})
+        assert ids("tool_calls")[0] == set(), "the name of a field is no word of a conversation"
+        assert len(ids(HOSTILE[:30])[0]) == 12
+
+
+def test_a_search_ends_at_its_deadline_and_says_how_far_it_came(made_up: Path):
+    found = list(Run(made_up, "run").rollouts.search("bucket", deadline=0.0, stopped=lambda: False))
+    assert found == [{"done": False, "searched": 0, "of": 96}]
