@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from realhf.monitor.rollouts.format import NO_SHARD, Place
+from realhf.monitor.rollouts.format import NO_SHARD, PlayLine
 from realhf.monitor.rollouts.reader import NoRecord, RolloutStore, Row
 from realhf.view.packed import pack
 
@@ -87,7 +87,7 @@ class RunRollouts:
                 yield {"ids": found}
         yield {"done": searched == len(lines), "searched": searched, "of": len(lines)}
 
-    def _holding(self, member: Sequence[Place], wanted: str) -> Iterator[str]:
+    def _holding(self, member: Sequence[PlayLine], wanted: str) -> Iterator[str]:
         try:
             texts = self._store.member(member[0])
         except NoRecord:
@@ -143,7 +143,7 @@ def _words(value: Any, depth: int = 0) -> Iterator[str]:
             yield from _words(inner, depth + 1)
 
 
-def _place(line: Place) -> tuple[int, int, int]:
+def _place(line: PlayLine) -> tuple[int, int, int]:
     return line.writer, line.shard, line.offset
 
 
