@@ -10,10 +10,11 @@ TEST_PROCESSES ?= 4
 # Every process collects all tests first, and fast ones hardly wait.
 FAST_PROCESSES ?= 3
 FUZZ_COMMANDS ?= 20000
+SCHEDULES ?= 2
 # The tests start hundreds of Python processes; without bytecode each compiles the tree again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: check-all test-all model train-real validate-adversarial test-atropos bench-trajectory crash-ledger screenshots red-team install train test test-fast lint help clean-venv test-openenv test-trl test-verifiers test-vllm test-compile test-gpu
+.PHONY: check-all test-all model train-real validate-adversarial test-atropos bench-trajectory crash-ledger screenshots red-team install train test test-fast lint help clean-venv test-openenv test-trl test-verifiers test-vllm test-compile test-cluster test-gpu
 
 help:
 	@echo "make train    install, then run the main job: GRPO on AWS tasks (SEED=1, ARGS='key=value ...')"
@@ -33,6 +34,7 @@ help:
 	@echo "make test-verifiers  install verifiers and Gymnasium beside it and train five steps on an environment of each"
 	@echo "make test-compile  compile a model and compare its losses: minutes the first time"
 	@echo "make test-vllm  install vLLM for the CPU beside it and run the tests that need a real server"
+	@echo "make test-cluster  run over several hosts, which are network namespaces: as root; SCHEDULES=50 random faults"
 	@echo "make test-gpu  on a machine with a GPU: run the tests that need one, then measure and print a table (GPU_PYTHON=python3)"
 	@echo "make install  make .venv and install the project into it"
 
@@ -136,6 +138,10 @@ test-verifiers: install .venv-verifiers/.installed
 
 test-vllm: install .venv-vllm/.installed
 	$(BIN)/python -m pytest -q -rs tests/vllm --run-vllm
+
+# Whole runs, one after another, since each has the machine to itself.
+test-cluster: install
+	$(BIN)/python -m pytest -q -s -rs tests/cluster --run-cluster --schedules $(SCHEDULES)
 
 test-compile: install
 	$(BIN)/python -m pytest -q -rs tests/backends/execution --run-compile

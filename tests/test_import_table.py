@@ -25,7 +25,7 @@ ROOMS: dict[str, str] = {
     "transport/service": "base transport transport/network",
     "transport/stream": "api transport transport/network",
     "transport/tensors": "api transport transport/network",
-    "transport/weights": "api base transport",
+    "transport/weights": "api base transport transport/network",
     "algorithms": "api",
     "algorithms/policy_gradient": "algorithms api api/config builtins",
     "algorithms/critic": "algorithms algorithms/policy_gradient api api/config",

@@ -161,7 +161,7 @@ class GenerationWorker:
     def __init__(
         self, plan: RunPlan, spec: RolloutSpec, index: int, run_id: str, master: str, network: Network = LOOPBACK
     ) -> None:
-        self._plan, self._stack = plan, ExitStack()
+        self._plan, self._stack, self._network = plan, ExitStack(), network
         self._slots = SlotTable()
         self._died = ""
         name = f"generation/{index}"
@@ -256,7 +256,7 @@ class GenerationWorker:
         manifest = request.manifest
         began = time.perf_counter()
         with self._tracer.span(f"{WEIGHTS}/stage", version=manifest.version):
-            tensors = receive(manifest, self._plan.rpc.control_timeout_s)
+            tensors = receive(manifest, self._plan.rpc.control_timeout_s, network=self._network)
         staged = time.perf_counter()
         changed = [] if manifest.trial else self._held.changed()
         checked = time.perf_counter()

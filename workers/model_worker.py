@@ -89,6 +89,7 @@ class ModelWorker:
             medium,
             host=open_host,
             insecure=network.trusted and bool(open_host),
+            network=network,
         )
         self._rpc = RpcWorker(
             name,

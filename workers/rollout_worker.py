@@ -61,6 +61,7 @@ class RolloutWorker:
         self._loop = new_event_loop()
         self._generation: GenerationClient | None = None
         self._failure: BaseException | None = None
+        self._served_at: tuple[str, ...] = ()
         self._rpc = RpcWorker(
             f"rollout_worker/{index}",
             "rollout_worker",
@@ -151,12 +152,12 @@ class RolloutWorker:
         agent = make_agent(self._spec.agent, chat, environment.system_prompt, options, self._spec.agent_args)
         policy = failure_policy(options.on_failure, options.retries, options.min_group_size)
         served = environment.launch is not None
-        addresses = [self._network.with_token(url) for url in env_urls] if served else [""]
+        self._served_at = tuple(env_urls) if served else ()
         return [
             GroupPlayer(
                 Player(
                     environment,
-                    addresses[number % len(addresses)],
+                    lambda number=number: self._address(number),
                     agent,
                     group,
                     first_slot=number * group,
@@ -189,7 +190,15 @@ class RolloutWorker:
             turns=options.turn_rewards,
         )
 
+    def _address(self, number: int) -> str:
+        """Return where a player finds the service of its environment; "" for one without."""
+        urls = self._served_at
+        return self._network.with_token(urls[number % len(urls)]) if urls else ""
+
     def _on_roster(self, roster: Mapping[str, WorkerInfo]) -> None:
+        urls = tuple(info.endpoints["env"] for _, info in sorted(roster.items()) if "env" in info.endpoints)
+        if urls and self._served_at:
+            self._served_at = urls  # a service whose host was lost is somewhere else now
         workers = _generation_workers(roster)
         self._loop.call_soon_threadsafe(lambda: self._generation and self._generation.update(workers))
 

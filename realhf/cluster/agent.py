@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -82,6 +83,7 @@ class HostAgent:
         self._heard = self._pinged = 0.0
         self._welcome = Welcome(1.0, 10.0)
         self._doomed: dict[str, float] = {}
+        self._logs: dict[str, tuple[Path, int]] = {}
 
     def run(self) -> None:
         """Serve runs until there is none. Raises NetworkError or ProtocolError when the launcher does not take this
@@ -106,6 +108,7 @@ class HostAgent:
     def _end_all(self, grace_s: float) -> None:
         self._local.stop(grace_s)
         self._doomed.clear()
+        self._logs.clear()
         for keys in (self._folder / "keys").glob("*"):
             keys.unlink(missing_ok=True)
 
@@ -238,11 +241,13 @@ class HostAgent:
     def _start(self, socket: zmq.Socket[bytes], asked: StartWorker) -> None:
         log = Path(asked.log)
         spec = WorkerSpec(asked.name, asked.module, tuple(asked.argv), log, asked.events, asked.niceness, asked.gpu)
+        since = log.stat().st_size if log.exists() else 0
         try:
             self._local.start(spec)
         except (OSError, ValueError) as error:
             self._send(socket, "not_started", NotStarted(asked.name, str(error)[:4000]))
         else:
+            self._logs[asked.name] = log, since
             _log.info("%s runs here (log: %s)", asked.name, log)
 
     def _end(self, socket: zmq.Socket[bytes], asked: EndWorker) -> None:
@@ -250,7 +255,11 @@ class HostAgent:
             self._local.end(asked.name)
             self._doomed[asked.name] = time.monotonic() + asked.grace_s
             return
+        self._report(socket, self._local.wait(0.0))
+        ended = dict(self._logs)
         self._end_all(min(asked.grace_s, LONGEST_S))
+        for name, (log, since) in ended.items():
+            self._send(socket, "exited", Exited(name, -signal.SIGTERM, str(log), since, _tail(log, since)))
         self._send(socket, "ended")
 
     def _keep(self, piece: FilePiece) -> None:
@@ -288,6 +297,7 @@ class HostAgent:
             if not isinstance(event, WorkerExit):
                 continue
             self._doomed.pop(event.name, None)
+            self._logs.pop(event.name, None)
             tail = _tail(event.log, event.log_from)
             _log.info("%s has ended: %s", event.name, event.reason)
             self._send(socket, "exited", Exited(event.name, event.exit_code, str(event.log), event.log_from, tail))

@@ -82,6 +82,20 @@ def needed_paths(run_dir: Path) -> dict[str, str]:
     return {path: option for path, option in found.items() if path.startswith("/") and Path(path).exists()}
 
 
+def weights_problem(run_dir: Path, host: str, trainer: str, *, shared: bool) -> str:
+    """Return why a generation worker on ``host`` could not get its weights from the trainer's host, "" if it can.
+    Raises OSError or ValueError for a plan that cannot be read."""
+    rollout = json.loads((run_dir / PLAN_FILE).read_text(encoding="utf-8"))["spec"].get("rollout")
+    weights = rollout["options"]["weights"] if rollout else ""
+    if weights == "shm" and host != trainer:
+        return (
+            f"async_rl.weights=shm: memory of {trainer}, the trainer's host, does not reach the host {host}; use fetch"
+        )
+    if weights == "disk" and not shared:
+        return f"async_rl.weights=disk: the host {host} does not share the run folder (fileroot); use fetch"
+    return ""
+
+
 def _texts(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from realhf.cluster import placement
-from realhf.cluster.carried import cargo, key_file_in, needed_paths, prints_of
+from realhf.cluster.carried import cargo, key_file_in, needed_paths, prints_of, weights_problem
 from realhf.cluster.door import Door, DoorEvent, FromHost, FromOperator, HostCame, HostGone
 from realhf.cluster.errors import ClusterError
 from realhf.cluster.host_table import PROBE_S, FolderProbe, Host, HostTable, Running, warnings, with_place
@@ -90,10 +90,15 @@ class ClusterScheduler:
         places = self._table.places()
         wish, strict = spec.host, bool(spec.host)
         if not wish:
-            wish = placement.wished(spec.name, self._options.placement)
+            wish = self._wish(spec.name)
             strict = spec.name not in self._placed
         self._placed.add(spec.name)
         place = placement.choose(spec.name, places, wish, strict=strict)
+        if kind_of(spec.name) == "generation":
+            trainer = placement.choose("model_worker/0", places, self._wish("model_worker/0"), strict=False).name
+            problem = weights_problem(spec.log.parent.parent, place.name, trainer, shared=place.shared)
+            if problem:
+                raise ClusterError(f"{spec.name}: {problem}")
         if place.name == LAUNCHER:
             self._start_here(spec)
         else:
@@ -137,6 +142,9 @@ class ClusterScheduler:
                 if self._starter is not None:
                     self._starter.stop_agents()
             self._table, self._backlog = HostTable(), []
+
+    def _wish(self, name: str) -> str:
+        return placement.wished(name, self._options.placement)
 
     # ---- hosts
 

@@ -34,7 +34,6 @@ OPTIONS = (
     "rollout.sessions=4",
     "rollout.max_turns=1",
     "rollout.max_total_tokens=640",
-    "async_rl.weights=disk",
     "async_rl.max_head_offpolicyness=2",
     "async_rl.keep_journal=true",
     "async_rl.recover_retries=5",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import time
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,9 @@ from tests.cluster.bed import STALENESS, ClusterRun, hosts, running
 pytestmark = [pytest.mark.several_hosts, pytest.mark.slow, pytest.mark.timeout(900)]
 RUN_S = 600.0
 STEPS = 10
+FAULTS = 6
+FEW = 4
+NAMED_S = 30.0
 
 
 def check_books(run: ClusterRun, steps: int) -> None:
@@ -48,3 +53,135 @@ def test_ten_steps_over_three_hosts(tmp_path: Path, tiny_policy: Path):
         "c",
         "rollout_worker/0",
     ]
+
+
+HIDDEN = ("unshare", "-m", "sh", "-c", 'mount -t tmpfs none "$0" && mount -t tmpfs none "$1" && shift && exec "$@"')
+"""Before a command: it sees nothing in two folders."""
+
+
+def test_a_run_whose_hosts_share_no_folder(tmp_path: Path, tiny_policy: Path):
+    """Plan, policy and keys come to the hosts, weights too; what fails there is told here; nothing secret stays."""
+    with hosts("a", "b", "c") as lan, running(lan, tmp_path, tiny_policy) as run:
+        (tmp_path / "runs").mkdir()
+        for name in ("b", "c"):
+            run.join(name, before=(*HIDDEN, str(tmp_path / "runs"), str(tiny_policy)))
+        run.launch(
+            f"total_train_steps={FEW}",
+            "scheduler.hosts=[b,c]",
+            "scheduler.placement.generation=b",
+            "scheduler.placement.rollout_worker=c",
+        )
+        run.until(lambda: len(run.rows()) >= 1, RUN_S)
+        assert run.operator("status").count("does not share fileroot") == 2
+        run.ended(RUN_S)
+        check_books(run, FEW)
+        for name in ("b", "c"):
+            assert run.agents[name].wait(60) == 0
+            assert not list((tmp_path / f"host-{name}" / "keys").glob("*"))
+            assert list((tmp_path / f"host-{name}" / "runs").rglob("logs/*.log"))
+            assert list((tmp_path / f"host-{name}" / "carried").rglob("tokenizer.json"))
+        assert "on host b" in (run.run_dir / "logs" / "generation-0.log").read_text()
+
+
+def plays(run: ClusterRun, worker: str) -> bool:
+    """Whether the master has given a sample to this rollout worker."""
+    wanted = f"{worker}:".encode()
+    return any(wanted in path.read_bytes() for path in (run.run_dir / "journal").rglob("*.log"))
+
+
+def test_a_cut_link_a_killed_host_and_one_that_joins(tmp_path: Path, tiny_policy: Path):
+    """The run goes on through all of it. What is lost is named."""
+    with hosts("a", "b", "c", "d") as lan, running(lan, tmp_path, tiny_policy) as run:
+        for name in ("b", "c"):
+            run.join(name)
+        run.launch(
+            "total_train_steps=60",
+            "scheduler.hosts=[b,c]",
+            "scheduler.placement.generation=b",
+            "scheduler.placement.rollout_worker=c",
+        )
+        run.until(lambda: len(run.rows()) >= 2, RUN_S)
+        lan.unplug("c")
+        named = run.until(lambda: "host c was lost: nothing was heard of it for" in run.said(), RUN_S)
+        steps = len(run.rows())
+        run.until(lambda: len(run.rows()) >= steps + 3, RUN_S)
+        lan.plug("c")
+        back = run.until(lambda: "started on c" in run.said(), RUN_S)
+
+        run.join("d")
+        told = run.until(lambda: "rollout_worker/2, " in run.said() or "rollout_worker/2 are" in run.said(), RUN_S)
+        joined = told + run.until(lambda: plays(run, "rollout_worker/2"), RUN_S)
+
+        run.kill("b")
+        run.until(lambda: "host b was lost" in run.said(), RUN_S)
+        run.ended(RUN_S)
+        check_books(run, 60)
+        assert named < NAMED_S, "on a machine that is not overloaded it takes 8 s, and half a second to look"
+        print(f"cut named after {named:.1f} s, back after {back:.1f} s, a new host plays after {joined:.1f} s")
+
+
+class Fate:
+    """What befalls hosts of a run at random: links are cut and mended, hosts killed and started anew."""
+
+    def __init__(self, run: ClusterRun, seed: int) -> None:
+        self._run, self._random = run, random.Random(seed)
+        self._cut: set[str] = set()
+        self._gone: set[str] = {"d"}
+        self.deeds: list[str] = []
+
+    def strike(self) -> None:
+        """Do one thing. One host at least is left as it is."""
+        names = ("b", "c", "d")
+        able = [name for name in names if name not in self._cut | self._gone]
+        deeds = [(self._mend, name) for name in sorted(self._cut)] + [(self._join, name) for name in sorted(self._gone)]
+        if len(able) > 1:
+            deeds += [(deed, name) for name in able for deed in (self._unplug, self._kill)]
+        deed, name = self._random.choice(deeds)
+        self.deeds.append(f"{deed.__name__.strip('_')} {name}")
+        deed(name)
+
+    def mend(self) -> None:
+        """Connect every link again."""
+        for name in sorted(self._cut):
+            self._mend(name)
+
+    def _mend(self, name: str) -> None:
+        self._run.lan.plug(name)
+        self._cut.discard(name)
+
+    def _unplug(self, name: str) -> None:
+        self._run.lan.unplug(name)
+        self._cut.add(name)
+
+    def _kill(self, name: str) -> None:
+        self._run.kill(name)
+        self._gone.add(name)
+
+    def _join(self, name: str) -> None:
+        self._run.join(name)
+        self._gone.discard(name)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "seed" in metafunc.fixturenames:
+        metafunc.parametrize("seed", range(metafunc.config.getoption("--schedules", default=2)))
+
+
+def test_the_books_balance_whatever_befalls_the_hosts(tmp_path: Path, tiny_policy: Path, seed: int):
+    """Some seconds lie between one fault and the next, more or less than it takes to notice a lost host."""
+    with hosts("a", "b", "c", "d") as lan, running(lan, tmp_path, tiny_policy) as run:
+        fate, pause = Fate(run, seed), random.Random(1000 + seed)
+        for name in ("b", "c"):
+            run.join(name)
+        run.launch("total_train_steps=40", "scheduler.hosts=[b,c]", "scheduler.dead_after_s=4", "rpc.dead_after_s=4")
+        run.until(lambda: len(run.rows()) >= 1, RUN_S)
+        for _ in range(FAULTS):
+            if len(run.rows()) >= 35:
+                break
+            fate.strike()
+            end = time.monotonic() + pause.uniform(1.0, 12.0)
+            run.until(lambda end=end: time.monotonic() > end or len(run.rows()) >= 35, RUN_S)
+        fate.mend()
+        run.ended(RUN_S)
+        check_books(run, 40)
+        print(f"seed {seed}: {', '.join(fate.deeds)}")

@@ -35,8 +35,8 @@ class AsyncConfig:
     )
     weights: str = option(
         "shm",
-        "New weights travel through shared memory, files, or a broadcast.",
-        choices=("shm", "disk", "broadcast"),
+        "New weights travel through shared memory, files, the sockets of the run (fetch), or a broadcast.",
+        choices=("shm", "disk", "fetch", "broadcast"),
     )
     rollout_deadline_s: float = option(600.0, "A sample that takes longer than these seconds is given back.", above=0)
     pause_timeout_s: float = option(30.0, "An engine stops for new weights within these seconds.", above=0)

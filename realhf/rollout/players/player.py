@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -105,7 +105,8 @@ class Player:
     """Plays episodes of one environment on ``size`` slots. Use it on one event loop, one ``play`` at a time.
 
     Args:
-        spec, address: the environment, and the address of its service ("" for none).
+        spec, address: the environment, and the address of its service ("" for none), or what returns it, where the
+            service may move.
         agent: who plays. first_slot: cache row of the first slot; the others follow.
         retries: how often a failed episode is played again, and a lost one resumed.
         message_timeout_s: reset or step, each. patience_s: for a service that is away or full.
@@ -114,7 +115,7 @@ class Player:
     def __init__(
         self,
         spec: EnvironmentSpec,
-        address: str,
+        address: str | Callable[[], str],
         agent: EpisodeAgent,
         size: int,
         *,
@@ -133,7 +134,7 @@ class Player:
         self._envs = {
             slot: SlotEnvironment(
                 spec.name,
-                lambda: spec.make(address),
+                lambda: spec.make(address if isinstance(address, str) else address()),
                 message_timeout_s=message_timeout_s,
                 patience_s=patience_s,
                 deterministic=spec.deterministic,

@@ -69,7 +69,8 @@ def read_memory_file(manifest: WeightsManifest) -> Buffer:
     if host != host_token():
         raise WeightsError(
             manifest,
-            "its publisher is on another host, which memory does not reach; set async_rl.weights=disk or broadcast",
+            "its publisher is on another host, which memory does not reach; set async_rl.weights=fetch (or disk, or "
+            "broadcast)",
         )
     path = f"/proc/{pid}/fd/{number}"
     try:

@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Literal, Protocol, get_args
 import numpy as np
 
 from realhf.api.generation import TensorSlot, WeightsManifest
+from realhf.transport.network.network import LOOPBACK, Network
 from realhf.transport.weights.broadcast import Broadcast
 from realhf.transport.weights.disk import WeightFile, file_stem, sweep
 from realhf.transport.weights.flat_buffer import Buffer, layout, pack
 from realhf.transport.weights.memory_file import MemoryFile
+from realhf.transport.weights.served import ServedVersion, WeightServer
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,7 +25,7 @@ KEPT_VERSIONS = 2
 CLOSE_S = 1.0
 """How long ``close`` waits for broadcasts under way."""
 
-Medium = Literal["shm", "disk", "broadcast"]
+Medium = Literal["shm", "disk", "fetch", "broadcast"]
 
 
 class _Published(Protocol):
@@ -40,13 +42,21 @@ class WeightPublisher:
     """Publishes the versions of one policy and keeps the last two, each complete or not there at all.
 
     ``shm`` reaches the processes of this host, ``disk`` every host that has ``folder`` under the same path (only this
-    medium uses it), ``broadcast`` every process that reaches ``host``. Not thread-safe. Raises ValueError on an unknown
-    medium, on an address for a medium that has none, and on an address other than loopback without ``insecure``,
-    because the broadcast is not protected.
+    medium uses it), ``fetch`` every process of the run that reaches ``network``, ``broadcast`` every process that
+    reaches ``host``. Not thread-safe. Raises ValueError on an unknown medium, on an address for a medium that has none,
+    and on an address other than loopback without ``insecure``, because the broadcast is not protected.
     """
 
     def __init__(
-        self, run_id: str, worker: str, folder: Path, medium: Medium = "shm", *, host: str = "", insecure: bool = False
+        self,
+        run_id: str,
+        worker: str,
+        folder: Path,
+        medium: Medium = "shm",
+        *,
+        host: str = "",
+        insecure: bool = False,
+        network: Network = LOOPBACK,
     ) -> None:
         if medium not in get_args(Medium):
             raise ValueError(f"medium {medium!r} of weights, one of {', '.join(get_args(Medium))}")
@@ -64,6 +74,7 @@ class WeightPublisher:
         self._versions: dict[int, tuple[_Published, WeightsManifest]] = {}
         self._closing: list[Broadcast] = []
         self._last = -1
+        self._server = WeightServer(network) if medium == "fetch" else None
         if medium == "disk":
             folder.mkdir(parents=True, exist_ok=True)
             sweep(folder, run_id, worker)
@@ -113,6 +124,8 @@ class WeightPublisher:
         pack(tensors, slots, buffer)
         if self._medium == "disk":
             return WeightFile(self._folder, self._stem, version, slots, buffer)
+        if self._server is not None:
+            return ServedVersion(self._server, buffer)
         return Broadcast(version, buffer, self._host, receivers)
 
     def unconfirmed(self, version: int) -> list[str]:
@@ -138,6 +151,9 @@ class WeightPublisher:
         for broadcast in self._closing:
             broadcast.join(max(deadline - time.monotonic(), 0.0))
         self._closing.clear()
+        if self._server is not None:
+            self._server.close()
+            self._server = None
 
 
 def _is_loopback(host: str) -> bool:

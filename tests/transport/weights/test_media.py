@@ -32,7 +32,7 @@ from realhf.transport.weights.receiver import receive
 from tests.transport.shared_segments import named_segments
 
 torch.set_num_threads(1)
-MEDIA: list[Medium] = ["shm", "disk", "broadcast"]
+MEDIA: list[Medium] = ["shm", "disk", "fetch", "broadcast"]
 TENSORS = {"a": torch.arange(24.0).reshape(4, 6), "b": torch.arange(7, dtype=torch.int16), "c": torch.ones(300).half()}
 
 
@@ -156,7 +156,7 @@ def test_versions_only_rise_and_settings_have_an_effect(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="__metadata__"):
             publisher.publish(4, {"__metadata__": torch.zeros(2)})
         assert publisher.publish(4, TENSORS).version == 4
-    with pytest.raises(ValueError, match="medium 'pigeon' of weights, one of shm, disk, broadcast"):
+    with pytest.raises(ValueError, match="medium 'pigeon' of weights, one of shm, disk, fetch, broadcast"):
         WeightPublisher("run", "w", tmp_path, "pigeon")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="settings of the medium broadcast"):
         WeightPublisher("run", "w", tmp_path, "disk", host="127.0.0.1")

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.slow
 
 torch.set_num_threads(1)
 SCRIPT = str(Path(__file__).with_name("weights_process.py"))
-MEDIA: list[Medium] = ["shm", "disk", "broadcast"]
+MEDIA: list[Medium] = ["shm", "disk", "fetch", "broadcast"]
 
 
 class Peer:

@@ -1,0 +1,78 @@
+"""What is brought to a host that does not have the run folder, and how paths change on the way."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from realhf.cluster.carried import cargo, needed_paths, prints_of, weights_problem
+from realhf.cluster.errors import ClusterError
+from realhf.cluster.messages import PIECE_BYTES
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """A run with a model, an environment of one's own and keys."""
+    folder, model = tmp_path / "runs" / "exp" / "trial", tmp_path / "model"
+    folder.mkdir(parents=True)
+    model.mkdir()
+    (model / "weights").write_bytes(b"w" * (PIECE_BYTES + 1))
+    (model / "empty").touch()
+    (tmp_path / "mine.py").write_text("x = 1\n")
+    (folder / ".keys-1").write_text("secret")
+    plan = {
+        "plugins": ["experiments.grpo_async"],
+        "spec": {
+            "run_dir": str(folder),
+            "models": {"actor": {"path": str(model)}, "ref": {"path": "org/name"}},
+            "source": {"args": {"file": "/nowhere.jsonl"}},
+            "rollout": {"options": {"weights": "disk"}, "environment": f"{tmp_path / 'mine.py'}:Env"},
+        },
+    }
+    (folder / "plan.json").write_text(json.dumps(plan))
+    return folder
+
+
+def test_a_host_that_shares_the_folder_gets_the_keys_only(run_dir: Path):
+    found = cargo(run_dir, "/h", run_dir / ".keys-1", shared=True, there=[], limit_mb=0, host="b")
+    assert [(piece.path, piece.data) for piece in found.pieces()] == [("/h/keys/keys-1", b"secret")]
+    assert found.rewritten(str(run_dir / ".keys-1")) == "/h/keys/keys-1"
+    assert found.rewritten(str(run_dir)) == str(run_dir)
+
+
+def test_one_that_does_not_gets_what_the_plan_names_under_new_paths(run_dir: Path, tmp_path: Path):
+    found = cargo(run_dir, "/h", run_dir / ".keys-1", shared=False, there=[], limit_mb=9, host="b")
+    files: dict[str, bytes] = {}
+    for piece in found.pieces():
+        assert piece.offset == len(files.get(piece.path, b"")) and len(piece.data) <= PIECE_BYTES
+        files[piece.path] = files.get(piece.path, b"") + piece.data
+    assert sorted(path.rpartition("/")[2] for path in files) == ["empty", "keys-1", "mine.py", "plan.json", "weights"]
+    plan = json.loads(files[f"{found.rewritten(str(run_dir))}/plan.json"])
+    model = plan["spec"]["models"]["actor"]["path"]
+    assert files[f"{model}/weights"] == b"w" * (PIECE_BYTES + 1) and files[f"{model}/empty"] == b""
+    code, _, name = plan["spec"]["rollout"]["environment"].partition(":")
+    assert (files[code], name) == (b"x = 1\n", "Env")
+    assert plan["spec"]["models"]["ref"]["path"] == "org/name"
+    assert plan["spec"]["run_dir"].startswith("/h/runs/exp-trial-")
+    assert found.rewritten(f"{tmp_path}/model-2") == f"{tmp_path}/model-2", "another path that begins alike"
+
+
+def test_what_looks_the_same_there_stays_and_what_is_too_large_is_refused(run_dir: Path, tmp_path: Path):
+    paths = [*needed_paths(run_dir)]
+    assert paths == [str(tmp_path / "model"), str(tmp_path / "mine.py")]
+    assert all(prints_of(paths)) and prints_of(["/nowhere"]) == [""]
+    found = cargo(run_dir, "/h", None, shared=False, there=paths, limit_mb=0, host="b")
+    assert not found.files and found.rewritten(paths[0]) == paths[0]
+    with pytest.raises(ClusterError, match=r"actor\.path=.*host b neither shares .* 4 MB .* scheduler\.carry_mb=1"):
+        cargo(run_dir, "/h", None, shared=False, there=[], limit_mb=1, host="b")
+
+
+def test_weights_that_would_not_arrive_are_refused_by_option_and_host(run_dir: Path):
+    assert weights_problem(run_dir, "b", "launcher", shared=True) == ""
+    assert "async_rl.weights=disk: the host b does not share" in weights_problem(run_dir, "b", "launcher", shared=False)
+    plan = run_dir / "plan.json"
+    plan.write_text(plan.read_text().replace('"disk"', '"shm"'))
+    assert weights_problem(run_dir, "b", "b", shared=False) == ""
+    assert "async_rl.weights=shm: memory of launcher" in weights_problem(run_dir, "b", "launcher", shared=True)
