@@ -31,6 +31,8 @@ PIECE_BYTES = 4 << 20
 ON_THE_WAY = 4
 """Pieces that a receiver has asked for and not got yet."""
 REQUEST_BYTES = 512
+SEALED_BYTES = 1024
+"""By at most so much encryption makes a message longer."""
 LOST = zmq.EVENT_CONNECT_RETRIED | zmq.EVENT_DISCONNECTED
 """What happens to the connection of a receiver whose publisher has ended."""
 
@@ -43,7 +45,7 @@ class WeightServer:
         self._context = network.context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, REQUEST_BYTES)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, REQUEST_BYTES + SEALED_BYTES)
         self.endpoint = network.listen(self._socket)
         self._buffers: dict[str, Buffer] = {}
         self._closing = False
@@ -121,7 +123,7 @@ def read_served(manifest: WeightsManifest, timeout_s: float, network: Network) -
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.LINGER, 0)
-    socket.setsockopt(zmq.MAXMSGSIZE, PIECE_BYTES)
+    socket.setsockopt(zmq.MAXMSGSIZE, PIECE_BYTES + SEALED_BYTES)
     monitor = socket.get_monitor_socket(LOST)
     try:
         network.connect(socket, endpoint)

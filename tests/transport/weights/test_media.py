@@ -15,9 +15,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import msgpack
 import numpy as np
 import pytest
 import torch
+import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -26,9 +28,12 @@ from safetensors.torch import load_file, save_file
 from realhf.api.generation import WeightsManifest
 from realhf.api.keys import ITEMSIZE, TORCH_NAMES
 from realhf.base.messages import from_payload, to_payload
+from realhf.transport.network.keys import RunKeys
+from realhf.transport.network.network import Network
 from realhf.transport.weights.errors import WeightsError, WeightsGone, WeightsTimeout
 from realhf.transport.weights.publisher import Medium, WeightPublisher
 from realhf.transport.weights.receiver import receive
+from realhf.transport.weights.served import PIECE_BYTES
 from tests.transport.shared_segments import named_segments
 
 torch.set_num_threads(1)
@@ -273,3 +278,36 @@ def test_a_broadcast_that_nobody_serves_ends_at_the_deadline() -> None:
         location = f"127.0.0.1:{silent.getsockname()[1]}"
         with pytest.raises(WeightsTimeout, match=f"version 1 by broadcast: the publisher at {location} did not finish"):
             receive(replace(manifest, location=location), 0.1)
+
+
+def test_fetched_weights_come_in_pieces_with_the_keys_of_the_run_only(tmp_path: Path) -> None:
+    """A piece of the largest size is a little larger when it is encrypted, which used to end the connection."""
+    network = Network("127.0.0.1", "127.0.0.1", RunKeys.make())
+    publisher = WeightPublisher("run", "w", tmp_path, "fetch", network=network)
+    sent = {"a": torch.arange(5 * PIECE_BYTES // 8, dtype=torch.int64), "b": torch.ones(3)}
+    try:
+        manifest = publisher.publish(1, sent)
+        assert_same(receive(manifest, 30.0, network=network), sent)
+        with pytest.raises(WeightsError):
+            receive(manifest, 1.0, network=Network("127.0.0.1", "127.0.0.1", RunKeys.make()))
+        with pytest.raises(WeightsGone, match="serves it no more"):
+            publisher.retire(1)
+            receive(manifest, 30.0, network=network)
+    finally:
+        publisher.close()
+    with pytest.raises(WeightsGone, match="nobody serves it at tcp://127"):
+        receive(manifest, 30.0, network=network)
+
+
+def test_a_server_of_weights_goes_on_after_nonsense(tmp_path: Path) -> None:
+    with publishing("fetch") as publisher:
+        manifest = publisher.publish(1, TENSORS)
+        endpoint, _, ticket = manifest.location.partition("#")
+        context = zmq.Context()
+        socket = context.socket(zmq.DEALER)
+        socket.connect(endpoint)
+        asked = [{}, {"ticket": ticket}, {"ticket": ticket, "start": -2}, {"ticket": ticket, "start": 10**12}]
+        for frames in ([b""], [b"\xc1"], [b"a", b"b"], *([msgpack.packb(each)] for each in asked)):
+            socket.send_multipart(frames)
+        assert_same(receive(manifest, 30.0), TENSORS)
+        context.destroy(0)
