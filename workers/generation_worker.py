@@ -39,6 +39,7 @@ from realhf.base.garbage import settle
 from realhf.dataflow.weight_probe import WeightProbe, probe_ids
 from realhf.monitor.trace import open_trace
 from realhf.rollout.client.generation_client import answer_of, request_of
+from realhf.transport.descriptors import allow_many_connections
 from realhf.transport.network.network import LOOPBACK, Network
 from realhf.transport.rpc.roster import WorkerInfo
 from realhf.transport.rpc.worker import RpcWorker
@@ -302,6 +303,7 @@ def main() -> int:
     def work(plan: RunPlan, args: argparse.Namespace) -> None:
         if plan.spec.rollout is None:
             raise ValueError(f"experiment {plan.spec.name} has no generation workers")
+        allow_many_connections()
         network = network_of(plan, args)
         worker = GenerationWorker(plan, plan.spec.rollout, args.index, args.run_id, args.master, network)
         settle()

@@ -51,6 +51,7 @@ from realhf.monitor.metrics_log import flatten_step
 from realhf.monitor.run_log import RunLog
 from realhf.monitor.trace import open_trace
 from realhf.scheduler.failure import run_guarded
+from realhf.transport.descriptors import allow_many_connections
 from realhf.transport.event_loop import new_event_loop
 from realhf.transport.network.network import LOOPBACK, Network
 from realhf.transport.rpc.master import RpcMaster
@@ -435,6 +436,7 @@ def main() -> int:
         for plugin in plan.plugins:
             load_plugin(plugin)
         settle()
+        allow_many_connections()
         network = Network.of_master(plan.network, keys_in(args.key_file))
         with asyncio.Runner(loop_factory=new_event_loop) as runner:
             runner.run(MasterWorker(plan, args.run_id, events, network).run())

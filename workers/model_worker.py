@@ -49,6 +49,7 @@ from realhf.dataflow.weight_probe import probe_ids
 from realhf.dataflow.weight_trial import WeightTrial
 from realhf.monitor.rollouts.opening import open_rollouts
 from realhf.monitor.trace import open_trace
+from realhf.transport.descriptors import allow_many_connections
 from realhf.transport.network.network import LOOPBACK, Network
 from realhf.transport.rpc.worker import RpcWorker
 from realhf.transport.tensors.data_plane import DataPlane
@@ -300,6 +301,7 @@ def main() -> int:
     """Run the worker of a plan until the master ends it. Returns the exit code."""
 
     def work(plan: RunPlan, args: argparse.Namespace) -> None:
+        allow_many_connections()
         ModelWorker(plan, args.index, args.run_id, args.master, network_of(plan, args)).run()
 
     return run_planned(str(__doc__), work)

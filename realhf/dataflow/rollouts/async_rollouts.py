@@ -239,7 +239,7 @@ class AsyncRollouts:
         service that its episodes are played on nobody plays until there is one."""
         incarnation = self._rollout_workers.get(name)
         ready = self._playing and (self._env or not self._plan.needs_env)
-        if incarnation is None or incarnation in self.control.workers or not ready:
+        if incarnation is None or self.control.plays(incarnation) or not ready:
             return
         self.control.worker_joined(incarnation)
         env = [url for _, url in sorted(self._env.items())]

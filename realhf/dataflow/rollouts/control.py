@@ -20,7 +20,9 @@ from realhf.api.source import SampleResult
 from realhf.api.streaming import ACCEPTED, DUPLICATE, REFUSED, Arrival, EvaluationPart, RolloutLease
 from realhf.dataflow.journal.records import Accept, Admit, Commit, Consume, Draw, Drop, Record, Reject
 from realhf.dataflow.journal.rollout_ledger import RolloutLedger
+from realhf.dataflow.rollouts.askers import Askers
 from realhf.dataflow.rollouts.evaluation_board import EvaluationBoard
+from realhf.dataflow.rollouts.hands import Hands
 from realhf.dataflow.rollouts.sample_queue import SampleQueue, Task, item_map
 from realhf.dataflow.rollouts.staleness import StalenessManager
 from realhf.dataflow.rollouts.straggler_gate import StragglerGate
@@ -29,8 +31,6 @@ from realhf.transport.codec import decode_sample
 _log = logging.getLogger(__name__)
 LATE_S = 30.0
 """A worker that does not answer so long after a sample's deadline has lost it."""
-
-
 MAX_IN_VAIN = 8
 """So many samples given up, none finished in between: nothing works, and another sample will not change that."""
 
@@ -63,8 +63,7 @@ class _Open:
 
 class RolloutControl:
     """``discard(ids)`` is told of accepted samples that will never be trained, ``warn(text)`` of samples that are given
-    up. A worker is known by a name of its
-    incarnation, so that a successor is not taken for it.
+    up. A worker is known by a name of its incarnation, so that a successor is not taken for it.
 
     It stands in for the source of the executor: ``record`` and ``stats``.
     """
@@ -87,6 +86,8 @@ class RolloutControl:
         self.staleness, self._gate = staleness, gate
         self._workers: set[str] = set()
         self._open: dict[str, _Open] = {}
+        self._hands = Hands()
+        self._askers = Askers()
         self._staged: dict[str, SequenceSample] = {}
         self._replay: dict[int, list[str]] = {}
         self._step_of: dict[str, int] = {}
@@ -110,9 +111,10 @@ class RolloutControl:
         that the next death would end are not played together, so that one which kills again does so by itself."""
         self._workers.discard(worker)
         self.board.worker_left(worker, reason)
-        for sample_id in [i for i, entry in self._open.items() if entry.worker == worker]:
+        for sample_id in self._hands.of(worker):
             self.lost_attempts += 1
             self._return(sample_id, "worker_died", f"{worker}: {reason}", died=True)
+        self._askers.wake_worker(worker)
         self._wake()
 
     def worker_stopped(self, worker: str) -> None:
@@ -123,6 +125,10 @@ class RolloutControl:
     def workers(self) -> list[str]:
         """Those that play or could."""
         return sorted(self._workers)
+
+    def plays(self, worker: str) -> bool:
+        """Whether it plays or could."""
+        return worker in self._workers
 
     @property
     def in_play(self) -> int:
@@ -160,8 +166,9 @@ class RolloutControl:
                 parts += self.board.take(worker, count - len(parts) - len(leases), alone=True)
             if leases or parts:
                 return leases or None, parts
-            if not await self._change(until - time.monotonic()):
+            if not await self._askers.turn(worker, until - time.monotonic()):
                 return None, []
+        self._askers.wake(1)
         return [], []
 
     def pause(self) -> None:
@@ -195,7 +202,7 @@ class RolloutControl:
         leases: list[RolloutLease] = []
         records: list[Record] = []
         exhausted_before = self._queue.exhausted
-        suspected = any(entry.task.suspect and entry.worker == worker for entry in self._open.values())
+        suspected = self._hands.suspected(worker)
         while len(leases) < count and self.capacity > 0:
             draws_before = self._queue.draws
             task = self._queue.take(suspects=not suspected)
@@ -227,6 +234,7 @@ class RolloutControl:
         self._gate.admit(task.item.id, self.staleness.version, task.order)
         expires = time.monotonic() + self._rules.deadline_s + LATE_S
         self._open[task.item.id] = _Open(task, task.attempt, worker, expires)
+        self._hands.add(worker, task.item.id, task.suspect)
         return RolloutLease(
             task.item.id,
             task.attempt,
@@ -257,7 +265,7 @@ class RolloutControl:
         self._wake()
 
     def _return(self, sample_id: str, outcome: str, message: str, *, died: bool = False) -> None:
-        entry = self._open.pop(sample_id)
+        entry = self._close(sample_id)
         deaths = entry.task.deaths + died
         task = replace(
             entry.task,
@@ -287,6 +295,12 @@ class RolloutControl:
                 )
             )
 
+    def _close(self, sample_id: str) -> _Open:
+        """Take an attempt out of the hand of its worker."""
+        entry = self._open.pop(sample_id)
+        self._hands.remove(entry.worker, sample_id, entry.task.suspect)
+        return entry
+
     # ---- the stream
 
     async def arrived(self, arrivals: Sequence[Arrival]) -> list[str]:
@@ -307,7 +321,7 @@ class RolloutControl:
             self._return(arrival.id, "malformed", arrival.error)
             return REFUSED
         meta = _with_metadata(decode_sample(arrival.meta), entry.task.item.metadata)
-        del self._open[arrival.id]
+        self._close(arrival.id)
         self._in_vain = 0
         self.staleness.accept()
         self._gate.stage(arrival.id)
@@ -424,9 +438,11 @@ class RolloutControl:
             return False
 
     def _wake(self) -> None:
-        """Let every waiter look again."""
+        """Let every waiter look again; of those who ask for samples, no more than there may be some for."""
         self._changed.set()
         self._changed = asyncio.Event()
+        everybody = self.paused or self._failure is not None or self.board.waiting or self._queue.suspects
+        self._askers.wake(None if everybody else self.capacity)
 
 
 def _with_metadata(meta: SequenceSample, item: Mapping[str, Any]) -> SequenceSample:

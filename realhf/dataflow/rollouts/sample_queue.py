@@ -46,6 +46,11 @@ class SampleQueue:
         return len(self._returned) + len(self._suspects)
 
     @property
+    def suspects(self) -> int:
+        """Samples that came back and must not be played beside another such."""
+        return len(self._suspects)
+
+    @property
     def empty(self) -> bool:
         """Whether there is nothing to take, and the source has said that it has no more."""
         return self.exhausted and not self.drawn and not self.returned

@@ -92,9 +92,12 @@ class Network:
         scheme, _, rest = url.partition("://")
         return f"{scheme}://:{self.keys.token}@{rest}"
 
-    def context(self, io_threads: int = 1) -> zmq.Context[Any]:
-        """Make a context for sockets that listen; those that connect may share it."""
+    def context(self, io_threads: int = 1, *, sockets: int = 0) -> zmq.Context[Any]:
+        """Make a context for sockets that listen; those that connect may share it. ``sockets``: so many may be open at
+        once (0: ZeroMQ's own limit, about a thousand)."""
         context: zmq.Context[Any] = zmq.Context(io_threads=io_threads)
+        if sockets:
+            context.set(zmq.MAX_SOCKETS, sockets)  # counts until the first socket is made
         if self.keys is not None:
             Doorkeeper(context, self.keys.client_public)
         return context

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import select
 import threading
 import time
 from collections.abc import Callable
@@ -52,7 +53,9 @@ class HeartbeatServer:
         self._interval_s, self._dead_after_s = interval_s, dead_after_s
         self._on_death = on_death
         self._watched: dict[bytes, _Watched] = {}
-        self._retired: list[int] = []
+        self._processes = select.epoll()
+        self._sessions: dict[int, bytes] = {}
+        self._look_at = 0.0
         self._lock = threading.Lock()
         self._waker = Waker()
         self._stopping = False
@@ -67,15 +70,18 @@ class HeartbeatServer:
         process = open_process(pid, started) if host and host == host_token() and started else None
         with self._lock:
             self._watched[session] = _Watched(name, time.monotonic(), process)
-        self._waker.wake()
+            if process is not None:
+                self._sessions[process] = session
+                self._processes.register(process, select.EPOLLIN)
 
     def forget(self, session: bytes) -> None:
         """Stop watching a worker. Has no effect on an unknown session."""
         with self._lock:
             watched = self._watched.pop(session, None)
             if watched and watched.process is not None:
-                self._retired.append(watched.process)
-        self._waker.wake()
+                del self._sessions[watched.process]
+                self._processes.unregister(watched.process)
+                os.close(watched.process)
 
     def state(self, session: bytes) -> str:
         """Describe what the worker last reported to be doing, and how long ago."""
@@ -92,35 +98,29 @@ class HeartbeatServer:
         self._thread.join(timeout=5)
         for session in list(self._watched):
             self.forget(session)
-        self._close_retired()
+        self._processes.close()
         self._socket.close(0)
         self._waker.close()
 
     def _run(self) -> None:
+        poller = zmq.Poller()
+        for source in (self._socket, self._waker.fileno(), self._processes.fileno()):
+            poller.register(source, zmq.POLLIN)
         while not self._stopping:
-            self._close_retired()
-            with self._lock:
-                processes = {w.process: s for s, w in self._watched.items() if w.process is not None}
-            poller = zmq.Poller()
-            for source in (self._socket, self._waker.fileno(), *processes):
-                poller.register(source, zmq.POLLIN)
             ready = dict(poller.poll(int(self._interval_s * 500)))
-            if self._waker.fileno() in ready:
-                self._waker.clear()
             if self._socket in ready:
                 self._answer_pings()
-            for process, session in processes.items():
-                if process in ready:
-                    self._report(session, "its process ended")
+            if self._processes.fileno() in ready:
+                self._report_ended()
             self._check_silence()
 
-    def _close_retired(self) -> None:
-        """Close descriptors of workers that are no longer watched. Only the polling thread does this, so that no
-        descriptor is closed while it is polled."""
+    def _report_ended(self) -> None:
+        """Report workers whose process has ended. The descriptors are read under the lock: one that is no longer
+        watched may be that of another process by now."""
         with self._lock:
-            retired, self._retired = self._retired, []
-        for process in retired:
-            os.close(process)
+            ended = [self._sessions[process] for process, _ in self._processes.poll(0) if process in self._sessions]
+        for session in ended:
+            self._report(session, "its process ended")
 
     def _answer_pings(self) -> None:
         while True:
@@ -145,6 +145,9 @@ class HeartbeatServer:
 
     def _check_silence(self) -> None:
         now = time.monotonic()
+        if now < self._look_at:
+            return
+        self._look_at = now + self._interval_s / 4
         late: list[tuple[bytes, float]] = []
         with self._lock:
             for session, watched in self._watched.items():

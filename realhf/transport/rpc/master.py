@@ -35,6 +35,7 @@ from realhf.transport.process_id import host_token, start_time
 from realhf.transport.rpc.call_lane import CallLane, PendingCall, remote_error
 from realhf.transport.rpc.heartbeat import HeartbeatServer
 from realhf.transport.rpc.roster import WorkerInfo
+from realhf.transport.rpc.roster_news import RosterNews
 
 __all__ = [
     "MasterLost",
@@ -99,6 +100,7 @@ class RpcMaster:
         self._heartbeat_s, self._dead_after_s = heartbeat_s, dead_after_s
         self._on_death, self._on_join, self._on_left = on_death, on_join, on_left
         self._peers: dict[str, _Peer] = {}
+        self._names: dict[bytes, str] = {}
         self._ordered_lanes: dict[bytes, bytes] = {}
         self._pending: dict[bytes, PendingCall] = {}
         self._dead: dict[str, str] = {}
@@ -107,7 +109,7 @@ class RpcMaster:
         self._left = asyncio.Event()
         self._closing = False
         self.roster: dict[str, WorkerInfo] = {}
-        self.roster_version = 0
+        self.news = RosterNews(self.roster, self._unlisted, self._tell)
         self.dropped_messages = 0
         self.endpoint = ""
 
@@ -190,6 +192,7 @@ class RpcMaster:
                 await asyncio.wait_for(self._left.wait(), deadline - time.monotonic())
         for name in list(self._peers):
             self._remove(name, "the master is closing")
+        self.news.close()
         self._loop.remove_reader(self._socket.FD)
         self._heartbeat.close()
         self._socket.close(LINGER_MS)
@@ -219,7 +222,7 @@ class RpcMaster:
         if worker not in self._peers or listed == (worker not in self._unlisted):
             return
         (self._unlisted.discard if listed else self._unlisted.add)(worker)
-        self._publish()
+        self.news.changed(self.roster[worker])
 
     def expect(self, name: str) -> None:
         """Announce that a new process is being started under this name, and forget the death of the previous one."""
@@ -243,6 +246,7 @@ class RpcMaster:
         lane = peer.lanes.get(handler)
         if lane is None:
             raise ProtocolError(f"worker {worker!r} has no handler {handler!r}; it has {sorted(peer.lanes)}")
+        self.news.tell(worker)
         request_id = os.urandom(16)
         no = peer.next_no if lane == "ordered" else 0
         header = pack_header(
@@ -269,11 +273,11 @@ class RpcMaster:
         future.add_done_callback(lambda done: self._give_up(entry) if done.cancelled() else None)
         self._after_send()
 
-    def _say(self, identity: bytes, session: bytes, kind: str, **fields: Any) -> None:
+    def _say(self, identity: bytes, session: bytes, kind: str, *payload: bytes, **fields: Any) -> None:
         """Send a control message; a peer that is gone is noticed by its heartbeat."""
         header = pack_header(kind, self._run_id, session, **fields)
         with contextlib.suppress(zmq.ZMQError):
-            self._socket.send_multipart([identity, header], zmq.NOBLOCK)
+            self._socket.send_multipart([identity, header, *payload], zmq.NOBLOCK)
         self._after_send()
 
     def _after_send(self) -> None:
@@ -307,7 +311,7 @@ class RpcMaster:
         if kind in ("reply", "error"):
             self._answer(header, session, payload)
         elif kind == "bye":
-            name = next((n for n, peer in self._peers.items() if peer.session == session), None)
+            name = self._names.get(session)
             self._say(identity, session, "bye")
             if name is not None:
                 self._remove(name, "it left")
@@ -366,7 +370,7 @@ class RpcMaster:
         )
         if self._on_join is not None:
             self._on_join(info)
-        self._publish()
+        self.news.changed(info)
         self._joined.set()
 
     def _register(self, identity: bytes, header: dict[str, Any], session: bytes, info: WorkerInfo) -> str:
@@ -384,15 +388,14 @@ class RpcMaster:
             return "its process ended"
         calls = {lane: CallLane(self._loop, self._expire) for lane in ("ordered", "immediate")}
         self._peers[info.name] = _Peer(info, session, identity, ordered, lanes, calls)
+        self._names[session] = info.name
         self._dead.pop(info.name, None)
         self.roster[info.name] = info
         return ""
 
-    def _publish(self) -> None:
-        self.roster_version += 1
-        workers = [info.to_map(listed=info.name not in self._unlisted) for info in self.roster.values()]
-        for peer in self._peers.values():
-            self._say(peer.control, peer.session, "roster", version=self.roster_version, workers=workers)
+    def _tell(self, name: str, version: int, news: bytes) -> None:
+        peer = self._peers[name]
+        self._say(peer.control, peer.session, "roster", news, version=version)
 
     # ---- ends
 
@@ -428,13 +431,12 @@ class RpcMaster:
         for entry in [call for lane in peer.calls.values() for call in lane.clear()]:
             del self._pending[entry.id]
             self._fail(entry.future, WorkerDied(name, reason))
-        del self._peers[name]
-        del self.roster[name]
+        del self._peers[name], self._names[peer.session], self.roster[name]
         self._unlisted.discard(name)
         self._heartbeat.forget(peer.session)
         self._left.set()
         if not self._closing:
-            self._publish()
+            self.news.changed(peer.info)
 
     @staticmethod
     def _fail(future: asyncio.Future[Any], error: Exception) -> None:

@@ -96,7 +96,7 @@ class RpcWorker:
 
     @property
     def roster(self) -> dict[str, WorkerInfo]:
-        """The latest roster that the master published."""
+        """Whom the master has told of; a worker that serves nobody hears of those that serve only."""
         return dict(self._roster)
 
     def given_up(self) -> bool:
@@ -267,13 +267,18 @@ class RpcWorker:
         if kind == "request":
             self._execute(socket, header, payload, self._immediate)
         elif kind == "roster":
-            if header["version"] > self._roster_version:
-                workers = [WorkerInfo.from_map(w) for w in header["workers"]]
-                self._roster_version, self._roster = header["version"], {w.name: w for w in workers}
-                if self._on_roster is not None:
-                    self._on_roster(self._roster)
+            self._take_news(header["version"], unpack_payload(payload))
         elif kind == "cancel":
             self._cancel(header["id"], header["no"])
+
+    def _take_news(self, version: int, news: dict[str, Any]) -> None:
+        """Take what has changed since the version of the roster that was sent here before."""
+        if version > self._roster_version:
+            fresh = [WorkerInfo.from_map(worker) for worker in news["workers"]]
+            kept = {name: info for name, info in self._roster.items() if name not in news["gone"]}
+            self._roster_version, self._roster = version, kept | {info.name: info for info in fresh}
+            if self._on_roster is not None:
+                self._on_roster(self._roster)
 
     def _cancel(self, request_id: bytes, no: int) -> None:
         with self._begin_lock:

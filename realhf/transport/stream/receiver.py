@@ -21,8 +21,9 @@ from realhf.transport.waker import Waker
 
 _log = logging.getLogger(__name__)
 
-MAX_SESSIONS = 1024
-"""Number of producer sessions whose records are kept."""
+MAX_SESSIONS = 16_384
+"""Number of producer sessions whose records are kept; each has a socket for its acks."""
+OTHER_SOCKETS = 16
 MAX_BATCH = 256
 """Number of messages that are read before they are delivered."""
 LINGER_MS = 200
@@ -89,13 +90,14 @@ class StreamReceiver:
         self._run_id, self._deliver, self._credits = run_id, deliver, credits
         self._me = os.urandom(16)
         self._sessions: dict[bytes, _Session] = {}
+        self._session_of: dict[str, bytes] = {}
         self._answers: dict[bytes, int] = {}
         self._acks: collections.deque[tuple[bytes, int]] = collections.deque()
         self._stopping = threading.Event()
         self.failure: BaseException | None = None
         self.dropped_messages = 0
         self.repeated_messages = 0
-        self._network, self._context = network, network.context()
+        self._network, self._context = network, network.context(sockets=MAX_SESSIONS + OTHER_SOCKETS)
         self._socket = self._context.socket(zmq.PULL)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
         self._socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
@@ -199,8 +201,8 @@ class StreamReceiver:
         """Begin the record of an unknown session. An earlier session of the same producer is over, because a producer's
         name belongs to one process at a time."""
         name, back = header["name"], header["back"]
-        for key in [key for key, session in self._sessions.items() if session.name == name]:
-            self._forget(key)
+        if name in self._session_of:
+            self._forget(self._session_of[name])
         if len(self._sessions) >= MAX_SESSIONS:
             self._forget(next(iter(self._sessions)))
         socket = self._context.socket(zmq.PUSH)
@@ -212,13 +214,14 @@ class StreamReceiver:
             socket.close(0)
             raise
         session = _Session(name, socket, header["base"] - 1, header["base"] - 1)
-        self._sessions[header["session"]] = session
+        self._sessions[header["session"]], self._session_of[name] = session, header["session"]
         return session
 
     def _forget(self, key: bytes) -> None:
         session = self._sessions.pop(key, None)
         self._answers.pop(key, None)
         if session is not None:
+            del self._session_of[session.name]
             session.socket.close(0)
 
     def _finish_acked(self) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import random
+import resource
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,6 +16,7 @@ import msgpack
 import pytest
 import zmq
 
+from realhf.transport.descriptors import allow_many_connections
 from realhf.transport.envelope import pack_header
 from realhf.transport.errors import ProtocolError
 from realhf.transport.stream.producer import StreamProducer
@@ -347,3 +350,28 @@ async def test_lost_messages_and_acks_lose_nothing_and_repeat_nothing(sinks, see
             await producer.close()
     finally:
         net.close()
+
+
+def test_more_producers_than_zeromq_opens_sockets_by_itself(sinks):
+    """Each has a socket for its acks; ZeroMQ's own limit for a process is 1,023."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 4096:
+        pytest.skip(f"this host allows a process {hard} descriptors")
+    producers, nowhere = 1100, "tcp://127.0.0.1:1"
+    try:
+        assert allow_many_connections() == hard
+        sink = sinks(ack=False)
+        with zmq.Context() as context, context.socket(zmq.PUSH) as socket:
+            socket.connect(sink.receiver.endpoint)
+            for number in range(producers):
+                session, name = number.to_bytes(16, "big"), f"producer/{number}"
+                header = pack_sample("run", session, name, nowhere, base=1, seq=1, sample=(str(number), 0))
+                socket.send_multipart([header, b"frame"])
+            deadline = time.monotonic() + 60
+            while len(sink.messages) < producers and time.monotonic() < deadline:
+                time.sleep(0.01)
+        assert len(sink.names) == producers
+        assert sink.receiver.dropped_messages == 0
+    finally:
+        sink.receiver.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
