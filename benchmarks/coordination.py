@@ -113,7 +113,8 @@ class Run:
             with (self._plan.spec.run_dir / f"{kind}.log").open("wb") as log:
                 command = [
                     sys.executable,
-                    str(Path(__file__).parent / "harness" / "coordination_workers.py"),
+                    "-m",
+                    "benchmarks.harness.coordination_workers",
                     kind,
                     "--run-dir",
                     str(self._plan.spec.run_dir),
@@ -124,7 +125,8 @@ class Run:
                     "--in-flight",
                     str(self._groups),
                 ]
-                self._processes[kind] = psutil.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+                root = Path(__file__).resolve().parents[1]
+                self._processes[kind] = psutil.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=root)
 
     def _stop(self) -> None:
         for kind in WORKERS:

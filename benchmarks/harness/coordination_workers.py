@@ -1,7 +1,7 @@
 """The workers of ``coordination.py``: everything is real but the engine, the environment and the training, which answer
 at once.
 
-    python benchmarks/harness/coordination_workers.py KIND --run-dir DIR --run-id ID --master URL --in-flight GROUPS
+    python -m benchmarks.harness.coordination_workers KIND --run-dir DIR --run-id ID --master URL --in-flight GROUPS
 """
 
 from __future__ import annotations
@@ -17,21 +17,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness.fake_weights import FakeImmediateWeights, fake_publish
 from realhf.api.calls import (
     CALL,
+    PROBE_WEIGHTS,
     PUBLISH_WEIGHTS,
     STATUS,
     UPDATE_WEIGHTS,
     Nothing,
-    PublishWeightsAnswer,
-    PublishWeightsRequest,
     StatusAnswer,
-    UpdateWeightsAnswer,
-    UpdateWeightsRequest,
 )
 from realhf.api.env import PlayedTurn, RolloutOutcome
 from realhf.api.experiment import RunPlan
-from realhf.api.generation import WeightsManifest
 from realhf.api.streaming import RolloutLease
 from realhf.rollout.players.group_player import PlayedGroup
 from realhf.scheduler.failure import run_guarded
@@ -186,9 +183,6 @@ def model_worker(args: argparse.Namespace) -> None:
     host = ModelHost(models, calls, store, plane.fetch, run_dir=args.run_dir)
     stream = StreamHost(args.run_id, name, args.run_dir / "stream", store)
 
-    def publish(request: PublishWeightsRequest) -> PublishWeightsAnswer:
-        return PublishWeightsAnswer(WeightsManifest(request.version, "shm", "nowhere", 0, ""))
-
     worker = RpcWorker(
         name,
         "model_worker",
@@ -196,7 +190,7 @@ def model_worker(args: argparse.Namespace) -> None:
         args.run_id,
         args.master,
         data_endpoint=plane.endpoint,
-        ordered=dict([CALL.served_by(host.call), PUBLISH_WEIGHTS.served_by(publish)]),
+        ordered=dict([CALL.served_by(host.call), PUBLISH_WEIGHTS.served_by(fake_publish)]),
         immediate={**host.immediate_handlers(), **stream.handlers()},
     )
     gc.freeze()
@@ -210,9 +204,7 @@ def model_worker(args: argparse.Namespace) -> None:
 def generation(args: argparse.Namespace) -> None:
     """Run a generation worker that only takes weights."""
 
-    def update(request: UpdateWeightsRequest) -> UpdateWeightsAnswer:
-        del request
-        return UpdateWeightsAnswer(0.0, 0.0)
+    weights = FakeImmediateWeights()
 
     def status(request: Nothing) -> StatusAnswer:
         del request
@@ -224,7 +216,7 @@ def generation(args: argparse.Namespace) -> None:
         0,
         args.run_id,
         args.master,
-        ordered=dict([UPDATE_WEIGHTS.served_by(update)]),
+        ordered=dict([UPDATE_WEIGHTS.served_by(weights.update), PROBE_WEIGHTS.served_by(weights.probe)]),
         immediate=dict([STATUS.served_by(status)]),
     ).run()
 
