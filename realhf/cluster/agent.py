@@ -190,13 +190,11 @@ class HostAgent:
                 if (end := self._taken(socket)) is not None:
                     return end
                 self._report(socket, self._local.wait(LOOK_S))
+                self._ping(socket)
                 now = time.monotonic()
                 for name in [name for name, at in self._doomed.items() if at <= now]:
                     del self._doomed[name]
                     self._local.end(name, kill=True)
-                if now - self._pinged >= min(self._welcome.ping_s, LONGEST_S):
-                    self._send(socket, "ping")
-                    self._pinged = now
                 if (silent := now - self._heard) > min(self._welcome.silent_s, LONGEST_S):
                     _log.warning("nothing heard of the launcher at %s for %.1f s; its workers end", self._door, silent)
                     return f"nothing was heard of it for {silent:.1f} s"
@@ -207,6 +205,12 @@ class HostAgent:
         finally:
             self._local.unwatch(socket.FD)
 
+    def _ping(self, socket: zmq.Socket[bytes]) -> None:
+        """Give a sign of life when one is due."""
+        if time.monotonic() - self._pinged >= min(self._welcome.ping_s, LONGEST_S):
+            self._send(socket, "ping")
+            self._pinged = time.monotonic()
+
     def _taken(self, socket: zmq.Socket[bytes]) -> str | None:
         """Do what has arrived; return how serving ends, None if it goes on."""
         while socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:  # pyright: ignore[reportOperatorIssue]
@@ -216,6 +220,7 @@ class HostAgent:
                 _log.warning("message of the launcher dropped: %s", error)
                 continue
             self._heard = time.monotonic()
+            self._ping(socket)  # many files may come, one after the other
             if kind == "over":
                 return ""
             if kind == "again":

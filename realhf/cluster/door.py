@@ -27,6 +27,7 @@ from realhf.cluster.messages import (
     packed,
     unpacked,
 )
+from realhf.cluster.placement import LAUNCHER
 from realhf.transport import envelope
 from realhf.transport.errors import ProtocolError
 from realhf.transport.inbox import take_all
@@ -222,6 +223,10 @@ class Door:
 
     def _hello(self, identity: bytes, session: bytes, hello: HostHello) -> None:
         now = time.monotonic()
+        if hello.name == LAUNCHER:
+            text = f"{LAUNCHER!r} is the launcher's own machine; name this host otherwise with --name"
+            self._post(identity, packed("refused", session, Refused(text)))
+            return
         with self._lock:
             if hello.name in self._banned:
                 self._post(identity, packed("leave", session))

@@ -112,12 +112,16 @@ class ClusterScheduler:
             self._pump()
             if self._backlog or (left := deadline - time.monotonic()) <= 0:
                 break
-            for event in self._local.wait(left):
-                if isinstance(event, WorkerExit):
-                    self._table.workers.pop(event.name, None)
-                self._backlog.append(event)
+            self._wait_here(left)
         found, self._backlog = self._backlog, []
         return found
+
+    def _wait_here(self, timeout_s: float) -> None:
+        """Wait for workers of this machine, and for anything at the door; keep what happened for ``wait``."""
+        for event in self._local.wait(timeout_s):
+            if isinstance(event, WorkerExit):
+                self._table.workers.pop(event.name, None)
+            self._backlog.append(event)
 
     def stop(self, grace_s: float = 8.0) -> None:
         """See ``Scheduler``. Workers of a host that does not answer end by themselves, with its agent."""
@@ -198,7 +202,7 @@ class ClusterScheduler:
                     + (f": {problem}" if problem else f" within {limit_s:g} s")
                     + f"; joined so far: {there} (scheduler.hosts, scheduler.min_hosts, scheduler.wait_s)"
                 )
-            self._local.wait(min(0.5, max(0.01, deadline - time.monotonic())))
+            self._wait_here(min(0.5, max(0.01, deadline - time.monotonic())))
 
     def _look_at_folders(self, door: Door, spec: WorkerSpec) -> None:
         """Ask hosts that have come whether they share the run folder. One that does not answer is lost soon anyway."""
@@ -215,7 +219,7 @@ class ClusterScheduler:
                 door.send(name, "probe", probe.question(number))
                 while number not in self._answers and name in self._table.hosts and time.monotonic() < deadline:
                     self._pump()
-                    self._local.wait(0.05)
+                    self._wait_here(0.05)
                 answer = self._answers.pop(number, None)
                 if answer is None:
                     self._backlog.append(Notice(f"host {name} did not say within {PROBE_S:g} s what it shares"))

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.bed import STALENESS, ClusterRun, hosts, running
+from benchmarks.network.hosts import Host
+from tests.cluster.bed import PORT, STALENESS, ClusterRun, hosts, running
+from tests.transport.network.listeners import listeners, takes_a_stranger
 
 pytestmark = [pytest.mark.several_hosts, pytest.mark.slow, pytest.mark.timeout(900)]
 RUN_S = 600.0
@@ -27,6 +29,15 @@ def check_books(run: ClusterRun, steps: int) -> None:
     assert len(run.rows()) == steps
 
 
+def refusing(host: Host) -> set[int]:
+    """The ports on which anybody listens on a host, none of which takes a stranger."""
+    with host.entered():
+        found = {(port, address) for port, address in listeners("thread-self").items() if address != "127.0.0.1"}
+        for port, address in found:
+            assert not takes_a_stranger(address, port), f"{address}:{port} takes everybody"
+    return {port for port, _ in found}
+
+
 def test_ten_steps_over_three_hosts(tmp_path: Path, tiny_policy: Path):
     """Trainer, generation and rollouts are on different hosts."""
     with hosts("a", "b", "c") as lan, running(lan, tmp_path, tiny_policy) as run:
@@ -40,8 +51,10 @@ def test_ten_steps_over_three_hosts(tmp_path: Path, tiny_policy: Path):
         )
         run.until(lambda: len(run.rows()) >= 1, RUN_S)
         status = run.operator("status").splitlines()
+        found = {name: refusing(host) for name, host in lan.hosts.items()}
         run.ended(RUN_S)
         check_books(run, STEPS)
+        assert PORT in found["a"] and all(len(ports) >= 2 for ports in found.values()), found
         for name in ("b", "c"):
             assert run.agents[name].wait(30) == 0, "an agent ends with its run"
     assert [line.split()[0] for line in status[1:]] == [
@@ -52,7 +65,7 @@ def test_ten_steps_over_three_hosts(tmp_path: Path, tiny_policy: Path):
         "generation/0",
         "c",
         "rollout_worker/0",
-    ]
+    ], "the trainer is with its checkpoints"
 
 
 HIDDEN = ("unshare", "-m", "sh", "-c", 'mount -t tmpfs none "$0" && mount -t tmpfs none "$1" && shift && exec "$@"')
@@ -118,6 +131,26 @@ def test_a_cut_link_a_killed_host_and_one_that_joins(tmp_path: Path, tiny_policy
         check_books(run, 60)
         assert named < NAMED_S, "on a machine that is not overloaded it takes 8 s, and half a second to look"
         print(f"cut named after {named:.1f} s, back after {back:.1f} s, a new host plays after {joined:.1f} s")
+
+
+def test_the_host_of_the_trainer_is_lost(tmp_path: Path, tiny_policy: Path):
+    """The run begins again from its last checkpoint on what is left. Its hosts share a folder."""
+    with hosts("a", "b", "c") as lan, running(lan, tmp_path, tiny_policy) as run:
+        for name in ("b", "c"):
+            run.join(name)
+        run.launch(
+            "total_train_steps=12",
+            "scheduler.hosts=[b,c]",
+            "scheduler.placement.model_worker=b",
+            "scheduler.placement.generation=c",
+        )
+        run.until(lambda: len(run.rows()) >= 5, RUN_S)
+        run.kill("b")
+        run.until(lambda: "begins again from its last checkpoint" in run.said(), RUN_S)
+        run.ended(RUN_S)
+        assert "model_worker/0 ended before the run did: its host b was lost" in run.said()
+        assert run.tally().resumes == 1
+        check_books(run, 12)
 
 
 class Fate:
