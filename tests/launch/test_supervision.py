@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+from collections import deque
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from realhf.api.config import AsyncConfig
 from realhf.launch import processes as launch_supervision
-from realhf.launch.processes import MAX_ERRORS, MAX_QUICK_DEATHS, QUICK_S, Supervisor
-from realhf.scheduler.base import WorkerExit, WorkerSpec
+from realhf.launch.build import build_experiment
+from realhf.launch.compose import compose_config
+from realhf.launch.processes import (
+    MAX_ERRORS,
+    MAX_QUICK_DEATHS,
+    QUICK_S,
+    Reinforcements,
+    Supervisor,
+    WorkerFailed,
+)
+from realhf.monitor.display import PlainDisplay
+from realhf.scheduler.base import WorkerEvent, WorkerExit, WorkerSpec, WorkersWanted
 
 
 class FakeClock:
@@ -97,3 +110,64 @@ def test_one_that_is_given_up_ends_the_run_only_when_no_other_of_its_kind_is_lef
         assert watch.successor(end("generation/1")) is not None
         watch.started(spec("generation/1"))
     assert watch.successor(end("generation/1")) is None and not watch.dispensable("generation/1")
+
+
+def test_only_deaths_of_the_last_hour_count_towards_the_new_beginnings(clock: FakeClock) -> None:
+    options = AsyncConfig(recover_retries=2, recover_window_s=100.0)
+    failures: deque[float] = deque()
+    fates = []
+    for clock.now in (0.0, 10.0, 105.0, 106.0, 300.0, 301.0):
+        fates.append(launch_supervision._may_begin_again(failures, options))
+    assert fates == [True, True, True, False, True, True]
+
+
+class FullScheduler:
+    """Has no room for a worker; what it has is in ``started``."""
+
+    def __init__(self, *full: str) -> None:
+        self._full, self.started = full, list[WorkerSpec]()
+
+    def start(self, spec: WorkerSpec) -> None:
+        if spec.name in self._full or spec.host in self._full:
+            raise OSError(f"{spec.name}: no host has room")
+        self.started.append(spec)
+
+    def wait(self, timeout_s: float) -> list[WorkerEvent]:
+        return []
+
+    def stop(self, grace_s: float = 8.0) -> None: ...
+
+
+def test_a_successor_without_a_place_is_left_out_while_others_of_its_kind_run(clock: FakeClock) -> None:
+    watch, display = supervisor("generation/0", "generation/1"), PlainDisplay(Console(quiet=True))
+    scheduler = FullScheduler("generation/0")
+    launch_supervision._replace([end("generation/0")], scheduler, display, watch)
+    assert scheduler.started == []
+    with pytest.raises(WorkerFailed, match=r"generation/1 .*cannot be started again: generation/1: no host has room"):
+        launch_supervision._replace([end("generation/1")], FullScheduler("generation/1"), display, watch)
+
+
+@pytest.mark.slow
+def test_a_host_that_joins_gets_workers_with_new_names_once_the_master_listens(tmp_path: Path) -> None:
+    built = build_experiment(compose_config(["experiment=grpo_aws_async", f"fileroot={tmp_path}"]))
+    more = Reinforcements(built.plan(built.spec, 0.0), "run", tmp_path / "keys")
+    more.wanted = [WorkersWanted("b", "rollout_worker", 2), WorkersWanted("gone", "generation", 1)]
+    watch, scheduler, display = Supervisor(), FullScheduler("gone"), PlainDisplay(Console(quiet=True))
+    more.send(scheduler, watch, display)
+    assert scheduler.started == [] and more.wanted
+    more.master = "tcp://10.0.0.1:1"
+    more.send(scheduler, watch, display)
+    assert [(made.name, made.host) for made in scheduler.started] == [
+        ("rollout_worker/1", "b"),
+        ("rollout_worker/2", "b"),
+    ]
+    assert scheduler.started[0].argv[-6:] == (
+        "--run-id",
+        "run",
+        "--master",
+        "tcp://10.0.0.1:1",
+        "--key-file",
+        f"{tmp_path / 'keys'}",
+    )
+    more.send(scheduler, watch, display)
+    assert len(scheduler.started) == 2, "they are started once"
