@@ -14,7 +14,7 @@ SCHEDULES ?= 2
 # The tests start hundreds of Python processes; without bytecode each compiles the tree again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: check-all test-all model train-real validate-adversarial test-atropos bench-trajectory crash-ledger screenshots red-team install train test test-fast lint help clean-venv test-openenv test-trl test-verifiers test-vllm test-compile test-cluster test-gpu
+.PHONY: check-all test-all model train-real validate-adversarial test-atropos bench-trajectory crash-ledger screenshots red-team install train test test-fast lint help clean-venv test-openenv test-trl test-verifiers test-vllm test-compile test-cluster test-gpu test-inspect
 
 help:
 	@echo "make train    install, then run the main job: GRPO on AWS tasks (SEED=1, ARGS='key=value ...')"
@@ -32,6 +32,7 @@ help:
 	@echo "make test-openenv  install the real openenv packages beside it, let them talk to us, and train on their echo server"
 	@echo "make test-trl install TRL beside it and let its GRPOTrainer take two steps with our classes"
 	@echo "make test-verifiers  install verifiers and Gymnasium beside it and train five steps on an environment of each"
+	@echo "make test-inspect  install Inspect and pyarrow beside it and read exported rollouts with them"
 	@echo "make test-compile  compile a model and compare its losses: minutes the first time"
 	@echo "make test-vllm  install vLLM for the CPU beside it and run the tests that need a real server"
 	@echo "make test-cluster  run over several hosts, which are network namespaces: as root; SCHEDULES=50 random faults"
@@ -103,6 +104,10 @@ test-openenv: install
 	@test -x .venv-openenv/bin/openenv || { $(BIN)/python -m venv .venv-openenv && .venv-openenv/bin/python -m pip install --quiet openenv==0.10.0; }
 	@test -x .venv-openenv-core/bin/openenv || { $(BIN)/python -m venv .venv-openenv-core && .venv-openenv-core/bin/python -m pip install --quiet openenv-core==0.3.0; }
 	$(BIN)/python -m pytest -q -rs tests/interop -k 'not verifiers and not gymnasium'
+
+test-inspect: install
+	@test -x .venv-inspect/bin/inspect || { $(BIN)/python -m venv .venv-inspect && .venv-inspect/bin/python -m pip install --quiet inspect_ai==0.3.285 pyarrow msgspec omegaconf isal numpy; }
+	$(BIN)/python -m pytest -q -rs tests/monitor/rollouts/test_export.py
 
 test-trl: install
 	@test -x .venv-trl/bin/trl || { $(BIN)/python -m venv .venv-trl \

@@ -91,6 +91,7 @@ setup(
         "ray": ["ray>=2.40"],
         "redis": ["redis>=5"],
         "wandb": ["wandb"],
+        "parquet": ["pyarrow>=20"],
         "verifiers": ["verifiers>=0.4,<0.5"],
         "gymnasium": ["gymnasium>=1.0,<2"],
     },

@@ -95,6 +95,7 @@ ROOMS: dict[str, str] = {
     "trajectory": "trajectory/http",
     "scheduler": "base",
     "monitor/rollouts": "api api/config",
+    "monitor/rollouts/export": "monitor/rollouts",
     "monitor/metrics": "",
     "monitor/advisories": "monitor/rollouts",
     "monitor": "api api/config base monitor/advisories monitor/metrics",

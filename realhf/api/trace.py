@@ -77,10 +77,10 @@ class NoTrace:
 class PlayedSample:
     """Holds the rollouts of a sample as they were played, for who keeps them.
 
-    ``step`` is the train step that plays it, in an asynchronous run the policy version at its admission, and for an
-    evaluation the number of complete steps. ``split`` is ``train`` or ``eval/<name>``. ``key`` decides whether the
-    sample is kept ("": its id). ``env`` names the environment, ``sampling`` holds the options of sampling, ``attempt``
-    counts how often the sample was admitted before. ``texts`` turns token ids into the text of each.
+    ``step`` is the train step that plays it, counted from 1, in an asynchronous run the one that follows its admission,
+    and for an evaluation the number of complete steps. ``split`` is ``train`` or ``eval/<name>``. ``key`` decides
+    whether the sample is kept ("": its id). ``env`` names the environment, ``sampling`` holds the options of sampling,
+    ``attempt`` counts how often the sample was admitted before. ``texts`` turns token ids into the text of each.
     """
 
     id: str
@@ -98,6 +98,7 @@ class PlayedSample:
 class TrainedRows:
     """Holds what a train step saw of its rows, one array entry for each predicted token (n,) of numpy, packed.
 
+    ``step`` is u, the version of the weights that train: the train step is number u + 1.
     ``ids`` are the samples and ``rows`` how many rows each has; ``lengths`` (rows,) are predicted tokens of each row.
     ``mask`` bool: what trains; ``behaviour`` f32: log-probability at the engine; ``before`` and ``current`` f32: at the
     trainer before any update of the step, and in the last pass, NaN where there was none; ``ratio`` and ``advantages``

@@ -90,7 +90,12 @@ class EnvRolloutInterface:
         for sample_id, group in zip(sample.ids, groups, strict=True):
             context.recorder.played(
                 PlayedSample(
-                    sample_id, group, context.step, env=self._environment().name, sampling=sampling, texts=self._texts
+                    sample_id,
+                    group,
+                    context.step + 1,
+                    env=self._environment().name,
+                    sampling=sampling,
+                    texts=self._texts,
                 )
             )
         for group in groups:

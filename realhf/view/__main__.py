@@ -1,5 +1,7 @@
 """Shows runs on a local page: python -m realhf.view RUN_OR_FOLDER [...] [--follow] [--port 8765]
 
+python -m realhf.view export RUN --to jsonl|parquet|inspect OUT writes a run's rollouts for other programs.
+
 A run that goes on is followed with --follow; one that ended or was killed is read as it is. Several runs, or a folder
 of runs, are compared. Nothing is written, and the page is served to this machine only.
 """
@@ -12,21 +14,27 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from realhf.monitor.rollouts.export.command import export_command
 from realhf.view.run_list import RunList
 from realhf.view.server import create_app
 
 PORT = 8765
+EXPORT = "export"
+"""The first word of another command: a run of this name is given as ./export."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Serve the page until interrupted; return the exit code."""
+    """Serve the page until interrupted, or do what ``export`` says; return the exit code."""
+    given_words = sys.argv[1:] if arguments is None else list(arguments)
+    if given_words[:1] == [EXPORT]:
+        return export_command(given_words[1:])
     parser = argparse.ArgumentParser(
         prog="python -m realhf.view", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_OR_FOLDER")
     parser.add_argument("--follow", action="store_true", help="show new steps and rollouts as they are written")
     parser.add_argument("--port", type=int, default=PORT, help=f"port on 127.0.0.1; 0: a free one (default {PORT})")
-    given = parser.parse_args(arguments)
+    given = parser.parse_args(given_words)
     absent = [str(path) for path in given.runs if not path.exists()]
     if absent:
         print(f"error: there is no {', no '.join(absent)}", file=sys.stderr)

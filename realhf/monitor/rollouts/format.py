@@ -70,11 +70,12 @@ class Place(msgspec.Struct, kw_only=True, omit_defaults=True):
 class PlayLine(Place, kw_only=True, omit_defaults=True):
     """Is the index line of a rollout that was played.
 
-    ``step`` is the train step that played it (the policy version at its admission in an asynchronous run), or the steps
-    that were complete when an evaluation played it. ``split`` is ``train`` or ``eval/<name>``. ``version`` is the
-    oldest policy version that sampled a token of it, None without one. ``length`` counts sampled tokens. ``failure``
-    is the kind of failure, None for a rollout that counts; a failure has no reward. ``branch``: the row is a further
-    conversation of the rollout in row ``branch``. ``seconds`` is what playing took.
+    ``step`` is the train step that played it, counted from 1 as in ``metrics.jsonl`` (in an asynchronous run the one
+    that followed its admission), or the steps that were complete when an evaluation played it. ``split`` is ``train``
+    or ``eval/<name>``. ``version`` is the oldest policy version that sampled a token of it, None without one.
+    ``length`` counts sampled tokens. ``failure`` is the kind of failure, None for a rollout that counts; a failure has
+    no reward. ``branch``: the row is a further conversation of the rollout in row ``branch``. ``seconds`` is what
+    playing took.
     """
 
     version: int | None = None
@@ -94,7 +95,7 @@ class PlayLine(Place, kw_only=True, omit_defaults=True):
 
 
 class TrainLine(Place, kw_only=True, omit_defaults=True):
-    """Is the index line of a row that was trained on.
+    """Is the index line of a row that was trained on, in train step ``step``, counted from 1.
 
     ``version`` is that of the weights that trained. ``advantage`` is the mean over its ``n_tokens`` trained tokens,
     ``ratio_max`` and ``clip_fraction`` those of its last pass, ``mismatch`` the mean of |engine - trainer| of the

@@ -98,6 +98,7 @@ class RolloutStore:
         self.play, self.train = Known(), Known()
         self._indexes: list[IndexFile] = []
         self._missing = False
+        self._open: tuple[tuple[int, int, int, int], list[bytes]] | None = None
 
     @property
     def problems(self) -> list[str]:
@@ -176,11 +177,18 @@ class RolloutStore:
         assert header is not None
         path = self.folder / shard_name(header.family, header.writer, line.shard)
         try:
-            return _unpacked(path, line).split(b"\n")
+            return self._lines_of(path, line)
         except OSError as error:
             raise NoRecord(f"{line.id}: {path.name}: {error.strerror}") from error
         except (zlib.error, ValueError) as error:
             raise NoRecord(f"{line.id}: {path.name} is damaged at {line.offset}: {error}") from error
+
+    def _lines_of(self, path: Path, line: Line) -> list[bytes]:
+        """Unpack a member. The last one stays unpacked: neighbours are often read one after the other."""
+        key, known = (line.writer, line.shard, line.offset, line.bytes), self._open
+        if known is None or known[0] != key:
+            known = self._open = key, _unpacked(path, line).split(b"\n")
+        return known[1]
 
     def _more(self, number: int, index: IndexFile) -> int:
         try:
@@ -195,7 +203,7 @@ class RolloutStore:
         return len(lines)
 
     def _forget(self) -> None:
-        self._indexes = []
+        self._indexes, self._open = [], None
         self.play.clear()
         self.train.clear()
 

@@ -34,7 +34,7 @@ def train_records(rows: TrainedRows, selection: Selection) -> Iterator[tuple[byt
 
 def _line(rows: TrainedRows, part: slice, name: str, now: float) -> TrainLine:
     mask = rows.mask[part]
-    line = TrainLine(id=name, time=now, step=rows.step, version=rows.step, n_tokens=int(mask.sum()))
+    line = TrainLine(id=name, time=now, step=rows.step + 1, version=rows.step, n_tokens=int(mask.sum()))
     if not line.n_tokens:
         return line
     line.advantage = _number(rows.advantages[part][mask].mean())

@@ -140,7 +140,7 @@ class GroupPlayer:
             PlayedSample(
                 lease.id,
                 outcomes,
-                lease.version,
+                lease.version + 1,
                 env=self._held_out.name,
                 sampling=to_json_value(self._gen),
                 attempt=lease.attempt,

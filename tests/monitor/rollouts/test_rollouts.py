@@ -55,7 +55,7 @@ def test_a_rollout_is_read_back_with_what_was_trained_of_it(tmp_path: Path):
     assert first.train is not None and first.train.n_tokens == 3
     assert (first.train.ratio_max, first.train.mismatch, first.train.advantage) == (1.5, 0.125, 2.0)
     assert first.train.clip_fraction == pytest.approx(1 / 3, abs=1e-6)
-    assert (first.step, first.staleness) == (4, 1)
+    assert (first.step, first.staleness) == (5, 1)
     assert second.train is not None and second.train.n_tokens == 0 and second.train.advantage is None
     record = store.record(first.play)
     assert [(each["role"], each["content"]) for each in record["messages"]] == [
@@ -167,12 +167,15 @@ def test_torn_tails_are_left_out_and_damage_is_named(tmp_path: Path):
     with index.open("ab") as file:
         file.write(b"\nnonsense\n")
     assert store.refresh() == 0 and "2 lines make no sense" in store.problems[0]
-    shard.write_bytes(shard.read_bytes()[:60])
-    with pytest.raises(NoRecord, match="shorter than its index"):
-        store.record(store.play.lines[0])
-    shard.write_bytes(b"x" * 5000)
-    with pytest.raises(NoRecord, match="damaged"):
-        store.record(store.play.lines[0])
+    for damage, told in (
+        (shard.read_bytes()[:60], "shorter than its index"),
+        (b"x" * 5000, "damaged"),
+        (b"", "shorter"),
+    ):
+        shard.write_bytes(damage)
+        store = read(tmp_path)
+        with pytest.raises(NoRecord, match=told):
+            store.record(store.play.lines[0])
     shard.unlink()
     with pytest.raises(NoRecord, match="No such file"):
         store.record(store.play.lines[0])
@@ -192,10 +195,10 @@ def test_another_version_of_the_format_is_named(tmp_path: Path):
 def test_a_resumed_run_takes_back_what_was_rolled_back(tmp_path: Path):
     """Steps 5 and 6 were lost with the checkpoint of step 4; step 6 then draws another task under the number."""
     write(tmp_path, *(sample(id=f"t@{step}", step=step) for step in (4, 5, 6)))
-    write(tmp_path, trained(["t@4"], 4), trained(["t@5"], 5), trained(["t@6"], 6))
+    write(tmp_path, trained(["t@4"], 3), trained(["t@5"], 4), trained(["t@6"], 5))
     write(tmp_path, sample(id="sampled/t/0", step=5, split="eval/sampled"))
     write(tmp_path, sample(id="t@5", step=5, outcomes=[outcome(0.25)]), sample(id="u@6", step=6))
-    write(tmp_path, trained(["t@5"], 5), trained(["u@6"], 6))
+    write(tmp_path, trained(["t@5"], 4), trained(["u@6"], 5))
     rows = list(read(tmp_path).rows())
     assert sorted({row.play.sample for row in rows}) == ["sampled/t/0", "t@4", "t@5", "u@6"]
     assert [row.play.reward for row in rows if row.play.id == "t@5/0"] == [0.25]

@@ -88,7 +88,7 @@ async def test_every_rollout_is_kept_whole_also_of_a_group_that_is_refused_or_to
     with pytest.raises(GroupFailed):
         await group_player(failing, Words(), failure_policy("minimum_group", 0, 2), refused.spec(), kept).play(lease())
     good, late, *evaluated, bad = kept.samples
-    assert (good.id, good.step, good.attempt, good.env, good.split) == ("s1", 0, 0, "scripted", "train")
+    assert (good.id, good.step, good.attempt, good.env, good.split) == ("s1", 1, 0, "scripted", "train")
     assert good.sampling["temperature"] == 0.7 and len(good.rollouts) == N
     outcome = good.rollouts[0]
     assert [message["role"] for message in outcome.opening] == ["system", "user"]

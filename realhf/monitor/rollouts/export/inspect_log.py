@@ -1,0 +1,195 @@
+"""Writes rollouts as logs of Inspect (``.eval``, version 2 of its format): a zip of JSON files.
+
+Nothing of Inspect is needed to write them; ``make test-inspect`` reads them back by its own package.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import zipfile
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from realhf.monitor.rollouts.export.rows import Exported, flat, records, rows_in_order
+from realhf.monitor.rollouts.format import TRAIN, plain, readable
+from realhf.monitor.rollouts.reader import RolloutStore, Row
+
+_MODEL = "realhf/policy"
+_ROLES = ("system", "user", "assistant", "tool")
+
+
+def write_inspect(store: RolloutStore, out: Path) -> Exported:
+    """Write into the folder ``out`` the log ``train.eval``, and ``eval-<name>-step<k>.eval`` for each evaluation. A
+    sample of a log is a task instance, an epoch of it a rollout; its scores are ``reward`` and ``success``, and a
+    failure is an error without a score."""
+    counted = Exported()
+    out.mkdir(parents=True, exist_ok=True)
+    logs: dict[str, list[Row]] = {}
+    for row in rows_in_order(store):
+        play = row.play
+        name = TRAIN if play.split == TRAIN else f"{play.split.replace('/', '-')}-step{play.step}"
+        logs.setdefault(readable(name.replace("/", "-")), []).append(row)
+    for name, rows in sorted(logs.items()):
+        _write(store, out / f"{name}.eval", name, rows, counted)
+    return counted
+
+
+def _write(store: RolloutStore, path: Path, name: str, rows: list[Row], counted: Exported) -> None:
+    partial = path.with_name(f"{path.name}.partial")
+    began, ended = (min(row.play.time for row in rows), max(row.play.time for row in rows))
+    header = _header(store, name, rows, _when(began), _when(ended))
+    summaries: list[dict[str, Any]] = []
+    with zipfile.ZipFile(partial, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as file:
+        _add(file, "_journal/start.json", {key: header[key] for key in ("version", "eval", "plan")})
+        epochs: dict[str, int] = {}
+        for row, record in records(store, rows, counted):
+            sample = _name(row.play.sample)
+            epochs[sample] = epochs.get(sample, 0) + 1
+            told = _sample(row, record, sample, epochs[sample])
+            _add(file, f"samples/{sample}_epoch_{epochs[sample]}.json", told)
+            summaries.append(_summary(told))
+        _add(file, "summaries.json", summaries)
+        _add(file, "header.json", header)
+    os.replace(partial, path)
+
+
+def _header(store: RolloutStore, name: str, rows: list[Row], began: str, ended: str) -> dict[str, Any]:
+    samples = list(dict.fromkeys(_name(row.play.sample) for row in rows))
+    valid = [row.play for row in rows if row.play.failure is None]
+    run = hashlib.blake2b(f"{store.folder}/{name}".encode(), digest_size=12).hexdigest()
+    scores = [
+        _score_of(score, [float(getattr(play, score) or 0.0) for play in valid], len(rows) - len(valid))
+        for score in ("reward", "success")
+    ]
+    return {
+        "version": 2,
+        "status": "success",
+        "eval": {
+            "eval_id": run,
+            "run_id": run,
+            "created": began,
+            "task": f"{readable(rows[0].play.env) or 'rollouts'}/{name}",
+            "task_id": run,
+            "task_version": 0,
+            "dataset": {"name": name, "samples": len(samples), "sample_ids": samples},
+            "model": _MODEL,
+            "model_args": {},
+            "task_args": {},
+            "config": {"epochs": max(1, len(rows) // max(1, len(samples)))},
+            "metadata": {"run": str(store.folder.parent)},
+        },
+        "plan": {"name": "plan", "steps": [], "config": {}},
+        "results": {"total_samples": len(rows), "completed_samples": len(valid), "scores": scores},
+        "stats": {"started_at": began, "completed_at": ended, "model_usage": {}},
+    }
+
+
+def _score_of(name: str, values: list[float], failed: int) -> dict[str, Any]:
+    mean = sum(values) / len(values) if values else 0.0
+    return {
+        "name": name,
+        "scorer": name,
+        "scored_samples": len(values),
+        "unscored_samples": failed,
+        "params": {},
+        "metrics": {"mean": {"name": "mean", "value": mean, "params": {}}},
+    }
+
+
+def _sample(row: Row, record: Mapping[str, Any], sample: str, epoch: int) -> dict[str, Any]:
+    play = row.play
+    messages = list(_messages(record.get("messages") or [], play.id))
+    first = next((number for number, each in enumerate(messages) if each["role"] == "assistant"), len(messages))
+    said = next((each for each in reversed(messages) if each["role"] == "assistant"), None)
+    choices = [{"message": said, "stop_reason": "max_tokens" if play.truncated else "stop"}] if said else []
+    told: dict[str, Any] = {
+        "id": sample,
+        "epoch": epoch,
+        "input": messages[:first] or str(play.task),
+        "target": "",
+        "messages": messages,
+        "output": {"model": _MODEL, "choices": choices},
+        "scores": {} if play.failure else {"reward": {"value": play.reward}, "success": {"value": int(play.success)}},
+        "metadata": flat(row) | {"turn_rewards": [turn.get("reward") for turn in record.get("turns") or []]},
+        "store": {},
+        "events": [],
+        "model_usage": {},
+        "attachments": {},
+        "total_time": play.seconds,
+    }
+    if play.failure:
+        text = f"{play.failure}: {record.get('message') or ''}"
+        told["error"] = {"message": text, "traceback": "", "traceback_ansi": ""}
+    return told
+
+
+def _messages(messages: list[Any], id: str) -> Iterator[dict[str, Any]]:
+    """Yield a conversation as Inspect has it. What the policy said whole, where it is more than its content, stays."""
+    for number, message in enumerate(messages):
+        role = message.get("role") if message.get("role") in _ROLES else "user"
+        content = message.get("content")
+        told: dict[str, Any] = {
+            "id": f"{id}/{number}",
+            "role": role,
+            "content": content if isinstance(content, str) else json.dumps(content),
+        }
+        if role == "assistant":
+            told |= {"source": "generate", "model": _MODEL}
+            if message.get("reasoning"):
+                parts = [{"type": "reasoning", "reasoning": message["reasoning"]}]
+                told["content"] = [*parts, {"type": "text", "text": told["content"]}]
+            if message.get("tool_calls"):
+                told["tool_calls"] = [
+                    {
+                        "id": call.get("id") or f"{id}/{number}/{place}",
+                        "function": call.get("name") or "",
+                        "arguments": call["arguments"] if isinstance(call.get("arguments"), dict) else {},
+                        "parse_error": call.get("problem"),
+                        "type": "function",
+                    }
+                    for place, call in enumerate(message["tool_calls"])
+                    if isinstance(call, dict)
+                ]
+        elif role == "tool":
+            told |= {"tool_call_id": message.get("tool_call_id"), "function": message.get("name")}
+        yield told
+
+
+def _summary(sample: Mapping[str, Any]) -> dict[str, Any]:
+    shown = {name: sample[name] for name in ("id", "epoch", "input", "target", "scores", "total_time")}
+    metadata = {name: value for name, value in sample["metadata"].items() if isinstance(value, (str, int, float))}
+    return shown | {
+        "metadata": metadata,
+        "completed": True,
+        "error": sample["error"]["message"] if "error" in sample else None,
+        "message_count": len(sample["messages"]),
+    }
+
+
+def _name(sample: str) -> str:
+    """Return the name of a sample in a log, where it names a file: its id, if that makes no path and is short."""
+    kept = "".join(each if each.isascii() and (each.isalnum() or each in "-_@") else "_" for each in sample)[:80]
+    if kept == sample:
+        return sample
+    return f"{kept}-{hashlib.blake2b(sample.encode('utf-8', 'surrogatepass'), digest_size=6).hexdigest()}"
+
+
+def _add(file: zipfile.ZipFile, name: str, value: Any) -> None:
+    file.writestr(name, json.dumps(_whole(plain(value))))
+
+
+def _whole(value: Any) -> Any:
+    """Replace halves of characters: Inspect refuses them."""
+    if isinstance(value, str):
+        return readable(value, len(value))
+    if isinstance(value, dict):
+        return {_whole(key): _whole(item) for key, item in value.items()}
+    return [_whole(item) for item in value] if isinstance(value, list) else value
+
+
+def _when(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat()
