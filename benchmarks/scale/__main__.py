@@ -10,9 +10,11 @@ generation workers answer at once; no tensor is moved, so that the stream of sam
 
 Figures count episodes; a sample is a group of them, which is admitted and completed at once (``--group 1``: each by
 itself). CPU is that of the master's threads: ``loop`` runs everything above, ``heartbeat``, ``journal`` and ``zmq``
-work beside it. Memory is how much the master grows while all episodes are admitted. At the end a tenth of the workers
-vanish without a word; recovery ends when as many samples are in flight as before and none of the lost waits any more.
-The journal is audited. Exit status 1: a bar is missed.
+work beside it. A part of it grows with time and not with episodes: signs of life, and requests of workers that wait;
+it is in every figure, and shown by itself while nothing is finished. Memory is how much the master grows while all
+episodes are admitted. At the end a tenth of the workers vanish without a word; recovery ends when as many samples are
+in flight as before and none of the lost waits any more. The journal is audited.
+Exit status 1: a bar is missed.
 """
 
 from __future__ import annotations
@@ -48,6 +50,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=1024, help="samples of a train step")
     parser.add_argument("--generation", type=int, default=8, help="simulated generation workers")
     parser.add_argument("--processes", type=int, default=2, help="that simulate the workers")
+    parser.add_argument("--idle", type=float, default=10.0, help="seconds in which nothing is finished")
     parser.add_argument("--warm-up", type=float, default=10.0, help="seconds")
     parser.add_argument("--windows", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=15.0, help="of a window")
@@ -86,9 +89,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 def verdicts(figures: dict[str, Any]) -> dict[str, bool]:
     """Return for each bar whether it is met."""
-    speed = statistics.median(row["per_loop_second"] for row in figures["windows"])
+    speed = statistics.median(row["per_master_second"] for row in figures["windows"])
     reached = {
-        f"at least {GOAL_PER_S:g} episodes per CPU second of the master's loop": speed >= GOAL_PER_S,
+        f"at least {GOAL_PER_S:g} episodes per CPU second of the master": speed >= GOAL_PER_S,
         f"less than {GOAL_BYTES:g} bytes per episode": figures["memory"]["bytes_per_episode"] < GOAL_BYTES,
         "the journal balances": figures["audit"]["balanced"],
     }
@@ -114,6 +117,8 @@ def show(figures: dict[str, Any], args: argparse.Namespace) -> None:
         f"registration: {figures['registration']['wall_s']:.1f} s, {figures['registration']['master_cpu_s']:.1f} s CPU"
     )
     print(f"memory: {figures['memory']['bytes_per_episode']:,.0f} bytes per episode in flight")
+    idle = figures["idle"]
+    print(f"idle: {idle['loop']:.4f} CPU seconds of the loop per second, {idle['all']:.4f} of all threads")
     columns = {
         "per_loop_second": "episodes per CPU second of the loop",
         "per_master_second": "episodes per CPU second of the master",

@@ -133,6 +133,7 @@ class Simulation:
             stack.push_async_callback(rollouts.close)
             await rollouts.start()
             figures["memory"] = await self._fill()
+            figures["idle"] = await self._rest()
             executor = self._make_executor(rpc, rollouts)
             await stack.enter_async_context(executor)
             self._tell("finish")
@@ -267,6 +268,14 @@ class Simulation:
             "loop_us_per_episode": 1e6 * cpu["loop"] / self._args.episodes,
         }
 
+    async def _rest(self) -> dict[str, float]:
+        """Return the CPU seconds per second while everything is in flight and nothing is finished."""
+        before, began = thread_seconds(), time.monotonic()
+        await asyncio.sleep(self._args.idle)
+        cpu, wall = _grown(before, thread_seconds()), time.monotonic() - began
+        say(f"... {sum(cpu.values()) / wall:.3f} of a core while nothing is finished")
+        return {"loop": cpu["loop"] / wall, "all": sum(cpu.values()) / wall}
+
     @property
     def _control(self) -> Any:
         assert self._rollouts is not None
@@ -314,8 +323,8 @@ class Simulation:
             **{f"{name}_s": seconds for name, seconds in sorted(cpu.items())},
         }
         say(
-            f"... window {number + 1}: {row['per_loop_second']:,.0f} episodes per CPU second of the master's loop, "
-            f"{row['per_master_second']:,.0f} of all its threads, {row['per_second']:,.0f} per second here"
+            f"... window {number + 1}: {row['per_master_second']:,.0f} episodes per CPU second of the master "
+            f"({row['per_loop_second']:,.0f} of its loop), {row['per_second']:,.0f} per second here"
         )
         return row
 

@@ -19,7 +19,7 @@ from realhf.transport.errors import ProtocolError
 from realhf.transport.service.client import ServiceClient
 
 _log = logging.getLogger(__name__)
-HOLD_S = 10.0
+HOLD_S = 30.0
 """Seconds that the master may hold a request for samples before it has to answer that there are none yet."""
 
 Encode = Callable[[RolloutLease, PlayedGroup], Sequence[Any]]
