@@ -21,7 +21,12 @@ class ClusterOptions:
     hosts: list[str] = option([], "The run begins when these hosts have joined, by their names.")
     min_hosts: int = option(1, "The run begins when at least so many hosts have joined.", at_least=0)
     wait_s: float = option(120.0, "Hosts that are waited for join within these seconds.", above=0)
-    dead_after_s: float = option(8.0, "A host that says nothing for these seconds is lost.", at_least=3, at_most=40)
+    dead_after_s: float = option(
+        7.0,
+        "A host that says nothing for these seconds is lost; below rpc.dead_after_s, hosts are named and not workers.",
+        at_least=3,
+        at_most=40,
+    )
     placement: dict[str, str] = option(
         {}, "Workers, by kind (generation), name (generation/1) or pattern, and their host; 'launcher' is this machine."
     )

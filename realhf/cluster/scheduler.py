@@ -16,7 +16,7 @@ from realhf.cluster.errors import ClusterError
 from realhf.cluster.host_table import PROBE_S, FolderProbe, Host, HostTable, Running, warnings, with_place
 from realhf.cluster.messages import Ended, EndWorker, Exited, Lines, NotStarted, Probed, StartWorker
 from realhf.cluster.operator_desk import OperatorDesk
-from realhf.cluster.options import ClusterOptions
+from realhf.cluster.options import ELASTIC, ClusterOptions
 from realhf.cluster.placement import LAUNCHER, kind_of
 from realhf.scheduler.base import Notice, WorkerEvent, WorkerExit, WorkerLine, WorkerSpec, WorkersWanted
 from realhf.scheduler.local import LocalScheduler
@@ -93,16 +93,20 @@ class ClusterScheduler:
             wish = self._wish(spec.name)
             strict = spec.name not in self._placed
         self._placed.add(spec.name)
-        place = placement.choose(spec.name, places, wish, strict=strict)
+        try:
+            place = placement.choose(spec.name, places, wish, strict=strict)
+            dealt = place.name != LAUNCHER and self._options.one_gpu_each
+            gpu = placement.gpu_of(spec.name, place) if dealt else None
+        except ClusterError as error:
+            raise ClusterError(f"{error}; there are {placement.capacity(places)}") from None
         if kind_of(spec.name) == "generation":
             trainer = placement.choose("model_worker/0", places, self._wish("model_worker/0"), strict=False).name
             problem = weights_problem(spec.log.parent.parent, place.name, trainer, shared=place.shared)
             if problem:
                 raise ClusterError(f"{spec.name}: {problem}")
         if place.name == LAUNCHER:
-            self._start_here(spec)
+            self._start_here(spec)  # its GPUs are given by allocation.gpus
         else:
-            gpu = placement.gpu_of(spec.name, place) if self._options.one_gpu_each else None
             self._start_there(door, spec, place.name, gpu)
 
     def wait(self, timeout_s: float) -> list[WorkerEvent]:
@@ -161,12 +165,14 @@ class ClusterScheduler:
                 with contextlib.suppress(FileExistsError):
                     RunKeys.make().write(self.key_file)
             options = self._options
-            network = Network(options.address, options.address, RunKeys.read(self.key_file))
             bind = f"tcp://{options.address}:{options.port}"
             try:
+                network = Network(options.address, options.address, RunKeys.read(self.key_file))
                 self._door = Door(network, bind, options.dead_after_s)
             except Exception as error:
-                raise ClusterError(f"the door for host agents (scheduler.address, scheduler.port): {error}") from None
+                raise ClusterError(
+                    f"the door for host agents (scheduler.address, scheduler.port, scheduler.key_file): {error}"
+                ) from None
             self._local.watch(self._door.fileno())
             if self._starter is not None:
                 self._starter.start_agents(self._door.endpoint, self.key_file)
@@ -211,22 +217,27 @@ class ClusterScheduler:
             return
         run_dir = spec.log.parent.parent
         paths = [*needed_paths(run_dir)][:256]
-        probe = FolderProbe(run_dir, dict(zip(paths, prints_of(paths), strict=True)))
+        looks = dict(zip(paths, prints_of(paths), strict=True))
+        asked: dict[str, tuple[int, FolderProbe]] = {}
         try:
+            for name in new:
+                self._probes += 1
+                asked[name] = self._probes, FolderProbe(run_dir, looks)
+                door.send(name, "probe", asked[name][1].question(self._probes))
             deadline = time.monotonic() + PROBE_S
-            for name, host in new.items():
-                number = self._probes = self._probes + 1
-                door.send(name, "probe", probe.question(number))
-                while number not in self._answers and name in self._table.hosts and time.monotonic() < deadline:
-                    self._pump()
-                    self._wait_here(0.05)
-                answer = self._answers.pop(number, None)
-                if answer is None:
+            while time.monotonic() < deadline and any(
+                number not in self._answers for name, (number, _) in asked.items() if name in self._table.hosts
+            ):
+                self._pump()
+                self._wait_here(0.05)
+            for name, (number, probe) in asked.items():
+                if (answer := self._answers.pop(number, None)) is not None:
+                    probe.judge(new[name], answer)
+                elif name in self._table.hosts:
                     self._backlog.append(Notice(f"host {name} did not say within {PROBE_S:g} s what it shares"))
-                else:
-                    probe.judge(host, answer)
         finally:
-            probe.close()
+            for _, probe in asked.values():
+                probe.close()
 
     # ---- starting
 
@@ -287,7 +298,9 @@ class ClusterScheduler:
         wants = hello.wants or (self._options.joining if late else {})
         if late:
             self._backlog.append(Notice(f"host {hello.name} ({hello.address}) joins the run"))
-        self._backlog += [WorkersWanted(hello.name, kind, count) for kind, count in wants.items() if count]
+        self._backlog += [
+            WorkersWanted(hello.name, kind, count) for kind, count in wants.items() if count and kind in ELASTIC
+        ]
 
     def _gone(self, name: str, cause: str) -> None:
         left = self._table.take(name)
