@@ -25,7 +25,7 @@ help:
 	@echo "make validate play every task against MiniStack and print the verdicts"
 	@echo "make validate-adversarial  play against the grader: what does nothing, harms or overdoes must not pay"
 	@echo "make red-team play every attack of the table, then FUZZ_COMMANDS=20000 drawn ones, and print what was observed"
-	@echo "make screenshots  play in the playground with Chromium and take the pictures of docs/images anew"
+	@echo "make screenshots  play in the playground, train two short runs and take the pictures of docs/images anew with Chromium (RUNS='folder ..')"
 	@echo "make bench-trajectory  install the original Atropos server beside it and measure both"
 	@echo "make test-atropos  let the original's real clients and its own API tests talk to our server"
 	@echo "make crash-ledger  kill trajectory servers, and let their stores fail, for five minutes while clients push and pull; balance the books"
@@ -183,6 +183,7 @@ red-team: install
 screenshots: install
 	$(BIN)/python -m tests.aws.playground.screenshots
 	$(BIN)/python -m tests.trajectory.status_picture
+	$(BIN)/python -m tests.view.screenshots $(RUNS)
 
 clean-venv:
 	rm -rf $(VENV)

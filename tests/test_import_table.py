@@ -100,7 +100,7 @@ ROOMS: dict[str, str] = {
     "monitor/advisories": "monitor/rollouts",
     "monitor": "api api/config base monitor/advisories monitor/metrics",
     "cluster": "api/config base scheduler transport transport/network",
-    "view": "api base monitor monitor/metrics monitor/rollouts",
+    "view": "api base monitor monitor/advisories monitor/metrics monitor/rollouts",
     "launch": "api api/chat api/config base builtins env/doors monitor scheduler transport/network",
 }
 """Every folder of the product that holds modules, with the folders that it may import from. A row names rows above it

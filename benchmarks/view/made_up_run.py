@@ -30,8 +30,9 @@ _KINDS = ("beginner", "intermediate", "advanced", "expert", "warmup")
 class MadeUpRun:
     """Writes into ``folder`` step by step. The same ``seed`` writes the same rollouts."""
 
-    def __init__(self, folder: Path, *, seed: int = 1) -> None:
+    def __init__(self, folder: Path, *, seed: int = 1, failing: float = 0.02) -> None:
         self._folder = folder
+        self._failing = failing
         self._random = random.Random(seed)
         self._step = 0
         folder.mkdir(parents=True, exist_ok=True)
@@ -58,6 +59,7 @@ class MadeUpRun:
         metrics = {
             "reward/mean": sum(line.reward or 0.0 for line in valid) / max(1, len(valid)),
             "success/overall": sum(line.success for line in valid) / max(1, len(valid)),
+            "rollouts/played": len(lines),
             "rollouts/failed": len(lines) - len(valid),
             "time/step": 1.0,
         }
@@ -77,7 +79,7 @@ class MadeUpRun:
 
     def _row(self, name: str, task: int, chance: float) -> tuple[PlayLine, TrainLine | None]:
         draw = self._random.random
-        failure = ("simulator", "timeout")[task % 2] if draw() < 0.02 else None
+        failure = ("simulator", "timeout")[task % 2] if draw() < self._failing else None
         success = failure is None and draw() < chance
         reward = None if failure else 1.0 if success else round(draw() * 0.4, 3) if draw() < 0.5 else 0.0
         tokens = self._random.randrange(TOKENS_EVERY) == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from realhf.monitor.advisories.advise import advise, as_json
 from realhf.monitor.run_files import EVALUATIONS_FILE
 from realhf.view.folder_state import FolderState, read_json, state_of
 from realhf.view.rollout_table import RunRollouts
@@ -49,6 +50,23 @@ class Run:
         """Return what the run was started with and where it came from."""
         return {"config": run_config(self.folder), "origin": run_origin(self.folder)}
 
+    def advisories(self) -> list[dict[str, Any]]:
+        """Return what is to be said about the run, as ``realhf.monitor.advisories`` judges it: {id, severity, text,
+        since, advice, filter}."""
+        self.metrics.refresh()
+        content = read_json(self.folder / EVALUATIONS_FILE)
+        reports = content.items() if isinstance(content, dict) else ()
+        evaluations = [
+            (int(step), report) for step, report in reports if str(step).isdecimal() and isinstance(report, dict)
+        ]
+        index = [
+            {"task": row.play.task, "group": row.play.group, "failure": row.play.failure, "step": row.step}
+            for row in self.rollouts.index()
+        ]
+        bound = number_or_none(run_config(self.folder).get("async_rl.max_head_offpolicyness", ""))
+        rows = list(self.metrics.rows)
+        return [as_json(one) for one in advise(rows, index, evaluations=evaluations, staleness_bound=bound)]
+
     def evaluations(self) -> list[dict[str, Any]]:
         """Return a point for each evaluation, way of sampling and group: {step, way, group, success, low, high, ..}."""
         content = read_json(self.folder / EVALUATIONS_FILE)
@@ -60,6 +78,14 @@ class Run:
                         numbers = {str(name): cell(value) for name, value in entry.items()}
                         points.append({"step": int(step), "way": str(way), "group": str(group), **numbers})
         return sorted(points, key=lambda point: point["step"])
+
+
+def number_or_none(text: str) -> float | None:
+    """Return the number that a text is; None for any other text."""
+    try:
+        return float(text)
+    except ValueError:
+        return None
 
 
 def _stamp(path: Path) -> str:

@@ -41,6 +41,7 @@ def create_app(runs: RunList, *, follow: bool) -> Starlette:
         Route("/api/changes", api.changes),
         Route("/api/runs/{run:int}/metrics", api.metrics),
         Route("/api/runs/{run:int}/evaluations", api.evaluations),
+        Route("/api/runs/{run:int}/advisories", api.advisories),
         Route("/api/runs/{run:int}/about", api.about),
         Route("/api/runs/{run:int}/spans", api.spans),
     ]
@@ -72,7 +73,10 @@ class Api:
                 return _json(found)
             if await request.is_disconnected():
                 return Response(status_code=204)
-            await asyncio.sleep(LOOK_S)
+            try:
+                await asyncio.sleep(LOOK_S)
+            except asyncio.CancelledError:  # the server ends
+                return Response(status_code=204)
 
     async def metrics(self, request: Request) -> Response:
         """Return the rows of a run behind ``start``, column by column."""
@@ -87,6 +91,10 @@ class Api:
     async def evaluations(self, request: Request) -> Response:
         """Return the held-out evaluations of a run."""
         return _json(await run_in_threadpool(self.run_of(request).evaluations))
+
+    async def advisories(self, request: Request) -> Response:
+        """Return what seems wrong with a run."""
+        return _json(await run_in_threadpool(self.run_of(request).advisories))
 
     async def about(self, request: Request) -> Response:
         """Return configuration and origin of a run."""

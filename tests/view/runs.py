@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import socket
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import uvicorn
 from starlette.testclient import TestClient
 
 from realhf.view.run_list import RunList
@@ -41,3 +45,22 @@ def client(*folders: Path, follow: bool = False) -> TestClient:
     runs = RunList(folders)
     runs.refresh()
     return TestClient(create_app(runs, follow=follow), base_url=URL)
+
+
+@contextmanager
+def served(*folders: Path, follow: bool = True) -> Iterator[str]:
+    """The page's server on a free port of the loopback, in a thread; yields its address."""
+    runs = RunList(folders)
+    runs.refresh()
+    config = uvicorn.Config(create_app(runs, follow=follow), log_level="error", ws="none", lifespan="off")
+    config.timeout_graceful_shutdown = 1
+    server = uvicorn.Server(config)
+    listener = socket.create_server(("127.0.0.1", 0))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join(30)
+        listener.close()

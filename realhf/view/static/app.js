@@ -2,6 +2,7 @@
 
 import { $, h } from "./dom.js";
 import { Store } from "./store.js";
+import * as advisories from "./advisories.js";
 import * as overview from "./overview.js";
 import * as rollout from "./rollout.js";
 import * as rollouts from "./rollouts.js";
@@ -11,6 +12,7 @@ import * as tokens from "./tokens.js";
 
 const PAGES = [
   { name: "overview", title: "Overview", module: overview },
+  { name: "advisories", title: "Advisories", module: advisories },
   { name: "timeline", title: "Timeline", module: timeline },
   { name: "rollouts", title: "Rollouts", module: rollouts },
   { name: "rollout", title: "Rollout", module: rollout },

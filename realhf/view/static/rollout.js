@@ -14,12 +14,14 @@ export async function show(place, context) {
   return page;
 }
 
-/** The id that the address names, or else the newest rollout that passes. */
-export async function idFor(context, passes) {
+/** The id that the address names, or else the newest rollout that passes the first of these tests that any passes. */
+export async function idFor(context, ...tests) {
   const id = context.params.get("id");
   if (id) return id;
   const all = await tableOf(context.run);
-  for (let at = all.count - 1; at >= 0; at--) if (passes(all, at)) return all.id(at);
+  for (const passes of tests) {
+    for (let at = all.count - 1; at >= 0; at--) if (passes(all, at)) return all.id(at);
+  }
   return null;
 }
 
@@ -52,7 +54,7 @@ class Rollout {
   }
 
   async load() {
-    this.id = await idFor(this.context, (all, at) => all.columns.kept[at]);
+    this.id = await idFor(this.context, (all, at) => all.columns.kept[at] && !all.isEval(at), (all, at) => all.columns.kept[at]);
     if (!this.id) return this.place.append(h("p", {}, "No rollout was kept yet (monitor.rollouts)."));
     this.found = await detail(this.context.run, this.id);
     this.turn = -1;

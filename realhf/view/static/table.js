@@ -109,16 +109,30 @@ export class Table {
 
   /** The same rollouts in the order of a column; what has no value comes last. */
   sorted(rows, name, descending) {
-    const ranks = this.tables[name] ? this.ranks(name) : null;
-    const column = this.columns[name];
-    const keys = new Float64Array(rows.length);
-    for (let at = 0; at < rows.length; at++) {
-      const value = ranks ? ranks[column[rows[at]]] : column[rows[at]];
-      keys[at] = Number.isNaN(value) ? Infinity : descending ? -value : value;
+    const whole = this.orderBy(name, descending);
+    if (rows.length === this.count) return whole;
+    const passed = new Uint8Array(this.count);
+    for (const at of rows) passed[at] = 1;
+    const found = new Uint32Array(rows.length);
+    let size = 0;
+    for (const at of whole) if (passed[at]) found[size++] = at;
+    return found;
+  }
+
+  /** All rollouts in the order of a column, made once; a filter then only walks through it. */
+  orderBy(name, descending) {
+    this.orders ??= new Map();
+    const key = `${name} ${descending}`;
+    if (!this.orders.has(key)) {
+      const ranks = this.tables[name] ? this.ranks(name) : null;
+      const keys = Float64Array.from(this.columns[name], (value) => {
+        const one = ranks ? ranks[value] : value;
+        return Number.isNaN(one) ? Infinity : descending ? -one : one;
+      });
+      const order = Uint32Array.from(keys, (_, at) => at);
+      this.orders.set(key, order.sort((a, b) => (keys[a] < keys[b] ? -1 : keys[a] > keys[b] ? 1 : a - b)));
     }
-    const order = new Uint32Array(rows.length).map((_, at) => at);
-    order.sort((a, b) => (keys[a] < keys[b] ? -1 : keys[a] > keys[b] ? 1 : a - b));
-    return order.map((at) => rows[at]);
+    return this.orders.get(key);
   }
 
   ranks(name) {

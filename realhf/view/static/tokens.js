@@ -26,7 +26,7 @@ class Tokens {
   }
 
   async load() {
-    this.id = await idFor(this.context, (all, at) => all.columns.tokens[at] & 1);
+    this.id = await idFor(this.context, (all, at) => all.columns.tokens[at] === 3, (all, at) => all.columns.tokens[at] & 1);
     if (!this.id) return this.place.append(h("p", {}, "No rollout was kept with its tokens yet (monitor.rollout_tokens)."));
     const { play, train } = await detail(this.context.run, this.id);
     const bar = h("div", { class: "bar" }, h("h2", { class: "id" }, this.id), h("button", { type: "button", onclick: () => this.back() }, "Rollout", h("kbd", {}, "b")));

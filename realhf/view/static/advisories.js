@@ -1,0 +1,64 @@
+// What an experienced eye would say about the run, with the rollouts that show it.
+
+import { h } from "./dom.js";
+import { askJson } from "./store.js";
+import { FILTERS } from "./table.js";
+
+export async function show(place, context) {
+  const page = new Advisories(place, context);
+  await page.load();
+  return page;
+}
+
+class Advisories {
+  constructor(place, context) {
+    this.context = context;
+    this.keys = [["j k", "next, previous advisory"], ["Enter", "to the rollouts that show it"]];
+    this.said = h("p", { class: "readout", role: "status" });
+    this.list = h("ol", { class: "advisory-list", id: "advisories" });
+    place.append(this.said, this.list);
+    this.at = -1;
+  }
+
+  async load() {
+    const { run } = this.context;
+    if (run.isGone) return (this.said.textContent = "The folder is gone.");
+    this.found = await askJson(`/api/runs/${run.number}/advisories`);
+    this.said.textContent = this.found.length ? `${this.found.length} to look at in ${run.name}` : `Nothing seems wrong with ${run.name}.`;
+    this.list.replaceChildren(...this.found.map((one) => this.item(one)));
+  }
+
+  async update(parts) {
+    if (parts.has("metrics") || parts.has("evaluations")) await this.load();
+  }
+
+  item(one) {
+    const link = this.link(one.filter);
+    return h(
+      "li",
+      { class: `advisory ${one.severity}`, "data-id": one.id, tabindex: "0" },
+      h("p", {}, h("b", { class: "severity" }, one.severity), h("span", { class: "muted" }, ` since step ${one.since}`)),
+      h("p", { class: "said" }, one.text),
+      h("p", { class: "muted" }, one.advice),
+      link ? h("a", { href: link }, "Rollouts that show it") : null,
+    );
+  }
+
+  link(filter) {
+    const known = Object.entries(filter ?? {}).filter(([name]) => FILTERS.includes(name) || name === "sort" || name === "order");
+    if (!known.length) return null;
+    return `#/rollouts?${new URLSearchParams({ runs: this.context.runs.map((run) => run.number).join(","), ...Object.fromEntries(known) })}`;
+  }
+
+  key(event) {
+    const by = { j: 1, k: -1, ArrowDown: 1, ArrowUp: -1 }[event.key];
+    if (by) {
+      this.at = Math.max(0, Math.min(this.list.children.length - 1, this.at + by));
+      this.list.children[this.at]?.focus();
+    } else if (event.key === "Enter" && event.target.matches?.(".advisory")) {
+      const link = event.target.querySelector("a");
+      if (link) location.hash = link.getAttribute("href");
+    } else return false;
+    return true;
+  }
+}
