@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from realhf.launch.__main__ import main
+from realhf.monitor.rollouts.reader import RolloutStore, Row
 
 TINY = (
     "model=builtin_tiny",
@@ -42,6 +44,18 @@ def trained(root: Path, name: str, *arguments: str) -> list[dict]:
     return [json.loads(line) for line in lines]
 
 
+def kept(root: Path, name: str) -> list[Row]:
+    """Return the rollouts that a run kept. Whatever was trained was played, with the same tokens, and is read whole."""
+    store = RolloutStore(root / name / "default")
+    store.refresh()
+    rows = list(store.rows())
+    assert store.problems == [] and {line.id for line in store.train.lines} <= {row.play.id for row in rows}
+    assert {row.train.n_tokens for row in rows if row.train} - {0}
+    assert all(row.train.n_tokens in (0, row.play.length) for row in rows if row.train)
+    assert all(store.record(row.play)["messages"] for row in rows if row.play.failure is None)
+    return rows
+
+
 @pytest.mark.slow
 def test_an_environment_that_ships_is_trained_on_after_a_warm_start(root: Path) -> None:
     """By the second algorithm, which needs no reference."""
@@ -49,6 +63,9 @@ def test_an_environment_that_ships_is_trained_on_after_a_warm_start(root: Path) 
     assert len(rows) == 2 and all(row["batch/tokens"] > 0 for row in rows)
     assert [(row["policy/updates"], row["rew_inf/n_scored"]) for row in rows] == [(1, 4), (1, 4)]
     assert not [name for row in rows for name in row if name.startswith("ref_inf")]
+    played = kept(root, "countdown")
+    assert Counter(row.step for row in played if row.train) == {1: 4, 2: 4}
+    assert {(row.play.split, row.play.step) for row in played} >= {("eval/sampled", 0), ("eval/sampled", 2)}
 
 
 @pytest.mark.slow
@@ -71,6 +88,9 @@ def test_an_agent_with_tools_and_branches_is_trained_and_its_failures_are_counte
     assert any(row["batch/sequences"] > 2 * 6 for row in rows), "branches are rows of their own"
     assert sum(row.get("failures/agent", 0) for row in rows) > 0
     assert not any(name.startswith("failures/") and name != "failures/agent" for row in rows for name in row)
+    played = kept(root, "branches")
+    assert {row.step for row in played if row.train} == {1, 2, 3} and any(row.play.branch is not None for row in played)
+    assert {row.play.failure for row in played} == {None, "agent"} and any(row.staleness is not None for row in played)
     evaluations = json.loads((root / "branches" / "default" / "evaluations.json").read_text())
     played = {step: report["sampled"]["overall"] for step, report in evaluations.items()}
     assert {step: entry["episodes"] + entry["failed"] for step, entry in played.items()} == {"0": 1, "3": 1}
