@@ -39,7 +39,7 @@ TARGETS = {True: 1.8, False: 1.0}
 SAME = (
     "env.pool_size=64", "rollout.sessions=64", "seed=1", "evaluation.episodes_per_task=0",
     "evaluation.greedy_episodes_per_task=0",
-    "monitor.tensorboard=false", "monitor.progress=false", "recover_mode=disabled", "trial_name=measured",
+    "monitor.trackers=[]", "monitor.progress=false", "recover_mode=disabled", "trial_name=measured",
 )  # fmt: skip
 SYNCHRONOUS = "synchronous"
 

@@ -47,7 +47,7 @@ START_S, STEP_S, WARM_START_S, STOP_S = 600.0, 900.0, 3600.0, 30.0
 OPTIONS = (
     "evaluation.episodes_per_task=0",
     "evaluation.greedy_episodes_per_task=0",
-    "monitor.tensorboard=false",
+    "monitor.trackers=[]",
     "monitor.progress=false",
     "recover_mode=disabled",
 )

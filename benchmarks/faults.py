@@ -30,7 +30,7 @@ TINY = (
     "experiment=grpo_aws_async", f"env.pool_size={SESSIONS}", "env.tiers=[warmup]",
     f"dataset.train_bs_n_seqs={BATCH}", f"ppo.group_size={GROUP}", "gen.max_new_tokens=16", "rollout.max_turns=4",
     "rollout.max_total_tokens=1024", "evaluation.episodes_per_task=0", "evaluation.greedy_episodes_per_task=0",
-    "torch_threads=1", "monitor.tensorboard=false", "monitor.progress=false", "exp_ctrl.ckpt_freq_steps=1000",
+    "torch_threads=1", "monitor.trackers=[]", "monitor.progress=false", "exp_ctrl.ckpt_freq_steps=1000",
 )  # fmt: skip
 
 

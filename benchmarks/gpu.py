@@ -241,7 +241,7 @@ def default_rows(device: torch.device, limit_s: float = DEFAULT_S) -> list[Row]:
         options = [
             "experiment=grpo_aws", f"fileroot={folder}", "trial_name=measured", f"total_train_steps={DEFAULT_STEPS}",
             "evaluation.episodes_per_task=0", "evaluation.greedy_episodes_per_task=0", "recover_mode=disabled",
-            "monitor.tensorboard=false", "monitor.progress=false", "seed=1",
+            "monitor.trackers=[]", "monitor.progress=false", "seed=1",
         ]  # fmt: skip
         command = [sys.executable, "-m", "realhf.launch", *options]
         try:

@@ -23,7 +23,7 @@ TINY = (
     "evaluation.episodes_per_task=1",
     "evaluation.greedy_episodes_per_task=0",
     "evaluation.templates=2",
-    "monitor.tensorboard=false",
+    "monitor.trackers=[]",
     "recover_mode=disabled",
     "torch_threads=1",
 )

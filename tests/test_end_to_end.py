@@ -40,7 +40,7 @@ SMALL = (
     "evaluation.greedy_episodes_per_task=0",
     "evaluation.templates=4",
     "torch_threads=1",
-    "monitor.tensorboard=false",
+    "monitor.trackers=[]",
     "monitor.progress=false",
 )
 TINY = (*WARM_START, *SMALL)

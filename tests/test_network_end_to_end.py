@@ -32,7 +32,7 @@ OPTIONS = (
     "evaluation.episodes_per_task=0",
     "evaluation.greedy_episodes_per_task=0",
     "torch_threads=1",
-    "monitor.tensorboard=false",
+    "monitor.trackers=[]",
     "monitor.progress=false",
 )
 

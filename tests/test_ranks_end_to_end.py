@@ -26,7 +26,7 @@ OPTIONS = (
     "exp_ctrl.ckpt_freq_steps=5",
     "torch_threads=1",
     "monitor.progress=false",
-    "monitor.tensorboard=false",
+    "monitor.trackers=[]",
     "monitor.plot_every_steps=0",
 )
 CUT = ("actor.workers=[0,1]", "actor.backend=fsdp2")

@@ -114,7 +114,7 @@ class MasterWorker:
                     total_steps=self._spec.total_train_steps,
                     evaluation=self._spec.evaluation,
                 )
-                stack.callback(self._log.close)
+                stack.push_async_exit(self._log.leave)
                 await self._train(stack)
                 await self._finish()
         finally:

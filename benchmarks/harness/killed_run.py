@@ -43,7 +43,7 @@ TINY = (
     f"dataset.train_bs_n_seqs={BATCH}",
     f"ppo.group_size={GROUP}", "gen.max_new_tokens=12",
     "evaluation.episodes_per_task=0", "evaluation.greedy_episodes_per_task=0", "torch_threads=1",
-    "monitor.tensorboard=false", "monitor.progress=false", "ppo.entropy_coef=0.05", "actor.optimizer.lr=0.0003",
+    "monitor.trackers=[]", "monitor.progress=false", "ppo.entropy_coef=0.05", "actor.optimizer.lr=0.0003",
     "exp_ctrl.ckpt_freq_steps=2", "async_rl.keep_journal=true", "async_rl.recover_retries=1000",
 )  # fmt: skip
 AWS = "aws"

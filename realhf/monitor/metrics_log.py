@@ -1,63 +1,57 @@
-"""Flattens the report of a step into numbers and writes them: ``metrics.jsonl``, TensorBoard and, if asked for, wandb.
+"""Flattens the report of a step into numbers and writes them: ``metrics.jsonl``, and the trackers that are asked for.
 
-The names of a row are those of ``realhf.monitor.metrics``. TensorBoard files are written without torch.
+The names of a row are those of ``realhf.monitor.metrics``.
 """
 
 from __future__ import annotations
 
 import json
-import math
+import logging
 import os
-import time
-import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from realhf.api.config import MonitorConfig
 from realhf.monitor.metrics.renaming import public_names
+from realhf.monitor.trackers.stream import TrackerStream
 
 METRICS_FILE = "metrics.jsonl"
-WANDB_ID_FILE = "wandb_id"
+_log = logging.getLogger(__name__)
 
 
 class MetricsLog:
     """Keeps one flat map of numbers per step. Opened at ``completed_steps``, it drops what a killed run wrote after its
     last checkpoint, so that every step is in the file once."""
 
-    def __init__(self, run_dir: Path, config: MonitorConfig, *, completed_steps: int, run_name: str) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        config: MonitorConfig,
+        *,
+        completed_steps: int,
+        warn: Callable[[str], None] = _log.warning,
+        evaluations: Sequence[tuple[int, Mapping[str, float]]] = (),
+    ) -> None:
         self._path = run_dir / METRICS_FILE
         self.rows = [row for row in read_metrics(run_dir) if row["step"] <= completed_steps]
         _rewrite(self._path, self.rows)
-        self._tensorboard = (
-            TensorBoardWriter(run_dir / "tensorboard", completed_steps + 1) if config.tensorboard else None
+        past = [(row["step"], {name: row[name] for name in row if name != "step"}) for row in self.rows]
+        self.trackers = TrackerStream(
+            run_dir, config.trackers, completed_steps=completed_steps, warn=warn, past=[*past, *evaluations]
         )
-        self._wandb = _start_wandb(run_dir, run_name, resumed=completed_steps > 0) if config.wandb else None
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append the metrics of a step to ``rows``, ``metrics.jsonl`` and the other outputs that are on."""
+        """Append the metrics of a step to ``rows``, ``metrics.jsonl`` and the trackers."""
         row = {"step": step, **metrics}
         self.rows.append(row)
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
-        if self._tensorboard:
-            self._tensorboard.write(step, metrics)
-        if self._wandb:
-            self._wandb.log(dict(metrics), step=step)
+        self.trackers.metrics(step, metrics)
 
-    def note(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write metrics that do not come with every step, to TensorBoard and wandb only."""
-        if self._tensorboard:
-            self._tensorboard.write(step, metrics)
-        if self._wandb:
-            self._wandb.log(dict(metrics), step=step)
-
-    def close(self) -> None:
-        """Close TensorBoard and wandb if they are on."""
-        if self._tensorboard:
-            self._tensorboard.close()
-        if self._wandb:
-            self._wandb.finish()
+    def close(self, *, failed: bool = False) -> None:
+        """Close the trackers, which may take a while; ``failed``: the run ended early."""
+        self.trackers.close(failed=failed)
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
@@ -74,49 +68,6 @@ def _rewrite(path: Path, rows: list[dict[str, Any]]) -> None:
     partial = path.with_suffix(".tmp")
     partial.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     os.replace(partial, path)
-
-
-def _start_wandb(run_dir: Path, run_name: str, *, resumed: bool) -> Any:
-    """Start or continue the run in wandb; its id stays in the run folder, so that a resumed run is the same run
-    there."""
-    try:
-        import wandb  # type: ignore[import-not-found]
-    except ImportError:
-        raise RuntimeError("monitor.wandb=true, but wandb is not installed: pip install 'realhf[wandb]'") from None
-    known = run_dir / WANDB_ID_FILE
-    if not resumed or not known.is_file():
-        known.write_text(uuid.uuid4().hex, encoding="utf-8")
-    return wandb.init(
-        dir=str(run_dir), name=run_name, project="realhf", id=known.read_text(encoding="utf-8").strip(), resume="allow"
-    )
-
-
-class TensorBoardWriter:
-    """Writes the scalars of a run to ``folder``. ``first_step``: TensorBoard drops later points of an earlier,
-    interrupted run when it reads the file."""
-
-    def __init__(self, folder: Path, first_step: int) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # type: ignore[attr-defined]
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
-
-        self._writer = EventFileWriter(str(folder))
-        self._writer.add_event(
-            Event(wall_time=time.time(), step=first_step, session_log=SessionLog(status=SessionLog.START))
-        )
-
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write the finite values of a step and flush."""
-        from tensorboard.compat.proto.event_pb2 import Event  # type: ignore[attr-defined]
-        from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[attr-defined]
-
-        finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
-        values = [Summary.Value(tag=name, simple_value=value) for name, value in finite.items()]
-        self._writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
-        self._writer.flush()
-
-    def close(self) -> None:
-        """Close the file."""
-        self._writer.close()
 
 
 def flatten_step(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -44,10 +45,15 @@ class RunLog:
         self._tracer = tracer or NoTrace()
         self._split = str(evaluation.args.get("split", HELD_OUT)) if evaluation else HELD_OUT
         self._plot_every = config.plot_every_steps
-        name = "/".join(run_dir.parts[-2:])
-        self._metrics = MetricsLog(run_dir, config, completed_steps=completed_steps, run_name=name)
         self.evaluations = Evaluations(run_dir)
         self.evaluations.forget_after(completed_steps if completed_steps else -1)
+        self._metrics = MetricsLog(
+            run_dir,
+            config,
+            completed_steps=completed_steps,
+            warn=lambda text: events.emit("warning", text=text),
+            evaluations=[(step, evaluation_metrics(report, self._split)) for step, report in self.evaluations.all()],
+        )
         if completed_steps == 0:
             for file in (EPISODES_FILE, NONFINITE_FILE):
                 (run_dir / file).unlink(missing_ok=True)
@@ -58,6 +64,8 @@ class RunLog:
         self._metrics.write(step, metrics)
         if episodes:
             append_episodes(self._run_dir, step, episodes)
+            if step == 1 or self.plots_are_due(step):
+                self._metrics.trackers.rollouts(step, episodes)
         self._events.emit("step", step=step, total=self._total, metrics=metrics)
 
     def skipped(self, step: int, call: str, ids: Sequence[str], stats: Mapping[str, Any]) -> None:
@@ -72,7 +80,7 @@ class RunLog:
     def evaluation(self, step: int, report: dict[str, Any]) -> None:
         """Record a held-out evaluation after ``step`` steps."""
         self.evaluations.add(step, report)
-        self._metrics.note(step, evaluation_metrics(report, self._split))
+        self._metrics.trackers.metrics(step, evaluation_metrics(report, self._split))
         when = "before training" if step == 0 else f"after step {step}"
         versions = {int(entry.get("version", step)) for groups in report.values() for entry in groups.values()}
         if versions != {step}:
@@ -117,6 +125,10 @@ class RunLog:
         except OSError as error:  # the run is over and saved: a full disk must not make it fail
             self._events.emit("warning", text=f"no report: {error}")
 
-    def close(self) -> None:
-        """Close the metrics files."""
-        self._metrics.close()
+    def close(self, *, failed: bool = False) -> None:
+        """Close the trackers, which may wait for them; ``failed``: the run ended early."""
+        self._metrics.close(failed=failed)
+
+    async def leave(self, kind: object, *_: object) -> None:
+        """Close as the end of an ``async with`` block does, without holding up the event loop."""
+        await asyncio.to_thread(self.close, failed=kind is not None)

@@ -12,7 +12,7 @@ from realhf.view.run import Run
 
 MOST_RUNS = 500
 MOST_DEPTH = 4
-_INNER = frozenset({"checkpoints", "logs", "policy", "rollouts", "tensorboard", "trace", "wandb"})
+_INNER = frozenset({"checkpoints", "logs", "policy", "rollouts", "tensorboard", "trace", "wandb", "mlflow"})
 """Folders of a run in which no further run lies."""
 
 

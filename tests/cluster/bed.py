@@ -41,7 +41,7 @@ OPTIONS = (
     "evaluation.greedy_episodes_per_task=0",
     "exp_ctrl.ckpt_freq_steps=2",
     "torch_threads=1",
-    "monitor.tensorboard=false",
+    "monitor.trackers=[]",
     "monitor.progress=false",
     "monitor.plot_every_steps=0",
 )

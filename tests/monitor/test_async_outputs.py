@@ -165,7 +165,7 @@ def test_a_run_ends_with_pictures_trace_and_report(tmp_path: Path):
     with open_trace(folder, "master") as tracer:
         log = RunLog(
             folder,
-            MonitorConfig(tensorboard=False),
+            MonitorConfig(trackers=[]),
             EventStream(stream),
             completed_steps=0,
             total_steps=3,
@@ -196,7 +196,7 @@ def test_a_run_ends_with_pictures_trace_and_report(tmp_path: Path):
 def test_a_report_that_cannot_be_written_does_not_fail_the_run(tmp_path: Path):
     (tmp_path / "report.html").mkdir()
     stream = io.StringIO()
-    log = RunLog(tmp_path, MonitorConfig(tensorboard=False), EventStream(stream), completed_steps=0, total_steps=1)
+    log = RunLog(tmp_path, MonitorConfig(trackers=[]), EventStream(stream), completed_steps=0, total_steps=1)
     log.step(1, {"time/step": 1.0}, [])
     assert log.finish(wall_seconds=1.0, train_calls=[])["steps"] == 1
     assert "no report" in stream.getvalue()
@@ -208,7 +208,7 @@ def test_the_report_of_a_killed_run(
     folder = run_folder(tmp_path)
     monkeypatch.setattr(sys, "argv", ["report", str(folder)])
     assert report.main() == 1 and "no steps" in capsys.readouterr().err
-    log = MetricsLog(folder, MonitorConfig(tensorboard=False), completed_steps=0, run_name="r")
+    log = MetricsLog(folder, MonitorConfig(trackers=[]), completed_steps=0)
     log.write(1, row(1))
     assert report.main() == 0 and capsys.readouterr().out.strip() == str(folder / "report.html")
     text = (folder / "report.html").read_text()

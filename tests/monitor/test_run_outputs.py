@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -44,31 +43,18 @@ def report(success: float) -> dict:
 
 
 def quiet() -> MonitorConfig:
-    return MonitorConfig(tensorboard=False)
+    return MonitorConfig(trackers=[])
 
 
 def test_metrics_after_the_checkpoint_are_dropped_and_written_once(tmp_path: Path):
-    log = MetricsLog(tmp_path, quiet(), completed_steps=0, run_name="r")
+    log = MetricsLog(tmp_path, quiet(), completed_steps=0)
     for step in (1, 2, 3):
         log.write(step, {"loss": float(step)})
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "lo')
-    again = MetricsLog(tmp_path, quiet(), completed_steps=2, run_name="r")
+    again = MetricsLog(tmp_path, quiet(), completed_steps=2)
     again.write(3, {"loss": 30.0})
     assert [(row["step"], row["loss"]) for row in read_metrics(tmp_path)] == [(1, 1.0), (2, 2.0), (3, 30.0)]
-
-
-def test_tensorboard_reads_what_was_written_without_torch(tmp_path: Path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    log = MetricsLog(tmp_path, MonitorConfig(), completed_steps=0, run_name="r")
-    log.write(1, {"loss": 0.5, "broken": float("nan")})
-    log.write(2, {"loss": 0.25})
-    log.close()
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 0.5), (2, 0.25)]
-    assert events.Tags()["scalars"] == ["loss"]
 
 
 def test_headline_figures():
@@ -188,40 +174,3 @@ def test_a_log_gets_few_lines_of_quick_steps_and_the_last_one():
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert len(lines) < 50
     assert "step 1/400" in lines[0] and "step 400/400" in lines[-1]
-
-
-class FakeWandb:
-    """Takes what a run would send."""
-
-    def __init__(self) -> None:
-        self.started: list[dict] = []
-        self.logged: list[tuple[int, dict]] = []
-
-    def init(self, **settings: object) -> FakeWandb:
-        self.started.append(settings)
-        return self
-
-    def log(self, figures: dict, step: int) -> None:
-        self.logged.append((step, figures))
-
-    def finish(self) -> None: ...
-
-
-def test_a_resumed_run_is_the_same_run_at_wandb_and_held_out_success_reaches_it(tmp_path: Path, monkeypatch):
-    fake = FakeWandb()
-    monkeypatch.setitem(sys.modules, "wandb", fake)
-    config = MonitorConfig(tensorboard=False, wandb=True)
-    for completed in (0, 5, 0):
-        log = RunLog(tmp_path, config, EventStream(io.StringIO()), completed_steps=completed, total_steps=9)
-        log.evaluation(completed, report(0.5))
-        log.close()
-    first, resumed, afresh = [settings["id"] for settings in fake.started]
-    assert first == resumed != afresh
-    assert fake.logged[1] == (
-        5,
-        {
-            f"eval/heldout/{way}/{name}/{group}": pytest.approx(value)
-            for way, group in (("sampled", "overall"), ("sampled", "warmup"), ("greedy", "overall"))
-            for name, value in (("success", 0.5), ("success_low", 0.4), ("success_high", 0.6))
-        },
-    )

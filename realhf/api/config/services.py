@@ -67,13 +67,19 @@ ALL_ROLLOUTS = "all"
 """The value of ``monitor.rollouts`` that keeps every rollout."""
 
 
+TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")
+
+
 @dataclass
 class MonitorConfig:
     """What a person sees of a run."""
 
     progress: bool = option(True, "A live display shows the run.")
-    tensorboard: bool = option(True, "Every figure is written for TensorBoard.")
-    wandb: bool = option(False, "Every figure is sent to Weights & Biases.")
+    trackers: list[str] = option(
+        ["tensorboard"],
+        "Metrics, evaluations and configuration go to these as well; each but tensorboard is an extra of the package.",
+        choices=TRACKERS,
+    )
     episodes_per_step: int = option(2, "This many sampled episodes of a step are written as text.", at_least=0)
     rollouts: str = option(
         ALL_ROLLOUTS,

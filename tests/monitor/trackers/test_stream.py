@@ -1,0 +1,146 @@
+"""One stream for every tracker: none of them can hold up or end a run."""
+
+from __future__ import annotations
+
+import io
+import json
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from realhf.api.config import MonitorConfig
+from realhf.api.config.services import TRACKERS
+from realhf.monitor.events import EventStream
+from realhf.monitor.run_log import RunLog
+from realhf.monitor.trackers import stream
+from realhf.monitor.trackers.stream import ADAPTERS, TrackerStream
+from realhf.monitor.trackers.to_mlflow import _name
+from realhf.monitor.trackers.tracker import RunFacts, facts_of, flat
+
+PATIENCE_S = 60.0
+
+
+class Kept:
+    """A tracker that keeps what it gets, and breaks when it gets ``bad``."""
+
+    def __init__(self, facts: RunFacts, bad: str = "") -> None:
+        self.facts, self.bad, self.got, self.closed = facts, bad, list[Any](), threading.Event()
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        if self.bad in values:
+            raise OSError("no such host\nand more")
+        self.got.append((step, dict(values)))
+
+    def rollouts(self, step: int, texts: Sequence[str]) -> None:
+        self.got.append((step, list(texts)))
+
+    def close(self, failed: bool) -> None:
+        self.got.append(failed)
+        self.closed.set()
+
+
+def opened(folder: Path, completed: int = 0, **bad: str) -> tuple[TrackerStream, dict[str, Kept], list[str]]:
+    made, warnings = dict[str, Kept](), list[str]()
+
+    def adapter(name: str) -> Any:
+        return lambda facts: made.setdefault(name, Kept(facts, bad[name]))
+
+    adapters = {name: adapter(name) for name in bad}
+    return (
+        TrackerStream(folder, list(bad), completed_steps=completed, warn=warnings.append, adapters=adapters),
+        made,
+        warnings,
+    )
+
+
+def test_each_gets_everything_in_order_and_numbers_only(tmp_path: Path) -> None:
+    log, made, warnings = opened(tmp_path, one="never", two="never")
+    log.metrics(1, {"a": 1, "nan": float("nan"), "text": "x"})
+    log.rollouts(1, ["a transcript"])
+    log.metrics(0, {"late": 2.0})
+    log.close(failed=True)
+    for tracker in (made["one"], made["two"]):
+        assert tracker.got == [(1, {"a": 1.0}), (1, ["a transcript"]), (0, {"late": 2.0}), True]
+    assert not warnings
+
+
+def test_one_that_fails_is_left_out_and_named_once(tmp_path: Path) -> None:
+    log, made, warnings = opened(tmp_path, good="never", bad="b")
+    for step in range(1, 4):
+        log.metrics(step, {"b": 1.0})
+    log.close()
+    assert made["good"].got[:3] == [(step, {"b": 1.0}) for step in (1, 2, 3)] and made["good"].closed.is_set()
+    assert warnings == ["monitor.trackers: bad is left out from now on: OSError: no such host"]
+
+
+def test_one_that_hangs_holds_up_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream, "CLOSE_S", 0.05)
+    monkeypatch.setattr(stream, "MOST_WAITING", 5)
+    release, warnings = threading.Event(), list[str]()
+
+    def hang(facts: RunFacts) -> Kept:
+        assert release.wait(PATIENCE_S)
+        return Kept(facts)
+
+    try:
+        log = TrackerStream(tmp_path, ["slow"], completed_steps=0, warn=warnings.append, adapters={"slow": hang})
+        for step in range(20):
+            log.metrics(step, {"a": 1.0})
+        log.close()
+        assert len(warnings) == 1 and "5 entries behind" in warnings[0]
+        other = TrackerStream(tmp_path, ["slow"], completed_steps=0, warn=warnings.append, adapters={"slow": hang})
+        other.close()
+        assert len(warnings) == 2 and "was not done" in warnings[1]
+    finally:
+        release.set()
+
+
+def test_a_resumed_run_has_its_id_and_a_fresh_one_another(tmp_path: Path) -> None:
+    first, resumed, afresh = (facts_of(tmp_path, completed) for completed in (0, 5, 0))
+    assert first.id == resumed.id != afresh.id and resumed.resumed and not first.resumed
+    resumed.remember("mlflow", "abc")
+    assert facts_of(tmp_path, 7).known("mlflow") == "abc" and facts_of(tmp_path, 0).known("mlflow") is None
+    (tmp_path / "trackers.json").write_text("[torn")
+    assert facts_of(tmp_path, 7).id
+
+
+def test_a_package_that_is_missing_is_said_before_the_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(RuntimeError, match=r"monitor\.trackers has mlflow.*pip install 'realhf\[mlflow\]'"):
+        TrackerStream(tmp_path, ["mlflow"], completed_steps=0, warn=print)
+
+
+def test_every_choice_has_an_adapter() -> None:
+    assert set(TRACKERS) == set(ADAPTERS) and MonitorConfig().trackers == ["tensorboard"]
+
+
+def test_a_configuration_becomes_flat_and_names_stay_in_their_folder() -> None:
+    assert flat({"a": {"b": 1, "c": {}}, "d": [1, "x"], "e": "t"}) == {
+        "a.b": "1",
+        "a.c": "{}",
+        "d": '[1, "x"]',
+        "e": "t",
+    }
+    assert _name("success/../../etc:x<>/a") == "success/etc_x__/a" and _name("../..") == "_"
+
+
+def test_tensorboard_reads_what_a_run_logs_without_torch(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    (tmp_path / "config.yaml").write_text("seed: 3\n")
+    output = io.StringIO()
+    log = RunLog(tmp_path, MonitorConfig(), EventStream(output), completed_steps=0, total_steps=2)
+    log.step(1, {"policy/loss": 0.5, "broken": float("nan")}, ["a transcript"])
+    log.evaluation(1, {"sampled": {"overall": {"success": 0.5, "episodes": 3}}})
+    log.step(2, {"policy/loss": 0.25}, [])
+    log.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("policy/loss")] == [(1, 0.5), (2, 0.25)]
+    assert set(events.Tags()["scalars"]) == {"policy/loss", "eval/heldout/sampled/success/overall"}
+    assert "warning" not in {json.loads(line)["kind"] for line in output.getvalue().splitlines()}
