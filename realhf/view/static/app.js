@@ -38,6 +38,7 @@ function address() {
 /** Go to a page; `params` become part of the address, so that Back and a copied link lead to the same view. */
 function go(name, params = {}, replace = false) {
   const query = new URLSearchParams({ runs: address().runs.join(","), ...params });
+  if (replace && address().page.name !== name) return; // the answer came when another page was already open
   const hash = `#/${name}?${query}`;
   if (replace) history.replaceState(null, "", hash);
   else location.hash = hash;

@@ -77,6 +77,7 @@ class Rollouts {
 
   close() {
     this.resized.disconnect();
+    clearTimeout(this.later);
     this.stopSearch();
   }
 

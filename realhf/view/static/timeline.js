@@ -41,7 +41,7 @@ class Timeline {
       button("+", "Zoom in", () => this.zoom(0.5)),
       button("−", "Zoom out", () => this.zoom(2)),
       button("Everything", "Show the whole trace", () => this.whole()),
-      h("span", { class: "muted" }, "For Perfetto: ", h("code", {}, `python -m realhf.monitor.trace ${context.run.folder}`), " writes trace.json."),
+      h("span", { class: "muted" }, "For Perfetto: ", h("code", {}, "python -m realhf.monitor.trace RUN"), " writes trace.json."),
     );
     place.append(this.tools, this.legend, this.frame, this.said);
     this.canvas.addEventListener("wheel", (event) => this.onWheel(event), { passive: false });
