@@ -41,7 +41,7 @@ def _line(sample: PlayedSample, outcome: RolloutOutcome, row: int, branch: int |
         group=readable(outcome.group),
         env=readable(sample.env),
         split=sample.split,
-        reward=outcome.reward,
+        reward=None if outcome.reward is None else float(outcome.reward),
         success=outcome.achieved and outcome.valid,
         length=sum(outcome.loss_mask),
         turns=len(outcome.turns),

@@ -287,6 +287,12 @@ def test_a_disk_that_fails_stops_recording_and_nothing_else(
     assert len([r for r in caplog.records if "no longer recorded" in r.message]) == 1
 
 
+def test_a_reward_may_be_a_large_integer(tmp_path: Path):
+    """One that no index could hold would end the recording of everything after it."""
+    write(tmp_path, sample(outcomes=[outcome(2**70, status="finished")]), sample(id="next@1"))
+    assert [row.play.reward for row in read(tmp_path).rows()] == [2.0**70, 1.0, 0.0]
+
+
 def test_a_rollout_that_cannot_be_described_is_lost_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     write(tmp_path, sample(id="bad@0", texts=_broken), sample())
     assert {row.play.sample for row in read(tmp_path).rows()} == {"make-bucket@0"}
