@@ -54,7 +54,7 @@ def test_ten_steps_over_three_hosts(tmp_path: Path, tiny_policy: Path):
         found = {name: refusing(host) for name, host in lan.hosts.items()}
         run.ended(RUN_S)
         check_books(run, STEPS)
-        assert PORT in found["a"] and all(len(ports) >= 2 for ports in found.values()), found
+        assert PORT in found["a"] and all(found.values()), found
         for name in ("b", "c"):
             assert run.agents[name].wait(30) == 0, "an agent ends with its run"
     assert [line.split()[0] for line in status[1:]] == [
