@@ -5,11 +5,12 @@
 FROM python:3.11-slim-bookworm
 
 RUN apt-get update \
- && apt-get install -y --no-install-recommends bubblewrap git make \
+ && apt-get install -y --no-install-recommends bubblewrap git make openssl \
  && rm -rf /var/lib/apt/lists/*
 
 WORKDIR /realhf
 COPY . .
 RUN make install
+ENV PATH=/realhf/.venv/bin:$PATH
 
 CMD ["make", "train"]

@@ -37,6 +37,7 @@ help:
 	@echo "make test-compile  compile a model and compare its losses: minutes the first time"
 	@echo "make test-vllm  install vLLM for the CPU beside it and run the tests that need a real server"
 	@echo "make test-cluster  run over several hosts, which are network namespaces: as root; SCHEDULES=50 random faults"
+	@echo "make test-ray  install Ray beside it and let it start host agents on this machine"
 	@echo "make test-gpu  on a machine with a GPU: run the tests that need one, then measure and print a table (GPU_PYTHON=python3)"
 	@echo "make install  make .venv and install the project into it"
 
@@ -158,6 +159,17 @@ test-vllm: install .venv-vllm/.installed
 # Whole runs, one after another, since each has the machine to itself.
 test-cluster: install
 	$(BIN)/python -m pytest -q -s -rs tests/cluster --run-cluster --schedules $(SCHEDULES)
+
+.venv-ray/.installed: | $(STAMP)
+	@echo "installing Ray into .venv-ray (two to five minutes)"
+	$(BIN)/python -m venv .venv-ray
+	.venv-ray/bin/python -m pip install --quiet -c constraints.txt torch==2.13.0
+	.venv-ray/bin/python -m pip install --quiet -c constraints.txt -e '.[dev,ray]'
+	@touch $@
+
+.PHONY: test-ray
+test-ray: install .venv-ray/.installed
+	.venv-ray/bin/python -m pytest -q -rs tests/cluster/engines --run-cluster
 
 test-compile: install
 	$(BIN)/python -m pytest -q -rs tests/backends/execution --run-compile

@@ -78,6 +78,8 @@ schedulers = Registry(
     {
         "join": "realhf.cluster.join:DEFINITION",
         "local": "realhf.scheduler.local:DEFINITION",
+        "ray": "realhf.cluster.engines.ray:DEFINITION",
+        "slurm": "realhf.cluster.engines.slurm:DEFINITION",
     },
 )
 

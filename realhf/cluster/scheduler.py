@@ -36,8 +36,8 @@ class AgentStarter(Protocol):
     ENDPOINT --key-file FILE --host-agent --name NAME`` on its host."""
 
     def start_agents(self, endpoint: str, key_file: Path) -> None:
-        """Begin to start agents that join the door at ``endpoint``; called each time the door opens. Raises OSError
-        with one line that says what is wrong."""
+        """Begin to start agents that join the door at ``endpoint``; called each time before hosts are waited for.
+        Raises OSError with one line that says what is wrong."""
         ...
 
     def problem(self) -> str:
@@ -174,13 +174,13 @@ class ClusterScheduler:
                     f"the door for host agents (scheduler.address, scheduler.port, scheduler.key_file): {error}"
                 ) from None
             self._local.watch(self._door.fileno())
-            if self._starter is not None:
-                self._starter.start_agents(self._door.endpoint, self.key_file)
         return self._door
 
     def _wait_for_hosts(self, door: Door) -> None:
         """Wait until the hosts that were asked for are there, and when the run begins again, those of before or what is
         left of them after ``REJOIN_S``. Raises ClusterError."""
+        if self._starter is not None:
+            self._starter.start_agents(door.endpoint, self.key_file)
         options = self._options
         again = self._before is not None
         wanted = self._before if self._before is not None else set(options.hosts)

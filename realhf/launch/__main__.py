@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if composed.config.mode is Mode.graph:
             return print_graph(built)
         if composed.config.mode is Mode.check:
-            return print_check(built)
+            return print_check(built, arguments)
 
         from realhf.launch.run import run_to_the_end
 

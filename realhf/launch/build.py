@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
-from realhf.api.config import ConfigError, ExperimentConfig
+from realhf.api.config import ConfigError, ExperimentConfig, Mode
 from realhf.api.experiment import ExperimentSpec, RunPlan
 from realhf.api.mfc import InterfaceType
 from realhf.base.dataclass_json import from_json_value, to_json_value
@@ -89,8 +90,9 @@ def print_graph(built: BuiltExperiment) -> int:
     return 0
 
 
-def print_check(built: BuiltExperiment) -> int:
-    """Print what would run, and what is made before. Returns the exit code 0."""
+def print_check(built: BuiltExperiment, arguments: Sequence[str] = ()) -> int:
+    """Print what would run, and what is made before; then the batch script of a launch with these arguments, where the
+    scheduler has one. Returns the exit code 0."""
     spec = built.spec
     print(
         f"{spec.name}: {len(spec.mfcs)} calls on {spec.n_model_workers} model worker(s), "
@@ -103,6 +105,11 @@ def print_check(built: BuiltExperiment) -> int:
         if model.trainable and model.optimizer is not None:
             adapters = f", adapters of rank {model.lora.rank}" if model.lora is not None else ""
             print(f"trains: {model.role} with learning rate {model.optimizer.lr:g}, from {model.path}{adapters}")
+    chosen = built.config.scheduler
+    definition = definition_of(chosen.path)
+    if definition.script is not None:
+        options = {field.name: getattr(chosen, field.name) for field in fields(definition.options)}
+        print("\nfor sbatch:\n\n" + definition.script(definition.options(**options), arguments), end="")
     return 0
 
 
@@ -168,7 +175,9 @@ def _check_network(spec: ExperimentSpec, config: ExperimentConfig) -> None:
 
 def _check_hosts(config: ExperimentConfig) -> None:
     """Workers on other hosts reach a run only where it listens on a network."""
-    if not config.network.bind and definition_of(config.scheduler.path).several_hosts:
+    definition = definition_of(config.scheduler.path)
+    finds_addresses = definition.script is not None and config.mode is Mode.check
+    if not config.network.bind and definition.several_hosts and not finds_addresses:
         raise ConfigError(
             f"scheduler={config.scheduler.path}: its workers may run on other hosts; set network.bind to the address "
             "of this machine that they reach"

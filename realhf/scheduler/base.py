@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -107,8 +107,11 @@ class SchedulerDefinition:
     """Is what the name of a scheduler stands for. ``options`` is a dataclass with the scheduler's own options, all with
     defaults, which stand under ``scheduler:``; ``make`` returns a scheduler for an instance of it. It is called in the
     launcher, once for every job and once for the workers, on the thread that then owns the scheduler. With
-    ``several_hosts`` workers may run on other hosts, so that the run has to listen on a network (``network.bind``)."""
+    ``several_hosts`` workers may run on other hosts, so that the run has to listen on a network (``network.bind``).
+    ``script`` returns a batch script that launches a run with the options and these arguments, and finds the addresses
+    itself; ``mode=check`` prints it."""
 
     options: type[Any]
     make: Callable[[Any], Scheduler]
     several_hosts: bool = False
+    script: Callable[[Any, Sequence[str]], str] | None = None

@@ -120,7 +120,7 @@ def test_what_a_yaml_builds_on_cannot_choose(folder: Path, tmp_path: Path):
 @pytest.mark.parametrize(
     ("reference", "said"),
     [
-        ("locl", "unknown scheduler 'locl'; did you mean 'local'? (known: local); one of your own is file.py:Name"),
+        ("locl", "unknown scheduler 'locl'; did you mean 'local'? (known: join, local, ray, slurm); one of your own"),
         ("FOLDER/diary.py", "FOLDER/diary.py: name the scheduler in it, FOLDER/diary.py:NAME"),
         ("/nowhere/diary.py:DIARY", "/nowhere/diary.py:DIARY: there is no file /nowhere/diary.py"),
         ("no_such_module:DIARY", "no_such_module:DIARY: ModuleNotFoundError: No module named 'no_such_module'"),

@@ -1,0 +1,156 @@
+"""Keeps a helper process that starts host agents, and talks with it in lines of JSON.
+
+The helper (``serve``) is told ``{"start": ...}`` and ``{"stop": true}``. It answers ``{"started": true}``,
+``{"problem": TEXT}`` at any time, and ``{"stopped": true}``. It ends when its standard input does, thus with the
+launcher.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from realhf.cluster.errors import ClusterError
+
+STOP_S = 20.0
+"""How long a helper may take to end its agents."""
+LOOK_S = 2.0
+"""How often a helper looks whether its agents run."""
+MOST_LINE_BYTES = 1 << 16
+
+
+class Engine(Protocol):
+    """Starts agents in a helper process."""
+
+    def start(self, plan: Mapping[str, Any]) -> None:
+        """Begin to run agents. Raises ClusterError that says why it cannot."""
+        ...
+
+    def problem(self) -> str:
+        """Return why an agent has ended or cannot start; "" if none has."""
+        ...
+
+    def stop(self) -> None:
+        """End all agents."""
+        ...
+
+
+class EngineProcess:
+    """Is the launcher's end. Make it before the launcher's scheduler, which takes every process that the launcher
+    starts later for one of its own, and ends it."""
+
+    def __init__(self, module: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", module], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+        )
+        assert self._process.stdout is not None
+        os.set_blocking(self._process.stdout.fileno(), False)
+        self._partial = b""
+        self._problem = ""
+
+    def start(self, plan: Mapping[str, Any], limit_s: float, what: str) -> None:
+        """Start agents, and wait until they are on their way. Raises ClusterError with the reason, also when ``what``
+        did not come about within ``limit_s``."""
+        self._problem = ""
+        self._say({"start": plan})
+        if not self._heard("started", limit_s) and not self._problem:
+            self._problem = f"{what} did not come about within {limit_s:g} s"
+        if self._problem:
+            raise ClusterError(self._problem)
+
+    def problem(self) -> str:
+        """Return what the helper has reported last, or how it ended; "" if all is well."""
+        self._heard("", 0.0)
+        return self._problem
+
+    def stop(self) -> None:
+        """End the agents; the helper stays for another run. Kills one that does not answer."""
+        if self._process.poll() is None:
+            self._say({"stop": True})
+            if not self._heard("stopped", STOP_S):
+                self._process.kill()
+                self._process.wait()
+
+    def _say(self, message: Mapping[str, Any]) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(message).encode() + b"\n")
+            self._process.stdin.flush()
+        except OSError:
+            self._problem = f"the process that starts host agents has ended with {self._process.wait()}"
+
+    def _heard(self, key: str, limit_s: float) -> bool:
+        """Read what the helper says until it says ``key`` or a problem; return whether it said ``key``."""
+        pipe, deadline = self._process.stdout, time.monotonic() + limit_s
+        assert pipe is not None
+        with selectors.DefaultSelector() as selector:
+            selector.register(pipe, selectors.EVENT_READ)
+            while True:
+                while b"\n" in self._partial:
+                    line, _, self._partial = self._partial.partition(b"\n")
+                    said = _message(line)
+                    self._problem = str(said.get("problem", self._problem))
+                    if key and key in said:
+                        return True
+                    if key == "started" and self._problem:
+                        return False
+                if not selector.select(max(0.0, deadline - time.monotonic())):
+                    return False
+                data = os.read(pipe.fileno(), MOST_LINE_BYTES)
+                if not data or len(self._partial) > MOST_LINE_BYTES:
+                    self._problem = self._problem or "the process that starts host agents has ended"
+                    return False
+                self._partial += data
+
+
+def serve(engine: Engine) -> None:
+    """Run a helper process until its standard input ends. Nothing else may write to its standard output."""
+    told, buffer, running = "", b"", False
+    out = os.dup(1)
+    os.dup2(2, 1)
+
+    def say(message: Mapping[str, Any]) -> None:
+        with contextlib.suppress(OSError):
+            os.write(out, json.dumps(message).encode() + b"\n")
+
+    with selectors.DefaultSelector() as selector, contextlib.ExitStack() as stack:
+        stack.callback(engine.stop)
+        selector.register(0, selectors.EVENT_READ)
+        while True:
+            if not selector.select(LOOK_S):
+                if running and (problem := engine.problem()) and problem != told:
+                    told = problem
+                    say({"problem": problem[:4000]})
+                continue
+            data = os.read(0, MOST_LINE_BYTES)
+            if not data:
+                return
+            *lines, buffer = (buffer + data).split(b"\n")
+            for line in lines:
+                asked = _message(line)
+                if "start" in asked:
+                    try:
+                        engine.start(asked["start"])
+                        running, told = True, ""
+                        say({"started": True})
+                    except (ClusterError, OSError, ValueError, RuntimeError) as error:
+                        say({"problem": str(error)[:4000]})
+                elif "stop" in asked:
+                    engine.stop()
+                    running = False
+                    say({"stopped": True})
+
+
+def _message(line: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}

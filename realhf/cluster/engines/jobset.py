@@ -1,0 +1,136 @@
+"""Print a JobSet for Kubernetes: one pod for the launcher, one for every host that joins it.
+
+    python -m realhf.cluster.engines.jobset NAME --image IMAGE --claim CLAIM --hosts 2 -- experiment=NAME key=value \\
+        | kubectl apply -f -
+
+The cluster needs JobSet (jobset.x-k8s.io/v1alpha2). The keys that all pods share come from a secret of the same name:
+
+    python -m realhf.cluster keys cluster.key
+    kubectl create secret generic NAME --from-file=cluster.key && rm cluster.key
+
+CLAIM is a persistent volume claim that all pods mount at /runs, the run's fileroot. IMAGE has this package installed.
+The manifest was checked against its schema, not tried on a cluster.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+DOOR = 7788
+RUNS, SECRET, KEY = "/runs", "/etc/realhf", "/tmp/cluster.key"
+NAME = re.compile(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?")
+OWN_KEY = f"install -m 600 {SECRET}/cluster.key {KEY}"
+"""A mounted secret is a link to a file whose mode its pod does not choose; the keys have to be their reader's alone."""
+
+
+def manifest(
+    name: str, image: str, claim: str, hosts: int, arguments: Sequence[str], *, cpus: str, memory: str, gpus: int
+) -> dict[str, Any]:
+    """Return the JobSet. A host that fails is started again; when the launcher fails, all are, and the run goes on
+    after its last checkpoint."""
+    launch = [
+        *("python", "-m", "realhf.launch", *arguments, "scheduler=join", f"fileroot={RUNS}", "recover_mode=auto"),
+        *(f"scheduler.key_file={KEY}", f"scheduler.port={DOOR}", f"scheduler.min_hosts={hosts}"),
+    ]
+    # The shell fills in the address of the pod, and its index; everything else is quoted.
+    found = ' network.bind="$POD_IP" scheduler.address="$POD_IP"'
+    door = f"tcp://{name}-launcher-0-0.{name}:{DOOR}"
+    join = ["python", "-m", "realhf.worker", "--join", door, "--key-file", KEY, "--host-agent"]
+    indexed = ' --name "host-$JOB_COMPLETION_INDEX"'
+    pod = {"image": image, "claim": claim, "secret": name, "cpus": cpus, "memory": memory}
+    launcher = _job("launcher", 1, f"{OWN_KEY} && exec {shlex.join(launch)}{found}", gpus=0, retries=0, **pod)
+    host = _job("host", hosts, f"{OWN_KEY} && exec {shlex.join(join)}{indexed}", gpus=gpus, retries=6, **pod)
+    return {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": {"name": name, "labels": {"app.kubernetes.io/name": "realhf"}},
+        "spec": {
+            "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
+            "successPolicy": {"operator": "All", "targetReplicatedJobs": ["launcher"]},
+            "failurePolicy": {"maxRestarts": 3},
+            "replicatedJobs": [launcher, host],
+        },
+    }
+
+
+def _job(
+    role: str,
+    pods: int,
+    command: str,
+    *,
+    image: str,
+    claim: str,
+    secret: str,
+    cpus: str,
+    memory: str,
+    gpus: int,
+    retries: int,
+) -> dict[str, Any]:
+    resources: dict[str, str] = {"cpu": cpus, "memory": memory} | ({"nvidia.com/gpu": str(gpus)} if gpus else {})
+    container = {
+        "name": role,
+        "image": image,
+        "command": ["/bin/sh", "-c", command],
+        "env": [{"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}],
+        "resources": {"requests": resources, "limits": resources},
+        "volumeMounts": [
+            {"name": "runs", "mountPath": RUNS},
+            {"name": "keys", "mountPath": SECRET, "readOnly": True},
+        ],
+    }
+    template = {
+        "restartPolicy": "OnFailure" if retries else "Never",
+        "terminationGracePeriodSeconds": 60,
+        "containers": [container],
+        "volumes": [
+            {"name": "runs", "persistentVolumeClaim": {"claimName": claim}},
+            {"name": "keys", "secret": {"secretName": secret, "defaultMode": 0o400}},
+        ],
+    }
+    job = {
+        "completions": pods,
+        "parallelism": pods,
+        "completionMode": "Indexed",
+        "backoffLimit": retries,
+        "template": {"spec": template},
+    }
+    return {"name": role, "replicas": 1, "template": {"spec": job}}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the manifest. Returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m realhf.cluster.engines.jobset",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("name", help="name of the JobSet and of its secret")
+    parser.add_argument("--image", default="realhf:latest", help="container image (%(default)s)")
+    parser.add_argument("--claim", default="realhf-runs", help="persistent volume claim of /runs (%(default)s)")
+    parser.add_argument("--hosts", type=int, default=1, help="pods that join the launcher (%(default)s)")
+    parser.add_argument("--cpus", default="8", help="cores of each pod (%(default)s)")
+    parser.add_argument("--memory", default="32Gi", help="memory of each pod (%(default)s)")
+    parser.add_argument("--gpus", type=int, default=0, help="GPUs of each host (%(default)s)")
+    parser.epilog = "Behind -- stand the arguments of realhf.launch."
+    words = list(sys.argv[1:] if argv is None else argv)
+    end = words.index("--") if "--" in words else len(words)
+    given = parser.parse_args(words[:end])
+    if not NAME.fullmatch(given.name):
+        parser.error(f"{given.name!r}: at most 40 small letters, digits and '-'")
+    if not 1 <= given.hosts <= 4096 or given.gpus < 0:
+        parser.error("--hosts must be between 1 and 4096, --gpus at least 0")
+    import yaml
+
+    resources = {"cpus": given.cpus, "memory": given.memory, "gpus": given.gpus}
+    found = manifest(given.name, given.image, given.claim, given.hosts, words[end + 1 :], **resources)
+    print(yaml.safe_dump(found, sort_keys=False), end="")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

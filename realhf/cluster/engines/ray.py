@@ -1,0 +1,102 @@
+"""Is ``scheduler=ray``: the launcher's own machine, and host agents that Ray places."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from realhf.api.config.option import option
+from realhf.cluster.engines.engine_process import EngineProcess
+from realhf.cluster.options import ClusterOptions
+from realhf.cluster.scheduler import ClusterScheduler
+from realhf.scheduler.base import SchedulerDefinition
+from realhf.transport.network.keys import RunKeys
+
+ADDRESS = re.compile(r"[A-Za-z0-9._-]+:[0-9]{1,5}")
+TRAINER, PLAYER = "trainer", "player"
+
+
+@dataclass
+class RayOptions(ClusterOptions):
+    """Which Ray cluster, and what is asked of it. Its hosts take part as ``trainer`` and ``player-0``, ``player-1``,
+    ..."""
+
+    ray: str = option(
+        "",
+        "HOST:PORT of a running Ray cluster that this machine belongs to; empty: Ray is started on this machine, for "
+        "this run alone.",
+    )
+    players: int = option(1, "So many hosts are asked for beside the trainer's, on different nodes where possible.")
+    player_cpus: int = option(1, "Cores of each of them.", at_least=1)
+    player_gpus: int = option(0, "GPUs of each of them.", at_least=0)
+    trainer_cpus: int = option(
+        0, "Cores of a host for the workers that train; 0: they stay on the launcher's machine.", at_least=0
+    )
+    trainer_gpus: int = option(0, "GPUs of that host.", at_least=0)
+
+    def problems(self, name: str) -> Iterator[str]:
+        """A cluster is named exactly: ``auto`` might find somebody else's."""
+        yield from super().problems(name)
+        if self.ray and not ADDRESS.fullmatch(self.ray):
+            yield f"{name}.ray={self.ray}: give HOST:PORT of the cluster's head"
+        if self.players < 0 or self.players + self.trainer_cpus == 0:
+            yield f"{name}.players={self.players}: no host is asked of Ray"
+        if self.trainer_gpus and not self.trainer_cpus:
+            yield f"{name}.trainer_gpus={self.trainer_gpus}: has no effect without {name}.trainer_cpus"
+
+    def domains(self) -> list[tuple[str, dict[str, dict[str, float]]]]:
+        """Return the failure domains: Ray's strategy, and what each host needs, by its name."""
+        found: list[tuple[str, dict[str, dict[str, float]]]] = []
+        if self.trainer_cpus:
+            found.append(("STRICT_PACK", {TRAINER: _needs(self.trainer_cpus, self.trainer_gpus)}))
+        if self.players:
+            each = _needs(self.player_cpus, self.player_gpus)
+            found.append(("SPREAD", {f"{PLAYER}-{index}": each for index in range(self.players)}))
+        return found
+
+
+def _needs(cpus: int, gpus: int) -> dict[str, float]:
+    return {"CPU": float(cpus)} | ({"GPU": float(gpus)} if gpus else {})
+
+
+class RayStarter:
+    """Is an ``AgentStarter``. Its helper process is there from the start, and imports Ray when agents are wanted."""
+
+    def __init__(self, options: RayOptions) -> None:
+        self._options = options
+        self._engine = EngineProcess("realhf.cluster.engines.ray_driver")
+
+    def start_agents(self, endpoint: str, key_file: Path) -> None:
+        """See ``AgentStarter``. Raises ClusterError that names what does not fit, or the cluster that is not there."""
+        options = self._options
+        plan: dict[str, Any] = {
+            "address": options.ray,
+            "endpoint": endpoint,
+            "keys": asdict(RunKeys.read(key_file)),
+            "limit_s": options.wait_s,
+            "domains": options.domains(),
+        }
+        self._engine.start(plan, 2 * options.wait_s, "the start of host agents by Ray")
+
+    def problem(self) -> str:
+        """See ``AgentStarter``."""
+        return self._engine.problem()
+
+    def stop_agents(self) -> None:
+        """See ``AgentStarter``."""
+        self._engine.stop()
+
+
+def make(options: RayOptions) -> ClusterScheduler:
+    """Return a scheduler that waits for the hosts that Ray places."""
+    starter = RayStarter(options)
+    names = [name for _, bundles in options.domains() for name in bundles]
+    placement = {"model_worker": TRAINER} if TRAINER in names else {}
+    wanted = replace(options, hosts=[*names, *options.hosts], placement=placement | options.placement)
+    return ClusterScheduler(wanted, starter)
+
+
+DEFINITION = SchedulerDefinition(RayOptions, make, several_hosts=True)

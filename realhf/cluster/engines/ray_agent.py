@@ -1,0 +1,48 @@
+"""Runs a host agent below a Ray actor: an ordinary child process, which ends with the actor."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+from realhf.scheduler.base import WorkerExit, WorkerSpec
+from realhf.scheduler.failure import log_tail
+from realhf.scheduler.local import LocalScheduler
+from realhf.transport.network.keys import RunKeys
+
+GRACE_S = 6.0
+TAIL_LINES = 20
+
+
+class RayAgent:
+    """Is the actor's class; one thread of the actor serves all its methods. It imports nothing of Ray."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._folder = Path(tempfile.mkdtemp(prefix="realhf-agent-"))
+        self._local = LocalScheduler()
+        self._end = ""
+
+    def start(self, endpoint: str, keys: dict[str, str]) -> str:
+        """Start the agent, which joins the door at ``endpoint``; return the host's own name."""
+        key_file = self._folder / "cluster.key"
+        RunKeys(**keys).write(key_file)
+        argv = ("--join", endpoint, "--key-file", str(key_file), "--host-agent", "--name", self._name)
+        folder = ("--folder", str(self._folder / "run"))
+        self._local.start(WorkerSpec(self._name, "realhf.worker", argv + folder, self._folder / "agent.log"))
+        return os.uname().nodename
+
+    def problem(self) -> str:
+        """Return how the agent has ended; "" while it runs."""
+        for event in self._local.wait(0.0):
+            if isinstance(event, WorkerExit):
+                lines = log_tail(event.log, TAIL_LINES, event.log_from)
+                self._end = "\n".join([f"host agent {self._name} on {os.uname().nodename}: {event.reason}", *lines])
+        return self._end
+
+    def stop(self) -> None:
+        """End the agent and all that it has started, and remove its folder."""
+        self._local.stop(GRACE_S)
+        shutil.rmtree(self._folder, ignore_errors=True)

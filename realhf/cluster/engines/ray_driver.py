@@ -1,0 +1,189 @@
+"""Starts host agents by Ray, in a process of its own: ``python -m realhf.cluster.engines.ray_driver``.
+
+Each failure domain is a placement group: one bundle for the mesh that trains (STRICT_PACK), and the bundles of the
+players (SPREAD). Each bundle gets one actor (``RayAgent``) that is never restarted: a lost host is the launcher's
+business. Nothing but the agents' start and end goes through Ray.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from realhf.cluster.engines.engine_process import serve
+from realhf.cluster.errors import ClusterError
+
+REACH_S = 5.0
+CALL_S = 10.0
+OWN_CLUSTER_S = 30.0
+OBJECT_STORE_BYTES = 80 << 20
+"""Ray wants a store for objects, of at least 75 MB; nothing is put into it."""
+
+
+class RayEngine:
+    """Runs agents on a Ray cluster: one that runs at ``address`` (HOST:PORT), or one for this run alone on this
+    machine, with ports and a folder of its own."""
+
+    def __init__(self) -> None:
+        self._groups: list[Any] = []
+        self._agents: dict[str, Any] = {}
+        self._folder = ""
+
+    def start(self, plan: Mapping[str, Any]) -> None:
+        """Run the agents of ``plan``: ``address``, ``endpoint``, ``keys``, ``limit_s`` and ``domains``, a list of
+        (strategy, {agent: resources}). Raises ClusterError; nothing runs then."""
+        try:
+            import ray
+            import ray.exceptions
+        except ImportError:
+            raise ClusterError("scheduler=ray: Ray is not installed here: pip install 'realhf[ray]'") from None
+        deadline = time.monotonic() + float(plan["limit_s"])
+        try:
+            self._connect(str(plan["address"]), deadline)
+            for strategy, bundles in plan["domains"]:
+                self._place(strategy, bundles, deadline)
+            calls = [agent.start.remote(plan["endpoint"], plan["keys"]) for agent in self._agents.values()]
+            ray.get(calls, timeout=max(1.0, deadline - time.monotonic()))
+        except ray.exceptions.GetTimeoutError:
+            self.stop()
+            raise ClusterError(f"Ray did not start the host agents within {plan['limit_s']:g} s") from None
+        except ray.exceptions.RayError as error:
+            self.stop()
+            raise ClusterError(f"Ray cannot start a host agent: {_last_line(error)}") from None
+        except BaseException:
+            self.stop()
+            raise
+
+    def problem(self) -> str:
+        """See ``Engine``: asks all actors in one call."""
+        import ray
+        import ray.exceptions
+
+        try:
+            calls = [agent.problem.remote() for agent in self._agents.values()]
+            return next((text for text in ray.get(calls, timeout=CALL_S) if text), "")
+        except ray.exceptions.GetTimeoutError:
+            return ""  # a busy host; the launcher's door decides whether it is lost
+        except ray.exceptions.RayError as error:
+            return f"Ray lost a host agent: {_last_line(error)}"
+
+    def stop(self) -> None:
+        """See ``Engine``. Other users of the cluster keep theirs."""
+        if not self._agents and not self._groups and not self._folder:
+            return
+        import ray
+
+        with contextlib.suppress(Exception):
+            ray.wait([agent.stop.remote() for agent in self._agents.values()], num_returns=len(self._agents), timeout=8)
+        for agent in self._agents.values():
+            with contextlib.suppress(Exception):
+                ray.kill(agent)
+        for group in self._groups:
+            with contextlib.suppress(Exception):
+                ray.util.remove_placement_group(group)
+        self._agents, self._groups = {}, []
+        with contextlib.suppress(Exception):
+            ray.shutdown()
+        if self._folder:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = ""
+
+    def _connect(self, address: str, deadline: float) -> None:
+        import ray
+
+        logging.getLogger("ray").setLevel(logging.ERROR)
+
+        options: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
+        if address:
+            _reach(address)
+            options["address"] = address
+        else:
+            # Short: Ray's sockets lie in it, whose paths may have 107 characters.
+            self._folder = tempfile.mkdtemp(prefix="realhf-ray-", dir="/tmp")
+            options |= {
+                "address": "local",
+                "_temp_dir": self._folder,
+                "include_dashboard": False,
+                "num_cpus": len(os.sched_getaffinity(0)),
+                "object_store_memory": OBJECT_STORE_BYTES,
+                # Ray would kill workers of ours where it takes the host's memory for full.
+                "_system_config": {"memory_monitor_refresh_ms": 0},
+            }
+        while True:
+            try:
+                ray.init(**options)
+                return
+            except Exception as error:
+                ray.shutdown()
+                # Ray gives a cluster of one's own 30 s to start, which a busy machine may not do at once.
+                if address or time.monotonic() > deadline - OWN_CLUSTER_S:
+                    where = f"the Ray cluster at {address} (scheduler.ray)" if address else "a Ray cluster of its own"
+                    raise ClusterError(f"scheduler=ray: cannot use {where}: {_last_line(error)}") from None
+
+    def _place(self, strategy: str, bundles: Mapping[str, Mapping[str, float]], deadline: float) -> None:
+        import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        nodes = [node for node in ray.nodes() if node["Alive"]]
+        for name, needs in bundles.items():
+            if not any(_fits(needs, node["Resources"]) for node in nodes):
+                raise ClusterError(f"no node of the Ray cluster can ever hold {name} ({_words(needs)}): {_has(nodes)}")
+        group = ray.util.placement_group([dict(needs) for needs in bundles.values()], strategy=strategy)
+        self._groups.append(group)
+        if not group.wait(max(1.0, deadline - time.monotonic())):
+            wanted = "; ".join(f"{name} ({_words(needs)})" for name, needs in bundles.items())
+            free = _words(ray.available_resources())
+            raise ClusterError(
+                f"Ray found no room for {wanted} in time (scheduler.wait_s); free now: {free}; {_has(nodes)}"
+            )
+        # Imported by name on the node, which needs the package for its workers anyway.
+        from realhf.cluster.engines.ray_agent import RayAgent
+
+        for index, (name, needs) in enumerate(bundles.items()):
+            where = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
+            remote = ray.remote(RayAgent).options(
+                num_cpus=needs.get("CPU", 0),
+                num_gpus=needs.get("GPU", 0),
+                max_restarts=0,
+                max_task_retries=0,
+                scheduling_strategy=where,
+            )
+            self._agents[name] = remote.remote(name)
+
+
+def _reach(address: str) -> None:
+    """Raise ClusterError where nothing listens: Ray itself would try for a minute."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=REACH_S).close()
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error) or f"no answer within {REACH_S:g} s"
+        raise ClusterError(f"scheduler.ray={address}: no Ray cluster is reached there: {reason}") from None
+
+
+def _fits(needs: Mapping[str, float], resources: Mapping[str, float]) -> bool:
+    return all(resources.get(kind, 0) >= amount for kind, amount in needs.items())
+
+
+def _words(resources: Mapping[str, float]) -> str:
+    return ", ".join(f"{resources[kind]:g} {kind}" for kind in ("CPU", "GPU") if resources.get(kind)) or "nothing"
+
+
+def _has(nodes: Sequence[Mapping[str, Any]]) -> str:
+    return "; ".join(f"{node['NodeManagerHostname']} has {_words(node['Resources'])}" for node in nodes)
+
+
+def _last_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[-1] if lines else ''}"[:1000]
+
+
+if __name__ == "__main__":
+    serve(RayEngine())

@@ -1,0 +1,142 @@
+"""Is ``scheduler=slurm``: a batch job whose first node runs the launcher, and each of whose nodes a host agent.
+
+``mode=check`` prints the script for ``sbatch``. In the job, the launcher starts the agents with one ``srun``.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from realhf.api.config.option import option
+from realhf.cluster.engines.engine_process import EngineProcess
+from realhf.cluster.options import ClusterOptions
+from realhf.cluster.scheduler import ClusterScheduler
+from realhf.scheduler.base import SchedulerDefinition
+from realhf.transport.network.keys import RunKeys
+
+WORD = re.compile(r"[A-Za-z0-9._,@%+:=-]*")
+TIME = re.compile(r"(\d+-)?\d{1,2}:\d\d:\d\d")
+NOTICE_S = 120
+"""How long before the end of its time a job is told, so that it ends in order and is queued again."""
+GIVEN_HERE = ("mode=", "scheduler=", "scheduler.address=", "network.bind=", "recover_mode=")
+
+
+@dataclass
+class SlurmOptions(ClusterOptions):
+    """What the batch job asks for. Its nodes take part as ``node-0``, ``node-1``, ...; the launcher runs on the
+    first."""
+
+    nodes: int = option(2, "Nodes of the job.", at_least=1, at_most=4096)
+    cpus_per_node: int = option(8, "Cores of each node.", at_least=1)
+    gpus_per_node: int = option(0, "GPUs of each node.", at_least=0)
+    time: str = option("24:00:00", "Longest time of one attempt, as [D-]HH:MM:SS; then the job is queued again.")
+    partition: str = option("", "Partition of the job; empty: the cluster's own choice.")
+    account: str = option("", "Account that the job is for; empty: the user's own.")
+
+    def problems(self, name: str) -> Iterator[str]:
+        """What is written into a script must be a word there."""
+        yield from super().problems(name)
+        for key in ("partition", "account"):
+            if not WORD.fullmatch(getattr(self, key)):
+                yield f"{name}.{key}={getattr(self, key)}: give one word"
+        if not TIME.fullmatch(self.time):
+            yield f"{name}.time={self.time}: give [D-]HH:MM:SS"
+
+
+SCRIPT = """\
+#!/bin/bash
+#SBATCH --job-name=realhf
+#SBATCH --nodes={nodes}
+#SBATCH --ntasks-per-node=1
+#SBATCH --cpus-per-task={cpus}
+{more}#SBATCH --time={time}
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --signal=B:TERM@{notice}
+# Each attempt goes on after the last checkpoint of the one before it.
+set -u
+cd {folder}
+export OMP_NUM_THREADS="${{OMP_NUM_THREADS:-1}}"
+address=$(getent ahostsv4 "$(hostname -f)" | awk '$1 !~ /^127[.]/ {{ print $1; exit }}')
+if [ -z "$address" ]; then
+    echo "no address of $(hostname -f) that other nodes reach" >&2
+    exit 1
+fi
+again=no
+{launch} &
+launcher=$!
+trap 'again=yes; kill -TERM "$launcher"' TERM
+wait "$launcher"
+code=$?
+if [ "$again" = yes ]; then
+    wait "$launcher"
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$code"
+"""
+
+
+def script(options: SlurmOptions, arguments: Sequence[str]) -> str:
+    """Return the batch script of a launch with these arguments, for ``sbatch``."""
+    more = [
+        f"#SBATCH --{key}={value}\n"
+        for key, value in (
+            ("gpus-per-node", options.gpus_per_node),
+            ("partition", options.partition),
+            ("account", options.account),
+        )
+        if value
+    ]
+    kept = [text for text in arguments if not text.lstrip("+").startswith(GIVEN_HERE)]
+    words = [sys.executable, "-m", "realhf.launch", *kept, "scheduler=slurm", "recover_mode=auto"]
+    found = ' network.bind="$address"'
+    return SCRIPT.format(
+        nodes=options.nodes,
+        cpus=options.cpus_per_node,
+        more="".join(more),
+        time=options.time,
+        notice=NOTICE_S,
+        folder=shlex.quote(str(Path.cwd())),
+        launch=shlex.join(words) + found,
+    )
+
+
+class SlurmStarter:
+    """Is an ``AgentStarter`` by one ``srun`` over the nodes of the job that the launcher runs in."""
+
+    def __init__(self, options: SlurmOptions) -> None:
+        self._options = options
+        self._engine = EngineProcess("realhf.cluster.engines.slurm_driver")
+
+    def start_agents(self, endpoint: str, key_file: Path) -> None:
+        """See ``AgentStarter``. Raises ClusterError where there is no ``srun``."""
+        plan = {
+            "endpoint": endpoint,
+            "keys": asdict(RunKeys.read(key_file)),
+            "nodes": self._options.nodes,
+            "python": sys.executable,
+        }
+        self._engine.start(plan, self._options.wait_s, "srun")
+
+    def problem(self) -> str:
+        """See ``AgentStarter``."""
+        return self._engine.problem()
+
+    def stop_agents(self) -> None:
+        """See ``AgentStarter``."""
+        self._engine.stop()
+
+
+def make(options: SlurmOptions) -> ClusterScheduler:
+    """Return a scheduler that waits for all nodes of the job."""
+    starter = SlurmStarter(options)
+    names = [f"node-{index}" for index in range(options.nodes)]
+    return ClusterScheduler(replace(options, hosts=[*names, *options.hosts]), starter)
+
+
+DEFINITION = SchedulerDefinition(SlurmOptions, make, several_hosts=True, script=script)

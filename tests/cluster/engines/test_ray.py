@@ -1,0 +1,146 @@
+"""Host agents that Ray places: they start ordinary processes, and what cannot be placed is named."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+import psutil
+import pytest
+
+from realhf.cluster.engines import ray as engine
+from realhf.cluster.engines.ray import RayOptions
+from realhf.cluster.errors import ClusterError
+from realhf.cluster.scheduler import ClusterScheduler
+from realhf.scheduler.base import WorkerSpec
+from realhf.transport.network.keys import RunKeys
+from tests.cluster.engines.bench_of_one import LIMIT_S, run_folder, started
+
+own_cluster = pytest.mark.several_hosts
+"""Ray takes seconds to start, a minute where others compute."""
+
+
+def made(folder: Path, **options: object) -> ClusterScheduler:
+    given = {"address": "127.0.0.1", "port": 0, "key_file": str(folder / "k"), "wait_s": LIMIT_S, **options}
+    return engine.make(RayOptions(**given))  # pyright: ignore[reportArgumentType]
+
+
+def master(folder: Path) -> WorkerSpec:
+    return WorkerSpec("master", "platform", (), run_folder(folder) / "logs" / "master.log")
+
+
+def of_ray() -> list[psutil.Process]:
+    """Processes below this one that belong to Ray or to an agent."""
+    found = []
+    for child in psutil.Process().children(recursive=True):
+        try:
+            words = " ".join(child.cmdline())
+        except psutil.Error:
+            continue
+        if any(word in words for word in ("raylet", "gcs_server", "ray::", "realhf.worker", "default_worker")):
+            found.append(child)
+    return found
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def test_trainers_are_packed_and_players_are_spread():
+    options = RayOptions(players=2, player_cpus=3, trainer_cpus=8, trainer_gpus=4)
+    assert options.domains() == [
+        ("STRICT_PACK", {"trainer": {"CPU": 8.0, "GPU": 4.0}}),
+        ("SPREAD", {"player-0": {"CPU": 3.0}, "player-1": {"CPU": 3.0}}),
+    ]
+    scheduler = engine.make(options)
+    assert scheduler._options.hosts == ["trainer", "player-0", "player-1"]
+    assert scheduler._options.placement == {"model_worker": "trainer"}
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"ray": "auto"}, "scheduler.ray=auto: give HOST:PORT"),
+        ({"ray": "ray://host:1"}, "scheduler.ray=ray://host:1: give HOST:PORT"),
+        ({"players": 0}, "scheduler.players=0: no host is asked of Ray"),
+        ({"trainer_gpus": 1}, "scheduler.trainer_gpus=1: has no effect without"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(options, said):
+    (problem,) = RayOptions(**options).problems("scheduler")
+    assert problem.startswith(said)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_an_address_without_a_cluster_is_named(tmp_path):
+    pytest.importorskip("ray")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    scheduler = made(tmp_path, ray=f"127.0.0.1:{port}")
+    try:
+        with pytest.raises(ClusterError, match=rf"scheduler\.ray=127.0.0.1:{port}: no Ray cluster is reached there"):
+            scheduler.start(master(tmp_path))
+    finally:
+        scheduler.stop(1.0)
+
+
+@own_cluster
+@pytest.mark.timeout(900)
+def test_a_worker_runs_below_ray_and_nothing_is_left(tmp_path):
+    """The worker is a plain process that knows nothing of Ray. The same scheduler starts a second run."""
+    pytest.importorskip("ray")
+    before = {*Path("/tmp").glob("realhf-ray-*")}
+    scheduler = made(tmp_path)
+    try:
+        for attempt in ("first", "second"):
+            said, end = started(scheduler, run_folder(tmp_path / attempt), "player-0")
+            assert end.exit_code == 3 and said.endswith("ray False")
+            assert of_ray()
+            scheduler.stop(3.0)
+            until(lambda: not of_ray())
+        assert {*Path("/tmp").glob("realhf-ray-*")} <= before
+    finally:
+        scheduler.stop(3.0)
+
+
+@own_cluster
+@pytest.mark.timeout(900)
+def test_a_host_that_is_never_there_is_named_with_what_there_is(tmp_path):
+    pytest.importorskip("ray")
+    scheduler = made(tmp_path, player_cpus=4096)
+    cores = len(os.sched_getaffinity(0))
+    try:
+        with pytest.raises(ClusterError, match=rf"can ever hold player-0 \(4096 CPU\): .* has {cores} CPU"):
+            scheduler.start(master(tmp_path))
+        until(lambda: not of_ray())
+    finally:
+        scheduler.stop(1.0)
+    crowded = made(tmp_path, players=cores + 1, wait_s=60.0, key_file=str(tmp_path / "k2"))
+    try:
+        with pytest.raises(ClusterError, match=r"no room for player-0 .* in time \(scheduler.wait_s\); free now: "):
+            crowded.start(master(tmp_path / "crowded"))
+    finally:
+        crowded.stop(1.0)
+
+
+@own_cluster
+@pytest.mark.timeout(900)
+def test_an_agent_that_cannot_serve_is_named_with_its_last_words(tmp_path, monkeypatch):
+    """Its keys are not those of the door, as if another run had answered."""
+    pytest.importorskip("ray")
+    others = RunKeys.make()
+    scheduler = made(tmp_path)
+    monkeypatch.setattr(engine, "asdict", lambda keys: asdict(others))
+    try:
+        with pytest.raises(ClusterError, match=r"player-0 did not join .*host agent player-0 on .*exit code 1"):
+            scheduler.start(master(tmp_path))
+    finally:
+        scheduler.stop(1.0)

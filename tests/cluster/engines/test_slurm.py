@@ -1,0 +1,94 @@
+"""The batch job: its script, and the host agents that ``srun`` starts; ``stand_in_srun.py`` is no Slurm."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from realhf.cluster.engines import slurm
+from realhf.cluster.engines.slurm import SlurmOptions, script
+from realhf.cluster.errors import ClusterError
+from realhf.scheduler.base import WorkerSpec
+from tests.cluster.engines.bench_of_one import run_folder, started
+from tests.process_family import family, gone
+
+STAND_IN = Path(__file__).with_name("stand_in_srun.py")
+
+
+def test_the_script_is_short_and_has_what_was_asked_for():
+    options = SlurmOptions(nodes=3, cpus_per_node=16, gpus_per_node=4, partition="long", account="a", time="2-00:00:00")
+    text = script(options, ["experiment=grpo_aws", "mode=check", "scheduler=slurm", "scheduler.nodes=3"])
+    assert len(text.splitlines()) < 60
+    asked = [line.removeprefix("#SBATCH --") for line in text.splitlines() if line.startswith("#SBATCH")]
+    assert {"nodes=3", "cpus-per-task=16", "gpus-per-node=4", "partition=long", "requeue"} <= set(asked)
+    assert text.count("scheduler=slurm") == 1 and "mode=check" not in text and "scheduler.nodes=3" in text
+    subprocess.run(["bash", "-n"], input=text, text=True, check=True, timeout=20)
+
+
+def test_the_job_launches_with_the_arguments_as_they_were_given_and_is_queued_again_when_its_time_is_over(tmp_path):
+    """The script runs under bash with stand-ins for the launcher and ``scontrol``. The first is told to end after its
+    first words, as Slurm does before the time is over."""
+    hostile = "actor.path=/x y/$(touch hacked)';z"
+    for name, text in {
+        "launcher": 'printf "%s\\n" "$@" > launched; kill -TERM $PPID; trap "exit 143" TERM; while :; do sleep 1; done',
+        "scontrol": 'echo "$@" > requeued',
+        "getent": "echo 10.1.2.3 STREAM",
+    }.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    text = script(SlurmOptions(), [hostile]).replace(sys.executable, str(tmp_path / "launcher"))
+    text = text.replace(f"cd {Path.cwd()}", f"cd {tmp_path}")
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "17"}
+    done = subprocess.run(["bash"], input=text, text=True, env=environment, timeout=60, check=False)
+    launched = (tmp_path / "launched").read_text().splitlines()
+    assert launched == ["-m", "realhf.launch", hostile, "scheduler=slurm", "recover_mode=auto", "network.bind=10.1.2.3"]
+    assert (tmp_path / "requeued").read_text() == "requeue 17\n"
+    assert done.returncode == 143 and not (tmp_path / "hacked").exists()
+
+
+@pytest.mark.parametrize("options", [{"partition": "a b"}, {"account": "a\n#SBATCH --x"}, {"time": "tomorrow"}])
+def test_options_that_are_no_words_of_a_script_are_refused(options):
+    (problem,) = SlurmOptions(**options).problems("scheduler")
+    assert problem.startswith(f"scheduler.{next(iter(options))}=")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_the_nodes_of_a_job_join_and_leave_with_the_run(tmp_path, monkeypatch):
+    """Two agents come by one srun; a worker runs below one of them, and nothing is left in the end."""
+    (tmp_path / "srun").symlink_to(STAND_IN)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    keys = str(tmp_path / "cluster.key")
+    scheduler = slurm.make(SlurmOptions(address="127.0.0.1", port=0, key_file=keys, nodes=2, wait_s=200.0))
+    run = run_folder(tmp_path)
+    try:
+        said, end = started(scheduler, run, "node-1")
+        assert end.exit_code == 3 and said.startswith("pid ")
+        assert {*scheduler._table.hosts} == {"node-0", "node-1"}
+        lines = [" ".join(child.cmdline()) for child in psutil.Process().children(recursive=True)]
+        assert any("--name node-1" in line for line in lines)
+        key = scheduler.key_file.read_text()
+        assert not any(secret in line for line in lines for secret in key.split('"') if len(secret) >= 40)
+    finally:
+        scheduler.stop(3.0)
+    helper = [child.pid for child in psutil.Process().children() if "slurm_driver" in " ".join(child.cmdline())]
+    assert gone([child.pid for pid in helper for child in family(pid)], 20.0)
+    assert not [*tmp_path.glob("tmp*")], "the folder of each node's keys is removed"
+
+
+@pytest.mark.slow
+def test_outside_a_job_the_launch_says_so(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    scheduler = slurm.make(SlurmOptions(address="127.0.0.1", port=0, key_file=str(tmp_path / "k"), nodes=1))
+    monkeypatch.undo()
+    try:
+        with pytest.raises(ClusterError, match=r"srun cannot be run here .*mode=check prints"):
+            scheduler.start(WorkerSpec("master", "platform", (), run_folder(tmp_path) / "logs" / "m.log"))
+    finally:
+        scheduler.stop(1.0)
