@@ -49,7 +49,7 @@ def test_ten_steps_over_three_hosts(tmp_path: Path, tiny_policy: Path):
             "scheduler.placement.generation=b",
             "scheduler.placement.rollout_worker=c",
         )
-        run.until(lambda: len(run.rows()) >= 1, RUN_S)
+        run.until(lambda: " training" in run.said(), RUN_S)
         status = run.operator("status").splitlines()
         found = {name: refusing(host) for name, host in lan.hosts.items()}
         run.ended(RUN_S)
