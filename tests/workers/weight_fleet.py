@@ -23,6 +23,7 @@ from realhf.dataflow.rollouts.weight_updates import WeightUpdates
 from realhf.dataflow.weight_checks import WrongWeights
 from realhf.dataflow.weight_probe import WeightProbe
 from realhf.dataflow.weight_trial import WeightTrial
+from realhf.transport.network.network import Network
 from realhf.transport.rpc.roster import WorkerInfo
 from realhf.transport.weights.held import HeldWeights
 from realhf.transport.weights.publisher import WeightPublisher
@@ -72,6 +73,7 @@ class Fleet:
     def _worker(self, engine: StreamingGenerator) -> Any:
         made = GenerationWorker.__new__(GenerationWorker)
         made._engine, made._tracer, made._held = engine, NoTrace(), HeldWeights(engine)  # pyright: ignore
+        made._network = Network()
         made._gate = VersionGate(lambda: engine.version)
         made._plan = SimpleNamespace(rpc=SimpleNamespace(control_timeout_s=30.0))  # pyright: ignore
         made._probe = WeightProbe(engine, self.prefix, "recompute")

@@ -15,6 +15,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from typing import Any
 
 from realhf.cluster.engines.engine_process import serve
@@ -39,11 +40,7 @@ class RayEngine:
     def start(self, plan: Mapping[str, Any]) -> None:
         """Run the agents of ``plan``: ``address``, ``endpoint``, ``keys``, ``limit_s`` and ``domains``, a list of
         (strategy, {agent: resources}). Raises ClusterError; nothing runs then."""
-        try:
-            import ray
-            import ray.exceptions
-        except ImportError:
-            raise ClusterError("scheduler=ray: Ray is not installed here: pip install 'realhf[ray]'") from None
+        ray = _ray()
         deadline = time.monotonic() + float(plan["limit_s"])
         try:
             self._connect(str(plan["address"]), deadline)
@@ -63,9 +60,7 @@ class RayEngine:
 
     def problem(self) -> str:
         """See ``Engine``: asks all actors in one call."""
-        import ray
-        import ray.exceptions
-
+        ray = _ray()
         try:
             calls = [agent.problem.remote() for agent in self._agents.values()]
             return next((text for text in ray.get(calls, timeout=CALL_S) if text), "")
@@ -78,8 +73,7 @@ class RayEngine:
         """See ``Engine``. Other users of the cluster keep theirs."""
         if not self._agents and not self._groups and not self._folder:
             return
-        import ray
-
+        ray = _ray()
         with contextlib.suppress(Exception):
             ray.wait([agent.stop.remote() for agent in self._agents.values()], num_returns=len(self._agents), timeout=8)
         for agent in self._agents.values():
@@ -96,8 +90,7 @@ class RayEngine:
             self._folder = ""
 
     def _connect(self, address: str, deadline: float) -> None:
-        import ray
-
+        ray = _ray()
         logging.getLogger("ray").setLevel(logging.ERROR)
 
         options: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
@@ -128,9 +121,7 @@ class RayEngine:
                     raise ClusterError(f"scheduler=ray: cannot use {where}: {_last_line(error)}") from None
 
     def _place(self, strategy: str, bundles: Mapping[str, Mapping[str, float]], deadline: float) -> None:
-        import ray
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
+        ray, strategies = _ray(), import_module("ray.util.scheduling_strategies")
         nodes = [node for node in ray.nodes() if node["Alive"]]
         for name, needs in bundles.items():
             if not any(_fits(needs, node["Resources"]) for node in nodes):
@@ -147,7 +138,7 @@ class RayEngine:
         from realhf.cluster.engines.ray_agent import RayAgent
 
         for index, (name, needs) in enumerate(bundles.items()):
-            where = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
+            where = strategies.PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
             remote = ray.remote(RayAgent).options(
                 num_cpus=needs.get("CPU", 0),
                 num_gpus=needs.get("GPU", 0),
@@ -156,6 +147,14 @@ class RayEngine:
                 scheduling_strategy=where,
             )
             self._agents[name] = remote.remote(name)
+
+
+def _ray() -> Any:
+    """Import Ray, an extra that is not there for most who read or check this file. Raises ClusterError."""
+    try:
+        return import_module("ray")
+    except ImportError:
+        raise ClusterError("scheduler=ray: Ray is not installed here: pip install 'realhf[ray]'") from None
 
 
 def _reach(address: str) -> None:

@@ -49,7 +49,7 @@ def all_zero(run: Evidence) -> Iterator[Advisory]:
             CRITICAL,
             f"No rollout has succeeded since step {since}, and no group has an advantage: the policy learns nothing.",
             since,
-            "Begin with easier tasks (env.tiers, env.groups), more rollouts of each (ppo.group_size), or a warm start "
+            "Begin with easier tasks (options of env), more rollouts of each (ppo.group_size), or a warm start "
             "(actor.warm_start=true).",
             {"split": "train", "outcome": "unsolved", "step_min": since},
         )
@@ -64,7 +64,7 @@ def all_one(run: Evidence) -> Iterator[Advisory]:
             WARNING,
             f"Every rollout has succeeded since step {since}, and no group has an advantage: nothing is left to learn.",
             since,
-            "Take harder tasks (env.tiers, env.groups), or stop here.",
+            "Take harder tasks (options of env), or stop here.",
             {"split": "train", "outcome": "success", "step_min": since},
         )
 

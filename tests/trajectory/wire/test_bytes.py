@@ -105,7 +105,7 @@ def test_a_bomb_is_413_and_is_not_inflated():
             read(body, encoding, cap=32 << 20, pieces=1 << 20, allow_zstd=True)
         assert refusal.value.status == 413
         grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-        assert grown < 2 * (32 << 10), "KiB; twice the cap"
+        assert grown < 3 * (32 << 10), "KiB; three times the cap, and half of what the body holds"
     with pytest.raises(Refusal) as refusal:
         read(b"x" * 100, "", cap=99)
     assert refusal.value.status == 413
