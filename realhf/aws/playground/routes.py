@@ -6,6 +6,7 @@ import asyncio
 import json
 import mimetypes
 from importlib import resources
+from importlib.resources.abc import Traversable
 from typing import Any
 
 from fastapi import FastAPI
@@ -61,8 +62,9 @@ class _Handlers:
 
     def table(self) -> list[tuple[str, str, Handler, bool]]:
         """List method, path below /web, handler, and whether it is open before a login."""
+        page = resources.files("realhf.aws.playground").joinpath("static")
         rows: list[tuple[str, str, Handler, bool]] = [
-            ("GET", "", _static("index.html"), True),
+            ("GET", "", _static(page.joinpath("index.html")), True),
             ("GET", "/session", self.session, True),
             ("POST", "/login", self.login, True),
             ("GET", "/tasks", self.tasks, False),
@@ -74,8 +76,8 @@ class _Handlers:
         ]
         if self._config.web_solutions:
             rows.append(("GET", "/solution", self.solution, False))
-        files = resources.files("realhf.aws.playground").joinpath("static").iterdir()
-        return rows + [("GET", f"/{file.name}", _static(file.name), True) for file in files]
+        look = resources.files("realhf.base").joinpath("look", "look.css")
+        return rows + [("GET", f"/{file.name}", _static(file), True) for file in (*page.iterdir(), look)]
 
     async def session(self, request: Request) -> Response:
         """Return what the page needs to begin; gives a new browser its cookie, unless it has to log in first."""
@@ -163,9 +165,9 @@ async def _body(request: Request) -> dict[str, Any]:
     return body
 
 
-def _static(name: str) -> Handler:
-    content = resources.files("realhf.aws.playground").joinpath("static", name).read_bytes()
-    kind = mimetypes.guess_type(name)[0] or "application/octet-stream"
+def _static(file: Traversable) -> Handler:
+    content = file.read_bytes()
+    kind = mimetypes.guess_type(file.name)[0] or "application/octet-stream"
 
     async def serve(request: Request) -> Response:
         return Response(content, media_type=kind, headers={"Cache-Control": "no-cache"})
