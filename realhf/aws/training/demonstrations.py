@@ -126,20 +126,22 @@ def _mistake(task: Task, rng: random.Random, *, any_way_back: bool) -> tuple[tup
     """Return the commands of a wrong way, and of the way back."""
     written = [mistake for mistake in mistakes(task) if mistake.recovery or not any_way_back]
     if rng.random() < SHORTENED_SHARE or not written:
-        short = with_short_names(task)
-        return (short[:1] if any_way_back else short), task.solution
+        wrong = with_short_names(task)
+        if any_way_back:
+            wrong = wrong[:1] if wrong[0] != task.solution[0] else (_misspelt(wrong[0]),)
+        return wrong, task.solution
     mistake = rng.choice(written)
     return mistake.commands, mistake.recovery
 
 
 def with_short_names(task: Task) -> tuple[str, ...]:
-    """Return the solution with the last word of every drawn name left out; in a task without drawn names, with the last
-    letter of its operations left out."""
+    """Return the solution with the last word of every drawn name left out; where no command has a drawn name (it may
+    use identifiers alone), with the last letter of its operations left out."""
     drawn = [value for value in task.params.values() if is_name(value)]
     commands = task.solution
     for value in drawn:
         commands = tuple(command.replace(value, value.rpartition("-")[0]) for command in commands)
-    return commands if drawn else tuple(_misspelt(command) for command in commands)
+    return commands if commands != task.solution else tuple(_misspelt(command) for command in commands)
 
 
 def _misspelt(command: str) -> str:

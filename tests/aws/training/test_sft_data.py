@@ -67,6 +67,14 @@ def test_short_names_lose_their_last_word_everywhere() -> None:
     assert all(name not in command and name.rpartition("-")[0] in command for command in short)
 
 
+def test_short_names_are_never_the_solution() -> None:
+    """Also where the solution uses identifiers and no drawn name, as that of a drifted firewall does for some seeds."""
+    for template in load_templates():
+        for seed in (5, 1634821429):
+            task = instantiate(template.task_id, seed)
+            assert with_short_names(task) != task.solution
+
+
 @pytest.mark.slow
 def test_scripts_are_decided_by_the_seed() -> None:
     assert write_scripts(10, 3) == write_scripts(10, 3) != write_scripts(10, 4)
