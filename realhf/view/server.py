@@ -33,9 +33,8 @@ Handler = Callable[[Request], Awaitable[Response]]
 def create_app(runs: RunList, *, follow: bool) -> Starlette:
     """Make the application. ``follow``: the page asks for changes all the time."""
     api = Api(runs, follow)
-    routes: list[BaseRoute] = [Route("/", _static("index.html"))]
-    routes += [Route(f"/static/{name}", _static(name)) for name in static_files()]
-    routes.append(Route("/static/look.css", _file(resources.files("realhf.base").joinpath("look", "look.css"))))
+    routes: list[BaseRoute] = [Route("/", _file(resources.files("realhf.view").joinpath("static", "index.html")))]
+    routes += [Route(f"/static/{file.name}", _file(file)) for file in static_files()]
     routes += [
         Route("/api/runs", api.list_runs),
         Route("/api/changes", api.changes),
@@ -127,9 +126,12 @@ class Api:
         return run
 
 
-def static_files() -> list[str]:
-    """Return the names of the files of the page."""
-    return sorted(file.name for file in resources.files("realhf.view").joinpath("static").iterdir() if file.is_file())
+def static_files() -> list[Traversable]:
+    """Return the files of the page, and those that it shares with other pages."""
+    folders = resources.files("realhf.view").joinpath("static"), resources.files("realhf.base").joinpath("look")
+    return sorted(
+        (file for folder in folders for file in folder.iterdir() if file.is_file()), key=lambda file: file.name
+    )
 
 
 def _described(number: int, run: Run) -> dict[str, Any]:
@@ -152,10 +154,6 @@ def _number(request: Request, name: str) -> int:
 def _json(content: Any) -> Response:
     """Encode as ASCII, so that halves of characters arrive as they are."""
     return Response(json.dumps(content, separators=(",", ":")), media_type="application/json")
-
-
-def _static(name: str) -> Handler:
-    return _file(resources.files("realhf.view").joinpath("static", name))
 
 
 def _file(source: Traversable) -> Handler:

@@ -76,8 +76,9 @@ class _Handlers:
         ]
         if self._config.web_solutions:
             rows.append(("GET", "/solution", self.solution, False))
-        look = resources.files("realhf.base").joinpath("look", "look.css")
-        return rows + [("GET", f"/{file.name}", _static(file), True) for file in (*page.iterdir(), look)]
+        look = resources.files("realhf.base").joinpath("look")
+        files = [*page.iterdir(), *look.iterdir()]
+        return rows + [("GET", f"/{file.name}", _static(file), True) for file in files]
 
     async def session(self, request: Request) -> Response:
         """Return what the page needs to begin; gives a new browser its cookie, unless it has to log in first."""

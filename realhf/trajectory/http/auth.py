@@ -11,6 +11,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from realhf.trajectory.http.config import TrajectoryConfig
+from realhf.trajectory.http.ui_files import UI_FILES
 
 
 class Role(Flag):
@@ -23,7 +24,7 @@ class Role(Flag):
     ANY = PRODUCER | TRAINER | ADMIN
 
 
-OPEN_PATHS = frozenset({"/", "/healthz", "/ui", "/docs", "/openapi.json"})
+OPEN_PATHS = frozenset({"/", "/healthz", *UI_FILES, "/docs", "/openapi.json"})
 """Paths that need no token: signs of life, and pages that show nothing until they are given one."""
 _BY_PATH = {
     "/register": Role.TRAINER, "/batch": Role.TRAINER, "/batch/ack": Role.TRAINER, "/batch/nack": Role.TRAINER,

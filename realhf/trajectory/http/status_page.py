@@ -1,22 +1,32 @@
-"""Serves a page to watch the server: one static file, and the data it asks for once a second."""
+"""Serves a page to watch the server: static files, and the data that it asks for once a second."""
 
 from __future__ import annotations
 
 import asyncio
+import mimetypes
+from collections.abc import Awaitable, Callable
+from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from fastapi import APIRouter
-from starlette.responses import HTMLResponse, Response
+from starlette.responses import Response
 
 from realhf.trajectory.base.records import GroupRecord
 from realhf.trajectory.http.service import Service, answer
+from realhf.trajectory.http.ui_files import PAGE_PATH, UI_FILES
 from realhf.trajectory.state import views
 from realhf.trajectory.state.server_state import TrajectoryState
 from realhf.trajectory.wire.encode import encode_group
 
-_PAGE = Path(__file__).parent / "static" / "status.html"
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    "object-src 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
 _MAX_SEQUENCES = 4
 _MAX_TOKENS = 2000
 
@@ -26,10 +36,8 @@ def router(service: Service) -> APIRouter:
     routes = APIRouter(tags=["server"])
     tokenizer = Tokenizer(service.config.tokenizer)
 
-    @routes.get("/ui", response_class=HTMLResponse)
-    async def page() -> Response:
-        """Return the status page."""
-        return HTMLResponse(_PAGE.read_text(encoding="utf-8"))
+    for path, file in UI_FILES.items():
+        routes.add_api_route(path, _static(file), methods=["GET"], include_in_schema=path == PAGE_PATH)
 
     @routes.get("/ui/data")
     async def data() -> Response:
@@ -40,6 +48,16 @@ def router(service: Service) -> APIRouter:
         return answer(body | {"store": engine.store.name, "strict": service.config.strict})
 
     return routes
+
+
+def _static(file: Traversable) -> Callable[[], Awaitable[Response]]:
+    content, kind = file.read_bytes(), mimetypes.guess_type(file.name)[0] or "application/octet-stream"
+
+    async def page() -> Response:
+        """Return the status page, or a file of it."""
+        return Response(content, media_type=kind, headers=_HEADERS)
+
+    return page
 
 
 class Tokenizer:

@@ -2,6 +2,7 @@
 
 import { $, h } from "./dom.js";
 import { Store } from "./store.js";
+import { themeOf } from "./theme.js";
 import * as advisories from "./advisories.js";
 import * as overview from "./overview.js";
 import * as rollout from "./rollout.js";
@@ -120,7 +121,6 @@ async function followChanges() {
 
 const KEYS = {
   c: () => openRuns(),
-  d: () => nextTheme(),
   "?": () => openKeys(),
 };
 
@@ -174,21 +174,8 @@ function chooseRuns() {
   if (boxes.length) go(address().page.name, { runs: boxes.slice(0, MOST_COMPARED).join(",") });
 }
 
-const THEMES = ["auto", "light", "dark"];
-
-function setTheme(theme) {
-  document.documentElement.dataset.theme = theme;
-  $("theme").textContent = `Theme: ${theme}`;
-  localStorage.setItem("theme", theme);
-}
-
-function nextTheme() {
-  setTheme(THEMES[(THEMES.indexOf(document.documentElement.dataset.theme) + 1) % THEMES.length]);
-}
-
 async function main() {
-  setTheme(THEMES.includes(localStorage.getItem("theme")) ? localStorage.getItem("theme") : "auto");
-  $("theme").addEventListener("click", nextTheme);
+  KEYS.d = themeOf($("theme"));
   $("help").addEventListener("click", openKeys);
   $("choose").addEventListener("click", openRuns);
   $("runs").addEventListener("close", chooseRuns);

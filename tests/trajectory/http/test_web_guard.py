@@ -90,8 +90,11 @@ def test_names_of_the_server_can_be_allowed():
 
 def test_with_a_token_pages_load_and_their_data_needs_it():
     with running_server(token="s") as url, httpx.Client(base_url=url) as api:
-        for page in ("/ui", "/docs", "/openapi.json"):
+        for page in ("/ui", "/ui/status.js", "/ui/look.css", "/docs", "/openapi.json"):
             assert api.get(page).status_code == 200, page
+        policy = api.get("/ui").headers["content-security-policy"]
+        assert "default-src 'self'" in policy and "unsafe" not in policy
+        assert "<script>" not in api.get("/ui").text and " style=" not in api.get("/ui").text
         assert api.get("/openapi.json").json()["security"] == [{"token": []}], "the page can be told the token"
         assert api.get("/ui/data").status_code == 401
         bearer = {"Authorization": "Bearer s", "Origin": "http://dashboard.example"}
@@ -101,13 +104,23 @@ def test_with_a_token_pages_load_and_their_data_needs_it():
             assert api.get("/reset_data", headers=header).status_code == 401
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(PROGRAM is None, reason=ABSENT)
 def test_a_browser_shows_the_data_with_the_token_from_the_address():
     with running_server(token="s") as url, closing(Chromium()) as page:
         page.open(url + "/ui")
-        page.wait("document.getElementById('where').textContent.includes('a token is needed')")
+        page.wait("document.getElementById('notice').textContent.includes('a token is needed')")
+        refused, page.problems[:] = list(page.problems), []
+        assert all("401" in problem for problem in refused)
         page.open(url + "/ui?again#token=s")
-        page.wait("document.getElementById('where').textContent.includes('no trainer registered')")
+        page.wait("document.getElementById('state').textContent.includes('no trainer registered')")
+        for scheme in ("light", "dark"):
+            page.look(390, 800, scheme)
+            assert page.js("document.documentElement.scrollWidth") <= 390
+        asked = page.js("performance.getEntriesByType('resource').map((one) => one.name)")
+        assert len(asked) > 5 and all(one.startswith(url) for one in asked)
+        page.open("about:blank")
+        assert page.problems == []
 
 
 @pytest.fixture

@@ -4,11 +4,11 @@ import { cards } from "./account.js";
 import { readLog } from "./episode_log.js";
 import { Picker } from "./picker.js";
 import { ask, beginSession } from "./server.js";
+import { themeOf } from "./theme.js";
 import { element, entry, percent, prose } from "./transcript.js";
 
 const byId = (id) => document.getElementById(id);
 const REPLAY_STEP_MS = 1200;
-const THEMES = ["auto", "light", "dark"];
 
 const page = {
   session: null,
@@ -347,12 +347,6 @@ function key(event) {
 
 // --- beginning --------------------------------------------------------------------------------------------------
 
-function theme(name) {
-  document.documentElement.dataset.theme = name;
-  byId("theme").textContent = `Theme: ${name}`;
-  localStorage.setItem("theme", name);
-}
-
 function listen() {
   const clicks = {
     run: submit,
@@ -370,7 +364,6 @@ function listen() {
     "replay-close": endReplay,
     "open-log": () => byId("log-file").click(),
     help: () => byId("shortcuts").showModal(),
-    theme: () => theme(THEMES[(THEMES.indexOf(document.documentElement.dataset.theme) + 1) % THEMES.length]),
     "toggle-tasks": () => {
       document.body.dataset.tasks = document.body.dataset.tasks === "open" ? "closed" : "open";
     },
@@ -427,6 +420,6 @@ async function begin() {
   document.documentElement.dataset.ready = "yes";
 }
 
-theme(localStorage.getItem("theme") ?? "auto");
+themeOf(byId("theme"));
 listen();
 begin().catch((problem) => tell(problem.message));

@@ -30,7 +30,8 @@ export function smoothed(values, weight) {
 
 /**
  * A chart. `spec`: {title, unit, about, series: [{label, x, y, kind}], points: [{label, x, y, low, high, kind}],
- * stacked, from0}; `kind` is the number of a colour. `y` may hold null and texts (no number), which are left out.
+ * stacked, from0, along}; `kind` is the number of a colour, `along` the word for x (step). `y` may hold null and texts (no
+ * number), which are left out.
  */
 export class Chart {
   constructor() {
@@ -58,7 +59,7 @@ export class Chart {
     const places = extent(lines, spec.points ?? [], spec.stacked || spec.from0);
     this.places = places;
     this.drawing.replaceChildren();
-    this.drawing.setAttribute("aria-label", `${spec.title} over the steps`);
+    this.drawing.setAttribute("aria-label", `${spec.title}, over: ${spec.along ?? "step"}`);
     if (!places) {
       this.drawing.append(s("text", { x: WIDTH / 2, y: HEIGHT / 2, class: "none" }, "no values yet"));
       this.readout.replaceChildren();
@@ -114,7 +115,7 @@ export class Chart {
       return entry(line, value ?? null);
     });
     labels.push(...held.map((one) => entry({ ...one, label: `${one.label}, held out` }, one.y)));
-    this.readout.replaceChildren(h("span", { class: "muted" }, shown ? `step ${cursor}` : "last"), ...labels);
+    this.readout.replaceChildren(h("span", { class: "muted" }, shown ? `${this.spec.along ?? "step"} ${cursor}` : "last"), ...labels);
   }
 }
 
