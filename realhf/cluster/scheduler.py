@@ -180,7 +180,8 @@ class ClusterScheduler:
         """Wait until the hosts that were asked for are there, and when the run begins again, those of before or what is
         left of them after ``REJOIN_S``. Raises ClusterError."""
         if self._starter is not None:
-            self._starter.start_agents(door.endpoint, self.key_file)
+            with self._local.beside():
+                self._starter.start_agents(door.endpoint, self.key_file)
         options = self._options
         again = self._before is not None
         wanted = self._before if self._before is not None else set(options.hosts)

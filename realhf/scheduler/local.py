@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import IO
 
@@ -42,8 +43,8 @@ class LocalScheduler:
     without polling.
 
     With ``orphans_are_ours`` this process adopts the orphans of its workers (see ``orphans_adopted``), so that every
-    child left at the end is killed, but for those that it had when the scheduler was made and what they have started.
-    Use it only in a process that starts nothing else meanwhile.
+    child left at the end is killed, but for those that it had when the scheduler was made, those of ``beside``, and
+    what they have started. Use it only in a process that starts nothing else meanwhile.
     """
 
     def __init__(self, *, orphans_are_ours: bool = False) -> None:
@@ -115,6 +116,16 @@ class LocalScheduler:
         for child in self._children.values():
             self._forget(child)
         self._children.clear()
+
+    @contextlib.contextmanager
+    def beside(self) -> Iterator[None]:
+        """Leave alone, as if they had been there when the scheduler was made, the children that this process gets
+        within the block."""
+        before = set(psutil.Process().children())
+        try:
+            yield
+        finally:
+            self._strangers |= set(psutil.Process().children()) - before
 
     def watch(self, descriptor: int) -> None:
         """Let ``wait`` return, perhaps without events, when this descriptor becomes readable."""

@@ -120,11 +120,13 @@ def test_stop_kills_what_ignores_sigterm_with_descendants_in_other_sessions(tmp_
     scheduler.stop()
 
 
-def test_stop_leaves_alone_what_the_process_had_started_before(tmp_path, modules):
-    """A program with servers of its own may train with the launcher inside it, one run after the other."""
+def test_stop_leaves_alone_what_the_process_has_started_for_itself(tmp_path, modules):
+    """A program with servers of its own may train with the launcher inside it, one run after the other; another one
+    comes while a scheduler is there."""
     modules("stubborn", STUBBORN)
     server = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(600)'])"
     stranger = subprocess.Popen([sys.executable, "-c", server], start_new_session=True)
+    later: list[subprocess.Popen[bytes]] = []
     try:
         deadline = time.monotonic() + 20
         while not any("sleep" in line[-1] for line in family(stranger.pid).values()):
@@ -133,12 +135,18 @@ def test_stop_leaves_alone_what_the_process_had_started_before(tmp_path, modules
         before = family(stranger.pid)
         with orphans_adopted():
             scheduler = LocalScheduler(orphans_are_ours=True)
+            with scheduler.beside():
+                later.append(subprocess.Popen(["sleep", "600"]))
             scheduler.start(spec(tmp_path, "stubborn/0", "stubborn", events=True))
             child = int(collect(scheduler, WorkerLine)[0].text.split()[1])
             scheduler.stop(grace_s=0.2)
         assert gone([child], 5)
         assert stranger.poll() is None and family(stranger.pid) == before
+        assert later[0].poll() is None
     finally:
+        for process in later:
+            process.kill()
+            process.wait(10)
         for process in family(stranger.pid):
             process.kill()
         stranger.wait(10)

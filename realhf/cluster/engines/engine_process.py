@@ -2,7 +2,7 @@
 
 The helper (``serve``) is told ``{"start": ...}`` and ``{"stop": true}``. It answers ``{"started": true}``,
 ``{"problem": TEXT}`` at any time, and ``{"stopped": true}``. It ends when its standard input does, thus with the
-launcher.
+scheduler or the launcher.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from realhf.cluster.errors import ClusterError
 
 STOP_S = 20.0
 """How long a helper may take to end its agents."""
+END_S = 5.0
+"""How long a helper without agents may take to end itself."""
 LOOK_S = 2.0
 """How often a helper looks whether its agents run."""
 MOST_LINE_BYTES = 1 << 16
@@ -43,15 +45,12 @@ class Engine(Protocol):
 
 
 class EngineProcess:
-    """Is the launcher's end. Make it before the launcher's scheduler, which takes every process that the launcher
-    starts later for one of its own, and ends it."""
+    """Is the launcher's end. The helper lives from ``start`` to ``stop``. Whoever ends what the launcher has started
+    leaves it alone, see ``LocalScheduler.beside``."""
 
     def __init__(self, module: str) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", module], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
-        )
-        assert self._process.stdout is not None
-        os.set_blocking(self._process.stdout.fileno(), False)
+        self._module = module
+        self._process: subprocess.Popen[bytes] | None = None
         self._partial = b""
         self._problem = ""
 
@@ -59,6 +58,8 @@ class EngineProcess:
         """Start agents, and wait until they are on their way. Raises ClusterError with the reason, also when ``what``
         did not come about within ``limit_s``."""
         self._problem = ""
+        if self._process is None:
+            self._begin()
         self._say({"start": plan})
         if not self._heard("started", limit_s) and not self._problem:
             self._problem = f"{what} did not come about within {limit_s:g} s"
@@ -71,23 +72,43 @@ class EngineProcess:
         return self._problem
 
     def stop(self) -> None:
-        """End the agents; the helper stays for another run. Kills one that does not answer."""
-        if self._process.poll() is None:
+        """End the agents, and the helper. Kills one that does not answer."""
+        if (process := self._process) is None:
+            return
+        if process.poll() is None:
             self._say({"stop": True})
-            if not self._heard("stopped", STOP_S):
-                self._process.kill()
-                self._process.wait()
+            self._heard("stopped", STOP_S)
+        assert process.stdin is not None and process.stdout is not None
+        with contextlib.suppress(OSError):
+            process.stdin.close()
+        try:
+            process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        process.stdout.close()
+        self._process = None
+
+    def _begin(self) -> None:
+        command = [sys.executable, "-m", self._module]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+        assert self._process.stdout is not None
+        os.set_blocking(self._process.stdout.fileno(), False)
+        self._partial = b""
 
     def _say(self, message: Mapping[str, Any]) -> None:
-        assert self._process.stdin is not None
+        process = self._process
+        assert process is not None and process.stdin is not None
         try:
-            self._process.stdin.write(json.dumps(message).encode() + b"\n")
-            self._process.stdin.flush()
+            process.stdin.write(json.dumps(message).encode() + b"\n")
+            process.stdin.flush()
         except OSError:
-            self._problem = f"the process that starts host agents has ended with {self._process.wait()}"
+            self._problem = "the process that starts host agents has ended"
 
     def _heard(self, key: str, limit_s: float) -> bool:
         """Read what the helper says until it says ``key`` or a problem; return whether it said ``key``."""
+        if self._process is None:
+            return False
         pipe, deadline = self._process.stdout, time.monotonic() + limit_s
         assert pipe is not None
         with selectors.DefaultSelector() as selector:

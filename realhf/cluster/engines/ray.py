@@ -63,7 +63,7 @@ def _needs(cpus: int, gpus: int) -> dict[str, float]:
 
 
 class RayStarter:
-    """Is an ``AgentStarter``. Its helper process is there from the start, and imports Ray when agents are wanted."""
+    """Is an ``AgentStarter`` by a helper process, which imports Ray and ends with the run."""
 
     def __init__(self, options: RayOptions) -> None:
         self._options = options
