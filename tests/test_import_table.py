@@ -100,7 +100,7 @@ ROOMS: dict[str, str] = {
     "monitor/advisories": "monitor/rollouts",
     "monitor/trackers": "",
     "monitor": "api api/config base monitor/advisories monitor/metrics monitor/trackers",
-    "cluster": "api/config base scheduler transport transport/network",
+    "cluster": "api/config base monitor scheduler transport transport/network",
     "cluster/engines": "api/config cluster scheduler transport/network",
     "view": "api base monitor monitor/advisories monitor/metrics monitor/rollouts",
     "launch": "api api/chat api/config base builtins env/doors monitor scheduler transport/network",

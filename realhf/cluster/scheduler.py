@@ -18,6 +18,7 @@ from realhf.cluster.messages import Ended, EndWorker, Exited, Lines, NotStarted,
 from realhf.cluster.operator_desk import OperatorDesk
 from realhf.cluster.options import ELASTIC, ClusterOptions
 from realhf.cluster.placement import LAUNCHER, kind_of
+from realhf.monitor.host_lanes import note_placement
 from realhf.scheduler.base import Notice, WorkerEvent, WorkerExit, WorkerLine, WorkerSpec, WorkersWanted
 from realhf.scheduler.local import LocalScheduler
 from realhf.transport.network.keys import RunKeys
@@ -72,6 +73,7 @@ class ClusterScheduler:
         self._before: set[str] | None = None
         self._placed: set[str] = set()
         self._running = False
+        self._run_dir: Path | None = None
 
     # ---- Scheduler
 
@@ -83,6 +85,8 @@ class ClusterScheduler:
         if spec.name == MASTER:
             self._wait_for_hosts(door)
             self._running = True
+        if kind_of(spec.name) != JOB:
+            self._run_dir = spec.log.parent.parent
         if kind_of(spec.name) in (JOB, MASTER):
             self._start_here(spec)
             return
@@ -245,6 +249,7 @@ class ClusterScheduler:
     def _start_here(self, spec: WorkerSpec) -> None:
         self._local.start(spec)
         self._table.workers[spec.name] = Running(spec, LAUNCHER, time.monotonic(), spec.gpu)
+        self._note(LAUNCHER, spec.name)
 
     def _start_there(self, door: Door, spec: WorkerSpec, name: str, gpu: int | None) -> None:
         host = self._table.hosts[name]
@@ -272,6 +277,13 @@ class ClusterScheduler:
             ),
         )
         self._table.workers[spec.name] = Running(spec, name, time.monotonic(), gpu)
+        self._note(name, spec.name)
+
+    def _note(self, host: str, process: str = "", *, lost: str = "") -> None:
+        """Keep what happened to a host for the timeline. A full disk must not end the run."""
+        if self._run_dir is not None and kind_of(process) != JOB:
+            with contextlib.suppress(OSError):
+                note_placement(self._run_dir, host, process, lost=lost)
 
     # ---- what happens
 
@@ -305,6 +317,7 @@ class ClusterScheduler:
 
     def _gone(self, name: str, cause: str) -> None:
         left = self._table.take(name)
+        self._note(name, lost=cause.partition(": ")[2])
         self._backlog.append(Notice(f"{cause.removeprefix('its ')}; {len(left)} workers were there"))
         for worker, running in left.items():
             self._backlog.append(WorkerExit(worker, LOST, running.spec.log, _size(running.spec.log), cause))

@@ -47,6 +47,7 @@ RESULTS = (
     "timeline.png",
     "trace",
     "trace.json",
+    "placements.jsonl",
     "report.html",
     "rollouts",
     "trajectory",

@@ -10,12 +10,14 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from realhf.monitor import report_html as html
 from realhf.monitor.advisories.of_run import advise_run
 from realhf.monitor.headline import STEP_TIME, Row
+from realhf.monitor.host_lanes import HostLanes
 from realhf.monitor.metrics.renaming import success_by_group
 from realhf.monitor.metrics_log import read_metrics
 from realhf.monitor.pictures import ASYNC, LEARNING, TIME, TIMELINE, draw_pictures
@@ -63,6 +65,7 @@ def write_report(run_dir: Path) -> Path:
         *_advisories(run_dir, rows),
         *_held_out(Evaluations(run_dir)),
         *_rollouts(run_dir, rows),
+        *_hosts(run_dir),
         *[part for file, name in PICTURES for part in _picture(run_dir / file, name)],
         *_steps(rows),
         *_trace(run_dir),
@@ -146,6 +149,17 @@ def _rollouts(run_dir: Path, rows: Sequence[Row]) -> list[str]:
         html.table(["", "whole run"], table),
         html.table(["failures", "failed", "retried"], failures) if failures else html.paragraph("No failures."),
     ]
+
+
+def _hosts(run_dir: Path) -> list[str]:
+    """Say what ran on each host of a run over several, and when hosts were lost."""
+    hosts = HostLanes(run_dir)
+    lost = [(host, f"{datetime.fromtimestamp(at / 1e6, UTC):%H:%M:%S} UTC, {why}") for at, host, why in hosts.lost]
+    table = [
+        [name, ", ".join(hosts.processes(name)), "; ".join(told for host, told in lost if host == name)]
+        for name in hosts.hosts
+    ]
+    return [html.heading("Hosts"), html.sentences(["host", "processes", "lost"], table)] if table else []
 
 
 def _picture(path: Path, name: str) -> list[str]:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from realhf.api.trace import ENV, GENERATE, KINDS, OTHER, REF, STEP, TRAIN, WAIT, WEIGHTS, kind_of
+from realhf.monitor.host_lanes import HostLanes
 from realhf.monitor.plots import new_figure, save_figure
 from realhf.monitor.trace_files import read_events
 from realhf.monitor.trace_format import COMPLETE, INSTANT, place_of
@@ -74,8 +75,10 @@ def last_steps(run_dir: Path, n_steps: int) -> Window | None:
     return Window(began, ends[-1][0], ends[-n_steps:])
 
 
-def work_of(run_dir: Path, window: Window, n_bins: int = BINS) -> dict[str, Work]:
-    """Return what every process did in the window, in the order of the trace."""
+def work_of(run_dir: Path, window: Window, n_bins: int = BINS) -> dict[tuple[str, str], Work]:
+    """Return what every process did in the window, by host and process, in the order of both. A process that was on
+    two hosts has a row on each; the host is "" in a run on one machine."""
+    hosts = HostLanes(run_dir)
     processes: dict[int, str] = {}
     lines: dict[tuple[int, int], list[Span]] = {}
     for event in read_events(run_dir):
@@ -85,13 +88,14 @@ def work_of(run_dir: Path, window: Window, n_bins: int = BINS) -> dict[str, Work
             began, ended = max(event.ts, window.began), min(event.ts + (event.dur or 0), window.ended)
             if began < ended:
                 lines.setdefault((event.pid, event.tid), []).append((began, ended, kind_of(event.name)))
-    found = {pid: Work() for pid in processes}
+    found = {(hosts.at(name, window.ended), name): Work() for name in processes.values()}
     for (pid, _), spans in lines.items():
-        work = found.setdefault(pid, Work())
+        name = processes.get(pid, str(pid))
         for span in innermost(spans):
-            _spread(work, span, window, n_bins)
-    named = {processes.get(pid, str(pid)): work for pid, work in found.items()}
-    return {name: named[name] for name in sorted(named, key=lambda name: (place_of(name), name))}
+            _spread(found.setdefault((hosts.at(name, span[0]), name), Work()), span, window, n_bins)
+    order = {host: place for place, host in enumerate(hosts.hosts)}
+    rows = sorted(found, key=lambda row: (order.get(row[0], -1), place_of(row[1]), row[1]))
+    return {row: found[row] for row in rows}
 
 
 def innermost(spans: Iterable[Span]) -> Iterator[Span]:
@@ -126,8 +130,9 @@ def _spread(work: Work, span: Span, window: Window, n_bins: int) -> None:
 
 
 def plot_timeline(run_dir: Path, path: Path, *, n_steps: int = 10) -> bool:
-    """Plot one row per process, coloured by kind of work; the height is the share of its lines that are busy. Return
-    False when there is nothing to draw."""
+    """Plot one row per process, coloured by kind of work; the height is the share of its lines that are busy. In a run
+    over several hosts the rows of a host lie together in a band of its own, with a mark where it was lost. Return False
+    when there is nothing to draw."""
     window = last_steps(run_dir, n_steps)
     if window is None or window.began >= window.ended:
         return False
@@ -135,13 +140,15 @@ def plot_timeline(run_dir: Path, path: Path, *, n_steps: int = 10) -> bool:
     fig = new_figure(12, 1.2 + 0.62 * len(rows))
     axes = fig.subplots()
     seconds = np.linspace(0, (window.ended - window.began) / 1e6, BINS, endpoint=False)
+    _draw_hosts(axes, HostLanes(run_dir), [host for (host, _), _ in rows], window)
     for place, (_, work) in enumerate(rows):
         _draw_row(axes, seconds, len(rows) - 1 - place, work)
     for ended, step in window.steps:
         moment = (ended - window.began) / 1e6
         axes.axvline(moment, color="black", linewidth=0.5, alpha=0.5)
         axes.annotate(str(step), (moment, 1.0), xycoords=("data", "axes fraction"), ha="right", va="bottom", fontsize=7)
-    axes.set_yticks([place + 0.4 for place in range(len(rows))], [_label(*row) for row in reversed(rows)], fontsize=8)
+    labels = [_label(process, work) for (_, process), work in reversed(rows)]
+    axes.set_yticks([place + 0.4 for place in range(len(rows))], labels, fontsize=8)
     axes.set(
         xlim=(0, (window.ended - window.began) / 1e6),
         ylim=(-0.1, len(rows)),
@@ -151,6 +158,21 @@ def plot_timeline(run_dir: Path, path: Path, *, n_steps: int = 10) -> bool:
     _legend(fig, [work for _, work in rows])
     save_figure(fig, path)
     return True
+
+
+def _draw_hosts(axes: Any, hosts: HostLanes, rows: Sequence[str], window: Window) -> None:
+    """Draw a band behind the rows of each host, its name beside it, and a red mark where it was lost."""
+    for number, host in enumerate(hosts.hosts):
+        places = [len(rows) - 1 - place for place, name in enumerate(rows) if name == host]
+        if not places:
+            continue
+        low, high = min(places) - 0.1, max(places) + 0.9
+        axes.axhspan(low, high, color="#f3f3f3" if number % 2 == 0 else "#e3ebf3", zorder=-1)
+        spot = (1.005, (low + high) / 2)
+        axes.annotate(host, spot, xycoords=("axes fraction", "data"), va="center", fontsize=8, rotation=-90)
+        for moment, name, _ in hosts.lost:
+            if name == host and window.began <= moment <= window.ended:
+                axes.vlines((moment - window.began) / 1e6, low, high, color="#cc0000", linewidth=2)
 
 
 def _draw_row(axes: Any, seconds: np.ndarray, base: float, work: Work) -> None:

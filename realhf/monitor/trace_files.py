@@ -8,7 +8,8 @@ from pathlib import Path
 
 import msgspec
 
-from realhf.monitor.trace_format import TRACE_FILE, TRACE_FOLDER, TraceEvent
+from realhf.monitor.host_lanes import HostLanes
+from realhf.monitor.trace_format import METADATA, TRACE_FILE, TRACE_FOLDER, TraceEvent, process_number
 
 TAIL_BYTES = 16 * 2**20
 """How much is read at the end of each file for the timeline."""
@@ -36,9 +37,21 @@ def merge_traces(run_dir: Path) -> Path | None:
                         continue
                     target.write(event if first else b",\n" + event)
                     first = False
+        for event in _host_labels(run_dir):
+            target.write(event if first else b",\n" + event)
+            first = False
         target.write(b"\n]}\n")
     os.replace(partial, path)
     return path
+
+
+def _host_labels(run_dir: Path) -> Iterator[bytes]:
+    """Yield an event for each process of a run over several hosts that says where it was."""
+    lanes = HostLanes(run_dir)
+    for process in sorted({process for host in lanes.hosts for process in lanes.processes(host)}):
+        there = [host for host in lanes.hosts if process in lanes.processes(host)]
+        labels = {"labels": "host " + ", ".join(there)}
+        yield msgspec.json.encode(TraceEvent("process_labels", METADATA, 0, process_number(process), 0, args=labels))
 
 
 def trace_files(run_dir: Path) -> list[Path]:

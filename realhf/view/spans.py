@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import msgspec
 import numpy as np
 
 from realhf.api.trace import STEP
+from realhf.monitor.host_lanes import HostLanes
 from realhf.monitor.trace_files import TAIL_BYTES, trace_files
 from realhf.monitor.trace_format import COMPLETE, INSTANT, TraceEvent, place_of
 from realhf.view.line_tail import LineTail
@@ -18,6 +20,8 @@ from realhf.view.packed import pack
 MOST_SPANS = 300_000
 """When a run has more spans than these, the older half of them is forgotten."""
 _MOST_NAMES = 60_000
+_LATEST = 2**63 - 1
+"""A moment after all others."""
 
 
 class RunSpans:
@@ -40,11 +44,12 @@ class RunSpans:
             first = start if epoch == self._epoch and 0 <= start <= len(self._rows) else 0
             rows = self._rows[first:]
             table = np.array(rows, dtype=np.float64).reshape(len(rows), 5)
+            hosts = HostLanes(self._run_dir)
             about = {
                 "epoch": self._epoch,
                 "start": first,
                 "base": self._base / 1e6,
-                "processes": [{"pid": pid, "name": name} for pid, name in sorted(self._processes.items(), key=_order)],
+                "processes": _in_order(self._processes, hosts),
                 "lines": [{"pid": pid, "name": self._line_names.get((pid, tid), str(tid))} for pid, tid in self._lines],
                 "names": list(self._names),
                 "samples": list(self._samples),
@@ -118,5 +123,10 @@ class RunSpans:
         return (ts - self._base) / 1e6
 
 
-def _order(process: tuple[int, str]) -> tuple[Any, ...]:
-    return place_of(process[1]), process[0]
+def _in_order(processes: Mapping[int, str], hosts: HostLanes) -> list[dict[str, Any]]:
+    """Return the processes in the order of display; in a run over several hosts by the host that each was on last,
+    which stands before its name."""
+    rows = [(hosts.at(name, _LATEST), pid, name) for pid, name in processes.items()]
+    order = {host: place for place, host in enumerate(hosts.hosts)}
+    rows.sort(key=lambda row: (order.get(row[0], -1), place_of(row[2]), row[1]))
+    return [{"pid": pid, "name": f"{host} · {name}" if host else name} for host, pid, name in rows]

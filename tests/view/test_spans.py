@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from realhf.monitor.host_lanes import note_placement
 from realhf.monitor.trace import TraceWriter
 from realhf.monitor.trace_format import file_of
 from realhf.view.spans import RunSpans
@@ -45,6 +46,16 @@ def test_spans_carry_their_names_and_only_new_ones_are_sent(tmp_path: Path):
     assert [step for _, step in header["steps"]] == [4]
     again, arrays = unpacked(spans.packed(header["epoch"], 2))
     assert (again["start"], len(arrays["began"])) == (2, 0)
+
+
+def test_processes_of_several_hosts_stand_by_their_host(tmp_path: Path):
+    for process in ("rollout_worker/0", "model_worker/0", "master"):
+        TraceWriter(file_of(tmp_path, process), process).close()
+    for host, process in (("b", "rollout_worker/0"), ("b", "model_worker/0"), ("c", "rollout_worker/0")):
+        note_placement(tmp_path, host, process)
+    header, _ = unpacked(RunSpans(tmp_path).packed(0, 0))
+    names = [process["name"] for process in header["processes"]]
+    assert names == ["launcher · master", "b · model_worker/0", "c · rollout_worker/0"]
 
 
 def test_lines_without_sense_are_left_out(tmp_path: Path):
