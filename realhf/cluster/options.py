@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from realhf.api.config.network import ADDRESS_WANTED, no_address
 from realhf.api.config.option import option
 
 
@@ -41,6 +42,8 @@ class ClusterOptions:
 
     def problems(self, name: str) -> Iterator[str]:
         """Only players can be added to a run, and the master stays where the launcher is."""
+        if no_address(self.address):
+            yield f"{name}.address={self.address}: {ADDRESS_WANTED}"
         for kind, count in self.joining.items():
             if kind not in ELASTIC:
                 yield f"{name}.joining.{kind}: only {' and '.join(ELASTIC)} can join a running run"

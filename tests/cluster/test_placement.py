@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from realhf.cluster.errors import ClusterError
+from realhf.cluster.options import ClusterOptions
 from realhf.cluster.placement import LAUNCHER, Place, capacity, choose, gpu_of, wished
 
 
@@ -71,3 +72,10 @@ def test_a_trainer_on_a_host_without_the_run_folder_is_refused():
 def test_capacity_is_said_by_host():
     text = capacity([place(LAUNCHER, cores=2), place("b", "model_worker/0", gpus=2)])
     assert text == "launcher: 2 cores, 0 of 0 GPUs free, 0 workers; b: 8 cores, 1 of 2 GPUs free, 1 workers"
+
+
+@pytest.mark.parametrize("address", ["::1", "[::1]", "tcp://10.0.0.1", "10.0.0.1:7788"])
+def test_a_door_is_at_an_address_without_port_that_is_not_of_ipv6(address: str):
+    (problem,) = ClusterOptions(address=address).problems("scheduler")
+    assert problem.startswith(f"scheduler.address={address}: give an IPv4 address or a host name")
+    assert not [*ClusterOptions(address="host.example").problems("scheduler")]

@@ -8,6 +8,12 @@ from dataclasses import dataclass
 from realhf.api.config.option import option
 
 WILDCARD = "0.0.0.0"
+ADDRESS_WANTED = "give an IPv4 address or a host name, without scheme and port; IPv6 is not supported"
+
+
+def no_address(text: str) -> bool:
+    """Return whether a text, which may be empty, cannot be an IPv4 address or a host name."""
+    return bool(text) and (":" in text or "/" in text or text != text.strip())
 
 
 @dataclass
@@ -39,5 +45,5 @@ class NetworkConfig:
         if self.advertise == WILDCARD:
             yield f"{name}.advertise={WILDCARD}: nobody can connect there; give an address of the master's host"
         for option_name, text in (("bind", self.bind), ("advertise", self.advertise)):
-            if text and (":" in text or "/" in text or text != text.strip()):
-                yield f"{name}.{option_name}={text}: give an IPv4 address or a host name, without scheme and port"
+            if no_address(text):
+                yield f"{name}.{option_name}={text}: {ADDRESS_WANTED}"

@@ -24,7 +24,8 @@ def host_of(endpoint: str) -> str:
     # ZeroMQ would take more than this, such as ``tcp://interface;peer:port``.
     plain = parts is not None and parts.hostname and parts.scheme == "tcp" and parts.netloc.count(":") == 1
     if parts is None or not plain or set(parts.netloc) & set(";@*[]") or parts.path or parts.query:
-        raise NetworkError(f"{endpoint!r:.80} is not an address of the form tcp://HOST:PORT")
+        hint = "; IPv6 is not supported, give an IPv4 address or a name" if "::" in endpoint else ""
+        raise NetworkError(f"{endpoint!r:.80} is not an address of the form tcp://HOST:PORT{hint}")
     return str(parts.hostname)
 
 

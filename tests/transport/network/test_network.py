@@ -10,7 +10,7 @@ import zmq
 
 from realhf.api.config import NetworkConfig
 from realhf.transport.errors import AddressTaken, NetworkError
-from realhf.transport.network.addresses import address_towards, on_loopback, own_addresses
+from realhf.transport.network.addresses import address_towards, host_of, on_loopback, own_addresses
 from realhf.transport.network.keys import RunKeys
 from realhf.transport.network.network import LOOPBACK, Network
 
@@ -125,6 +125,13 @@ def test_a_socket_without_a_doorkeeper_takes_nobody(router):
 def test_only_what_is_loopback_by_itself_counts():
     assert all(map(on_loopback, ("tcp://127.0.0.1:1", "tcp://127.3.2.1:1", "tcp://localhost:1")))
     assert not any(map(on_loopback, ("tcp://10.0.0.1:1", "tcp://loopback.example:1", "tcp://*:1", "udp://127.0.0.1:1")))
+
+
+@pytest.mark.parametrize("endpoint", ["tcp://[::1]:0", "tcp://::1:7788", "tcp://[fe80::1%eth0]:1"])
+def test_ipv6_is_refused_by_name(endpoint):
+    with pytest.raises(NetworkError, match=r"not an address of the form tcp://HOST:PORT; IPv6 is not supported"):
+        host_of(endpoint)
+    assert not on_loopback(endpoint)
 
 
 def test_a_token_stands_before_the_host_where_there_are_keys():
