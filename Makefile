@@ -36,7 +36,7 @@ help:
 	@echo "make test-inspect  install Inspect and pyarrow beside it and read exported rollouts with them"
 	@echo "make test-compile  compile a model and compare its losses: minutes the first time"
 	@echo "make test-vllm  install vLLM for the CPU beside it and run the tests that need a real server"
-	@echo "make test-cluster  run over several hosts, which are network namespaces: as root; SCHEDULES=50 random faults"
+	@echo "make test-cluster  run over several hosts, which are network namespaces: as root; SCHEDULES=50 random faults; keeps a report in out/cluster"
 	@echo "make test-ray  install Ray beside it and let it start host agents on this machine"
 	@echo "make test-gpu  on a machine with a GPU: run the tests that need one, then measure and print a table (GPU_PYTHON=python3)"
 	@echo "make install  make .venv and install the project into it"
@@ -169,7 +169,7 @@ test-cluster: install
 
 .PHONY: test-ray
 test-ray: install .venv-ray/.installed
-	.venv-ray/bin/python -m pytest -q -rs tests/cluster/engines --run-cluster
+	.venv-ray/bin/python -m pytest -q -rs tests/cluster/engines tests/cluster/test_same_losses.py --run-cluster
 
 test-compile: install
 	$(BIN)/python -m pytest -q -rs tests/backends/execution --run-compile

@@ -1,31 +1,40 @@
-"""The same synchronous run started by ``local`` and by ``ray``, in turns: are losses identical, what does a step cost?
+"""The same synchronous run started in several ways, in turns: are losses identical, what does a step cost?
 
-    python -m benchmarks.network.schedulers [--rounds 3] [--steps 12] [--schedulers local ray] [--json FILE]
+    python -m benchmarks.network.schedulers [--rounds 3] [--steps 12] [--schedulers local join ray] [--json FILE]
 
-The run is GRPO on SQL tasks with a small untaught policy, on one machine, its network on the loopback. With ``ray`` the
-worker that trains runs below a host agent that Ray has placed. Losses, and everything else in ``metrics.jsonl`` but
+The run is GRPO on SQL tasks with a small untaught policy, on one machine. With ``join`` the worker that trains runs
+below a host agent that has joined over the loopback, with ``hosts`` below one in another network namespace, over a
+cable and encrypted; with ``ray`` below one that Ray has placed. Losses, and everything else in ``metrics.jsonl`` but
 times, are compared to the last bit, step by step, with those of the first run. The cost of a step is the median over
-all but the first two steps of a run; printed is its ratio to that of ``local`` in the same round. Ray is needed.
+all but the first two steps of a run; printed is its ratio to that of the first way in the same round. ``ray`` needs
+Ray, ``hosts`` needs root.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.network.hosts import two_hosts
+from realhf.transport.network.keys import RunKeys
+
 STEP_SECONDS = "time/step"
 RUN_S = 900
-WAYS: dict[str, tuple[str, ...]] = {
-    "local": (),
-    "ray": ("scheduler=ray", "network.bind=127.0.0.1", "scheduler.players=0", "scheduler.trainer_cpus=1"),
-}
+END_S = 60
+ROOT = Path(__file__).resolve().parents[2]
+TRAINER = "trainer"
+WAYS = ("local", "join", "hosts", "ray")
 OPTIONS = (
     "experiment=grpo",
     "env=sql",
@@ -38,7 +47,7 @@ OPTIONS = (
     "evaluation.episodes_per_task=0",
     "evaluation.greedy_episodes_per_task=0",
     "torch_threads=1",
-    "monitor.tensorboard=false",
+    "monitor.trackers=[]",
     "monitor.progress=false",
     "monitor.plot_every_steps=0",
 )
@@ -56,19 +65,75 @@ def policy(folder: Path) -> Path:
     return folder / "policy"
 
 
-def run(way: str, folder: Path, actor: Path, steps: int) -> list[dict[str, Any]]:
-    """Run once; the metrics of its steps. Raises RuntimeError with the launcher's last words."""
-    given = [*OPTIONS, f"fileroot={folder}", f"actor.path={actor}", f"total_train_steps={steps}", *WAYS[way]]
-    if way != "local":
-        given.append(f"scheduler.key_file={folder / 'key'}")
-        given.append("scheduler.port=0")
-    command = [sys.executable, "-m", "realhf.launch", *given]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=RUN_S, env=environment, check=False)
+@dataclass(frozen=True)
+class Way:
+    """How a run is started: options of its launcher, words before its command, and the same for a host agent, if the
+    way needs one that nobody else starts."""
+
+    options: tuple[str, ...] = ()
+    enter: tuple[str, ...] = ()
+    agent: tuple[str, ...] = ()
+    agent_enter: tuple[str, ...] = ()
+
+
+@contextlib.contextmanager
+def way_of(name: str, folder: Path) -> Iterator[Way]:
+    """Make what a way needs, and take it away at the end. Raises NoNamespaces with the reason."""
+    key = folder / "key"
+    if name == "local":
+        yield Way()
+    elif name == "ray":
+        ray = ("scheduler=ray", "network.bind=127.0.0.1", "scheduler.players=0", "scheduler.trainer_cpus=1")
+        yield Way((*ray, f"scheduler.key_file={key}", "scheduler.port=0"))
+    elif name == "join":
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        yield _joined("127.0.0.1", port, key, folder)
+    else:
+        with two_hosts() as (here, there):
+            yield _joined(here.address, 7788, key, folder, here.enter, there.enter)
+
+
+def _joined(
+    address: str, port: int, key: Path, folder: Path, enter: Sequence[str] = (), agent_enter: Sequence[str] = ()
+) -> Way:
+    RunKeys.make().write(key)
+    options = (
+        *("scheduler=join", f"network.bind={address}", f"scheduler.port={port}", f"scheduler.key_file={key}"),
+        *(f"scheduler.hosts=[{TRAINER}]", f"scheduler.placement.model_worker={TRAINER}"),
+    )
+    agent = ("--join", f"tcp://{address}:{port}", "--key-file", str(key), "--host-agent", "--name", TRAINER)
+    agent += ("--folder", str(folder / "host"), "--linger-s", "2")
+    return Way(options, tuple(enter), agent, tuple(agent_enter))
+
+
+def run(name: str, folder: Path, actor: Path, steps: int) -> list[dict[str, Any]]:
+    """Run once; the metrics of its steps. Raises RuntimeError with the launcher's last words, and NoNamespaces."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    with way_of(name, folder) as way, contextlib.ExitStack() as stack:
+        given = [*OPTIONS, f"fileroot={folder / 'runs'}", f"actor.path={actor}", f"total_train_steps={steps}"]
+        command = [*way.enter, sys.executable, "-m", "realhf.launch", *given, *way.options]
+        if way.agent:
+            words = [*way.agent_enter, sys.executable, "-m", "realhf.worker", *way.agent]
+            log = stack.enter_context((folder / "agent.log").open("wb"))
+            agent = subprocess.Popen(words, stdout=log, stderr=log, env=environment, cwd=ROOT)
+            stack.callback(_end, agent)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=RUN_S, env=environment, cwd=ROOT, check=False
+        )
     if done.returncode:
-        raise RuntimeError(f"{way}: {(done.stdout + done.stderr)[-2000:]}")
-    (path,) = folder.glob("*/*/metrics.jsonl")
+        raise RuntimeError(f"{name}: {(done.stdout + done.stderr)[-2000:]}")
+    (path,) = (folder / "runs").glob("*/*/metrics.jsonl")
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """An agent ends with its run; one whose run has failed is told to."""
+    try:
+        process.wait(END_S / 4)
+    except subprocess.TimeoutExpired:
+        process.terminate()
+        process.wait(END_S)
 
 
 def losses(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -81,7 +146,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--schedulers", nargs="+", choices=[*WAYS], default=[*WAYS])
+    parser.add_argument("--schedulers", nargs="+", choices=WAYS, default=["local", "join", "ray"])
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     seconds: dict[str, list[float]] = {way: [] for way in args.schedulers}

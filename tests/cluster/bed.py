@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,6 +20,9 @@ import pytest
 from benchmarks.network.hosts import Host, NoNamespaces
 from benchmarks.network.lan import Lan, lan
 from realhf.dataflow.journal.audit import Tally, audit_folder
+from realhf.monitor.pictures import TIMELINE
+from realhf.monitor.report import REPORT_FILE
+from realhf.monitor.trace_format import TRACE_FILE
 from realhf.transport.network.keys import RunKeys
 from tests.process_family import family
 
@@ -113,9 +117,10 @@ class ClusterRun:
         return self.log.read_text(errors="replace") if self.log.exists() else ""
 
     def rows(self) -> list[dict[str, Any]]:
-        """The metrics of the steps so far."""
+        """The metrics of the steps so far. The last line may not be whole yet."""
         path = self.run_dir / "metrics.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        whole = path.read_text().rpartition("\n")[0] if path.exists() else ""
+        return [json.loads(line) for line in whole.splitlines()]
 
     def until(self, what: Callable[[], object], within_s: float) -> float:
         """Wait for a condition; how long it took, in seconds. Fails with the launcher's words when it is late or the
@@ -136,6 +141,16 @@ class ClusterRun:
             pytest.fail(f"the run did not end within {within_s:g} s: {self.said()[-4000:]}")
         assert code == 0, self.said()[-4000:]
         return self.said()
+
+    def keep_report(self, name: str) -> Path:
+        """Copy the run's report and its trace to where they outlive the test, and say where."""
+        kept = ROOT / "out" / "cluster" / name
+        shutil.rmtree(kept, ignore_errors=True)
+        kept.mkdir(parents=True)
+        for file in (REPORT_FILE, TIMELINE, TRACE_FILE):
+            shutil.copy(self.run_dir / file, kept / file)
+        print(f"report: {kept / REPORT_FILE}")
+        return kept
 
     def tally(self) -> Tally:
         """The audit of the journal."""

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.network.hosts import Host
+from realhf.monitor.report import REPORT_FILE
+from realhf.monitor.timeline import last_steps, work_of
 from tests.cluster.bed import PORT, STALENESS, ClusterRun, hosts, running
 from tests.transport.network.listeners import listeners, takes_a_stranger
 
@@ -16,6 +18,8 @@ pytestmark = [pytest.mark.several_hosts, pytest.mark.slow, pytest.mark.timeout(9
 RUN_S = 600.0
 STEPS = 10
 FAULTS = 6
+LONG_STEPS = 40
+"""Of a run that is to see so many faults, on a fast machine too: none is more than a sixth of it after the last one."""
 FEW = 4
 NAMED_S = 30.0
 
@@ -27,6 +31,17 @@ def check_books(run: ClusterRun, steps: int) -> None:
     assert (tally.steps, tally.outstanding, tally.accepted) == (steps, 0, 0), tally
     assert tally.head_staleness_max <= STALENESS, tally
     assert len(run.rows()) == steps
+
+
+def busy_lanes(run: ClusterRun) -> dict[str, set[str]]:
+    """The processes that the report's timeline shows at work, by host."""
+    window = last_steps(run.run_dir, STEPS)
+    assert window is not None
+    found: dict[str, set[str]] = {}
+    for (host, process), work in work_of(run.run_dir, window).items():
+        if work.most > 0:
+            found.setdefault(host, set()).add(process)
+    return found
 
 
 def refusing(host: Host) -> set[int]:
@@ -55,6 +70,10 @@ def test_ten_steps_over_three_hosts(tmp_path: Path, tiny_policy: Path):
         run.ended(RUN_S)
         check_books(run, STEPS)
         assert PORT in found["a"] and all(found.values()), found
+        lanes = busy_lanes(run)
+        assert {"generation/0"} == lanes["b"] and {"rollout_worker/0"} == lanes["c"], lanes
+        assert "model_worker/0" in lanes["launcher"], lanes
+        assert "<td>c</td><td>rollout_worker/0</td>" in (run.keep_report("ten_steps") / REPORT_FILE).read_text()
         for name in ("b", "c"):
             assert run.agents[name].wait(30) == 0, "an agent ends with its run"
     assert [line.split()[0] for line in status[1:]] == [
@@ -130,6 +149,7 @@ def test_a_cut_link_a_killed_host_and_one_that_joins(tmp_path: Path, tiny_policy
         run.ended(RUN_S)
         check_books(run, 60)
         assert named < NAMED_S, "on a machine that is not overloaded it takes 8 s, and half a second to look"
+        run.keep_report("cut_killed_joined")
         print(f"cut named after {named:.1f} s, back after {back:.1f} s, a new host plays after {joined:.1f} s")
 
 
@@ -201,20 +221,24 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def test_the_books_balance_whatever_befalls_the_hosts(tmp_path: Path, tiny_policy: Path, seed: int):
-    """Some seconds lie between one fault and the next, more or less than it takes to notice a lost host."""
+    """Some seconds lie between one fault and the next, more or less than it takes to notice a lost host, but at most a
+    few steps, so that all faults come before the run is over."""
     with hosts("a", "b", "c", "d") as lan, running(lan, tmp_path, tiny_policy) as run:
         fate, pause = Fate(run, seed), random.Random(1000 + seed)
         for name in ("b", "c"):
             run.join(name)
-        run.launch("total_train_steps=40", "scheduler.hosts=[b,c]", "scheduler.dead_after_s=4", "rpc.dead_after_s=4")
+        run.launch(
+            f"total_train_steps={LONG_STEPS}", "scheduler.hosts=[b,c]", "scheduler.dead_after_s=4", "rpc.dead_after_s=4"
+        )
         run.until(lambda: len(run.rows()) >= 1, RUN_S)
         for _ in range(FAULTS):
-            if len(run.rows()) >= 35:
+            if len(run.rows()) >= LONG_STEPS - 5:
                 break
             fate.strike()
             end = time.monotonic() + pause.uniform(1.0, 12.0)
-            run.until(lambda end=end: time.monotonic() > end or len(run.rows()) >= 35, RUN_S)
+            steps = len(run.rows()) + pause.randint(1, LONG_STEPS // 7)
+            run.until(lambda end=end, steps=steps: time.monotonic() > end or len(run.rows()) >= steps, RUN_S)
         fate.mend()
         run.ended(RUN_S)
-        check_books(run, 40)
+        check_books(run, LONG_STEPS)
         print(f"seed {seed}: {', '.join(fate.deeds)}")
