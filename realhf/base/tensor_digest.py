@@ -1,34 +1,44 @@
 """Digests of tensors: 128 bits that depend on element type, shape and every bit at its place, computed where it lies.
 
-A tensor is read as 64-bit words ``w`` in rows of ``ROW_WORDS``. Each row gives two sums ``sum(w_i * k_i + (w_i >> 32) *
-l_i) mod 2**64`` with fixed keys: the multilinear hash of 32-bit words (Lemire and Kaser, "Strongly universal string
-hashing is fast", 2014), in which the shift brings the high half of a word to where a product keeps it. A change that
-was not made with the keys in view keeps one sum with a probability of at most 2**-33 and both with 2**-66, whatever its
-pattern. BLAKE2b joins type, shape and the sums of all rows. The sums are integers, so every device and every version of
-the library gives the same digest. It is no signature: who knows the keys can make two tensors of one digest.
+A tensor is read as signed bytes ``b`` in rows of ``ROW_BYTES``, the last filled up with zeros. Each row gives sixteen
+sums ``sum(b_i * k_i)`` with fixed keys of seven bits: sixteen linear hashes (Carter and Wegman, "Universal classes of
+hash functions", 1979). A change that was not made with the keys in view keeps one sum with a probability of at most
+2**-7 and all with 2**-112, whatever its pattern. The sums, a thirty-second of the bytes, are read as bytes again, with
+keys of their own, until few rows are left; BLAKE2b joins those with type and shape. Sums are integers that no
+arithmetic below rounds, so every device and every version of the library gives the same digest. It is no signature: who
+knows the keys can make two tensors of one digest.
+
+A CPU that multiplies bytes exactly (AVX512-VNNI and the like) does it by one product of byte matrices; anything else by
+products of floats, which hold integers up to 2**24.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-ROW_WORDS = 1 << 15
-"""Words of a row: 256 KiB, so that a row and what is computed from it stay in a core's cache."""
-_BLOCK_ROWS = {"cpu": 1}
-"""How many rows are computed at once, by kind of device (64 elsewhere, for devices that are slow to start a kernel)."""
+SCHEME = "realhf tensor digest 2"
+"""Names the computation; a file that keeps digests says which one made them."""
+ROW_BYTES = 1 << 11
+"""A sum is at most 2**7 * 2**6 * 2**11 = 2**24."""
+SUMS = 16
+LAST_ROWS = 32
+"""So many rows of sums are not summed again."""
+_BLOCK_ROWS = {"cpu": 1 << 9}
+"""How many rows are computed at once, by kind of device: 1 MiB, which stay in a core's cache (16 MiB elsewhere, for
+devices that are slow to start a kernel)."""
 _SIZE = 16
 
 
 class TensorDigester:
-    """Computes digests; it keeps the keys, and room for a block of rows, for each device that it has seen."""
+    """Computes digests; it keeps the keys for each device that it has seen."""
 
     def __init__(self) -> None:
-        self._raw = bytearray(hashlib.shake_256(b"realhf tensor digest 1").digest(4 * 8 * ROW_WORDS))
         self._places: dict[Any, _Place] = {}
 
     def digest(self, tensor: Tensor) -> str:
@@ -40,66 +50,94 @@ class TensorDigester:
         named.update(f"{str(tensor.dtype).removeprefix('torch.')}{tuple(tensor.shape)}".encode())
         if flat.numel():
             if flat.device not in self._places:
-                self._places[flat.device] = _Place(flat.device, self._raw)
-            place = self._places[flat.device]
+                self._places[flat.device] = _Place(flat.device)
             with torch.inference_mode():
-                sums = [place.sums(part) for part in _parts(_words(flat), place.rows)]
-                named.update(torch.cat(sums).cpu().numpy().astype("<i8").tobytes())
+                sums = self._places[flat.device].digest(flat.view(torch.int8))
+            named.update(sums.cpu().numpy().astype("<i4").tobytes())
         return named.hexdigest()
 
 
 class _Place:
-    """Computes the sums of rows on one device."""
+    """Computes sums on one device."""
 
-    def __init__(self, device: Any, raw: bytearray) -> None:
+    def __init__(self, device: Any) -> None:
+        self._device = device
+        self._block = _BLOCK_ROWS.get(device.type, 1 << 13)
+        self._keys: list[tuple[Tensor, Tensor]] = []
+        self._product = _product_of_bytes if device.type == "cpu" and self._bytes_are_better() else _product_of_floats
+
+    def digest(self, raw: Tensor) -> Tensor:
+        """Return the last sums of bytes, int32 (at most ``LAST_ROWS``, ``SUMS``). ``raw``: int8 (bytes,)."""
         import torch
 
-        self.rows = _BLOCK_ROWS.get(device.type, 64)
-        self._keys = torch.frombuffer(raw, dtype=torch.int64).view(4, ROW_WORDS).to(device)
-        # New memory for each block would cost more than the sums.
-        self._high, self._products = (torch.empty(self.rows, ROW_WORDS, dtype=torch.int64, device=device) for _ in "ab")
+        level = 0
+        while True:
+            sums = self._sums(raw, level)
+            if len(sums) <= LAST_ROWS:
+                return sums
+            raw, level = sums.view(torch.int8).reshape(-1), level + 1
 
-    def sums(self, rows: Tensor) -> Tensor:
-        """Return both sums of each row, int64 (rows * 2,). ``rows``: int64 (rows, words)."""
+    def _sums(self, raw: Tensor, level: int) -> Tensor:
+        """Return the sums of all rows of ``raw``, int32 (rows, ``SUMS``)."""
         import torch
 
-        count, words = rows.shape
-        high, keys = self._high[:count, :words], self._keys[:, :words]
-        torch.bitwise_right_shift(rows, 32, out=high)
-        found = [self._dot(rows, keys[i]) + self._dot(high, keys[i + 1]) for i in (0, 2)]
-        return torch.stack(found, dim=1).reshape(-1)
+        keys, whole = self._keys_of(level), len(raw) - len(raw) % ROW_BYTES
+        rows = raw[:whole].view(-1, ROW_BYTES)
+        found = [self._product(part, *keys) for part in rows.split(self._block)] if whole else []
+        if whole < len(raw):
+            last = torch.nn.functional.pad(raw[whole:], (0, ROW_BYTES - len(raw) + whole))
+            found.append(self._product(last.view(1, -1), *keys))
+        return torch.cat(found)
 
-    def _dot(self, rows: Tensor, keys: Tensor) -> Tensor:
-        """Return the sum of the products of each row with the keys, modulo 2**64."""
+    def _keys_of(self, level: int) -> tuple[Tensor, Tensor]:
+        """Return the keys of a level, (``ROW_BYTES``, ``SUMS``), as int8 and as float32."""
         import torch
 
-        if len(rows) == 1 and rows.device.type == "cpu":
-            return torch.dot(rows[0], keys).reshape(1)  # in one pass; other devices have it for floats alone
-        products = self._products[: rows.shape[0], : rows.shape[1]]
-        torch.mul(rows, keys, out=products)
-        return products.sum(1)
+        while len(self._keys) <= level:
+            name = f"{SCHEME}, level {len(self._keys)}"
+            raw = bytearray(hashlib.shake_256(name.encode()).digest(ROW_BYTES * SUMS))
+            keys = (torch.frombuffer(raw, dtype=torch.int8).view(ROW_BYTES, SUMS) >> 1).to(self._device)
+            self._keys.append((keys, keys.float()))
+        return self._keys[level]
+
+    def _bytes_are_better(self) -> bool:
+        """Try whether products of byte matrices are there, neither round nor saturate (as those of older CPUs do), and
+        are faster than those of floats. Which is taken changes no digest."""
+        import torch
+
+        keys, floats = self._keys_of(0)
+        worst = torch.where(keys.T < 0, -128, 127).to(torch.int8)
+        rows = torch.cat([worst, ~worst, keys.T]).contiguous()
+        try:
+            if not torch.equal(_product_of_bytes(rows, keys, floats), _product_of_floats(rows, keys, floats)):
+                return False
+        except (AttributeError, RuntimeError):
+            return False
+        rows = rows.repeat(6, 1)[: self._block]
+        seconds = [_best_time(lambda p=p: p(rows, keys, floats)) for p in (_product_of_bytes, _product_of_floats)]
+        return seconds[0] < seconds[1]
 
 
-def _words(flat: Tensor) -> Tensor:
-    """Return the bytes of a one-dimensional tensor as int64 words, zeros behind the last byte."""
+def _product_of_bytes(rows: Tensor, keys: Tensor, _: Tensor) -> Tensor:
     import torch
 
-    raw = flat.view(torch.uint8)
-    if raw.numel() % 8:
-        raw = torch.nn.functional.pad(raw, (0, -raw.numel() % 8))
-    elif raw.data_ptr() % 8 or raw.storage_offset() % 8:
-        raw = raw.clone()
-    return raw.view(torch.int64)
+    return torch._int_mm(rows, keys)  # pyright: ignore[reportPrivateImportUsage]
 
 
-def _parts(words: Tensor, block: int) -> Iterable[Tensor]:
-    """Cut words into blocks of whole rows, and the last row if it is shorter."""
-    whole = len(words) - len(words) % ROW_WORDS
-    rows = words[:whole].view(-1, ROW_WORDS)
-    for begin in range(0, len(rows), block):
-        yield rows[begin : begin + block]
-    if whole < len(words):
-        yield words[whole:].view(1, -1)
+def _product_of_floats(rows: Tensor, _: Tensor, keys: Tensor) -> Tensor:
+    import torch
+
+    return (rows.float() @ keys).to(torch.int32)
+
+
+def _best_time(work: Callable[[], object]) -> float:
+    """Return the seconds of the fastest of five turns; the first ones prepare what the others use."""
+    best = float("inf")
+    for _ in range(5):
+        begin = time.perf_counter()
+        work()
+        best = min(best, time.perf_counter() - begin)
+    return best
 
 
 def digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:

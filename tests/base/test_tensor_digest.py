@@ -8,24 +8,26 @@ import numpy as np
 import pytest
 import torch
 
-from realhf.base.tensor_digest import ROW_WORDS, TensorDigester, digests, joint_digest
+from realhf.base import tensor_digest
+from realhf.base.tensor_digest import LAST_ROWS, ROW_BYTES, SUMS, TensorDigester, digests, joint_digest
 
 torch.set_num_threads(1)
 
 
 def plain(tensor: torch.Tensor) -> str:
     """The definition, in numbers without a bound."""
-    raw = hashlib.shake_256(b"realhf tensor digest 1").digest(32 * ROW_WORDS)
-    keys = np.frombuffer(raw, dtype="<i8").reshape(4, -1).tolist()
     raw = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-    raw += bytes(-len(raw) % 8)
-    words = np.frombuffer(raw, dtype="<i8").tolist()
     named = hashlib.blake2b(f"{str(tensor.dtype)[6:]}{tuple(tensor.shape)}".encode(), digest_size=16)
-    for begin in range(0, len(words), ROW_WORDS):
-        row = words[begin : begin + ROW_WORDS]
-        for low, high in (keys[:2], keys[2:]):
-            total = sum(word * a + (word >> 32) * b for word, a, b in zip(row, low, high, strict=False))
-            named.update((total % 2**64).to_bytes(8, "little"))
+    level = 0
+    while raw:
+        stream = hashlib.shake_256(f"realhf tensor digest 2, level {level}".encode()).digest(ROW_BYTES * SUMS)
+        keys = np.frombuffer(stream, dtype=np.int8).astype(object).reshape(ROW_BYTES, SUMS) // 2
+        raw += bytes(-len(raw) % ROW_BYTES)
+        sums = np.frombuffer(raw, dtype=np.int8).astype(object).reshape(-1, ROW_BYTES) @ keys
+        raw, level = sums.astype("<i4").tobytes(), level + 1
+        if len(sums) <= LAST_ROWS:
+            named.update(raw)
+            break
     return named.hexdigest()
 
 
@@ -37,8 +39,8 @@ def of(tensor: torch.Tensor) -> str:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool])
-@pytest.mark.parametrize("shape", [(), (1,), (7, 3), (0, 4), (3, ROW_WORDS // 2 + 5)])
-def test_it_is_the_sums_of_the_words(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("shape", [(), (1,), (7, 3), (0, 4), (3, ROW_BYTES // 2 + 5), (LAST_ROWS + 1, ROW_BYTES)])
+def test_it_is_the_sums_of_the_bytes(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     tensor = torch.randn(shape, generator=torch.Generator().manual_seed(1)).mul(9).to(dtype)
     assert of(tensor) == plain(tensor)
 
@@ -68,7 +70,7 @@ def test_strides_and_alignment_do_not_count() -> None:
 
 
 def test_every_single_bit_and_pairs_of_high_bits_count() -> None:
-    """A sum of products alone would lose pairs of the highest bits, such as the signs of two weights."""
+    """Also pairs of the highest bits, such as the signs of two weights, which a product modulo 2**64 would lose."""
     words = torch.randint(-(2**62), 2**62, (24,), generator=torch.Generator().manual_seed(2))
     seen = {of(words)}
     for place in range(24):
@@ -84,12 +86,28 @@ def test_every_single_bit_and_pairs_of_high_bits_count() -> None:
     assert len(seen) == 1 + 24 * 64 + 48 * 47 // 2
 
 
-def test_blocks_of_rows_and_single_rows_give_the_same_sums(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Devices other than the CPU compute many rows at once, by products and sums."""
-    tensor = torch.randn(5 * ROW_WORDS + 77)
-    alone = of(tensor)
-    monkeypatch.setattr("realhf.base.tensor_digest._BLOCK_ROWS", {"cpu": 2})
-    assert TensorDigester().digest(tensor) == alone
+def test_a_bit_counts_in_every_row_and_rows_do_not_change_places() -> None:
+    rows = 2 * LAST_ROWS
+    tensor = torch.randint(-128, 128, (rows, ROW_BYTES), dtype=torch.int8, generator=torch.Generator().manual_seed(3))
+    seen = {of(tensor)}
+    for row in range(rows):
+        changed = tensor.clone()
+        changed[row, 7 * row] ^= 1
+        seen |= {of(changed), of(tensor.roll(row + 1, 0))}
+    assert len(seen) == 2 * rows, "the last roll is the tensor itself"
+
+
+@pytest.mark.parametrize("product", ["_product_of_bytes", "_product_of_floats"])
+@pytest.mark.parametrize("block", [1, 7, 4096])
+def test_ways_and_blocks_give_the_same_digest(monkeypatch: pytest.MonkeyPatch, product: str, block: int) -> None:
+    """Extreme bytes are among them: products that saturate or round would show."""
+    keys = tensor_digest._Place(torch.device("cpu"))._keys_of(0)[0]
+    extreme = torch.where(keys.T < 0, -128, 127).to(torch.int8)
+    tensor = torch.cat([extreme, ~extreme, keys.T])
+    monkeypatch.setattr(tensor_digest, "_BLOCK_ROWS", {"cpu": block})
+    monkeypatch.setattr(tensor_digest, "_product_of_bytes", getattr(tensor_digest, product))
+    monkeypatch.setattr(tensor_digest, "_product_of_floats", getattr(tensor_digest, product))
+    assert TensorDigester().digest(tensor) == plain(tensor)
 
 
 def test_the_joint_digest_knows_which_name_has_which_tensor() -> None:
