@@ -67,7 +67,9 @@ class AssistantMessage:
 @dataclass(frozen=True)
 class Opening:
     """How an episode begins: the messages that the policy reads first, and JSON schemas of its tools. ``info`` is for
-    people: anything JSON."""
+    people: anything JSON. Under ``replay`` it may say how a person plays the same episode: ``title``, the ``command``
+    that starts a page on this machine, its ``url`` and an ``order``, which the page gets behind ``#play=`` as JSON,
+    together with the ``commands`` of the episode (``did`` of the turns)."""
 
     messages: Sequence[ChatMessage]
     tools: Sequence[Mapping[str, Any]] = ()
@@ -81,7 +83,9 @@ class Turn:
     ``reward`` is that of the turn; the rewards of an episode are summed, but one that is ``final`` replaces the sum.
     None is no reward in this turn. ``rewards`` are named components, for charts. ``metrics`` are numbers: ``success``
     (1 when the task is solved, which also ends the episode) and ``progress`` (0 to 1) are read by evaluation and
-    curriculum, others are charted. ``info`` is for people: anything JSON.
+    curriculum, others are charted. ``info`` is for people: anything JSON. Under ``view`` it may describe the state of
+    the environment as it is now: ``{title, columns, rows, note}``, a table of texts, or ``{title, text}``; the last one
+    of an episode is shown with it. Under ``did`` it may say what was done in this turn, as ``replay`` takes it.
     """
 
     messages: Sequence[ChatMessage] = ()

@@ -21,7 +21,7 @@ from realhf.api.environment import (
     Task,
     Turn,
 )
-from realhf.aws.messages import command_of, command_turn, episode_task, task_opening, told
+from realhf.aws.messages import command_of, command_turn, episode_task, replay_of, task_opening, told, told_people
 from realhf.aws.observation_text import NO_COMMAND, OBSERVATION_CHARS
 from realhf.aws.options import AwsOptions, environment_server
 from realhf.aws.tasks.loader import instantiate, training_tags
@@ -54,7 +54,8 @@ class AwsTaskSet:
 
     def instantiate(self, template_id: str, seed: int) -> Task:
         """See ``TaskSet``: the names of training and held-out instances differ."""
-        return episode_task(instantiate(int(template_id), seed, split=self._split), chaos=self._chaos)
+        task = instantiate(int(template_id), seed, split=self._split)
+        return episode_task(task, chaos=self._chaos, split=self._split)
 
 
 class AwsEnvironment:
@@ -79,7 +80,7 @@ class AwsEnvironment:
     async def reset(self, task: Mapping[str, Any], *, seed: int) -> Opening:
         """Begin an episode of a whole task, or of what else the server's reset takes."""
         client = await self._connected()
-        return task_opening((await _asked(client.reset(**task, seed=seed))).observation)
+        return task_opening((await _asked(client.reset(**task, seed=seed))).observation, info=replay_of(task))
 
     async def step(self, message: AssistantMessage) -> Turn:
         """Run the command of the turn. Without one, and for one that the server refuses to read, nothing is run."""
@@ -100,7 +101,7 @@ class AwsEnvironment:
             result.done,
             final=self._level,
             observation_chars=self._chars,
-            info={"observation": result.observation},
+            info=told_people(command, result.observation),
         )
 
     async def close(self) -> None:

@@ -10,10 +10,45 @@ from realhf.aws.extraction import extract_command
 from realhf.aws.observation_text import OBSERVATION_CHARS, observation_text
 from realhf.aws.tasks.task import Task as AwsTask
 
+PLAYGROUND_COMMAND, PLAYGROUND_URL = "aws-env", "http://127.0.0.1:8000/web"
+_COLUMNS = ("service", "type", "name", "before", "after", "calls")
+
 
 def episode_task(task: AwsTask, **reset: Any) -> Task:
     """Return a task of AWS in the form of the contract; ``reset`` are further arguments of the episode's reset."""
     return Task(f"{task.template}-{task.seed}", task.tier, {"task": task.to_json(), **reset}, seed=task.seed)
+
+
+def replay_of(payload: Mapping[str, Any]) -> dict[str, Any]:
+    """Return for people how the episode of a task (the payload of ``episode_task``) is played again by hand: ``replay``
+    of ``Opening.info``, or nothing where the payload holds no task."""
+    task = payload.get("task")
+    if not isinstance(task, Mapping):
+        return {}
+    order = {"task_id": task.get("task_id"), "seed": task.get("seed"), "split": payload.get("split")}
+    order = {name: value for name, value in order.items() if value is not None}
+    start = {"title": "AWS playground", "command": PLAYGROUND_COMMAND, "url": PLAYGROUND_URL}
+    return {"replay": {**start, "order": order | {"chaos": bool(payload.get("chaos"))}}}
+
+
+def told_people(command: str, observation: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``info`` of the answer to a command: ``did``, the whole ``observation``, and ``view``, what the commands
+    so far changed in the account (see ``Turn.info``)."""
+    changes = observation.get("account_changes") or ()
+    shown = {name: value for name, value in observation.items() if name != "account_changes"}
+    found: dict[str, Any] = {"did": command, "observation": shown}
+    rows = [[_cell(change, name) for name in _COLUMNS] for change in changes if "more" not in change]
+    if rows:
+        more = sum(change["more"] for change in changes if "more" in change)
+        note = f"{more} more calls changed other resources." if more else ""
+        found["view"] = {"title": "What its commands changed in the account", "columns": _COLUMNS, "rows": rows}
+        found["view"] |= {"note": note} if note else {}
+    return found
+
+
+def _cell(change: Mapping[str, Any], name: str) -> str:
+    value = change.get(name, "")
+    return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def task_opening(

@@ -47,6 +47,7 @@ class AwsObservation(BaseModel):
     truncated: bool = False
     refusal: str | None = None
     steps_left: int = 0
+    account_changes: list[dict[str, Any]] = Field(default_factory=list)
 
 
 class AwsState(BaseModel):

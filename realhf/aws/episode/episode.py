@@ -12,6 +12,7 @@ from typing import Any
 
 from realhf.aws.cli.executor import CommandResult
 from realhf.aws.cli.state_client import StateCallError
+from realhf.aws.episode.changes import AccountChanges
 from realhf.aws.episode.chaos import PROBABILITY, Chaos, chaos_rng
 from realhf.aws.episode.hints import LEVELS, hint_text, is_hint_request
 from realhf.aws.episode.world import SetupError, SlotState, World, build_world
@@ -68,6 +69,7 @@ class Episode:
         self._grader: Grader | None = None
         self._chaos: Chaos | None = None
         self._inventory = Inventory(self._slot.state)
+        self._changes = AccountChanges()
         self._steps = 0
         self._hints = 0
         self._achieved = False
@@ -111,6 +113,7 @@ class Episode:
             raise EpisodeError("the simulator cannot be read") from error
         if self._slot.simulated and (self._may_disturb if chaos is None else chaos):
             self._chaos = Chaos(PROBABILITY[task.tier], chaos_rng(task.task_id, seed), self._grader.criteria, state)
+        self._changes = AccountChanges(world.present)
         self._inventory = Inventory(self._slot.state, criteria.named_services | {made for made, _ in world.present})
         self._task, self._world = world.task, world
         self._episode_id = episode_id or uuid.uuid4().hex
@@ -128,6 +131,7 @@ class Episode:
             return self._hint()
         result = self._slot.executor.run(command)
         added = self._tracker.record(command, result)
+        self._changes.record(added)
         for deed in added:
             self._inventory.touch(deed.service, changed=not is_read(deed.operation))
         if result.lost:
@@ -212,6 +216,7 @@ class Episode:
 
     def _observation(self, result: CommandResult | None, error: str, hint: str = "") -> dict[str, Any]:
         failed = result is not None and not result.success
+        changes = self._changes.described(self._tracker.disturbances if self.done else ())
         return {
             "episode_id": self._episode_id,
             "step_count": self._steps,
@@ -226,7 +231,7 @@ class Episode:
             "truncated": self.done and not self._achieved,
             "refusal": result.refusal if result else None,
             "steps_left": max(0, self._max_steps - self._steps),
-        }
+        } | ({"account_changes": changes} if changes else {})
 
 
 def masked_task(task: Task | None) -> dict[str, Any] | None:

@@ -18,7 +18,7 @@ from realhf.api.environment import AssistantMessage, EnvironmentFailure, Environ
 from realhf.aws.cli.executor import SimulatorLost
 from realhf.aws.environment import SYSTEM_PROMPT, AwsTaskSet
 from realhf.aws.episode.episode import DEFAULT_MAX_STEPS, Episode, EpisodeError, StepData
-from realhf.aws.messages import command_of, command_turn, task_opening, told
+from realhf.aws.messages import command_of, command_turn, replay_of, task_opening, told, told_people
 from realhf.aws.observation_text import NO_COMMAND, OBSERVATION_CHARS
 from realhf.aws.options import AwsOptions
 from realhf.aws.simulator.pool import MiniStackPool, Slot
@@ -112,7 +112,7 @@ class PooledEnvironment:
         """Begin an episode of the whole ``task`` (``Task.to_json``), perturbed where ``chaos`` says so."""
         seat = self._seat = self._seat or _Seat(self._leases, self._max_steps)
         found, answers = await self._run(seat, lambda: seat.reset(task, seed))
-        info = {"observation": found.observation, "setup_answers": answers}
+        info = {"observation": found.observation, "setup_answers": answers, **replay_of(task)}
         return task_opening(found.observation, desired_state=self._desired_state, info=info)
 
     async def step(self, message: AssistantMessage) -> Turn:
@@ -129,7 +129,7 @@ class PooledEnvironment:
             found.reward,
             found.done,
             observation_chars=self._chars,
-            info={"observation": found.observation},
+            info=told_people(command, found.observation),
         )
 
     async def close(self) -> None:

@@ -151,6 +151,11 @@ class Tracker:
         """Note that chaos touched this resource: to delete it is no rollback any more."""
         self._disturbed.add((service, name))
 
+    @property
+    def disturbances(self) -> frozenset[tuple[str, str]]:
+        """(service, name) of what chaos touched."""
+        return frozenset(self._disturbed)
+
     def _learn_ids(self, added: Sequence[Evidence], output: str) -> None:
         for deed in added:
             if deed.ok and deed.operation in _GENERATED_IDS:
@@ -185,13 +190,19 @@ class Tracker:
 
 def resource_name(service: str, params: Mapping[str, Any]) -> str:
     """Return the name a request is about, "" where its service identifies nothing by a parameter."""
+    return identifying(service, params)[1]
+
+
+def identifying(service: str, params: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the parameter that says what a request is about, and the name that it gives; "" for both where there is
+    none."""
     for key in _IDENTIFYING.get(service, ()):
         value: Any = params
         for part in key.split("."):
             value = value.get(part) if isinstance(value, Mapping) else None
         if isinstance(value, str):
-            return identity(service, value)
-    return ""
+            return key, identity(service, value)
+    return "", ""
 
 
 def same_resource(one: str, other: str) -> bool:

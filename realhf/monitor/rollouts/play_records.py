@@ -15,6 +15,7 @@ LONGEST_TEXT = 2**20
 INFO_BYTES = 16 * 1024
 """Bytes that are kept of what an environment says for people about one turn."""
 _DIGITS = 5
+_MOST_PARTS = 32
 Texts = Callable[[Sequence[int]], list[str]]
 
 
@@ -72,7 +73,7 @@ def _record(sample: PlayedSample, outcome: RolloutOutcome, line: PlayLine, texts
         "timings": outcome.timings,
         "sampling": dict(sample.sampling),
         "tools": bounded(list(outcome.tools)),
-        "info": bounded(outcome.info),
+        "info": _bounded_parts(outcome.info),
         "messages": list(_messages(outcome)),
         "turns": [_turn(outcome, number, turn) for number, turn in enumerate(outcome.turns)],
     }
@@ -153,8 +154,23 @@ def _of_environment(turn: PlayedTurn) -> dict[str, Any]:
     if turn.metrics:
         found["metrics"] = dict(turn.metrics)
     if turn.info:
-        found["info"] = bounded(turn.info)
+        found["info"] = _bounded_parts(turn.info)
     return found
+
+
+def _bounded_parts(info: Mapping[str, Any]) -> Any:
+    """Return a map within ``INFO_BYTES``: where it has more, the larger values are shortened to what the smaller ones
+    leave. What consists of names, or of very many values, becomes a text as a whole."""
+    whole = bounded(info)
+    if whole is info or len(info) > _MOST_PARTS:
+        return whole
+    sizes = sorted((len(encode_record(value)), name) for name, value in info.items())
+    kept, left = dict[str, Any](), INFO_BYTES
+    for place, (size, name) in enumerate(sizes):
+        share = left // (len(sizes) - place)
+        kept[name] = bounded(info[name], share)
+        left -= min(size, share)
+    return {name: kept[name] for name in info} if len(encode_record(kept)) <= 2 * INFO_BYTES else whole
 
 
 def _tokens(outcome: RolloutOutcome, texts: Texts | None) -> dict[str, Any]:

@@ -28,6 +28,9 @@ def test_an_episode_from_reset_to_achievement(episode: Episode) -> None:
     assert first.observation["partial_progress"] == 0.5 and not first.observation["truncated"]
     assert first.observation["command_success"] and "Location" in first.observation["command_output"]
     assert second.done and second.observation["task_achieved"] and first.reward + second.reward == 1.0
+    (change,) = second.observation["account_changes"]
+    assert (change["service"], change["type"], change["before"], change["after"]) == ("s3", "bucket", "none", "there")
+    assert [call.partition(" ")[0] for call in change["calls"]] == ["CreateBucket", "PutBucketVersioning"]
     after = episode.step("aws s3api list-buckets")
     assert (after.reward, after.done, after.observation["step_count"]) == (0.0, True, 2)
     assert after.observation["error"] == FINISHED and after.observation["command_output"] == ""

@@ -118,10 +118,16 @@ def _nested(depth: int) -> object:
 
 
 def test_what_an_environment_says_for_people_is_bounded(tmp_path: Path):
-    write(tmp_path, sample(outcomes=[outcome(info={"log": "x" * 100_000})]))
+    view = {"title": "the account", "rows": [["bucket", "made"]] * 50}
+    first = {"log": "x" * 100_000, "view": view, "other": "y" * 100_000}
+    second = {f"{number}": "z" * 100 for number in range(10_000)}
+    write(tmp_path, sample(outcomes=[outcome(info=first), outcome(info=second), outcome(info={"n" * 10**6: 1})]))
     store = read(tmp_path)
-    kept = store.record(next(store.rows()).play)["info"]
-    assert isinstance(kept, str) and len(kept) < 20_000 and "bytes are not kept" in kept
+    parts, many, named = (store.record(row.play)["info"] for row in store.rows())
+    assert parts["view"] == view, "what is small is kept whole"
+    assert all("bytes are not kept" in parts[name] and len(parts[name]) > 7000 for name in ("log", "other"))
+    assert all(isinstance(text, str) and "bytes are not kept" in text for text in (many, named))
+    assert max(len(json.dumps(kept)) for kept in (parts, many, named)) < 40_000
 
 
 def test_shards_are_plain_gzip_and_turn_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
