@@ -12,6 +12,7 @@ import argparse
 import json
 import random
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,22 @@ _KINDS = ("beginner", "intermediate", "advanced", "expert", "warmup")
 
 
 class MadeUpRun:
-    """Writes into ``folder`` step by step. The same ``seed`` writes the same rollouts."""
+    """Writes into ``folder`` step by step. The same ``seed`` writes the same rollouts. ``longest``: the first rollout
+    of each step has so many tokens, all of them kept. ``info``: what its environment says for people, of the episode
+    and of its last turn."""
 
-    def __init__(self, folder: Path, *, seed: int = 1, failing: float = 0.02) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        seed: int = 1,
+        failing: float = 0.02,
+        longest: int = 0,
+        info: tuple[Mapping[str, Any], Mapping[str, Any]] | None = None,
+    ) -> None:
         self._folder = folder
+        self._longest = longest
+        self._info = info
         self._failing = failing
         self._random = random.Random(seed)
         self._step = 0
@@ -48,6 +61,13 @@ class MadeUpRun:
         lines: list[tuple[PlayLine, TrainLine | None]] = []
         for number in range(n_groups):
             lines += self._group(number, min(1.0, self._step / of))
+        if self._longest:
+            for line in lines[0]:
+                if line is not None:
+                    line.has_tokens = True
+            lines[0][0].length = self._longest
+            if lines[0][1] is not None:
+                lines[0][1].n_tokens = self._longest
         for start in range(0, len(lines), _MEMBER):
             part = lines[start : start + _MEMBER]
             self._shards[PLAY].append([self._played(line) for line, _ in part], [line for line, _ in part])
@@ -115,6 +135,9 @@ class MadeUpRun:
             "step": line.step, "status": line.failure or "finished", "message": "", "reward": line.reward,
             "rewards": {}, "messages": messages, "turns": [turn] * line.turns,
         }  # fmt: skip
+        if self._info is not None:
+            record["info"] = self._info[0]
+            record["turns"] = [*record["turns"][:-1], turn | {"info": self._info[1]}]
         if line.has_tokens:
             record["tokens"] = {
                 "prompt_ids": list(range(10)), "ids": list(range(line.length)),

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from urllib.parse import unquote
 
 import pytest
 
-from benchmarks.view.made_up_run import MadeUpRun
+from benchmarks.view.made_up_run import HOSTILE, MadeUpRun
 from tests.chromium import ABSENT, PROGRAM, Chromium
 from tests.view.runs import served
 
@@ -117,6 +119,103 @@ def test_hostile_text_is_shown_as_text_and_a_deleted_run_is_called_so(chromium: 
         page.press("1")
         shows(page, "overview")
         assert page.js("document.title") != "owned"
+        page.open("about:blank")
+        assert page.problems == []
+
+
+def test_two_runs_are_compared_and_the_options_listed_in_which_they_differ(chromium: Chromium, tmp_path: Path):
+    """One of them was killed, and is called so."""
+    for seed in (1, 2):
+        run = MadeUpRun(tmp_path / f"seed{seed}", seed=seed)
+        for _ in range(2 + seed):
+            run.add_step(1)
+        run.close()
+    (tmp_path / "seed1" / "summary.json").write_text(json.dumps({"steps": 3}))
+    for path in (tmp_path / "seed2", *(tmp_path / "seed2").rglob("*")):
+        os.utime(path, (1e9, 1e9))
+    page = chromium
+    with served(tmp_path, follow=False) as url:
+        page.open(url + "/")
+        shows(page, "overview")
+        page.press("c")
+        page.wait("document.querySelectorAll('#runs-list input').length === 2")
+        page.js("document.querySelectorAll('#runs-list input:not(:checked)')[0].focus()")
+        page.press(" ")
+        page.press("Enter")
+        page.wait("document.getElementById('difference')")
+        rows = [line.split("\t") for line in text(page, "#difference tbody").splitlines()]
+        assert rows == [["seed", "1", "2"], ["ppo.lr", "0.001", "0.002"]]
+        assert text(page, ".card.named small").splitlines() == ["finished", "stopped"]
+        assert page.js("document.querySelectorAll('.chart:not([hidden]) .curve.k1').length") >= 2, "on the same axes"
+        page.open(url + "/?killed#/overview?runs=1")
+        shows(page, "overview")
+        page.wait("document.getElementById('state').dataset.state === 'stopped'")
+        assert "stopped after 4 steps, before its end" in text(page, "#state")
+        page.open("about:blank")
+        assert page.problems == []
+
+
+HOSTILE_INFO = (
+    {"replay": {"title": "game", "command": "play", "url": "javascript:document.title='owned'", "order": {}}},
+    {"did": HOSTILE, "view": {"title": HOSTILE, "columns": [HOSTILE], "rows": [[HOSTILE], "no row", {"a": 1}]}},
+)
+GAME = {
+    "title": "game",
+    "command": "play-it --now",
+    "url": "http://127.0.0.1:9/play",
+    "order": {"task_id": 7, "seed": 3},
+}
+
+
+def test_what_the_environment_left_is_shown_and_its_episode_can_be_played_again(chromium: Chromium, tmp_path: Path):
+    """The address for playing has task, seed and what was done; only one of this machine becomes a link."""
+    view = {"title": "The account", "columns": ["name", "after"], "rows": [["a-bucket", "there"]], "note": "one more"}
+    folders = []
+    for name, info in (("told", ({"replay": GAME}, {"did": "aws s3 mb", "view": view})), ("hostile", HOSTILE_INFO)):
+        run = MadeUpRun(tmp_path / name, info=info)
+        run.add_step(1)
+        run.close()
+        folders.append(tmp_path / name)
+    page = chromium
+    with served(*folders, follow=False) as url:
+        page.open(url + "/#/rollout?runs=0")
+        shows(page, "rollout")
+        assert text(page, "#state-left h2") == "The account"
+        assert [text(page, "#state-left tbody"), text(page, "#state-left p")] == ["a-bucket\tthere", "one more"]
+        assert "play-it" in text(page, "#again")
+        page.press("p")
+        address = page.js("document.activeElement.href")
+        assert address.startswith("http://127.0.0.1:9/play#play=")
+        asked = json.loads(unquote(address.partition("#play=")[2]))
+        assert asked == {"task_id": 7, "seed": 3, "commands": ["aws s3 mb"]}
+        page.open(url + "/?other#/rollout?runs=1")
+        shows(page, "rollout")
+        assert "onerror" in text(page, "#state-left h2") and "<script>" in text(page, "#state-left tbody")
+        assert page.js("document.querySelectorAll('#state-left img, #state-left script, #again').length") == 0
+        assert page.js("document.title") != "owned"
+        page.open("about:blank")
+        assert page.problems == []
+
+
+def test_of_a_hundred_thousand_tokens_a_window_is_drawn(chromium: Chromium, tmp_path: Path):
+    run = MadeUpRun(tmp_path / "run", longest=100_000, failing=0.0)
+    run.add_step(1)
+    run.close()
+    page = chromium
+    with served(tmp_path / "run", follow=False) as url:
+        page.open(url + "/#/tokens")
+        shows(page, "tokens")
+        assert "1 of 100,000" in text(page, "#token")
+        page.press("End")
+        page.wait("document.getElementById('token').innerText.includes('100,000 of 100,000')")
+        assert page.js("document.querySelector('.token[aria-current]').dataset.at") == "99999"
+        assert page.js("document.querySelectorAll('.token').length") <= 600
+        before = page.js("location.hash")
+        page.press("n")
+        page.wait(f"location.hash !== {json.dumps(before)}")
+        assert page.js("document.querySelectorAll('.token').length") <= 600
+        page.press("b")
+        shows(page, "rollout")
         page.open("about:blank")
         assert page.problems == []
 

@@ -52,7 +52,8 @@ class PlaygroundSession:
 
     def reset(self, order: dict[str, Any]) -> dict[str, Any]:
         """Start an episode: the template ``task_id``, else one drawn from ``tier`` or from all; ``seed`` (none: a
-        drawn one), ``chaos``. Returns its log. Raises WireError, and what ``MiniStackPool.start`` raises."""
+        drawn one), ``split`` of the names, ``chaos``. Returns its log. Raises WireError, and what
+        ``MiniStackPool.start`` raises."""
         task = self._draw(order)
         if self._player is None:
             self._player = self._make_player(self._lease())
@@ -175,10 +176,11 @@ class PlaygroundSession:
 
     def _draw(self, order: dict[str, Any]) -> Task:
         task_id, tier, seed = order.get("task_id"), order.get("tier"), order.get("seed")
+        split = order.get("split") or "train"
         try:
             if task_id is None:
                 task_id = self._random.choice(load_templates(None if tier is None else [tier])).task_id
-            return instantiate(int(task_id), self._random.randrange(10_000) if seed is None else seed)
+            return instantiate(int(task_id), self._random.randrange(10_000) if seed is None else seed, split)
         except ValueError as error:
             raise WireError(VALIDATION_ERROR, str(error)[:300]) from None
         except IndexError:

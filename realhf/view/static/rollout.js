@@ -1,6 +1,7 @@
 // One rollout: its conversation turn by turn, what the environment said of it, and its group beside it.
 
 import { h, number, table } from "./dom.js";
+import { again, ofTurn, stateLeft } from "./environment.js";
 import { askJson } from "./store.js";
 import { tableOf } from "./table.js";
 import { outcomeClass, walked } from "./rollouts.js";
@@ -49,7 +50,7 @@ class Rollout {
     this.place = place;
     this.keys = [
       ["j k", "next, previous turn"], ["[ ]", "previous, next rollout of the group"], ["← →", "previous, next rollout of the list"],
-      ["g", "group side by side"], ["t", "its tokens"], ["b", "back to the list"],
+      ["g", "group side by side"], ["t", "its tokens"], ["e", "the state that it left"], ["p", "play it again"], ["b", "back to the list"],
     ];
   }
 
@@ -62,7 +63,7 @@ class Rollout {
     this.beside = this.context.params.get("beside") ?? "";
     const other = this.beside && this.beside !== this.id ? await detail(this.context.run, this.beside) : null;
     this.talk = h("div", { class: other ? "talks two" : "talks" }, column(found), other ? column(other) : null);
-    this.place.append(this.title(), facts(found), this.groupTable(), rewards(found) ?? "", h("h2", {}, other ? `Beside ${this.beside}` : "Conversation"), this.talk, rest(found));
+    this.place.append(this.title(), facts(found), this.groupTable(), rewards(found) ?? "", h("h2", {}, other ? `Beside ${this.beside}` : "Conversation"), this.talk, stateLeft(found.play) ?? "", again(found.play) ?? "", rest(found));
     if (other) align(this.talk);
   }
 
@@ -91,6 +92,7 @@ class Rollout {
     const does = {
       j: () => this.move(1), k: () => this.move(-1), "]": () => this.sibling(1), "[": () => this.sibling(-1),
       ArrowRight: () => this.step(1), ArrowLeft: () => this.step(-1), g: () => this.compare(), t: () => this.tokens(), b: () => this.list(),
+      e: () => this.toState(), p: () => this.place.querySelector("#again a")?.focus(),
     }[event.key];
     if (does) does();
     return !!does;
@@ -124,6 +126,12 @@ class Rollout {
     const next = this.siblingId(this.id, 1);
     if (next && next !== this.id) this.context.go("rollout", { id: this.id, beside: next });
     else this.context.notice("This group has one rollout alone.");
+  }
+
+  toState() {
+    const left = this.place.querySelector("#state-left");
+    if (left) left.scrollIntoView({ block: "start" });
+    else this.context.notice("The environment of this rollout describes no state.");
   }
 
   tokens() {
@@ -195,7 +203,7 @@ function block(message, turns) {
   if (message.content && message.content.length) made.append(typeof message.content === "string" ? long(message.content) : json(message.content));
   for (const call of message.tool_calls ?? []) made.append(toolCall(call));
   if (message.text) made.append(h("details", {}, h("summary", {}, "as it was said"), long(message.text)));
-  if (own?.info && Object.keys(own.info).length) made.append(h("details", { class: "view" }, h("summary", {}, "the environment's view"), environment(own.info)));
+  if (own?.info && Object.keys(own.info).length) made.append(h("details", { class: "view" }, h("summary", {}, "the environment's view"), ofTurn(own.info)));
   for (const [name, value] of Object.entries({ ...own?.rewards, ...own?.metrics })) made.append(h("span", { class: "entry muted" }, `${name} ${number(value)} `));
   return made;
 }
@@ -205,12 +213,6 @@ function toolCall(call) {
   const values = typeof given === "object" && given !== null ? Object.values(given) : [given];
   const text = values.length === 1 && typeof values[0] === "string" ? values[0] : typeof given === "string" ? given : JSON.stringify(given, null, 1);
   return h("div", { class: call.problem ? "call bad" : "call" }, h("b", {}, call.name ?? call.function?.name ?? "tool"), h("code", {}, text), call.problem ? h("p", { class: "problem" }, call.problem) : null);
-}
-
-/** What an environment says of a turn; differences of a state in the words of the account. */
-function environment(info) {
-  if (typeof info === "string") return json(info);
-  return h("dl", { class: "view" }, Object.entries(info).map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, typeof value === "object" && value !== null ? json(value) : number(value)))));
 }
 
 function long(text) {

@@ -148,18 +148,30 @@ class Tokens {
     return [value < 0 ? -1 : 1, Math.abs(value) / most];
   }
 
+  /** The strips and the place of the token in them. The strips are drawn once for a width and its colours. */
   drawStrips() {
     if (!this.canvas || !this.ranges) return;
     const width = this.canvas.clientWidth || 600;
     const height = (HEIGHT + 3) * this.strips.length + 6;
     const scale = devicePixelRatio || 1;
+    const colour = (name) => { this.canvas.style.color = `var(${name})`; return getComputedStyle(this.canvas).color; };
+    const colours = ["--bad", "--k2", "--ink", "--line"].map(colour);
+    const key = [width, scale, ...colours].join(" ");
+    if (this.drawn?.key !== key) this.drawn = { key, image: this.strip(width, height, scale, colours) };
     this.canvas.style.height = `${height}px`;
     this.canvas.width = width * scale;
     this.canvas.height = height * scale;
     const pen = this.canvas.getContext("2d");
+    pen.drawImage(this.drawn.image, 0, 0);
     pen.scale(scale, scale);
-    const colour = (name) => { this.canvas.style.color = `var(${name})`; return getComputedStyle(this.canvas).color; };
-    const [bad, good, ink, line] = ["--bad", "--k2", "--ink", "--line"].map(colour);
+    pen.fillStyle = colours[2];
+    pen.fillRect((this.at / this.size) * width, 0, 2, height);
+  }
+
+  strip(width, height, scale, [bad, good, ink, line]) {
+    const image = h("canvas", { width: width * scale, height: height * scale });
+    const pen = image.getContext("2d");
+    pen.scale(scale, scale);
     this.strips.forEach(([name], row) => {
       const y = row * (HEIGHT + 3);
       pen.globalAlpha = 1;
@@ -182,9 +194,7 @@ class Tokens {
       pen.font = "10px system-ui, sans-serif";
       pen.fillText(name, 3, y + 10);
     });
-    pen.globalAlpha = 1;
-    pen.fillStyle = ink;
-    pen.fillRect((this.at / this.size) * width, 0, 2, height);
+    return image;
   }
 
   key(event) {

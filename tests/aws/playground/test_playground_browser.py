@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 
@@ -69,6 +70,25 @@ def begin(page: Chromium, task_id: int, seed: int) -> None:
     page.press("Enter")
     page.wait(f"document.getElementById('task-id').textContent === '#{task_id}' && {IDLE}")
     assert focused(page) == "command"
+
+
+@pytest.mark.slow
+def test_a_recorded_episode_is_played_again_only_when_a_person_says_so(page: Chromium) -> None:
+    """The address names task, seed, split and commands, as the page over runs writes them; another page may, too."""
+    task = instantiate(201, 3, "heldout")
+    order = {"task_id": 201, "seed": 3, "split": "heldout", "chaos": False, "commands": [*task.solution, MARKUP]}
+    address = page.js("location.origin") + "/web#play=" + quote(json.dumps(order))
+    page.open("about:blank")
+    page.open(address)
+    page.wait("document.documentElement.dataset.ready && !document.getElementById('offer').hidden")
+    assert "Task #201, seed 3, held out, 3 commands" in text(page, "#offer-text")
+    assert MARKUP in text(page, "#offer-commands") and page.js("document.body.dataset.mode") == "idle"
+    page.press("Enter")
+    page.wait("document.getElementById('banner-title').textContent === 'Achieved'", timeout_s=240)
+    page.wait(IDLE)
+    assert text(page, "#description") == task.description and task.params["name"] in text(page, "#cards")
+    assert page.js("document.querySelectorAll('.entry').length") == len(task.solution), "nothing after the end"
+    assert page.js("location.hash") == "" and page.js("document.title") != "owned"
 
 
 def test_a_warmup_task_played_to_its_end_with_the_keyboard(page: Chromium) -> None:

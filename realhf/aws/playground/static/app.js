@@ -2,6 +2,7 @@
 
 import { cards } from "./account.js";
 import { readLog } from "./episode_log.js";
+import { offer } from "./offer.js";
 import { Picker } from "./picker.js";
 import { ask, beginSession } from "./server.js";
 import { themeOf } from "./theme.js";
@@ -182,6 +183,25 @@ async function run(command) {
     }
   });
   if (page.live?.steps.at(-1)?.done && !page.replay) byId("transcript").focus();
+}
+
+/** One command of a recorded episode; whether the next one may follow. */
+async function runRecorded(command) {
+  const log = page.live;
+  if (log.steps.at(-1)?.done) return false;
+  const before = log.steps.length;
+  await run(command);
+  return page.live === log && log.steps.length === before + 1;
+}
+
+function offerRecorded() {
+  let log = null;
+  const begin = async (order) => {
+    const before = page.live;
+    await start(order);
+    log = page.live === before ? null : page.live;
+  };
+  offer(begin, (command) => (log !== null && page.live === log ? runRecorded(command) : false), page.session.chaos);
 }
 
 function submit() {
@@ -382,6 +402,7 @@ function listen() {
     if (page.session.login) byId("login").showModal();
   });
   document.addEventListener("keydown", key);
+  window.addEventListener("hashchange", () => page.session && !page.session.login && offerRecorded());
 }
 
 async function login(event) {
@@ -417,6 +438,7 @@ async function begin() {
     document.body.dataset.tasks = "closed";
   }
   show();
+  offerRecorded();
   document.documentElement.dataset.ready = "yes";
 }
 
