@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from realhf.transport.errors import DataError, ProtocolError
 from realhf.transport.network.network import Network
+from realhf.transport.network.sealed import Connection
 from realhf.transport.network.tls import RunTls
 from realhf.transport.tensors import bulk_wire
 
@@ -91,7 +92,7 @@ class BulkDoor:
         plain.settimeout(bulk_wire.HANDSHAKE_S)
         try:
             plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            with self._tls.accept(plain) as connection:
+            with contextlib.closing(self._tls.accept(plain)) as connection:
                 with self._lock:
                     self._guests[number] = self._strangers.pop(number)
                 connection.settimeout(bulk_wire.STALL_S)
@@ -117,7 +118,7 @@ class BulkDoor:
         if count & (count - 1) == 0:
             _log.warning("%s refused bulk connection %d, of %s: %s", self._name, count, host, error)
 
-    def _answer_all(self, connection: socket.socket) -> None:
+    def _answer_all(self, connection: Connection) -> None:
         while True:
             asked = bulk_wire.REQUEST.unpack(bulk_wire.received(connection, bulk_wire.REQUEST.size))
             try:
@@ -132,7 +133,7 @@ class BulkDoor:
             bulk_wire.send(connection, piece)
 
 
-def _refuse(connection: socket.socket, message: str) -> None:
+def _refuse(connection: Connection, message: str) -> None:
     text = message.encode()[: bulk_wire.MOST_MESSAGE_BYTES]
     connection.sendall(bulk_wire.ANSWER.pack(bulk_wire.REFUSED, len(text)) + text)
 

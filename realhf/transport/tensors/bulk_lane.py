@@ -8,6 +8,7 @@ import ssl
 import time
 
 from realhf.transport.errors import DataError, FetchTimeout, PeerLost
+from realhf.transport.network.sealed import Connection
 from realhf.transport.network.tls import RunTls
 from realhf.transport.tensors import bulk_wire
 from realhf.transport.tensors.pieces import Piece
@@ -20,7 +21,7 @@ class BulkLane:
     def __init__(self, tls: RunTls, host: str, port: int) -> None:
         self._tls, self._address = tls, (host, port)
         self._name = f"{host}:{port}"
-        self._connection: socket.socket | None = None
+        self._connection: Connection | None = None
 
     def fetch(self, transfer: bytes, piece: Piece, into: memoryview, deadline: float) -> None:
         """Fill ``into`` with a piece. Raises PeerLost for a connection that broke or could not be made, FetchTimeout
@@ -52,7 +53,7 @@ class BulkLane:
                 self._connection.close()
             self._connection = None
 
-    def _connected(self, deadline: float) -> socket.socket:
+    def _connected(self, deadline: float) -> Connection:
         if self._connection is None:
             limit_s = _time_left(deadline, bulk_wire.HANDSHAKE_S)
             plain = socket.create_connection(self._address, timeout=limit_s)
@@ -61,7 +62,7 @@ class BulkLane:
         self._connection.settimeout(_time_left(deadline, bulk_wire.STALL_S))
         return self._connection
 
-    def _fill(self, connection: socket.socket, into: memoryview, deadline: float) -> None:
+    def _fill(self, connection: Connection, into: memoryview, deadline: float) -> None:
         """Receive in parts, so that a peer that sends one byte now and then does not outlive the deadline."""
         for start in range(0, into.nbytes, bulk_wire.CALL_BYTES):
             connection.settimeout(_time_left(deadline, bulk_wire.STALL_S))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import socket
 import struct
+
+from realhf.transport.network.sealed import Connection
 
 REQUEST = struct.Struct("!16sIQI")
 """Number of the transfer, frame, start, length."""
@@ -19,13 +20,13 @@ CALL_BYTES = 1 << 20
 """Bytes that one call of the system sends or receives at most; both fit into a core's cache on the way."""
 
 
-def send(connection: socket.socket, view: memoryview) -> None:
+def send(connection: Connection, view: memoryview) -> None:
     """Send all of a view. Raises OSError, TimeoutError among them."""
     for start in range(0, view.nbytes, CALL_BYTES):
         connection.sendall(view[start : start + CALL_BYTES])
 
 
-def receive(connection: socket.socket, view: memoryview) -> None:
+def receive(connection: Connection, view: memoryview) -> None:
     """Fill a view. Raises OSError, ConnectionError among them when the other end has closed."""
     start, size = 0, view.nbytes
     while start < size:
@@ -35,7 +36,7 @@ def receive(connection: socket.socket, view: memoryview) -> None:
         start += count
 
 
-def received(connection: socket.socket, size: int) -> bytes:
+def received(connection: Connection, size: int) -> bytes:
     """Receive exactly ``size`` bytes, else as ``receive``."""
     found = bytearray(size)
     receive(connection, memoryview(found))

@@ -36,6 +36,7 @@ from realhf.transport.tensors.pieces import LANES, Piece, fetch_pieces
 from realhf.transport.tensors.shared_mapping import MappingCache
 from realhf.transport.tensors.shared_memory import SegmentPool, SegmentRef
 from realhf.transport.tensors.store import TensorStore
+from realhf.transport.tensors.target_memory import TargetMemory
 from realhf.transport.waker import Waker
 
 _log = logging.getLogger(__name__)
@@ -45,6 +46,8 @@ SHM_FROM_BYTES = 64 << 10
 """Size from which values are served through shared memory."""
 SPARE_BYTES = 256 << 20
 """Bytes of cleared segments, and of idle mappings, that are kept for use again."""
+SPARE_TARGET_BYTES = 1 << 30
+"""Bytes of memory that was fetched into and is kept for use again; the kernel may take them."""
 BULK_FROM_BYTES = 1 << 20
 """Size from which an answer to another host goes in pieces: ZeroMQ would encrypt for longer than connecting takes."""
 SENDERS_AHEAD = 64
@@ -74,6 +77,7 @@ class DataPlane:
         self._host = host_token() if shm else ""
         self._pool = SegmentPool(SPARE_BYTES)
         self._mappings = MappingCache(SPARE_BYTES)
+        self._targets = TargetMemory(SPARE_TARGET_BYTES)
         self._pool_lock = threading.Lock()
         self._segments_of: dict[str, set[Any]] = {}
         self._outgoing = Outgoing()
@@ -135,6 +139,7 @@ class DataPlane:
                 peer.close()
             self._peers.clear()
         self._mappings.close()
+        self._targets.close()
         with self._pool_lock:
             self._pool.close()
             self._segments_of.clear()
@@ -180,7 +185,7 @@ class DataPlane:
             lanes[lane].fetch(number, piece, into, deadline)
 
         try:
-            frames: list[Any] = list(fetch_pieces(envelope.field(fields, "sizes", list), ask))
+            frames: list[Any] = list(fetch_pieces(envelope.field(fields, "sizes", list), ask, self._targets.take))
         finally:
             for lane in lanes:
                 lane.close()

@@ -30,12 +30,19 @@ class Piece(NamedTuple):
 
 Ask = Callable[[int, Piece, memoryview], None]
 """(lane, piece, into) fills ``into`` with the piece. Raises PeerLost, which is tried again, and DataError."""
+Take = Callable[[int], np.ndarray[Any, np.dtype[np.uint8]]]
+"""Bytes -> memory of this size, aligned, of any content."""
 
 
-def fetch_pieces(sizes: Sequence[Any], ask: Ask) -> list[memoryview]:
-    """Return frames of these sizes, writable and aligned. Raises what ``ask`` raises, PeerLost after ``RETRIES`` broken
-    connections in a row, and ProtocolError for sizes that no sample has, before memory is allocated."""
-    return _Fetch(_checked(sizes), ask).run()
+def _fresh(nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    return np.empty(nbytes, dtype=np.uint8)
+
+
+def fetch_pieces(sizes: Sequence[Any], ask: Ask, take: Take = _fresh) -> list[memoryview]:
+    """Return frames of these sizes, writable and aligned, in memory that ``take`` gives. Raises what ``ask`` raises,
+    PeerLost after ``RETRIES`` broken connections in a row, and ProtocolError for sizes that no sample has, before
+    memory is allocated."""
+    return _Fetch(_checked(sizes), ask, take).run()
 
 
 def _checked(sizes: Sequence[Any]) -> list[int]:
@@ -50,9 +57,9 @@ class _Fetch:
     """Is one fetch. Lanes are threads, the calling one among them; they take pieces until none is left or one of them
     fails."""
 
-    def __init__(self, sizes: list[int], ask: Ask) -> None:
+    def __init__(self, sizes: list[int], ask: Ask, take: Take) -> None:
         starts = np.cumsum([0, *(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)]).tolist()
-        whole = memoryview(np.empty(starts[-1], dtype=np.uint8))  # pyright: ignore[reportArgumentType]
+        whole = memoryview(take(starts[-1]))  # pyright: ignore[reportArgumentType]
         self._frames = [whole[start : start + size] for start, size in zip(starts, sizes, strict=False)]
         self._ask = ask
         self._lock = threading.Lock()

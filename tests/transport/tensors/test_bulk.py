@@ -239,7 +239,7 @@ def answering(answer: bytes, *, then_close: bool = True) -> Iterator[int]:
 
     def serve() -> None:
         plain, _ = listener.accept()
-        with RunTls(KEYS).accept(plain) as connection:
+        with contextlib.closing(RunTls(KEYS).accept(plain)) as connection:
             bulk_wire.received(connection, bulk_wire.REQUEST.size)
             connection.sendall(answer)
             if not then_close:

@@ -1,0 +1,160 @@
+"""Encrypts a connection in large records, after TLS has proved both ends and carried the keys.
+
+TLS cuts what it encrypts into records of 16 KiB, and Python takes each of them by itself, which costs more than the
+cipher. Here a record holds up to 256 KiB, and the package ``cryptography`` encrypts it with AES-256-GCM, for which it
+uses vector instructions that the OpenSSL beside Python may lack. What TLS does is kept where it matters: the handshake
+proves both ends, and the keys are random numbers that one end draws for this connection and sends through TLS, so they
+are as secret as TLS makes them, also when the certificate's key is found later.
+
+- Each direction of each connection has a key of its own, and numbers its records from 0. That number is the nonce, so
+  none occurs twice under a key, and a record that is changed, left out, repeated, sent back or moved to another
+  connection does not open.
+- A record begins with its length, which its tag covers. A length that no record has is refused before anything is read.
+- A connection that ends is an error wherever something is still expected: all messages on it say how long they are.
+- A record is decrypted where it belongs and checked then. If the check fails, the call raises, the connection is given
+  up, and what lies there is not used.
+"""
+
+from __future__ import annotations
+
+import functools
+import secrets
+import socket
+import struct
+from collections.abc import Callable
+from typing import Any, Protocol
+
+RECORD_BYTES = 256 << 10
+"""Bytes that one record holds at most: a core's cache has room for it before and after the cipher."""
+KEY_BYTES = 32
+SECRET_BYTES = 2 * KEY_BYTES
+"""Size of what one end draws: the key of what it sends, then the key of what it receives."""
+_LENGTH = struct.Struct("!I")
+_TAG_BYTES = 16
+_NONCE_BYTES = 12
+
+
+class Connection(Protocol):
+    """Is a connection of a run after its handshake: a socket, or a ``SealedSocket``."""
+
+    def sendall(self, data: bytes | memoryview, /) -> None:
+        """Send everything."""
+        ...
+
+    def recv_into(self, buffer: memoryview, /) -> int:
+        """Receive some bytes, and return how many; 0 at the end."""
+        ...
+
+    def settimeout(self, value: float | None, /) -> None:
+        """Let every wait for the other end last at most so many seconds."""
+        ...
+
+    def close(self) -> None:
+        """Close it."""
+        ...
+
+
+@functools.cache
+def cipher() -> Callable[[bytes], Any] | None:
+    """Return AES-GCM of the package ``cryptography``; None where there is none that works in given memory."""
+    try:
+        from cryptography.hazmat.primitives.ciphers.aead import AESGCM  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        return None
+    return AESGCM if hasattr(AESGCM, "encrypt_into") and hasattr(AESGCM, "decrypt_into") else None
+
+
+def new_secret() -> bytes:
+    """Draw the keys of a connection."""
+    return secrets.token_bytes(SECRET_BYTES)
+
+
+class SealedSocket:
+    """Sends and receives records over ``plain``, a connected socket. ``secret`` is what one end has drawn; the other
+    end of the connection is made with ``drawn_here`` the other way round. One thread sends and one receives.
+
+    Raises RuntimeError where ``cipher`` is None. After an OSError the connection is of no further use.
+    """
+
+    def __init__(self, plain: socket.socket, secret: bytes, *, drawn_here: bool) -> None:
+        made = cipher()
+        if made is None:
+            raise RuntimeError("the package cryptography is missing")
+        sending, receiving = secret[:KEY_BYTES], secret[KEY_BYTES:SECRET_BYTES]
+        if not drawn_here:
+            sending, receiving = receiving, sending
+        self._plain = plain
+        self._encrypt, self._decrypt = made(sending).encrypt_into, made(receiving).decrypt_into
+        self._sent = self._received = 0
+        self._outgoing = memoryview(bytearray(_LENGTH.size + RECORD_BYTES + _TAG_BYTES))
+        self._incoming = memoryview(bytearray(_LENGTH.size + RECORD_BYTES + _TAG_BYTES))
+        self._rest = memoryview(b"")
+
+    def sendall(self, data: bytes | memoryview, /) -> None:
+        """Send everything. Raises OSError, TimeoutError among them."""
+        view = memoryview(data)
+        for start in range(0, view.nbytes, RECORD_BYTES):
+            part = view[start : start + RECORD_BYTES]
+            nonce, self._sent = self._sent.to_bytes(_NONCE_BYTES, "big"), self._sent + 1
+            record = self._outgoing[: _LENGTH.size + part.nbytes + _TAG_BYTES]
+            _LENGTH.pack_into(record, 0, part.nbytes)
+            self._encrypt(nonce, part, record[: _LENGTH.size], record[_LENGTH.size :])
+            self._plain.sendall(record)
+
+    def recv_into(self, buffer: memoryview, /) -> int:
+        """Receive at most what ``buffer`` holds, and return how many bytes; 0 when the other end has closed. Raises
+        OSError, ConnectionError among them for a record that is not of the other end, or not the next one."""
+        if not self._rest:
+            size = self._read_record()
+            if size <= buffer.nbytes:
+                if size:
+                    self._open(size, buffer[:size])
+                return size
+            plain = memoryview(bytearray(size))
+            self._open(size, plain)
+            self._rest = plain
+        count = min(buffer.nbytes, self._rest.nbytes)
+        buffer[:count] = self._rest[:count]
+        self._rest = self._rest[count:]
+        return count
+
+    def settimeout(self, value: float | None, /) -> None:
+        """Let every wait for the other end last at most so many seconds."""
+        self._plain.settimeout(value)
+
+    def close(self) -> None:
+        """Close the connection; harmless when repeated."""
+        self._plain.close()
+
+    def _read_record(self) -> int:
+        """Read the next record as it came, and return how many bytes it holds; 0 at the end of the connection."""
+        length = self._incoming[: _LENGTH.size]
+        if not self._fill(length, may_end=True):
+            return 0
+        (size,) = _LENGTH.unpack(length)
+        if not 0 < size <= RECORD_BYTES:
+            raise ConnectionError(f"sent a record of {size} bytes")
+        self._fill(self._incoming[_LENGTH.size : _LENGTH.size + size + _TAG_BYTES])
+        return size
+
+    def _open(self, size: int, into: memoryview) -> None:
+        from cryptography.exceptions import InvalidTag  # pyright: ignore[reportMissingImports]
+
+        nonce, self._received = self._received.to_bytes(_NONCE_BYTES, "big"), self._received + 1
+        record = self._incoming[_LENGTH.size : _LENGTH.size + size + _TAG_BYTES]
+        try:
+            self._decrypt(nonce, record, self._incoming[: _LENGTH.size], into)
+        except InvalidTag:
+            self._plain.close()
+            raise ConnectionError("sent bytes that were changed on the way") from None
+
+    def _fill(self, view: memoryview, *, may_end: bool = False) -> bool:
+        start = 0
+        while start < view.nbytes:
+            count = self._plain.recv_into(view[start:])
+            if count == 0:
+                if may_end and start == 0:
+                    return False
+                raise ConnectionError("closed the connection")
+            start += count
+        return True
