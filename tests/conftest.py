@@ -1,12 +1,14 @@
 """The order of the tests, what they cost, and what many of them share: a pool of real simulators, a policy.
 
-``pytest -n 2 --dist loadfile --no-loadscope-reorder`` shares out files in this order. Property tests draw the same
-examples every time, so that a change is judged by what it does; ``--hypothesis-profile=random`` draws others.
+``pytest -n 2 --dist loadfile --no-loadscope-reorder`` shares out files in this order, and files with ranks together
+(``tests/sharing.py``). Property tests draw the same examples every time, so that a change is judged by what it does;
+``--hypothesis-profile=random`` draws others.
 """
 
 from __future__ import annotations
 
 import functools
+import gc
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,10 +20,11 @@ from hypothesis import settings
 from realhf.aws.episode.episode import Episode
 from realhf.aws.simulator.pool import MiniStackPool, Slot
 from realhf.aws.tasks import instantiate, load_templates, solve
-from realhf.base.garbage import collect_rarely, settle
+from realhf.base.garbage import collect_rarely
 from tests.costs import pytest_runtest_call, pytest_terminal_summary
+from tests.sharing import pytest_xdist_make_scheduler
 
-__all__ = ["pytest_runtest_call", "pytest_terminal_summary"]
+__all__ = ["pytest_runtest_call", "pytest_terminal_summary", "pytest_xdist_make_scheduler"]
 
 POOL_SIZE = 4
 settings.register_profile("same", derandomize=True, print_blob=True)
@@ -36,8 +39,9 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Leave modules and test items out of what the collector walks through while the tests run."""
-    settle()
+    """Leave modules and test items out of what the collector walks through while the tests run. It goes on collecting
+    rarely: by Python's own thresholds it is a tenth of what the tests cost, more in a process that has run many."""
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

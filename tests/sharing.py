@@ -1,0 +1,31 @@
+"""Says which test process runs which files: whole files, and in one process those that start the same server."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from xdist.scheduler import LoadFileScheduling
+
+RANKS = "tests/backends/parallel"
+"""Files that run ranks. Their server, from which every rank is forked, imports for five seconds of CPU in each test
+process that runs one of them."""
+WITH_RANKS = ("tests/backends/parallel/", "tests/backends/adapters/test_lora_ranks.py")
+
+
+class FilesThatBelongTogether(LoadFileScheduling):
+    """Hands out files as ``--dist loadfile`` does, but those with ranks as if they were one."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return together(super()._split_scope(nodeid))
+
+
+def together(file: str) -> str:
+    """Return the name under which a file is handed out."""
+    return RANKS if file.startswith(WITH_RANKS) else file
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FilesThatBelongTogether | None:
+    """Take the place of ``--dist loadfile``, and of no other way."""
+    return FilesThatBelongTogether(config, log) if config.getoption("dist") == "loadfile" else None

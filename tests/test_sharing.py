@@ -1,0 +1,35 @@
+"""Which test process runs which files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.sharing import RANKS, FilesThatBelongTogether, pytest_xdist_make_scheduler, together
+
+TESTS = Path(__file__).resolve().parent
+
+
+def test_files_that_run_ranks_are_handed_out_together_and_others_alone() -> None:
+    """Whoever imports what starts ranks would otherwise start their server in a process of its own."""
+    imports = "from tests.backends.parallel.rank_processes import"
+    found = {path.relative_to(TESTS.parent).as_posix() for path in TESTS.rglob("test_*.py")}
+    with_ranks = {name for name in found if f"\n{imports} " in (TESTS.parent / name).read_text(encoding="utf-8")}
+    assert len(with_ranks) >= 6 and {together(name) for name in with_ranks} == {RANKS}
+    assert {name for name in found if together(name) == RANKS} == with_ranks
+    others = found - with_ranks
+    assert {together(name) for name in others} == others
+
+
+def test_the_order_of_other_ways_to_share_out_tests_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def config(dist: str) -> Any:
+        return SimpleNamespace(getoption={"dist": dist}.get)
+
+    monkeypatch.setattr(FilesThatBelongTogether, "__init__", lambda self, config, log: None)
+    assert pytest_xdist_make_scheduler(config("load"), None) is None
+    made = pytest_xdist_make_scheduler(config("loadfile"), None)
+    assert made is not None and made._split_scope("tests/a/test_b.py::test_c[x::y]") == "tests/a/test_b.py"
+    assert made._split_scope("tests/backends/parallel/test_ppo.py::test_five[dp2]") == RANKS
