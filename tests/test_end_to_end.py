@@ -57,10 +57,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("runs")
 
 
-def command(
-    root: Path, trial: str, *options: str, experiment: str = "grpo_aws", policy: Path | None = None
-) -> list[str]:
-    """Without a policy the run makes one by a warm start, which later runs below ``root`` find."""
+def command(root: Path, trial: str, *options: str, policy: Path, experiment: str = "grpo_aws") -> list[str]:
     return [
         sys.executable,
         "-m",
@@ -69,7 +66,7 @@ def command(
         "seed=3",
         f"trial_name={trial}",
         f"fileroot={root}",
-        *((f"actor.path={policy}",) if policy else WARM_START),
+        f"actor.path={policy}",
         *SMALL,
         *options,
     ]
@@ -91,11 +88,11 @@ def leftovers(root: Path) -> list[list[str]]:
     return found
 
 
-def trained(root: Path, trial: str, steps: int, *options: str, **more: str) -> Rows:
+def trained(root: Path, policy: Path, trial: str, steps: int) -> Rows:
     """The metrics of a run that must succeed."""
-    done = launch(root, trial, f"total_train_steps={steps}", *options, **more)
+    done = launch(root, trial, f"total_train_steps={steps}", *MOVING, policy=policy)
     assert done.returncode == 0, done.stderr + done.stdout[-2000:]
-    folder = root / more.get("experiment", "grpo_aws") / trial
+    folder = root / "grpo_aws" / trial
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(1, steps + 1))
     return rows
@@ -113,17 +110,21 @@ def undescribed(rows: Rows) -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def first(root: Path) -> Rows:
-    """Three steps without a break, on one model worker."""
-    rows = trained(root, "first", 3, *MOVING)
+def first(root: Path, tiny_policy: Path) -> Rows:
+    """Three steps without a break, on one model worker. What comes before a run without a policy is seen by the
+    example of a first run, and in ``tests/test_any_environment.py``."""
+    rows = trained(root, tiny_policy, "first", 3)
     assert not leftovers(root)
     return rows
 
 
 @pytest.fixture(scope="module")
-def others(root: Path, first: Rows) -> dict[str, Rows]:
-    """A run to compare with the first, which has made its policy: one that ended and went on."""
-    rows = {"two steps": trained(root, "again", 2, *MOVING), "three steps": trained(root, "again", 3, *MOVING)}
+def others(root: Path, tiny_policy: Path) -> dict[str, Rows]:
+    """A run to compare with the first: one that ended and went on."""
+    rows = {
+        "two steps": trained(root, tiny_policy, "again", 2),
+        "three steps": trained(root, tiny_policy, "again", 3),
+    }
     assert not leftovers(root)
     return rows
 
@@ -157,22 +158,22 @@ def failed(done: subprocess.CompletedProcess[str]) -> str:
     return done.stderr
 
 
-def test_a_taken_port_is_named(root: Path, first: Rows) -> None:
+def test_a_taken_port_is_named(root: Path, tiny_policy: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        message = failed(launch(root, "taken", "total_train_steps=1", f"env.ministack_base_port={port}"))
+        options = ("total_train_steps=1", f"env.ministack_base_port={port}")
+        message = failed(launch(root, "taken", *options, policy=tiny_policy))
     assert "env/0" in message and f"port {port} for MiniStack is taken" in message
     assert not leftovers(root)
 
 
 @pytest.fixture
-def without_simulators(root: Path) -> Iterator[Launch]:
+def without_simulators(root: Path, tiny_policy: Path) -> Iterator[Launch]:
     """A launch whose simulators are killed as soon as they appear."""
 
     def run(*options: str) -> subprocess.CompletedProcess[str]:
-        process = subprocess.Popen(
-            command(root, "no_simulator", *options), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
+        line = command(root, "no_simulator", *options, policy=tiny_policy)
+        process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         deadline = time.monotonic() + 60
         while process.poll() is None and time.monotonic() < deadline:
             for child, line in family(process.pid).items():
@@ -187,6 +188,6 @@ def without_simulators(root: Path) -> Iterator[Launch]:
     assert not leftovers(root)
 
 
-def test_simulators_that_do_not_come_up_are_named(without_simulators: Launch, first: Rows) -> None:
+def test_simulators_that_do_not_come_up_are_named(without_simulators: Launch) -> None:
     message = failed(without_simulators("total_train_steps=1"))
     assert "env/0" in message and "MiniStack did not come up" in message
