@@ -95,6 +95,7 @@ def test_the_table_says_where_there_is_no_number() -> None:
     assert len({len(line) for line in lines}) == 1
 
 
+@pytest.mark.slow
 def test_the_program_runs_on_the_cpu(gpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """All that it does to a model, on one of no size; and a part that fails, or has no time left, is a row."""
     torch.set_num_threads(1)

@@ -96,6 +96,7 @@ def test_a_mistake_in_a_yaml_is_refused_too(folder: Path, tmp_path: Path, capsys
     assert said in refused(capsys, f"+experiment_path={tmp_path / 'mine.py'}", "mode=check")
 
 
+@pytest.mark.slow
 def test_a_choice_on_the_command_line_wins_over_the_yaml(folder: Path, capsys):
     """Then the options that the YAML gives to its own scheduler are unknown, and the launch says so."""
     path = f"scheduler.path={folder / 'diary.py'}:DIARY"

@@ -132,6 +132,7 @@ def test_keys_are_in_a_file_of_the_run_and_on_no_command_line(tmp_path: Path, bi
     assert all(worker.argv[-2:] == ("--key-file", "/file") for worker in workers)
 
 
+@pytest.mark.slow
 def test_weights_are_broadcast_without_encryption_on_a_trusted_network_only():
     options = ["experiment=grpo_aws_async", "async_rl.weights=broadcast"]
     for fine in ([], ["network.bind=127.0.0.1"], ["network.bind=10.0.0.1", "network.trusted=true"]):

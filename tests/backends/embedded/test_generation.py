@@ -264,22 +264,25 @@ def test_a_seeded_sequence_keeps_its_tokens_in_any_company_and_in_chunks(tiny_mo
     assert len({tuple(o.token_ids) for o in drawn}) == 8
 
 
-@pytest.mark.parametrize("architecture", ["qwen3", "gpt2"])
+@pytest.mark.parametrize("architecture", ["qwen3", pytest.param("gpt2", marks=pytest.mark.slow)])
 def test_a_bound_on_the_cache_makes_requests_wait_and_changes_no_token(tiny_model: Any, architecture: str) -> None:
     """More requests than rows; longer ones than before; one that alone is more than the bound."""
     model = tiny_model(architecture)
     one = token_bytes(model.config, model.dtype) * 64
     asked = [GenRequest(slot, [5 + slot, 6, 7] * (1 + slot % 3), seed=slot) for slot in range(7)]
     long = [GenRequest(slot, [9 + slot] * 80, seed=slot) for slot in range(5)]
+
+    def generated(engine: EmbeddedGenerator, requests: list[GenRequest]) -> list[list[int]]:
+        outputs = engine.generate(requests, GenConfig(max_new_tokens=9), stop_ids=(), seed=1)
+        assert [output.finish_reason for output in outputs] == ["length"] * len(requests)
+        return [output.token_ids for output in outputs]
+
     free = EmbeddedGenerator(model)
+    expected = [generated(free, requests) for requests in (asked, long)]
     for most in (3 * one, 5 * one, one // 2):
         bound = EmbeddedGenerator(model, most_bytes=lambda most=most: most)
-        for requests in (asked, long, asked):
-            expected, found = (
-                engine.generate(requests, GenConfig(max_new_tokens=9), stop_ids=(), seed=1) for engine in (free, bound)
-            )
-            assert [output.token_ids for output in found] == [output.token_ids for output in expected]
-            assert [output.finish_reason for output in found] == ["length"] * len(requests)
+        for requests, tokens in ((asked, expected[0]), (long, expected[1]), (asked, expected[0])):
+            assert generated(bound, requests) == tokens
             assert 0 < bound.kv_bytes <= max(most, 2 * one), "one row there always is"
 
 
