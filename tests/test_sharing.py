@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.sharing import RANKS, FilesThatBelongTogether, pytest_xdist_make_scheduler, together
+from tests.sharing import RANKS, FilesThatBelongTogether, place, pytest_xdist_make_scheduler, together
 
 TESTS = Path(__file__).resolve().parent
 
@@ -33,3 +33,18 @@ def test_the_order_of_other_ways_to_share_out_tests_is_left_alone(monkeypatch: p
     made = pytest_xdist_make_scheduler(config("loadfile"), None)
     assert made is not None and made._split_scope("tests/a/test_b.py::test_c[x::y]") == "tests/a/test_b.py"
     assert made._split_scope("tests/backends/parallel/test_ppo.py::test_five[dp2]") == RANKS
+
+
+def test_slow_files_come_first_each_in_one_piece_and_mixed_where_processes_share_them() -> None:
+    slow = [f"tests/{room}/test_{number}.py::test_{case}" for room in "ab" for number in range(9) for case in "xy"]
+    found = [("tests/a/test_quick.py::test_z", False), *((nodeid, True) for nodeid in slow)]
+
+    def ordered(mixed: bool) -> list[str]:
+        return [nodeid for nodeid, _ in sorted(found, key=lambda item: place(*item, mixed=mixed))]
+
+    assert ordered(mixed=False) == [*slow, found[0][0]]
+    *mixed, last = ordered(mixed=True)
+    assert last == found[0][0] and sorted(mixed) == sorted(slow)
+    files = [nodeid.partition("::")[0] for nodeid in mixed]
+    assert files[::2] == files[1::2], "the tests of a file stay together"
+    assert {file.split("/")[1] for file in files[:18]} == {"a", "b"}
