@@ -40,6 +40,7 @@ help:
 	@echo "make test-vllm  install vLLM for the CPU beside it and run the tests that need a real server"
 	@echo "make test-cluster  run over several hosts, which are network namespaces: as root; SCHEDULES=50 random faults; keeps a report in out/cluster"
 	@echo "make test-ray  install Ray beside it and let it start host agents on this machine"
+	@echo "make test-jobset  install kubernetes-validate beside it and check the manifest for Kubernetes (CRD=definition of JobSet)"
 	@echo "make test-gpu  on a machine with a GPU: run the tests that need one, then measure and print a table (GPU_PYTHON=python3)"
 	@echo "make install  make .venv and install the project into it"
 
@@ -172,6 +173,13 @@ test-cluster: install
 .PHONY: test-ray
 test-ray: install .venv-ray/.installed
 	.venv-ray/bin/python -m pytest -q -rs tests/cluster/engines tests/cluster/test_same_losses.py --run-cluster
+
+# CRD is the file with the definition of the resource JobSet, from its project; without it Jobs and pods are checked.
+.PHONY: test-jobset
+test-jobset: install
+	@test -x .venv-kubernetes/bin/kubernetes-validate || { $(BIN)/python -m venv .venv-kubernetes && .venv-kubernetes/bin/python -m pip install --quiet kubernetes-validate==1.37.0; }
+	$(BIN)/python -m pytest -q -rs tests/cluster/engines/test_jobset.py tests/cluster/engines/test_jobset_schemas.py \
+	  $(if $(CRD),--jobset-crd $(CRD))
 
 test-compile: install
 	$(BIN)/python -m pytest -q -rs tests/backends/execution --run-compile

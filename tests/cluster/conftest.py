@@ -7,6 +7,7 @@ import pytest
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--run-cluster", action="store_true", help="run whole runs over hosts in network namespaces")
+    parser.addoption("--jobset-crd", help="file with the definition of the resource JobSet")
     parser.addoption("--schedules", type=int, default=2, help="how many random schedules of faults")
 
 

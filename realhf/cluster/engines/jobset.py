@@ -9,7 +9,7 @@ The cluster needs JobSet (jobset.x-k8s.io/v1alpha2). The keys that all pods shar
     kubectl create secret generic NAME --from-file=cluster.key && rm cluster.key
 
 CLAIM is a persistent volume claim that all pods mount at /runs, the run's fileroot. IMAGE has this package installed.
-The manifest was checked against its schema, not tried on a cluster.
+The manifest was checked against the schemas of JobSet and Kubernetes, not tried on a cluster.
 """
 
 from __future__ import annotations
