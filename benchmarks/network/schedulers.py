@@ -84,6 +84,7 @@ def way_of(name: str, folder: Path) -> Iterator[Way]:
         yield Way()
     elif name == "ray":
         ray = ("scheduler=ray", "network.bind=127.0.0.1", "scheduler.players=0", "scheduler.trainer_cpus=1")
+        ray += (f"scheduler.wait_s={RUN_S / 2:g}",)  # Ray itself takes a minute to start on a busy machine
         yield Way((*ray, f"scheduler.key_file={key}", "scheduler.port=0"))
     elif name == "join":
         with socket.create_server(("127.0.0.1", 0)) as free:

@@ -36,6 +36,7 @@ from realhf.cluster.messages import (
 from realhf.cluster.own_host import describe, fingerprint
 from realhf.scheduler.base import WorkerEvent, WorkerExit, WorkerLine, WorkerSpec
 from realhf.scheduler.local import LocalScheduler
+from realhf.scheduler.prepared import PreparedWorkers
 from realhf.transport import envelope
 from realhf.transport.envelope import unpack_header
 from realhf.transport.errors import NetworkError, ProtocolError
@@ -51,6 +52,10 @@ LOOK_S = 0.2
 TOKEN_BYTES = 256
 LONGEST_S = 60.0
 """No launcher may ask an agent to be this patient with silence, or to say nothing for so long."""
+
+
+PREPARED = ("workers.rollout_worker", "workers.generation_worker", "transformers.models.auto.tokenization_auto")
+"""What most workers of a host import; the last one is what takes longest of reading a tokenizer."""
 
 
 class Dismissed(Exception):
@@ -77,7 +82,9 @@ class HostAgent:
     ) -> None:
         self._door, self._network, self._name, self._folder, self._wants = door, network, name, folder, wants
         self._patience_s, self._linger_s = patience_s, linger_s
-        self._local = LocalScheduler(orphans_are_ours=True)
+        self._prepared = PreparedWorkers(PREPARED)
+        self._local = LocalScheduler(orphans_are_ours=True, prepared=self._prepared)
+        self._waiting: dict[str, StartWorker] = {}
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._session = b""
         self._heard = self._pinged = 0.0
@@ -92,6 +99,8 @@ class HostAgent:
         self._folder.chmod(0o700)
         limit_s, why = self._patience_s, ""
         try:
+            with self._local.beside():
+                self._prepared.begin()
             while (socket := self._registered(limit_s, why)) is not None:
                 try:
                     why = self._served(socket)
@@ -103,11 +112,13 @@ class HostAgent:
             _log.info("%s was removed from the run", self._name)
         finally:
             self._end_all(GRACE_S)
+            self._prepared.end()
             self._context.destroy(100)
 
     def _end_all(self, grace_s: float) -> None:
         self._local.stop(grace_s)
         self._doomed.clear()
+        self._waiting.clear()
         self._logs.clear()
         for keys in (self._folder / "keys").glob("*"):
             keys.unlink(missing_ok=True)
@@ -189,6 +200,7 @@ class HostAgent:
             while True:
                 if (end := self._taken(socket)) is not None:
                     return end
+                self._start_waiting(socket)
                 self._report(socket, self._local.wait(LOOK_S))
                 self._ping(socket)
                 now = time.monotonic()
@@ -232,7 +244,8 @@ class HostAgent:
 
     def _do(self, socket: zmq.Socket[bytes], message: Message) -> None:
         if isinstance(message, StartWorker):
-            self._start(socket, message)
+            self._waiting[message.name] = message
+            self._start_waiting(socket)
         elif isinstance(message, EndWorker):
             self._end(socket, message)
         elif isinstance(message, FilePiece):
@@ -242,6 +255,13 @@ class HostAgent:
                 _log.error("cannot keep %s: %s", message.path, error)
         elif isinstance(message, Probe):
             self._send(socket, "probed", self._probed(message))
+
+    def _start_waiting(self, socket: zmq.Socket[bytes]) -> None:
+        """Start what the launcher has asked for, unless what it needs is being imported just now."""
+        if self._waiting and not self._prepared.importing():
+            waiting, self._waiting = [*self._waiting.values()], {}
+            for asked in waiting:
+                self._start(socket, asked)
 
     def _start(self, socket: zmq.Socket[bytes], asked: StartWorker) -> None:
         log = Path(asked.log)
@@ -257,6 +277,9 @@ class HostAgent:
 
     def _end(self, socket: zmq.Socket[bytes], asked: EndWorker) -> None:
         if asked.name:
+            if (never := self._waiting.pop(asked.name, None)) is not None:
+                self._send(socket, "exited", Exited(never.name, -signal.SIGTERM, never.log, 0, b""))
+                return
             self._local.end(asked.name)
             self._doomed[asked.name] = time.monotonic() + asked.grace_s
             return

@@ -16,7 +16,8 @@ from typing import IO
 import psutil
 
 from realhf.scheduler.base import SchedulerDefinition, WorkerEvent, WorkerExit, WorkerLine, WorkerSpec
-from realhf.scheduler.gpus import with_one_gpu
+from realhf.scheduler.gpus import VISIBLE, with_one_gpu
+from realhf.scheduler.prepared import ForkedWorker, PreparedWorkers
 
 _KILL_DEADLINE_S = 5.0
 """How long killed processes may take to disappear."""
@@ -25,7 +26,7 @@ _KILL_DEADLINE_S = 5.0
 @dataclass
 class _Child:
     spec: WorkerSpec
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | ForkedWorker
     pidfd: int
     log: IO[bytes]
     log_from: int
@@ -44,10 +45,12 @@ class LocalScheduler:
 
     With ``orphans_are_ours`` this process adopts the orphans of its workers (see ``orphans_adopted``), so that every
     child left at the end is killed, but for those that it had when the scheduler was made, those of ``beside``, and
-    what they have started. Use it only in a process that starts nothing else meanwhile.
+    what they have started. Use it only in a process that starts nothing else meanwhile. With ``prepared`` workers are
+    forked from its process where there is one.
     """
 
-    def __init__(self, *, orphans_are_ours: bool = False) -> None:
+    def __init__(self, *, orphans_are_ours: bool = False, prepared: PreparedWorkers | None = None) -> None:
+        self._prepared = prepared
         self._children: dict[str, _Child] = {}
         self._selector = selectors.DefaultSelector()
         self._orphans_are_ours = orphans_are_ours
@@ -64,22 +67,21 @@ class LocalScheduler:
         spec.log.parent.mkdir(parents=True, exist_ok=True)
         log = spec.log.open("ab")
         log_from = log.tell()
-        start = [str(os.getpid()), str(spec.niceness), spec.module, *spec.argv]
-        command = [sys.executable, "-m", "realhf.scheduler.child", *start]
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE if spec.events else log,
-            stderr=log,
-            start_new_session=True,
-            env=environment,
-        )
+        process = self._forked(spec, log, environment) or _started(spec, log, environment)
         child = _Child(spec, process, os.pidfd_open(process.pid), log, log_from)
         self._children[spec.name] = child
         self._selector.register(child.pidfd, selectors.EVENT_READ, child)
         if child.lines is not None:
             os.set_blocking(child.lines, False)
             self._selector.register(child.lines, selectors.EVENT_READ, child)
+
+    def _forked(self, spec: WorkerSpec, log: IO[bytes], environment: dict[str, str] | None) -> ForkedWorker | None:
+        if self._prepared is None:
+            return None
+        changes = {VISIBLE: environment[VISIBLE]} if environment is not None else {}
+        return self._prepared.fork(
+            spec.module, spec.argv, log.fileno(), niceness=spec.niceness, environment=changes, lines=spec.events
+        )
 
     def wait(self, timeout_s: float) -> list[WorkerEvent]:
         """See ``Scheduler``."""
@@ -216,6 +218,18 @@ class LocalScheduler:
         if child.process.stdout and child.process.returncode is not None:
             child.process.stdout.close()
             child.process.stdout = None
+
+
+def _started(spec: WorkerSpec, log: IO[bytes], environment: dict[str, str] | None) -> subprocess.Popen[bytes]:
+    start = [str(os.getpid()), str(spec.niceness), spec.module, *spec.argv]
+    return subprocess.Popen(
+        [sys.executable, "-m", "realhf.scheduler.child", *start],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE if spec.events else log,
+        stderr=log,
+        start_new_session=True,
+        env=environment,
+    )
 
 
 def _descendants(pid: int) -> set[psutil.Process]:
