@@ -3,7 +3,8 @@
 Such a row is a tree of tokens in depth-first order (see ``realhf.backends.training.shared_rows``). Under a mask a
 kernel multiplies all pairs of its columns, although a token sees only its own sequence: of a row with eight rollouts, a
 sixth. Here each *piece*, the columns that one sequence adds to the row, attends to the columns of its sequence, which
-are gathered; pieces of similar size are computed in one batch. Registered with transformers as the attention
+are gathered; pieces of similar size are computed in one batch. Where many short pieces would copy a long prefix too
+often, neighbours are computed as one *bundle* with one copy. Registered with transformers as the attention
 implementation ``row_tree``, which without such rows is ``sdpa``.
 """
 
@@ -12,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,58 +23,39 @@ from torch.autograd.function import once_differentiable
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from realhf.backends.attention.bundles import Bundle, batches_of, pieces_of
 from realhf.backends.attention.given import attending_by
 
 _NAME = "row_tree"
 _KNOWN = frozenset({"position_ids", "use_cache", "is_causal", "cache_position", "output_attentions"})
 """Keyword arguments that do not change this computation."""
-_MOST_PADDING = 1.3
-"""A batch of pieces may have this many times the products that they need: a further batch costs calls."""
-
-
-@dataclass(frozen=True)
-class _Piece:
-    """Is what one sequence adds to a row: columns [start, end) of all rows one after another; ``before`` int64: the
-    columns of its sequence before them."""
-
-    start: int
-    end: int
-    before: np.ndarray
-
-    @property
-    def own(self) -> int:
-        return self.end - self.start
-
-    @property
-    def seen(self) -> int:
-        return self.own + len(self.before)
 
 
 class _Gathering:
-    """Says in what order pieces take columns, ``count`` and ``length`` columns for each batch of them; padded with
-    columns that are there anyway. ``index`` int64: the columns, of all batches one after another. ``place`` int64
+    """Says in what order bundles take columns, ``count`` and ``length`` columns for each batch of them; padded
+    with columns that are there anyway. ``index`` int64: the columns, of all batches one after another. ``place`` int64
     (columns,): where each column of the rows stands in that order as one of a piece's own, 0 for those in ``idle``,
     which no piece has. ``before``: (place in the order, first column, number) of runs that stand there for other
-    pieces' columns."""
+    bundles' columns."""
 
-    def __init__(self, batches: Sequence[Sequence[_Piece]], columns: int, *, whole: bool) -> None:
+    def __init__(self, batches: Sequence[Sequence[Bundle]], columns: int, *, whole: bool) -> None:
         self.shapes: list[tuple[int, int]] = []
         self.before: list[tuple[int, int, int]] = []
         place, parts, at = np.full(columns, -1, dtype=np.int64), [], 0
-        for pieces in batches:
-            length = max(piece.seen if whole else piece.own for piece in pieces)
-            index = np.empty((len(pieces), length), dtype=np.int64)
-            for row, piece in zip(index, pieces, strict=True):
-                head = len(piece.before) if whole else 0
-                row[:] = piece.start
-                row[:head] = piece.before[:head]
-                row[head : head + piece.own] = np.arange(piece.start, piece.end)
-                place[piece.start : piece.end] = at + head + np.arange(piece.own)
-                for first, end in _runs(piece.before) if whole else ():
-                    self.before.append((at + first, int(piece.before[first]), end - first))
+        for bundles in batches:
+            length = max(bundle.seen if whole else bundle.own for bundle in bundles)
+            index = np.empty((len(bundles), length), dtype=np.int64)
+            for row, bundle in zip(index, bundles, strict=True):
+                head = len(bundle.before) if whole else 0
+                row[:] = bundle.start
+                row[:head] = bundle.before[:head]
+                row[head : head + bundle.own] = np.arange(bundle.start, bundle.end)
+                place[bundle.start : bundle.end] = at + head + np.arange(bundle.own)
+                for first, end in _runs(bundle.before) if whole else ():
+                    self.before.append((at + first, int(bundle.before[first]), end - first))
                 at += length
             parts.append(index.reshape(-1))
-            self.shapes.append((len(pieces), length))
+            self.shapes.append((len(bundles), length))
         self.sizes = [count * length for count, length in self.shapes]
         self.index, idle = torch.from_numpy(np.concatenate(parts)), np.flatnonzero(place < 0)
         padding = np.ones(at, dtype=bool)
@@ -147,21 +128,11 @@ class RowTrees:
     ``shared``: for each how many it has in common with the one before; ``width``: columns of a padded row."""
 
     def __init__(self, paths: Sequence[Sequence[np.ndarray]], shared: Sequence[Sequence[int]], width: int) -> None:
-        pieces: list[_Piece] = []
         self.shape = len(paths), width
-        for n, (row, common) in enumerate(zip(paths, shared, strict=True)):
-            # The part of the first sequence that the second shares is a piece of its own, or it would be the longest.
-            stem = min(common[1], len(row[0])) if len(row) > 1 else 0
-            cuts = [(row[0], 0, stem), (row[0], stem, len(row[0]))]
-            cuts += [(path, have, len(path)) for path, have in zip(row[1:], common[1:], strict=True)]
-            for path, have, end in cuts:
-                if end > have:
-                    first = n * width + int(path[have])
-                    pieces.append(_Piece(first, first + end - have, n * width + path[:have]))
-        batches, columns = _batches(pieces), len(paths) * width
-        self.queries = _Gathering(batches, columns, whole=False)
-        self.keys = _Gathering(batches, columns, whole=True)
-        self._batches = batches
+        columns = len(paths) * width
+        self._batches = batches_of(pieces_of(paths, shared, width), columns)
+        self.queries = _Gathering(self._batches, columns, whole=False)
+        self.keys = _Gathering(self._batches, columns, whole=True)
         self._masks: dict[torch.dtype, list[Tensor | None]] = {}
 
     @property
@@ -169,39 +140,30 @@ class RowTrees:
         """How many columns of keys are copied out of the rows."""
         return len(self.keys.index)
 
+    @property
+    def products(self) -> int:
+        """How many pairs of a query and a key are multiplied, those that a mask hides included."""
+        shapes = zip(self.queries.shapes, self.keys.shapes, strict=True)
+        return sum(count * queries * keys for (count, queries), (_, keys) in shapes)
+
     def masks(self, dtype: torch.dtype) -> list[Tensor | None]:
-        """Return the additive masks of the batches, (pieces, 1, queries, keys), made once for all layers; None for
+        """Return the additive masks of the batches, (bundles, 1, queries, keys), made once for all layers; None for
         pieces without anything before them, for which causal attention is right."""
         if dtype not in self._masks:
             sizes = zip(self._batches, self.queries.shapes, self.keys.shapes, strict=True)
-            self._masks[dtype] = [_mask(pieces, n, m, dtype) for pieces, (_, n), (_, m) in sizes]
+            self._masks[dtype] = [_mask(bundles, n, m, dtype) for bundles, (_, n), (_, m) in sizes]
         return self._masks[dtype]
 
 
-def _mask(pieces: Sequence[_Piece], queries: int, keys: int, dtype: torch.dtype) -> Tensor | None:
-    if not any(len(piece.before) for piece in pieces):
+def _mask(bundles: Sequence[Bundle], queries: int, keys: int, dtype: torch.dtype) -> Tensor | None:
+    if all(bundle.causal for bundle in bundles):
         return None
-    # A query that is padding sees something too: a softmax over nothing is not a number.
-    last = np.arange(queries)[:, None] + np.array([len(piece.before) for piece in pieces])[:, None, None]
-    closed = torch.from_numpy(np.arange(keys) > last)
+    seen = np.zeros((len(bundles), queries, keys), dtype=bool)
+    for each, bundle in zip(seen, bundles, strict=True):
+        each[: bundle.own, : bundle.seen] = bundle.visible()
+        each[bundle.own :, 0] = True  # A query that is padding sees something: a softmax over nothing is not a number.
+    closed = torch.from_numpy(~seen)
     return torch.zeros(closed.shape, dtype=dtype).masked_fill_(closed, float("-inf"))[:, None]
-
-
-def _batches(pieces: Sequence[_Piece]) -> list[list[_Piece]]:
-    """Put pieces of similar size together, those without anything before them apart."""
-    found: list[list[_Piece]] = []
-    need = 0
-    for piece in sorted(pieces, key=lambda piece: (len(piece.before) > 0, -piece.seen, piece.start)):
-        current = found[-1] if found else []
-        if current and bool(len(current[0].before)) == bool(len(piece.before)):
-            most = max(p.own for p in (*current, piece)) * max(p.seen for p in (*current, piece)) * (len(current) + 1)
-            if most <= _MOST_PADDING * (need + piece.own * piece.seen):
-                current.append(piece)
-                need += piece.own * piece.seen
-                continue
-        found.append([piece])
-        need = piece.own * piece.seen
-    return found
 
 
 def row_tree_attention(

@@ -69,12 +69,13 @@ def parts_of(
 ) -> list[Part]:
     """Return the micro-batches (see ``micro_batches``) that this rank computes; none if there is nothing for it. With
     ``share`` a prefix that sequences have in common is computed once where that saves enough; such sequences stay
-    together in rows of up to ``row_tokens`` positions, as far as ranks and ``spec`` let them. ``packed``: the rows of a
-    pass need no padding, and no masks, whose size would bound a row."""
+    together in rows of up to ``row_tokens`` positions, or twice those of a sequence that is long itself, as far as
+    ranks and ``spec`` let them. ``packed``: the rows of a pass need no padding, and no masks, whose size would bound a
+    row."""
     inputs = SequenceInputs.of(sample)
-    most = spec.max_tokens_per_mb or BATCH_TOKENS
-    most = most if packed else min(row_tokens, most)
-    rows = _rows(inputs, most if share else None, ranks.size)
+    longest = spec.max_tokens_per_mb or BATCH_TOKENS
+    rows = _rows(inputs, ranks.size, longest if packed else min(row_tokens, longest), longest) if share else None
+    rows = plain_rows(inputs.scored, inputs.tokens) if rows is None else rows
     if ranks.size > 1:
         rows = [rows[i] for i in sorted(ranks.own([row.length for row in rows]))]
     idle = [i for i, asked in enumerate(inputs.asked) if not len(asked)] if ranks.rank == 0 else []
@@ -87,16 +88,16 @@ def parts_of(
     ]
 
 
-def _rows(inputs: SequenceInputs, most: int | None, n_ranks: int) -> list[Row]:
-    plain = plain_rows(inputs.scored, inputs.tokens)
-    if most is None or len(plain) < 2:
-        return plain
+def _rows(inputs: SequenceInputs, n_ranks: int, most: int, longest: int) -> list[Row] | None:
+    """Return rows that compute common prefixes once, or None where that saves too little."""
+    if len(inputs.scored) < 2:
+        return None
     if n_ranks > 1:  # Small rows can be balanced.
-        whole = sum(row.length for row in shared_rows(inputs.scored, inputs.tokens, most))
+        whole = sum(row.length for row in shared_rows(inputs.scored, inputs.tokens, most, longest))
         most = min(most, math.ceil(whole / (4 * n_ranks)))
-    shared = shared_rows(inputs.scored, inputs.tokens, most)
-    saves = sum(row.length for row in shared) <= _WORTH * sum(row.length for row in plain)
-    return shared if saves else plain
+    rows = shared_rows(inputs.scored, inputs.tokens, most, longest)
+    apart = sum(len(inputs.tokens[i]) for i in inputs.scored)
+    return rows if sum(row.length for row in rows) <= _WORTH * apart else None
 
 
 def _passes(rows: list[Row], inputs: SequenceInputs, spec: MicroBatchSpec, packed: bool) -> list[list[Row]]:

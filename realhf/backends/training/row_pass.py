@@ -14,12 +14,10 @@ from torch import Tensor
 from realhf.backends.attention.row_trees import RowTrees
 from realhf.backends.embedded.attention_masks import sliding_window
 from realhf.backends.training.sequence_inputs import SequenceInputs
-from realhf.backends.training.shared_rows import Row, RowLayout, layout, visible
+from realhf.backends.training.shared_rows import Row, layout, visible
 from realhf.backends.varlen.kernel import Kernel
 from realhf.backends.varlen.layout import PackedLayout, packed_layout
 
-_MOST_GATHERED = 4
-"""Columns of keys that attention by pieces may copy, per column of the rows: copies are kept for the backward pass."""
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
@@ -53,9 +51,10 @@ def row_pass(rows: Sequence[Row], inputs: SequenceInputs, *, by_trees: bool = Fa
         columns += [n * width + path[inputs.asked[i]] for i, path in zip(row.members, lay.columns, strict=True)]
     members = [i for row in rows for i in row.members]
     plain = all(row.plain for row in rows)
-    trees = None if plain or not by_trees else _trees(rows, layouts, width)
-    seen = None
-    if not plain and trees is None:
+    trees = seen = None
+    if not plain and by_trees:
+        trees = RowTrees([lay.columns for lay in layouts], [row.shared for row in rows], width)
+    elif not plain:
         seen = np.stack([visible(row, lay, width) for row, lay in zip(rows, layouts, strict=True)])
     parts = (columns, [inputs.target[i] for i in members], [inputs.place[i] for i in members])
     column, target, place = (torch.from_numpy(np.concatenate(part).astype(np.int64)) for part in parts)
@@ -68,12 +67,6 @@ def row_pass(rows: Sequence[Row], inputs: SequenceInputs, *, by_trees: bool = Fa
         place,
         trees=trees,
     )
-
-
-def _trees(rows: Sequence[Row], layouts: Sequence[RowLayout], width: int) -> RowTrees | None:
-    """Return the trees of the rows; None where many short pieces after a long prefix would copy it too often."""
-    trees = RowTrees([lay.columns for lay in layouts], [row.shared for row in rows], width)
-    return trees if trees.columns_gathered <= _MOST_GATHERED * len(rows) * width else None
 
 
 def packed_pass(rows: Sequence[Row], inputs: SequenceInputs, kernel: Kernel) -> RowPass:

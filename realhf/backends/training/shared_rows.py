@@ -39,9 +39,13 @@ def plain_rows(members: Sequence[int], inputs: Sequence[np.ndarray]) -> list[Row
     return [Row((i,), (0,), len(inputs[i])) for i in members]
 
 
-def shared_rows(members: Sequence[int], inputs: Sequence[np.ndarray], most: int = ROW_TOKENS) -> list[Row]:
+def shared_rows(
+    members: Sequence[int], inputs: Sequence[np.ndarray], most: int = ROW_TOKENS, longest: int = 0
+) -> list[Row]:
     """Pack the sequences ``members`` into rows of at most ``most`` positions, unless one alone is longer. A sequence
-    that has nothing in common with a row starts another one. Deterministic, whatever the order of ``members``."""
+    that has nothing in common with a row starts another one. Up to ``longest`` positions, a row may also have twice
+    those of its first sequence: prefixes as long as ``most`` would be computed for each sequence otherwise.
+    Deterministic, whatever the order of ``members``."""
     order = sorted(members, key=lambda i: (inputs[i].astype(">u4").tobytes(), i))
     rows: list[Row] = []
     current: list[int] = []
@@ -49,7 +53,8 @@ def shared_rows(members: Sequence[int], inputs: Sequence[np.ndarray], most: int 
     length = 0
     for i in order:
         common = common_prefix(inputs[current[-1]], inputs[i]) if current else 0
-        if common and length + len(inputs[i]) - common <= most:
+        room = max(most, min(longest, 2 * len(inputs[current[0]]))) if current else 0
+        if common and length + len(inputs[i]) - common <= room:
             current.append(i)
             shared.append(common)
             length += len(inputs[i]) - common

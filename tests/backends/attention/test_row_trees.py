@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import numpy as np
 import pytest
 import torch
@@ -9,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from realhf.backends.attention import bundles
 from realhf.backends.attention.row_trees import RowTrees, row_tree_attention
-from realhf.backends.training.shared_rows import layout, shared_rows, visible
+from realhf.backends.training.shared_rows import Row, RowLayout, layout, shared_rows, visible
 
 SEQUENCES = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=9), min_size=1, max_size=9)
 
@@ -24,14 +27,22 @@ def attended(query: Tensor, key: Tensor, value: Tensor, grad: Tensor, **how: obj
     return [out.detach(), *(x.grad for x in inputs)]  # type: ignore[list-item]
 
 
-@given(SEQUENCES, st.integers(3, 40))
-@settings(max_examples=60, deadline=None)
-def test_pieces_equal_the_mask(drawn: list[list[int]], most: int) -> None:
-    """For any trees, in rows of different length, with fewer heads of keys than of queries."""
-    tokens = [np.asarray(sequence) for sequence in drawn]
+def trees_of(tokens: list[np.ndarray], most: int = 4096) -> tuple[RowTrees, list[Row], list[RowLayout]]:
+    """The rows of some sequences, and what their columns see."""
     rows = shared_rows(range(len(tokens)), tokens, most)
-    layouts, width = [layout(row, tokens) for row in rows], max(row.length for row in rows)
-    trees = RowTrees([lay.columns for lay in layouts], [row.shared for row in rows], width)
+    layouts = [layout(row, tokens) for row in rows]
+    width = max(row.length for row in rows)
+    return RowTrees([lay.columns for lay in layouts], [row.shared for row in rows], width), rows, layouts
+
+
+@given(SEQUENCES, st.integers(3, 40), st.sampled_from([1.0, 1.3, 2.0, 4.0]))
+@settings(max_examples=60, deadline=None)
+def test_pieces_equal_the_mask(drawn: list[list[int]], most: int, gathered: float) -> None:
+    """For any trees, in rows of different length, with fewer heads of keys than of queries; in bundles where few keys
+    may be copied."""
+    with mock.patch.object(bundles, "MOST_GATHERED", gathered):
+        trees, rows, layouts = trees_of([np.asarray(sequence) for sequence in drawn], most)
+    width = trees.shape[1]
     g = torch.Generator().manual_seed(len(drawn))
     query, key, value = (torch.randn(len(rows), heads, width, 4, generator=g) for heads in (4, 2, 2))
     seen = torch.from_numpy(np.stack([visible(row, lay, width) for row, lay in zip(rows, layouts, strict=True)]))
@@ -47,11 +58,45 @@ def test_pieces_equal_the_mask(drawn: list[list[int]], most: int) -> None:
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
 
 
+def answers(number: int, length: int, prompt: int) -> list[np.ndarray]:
+    """A prompt and answers that part at their first token."""
+    return [np.r_[np.zeros(prompt, np.int64), 1 + answer, np.zeros(length - 1, np.int64)] for answer in range(number)]
+
+
+def stairs(depth: int, branch: int) -> list[np.ndarray]:
+    """Branches at every step of a way, before the way in the order of sequences (token 0) or behind it (token 2)."""
+    return [np.r_[np.ones(step, np.int64), np.full(4, branch)] for step in range(1, depth)]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "most_work"),
+    [
+        (answers(64, 30, 1000), 1.3),
+        (answers(256, 2, 1500), 1.3),
+        (answers(8, 200, 400), 1.0),
+        (stairs(300, 0), 2.6),
+        (stairs(300, 2), 2.6),
+    ],
+    ids=["short answers", "two tokens", "the default job", "stairs", "stairs backwards"],
+)
+def test_a_long_prefix_is_copied_a_few_times_however_many_answers_follow(
+    tokens: list[np.ndarray], most_work: float
+) -> None:
+    """Where copying it for every answer was too much, a mask as wide as the row was computed, three times the products
+    that were needed and more."""
+    trees, (row,), (lay,) = trees_of(tokens)
+    pieces = bundles.pieces_of([lay.columns], [row.shared], row.length)
+    needed = sum(piece.products for piece in pieces)
+    assert sum(piece.own for piece in pieces) == row.length and trees.columns_gathered <= 4 * row.length
+    assert needed <= trees.products <= most_work * needed
+    assert trees.products < 0.85 * row.length**2, "a mask as wide as the row"
+
+
 def test_gradients_of_a_shared_prefix_are_rounded_once() -> None:
     """In bf16 a hundred branches added to the gradients of their prefix one by one, each sum rounded."""
     tokens = [np.concatenate([np.zeros(6, dtype=np.int64), [1 + branch]]) for branch in range(100)]
-    (row,) = shared_rows(range(100), tokens, 1000)
-    trees = RowTrees([layout(row, tokens).columns], [row.shared], row.length)
+    with mock.patch.object(bundles, "MOST_GATHERED", 100):
+        trees, (row,), _ = trees_of(tokens)
     g = torch.Generator().manual_seed(2)
     query, key, value = (torch.randn(1, heads, row.length, 8, generator=g).bfloat16() for heads in (4, 2, 2))
     grad = (torch.randn(1, row.length, 4, 8, generator=g) + 0.5).bfloat16()

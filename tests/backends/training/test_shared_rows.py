@@ -4,7 +4,11 @@ change neither scores nor gradients."""
 from __future__ import annotations
 
 import logging
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -17,9 +21,11 @@ from transformers import AutoModelForCausalLM, BloomConfig, Gemma3TextConfig, GP
 from realhf.api.config import OptimizerConfig
 from realhf.api.model import POSITIONS, ForwardOutputs
 from realhf.api.sample import MicroBatchSpec, SequenceSample
+from realhf.backends.training import packed_forward
 from realhf.backends.training.micro_batches import parts_of
 from realhf.backends.training.packed_forward import PackedForward
-from realhf.backends.training.ranks import SingleRank
+from realhf.backends.training.ranks import Ranks, SingleRank
+from realhf.backends.training.row_pass import RowPass, row_pass
 from realhf.backends.training.row_probe import own_windows, probe
 from realhf.backends.training.sequence_inputs import SequenceInputs
 from realhf.backends.training.shared_rows import layout, shared_rows, split_row, visible
@@ -90,7 +96,25 @@ def made(kind: str, tiny_model: Any) -> Any:
     return tiny_model(kind)
 
 
-def gradient(model: Any, share: bool, spec: MicroBatchSpec) -> tuple[Tensor, Tensor]:
+def answers_batch(prompt: int, number: int, length: int, group: int | None = None) -> SequenceSample:
+    """Answers after one prompt, which part at once; with ``group`` a new prompt after so many of them."""
+    g = torch.Generator().manual_seed(1)
+    rows: list[Tensor] = []
+    for each in range(number):
+        if each % (group or number) == 0:
+            stem = torch.randint(0, VOCABULARY, (prompt,), generator=g)
+        answer = torch.randint(0, VOCABULARY, (length,), generator=g)
+        answer[0] = each
+        rows.append(torch.cat([stem, answer]))  # type: ignore[has-type]
+    mask = torch.cat([torch.arange(len(row)) >= prompt for row in rows])
+    lengths = [[len(row)] for row in rows]
+    tensors = {"packed_input_ids": torch.cat(rows), "loss_mask": mask}
+    return SequenceSample.from_tensors([str(n) for n in range(number)], tensors, dict.fromkeys(tensors, lengths))
+
+
+def gradient(
+    model: Any, share: bool, spec: MicroBatchSpec, batch: Callable[[], SequenceSample] = group_batch
+) -> tuple[Tensor, Tensor]:
     """Scores, and the gradient of a loss that weighs every token and its entropy."""
     engine = TorchEngine(model, None, optimizer=OptimizerConfig(), total_train_steps=1)
     assert engine._forward.shares
@@ -107,10 +131,10 @@ def gradient(model: Any, share: bool, spec: MicroBatchSpec) -> tuple[Tensor, Ten
         return float("nan")  # Ends the step before the optimizer.
 
     engine._optimizer.gradient_norm = keep  # type: ignore[union-attr, method-assign]
-    scores = engine.logprobs(group_batch(), temperature=0.8, mb_spec=spec)
-    sample = group_batch()
-    weight = torch.linspace(-1, 1, sample.n_tokens("packed_input_ids") - 10)
+    scores = engine.logprobs(batch(), temperature=0.8, mb_spec=spec)
+    sample = batch()
     shifted = [[n - 1 for n in group] for group in sample.seqlens["packed_input_ids"]]
+    weight = torch.linspace(-1, 1, sum(map(sum, shifted)))
     engine.train_batch(
         sample.update(SequenceSample.from_tensors(sample.ids, {"weight": weight}, {"weight": shifted})),
         loss,
@@ -127,6 +151,43 @@ def test_scores_and_gradients_equal_those_of_separate_rows(tiny_model: Any, kind
         together, of_together = gradient(made(kind, tiny_model), True, spec)
         torch.testing.assert_close(together, apart, atol=2e-5, rtol=1e-5)
         assert float((of_together - of_apart).abs().max()) <= 1e-5 * float(of_apart.abs().max())
+
+
+def test_many_short_answers_after_a_long_prompt_change_nothing_and_cost_no_wide_mask(tiny_model: Any) -> None:
+    """Their attention is computed in bundles: losses and gradients are those of separate rows."""
+
+    def batch() -> SequenceSample:
+        return answers_batch(50, 40, 3)
+
+    made: list[RowPass] = []
+    apart, of_apart = gradient(tiny_model(), False, MicroBatchSpec(), batch)
+    with mock.patch.object(packed_forward, "row_pass", lambda *a, **k: made.append(row_pass(*a, **k)) or made[-1]):
+        together, of_together = gradient(tiny_model(), True, MicroBatchSpec(), batch)
+    torch.testing.assert_close(together, apart, atol=2e-5, rtol=1e-5)
+    assert float((of_together - of_apart).abs().max()) <= 1e-5 * float(of_apart.abs().max())
+    scored, trained = made[-2:]
+    assert trained.seen is None and trained.trees is not None and trained.tokens.shape == scored.tokens.shape
+    assert trained.tokens.shape == (1, 50 + 2 * 40)
+    assert trained.trees.columns_gathered <= 4 * 130 < 40 * 52 and trained.trees.products < 0.75 * 130**2
+
+
+@pytest.mark.parametrize(("n_ranks", "budget", "most"), [(1, None, 2100), (1, 1200, 2500), (4, None, 4300)])
+def test_a_prompt_longer_than_a_row_is_still_shared(n_ranks: int, budget: int | None, most: int) -> None:
+    """Rows had at most 768 positions where attention needs masks, and a share of the batch on several workers: with
+    longer prompts every answer was a row of its own, 32 times the positions."""
+    sample = answers_batch(1000, 32, 9, 32 // n_ranks)
+    computed = []
+    for rank in range(n_ranks):
+        ranks = cast(Ranks, SimpleNamespace(rank=rank, size=n_ranks, own=partial(owned, rank, n_ranks)))
+        parts = parts_of(sample, MicroBatchSpec(max_tokens_per_mb=budget), ranks, share=True)
+        assert all(part.positions <= (budget or 4096) for part in parts)
+        computed.append(sum(part.positions for part in parts))
+    assert sum(computed) <= most and max(computed) <= 1.1 * most / n_ranks
+
+
+def owned(rank: int, size: int, costs: Sequence[int]) -> list[int]:
+    """Every rank has as many rows as the others."""
+    return [i for i in range(len(costs)) if i * size // len(costs) == rank]
 
 
 def test_common_prefixes_are_computed_once_and_counted(tiny_model: Any) -> None:
