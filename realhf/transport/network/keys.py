@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import re
 import secrets
 import stat
 from dataclasses import asdict, dataclass, field, fields
@@ -17,8 +19,8 @@ from realhf.transport.network.certificate import make_certificate
 KEY_CHARACTERS = 40
 """Length of a key in the printable form that ZeroMQ takes (Z85)."""
 MOST_BYTES = 16 << 10
-"""A file of keys is smaller than this."""
-_CURVE = ("server_public", "server_secret", "client_public", "client_secret")
+"""A file of keys has at most so many."""
+_TOKEN = re.compile(r"[A-Za-z0-9_-]{16,256}")
 
 
 @dataclass(frozen=True)
@@ -53,25 +55,82 @@ class RunKeys:
 
     @staticmethod
     def read(path: Path) -> RunKeys:
-        """Read a file of keys. Raises NetworkError naming the file: it is missing, others may read it, or it holds
-        something else."""
+        """Read a file of keys. Raises NetworkError naming the file and what is wrong: it is missing or no ordinary
+        file, it is not the user's own, others may read it, or it holds something else. Waits for nobody, also where
+        the path is that of a pipe."""
         try:
-            with path.open(encoding="ascii") as file:
-                mode = os.fstat(file.fileno()).st_mode
-                if not stat.S_ISREG(mode) or stat.S_IMODE(mode) & 0o077:
-                    raise NetworkError(f"keys of the run: others may read {path}; chmod 600 it, or start the run anew")
-                found = json.loads(file.read(MOST_BYTES))
-        except OSError as error:
-            raise NetworkError(f"keys of the run: cannot read {path}: {error.strerror}") from None
-        except ValueError as error:
-            if isinstance(error, NetworkError):
-                raise
+            found = json.loads(_content(path))
+            names = [each.name for each in fields(RunKeys)]
+            if not isinstance(found, dict) or sorted(found) != sorted(names):
+                raise ValueError("other fields")
+            if not all(isinstance(text, str) and text.isascii() and text for text in found.values()):
+                raise ValueError("no texts")
+            keys = RunKeys(**found)
+        except NetworkError:
+            raise
+        except (ValueError, RecursionError):
             raise NetworkError(f"keys of the run: {path} is not a file of keys") from None
-        names = [each.name for each in fields(RunKeys)]
-        if not isinstance(found, dict) or sorted(found) != sorted(names):
-            raise NetworkError(f"keys of the run: {path} is not a file of keys")
-        if not all(isinstance(text, str) and text.isascii() and text for text in found.values()):
-            raise NetworkError(f"keys of the run: {path} is not a file of keys")
-        if any(len(found[name]) != KEY_CHARACTERS for name in _CURVE):
-            raise NetworkError(f"keys of the run: {path} holds a key of another length than {KEY_CHARACTERS}")
-        return RunKeys(**found)
+        if fault := keys._fault():
+            raise NetworkError(f"keys of the run: {path} holds {fault}; start the run anew, or copy the file again")
+        return keys
+
+    def _fault(self) -> str:
+        """Return what is wrong with the values, without showing them, or ""."""
+        for side in ("server", "client"):
+            public, secret = getattr(self, f"{side}_public"), getattr(self, f"{side}_secret")
+            for name, key in ((f"{side}_public", public), (f"{side}_secret", secret)):
+                if len(key) != KEY_CHARACTERS:
+                    return f"a key {name} of another length than {KEY_CHARACTERS}"
+                if not _is_z85(key):
+                    return f"a key {name} that is no Z85"
+            if zmq.curve_public(secret.encode("ascii")) != public.encode("ascii"):
+                return f"keys {side}_public and {side}_secret that do not belong together"
+        if not _TOKEN.fullmatch(self.token):
+            return "a token with other characters than letters, digits, - and _"
+        for name, text, kind in (
+            ("certificate", self.certificate, "CERTIFICATE"),
+            ("certificate_key", self.certificate_key, "PRIVATE KEY"),
+        ):
+            lines = text.strip().splitlines()
+            if lines[:1] != [f"-----BEGIN {kind}-----"] or lines[-1:] != [f"-----END {kind}-----"]:
+                return f"a {name} that is no PEM"
+        return ""
+
+
+def _content(path: Path) -> str:
+    """Return the text of an ordinary private file. Raises NetworkError, or ValueError for what is no ASCII."""
+    try:
+        # A pipe or a device would otherwise be waited for; what is open here is what is looked at.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+        try:
+            _check_owner(path, os.fstat(descriptor))
+            read = os.read(descriptor, MOST_BYTES + 1)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise NetworkError(f"keys of the run: cannot read {path}: {error.strerror}") from None
+    if len(read) > MOST_BYTES:
+        raise NetworkError(f"keys of the run: {path} is not a file of keys: it has more than {MOST_BYTES} bytes")
+    return read.decode("ascii")
+
+
+def _check_owner(path: Path, status: os.stat_result) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        raise NetworkError(f"keys of the run: {path} is not an ordinary file")
+    if status.st_uid != os.geteuid():
+        raise NetworkError(
+            f"keys of the run: {path} belongs to user {status.st_uid}, and this process runs as user {os.geteuid()}: "
+            "whoever owns the file knows the keys; copy it"
+        )
+    if stat.S_IMODE(status.st_mode) & 0o077:
+        raise NetworkError(f"keys of the run: others may read {path}; chmod 600 it, or start the run anew")
+
+
+def _is_z85(key: str) -> bool:
+    try:
+        zmq.curve_public(key.encode("ascii"))
+    except zmq.ZMQError as error:
+        if error.errno == errno.EINVAL:
+            return False
+        raise NetworkError("network.bind: this installation of ZeroMQ has no CURVE, so it cannot encrypt") from None
+    return True

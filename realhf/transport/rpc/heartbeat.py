@@ -52,6 +52,9 @@ class HeartbeatServer:
         self._run_id = run_id
         self._interval_s, self._dead_after_s = interval_s, dead_after_s
         self._on_death = on_death
+        self._socket = context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self.endpoint = network.listen(self._socket)  # First: an address that cannot be had leaves nothing behind.
         self._watched: dict[bytes, _Watched] = {}
         self._processes = select.epoll()
         self._sessions: dict[int, bytes] = {}
@@ -59,9 +62,6 @@ class HeartbeatServer:
         self._lock = threading.Lock()
         self._waker = Waker()
         self._stopping = False
-        self._socket = context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self.endpoint = network.listen(self._socket)
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._thread.start()
 

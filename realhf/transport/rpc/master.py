@@ -114,7 +114,8 @@ class RpcMaster:
         self.endpoint = ""
 
     async def start(self) -> None:
-        """Bind the socket. Raises RpcError when the address is taken, NetworkError when it is not of this host."""
+        """Bind the sockets. Raises RpcError when the address is taken, NetworkError when it is not of this host; then
+        nothing is left open."""
         self._loop = asyncio.get_running_loop()
         self._context = self._network.context()
         self._socket = self._context.socket(zmq.ROUTER)
@@ -124,18 +125,21 @@ class RpcMaster:
         self._socket.setsockopt(zmq.RCVHWM, envelope.HIGH_WATER_MARK)
         self._socket.setsockopt(zmq.MAXMSGSIZE, envelope.MAX_PAYLOAD_BYTES)
         try:
-            self.endpoint = self._network.listen(self._socket, self._bind)
-        except AddressTaken as error:
+            endpoint = self._network.listen(self._socket, self._bind)
+            self._heartbeat = HeartbeatServer(
+                self._run_id,
+                self._context,
+                self._network,
+                interval_s=self._heartbeat_s,
+                dead_after_s=self._dead_after_s,
+                on_death=self._death_seen,
+            )
+        except BaseException as error:
             self._context.destroy(0)
-            raise RpcError(f"the master: {error}") from None
-        self._heartbeat = HeartbeatServer(
-            self._run_id,
-            self._context,
-            self._network,
-            interval_s=self._heartbeat_s,
-            dead_after_s=self._dead_after_s,
-            on_death=self._death_seen,
-        )
+            if isinstance(error, AddressTaken):
+                raise RpcError(f"the master: {error}") from None
+            raise
+        self.endpoint = endpoint
         self._loop.add_reader(self._socket.FD, self._drain)
         self._loop.call_soon(self._drain)
 

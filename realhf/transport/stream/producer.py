@@ -55,18 +55,13 @@ class StreamProducer:
         self._on_ack, self._probe_s = on_ack, probe_s
         self._session = os.urandom(16)
         self._loop = asyncio.get_running_loop()
-        self._context = network.context()
-        self._back = self._context.socket(zmq.PULL)
-        self._back.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
-        self._back.setsockopt(zmq.MAXMSGSIZE, MAX_HEADER_BYTES)
-        self.ack_endpoint = network.listen(self._back)
-        self._out = self._context.socket(zmq.PUSH)
-        self._out.setsockopt(zmq.SNDHWM, 0)
-        self._out.setsockopt(zmq.RECONNECT_IVL, 20)
-        self._out.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
-        self._watch = HandshakeWatch(self._out) if network.protected else None
         self._failure = ""
-        network.connect(self._out, endpoint)
+        self._context = network.context()
+        try:
+            self._connect(network)
+        except BaseException:
+            self._context.destroy(0)
+            raise
         self._spool: dict[int, _Spooled] = {}
         self._seq = self._up_to = 0
         self._granted = self._reserved = 0
@@ -87,6 +82,18 @@ class StreamProducer:
             self._limit = self._loop.call_later(REACHED_WITHIN_S, self._too_late)
         self._probe()
         self._read_acks()
+
+    def _connect(self, network: Network) -> None:
+        self._back = self._context.socket(zmq.PULL)
+        self._back.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
+        self._back.setsockopt(zmq.MAXMSGSIZE, MAX_HEADER_BYTES)
+        self.ack_endpoint = network.listen(self._back)
+        self._out = self._context.socket(zmq.PUSH)
+        self._out.setsockopt(zmq.SNDHWM, 0)
+        self._out.setsockopt(zmq.RECONNECT_IVL, 20)
+        self._out.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
+        self._watch = HandshakeWatch(self._out) if network.protected else None
+        network.connect(self._out, self._endpoint)
 
     @property
     def unacked(self) -> int:

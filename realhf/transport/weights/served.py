@@ -46,7 +46,11 @@ class WeightServer:
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, REQUEST_BYTES + SEALED_BYTES)
-        self.endpoint = network.listen(self._socket)
+        try:
+            self.endpoint = network.listen(self._socket)
+        except BaseException:
+            self._context.destroy(0)
+            raise
         self._buffers: dict[str, Buffer] = {}
         self._closing = False
         self._waker = Waker()

@@ -13,6 +13,9 @@ from realhf.transport.errors import AddressTaken, NetworkError
 from realhf.transport.network.addresses import address_towards, host_of, on_loopback, own_addresses
 from realhf.transport.network.keys import RunKeys
 from realhf.transport.network.network import LOOPBACK, Network
+from realhf.transport.rpc.master import RpcMaster
+from realhf.transport.stream.producer import StreamProducer
+from realhf.transport.weights.served import WeightServer
 
 KEYS = RunKeys.make()
 ELSEWHERE = "192.0.2.7"
@@ -159,3 +162,32 @@ def test_options_that_make_no_sense_together_are_refused(config, said):
     found = list(config.problems("network"))
     assert len(found) == len(said)
     assert all(line.startswith(start) for line, start in zip(found, said, strict=True))
+
+
+@pytest.mark.parametrize("where", ["its address", "that of its heartbeats"])
+async def test_a_master_that_cannot_listen_leaves_no_context_open(monkeypatch, where):
+    """Its context, with the thread that looks at keys, stayed for as long as the process."""
+    made, listened = [], []
+    context, listen = Network.context, Network.listen
+
+    def failing(self, socket, bind=""):
+        listened.append(bind)
+        if where == "that of its heartbeats" and len(listened) == 1:
+            return listen(self, socket)
+        return listen(self, socket, f"tcp://{ELSEWHERE}:7")
+
+    monkeypatch.setattr(Network, "context", lambda self: made.append(context(self)) or made[-1])
+    monkeypatch.setattr(Network, "listen", failing)
+    for network in (LOOPBACK, Network(keys=KEYS)):
+        listened.clear()
+        master = RpcMaster("run", network=network)
+        with pytest.raises(NetworkError, match=ELSEWHERE):
+            await master.start()
+        assert made[-1].closed
+        await master.close()
+    with pytest.raises(NetworkError, match=ELSEWHERE):
+        WeightServer(Network(keys=KEYS))
+    if where == "its address":
+        with pytest.raises(NetworkError, match=ELSEWHERE):
+            StreamProducer("tcp://127.0.0.1:1", "producer", "run")
+    assert all(each.closed for each in made) and len(made) >= 3

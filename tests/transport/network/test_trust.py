@@ -4,6 +4,7 @@ latest."""
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from dataclasses import replace
 
@@ -155,9 +156,12 @@ def test_keys_are_in_no_text_of_theirs(tmp_path):
         ("{}", 0o600, "is not a file of keys"),
         ("no json", 0o600, "is not a file of keys"),
         ("\xff", 0o600, "is not a file of keys"),
+        ("[" * 9000, 0o600, "is not a file of keys"),
+        (" " * 20000, 0o600, "has more than 16384 bytes"),
         ('{"server_public": 3}', 0o600, "is not a file of keys"),
         ("{}", 0o640, "others may read"),
     ],
+    ids=["empty", "no json", "no text", "deep", "large", "a number", "readable"],
 )
 def test_a_file_that_holds_no_keys_is_named(tmp_path, text, mode, reason):
     path = tmp_path / "keys"
@@ -167,3 +171,50 @@ def test_a_file_that_holds_no_keys_is_named(tmp_path, text, mode, reason):
         RunKeys.read(path)
     with pytest.raises(NetworkError, match="cannot read"):
         RunKeys.read(tmp_path / "none")
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"server_public": "\\" * 40}, "a key server_public that is no Z85"),
+        ({"client_secret": "~" * 40}, "a key client_secret that is no Z85"),
+        ({"server_secret": KEYS.server_secret[1:]}, "a key server_secret of another length than 40"),
+        ({"client_public": OTHERS.client_public}, "keys client_public and client_secret that do not belong together"),
+        ({"token": "a b\r\nHost: elsewhere ok"}, "a token with other characters than letters, digits, - and _"),
+        ({"certificate": "none"}, "a certificate that is no PEM"),
+        ({"certificate_key": KEYS.certificate}, "a certificate_key that is no PEM"),
+    ],
+)
+def test_keys_that_cannot_be_keys_are_refused_where_they_are_read(tmp_path, changed, reason):
+    """Forty characters of any kind were keys, and a socket failed with them later, without the name of the file. What
+    a value is wrong with is told, the value is not."""
+    path = tmp_path / "keys"
+    replace(KEYS, **changed).write(path)
+    with pytest.raises(NetworkError, match=f"keys of the run: {path} holds {reason}; ") as refused:
+        RunKeys.read(path)
+    assert not [value for value in changed.values() if value in str(refused.value)]
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "device", "link to a pipe"])
+def test_keys_come_from_an_ordinary_file_and_a_pipe_is_not_waited_for(tmp_path, kind):
+    path = tmp_path / "keys"
+    if kind == "folder":
+        path.mkdir(mode=0o700)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    else:
+        os.mkfifo(path if kind == "pipe" else tmp_path / "pipe", 0o600)
+        if kind != "pipe":
+            path.symlink_to(tmp_path / "pipe")
+    with pytest.raises(NetworkError, match=f"{path} is not an ordinary file"):
+        RunKeys.read(path)
+
+
+def test_keys_of_another_user_are_refused_though_the_mode_is_right(tmp_path, monkeypatch):
+    """Root may read every file; whoever owns it has the keys, too."""
+    path = tmp_path / "keys"
+    KEYS.write(path)
+    own = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: own + 1)
+    with pytest.raises(NetworkError, match=f"{path} belongs to user {own}, and this process runs as user {own + 1}"):
+        RunKeys.read(path)
