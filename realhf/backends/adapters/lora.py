@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from realhf.api.config import ConfigError, LoraConfig
-from realhf.backends.adapters.merged import MergedWeights, check_merge, plain_copy
+from realhf.backends.adapters.merged import Adapter, MergedWeights, check_merge, check_weights, plain_copy
 from realhf.backends.adapters.targets import chosen_layers, short_names, weight_of
 
 ADAPTER = "adapter"
@@ -114,7 +114,13 @@ class LoraAdapters:
 
     def _prove(self) -> None:
         with torch.inference_mode(False):
+            check_weights(self._merged.plain, self._merged.base, self._adapter)
             check_merge(self._model, self._merged.plain, self.off)
+
+    def _adapter(self, name: str) -> Adapter:
+        """Return what trains of a layer, and how often it counts by the options, whatever peft makes of it."""
+        layer = self._layers[name]
+        return layer.lora_B[_NAME].weight, layer.lora_A[_NAME].weight, self._options.lora_alpha / self._options.r
 
     def _prove_by_other_values(self) -> None:
         """Adapters start at 0, which proves nothing: try merging with others."""

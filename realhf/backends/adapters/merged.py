@@ -14,10 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from realhf.backends.adapters.rounding import worst_element
+
 _PROBE_TOKENS = 8
 _MISSED = 0.2
-"""Distance of the merged model from the one with adapters, as a share of how far the adapters move it. Rounding is a
-few hundredths of it in bf16; a layer whose adapters are lost is near 1."""
+"""Distance of the merged model from the one with adapters, as a share of how far the adapters move it, in types that
+are narrower than fp32: they round the weights of one model and the sums of the other. A layer whose adapters are lost
+is near 1; how much of them is merged is told by the weights themselves (``check_weights``)."""
+_ROUNDINGS = 256
+"""So many roundings of fp32 the two models may be apart after one layer."""
+Adapter = tuple[Tensor, Tensor, float]
+"""What is trained of an adapter: (out, rank), (rank, in), and how often their product counts."""
 
 
 class MergeDiffers(RuntimeError):
@@ -37,6 +44,11 @@ class MergedWeights:
     def __init__(self, plain: Any, base: Mapping[str, nn.Parameter], delta: Callable[[str], Tensor]) -> None:
         self.plain, self._base, self._delta = plain, dict(base), delta
         self._held = False
+
+    @property
+    def base(self) -> Mapping[str, Tensor]:
+        """The weights that adapters stand beside, by layer."""
+        return self._base
 
     @property
     def held(self) -> bool:
@@ -88,6 +100,24 @@ class MergedWeights:
 
 
 @torch.no_grad()
+def check_weights(plain: Any, base: Mapping[str, Tensor], adapter: Callable[[str], Adapter]) -> None:
+    """Raise MergeDiffers unless the weight of each layer of ``plain`` is that of ``base`` and what its ``adapter``
+    adds, rounded once. Weights whose shape is not (out, in) lie the other way round."""
+    for name, before in base.items():
+        up, down, scale = adapter(name)
+        weight: Tensor = plain.get_submodule(name).weight
+        pair = (weight, before) if isinstance(plain.get_submodule(name), nn.Linear) else (weight.T, before.T)
+        times, share = worst_element(*pair, up, down, scale)
+        if times > 1:
+            kind = str(weight.dtype).removeprefix("torch.")
+            raise MergeDiffers(
+                f"the merged weights are not those of the model with its adapters: {name}.weight is {times:.3g} times "
+                f"as far off as rounding to {kind} explains, by {share:.1%} of what its adapter adds there; what "
+                "generates would not be what trains"
+            )
+
+
+@torch.no_grad()
 def check_merge(adapted: Any, plain: Any, off: Callable[[], Any]) -> None:
     """Raise MergeDiffers unless ``plain`` computes what ``adapted`` does, up to rounding: an adapter that is not in the
     merged weights would train and never reach what generates. ``off`` makes a context without adapters. Three passes
@@ -104,7 +134,7 @@ def check_merge(adapted: Any, plain: Any, off: Callable[[], Any]) -> None:
         adapted.train(was_training)
     scale = wanted.norm().clamp(min=1e-6)
     missed, moved = float((found - wanted).norm() / scale), float((base - wanted).norm() / scale)
-    if not missed <= max(_MISSED * moved, _rounding(adapted.dtype, int(config.num_hidden_layers))):
+    if not missed <= _rounding(adapted.dtype, int(config.num_hidden_layers), moved):
         raise MergeDiffers(
             f"the merged weights are not those of the model with its adapters: hidden states are {missed:.1e} off, and "
             f"the adapters move them by {moved:.1e}; what generates would not be what trains"
@@ -115,6 +145,9 @@ def _hidden(model: Any, ids: Tensor) -> Tensor:
     return model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state.double()
 
 
-def _rounding(dtype: torch.dtype, layers: int) -> float:
-    """Return how far two ways of computing the same model may be apart."""
-    return 1e-4 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps * max(1, layers) ** 0.5
+def _rounding(dtype: torch.dtype, layers: int, moved: float) -> float:
+    """Return how far two ways of computing the same model may be apart, of which adapters move one by ``moved``."""
+    steps = max(1, layers) ** 0.5
+    if dtype in (torch.float32, torch.float64):
+        return _ROUNDINGS * torch.finfo(dtype).eps * steps
+    return max(_MISSED * moved, 4 * torch.finfo(dtype).eps * steps)

@@ -251,6 +251,39 @@ def test_adapters_that_do_not_reach_the_merged_weights_are_found(
     assert engine.weights()
 
 
+@pytest.mark.parametrize("architecture", ["qwen3", "gpt2"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_a_hundredth_too_much_of_an_adapter_is_found_and_right_merges_of_any_size_pass(
+    tiny_model: Any, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, architecture: str
+) -> None:
+    """A fifth of what the adapters add could be missing. Rounding to bf16 is often larger than the whole adapter, and
+    still no reason to believe a merge that is not rounded from the right sum."""
+    engine = engine_of(tiny_model(architecture).to(dtype))
+    adapters, right = engine.adapters, merged.MergedWeights._merged
+    assert adapters is not None
+    draw = torch.Generator().manual_seed(1)
+    first = next(name for name in adapters.tensors() if "lora_B" in name)
+
+    def wrong(self: Any, name: str) -> Tensor:
+        """Only one layer, and only by a hundredth."""
+        base, layer = self._base[name].float(), first.removeprefix("base_model.model.").partition(".lora_B")[0]
+        return base + (1.01 if name == layer else 1.0) * (right(self, name) - base)
+
+    for size in (1e-4, 1e-2, 1.0):
+        with torch.no_grad():
+            for name, tensor in adapters.tensors().items():
+                if "lora_B" in name:
+                    tensor.copy_(size * torch.randn(tensor.shape, generator=draw))
+        adapters.changed()
+        assert adapters.merged() is not None
+        monkeypatch.setattr(merged.MergedWeights, "_merged", wrong)
+        adapters.changed()
+        if dtype == torch.float32 or size > 1e-3:
+            with pytest.raises(merged.MergeDiffers, match=r"0.*weight is .* times as far off as rounding to"):
+                adapters.merged()
+        monkeypatch.undo()
+
+
 def test_bf16_weights_have_fp32_adapters_and_checkpointed_activations_change_nothing(
     tiny_model: Any, ragged_sample: Any
 ) -> None:
