@@ -8,6 +8,7 @@ vLLM has, NCCL, cannot have a trainer and a server on one GPU.
 from __future__ import annotations
 
 import contextlib
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -93,20 +94,23 @@ def steps(
     export: Callable[[Tensor], Sequence[Any]] | None = None,
 ) -> Iterator[Iterator[Step]]:
     """Yield the calls by which the server takes ``tensors``, each to be made when the one before has been answered. The
-    buffers are allocated before the first: a shortage is found while the server has its old weights. ``export`` makes
-    the handle of a buffer, by default that of CUDA IPC."""
+    buffers are allocated before the first: a shortage is found while the server has its old weights. They are given
+    back when the block is left, however it is left. ``export`` makes the handle of a buffer, by default that of CUDA
+    IPC."""
     parts = chunks(tensors, most)
     size = max((sum(tensors[name].nbytes for name in part) for part in parts), default=1)
     buffers = [torch.empty(max(1, size), dtype=torch.uint8, device=place.device) for place in places]
-    handles = {
-        place.uuid: to_json((export or _exported)(buffer)) for place, buffer in zip(places, buffers, strict=True)
-    }
 
     def made() -> Iterator[Step]:
+        # No name here means a buffer: this generator stays where it is when a transfer breaks off.
         yield "begin_transfer", {}
+        # Handed out only now: memory that another process may open is freed when that process says so.
+        handles = {
+            place.uuid: to_json((export or _exported)(buffers[index])) for index, place in enumerate(places) if parts
+        }
         for names in parts:
-            for place, buffer in zip(places, buffers, strict=True):
-                fill(buffer, names, tensors)
+            for index, place in enumerate(places):
+                fill(buffers[index], names, tensors)
                 if place.device.type == "cuda":
                     torch.cuda.synchronize(place.device)
             yield "take_chunk", {**described(names, tensors), "handles": handles}
@@ -114,6 +118,9 @@ def steps(
 
     try:
         yield made()
+    except BaseException as error:
+        traceback.clear_frames(error.__traceback__)  # They hold the buffer that was being filled.
+        raise
     finally:
         buffers.clear()
         if torch.cuda.is_available():

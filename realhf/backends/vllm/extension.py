@@ -69,6 +69,7 @@ class WeightExtension:
 
         def begin() -> None:
             self._leave_transfer()
+            self._let_go()
             self.init_weight_transfer_engine({"packed": True})  # pyright: ignore[reportAttributeAccessIssue]
             model = self.model_runner.get_model()  # pyright: ignore[reportAttributeAccessIssue]
             self.realhf_open = contextlib.ExitStack()
@@ -112,6 +113,7 @@ class WeightExtension:
             run()
         except Exception as error:
             self._leave_transfer()
+            self._let_go()
             return {"ok": False, "error": f"{type(error).__name__}: {error}", "touched": True}
         return {"ok": True}
 
@@ -120,6 +122,13 @@ class WeightExtension:
         held, self.realhf_open = getattr(self, "realhf_open", None), None
         if held is not None:
             held.close()
+
+    def _let_go(self) -> None:
+        """Close the memory of a transfer that broke off: the trainer does not get it back before."""
+        engine = getattr(self, "weight_transfer_engine", None)
+        if engine is not None and engine.config.backend == "ipc":
+            with contextlib.suppress(Exception):  # It is over in any case, and why is told already.
+                engine.shutdown()
 
     def _note(self, seen: Digests, names: Iterable[str]) -> None:
         """Keep what is known of the tensors that arrived."""

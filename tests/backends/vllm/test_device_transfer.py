@@ -5,8 +5,10 @@ A worker stands in for vLLM's: it has the methods of its transfer, and finds a b
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
@@ -100,6 +102,7 @@ class Worker(WeightExtension):
 
     def __init__(self) -> None:
         self.model, self.opened, self.calls, self.broken = Model(), dict[bytes, Tensor](), list[str](), -1
+        self.weight_transfer_engine = SimpleNamespace(config=SimpleNamespace(backend="ipc"), shutdown=self.opened.clear)
         self.model_runner = SimpleNamespace(get_model=lambda: self.model)
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
@@ -154,13 +157,49 @@ def test_a_worker_that_fails_half_way_says_so_and_can_begin_anew() -> None:
     worker = Worker()
     worker.broken = 2
     with steps(4, tensors(), [Place(CPU, "GPU-1")], most=40, export=exporting(worker)) as made:
-        found = [getattr(worker, method)(**arguments) for method, arguments in (next(made), next(made), next(made))]
+        found = [getattr(worker, method)(**arguments) for method, arguments in itertools.islice(made, 3)]
     assert [answer["ok"] for answer in found] == [True, True, False]
     assert found[2] == {"ok": False, "error": "RuntimeError: no such memory", "touched": True}
     assert not worker.take_chunk([], [], [], [], {"GPU-1": [{"class": "os"}]})["ok"], "handles are read, not run"
     worker.broken = -1
     with steps(5, tensors(), [Place(CPU, "GPU-1")], export=exporting(worker)) as made:
         assert all(getattr(worker, method)(**arguments)["ok"] for method, arguments in made)
+
+
+@pytest.mark.parametrize("how", ["refused", "unfilled", "cut off", "left"])
+def test_a_transfer_that_breaks_off_gives_its_buffer_back_at_once(how: str) -> None:
+    """The last buffer stayed with the calls that nobody made any more, with the traceback of what went wrong, and open
+    in the server."""
+    worker, given = Worker(), tensors()
+    worker.broken = 2 if how == "refused" else -1
+    buffers = list[weakref.ref[Tensor]]()
+
+    def export(buffer: Tensor) -> Sequence[Any]:
+        buffers.append(weakref.ref(buffer))
+        return exporting(worker)(buffer)
+
+    calls: list[Iterator[device_transfer.Step]] = []
+    failures: list[BaseException] = []
+    try:
+        with steps(4, given, [Place(CPU, "GPU-1")], most=40, export=export) as made:
+            calls.append(made)
+            next(made)
+            assert not buffers, "nothing is handed out before the server has agreed"
+            worker.take_chunk(**next(made)[1])
+            if how == "unfilled":
+                given.update(dict.fromkeys(given, None))  # type: ignore[arg-type]
+            if how == "cut off":
+                raise TimeoutError("no answer")
+            if how != "left":
+                assert not worker.take_chunk(**next(made)[1])["ok"]
+                raise RuntimeError("the server did not take it")
+    except (AttributeError, RuntimeError, TimeoutError) as error:
+        failures.append(error)
+    assert len(failures) == (how != "left") and len(calls) == len(buffers) == 1
+    if how != "refused":
+        assert worker.opened, "the server has it until the next transfer begins"
+        worker.begin_transfer()
+    assert not worker.opened and buffers[0]() is None
 
 
 def test_a_server_is_on_our_gpus_or_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
