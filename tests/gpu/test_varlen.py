@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,7 +13,8 @@ from realhf.api.config import OptimizerConfig
 from realhf.api.sample import MicroBatchSpec, SequenceSample
 from realhf.backends.training import packed_forward
 from realhf.backends.training.torch_engine import TorchEngine
-from realhf.backends.varlen.kernel import kernel_for
+from realhf.backends.varlen.kernel import kernel_for, plain_attention
+from realhf.backends.varlen.layout import packed_layout
 
 pytestmark = pytest.mark.cuda_only
 SPEC = MicroBatchSpec(1, 1024)
@@ -31,6 +33,33 @@ def test_the_kernel_of_this_torch_is_proven_here(device: torch.device) -> None:
         pytest.skip(kernel_for(device, torch.bfloat16)[1])
     found, reason = kernel_for(device, torch.bfloat16)
     assert found is not None, reason
+
+
+@pytest.mark.parametrize("window", [None, 16], ids=["", "window"])
+@pytest.mark.parametrize("head_size", [64, 96, 128, 256])
+def test_the_backward_pass_is_right_for_heads_of_every_width(
+    device: torch.device, head_size: int, window: int | None
+) -> None:
+    """The kernel in bf16 beside dense attention in fp32, over sequences that share a prefix: outputs and gradients. A
+    width that a device does not have is refused by name, and rows are padded there."""
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        pytest.skip(kernel_for(device, torch.bfloat16)[1])
+    kernel, reason = kernel_for(device, torch.bfloat16, head_size)
+    if kernel is None:
+        assert f"for heads of {head_size}, " in reason
+        pytest.skip(reason)
+    draw = torch.Generator().manual_seed(head_size)
+    paths = [np.arange(150), np.r_[np.arange(90), np.arange(150, 190)], np.r_[np.arange(90), np.arange(190, 400)]]
+    shapes = [(400, heads, head_size) for heads in (4, 2, 2, 4)]
+    *given, weights = (torch.randn(*shape, generator=draw).to(device) for shape in shapes)
+    found: list[list[torch.Tensor]] = []
+    for each, dtype in ((kernel, torch.bfloat16), (plain_attention, torch.float32)):
+        lay = packed_layout(paths, [0, 90, 90], each).to(device)
+        inputs = [x.to(dtype).detach().requires_grad_() for x in given]
+        output = lay.attend(inputs[0], inputs[1], inputs[2], window, head_size**-0.5)
+        found.append([output, *torch.autograd.grad((output.float() * weights).sum(), inputs)])
+    for what, ours, theirs in zip(("outputs", "queries", "keys", "values"), *found, strict=True):
+        assert float((ours.float() - theirs).norm() / theirs.norm()) < 0.02, what
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["", "recomputed"])

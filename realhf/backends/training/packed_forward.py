@@ -115,7 +115,7 @@ class PackedForward:
     def _proven_kernel(self) -> Kernel | None:
         """Return the device's kernel for packed rows if the model follows it; else say why rows are padded, where that
         is not the usual."""
-        kernel, reason = kernel_for(self.model.device, self._dtype)
+        kernel, reason = kernel_for(self.model.device, self._dtype, _head_size(self.model.config))
         if kernel is not None:
             if not can_pack(self.model):
                 reason = "the model's attention has no fused kernel"
@@ -177,6 +177,11 @@ def _missed_window(config: Any, windows: Sequence[int | None]) -> str:
     if [each for each in windows if each is not None] == [window] * sliding:
         return ""
     return f"its layers do not give their attention the sliding window of {window} tokens"
+
+
+def _head_size(config: Any) -> int:
+    text = config.get_text_config()
+    return int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
 
 
 def heads_of(model: Any) -> Heads:

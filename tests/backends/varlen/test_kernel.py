@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from realhf.backends.varlen import kernel
 from realhf.backends.varlen.kernel import adapted, fault, kernel_for, plain_attention
+from realhf.backends.varlen.layout import packed_layout
 
 CPU = torch.device("cpu")
 
@@ -96,6 +98,43 @@ def test_a_kernel_that_computes_something_else_is_found() -> None:
     assert "gradients of queries by 1" in fault(no_gradient, CPU, torch.bfloat16)
     assert "is off" in fault(nan, CPU, torch.bfloat16)
     assert fault(broken, CPU, torch.bfloat16) == "fails: No kernel"
+
+
+def test_a_kernel_is_tried_with_heads_as_wide_as_those_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was proven for heads of 64; a backward pass that is wrong, or missing, for wider ones went unseen."""
+
+    def narrow(q: Tensor, *given: Any) -> Tensor:
+        """Has gradients for heads of up to 64 only."""
+        return plain_attention(q if q.shape[-1] <= 64 else q.detach(), *given)
+
+    assert fault(narrow, CPU, torch.bfloat16) == ""
+    assert "gradients of queries by 1" in fault(narrow, CPU, torch.bfloat16, 128)
+    sizes: list[int] = []
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(kernel, "fault", lambda *given: sizes.append(given[-1]) or "is off: outputs")
+    assert "for heads of 256, is off" in kernel_for(torch.device("cuda:0"), torch.bfloat16, 256)[1]
+    assert {*sizes} == {256}
+
+
+@pytest.mark.parametrize("head_size", [64, 96, 128, 256])
+def test_the_plain_computation_is_dense_attention_with_its_gradients(head_size: int) -> None:
+    """What kernels are compared with, for every width of heads: shared keys, fewer heads of keys, fp32."""
+    draw = torch.Generator().manual_seed(head_size)
+    paths = [np.array([0, 1, 2, 3, 4]), np.array([0, 1, 2, 5, 6, 7])]
+    lay = packed_layout(paths, [0, 3], plain_attention)
+    given = [torch.randn(8, heads, head_size, generator=draw).requires_grad_() for heads in (4, 2, 2)]
+    weights = torch.randn(8, 4, head_size, generator=draw)
+    output = lay.attend(given[0], given[1], given[2], None, head_size**-0.5)
+    found = [output, *torch.autograd.grad((output * weights).sum(), given)]
+    parts = []
+    for path in paths:
+        q, k, v = (x[torch.from_numpy(path)].transpose(0, 1)[None] for x in given)
+        dense = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        parts.append(dense[0].transpose(0, 1))
+    output = torch.cat([parts[0], parts[1][3:]])
+    expected = [output, *torch.autograd.grad((output * weights).sum(), given)]
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
 
 
 def test_where_there_is_none_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
