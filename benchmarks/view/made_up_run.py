@@ -157,19 +157,24 @@ class MadeUpRun:
         })  # fmt: skip
 
 
+def write_run(folder: Path, rollouts: int) -> None:
+    """Write a run of about so many rollouts into ``folder``."""
+    run = MadeUpRun(folder)
+    steps = max(1, rollouts // (GROUP * GROUPS_OF_A_STEP))
+    left = max(1, rollouts // GROUP)
+    for number in range(steps):
+        run.add_step(left // (steps - number), steps)
+        left -= left // (steps - number)
+    run.close()
+
+
 def main() -> None:
     """Write a run of the size that the command line says."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--rollouts", type=int, default=100_000)
     given = parser.parse_args()
-    run = MadeUpRun(given.folder)
-    steps = max(1, given.rollouts // (GROUP * GROUPS_OF_A_STEP))
-    left = max(1, given.rollouts // GROUP)
-    for number in range(steps):
-        run.add_step(left // (steps - number), steps)
-        left -= left // (steps - number)
-    run.close()
+    write_run(given.folder, given.rollouts)
 
 
 if __name__ == "__main__":

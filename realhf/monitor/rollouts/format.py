@@ -41,10 +41,11 @@ class Header(msgspec.Struct, kw_only=True):
     by_step: bool = True
 
 
-class Place(msgspec.Struct, kw_only=True, omit_defaults=True):
+class Place(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
     """Says where the record of a line lies: in the member of ``bytes`` bytes at ``offset`` of shard number ``shard``,
     in its line ``line``, counted from 0. ``id`` is ``<sample>/<row>``, ``time`` in s since the epoch. ``writer`` is in
-    no file: a reader numbers its indexes by it."""
+    no file: a reader numbers its indexes by it. Lines hold numbers and texts only, so the garbage collector passes
+    over them: a reader has hundreds of thousands."""
 
     id: str
     time: float

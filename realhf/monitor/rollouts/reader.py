@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from realhf.monitor.rollouts.format import (
     INDEX_SUFFIX,
@@ -30,8 +29,7 @@ class NoRecord(LookupError):
     """The record of a line cannot be read; the text says why."""
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """Joins what was played with what was trained of it (None: not yet, or never)."""
 
     play: PlayLine
@@ -63,15 +61,16 @@ class Known:
 
     def add(self, header: Header, lines: Sequence[Line]) -> None:
         """Take lines of an index."""
+        known, newest = self.lines, self.newest
         for line in lines:
             if header.by_step and not _of_evaluation(line):
                 first = self._begun.get(line.writer)
                 if first is None or line.step < first[1]:
                     self._begun[line.writer] = header, line.step
-            other = self.newest.get(line.id)
-            if other is None or self.lines[other].time <= line.time:
-                self.newest[line.id] = len(self.lines)
-            self.lines.append(line)
+            other = newest.get(line.id)
+            if other is None or known[other].time <= line.time:
+                newest[line.id] = len(known)
+            known.append(line)
 
     def current(self) -> Iterator[Line]:
         """Yield the lines that count: of each id the newest, unless a later incarnation of its worker began again at
