@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,14 @@ from realhf.api.calls import TRIAL_CHANGE, TRIAL_RESTORE, Probe
 from realhf.api.config import GenConfig, LoraConfig, OptimizerConfig
 from realhf.api.model import ForwardOutputs, GenRequest
 from realhf.api.sample import MicroBatchSpec, SequenceSample
+from realhf.backends.adapters import lora, merged
 from realhf.backends.training.torch_engine import TorchEngine
 from realhf.dataflow.weight_files import check_digests, stored_weights, write_digests
 from realhf.dataflow.weight_trial import WeightTrial
 
-pytestmark = pytest.mark.slow
-peft = pytest.importorskip("peft", reason="adapters need the extra lora")
-from realhf.backends.adapters import lora, merged  # noqa: E402
+# Each test process collects this file, and one runs it: peft is imported by what is run.
+ABSENT = pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="adapters need the extra lora")
+pytestmark = [pytest.mark.slow, ABSENT]
 
 GROUPS = [[20, 5], [11], [30, 8, 8], [3]]
 SPEC = MicroBatchSpec()
@@ -174,6 +176,8 @@ def test_the_export_loads_in_transformers_and_its_adapter_in_peft(
     tiny_model: Any, ragged_sample: Any, tmp_path: Path, architecture: str
 ) -> None:
     """The merged folder is a plain model; base and adapter folder together are the same one."""
+    import peft
+
     sample = ragged_sample(GROUPS)
     tiny_model(architecture).save_pretrained(tmp_path / "base")
     engine = engine_of(tiny_model(architecture), path=str(tmp_path / "base"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,8 @@ from realhf.backends.training.torch_engine import TorchEngine
 from tests.backends.parallel import training
 from tests.backends.parallel.rank_processes import results, run_ranks
 
-pytestmark = pytest.mark.slow
-pytest.importorskip("peft", reason="adapters need the extra lora")
+ABSENT = pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="adapters need the extra lora")
+pytestmark = [pytest.mark.slow, ABSENT]
 OPTIONS: dict[str, Any] = {
     "optimizer": OptimizerConfig(lr=1e-2),
     "total_train_steps": 10,
