@@ -92,8 +92,9 @@ class RunRollouts:
             texts = self._store.member(member[0])
         except NoRecord:
             return
+        plain = wanted.encode() if _is_plain(wanted) else b""
         for line in member:
-            if line.line < len(texts) and wanted in _searched(texts[line.line]):
+            if line.line < len(texts) and _may_hold(texts[line.line], plain) and wanted in _searched(texts[line.line]):
                 yield line.id
 
     def _record(self, line: Any) -> dict[str, Any]:
@@ -120,6 +121,17 @@ class _Words(msgspec.Struct):
 
 
 _decode_words = msgspec.json.Decoder(_Words).decode
+
+
+def _is_plain(wanted: str) -> bool:
+    """Return whether JSON writes this text as it is."""
+    return wanted.isascii() and wanted.isprintable() and not set('"\\') & set(wanted)
+
+
+def _may_hold(line: bytes, plain: bytes) -> bool:
+    """Return whether a record may hold a text that ``_is_plain``, without decoding it: characters beyond ASCII, escaped
+    ones too, may be equal to ASCII whatever their case."""
+    return plain in line.lower() or not line.isascii() or b"\\u" in line or b"\\/" in line
 
 
 def _searched(line: bytes) -> str:

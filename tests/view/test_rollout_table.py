@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from benchmarks.view.made_up_run import HOSTILE, MadeUpRun
+from realhf.monitor.rollouts.format import FORMAT, PLAY, Header, PlayLine
+from realhf.monitor.rollouts.shards import Shards
 from realhf.view.run import Run
 from tests.view.runs import client
 from tests.view.test_spans import unpacked
@@ -96,3 +99,31 @@ def test_a_text_is_found_whatever_its_case_and_names_of_fields_are_not(made_up: 
 def test_a_search_ends_at_its_deadline_and_says_how_far_it_came(made_up: Path):
     found = list(Run(made_up, "run").rollouts.search("bucket", deadline=0.0, stopped=lambda: False))
     assert found == [{"done": False, "searched": 0, "of": 96}]
+
+
+@pytest.mark.parametrize(
+    ("text", "written", "found"),
+    [
+        ("/tmp/a", '"look at /TMP/a"', True),
+        ("/tmp/a", r'"look at \/tmp\/a"', True),
+        ("bucket", r'"\u0062ucket"', True),
+        ("strasse", '"Straße"', True),
+        ("strasse", r'"Stra\u00dfe"', True),
+        ("300 k", '"300 \u212a"', True),  # the sign of the kelvin
+        ('a "b', r'"A \"b"', True),
+        ("c:\\x", r'"c:\\X"', True),
+        ("straße", '"strasse"', True),
+        ("a\nb", r'"a\nb"', True),
+        ("nb", r'"a\nb"', False),
+        ("message", '"m"', False),
+        ("", '"m"', True),
+    ],
+)
+def test_a_text_is_found_however_its_record_spells_it(tmp_path: Path, text: str, written: str, found: bool):
+    """Records are looked through as they are written before they are decoded, and nothing is missed by that."""
+    record = b'{"id":"s/0","message":%s,"messages":[]}' % written.encode()
+    shards = Shards(tmp_path / "rollouts", Header(rollouts=FORMAT, family=PLAY, writer="w", worker="w", began=0.0))
+    shards.append([record], [PlayLine(id="s/0", time=1.0, step=1)])
+    shards.close()
+    *ids, done = Run(tmp_path, "run").rollouts.search(text, time.monotonic() + 60, lambda: False)
+    assert done["done"] and ids == [{"ids": ["s/0"]}] * found
