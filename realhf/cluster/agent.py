@@ -54,8 +54,14 @@ LONGEST_S = 60.0
 """No launcher may ask an agent to be this patient with silence, or to say nothing for so long."""
 
 
-PREPARED = ("workers.rollout_worker", "workers.generation_worker", "transformers.models.auto.tokenization_auto")
-"""What most workers of a host import; the last one is what takes longest of reading a tokenizer."""
+PREPARED = (
+    "workers.rollout_worker",
+    "workers.generation_worker",
+    "transformers.models.auto.tokenization_auto",
+    "transformers.generation.utils",
+    "transformers.modeling_utils",
+)
+"""What most workers of a host import, and what they would import when they read a tokenizer or a model."""
 
 
 class Dismissed(Exception):

@@ -20,7 +20,7 @@ STEPS = 10
 FAULTS = 6
 LONG_STEPS = 40
 """Of a run that is to see so many faults, on a fast machine too: none is more than a sixth of it after the last one."""
-FEW = 4
+FEW, MANY = 4, 120
 NAMED_S = 30.0
 
 
@@ -127,7 +127,7 @@ def test_a_cut_link_a_killed_host_and_one_that_joins(tmp_path: Path, tiny_policy
         for name in ("b", "c"):
             run.join(name)
         run.launch(
-            "total_train_steps=60",
+            f"total_train_steps={MANY}",
             "scheduler.hosts=[b,c]",
             "scheduler.placement.generation=b",
             "scheduler.placement.rollout_worker=c",
@@ -147,7 +147,7 @@ def test_a_cut_link_a_killed_host_and_one_that_joins(tmp_path: Path, tiny_policy
         run.kill("b")
         run.until(lambda: "host b was lost" in run.said(), RUN_S)
         run.ended(RUN_S)
-        check_books(run, 60)
+        check_books(run, MANY)
         assert named < NAMED_S, "on a machine that is not overloaded it takes 8 s, and half a second to look"
         run.keep_report("cut_killed_joined")
         print(f"cut named after {named:.1f} s, back after {back:.1f} s, a new host plays after {joined:.1f} s")
@@ -227,9 +227,7 @@ def test_the_books_balance_whatever_befalls_the_hosts(tmp_path: Path, tiny_polic
         fate, pause = Fate(run, seed), random.Random(1000 + seed)
         for name in ("b", "c"):
             run.join(name)
-        run.launch(
-            f"total_train_steps={LONG_STEPS}", "scheduler.hosts=[b,c]", "scheduler.dead_after_s=4", "rpc.dead_after_s=4"
-        )
+        run.launch(f"total_train_steps={LONG_STEPS}", "scheduler.hosts=[b,c]")
         run.until(lambda: len(run.rows()) >= 1, RUN_S)
         for _ in range(FAULTS):
             if len(run.rows()) >= LONG_STEPS - 5:
