@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from realhf.aws.grading.inventory import LISTINGS
@@ -113,8 +114,10 @@ def _kind(service: str, key: str) -> str:
     return found[0] if found else next(iter(kinds)) if len(kinds) == 1 else ""
 
 
-def _kinds(service: str) -> set[str]:
-    return {kind for known, kind in RESOURCES if known == service} | {row[0] for row in LISTINGS.get(service, ())}
+@cache
+def _kinds(service: str) -> frozenset[str]:
+    listed = {row[0] for row in LISTINGS.get(service, ())}
+    return frozenset(listed | {kind for known, kind in RESOURCES if known == service})
 
 
 def _said(operation: str, params: Mapping[str, Any], key: str) -> str:
