@@ -18,9 +18,11 @@ are as secret as TLS makes them, also when the certificate's key is found later.
 from __future__ import annotations
 
 import functools
+import math
 import secrets
 import socket
 import struct
+import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -86,6 +88,8 @@ class SealedSocket:
         self._plain = plain
         self._encrypt, self._decrypt = made(sending).encrypt_into, made(receiving).decrypt_into
         self._sent = self._received = 0
+        self._timeout = math.inf
+        self.settimeout(plain.gettimeout())
         self._outgoing = memoryview(bytearray(_LENGTH.size + RECORD_BYTES + _TAG_BYTES))
         self._incoming = memoryview(bytearray(_LENGTH.size + RECORD_BYTES + _TAG_BYTES))
         self._rest = memoryview(b"")
@@ -119,7 +123,9 @@ class SealedSocket:
         return count
 
     def settimeout(self, value: float | None, /) -> None:
-        """Let every wait for the other end last at most so many seconds."""
+        """Let every wait for the other end last at most so many seconds, and the rest of a record that has begun to
+        come in as many more."""
+        self._timeout = math.inf if value is None else value
         self._plain.settimeout(value)
 
     def close(self) -> None:
@@ -149,7 +155,7 @@ class SealedSocket:
             raise ConnectionError("sent bytes that were changed on the way") from None
 
     def _fill(self, view: memoryview, *, may_end: bool = False) -> bool:
-        start = 0
+        start, deadline = 0, time.monotonic() + self._timeout
         while start < view.nbytes:
             count = self._plain.recv_into(view[start:])
             if count == 0:
@@ -157,4 +163,6 @@ class SealedSocket:
                     return False
                 raise ConnectionError("closed the connection")
             start += count
+            if start < view.nbytes and time.monotonic() >= deadline:
+                raise TimeoutError
         return True

@@ -66,7 +66,7 @@ class BulkLane:
         """Receive in parts, so that a peer that sends one byte now and then does not outlive the deadline."""
         for start in range(0, into.nbytes, bulk_wire.CALL_BYTES):
             connection.settimeout(_time_left(deadline, bulk_wire.STALL_S))
-            bulk_wire.receive(connection, into[start : start + bulk_wire.CALL_BYTES])
+            bulk_wire.receive(connection, into[start : start + bulk_wire.CALL_BYTES], deadline)
 
 
 def _time_left(deadline: float, at_most: float) -> float:

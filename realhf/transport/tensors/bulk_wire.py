@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import struct
+import time
 
 from realhf.transport.network.sealed import Connection
 
@@ -26,14 +28,17 @@ def send(connection: Connection, view: memoryview) -> None:
         connection.sendall(view[start : start + CALL_BYTES])
 
 
-def receive(connection: Connection, view: memoryview) -> None:
-    """Fill a view. Raises OSError, ConnectionError among them when the other end has closed."""
+def receive(connection: Connection, view: memoryview, deadline: float = math.inf) -> None:
+    """Fill a view. Raises OSError, TimeoutError among them when something came and ``deadline`` (time.monotonic) is
+    over, and ConnectionError when the other end has closed."""
     start, size = 0, view.nbytes
     while start < size:
         count = connection.recv_into(view[start : start + CALL_BYTES])
         if count == 0:
             raise ConnectionError("closed the connection")
         start += count
+        if start < size and time.monotonic() >= deadline:
+            raise TimeoutError
 
 
 def received(connection: Connection, size: int) -> bytes:

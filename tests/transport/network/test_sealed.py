@@ -9,6 +9,7 @@ import socket
 import ssl
 import struct
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -117,6 +118,25 @@ def test_the_end_of_a_connection_between_records_is_seen(ends):
     reader = SealedSocket(near, SECRET, drawn_here=False)
     assert received(reader, 5, 5) == b"first"
     assert reader.recv_into(memoryview(bytearray(5))) == 0
+
+
+def test_a_record_that_comes_byte_by_byte_is_not_waited_for_without_end(ends):
+    near, far = ends
+    reader = SealedSocket(near, SECRET, drawn_here=False)
+    reader.settimeout(0.2)
+
+    def dribble() -> None:
+        with contextlib.suppress(OSError):
+            for byte in sent(MESSAGES)[0]:
+                far.sendall(bytes([byte]))
+                time.sleep(0.02)
+
+    thread = threading.Thread(target=dribble, daemon=True)
+    thread.start()
+    with pytest.raises(TimeoutError):
+        reader.recv_into(memoryview(bytearray(5)))
+    near.close()
+    thread.join(LIMIT_S)
 
 
 def test_equal_messages_never_look_equal_on_the_way():

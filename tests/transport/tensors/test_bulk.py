@@ -232,9 +232,17 @@ def test_a_peer_that_stops_in_the_middle_ends_at_the_deadline():
         got(BulkLane(RunTls(KEYS), HOST, port), bytes(16), Piece(0, 0, 10), limit_s=0.5)
 
 
+def test_a_peer_that_sends_a_byte_now_and_then_ends_at_the_deadline():
+    """It used to go on for as long as something came."""
+    begun = bulk_wire.ANSWER.pack(bulk_wire.PIECE, 100)
+    with answering(begun, b"x" * 100) as port, pytest.raises(FetchTimeout, match="before the deadline"):
+        got(BulkLane(RunTls(KEYS), HOST, port), bytes(16), Piece(0, 0, 100), limit_s=0.5)
+
+
 @contextlib.contextmanager
-def answering(answer: bytes, *, then_close: bool = True) -> Iterator[int]:
-    """A listener with the run's certificate that answers the first request with ``answer``; its port."""
+def answering(answer: bytes, slowly: bytes = b"", *, then_close: bool = True) -> Iterator[int]:
+    """A listener with the run's certificate that answers the first request with ``answer``, and then with a byte of
+    ``slowly`` now and then; its port."""
     done = threading.Event()
 
     def serve() -> None:
@@ -242,6 +250,10 @@ def answering(answer: bytes, *, then_close: bool = True) -> Iterator[int]:
         with contextlib.closing(RunTls(KEYS).accept(plain)) as connection:
             bulk_wire.received(connection, bulk_wire.REQUEST.size)
             connection.sendall(answer)
+            with contextlib.suppress(OSError):
+                for byte in slowly:
+                    connection.sendall(bytes([byte]))
+                    time.sleep(0.02)
             if not then_close:
                 done.wait(LIMIT_S)
 
