@@ -2,6 +2,7 @@
 
     make train SEED=1; make train SEED=2; make train SEED=3
     python benchmarks/learning.py runs/grpo_aws/seed1-* runs/grpo_aws/seed2-* runs/grpo_aws/seed3-* --out curves.png
+    python benchmarks/learning.py runs/... --metrics policy/clip_fraction policy/ratio_max --out clipping.png
 
 Runs that differ in more than their seed, such as in staleness, are also compared by kind: success after training with
 the 95 % interval of all episodes (Wilson), and the difference from the first kind named, seed by seed, with the 95 %
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+import yaml
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
@@ -39,7 +41,18 @@ def read_run(folder: Path) -> dict[str, Any]:
     success = [statistics.mean(value for name, value in row.items() if name.startswith(TIER)) for row in rows]
     rollout = plan["spec"]["rollout"]
     kind = f"asynchronous, eta {rollout['options']['max_head_offpolicyness']}" if rollout else "synchronous"
-    return {"seed": plan["spec"]["seed"], "kind": kind, "summary": summary, "success": success}
+    kind += _learner(yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8")))
+    return {"seed": plan["spec"]["seed"], "kind": kind, "summary": summary, "success": success, "rows": rows}
+
+
+def _learner(config: dict[str, Any]) -> str:
+    """Say how a run learns where that is not one update of GRPO on all weights."""
+    ppo, rank = config.get("ppo", {}), ((config.get("actor") or {}).get("lora") or {}).get("rank", 0)
+    updates = ppo.get("ppo_n_minibatches", 1) * ppo.get("sample_reuse", 1)
+    told = [ppo["algo"]] if ppo.get("algo", "grpo") != "grpo" else []
+    told += [f"{updates} updates a step"] if updates > 1 else []
+    told += [f"LoRA of rank {rank}"] if rank else []
+    return "".join(f", {word}" for word in told)
 
 
 def table(runs: list[dict[str, Any]]) -> str:
@@ -91,9 +104,13 @@ def _difference(gaps: list[float]) -> str:
     return f"{mean:+.1f} | {mean - half:+.1f} to {mean + half:+.1f} "
 
 
-def draw(runs: list[dict[str, Any]], out: Path) -> None:
-    """Running success in training over steps, and held-out success before and after as dots at both ends."""
-    figure, axes = plt.subplots(figsize=(7.5, 3.8), layout="constrained")
+def draw(runs: list[dict[str, Any]], out: Path, metrics: list[str]) -> None:
+    """Running success in training over steps, and held-out success before and after as dots at both ends; below it a
+    picture for each of the metrics."""
+    figure, every = plt.subplots(
+        1 + len(metrics), figsize=(7.5, 3.8 + 2.2 * len(metrics)), layout="constrained", squeeze=False
+    )
+    axes = every[0, 0]
     names = [run["kind"] if len({run["kind"] for run in runs}) > 1 else f"seed {run['seed']}" for run in runs]
     colours = {name: f"C{number}" for number, name in enumerate(dict.fromkeys(names))}
     for number, (name, run) in enumerate(zip(names, runs, strict=True)):
@@ -102,7 +119,12 @@ def draw(runs: list[dict[str, Any]], out: Path) -> None:
         (line,) = axes.plot(steps, run["success"], label=label, linewidth=1.4, color=colours[name])
         ends = [run["summary"][f"heldout_success_{when}"]["overall"] for when in ("before", "after")]
         axes.plot([0, steps[-1] + 1], ends, "o", color=line.get_color(), markersize=7)
-    axes.set_xlabel("train step")
+        for below, metric in zip(every[1:, 0], metrics, strict=True):
+            below.plot(steps, [row.get(metric, math.nan) for row in run["rows"]], linewidth=1, color=colours[name])
+    for below, metric in zip(every[1:, 0], metrics, strict=True):
+        below.set_ylabel(metric)
+        below.grid(alpha=0.3)
+    every[-1, 0].set_xlabel("train step")
     axes.set_ylabel("success")
     axes.set_ylim(0, 1)
     axes.grid(alpha=0.3)
@@ -118,6 +140,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, help="run folders")
     parser.add_argument("--out", type=Path, help="PNG to draw")
+    parser.add_argument("--metrics", nargs="*", default=[], help="draw these metrics, too (docs/metrics.md)")
     args = parser.parse_args()
     runs = [read_run(folder) for folder in args.runs]
     order = list(dict.fromkeys(run["kind"] for run in runs))
@@ -126,7 +149,7 @@ def main() -> None:
         print(comparison(runs), end="\n\n")
     print(table(runs))
     if args.out:
-        draw(runs, args.out)
+        draw(runs, args.out, args.metrics)
         print(f"curves: {args.out}")
 
 
