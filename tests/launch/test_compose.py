@@ -62,6 +62,7 @@ def test_mistakes_in_names_and_types(capsys, arguments: list[str], expected: str
         {
             "total_train_steps=0": "total_train_steps=0: must be at least 1",
             "gen.temperature=0": "gen.temperature=0.0: must be positive",
+            "rpc.heartbeat_s=10": "rpc.heartbeat_s=10: must be less than rpc.dead_after_s=8",
             "env.port=70000": "env.port=70000: must be between 0 and 65535",
             "async_rl.niceness=20": "async_rl.niceness=20: must be between 0 and 19",
             "env.fault_rate=2": "env.fault_rate=2.0: must be between 0 and 1",
@@ -87,6 +88,7 @@ def test_mistakes_in_names_and_types(capsys, arguments: list[str], expected: str
         },
         {"env.tags=[no-such-tag]": "unknown tag 'no-such-tag'", "actor.path=model": "actor.path=model: no such folder"},
         {"gen.top_p=1.5": "gen.top_p=1.5: "},
+        {"actor.parallel.tp=2": "actor.parallel.tp=2: no backend cuts layers; set 1, and cut the model with fsdp"},
         {"actor.workers=[0,1]": "actor.workers=[0, 1]: backend torch trains on one worker; set actor.backend=ddp"},
         {"rollout.min_group_size=9": "larger than ppo.group_size=8"},
         {"ppo.ppo_n_minibatches=129": "ppo.ppo_n_minibatches=129: a step has dataset.train_bs_n_seqs times"},

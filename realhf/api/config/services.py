@@ -60,7 +60,8 @@ class RpcConfig:
     def problems(self, name: str) -> Iterator[str]:
         """A worker must get the chance to send a heartbeat."""
         if self.dead_after_s <= self.heartbeat_s:
-            yield f"{name}.dead_after_s={self.dead_after_s}: must be longer than {name}.heartbeat_s"
+            limit = f"{name}.dead_after_s={self.dead_after_s:g}"
+            yield f"{name}.heartbeat_s={self.heartbeat_s:g}: must be less than {limit}"
 
 
 ALL_ROLLOUTS = "all"
