@@ -69,12 +69,13 @@ def parts_of(
 ) -> list[Part]:
     """Return the micro-batches (see ``micro_batches``) that this rank computes; none if there is nothing for it. With
     ``share`` a prefix that sequences have in common is computed once where that saves enough; such sequences stay
-    together in rows of up to ``row_tokens`` positions, or twice those of a sequence that is long itself, as far as
-    ranks and ``spec`` let them. ``packed``: the rows of a pass need no padding, and no masks, whose size would bound a
-    row."""
+    together in rows of up to ``row_tokens`` positions, or twice those of a sequence that is long itself (up to
+    ``BATCH_TOKENS``), as far as ranks and ``spec`` let them. ``packed``: the rows of a pass need no padding, and no
+    masks, whose size would bound a row."""
     inputs = SequenceInputs.of(sample)
-    longest = spec.max_tokens_per_mb or BATCH_TOKENS
-    rows = _rows(inputs, ranks.size, longest if packed else min(row_tokens, longest), longest) if share else None
+    budget = spec.max_tokens_per_mb or BATCH_TOKENS
+    most, longest = budget if packed else min(row_tokens, budget), min(budget, BATCH_TOKENS)
+    rows = _rows(inputs, ranks.size, most, longest) if share else None
     rows = plain_rows(inputs.scored, inputs.tokens) if rows is None else rows
     if ranks.size > 1:
         rows = [rows[i] for i in sorted(ranks.own([row.length for row in rows]))]

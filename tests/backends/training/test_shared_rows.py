@@ -185,6 +185,15 @@ def test_a_prompt_longer_than_a_row_is_still_shared(n_ranks: int, budget: int | 
     assert sum(computed) <= most and max(computed) <= 1.1 * most / n_ranks
 
 
+def test_a_mask_stays_bounded_however_long_the_prompt_and_the_budget() -> None:
+    """A row of 8,000 positions would need a mask of 256 MB."""
+    for prompt, number, length in ((3000, 4, 600), (4500, 3, 10)):
+        (*parts,) = parts_of(
+            answers_batch(prompt, number, length), MicroBatchSpec(max_tokens_per_mb=20_000), SingleRank(), share=True
+        )
+        assert all(row.plain or row.length <= 4096 for part in parts for row in part.rows)
+
+
 def owned(rank: int, size: int, costs: Sequence[int]) -> list[int]:
     """Every rank has as many rows as the others."""
     return [i for i in range(len(costs)) if i * size // len(costs) == rank]
