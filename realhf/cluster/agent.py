@@ -73,6 +73,7 @@ class HostAgent:
 
     ``folder`` is private to the agent and holds what a run brings; ``wants`` says how many workers of each kind the
     host is to get beside what the launcher decides. ``linger_s`` is how long the agent waits for another run after one.
+    With ``prepare`` it keeps a process that has imported what workers need.
     """
 
     def __init__(
@@ -85,9 +86,10 @@ class HostAgent:
         wants: Mapping[str, int] = {},
         patience_s: float = 600.0,
         linger_s: float = 30.0,
+        prepare: bool = True,
     ) -> None:
         self._door, self._network, self._name, self._folder, self._wants = door, network, name, folder, wants
-        self._patience_s, self._linger_s = patience_s, linger_s
+        self._patience_s, self._linger_s, self._prepare = patience_s, linger_s, prepare
         self._prepared = PreparedWorkers(PREPARED)
         self._local = LocalScheduler(orphans_are_ours=True, prepared=self._prepared)
         self._waiting: dict[str, StartWorker] = {}
@@ -105,8 +107,9 @@ class HostAgent:
         self._folder.chmod(0o700)
         limit_s, why = self._patience_s, ""
         try:
-            with self._local.beside():
-                self._prepared.begin()
+            if self._prepare:
+                with self._local.beside():
+                    self._prepared.begin()
             while (socket := self._registered(limit_s, why)) is not None:
                 try:
                     why = self._served(socket)

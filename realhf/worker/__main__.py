@@ -42,6 +42,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--folder", type=Path, help="folder for what a run brings (~/.realhf/hosts/NAME)")
     parser.add_argument("--patience-s", type=float, default=600.0, help="wait for the launcher so long (%(default)s)")
     parser.add_argument("--linger-s", type=float, default=30.0, help="wait for another run so long (%(default)s)")
+    parser.add_argument(
+        "--no-prepare",
+        action="store_true",
+        help="workers import what they need themselves: they begin later, and no memory is held between runs",
+    )
     given = parser.parse_args(argv)
     if not NAME.fullmatch(given.name):
         parser.error(f"--name {given.name!r}: use letters, digits, '_', '-' and '.'; at most 63")
@@ -63,6 +68,7 @@ def _serve(given: argparse.Namespace) -> None:
         wants={given.kind: given.count} if given.kind else {},
         patience_s=given.patience_s,
         linger_s=given.linger_s,
+        prepare=not given.no_prepare,
     )
     with orphans_adopted():
         agent.run()

@@ -57,7 +57,7 @@ class Cluster:
     def join(self, name: str, *options: str, keys: Path | None = None) -> subprocess.Popen[bytes]:
         """Start an agent."""
         given = ["--join", self.door, "--key-file", str(keys or self.keys), "--name", name, "--linger-s", "2"]
-        given += ["--folder", str(self.folder / f"host-{name}"), *(options or ("--host-agent",))]
+        given += ["--folder", str(self.folder / f"host-{name}"), *(options or ("--host-agent", "--no-prepare"))]
         command = [sys.executable, "-m", "realhf.worker", *given]
         with (self.folder / f"{name}.log").open("wb") as log:
             self.agents[name] = subprocess.Popen(command, stdout=log, stderr=log)
