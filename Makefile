@@ -16,7 +16,7 @@ SCHEDULES ?= 2
 # The tests start hundreds of Python processes; without bytecode each compiles the tree again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: check-all test-all model train-real validate-adversarial test-atropos bench-trajectory crash-ledger screenshots red-team install train test test-fast lint help clean-venv test-openenv test-trackers test-trl test-verifiers test-vllm test-compile test-cluster test-gpu test-inspect
+.PHONY: check-all test-all model train-real validate-adversarial test-atropos bench-trajectory crash-ledger screenshots red-team install train test test-fast lint help clean-venv test-openenv test-trackers test-trl test-verifiers test-vllm test-compile test-cluster test-gpu test-inspect test-view
 
 help:
 	@echo "make train    install, then run the main job: GRPO on AWS tasks (SEED=1, ARGS='key=value ...')"
@@ -33,6 +33,7 @@ help:
 	@echo "make crash-ledger  kill trajectory servers, and let their stores fail, for five minutes while clients push and pull; balance the books"
 	@echo "make test-openenv  install the real openenv packages beside it, let them talk to us, and train on their echo server"
 	@echo "make test-trackers  install W&B, MLflow and Trackio beside it and let them keep a killed and resumed run"
+	@echo "make test-view  start a run and follow it in Chromium, from its first step to its tokens"
 	@echo "make test-trl install TRL beside it and let its GRPOTrainer take two steps with our classes"
 	@echo "make test-verifiers  install verifiers and Gymnasium beside it and train five steps on an environment of each"
 	@echo "make test-inspect  install Inspect and pyarrow beside it and read exported rollouts with them"
@@ -114,15 +115,21 @@ test-inspect: install
 	@test -x .venv-inspect/bin/inspect || { $(BIN)/python -m venv .venv-inspect && .venv-inspect/bin/python -m pip install --quiet inspect_ai==0.3.285 pyarrow msgspec omegaconf isal numpy; }
 	$(BIN)/python -m pytest -q -rs tests/monitor/rollouts/test_export.py
 
+# A run is launched in it, so it sees the project's packages, too.
 .venv-trackers/.installed: | $(STAMP)
 	@echo "installing W&B, MLflow and Trackio into .venv-trackers (a minute or two)"
 	$(BIN)/python -m venv .venv-trackers
 	.venv-trackers/bin/python -m pip install --quiet wandb==0.31.0 mlflow-skinny==3.17.2 sqlalchemy==2.1.9 \
 	  alembic==1.20.1 trackio==0.43.0 pyyaml
+	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+	  > "$$(.venv-trackers/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/project.pth"
 	@touch $@
 
 test-trackers: install .venv-trackers/.installed
 	$(BIN)/python -m pytest -q -rs tests/monitor/trackers
+
+test-view: install
+	$(BIN)/python -m pytest -q -rs tests/view --run-view
 
 test-trl: install
 	@test -x .venv-trl/bin/trl || { $(BIN)/python -m venv .venv-trl \
