@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from realhf.monitor.trackers.tracker import RunFacts, flat
 
 _NOT_ALLOWED = re.compile(r"[^\w\-. /]", re.ASCII)
 _LONGEST_NAME, _LONGEST_VALUE, _MOST_PARAMETERS, _MOST_METRICS = 250, 500, 100, 900
-NAME = "mlflow"
+NAME, _TAG = "mlflow", "realhf.id"
 
 
 class MlflowTracker:
     """Is the ``Tracker`` of MLflow: an experiment for each experiment name, a run for each trial. A resumed run is the
-    run it was before. Parameters are those the run began with; ``config.yaml`` is an artifact of its own."""
+    run it was before, and what a killed process had not sent is sent again. Parameters are those the run began with;
+    ``config.yaml`` is an artifact of its own."""
 
     def __init__(self, facts: RunFacts) -> None:
         import mlflow  # type: ignore[import-not-found]
@@ -24,27 +26,38 @@ class MlflowTracker:
         from mlflow.tracking import MlflowClient  # type: ignore[import-not-found]
 
         self._metric: Any = Metric
-        folder = facts.run_dir / "mlflow"
-        own = None if mlflow.is_tracking_uri_set() else f"sqlite:///{folder.absolute()}/mlflow.db"
-        if own is not None:
-            folder.mkdir(exist_ok=True)
-        self._client: Any = MlflowClient(tracking_uri=own)
+        self._param: Any = Param
+        own = None if mlflow.is_tracking_uri_set() else _own_store(facts.run_dir / "mlflow", MlflowClient)
+        self._client: Any = MlflowClient(tracking_uri=own and _address(own))
         known = facts.known(NAME) if facts.resumed else None
-        if known is not None:
-            self._client.update_run(known, status="RUNNING")
-            self._run = known
-            return
-        self._run = self._client.create_run(
-            self._experiment(facts, f"{folder.absolute().as_uri()}/artifacts" if own else None),
-            run_name=facts.trial,
-            tags={"realhf.id": facts.id},
-        ).info.run_id
-        facts.remember(NAME, self._run)
-        parameters = [Param(_name(name), value[:_LONGEST_VALUE]) for name, value in flat(facts.config).items()]
+        self._run = known or self._begin(facts, own and f"{own.parent.absolute().as_uri()}/artifacts")
+        if facts.resumed:
+            self._client.update_run(self._run, status="RUNNING")
+            self._send_lost(facts.past)
+
+    def _begin(self, facts: RunFacts, artifacts: str | None) -> str:
+        """Return the run with the id of the facts, made anew where there is none."""
+        experiment = self._experiment(facts, artifacts)
+        made = self._client.search_runs([experiment], filter_string=f"tags.`{_TAG}` = '{facts.id}'")
+        run = made[0] if made else self._client.create_run(experiment, run_name=facts.trial, tags={_TAG: facts.id})
+        name = run.info.run_id
+        parameters = [self._param(_name(name), value[:_LONGEST_VALUE]) for name, value in flat(facts.config).items()]
         for start in range(0, len(parameters), _MOST_PARAMETERS):
-            self._client.log_batch(self._run, params=parameters[start : start + _MOST_PARAMETERS])
+            self._client.log_batch(name, params=parameters[start : start + _MOST_PARAMETERS])
         if facts.config:
-            self._client.log_dict(self._run, dict(facts.config), "config.yaml")
+            self._client.log_dict(name, dict(facts.config), "config.yaml")
+        facts.remember(NAME, name)
+        return name
+
+    def _send_lost(self, past: Sequence[tuple[int, Mapping[str, float]]]) -> None:
+        """Send what the run had reported before and the store lacks: a killed process loses what it had not sent."""
+        there: dict[str, set[int]] = {}
+        for step, values in past:
+            for name in values.keys() - there.keys():
+                there[name] = {metric.step for metric in self._client.get_metric_history(self._run, _name(name))}
+            lost = {name: value for name, value in values.items() if step not in there[name]}
+            if lost:
+                self.metrics(step, lost)
 
     def _experiment(self, facts: RunFacts, artifacts: str | None) -> str:
         found = self._client.get_experiment_by_name(facts.experiment)
@@ -66,6 +79,24 @@ class MlflowTracker:
     def close(self, failed: bool) -> None:
         """See ``Tracker``."""
         self._client.set_terminated(self._run, status="FAILED" if failed else "FINISHED")
+
+
+def _own_store(folder: Path, client: Callable[..., Any]) -> Path:
+    """Return the store in a folder, made whole under another name where there is none: MLflow cannot open one whose
+    tables it was making when it was killed."""
+    store, partial = folder / "mlflow.db", folder / "mlflow.db.partial"
+    folder.mkdir(exist_ok=True)
+    if not store.exists():
+        for left in folder.glob(f"{partial.name}*"):
+            left.unlink()
+        client(tracking_uri=_address(partial))
+        if partial.exists():
+            partial.rename(store)
+    return store
+
+
+def _address(store: Path) -> str:
+    return f"sqlite:///{store.absolute()}"
 
 
 def _name(name: str) -> str:
