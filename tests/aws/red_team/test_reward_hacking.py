@@ -93,18 +93,20 @@ def test_layer_2_one_request_pays_once(episode: Episode) -> None:
 
 
 def test_layer_3_nothing_shown_holds_criteria_seed_or_solution(episode: Episode) -> None:
-    shown = []
+    shown, told = [], []
     for task in (instantiate(RETENTION, 3), open_bucket("assets-of-all"), instantiate(FAN_OUT, 3)):
         shown.append(episode.reset(task).observation)
         commands = ["aws logs put-retention-policy", "aws help", *[HINT_COMMAND] * 4, *solve(task)]
         shown += [episode.step(command).observation for command in commands]
         shown.append(episode.state())
+        told += [change for answer in shown for change in answer.pop("account_changes", [])]
         assert set(masked_task(task) or {}) == {"task_id", "difficulty", "description"}
-    text = json.dumps(shown)
+    assert told, "what the episode's own requests changed is told in their words"
+    text, changes = json.dumps(shown), json.dumps(told)
+    assert "retentionInDays" not in text
     for secret in (
         "success_criteria",
         "verify",
-        "retentionInDays",
         "setup_commands",
         "solution",
         '"seed"',
@@ -113,7 +115,7 @@ def test_layer_3_nothing_shown_holds_criteria_seed_or_solution(episode: Episode)
         "Versioning.Status",
         "json_path",
     ):
-        assert secret not in text
+        assert secret not in text and secret not in changes
 
 
 def test_layer_4_no_shell(episode: Episode) -> None:

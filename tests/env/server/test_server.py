@@ -244,7 +244,7 @@ def test_http_routes(server: EnvServerProcess) -> None:
     assert get(server.url + "/health") == (200, '{"status":"healthy"}')
     status, schema = get(server.url + "/schema")
     assert status == 200 and set(json.loads(schema)) == {"action", "observation", "state"}
-    assert set(json.loads(schema)["observation"]["properties"]) == OBSERVATION_KEYS
+    assert set(json.loads(schema)["observation"]["properties"]) == OBSERVATION_KEYS | {"account_changes"}
     assert json.loads(get(server.url + "/metadata")[1])["max_concurrent_envs"] == POOL
     page = get(server.url + "/metrics")[1]
     assert "realhf_env_step_seconds_count" in page and f"realhf_env_pool_size {float(POOL)}" in page
