@@ -24,7 +24,7 @@ help:
 	@echo "make train-real  the same job on that model: demonstrations first, then GRPO (SEED=1, ARGS='key=value ...')"
 	@echo "make test     install, then lint, type-check and run the tests (TEST_PROCESSES=$(TEST_PROCESSES))"
 	@echo "make test-fast  run the tests that need no simulator and are not slow: the inner loop"
-	@echo "make validate play every task against MiniStack and print the verdicts"
+	@echo "make validate play every task against MiniStack and print the verdicts (SEEDS=3 instances of each, and one with held-out names)"
 	@echo "make validate-adversarial  play against the grader: what does nothing, harms or overdoes must not pay"
 	@echo "make red-team play every attack of the table, then FUZZ_COMMANDS=20000 drawn ones, and print what was observed"
 	@echo "make screenshots  play in the playground, train two short runs and take the pictures of docs/images anew with Chromium (RUNS='folder ..')"
@@ -91,7 +91,7 @@ test: install
 
 check-all: install
 	@log=$$(mktemp) || exit 1; trap 'rm -f "$$log"' EXIT; trap 'exit 130' INT TERM; \
-	  { $(MAKE) --no-print-directory lint && $(MAKE) --no-print-directory validate; } > "$$log" 2>&1; \
+	  { $(MAKE) --no-print-directory lint && $(MAKE) --no-print-directory validate SEEDS=1; } > "$$log" 2>&1; \
 	  code=$$?; cat "$$log"; exit $$code
 
 test-all: install
@@ -100,8 +100,9 @@ test-all: install
 test-fast: install
 	$(BIN)/python -m pytest -q -n $(FAST_PROCESSES) --dist loadfile --no-loadscope-reorder -m "not slow and not sim"
 
+validate: SEEDS = 3
 validate: install
-	$(BIN)/python -m realhf.aws.tasks validate
+	$(BIN)/python -m realhf.aws.tasks validate --seeds $(SEEDS)
 
 validate-adversarial: install
 	$(BIN)/python -m realhf.aws.tasks validate --adversarial

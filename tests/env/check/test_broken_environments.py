@@ -46,7 +46,7 @@ NAMED = {
         " tasks of the event loop behind, at ",
         "leaks_tasks.py:13 in tick",
     ),
-    "leaks_threads": ("leaks: 40 closed instances left ", " threads behind, at ", "leaks_threads.py:14 in watch"),
+    "leaks_threads": ("leaks: 40 closed instances left ", " threads behind, at ", "leaks_threads.py:15 in watch"),
     "never_ends": ("end: no episode ended within 100 turns, at ", "never_ends.py:10 in step", "done=True"),
     "outlives_its_end": (
         "exit: the process does not end within ",

@@ -18,6 +18,7 @@ def place(array: np.ndarray) -> int:
     return array.ctypes.data
 
 
+@pytest.mark.slow
 def test_memory_is_used_again_once_the_last_tensor_is_gone():
     memory = TargetMemory(1 << 30)
 

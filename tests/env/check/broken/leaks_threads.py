@@ -1,14 +1,15 @@
 """Broken on purpose: every instance leaves a thread behind."""
 
+import asyncio
 import threading
 
 
 class Broken:
-    """Starts a thread in reset, and has no close."""
+    """Starts a thread in reset, which the loop does not wait for, and has no close."""
 
     async def reset(self, task, *, seed):
         self.ended = threading.Event()
-        threading.Thread(target=self.watch, daemon=True).start()
+        await asyncio.to_thread(threading.Thread(target=self.watch, daemon=True).start)
         return {"messages": [{"role": "user", "content": "Say something."}]}
 
     def watch(self):
