@@ -122,6 +122,11 @@ def test_make_test_fails_with_whatever_fails(folder: Path, broken: str) -> None:
     [tests] = [line for line in said if "-m pytest" in line]
     assert said.index(tests) in (0, len(said) - 1) and "--dist loadfile" in tests
     said.remove(tests)
-    checks = ["ruff check .", "ruff format --check --quiet .", "pyright ", "python -m realhf.aws.tasks validate"]
+    checks = [
+        "ruff check .",
+        "ruff format --check --quiet .",
+        "pyright ",
+        "python -m realhf.aws.tasks validate --seeds 1",
+    ]
     assert said == checks[: len(said)] and (len(said) == len(checks) or broken in said[-1])
     assert not list((folder / "path").iterdir()), "its notes are gone"
