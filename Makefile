@@ -6,9 +6,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SEED ?= 1
-# A stream of slow tests waits for processes most of its time, so two cores have room for six; each needs 2.5 GB with what
-# it starts.
-TEST_PROCESSES ?= $(shell awk '/^MemTotal/ {n = int($$2 / 2.5e6); print (n < 2 ? 2 : n > 6 ? 6 : n)}' /proc/meminfo || echo 4)
+# A stream of slow tests waits for processes most of its time, so two cores have room for four (six are quicker by a
+# tenth and strain deadlines); each needs 2.5 GB with what it starts.
+TEST_PROCESSES ?= $(shell awk '/^MemTotal/ {n = int($$2 / 2.5e6); print (n < 2 ? 2 : n > 4 ? 4 : n)}' /proc/meminfo || echo 4)
 # Every process collects all tests first, and fast ones hardly wait.
 FAST_PROCESSES ?= 3
 FUZZ_COMMANDS ?= 20000
