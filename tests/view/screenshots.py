@@ -124,8 +124,9 @@ def killed(folder: Path) -> Path:
         launcher.wait()
         if not gone(others, 60.0):
             raise SystemExit("a killed run left processes behind")
+    an_hour_ago = time.time() - 3600
     for path in (run, *run.rglob("*")):
-        os.utime(path, (time.time() - 3600,) * 2)
+        os.utime(path, (an_hour_ago, an_hour_ago))
     return run
 
 

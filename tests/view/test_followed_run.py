@@ -16,7 +16,7 @@ import pytest
 
 from tests.chromium import ABSENT, PROGRAM, Chromium
 from tests.process_family import family, gone
-from tests.view.test_view_browser import shows, text
+from tests.view.page import follow_advisory, shows, text
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 400.0
@@ -120,15 +120,7 @@ def walk(page: Chromium, url: str, launcher: subprocess.Popen[bytes]) -> None:
     page.press("g")
     page.wait("document.querySelectorAll('.talks.two .talk').length === 2")
 
-    page.press("2")
-    shows(page, "advisories")
-    page.wait("document.querySelector('[data-id=failures_rising]')", PATIENCE_S)
-    for _ in range(page.js("document.querySelectorAll('.advisory').length")):
-        page.press("j")
-        if page.js("document.activeElement.dataset.id") == "failures_rising":
-            break
-    page.press("Enter")
-    shows(page, "rollouts")
+    follow_advisory(page, "failures_rising", patience_s=PATIENCE_S)
     page.wait("document.querySelectorAll('.row.failed').length > 0", PATIENCE_S)
     asked = page.js("performance.getEntriesByType('resource').map((one) => one.name)")
     assert asked and all(one.startswith(url) for one in asked)

@@ -14,6 +14,7 @@ import pytest
 
 from benchmarks.view.made_up_run import HOSTILE, MadeUpRun
 from tests.chromium import ABSENT, PROGRAM, Chromium
+from tests.view.page import follow_advisory, shows, text
 from tests.view.runs import served
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(PROGRAM is None, reason=ABSENT)]
@@ -24,14 +25,6 @@ def chromium() -> Iterator[Chromium]:
     with closing(Chromium()) as browser:
         browser.look(1280, 800)
         yield browser
-
-
-def text(page: Chromium, selector: str) -> str:
-    return page.js(f"[...document.querySelectorAll({json.dumps(selector)})].map((one) => one.innerText).join('\\n')")
-
-
-def shows(page: Chromium, name: str) -> None:
-    page.wait(f"document.documentElement.dataset.page === {json.dumps(name)}")
 
 
 def test_a_growing_run_is_followed_from_its_curves_to_a_token_by_keys_alone(chromium: Chromium, tmp_path: Path):
@@ -78,16 +71,7 @@ def test_a_growing_run_is_followed_from_its_curves_to_a_token_by_keys_alone(chro
         page.press("g")
         page.wait("document.querySelectorAll('.talks.two .talk').length === 2")
 
-        page.press("2")
-        shows(page, "advisories")
-        page.wait("document.querySelector('[data-id=failures_rising]')")
-        count = page.js("document.querySelectorAll('.advisory').length")
-        for _ in range(count):
-            page.press("j")
-            if page.js("document.activeElement.dataset.id") == "failures_rising":
-                break
-        page.press("Enter")
-        shows(page, "rollouts")
+        follow_advisory(page, "failures_rising")
         assert page.js("document.getElementById('f-outcome').value") == "failed"
         assert page.js("document.querySelectorAll('.row').length") > 5
 
