@@ -11,8 +11,10 @@ import torch
 
 from realhf.algorithms.logprob import LogprobInterface
 from realhf.algorithms.policy_gradient.interface import PolicyGradientInterface
+from realhf.algorithms.policy_gradient.options import LOSS_AGGREGATIONS
+from realhf.algorithms.policy_gradient.presets import PRESETS
 from realhf.algorithms.reward import OutcomeRewardInterface
-from realhf.algorithms.sequences import PredictedTokens, select_sequences
+from realhf.algorithms.sequences import PredictedTokens, replace_keys, select_sequences
 from realhf.algorithms.sft import SFTInterface
 from realhf.api.model import Model
 from realhf.api.sample import MicroBatchSpec, SequenceSample
@@ -105,6 +107,38 @@ def test_no_signal_trains_nothing(rollout_batch: Any, tmp_path: Path) -> None:
     stats = PolicyGradientInterface({}).train_step(model, sample, context(tmp_path))
     assert stats["n_updates"] == 0 and stats["groups_with_signal"] == 0
     assert torch.equal(weights(model), before) and model.engine.version == 0
+
+
+LITTLE = {"one valid": [1] * 4 + [0] + [1] * 7, "nothing valid": [1] * 12, "nothing sampled": [0] * 12}
+
+
+@pytest.mark.parametrize("algo", [name for name in PRESETS if name != "ppo"])
+@pytest.mark.parametrize("case", LITTLE)
+def test_a_batch_with_little_in_it_trains_what_there_is(
+    rollout_batch: Any, tmp_path: Path, algo: str, case: str
+) -> None:
+    """One valid sequence has nobody to be compared with: only an estimator that compares nothing learns of it. Without
+    any, and where no token was sampled, nothing changes, and every statistic is a number."""
+    model, sample = tiny_actor(), rollout_batch(GROUPS, [1.0] * 4 + [0.5] + [0.0] * 7, LITTLE[case])
+    if case == "nothing sampled":
+        sample = replace_keys(sample, per_token={"loss_mask": torch.zeros_like(sample["loss_mask"])})
+    options = {"algo": algo} | ({"loss_scale_len": 40} if algo == "drgrpo" else {})
+    before = weights(model)
+    stats = PolicyGradientInterface(options).train_step(model, sample, context(tmp_path))
+    updates = int(case == "one valid" and algo == "reinforce_pp")
+    assert stats["n_updates"] == updates and torch.equal(weights(model), before) == (updates == 0)
+    assert all(math.isfinite(value) for value in stats.values())
+
+
+@pytest.mark.parametrize("aggregation", LOSS_AGGREGATIONS)
+def test_supervised_training_without_a_token_changes_nothing(
+    rollout_batch: Any, tmp_path: Path, aggregation: str
+) -> None:
+    model, sample = tiny_actor(), rollout_batch(GROUPS, REWARDS)
+    sample = replace_keys(sample, per_token={"loss_mask": torch.zeros_like(sample["loss_mask"])})
+    before = weights(model)
+    stats = SFTInterface(aggregation).train_step(model, sample, context(tmp_path))
+    assert stats["nll"] == stats["n_tokens"] == stats["grad_norm"] == 0 and torch.equal(weights(model), before)
 
 
 def test_token_kl_reward_to_go(rollout_batch: Any) -> None:
