@@ -60,12 +60,12 @@ def make_streaming_generator(
 @contextlib.contextmanager
 def _embedded(model: ModelSpec, options: AsyncConfig, tracer: Tracer, shared: bool) -> Iterator[StreamingGenerator]:
     from realhf.backends.embedded.continuous_batching import ContinuousGenerator
-    from realhf.backends.training.torch_backend import load_causal_lm
+    from realhf.backends.training.torch_backend import load_causal_lm, named_loading_shortage
 
     torch.set_num_threads(options.generation_threads)
-    weights = load_causal_lm(model.path, model.role, getattr(torch, model.dtype))
-    if torch.cuda.is_available():
-        weights = weights.to("cuda")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    with named_loading_shortage(model, device):
+        weights = load_causal_lm(model.path, model.role, getattr(torch, model.dtype)).to(device)
     yield ContinuousGenerator(
         weights,
         kv_policy=options.kv_policy,
@@ -73,7 +73,7 @@ def _embedded(model: ModelSpec, options: AsyncConfig, tracer: Tracer, shared: bo
         version=-1,
         pause_timeout_s=options.pause_timeout_s,
         tracer=tracer,
-        most_bytes=cache_bytes(model.engine.kv_cache_gib, weights.device if shared else None),
+        most_bytes=lambda: cache_bytes(model.engine.kv_cache_gib, weights.device, shared=shared),
     )
 
 

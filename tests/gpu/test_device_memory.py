@@ -51,6 +51,21 @@ def test_training_gets_the_memory_of_generation(
     assert filled > 8 << 20
     step()
     assert seen[-1] == (0, pytest.approx(alone, abs=filled / 4)), "a step needs no more memory after generation"
+    engine.generator().generate(requests, GenConfig(max_new_tokens=4), stop_ids=(), seed=1)
+    held = torch.cuda.memory_reserved()
+    engine.release_generation()
+    assert torch.cuda.memory_reserved() < held, "another process on this GPU can have it"
+
+
+def test_generation_without_memory_names_what_and_which_option(
+    device: torch.device, model_on: Callable[..., Any], one_gigabyte: None
+) -> None:
+    engine = TorchEngine(model_on(device), None, kv_cache_gib=64.0)
+    requests = [GenRequest(slot, [5] * 500) for slot in range(4096)]
+    with pytest.raises(RuntimeError, match=r"keys and values of 4096 rows of \d+ tokens: lower engine.kv_cache_gib"):
+        engine.generator().generate(requests, GenConfig(max_new_tokens=4), stop_ids=(), seed=1)
+    (output,) = engine.generator().generate(requests[:1], GenConfig(max_new_tokens=4), stop_ids=(), seed=1)
+    assert len(output.token_ids) == 4, "the engine goes on"
 
 
 def test_a_step_without_memory_names_what_where_and_which_option(

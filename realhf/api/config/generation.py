@@ -62,8 +62,8 @@ class EngineConfig:
     kv_cache_gib: float | None = option(
         None,
         "The embedded engine keeps keys and values in at most this many GiB, and plays what does not fit after the "
-        "rest; without a number, in half of what is free on a GPU that it shares with a trainer, and elsewhere in what "
-        "it needs.",
+        "rest; without a number, in half of what is free on a GPU that it shares with a trainer, in four fifths on one "
+        "of its own, and on a CPU in what it needs.",
         above=0,
     )
 

@@ -6,17 +6,22 @@ from typing import Any
 
 import torch
 
+SHARED, ALONE = 0.5, 0.8
+"""Share of what is free on a GPU: beside a trainer, whose activations need the rest, or only beside what passes of
+generation hold."""
 
-def cache_bytes(gib: float | None, shared: torch.device | None) -> int | None:
+
+def cache_bytes(gib: float | None, device: torch.device, *, shared: bool) -> int | None:
     """Return the most bytes of a cache; None: as many as it needs. ``gib`` is what the options say. Without it an
-    engine on a GPU that it has ``shared`` with training (None: with nobody) gets half of what is free there now: what
-    other processes have is not, and what this process has freed is."""
+    engine on a GPU gets a share of what is free there now, by whether the GPU is ``shared`` with training: what other
+    processes have is not free, and what this process has freed is."""
     if gib is not None:
         return int(gib * 2**30)
-    if shared is None or shared.type != "cuda":
+    if device.type != "cuda":
         return None
-    free, _ = torch.cuda.mem_get_info(shared)
-    return (free + torch.cuda.memory_reserved(shared) - torch.cuda.memory_allocated(shared)) // 2
+    free, _ = torch.cuda.mem_get_info(device)
+    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(free * (SHARED if shared else ALONE))
 
 
 def token_bytes(config: Any, dtype: torch.dtype) -> int:

@@ -12,11 +12,10 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from realhf.api.config import GenConfig
@@ -25,6 +24,7 @@ from realhf.api.model import GenOutput, GenRequest
 from realhf.api.trace import GENERATE, WEIGHTS, NoTrace, Tracer
 from realhf.backends.embedded.decode_core import DecodeCore, Turn, rest_of_turn
 from realhf.backends.embedded.sampling import check_gen_config, stream_of
+from realhf.backends.embedded.shortage import shortage
 from realhf.backends.embedded.weight_copy import copy_weights, held_digests
 from realhf.backends.threads.compute_threads import threads as compute_threads
 
@@ -62,9 +62,10 @@ class ContinuousGenerator:
 
     After new weights, ``kv_policy`` ``recompute`` computes every prefix again before its next token; ``keep`` continues
     with the keys and values of the old weights. ``max_rows`` bounds the sequences that are cached, in play or between
-    two turns, ``most_bytes`` the memory of their keys and values; more requests wait. ``version`` is the policy version
-    of the model's weights; with -1 it has none yet and requests wait for ``load_weights``, which waits up to
-    ``pause_timeout_s`` for a step to end. Requests without a seed draw from unpredictable streams."""
+    two turns, and ``most_bytes``, which is asked whenever nothing is cached, the memory of their keys and values; more
+    requests wait. ``version`` is the policy version of the model's weights; with -1 it has none yet and requests wait
+    for ``load_weights``, which waits up to ``pause_timeout_s`` for a step to end. Requests without a seed draw from
+    unpredictable streams."""
 
     def __init__(
         self,
@@ -76,7 +77,7 @@ class ContinuousGenerator:
         version: int = 0,
         pause_timeout_s: float = 60.0,
         tracer: Tracer | None = None,
-        most_bytes: int | None = None,
+        most_bytes: Callable[[], int | None] = lambda: None,
     ) -> None:
         if kv_policy not in ("recompute", "keep"):
             raise ValueError(f"kv_policy must be recompute or keep, got {kv_policy!r}")
@@ -87,7 +88,7 @@ class ContinuousGenerator:
         self._threads = threads
         self._compute = compute_threads(threads)
         self._tracer = tracer or NoTrace()
-        self._core = DecodeCore(model, max_rows=max_rows, most_bytes=lambda: most_bytes)
+        self._core = DecodeCore(model, max_rows=max_rows, most_bytes=most_bytes)
         self._max_rows, self._most_bytes = max_rows, most_bytes
         self._version = version
         self._pause_timeout_s = pause_timeout_s
@@ -181,8 +182,10 @@ class ContinuousGenerator:
         compete with those of this engine for the cores."""
         try:
             model = copy.deepcopy(self._model)
-        except (MemoryError, torch.OutOfMemoryError) as error:
-            _log.warning("there is no memory for a second copy of the weights: %s", error)
+        except (MemoryError, RuntimeError) as error:
+            if (said := shortage(error)) is None:
+                raise
+            _log.warning("there is no memory for a second copy of the weights: %s", said)
             return None
         return ContinuousGenerator(
             model,

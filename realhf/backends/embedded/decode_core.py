@@ -23,6 +23,7 @@ from realhf.backends.embedded.forward_pass import Decoding, ForwardPass, ModuleP
 from realhf.backends.embedded.kv_cache import RowCache
 from realhf.backends.embedded.row_table import PrefillItem, RowTable
 from realhf.backends.embedded.sampling import sample_tokens, uniform_at
+from realhf.backends.embedded.shortage import naming_shortage
 from realhf.base.context_limit import context_limit
 
 _STEP_TOKENS = {"cpu": 256}
@@ -119,8 +120,11 @@ class DecodeCore:
         if self._live:
             raise RuntimeError(f"{len(self._live)} turns are in play: their keys and values cannot be given back")
         self._usual = max(self._usual[0], self._cache.rows), max(self._usual[1], self._cache.columns)
+        held = self._cache.nbytes
         self._cache.clear()
         self._table = RowTable(self._max_rows)
+        if held and self.model.device.type == "cuda":
+            torch.cuda.empty_cache()  # Another process may compute there, and cannot have what this one's pool keeps.
 
     def forget_tokens(self) -> None:
         """Forget all cached tokens, because other weights computed them: turns in play compute their prefix again."""
@@ -181,15 +185,16 @@ class DecodeCore:
         elif rows > held:
             rows = max(rows, held + held // 2)
         rows = rows if most is None else max(least, min(rows, most))
-        try:
+        with naming_shortage(lambda: f"for the {self._wanting(rows, columns)}"):
             self._cache.reserve(rows, columns)
-        except torch.OutOfMemoryError as error:
-            bound = "not set" if self._bytes is None else f"{self._bytes / 2**30:.3g} GiB now"
-            raise RuntimeError(
-                f"out of memory for the keys and values of {rows} rows of {columns} tokens: lower engine.kv_cache_gib "
-                f"({bound}) or rollout.max_total_tokens ({str(error).splitlines()[0][:160]})"
-            ) from error
-        self._table.resize(self._cache.rows, self._cache.columns)
+            self._table.resize(self._cache.rows, self._cache.columns)
+
+    def _wanting(self, rows: int, columns: int) -> str:
+        bound = "not set" if self._bytes is None else f"{self._bytes / 2**30:.3g} GiB now"
+        return (
+            f"keys and values of {rows} rows of {columns} tokens: lower engine.kv_cache_gib ({bound}) or "
+            "rollout.max_total_tokens"
+        )
 
     def leave(self, turns: Iterable[Turn]) -> None:
         """Take turns out of play; their cached tokens stay."""
@@ -200,13 +205,15 @@ class DecodeCore:
     def step(self, version: int) -> list[Turn]:
         """Compute, and draw one token, stamped ``version``, for each turn whose prefix is complete.
 
-        Returns the turns that ended; they have left. Raises FloatingPointError when logits are not finite, and what the
-        model raises.
+        Returns the turns that ended; they have left. Raises FloatingPointError when logits are not finite, RuntimeError
+        that names options where there is no memory, and what the model raises.
         """
+        rows, columns = self._cache.rows, self._cache.columns
         try:
-            self._compact()
-            turns, logits = self._compute()
-            return self._draw(turns, logits, version)
+            with naming_shortage(lambda: f"in a step of generation with {self._wanting(rows, columns)}"):
+                self._compact()
+                turns, logits = self._compute()
+                return self._draw(turns, logits, version)
         except BaseException:
             self.reset()
             raise

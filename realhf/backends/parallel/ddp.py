@@ -12,6 +12,7 @@ from realhf.backends.parallel.joined import JoinedBackend, JoinedEngine
 from realhf.backends.parallel.world import World
 from realhf.backends.training.sharded_files import is_sharded
 from realhf.backends.training.sharded_state import load_state
+from realhf.backends.training.torch_engine import of_this_model
 
 
 class DdpEngine(JoinedEngine):
@@ -29,7 +30,8 @@ class DdpEngine(JoinedEngine):
         with self._group.together(f"loading {self._role}"):
             self._check_adapters(folder)
             if is_sharded(folder) and self._optimizer is not None:
-                self.version = load_state(folder, self.model, self._optimizer, group=self._group.group)
+                with of_this_model(folder):
+                    self.version = load_state(folder, self.model, self._optimizer, group=self._group.group)
             else:
                 super().load_checkpoint(folder)
             check_copies(self.model, self._group, self._role)

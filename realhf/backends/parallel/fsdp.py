@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from realhf.api.experiment import ModelSpec
-from realhf.api.model import LossFn, TrainResult
+from realhf.api.model import LossFn, PostFn, TrainResult
 from realhf.api.parallel import HeldInParts
 from realhf.api.sample import MicroBatchSpec, SequenceSample
 from realhf.backends.embedded.generation import EmbeddedGenerator
@@ -27,6 +27,7 @@ from realhf.backends.parallel.world import World
 from realhf.backends.training.packed_forward import PackedForward
 from realhf.backends.training.sharded_files import is_sharded
 from realhf.backends.training.sharded_state import load_state
+from realhf.backends.training.torch_engine import of_this_model
 from realhf.backends.training.value_head import load_value_model
 
 
@@ -69,7 +70,7 @@ class FsdpEngine(JoinedEngine):
         try:
             forward = whole(run)
         finally:
-            cast(FSDPModule, whole).reshard()  # What is whole after a forward pass is no parameter of a rank's own.
+            self._cut_again()
         self._check_layouts(forward)
         return forward
 
@@ -87,13 +88,29 @@ class FsdpEngine(JoinedEngine):
         """See ``Engine.train_batch``. Whole weights are given up: they are about to change, and their memory is
         wanted."""
         self._forget()
-        return super().train_batch(sample, loss_fn, mb_spec=mb_spec, normaliser=normaliser)
+        result = super().train_batch(sample, loss_fn, mb_spec=mb_spec, normaliser=normaliser)
+        self._cut_again()
+        return result
+
+    def forward(self, sample: SequenceSample, post_fn: PostFn, *, mb_spec: MicroBatchSpec) -> Tensor:
+        """See ``Engine.forward``."""
+        found = super().forward(sample, post_fn, mb_spec=mb_spec)
+        self._cut_again()
+        return found
+
+    def _cut_again(self) -> None:
+        """Let go of the others' parts, which only a backward pass does by itself. After passes without one the
+        parameters outside of the blocks stay whole: that takes memory, and they are not those that the optimizer has
+        and checkpoints are made of."""
+        cast(FSDPModule, self._whole).reshard()
 
     # ---- whole weights
 
     def gather(self, here: bool = True) -> None:
         """Bring the whole weights together, on the ranks that want them ``here``, until the next train step. Every rank
         calls this in a group call."""
+        if here:
+            self._forget()  # Not two of them at once.
         copy = empty_like(self.model) if here else None
         with torch.no_grad():
             gather_into(copy, self.model)
@@ -146,10 +163,11 @@ class FsdpEngine(JoinedEngine):
         self._forget()
         with self._group.together(f"loading {self._role}"):
             self._check_adapters(folder)
-            if is_sharded(folder):
-                self.version = load_state(folder, self.model, self._optimizer, group=self._group.group)
-            else:
-                self.version = load_whole_state(folder, self.model, self._optimizer)
+            with of_this_model(folder):
+                if is_sharded(folder):
+                    self.version = load_state(folder, self.model, self._optimizer, group=self._group.group)
+                else:
+                    self.version = load_whole_state(folder, self.model, self._optimizer)
 
 
 class FsdpBackend(JoinedBackend):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Sequence
 
-import torch
+from torch import Tensor
+
+from realhf.backends.embedded.shortage import naming_shortage
 
 FREE_HEAP_BYTES = 1 << 26
 """The C library keeps this much freed memory for the next pass. Tensors of a size that changes from pass to pass leave
@@ -43,20 +45,31 @@ class Heap:
             self._trim(0)
 
 
-@contextlib.contextmanager
-def named_shortage(positions: int, rows: int, budget: int | None) -> Iterator[None]:
+def named_shortage(positions: int, rows: int, budget: int | None) -> contextlib.AbstractContextManager[None]:
     """Raise RuntimeError that says what to lower when a pass over so many positions finds no memory. ``budget`` is
     ``mb_spec.max_tokens_per_mb``."""
-    try:
-        yield
-    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-        text = str(error)
-        short = isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in text
-        if not short:
-            raise
-        first = (text.strip().splitlines() or [type(error).__name__])[0][:200]
-        raise RuntimeError(
-            f"out of memory in a micro-batch of {positions} positions in {rows} rows: lower mb_spec.max_tokens_per_mb "
+    return naming_shortage(
+        lambda: (
+            f"in a micro-batch of {positions} positions in {rows} rows: lower mb_spec.max_tokens_per_mb "
             f"(it is {'not set, which means 4096' if budget is None else budget}), or set gradient_checkpointing=true "
-            f"of its role ({first})"
-        ) from error
+            "of its role"
+        )
+    )
+
+
+def named_update_shortage(
+    weights: Sequence[Tensor], role: str, *, adapters: bool, offload: bool
+) -> contextlib.AbstractContextManager[None]:
+    """The same for the update of ``weights``: in the first one an optimizer makes its moments. The role could still
+    have ``adapters``, or ``offload`` its moments."""
+
+    def said() -> str:
+        moments = 8 * sum(weight.numel() for weight in weights) / 2**30
+        ways = [f"set {role}.backend=fsdp2 and more {role}.workers, which cuts it over them"]
+        if adapters:
+            ways.insert(0, f"set {role}.lora.rank, which trains few weights")
+        if offload:
+            ways.insert(0, f"set {role}.optimizer.offload=true")
+        return f"in the update of {role}, whose moments take {moments:.3g} GiB: {', or '.join(ways)}"
+
+    return naming_shortage(said)

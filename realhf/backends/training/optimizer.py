@@ -69,6 +69,11 @@ class PolicyOptimizer:
         """What gradients add up in, fp32: the parameters, or their master copies."""
         return self._masters
 
+    @property
+    def offloads(self) -> bool:
+        """Whether moments rest elsewhere between steps."""
+        return self._resting is not None
+
     def zero_grad(self) -> None:
         """Drop all gradients."""
         for p in (*self._parameters, *self._masters):

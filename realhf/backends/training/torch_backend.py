@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from realhf.api.experiment import ModelSpec
+from realhf.backends.embedded.shortage import naming_shortage, shortage
 from realhf.backends.training.tokenizer_loading import ModelLoadError, check_folder, first_line, load_tokenizer
 from realhf.backends.training.torch_engine import TorchEngine
 from realhf.backends.training.value_head import ValueModel, load_value_model
@@ -39,18 +41,19 @@ class TorchBackend:
                 f"{spec.role}.head {spec.head!r} is not one that the backend torch builds: {', '.join(_HEADS)}"
             )
         torch.manual_seed(seed)
-        return self._engine(
-            spec,
-            self._model(spec, _DTYPES[spec.dtype]),
-            load_tokenizer(spec.path, spec.role),
-            optimizer=spec.optimizer if spec.trainable else None,
-            total_train_steps=total_train_steps,
-            gradient_checkpointing=spec.gradient_checkpointing,
-            compile=spec.compile,
-            lora=spec.lora if spec.trainable else None,
-            path=spec.path,
-            kv_cache_gib=spec.engine.kv_cache_gib,
-        )
+        with named_loading_shortage(spec, self._device):
+            return self._engine(
+                spec,
+                self._model(spec, _DTYPES[spec.dtype]),
+                load_tokenizer(spec.path, spec.role),
+                optimizer=spec.optimizer if spec.trainable else None,
+                total_train_steps=total_train_steps,
+                gradient_checkpointing=spec.gradient_checkpointing,
+                compile=spec.compile,
+                lora=spec.lora if spec.trainable else None,
+                path=spec.path,
+                kv_cache_gib=spec.engine.kv_cache_gib,
+            )
 
     def _model(self, spec: ModelSpec, dtype: torch.dtype) -> Any:
         """Load the model; a backend that cuts it does not load all of it."""
@@ -60,6 +63,15 @@ class TorchBackend:
     def _engine(self, spec: ModelSpec, model: Any, tokenizer: Any, **options: Any) -> TorchEngine:
         """Make the engine around the loaded model; a backend for several workers makes another."""
         return TorchEngine(model, tokenizer, role=spec.role, **options)
+
+
+def named_loading_shortage(spec: ModelSpec, device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """Raise RuntimeError that names options where there is no memory for a model."""
+    narrower = f", {spec.role}.dtype=bfloat16 (it is {spec.dtype})" if spec.dtype == "float32" else ""
+    cut = f", or {spec.role}.backend=fsdp2, which cuts it over {spec.role}.workers" if spec.trainable else ""
+    return naming_shortage(
+        lambda: f"for {spec.role}.path={spec.path} on the device {device}: take a smaller model{narrower}{cut}"
+    )
 
 
 def load_causal_lm(path: str, role: str, dtype: torch.dtype, *, with_head: bool = True) -> Any:
@@ -78,6 +90,8 @@ def load_causal_lm(path: str, role: str, dtype: torch.dtype, *, with_head: bool 
             ignore_mismatched_sizes=True,  # They are told below, by name.
         )
     except (OSError, ValueError, RuntimeError) as error:
+        if shortage(error) is not None:
+            raise
         raise ModelLoadError(f"{role}.path={path}: weights do not load ({first_line(error)})") from None
     model, report = loaded
     if problem := _unlike(model, report, with_head):

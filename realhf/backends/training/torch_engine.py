@@ -19,6 +19,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from realhf.api.config import LoraConfig, OptimizerConfig
 from realhf.api.model import POSITIONS, LossFn, PostFn, TrainResult, logprobs_by
+from realhf.api.parallel import CollectiveBroken
 from realhf.api.sample import MicroBatchSpec, SequenceSample
 from realhf.backends.adapters.base_engine import BaseEngine
 from realhf.backends.adapters.lora import ADAPTER, LoraAdapters
@@ -26,10 +27,11 @@ from realhf.backends.embedded.cache_size import cache_bytes
 from realhf.backends.embedded.generation import EmbeddedGenerator
 from realhf.backends.embedded.onednn_linear import use_onednn
 from realhf.backends.embedded.rms_norm import use_few_pass_norms
+from realhf.backends.embedded.shortage import shortage
 from realhf.backends.embedded.weight_copy import named_weights
 from realhf.backends.execution.compiled_blocks import CompiledBlocks
 from realhf.backends.threads.compute_threads import ComputeThreads, unmanaged
-from realhf.backends.training.memory import Heap, named_shortage
+from realhf.backends.training.memory import Heap, named_shortage, named_update_shortage
 from realhf.backends.training.micro_batches import Part, parts_of
 from realhf.backends.training.optimizer import PolicyOptimizer
 from realhf.backends.training.packed_forward import PackedForward
@@ -66,6 +68,7 @@ class TorchEngine:
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
+        self._named = role
         _disable_dropout(model)
         model.eval()
         self.adapters: LoraAdapters | None = None
@@ -153,7 +156,7 @@ class TorchEngine:
 
     def _made_generator(self, model: Any, ready: Callable[[], object] = lambda: None) -> EmbeddedGenerator:
         """Make a generation engine over ``model``, which shares the device with training."""
-        most = lambda: cache_bytes(self._kv_cache_gib, shared=model.device)
+        most = lambda: cache_bytes(self._kv_cache_gib, model.device, shared=True)
         return EmbeddedGenerator(model, version=lambda: self._version, ready=ready, most_bytes=most)
 
     def _whole_model(self) -> Any:
@@ -181,9 +184,15 @@ class TorchEngine:
             optimizer.zero_grad()
             return TrainResult(stats, norm, skipped=True, kept=kept)
         if backward:
-            stats["lr"] = optimizer.step(self._version, norm)
+            with self._named_update_shortage(optimizer):
+                stats["lr"] = optimizer.step(self._version, norm)
         optimizer.zero_grad()
         return TrainResult(stats, norm, skipped=False, kept=kept)
+
+    def _named_update_shortage(self, optimizer: PolicyOptimizer) -> contextlib.AbstractContextManager[None]:
+        adapters = self.adapters is None and self._forward.heads.logits
+        offload = self.model.device.type == "cuda" and not (optimizer.offloads or self._ranks.in_step)
+        return named_update_shortage(optimizer.masters, self._named, adapters=adapters, offload=offload)
 
     def _passes(
         self,
@@ -318,7 +327,8 @@ class TorchEngine:
         if is_sharded(folder):
             if self._optimizer is None:
                 raise ValueError(f"checkpoint {folder}: trainable and frozen model roles do not match")
-            self.version = load_state(folder, self.model, self._optimizer)
+            with of_this_model(folder):
+                self.version = load_state(folder, self.model, self._optimizer)
             return
         if not (folder / STATE_FILE).is_file():
             raise FileNotFoundError(f"no engine checkpoint in {folder}")
@@ -328,7 +338,7 @@ class TorchEngine:
         if self._optimizer is not None:
             if self.adapters is not None:
                 self.adapters.load(folder / ADAPTER)
-            with _of_this_model(folder):
+            with of_this_model(folder):
                 if self.adapters is None:
                     load_model(self.model, str(folder / WEIGHTS_FILE))
                 self._optimizer.load_state_dict(state["optimizer"])
@@ -369,13 +379,17 @@ class TorchEngine:
 
 
 @contextlib.contextmanager
-def _of_this_model(folder: Path) -> Iterator[None]:
-    """Say in one line that a checkpoint does not fit the model."""
+def of_this_model(folder: Path) -> Iterator[None]:
+    """Say in one line that a checkpoint does not fit the model. What has other causes, a lost rank or a want of memory,
+    stays what it is."""
     try:
         yield
     except (KeyError, RuntimeError, SafetensorError, ValueError) as error:
+        if isinstance(error, CollectiveBroken) or shortage(error) is not None:
+            raise
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         said = next((line for line in lines if not line.startswith("Error(s) in loading")), type(error).__name__)
+        said = said.removeprefix(f"checkpoint {folder}").removeprefix(" is of another model").lstrip(": ")
         raise ValueError(
             f"checkpoint {folder} is not one of this model ({said[:300]}); continue with the model that it was saved "
             "from (actor.path, or the path of its role), or begin anew with recover_mode=disabled"

@@ -339,7 +339,8 @@ def test_requests_that_find_no_memory_wait_for_others(tiny_model: Any) -> None:
     prompts = [[5 + n, 6, 7] * (40 if n in (3, 6) else 2) for n in range(9)]
     told: dict[bool, list[list[int]]] = {}
     for bound in (False, True):
-        with closing(ContinuousGenerator(copy.deepcopy(model), most_bytes=2 * one if bound else None)) as engine:
+        most = 2 * one if bound else None
+        with closing(ContinuousGenerator(copy.deepcopy(model), most_bytes=lambda most=most: most)) as engine:
             client = Client(engine)
             for n, prompt in enumerate(prompts):
                 client.submit(GenRequest(n, prompt, seed=n), GenConfig(max_new_tokens=7), ())

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from realhf.api.config import GenConfig
 from realhf.api.model import GenOutput, GenRequest
@@ -286,15 +287,17 @@ def test_a_bound_on_the_cache_makes_requests_wait_and_changes_no_token(tiny_mode
             assert 0 < bound.kv_bytes <= max(most, 2 * one), "one row there always is"
 
 
-def test_the_size_of_a_cache_is_an_option_or_half_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_size_of_a_cache_is_an_option_or_a_share_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that has a GPU for itself used to take more than there is."""
     cpu, second = torch.device("cpu"), torch.device("cuda", 1)
-    assert cache_bytes(0.5, shared=second) == cache_bytes(0.5, shared=None) == 1 << 29
-    assert cache_bytes(None, shared=cpu) is None, "without a GPU it takes what it needs"
+    for shared in (True, False):
+        assert cache_bytes(0.5, cpu, shared=shared) == cache_bytes(0.5, second, shared=shared) == 1 << 29
+    assert cache_bytes(None, cpu, shared=True) is None, "without a GPU it takes what it needs"
     of = {second: ((1000, 5000), 700, 300)}  # It asks about no other device, such as the first.
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: of[device][0])
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: of[device][1])
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: of[device][2])
-    assert cache_bytes(None, shared=second) == 700 and cache_bytes(None, shared=None) is None
+    assert cache_bytes(None, second, shared=True) == 700 and cache_bytes(None, second, shared=False) == 1120
 
 
 def test_a_cache_that_finds_no_memory_says_what_to_lower(tiny_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -307,5 +310,19 @@ def test_a_cache_that_finds_no_memory_says_what_to_lower(tiny_model: Any, monkey
         patch.setattr(RowCache, "reserve", short)
         with pytest.raises(RuntimeError, match=r"1 rows of 7 tokens: lower engine.kv_cache_gib \(1 GiB now\)"):
             engine.generate(request, GenConfig(max_new_tokens=4), stop_ids=(), seed=1)
+    (output,) = engine.generate(request, GenConfig(max_new_tokens=4), stop_ids=(), seed=1)
+    assert len(output.token_ids) == 4, "the engine goes on"
+
+
+def test_a_first_step_that_finds_no_memory_says_what_to_lower() -> None:
+    """A cache is allocated by the first pass, whose errors used to name nothing. The memory that is asked for here, a
+    terabyte for the keys alone, is really not there."""
+    heads = {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 1 << 16, "hidden_size": 8}
+    sizes = {"vocab_size": 97, "intermediate_size": 8, "num_hidden_layers": 1, "max_position_embeddings": 1 << 23}
+    engine = EmbeddedGenerator(LlamaForCausalLM(LlamaConfig(**heads, **sizes)))
+    request = [GenRequest(0, [5, 6, 7])]
+    with pytest.raises(RuntimeError, match=r"in a step of generation with keys and values of 1 rows of 4\d+ ") as said:
+        engine.generate(request, GenConfig(max_new_tokens=4_000_000), stop_ids=(), seed=1)
+    assert "lower engine.kv_cache_gib (not set) or rollout.max_total_tokens" in str(said.value)
     (output,) = engine.generate(request, GenConfig(max_new_tokens=4), stop_ids=(), seed=1)
     assert len(output.token_ids) == 4, "the engine goes on"

@@ -136,9 +136,11 @@ def on_ranks(world: World, rank: int, size: int, parallel: Parallel, name: str, 
 
 
 def saved_by(world: World, rank: int, size: int, parallel: Parallel, folder: Path) -> list[str]:
-    """Train two steps and save; the files of this rank."""
+    """Train two steps, score a batch and save; the files of this rank."""
     engine = engine_on(world, size, parallel, tiny_model())
     steps(engine, "grpo", range(2))
+    with engine.ranks.together("scores"):
+        scores(engine)
     folder.mkdir(exist_ok=True)
     return [path.name for path in engine.save_checkpoint(folder)]
 
@@ -150,6 +152,11 @@ def loaded_by(world: World, rank: int, size: int, parallel: Parallel, folders: S
         engine.load_checkpoint(folder)
         found.append((engine.version, steps(engine, "grpo", [2])[0]))
     return found
+
+
+def loaded_by_another(world: World, rank: int, size: int, parallel: Parallel, folder: Path) -> None:
+    """Load a folder into a model of another architecture."""
+    engine_on(world, size, parallel, tiny_model(tied=False)).load_checkpoint(folder)
 
 
 def copies_that_differ(world: World, rank: int, size: int) -> list[str]:

@@ -38,6 +38,24 @@ def test_out_of_memory_names_what_where_and_which_option(tiny_model: Any, ragged
     assert not result.skipped, "the engine goes on"
 
 
+def test_an_update_without_memory_says_what_to_set(tiny_model: Any, ragged_sample: Any) -> None:
+    """The first one makes the moments; what it said used to be torch's line alone."""
+    engine = TorchEngine(tiny_model(), None, optimizer=OptimizerConfig(), total_train_steps=1)
+    assert engine._optimizer is not None
+    engine._optimizer._adamw.step = lambda: torch.empty(1 << 46)  # type: ignore[method-assign, return-value]
+    mean = lambda outputs, _: (outputs.logprobs()[0].mean(), {})
+    with pytest.raises(RuntimeError, match=r"the update of actor, whose moments take .* GiB: set actor.lora") as said:
+        engine.train_batch(ragged_sample(GROUPS), mean, mb_spec=MicroBatchSpec())
+    assert "actor.backend=fsdp2" in str(said.value) and "offload" not in str(said.value), "which is for a GPU"
+
+
+@pytest.mark.parametrize("said", ["CUDA error: out of memory\nmore", "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when"])
+def test_what_a_gpu_says_outside_of_the_pool_is_a_shortage(said: str) -> None:
+    """The libraries of a GPU allocate by themselves, and their errors are of no type of their own."""
+    with pytest.raises(RuntimeError, match=r"lower mb_spec.max_tokens_per_mb .*\(CUDA error"), named_shortage(1, 1, 9):
+        raise RuntimeError(said)
+
+
 def test_other_errors_stay_what_they_are() -> None:
     with pytest.raises(RuntimeError, match=r"^shapes differ$"), named_shortage(1, 1, None):
         raise RuntimeError("shapes differ")

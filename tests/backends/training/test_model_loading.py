@@ -10,7 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, BertConfig, BertLMHeadModel, MambaConfig
 
-from realhf.backends.training.torch_backend import ModelLoadError, load_causal_lm
+from realhf.api.config import OptimizerConfig
+from realhf.api.experiment import ModelSpec
+from realhf.backends.training.torch_backend import ModelLoadError, TorchBackend, load_causal_lm
 
 
 @pytest.fixture
@@ -41,6 +43,17 @@ def test_a_checkpoint_of_another_architecture_or_vocabulary_is_refused(folder: P
     (folder / "config.json").write_text(text.replace('"model_type": "llama"', '"model_type": "gpt2"'))
     with pytest.raises(ModelLoadError, match=r"the checkpoint of a GPT2LMHeadModel lacks .*, and \d+ others"):
         load_causal_lm(str(folder), "actor", torch.float32)
+
+
+def test_a_model_that_finds_no_memory_is_named_with_what_to_set(folder: Path) -> None:
+    """Its embedding of 32 terabytes is really not there."""
+    config = AutoConfig.from_pretrained(folder)
+    config.vocab_size = 1 << 38
+    config.save_pretrained(folder)
+    spec = ModelSpec("actor", str(folder), trainable=True, optimizer=OptimizerConfig())
+    with pytest.raises(RuntimeError, match=rf"^out of memory for actor.path={folder} on the device cpu: ") as said:
+        TorchBackend("cpu").build(spec, seed=1, total_train_steps=1)
+    assert "actor.dtype=bfloat16 (it is float32), or actor.backend=fsdp2" in str(said.value)
 
 
 def test_a_checkpoint_whose_logits_are_no_numbers_is_refused(folder: Path) -> None:
