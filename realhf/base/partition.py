@@ -8,6 +8,9 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
+SHARES = (1.0, 0.95, 0.9, 0.8, 0.7)
+"""Of the largest part: so much is left at home in turn, until the rest fills the parts evenly."""
+
 
 def balanced_parts(costs: Sequence[int], n_parts: int) -> list[list[int]]:
     """Partition ``range(len(costs))`` into ``n_parts`` non-empty parts, placing the largest costs first.
@@ -23,6 +26,66 @@ def balanced_parts(costs: Sequence[int], n_parts: int) -> list[list[int]]:
         parts[part].append(index)
         heapq.heappush(heap, (load + int(costs[index]), count + 1, part))
     return sorted(sorted(part) for part in parts)
+
+
+def parts_near(costs: Sequence[int], homes: Sequence[int | None], n_parts: int) -> list[list[int]]:
+    """Partition ``range(len(costs))`` into the parts 0 to ``n_parts`` - 1, each index into the part ``homes[index]``
+    where that may be: the largest part costs no more than when the largest costs are placed first, wherever they are at
+    home. No part is empty unless there are fewer items than parts."""
+    order = _heaviest_first(costs)
+    usual = _placed(costs, order, [[] for _ in range(n_parts)])
+    bound = max(_cost(costs, part) for part in usual)
+    for share in SHARES:
+        near = _at_home(costs, homes, order, n_parts, share * bound)
+        if max(_cost(costs, part) for part in near) <= bound and (len(costs) < n_parts or all(near)):
+            return [sorted(part) for part in near]
+    return [sorted(part) for part in _named(costs, homes, usual)]
+
+
+def _at_home(
+    costs: Sequence[int], homes: Sequence[int | None], order: Sequence[int], n_parts: int, limit: float
+) -> list[list[int]]:
+    """Let each part have what is at home there up to the limit, then place the rest."""
+    parts: list[list[int]] = [[] for _ in range(n_parts)]
+    loads, away = [0] * n_parts, list[int]()
+    for index in order:
+        home = homes[index]
+        if home is None or loads[home] + int(costs[index]) > limit:
+            away.append(index)
+        else:
+            parts[home].append(index)
+            loads[home] += int(costs[index])
+    return _placed(costs, away, parts)
+
+
+def _placed(costs: Sequence[int], order: Sequence[int], parts: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Add each index to the part that is the lightest then."""
+    placed = [list(part) for part in parts]
+    heap = [(_cost(costs, indices), len(indices), part) for part, indices in enumerate(placed)]
+    heapq.heapify(heap)
+    for index in order:
+        load, count, part = heapq.heappop(heap)
+        placed[part].append(index)
+        heapq.heappush(heap, (load + int(costs[index]), count + 1, part))
+    return placed
+
+
+def _named(costs: Sequence[int], homes: Sequence[int | None], parts: Sequence[list[int]]) -> list[list[int]]:
+    """Reorder the parts so that those come to a place that have the most at home there, the greatest first."""
+    at_home = [
+        (sum(int(costs[i]) for i in part if homes[i] == home), number, home)
+        for number, part in enumerate(parts)
+        for home in range(len(parts))
+    ]
+    place_of: dict[int, int] = {}
+    for _, number, home in sorted(at_home, key=lambda entry: (-entry[0], entry[1], entry[2])):
+        if number not in place_of and home not in place_of.values():
+            place_of[number] = home
+    return [parts[number] for number in sorted(place_of, key=place_of.__getitem__)]
+
+
+def _cost(costs: Sequence[int], part: Sequence[int]) -> int:
+    return sum(int(costs[i]) for i in part)
 
 
 def _heaviest_first(costs: Sequence[int]) -> list[int]:

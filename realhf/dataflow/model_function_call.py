@@ -19,7 +19,7 @@ from realhf.api.mfc import InterfaceType, MFCDef
 from realhf.api.parallel import Parallel
 from realhf.api.sample import SequenceSample, inverse_perm
 from realhf.base.messages import MessageError
-from realhf.base.partition import balanced_parts
+from realhf.base.partition import balanced_parts, parts_near
 from realhf.dataflow.buffer.sequence_buffer import AsyncIOSequenceBuffer
 from realhf.dataflow.buffer.types import BatchLease
 from realhf.dataflow.caller import Caller
@@ -153,9 +153,19 @@ class ModelFunctionCall:
         count = min(len(self._workers), len(meta))
         if count == 1:
             return [list(range(len(meta)))]
+        if self.mfc.balance == "tokens" and self.mfc.interface_type is InterfaceType.INFERENCE:
+            return parts_near(meta.costs(), [self._home(sample_id, count) for sample_id in meta.ids], count)
         if self.mfc.balance == "tokens":
             return [part for part in balanced_parts(meta.costs(), count) if part]
         return [list(range(len(meta) * i // count, len(meta) * (i + 1) // count)) for i in range(count)]
+
+    def _home(self, sample_id: str, count: int) -> int | None:
+        """The number of the worker, among the first ``count``, that holds the most inputs of a sample; None where none
+        holds any."""
+        owners = [self._storage.owners(sample_id, key) for key in self.inputs]
+        held = [sum(worker in those for those in owners) for worker in self._workers[:count]]
+        most = max(held)
+        return held.index(most) if most else None
 
     async def _gather_weights(self, step: int, ids: Sequence[str]) -> None:
         """Bring the whole weights together on every worker, each of which then plays its own samples."""

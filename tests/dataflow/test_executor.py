@@ -140,6 +140,21 @@ async def test_a_batch_split_over_workers_comes_back_in_order(tmp_path: Path) ->
     assert next(call for call in report.calls if call.mfc == "ref").n_tokens == sum(costs.values())
 
 
+async def test_who_holds_the_inputs_of_a_sample_scores_it(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, {"actor": ["w0"], "ref": ["w0", "w1"]}, n=6)
+    call, storage = bench.executor.calls["ref"], bench.executor.storage
+    ids, lengths = [f"t{i}" for i in range(6)], [[[n]] for n in (8, 2, 8, 2, 6, 6)]
+    meta = SequenceSample(ids, {"ids": [n for (n,) in lengths]}, {"ids": "i64"}, {"ids": ()}, None, {})
+    for sample_id, worker in zip(ids, ("w1", "w0", "w0", "w1", "w1", "w0"), strict=True):
+        storage.record([sample_id], call.inputs, worker)
+    parts = call._split(meta)
+    assert parts == [[1, 2, 5], [0, 3, 4]], "both score 16 tokens, and nothing is fetched"
+    placement = {worker: [ids[i] for i in part] for worker, part in zip(("w0", "w1"), parts, strict=True)}
+    assert storage.plan(placement, call.inputs, {"w0": "here", "w1": "here"}) == []
+    one = meta.select_ids([1])
+    assert call._split(one) == [[0]], "fewer samples than workers, the holder not among the first"
+
+
 async def test_a_partial_last_step_is_served_and_then_the_data_ends(tmp_path: Path) -> None:
     bench = Bench(tmp_path, ONE, limit=6, n_seqs={"rew": 2})
     async with bench.executor as executor:
