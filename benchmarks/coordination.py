@@ -146,7 +146,7 @@ class Run:
         assert spec.rollout is not None
         plan = RolloutPlan(
             spec.rollout,
-            "model_worker/0",
+            ["model_worker/0"],
             spec.n_seqs,
             spec.total_train_steps,
             0,

@@ -44,7 +44,7 @@ ROOMS: dict[str, str] = {
     "dataflow/buffer": "api",
     "dataflow": "api api/config base builtins dataflow/buffer "
     "transport transport/rpc transport/tensors transport/weights",
-    "dataflow/journal": "",
+    "dataflow/journal": "api",
     "dataflow/rollouts": "api base dataflow dataflow/buffer "
     "dataflow/journal transport transport/network transport/rpc transport/service transport/weights",
     "env/containment": "base",

@@ -190,10 +190,9 @@ class MasterWorker:
     async def _open_rollouts(
         self, rollout: RolloutSpec, source: DataSource, checkpoint: Checkpoint | None
     ) -> AsyncRollouts:
-        trainer = self._roles.of(rollout.role)[0]
         plan = RolloutPlan(
             rollout,
-            trainer,
+            self._roles.of(rollout.role),
             self._graph.n_seqs,
             self._spec.total_train_steps,
             checkpoint.step if checkpoint else 0,

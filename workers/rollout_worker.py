@@ -39,7 +39,7 @@ from realhf.transport.network.network import LOOPBACK, Network
 from realhf.transport.rpc.roster import WorkerInfo
 from realhf.transport.rpc.worker import RpcWorker
 from realhf.transport.service.client import ServiceClient
-from realhf.transport.stream.producer import StreamProducer
+from realhf.transport.stream.spread import open_stream
 from workers.worker_main import network_of, run_planned
 
 DRAIN_S = 30.0
@@ -107,17 +107,17 @@ class RolloutWorker:
 
     async def _played(self, request: PlayRequest) -> None:
         try:
-            await self._play_all(request.control, request.stream, request.env)
+            await self._play_all(request.control, request.streams, request.env)
         except Exception as error:
             self._failure = error
             self._rpc.stop()
 
-    async def _play_all(self, control: str, stream: str, env_urls: Sequence[str]) -> None:
+    async def _play_all(self, control: str, streams: Sequence[str], env_urls: Sequence[str]) -> None:
         timeout_s = self._plan.rpc.control_timeout_s
         async with AsyncExitStack() as stack:
             client = ServiceClient(control, "the master", self._incarnation, self._run_id, self._network)
             stack.callback(client.close)
-            producer = StreamProducer(stream, self._incarnation, self._run_id, network=self._network)
+            producer = open_stream(streams, self._incarnation, self._run_id, self._network)
             stack.push_async_callback(producer.close)
             self._generation = GenerationClient(
                 self._incarnation,

@@ -112,7 +112,8 @@ class Verdict:
 
 
 class KilledRun:
-    """One run below ``runs`` with a policy of ``make_policy``; ``start`` it, also after the launcher was killed."""
+    """One run below ``runs`` with a policy of ``make_policy``; ``start`` it, also after the launcher was killed. Each
+    start takes ``options`` beside the run's own; the next one may have others."""
 
     def __init__(
         self,
@@ -141,8 +142,8 @@ class KilledRun:
             f"fileroot={runs}",
             f"total_train_steps={steps}",
             f"actor.path={policy}",
-            *options,
         ]
+        self.options = options
         self._seen: set[psutil.Process] = set()
         self._named_memory: set[str] = set()
         self._launcher: psutil.Popen | None = None
@@ -152,7 +153,7 @@ class KilledRun:
         """The command; a second time it goes on with the same run."""
         with self.output.open("ab") as log:
             self._launcher = psutil.Popen(
-                self._command, stdout=log, stderr=log, start_new_session=True, preexec_fn=_heed_ctrl_c
+                [*self._command, *self.options], stdout=log, stderr=log, start_new_session=True, preexec_fn=_heed_ctrl_c
             )
 
     @property

@@ -216,7 +216,7 @@ class Simulation:
         assert spec.rollout is not None
         folder, patience = spec.run_dir / "journal", self._args.patience
         plan = RolloutPlan(
-            spec.rollout, "model_worker/0", spec.n_seqs, ENDLESS, 0, folder, RUN_ID, patience, patience, archive=True
+            spec.rollout, ["model_worker/0"], spec.n_seqs, ENDLESS, 0, folder, RUN_ID, patience, patience, archive=True
         )
         source = sources.get(spec.source.name)(seed=spec.seed, **spec.source.args)
         rollouts = await AsyncRollouts.open(plan, rpc, source, say)

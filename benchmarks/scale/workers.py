@@ -169,7 +169,7 @@ class Part:
     def _play(self, n: int, request: Any) -> None:
         if self._service is None:
             self._service = Lines(self._wires, request.control, self._args.lines, self._on_service)
-            self._stream = Lines(self._wires, request.stream, 1, self._on_acked)
+            self._stream = Lines(self._wires, request.streams[0], 1, self._on_acked)
         self._workers[n].playing = True
         if self._asks:
             self._ask(n)

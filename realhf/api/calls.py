@@ -226,7 +226,7 @@ PUBLISH_WEIGHTS = Call("publish_weights", PublishWeightsRequest, PublishWeightsA
 
 class OpenStreamRequest(Message, frozen=True):
     """Listen for samples. ``control``: the master's service; ``credits``: samples of one producer on their way;
-    the rest bounds what a sample may be."""
+    ``rank``: the number of this receiver among those of the trainer; the rest bounds what a sample may be."""
 
     control: str
     credits: int
@@ -234,6 +234,7 @@ class OpenStreamRequest(Message, frozen=True):
     group_size: int
     max_sequences: int
     max_tokens: int
+    rank: int = 0
 
 
 class OpenStreamAnswer(Message, frozen=True):
@@ -255,10 +256,12 @@ class RestoreStreamAnswer(Message, frozen=True):
 
 
 class PruneStreamRequest(Message, frozen=True):
-    """``alive``: payloads that a recovery may need; ``newest``: the last one that was accepted."""
+    """``alive``: payloads that a recovery may need; ``newest``: the last one of this receiver that was accepted;
+    ``ranks``: how many receivers there are."""
 
     alive: list[PayloadRef]
     newest: PayloadRef | None
+    ranks: int = 1
 
 
 STREAM_OPEN = Call("stream_open", OpenStreamRequest, OpenStreamAnswer)
@@ -270,10 +273,11 @@ STREAM_CHECK = Call("stream_check", Nothing, Nothing)
 
 
 class PlayRequest(Message, frozen=True):
-    """Begin to take samples from ``control``, play them in the environments ``env``, send them to ``stream``."""
+    """Begin to take samples from ``control``, play them in the environments ``env``, send each of them to one of the
+    receivers ``streams``."""
 
     control: str
-    stream: str
+    streams: list[str]
     env: list[str]
 
 

@@ -47,11 +47,18 @@ class EvaluationPart(Message, frozen=True):
 
 
 PayloadRef = list[int]
-"""Where a payload lies in the payload log: [segment, offset, bytes]."""
+"""Where a payload lies: [segment, offset, bytes] in the payload log of the trainer's first rank, and [segment, offset,
+bytes, rank] in that of another one."""
+
+
+def rank_of(ref: Sequence[int]) -> int:
+    """Return the rank of the trainer whose payload log holds a payload."""
+    return ref[3] if len(ref) > 3 else 0
+
 
 ACCEPTED, DUPLICATE, REFUSED = "accepted", "duplicate", "refused"
-"""Answers to an arrival. ``accepted``: it will be trained; ``duplicate``: this attempt was accepted before;
-``refused``: another attempt counts, or none does."""
+"""Answers to an arrival. ``accepted``: it will be trained; ``duplicate``: this attempt was accepted before, through the
+same receiver; ``refused``: another attempt counts, or none, or this one was accepted through another receiver."""
 
 
 class Arrival(Message, frozen=True):

@@ -1,12 +1,15 @@
 """Keeps finished samples on disk until a checkpoint covers their training (docs/reference/dataflow.md 9, Journal).
 
-Segments ``payload-<n>.log`` hold records ``crc32 u32 | frames u32 | size u64 per frame | frames``, little-endian; the
-checksum covers all that follows it. A log never appends to a segment of an earlier one, so a torn tail stays where it
-is and harms nothing: a record counts from when its reference was handed out.
+Each rank of the trainer has a log of its own, the first in the folder, the others in ``rank-<r>`` below it, and reads
+those of all, also of ranks that an earlier start of the run had. Segments ``payload-<n>.log`` hold records
+``crc32 u32 | frames u32 | size u64 per frame | frames``, little-endian; the checksum covers all that follows it. A log
+never appends to a segment of an earlier one, so a torn tail stays where it is and harms nothing: a record counts from
+when its reference was handed out.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import struct
 import zlib
@@ -14,7 +17,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from realhf.api.streaming import PayloadRef
+from realhf.api.streaming import PayloadRef, rank_of
 
 SEGMENT_BYTES = 64 << 20
 MAX_FRAMES = 1 << 16
@@ -27,11 +30,12 @@ class PayloadDamaged(ValueError):
 
 class PayloadLog:
     """Appends records to one segment at a time and begins a new one after ``segment_bytes``. It is not thread-safe.
-    Raises OSError when the folder cannot be made or read."""
+    ``folder`` is that of all ranks. Raises OSError when the own one cannot be made or read."""
 
-    def __init__(self, folder: Path, *, segment_bytes: int = SEGMENT_BYTES) -> None:
-        self._folder, self._segment_bytes = folder, segment_bytes
-        folder.mkdir(parents=True, exist_ok=True)
+    def __init__(self, folder: Path, *, rank: int = 0, segment_bytes: int = SEGMENT_BYTES) -> None:
+        self._root, self._rank, self._segment_bytes = folder, rank, segment_bytes
+        self._folder = _folder_of(folder, rank)
+        self._folder.mkdir(parents=True, exist_ok=True)
         self._next = max(self.segments(), default=-1) + 1
         self._active, self._descriptor, self._end = -1, -1, 0
 
@@ -41,9 +45,8 @@ class PayloadLog:
         return self._active
 
     def segments(self) -> list[int]:
-        """Return the numbers of the segments in the folder, ascending."""
-        stems = [path.stem.removeprefix("payload-") for path in self._folder.glob("payload-*.log")]
-        return sorted(int(stem) for stem in stems if stem.isdigit())
+        """Return the numbers of the segments of the own rank, ascending."""
+        return _segments(self._folder)
 
     def append(self, items: Sequence[Sequence[Any]]) -> list[PayloadRef]:
         """Write one record per item (its frames, any buffers) and make all durable with one sync. Raises OSError; then
@@ -58,7 +61,7 @@ class PayloadLog:
         for frames in items:
             record = _record(frames)
             nbytes = sum(part.nbytes for part in record)
-            refs.append([self._active, end, nbytes])
+            refs.append([self._active, end, nbytes, *([self._rank] if self._rank else [])])
             buffers += record
             end += nbytes
         try:
@@ -71,10 +74,10 @@ class PayloadLog:
         return refs
 
     def read(self, ref: Sequence[int]) -> list[bytearray]:
-        """Read the frames of a record into writable memory. Raises PayloadDamaged."""
-        segment, offset, nbytes = ref
+        """Read the frames of a record of any rank into writable memory. Raises PayloadDamaged."""
+        segment, offset, nbytes = ref[:3]
         try:
-            with open(self._path(segment), "rb") as file:
+            with open(_path(_folder_of(self._root, rank_of(ref)), segment), "rb") as file:
                 file.seek(offset)
                 raw = memoryview(file.read(nbytes))
         except (OSError, ValueError) as error:
@@ -97,8 +100,22 @@ class PayloadLog:
         """Delete all other segments except the one that is written to. Returns those deleted."""
         gone = [n for n in self.segments() if n not in segments and n != self._active]
         for number in gone:
-            self._path(number).unlink()
+            _path(self._folder, number).unlink()
         return gone
+
+    def sweep(self, alive: Collection[PayloadRef], ranks: int) -> None:
+        """Delete the segments that hold none of these payloads from the logs of the ranks from ``ranks`` on: an earlier
+        start of the run had these, and nobody writes there."""
+        kept = {(rank_of(ref), ref[0]) for ref in alive}
+        for folder in self._root.glob("rank-*"):
+            rank = folder.name.removeprefix("rank-")
+            if not rank.isdigit() or int(rank) < ranks:
+                continue
+            for number in _segments(folder):
+                if (int(rank), number) not in kept:
+                    _path(folder, number).unlink()
+            with contextlib.suppress(OSError):  # something is left in it
+                folder.rmdir()
 
     def close(self) -> None:
         """Close the segment that is written to; a later append begins a new one."""
@@ -106,19 +123,30 @@ class PayloadLog:
         if descriptor >= 0:
             os.close(descriptor)
 
-    def _path(self, segment: int) -> Path:
-        return self._folder / f"payload-{int(segment):06d}.log"
-
     def _roll(self) -> None:
         self.close()
         number = self._next
-        self._descriptor = os.open(self._path(number), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        self._descriptor = os.open(_path(self._folder, number), flags, 0o644)
         self._active, self._next, self._end = number, number + 1, 0
         folder = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(folder)
         finally:
             os.close(folder)
+
+
+def _folder_of(root: Path, rank: int) -> Path:
+    return root / f"rank-{int(rank)}" if rank else root
+
+
+def _path(folder: Path, segment: int) -> Path:
+    return folder / f"payload-{int(segment):06d}.log"
+
+
+def _segments(folder: Path) -> list[int]:
+    stems = [path.stem.removeprefix("payload-") for path in folder.glob("payload-*.log")]
+    return sorted(int(stem) for stem in stems if stem.isdigit())
 
 
 def _record(frames: Sequence[Any]) -> list[memoryview]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from realhf.api.sample import SequenceSample
-from realhf.api.streaming import ACCEPTED, DUPLICATE, Arrival, PayloadRef, checked_answers
+from realhf.api.streaming import ACCEPTED, DUPLICATE, Arrival, PayloadRef, checked_answers, rank_of
 from realhf.data.payload_log import SEGMENT_BYTES, PayloadDamaged, PayloadLog
 from realhf.data.sample_limits import SampleLimits
 from realhf.transport.codec import encode_sample
@@ -56,8 +56,8 @@ class _Item:
 
 
 class StreamDataset:
-    """Receives samples for one model worker. ``notify`` is called on a thread of this object, in the order in which
-    payloads are logged, one call at a time.
+    """Receives samples for one model worker, ``rank`` among those that train together. ``notify`` is called on a thread
+    of this object, in the order in which payloads are logged, one call at a time.
 
     Raises StreamFailed (from every method but ``close`` and ``stats``) when a thread has failed.
     """
@@ -73,10 +73,11 @@ class StreamDataset:
         limits: SampleLimits,
         bind: str = "",
         network: Network = LOOPBACK,
+        rank: int = 0,
         segment_bytes: int = SEGMENT_BYTES,
     ) -> None:
-        self._store, self._notify, self._limits = store, notify, limits
-        self._log = PayloadLog(folder, segment_bytes=segment_bytes)
+        self._store, self._notify, self._limits, self._rank = store, notify, limits, rank
+        self._log = PayloadLog(folder, rank=rank, segment_bytes=segment_bytes)
         self._held: dict[str, _Held] = {}
         self._held_lock = threading.Lock()
         self._queue: collections.deque[StreamMessage] = collections.deque()
@@ -93,20 +94,25 @@ class StreamDataset:
         self._thread.start()
 
     def restore(self, items: Iterable[tuple[str, int, PayloadRef]]) -> list[Arrival]:
-        """Put logged samples (id, attempt, ref) back into the store after a restart. The arrival of one that cannot be
-        read has ``error`` set."""
+        """Put logged samples (id, attempt, ref), of any rank, back into the store after a restart. The arrival of one
+        that cannot be read has ``error`` set."""
         self.check()
         return [self._restored(id, attempt, list(ref)) for id, attempt, ref in items]
 
-    def prune(self, alive: Collection[PayloadRef], newest: PayloadRef | None = None) -> list[int]:
+    def prune(self, alive: Collection[PayloadRef], newest: PayloadRef | None = None, ranks: int = 1) -> list[int]:
         """Delete the segments of the log that hold none of these payloads and are older than ``newest``, the last ref
         that was accepted when ``alive`` was made (without it, the last one of ``alive``): whatever came later is alive,
-        too. Returns the segments deleted."""
+        too. Returns the segments deleted. The first rank does the same for those that are none of the ``ranks`` any
+        more."""
         self.check()
-        horizon = max((ref[0] for ref in [*alive, *([newest] if newest else [])]), default=0)
+        own = [ref for ref in alive if rank_of(ref) == self._rank]
+        horizon = max((ref[0] for ref in [*own, *([newest] if newest else [])]), default=0)
         with self._log_lock:
             later = [n for n in self._log.segments() if n >= horizon]
-            return self._log.keep_only({ref[0] for ref in alive} | set(later))
+            gone = self._log.keep_only({ref[0] for ref in own} | set(later))
+            if self._rank == 0:
+                self._log.sweep(alive, ranks)
+        return gone
 
     def check(self) -> None:
         """Raise StreamFailed when nothing can arrive any more."""
@@ -221,8 +227,16 @@ class StreamDataset:
                 self._mark_safe(arrival, safe)
                 return False
             self._held[arrival.id] = _Held(arrival.attempt, safe)
-            self._store.put(sample, producer=f"{arrival.id}#{arrival.attempt}")
+            self._store.put(sample, producer=_stored_by(arrival.id, arrival.attempt))
             return True
+
+    def _take_back(self, id: str, attempt: int) -> None:
+        """Forget what arrived of a sample. What calls have computed of it here stays, where another receiver has it."""
+        with self._held_lock:
+            held = self._held.get(id)
+            if held is not None and held.attempt == attempt:
+                del self._held[id]
+            self._store.discard(id, _stored_by(id, attempt))
 
     def _mark_safe(self, arrival: Arrival, safe: bool) -> None:
         held = self._held.get(arrival.id)
@@ -262,10 +276,10 @@ class StreamDataset:
         elif answer == ACCEPTED:
             held = self._held.get(arrival.id)
             if held is not None and held.attempt != arrival.attempt:
-                self._store.clear([arrival.id])
+                self._take_back(arrival.id, held.attempt)
             self._put(arrival, sample, safe=True)
         elif item.stored and not self._is_safe(arrival.id, arrival.attempt):
-            self._store.clear([arrival.id])
+            self._take_back(arrival.id, arrival.attempt)
 
     def _restored(self, id: str, attempt: int, ref: PayloadRef) -> Arrival:
         try:
@@ -283,6 +297,10 @@ class StreamDataset:
         with self._held_lock:
             for id in ids:
                 self._held.pop(id, None)
+
+
+def _stored_by(id: str, attempt: int) -> str:
+    return f"{id}#{attempt}"
 
 
 def _meta(sample: SequenceSample) -> list[bytes]:

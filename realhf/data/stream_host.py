@@ -1,4 +1,4 @@
-"""Serves the master's calls about the stream of finished samples, on the worker that trains on them."""
+"""Serves the master's calls about the stream of finished samples, on a worker that trains on them."""
 
 from __future__ import annotations
 
@@ -72,6 +72,7 @@ class StreamHost:
                 credits=request.credits,
                 limits=limits,
                 network=self._network,
+                rank=request.rank,
             )
         return OpenStreamAnswer(self._dataset.endpoint)
 
@@ -81,7 +82,7 @@ class StreamHost:
 
     def prune(self, request: PruneStreamRequest) -> Nothing:
         """Delete what no recovery needs any more."""
-        self._opened().prune(request.alive, request.newest)
+        self._opened().prune(request.alive, request.newest, request.ranks)
         return Nothing()
 
     def check(self, request: Nothing) -> Nothing:

@@ -93,6 +93,24 @@ def test_only_what_is_alive_and_the_active_segment_stay(tmp_path):
     assert PayloadLog(tmp_path).keep_only([]) == [1, 4]
 
 
+def test_each_rank_has_a_log_of_its_own_and_reads_all(tmp_path):
+    logs = [PayloadLog(tmp_path, rank=rank, segment_bytes=1) for rank in range(3)]
+    refs = [log.append([[bytes([n])]])[0] for n in range(2) for log in logs]
+    assert [ref[3:] for ref in refs] == [[], [1], [2]] * 2, "a log alone says nothing of ranks"
+    assert [reader.read(ref) for reader in logs for ref in refs] == [[bytes([n])] for n in (0, 0, 0, 1, 1, 1)] * 3
+    for log in logs:
+        log.close()
+    alone = PayloadLog(tmp_path)
+    assert alone.segments() == [0, 1] and alone.read(refs[5]) == [b"\x01"]
+    alone.sweep([refs[0], refs[5]], ranks=1)
+    assert not (tmp_path / "rank-1").exists(), "nothing of it is needed"
+    assert alone.read(refs[5]) == [b"\x01"] and alone.read(refs[0]) == [b"\x00"], "its own log is not swept"
+    with pytest.raises(PayloadDamaged):
+        alone.read(refs[2])
+    alone.sweep([], ranks=3)
+    assert alone.read(refs[5]) == [b"\x01"], "rank 2 looks after its own"
+
+
 def test_a_full_disk_is_an_error_and_the_next_append_is_whole(tmp_path, monkeypatch):
     log = PayloadLog(tmp_path)
     (first,) = log.append([[b"first"]])

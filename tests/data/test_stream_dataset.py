@@ -198,6 +198,16 @@ async def test_refused_attempts_leave_no_tensors(bench):
     assert torch.equal(bench.get("s")["rewards"], group("s", seed=2)["rewards"])
 
 
+async def test_what_calls_computed_of_a_sample_stays_when_it_came_here_for_nothing(bench):
+    """It was accepted through another receiver, and its reference log-probabilities were computed here."""
+    output = SequenceSample.from_tensors(["s"], {"packed_ref_logprobs": torch.ones(6)}, {"packed_ref_logprobs": [[6]]})
+    bench.store.put(output, producer="ref_inf@3")
+    bench.master.answers[("s", 0)] = REFUSED
+    await bench.push(group("s"))
+    assert torch.equal(bench.store.get(["s"], ["packed_ref_logprobs"])["packed_ref_logprobs"], torch.ones(6))
+    assert not bench.store.has("s", "packed_input_ids") and bench.dataset.stats()["held"] == 0
+
+
 async def test_trouble_with_the_master_is_tried_again(bench):
     bench.master.troubles = [TimeoutError("late"), TimeoutError("later")]
     await bench.push(group("s"))
@@ -224,6 +234,18 @@ async def test_prune_keeps_what_came_after_the_list_was_made(bench):
     assert bench.dataset.prune([], newest=refs[4]) == [0, 2, 3]
     damaged = bench.dataset.restore([("s0", 0, refs[0])])
     assert "cannot be read" in damaged[0].error
+
+
+async def test_the_first_rank_prunes_what_ranks_left_that_are_no_more(bench):
+    left = PayloadLog(bench.folder, rank=2, segment_bytes=1)
+    old = [left.append([encode_sample(group(f"old{n}"))])[0] for n in range(3)]
+    left.close()
+    await bench.push(group("s"))
+    (ref,) = [a.ref for a in bench.master.arrivals]
+    assert bench.dataset.prune([old[1]], newest=ref, ranks=2) == []
+    kept, *gone = bench.dataset.restore([("old1", 0, old[1]), ("old0", 0, old[0]), ("old2", 0, old[2])])
+    assert (kept.error, kept.ref) == ("", old[1]) and all("cannot be read" in arrival.error for arrival in gone)
+    assert bench.dataset.stats()["held"] == 2
 
 
 async def test_a_restored_sample_stays_when_its_arrival_turns_out_a_duplicate(bench):

@@ -5,20 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from realhf.api.streaming import rank_of
 from realhf.dataflow.journal.records import Accept, Ckpt, End, Record, Resume
 from realhf.dataflow.journal.state import JournalState, Recovery, fold
 from realhf.dataflow.journal.writer import Journal
 
 
 class RolloutLedger:
-    """Steps are numbered from 0. ``newest_payload``: where the last accepted sample lies, since the start. Use
-    ``open``."""
+    """Steps are numbered from 0. ``newest_payloads``: by rank of the trainer, where the last sample lies that was
+    accepted since the start. Use ``open``."""
 
     def __init__(self, journal: Journal, state: JournalState) -> None:
         self._journal, self._state = journal, state
         self._settled: int | None = None
         self.last = 0
-        self.newest_payload: list[Any] | None = None
+        self.newest_payloads: dict[int, list[Any]] = {}
 
     @classmethod
     def open(
@@ -39,7 +40,7 @@ class RolloutLedger:
         for record in records:
             self._state.apply(record)
             if isinstance(record, Accept):
-                self.newest_payload = record.ref
+                self.newest_payloads[rank_of(record.ref)] = record.ref
         self.last = self._journal.append(*records)
         return self.last
 

@@ -20,7 +20,8 @@ Who produces what:
 1. ``RolloutControl`` admits a sample of ``SampleQueue`` and leases it to a rollout worker that asks; the admission is
    in the journal first.
 2. The rollout worker plays the group against the environment with tokens from generation workers, and streams it.
-3. The model worker logs the sample to disk and tells the master, which stages it and writes it into the journal.
+3. A model worker of the trainer, one of several perhaps, logs the sample to disk and tells the master, which stages it,
+   notes who holds it and writes it into the journal.
 4. ``StragglerGate`` chooses the samples of step k, ``StreamLoader`` puts them into the buffer, the graph trains on
    them.
 5. ``WeightUpdates`` has the trainer publish version k + 1, and every generation worker load it between two tokens.

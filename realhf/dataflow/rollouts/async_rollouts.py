@@ -9,18 +9,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from realhf.api.calls import (
-    CLEAR,
     PLAY,
-    STREAM_CHECK,
-    STREAM_OPEN,
-    STREAM_PRUNE,
-    STREAM_RESTORE,
-    ClearRequest,
-    Nothing,
     OpenStreamRequest,
     PlayRequest,
-    PruneStreamRequest,
-    RestoreStreamRequest,
 )
 from realhf.api.experiment import EvaluationSpec
 from realhf.api.rollout import HeldOutOptions
@@ -36,6 +27,7 @@ from realhf.dataflow.rollouts.control import RolloutControl, RolloutsFailed
 from realhf.dataflow.rollouts.generation_figures import GenerationFigures
 from realhf.dataflow.rollouts.held_out import Deliver, HeldOutEvaluations
 from realhf.dataflow.rollouts.plan import RolloutPlan
+from realhf.dataflow.rollouts.receivers import Receivers
 from realhf.dataflow.rollouts.sample_queue import SampleQueue, Task, item_of
 from realhf.dataflow.rollouts.service import RolloutService
 from realhf.dataflow.rollouts.statistics import episode_texts, rollout_figures
@@ -107,7 +99,8 @@ class AsyncRollouts:
         self._rollout_workers: dict[str, str] = {}
         self._env: dict[str, str] = {}
         self._playing = False
-        self._stream = ""
+        self._receivers = Receivers(caller, plan.trainers, plan.seconds)
+        self._streams: list[str] = []
         self._tasks: set[asyncio.Task[Any]] = set()
         self._step_figures, self._live_figures = (
             GenerationFigures(caller, self._weights, plan.seconds) for _ in ("each step", "each look")
@@ -140,12 +133,11 @@ class AsyncRollouts:
             max_sequences=self._plan.group_size * self._plan.spec.rows_per_episode,
             max_tokens=self._plan.spec.episodes.max_total_tokens,
         )
-        self._stream = (await self._ask(self._plan.trainer, STREAM_OPEN, request)).endpoint
+        self._streams = await self._receivers.open(request)
 
     async def _recover(self, recovery: Recovery) -> None:
         items = [(admit.id, accept.attempt, accept.ref) for admit, accept in recovery.accepted]
-        request = RestoreStreamRequest(items)
-        arrivals = (await self._ask(self._plan.trainer, STREAM_RESTORE, request, self._plan.load_s)).arrivals
+        arrivals = await self._receivers.restore(items, self.control.holders, self._plan.load_s)
         staged: dict[str, tuple[Admit, SequenceSample]] = {}
         lost: list[Drop] = []
         for (admit, _), arrival in zip(recovery.accepted, arrivals, strict=True):
@@ -187,7 +179,7 @@ class AsyncRollouts:
             self.control,
             buffer,
             storage,
-            worker=self._plan.trainer,
+            held_by=self.control.holders.by_worker,
             keys=keys,
             busy=lambda: self.control.in_play > 0 or self._weights.busy,
         )
@@ -244,7 +236,7 @@ class AsyncRollouts:
         self.control.worker_joined(incarnation)
         env = [url for _, url in sorted(self._env.items())]
         try:
-            await self._ask(name, PLAY, PlayRequest(self._service.endpoint, self._stream, env))
+            await self._ask(name, PLAY, PlayRequest(self._service.endpoint, self._streams, env))
         except WorkerDied as error:
             _log.warning("%s", error)
 
@@ -270,7 +262,7 @@ class AsyncRollouts:
         while True:
             await asyncio.sleep(WATCH_S)
             self.control.expire()
-            await self._ask(self._plan.trainer, STREAM_CHECK, Nothing())
+            await self._receivers.check()
 
     # ---- steps
 
@@ -308,8 +300,8 @@ class AsyncRollouts:
         """A checkpoint is valid: payloads that it makes unnecessary are deleted."""
         self._ledger.checkpointed(completed_steps, folder)
         await self._ledger.durable()
-        request = PruneStreamRequest(self._ledger.payloads(), self._ledger.newest_payload)
-        await self._ask(self._plan.trainer, STREAM_PRUNE, request)
+        self.control.holders.keep(lambda sample_id: self._ledger.accepted_attempt(sample_id) is not None)
+        await self._receivers.prune(self._ledger)
 
     async def step_metrics(self, report: StepReport) -> dict[str, float]:
         """``rollout/...``, ``failures/<kind>`` and ``retries/<kind>`` of the step's samples, beside ``live`` without
@@ -366,10 +358,7 @@ class AsyncRollouts:
         self._ledger.end()
 
     def _discard(self, ids: Sequence[str]) -> None:
-        self._spawn(self._clear(list(ids)))
-
-    async def _clear(self, ids: list[str]) -> None:
-        await self._ask(self._plan.trainer, CLEAR, ClearRequest(ids))
+        self._spawn(self._receivers.clear(self.control.holders.by_worker(ids)))
 
     def _spawn(self, coroutine: Any) -> None:
         task = asyncio.create_task(coroutine)

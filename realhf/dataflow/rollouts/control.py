@@ -23,7 +23,8 @@ from realhf.dataflow.journal.rollout_ledger import RolloutLedger
 from realhf.dataflow.rollouts.askers import Askers
 from realhf.dataflow.rollouts.evaluation_board import EvaluationBoard
 from realhf.dataflow.rollouts.hands import Hands
-from realhf.dataflow.rollouts.sample_queue import SampleQueue, Task, item_map
+from realhf.dataflow.rollouts.receivers import Holders
+from realhf.dataflow.rollouts.sample_queue import SampleQueue, Task, item_map, with_metadata
 from realhf.dataflow.rollouts.staleness import StalenessManager
 from realhf.dataflow.rollouts.straggler_gate import StragglerGate
 from realhf.transport.codec import decode_sample
@@ -81,6 +82,7 @@ class RolloutControl:
         board: EvaluationBoard | None = None,
     ) -> None:
         self.board = board or EvaluationBoard(1)
+        self.holders = Holders()
         self._queue, self._ledger, self._rules, self._discard = supply, ledger, rules, discard
         self._warn = warn
         self.staleness, self._gate = staleness, gate
@@ -303,30 +305,32 @@ class RolloutControl:
 
     # ---- the stream
 
-    async def arrived(self, arrivals: Sequence[Arrival]) -> list[str]:
-        """An answer for each, when it is on the disk. Raises CodecError on malformed metadata."""
-        answers = [self._take(arrival) for arrival in arrivals]
+    async def arrived(self, arrivals: Sequence[Arrival], holder: str) -> list[str]:
+        """An answer for each of ``holder``'s, when it is on the disk. Raises CodecError on malformed metadata."""
+        answers = [self._take(arrival, holder) for arrival in arrivals]
         number = self._ledger.last
         self._wake()
         await self._ledger.durable(number)
         return answers
 
-    def _take(self, arrival: Arrival) -> str:
+    def _take(self, arrival: Arrival, holder: str) -> str:
         entry = self._open.get(arrival.id)
         if entry is None or entry.attempt != arrival.attempt:
             duplicate = self._ledger.accepted_attempt(arrival.id) == arrival.attempt
+            duplicate = duplicate and not self.holders.elsewhere(arrival.id, holder)
             self.refused += not duplicate
             return DUPLICATE if duplicate else REFUSED
         if arrival.error:
             self._return(arrival.id, "malformed", arrival.error)
             return REFUSED
-        meta = _with_metadata(decode_sample(arrival.meta), entry.task.item.metadata)
+        meta = with_metadata(decode_sample(arrival.meta), entry.task.item.metadata)
         self._close(arrival.id)
         self._in_vain = 0
         self.staleness.accept()
         self._gate.stage(arrival.id)
         self._ledger.append(Accept(arrival.id, arrival.attempt, arrival.ref, arrival.meta))
         self._staged[arrival.id] = meta
+        self.holders.record(arrival.id, holder)
         return ACCEPTED
 
     # ---- training steps
@@ -421,7 +425,7 @@ class RolloutControl:
         for sample_id, (admit, meta) in staged.items():
             self._gate.admit(sample_id, admit.version, admit.order)
             self._gate.stage(sample_id)
-            self._staged[sample_id] = _with_metadata(meta, admit.item["metadata"])
+            self._staged[sample_id] = with_metadata(meta, admit.item["metadata"])
         self._replay = {step: list(ids) for step, ids in replay.items()}
 
     def fail(self, error: BaseException) -> None:
@@ -443,8 +447,3 @@ class RolloutControl:
         self._changed = asyncio.Event()
         everybody = self.paused or self._failure is not None or self.board.waiting or self._queue.suspects
         self._askers.wake(None if everybody else self.capacity)
-
-
-def _with_metadata(meta: SequenceSample, item: Mapping[str, Any]) -> SequenceSample:
-    """The sample's own metadata beside that of its task, which the rollout worker cannot change."""
-    return meta.annotated({name: [value] for name, value in item.items()})

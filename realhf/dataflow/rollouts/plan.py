@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,12 +14,12 @@ from realhf.transport.network.network import LOOPBACK, Network
 
 @dataclass(frozen=True)
 class RolloutPlan:
-    """``trainer``: the model worker that trains the role and holds its samples; ``batch_size`` samples per step;
-    ``seconds``: deadline of a control call; ``load_s``: of loading weights; ``needs_env``: episodes are played on a
-    service; ``network``: where the master listens."""
+    """``trainers``: the model workers that train the role and hold its samples, in the order of ranks; ``batch_size``
+    samples per step; ``seconds``: deadline of a control call; ``load_s``: of loading weights; ``needs_env``: episodes
+    are played on a service; ``network``: where the master listens."""
 
     spec: RolloutSpec
-    trainer: str
+    trainers: Sequence[str]
     batch_size: int
     total_steps: int
     completed_steps: int
@@ -29,6 +30,11 @@ class RolloutPlan:
     archive: bool = False
     needs_env: bool = True
     network: Network = LOOPBACK
+
+    @property
+    def trainer(self) -> str:
+        """The first of the trainers, which does what one does for all."""
+        return self.trainers[0]
 
     @property
     def group_size(self) -> int:

@@ -8,7 +8,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from realhf.api.sample import SequenceSample
 from realhf.api.source import DataSource, SampleResult, SourceItem
+
+
+def with_metadata(meta: SequenceSample, item: Mapping[str, Any]) -> SequenceSample:
+    """Return the sample's own metadata beside that of its task, which the rollout worker cannot change."""
+    return meta.annotated({name: [value] for name, value in item.items()})
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,7 @@ class RolloutService:
         if method == ALLOCATE.name:
             return partial(self._allocate, client, ALLOCATE.unpack(payload))
         if method == ARRIVED.name:
-            return partial(self._arrived, ARRIVED.unpack(payload))
+            return partial(self._arrived, client, ARRIVED.unpack(payload))
         if method == REJECTED.name:
             return partial(self._rejected, client, REJECTED.unpack(payload))
         if method == EVALUATED.name:
@@ -84,8 +84,8 @@ class RolloutService:
         leases, parts = await self._control.allocate(client, count, min(request.hold_s, MAX_HOLD_S))
         return ALLOCATE.pack_answer(AllocateAnswer(leases, parts))
 
-    async def _arrived(self, request: ArrivedRequest) -> Any:
-        return ARRIVED.pack_answer(ArrivedAnswer(await self._control.arrived(request.arrivals)))
+    async def _arrived(self, client: str, request: ArrivedRequest) -> Any:
+        return ARRIVED.pack_answer(ArrivedAnswer(await self._control.arrived(request.arrivals, client)))
 
     async def _rejected(self, client: str, request: RejectedRequest) -> Any:
         self._control.rejected(client, request.id, request.attempt, request.outcome, request.message)

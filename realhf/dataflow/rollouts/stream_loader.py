@@ -24,7 +24,8 @@ class StepBatchSource(Protocol):
 
 
 class StreamLoader:
-    """A ``StepLoader``. ``worker`` holds the tensors of everything that is streamed; ``keys`` enter the buffer."""
+    """A ``StepLoader``. ``held_by(ids)`` says which worker holds the tensors of which samples; ``keys`` enter the
+    buffer."""
 
     def __init__(
         self,
@@ -32,13 +33,13 @@ class StreamLoader:
         buffer: AsyncIOSequenceBuffer,
         storage: StorageMap,
         *,
-        worker: str,
+        held_by: Callable[[Sequence[str]], Mapping[str, Sequence[str]]],
         keys: Sequence[str],
         steps_in_flight: int = 1,
         busy: Callable[[], bool] = lambda: False,
     ) -> None:
         self._source, self._buffer, self._storage = source, buffer, storage
-        self._worker, self._keys = worker, tuple(keys)
+        self._held_by, self._keys = held_by, tuple(keys)
         self._free = asyncio.Semaphore(steps_in_flight)
         self._waits_for: int | None = None
         self._busy = busy
@@ -67,7 +68,8 @@ class StreamLoader:
                 self._buffer.close_input("the run has all its samples")
                 return
             meta = SequenceSample.gather([meta.select(self._keys) for meta in metas], allow_metadata_loss=True)
-            self._storage.record(meta.ids, meta.keys, self._worker)
+            for worker, ids in self._held_by(meta.ids).items():
+                self._storage.record(ids, meta.keys, worker)
             await self._buffer.put_batch(meta, step_batch=step)
             step += 1
 

@@ -38,7 +38,8 @@ class StreamProducer:
 
     Belongs to the event loop that runs when it is made; no method may be called from another thread. A receiver that
     does not answer is asked again after ``probe_s`` seconds, then less often (after ten times that at most).
-    ``on_ack((id, attempt))`` is called for every message that is safe.
+    ``on_ack((id, attempt))`` is called for every message that is safe, ``on_change()`` whenever ``credits`` or
+    ``failure`` may have changed.
     """
 
     def __init__(
@@ -49,10 +50,11 @@ class StreamProducer:
         *,
         network: Network = LOOPBACK,
         on_ack: Callable[[tuple[str, int]], None] | None = None,
+        on_change: Callable[[], object] = lambda: None,
         probe_s: float = 0.5,
     ) -> None:
         self._endpoint, self._name, self._run_id = endpoint, name, run_id
-        self._on_ack, self._probe_s = on_ack, probe_s
+        self._on_ack, self._on_change, self._probe_s = on_ack, on_change, probe_s
         self._session = os.urandom(16)
         self._loop = asyncio.get_running_loop()
         self._failure = ""
@@ -105,6 +107,11 @@ class StreamProducer:
         """Number of messages that can be pushed now without waiting; 0 until the receiver has answered once."""
         return max(0, self._up_to + self._granted - self._seq - self._reserved)
 
+    @property
+    def failure(self) -> str:
+        """Why nothing can be pushed any more; empty as long as it can."""
+        return f"the producer {self._name!r} is closed" if self._closed else self._failure
+
     async def push(self, id: str, attempt: int, frames: Sequence[Buffer], *, timeout_s: float) -> None:
         """Wait for a credit, then send the message and keep it. The buffers must not change until the message is acked.
 
@@ -141,7 +148,8 @@ class StreamProducer:
             self._timer.cancel()
         for waiter in self._waiters:
             if not waiter.done():
-                waiter.set_exception(StreamFailed(f"the producer {self._name!r} is closed"))
+                waiter.set_exception(StreamFailed(self.failure))
+        self._on_change()
         self._drained.set()
         self._loop.remove_reader(self._back.fileno())
         if self._watch is not None and self._limit is not None:
@@ -157,10 +165,8 @@ class StreamProducer:
     # ---- credits
 
     async def _reserve(self, timeout_s: float) -> None:
-        if self._closed:
-            raise StreamFailed(f"the producer {self._name!r} is closed")
-        if self._failure:
-            raise StreamFailed(self._failure)
+        if self.failure:
+            raise StreamFailed(self.failure)
         if self.credits and not self._waiters:
             self._reserved += 1
             return
@@ -177,7 +183,7 @@ class StreamProducer:
                 self._reserved -= 1
                 self._grant()
             if isinstance(error, TimeoutError):
-                raise TimeoutError(self._silence(timeout_s)) from None
+                raise TimeoutError(self.silence(timeout_s)) from None
             raise
 
     def _grant(self) -> None:
@@ -187,7 +193,8 @@ class StreamProducer:
                 self._reserved += 1
                 waiter.set_result(None)
 
-    def _silence(self, timeout_s: float) -> str:
+    def silence(self, timeout_s: float) -> str:
+        """Say that there was no credit for so long, and since when nothing was heard."""
         heard = f"heard of {time.monotonic() - self._heard:.1f} s ago" if self._heard else "never heard of"
         return (
             f"the stream receiver at {self._endpoint} gave {self._name!r} no credit within {timeout_s:g} s"
@@ -225,6 +232,7 @@ class StreamProducer:
             waiter = self._waiters.popleft()
             if not waiter.done():
                 waiter.set_exception(StreamFailed(self._failure))
+        self._on_change()
 
     # ---- sending
 
@@ -296,6 +304,7 @@ class StreamProducer:
         if not self._spool:
             self._drained.set()
         self._grant()
+        self._on_change()
         if self._on_ack is not None:
             for spooled in safe:
                 self._on_ack((spooled.id, spooled.attempt))

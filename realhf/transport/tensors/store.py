@@ -109,6 +109,19 @@ class TensorStore:
             listener(gone)
         return freed
 
+    def discard(self, sample_id: str, producer: str) -> None:
+        """Forget what ``producer`` stored of this sample; its other values stay, and listeners are not called."""
+        with self._lock:
+            entries = self._entries.get(sample_id, {})
+            for key in [key for key, entry in entries.items() if entry.producer == producer]:
+                entry = entries.pop(key)
+                nbytes = _sizes(entry.batch.select([key]))[key][entry.position]
+                self._sizes[sample_id] -= nbytes
+                self._nbytes -= nbytes
+            if not entries:
+                self._entries.pop(sample_id, None)
+                self._sizes.pop(sample_id, None)
+
     def on_clear(self, listener: Callable[[frozenset[str]], None]) -> None:
         """Call ``listener(ids)`` after every clear, on the thread that clears."""
         with self._lock:

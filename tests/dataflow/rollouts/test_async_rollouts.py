@@ -61,7 +61,7 @@ class Scene:
             ref = [1, len(self.workers.payloads), 9]
             self.workers.payloads[ref[1]] = (lease.id, lease.attempt, meta_of(lease.id))
             arrival = Arrival(lease.id, lease.attempt, "w", ref, meta_of(lease.id))
-            assert await self.rollouts.control.arrived([arrival]) == ["accepted"]
+            assert await self.rollouts.control.arrived([arrival], TRAINER) == ["accepted"]
 
     async def train(self, step: int) -> list[str]:
         ids = [meta.ids[0] for meta in await self.rollouts.control.step_batch(step)]

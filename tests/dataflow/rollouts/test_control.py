@@ -22,7 +22,7 @@ from realhf.dataflow.rollouts.service import RolloutService
 from realhf.dataflow.rollouts.staleness import StalenessManager
 from realhf.dataflow.rollouts.straggler_gate import StragglerGate
 from realhf.transport.service.client import ServiceClient, ServiceError
-from tests.dataflow.rollouts.toy_streamed_run import CountingSource, meta_of
+from tests.dataflow.rollouts.toy_streamed_run import TRAINER, CountingSource, meta_of
 
 W0, W1 = "rollout_worker/0:11", "rollout_worker/1:12"
 STOP, AGAIN = ([], []), (None, [])
@@ -86,7 +86,7 @@ async def test_capacity_bounds_what_is_given_and_new_weights_open_it(make: Any) 
     await asyncio.sleep(0)
     for given in list(control._open):
         entry = control._open[given]
-        await control.arrived([arrival(RolloutLease(given, entry.attempt, 0, 0, 1.0))])
+        await control.arrived([arrival(RolloutLease(given, entry.attempt, 0, 0, 1.0))], TRAINER)
     (first,) = (await asyncio.wait_for(waiting, 10))[0]
     assert first.order == 3 and control.capacity == 0, "four samples are allowed at version 0 and staleness 1"
     control.set_version(1)
@@ -99,7 +99,7 @@ async def test_a_sample_carries_its_task_whatever_the_rollout_worker_says(make: 
     control = make(batch=1)
     (given,) = await lease(control)
     assert (given.metadata, given.version, given.attempt, given.order) == ({"task": 0}, 0, 0, 0)
-    assert await control.arrived([arrival(given)]) == [ACCEPTED]
+    assert await control.arrived([arrival(given)], TRAINER) == [ACCEPTED]
     (meta,) = await control.step_batch(0)
     assert meta.metadata == {"rollout": ["{}"], "task": [0]}
 
@@ -115,9 +115,22 @@ async def test_only_the_worker_and_the_attempt_that_hold_a_sample_can_end_it(mak
     assert control.staleness.running == 0
     (again,) = await lease(control, worker=W1)
     assert (again.id, again.attempt, again.order) == (given.id, 1, given.order)
-    assert await control.arrived([arrival(given)]) == [REFUSED], "the first attempt comes too late"
-    assert await control.arrived([arrival(again), arrival(again)]) == [ACCEPTED, DUPLICATE]
+    assert await control.arrived([arrival(given)], TRAINER) == [REFUSED], "the first attempt comes too late"
+    assert await control.arrived([arrival(again), arrival(again)], TRAINER) == [ACCEPTED, DUPLICATE]
     assert control.refused == 1
+
+
+async def test_an_attempt_counts_once_whichever_receivers_it_came_to(make: Any) -> None:
+    control = make(batch=1)
+    (given,) = await lease(control)
+    assert await control.arrived([arrival(given)], "model_worker/1") == [ACCEPTED]
+    assert await control.arrived([arrival(given)], TRAINER) == [REFUSED], "its tensors are with the other one"
+    assert await control.arrived([arrival(given)], "model_worker/1") == [DUPLICATE]
+    assert control.holders.by_worker([given.id]) == {"model_worker/1": [given.id]}
+    await control.step_batch(0)
+    control.record([SampleResult(given.id)])
+    assert await control.arrived([arrival(given)], TRAINER) == [REFUSED], "also after it was trained"
+    assert (control.staleness.accepted, control.refused) == (1, 2)
 
 
 async def test_deaths_are_no_failures_but_failures_are_counted(make: Any) -> None:
@@ -149,7 +162,7 @@ async def test_a_sample_that_kills_whoever_plays_it_is_given_up_aloud_and_those_
                 control.worker_joined(worker)
                 continue
             for given in leases:
-                assert await control.arrived([arrival(given)]) == [ACCEPTED]
+                assert await control.arrived([arrival(given)], TRAINER) == [ACCEPTED]
                 played.add(given.id)
     assert deaths == 3 and control.given_up == 1 and played == {f"s{i}" for i in range(1, 9)}
     (text,) = control.warned
@@ -199,7 +212,7 @@ async def test_waiters_end_when_the_run_holds_or_fails(make: Any) -> None:
         assert await asyncio.wait_for(waiting, 10) == STOP
     control.paused = False
     control.worker_joined(W1)
-    await control.arrived([arrival(given)])
+    await control.arrived([arrival(given)], TRAINER)
     assert control.complete
     assert await control.allocate(W1, 1, 0.0) == AGAIN, "an evaluation may follow"
     stopping = asyncio.create_task(control.stopped())
@@ -217,7 +230,7 @@ async def test_waiters_end_when_the_run_holds_or_fails(make: Any) -> None:
 async def test_a_source_that_ends_gives_a_last_step_batch_and_everything_before_it(make: Any) -> None:
     control = make(batch=4, total=100, limit=5, concurrent=4)
     for given in await lease(control, 4):
-        await control.arrived([arrival(given)])
+        await control.arrived([arrival(given)], TRAINER)
     (last,) = await lease(control, 4)
     assert len(await control.step_batch(0)) == 4
     rest = asyncio.create_task(control.step_batch(1))
@@ -226,7 +239,7 @@ async def test_a_source_that_ends_gives_a_last_step_batch_and_everything_before_
     await asyncio.sleep(0)
     assert not rest.done(), "one is still to be played"
     (last,) = await lease(control, 4, W1)
-    await control.arrived([arrival(last)])
+    await control.arrived([arrival(last)], TRAINER)
     assert [meta.ids[0] for meta in await asyncio.wait_for(rest, 10)] == [last.id]
     assert await asyncio.wait_for(control.step_batch(2), 10) == []
 
@@ -234,7 +247,7 @@ async def test_a_source_that_ends_gives_a_last_step_batch_and_everything_before_
 async def test_the_end_of_the_source_is_told_to_who_waits_for_samples(make: Any) -> None:
     control = make(batch=2, total=100, limit=2)
     for given in await lease(control, 2):
-        await control.arrived([arrival(given)])
+        await control.arrived([arrival(given)], TRAINER)
     assert len(await control.step_batch(0)) == 2
     rest = asyncio.create_task(control.step_batch(1))
     await asyncio.sleep(0)
@@ -248,29 +261,29 @@ async def test_the_end_of_the_source_is_told_to_who_waits_for_samples(make: Any)
 async def test_drawn_items_that_wait_for_capacity_are_not_the_end(make: Any) -> None:
     control = make(batch=3, eta=0, total=100, limit=5, concurrent=3)
     for given in await lease(control, 3):
-        await control.arrived([arrival(given)])
+        await control.arrived([arrival(given)], TRAINER)
     assert len(await control.step_batch(0)) == 3
     control.set_version(1)
     (given,) = await lease(control, 1)
-    await control.arrived([arrival(given)])
+    await control.arrived([arrival(given)], TRAINER)
     rest = asyncio.create_task(control.step_batch(1))
     await asyncio.sleep(0)
     assert not rest.done(), "the other drawn item has not been played"
     (given,) = await lease(control, 1)
-    await control.arrived([arrival(given)])
+    await control.arrived([arrival(given)], TRAINER)
     assert len(await asyncio.wait_for(rest, 10)) == 2
 
 
 async def test_stale_samples_are_dropped_and_their_room_is_given_away_at_once(make: Any) -> None:
     control = make(batch=2, eta=0, total=100, drop=True)
     slow, fast = await lease(control, 2)
-    await control.arrived([arrival(fast)])
+    await control.arrived([arrival(fast)], TRAINER)
     control.set_version(1)
     (third,) = await lease(control, 1)
-    await control.arrived([arrival(third)])
+    await control.arrived([arrival(third)], TRAINER)
     assert len(await control.step_batch(0)) == 2
     control.record([SampleResult(fast.id), SampleResult(third.id)])
-    await control.arrived([arrival(slow)])
+    await control.arrived([arrival(slow)], TRAINER)
     more = await lease(control, 8)
     waiting = asyncio.create_task(control.allocate(W1, 8, 60.0))
     await asyncio.sleep(0)
@@ -304,7 +317,7 @@ async def test_a_journal_that_cannot_be_written_is_not_ignored(make: Any) -> Non
     (given,) = await lease(control)
     control._ledger._journal._failure = OSError("disk full")
     with pytest.raises(JournalError):
-        await control.arrived([arrival(given)])
+        await control.arrived([arrival(given)], TRAINER)
     control._ledger._journal._failure = None
 
 

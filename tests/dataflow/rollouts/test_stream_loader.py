@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 import pytest
 
@@ -43,7 +44,15 @@ def loader_of(source: FakeStepBatches) -> tuple[StreamLoader, AsyncIOSequenceBuf
         ["packed_input_ids"],
     )
     buffer, storage = AsyncIOSequenceBuffer(graph, max_size=8), StorageMap()
-    return StreamLoader(source, buffer, storage, worker="model_worker/0", keys=["packed_input_ids"]), buffer, storage
+    return StreamLoader(source, buffer, storage, held_by=held_by, keys=["packed_input_ids"]), buffer, storage
+
+
+def held_by(ids: Sequence[str]) -> dict[str, list[str]]:
+    """Every other sample came to the second worker."""
+    found: dict[str, list[str]] = {}
+    for sample_id in ids:
+        found.setdefault(f"model_worker/{int(sample_id[1:]) % 2}", []).append(sample_id)
+    return found
 
 
 async def breathe() -> None:
@@ -58,6 +67,8 @@ async def test_the_next_step_batch_is_asked_for_when_a_step_is_finished() -> Non
     await breathe()
     assert source.asked == [5] and len(buffer) == 2 and loader.activity == "waits until a step is finished"
     assert storage.ids() == ["s10", "s11"]
+    owners = [storage.owners(sample_id, "packed_input_ids") for sample_id in storage.ids()]
+    assert owners == [("model_worker/0",), ("model_worker/1",)]
     loader.finished(5)
     await breathe()
     assert source.asked == [5, 6] and storage.ids()[-2:] == ["s12", "s13"] and len(buffer) == 4

@@ -29,7 +29,7 @@ def drawn_run(folder: Path, random: Random) -> StreamedRun:
 
 @pytest.mark.parametrize("first_seed", range(8, 32, 8))
 async def test_a_run_that_dies_again_and_again_trains_every_sample_once(tmp_path: Path, first_seed: int) -> None:
-    repeated = 0
+    repeated = pruned = 0
     for seed in range(first_seed, first_seed + 8):
         run = drawn_run(tmp_path / str(seed), Random(seed))
         over = False
@@ -38,8 +38,10 @@ async def test_a_run_that_dies_again_and_again_trains_every_sample_once(tmp_path
         if not over:
             await run.live(None)
         repeated += run.repeated
+        pruned += run.pruned
         check(run)
     assert repeated > 0, "no step was repeated after a crash"
+    assert pruned > 0, "no payload was deleted"
 
 
 def check(run: StreamedRun) -> None:
@@ -53,6 +55,8 @@ def check(run: StreamedRun) -> None:
     assert tally.balanced and tally.complete and tally.ended
     assert tally.consumed == len(trained) and tally.accepted == tally.outstanding == 0
     assert tally.head_staleness_max <= run.eta
+    if not run.drop and not run.damage:
+        assert not tally.dropped, "no payload that is needed was deleted"
     if run.limit >= 10**6:
         assert [len(ids) for ids in run.trained] == [run.batch] * run.steps
     else:

@@ -228,7 +228,7 @@ class FleetRun:
             self.playing.remove(sample)
             self.finished[sample.lease.id] = sample.versions
             arrival = Arrival(sample.lease.id, sample.lease.attempt, TRAINER, [1, 0, 9], meta_of(sample.lease.id))
-            assert await self.control.arrived([arrival]) == [ACCEPTED]
+            assert await self.control.arrived([arrival], TRAINER) == [ACCEPTED]
 
     async def _train(self) -> None:
         if self.after is not None and self.after.done():

@@ -17,7 +17,7 @@ from realhf.api.mfc import InterfaceType, MFCDef
 from realhf.api.rollout import RolloutOptions
 from realhf.api.sample import SequenceSample
 from realhf.api.source import SampleResult, SourceItem
-from realhf.api.streaming import ACCEPTED, DUPLICATE, REFUSED, Arrival, RolloutLease
+from realhf.api.streaming import ACCEPTED, DUPLICATE, REFUSED, Arrival, RolloutLease, rank_of
 from realhf.base.messages import to_payload
 from realhf.dataflow.journal.writer import segments
 from realhf.dataflow.rollouts.async_rollouts import AsyncRollouts
@@ -54,11 +54,18 @@ class CountingSource:
 
 
 class FakeWorkers:
-    """The master's end of the calls: a trainer whose payload log is ``payloads``, rollout and generation workers that
-    do as they are told. ``plays``: who was told to play; ``mute``: handlers that do not answer; ``version``: of the
-    weights that were loaded last, which are kept for an evaluation beside newer ones where ``keeps``."""
+    """The master's end of the calls: trainers whose payload logs are ``payloads``, rollout and generation workers that
+    do as they are told. ``refs``: where payloads lie, of which ``pruned`` were deleted; ``plays``: who was told to
+    play; ``mute``: handlers that do not answer; ``version``: of the weights that were loaded last, which are kept for
+    an evaluation beside newer ones where ``keeps``."""
 
-    def __init__(self, payloads: dict[int, tuple[str, int, list[bytes]]] | None = None) -> None:
+    def __init__(
+        self,
+        payloads: dict[int, tuple[str, int, list[bytes]]] | None = None,
+        refs: set[tuple[int, ...]] | None = None,
+    ) -> None:
+        self.refs = set[tuple[int, ...]]() if refs is None else refs
+        self.pruned = 0
         self.roster: dict[str, WorkerInfo] = {}
         self.payloads = {} if payloads is None else payloads
         self.calls: list[tuple[str, str, Any]] = []
@@ -81,7 +88,7 @@ class FakeWorkers:
         if handler in self.failing and worker.startswith(self.fails_only):
             future.set_exception(self.failing[handler])
         elif handler not in self.mute:
-            future.set_result(self._answer(handler, payload))
+            future.set_result(self._stream(worker, handler, payload) or self._answer(handler, payload))
         return future
 
     def list_services(self, worker: str, listed: bool) -> None:
@@ -91,10 +98,6 @@ class FakeWorkers:
         self.dismissed.append(worker)
 
     def _answer(self, handler: str, payload: Any) -> Any:
-        if handler == "stream_open":
-            return {"endpoint": "tcp://nowhere"}
-        if handler == "stream_restore":
-            return {"arrivals": [to_payload(self._restored(*item)) for item in payload["items"]]}
         if handler == "publish_weights":
             manifest = WeightsManifest(payload["version"], "shm", "nowhere", 0, "", trial=payload["trial"])
             return {"manifest": to_payload(manifest)}
@@ -108,6 +111,28 @@ class FakeWorkers:
         if handler == "status":
             return {"at_s": 0.0, "busy_s": 0.0, "generated_tokens": 0.0, "running": 0.0, "waiting": 0.0}
         return {}
+
+    def _stream(self, worker: str, handler: str, payload: Any) -> Any:
+        if handler == "stream_open":
+            assert worker == f"model_worker/{payload['rank']}"
+            return {"endpoint": f"tcp://{worker}"}
+        if handler == "stream_restore":
+            return {"arrivals": [to_payload(self._restored(*item)) for item in payload["items"]]}
+        if handler == "stream_prune":
+            self._prune(int(worker[-1]), payload["alive"], payload["newest"], payload["ranks"])
+        return None
+
+    def _prune(self, rank: int, alive: list[list[int]], newest: list[int] | None, ranks: int) -> None:
+        """As if every payload had a segment of its own."""
+        own = {ref[0] for ref in alive if rank_of(ref) == rank}
+        horizon = max([*own, *(newest[:1] if newest else [])], default=0)
+        kept = {tuple(ref) for ref in alive}
+        for ref in list(self.refs):
+            gone = rank_of(ref) == rank and ref[0] < horizon and ref[0] not in own
+            if gone or (rank == 0 and rank_of(ref) >= ranks and ref not in kept):
+                self.refs.discard(ref)
+                self.payloads.pop(ref[1], None)
+                self.pruned += 1
 
     def _restored(self, id: str, attempt: int, ref: list[int]) -> Arrival:
         if ref[1] not in self.payloads:
@@ -133,7 +158,9 @@ def meta_of(id: str) -> list[bytes]:
     return [bytes(frame) for frame in encode_sample(sample)]
 
 
-def plan_of(folder: Path, *, batch: int, steps: int, completed: int, **options: Any) -> RolloutPlan:
+def plan_of(
+    folder: Path, *, batch: int, steps: int, completed: int, trainers: Sequence[str] = (TRAINER,), **options: Any
+) -> RolloutPlan:
     mfc = MFCDef(
         "gen",
         "actor",
@@ -144,7 +171,7 @@ def plan_of(folder: Path, *, batch: int, steps: int, completed: int, **options: 
     )
     episodes = RolloutOptions("toy", group_size=1, sessions=4, max_total_tokens=8)
     spec = RolloutSpec("actor", (mfc,), episodes, AsyncConfig(**options), sessions=4)
-    return RolloutPlan(spec, TRAINER, batch, steps, completed, folder, "run", 5.0, 5.0, archive=True)
+    return RolloutPlan(spec, trainers, batch, steps, completed, folder, "run", 5.0, 5.0, archive=True)
 
 
 @dataclass
@@ -161,10 +188,13 @@ class StreamedRun:
     limit: int = 10**6
     damage: float = 0.0
     payloads: dict[int, tuple[str, int, list[bytes]]] = field(default_factory=dict)
+    refs: set[tuple[int, ...]] = field(default_factory=set)
     checkpoints: list[tuple[int, list[list[str]]]] = field(default_factory=list)
     history: dict[int, list[str]] = field(default_factory=dict)
     repeated: int = 0
     lives: int = 0
+    pruned: int = 0
+    logged: int = 0
 
     async def live(self, events: int | None) -> bool:
         """Begin or go on, for so many random events and then die; None: to the end. Whether it came to its end."""
@@ -172,23 +202,26 @@ class StreamedRun:
         self.trained = [list(ids) for ids in trained]
         self.source = CountingSource(self.limit)
         policy = "drop" if self.drop else "wait"
+        self.trainers = [f"model_worker/{rank}" for rank in range(self.random.randint(1, 4))]
         plan = plan_of(
             self.folder,
             batch=self.batch,
             steps=self.steps,
             completed=completed,
+            trainers=self.trainers,
             max_head_offpolicyness=self.eta,
             staleness_policy=policy,
             max_concurrent_rollouts=self.random.randint(1, 3 * self.batch),
             rollout_deadline_s=1e6,
             max_attempts=2,
         )
-        self.rollouts = await AsyncRollouts.open(plan, FakeWorkers(self.payloads), self.source)
+        self.workers_asked = FakeWorkers(self.payloads, self.refs)
+        self.rollouts = await AsyncRollouts.open(plan, self.workers_asked, self.source)
         self.control = self.rollouts.control
         self.planned = {step: list(ids) for step, ids in self.control._replay.items()}
         assert all(self.history[step] == ids for step, ids in self.planned.items()), "steps are repeated as they were"
         self.leases: list[tuple[str, RolloutLease]] = []
-        self.sent: list[Arrival] = []
+        self.sent: list[tuple[Arrival, str]] = []
         self.waiting: list[asyncio.Task[Any]] = []
         self.workers = [self._join(), self._join()]
         self.step_batch: asyncio.Task[list[SequenceSample]] | None = None
@@ -239,10 +272,13 @@ class StreamedRun:
             self.control.expire()
             await self._send(lease, [REFUSED])
         elif kind == "again" and self.sent:
-            await self._expect(self.random.choice(self.sent), [DUPLICATE, REFUSED])
+            arrival, holder = self.random.choice(self.sent)
+            again = self.random.choice(self.trainers)
+            await self._expect(arrival, [DUPLICATE, REFUSED] if again == holder else [REFUSED], again)
         elif kind == "late" and self.sent:
-            arrival = self.random.choice(self.sent)
-            await self._expect(Arrival(arrival.id, arrival.attempt + 7, "", arrival.ref, arrival.meta), [REFUSED])
+            arrival, holder = self.random.choice(self.sent)
+            late = Arrival(arrival.id, arrival.attempt + 7, "", arrival.ref, arrival.meta)
+            await self._expect(late, [REFUSED], holder)
         elif kind == "weights":
             self.control.set_version(self.random.randint(self.control.staleness.version, len(self.trained)))
         elif kind == "train":
@@ -272,17 +308,19 @@ class StreamedRun:
         await self._send(lease, [REFUSED if error else ACCEPTED], error=error)
 
     async def _send(self, lease: RolloutLease, answers: list[str], *, error: str = "") -> None:
-        number, meta = len(self.payloads), meta_of(lease.id)
+        self.logged += 1
+        number, meta, rank = self.logged, meta_of(lease.id), self.random.randrange(len(self.trainers))
+        ref = [number, number, 10, *([rank] if rank else [])]
         self.payloads[number] = (lease.id, lease.attempt, meta)
-        ref = [] if error else [1, number, 10]
-        arrival = Arrival(lease.id, lease.attempt, "w", ref, [] if error else meta, error)
+        self.refs.add(tuple(ref))
+        arrival = Arrival(lease.id, lease.attempt, "w", [] if error else ref, [] if error else meta, error)
         if answers == [ACCEPTED]:
-            self.sent.append(arrival)
-        await self._expect(arrival, answers)
+            self.sent.append((arrival, self.trainers[rank]))
+        await self._expect(arrival, answers, self.trainers[rank])
 
-    async def _expect(self, arrival: Arrival, answers: list[str]) -> None:
+    async def _expect(self, arrival: Arrival, answers: list[str], holder: str) -> None:
         async def arrive() -> None:
-            (answer,) = await self.control.arrived([arrival])
+            (answer,) = await self.control.arrived([arrival], holder)
             assert answer in answers, (arrival.id, arrival.attempt, answer)
 
         self.waiting.append(asyncio.create_task(arrive()))
@@ -297,6 +335,8 @@ class StreamedRun:
         if not self.step_batch.done():
             return False
         metas, self.step_batch = self.step_batch.result(), None
+        held = self.control.holders.by_worker(meta.ids[0] for meta in metas)
+        assert held.keys() <= {*self.trainers}, "every sample is held by a worker of this life"
         if not metas:
             return True
         ids = [sample_id for meta in metas for sample_id in meta.ids]
@@ -320,6 +360,7 @@ class StreamedRun:
 
     async def _die(self, over: bool) -> None:
         await asyncio.gather(*self.waiting)
+        self.pruned += self.workers_asked.pruned
         for task in [self.step_batch] if self.step_batch else []:
             task.cancel()
         if over:

@@ -56,6 +56,24 @@ def test_duplicates():
         unnamed.put(batch("a"))
 
 
+def test_what_one_producer_stored_is_taken_back_and_the_rest_stays():
+    store, heard = TensorStore(), []
+    store.on_clear(heard.append)
+    store.put(batch("ab"), producer="stream")
+    store.put(batch("a", key="y", rows=3), producer="call")
+    before = store.nbytes
+    store.discard("a", "nobody")
+    store.discard("z", "stream")
+    assert store.nbytes == before
+    store.discard("a", "stream")
+    assert not store.has("a", "x") and store.has("a", "y") and store.has("b", "x") and not heard
+    assert store.nbytes == before - 16 and len(store) == 2
+    store.discard("a", "call")
+    assert len(store) == 1 and store.nbytes == 16
+    store.put(batch("a", offset=5), producer="stream again")
+    assert store.get(["a"], ["x"])["x"].tolist() == [5, 6]
+
+
 def test_clear_returns_the_bytes_and_tells_listeners():
     store, heard = TensorStore(), []
     store.on_clear(heard.append)
