@@ -49,9 +49,13 @@ class RunKeys:
     def write(self, path: Path) -> None:
         """Write the keys into a new file that only its owner can read. Raises OSError, also when it exists."""
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        with os.fdopen(descriptor, "w", encoding="ascii") as file:
-            os.fchmod(descriptor, 0o600)
-            json.dump(asdict(self), file)
+        try:
+            with os.fdopen(descriptor, "w", encoding="ascii") as file:
+                os.fchmod(descriptor, 0o600)
+                json.dump(asdict(self), file)
+        except OSError:
+            path.unlink(missing_ok=True)  # half a file would be refused by every launcher to come
+            raise
 
     @staticmethod
     def read(path: Path) -> RunKeys:

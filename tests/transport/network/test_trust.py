@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import time
 from dataclasses import replace
 
@@ -193,6 +194,18 @@ def test_keys_that_cannot_be_keys_are_refused_where_they_are_read(tmp_path, chan
     with pytest.raises(NetworkError, match=f"keys of the run: {path} holds {reason}; ") as refused:
         RunKeys.read(path)
     assert not [value for value in changed.values() if value in str(refused.value)]
+
+
+def test_keys_that_cannot_be_written_leave_no_half_file(tmp_path):
+    """It would be refused by every later launcher. The limit fails a write in its middle, as a full disk does."""
+    path, before = tmp_path / "keys", resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            KEYS.write(path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not path.exists()
 
 
 @pytest.mark.parametrize("kind", ["pipe", "folder", "device", "link to a pipe"])
