@@ -116,7 +116,7 @@ def _run_once(plan: RunPlan, scheduler: Scheduler, display: Display, supervisor:
                     display.show({"kind": "warning", "text": event.text})
                 elif isinstance(event, WorkersWanted):
                     more.wanted.append(event)
-                message = parse_event(event.text) if isinstance(event, WorkerLine) else None
+                message = parse_event(event.text) if isinstance(event, WorkerLine) and event.name == MASTER else None
                 if message is None:
                     continue
                 display.show(message)

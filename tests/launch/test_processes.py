@@ -13,7 +13,7 @@ from realhf.launch.build import build_experiment
 from realhf.launch.compose import compose_config
 from realhf.launch.processes import LaunchError, failure_message, run_workers, worker_specs
 from realhf.monitor.display import PlainDisplay
-from realhf.scheduler.base import WorkerEvent, WorkerExit, WorkerSpec
+from realhf.scheduler.base import WorkerEvent, WorkerExit, WorkerLine, WorkerSpec
 from realhf.transport.network.keys import RunKeys
 
 
@@ -21,7 +21,7 @@ class ScriptedScheduler:
     """Starts nothing; workers end when the script says so, which real ones on a busy machine do not. ``started`` is
     called with what would be."""
 
-    def __init__(self, *script: WorkerExit, started: Callable[[WorkerSpec], None] = lambda spec: None) -> None:
+    def __init__(self, *script: WorkerEvent, started: Callable[[WorkerSpec], None] = lambda spec: None) -> None:
         self._script, self._started = list(script), started
 
     def start(self, spec: WorkerSpec) -> None:
@@ -67,6 +67,19 @@ def test_a_worker_that_was_sent_away_is_not_the_cause(tmp_path: Path, order: tup
     }
     built.spec.run_dir.mkdir(parents=True)
     scheduler = ScriptedScheduler(*(ends[name] for name in order))
+    with pytest.raises(LaunchError, match="master failed: the cause"):
+        run_workers(built.plan(built.spec, 0.0), scheduler, PlainDisplay(Console(quiet=True)))
+
+
+def test_only_the_master_reports_for_the_run(tmp_path: Path):
+    """Whatever another process prints, it is not the end of the run."""
+    (tmp_path / "master.log").write_text("FATAL: the cause\n")
+    built = build_experiment(compose_config(["experiment=grpo_aws", f"fileroot={tmp_path}"]))
+    built.spec.run_dir.mkdir(parents=True)
+    done = '{"kind": "done", "summary": {"steps": 1}}'
+    scheduler = ScriptedScheduler(
+        WorkerLine("rollout_worker/0", done), WorkerExit("master", 1, tmp_path / "master.log")
+    )
     with pytest.raises(LaunchError, match="master failed: the cause"):
         run_workers(built.plan(built.spec, 0.0), scheduler, PlainDisplay(Console(quiet=True)))
 
