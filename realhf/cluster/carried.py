@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -77,9 +77,24 @@ def needed_paths(run_dir: Path) -> dict[str, str]:
     for text in _texts([plan["plugins"], spec.get("rollout"), spec.get("environment"), spec["source"]]):
         code = _CODE.fullmatch(text)
         path = code["file"] if code else text
-        if path.startswith("/") and len(path) < 4096 and Path(path).is_file():
+        if path.startswith("/") and _is(Path.is_file, path):
             found[path] = path
-    return {path: option for path, option in found.items() if path.startswith("/") and Path(path).exists()}
+    return {path: option for path, option in found.items() if path.startswith("/") and _is(Path.exists, path)}
+
+
+def _is(what: Callable[[Path], bool], text: str) -> bool:
+    """Return what is asked of a path; False for a text that cannot be one, such as a prompt that begins with a slash,
+    and for a path that this user cannot look at."""
+    try:
+        return what(Path(text))
+    except OSError:
+        return False
+
+
+def takes_more(run_dir: Path) -> bool:
+    """Return whether a run takes more workers while it goes on: an asynchronous one does. Raises OSError or ValueError
+    for a plan that cannot be read."""
+    return bool(json.loads((run_dir / PLAN_FILE).read_text(encoding="utf-8"))["spec"].get("rollout"))
 
 
 def weights_problem(run_dir: Path, host: str, trainer: str, *, shared: bool) -> str:
@@ -120,7 +135,9 @@ def cargo(
         if path in there:
             continue
         own = Path(path)
-        target = f"{folder}/carried/{hashlib.sha256(path.encode()).hexdigest()[:12]}/{own.name}"
+        # What has changed since the last run goes elsewhere: files that are gone here would stay there and be read.
+        version = hashlib.sha256(f"{path}\0{fingerprint(own)}".encode()).hexdigest()[:12]
+        target = f"{folder}/carried/{version}/{own.name}"
         files = [each for each in own.rglob("*") if each.is_file()] if own.is_dir() else [own]
         size = sum(each.stat().st_size for each in files) / 1e6
         if size > limit_mb:

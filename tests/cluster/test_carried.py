@@ -10,6 +10,7 @@ import pytest
 from realhf.cluster.carried import cargo, needed_paths, prints_of, weights_problem
 from realhf.cluster.errors import ClusterError
 from realhf.cluster.messages import PIECE_BYTES
+from realhf.cluster.own_host import fingerprint
 
 
 @pytest.fixture
@@ -76,3 +77,38 @@ def test_weights_that_would_not_arrive_are_refused_by_option_and_host(run_dir: P
     plan.write_text(plan.read_text().replace('"disk"', '"shm"'))
     assert weights_problem(run_dir, "b", "b", shared=False) == ""
     assert "async_rl.weights=shm: memory of launcher" in weights_problem(run_dir, "b", "launcher", shared=True)
+
+
+def test_a_prompt_that_begins_with_a_slash_is_no_path(run_dir: Path):
+    """Nor is a text with a part that no file system could name."""
+    plan = json.loads((run_dir / "plan.json").read_text())
+    plan["spec"]["rollout"]["options"]["system"] = "/no_think " + "You are a careful agent. " * 40
+    (run_dir / "plan.json").write_text(json.dumps(plan))
+    assert len(needed_paths(run_dir)) == 2
+
+
+def test_a_model_that_has_changed_is_not_mixed_with_what_was_brought_before(run_dir: Path, tmp_path: Path):
+    def target() -> str:
+        found = cargo(run_dir, "/h", None, shared=False, there=[], limit_mb=9, host="b")
+        return found.paths[str(tmp_path / "model")]
+
+    before = target()
+    assert target() == before
+    (tmp_path / "model" / "weights").rename(tmp_path / "model" / "weights-1-of-2")
+    assert target() != before
+
+
+def test_a_file_as_large_as_a_disk_is_compared_at_once(tmp_path: Path):
+    """An agent that read all of it would be silent for so long that it counted as lost."""
+    large = tmp_path / "large"
+    with large.open("wb") as file:
+        file.truncate(1 << 40)
+    found = [fingerprint(large), fingerprint(large)]
+    with large.open("r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"x")
+    found.append(fingerprint(large))
+    with large.open("ab") as file:
+        file.write(b"\0")
+    found.append(fingerprint(large))
+    assert found[0] == found[1] and len({*found}) == 3 and all(found)
