@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from realhf.api.config.network import ADDRESS_WANTED, no_address
 from realhf.api.config.option import option
+from realhf.cluster.placement import LAUNCHER
+
+HOST_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
 
 
 @dataclass
@@ -44,13 +48,18 @@ class ClusterOptions:
         """Only players can be added to a run, and the master stays where the launcher is."""
         if no_address(self.address):
             yield f"{name}.address={self.address}: {ADDRESS_WANTED}"
+        for host in self.hosts:
+            if not HOST_NAME.fullmatch(host) or host == LAUNCHER:
+                yield f"{name}.hosts: no host can have the name {host!r}, so it would be waited for in vain"
         for kind, count in self.joining.items():
             if kind not in ELASTIC:
                 yield f"{name}.joining.{kind}: only {' and '.join(ELASTIC)} can join a running run"
             elif count < 0:
                 yield f"{name}.joining.{kind}={count}: must be at least 0"
         for worker, host in self.placement.items():
-            if worker == "master" and host != "launcher":
+            if host != LAUNCHER and not HOST_NAME.fullmatch(host):
+                yield f"{name}.placement.{worker}={host}: no host can have this name"
+            elif worker == "master" and host != LAUNCHER:
                 yield f"{name}.placement.master={host}: the master runs on the launcher's machine"
 
 

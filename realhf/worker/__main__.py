@@ -10,21 +10,18 @@ from __future__ import annotations
 
 import argparse
 import logging
-import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from realhf.cluster.agent import HostAgent
-from realhf.cluster.options import ELASTIC
+from realhf.cluster.options import ELASTIC, HOST_NAME
 from realhf.cluster.own_host import host_name
 from realhf.scheduler.failure import run_guarded
 from realhf.scheduler.process_control import orphans_adopted
 from realhf.transport.network.addresses import host_of
 from realhf.transport.network.keys import RunKeys
 from realhf.transport.network.network import LOOPBACK_ADDRESS, Network
-
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="workers import what they need themselves: they begin later, and no memory is held between runs",
     )
     given = parser.parse_args(argv)
-    if not NAME.fullmatch(given.name):
+    if not HOST_NAME.fullmatch(given.name):
         parser.error(f"--name {given.name!r}: use letters, digits, '_', '-' and '.'; at most 63")
     if not 1 <= given.count <= 4096:
         parser.error(f"--count {given.count}: must be between 1 and 4096")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from realhf.cluster.errors import ClusterError
@@ -79,3 +81,16 @@ def test_a_door_is_at_an_address_without_port_that_is_not_of_ipv6(address: str):
     (problem,) = ClusterOptions(address=address).problems("scheduler")
     assert problem.startswith(f"scheduler.address={address}: give an IPv4 address or a host name")
     assert not [*ClusterOptions(address="host.example").problems("scheduler")]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"hosts": ["a", "rack/b"]}, "scheduler.hosts: no host can have the name 'rack/b'"),
+        ({"hosts": [LAUNCHER]}, "scheduler.hosts: no host can have the name 'launcher'"),
+        ({"placement": {"generation": "../b"}}, "scheduler.placement.generation=../b: no host can have this name"),
+    ],
+)
+def test_names_that_no_host_can_have_are_refused_and_not_waited_for(options: dict[str, Any], said: str):
+    (problem,) = ClusterOptions(**options).problems("scheduler")
+    assert problem.startswith(said)
