@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
-_MARK = "FATAL: "
+FATAL = "FATAL: "
 """Begins the line of a log that states why the worker failed."""
 STOP_WITHIN_S = 5
 """How long a process may unwind after a SIGTERM, in seconds; then the kernel ends it, since no other process may be
@@ -32,7 +32,7 @@ def run_guarded(work: Callable[[], None]) -> int:
         return int(stop.code or 0)
     except Exception as error:
         traceback.print_exc()
-        print(_MARK + describe(error), file=sys.stderr, flush=True)
+        print(FATAL + describe(error), file=sys.stderr, flush=True)
         return 1
     return 0
 
@@ -55,7 +55,7 @@ def failure_cause(log: Path, since: int = 0) -> str | None:
     """Return why a worker failed: the line that ``run_guarded`` left in its log from byte ``since`` on, or else the
     last line there; None for an empty log."""
     lines = [line for line in log_tail(log, 400, since) if line.strip()]
-    marked = [line.removeprefix(_MARK) for line in lines if line.startswith(_MARK)]
+    marked = [line.removeprefix(FATAL) for line in lines if line.startswith(FATAL)]
     return marked[-1] if marked else lines[-1].strip() if lines else None
 
 

@@ -11,10 +11,12 @@ import contextlib
 import json
 import os
 import selectors
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from types import FrameType
 from typing import Any, Protocol
 
 from realhf.cluster.errors import ClusterError
@@ -53,6 +55,7 @@ class EngineProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._partial = b""
         self._problem = ""
+        self._starting = False
 
     def start(self, plan: Mapping[str, Any], limit_s: float, what: str) -> None:
         """Start agents, and wait until they are on their way. Raises ClusterError with the reason, also when ``what``
@@ -60,8 +63,10 @@ class EngineProcess:
         self._problem = ""
         if self._process is None:
             self._begin()
+        self._starting = True
         self._say({"start": plan})
-        if not self._heard("started", limit_s) and not self._problem:
+        self._starting = not self._heard("started", limit_s) and not self._problem
+        if self._starting:
             self._problem = f"{what} did not come about within {limit_s:g} s"
         if self._problem:
             raise ClusterError(self._problem)
@@ -75,22 +80,25 @@ class EngineProcess:
         """End the agents, and the helper. Kills one that does not answer."""
         if (process := self._process) is None:
             return
-        if process.poll() is None:
+        if self._starting and process.poll() is None:
+            process.terminate()  # it listens when it has started the agents; now it ends what there is of them
+        elif process.poll() is None:
             self._say({"stop": True})
             self._heard("stopped", STOP_S)
         assert process.stdin is not None and process.stdout is not None
         with contextlib.suppress(OSError):
             process.stdin.close()
         try:
-            process.wait(END_S)
+            process.wait(STOP_S if self._starting else END_S)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
         process.stdout.close()
-        self._process = None
+        self._process, self._starting = None, False
 
     def _begin(self) -> None:
-        command = [sys.executable, "-m", self._module]
+        # It is told by the kernel when the launcher has ended, also while it starts agents and does not listen.
+        command = [sys.executable, "-m", "realhf.scheduler.child", str(os.getpid()), "0", self._module]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
         assert self._process.stdout is not None
         os.set_blocking(self._process.stdout.fileno(), False)
@@ -132,8 +140,10 @@ class EngineProcess:
 
 
 def serve(engine: Engine) -> None:
-    """Run a helper process until its standard input ends. Nothing else may write to its standard output."""
+    """Run a helper process until its standard input ends or SIGTERM arrives; agents end with it. Nothing else may
+    write to its standard output."""
     told, buffer, running = "", b"", False
+    signal.signal(signal.SIGTERM, _stop)
     out = os.dup(1)
     os.dup2(2, 1)
 
@@ -167,6 +177,11 @@ def serve(engine: Engine) -> None:
                     engine.stop()
                     running = False
                     say({"stopped": True})
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    del frame
+    raise SystemExit(128 + number)
 
 
 def _message(line: bytes) -> dict[str, Any]:

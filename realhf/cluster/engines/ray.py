@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from realhf.api.config.option import option
 from realhf.cluster.engines.engine_process import EngineProcess
+from realhf.cluster.engines.ray_address import ADDRESS, reach
+from realhf.cluster.errors import ClusterError
 from realhf.cluster.options import ClusterOptions
 from realhf.cluster.scheduler import ClusterScheduler
 from realhf.scheduler.base import SchedulerDefinition
 from realhf.transport.network.keys import RunKeys
 
-ADDRESS = re.compile(r"[A-Za-z0-9._-]+:[0-9]{1,5}")
 TRAINER, PLAYER = "trainer", "player"
+NO_RAY = "scheduler=ray: Ray is not installed here: pip install 'realhf[ray]'"
 
 
 @dataclass
@@ -68,6 +70,13 @@ class RayStarter:
     def __init__(self, options: RayOptions) -> None:
         self._options = options
         self._engine = EngineProcess("realhf.cluster.engines.ray_driver")
+
+    def check(self) -> None:
+        """See ``AgentStarter``. Raises ClusterError where there is no Ray, or no cluster at the address."""
+        if self._options.ray:
+            reach(self._options.ray)
+        if find_spec("ray") is None:
+            raise ClusterError(NO_RAY)
 
     def start_agents(self, endpoint: str, key_file: Path) -> None:
         """See ``AgentStarter``. Raises ClusterError that names what does not fit, or the cluster that is not there."""

@@ -8,12 +8,11 @@ import tempfile
 from pathlib import Path
 
 from realhf.scheduler.base import WorkerExit, WorkerSpec
-from realhf.scheduler.failure import log_tail
+from realhf.scheduler.failure import failure_cause
 from realhf.scheduler.local import LocalScheduler
 from realhf.transport.network.keys import RunKeys
 
 GRACE_S = 6.0
-TAIL_LINES = 20
 
 
 class RayAgent:
@@ -38,8 +37,8 @@ class RayAgent:
         """Return how the agent has ended; "" while it runs."""
         for event in self._local.wait(0.0):
             if isinstance(event, WorkerExit):
-                lines = log_tail(event.log, TAIL_LINES, event.log_from)
-                self._end = "\n".join([f"host agent {self._name} on {os.uname().nodename}: {event.reason}", *lines])
+                cause = failure_cause(event.log, event.log_from) if event.exit_code > 0 else None
+                self._end = f"host agent {self._name} on {os.uname().nodename} failed: {cause or event.reason}"
         return self._end
 
     def stop(self) -> None:

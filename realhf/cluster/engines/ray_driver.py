@@ -10,18 +10,20 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import secrets
 import shutil
-import socket
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from realhf.cluster.engines.engine_process import serve
+from realhf.cluster.engines.ray_address import reach
 from realhf.cluster.errors import ClusterError
+from realhf.transport.network.addresses import LOOPBACK_ADDRESS
 
-REACH_S = 5.0
 CALL_S = 10.0
 OWN_CLUSTER_S = 30.0
 OBJECT_STORE_BYTES = 80 << 20
@@ -35,25 +37,31 @@ class RayEngine:
     def __init__(self) -> None:
         self._groups: list[Any] = []
         self._agents: dict[str, Any] = {}
+        self._bundles: dict[str, tuple[Any, int]] = {}
         self._folder = ""
 
     def start(self, plan: Mapping[str, Any]) -> None:
         """Run the agents of ``plan``: ``address``, ``endpoint``, ``keys``, ``limit_s`` and ``domains``, a list of
         (strategy, {agent: resources}). Raises ClusterError; nothing runs then."""
+        address = str(plan["address"])
+        if not address:
+            self._folder = _own_folder()
         ray = _ray()
         deadline = time.monotonic() + float(plan["limit_s"])
+        calls: dict[str, Any] = {}
         try:
-            self._connect(str(plan["address"]), deadline)
+            self._connect(address, deadline)
             for strategy, bundles in plan["domains"]:
                 self._place(strategy, bundles, deadline)
-            calls = [agent.start.remote(plan["endpoint"], plan["keys"]) for agent in self._agents.values()]
-            ray.get(calls, timeout=max(1.0, deadline - time.monotonic()))
+            calls = {name: agent.start.remote(plan["endpoint"], plan["keys"]) for name, agent in self._agents.items()}
+            ray.get([*calls.values()], timeout=max(1.0, deadline - time.monotonic()))
         except ray.exceptions.GetTimeoutError:
             self.stop()
             raise ClusterError(f"Ray did not start the host agents within {plan['limit_s']:g} s") from None
         except ray.exceptions.RayError as error:
+            who = self._failed(calls)
             self.stop()
-            raise ClusterError(f"Ray cannot start a host agent: {_last_line(error)}") from None
+            raise ClusterError(f"Ray cannot start {who}: {_last_line(error)}") from None
         except BaseException:
             self.stop()
             raise
@@ -82,7 +90,7 @@ class RayEngine:
         for group in self._groups:
             with contextlib.suppress(Exception):
                 ray.util.remove_placement_group(group)
-        self._agents, self._groups = {}, []
+        self._agents, self._bundles, self._groups = {}, {}, []
         with contextlib.suppress(Exception):
             ray.shutdown()
         if self._folder:
@@ -95,13 +103,13 @@ class RayEngine:
 
         options: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
         if address:
-            _reach(address)
+            reach(address)
             options["address"] = address
         else:
-            # Short: Ray's sockets lie in it, whose paths may have 107 characters.
-            self._folder = tempfile.mkdtemp(prefix="realhf-ray-", dir="/tmp")
             options |= {
                 "address": "local",
+                # Ray listens on all addresses otherwise, and who reaches it can run programs as this user.
+                "_node_ip_address": LOOPBACK_ADDRESS,
                 "_temp_dir": self._folder,
                 "include_dashboard": False,
                 "num_cpus": len(os.sched_getaffinity(0)),
@@ -119,6 +127,22 @@ class RayEngine:
                 if address or time.monotonic() > deadline - OWN_CLUSTER_S:
                     where = f"the Ray cluster at {address} (scheduler.ray)" if address else "a Ray cluster of its own"
                     raise ClusterError(f"scheduler=ray: cannot use {where}: {_last_line(error)}") from None
+
+    def _failed(self, calls: Mapping[str, Any]) -> str:
+        """Return which host agent could not be started, and the node that it was to run on."""
+        ray, found = _ray(), "a host agent"
+        with contextlib.suppress(Exception):
+            ended, _ = ray.wait([*calls.values()], num_returns=len(calls), timeout=0)
+            for name, call in calls.items():
+                try:
+                    ray.get([call] if call in ended else [])
+                except ray.exceptions.RayError:
+                    found = f"the host agent {name}"
+                    group, index = self._bundles[name]
+                    node = ray.util.placement_group_table(group)["bundles_to_node_id"][index]
+                    names = {each["NodeID"]: each["NodeManagerHostname"] for each in ray.nodes()}
+                    return f"{found} on {names[node]}"
+        return found
 
     def _place(self, strategy: str, bundles: Mapping[str, Mapping[str, float]], deadline: float) -> None:
         ray, strategies = _ray(), import_module("ray.util.scheduling_strategies")
@@ -147,6 +171,20 @@ class RayEngine:
                 scheduling_strategy=where,
             )
             self._agents[name] = remote.remote(name)
+            self._bundles[name] = group, index
+
+
+def _own_folder() -> str:
+    """Make a folder for a Ray cluster of one's own, and the token that others would have to know who reach it: before
+    Ray is imported. Other users of this machine reach the loopback."""
+    # Short: Ray's sockets lie in it, whose paths may have 107 characters.
+    folder = tempfile.mkdtemp(prefix="realhf-ray-", dir="/tmp")
+    token = Path(folder) / "token"
+    token.touch(0o600)
+    token.write_text(secrets.token_hex(32), encoding="ascii")
+    os.environ.pop("RAY_AUTH_TOKEN", None)
+    os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
+    return folder
 
 
 def _ray() -> Any:
@@ -155,16 +193,6 @@ def _ray() -> Any:
         return import_module("ray")
     except ImportError:
         raise ClusterError("scheduler=ray: Ray is not installed here: pip install 'realhf[ray]'") from None
-
-
-def _reach(address: str) -> None:
-    """Raise ClusterError where nothing listens: Ray itself would try for a minute."""
-    host, _, port = address.rpartition(":")
-    try:
-        socket.create_connection((host, int(port)), timeout=REACH_S).close()
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error) or f"no answer within {REACH_S:g} s"
-        raise ClusterError(f"scheduler.ray={address}: no Ray cluster is reached there: {reason}") from None
 
 
 def _fits(needs: Mapping[str, float], resources: Mapping[str, float]) -> bool:

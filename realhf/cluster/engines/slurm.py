@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -14,6 +15,8 @@ from pathlib import Path
 
 from realhf.api.config.option import option
 from realhf.cluster.engines.engine_process import EngineProcess
+from realhf.cluster.engines.slurm_driver import NO_SRUN
+from realhf.cluster.errors import ClusterError
 from realhf.cluster.options import ClusterOptions
 from realhf.cluster.scheduler import ClusterScheduler
 from realhf.scheduler.base import SchedulerDefinition
@@ -112,6 +115,11 @@ class SlurmStarter:
     def __init__(self, options: SlurmOptions) -> None:
         self._options = options
         self._engine = EngineProcess("realhf.cluster.engines.slurm_driver")
+
+    def check(self) -> None:
+        """See ``AgentStarter``. Raises ClusterError where there is no ``srun``."""
+        if shutil.which("srun") is None:
+            raise ClusterError(NO_SRUN.format("there is none"))
 
     def start_agents(self, endpoint: str, key_file: Path) -> None:
         """See ``AgentStarter``. Raises ClusterError where there is no ``srun``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shlex
 import subprocess
@@ -11,9 +12,14 @@ from typing import Any
 
 from realhf.cluster.engines.engine_process import serve
 from realhf.cluster.errors import ClusterError
+from realhf.scheduler.failure import FATAL
 
 STOP_S = 12.0
-TAIL_BYTES = 2000
+TAIL_BYTES = 8000
+NO_SRUN = (
+    "scheduler=slurm: srun cannot be run here ({}); this launch belongs into a batch job, whose script mode=check "
+    "prints"
+)
 TASK = """\
 umask 077
 folder=$(mktemp -d) || exit 1
@@ -49,13 +55,11 @@ class SlurmEngine:
         try:
             self._srun = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=self._said, stderr=self._said)
         except OSError as error:
-            raise ClusterError(
-                f"scheduler=slurm: srun cannot be run here ({error.strerror}); this launch belongs into a batch job, "
-                "whose script mode=check prints"
-            ) from None
+            raise ClusterError(NO_SRUN.format(error.strerror)) from None
         assert self._srun.stdin is not None
-        self._srun.stdin.write(json.dumps(plan["keys"]).encode())
-        self._srun.stdin.close()
+        with contextlib.suppress(BrokenPipeError):  # it has ended at once; what it said tells why
+            self._srun.stdin.write(json.dumps(plan["keys"]).encode())
+            self._srun.stdin.close()
 
     def problem(self) -> str:
         """See ``Engine``."""
@@ -63,7 +67,9 @@ class SlurmEngine:
             return ""
         self._said.seek(0, 2)
         self._said.seek(max(0, self._said.tell() - TAIL_BYTES))
-        return f"srun has ended with exit code {code}:\n" + self._said.read().decode("utf-8", "replace").strip()
+        lines = [line for line in self._said.read().decode("utf-8", "replace").splitlines() if line.strip()]
+        causes = [line for line in lines if FATAL in line] or lines
+        return f"srun has ended with exit code {code}" + (f": {causes[-1].strip()}" if causes else "")
 
     def stop(self) -> None:
         """See ``Engine``."""

@@ -6,18 +6,21 @@ import os
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import psutil
 import pytest
 
+from realhf.cluster.door import Door
 from realhf.cluster.engines import ray as engine
 from realhf.cluster.engines.ray import RayOptions
+from realhf.cluster.engines.ray_agent import RayAgent
 from realhf.cluster.errors import ClusterError
 from realhf.cluster.scheduler import ClusterScheduler
 from realhf.scheduler.base import WorkerSpec
 from realhf.transport.network.keys import RunKeys
+from realhf.transport.network.network import Network
 from tests.cluster.engines.bench_of_one import LIMIT_S, run_folder, started
 
 own_cluster = pytest.mark.several_hosts
@@ -78,18 +81,44 @@ def test_options_that_make_no_sense_are_refused(options, said):
     assert problem.startswith(said)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-def test_an_address_without_a_cluster_is_named(tmp_path):
-    pytest.importorskip("ray")
+@pytest.mark.parametrize("name", ["job/demonstrations", "master"])
+def test_an_address_without_a_cluster_is_named_at_once(tmp_path, name):
+    """Also where Ray is not installed; what comes before the run may take an hour."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     scheduler = made(tmp_path, ray=f"127.0.0.1:{port}")
     try:
         with pytest.raises(ClusterError, match=rf"scheduler\.ray=127.0.0.1:{port}: no Ray cluster is reached there"):
+            scheduler.start(replace(master(tmp_path), name=name))
+    finally:
+        scheduler.stop(1.0)
+
+
+def test_a_launch_without_ray_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setattr(engine, "find_spec", lambda name: None)
+    scheduler = made(tmp_path)
+    try:
+        with pytest.raises(ClusterError, match=r"Ray is not installed here: pip install 'realhf\[ray\]'"):
             scheduler.start(master(tmp_path))
     finally:
         scheduler.stop(1.0)
+
+
+@pytest.mark.slow
+def test_an_agent_that_cannot_serve_is_told_in_one_line(tmp_path):
+    """Its keys are not those of the door."""
+    keys, others = RunKeys.make(), RunKeys.make()
+    door = Door(Network("127.0.0.1", "127.0.0.1", keys), "tcp://127.0.0.1:0", 7.0)
+    agent = RayAgent("player-0")
+    try:
+        node = agent.start(door.endpoint, asdict(others))
+        until(agent.problem)
+        line = agent.problem()
+        assert line.startswith(f"host agent player-0 on {node} failed: host player-0: the launcher at {door.endpoint} ")
+        assert "\n" not in line
+    finally:
+        agent.stop()
+        door.close()
 
 
 @own_cluster
@@ -140,7 +169,7 @@ def test_an_agent_that_cannot_serve_is_named_with_its_last_words(tmp_path, monke
     scheduler = made(tmp_path)
     monkeypatch.setattr(engine, "asdict", lambda keys: asdict(others))
     try:
-        with pytest.raises(ClusterError, match=r"player-0 did not join .*host agent player-0 on .*exit code 1"):
+        with pytest.raises(ClusterError, match=r"player-0 did not join .*host agent player-0 on .* failed: host "):
             scheduler.start(master(tmp_path))
     finally:
         scheduler.stop(1.0)

@@ -14,6 +14,7 @@ from realhf.cluster.engines import slurm
 from realhf.cluster.engines.slurm import SlurmOptions, script
 from realhf.cluster.errors import ClusterError
 from realhf.scheduler.base import WorkerSpec
+from realhf.scheduler.failure import describe
 from tests.cluster.engines.bench_of_one import run_folder, started
 from tests.process_family import family, gone
 
@@ -82,13 +83,37 @@ def test_the_nodes_of_a_job_join_and_leave_with_the_run(tmp_path, monkeypatch):
     assert not [*tmp_path.glob("tmp*")], "the folder of each node's keys is removed"
 
 
-@pytest.mark.slow
-def test_outside_a_job_the_launch_says_so(tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", str(tmp_path))
+@pytest.mark.parametrize("name", ["job/demonstrations", "master"])
+def test_outside_a_job_the_launch_says_so_at_once(tmp_path, name):
+    """What comes before the run may take an hour."""
     scheduler = slurm.make(SlurmOptions(address="127.0.0.1", port=0, key_file=str(tmp_path / "k"), nodes=1))
-    monkeypatch.undo()
     try:
         with pytest.raises(ClusterError, match=r"srun cannot be run here .*mode=check prints"):
+            scheduler.start(WorkerSpec(name, "platform", (), run_folder(tmp_path) / "logs" / "m.log"))
+    finally:
+        scheduler.stop(1.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        ("srun: error: Unable to allocate resources: Invalid account", "Invalid account"),
+        ("FATAL: versions differ: realhf 2 on n1\nsrun: error: n1: task 1: Exited with exit code 1", "realhf 2"),
+    ],
+    ids=["srun", "agent"],
+)
+def test_why_srun_has_ended_is_in_the_one_line_that_a_person_sees(tmp_path, monkeypatch, said, shown):
+    """Also when it has ended before it was given the keys."""
+    (tmp_path / "srun").write_text(f"#!/bin/bash\nexec 0<&-\necho '{said}' >&2\nexit 1\n")
+    (tmp_path / "srun").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    scheduler = slurm.make(SlurmOptions(address="127.0.0.1", port=0, key_file=str(tmp_path / "k"), nodes=1))
+    try:
+        with pytest.raises(ClusterError) as found:
             scheduler.start(WorkerSpec("master", "platform", (), run_folder(tmp_path) / "logs" / "m.log"))
     finally:
         scheduler.stop(1.0)
+    line = describe(found.value)
+    assert line.startswith("host node-0 did not join tcp://127.0.0.1:")
+    assert "srun has ended with exit code 1: " in line and shown in line, line
