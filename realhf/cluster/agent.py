@@ -15,6 +15,7 @@ from pathlib import Path
 
 import zmq
 
+from realhf.cluster.kept_files import keep
 from realhf.cluster.messages import (
     LINE_CHARACTERS,
     OF_DOOR,
@@ -258,10 +259,10 @@ class HostAgent:
         elif isinstance(message, EndWorker):
             self._end(socket, message)
         elif isinstance(message, FilePiece):
-            try:
-                self._keep(message)
-            except OSError as error:
-                _log.error("cannot keep %s: %s", message.path, error)
+            kept = keep(message, self._folder)
+            if kept.problem:
+                _log.error("cannot keep %s: %s", message.path, kept.problem)
+            self._send(socket, "kept", kept)
         elif isinstance(message, Probe):
             self._send(socket, "probed", self._probed(message))
 
@@ -275,8 +276,8 @@ class HostAgent:
     def _start(self, socket: zmq.Socket[bytes], asked: StartWorker) -> None:
         log = Path(asked.log)
         spec = WorkerSpec(asked.name, asked.module, tuple(asked.argv), log, asked.events, asked.niceness, asked.gpu)
-        since = log.stat().st_size if log.exists() else 0
         try:
+            since = log.stat().st_size if log.exists() else 0
             self._local.start(spec)
         except (OSError, ValueError) as error:
             self._send(socket, "not_started", NotStarted(asked.name, str(error)[:4000]))
@@ -298,22 +299,6 @@ class HostAgent:
         for name, (log, since) in ended.items():
             self._send(socket, "exited", Exited(name, -signal.SIGTERM, str(log), since, _tail(log, since)))
         self._send(socket, "ended")
-
-    def _keep(self, piece: FilePiece) -> None:
-        """Write a part of a file. What is outside the agent's own folder is not written."""
-        path = Path(piece.path)
-        if not path.is_absolute() or ".." in path.parts or not path.is_relative_to(self._folder):
-            raise PermissionError(f"{path} is not in {self._folder}")
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        partial = path.with_name(f".{path.name}.part")
-        if piece.offset == 0:
-            partial.unlink(missing_ok=True)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        with os.fdopen(os.open(partial, flags, 0o600), "r+b") as file:
-            file.seek(piece.offset)
-            file.write(piece.data)
-        if piece.last:
-            partial.replace(path)
 
     @staticmethod
     def _probed(asked: Probe) -> Probed:

@@ -23,6 +23,7 @@ from realhf.cluster.messages import (
     HostHello,
     Message,
     Refused,
+    Report,
     Welcome,
     packed,
     unpacked,
@@ -47,9 +48,10 @@ OPERATOR = ("status", "add", "remove")
 
 @dataclass(frozen=True)
 class HostCame:
-    """A host has registered."""
+    """A host has registered; ``session`` is its agent's, of which another one of its name has another."""
 
     hello: HostHello
+    session: bytes
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,14 @@ class FromHost:
 
 
 @dataclass(frozen=True)
+class Nonsense:
+    """A host says what no agent of this version says."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True)
 class FromOperator:
     """An operator asks for something; ``sender`` is for ``Door.answer``."""
 
@@ -77,7 +87,7 @@ class FromOperator:
     sender: tuple[bytes, bytes]
 
 
-DoorEvent = HostCame | HostGone | FromHost | FromOperator
+DoorEvent = HostCame | HostGone | FromHost | Nonsense | FromOperator
 
 
 @dataclass
@@ -130,11 +140,11 @@ class Door:
                 found.append(self._events.get_nowait())
         return found
 
-    def send(self, host: str, kind: str, message: Message | None = None) -> bool:
-        """Send to a host; False when it is not there."""
+    def send(self, host: str, kind: str, message: Message | None = None, *, session: bytes = b"") -> bool:
+        """Send to a host; False when it is not there, or not the agent with this ``session`` any more."""
         with self._lock:
             peer = self._hosts.get(host)
-            if peer is None:
+            if peer is None or (session and peer.session != session):
                 return False
             self._outgoing.append((peer.identity, packed(kind, peer.session, message)))
         self._waker.wake()
@@ -210,7 +220,11 @@ class Door:
         kind, session = envelope.field(header, "kind", str), envelope.field(header, "session", bytes)[:16]
         if header.get("run") != DOOR:
             raise ProtocolError("a message that is not for the door of a launcher")
-        message = unpacked(kind, payload, OF_AGENT)
+        try:
+            message = unpacked(kind, payload, OF_AGENT)
+        except ProtocolError as error:
+            self._not_understood(identity, session, kind, str(error))
+            raise
         if isinstance(message, HostHello):
             if different := differences(header.get("versions"), str(header.get("node", message.name))):
                 self._post(identity, packed("refused", session, Refused(f"versions differ: {different}"[:4000])))
@@ -220,6 +234,21 @@ class Door:
             self._happened(FromOperator(kind, message, (identity, session)))
         else:
             self._from_host(identity, session, kind, message)
+
+    def _not_understood(self, identity: bytes, session: bytes, kind: str, reason: str) -> None:
+        """Tell whoever waits for an answer, and the launcher of which host this comes."""
+        if kind in OPERATOR:
+            self._post(identity, packed("report", session, Report([reason[:4000]], failed=True)))
+        elif kind == "hello":
+            self._post(identity, packed("refused", session, Refused(reason[:4000])))
+        with self._lock:
+            name = self._name_of(session)
+        if name is not None:
+            self._happened(Nonsense(name, reason))
+
+    def _name_of(self, session: bytes) -> str | None:
+        """Return the host whose agent has this session; the lock is held."""
+        return next((name for name, host in self._hosts.items() if host.session == session), None)
 
     def _hello(self, identity: bytes, session: bytes, hello: HostHello) -> None:
         now = time.monotonic()
@@ -244,11 +273,11 @@ class Door:
             self._hosts[hello.name] = _Host(identity, session, now)
             self._doubles.clear()
         self._post(identity, packed("welcome", session, Welcome(PING_S, SILENT_FACTOR * self._dead_after_s)))
-        self._happened(HostCame(hello))
+        self._happened(HostCame(hello, session))
 
     def _from_host(self, identity: bytes, session: bytes, kind: str, message: Message) -> None:
         with self._lock:
-            name = next((name for name, host in self._hosts.items() if host.session == session), None)
+            name = self._name_of(session)
             if name is None:
                 self._post(identity, packed("again", session))
                 return

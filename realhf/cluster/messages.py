@@ -93,6 +93,14 @@ class FilePiece(Message, frozen=True):
     last: bool
 
 
+class Kept(Message, frozen=True):
+    """Answers each part of a file: how many bytes of it the host has now, or why it cannot keep it."""
+
+    path: Text
+    size: Annotated[int, Meta(ge=0)]
+    problem: Annotated[str, Meta(max_length=500)]
+
+
 class StartWorker(Message, frozen=True):
     """Asks for a process; the fields are those of ``WorkerSpec``, with paths of the host."""
 
@@ -160,6 +168,7 @@ OF_AGENT: Mapping[str, type[Message]] = MappingProxyType(
         "hello": HostHello,
         "ping": Nothing,
         "probed": Probed,
+        "kept": Kept,
         "lines": Lines,
         "exited": Exited,
         "not_started": NotStarted,

@@ -13,10 +13,10 @@ GRACE_S = 4.0
 
 
 class OperatorDesk:
-    """Answers one request. ``running``: whether there is a run that workers could join."""
+    """Answers one request. ``running``: whether there is a run, ``elastic``: whether workers could join it."""
 
-    def __init__(self, door: Door, table: HostTable, *, running: bool) -> None:
-        self._door, self._table, self._running = door, table, running
+    def __init__(self, door: Door, table: HostTable, *, running: bool, elastic: bool) -> None:
+        self._door, self._table, self._running, self._elastic = door, table, running, elastic
 
     def serve(self, asked: FromOperator) -> list[WorkerEvent]:
         """Answer, and return what follows for the run."""
@@ -40,6 +40,8 @@ class OperatorDesk:
         if not self._running:
             return "no run has begun yet"
         if kind == "add":
+            if not self._elastic:
+                return "this run is synchronous: it takes no more workers while it goes on"
             return "" if order.kind in ELASTIC else f"{order.kind!r} cannot be added, only {' and '.join(ELASTIC)}"
         held = sorted(name for name in self._table.on(order.host) if kind_of(name) in PACKED)
         return f"{order.host} holds {', '.join(held)}, which the run cannot do without" if held else ""

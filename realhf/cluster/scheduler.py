@@ -10,17 +10,19 @@ from pathlib import Path
 from typing import Protocol
 
 from realhf.cluster import placement
-from realhf.cluster.carried import cargo, key_file_in, needed_paths, prints_of, weights_problem
-from realhf.cluster.door import Door, DoorEvent, FromHost, FromOperator, HostCame, HostGone
+from realhf.cluster.carried import cargo, key_file_in, needed_paths, prints_of, takes_more, weights_problem
+from realhf.cluster.delivery import deliver
+from realhf.cluster.door import Door, DoorEvent, FromHost, FromOperator, HostCame, HostGone, Nonsense
 from realhf.cluster.errors import ClusterError
 from realhf.cluster.host_table import PROBE_S, FolderProbe, Host, HostTable, Running, warnings, with_place
-from realhf.cluster.messages import Ended, EndWorker, Exited, Lines, NotStarted, Probed, StartWorker
+from realhf.cluster.messages import Ended, EndWorker, Exited, HostHello, Kept, Lines, NotStarted, Probed, StartWorker
 from realhf.cluster.operator_desk import OperatorDesk
 from realhf.cluster.options import ELASTIC, ClusterOptions
 from realhf.cluster.placement import LAUNCHER, kind_of
 from realhf.monitor.host_lanes import note_placement
 from realhf.scheduler.base import Notice, WorkerEvent, WorkerExit, WorkerLine, WorkerSpec, WorkersWanted
 from realhf.scheduler.local import LocalScheduler
+from realhf.transport.descriptors import allow_many_connections
 from realhf.transport.network.keys import RunKeys
 from realhf.transport.network.network import Network
 
@@ -35,6 +37,11 @@ LOST = -9
 class AgentStarter(Protocol):
     """Starts host agents when nobody else does, e.g. by Ray or Slurm. An agent is ``python -m realhf.worker --join
     ENDPOINT --key-file FILE --host-agent --name NAME`` on its host."""
+
+    def check(self) -> None:
+        """Raise OSError with one line where agents can never be started; called when the launcher starts, which may be
+        long before hosts are waited for."""
+        ...
 
     def start_agents(self, endpoint: str, key_file: Path) -> None:
         """Begin to start agents that join the door at ``endpoint``; called each time before hosts are waited for.
@@ -67,12 +74,13 @@ class ClusterScheduler:
         self._table = HostTable()
         self._door: Door | None = None
         self._backlog: list[WorkerEvent] = []
-        self._answers: dict[int, Probed] = {}
+        self._answers: dict[tuple[str, int], Probed] = {}
         self._probes = 0
         self._ended: set[str] = set()
         self._before: set[str] | None = None
         self._placed: set[str] = set()
         self._running = False
+        self._elastic = True
         self._run_dir: Path | None = None
 
     # ---- Scheduler
@@ -84,7 +92,9 @@ class ClusterScheduler:
             raise ValueError(f"worker {spec.name} was started already")
         if spec.name == MASTER:
             self._wait_for_hosts(door)
-            self._running = True
+            self._running, self._elastic = True, takes_more(spec.log.parent.parent)
+            asking = [host.hello for host in self._table.hosts.values() if host.hello.wants and not self._elastic]
+            self._backlog += [_unused(hello) for hello in asking]
         if kind_of(spec.name) != JOB:
             self._run_dir = spec.log.parent.parent
         if kind_of(spec.name) in (JOB, MASTER):
@@ -131,6 +141,10 @@ class ClusterScheduler:
                 self._table.workers.pop(event.name, None)
             self._backlog.append(event)
 
+    def _wait_and_note(self, timeout_s: float) -> None:
+        self._wait_here(timeout_s)
+        self._pump()
+
     def stop(self, grace_s: float = 8.0) -> None:
         """See ``Scheduler``. Workers of a host that does not answer end by themselves, with its agent."""
         door = self._door
@@ -164,6 +178,9 @@ class ClusterScheduler:
         if self._door is None:
             if not self._options.address:
                 raise ClusterError("scheduler.address: empty; give the address of this machine that other hosts reach")
+            if self._starter is not None:
+                self._starter.check()
+            allow_many_connections()  # each host has one
             if not self.key_file.exists():
                 self.key_file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
                 with contextlib.suppress(FileExistsError):
@@ -231,15 +248,18 @@ class ClusterScheduler:
                 door.send(name, "probe", asked[name][1].question(self._probes))
             deadline = time.monotonic() + PROBE_S
             while time.monotonic() < deadline and any(
-                number not in self._answers for name, (number, _) in asked.items() if name in self._table.hosts
+                (name, number) not in self._answers for name, (number, _) in asked.items() if name in self._table.hosts
             ):
                 self._pump()
                 self._wait_here(0.05)
             for name, (number, probe) in asked.items():
-                if (answer := self._answers.pop(number, None)) is not None:
+                if (answer := self._answers.pop((name, number), None)) is not None:
                     probe.judge(new[name], answer)
                 elif name in self._table.hosts:
-                    self._backlog.append(Notice(f"host {name} did not say within {PROBE_S:g} s what it shares"))
+                    new[name].shared = False  # once is enough: every start of a worker would wait for it again
+                    text = f"host {name} did not say within {PROBE_S:g} s what it shares; it is taken to share nothing"
+                    self._backlog.append(Notice(text))
+            self._answers.clear()
         finally:
             for _, probe in asked.values():
                 probe.close()
@@ -265,17 +285,22 @@ class ClusterScheduler:
         )
         brought.files = {here: there for here, there in brought.files.items() if there not in host.sent}
         brought.texts = {there: text for there, text in brought.texts.items() if there not in host.sent}
-        for piece in brought.pieces():
-            door.send(name, "file", piece)
-            host.sent.add(piece.path)
+        before = {*host.sent}
+        try:
+            arrived = deliver(
+                door, host, brought.pieces(), lambda: self._table.hosts.get(name) is host, self._wait_and_note
+            )
+        except BaseException:
+            host.sent = before
+            raise
         placed = with_place(spec, brought.rewritten, gpu, shared)
-        door.send(
-            name,
-            "start",
-            StartWorker(
-                placed.name, placed.module, list(placed.argv), str(placed.log), placed.events, placed.niceness, gpu
-            ),
+        asked = StartWorker(
+            placed.name, placed.module, list(placed.argv), str(placed.log), placed.events, placed.niceness, gpu
         )
+        if not arrived or not door.send(name, "start", asked, session=host.session):
+            cause = f"its host {name} was lost before it could be started"
+            self._backlog.append(WorkerExit(spec.name, LOST, spec.log, _size(spec.log), cause))
+            return
         self._table.workers[spec.name] = Running(spec, name, time.monotonic(), gpu)
         self._note(name, spec.name)
 
@@ -294,12 +319,14 @@ class ClusterScheduler:
 
     def _happened(self, event: DoorEvent) -> None:
         if isinstance(event, HostCame):
-            self._came(Host(event.hello))
+            self._came(Host(event.hello, event.session))
         elif isinstance(event, HostGone):
             self._gone(event.name, f"its host {event.name} was lost: {event.reason}")
         elif isinstance(event, FromOperator) and self._door is not None:
-            desk = OperatorDesk(self._door, self._table, running=self._running)
+            desk = OperatorDesk(self._door, self._table, running=self._running, elastic=self._elastic)
             self._backlog += desk.serve(event)
+        elif isinstance(event, Nonsense):
+            self._strange(event)
         elif isinstance(event, FromHost):
             self._said(event)
 
@@ -308,6 +335,9 @@ class ClusterScheduler:
         self._table.hosts[hello.name] = host
         self._backlog += [Notice(text) for text in warnings(hello)]
         late = self._running and bool(self._table.workers)
+        if late and not self._elastic:
+            self._backlog.append(_unused(hello))
+            return
         wants = hello.wants or (self._options.joining if late else {})
         if late:
             self._backlog.append(Notice(f"host {hello.name} ({hello.address}) joins the run"))
@@ -322,17 +352,29 @@ class ClusterScheduler:
         for worker, running in left.items():
             self._backlog.append(WorkerExit(worker, LOST, running.spec.log, _size(running.spec.log), cause))
 
+    def _strange(self, event: Nonsense) -> None:
+        """Tell once of a host that its agent says what cannot be understood."""
+        host = self._table.hosts.get(event.name)
+        if host is not None and not host.strange:
+            host.strange = True
+            self._backlog.append(Notice(f"host {event.name}: its agent says what no agent says: {event.reason}"))
+
     def _said(self, event: FromHost) -> None:
         message, host = event.message, self._table.hosts.get(event.name)
         if isinstance(message, Ended):
             self._ended.add(event.name)
         elif isinstance(message, Probed):
-            self._answers[message.number] = message
+            self._answers[event.name, message.number] = message
+        elif isinstance(message, Kept):
+            if host is not None:
+                host.has_kept(message)
         elif isinstance(message, (Exited, NotStarted, Lines)):
             running = self._table.workers.get(message.name)
             if running is None or running.host != event.name or host is None:
                 return
             if isinstance(message, Lines):
+                if not running.spec.events:
+                    return
                 self._backlog += [WorkerLine(message.name, line) for line in message.lines]
                 return
             del self._table.workers[message.name]
@@ -357,6 +399,13 @@ def _exit(message: Exited | NotStarted, running: Running, host: Host) -> WorkerE
         if not message.tail.endswith(b"\n"):
             file.write(b"\n")
     return WorkerExit(message.name, message.exit_code, log, start, cause)
+
+
+def _unused(hello: HostHello) -> Notice:
+    return Notice(
+        f"host {hello.name}: a synchronous run takes no more workers while it goes on; this host gets some when a run "
+        "begins after it has joined"
+    )
 
 
 def _size(log: Path) -> int:

@@ -1,0 +1,70 @@
+"""A host agent by hand: it says what a test wants it to say, and nothing else."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any, TypeVar
+
+import zmq
+
+from realhf.cluster.messages import OF_DOOR, HostHello, Message, Welcome, packed, unpacked
+from realhf.transport.envelope import pack_header, pack_payload, unpack_header
+from realhf.transport.network.keys import RunKeys
+from realhf.transport.network.network import Network
+from realhf.transport.network.versions import own_versions
+
+ANSWER_S = 20.0
+M = TypeVar("M", bound=Message)
+
+
+class StrangeAgent:
+    """Has the cluster's keys and a connection to the door."""
+
+    def __init__(self, door: str, keys: RunKeys, name: str = "a", *, context: zmq.Context[Any] | None = None) -> None:
+        self.name, self.session = name, os.urandom(16)
+        self.socket = (context or zmq.Context.instance()).socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        Network("127.0.0.1", "127.0.0.1", keys).connect(self.socket, door)
+
+    def say(self, kind: str, message: Message | None = None, **fields: object) -> None:
+        """Send a message of the protocol."""
+        self.socket.send_multipart(packed(kind, self.session, message, **fields))
+
+    def babble(self, kind: str, payload: Any) -> None:
+        """Send something that has the header of a message."""
+        self.socket.send_multipart([pack_header(kind, "door", self.session), pack_payload(payload)])
+
+    def hello(self, *, folder: str = "/nowhere", wants: dict[str, int] | None = None) -> None:
+        """Say hello, without waiting for the welcome."""
+        here = HostHello(self.name, 2, 1.0, [], "127.0.0.1", "m", time.time(), folder, wants or {})
+        self.say("hello", here, versions=own_versions(), node="its-node")
+
+    def join(self, **given: Any) -> StrangeAgent:
+        """Register, and wait for the welcome."""
+        self.hello(**given)
+        self.hears(Welcome)
+        return self
+
+    def heard(self) -> tuple[str, Message] | None:
+        """The next message; None when there is none now."""
+        if not self.socket.poll(0):
+            return None
+        frame, *payload = self.socket.recv_multipart()
+        kind = unpack_header(frame)["kind"]
+        return kind, unpacked(kind, payload, OF_DOOR)
+
+    def hears(self, form: type[M]) -> M:
+        """Wait for a message of this form; others are passed over."""
+        end = time.monotonic() + ANSWER_S
+        while time.monotonic() < end:
+            found = self.heard()
+            if found is None:
+                self.socket.poll(50)
+            elif isinstance(found[1], form):
+                return found[1]
+        raise AssertionError(f"{self.name} heard no {form.__name__}")
+
+    def close(self) -> None:
+        """Say nothing any more."""
+        self.socket.close(0)

@@ -1,0 +1,277 @@
+"""What a launcher makes of agents that have its keys and do not do what an agent does."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+
+from realhf.cluster import delivery, door
+from realhf.cluster import scheduler as scheduler_module
+from realhf.cluster.errors import ClusterError
+from realhf.cluster.messages import FilePiece, Kept, Lines, Order, Probe, Probed, Report, StartWorker
+from realhf.cluster.options import ClusterOptions
+from realhf.cluster.scheduler import ClusterScheduler
+from realhf.scheduler.base import Notice, WorkerEvent, WorkerExit, WorkerLine, WorkerSpec, WorkersWanted
+from realhf.transport.descriptors import allow_many_connections
+from realhf.transport.network.keys import RunKeys
+from tests.cluster.strange_agent import ANSWER_S, StrangeAgent
+
+ASYNCHRONOUS = {"options": {"weights": "fetch"}}
+
+
+class Bench:
+    """A launcher's scheduler with a run folder, and strange agents."""
+
+    def __init__(self, folder: Path, rollout: object = ASYNCHRONOUS) -> None:
+        (folder / "exp" / "run" / "logs").mkdir(parents=True)
+        plan = {"spec": {"models": {}, "source": {}, "rollout": rollout}, "plugins": []}
+        (folder / "exp" / "run" / "plan.json").write_text(json.dumps(plan))
+        self.folder, self.keys = folder, RunKeys.make()
+        self.keys.write(folder / "cluster.key")
+        options = ClusterOptions(address="127.0.0.1", port=0, key_file=str(folder / "cluster.key"), min_hosts=1)
+        self.scheduler = ClusterScheduler(options, say=lambda text: None)
+        self.agents: list[StrangeAgent] = []
+        self.events: list[WorkerEvent] = []
+
+    def agent(self, name: str = "a") -> StrangeAgent:
+        self.agents.append(StrangeAgent(self.scheduler._opened().endpoint, self.keys, name))
+        return self.agents[-1]
+
+    def begin(self) -> None:
+        """Start a master, which ends at once."""
+        self.start("master", "platform")
+
+    def start(self, name: str, module: str = "none", *argv: str, events: bool = False) -> None:
+        log = self.folder / "exp" / "run" / "logs" / f"{name.replace('/', '-')}.log"
+        self.scheduler.start(WorkerSpec(name, module, argv, log, events=events))
+
+    def until(self, wanted: type[WorkerEvent] | tuple[type, ...], about: str = "") -> WorkerEvent:
+        """Wait for an event of a kind whose text holds ``about``."""
+        end = time.monotonic() + ANSWER_S
+        while time.monotonic() < end:
+            for event in self.events:
+                if isinstance(event, wanted) and about in str(event):
+                    self.events.remove(event)
+                    return event
+            self.events += self.scheduler.wait(0.1)
+        raise AssertionError(f"no {wanted} about {about!r}, only {self.events}")
+
+    def close(self) -> None:
+        for agent in self.agents:
+            agent.close()
+        self.scheduler._table.hosts.clear()  # none of them would say that it has ended its workers
+        self.scheduler.stop(0.1)
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    made = Bench(tmp_path)
+    yield made
+    made.close()
+
+
+class Answers(threading.Thread):
+    """Says for an agent that it shares nothing, and that it keeps parts of files, ``most`` of them, or its ``problem``
+    with them. It ends when a worker is to be started."""
+
+    def __init__(self, agent: StrangeAgent, *, most: int = 10**6) -> None:
+        super().__init__(daemon=True)
+        self._agent, self._most, self.problem = agent, most, ""
+        self.start()
+
+    def run(self) -> None:
+        end = time.monotonic() + ANSWER_S
+        while self._most and time.monotonic() < end:
+            if (found := self._agent.heard()) is None:
+                self._agent.socket.poll(20)
+            elif isinstance(found[1], Probe):
+                self._agent.say("probed", Probed(found[1].number, "", []))
+            elif isinstance(found[1], StartWorker):
+                return
+            elif isinstance(piece := found[1], FilePiece):
+                self._most -= 1
+                self._agent.say("kept", Kept(piece.path, piece.offset + len(piece.data), self.problem))
+
+
+def test_a_host_that_never_says_what_it_shares_is_waited_for_once(bench: Bench, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(scheduler_module, "PROBE_S", 0.3)
+    bench.agent().join()
+    bench.begin()
+    waits: list[bool] = []
+    monkeypatch.setattr(bench.scheduler, "_start_there", lambda *given: waits.append(True))
+    bench.start("rollout_worker/0")
+    bench.until(Notice, "host a did not say within 0.3 s what it shares; it is taken to share nothing")
+    began = time.monotonic()
+    bench.start("rollout_worker/1")
+    assert time.monotonic() - began < 0.25 and len(waits) == 2
+
+
+def test_lines_of_a_worker_that_reports_none_are_nobodys(bench: Bench):
+    """They would be taken for the master's: the end of the run, for instance."""
+    agent = bench.agent().join()
+    bench.begin()
+    thread = Answers(agent)
+    bench.start("rollout_worker/0")
+    thread.join(ANSWER_S)
+    agent.say("lines", Lines("rollout_worker/0", [json.dumps({"kind": "done", "summary": {}})]))
+    agent.say("leave")
+    bench.until(WorkerExit, "rollout_worker/0")
+    assert not [event for event in bench.events if isinstance(event, WorkerLine) and event.name != "master"]
+
+
+def test_nonsense_is_told_with_the_name_of_the_host_and_once(bench: Bench):
+    agent = bench.agent().join()
+    bench.begin()
+    for payload in ({"name": "../x"}, ["no map"], {"name": "a/b", "exit_code": 10**9}):
+        agent.babble("exited", payload)
+    agent.babble("dance", {})
+    bench.until(Notice, "host a: its agent says what no agent says: ")
+    agent.say("leave")
+    bench.until(Notice, "its agent was stopped")
+    assert "no agent says" not in str(bench.events)
+
+
+def test_a_hello_that_cannot_be_understood_is_refused_with_its_field(bench: Bench):
+    agent = bench.agent()
+    agent.babble("hello", {"name": "a/b"})
+    end = time.monotonic() + ANSWER_S
+    while (found := agent.heard()) is None and time.monotonic() < end:
+        agent.socket.poll(50)
+    assert found is not None and found[0] == "refused" and "field" in found[1].reason  # pyright: ignore
+
+
+def test_an_order_that_cannot_be_understood_is_answered(bench: Bench):
+    operator = bench.agent("operator")
+    operator.say("add", Order("a/b", "generation", 1))
+    report = operator.hears(Report)
+    assert report.failed and "field host" in report.lines[0]
+    operator.say("add", Order("a", "generation", -1))
+    assert "field count" in operator.hears(Report).lines[0]
+
+
+def test_what_a_host_cannot_keep_is_told_with_its_name_and_brought_again_next_time(bench: Bench):
+    agent = bench.agent().join()
+    bench.begin()
+    thread = Answers(agent)
+    thread.problem = "No space left on device"
+    with pytest.raises(ClusterError, match=r"host a cannot keep /nowhere/runs/.*/plan\.json: No space left on device"):
+        bench.start("rollout_worker/0")
+    assert not bench.scheduler._table.hosts["a"].sent and "rollout_worker/0" not in bench.scheduler._table.workers
+    thread.problem = ""
+    bench.start("rollout_worker/0")
+    thread.join(ANSWER_S)
+    assert bench.scheduler._table.workers["rollout_worker/0"].host == "a"
+
+
+def test_no_more_is_sent_than_a_host_keeps(bench: Bench, monkeypatch: pytest.MonkeyPatch):
+    """A large file does not pile up in the launcher, and a host that keeps nothing is named."""
+    monkeypatch.setattr(delivery, "KEPT_WITHIN_S", 0.5)
+    monkeypatch.setattr("realhf.cluster.carried.PIECE_BYTES", 100)
+    large = bench.folder / "large"
+    large.write_bytes(b"x" * 5000)
+    agent = bench.agent().join()
+    bench.begin()
+    bench.scheduler._table.hosts["a"].shared = True
+    with pytest.raises(ClusterError, match=r"host a has kept no part of a file for 0\.5 s"):
+        bench.start("rollout_worker/0", "none", "--key-file", str(large))
+    parts = 0
+    while (found := agent.heard()) is not None:
+        parts += isinstance(found[1], FilePiece)
+    assert parts == delivery.AHEAD
+
+
+def test_a_host_that_is_lost_while_files_come_costs_its_worker_only(bench: Bench, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("realhf.cluster.carried.PIECE_BYTES", 100)
+    large = bench.folder / "large"
+    large.write_bytes(b"x" * 5000)
+    agent = bench.agent().join()
+    bench.begin()
+    bench.scheduler._table.hosts["a"].shared = True
+    thread = Answers(agent, most=2)
+    threading.Timer(0.5, lambda: (thread.join(), agent.say("leave"))).start()
+    bench.start("rollout_worker/0", "none", "--key-file", str(large))
+    lost = bench.until(WorkerExit, "rollout_worker/0")
+    assert "its host a was lost before it could be started" in str(lost)
+    assert "rollout_worker/0" not in bench.scheduler._table.workers
+
+
+def test_a_worker_is_not_started_in_the_next_life_of_a_host(bench: Bench, monkeypatch: pytest.MonkeyPatch):
+    """The launcher has not heard yet that the agent was started anew; two workers of one name would run there."""
+    monkeypatch.setattr(door, "SILENT_PINGS", 0)
+    bench.agent().join()
+    bench.begin()
+    bench.scheduler._table.hosts["a"].shared = True
+    second = bench.agent().join()
+    bench.start("rollout_worker/0")
+    lost = bench.until(WorkerExit, "rollout_worker/0")
+    assert "its host a was lost before it could be started" in str(lost)
+    assert second.heard() is None
+
+
+def test_a_synchronous_run_says_that_it_takes_no_more_workers(tmp_path: Path):
+    bench = Bench(tmp_path, rollout=None)
+    try:
+        bench.agent().join(wants={"rollout_worker": 2})
+        bench.begin()
+        bench.until(Notice, "host a: a synchronous run takes no more workers")
+        bench.scheduler._table.hosts["a"].shared = True
+        bench.start("env/0")
+        bench.agent("b").join(wants={"generation": 1})
+        bench.until(Notice, "host b: a synchronous run takes no more workers")
+        assert not [event for event in bench.events if isinstance(event, WorkersWanted) and event.host == "b"]
+        operator = bench.agent("operator")
+        operator.say("add", Order("a", "generation", 1))
+        bench.scheduler.wait(1.0)
+        report = operator.hears(Report)
+        assert report.failed and report.lines == ["this run is synchronous: it takes no more workers while it goes on"]
+    finally:
+        bench.close()
+
+
+MANY_AGENTS = """
+import resource, sys, time
+from pathlib import Path
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+from realhf.cluster.options import ClusterOptions
+from realhf.cluster.scheduler import ClusterScheduler
+scheduler = ClusterScheduler(ClusterOptions(address="127.0.0.1", port=0, key_file=sys.argv[1]))
+print(scheduler._opened().endpoint, flush=True)
+end = time.monotonic() + float(sys.argv[3])
+while len(scheduler._table.hosts) < int(sys.argv[2]) and time.monotonic() < end:
+    scheduler.wait(0.2)
+print(len(scheduler._table.hosts), flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_a_launcher_takes_more_agents_than_a_process_usually_has_descriptors(tmp_path: Path):
+    """All at once, and each goes on to say hello until it is welcome."""
+    many = 300
+    keys = RunKeys.make()
+    keys.write(tmp_path / "key")
+    words = [sys.executable, "-c", MANY_AGENTS, str(tmp_path / "key"), str(many), str(3 * ANSWER_S)]
+    launcher = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+    context = zmq.Context()
+    context.set(zmq.MAX_SOCKETS, 2 * many)
+    allow_many_connections()
+    try:
+        assert launcher.stdout is not None
+        door = launcher.stdout.readline().strip()
+        agents = [StrangeAgent(door, keys, f"a{number}", context=context) for number in range(many)]
+        while launcher.poll() is None:
+            for agent in agents:
+                agent.hello()
+            time.sleep(0.5)
+        assert launcher.stdout.read().strip() == str(many)
+    finally:
+        launcher.kill()
+        launcher.wait()
+        context.destroy(0)
