@@ -22,6 +22,7 @@ from benchmarks.network.lan import Lan, lan
 from realhf.dataflow.journal.audit import Tally, audit_folder
 from realhf.monitor.pictures import TIMELINE
 from realhf.monitor.report import REPORT_FILE
+from realhf.monitor.timeline import last_steps, work_of
 from realhf.monitor.trace_format import TRACE_FILE
 from realhf.transport.network.keys import RunKeys
 from tests.process_family import family
@@ -31,7 +32,6 @@ PORT = 7788
 OPTIONS = (
     "experiment=grpo_async",
     "env=sql",
-    "scheduler=join",
     "dataset.train_bs_n_seqs=2",
     "ppo.group_size=2",
     "gen.max_new_tokens=8",
@@ -67,6 +67,8 @@ class ClusterRun:
 
     def __init__(self, network: Lan, folder: Path, policy: Path) -> None:
         self.lan, self.folder, self._policy = network, folder, policy
+        self.scheduler = "join"
+        self.enter, self.bind = [*self.first.enter], self.first.address
         self.door = f"tcp://{self.first.address}:{PORT}"
         self.keys = folder / "cluster.key"
         RunKeys.make().write(self.keys)
@@ -81,9 +83,10 @@ class ClusterRun:
 
     def launch(self, *options: str) -> None:
         """Start the launcher."""
-        where = (f"network.bind={self.first.address}", f"scheduler.key_file={self.keys}")
+        where = (f"scheduler={self.scheduler}", f"network.bind={self.bind}")
+        where += (f"scheduler.key_file={self.keys}",)
         given = (*OPTIONS, *where, f"fileroot={self.folder / 'runs'}", f"actor.path={self._policy}", *options)
-        command = [*self.first.enter, sys.executable, "-m", "realhf.launch", *given]
+        command = [*self.enter, sys.executable, "-m", "realhf.launch", *given]
         self.launcher = self._started(command, self.log)
 
     def join(self, name: str, *options: str, before: tuple[str, ...] = ()) -> None:
@@ -179,3 +182,23 @@ def running(network: Lan, folder: Path, policy: Path) -> Iterator[ClusterRun]:
         yield run
     finally:
         run.end()
+
+
+def check_books(run: ClusterRun, steps: int) -> None:
+    """Every sample was trained once, and none too late."""
+    tally = run.tally()
+    assert tally.ended and tally.complete and tally.balanced, tally
+    assert (tally.steps, tally.outstanding, tally.accepted) == (steps, 0, 0), tally
+    assert tally.head_staleness_max <= STALENESS, tally
+    assert len(run.rows()) == steps
+
+
+def busy_lanes(run: ClusterRun, steps: int) -> dict[str, set[str]]:
+    """The processes that the report's timeline shows at work in the last steps, by host."""
+    window = last_steps(run.run_dir, steps)
+    assert window is not None
+    found: dict[str, set[str]] = {}
+    for (host, process), work in work_of(run.run_dir, window).items():
+        if work.most > 0:
+            found.setdefault(host, set()).add(process)
+    return found

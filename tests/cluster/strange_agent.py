@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import zmq
@@ -35,10 +36,11 @@ class StrangeAgent:
         """Send something that has the header of a message."""
         self.socket.send_multipart([pack_header(kind, "door", self.session), pack_payload(payload)])
 
-    def hello(self, *, folder: str = "/nowhere", wants: dict[str, int] | None = None) -> None:
+    def hello(self, *, wants: Mapping[str, int] = {}, gpus: int = 0, versions: Mapping[str, str] = {}) -> None:
         """Say hello, without waiting for the welcome."""
-        here = HostHello(self.name, 2, 1.0, [], "127.0.0.1", "m", time.time(), folder, wants or {})
-        self.say("hello", here, versions=own_versions(), node="its-node")
+        names = [str(number) for number in range(gpus)]
+        here = HostHello(self.name, 2, 1.0, names, "127.0.0.1", "m", time.time(), "/nowhere", dict(wants))
+        self.say("hello", here, versions={**own_versions(), **versions}, node="its-node")
 
     def join(self, **given: Any) -> StrangeAgent:
         """Register, and wait for the welcome."""

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -41,7 +41,8 @@ class Cluster:
         RunKeys.make().write(self.keys)
         (folder / "sleeper.py").write_text(SLEEPER)
         (folder / "exp" / "run" / "logs").mkdir(parents=True)
-        plan = {"spec": {"models": {}, "source": {}}, "plugins": []}
+        rollout = {"options": {"weights": "fetch"}}
+        plan = {"spec": {"models": {}, "source": {}, "rollout": rollout}, "plugins": []}
         (folder / "exp" / "run" / "plan.json").write_text(json.dumps(plan))
         given = {"address": "127.0.0.1", "port": 0, "key_file": str(self.keys), "dead_after_s": 3.0, **options}
         self.said: list[str] = []
@@ -54,11 +55,13 @@ class Cluster:
         opened = self.scheduler._opened()
         return opened.endpoint
 
-    def join(self, name: str, *options: str, keys: Path | None = None) -> subprocess.Popen[bytes]:
-        """Start an agent."""
+    def join(
+        self, name: str, *options: str, keys: Path | None = None, before: Sequence[str] = ()
+    ) -> subprocess.Popen[bytes]:
+        """Start an agent; ``before`` are words before its command."""
         given = ["--join", self.door, "--key-file", str(keys or self.keys), "--name", name, "--linger-s", "2"]
         given += ["--folder", str(self.folder / f"host-{name}"), *(options or ("--host-agent", "--no-prepare"))]
-        command = [sys.executable, "-m", "realhf.worker", *given]
+        command = [*before, sys.executable, "-m", "realhf.worker", *given]
         with (self.folder / f"{name}.log").open("wb") as log:
             self.agents[name] = subprocess.Popen(command, stdout=log, stderr=log)
         return self.agents[name]

@@ -10,8 +10,7 @@ import pytest
 
 from benchmarks.network.hosts import Host
 from realhf.monitor.report import REPORT_FILE
-from realhf.monitor.timeline import last_steps, work_of
-from tests.cluster.bed import PORT, STALENESS, ClusterRun, hosts, running
+from tests.cluster.bed import PORT, ClusterRun, busy_lanes, check_books, hosts, running
 from tests.transport.network.listeners import listeners, takes_a_stranger
 
 pytestmark = [pytest.mark.several_hosts, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -22,26 +21,6 @@ LONG_STEPS = 40
 """Of a run that is to see so many faults, on a fast machine too: none is more than a sixth of it after the last one."""
 FEW, MANY = 4, 120
 NAMED_S = 30.0
-
-
-def check_books(run: ClusterRun, steps: int) -> None:
-    """Every sample was trained once, and none too late."""
-    tally = run.tally()
-    assert tally.ended and tally.complete and tally.balanced, tally
-    assert (tally.steps, tally.outstanding, tally.accepted) == (steps, 0, 0), tally
-    assert tally.head_staleness_max <= STALENESS, tally
-    assert len(run.rows()) == steps
-
-
-def busy_lanes(run: ClusterRun) -> dict[str, set[str]]:
-    """The processes that the report's timeline shows at work, by host."""
-    window = last_steps(run.run_dir, STEPS)
-    assert window is not None
-    found: dict[str, set[str]] = {}
-    for (host, process), work in work_of(run.run_dir, window).items():
-        if work.most > 0:
-            found.setdefault(host, set()).add(process)
-    return found
 
 
 def refusing(host: Host) -> set[int]:
@@ -70,7 +49,7 @@ def test_ten_steps_over_three_hosts(tmp_path: Path, tiny_policy: Path):
         run.ended(RUN_S)
         check_books(run, STEPS)
         assert PORT in found["a"] and all(found.values()), found
-        lanes = busy_lanes(run)
+        lanes = busy_lanes(run, STEPS)
         assert {"generation/0"} == lanes["b"] and {"rollout_worker/0"} == lanes["c"], lanes
         assert "model_worker/0" in lanes["launcher"], lanes
         assert "<td>c</td><td>rollout_worker/0</td>" in (run.keep_report("ten_steps") / REPORT_FILE).read_text()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zmq
@@ -16,7 +18,7 @@ import zmq
 from realhf.cluster import delivery, door
 from realhf.cluster import scheduler as scheduler_module
 from realhf.cluster.errors import ClusterError
-from realhf.cluster.messages import FilePiece, Kept, Lines, Order, Probe, Probed, Report, StartWorker
+from realhf.cluster.messages import FilePiece, Kept, Lines, Order, Probe, Probed, Refused, Report, StartWorker
 from realhf.cluster.options import ClusterOptions
 from realhf.cluster.scheduler import ClusterScheduler
 from realhf.scheduler.base import Notice, WorkerEvent, WorkerExit, WorkerLine, WorkerSpec, WorkersWanted
@@ -30,14 +32,14 @@ ASYNCHRONOUS = {"options": {"weights": "fetch"}}
 class Bench:
     """A launcher's scheduler with a run folder, and strange agents."""
 
-    def __init__(self, folder: Path, rollout: object = ASYNCHRONOUS) -> None:
+    def __init__(self, folder: Path, rollout: object = ASYNCHRONOUS, **more: Any) -> None:
         (folder / "exp" / "run" / "logs").mkdir(parents=True)
         plan = {"spec": {"models": {}, "source": {}, "rollout": rollout}, "plugins": []}
         (folder / "exp" / "run" / "plan.json").write_text(json.dumps(plan))
         self.folder, self.keys = folder, RunKeys.make()
         self.keys.write(folder / "cluster.key")
-        options = ClusterOptions(address="127.0.0.1", port=0, key_file=str(folder / "cluster.key"), min_hosts=1)
-        self.scheduler = ClusterScheduler(options, say=lambda text: None)
+        given = {"address": "127.0.0.1", "port": 0, "key_file": str(folder / "cluster.key"), **more}
+        self.scheduler = ClusterScheduler(ClusterOptions(**given), say=lambda text: None)
         self.agents: list[StrangeAgent] = []
         self.events: list[WorkerEvent] = []
 
@@ -146,6 +148,43 @@ def test_a_hello_that_cannot_be_understood_is_refused_with_its_field(bench: Benc
     while (found := agent.heard()) is None and time.monotonic() < end:
         agent.socket.poll(50)
     assert found is not None and found[0] == "refused" and "field" in found[1].reason  # pyright: ignore
+
+
+def test_an_agent_of_another_version_is_refused_with_both_and_its_host(bench: Bench):
+    agent = bench.agent()
+    agent.hello(versions={"realhf": "99.0", "Python": "2.7"})
+    reason = agent.hears(Refused).reason
+    assert reason.startswith("versions differ: realhf 99.0 on its-node, ") and "Python 2.7 on its-node" in reason
+    assert not bench.scheduler.wait(0.1)
+
+
+def test_too_few_devices_are_told_with_what_each_host_has(tmp_path: Path):
+    bench = Bench(tmp_path, placement={"model_worker": "a"})
+    try:
+        bench.agent().join(gpus=1)
+        bench.begin()
+        bench.scheduler._table.hosts["a"].shared = True
+        bench.start("model_worker/0")
+        with pytest.raises(ClusterError) as found:
+            bench.start("model_worker/1")
+    finally:
+        bench.close()
+    said = str(found.value)
+    assert said.startswith("model_worker/1: needs a GPU of its own on a, which has 1, all taken by model_worker/0 (")
+    assert said.endswith("; a: 2 cores, 0 of 1 GPUs free, 1 workers")
+
+
+def test_a_port_that_is_taken_is_named_with_its_option_when_the_launch_begins(tmp_path: Path):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        bench = Bench(tmp_path, port=port)
+        try:
+            with pytest.raises(
+                ClusterError, match=rf"\(.*scheduler\.port, .* tcp://127.0.0.1:{port}: "
+            ):
+                bench.start("job/demonstrations", "platform")
+        finally:
+            bench.close()
 
 
 def test_an_order_that_cannot_be_understood_is_answered(bench: Bench):

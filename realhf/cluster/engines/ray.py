@@ -10,7 +10,7 @@ from typing import Any
 
 from realhf.api.config.option import option
 from realhf.cluster.engines.engine_process import EngineProcess
-from realhf.cluster.engines.ray_address import ADDRESS, reach
+from realhf.cluster.engines.ray_address import ADDRESS, NO_RAY, reach
 from realhf.cluster.errors import ClusterError
 from realhf.cluster.options import ClusterOptions
 from realhf.cluster.scheduler import ClusterScheduler
@@ -18,7 +18,6 @@ from realhf.scheduler.base import SchedulerDefinition
 from realhf.transport.network.keys import RunKeys
 
 TRAINER, PLAYER = "trainer", "player"
-NO_RAY = "scheduler=ray: Ray is not installed here: pip install 'realhf[ray]'"
 
 
 @dataclass

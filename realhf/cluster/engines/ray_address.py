@@ -9,6 +9,7 @@ from realhf.cluster.errors import ClusterError
 
 ADDRESS = re.compile(r"[A-Za-z0-9._-]+:[0-9]{1,5}")
 REACH_S = 5.0
+NO_RAY = "scheduler=ray: Ray is not installed here: pip install 'realhf[ray]'"
 
 
 def reach(address: str) -> None:

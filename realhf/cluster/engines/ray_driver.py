@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from realhf.cluster.engines.engine_process import serve
-from realhf.cluster.engines.ray_address import reach
+from realhf.cluster.engines.ray_address import NO_RAY, reach
 from realhf.cluster.errors import ClusterError
 from realhf.transport.network.addresses import LOOPBACK_ADDRESS
 
@@ -140,8 +140,7 @@ class RayEngine:
                     found = f"the host agent {name}"
                     group, index = self._bundles[name]
                     node = ray.util.placement_group_table(group)["bundles_to_node_id"][index]
-                    names = {each["NodeID"]: each["NodeManagerHostname"] for each in ray.nodes()}
-                    return f"{found} on {names[node]}"
+                    return f"{found} on {next(_name(each) for each in ray.nodes() if each['NodeID'] == node)}"
         return found
 
     def _place(self, strategy: str, bundles: Mapping[str, Mapping[str, float]], deadline: float) -> None:
@@ -192,7 +191,7 @@ def _ray() -> Any:
     try:
         return import_module("ray")
     except ImportError:
-        raise ClusterError("scheduler=ray: Ray is not installed here: pip install 'realhf[ray]'") from None
+        raise ClusterError(NO_RAY) from None
 
 
 def _fits(needs: Mapping[str, float], resources: Mapping[str, float]) -> bool:
@@ -204,7 +203,11 @@ def _words(resources: Mapping[str, float]) -> str:
 
 
 def _has(nodes: Sequence[Mapping[str, Any]]) -> str:
-    return "; ".join(f"{node['NodeManagerHostname']} has {_words(node['Resources'])}" for node in nodes)
+    return "; ".join(f"{_name(node)} has {_words(node['Resources'])}" for node in nodes)
+
+
+def _name(node: Mapping[str, Any]) -> str:
+    return f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})"
 
 
 def _last_line(error: Exception) -> str:

@@ -1,0 +1,179 @@
+"""A Ray cluster whose nodes are hosts of their own, network namespaces with a folder of their own for Ray, and a run on
+it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import psutil
+import pytest
+
+from benchmarks.network.hosts import Host
+from benchmarks.network.lan import Lan
+from tests.cluster.bed import ROOT, ClusterRun, busy_lanes, check_books, hosts, running
+from tests.process_family import family, gone
+
+pytestmark = [pytest.mark.several_hosts, pytest.mark.slow, pytest.mark.timeout(1500)]
+GCS_PORT = 6379
+STEPS = 10
+START_S = 240.0
+RUN_S = 600.0
+OWN_FOLDER = 'mkdir -p /tmp/ray && mount -t tmpfs none /tmp/ray && exec "$@"'
+"""Before a command: nodes of one machine would take each other's files for their own."""
+ABSENT = "raise ModuleNotFoundError(\"No module named 'realhf'\")\n"
+
+
+class RayNode:
+    """One node, which ends with the block."""
+
+    def __init__(self, host: Host, log: Path, words: list[str], path: str) -> None:
+        self.host, self._log = host, log
+        ray = str(Path(sys.executable).with_name("ray"))
+        given = [ray, "start", "--block", f"--node-ip-address={host.address}", "--disable-usage-stats"]
+        given += ["--object-store-memory=80000000", *words]
+        environment = {**os.environ, "PYTHONPATH": path, "RAY_memory_monitor_refresh_ms": "0", "COLUMNS": "200"}
+        command = [*host.enter, "unshare", "-m", "sh", "-c", OWN_FOLDER, "sh", *given]
+        with log.open("wb") as file:
+            self.process = subprocess.Popen(command, env=environment, stdout=file, stderr=file)
+
+    def ready(self) -> None:
+        """Wait until it says so."""
+        end = time.monotonic() + START_S
+        while "Ray runtime started" not in (said := self._log.read_text(errors="replace")):
+            assert self.process.poll() is None and time.monotonic() < end, said
+            time.sleep(0.2)
+
+    def agents(self) -> list[psutil.Process]:
+        """Host agents that run on it."""
+        return [found for found, line in family(self.process.pid).items() if "realhf.worker" in line]
+
+    def end(self) -> None:
+        """Leave nothing of it."""
+        members = [*family(self.process.pid), psutil.Process(self.process.pid)]
+        for member in members:
+            with contextlib.suppress(psutil.Error):
+                member.send_signal(signal.SIGKILL)
+        self.process.wait(20)
+        gone(members, 20.0)
+
+
+class RayHosts:
+    """A head on the host ``a`` without cores, nodes with one core each on ``b`` and ``c``, one with two cores on ``d``,
+    which lacks this package; ``e`` is no part of the cluster."""
+
+    def __init__(self, lan: Lan, folder: Path) -> None:
+        self.lan, self._folder = lan, folder
+        self.nodes: dict[str, RayNode] = {}
+        self.address = f"{lan.hosts['a'].address}:{GCS_PORT}"
+
+    def begin(self) -> None:
+        """Start all nodes."""
+        broken = self._folder / "broken" / "realhf"
+        broken.mkdir(parents=True)
+        (broken / "__init__.py").write_text(ABSENT)
+        self._start("a", "--head", f"--port={GCS_PORT}", "--num-cpus=0", "--include-dashboard=false")
+        self.nodes["a"].ready()
+        for name, cores, path in (("b", 1, ROOT), ("c", 1, ROOT), ("d", 2, broken.parent)):
+            self._start(name, f"--address={self.address}", f"--num-cpus={cores}", path=str(path))
+        for node in self.nodes.values():
+            node.ready()
+
+    def _start(self, name: str, *words: str, path: str = str(ROOT)) -> None:
+        self.nodes[name] = RayNode(self.lan.hosts[name], self._folder / f"ray-{name}.log", [*words], path)
+
+    def inside(self, name: str) -> list[str]:
+        """The words before a command that is to run on a node, where its folder is."""
+        target = str(self.nodes[name].process.pid)
+        return ["nsenter", "--target", target, "--mount", "--net", f"--wd={ROOT}"]
+
+    def end(self) -> None:
+        """Leave nothing running."""
+        for node in reversed(self.nodes.values()):
+            node.end()
+
+
+@pytest.fixture(scope="module")
+def ray_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayHosts]:
+    if find_spec("ray") is None:
+        pytest.skip("Ray is not installed; make test-ray")
+    with hosts("a", "b", "c", "d", "e") as lan, contextlib.ExitStack() as stack:
+        made = RayHosts(lan, tmp_path_factory.mktemp("ray"))
+        stack.callback(made.end)
+        made.begin()
+        yield made
+
+
+def launch(run: ClusterRun, cluster: RayHosts, *options: str) -> None:
+    run.scheduler, run.enter = "ray", cluster.inside("a")
+    run.launch(f"scheduler.ray={cluster.address}", f"scheduler.wait_s={START_S:g}", *options)
+
+
+def failed(run: ClusterRun) -> str:
+    """The last line of a launch that could not be."""
+    assert run.launcher is not None and run.launcher.wait(START_S) == 1, run.said()
+    return run.said().strip().splitlines()[-1]
+
+
+def test_ten_steps_on_a_running_ray_cluster_of_three_hosts(tmp_path: Path, tiny_policy: Path, ray_hosts: RayHosts):
+    """Generation and rollouts are on different nodes, on neither of which Ray or this run is told where the other is.
+    Afterwards the cluster is as it was."""
+    with running(ray_hosts.lan, tmp_path, tiny_policy) as run:
+        launch(
+            run,
+            ray_hosts,
+            f"total_train_steps={STEPS}",
+            "scheduler.players=2",
+            "scheduler.placement.generation=player-0",
+            "scheduler.placement.rollout_worker=player-1",
+        )
+        run.until(lambda: " training" in run.said(), RUN_S)
+        status = run.operator("status")
+        agents = [agent for name in ("b", "c") for agent in ray_hosts.nodes[name].agents()]
+        run.ended(RUN_S)
+        check_books(run, STEPS)
+        lanes = busy_lanes(run, STEPS)
+        assert {"generation/0"} == lanes["player-0"] and {"rollout_worker/0"} == lanes["player-1"], lanes
+        run.keep_report("ray")
+    players = {line.split()[0]: line.split()[1] for line in status.splitlines() if line.startswith("  player-")}
+    assert sorted(players.values()) == sorted(ray_hosts.lan.hosts[name].address for name in ("b", "c")), status
+    assert len(agents) == 2 and gone(agents, 10.0)
+    assert all(node.process.poll() is None for node in ray_hosts.nodes.values())
+
+
+def test_a_node_without_the_package_is_named(tmp_path: Path, tiny_policy: Path, ray_hosts: RayHosts):
+    with running(ray_hosts.lan, tmp_path, tiny_policy) as run:
+        launch(run, ray_hosts, "total_train_steps=2", "scheduler.player_cpus=2")
+        said = failed(run)
+    assert "error: Ray cannot start the host agent player-0 on " in said
+    assert ray_hosts.lan.hosts["d"].address in said and "No module named 'realhf'" in said
+
+
+def test_a_bundle_that_no_node_can_hold_is_named_with_what_each_has(
+    tmp_path: Path, tiny_policy: Path, ray_hosts: RayHosts
+):
+    with running(ray_hosts.lan, tmp_path, tiny_policy) as run:
+        launch(run, ray_hosts, "total_train_steps=2", "scheduler.player_cpus=64")
+        said = failed(run)
+    assert "no node of the Ray cluster can ever hold player-0 (64 CPU): " in said
+    for name, has in (("a", "nothing"), ("b", "1 CPU"), ("d", "2 CPU")):
+        assert f"({ray_hosts.lan.hosts[name].address}) has {has}" in said
+
+
+def test_a_cluster_that_this_machine_is_no_part_of_is_named(tmp_path: Path, tiny_policy: Path, ray_hosts: RayHosts):
+    """It is somebody else's."""
+    with running(ray_hosts.lan, tmp_path, tiny_policy) as run:
+        host = ray_hosts.lan.hosts["e"]
+        run.scheduler, run.enter, run.bind = "ray", [*host.enter], host.address
+        began = time.monotonic()
+        run.launch(f"scheduler.ray={ray_hosts.address}")
+        said = failed(run)
+    assert f"cannot use the Ray cluster at {ray_hosts.address} (scheduler.ray)" in said and host.address in said
+    print(f"said after {time.monotonic() - began:.1f} s")
