@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 from realhf.api.config.network import ADDRESS_WANTED, no_address
 from realhf.api.config.option import option
-from realhf.cluster.placement import LAUNCHER
+from realhf.base.close_names import close_to
+from realhf.cluster.placement import LAUNCHER, kind_of
 
 HOST_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
 
@@ -61,6 +63,14 @@ class ClusterOptions:
                 yield f"{name}.placement.{worker}={host}: no host can have this name"
             elif worker == "master" and host != LAUNCHER:
                 yield f"{name}.placement.master={host}: the master runs on the launcher's machine"
+
+
+def placement_problems(options: ClusterOptions, workers: Sequence[str]) -> Iterator[str]:
+    """Name what ``placement`` says of workers that the run does not have. Those that join later have a known kind."""
+    kinds = sorted({kind_of(name) for name in workers})
+    for said in options.placement:
+        if kind_of(said) not in kinds and not any(fnmatchcase(name, said) for name in workers):
+            yield f"placement.{said}: this run has no such worker{close_to(said, kinds)}"
 
 
 ELASTIC = ("rollout_worker", "generation")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
@@ -65,7 +65,7 @@ def build_experiment(composed: Composed) -> BuiltExperiment:
         _check_heads(every)
         _check_served(every)
         _check_network(every, config)
-    _check_hosts(config)
+    _check_hosts(config, everything)
     *_, graph = [spec_graph(every) for every in everything]
     return BuiltExperiment(config, composed.file.plugin, from_json_value(ExperimentSpec, plain), graph)
 
@@ -173,8 +173,9 @@ def _check_network(spec: ExperimentSpec, config: ExperimentConfig) -> None:
         )
 
 
-def _check_hosts(config: ExperimentConfig) -> None:
-    """Workers on other hosts reach a run only where it listens on a network."""
+def _check_hosts(config: ExperimentConfig, everything: Sequence[ExperimentSpec]) -> None:
+    """Workers on other hosts reach a run only where it listens on a network; what the scheduler is told of workers is
+    told of workers that there are."""
     definition = definition_of(config.scheduler.path)
     finds_addresses = definition.script is not None and config.mode is Mode.check
     if not config.network.bind and definition.several_hosts and not finds_addresses:
@@ -182,6 +183,18 @@ def _check_hosts(config: ExperimentConfig) -> None:
             f"scheduler={config.scheduler.path}: its workers may run on other hosts; set network.bind to the address "
             "of this machine that they reach"
         )
+    names = [name for spec in everything for name in _process_names(spec)]
+    for problem in definition.problems(config.scheduler, names) if definition.problems is not None else ():
+        raise ConfigError(f"scheduler.{problem}")
+
+
+def _process_names(spec: ExperimentSpec) -> Iterator[str]:
+    yield "master"
+    if spec.environment is not None:
+        yield "env/0"
+    yield from (service.name for service in spec.services)
+    yield from spec.rollout.workers if spec.rollout is not None else ()
+    yield from (f"model_worker/{index}" for index in range(spec.n_model_workers))
 
 
 def _check_served(spec: ExperimentSpec) -> None:

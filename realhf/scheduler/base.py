@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -108,10 +108,12 @@ class SchedulerDefinition:
     defaults, which stand under ``scheduler:``; ``make`` returns a scheduler for an instance of it. It is called in the
     launcher, once for every job and once for the workers, on the thread that then owns the scheduler. With
     ``several_hosts`` workers may run on other hosts, so that the run has to listen on a network (``network.bind``).
+    ``problems`` says what is wrong with the options for a run whose workers have these names, as ``OPTION: TEXT``.
     ``script`` returns a batch script that launches a run with the options and these arguments, and finds the addresses
     itself; ``mode=check`` prints it."""
 
     options: type[Any]
     make: Callable[[Any], Scheduler]
     several_hosts: bool = False
+    problems: Callable[[Any, Sequence[str]], Iterable[str]] | None = None
     script: Callable[[Any, Sequence[str]], str] | None = None

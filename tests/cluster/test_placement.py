@@ -6,9 +6,12 @@ from typing import Any
 
 import pytest
 
+from realhf.api.config import ConfigError
 from realhf.cluster.errors import ClusterError
-from realhf.cluster.options import ClusterOptions
+from realhf.cluster.options import ClusterOptions, placement_problems
 from realhf.cluster.placement import LAUNCHER, Place, capacity, choose, gpu_of, wished
+from realhf.launch.build import build_experiment
+from realhf.launch.compose import compose_config
 
 
 def place(name: str, *workers: str, cores: int = 8, gpus: int = 0, shared: bool = True) -> Place:
@@ -94,3 +97,24 @@ def test_a_door_is_at_an_address_without_port_that_is_not_of_ipv6(address: str):
 def test_names_that_no_host_can_have_are_refused_and_not_waited_for(options: dict[str, Any], said: str):
     (problem,) = ClusterOptions(**options).problems("scheduler")
     assert problem.startswith(said)
+
+
+def test_a_placement_of_workers_that_the_run_does_not_have_is_refused():
+    """It would have no effect, and the worker would run where nobody wants it."""
+    workers = ("master", "generation/0", "rollout_worker/0", "model_worker/0")
+    fine = ClusterOptions(
+        placement={"generation": "b", "generation/7": "c", "roll*": "d", "model_worker/0": "launcher"}
+    )
+    assert not [*placement_problems(fine, workers)]
+    wrong = ClusterOptions(placement={"generatoin": "b", "generation": "b", "play*": "c"})
+    first, second = placement_problems(wrong, workers)
+    assert first.startswith("placement.generatoin: this run has no such worker; did you mean 'generation'?")
+    assert second.startswith("placement.play*: this run has no such worker (known: generation, master, ")
+
+
+@pytest.mark.slow
+def test_such_a_placement_ends_the_launch_before_anything_starts():
+    options = ["experiment=grpo_async", "env=sql", "scheduler=join", "network.bind=127.0.0.1"]
+    with pytest.raises(ConfigError, match=r"scheduler\.placement\.generatoin: this run has no such worker"):
+        build_experiment(compose_config([*options, "scheduler.placement.generatoin=b"]))
+    build_experiment(compose_config([*options, "scheduler.placement.generation=b"]))

@@ -179,9 +179,7 @@ def test_a_port_that_is_taken_is_named_with_its_option_when_the_launch_begins(tm
         port = other.getsockname()[1]
         bench = Bench(tmp_path, port=port)
         try:
-            with pytest.raises(
-                ClusterError, match=rf"\(.*scheduler\.port, .* tcp://127.0.0.1:{port}: "
-            ):
+            with pytest.raises(ClusterError, match=rf"\(.*scheduler\.port, .* tcp://127.0.0.1:{port}: "):
                 bench.start("job/demonstrations", "platform")
         finally:
             bench.close()

@@ -12,7 +12,7 @@ from realhf.api.config.option import option
 from realhf.cluster.engines.engine_process import EngineProcess
 from realhf.cluster.engines.ray_address import ADDRESS, NO_RAY, reach
 from realhf.cluster.errors import ClusterError
-from realhf.cluster.options import ClusterOptions
+from realhf.cluster.options import ClusterOptions, placement_problems
 from realhf.cluster.scheduler import ClusterScheduler
 from realhf.scheduler.base import SchedulerDefinition
 from realhf.transport.network.keys import RunKeys
@@ -107,4 +107,4 @@ def make(options: RayOptions) -> ClusterScheduler:
     return ClusterScheduler(wanted, starter)
 
 
-DEFINITION = SchedulerDefinition(RayOptions, make, several_hosts=True)
+DEFINITION = SchedulerDefinition(RayOptions, make, several_hosts=True, problems=placement_problems)
