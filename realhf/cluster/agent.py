@@ -15,6 +15,7 @@ from pathlib import Path
 
 import zmq
 
+from realhf.cluster.agent_folder import held
 from realhf.cluster.kept_files import keep
 from realhf.cluster.messages import (
     LINE_CHARACTERS,
@@ -103,9 +104,12 @@ class HostAgent:
 
     def run(self) -> None:
         """Serve runs until there is none. Raises NetworkError or ProtocolError when the launcher does not take this
-        host, and NetworkError when it was not there for ``patience_s``."""
-        self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self._folder.chmod(0o700)
+        host, NetworkError when it was not there for ``patience_s``, and ClusterError for a folder that is not the
+        agent's."""
+        with held(self._folder):
+            self._run()
+
+    def _run(self) -> None:
         limit_s, why = self._patience_s, ""
         try:
             if self._prepare:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,7 +26,8 @@ from realhf.transport.network.network import LOOPBACK_ADDRESS, Network
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve until the launcher's run is over. Returns the exit code: 0, or 1 with a line that says why not."""
+    """Serve until the launcher's run is over. Returns the exit code: 0, or 1 with a line that says why not; 130 after
+    Ctrl-C."""
     parser = argparse.ArgumentParser(
         prog="python -m realhf.worker", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -50,7 +52,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not 1 <= given.count <= 4096:
         parser.error(f"--count {given.count}: must be between 1 and 4096")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    return run_guarded(lambda: _serve(given))
+    try:
+        return run_guarded(lambda: _serve(given))
+    except KeyboardInterrupt:  # the agent has ended its workers and said good-bye
+        return 128 + signal.SIGINT
 
 
 def _serve(given: argparse.Namespace) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -56,11 +57,15 @@ class Cluster:
         return opened.endpoint
 
     def join(
-        self, name: str, *options: str, keys: Path | None = None, before: Sequence[str] = ()
+        self, name: str, *options: str, keys: Path | None = None, before: Sequence[str] = (), folder: str = ""
     ) -> subprocess.Popen[bytes]:
-        """Start an agent; ``before`` are words before its command."""
+        """Start an agent; ``before`` are words before its command, ``folder`` is its own if another has its name."""
         given = ["--join", self.door, "--key-file", str(keys or self.keys), "--name", name, "--linger-s", "2"]
-        given += ["--folder", str(self.folder / f"host-{name}"), *(options or ("--host-agent", "--no-prepare"))]
+        given += [
+            "--folder",
+            str(self.folder / f"host-{folder or name}"),
+            *(options or ("--host-agent", "--no-prepare")),
+        ]
         command = [*before, sys.executable, "-m", "realhf.worker", *given]
         with (self.folder / f"{name}.log").open("wb") as log:
             self.agents[name] = subprocess.Popen(command, stdout=log, stderr=log)
@@ -204,11 +209,27 @@ def test_a_door_goes_on_after_nonsense_and_a_second_host_of_a_name_is_refused(cl
     for frames in ([b""], [b"\x81"], [b"\xff" * 100], [b"a", b"b", b"c"], [b"\x80", b"\x80"]):
         socket.send_multipart(frames)
     cluster.start("master")
-    second = cluster.join("a")
+    second = cluster.join("a", folder="another")
     assert second.wait(LONG_S) == 1
     assert "a host named 'a' takes part already; name this one with --name" in (cluster.folder / "a.log").read_text()
     assert first.poll() is None
     context.destroy(0)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_agent_that_a_person_stops_ends_its_workers_and_says_good_bye(
+    clusters: Callable[..., Cluster], number: int, code: int
+):
+    cluster = clusters(hosts=["a"])
+    agent = cluster.join("a")
+    cluster.start("master")
+    cluster.start("rollout_worker/0")
+    agent.send_signal(number)
+    began = time.monotonic()
+    lost = cluster.until(lambda event: isinstance(event, Notice) and "host a was lost" in event.text)
+    assert "its agent was stopped" in str(lost) and time.monotonic() - began < 3.0, "before it is missed"
+    assert agent.wait(LONG_S) == code
+    assert "Traceback" not in (cluster.folder / "a.log").read_text()
 
 
 def test_clocks_that_are_apart_are_told(monkeypatch: pytest.MonkeyPatch, clusters: Callable[..., Cluster]):

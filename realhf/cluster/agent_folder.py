@@ -1,0 +1,37 @@
+"""Holds the folder of a host agent: its own, and nobody else's meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from realhf.cluster.errors import ClusterError
+
+MARK = ".realhf-host"
+"""A file in each agent's folder, which the agent that uses it keeps locked."""
+
+
+@contextlib.contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Make a private folder where there is none, and keep others from using it within the block. Keys that a run
+    brings are removed from it, so it must be an agent's. Raises ClusterError naming it when it holds anything else, or
+    another agent uses it, and OSError."""
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    mark = folder / MARK
+    if not mark.exists() and any(folder.iterdir()):
+        raise ClusterError(f"--folder {folder}: it holds files that are no host agent's; give a folder of its own")
+    descriptor = os.open(mark, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ClusterError(
+                f"--folder {folder}: another host agent uses it; give this one another --name or --folder"
+            ) from None
+        folder.chmod(0o700)
+        yield
+    finally:
+        os.close(descriptor)
