@@ -1,52 +1,81 @@
-"""Brings files to a host, a few parts ahead of what it says that it has kept."""
+"""Brings files to a host, a few parts ahead of what it says that it has kept, and then starts the workers that need
+them."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
-from realhf.cluster.door import Door
-from realhf.cluster.errors import ClusterError
-from realhf.cluster.host_table import Host
-from realhf.cluster.messages import FilePiece
+from realhf.cluster.messages import FilePiece, Kept, Message, StartWorker
 
 AHEAD = 4
 """So many parts may be on the way to a host: they lie in the launcher's memory."""
 KEPT_WITHIN_S = 60.0
 """A host that is there keeps a part within this time."""
-LOOK_S = 0.1
 
 
-def deliver(
-    door: Door, host: Host, pieces: Iterable[FilePiece], there: Callable[[], bool], wait: Callable[[float], None]
-) -> bool:
-    """Send parts of files until the host has kept all of them; False when it is not ``there`` any more. ``wait`` takes
-    note of what hosts say, for at most so many seconds. Raises ClusterError that names the host and what it cannot
-    keep, and OSError for a file that cannot be read here."""
-    host.problem = ""
-    for piece in pieces:
-        if not _room(host, AHEAD - 1, there, wait):
-            return False
-        host.on_way += 1
-        host.sent.add(piece.path)
-        door.send(host.hello.name, "file", piece, session=host.session)
-    return _room(host, 0, there, wait)
+@dataclass
+class _Delivery:
+    pieces: Iterator[FilePiece]
+    start: StartWorker
 
 
-def _room(host: Host, most: int, there: Callable[[], bool], wait: Callable[[float], None]) -> bool:
-    """Wait until at most so many parts are on the way, none once something cannot be kept; False for a lost host."""
-    before, deadline = host.on_way, time.monotonic() + KEPT_WITHIN_S
-    while host.on_way > (0 if host.problem else most):
-        if not there():
-            return False
-        if host.on_way < before:
-            before, deadline = host.on_way, time.monotonic() + KEPT_WITHIN_S
-        if time.monotonic() > deadline:
-            raise ClusterError(f"host {host.hello.name} has kept no part of a file for {KEPT_WITHIN_S:g} s")
-        wait(LOOK_S)
-    if host.problem:
-        raise ClusterError(
-            f"host {host.hello.name} cannot keep {host.problem}; make room there, or start its agent with another "
-            "--folder"
-        )
-    return there()
+class Dock:
+    """Is where files for one host wait, and the workers that need them, in order. ``send`` gives a message of a kind to
+    the host's agent. Nothing here waits: ``advance`` is called again and again. When the host cannot keep a file, none
+    of the workers that wait is started."""
+
+    def __init__(self, send: Callable[[str, Message], object]) -> None:
+        self._send = send
+        self._queue: deque[_Delivery] = deque()
+        self._on_way = 0
+        self._problem = ""
+        self._moved = 0.0
+        self.brought: set[str] = set()
+        """Paths there of what has been brought, or is about to be."""
+
+    def add(self, pieces: Iterator[FilePiece], start: StartWorker) -> None:
+        """Bring parts of files, then start a worker."""
+        self._queue.append(_Delivery(pieces, start))
+
+    def has_kept(self, said: Kept) -> None:
+        """Note what became of a part; the first that could not be kept says why."""
+        self._on_way, self._moved = max(0, self._on_way - 1), time.monotonic()
+        if said.problem and not self._problem:
+            self._problem = f"cannot keep {said.path}: {said.problem} (--folder of its agent)"
+
+    def advance(self) -> list[tuple[str, str]]:
+        """Send what may be sent now. Returns the workers that cannot be started, each with what its host cannot do."""
+        late = self._on_way > 0 and time.monotonic() - self._moved > KEPT_WITHIN_S
+        if late:
+            self._on_way, self._problem = 0, self._problem or f"has kept no part of a file for {KEPT_WITHIN_S:g} s"
+        while self._queue and not self._problem and self._on_way < AHEAD:
+            first = self._queue[0]
+            try:
+                piece = next(first.pieces, None)
+            except OSError as error:
+                self._problem = f"cannot be given a file: {error}"
+                break
+            if piece is not None:
+                self._moved = time.monotonic() if not self._on_way else self._moved
+                self._on_way += 1
+                self.brought.add(piece.path)
+                self._send("file", piece)
+            elif self._on_way:
+                break  # the worker starts when everything before it is there
+            else:
+                self._queue.popleft()
+                self._send("start", first.start)
+        if not self._problem or self._on_way:
+            return []
+        failed, self._problem = [(name, self._problem) for name in self.withdraw()], ""
+        self.brought.clear()
+        return failed
+
+    def withdraw(self) -> list[str]:
+        """Start none of the workers that wait; their names."""
+        names = [delivery.start.name for delivery in self._queue]
+        self._queue.clear()
+        return names

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from realhf.cluster.messages import HostHello, Kept, Probe, Probed
+from realhf.cluster.delivery import Dock
+from realhf.cluster.messages import HostHello, Probe, Probed
 from realhf.cluster.placement import LAUNCHER, Place
 from realhf.scheduler.base import WorkerSpec
 from realhf.scheduler.gpus import visible_gpus
@@ -31,26 +32,16 @@ class Running:
 
 @dataclass
 class Host:
-    """A host that takes part. ``session``: its agent's; ``shared``: whether it has the run folder, None before it was
-    asked; ``there``: paths that look the same on it; ``sent``: what was carried to it in this run; ``on_way``: so many
-    parts of files were sent and are not kept yet; ``problem``: what it could not keep, and why."""
+    """A host that takes part. ``dock``: what is on the way to it; ``shared``: whether it has the run folder, None
+    before it was asked; ``there``: paths that look the same on it; ``strange``: it has talked nonsense."""
 
     hello: HostHello
-    session: bytes = b""
+    dock: Dock
     shared: bool | None = None
     there: set[str] = field(default_factory=set)
-    sent: set[str] = field(default_factory=set)
     since: float = field(default_factory=time.monotonic)
     leaving: bool = False
-    on_way: int = 0
-    problem: str = ""
     strange: bool = False
-
-    def has_kept(self, said: Kept) -> None:
-        """Note what became of a part of a file; the first that could not be kept says why."""
-        self.on_way = max(0, self.on_way - 1)
-        if said.problem and not self.problem:
-            self.problem = f"{said.path}: {said.problem}"
 
 
 class HostTable:

@@ -7,9 +7,11 @@ from realhf.cluster.host_table import HostTable
 from realhf.cluster.messages import EndWorker, Order, Report
 from realhf.cluster.options import ELASTIC
 from realhf.cluster.placement import PACKED, kind_of
-from realhf.scheduler.base import WorkerEvent, WorkersWanted
+from realhf.scheduler.base import WorkerEvent, WorkerExit, WorkersWanted
 
 GRACE_S = 4.0
+REMOVED = -15
+"""Exit code of a worker that did not begin."""
 
 
 class OperatorDesk:
@@ -30,7 +32,7 @@ class OperatorDesk:
             events = [WorkersWanted(order.host, order.kind, order.count)]
             report = Report([f"{order.count} {order.kind} are started on {order.host}"])
         else:
-            report = self._remove(asked.message.host)
+            report, events = self._remove(asked.message.host)
         self._door.answer(asked.sender, report)
         return events
 
@@ -46,13 +48,17 @@ class OperatorDesk:
         held = sorted(name for name in self._table.on(order.host) if kind_of(name) in PACKED)
         return f"{order.host} holds {', '.join(held)}, which the run cannot do without" if held else ""
 
-    def _remove(self, host: str) -> Report:
-        """Let a host leave: it gets no more workers, and those that it has end."""
+    def _remove(self, host: str) -> tuple[Report, list[WorkerEvent]]:
+        """Let a host leave: it gets no more workers, those that it has end, and those that wait for files do not
+        begin."""
         self._table.hosts[host].leaving = True
         workers = sorted(self._table.on(host))
-        for name in workers:
+        waiting = [self._table.workers.pop(name) for name in self._table.hosts[host].dock.withdraw()]
+        for name in self._table.on(host):
             self._door.send(host, "end", EndWorker(name, GRACE_S))
-        if not workers:
+        if not self._table.on(host):
             self._door.send_away(host)
             self._table.take(host)
-        return Report([f"{host} leaves; its workers end: {', '.join(workers) or 'none'}"])
+        cause = f"removed with its host {host}"
+        ends = [WorkerExit(each.spec.name, REMOVED, each.spec.log, 0, cause) for each in waiting]
+        return Report([f"{host} leaves; its workers end: {', '.join(workers) or 'none'}"]), [*ends]

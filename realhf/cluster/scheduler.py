@@ -11,7 +11,7 @@ from typing import Protocol
 
 from realhf.cluster import placement
 from realhf.cluster.carried import cargo, key_file_in, needed_paths, prints_of, takes_more, weights_problem
-from realhf.cluster.delivery import deliver
+from realhf.cluster.delivery import Dock
 from realhf.cluster.door import Door, DoorEvent, FromHost, FromOperator, HostCame, HostGone, Nonsense
 from realhf.cluster.errors import ClusterError
 from realhf.cluster.host_table import PROBE_S, FolderProbe, Host, HostTable, Running, warnings, with_place
@@ -121,7 +121,7 @@ class ClusterScheduler:
         if place.name == LAUNCHER:
             self._start_here(spec)  # its GPUs are given by allocation.gpus
         else:
-            self._start_there(door, spec, place.name, gpu)
+            self._start_there(spec, place.name, gpu)
 
     def wait(self, timeout_s: float) -> list[WorkerEvent]:
         """See ``Scheduler``."""
@@ -141,17 +141,14 @@ class ClusterScheduler:
                 self._table.workers.pop(event.name, None)
             self._backlog.append(event)
 
-    def _wait_and_note(self, timeout_s: float) -> None:
-        self._wait_here(timeout_s)
-        self._pump()
-
     def stop(self, grace_s: float = 8.0) -> None:
         """See ``Scheduler``. Workers of a host that does not answer end by themselves, with its agent."""
         door = self._door
         try:
             if door is not None:
                 self._ended.clear()
-                for name in self._table.hosts:
+                for name, host in self._table.hosts.items():
+                    host.dock.withdraw()
                     door.send(name, "end", EndWorker("", grace_s))
             self._local.stop(grace_s)
             if door is not None:
@@ -271,7 +268,7 @@ class ClusterScheduler:
         self._table.workers[spec.name] = Running(spec, LAUNCHER, time.monotonic(), spec.gpu)
         self._note(LAUNCHER, spec.name)
 
-    def _start_there(self, door: Door, spec: WorkerSpec, name: str, gpu: int | None) -> None:
+    def _start_there(self, spec: WorkerSpec, name: str, gpu: int | None) -> None:
         host = self._table.hosts[name]
         shared = bool(host.shared)
         brought = cargo(
@@ -283,25 +280,16 @@ class ClusterScheduler:
             limit_mb=self._options.carry_mb,
             host=name,
         )
-        brought.files = {here: there for here, there in brought.files.items() if there not in host.sent}
-        brought.texts = {there: text for there, text in brought.texts.items() if there not in host.sent}
-        before = {*host.sent}
-        try:
-            arrived = deliver(
-                door, host, brought.pieces(), lambda: self._table.hosts.get(name) is host, self._wait_and_note
-            )
-        except BaseException:
-            host.sent = before
-            raise
+        brought.files = {here: there for here, there in brought.files.items() if there not in host.dock.brought}
+        brought.texts = {there: text for there, text in brought.texts.items() if there not in host.dock.brought}
+        host.dock.brought |= {*brought.files.values(), *brought.texts}
         placed = with_place(spec, brought.rewritten, gpu, shared)
         asked = StartWorker(
             placed.name, placed.module, list(placed.argv), str(placed.log), placed.events, placed.niceness, gpu
         )
-        if not arrived or not door.send(name, "start", asked, session=host.session):
-            cause = f"its host {name} was lost before it could be started"
-            self._backlog.append(WorkerExit(spec.name, LOST, spec.log, _size(spec.log), cause))
-            return
+        host.dock.add(brought.pieces(), asked)
         self._table.workers[spec.name] = Running(spec, name, time.monotonic(), gpu)
+        self._advance(name, host)
         self._note(name, spec.name)
 
     def _note(self, host: str, process: str = "", *, lost: str = "") -> None:
@@ -316,10 +304,19 @@ class ClusterScheduler:
         """Take note of what hosts and operators have said."""
         for event in self._door.events() if self._door is not None else ():
             self._happened(event)
+        for name, host in [*self._table.hosts.items()]:
+            self._advance(name, host)
+
+    def _advance(self, name: str, host: Host) -> None:
+        """Bring a host more of what it needs; workers that it has no room for end before they start."""
+        for worker, why in host.dock.advance():
+            if (running := self._table.workers.pop(worker, None)) is not None:
+                log = running.spec.log
+                self._backlog.append(WorkerExit(worker, 1, log, _size(log), f"host {name} {why}"))
 
     def _happened(self, event: DoorEvent) -> None:
         if isinstance(event, HostCame):
-            self._came(Host(event.hello, event.session))
+            self._came(event)
         elif isinstance(event, HostGone):
             self._gone(event.name, f"its host {event.name} was lost: {event.reason}")
         elif isinstance(event, FromOperator) and self._door is not None:
@@ -330,9 +327,11 @@ class ClusterScheduler:
         elif isinstance(event, FromHost):
             self._said(event)
 
-    def _came(self, host: Host) -> None:
-        hello = host.hello
-        self._table.hosts[hello.name] = host
+    def _came(self, event: HostCame) -> None:
+        hello, door = event.hello, self._door
+        assert door is not None
+        dock = Dock(lambda kind, message: door.send(hello.name, kind, message, session=event.session))
+        self._table.hosts[hello.name] = Host(hello, dock)
         self._backlog += [Notice(text) for text in warnings(hello)]
         late = self._running and bool(self._table.workers)
         if late and not self._elastic:
@@ -367,7 +366,7 @@ class ClusterScheduler:
             self._answers[event.name, message.number] = message
         elif isinstance(message, Kept):
             if host is not None:
-                host.has_kept(message)
+                host.dock.has_kept(message)
         elif isinstance(message, (Exited, NotStarted, Lines)):
             running = self._table.workers.get(message.name)
             if running is None or running.host != event.name or host is None:
