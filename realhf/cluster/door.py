@@ -281,10 +281,15 @@ class Door:
             if name is None:
                 self._post(identity, packed("again", session))
                 return
+            # ZeroMQ connects anew by itself. What was under way is lost then, and the way back is another one.
+            broken = self._hosts[name].identity != identity
             self._hosts[name].heard = time.monotonic()
-            if kind == "leave":
+            if kind == "leave" or broken:
                 del self._hosts[name]
-        if kind == "ping":
+        if broken:
+            self._post(identity, packed("again", session))
+            self._happened(HostGone(name, "its connection broke"))
+        elif kind == "ping":
             self._post(identity, packed("pong", session))
         elif kind == "leave":
             self._happened(HostGone(name, "its agent was stopped"))

@@ -391,12 +391,11 @@ def _exit(message: Exited | NotStarted, running: Running, host: Host) -> WorkerE
     cause = f"removed with its host {host.hello.name}" if host.leaving else ""
     if host.shared:
         return WorkerExit(message.name, message.exit_code, log, message.log_from, cause)
-    log.parent.mkdir(parents=True, exist_ok=True)
-    start = _size(log)
-    with log.open("ab") as file:
-        file.write(f"[end of {message.log} on host {host.hello.name}]\n".encode() + message.tail)
-        if not message.tail.endswith(b"\n"):
-            file.write(b"\n")
+    start, end = _size(log), b"" if message.tail.endswith(b"\n") else b"\n"
+    with contextlib.suppress(OSError):  # a full disk must not end the run
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("ab") as file:
+            file.write(f"[end of {message.log} on host {host.hello.name}]\n".encode() + message.tail + end)
     return WorkerExit(message.name, message.exit_code, log, start, cause)
 
 

@@ -24,9 +24,14 @@ class StrangeAgent:
 
     def __init__(self, door: str, keys: RunKeys, name: str = "a", *, context: zmq.Context[Any] | None = None) -> None:
         self.name, self.session = name, os.urandom(16)
-        self.socket = (context or zmq.Context.instance()).socket(zmq.DEALER)
+        self._door, self._keys, self._context = door, keys, context or zmq.Context.instance()
+        self.connect()
+
+    def connect(self) -> None:
+        """Connect to the door, as the same agent when this is done again."""
+        self.socket = self._context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, 0)
-        Network("127.0.0.1", "127.0.0.1", keys).connect(self.socket, door)
+        Network("127.0.0.1", "127.0.0.1", self._keys).connect(self.socket, self._door)
 
     def say(self, kind: str, message: Message | None = None, **fields: object) -> None:
         """Send a message of the protocol."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -19,7 +20,7 @@ import zmq
 from realhf.cluster import delivery, door
 from realhf.cluster import scheduler as scheduler_module
 from realhf.cluster.errors import ClusterError
-from realhf.cluster.messages import FilePiece, Kept, Lines, Order, Probe, Probed, Refused, Report, StartWorker
+from realhf.cluster.messages import Exited, FilePiece, Kept, Lines, Order, Probe, Probed, Refused, Report, StartWorker
 from realhf.cluster.options import ClusterOptions
 from realhf.cluster.scheduler import ClusterScheduler
 from realhf.scheduler.base import Notice, WorkerEvent, WorkerExit, WorkerLine, WorkerSpec, WorkersWanted
@@ -305,6 +306,36 @@ def test_a_worker_is_not_started_in_the_next_life_of_a_host(bench: Bench, monkey
     assert "its host a was lost: its agent was started anew" in str(bench.until(WorkerExit, "rollout_worker/0"))
     bench.scheduler.wait(0.2)
     assert second.heard() is None
+
+
+def test_a_host_whose_connection_broke_has_to_begin_anew(bench: Bench):
+    """It says that it lives, and nothing that is said to it would arrive."""
+    agent = bench.agent().join()
+    bench.begin()
+    agent.close()
+    agent.connect()
+    agent.say("ping")
+    bench.until(Notice, "host a was lost: its connection broke")
+    end = time.monotonic() + ANSWER_S
+    while (found := agent.heard()) is None and time.monotonic() < end:
+        agent.socket.poll(50)
+    assert found is not None and found[0] == "again"
+    agent.join()
+    assert "a" in bench.scheduler._door._hosts  # pyright: ignore
+
+
+def test_the_end_of_a_log_that_cannot_be_kept_does_not_end_the_run(bench: Bench):
+    """On a full disk, for instance; here there is a file where the logs should be."""
+    agent = bench.agent().join()
+    bench.begin()
+    thread = Answers(agent)
+    bench.start("rollout_worker/0")
+    bench.served_until(lambda: not thread.is_alive())
+    shutil.rmtree(bench.folder / "exp" / "run" / "logs")
+    (bench.folder / "exp" / "run" / "logs").touch()
+    agent.say("exited", Exited("rollout_worker/0", 3, "/there", 0, b"last words"))
+    end = bench.until(WorkerExit, "rollout_worker/0")
+    assert isinstance(end, WorkerExit) and end.exit_code == 3
 
 
 def test_a_synchronous_run_says_that_it_takes_no_more_workers(tmp_path: Path):
