@@ -218,4 +218,4 @@ def test_the_books_balance_whatever_befalls_the_hosts(tmp_path: Path, tiny_polic
         fate.mend()
         run.ended(RUN_S)
         check_books(run, LONG_STEPS)
-        print(f"seed {seed}: {', '.join(fate.deeds)}")
+        print(f"seed {seed}: {', '.join(fate.deeds)}: {run.tally()}")

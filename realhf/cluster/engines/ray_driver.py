@@ -22,7 +22,6 @@ from typing import Any
 from realhf.cluster.engines.engine_process import serve
 from realhf.cluster.engines.ray_address import NO_RAY, reach
 from realhf.cluster.errors import ClusterError
-from realhf.transport.network.addresses import LOOPBACK_ADDRESS
 
 CALL_S = 10.0
 OWN_CLUSTER_S = 30.0
@@ -45,7 +44,7 @@ class RayEngine:
         (strategy, {agent: resources}). Raises ClusterError; nothing runs then."""
         address = str(plan["address"])
         if not address:
-            self._folder = _own_folder()
+            self._folder = _kept_to_oneself()
         ray = _ray()
         deadline = time.monotonic() + float(plan["limit_s"])
         calls: dict[str, Any] = {}
@@ -104,12 +103,11 @@ class RayEngine:
         options: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
         if address:
             reach(address)
+            _check_node_here(address)
             options["address"] = address
         else:
             options |= {
                 "address": "local",
-                # Ray listens on all addresses otherwise, and who reaches it can run programs as this user.
-                "_node_ip_address": LOOPBACK_ADDRESS,
                 "_temp_dir": self._folder,
                 "include_dashboard": False,
                 "num_cpus": len(os.sched_getaffinity(0)),
@@ -173,9 +171,10 @@ class RayEngine:
             self._bundles[name] = group, index
 
 
-def _own_folder() -> str:
-    """Make a folder for a Ray cluster of one's own, and the token that others would have to know who reach it: before
-    Ray is imported. Other users of this machine reach the loopback."""
+def _kept_to_oneself() -> str:
+    """Make a folder for a Ray cluster of one's own, and have it listen on the loopback and want a token, before Ray is
+    imported. Who reaches a Ray cluster can run programs as its user, and other users of this machine reach the
+    loopback."""
     # Short: Ray's sockets lie in it, whose paths may have 107 characters.
     folder = tempfile.mkdtemp(prefix="realhf-ray-", dir="/tmp")
     token = Path(folder) / "token"
@@ -183,6 +182,9 @@ def _own_folder() -> str:
     token.write_text(secrets.token_hex(32), encoding="ascii")
     os.environ.pop("RAY_AUTH_TOKEN", None)
     os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
+    # By this Ray takes 127.0.0.1 for its node's address, as it does where it makes no clusters of several machines. It
+    # does not let itself be given that address.
+    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     return folder
 
 
@@ -192,6 +194,17 @@ def _ray() -> Any:
         return import_module("ray")
     except ImportError:
         raise ClusterError(NO_RAY) from None
+
+
+def _check_node_here(address: str) -> None:
+    """Raise ClusterError where this machine is no part of any Ray cluster: Ray itself would look for its node for a
+    minute. Versions before 2.60 look for it otherwise, and say soon that there is none."""
+    find = getattr(import_module("ray._private.services"), "find_node_ids", None)
+    if find is not None and not find():
+        raise ClusterError(
+            f"scheduler.ray={address}: no node of Ray runs on this machine, which has to be part of the cluster: "
+            f"ray start --address={address}"
+        )
 
 
 def _fits(needs: Mapping[str, float], resources: Mapping[str, float]) -> bool:

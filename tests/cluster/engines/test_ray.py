@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -46,6 +47,15 @@ def of_ray() -> list[psutil.Process]:
             continue
         if any(word in words for word in ("raylet", "gcs_server", "ray::", "realhf.worker", "default_worker")):
             found.append(child)
+    return found
+
+
+def listening(processes: Iterable[psutil.Process]) -> set[str]:
+    """The addresses at which processes listen."""
+    found = set[str]()
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            found |= {each.laddr.ip for each in process.net_connections("inet") if each.status == psutil.CONN_LISTEN}
     return found
 
 
@@ -133,6 +143,10 @@ def test_a_worker_runs_below_ray_and_nothing_is_left(tmp_path):
             said, end = started(scheduler, run_folder(tmp_path / attempt), "player-0")
             assert end.exit_code == 3 and said.endswith("ray False")
             assert of_ray()
+            assert listening(of_ray()) == {"127.0.0.1"}, "who reaches Ray runs programs as its user"
+            head = next(process for process in of_ray() if "gcs_server" in process.name())
+            token = head.environ()["RAY_AUTH_TOKEN_PATH"]
+            assert Path(token).stat().st_mode & 0o777 == 0o600
             scheduler.stop(3.0)
             until(lambda: not of_ray())
         assert {*Path("/tmp").glob("realhf-ray-*")} <= before
