@@ -53,6 +53,8 @@ _log = logging.getLogger(__name__)
 BYE_TIMEOUT_S = 3.0
 """How long ``close`` waits for the workers' answers to its bye."""
 LINGER_MS = 500
+BROKEN_S = 1.0
+"""A worker whose connection is gone has ended, which is seen within this time, or lives and cannot be reached."""
 
 
 @dataclass
@@ -253,21 +255,16 @@ class RpcMaster:
         self.news.tell(worker)
         request_id = os.urandom(16)
         no = peer.next_no if lane == "ordered" else 0
-        header = pack_header(
-            "request",
-            self._run_id,
-            peer.session,
-            id=request_id,
-            no=no,
-            handler=handler,
-            mfc=mfc,
-            step=step,
-            deadline_ms=int(timeout_s * 1000),
-        )
+        said = {"handler": handler, "mfc": mfc, "step": step, "deadline_ms": int(timeout_s * 1000)}
+        header = pack_header("request", self._run_id, peer.session, id=request_id, no=no, **said)
         identity = peer.ordered if no else peer.control
         try:
             self._socket.send_multipart([identity, header, pack_payload(payload)], zmq.NOBLOCK)
         except zmq.ZMQError as error:
+            if error.errno == zmq.EHOSTUNREACH:
+                # ZeroMQ may connect anew by itself, and the worker live on: nothing that is said to it here arrives.
+                # If its process has ended, that is said before.
+                self._loop.call_later(BROKEN_S, self._confirm_death, worker, peer.session, "its connection broke")
             raise WorkerDied(worker, f"its connection is gone or full ({error})") from None
         if no:
             peer.next_no += 1

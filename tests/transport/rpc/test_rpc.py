@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -38,8 +39,10 @@ class Cluster:
         )
         self.processes: list[subprocess.Popen[str]] = []
 
-    def launch(self, name: str, run_id: str = "run", leave_within_s: str = "") -> subprocess.Popen[str]:
-        command = [sys.executable, SCRIPT, self.master.endpoint, run_id, name, leave_within_s]
+    def launch(
+        self, name: str, run_id: str = "run", leave_within_s: str = "", endpoint: str = ""
+    ) -> subprocess.Popen[str]:
+        command = [sys.executable, SCRIPT, endpoint or self.master.endpoint, run_id, name, leave_within_s]
         process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         self.processes.append(process)
         return process
@@ -182,6 +185,61 @@ async def test_a_killed_worker_fails_its_calls_at_once(cluster):
     with pytest.raises(WorkerDied):
         await cluster.master.call("w", "echo", timeout_s=5)
     assert await cluster.master.call("other", "roster", timeout_s=5) == {"other": "model"}
+
+
+class Wire:
+    """Carries connections to an endpoint, and can break all that there are."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._port = int(endpoint.rpartition(":")[2])
+        self._writers: list[asyncio.StreamWriter] = []
+
+    async def __aenter__(self) -> Wire:
+        self._server = await asyncio.start_server(self._carry, "127.0.0.1", 0)
+        self.endpoint = f"tcp://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.cut()
+        self._server.close()
+
+    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there, back = await asyncio.open_connection("127.0.0.1", self._port)
+        self._writers += [writer, back]
+
+        async def pump(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
+            with contextlib.suppress(OSError):
+                while data := await source.read(1 << 16):
+                    target.write(data)
+
+        await asyncio.gather(pump(reader, back), pump(there, writer))
+
+    def cut(self) -> None:
+        """Reset every connection, as a firewall does that has forgotten them."""
+        for writer in self._writers:
+            writer.transport.abort()
+        self._writers.clear()
+
+
+async def test_a_worker_whose_connection_broke_is_dead_though_it_lives_and_ends(cluster):
+    """It connects anew by itself, and gives signs of life; calls would not arrive."""
+    async with Wire(cluster.master.endpoint) as wire:
+        process = cluster.launch("w", endpoint=wire.endpoint)
+        await cluster.master.wait_for(["w"], timeout_s=60)
+        assert await cluster.master.call("w", "echo", 1, timeout_s=10) == 1
+        wire.cut()
+        async with asyncio.timeout(20):
+            while True:
+                try:
+                    await cluster.master.call("w", "echo", 1, timeout_s=1)
+                except WorkerDied:
+                    break
+                except RpcTimeout:
+                    continue
+            while cluster.deaths != ["w"]:
+                await asyncio.sleep(0.05)
+        assert process.poll() is None, "it lived until then"
+        assert await asyncio.to_thread(process.wait, 30) != 0
 
 
 async def test_a_frozen_worker_is_dead_after_the_silence_limit(cluster):
