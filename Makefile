@@ -40,7 +40,7 @@ help:
 	@echo "make test-compile  compile a model and compare its losses: minutes the first time"
 	@echo "make test-vllm  install vLLM for the CPU beside it and run the tests that need a real server"
 	@echo "make test-cluster  run over several hosts, which are network namespaces: as root; SCHEDULES=50 random faults; keeps a report in out/cluster"
-	@echo "make test-ray  install Ray beside it and let it start host agents on this machine"
+	@echo "make test-ray  install Ray beside it and let it start host agents on this machine, and as root on network namespaces"
 	@echo "make test-jobset  install kubernetes-validate beside it and check the manifest for Kubernetes (CRD=definition of JobSet)"
 	@echo "make test-gpu  on a machine with a GPU: run the tests that need one, then measure and print a table (GPU_PYTHON=python3)"
 	@echo "make install  make .venv and install the project into it"
