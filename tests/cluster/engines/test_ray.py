@@ -55,7 +55,8 @@ def listening(processes: Iterable[psutil.Process]) -> set[str]:
     found = set[str]()
     for process in processes:
         with contextlib.suppress(psutil.Error):
-            found |= {each.laddr.ip for each in process.net_connections("inet") if each.status == psutil.CONN_LISTEN}
+            there = [each.laddr.ip for each in process.net_connections("inet") if each.status == psutil.CONN_LISTEN]
+            found |= {address.removeprefix("::ffff:") for address in there}
     return found
 
 
