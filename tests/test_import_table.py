@@ -99,7 +99,7 @@ ROOMS: dict[str, str] = {
     "monitor/metrics": "",
     "monitor/advisories": "monitor/rollouts",
     "monitor/trackers": "",
-    "monitor": "api api/config base monitor/advisories monitor/metrics monitor/trackers",
+    "monitor": "api api/config base monitor/advisories monitor/metrics monitor/rollouts monitor/trackers",
     "cluster": "api/config base monitor scheduler transport transport/network",
     "cluster/engines": "api/config cluster scheduler transport/network",
     "view": "api base monitor monitor/advisories monitor/metrics monitor/rollouts",

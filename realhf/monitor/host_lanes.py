@@ -13,6 +13,8 @@ from pathlib import Path
 
 import msgspec
 
+from realhf.monitor.rollouts.plain_file import open_plain
+
 PLACEMENTS_FILE = "placements.jsonl"
 LAUNCHER = "launcher"
 """The launcher's own machine; what was not started by a scheduler runs there."""
@@ -76,7 +78,7 @@ class HostLanes:
 def _rows(path: Path) -> list[Placement]:
     """Read what can be read: a kill may have cut off the last line."""
     try:
-        with path.open("rb") as file:
+        with open_plain(path) as file:
             lines = file.read(_MOST_BYTES).splitlines()
     except OSError:
         return []

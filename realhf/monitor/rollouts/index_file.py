@@ -8,10 +8,13 @@ from pathlib import Path
 
 import msgspec
 
-from realhf.monitor.rollouts.format import FAMILIES, FORMAT, PLAY, Header, Note, PlayLine, TrainLine
+from realhf.monitor.rollouts.format import FAMILIES, FORMAT, PLAY, Header, Note, PlayLine, TrainLine, index_name
+from realhf.monitor.rollouts.plain_file import open_plain
 
 Line = PlayLine | TrainLine
 _READ_BYTES = 16 * 2**20
+_LONGEST_LINE = 2**20
+"""No writer writes a longer line; what goes on without an end is not gathered."""
 
 
 class _Mark(msgspec.Struct):
@@ -49,13 +52,16 @@ class IndexFile:
     def more(self) -> list[Line]:
         """Return the lines that were completed since the last call. Raises OSError."""
         found: list[Line] = []
-        with self.path.open("rb") as file:
+        with open_plain(self.path) as file:
             self._inode = os.fstat(file.fileno()).st_ino
             file.seek(self._offset)
-            while chunk := file.read(_READ_BYTES):
+            while not self.problem and (chunk := file.read(_READ_BYTES)):
                 self._offset += len(chunk)
                 *lines, self._rest = (self._rest + chunk).split(b"\n")
                 found += self._parsed(lines)
+                if len(self._rest) > _LONGEST_LINE:
+                    self.problem = self.problem or f"{self.path.name}: a line has no end"
+                    self._rest = b""
         return found
 
     def _parsed(self, lines: Sequence[bytes]) -> list[Line]:
@@ -78,6 +84,8 @@ class IndexFile:
                 self.header = msgspec.json.decode(line, type=Header)
                 if self.header.family not in FAMILIES:
                     self.problem = f"{self.path.name}: unknown family {self.header.family[:40]!r}"
+                elif index_name(self.header.family, self.header.writer) != self.path.name:
+                    self.problem = f"{self.path.name}: its header names another writer, {self.header.writer[:80]!r}"
         except (msgspec.MsgspecError, UnicodeDecodeError):
             self.problem = f"{self.path.name}: no index of rollouts"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ from realhf.monitor.rollouts.format import (
     shard_name,
 )
 from realhf.monitor.rollouts.index_file import IndexFile, Line
+from realhf.monitor.rollouts.plain_file import open_plain
 
 _LARGEST_MEMBER = 2**30
 """A member is never unpacked to more bytes."""
@@ -53,6 +55,7 @@ class Known:
     def __init__(self) -> None:
         self.lines: list[Line] = []
         self.newest: dict[str, int] = {}
+        self._headers: dict[int, Header] = {}
         self._begun: dict[int, tuple[Header, int]] = {}
 
     def clear(self) -> None:
@@ -62,15 +65,25 @@ class Known:
     def add(self, header: Header, lines: Sequence[Line]) -> None:
         """Take lines of an index."""
         known, newest = self.lines, self.newest
+        for line in lines[:1]:
+            self._headers[line.writer] = header
         for line in lines:
             if header.by_step and not _of_evaluation(line):
                 first = self._begun.get(line.writer)
                 if first is None or line.step < first[1]:
                     self._begun[line.writer] = header, line.step
             other = newest.get(line.id)
-            if other is None or known[other].time <= line.time:
+            if other is None or self._follows(known[other], header, line):
                 newest[line.id] = len(known)
             known.append(line)
+
+    def _follows(self, other: Line, header: Header, line: Line) -> bool:
+        """Return whether a line was written after another one: by the order in which a worker's incarnations began,
+        and else by the clock, which may have been set back between them."""
+        earlier = self._headers[other.writer]
+        if earlier.worker == header.worker and earlier.began != header.began:
+            return earlier.began < header.began
+        return other.time <= line.time
 
     def current(self) -> Iterator[Line]:
         """Yield the lines that count: of each id the newest, unless a later incarnation of its worker began again at
@@ -90,11 +103,13 @@ class Known:
 
 
 class RolloutStore:
-    """Reads the rollouts in ``folder``, a run's folder or its ``rollouts``. Nothing is read before ``refresh``."""
+    """Reads the rollouts in ``folder``, a run's folder or its ``rollouts``. Nothing is read before ``refresh``.
+    ``epoch`` counts how often everything was read anew, because files were replaced."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = rollouts_folder(Path(folder))
         self.play, self.train = Known(), Known()
+        self.epoch = 0
         self._indexes: list[IndexFile] = []
         self._missing = False
         self._open: tuple[tuple[int, int, int, int], list[bytes]] | None = None
@@ -122,9 +137,11 @@ class RolloutStore:
         """Read what was added since the last call; returns how many lines. Files that were replaced are read anew, and
         so is everything then. Never raises for what it finds: see ``problems``."""
         try:
-            names = sorted(path for path in self.folder.iterdir() if path.name.endswith(INDEX_SUFFIX))
+            found = [path for path in self.folder.iterdir() if path.name.endswith(INDEX_SUFFIX)]
+            names = sorted(path for path in found if path.is_file())
         except OSError:
-            self._forget()
+            if not self._missing:
+                self._forget()
             self._missing = True
             return 0
         self._missing = False
@@ -163,7 +180,7 @@ class RolloutStore:
         """Return the record of a line. Raises NoRecord when there is none, or its file is gone or damaged."""
         try:
             return _record(self.member(line), line)
-        except (ValueError, IndexError) as error:
+        except (ValueError, RecursionError) as error:
             raise NoRecord(f"{line.id}: its shard is damaged: {error}") from error
 
     def member(self, line: Line) -> list[bytes]:
@@ -173,7 +190,8 @@ class RolloutStore:
         if not 0 <= line.writer < len(self._indexes):
             raise NoRecord(f"{line.id}: it was read before the folder was replaced")
         header = self._indexes[line.writer].header
-        assert header is not None
+        if header is None:
+            raise NoRecord(f"{line.id}: it was read before the folder was replaced")
         path = self.folder / shard_name(header.family, header.writer, line.shard)
         try:
             return self._lines_of(path, line)
@@ -202,6 +220,7 @@ class RolloutStore:
         return len(lines)
 
     def _forget(self) -> None:
+        self.epoch += 1
         self._indexes, self._open = [], None
         self.play.clear()
         self.train.clear()
@@ -219,11 +238,12 @@ def _of_evaluation(line: Line) -> bool:
 
 
 def _unpacked(path: Path, line: Line) -> bytes:
-    with path.open("rb") as file:
+    with open_plain(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if line.offset < 0 or line.bytes < 0 or line.offset + line.bytes > size:
+            raise ValueError("the file is shorter than its index says")
         file.seek(line.offset)
         member = file.read(line.bytes)
-    if len(member) < line.bytes:
-        raise ValueError("the file is shorter than its index says")
     unpacker = zlib.decompressobj(wbits=31)
     text = unpacker.decompress(member, _LARGEST_MEMBER)
     if not unpacker.eof:
@@ -232,7 +252,7 @@ def _unpacked(path: Path, line: Line) -> bytes:
 
 
 def _record(lines: Sequence[bytes], line: Line) -> dict[str, Any]:
-    record = decode_record(lines[line.line])
+    record = decode_record(lines[line.line]) if 0 <= line.line < len(lines) else None
     if not isinstance(record, dict) or record.get("id") != line.id:
         raise ValueError("another record lies there")
     return record

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import queue
+import re
 import threading
 import time
 from collections.abc import Iterable
@@ -17,7 +18,7 @@ from pathlib import Path
 
 from realhf.api.trace import PlayedSample, TrainedRows
 from realhf.monitor.rollouts.format import FORMAT as VERSION
-from realhf.monitor.rollouts.format import PLAY, TRAIN, Header, Place, rollouts_folder
+from realhf.monitor.rollouts.format import INDEX_SUFFIX, PLAY, TRAIN, Header, Place, rollouts_folder
 from realhf.monitor.rollouts.play_records import play_records
 from realhf.monitor.rollouts.selection import Selection
 from realhf.monitor.rollouts.shards import Shards
@@ -43,8 +44,9 @@ class RolloutWriter:
     ) -> None:
         self.keeps = selection.share > 0
         self._folder, self._selection, self._limit = rollouts_folder(run_dir), selection, limit_bytes
-        began = time.time()
-        writer = f"{worker.replace('/', '-')}.{int(began * 1000):011x}-{os.getpid():x}"
+        name = worker.replace("/", "-")
+        began = max(time.time(), _last_began(self._folder, name) + 0.002)
+        writer = f"{name}.{int(began * 1000):011x}-{os.getpid():x}"
         self._families = {
             family: _Family(
                 Shards(
@@ -190,6 +192,17 @@ class _Family:
         records, lines, bare = self.records, self.lines, self.bare
         self.records, self.lines, self.bare, self._size = [], [], [], 0
         self.shards.append(records, lines, bare)
+
+
+def _last_began(folder: Path, worker: str) -> float:
+    """Return when the latest incarnation of a worker began, by the names of its files; 0 for the first one. The next
+    one counts as later, though the clock was set back in between: readers go by this order."""
+    named = re.compile(rf"\w+-{re.escape(worker)}\.([0-9a-f]{{11}})-[0-9a-f]+{re.escape(INDEX_SUFFIX)}")
+    try:
+        found = [named.fullmatch(name) for name in os.listdir(folder)]
+    except OSError:
+        return 0.0
+    return max((int(match[1], 16) / 1000 for match in found if match), default=0.0)
 
 
 def _tokens_of(item: PlayedSample | TrainedRows) -> int:

@@ -12,12 +12,13 @@ import sys
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from realhf.api.config import MonitorConfig
 from realhf.monitor.rollouts import shards
 from realhf.monitor.rollouts import writer as writing
-from realhf.monitor.rollouts.format import FOLDER, PlayLine, TrainLine, decode_record, encode_record
+from realhf.monitor.rollouts.format import FOLDER, Header, PlayLine, TrainLine, decode_record, encode_record
 from realhf.monitor.rollouts.reader import NoRecord, RolloutStore
 from realhf.monitor.rollouts.selection import Selection, selection_of
 from realhf.monitor.rollouts.writer import RolloutWriter
@@ -187,6 +188,44 @@ def test_torn_tails_are_left_out_and_damage_is_named(tmp_path: Path):
         store.record(store.play.lines[0])
 
 
+def test_what_is_no_index_is_left_out_and_holds_up_nothing(tmp_path: Path):
+    """A reader would wait at a pipe for ever, and read a device until the memory is full."""
+    write(tmp_path, sample())
+    folder = tmp_path / FOLDER
+    (index,) = folder.glob("*.index.jsonl")
+    os.mkfifo(folder / "play-pipe.index.jsonl")
+    (folder / "play-zero.index.jsonl").symlink_to("/dev/zero")
+    (folder / "play-gone.index.jsonl").symlink_to(tmp_path / "nowhere")
+    header = index.read_text().splitlines()[0]
+    (folder / "play-other.index.jsonl").write_text(header.replace("model_worker-0", "a/../../else") + "\n")
+    (folder / "play-long.index.jsonl").write_bytes(
+        header.replace(json.loads(header)["writer"], "long").encode() + b"\n" + b"x" * 2**21
+    )
+    store = read(tmp_path)
+    assert len(list(store.rows())) == 2 and store.refresh() == 0
+    told = sorted(problem.partition(": ")[2] for problem in store.problems)
+    assert told[0] == "a line has no end" and "names another writer, 'a/../../else" in told[1] and len(told) == 2
+
+
+def test_places_that_a_record_cannot_have_are_damage(tmp_path: Path):
+    write(tmp_path, sample())
+    store = read(tmp_path)
+    line = store.play.lines[0]
+    for place in ({"offset": 2**63}, {"offset": -1}, {"bytes": 10**13}, {"bytes": -1}, {"line": -1}, {"line": 9}):
+        with pytest.raises(NoRecord, match="damaged"):
+            store.record(msgspec.structs.replace(line, **place))
+    os.unlink(next((tmp_path / FOLDER).glob("*.gz")))
+    os.mkfifo(tmp_path / FOLDER / shards.shard_name("play", _header(store).writer, 0))
+    with pytest.raises(NoRecord, match="no plain file"):
+        read(tmp_path).record(line)
+
+
+def _header(store: RolloutStore) -> Header:
+    header = store._indexes[0].header
+    assert header is not None
+    return header
+
+
 def test_another_version_of_the_format_is_named(tmp_path: Path):
     folder = tmp_path / FOLDER
     folder.mkdir()
@@ -209,6 +248,22 @@ def test_a_resumed_run_takes_back_what_was_rolled_back(tmp_path: Path):
     assert sorted({row.play.sample for row in rows}) == ["sampled/t/0", "t@4", "t@5", "u@6"]
     assert [row.play.reward for row in rows if row.play.id == "t@5/0"] == [0.25]
     assert {row.train.step for row in rows if row.train} == {4, 5, 6}
+
+
+def test_a_resumed_run_counts_though_the_clock_was_set_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """By the clock alone everything that the resumed run made would have been taken back by the killed one."""
+    now = 1.7e9
+    monkeypatch.setattr(time, "time", lambda: now)
+    write(tmp_path, *(sample(id=f"t@{step}", step=step) for step in (4, 5)))
+    now -= 3600
+    write(tmp_path, sample(id="t@5", step=5, outcomes=[outcome(0.25)]), sample(id="t@6", step=6))
+    write(tmp_path, sample(id="t@6", step=6, outcomes=[outcome(0.75)]))
+    rows = list(read(tmp_path).rows())
+    assert [(row.play.id, row.play.reward) for row in rows if row.play.row == 0] == [
+        ("t@4/0", 1.0),
+        ("t@5/0", 0.25),
+        ("t@6/0", 0.75),
+    ]
 
 
 def test_a_later_attempt_counts_and_a_stream_takes_nothing_back(tmp_path: Path):
