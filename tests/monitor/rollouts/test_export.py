@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import subprocess
 import zipfile
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from realhf.monitor.rollouts.export.command import export_command
+from realhf.monitor.rollouts.export.export import ExportFailed, export
 from realhf.monitor.rollouts.selection import Selection
 from realhf.monitor.rollouts.writer import RolloutWriter
 from tests.monitor.rollouts.made_rollouts import outcome, sample, trained
@@ -67,10 +69,26 @@ def test_what_cannot_be_exported_is_told_in_one_line(run: Path, tmp_path: Path, 
     assert "there are no rollouts" in capsys.readouterr().err
     assert export_command([str(run), "--to", "jsonl", str(tmp_path / "no" / "out")]) == 1
     assert capsys.readouterr().err.count("\n") == 1
+    assert export_command([str(run), "--to", "jsonl", str(tmp_path)]) == 1
+    assert "a file is wanted" in capsys.readouterr().err
     for shard in run.glob("rollouts/play-*.gz"):
         shard.unlink()
     assert export_command([str(run), "--to", "jsonl", str(tmp_path / "out")]) == 0
     assert "of 5 the record cannot be read" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "inspect"])
+def test_a_disk_that_is_full_keeps_no_half_of_an_export(run: Path, tmp_path: Path, kind: str):
+    out = tmp_path / "out"
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (500, hard))
+    try:
+        with pytest.raises(ExportFailed, match="File too large"):
+            export(run, kind, out)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not out.exists() or not list(out.iterdir())
+    assert not list(tmp_path.glob("*.partial"))
 
 
 @pytest.mark.skipif(not SIDE.is_file(), reason="Inspect is not installed: make test-inspect")

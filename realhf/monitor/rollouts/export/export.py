@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from types import MappingProxyType
@@ -10,6 +9,7 @@ from types import MappingProxyType
 from realhf.monitor.rollouts.export.inspect_log import write_inspect
 from realhf.monitor.rollouts.export.parquet import write_parquet
 from realhf.monitor.rollouts.export.rows import Exported, flat, records, rows_in_order
+from realhf.monitor.rollouts.export.whole_file import whole_file
 from realhf.monitor.rollouts.format import encode_record
 from realhf.monitor.rollouts.reader import NoRecord, RolloutStore
 
@@ -36,8 +36,8 @@ def export(run: Path, kind: str, out: Path) -> Exported:
 def write_jsonl(store: RolloutStore, out: Path) -> Exported:
     """Write a JSON object a line for each rollout: what the indexes say (``flat``), ``record`` as it was played and, of
     a share, ``trained``, what the trainer saw of its tokens."""
-    counted, partial = Exported(), out.with_name(f"{out.name}.partial")
-    with partial.open("wb") as file:
+    counted = Exported()
+    with whole_file(out) as partial, partial.open("wb") as file:
         for row, record in records(store, rows_in_order(store), counted):
             line = flat(row) | {"record": record}
             if row.train is not None and row.train.has_tokens:
@@ -46,7 +46,6 @@ def write_jsonl(store: RolloutStore, out: Path) -> Exported:
                 except NoRecord:
                     counted.without_record += 1
             file.write(encode_record(line) + b"\n")
-    os.replace(partial, out)
     return counted
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import zipfile
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from realhf.monitor.rollouts.export.rows import Exported, flat, records, rows_in_order
+from realhf.monitor.rollouts.export.whole_file import whole_file
 from realhf.monitor.rollouts.format import TRAIN, plain, readable
 from realhf.monitor.rollouts.reader import RolloutStore, Row
 
@@ -39,11 +39,10 @@ def write_inspect(store: RolloutStore, out: Path) -> Exported:
 
 
 def _write(store: RolloutStore, path: Path, name: str, rows: list[Row], counted: Exported) -> None:
-    partial = path.with_name(f"{path.name}.partial")
     began, ended = (min(row.play.time for row in rows), max(row.play.time for row in rows))
     header = _header(store, name, rows, _when(began), _when(ended))
     summaries: list[dict[str, Any]] = []
-    with zipfile.ZipFile(partial, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as file:
+    with whole_file(path) as partial, zipfile.ZipFile(partial, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as file:
         _add(file, "_journal/start.json", {key: header[key] for key in ("version", "eval", "plan")})
         epochs: dict[str, int] = {}
         for row, record in records(store, rows, counted):
@@ -54,7 +53,6 @@ def _write(store: RolloutStore, path: Path, name: str, rows: list[Row], counted:
             summaries.append(_summary(told))
         _add(file, "summaries.json", summaries)
         _add(file, "header.json", header)
-    os.replace(partial, path)
 
 
 def _header(store: RolloutStore, name: str, rows: list[Row], began: str, ended: str) -> dict[str, Any]:

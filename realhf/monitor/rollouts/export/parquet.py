@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from itertools import islice
 from pathlib import Path
 
 from realhf.monitor.rollouts.export.rows import Exported, flat, records, rows_in_order
+from realhf.monitor.rollouts.export.whole_file import whole_file
 from realhf.monitor.rollouts.format import encode_record, readable
 from realhf.monitor.rollouts.reader import RolloutStore
 
@@ -29,9 +29,9 @@ def write_parquet(store: RolloutStore, out: Path) -> Exported:
     except ImportError:
         raise ImportError("pyarrow is not installed: pip install 'realhf[parquet]'") from None
     schema = arrow.schema([(name, getattr(arrow, kind)()) for kind, names in _TYPES for name in names.split()])
-    counted, partial = Exported(), out.with_name(f"{out.name}.partial")
+    counted = Exported()
     found = records(store, rows_in_order(store), counted)
-    with parquet.ParquetWriter(partial, schema, compression="zstd") as writer:
+    with whole_file(out) as partial, parquet.ParquetWriter(partial, schema, compression="zstd") as writer:
         while batch := list(islice(found, _AT_ONCE)):
             table = [
                 flat(row)
@@ -40,7 +40,6 @@ def write_parquet(store: RolloutStore, out: Path) -> Exported:
                 for row, record in batch
             ]
             writer.write_table(arrow.Table.from_pylist(table, schema))
-    os.replace(partial, out)
     return counted
 
 
