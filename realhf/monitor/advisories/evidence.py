@@ -61,7 +61,12 @@ class Evidence:
 def number(row: Row, name: str) -> float | None:
     """Return a value that is a number, NaN and infinities included; None for anything else."""
     value = row.get(name)
-    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    try:
+        return float(value)
+    except OverflowError:  # an integer beyond all floats
+        return math.inf if value > 0 else -math.inf
 
 
 def finite(rows: Sequence[Row], name: str) -> list[float]:

@@ -22,6 +22,7 @@ from realhf.monitor.advisories.evidence import (
     is_equal,
     lasting,
     mean,
+    number,
     step_of,
 )
 
@@ -36,6 +37,8 @@ FALLEN_BEHIND = 0.05
 """Success of a group below this counts as failing where all groups together have four times as much."""
 LATE = 2.0
 """An evaluation is late after so many of the longest intervals before."""
+WAYS = ("sampled", "greedy")
+"""Ways of sampling in evaluations; one is never compared with the other."""
 UNSEEN = 50
 """A run of so many steps wants an evaluation beside the one before training."""
 
@@ -175,7 +178,8 @@ def evaluation_late(run: Evidence) -> Iterator[Advisory]:
 
 def evaluation_falls(run: Evidence) -> Iterator[Advisory]:
     """Held-out success falls below the interval of its best, while the training reward has risen."""
-    points = [(step, entry) for step, report in run.evaluations if (entry := _overall(report)) is not None]
+    way = next((way for way in WAYS if any(_overall(report, way) for _, report in run.evaluations)), WAYS[0])
+    points = [(step, entry) for step, report in run.evaluations if (entry := _overall(report, way)) is not None]
     if len(points) < 2:
         return
     best_step, best = max(points[:-1], key=lambda point: point[1]["success"])
@@ -194,17 +198,18 @@ def evaluation_falls(run: Evidence) -> Iterator[Advisory]:
         best_step,
         "The policy fits its training tasks: take more of them, raise ppo.kl_loss_coef, or go back to the "
         f"checkpoint of step {best_step}.",
-        {"split": "eval/sampled", "outcome": "unsolved", "step_min": last_step},
+        {"split": f"eval/{way}", "outcome": "unsolved", "step_min": last_step},
     )
 
 
-def _overall(report: Mapping[str, Any]) -> dict[str, float] | None:
-    ways = [report.get(way) for way in ("sampled", "greedy")]
-    for way in ways:
-        entry = way.get("overall") if isinstance(way, Mapping) else None
-        if isinstance(entry, Mapping) and all(isinstance(entry.get(key), (int, float)) for key in _NEEDED):
-            return {key: float(entry[key]) for key in _NEEDED}
-    return None
+def _overall(report: Mapping[str, Any], way: str) -> dict[str, float] | None:
+    """Return the figures of all groups together for one way of sampling, None where they are not whole."""
+    groups = report.get(way)
+    entry = groups.get("overall") if isinstance(groups, Mapping) else None
+    if not isinstance(entry, Mapping):
+        return None
+    found = {key: value for key in _NEEDED if (value := number(entry, key)) is not None}
+    return found if len(found) == len(_NEEDED) else None
 
 
 _NEEDED = ("success", "low", "high")

@@ -128,6 +128,16 @@ ILL: dict[str, tuple[int, dict[str, Course], dict[str, Any]]] = {
 }
 
 
+def test_a_fall_in_greedy_evaluations_leads_to_their_rollouts() -> None:
+    """And a greedy evaluation is not compared with a sampled one."""
+    falls = {0: 0.3, 10: 0.6, 28: 0.4}
+    greedy = [(step, {"greedy": evaluation(value)["sampled"]}) for step, value in falls.items()]
+    (found,) = advise(run(), evaluations=greedy)
+    assert (found.id, found.filter["split"]) == ("evaluation_falls", "eval/greedy")
+    mixed = [(10, {"greedy": evaluation(0.9)["sampled"]}), (28, evaluation(0.4))]
+    assert advise(run(), evaluations=mixed) == []
+
+
 def test_nothing_is_said_about_a_healthy_run() -> None:
     evaluations = [(0, evaluation(0.3)), (10, evaluation(0.4)), (20, evaluation(0.42)), (28, evaluation(0.41))]
     assert advise(run(), FINE, evaluations=evaluations, staleness_bound=2.0) == []
