@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -43,6 +44,18 @@ def family(pid: int) -> dict[psutil.Process, list[str]]:
         except psutil.Error:
             continue
     return {process: line for process, line in found.items() if line}
+
+
+def kill_all(pid: int) -> list[psutil.Process]:
+    """Kill a process and all its descendants at once, as a machine that loses its power does; returns them."""
+    try:
+        processes = [psutil.Process(pid), *family(pid)]
+    except psutil.NoSuchProcess:
+        return []
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.send_signal(signal.SIGKILL)
+    return processes
 
 
 def freeze(pid: int, within_s: float = 10.0) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import signal
 import subprocess
 import sys
 import time
@@ -14,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.process_family import family, gone
+from tests.process_family import gone, kill_all
 from tests.test_end_to_end import undescribed
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -99,11 +98,7 @@ class Run:
                     assert launcher.poll() is None and time.monotonic() < end, "the run ended, or did not come so far"
                     time.sleep(0.05)
             finally:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    everybody = [psutil.Process(launcher.pid), *family(launcher.pid)]
-                for process in everybody:
-                    with contextlib.suppress(psutil.NoSuchProcess):
-                        process.send_signal(signal.SIGKILL)
+                everybody = kill_all(launcher.pid)
         assert gone(everybody, within_s=30.0)
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import sqlite3
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,9 @@ NAME, _TAG = "mlflow", "realhf.id"
 
 class MlflowTracker:
     """Is the ``Tracker`` of MLflow: an experiment for each experiment name, a run for each trial. A resumed run is the
-    run it was before, and what a killed process had not sent is sent again. Parameters are those the run began with;
-    ``config.yaml`` is an artifact of its own."""
+    run it was before, and what a killed process had not sent is sent again. What it had sent of steps after the
+    checkpoint is taken back in a store of the run's own; MLflow has no request for that, so a server keeps those values
+    beside the new ones. Parameters are those the run began with; ``config.yaml`` is an artifact of its own."""
 
     def __init__(self, facts: RunFacts) -> None:
         import mlflow  # type: ignore[import-not-found]
@@ -32,6 +35,8 @@ class MlflowTracker:
         known = facts.known(NAME) if facts.resumed else None
         self._run = known or self._begin(facts, own and f"{own.parent.absolute().as_uri()}/artifacts")
         if facts.resumed:
+            if own is not None:
+                _take_back(own, self._run, facts.first_step)
             self._client.update_run(self._run, status="RUNNING")
             self._send_lost(facts.past)
 
@@ -93,6 +98,13 @@ def _own_store(folder: Path, client: Callable[..., Any]) -> Path:
         if partial.exists():
             partial.rename(store)
     return store
+
+
+def _take_back(store: Path, run: str, first_step: int) -> None:
+    """Remove the metrics of steps that a resumed run makes again. A store of another layout keeps them."""
+    with suppress(sqlite3.Error), closing(sqlite3.connect(store, timeout=30.0)) as connection, connection:
+        for table in ("metrics", "latest_metrics"):
+            connection.execute(f"DELETE FROM {table} WHERE run_uuid = ? AND step >= ?", (run, first_step))
 
 
 def _address(store: Path) -> str:
