@@ -21,10 +21,11 @@ from realhf.aws.episode.episode import Episode
 from realhf.aws.simulator.pool import MiniStackPool, Slot
 from realhf.aws.tasks import instantiate, load_templates, solve
 from realhf.base.garbage import collect_rarely
+from tests.asked_for import pytest_addoption, skip_unasked
 from tests.costs import pytest_runtest_call, pytest_terminal_summary
 from tests.sharing import place, pytest_xdist_make_scheduler
 
-__all__ = ["pytest_runtest_call", "pytest_terminal_summary", "pytest_xdist_make_scheduler"]
+__all__ = ["pytest_addoption", "pytest_runtest_call", "pytest_terminal_summary", "pytest_xdist_make_scheduler"]
 
 POOL_SIZE = 4
 settings.register_profile("same", derandomize=True, print_blob=True)
@@ -46,7 +47,8 @@ def pytest_collection_finish() -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Slow files come first, lest one process ends with them while the other has nothing left to do; mixed if several
-    processes share them."""
+    processes share them. Those that nobody asked for are skipped."""
+    skip_unasked(config, items)
     several = hasattr(config, "workerinput")
     items.sort(key=lambda item: place(item.nodeid, slow=item.get_closest_marker("slow") is not None, mixed=several))
 

@@ -1,18 +1,17 @@
-"""A whole run that the page follows takes minutes: ``make test-view`` asks for it."""
+"""One browser for all tests of a module."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import closing
+
 import pytest
 
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--run-view", action="store_true", help="follow a run of the launcher in a browser")
+from tests.chromium import Chromium
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("--run-view"):
-        return
-    skipped = pytest.mark.skip(reason="a whole run takes minutes; make test-view runs it")
-    for item in items:
-        if "whole_run" in item.keywords:
-            item.add_marker(skipped)
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Chromium]:
+    with closing(Chromium()) as browser:
+        browser.look(1280, 800)
+        yield browser
