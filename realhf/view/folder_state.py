@@ -49,10 +49,10 @@ def state_of(folder: Path, steps: int, last_written: float | None) -> FolderStat
     summary = read_json(folder / "summary.json")
     if isinstance(summary, dict) and summary.get("steps") == steps:
         return FolderState(FINISHED, f"The run has ended after {_steps(steps)}.")
-    age = None if last_written is None else max(0.0, time.time() - last_written)
-    if age is not None and age < _FRESH_S:
-        return FolderState(RUNNING, f"{_steps(steps)} complete; last written {age:.0f} s ago.")
-    when = "" if age is None else f" Its files were last written {_ago(age)} ago."
+    age = None if last_written is None else time.time() - last_written
+    if age is not None and abs(age) < _FRESH_S:
+        return FolderState(RUNNING, f"{_steps(steps)} complete; last written {max(0.0, age):.0f} s ago.")
+    when = "" if age is None else " Its files bear a time that is yet to come." if age < 0 else _written(age)
     return FolderState(STOPPED, f"The run was stopped after {_steps(steps)}, before its end.{when}")
 
 
@@ -97,6 +97,10 @@ def read_json(path: Path) -> Any:
 
 def _steps(count: int) -> str:
     return "1 step" if count == 1 else f"{count} steps"
+
+
+def _written(age: float) -> str:
+    return f" Its files were last written {_ago(age)} ago."
 
 
 def _ago(seconds: float) -> str:

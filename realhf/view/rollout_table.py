@@ -23,6 +23,7 @@ NONE = -1
 PLAYED_TOKENS, TRAINED_TOKENS = 1, 2
 MOST_GROUP = 64
 _TEXTS = ("task", "group", "env", "split", "failure")
+_LEAST, _MOST = -(2**31), 2**31 - 1
 
 
 class RunRollouts:
@@ -33,7 +34,7 @@ class RunRollouts:
         self._lock = threading.Lock()
         self._rows: list[Row] = []
         self._packed = b""
-        self._seen: tuple[int, int] | None = None
+        self._seen: tuple[Any, ...] = ()
 
     def packed(self) -> bytes:
         """Return a row for each rollout as columns (``packed.pack``), in the order of steps. Texts are numbers into the
@@ -94,7 +95,11 @@ class RunRollouts:
             return
         plain = wanted.encode() if _is_plain(wanted) else b""
         for line in member:
-            if line.line < len(texts) and _may_hold(texts[line.line], plain) and wanted in _searched(texts[line.line]):
+            if (
+                0 <= line.line < len(texts)
+                and _may_hold(texts[line.line], plain)
+                and wanted in _searched(texts[line.line])
+            ):
                 yield line.id
 
     def _record(self, line: Any) -> dict[str, Any]:
@@ -105,10 +110,11 @@ class RunRollouts:
 
     def _refresh(self) -> None:
         self._store.refresh()
-        seen = len(self._store.play.lines), len(self._store.train.lines)
+        store = self._store
+        seen = store.epoch, len(store.play.lines), len(store.train.lines), *store.problems
         if seen != self._seen or not self._packed:
             self._seen = seen
-            if seen[0] or not self._rows:  # what was read of a folder that vanishes is still shown
+            if store.play.lines or not self._rows:  # what was read of a folder that vanishes is still shown
                 self._rows = sorted(self._store.rows(), key=lambda row: row.step)
             self._packed = _packed(self._rows, self._store.problems)
 
@@ -143,6 +149,8 @@ def _searched(line: bytes) -> str:
             content = json.loads(line)
         except (ValueError, RecursionError):
             return ""
+        if not isinstance(content, dict):
+            return ""
         words = _Words(content.get("task"), content.get("status"), content.get("message"), content.get("messages", []))
     return "\n".join(_words([words.task, words.status, words.message, words.messages])).casefold()
 
@@ -176,7 +184,7 @@ def _packed(rows: Sequence[Row], problems: Sequence[str]) -> bytes:
         for play, train in zip(plays, trains, strict=True)
     ]
     columns = {
-        "row": _ints(int(part[2]) if part[2].isdecimal() else 0 for part in parts),
+        "row": _ints(int(part[2]) if part[2].isdecimal() and len(part[2]) < 16 else 0 for part in parts),
         "step": _ints(row.step for row in rows),
         "time": np.array([play.time for play in plays], dtype=np.float64),
         "version": _ints(NONE if play.version is None else play.version for play in plays),
@@ -202,7 +210,13 @@ def _coded(values: Iterable[str]) -> tuple[Array, list[str]]:
 
 
 def _ints(values: Iterable[int]) -> Array:
-    return np.clip(np.fromiter(values, dtype=np.int64), -(2**31), 2**31 - 1).astype(np.int32)
+    """Return numbers as the page reads them, the nearest that it can hold for those of a damaged index."""
+    given = list(values)
+    try:
+        wide = np.fromiter(given, dtype=np.int64, count=len(given))
+    except OverflowError:
+        wide = np.array([max(_LEAST, min(_MOST, value)) for value in given], dtype=np.int64)
+    return np.clip(wide, _LEAST, _MOST).astype(np.int32)
 
 
 def _floats(values: Iterable[float | None]) -> Array:

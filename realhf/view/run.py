@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +95,7 @@ def _stamp(path: Path) -> str:
     try:
         about = path.stat()
         if path.is_dir():
-            inner = [entry.stat() for entry in path.iterdir()]
+            inner = _inside(path)
             newest = max((item.st_mtime_ns for item in inner), default=0)
             return f"{len(inner)}:{sum(item.st_size for item in inner)}:{newest}"
         return f"{about.st_ino}:{about.st_size}:{about.st_mtime_ns}"
@@ -103,7 +105,15 @@ def _stamp(path: Path) -> str:
 
 def _newest(path: Path) -> float | None:
     try:
-        times = [path.stat().st_mtime, *([entry.stat().st_mtime for entry in path.iterdir()] if path.is_dir() else [])]
+        return max([path.stat().st_mtime, *(item.st_mtime for item in (_inside(path) if path.is_dir() else ()))])
     except OSError:
         return None
-    return max(times)
+
+
+def _inside(folder: Path) -> list[os.stat_result]:
+    """Describe the entries of a folder, but those that vanish meanwhile or lead nowhere."""
+    found = []
+    for entry in folder.iterdir():
+        with suppress(OSError):
+            found.append(entry.stat())
+    return found

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,8 @@ from realhf.view.folder_state import read_json, read_text
 
 MOST_OPTIONS = 5000
 MOST_DEPTH = 20
+MOST_VISITS = 50_000
+"""How many values are looked at: aliases lead to the same ones again and again."""
 MOST_CHARACTERS = 500
 _NOT_SHOWN = ("fileroot",)
 
@@ -23,7 +27,7 @@ def run_config(run_dir: Path) -> dict[str, str]:
     except (yaml.YAMLError, ValueError, RecursionError):
         return {}
     found: dict[str, str] = {}
-    _flatten("", content, found, 0)
+    _flatten("", content, found, 0, itertools.count())
     return found
 
 
@@ -45,12 +49,12 @@ def run_origin(run_dir: Path) -> dict[str, Any]:
     }
 
 
-def _flatten(name: str, value: Any, found: dict[str, str], depth: int) -> None:
-    if len(found) >= MOST_OPTIONS or name in _NOT_SHOWN:
+def _flatten(name: str, value: Any, found: dict[str, str], depth: int, visits: Iterator[int]) -> None:
+    if next(visits) >= MOST_VISITS or len(found) >= MOST_OPTIONS or name in _NOT_SHOWN:
         return
     if isinstance(value, dict) and value and depth < MOST_DEPTH:
         for key, inner in value.items():
-            _flatten(f"{name}.{key}" if name else str(key)[:200], inner, found, depth + 1)
+            _flatten(f"{name}.{key}" if name else str(key)[:200], inner, found, depth + 1, visits)
     elif name and (not isinstance(value, (dict, list)) or _is_small(value)):
         found[name] = str(value)[:MOST_CHARACTERS]
 

@@ -67,7 +67,11 @@ def cell(value: Any) -> Cell:
     """Return a value as JSON without extensions can hold it."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
-    if math.isfinite(value):
+    try:
+        finite = math.isfinite(value)
+    except OverflowError:  # an integer beyond all floats
+        return "Infinity" if value > 0 else "-Infinity"
+    if finite:
         return value
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 

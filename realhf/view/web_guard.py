@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
@@ -21,15 +22,18 @@ HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
+SERVER_HEADER = "X-Realhf-Server"
 _OWN = frozenset({"same-origin", "none"})
 
 
 class WebGuard:
     """Answers requests for foreign hosts (a foreign name may resolve to this machine) and of foreign pages with 403; an
-    ASGI middleware. Every answer gets ``HEADERS``."""
+    ASGI middleware. Every answer gets ``HEADERS`` and the name of this server, by which an open page notices that
+    another one, with other runs, has taken its place on the port."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
+        self._headers = {**HEADERS, SERVER_HEADER: secrets.token_hex(8)}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or refuse it."""
@@ -42,7 +46,7 @@ class WebGuard:
 
         async def guarded(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message).update(HEADERS)
+                MutableHeaders(scope=message).update(self._headers)
             await send(message)
 
         problem = _problem(scope)

@@ -65,6 +65,42 @@ def test_a_step_that_is_added_arrives_and_a_folder_that_vanishes_is_still_shown(
         assert "gone" in header["problems"][0]
 
 
+def test_a_run_that_was_made_again_in_the_same_folder_is_read_anew(tmp_path: Path):
+    """With the same options it has as many rollouts as before; they are others."""
+    header: list[dict] = []
+    with client(tmp_path / "run") as page:
+        for seed in (1, 2):
+            shutil.rmtree(tmp_path / "run", ignore_errors=True)
+            run = MadeUpRun(tmp_path / "run", seed=seed, failing=0.0)
+            run.add_step(4)
+            run.close()
+            page.get("/api/runs")
+            header.append(unpacked(page.get("/api/runs/0/rollouts").content)[0])
+    assert header[0]["count"] == header[1]["count"] == 32
+    assert header[0]["tables"]["sample"] != header[1]["tables"]["sample"]
+
+
+def test_why_recording_stopped_is_told_though_no_rollout_follows(tmp_path: Path):
+    run = MadeUpRun(tmp_path / "run")
+    run.add_step(1)
+    with client(tmp_path / "run") as page:
+        assert unpacked(page.get("/api/runs/0/rollouts").content)[0]["problems"] == []
+        (index,) = (tmp_path / "run" / "rollouts").glob("play-*.index.jsonl")
+        with index.open("a") as file:
+            file.write('{"note":"recording stopped: the disk is full","time":1.0}\n')
+        (problem,) = unpacked(page.get("/api/runs/0/rollouts").content)[0]["problems"]
+        assert "the disk is full" in problem
+    run.close()
+
+
+def test_numbers_that_no_table_holds_are_the_nearest_that_it_does(tmp_path: Path):
+    shards = Shards(tmp_path / "rollouts", Header(rollouts=FORMAT, family=PLAY, writer="w", worker="w", began=0.0))
+    shards.append([], [], [PlayLine(id=f"s/{'9' * 30}", time=1.0, step=10**30, length=-(10**25), turns=2)])
+    shards.close()
+    _, arrays = unpacked(Run(tmp_path, "run").rollouts.packed())
+    assert [int(arrays[name][0]) for name in ("step", "length", "turns")] == [2**31 - 1, -(2**31), 2]
+
+
 def test_one_rollout_comes_with_its_records_and_its_group(made_up: Path):
     wanted = next(line for line in lines(made_up, "train") if line.get("has_tokens"))
     with client(made_up) as page:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from realhf.view.folder_state import is_locked
+from realhf.view.run import Run
 from tests.view.runs import add_step, client, write_run
 
 
@@ -66,6 +67,52 @@ def test_a_folder_is_called_what_it_is(tmp_path: Path):
         assert page.get("/api/runs/3/metrics").json()["steps"] == [1, 2, 3], "what was read is not lost"
 
 
+def test_a_killed_run_whose_files_are_from_the_future_does_not_go_on(tmp_path: Path):
+    """Its clock was ahead, or ours was set back."""
+    run = write_run(tmp_path / "run", ended=False)
+    for path in (run, *run.rglob("*")):
+        os.utime(path, (time.time() + 3600,) * 2)
+    (found,) = client(run).get("/api/runs").json()["runs"]
+    assert found["state"] == "stopped" and "yet to come" in found["text"]
+
+
+def test_a_link_that_leads_nowhere_stops_nobody_from_following(tmp_path: Path):
+    run = write_run(tmp_path / "run")
+    (run / "trace" / "old.jsonl").symlink_to(tmp_path / "nowhere")
+    before = Run(run, "run").stamps()["spans"]
+    with (run / "trace" / "master.jsonl").open("a") as file:
+        file.write("{}\n")
+    assert Run(run, "run").stamps()["spans"] != before
+
+
+def test_a_pipe_in_a_run_folder_holds_up_nothing(tmp_path: Path):
+    run = write_run(tmp_path / "run")
+    (run / "rollouts").mkdir()
+    for name in ("placements.jsonl", "trace/a.jsonl", "rollouts/play-a.index.jsonl"):
+        os.mkfifo(run / name)
+    with client(run) as page:
+        for part in ("metrics", "evaluations", "advisories", "about", "spans", "rollouts", "search?text=a"):
+            assert page.get(f"/api/runs/0/{part}").status_code == 200
+
+
+def test_integers_beyond_all_floats_are_infinite(tmp_path: Path):
+    run = write_run(tmp_path / "run")
+    add_step(run, {"step": 4, "policy/grad_norm": 10**400, "reward/mean": -(10**400)})
+    with client(run) as page:
+        columns = page.get("/api/runs/0/metrics").json()["columns"]
+        assert (columns["policy/grad_norm"][3], columns["reward/mean"][3]) == ("Infinity", "-Infinity")
+        assert {one["id"] for one in page.get("/api/runs/0/advisories").json()} == {"policy_not_finite"}
+
+
+def test_every_answer_says_which_server_it_is_of(tmp_path: Path):
+    """A page that stays open while another server takes the port would mix their runs."""
+    run = write_run(tmp_path / "run")
+    first, second = client(run), client(run)
+    paths = ("/", "/api/runs", "/api/runs/0/metrics", "/api/runs/9/metrics")
+    named = [{page.get(path).headers["X-Realhf-Server"] for path in paths} for page in (first, second)]
+    assert len(named[0]) == len(named[1]) == 1 and named[0] != named[1]
+
+
 def test_a_run_whose_lock_is_held_goes_on(tmp_path: Path):
     import fcntl
 
@@ -92,11 +139,15 @@ def test_configuration_is_flat_and_bounded(tmp_path: Path):
     bomb = "a: &a [x, x, x, x, x, x, x, x, x]\n"
     for last, name in zip("abcdefgh", "bcdefghi", strict=True):
         bomb += f"{name}: &{name} [{', '.join([f'*{last}'] * 9)}]\n"
-    run, hostile = write_run(tmp_path / "run"), write_run(tmp_path / "hostile", config=bomb)
-    with client(run, hostile) as page:
+    wide = f"a: &a {{x: [{', '.join('x' * 99)}]}}\n"
+    for last, name in zip("abcdefgh", "bcdefghi", strict=True):
+        wide += f"{name}: &{name} {{{', '.join(f'{key}: *{last}' for key in 'abcdefghi')}}}\n"
+    folders = {"run": "seed: 1\nppo:\n  lr: 0.1\n", "hostile": bomb, "wide": wide}
+    with client(*[write_run(tmp_path / name, config=config) for name, config in folders.items()]) as page:
         assert page.get("/api/runs/0/about").json()["config"] == {"seed": "1", "ppo.lr": "0.1"}
         began = time.process_time()
         assert len(page.get("/api/runs/1/about").content) < 100_000
+        assert len(page.get("/api/runs/2/about").content) < 100_000
         assert time.process_time() - began < 20
 
 

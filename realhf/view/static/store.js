@@ -2,8 +2,21 @@
 
 export class Gone extends Error {}
 
-async function ask(path, signal) {
+let server = null;
+
+/** Fetch from the server that this page is of. Another one on its port has other runs under the same numbers: the page
+ * begins anew then, and mixes nothing. */
+export async function reach(path, signal) {
   const reply = await fetch(path, { signal });
+  const told = reply.headers.get("X-Realhf-Server");
+  server ??= told;
+  if (told === server) return reply;
+  location.reload();
+  throw new Error("another server has taken its place");
+}
+
+async function ask(path, signal) {
+  const reply = await reach(path, signal);
   if (reply.ok) return reply;
   const detail = (await reply.json().catch(() => ({}))).detail ?? reply.statusText;
   throw reply.status === 410 ? new Gone(detail) : new Error(detail);
@@ -94,6 +107,10 @@ export class Store {
       changed.set(run.number, new Set(parts));
       run.stamps = stamps;
       if (parts.includes("about")) delete run.parts.about;
+      if (parts.includes("rollouts")) {
+        delete run.parts.table;
+        delete run.parts.details;
+      }
       Object.assign(run, found.states[text]);
     }
     this.seen = found.seen;

@@ -20,9 +20,12 @@ export const FILTERS = ["outcome", "split", "task", ...EXACT, ...BOUNDS.map(([na
 
 /** The table of a run; asked for once and again after changes. */
 export async function tableOf(run) {
-  if (!run.parts.table) {
+  for (let tries = 0; tries < 3 && !run.parts.table; tries++) {
+    const { rollouts } = run.stamps;
     const { header, arrays } = await askPacked(`/api/runs/${run.number}/rollouts`);
-    run.parts.table = new Table(header, arrays);
+    const made = new Table(header, arrays);
+    if (tries < 2 && run.stamps.rollouts !== rollouts) continue; // it has grown meanwhile
+    run.parts.table = made;
   }
   return run.parts.table;
 }
