@@ -21,6 +21,7 @@ PROGRAM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil
 ABSENT = "needs Chromium (apt-get install chromium)"
 START_S = ANSWER_S = 30.0
 _KEYS = {
+    "Tab": 9,
     "Enter": 13,
     "Escape": 27,
     " ": 32,
@@ -31,6 +32,7 @@ _KEYS = {
     "ArrowRight": 39,
     "ArrowDown": 40,
 }
+_SHIFT = 8
 _FLAGS = (
     "--headless=new",
     "--no-sandbox",
@@ -110,16 +112,24 @@ class Chromium:
     def wait(self, expression: str, timeout_s: float = ANSWER_S) -> None:
         """Until an expression is true."""
         deadline = time.monotonic() + timeout_s
-        while not self.js(f"!!({expression})"):
+        while not self._holds(expression):
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{expression} is not true after {timeout_s:g} s; {self.problems}")
             time.sleep(0.02)
 
-    def press(self, key: str) -> None:
+    def _holds(self, expression: str) -> bool:
+        try:
+            return self.js(f"!!({expression})")
+        except RuntimeError as error:
+            if "context" not in str(error):
+                raise
+            return False  # the page is being loaded anew
+
+    def press(self, key: str, *, shift: bool = False) -> None:
         """One key, as a person presses it."""
         code = _KEYS.get(key, ord(key.upper()) if len(key) == 1 else 0)
         text = "\r" if key == "Enter" else key if len(key) == 1 else ""
-        event = {"key": key, "windowsVirtualKeyCode": code, "text": text}
+        event = {"key": key, "windowsVirtualKeyCode": code, "text": text, "modifiers": _SHIFT if shift else 0}
         self.call("Input.dispatchKeyEvent", type="keyDown" if text else "rawKeyDown", **event)
         self.call("Input.dispatchKeyEvent", type="keyUp", **event)
 

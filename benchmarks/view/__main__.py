@@ -33,7 +33,7 @@ START_S = 120.0
 OPEN_S = 120.0
 SEARCH_S = 120.0
 SOUGHT = "task-123"
-BY_REWARD = "document.querySelector('[role=columnheader].reward').click()"
+BY_REWARD = "document.querySelector('.head-row .reward').click()"
 SHOWN = "document.documentElement.dataset.page === 'rollouts' && document.querySelectorAll('.row').length > 5"
 
 

@@ -6,6 +6,9 @@ import json
 
 from tests.chromium import Chromium
 
+PAGES = ("overview", "advisories", "timeline", "rollouts", "rollout", "tokens", "tasks")
+"""In the order of their keys, from 1."""
+
 
 def text(page: Chromium, selector: str) -> str:
     """Return what all elements show, an element a line."""

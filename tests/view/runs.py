@@ -48,14 +48,14 @@ def client(*folders: Path, follow: bool = False) -> TestClient:
 
 
 @contextmanager
-def served(*folders: Path, follow: bool = True) -> Iterator[str]:
-    """The page's server on a free port of the loopback, in a thread; yields its address."""
+def served(*folders: Path, follow: bool = True, port: int = 0) -> Iterator[str]:
+    """The page's server on a port of the loopback, by default a free one, in a thread; yields its address."""
     runs = RunList(folders)
     runs.refresh()
     config = uvicorn.Config(create_app(runs, follow=follow), log_level="error", ws="none", lifespan="off")
     config.timeout_graceful_shutdown = 1
     server = uvicorn.Server(config)
-    listener = socket.create_server(("127.0.0.1", 0))
+    listener = socket.create_server(("127.0.0.1", port))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     try:

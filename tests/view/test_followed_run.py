@@ -104,10 +104,12 @@ def walk(page: Chromium, url: str, launcher: subprocess.Popen[bytes]) -> None:
     shows(page, "rollout")
     assert "the machine is broken" in text(page, ".facts")
 
-    page.open(url + "/?played#/rollouts?runs=0&outcome=unsolved")
+    page.press("b")
     shows(page, "rollouts")
-    page.wait("document.querySelectorAll('.row').length > 0", PATIENCE_S)
-    page.press("ArrowDown")
+    while not page.js("document.querySelector('.head-row .reward').innerText.includes('↓')"):
+        page.press("o")
+    page.wait("document.querySelector('.row .outcome')?.innerText === 'no success'", PATIENCE_S)
+    page.press("Home")
     page.press("Enter")
     shows(page, "rollout")
     assert "What it heard" in text(page, "#state-left") and "Play it in the echo" in text(page, "#again")

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -14,17 +12,10 @@ import pytest
 
 from benchmarks.view.made_up_run import HOSTILE, MadeUpRun
 from tests.chromium import ABSENT, PROGRAM, Chromium
-from tests.view.page import follow_advisory, shows, text
+from tests.view.page import PAGES, follow_advisory, shows, text
 from tests.view.runs import served
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(PROGRAM is None, reason=ABSENT)]
-
-
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Chromium]:
-    with closing(Chromium()) as browser:
-        browser.look(1280, 800)
-        yield browser
 
 
 def test_a_growing_run_is_followed_from_its_curves_to_a_token_by_keys_alone(chromium: Chromium, tmp_path: Path):
@@ -95,6 +86,7 @@ def test_hostile_text_is_shown_as_text_and_a_deleted_run_is_called_so(chromium: 
         page.press("Enter")
         shows(page, "rollout")
         assert "<script>document.title='owned'</script>" in text(page, ".talk")
+        assert "⟨U+0000⟩⟨U+001B⟩[31m⟨U+202E⟩" in text(page, ".talk"), "what nobody would see is named"
         assert page.js("document.querySelectorAll('.talk img, .talk script').length") == 0
         run.close()
         shutil.rmtree(tmp_path / "run")
@@ -123,15 +115,18 @@ def test_two_runs_are_compared_and_the_options_listed_in_which_they_differ(chrom
         shows(page, "overview")
         page.press("c")
         page.wait("document.querySelectorAll('#runs-list input').length === 2")
-        page.js("document.querySelectorAll('#runs-list input:not(:checked)')[0].focus()")
-        page.press(" ")
-        page.press("Enter")
+        for key in ("Tab", "Tab", " ", "Enter"):
+            page.press(key)
         page.wait("document.getElementById('difference')")
         rows = [line.split("\t") for line in text(page, "#difference tbody").splitlines()]
         assert rows == [["seed", "1", "2"], ["ppo.lr", "0.001", "0.002"]]
         assert text(page, ".card.named small").splitlines() == ["finished", "stopped"]
         assert page.js("document.querySelectorAll('.chart:not([hidden]) .curve.k1').length") >= 2, "on the same axes"
-        page.open(url + "/?killed#/overview?runs=1")
+        page.press("c")
+        page.wait("document.querySelector('dialog[open]')")
+        for key in ("Tab", " ", "Enter"):
+            page.press(key)
+        page.wait("!location.hash.includes('0,1')")
         shows(page, "overview")
         page.wait("document.getElementById('state').dataset.state === 'stopped'")
         assert "stopped after 4 steps, before its end" in text(page, "#state")
@@ -212,9 +207,7 @@ def test_no_page_is_wider_than_a_telephone(chromium: Chromium, tmp_path: Path, s
     with served(tmp_path / "run", follow=False) as url:
         chromium.look(390, 800, scheme)
         chromium.open(url + "/")
-        for key, name in enumerate(
-            ("overview", "advisories", "timeline", "rollouts", "rollout", "tokens", "tasks"), start=1
-        ):
+        for key, name in enumerate(PAGES, start=1):
             chromium.press(str(key))
             shows(chromium, name)
             assert chromium.js("document.documentElement.scrollWidth") <= 390, name

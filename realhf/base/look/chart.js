@@ -1,6 +1,6 @@
 // Curves over the steps: several series on one pair of axes, points with intervals, stacked areas, a shared cursor.
 
-import { h, number, s } from "./dom.js";
+import { h, number, s, shown } from "./dom.js";
 
 const WIDTH = 560;
 const HEIGHT = 210;
@@ -41,6 +41,9 @@ export class Chart {
     this.drawing = s("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img" });
     this.node = h("figure", { class: "chart", tabindex: "0" }, this.heading, this.drawing, this.readout);
     this.node.addEventListener("keydown", (event) => this.onKey(event));
+    // All charts follow one cursor; the one in which it is moved reads its values out.
+    this.node.addEventListener("focus", () => this.readout.setAttribute("aria-live", "polite"));
+    this.node.addEventListener("blur", () => this.readout.removeAttribute("aria-live"));
     this.drawing.addEventListener("pointermove", (event) => this.onPointer(event));
     this.drawing.addEventListener("pointerleave", () => setCursor(null));
     this.onCursor = () => this.drawCursor();
@@ -53,12 +56,13 @@ export class Chart {
 
   draw(spec) {
     this.spec = spec;
-    this.heading.replaceChildren(spec.title, ...(spec.unit ? [h("span", { class: "muted" }, spec.unit)] : []));
+    this.heading.replaceChildren(shown(spec.title), ...(spec.unit ? [h("span", { class: "muted" }, spec.unit)] : []));
     if (spec.about) this.heading.title = spec.about;
     const lines = spec.stacked ? stack(spec.series) : spec.series;
     const places = extent(lines, spec.points ?? [], spec.stacked || spec.from0);
     this.places = places;
     this.drawing.replaceChildren();
+    this.node.setAttribute("aria-label", `${spec.title}; arrows move the cursor`);
     this.drawing.setAttribute("aria-label", `${spec.title}, over: ${spec.along ?? "step"}`);
     if (!places) {
       this.drawing.append(s("text", { x: WIDTH / 2, y: HEIGHT / 2, class: "none" }, "no values yet"));
@@ -183,12 +187,14 @@ function thinned(line) {
   const kept = [];
   for (let part = 0; part < MOST_POINTS; part++) {
     const from = Math.floor((part * size) / MOST_POINTS), to = Math.floor(((part + 1) * size) / MOST_POINTS);
-    let low = from, high = from;
+    let low = -1, high = -1;
     for (let at = from; at < to; at++) {
-      if (line.y[at] < line.y[low]) low = at;
-      if (line.y[at] > line.y[high]) high = at;
+      if (typeof line.y[at] !== "number") continue; // a gap is no 0
+      if (low < 0 || line.y[at] < line.y[low]) low = at;
+      if (high < 0 || line.y[at] > line.y[high]) high = at;
     }
-    kept.push(Math.min(low, high), ...(low === high ? [] : [Math.max(low, high)]));
+    if (low < 0) kept.push(from);
+    else kept.push(Math.min(low, high), ...(low === high ? [] : [Math.max(low, high)]));
   }
   return kept;
 }
@@ -197,18 +203,18 @@ function curve(line, p) {
   let path = "";
   let pen = "M";
   const lone = [];
-  for (const at of thinned(line)) {
-    if (typeof line.y[at] !== "number") {
+  const kept = thinned(line);
+  const has = (place) => place >= 0 && place < kept.length && typeof line.y[kept[place]] === "number";
+  kept.forEach((at, place) => {
+    if (!has(place)) {
       pen = "M";
-      continue;
+      return;
     }
     path += `${pen}${across(line.x[at], p).toFixed(1)},${down(line.y[at], p).toFixed(1)}`;
     pen = "L";
-  }
-  if (line.y.filter((value) => typeof value === "number").length === 1) {
-    const at = line.y.findIndex((value) => typeof value === "number");
-    lone.push(s("circle", { cx: across(line.x[at], p), cy: down(line.y[at], p), r: 3, class: `point k${line.kind % 8}` }));
-  }
+    // A value between gaps has no line: a metric of every eighth step would be drawn as nothing.
+    if (!has(place - 1) && !has(place + 1)) lone.push(s("circle", { cx: across(line.x[at], p), cy: down(line.y[at], p), r: 3, class: `point k${line.kind % 8}` }));
+  });
   return [s("path", { d: path, class: `curve k${line.kind % 8}${line.faint ? " faint" : ""}${line.dashed ? " dashed" : ""}` }), ...lone];
 }
 

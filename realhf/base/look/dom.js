@@ -1,15 +1,23 @@
 // Makes elements. Text of a run is only ever set as text, so nothing in it is interpreted.
 
 const SVG = "http://www.w3.org/2000/svg";
+const READ_ALOUD = new Set(["title", "aria-label", "placeholder"]);
+/** Control characters (but ends of lines and tabs), marks of direction, and what has no width: text could hide or turn
+ * around other text with them. What joins letters and emojis stays. */
+const UNSEEN = /[\u0000-\u0008\u000b\u000c\u000e-\u001f\u007f-\u009f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u2069\ufeff\u{e0000}-\u{e007f}]/gu;
+
+/** A text as it is shown: each character that nobody would see is named. */
+export const shown = (text) => text.replace(UNSEEN, (one) => `⟨U+${one.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}⟩`);
+const readable = (value) => (typeof value === "string" ? shown(value) : value);
 
 function filled(made, attributes, children) {
   for (const [name, value] of Object.entries(attributes)) {
     if (value === undefined || value === null || value === false) continue;
     if (name.startsWith("on")) made.addEventListener(name.slice(2), value);
-    else if (name === "text") made.textContent = value;
-    else made.setAttribute(name, value === true ? "" : value);
+    else if (name === "text") made.textContent = readable(value);
+    else made.setAttribute(name, value === true ? "" : READ_ALOUD.has(name) ? readable(value) : value);
   }
-  made.append(...children.flat().filter((child) => child !== null && child !== undefined && child !== false));
+  made.append(...children.flat().filter((child) => child !== null && child !== undefined && child !== false).map(readable));
   return made;
 }
 
@@ -51,4 +59,10 @@ export function table(heads, rows, attributes = {}) {
       h("tbody", {}, rows.map((row) => h("tr", {}, row.map((content) => cell("td", content))))),
     ),
   );
+}
+
+/** Set the text of an element, if it is another one: a screen reader says a status anew whenever it is set. */
+export function tell(element, text) {
+  const wanted = shown(text);
+  if (element.textContent !== wanted) element.textContent = wanted;
 }

@@ -23,9 +23,13 @@ class Advisories {
   async load() {
     const { run } = this.context;
     if (run.isGone) return (this.said.textContent = "The folder is gone.");
-    this.found = await askJson(`/api/runs/${run.number}/advisories`);
+    const found = await askJson(`/api/runs/${run.number}/advisories`);
+    if (JSON.stringify(found) === JSON.stringify(this.found)) return;
+    this.found = found;
+    const focused = [...this.list.children].findIndex((one) => one.contains(document.activeElement));
     this.said.textContent = this.found.length ? `${this.found.length} to look at in ${run.name}` : `Nothing seems wrong with ${run.name}.`;
     this.list.replaceChildren(...this.found.map((one) => this.item(one)));
+    if (focused >= 0) this.list.children[Math.min(focused, this.found.length - 1)]?.focus();
   }
 
   async update(parts) {

@@ -1,6 +1,6 @@
 // The frame: which page is shown, of which runs, keys, theme, and the request that waits for changes.
 
-import { $, h } from "./dom.js";
+import { $, h, tell } from "./dom.js";
 import { Store } from "./store.js";
 import { themeOf } from "./theme.js";
 import * as advisories from "./advisories.js";
@@ -23,9 +23,11 @@ const PAGES = [
 const RETRY_MS = 2000;
 const MOST_COMPARED = 8;
 const store = new Store();
+const links = PAGES.map((one, at) => h("a", {}, one.title, h("kbd", { "aria-hidden": "true" }, String(at + 1))));
 let shown = null;
 let turn = 0;
 let waiting = new AbortController();
+let silent = false; // the server does not answer, and the page says so
 
 function address() {
   const [path, query = ""] = location.hash.replace(/^#\/?/, "").split("?");
@@ -45,29 +47,32 @@ function go(name, params = {}, replace = false) {
   else location.hash = hash;
 }
 
+/** Draw what stands around the page. It is drawn again whenever a run changes, so nothing is made anew that may have the
+ * focus. */
 function drawFrame() {
   const { page, runs } = address();
   const run = store.runs[runs[0]];
-  $("title").textContent = run ? run.name : "realhf view";
+  tell($("title"), run ? run.name : "realhf view");
   document.title = run ? `${run.name} · ${page.title}` : "realhf view";
   const others = runs.length > 1 ? ` Compared with ${runs.length - 1} more.` : "";
-  $("state").textContent = run ? run.text + others : "";
+  tell($("state"), run ? run.text + others : "");
   $("state").dataset.state = run?.state ?? "";
-  $("pages").replaceChildren(
-    ...PAGES.map((one, at) =>
-      h(
-        "a",
-        { href: `#/${one.name}?runs=${runs.join(",")}`, "aria-current": one === page ? "page" : null },
-        one.title,
-        h("kbd", { "aria-hidden": "true" }, String(at + 1)),
-      ),
-    ),
-  );
+  PAGES.forEach((one, at) => {
+    links[at].href = `#/${one.name}?runs=${runs.join(",")}`;
+    if (one === page) links[at].setAttribute("aria-current", "page");
+    else links[at].removeAttribute("aria-current");
+  });
 }
 
 function notice(text) {
-  $("notice").textContent = text;
+  silent = false;
+  tell($("notice"), text);
   $("notice").hidden = !text;
+}
+
+function noAnswer(text) {
+  notice(text);
+  silent = true;
 }
 
 async function showPage() {
@@ -75,6 +80,7 @@ async function showPage() {
   const { page, params, runs } = address();
   shown?.close?.();
   shown = null;
+  if (!silent) notice(""); // what was said of the page before
   drawFrame();
   const place = h("div", { class: `page ${page.name}` });
   $("page").replaceChildren(place);
@@ -89,6 +95,8 @@ async function showPage() {
     if (mine !== turn) return made?.close?.();
     shown = made;
     document.documentElement.dataset.page = page.name;
+    // What had the focus went with the page before: Tab goes on from the new page, and not from the top.
+    if (document.documentElement.dataset.ready && document.activeElement === document.body) $("page").focus({ preventScroll: true });
   } catch (error) {
     if (mine === turn) place.append(h("p", { class: "problem" }, `This cannot be shown: ${error.message}`));
   }
@@ -97,23 +105,30 @@ async function showPage() {
 /** Learn the present state of runs that were not looked at before, and wait for theirs from now on. */
 async function learn(runs) {
   store.seen = "";
-  await store.changes(runs).catch((error) => notice(`The server does not answer: ${error.message}`));
+  await store.changes(runs).catch((error) => noAnswer(`The server does not answer: ${error.message}`));
   waiting.abort();
+}
+
+/** Wait until somebody looks at the page. A browser has six connections to a server for all its pages, and each one that
+ * waits for changes holds one. */
+async function seen() {
+  while (document.hidden) await new Promise((done) => document.addEventListener("visibilitychange", done, { once: true }));
 }
 
 async function followChanges() {
   while (store.follow) {
+    await seen();
     const { runs } = address();
     waiting = new AbortController();
     try {
       const changed = await store.changes(runs, waiting.signal);
-      notice("");
+      if (silent) notice("");
       drawFrame();
       const parts = new Set([...changed.entries()].filter(([one]) => !store.runs[one].isGone).flatMap(([, set]) => [...set]));
       if (parts.size) await shown?.update?.(parts);
     } catch (error) {
       if (error.name === "AbortError") continue;
-      notice(`The server does not answer (${error.message}). What was loaded stays; trying again.`);
+      noAnswer(`The server does not answer (${error.message}). What was loaded stays; trying again.`);
       await new Promise((done) => setTimeout(done, RETRY_MS));
     }
   }
@@ -166,16 +181,26 @@ async function openRuns() {
     );
   $("runs-list").replaceChildren(...store.runs.map(line));
   $("runs-search").value = "";
+  $("runs").returnValue = "";
   $("runs").showModal();
 }
 
+/** Show the runs whose boxes are checked. What the address says of the first one stays, if it stays the first. */
 function chooseRuns() {
-  const boxes = [...$("runs-list").querySelectorAll("input:checked")].map((one) => one.value);
-  if (boxes.length) go(address().page.name, { runs: boxes.slice(0, MOST_COMPARED).join(",") });
+  const boxes = [...$("runs-list").querySelectorAll("input:checked")].map((one) => Number(one.value)).slice(0, MOST_COMPARED);
+  if ($("runs").returnValue !== "show" || !boxes.length) return;
+  const { page, params, runs } = address();
+  go(page.name, { ...(boxes[0] === runs[0] ? Object.fromEntries(params) : {}), runs: boxes.join(",") });
 }
 
 async function main() {
+  $("pages").append(...links);
   KEYS.d = themeOf($("theme"));
+  document.querySelector(".skip").addEventListener("click", (event) => {
+    event.preventDefault(); // the part behind the # of an address names a page here
+    $("page").focus();
+  });
+  document.addEventListener("visibilitychange", () => document.hidden && waiting.abort());
   $("help").addEventListener("click", openKeys);
   $("choose").addEventListener("click", openRuns);
   $("runs").addEventListener("close", chooseRuns);
@@ -189,7 +214,7 @@ async function main() {
     await store.refresh();
     await showPage();
   } catch (error) {
-    notice(`The server does not answer: ${error.message}`);
+    noAnswer(`The server does not answer: ${error.message}`);
     return;
   }
   document.documentElement.dataset.ready = "yes";

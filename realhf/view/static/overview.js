@@ -2,7 +2,7 @@
 
 import { Chart, setCursor, smoothed } from "./chart.js";
 import { h, number, percent, table } from "./dom.js";
-import { PANELS, panelOfRun, panelOfRuns } from "./panels.js";
+import { PANELS, panelOfRun, panelOfRuns, wayOf } from "./panels.js";
 
 export async function show(place, context) {
   const page = new Overview(place, context);
@@ -23,6 +23,7 @@ class Overview {
     this.search = h("input", { type: "search", id: "metric-search", placeholder: "Find a metric, e.g. ratio", "aria-label": "Find a metric", autocomplete: "off" });
     this.search.addEventListener("input", () => this.drawOthers());
     this.rest = h("div", { class: "charts" });
+    this.left = h("p", { class: "muted" });
     this.all = h("details", { class: "all" }, h("summary", {}, "Every metric"), this.search, this.rest);
     this.all.addEventListener("toggle", () => this.drawOthers());
     this.about = h("section", { class: "about" });
@@ -93,15 +94,15 @@ class Overview {
         const { steps, columns } = run.metrics;
         const at = steps.length - 1;
         const value = (name) => columns[name]?.[at];
-        const held = run.evaluations.filter((one) => one.way === "sampled" && one.group === "overall");
+        const held = run.evaluations.filter((one) => one.way === wayOf(run) && one.group === "overall");
         const [first, final] = [held[0], held.at(-1)];
-        const change = first && final && first !== final ? `from ${percent(first.success)} before` : "";
+        const change = first && final && first !== final ? `from ${percent(first.success)} ${first.step ? `at step ${first.step}` : "before"}` : "";
         const name = this.context.runs.length > 1 ? `${run.name}: ` : "";
         const cards = [
           card(`${name}step`, number(steps[at] ?? 0), run.state),
           card("reward", number(value("reward/mean"))),
           card("success", percent(value("success/overall"))),
-          card("held-out success", percent(final?.success), final ? `step ${final.step}; ${change}` : "none yet"),
+          card("held-out success", percent(final?.success), final ? [`step ${final.step}`, wayOf(run) === "sampled" ? "" : wayOf(run), change].filter(Boolean).join("; ") : "none yet"),
           card("a step takes", value("time/step") === undefined ? "–" : `${number(value("time/step"))} s`),
         ];
         if (this.context.runs.length > 1) cards[0].classList.add("named", `k${kind % 8}`);
@@ -141,7 +142,11 @@ class Overview {
       this.drawPanel(panel, chart);
     }
     const left = names.filter((name) => name.toLowerCase().includes(wanted)).length - shown.length;
-    this.rest.replaceChildren(...shown.map((name) => this.others.get(name).chart.node), ...(left > 0 ? [h("p", { class: "muted" }, `and ${left} more: say more of the name`)] : []));
+    this.left.hidden = left <= 0;
+    this.left.textContent = left > 0 ? `and ${left} more: say more of the name` : "";
+    const nodes = [...shown.map((name) => this.others.get(name).chart.node), this.left];
+    const same = nodes.length === this.rest.children.length && nodes.every((node, at) => node === this.rest.children[at]);
+    if (!same) this.rest.replaceChildren(...nodes); // one of them may have the focus
   }
 
   async drawAbout() {

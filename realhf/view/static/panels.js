@@ -65,9 +65,13 @@ function held(panel, run, series) {
   });
 }
 
+/** The way of sampling whose evaluations stand for the run: one is never mixed with the other. */
+export const wayOf = (run) => (run.evaluations.some((one) => one.way === "sampled") ? "sampled" : run.evaluations[0]?.way ?? "sampled");
+
 function evaluated(run, figure, group) {
+  const way = wayOf(run);
   return run.evaluations
-    .filter((one) => one.group === group && one.way === "sampled" && typeof one[figure] === "number")
+    .filter((one) => one.group === group && one.way === way && typeof one[figure] === "number")
     .map((one) => ({
       x: one.step,
       y: one[figure],

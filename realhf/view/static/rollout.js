@@ -1,6 +1,6 @@
 // One rollout: its conversation turn by turn, what the environment said of it, and its group beside it.
 
-import { h, number, table } from "./dom.js";
+import { h, number, shown, table } from "./dom.js";
 import { again, ofTurn, stateLeft } from "./environment.js";
 import { askJson } from "./store.js";
 import { tableOf } from "./table.js";
@@ -26,14 +26,14 @@ export async function idFor(context, ...tests) {
   return null;
 }
 
-/** Index lines and records of a rollout; asked for once. */
+/** Index lines and records of a rollout; asked for once, and again after the rollouts have changed. */
 export async function detail(run, id) {
-  run.parts.details ??= new Map();
-  if (!run.parts.details.has(id)) {
-    if (run.parts.details.size > 24) run.parts.details.clear();
-    run.parts.details.set(id, await askJson(`/api/runs/${run.number}/rollout?${new URLSearchParams({ id })}`));
+  const known = (run.parts.details ??= new Map());
+  if (!known.has(id)) {
+    if (known.size > 24) known.clear();
+    known.set(id, await askJson(`/api/runs/${run.number}/rollout?${new URLSearchParams({ id })}`));
   }
-  return run.parts.details.get(id);
+  return known.get(id);
 }
 
 /** The id of the rollout `by` places further in the list that the list page showed last. */
@@ -216,9 +216,16 @@ function toolCall(call) {
 }
 
 function long(text) {
+  if (typeof text !== "string") return json(text);
   if (text.length <= LONG) return h("pre", {}, text);
   const made = h("pre", {}, text.slice(0, LONG));
-  const more = h("button", { type: "button", onclick: () => { made.textContent = text; more.remove(); } }, `${(text.length - LONG).toLocaleString("en")} more characters`);
+  const whole = () => {
+    made.textContent = shown(text);
+    more.remove();
+    made.tabIndex = -1;
+    made.focus();
+  };
+  const more = h("button", { type: "button", onclick: whole }, `${(text.length - LONG).toLocaleString("en")} more characters`);
   return h("div", {}, made, more);
 }
 

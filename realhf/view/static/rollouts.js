@@ -1,6 +1,7 @@
 // The table of all rollouts that were kept: filters, order, full-text search, and rows drawn only where they are seen.
 
 import { h, number } from "./dom.js";
+import { reach } from "./store.js";
 import { FILTERS, NONE, OUTCOMES, tableOf } from "./table.js";
 
 const ROW = 30;
@@ -37,7 +38,7 @@ class Rollouts {
   constructor(place, context) {
     this.context = context;
     this.filters = Object.fromEntries(FILTERS.map((name) => [name, context.params.get(name) ?? ""]));
-    this.sort = context.params.get("sort") ?? "step";
+    this.sort = COLUMNS.some(([name]) => name === context.params.get("sort")) ? context.params.get("sort") : "step";
     this.descending = context.params.get("order") !== "up";
     this.text = context.params.get("text") ?? "";
     this.found = null;
@@ -65,7 +66,9 @@ class Rollouts {
     this.more.open = FIELDS.some(([name]) => this.filters[name]);
     this.said = h("p", { class: "readout", role: "status", id: "count" });
     this.problems = h("p", { class: "problem" });
-    this.head = h("div", { class: "head-row", role: "row" });
+    this.head = h("div", { class: "head-row", role: "group", "aria-label": "Order" });
+    this.heads = COLUMNS.map(([name]) => h("button", { type: "button", class: `cell ${name}`, onclick: () => this.orderBy(name) }));
+    this.head.append(...this.heads);
     this.rows = h("div", { class: "rows" });
     this.body = h("div", { class: "body", tabindex: "0", role: "grid", id: "grid", "aria-label": "Rollouts; arrows move, Enter opens" }, this.rows);
     this.body.addEventListener("scroll", () => this.drawRows());
@@ -97,14 +100,16 @@ class Rollouts {
     if (!parts.has("rollouts")) return;
     const spent = Number(document.documentElement.dataset.tableMs ?? 0);
     clearTimeout(this.later);
-    this.later = setTimeout(async () => {
-      const chosen = this.order.length ? this.table.id(this.order[this.at]) : "";
-      delete this.context.run.parts.table;
-      this.table = await tableOf(this.context.run);
-      this.fillChoices();
-      this.problems.textContent = this.table.problems.join(" ");
-      this.apply(chosen);
-    }, Math.min(10_000, 5 * spent));
+    this.later = setTimeout(() => this.again().catch(() => {}), Math.min(10_000, 5 * spent)); // a server that ended is told of elsewhere
+  }
+
+  async again() {
+    const chosen = this.order.length ? this.table.id(this.order[this.at]) : "";
+    delete this.context.run.parts.table;
+    this.table = await tableOf(this.context.run);
+    this.fillChoices();
+    this.problems.textContent = this.table.problems.join(" ");
+    this.apply(chosen);
   }
 
   fillChoices() {
@@ -167,12 +172,11 @@ class Rollouts {
   }
 
   drawHead() {
-    this.head.replaceChildren(
-      ...COLUMNS.map(([name, label]) =>
-        h("button", { type: "button", class: `cell ${name}`, role: "columnheader", "aria-sort": name === this.sort ? (this.descending ? "descending" : "ascending") : null, onclick: () => this.orderBy(name) },
-          label, name === this.sort ? (this.descending ? " ↓" : " ↑") : ""),
-      ),
-    );
+    COLUMNS.forEach(([name, label], at) => {
+      const own = name === this.sort;
+      this.heads[at].textContent = own ? `${label} ${this.descending ? "↓" : "↑"}` : label;
+      this.heads[at].setAttribute("aria-label", `order by ${label}${own ? `, ${this.descending ? "descending" : "ascending"} now` : ""}`);
+    });
   }
 
   orderBy(name) {
@@ -202,7 +206,7 @@ class Rollouts {
       reward: value("reward"), advantage: Number.isNaN(columns.advantage[at]) ? "–" : number(columns.advantage[at]), length: String(columns.length[at]), turns: String(columns.turns[at]),
       version: value("version"), staleness: value("staleness"), mismatch: value("mismatch"),
     };
-    const line = h("div", { class: `row ${outcomeClass(ended)}`, role: "row", id: `row-${place}`, "aria-rowindex": place + 1, "aria-selected": place === this.at ? "true" : "false", onclick: () => this.click(place) },
+    const line = h("div", { class: `row ${outcomeClass(ended)}`, role: "row", id: `row-${place}`, "aria-rowindex": place + 1, "aria-label": `step ${texts.step}, ${texts.split}, ${texts.task}: ${ended}, reward ${texts.reward}, ${texts.length} tokens`, "aria-selected": place === this.at ? "true" : "false", onclick: () => this.click(place) },
       COLUMNS.map(([name]) => h("span", { class: `cell ${name}`, role: "gridcell", title: name === "task" ? texts.task : null }, texts[name])));
     line.style.top = `${place * ROW}px`;
     return line;
@@ -261,7 +265,7 @@ class Rollouts {
     if (!text) return;
     const mine = (this.searching = new AbortController());
     try {
-      const reply = await fetch(`/api/runs/${this.context.run.number}/search?${new URLSearchParams({ text })}`, { signal: mine.signal });
+      const reply = await reach(`/api/runs/${this.context.run.number}/search?${new URLSearchParams({ text })}`, mine.signal);
       if (!reply.ok) throw new Error(reply.statusText);
       await this.take(reply.body.pipeThrough(new TextDecoderStream()).getReader());
     } catch (error) {

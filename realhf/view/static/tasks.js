@@ -41,9 +41,9 @@ class Tasks {
   async update(parts) {
     if (!parts.has("rollouts")) return;
     clearTimeout(this.later);
-    this.later = setTimeout(async () => {
+    this.later = setTimeout(() => {
       delete this.context.run.parts.table;
-      await this.load();
+      this.load().catch(() => {}); // the page says so when it asks for the next change
     }, 1000);
   }
 

@@ -80,8 +80,9 @@ class Timeline {
       const wide = this.window.end - this.window.begin;
       this.window = { begin: this.end() - wide, end: this.end() };
     }
+    if (fresh) this.chosen = -1;
     this.draw();
-    this.sayWindow();
+    if (this.chosen < 0) this.sayWindow(); // what is said of the chosen span stays
   }
 
   async update(parts) {
@@ -150,7 +151,7 @@ class Timeline {
       n: () => this.walk(1), p: () => this.walk(-1),
     }[event.key];
     if (does) does();
-    else if (event.key === "Enter" && (event.target === this.canvas || event.target === document.body)) this.open();
+    else if (event.key === "Enter" && !event.target.closest("button, a")) this.open();
     else return false;
     return true;
   }

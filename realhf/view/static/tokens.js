@@ -36,7 +36,7 @@ class Tokens {
     }
     this.gather(play.tokens, train && !train.problem ? train : null);
     this.colour = this.strips.some(([name]) => name === this.context.params.get("colour")) ? this.context.params.get("colour") : this.strips[0][0];
-    this.at = Math.min(this.size - 1, Math.max(0, Number(this.context.params.get("token") ?? 0)));
+    this.at = Math.min(this.size - 1, Math.max(0, Math.floor(Number(this.context.params.get("token"))) || 0));
     this.choice = h("select", { id: "colour", "aria-label": "Colour by", onchange: () => this.paint(this.choice.value) }, this.strips.map(([name, label]) => h("option", { value: name }, label)));
     this.canvas = h("canvas", { class: "strips", tabindex: "0", role: "img", "aria-label": "Strips of all tokens; arrows move" });
     this.canvas.addEventListener("click", (event) => this.move(Math.floor((event.offsetX / this.canvas.clientWidth) * this.size)));
@@ -235,7 +235,7 @@ function range(values) {
   return { low, high };
 }
 
-/** A text in which spaces, ends of lines and control characters can be seen. */
+/** A text in which the ends of lines and what joins characters can be seen, too. */
 function visible(text) {
-  return text.replace(/\n/g, "⏎").replace(/\t/g, "⇥").replace(/[\u0000-\u001f\u007f-\u009f\u200b-\u200f\u202a-\u202e\u2066-\u2069]/g, "␣");
+  return text.replace(/\n/g, "⏎").replace(/\r/g, "␍").replace(/\t/g, "⇥").replace(/\u200c/g, "⟨U+200C⟩").replace(/\u200d/g, "⟨U+200D⟩");
 }

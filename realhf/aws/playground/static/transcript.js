@@ -1,9 +1,12 @@
-// Commands and their answers, as a terminal shows them. All text goes in as text, never as markup.
+// Commands and their answers, as a terminal shows them. All text goes in as text, never as markup, and what nobody would
+// see in it is named: who plays a recorded command sees all of it before.
+
+import { shown } from "./dom.js";
 
 export function element(tag, className, text) {
   const made = document.createElement(tag);
   if (className) made.className = className;
-  if (text !== undefined) made.textContent = text;
+  if (text !== undefined) made.textContent = shown(String(text));
   return made;
 }
 

@@ -1,7 +1,7 @@
 // The page that watches the trajectory server: asks for its state once a second. Text of others is set as text alone.
 
 import { Chart } from "./chart.js";
-import { $, h, number, table } from "./dom.js";
+import { $, h, number, table, tell } from "./dom.js";
 import { themeOf } from "./theme.js";
 
 const PERIOD_MS = 1000;
@@ -9,6 +9,7 @@ const REMEMBERED = 121;
 const token = new URLSearchParams(location.hash.slice(1)).get("token");
 const headers = token ? { Authorization: `Bearer ${token}` } : {};
 const past = [];
+let exampleShown = "";
 const charts = { flow: new Chart(), queue: new Chart() };
 
 const rounded = (value) => (typeof value === "number" ? number(Math.round(value * 100) / 100) : number(value));
@@ -50,7 +51,7 @@ function draw(data) {
   const into = rate("into"), from = rate("from");
   drawCharts(into, from);
   const trainer = data.registered ? (data.started ? "trainer at work" : "trainer registered, has not asked yet") : "no trainer registered";
-  $("state").textContent = `${data.store}${data.strict ? ", strict" : ""} · epoch ${data.epoch} · ${trainer}`;
+  tell($("state"), `${data.store}${data.strict ? ", strict" : ""} · epoch ${data.epoch} · ${trainer}`);
   $("cards").replaceChildren(
     card("step", rounded(data.current_step)), card("groups queued", rounded(data.queue_size)),
     card("sequences queued", rounded(data.queued_sequences)), card("held", bytes(data.held_bytes)),
@@ -71,6 +72,9 @@ function draw(data) {
 
 function drawExample(example) {
   const place = $("example");
+  const found = JSON.stringify(example);
+  if (found === exampleShown) return; // its texts may have the focus
+  exampleShown = found;
   if (!example) return place.replaceChildren(place.firstElementChild, h("p", { class: "muted" }, "none yet"));
   const facts = `environment ${example.env_id ?? "–"} · ${example.size} sequences of ${example.lengths.join(", ")} tokens · ` +
     `scores ${example.scores.join(", ")} · policy version ${example.policy_version}`;
@@ -80,7 +84,7 @@ function drawExample(example) {
 }
 
 function notice(text) {
-  $("notice").textContent = text;
+  tell($("notice"), text);
   $("notice").hidden = !text;
 }
 
