@@ -14,6 +14,8 @@ from typing import Any
 
 from realhf.base.paths import PACKAGE
 
+LAUNCH = ("python", "-m", "realhf.launch")
+"""What stands before the arguments of a run; whoever shows the whole line quotes it as a shell reads it."""
 PACKAGES = (
     "torch",
     "transformers",

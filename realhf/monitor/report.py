@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -22,6 +23,7 @@ from realhf.monitor.metrics.renaming import success_by_group
 from realhf.monitor.metrics_log import read_metrics
 from realhf.monitor.pictures import ASYNC, LEARNING, TIME, TIMELINE, draw_pictures
 from realhf.monitor.plots import staleness_bound
+from realhf.monitor.provenance import LAUNCH
 from realhf.monitor.rollout_metrics import is_asynchronous, rollout_summary
 from realhf.monitor.run_files import NONFINITE_FILE, Evaluations
 from realhf.monitor.timeline import plot_timeline
@@ -198,8 +200,7 @@ def _origin(run_dir: Path) -> list[str]:
     provenance = _json(run_dir / "provenance.json")
     parts = [html.heading("Origin")]
     if provenance:
-        command = " ".join(["python -m realhf.launch", *provenance.get("arguments", [])])
-        parts.append(html.text(command))
+        parts.append(html.text(shlex.join([*LAUNCH, *map(str, provenance.get("arguments", []))])))
         parts.append(html.folded("Versions", json.dumps(provenance, indent=1)))
     for file in ("config.yaml", NONFINITE_FILE):
         if (run_dir / file).is_file():

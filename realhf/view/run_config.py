@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from realhf.monitor.provenance import LAUNCH
 from realhf.view.folder_state import read_json, read_text
 
 MOST_OPTIONS = 5000
@@ -39,7 +41,7 @@ def run_origin(run_dir: Path) -> dict[str, Any]:
     git, packages = content.get("git"), content.get("packages")
     arguments = content.get("arguments")
     return {
-        "command": " ".join(["python -m realhf.launch", *map(str, arguments)]) if isinstance(arguments, list) else "",
+        "command": shlex.join([*LAUNCH, *map(str, arguments)]) if isinstance(arguments, list) else "",
         "commit": str(git.get("commit") or "") if isinstance(git, dict) else "",
         "modified": bool(git.get("modified")) if isinstance(git, dict) else False,
         "python": str(content.get("python", "")),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shlex
 import shutil
 import time
 from pathlib import Path
@@ -149,6 +151,15 @@ def test_configuration_is_flat_and_bounded(tmp_path: Path):
         assert len(page.get("/api/runs/1/about").content) < 100_000
         assert len(page.get("/api/runs/2/about").content) < 100_000
         assert time.process_time() - began < 20
+
+
+def test_the_command_can_be_pasted_into_a_shell_whatever_it_holds(tmp_path: Path):
+    run = write_run(tmp_path / "run")
+    words = ["experiment=grpo", "env.tiers=[warmup]", "trial_name=a b; echo $(owned)"]
+    (run / "provenance.json").write_text(json.dumps({"arguments": words}))
+    command = client(run).get("/api/runs/0/about").json()["origin"]["command"]
+    assert shlex.split(command) == ["python", "-m", "realhf.launch", *words]
+    assert "'trial_name=a b; echo $(owned)'" in command
 
 
 def test_evaluations_are_points_and_nonsense_is_left_out(tmp_path: Path):

@@ -163,8 +163,10 @@ class Overview {
       const { origin, config } = abouts[at];
       if (origin.command) parts.push(h("pre", { class: "command" }, origin.command));
       const commit = origin.commit ? `Commit ${origin.commit.slice(0, 12)}${origin.modified ? " with changes" : ""}, Python ${origin.python}` : "";
+      const packages = Object.entries(origin.packages ?? {});
       parts.push(
         h("p", { class: "muted" }, `${run.folder}. ${commit}`),
+        packages.length ? h("details", {}, h("summary", {}, `Packages of ${run.name}`), table(["package", "version"], packages)) : "",
         h("details", {}, h("summary", {}, `Configuration of ${run.name}`), table(["option", "value"], Object.entries(config).map(([name, value]) => [h("code", {}, name), value]))),
       );
     });

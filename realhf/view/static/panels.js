@@ -17,6 +17,7 @@ export const PANELS = [
   { title: "Clipped", unit: "share", names: ["policy/clip_fraction"], from0: true },
   { title: "Gradient norm", names: ["policy/grad_norm"], from0: true },
   { title: "Staleness", unit: "versions", names: ["staleness/mean", "staleness/max"], from0: true },
+  { title: "Version that generates", unit: "version", names: ["admission/version"], about: "the lowest one of the generation workers; the trainer's is the number of the step" },
   { title: "Admission and buffer", unit: "samples", names: ["admission/running", "admission/capacity", "admission/staged", "buffer/resident"], from0: true },
   { title: "Occupancy", unit: "share", names: ["generation/occupancy", "training/occupancy"], from0: true },
   { title: "Throughput", unit: "tokens/s", names: ["throughput/tokens_per_second"], from0: true },
