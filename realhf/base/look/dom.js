@@ -66,3 +66,12 @@ export function tell(element, text) {
   const wanted = shown(text);
   if (element.textContent !== wanted) element.textContent = wanted;
 }
+
+/** Let the skip link of a page give the focus to its target and leave the address as it is: it says what is shown. */
+export function skipLink() {
+  const link = document.querySelector(".skip");
+  link.addEventListener("click", (event) => {
+    event.preventDefault();
+    document.querySelector(link.getAttribute("href")).focus();
+  });
+}

@@ -1,6 +1,6 @@
 // The frame: which page is shown, of which runs, keys, theme, and the request that waits for changes.
 
-import { $, h, tell } from "./dom.js";
+import { $, h, skipLink, tell } from "./dom.js";
 import { Store } from "./store.js";
 import { themeOf } from "./theme.js";
 import * as advisories from "./advisories.js";
@@ -196,10 +196,7 @@ function chooseRuns() {
 async function main() {
   $("pages").append(...links);
   KEYS.d = themeOf($("theme"));
-  document.querySelector(".skip").addEventListener("click", (event) => {
-    event.preventDefault(); // the part behind the # of an address names a page here
-    $("page").focus();
-  });
+  skipLink();
   document.addEventListener("visibilitychange", () => document.hidden && waiting.abort());
   $("help").addEventListener("click", openKeys);
   $("choose").addEventListener("click", openRuns);

@@ -1,6 +1,7 @@
 // The page: what is played, what is replayed, and the keys.
 
 import { cards } from "./account.js";
+import { skipLink } from "./dom.js";
 import { readLog } from "./episode_log.js";
 import { offer } from "./offer.js";
 import { Picker } from "./picker.js";
@@ -368,6 +369,7 @@ function key(event) {
 // --- beginning --------------------------------------------------------------------------------------------------
 
 function listen() {
+  skipLink();
   const clicks = {
     run: submit,
     hint,

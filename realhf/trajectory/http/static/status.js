@@ -1,7 +1,7 @@
 // The page that watches the trajectory server: asks for its state once a second. Text of others is set as text alone.
 
 import { Chart } from "./chart.js";
-import { $, h, number, table, tell } from "./dom.js";
+import { $, h, number, skipLink, table, tell } from "./dom.js";
 import { themeOf } from "./theme.js";
 
 const PERIOD_MS = 1000;
@@ -104,6 +104,7 @@ async function ask() {
 }
 
 const nextTheme = themeOf($("theme"));
+skipLink();
 document.addEventListener("keydown", (event) => {
   if (event.key === "d" && !event.ctrlKey && !event.metaKey && !event.altKey) nextTheme();
 });
