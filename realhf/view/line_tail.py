@@ -9,6 +9,8 @@ from typing import BinaryIO
 
 CHUNK_BYTES = 8 * 2**20
 """How much is read at once, and the length of the longest line that is understood."""
+_HEAD_BYTES = 512
+"""A file that begins otherwise than before is another one, though it got the number of the one that was deleted."""
 
 
 class LineTail:
@@ -23,6 +25,7 @@ class LineTail:
         self.epoch = 0
         self._tail_bytes = tail_bytes
         self._file_id: tuple[int, int] | None = None
+        self._head = b""
         self._offset = 0
 
     def lines(self) -> list[bytes]:
@@ -36,12 +39,14 @@ class LineTail:
             about = os.fstat(handle)
             if not stat.S_ISREG(about.st_mode):
                 return []
-            if (about.st_dev, about.st_ino) != self._file_id or about.st_size < self._offset:
-                self._begin((about.st_dev, about.st_ino))
+            file_id, head = (about.st_dev, about.st_ino), file.read(_HEAD_BYTES)
+            if file_id != self._file_id or about.st_size < self._offset or not head.startswith(self._head):
+                self._begin(file_id)
                 if self._tail_bytes is not None and about.st_size > self._tail_bytes:
                     file.seek(about.st_size - self._tail_bytes)
                     file.readline(CHUNK_BYTES)
                     self._offset = file.tell()
+            self._head = head[: about.st_size]
             file.seek(self._offset)
             return self._read(file, about.st_size)
 

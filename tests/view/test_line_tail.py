@@ -51,3 +51,18 @@ def test_only_the_end_of_a_long_file_is_read_from_the_first_whole_line_on(tmp_pa
     path = tmp_path / "log"
     path.write_bytes(b"".join(b"line %d\n" % number for number in range(100)))
     assert LineTail(path, tail_bytes=20).lines() == [b"line 98", b"line 99"]
+
+
+def test_another_file_under_the_same_number_is_read_anew(tmp_path: Path):
+    """A file system gives the number of a deleted file to the next one, which may be longer than the old one was."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("a\n" * 3)
+    tail = LineTail(path)
+    tail.lines()
+    number = path.stat().st_ino
+    path.write_text("b\n" * 5)
+    assert path.stat().st_ino == number
+    assert (tail.lines(), tail.epoch) == ([b"b"] * 5, 1)
+    with path.open("a") as file:
+        file.write("c\n")
+    assert (tail.lines(), tail.epoch) == ([b"c"], 1)

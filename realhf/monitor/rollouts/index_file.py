@@ -13,6 +13,8 @@ from realhf.monitor.rollouts.plain_file import open_plain
 
 Line = PlayLine | TrainLine
 _READ_BYTES = 16 * 2**20
+_HEAD_BYTES = 200
+"""So much of the header, with the name of its writer, tells a file from one that got the number of a deleted one."""
 _LONGEST_LINE = 2**20
 """No writer writes a longer line; what goes on without an end is not gathered."""
 
@@ -36,7 +38,7 @@ class IndexFile:
         self.notes: list[str] = []
         self.bad_lines = 0
         self._offset, self._inode = 0, -1
-        self._rest = b""
+        self._rest = self._head = b""
 
     @property
     def torn(self) -> bool:
@@ -45,15 +47,21 @@ class IndexFile:
 
     def replaced(self) -> bool:
         """Return whether the file is another one than was read, or shorter: then all of it is to be read anew. Raises
-        FileNotFoundError."""
-        status = os.stat(self.path)
-        return self._inode >= 0 and (status.st_ino != self._inode or status.st_size < self._offset)
+        OSError."""
+        if self._inode < 0:
+            return False
+        with open_plain(self.path) as file:
+            status = os.fstat(file.fileno())
+            if status.st_ino != self._inode or status.st_size < self._offset:
+                return True
+            return not file.read(_HEAD_BYTES).startswith(self._head)
 
     def more(self) -> list[Line]:
         """Return the lines that were completed since the last call. Raises OSError."""
         found: list[Line] = []
         with open_plain(self.path) as file:
             self._inode = os.fstat(file.fileno()).st_ino
+            self._head = file.read(_HEAD_BYTES)
             file.seek(self._offset)
             while not self.problem and (chunk := file.read(_READ_BYTES)):
                 self._offset += len(chunk)

@@ -207,6 +207,22 @@ def test_what_is_no_index_is_left_out_and_holds_up_nothing(tmp_path: Path):
     assert told[0] == "a line has no end" and "names another writer, 'a/../../else" in told[1] and len(told) == 2
 
 
+def test_another_index_under_the_same_number_is_read_anew(tmp_path: Path):
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    write(tmp_path / "one", sample(id="a@1"))
+    write(tmp_path / "two", sample(id="b@1"), sample(id="b@2"))
+    store = read(tmp_path / "one")
+    (index,) = (tmp_path / "one").glob("*/*.index.jsonl")
+    (other,) = (tmp_path / "two").glob("*/*.index.jsonl")
+    content = other.read_text()
+    name = json.loads(content.splitlines()[0])["writer"]
+    own = json.loads(index.read_text().splitlines()[0])["writer"]
+    index.write_text(content.replace(name, own).replace('"began":1', '"began":2'))
+    store.refresh()
+    assert {row.play.sample for row in store.rows()} == {"b@1", "b@2"}
+
+
 def test_places_that_a_record_cannot_have_are_damage(tmp_path: Path):
     write(tmp_path, sample())
     store = read(tmp_path)
