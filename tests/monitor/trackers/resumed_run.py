@@ -12,6 +12,8 @@ from realhf.monitor.metrics.renaming import evaluation_metrics
 from realhf.monitor.trackers.stream import TrackerStream
 
 STEPS, CHECKPOINT, KILLED_AFTER = 6, 3, 4
+MANY = {f"other/{number}": 0.5 for number in range(1500)}
+"""More than a tracker keeps in memory, so that the killed process leaves something of every step."""
 
 
 def evaluation(step: int) -> dict[str, float]:
@@ -25,7 +27,7 @@ def main() -> int:
     done = 0 if killed else CHECKPOINT
     log = TrackerStream(folder, [name], completed_steps=done, warn=warnings.append, past=past)
     for step in range(1 if killed else CHECKPOINT + 1, (KILLED_AFTER if killed else STEPS) + 1):
-        log.metrics(step, {"policy/loss": float(step), "success/a<b": 0.5, "broken": float("nan")})
+        log.metrics(step, {"policy/loss": float(step), "success/a<b": 0.5, "broken": float("nan"), **MANY})
         log.rollouts(step, [f"a transcript of step {step}"])
         if step % 3 == 0:
             log.metrics(step - 1, evaluation(step - 1))  # It comes after the next step.
