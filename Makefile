@@ -16,7 +16,7 @@ SCHEDULES ?= 2
 # The tests start hundreds of Python processes; without bytecode each compiles the tree again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: check-all test-all model train-real validate-adversarial test-atropos bench-trajectory crash-ledger screenshots red-team install train test test-fast lint help clean-venv test-openenv test-trackers test-trl test-verifiers test-vllm test-compile test-cluster test-gpu test-inspect test-view
+.PHONY: check-all test-all model train-real validate-adversarial test-atropos bench-trajectory crash-ledger screenshots red-team install train test test-fast lint help clean-venv test-openenv test-trackers test-trl test-verifiers test-vllm test-compile test-architectures test-cluster test-gpu test-inspect test-view
 
 help:
 	@echo "make train    install, then run the main job: GRPO on AWS tasks (SEED=1, ARGS='key=value ...')"
@@ -38,6 +38,7 @@ help:
 	@echo "make test-verifiers  install verifiers and Gymnasium beside it and train five steps on an environment of each"
 	@echo "make test-inspect  install Inspect and pyarrow beside it and read exported rollouts with them"
 	@echo "make test-compile  compile a model and compare its losses: minutes the first time"
+	@echo "make test-architectures  train every architecture in whole runs, tied and untied, fp32 and bf16, synchronous and asynchronous"
 	@echo "make test-vllm  install vLLM for the CPU beside it and run the tests that need a real server"
 	@echo "make test-cluster  run over several hosts, which are network namespaces: as root; SCHEDULES=50 random faults; keeps a report in out/cluster"
 	@echo "make test-ray  install Ray beside it and let it start host agents on this machine, and as root on network namespaces"
@@ -188,6 +189,10 @@ test-jobset: install
 	@test -x .venv-kubernetes/bin/kubernetes-validate || { $(BIN)/python -m venv .venv-kubernetes && .venv-kubernetes/bin/python -m pip install --quiet kubernetes-validate==1.37.0; }
 	$(BIN)/python -m pytest -q -rs tests/cluster/engines/test_jobset.py tests/cluster/engines/test_jobset_schemas.py \
 	  $(if $(CRD),--jobset-crd $(CRD))
+
+# NAMES chooses among them: make test-architectures NAMES='gemma3 and bf16'
+test-architectures: install
+	$(BIN)/python -m pytest -q -rs -n 2 tests/architectures tests/backends/test_architectures.py --run-architectures $(if $(NAMES),-k "$(NAMES)")
 
 test-compile: install
 	$(BIN)/python -m pytest -q -rs tests/backends/execution --run-compile

@@ -14,21 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    ApertusConfig,
-    AutoModelForCausalLM,
-    Gemma2Config,
-    Gemma3TextConfig,
-    GPT2Config,
-    GptOssConfig,
-    LlamaConfig,
-    MistralConfig,
-    MixtralConfig,
-    Olmo2Config,
-    Phi3Config,
-    Qwen2Config,
-    Qwen3Config,
-)
+from transformers import AutoModelForCausalLM
 
 from realhf.algorithms.sft import SFTInterface
 from realhf.api.config import GenConfig, OptimizerConfig
@@ -37,47 +23,11 @@ from realhf.api.sample import MicroBatchSpec, SequenceSample
 from realhf.backends.embedded.continuous_batching import ContinuousGenerator
 from realhf.backends.training.torch_backend import load_causal_lm
 from realhf.backends.training.torch_engine import TorchEngine
+from tests.backends.architectures import KINDS, MISMATCH, configs, kind_name, long_context, save_model
 
-WINDOW, POSITIONS, SAMPLED, DEADLINE_S = 8, 64, 12, 120.0
-SHAPE: dict[str, Any] = {
-    "vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "intermediate_size": 48, "max_position_embeddings": POSITIONS, "bos_token_id": 1, "eos_token_id": 2,
-    "pad_token_id": 0,
-}  # fmt: skip
-LLAMA3 = {
-    "rope_type": "llama3", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16,
-    "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-}  # fmt: skip
-YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
-LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
-LONG = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0, 1.2, 1.5, 2.0], "long_factor": [4.0] * 4}
-PLAIN = {"rope_type": "default", "rope_theta": 1e4}
-TWO_KINDS = ["sliding_attention", "full_attention"]
-WIDE = {"head_dim": 16}  # four heads of 16 in a model 32 wide
-CONFIGS = {
-    "llama": LlamaConfig(**SHAPE, **WIDE, attention_bias=True, mlp_bias=True, rope_parameters=LLAMA3),
-    "llama, one key head": LlamaConfig(**{**SHAPE, "num_key_value_heads": 1}, rope_parameters=LINEAR),
-    "qwen2": Qwen2Config(**SHAPE, rope_parameters=YARN),
-    "qwen3": Qwen3Config(**SHAPE, **WIDE),
-    "gemma2": Gemma2Config(**SHAPE, **WIDE, query_pre_attn_scalar=16, sliding_window=WINDOW),
-    "gemma3": Gemma3TextConfig(
-        **SHAPE, **WIDE, query_pre_attn_scalar=16, sliding_window=WINDOW, layer_types=TWO_KINDS
-    ),
-    "mistral": MistralConfig(**SHAPE, sliding_window=WINDOW),
-    "gpt2": GPT2Config(
-        vocab_size=97, n_embd=32, n_layer=2, n_head=4, n_positions=POSITIONS, bos_token_id=1, eos_token_id=2
-    ),
-    "phi3": Phi3Config(**SHAPE, sliding_window=WINDOW, original_max_position_embeddings=48, rope_parameters=LONG),
-    "olmo2": Olmo2Config(**SHAPE),
-    "gpt_oss": GptOssConfig(
-        **SHAPE, **WIDE, sliding_window=WINDOW, num_local_experts=2, num_experts_per_tok=1, rope_parameters=PLAIN
-    ),
-    "mixtral": MixtralConfig(**SHAPE, num_local_experts=2, num_experts_per_tok=1),
-    "apertus, with buffers": ApertusConfig(**SHAPE, rope_parameters=LLAMA3),
-}  # fmt: skip
-CONTEXT = {"phi3": 48, "llama, one key head": 4 * POSITIONS}
-MISMATCH = {torch.float32: 1e-5, torch.bfloat16: 0.05}
-"""Largest difference of log-probabilities that is put down to rounding."""
+POSITIONS, SAMPLED, DEADLINE_S = 64, 12, 120.0
+CONFIGS = configs(97, POSITIONS, window=8)
+CONTEXT = {"phi3": long_context(POSITIONS), "llama, one key head": 4 * POSITIONS}
 PROMPTS = [[5, 6, 7] * 9, [8, 9, 8], [9, 10, 11, 12]]
 Outputs = Sequence[GenOutput]
 
@@ -87,22 +37,14 @@ def name(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-@pytest.fixture(params=[(True, torch.float32), (False, torch.bfloat16)], ids=["tied fp32", "untied bf16"])
+@pytest.fixture(params=KINDS, ids=kind_name)
 def kind(request: pytest.FixtureRequest) -> tuple[bool, torch.dtype]:
     return request.param
 
 
 @pytest.fixture
 def folder(name: str, kind: tuple[bool, torch.dtype], tmp_path: Path) -> Path:
-    """The model with weights that are sharp enough to have favourites."""
-    config = type(CONFIGS[name]).from_dict({**CONFIGS[name].to_dict(), "tie_word_embeddings": kind[0]})
-    torch.manual_seed(0)
-    made = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    with torch.no_grad():
-        for parameter in made.parameters():
-            if parameter.ndim > 1:
-                parameter.mul_(4.0)
-    made.save_pretrained(tmp_path / "model")
+    save_model(CONFIGS[name], kind[0], tmp_path / "model")
     return tmp_path / "model"
 
 
