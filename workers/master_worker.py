@@ -85,7 +85,7 @@ class MasterWorker:
         self._trains = [mfc.name for mfc in self._spec.mfcs if mfc.interface_type is InterfaceType.TRAIN_STEP]
         plays = [mfc.name for mfc in self._spec.mfcs if mfc.interface_type is InterfaceType.GENERATE]
         self._named_calls = calls_of(self._trains, plays)
-        self._roles = Roles(plan.spec, self._rpc, timeout_s=plan.rpc.call_timeout_s)
+        self._roles = Roles(plan.spec, self._rpc, timeout_s=plan.rpc.call_timeout_s, trusted=plan.network.trusted)
         self._wall_before = 0.0
         self._saved_step = 0
         self._drawing: asyncio.Task[None] | None = None

@@ -30,6 +30,7 @@ from realhf.api.calls import (
     InitializeRequest,
     Nothing,
     OpenWorldAnswer,
+    OpenWorldRequest,
     PublishWeightsAnswer,
     PublishWeightsRequest,
 )
@@ -40,6 +41,7 @@ from realhf.api.model import Model
 from realhf.api.parallel import SHARDED
 from realhf.api.trace import WEIGHTS
 from realhf.base.garbage import settle
+from realhf.base.loopback import is_loopback_host
 from realhf.builtins import backends, datasets
 from realhf.data.stream_host import StreamHost
 from realhf.dataflow.call_interfaces import call_interfaces
@@ -50,6 +52,8 @@ from realhf.dataflow.weight_trial import WeightTrial
 from realhf.monitor.rollouts.opening import open_rollouts
 from realhf.monitor.trace import open_trace
 from realhf.transport.descriptors import allow_many_connections
+from realhf.transport.errors import NetworkError
+from realhf.transport.network.addresses import LOOPBACK_ADDRESS, interface_of
 from realhf.transport.network.network import LOOPBACK, Network
 from realhf.transport.rpc.worker import RpcWorker
 from realhf.transport.tensors.data_plane import DataPlane
@@ -133,12 +137,15 @@ class ModelWorker:
             self._recorder.close()
             self._tracer.close()
 
-    def _open_world(self, request: Nothing) -> OpenWorldAnswer:
-        """Serve the place where the workers that compute together meet."""
-        del request
+    def _open_world(self, request: OpenWorldRequest) -> OpenWorldAnswer:
+        """Serve the place where the workers that compute together meet: on the loopback, unless some are on other hosts
+        and the network is trusted. Raises NetworkError where it is not."""
         from realhf.backends.parallel.world import Meeting
 
-        self._meeting = Meeting(len(self._plan.spec.world), self._plan.rpc.connect_timeout_s)
+        if request.several_hosts and not self._network.trusted:
+            raise NetworkError("workers that train together are on several hosts, and network.trusted is not set")
+        host = self._network.advertised if request.several_hosts else LOOPBACK_ADDRESS
+        self._meeting = Meeting(len(self._plan.spec.world), self._plan.rpc.connect_timeout_s, host)
         return OpenWorldAnswer(self._meeting.address)
 
     def _join_world(self, address: str, token: str) -> None:
@@ -147,6 +154,10 @@ class ModelWorker:
         from realhf.backends.parallel.world import World
 
         rpc, spec = self._plan.rpc, self._plan.spec
+        where: dict[str, str] = {}
+        if not is_loopback_host(address.rpartition(":")[0]):
+            own = self._network.advertised
+            where = {"own": own, "interface": interface_of(own)}
         self._world = World(
             address,
             self._index,
@@ -154,6 +165,7 @@ class ModelWorker:
             join_s=rpc.connect_timeout_s,
             timeout_s=rpc.call_timeout_s,
             token=token,
+            **where,
         )
         for model in spec.models.values():
             if model.parallel.size > 1:

@@ -35,6 +35,8 @@ END_S = 60
 ROOT = Path(__file__).resolve().parents[2]
 TRAINER = "trainer"
 WAYS = ("local", "join", "hosts", "ray")
+APART = "apart"
+"""Of two ranks the second is on another host, of a trusted network: the same to rounding, not to the bit."""
 OPTIONS = (
     "experiment=grpo",
     "env=sql",
@@ -92,28 +94,38 @@ def way_of(name: str, folder: Path) -> Iterator[Way]:
         yield _joined("127.0.0.1", port, key, folder)
     else:
         with two_hosts() as (here, there):
-            yield _joined(here.address, 7788, key, folder, here.enter, there.enter)
+            way = _joined(here.address, 7788, key, folder, here.enter, there.enter, apart=name == APART)
+            yield way
 
 
 def _joined(
-    address: str, port: int, key: Path, folder: Path, enter: Sequence[str] = (), agent_enter: Sequence[str] = ()
+    address: str,
+    port: int,
+    key: Path,
+    folder: Path,
+    enter: Sequence[str] = (),
+    agent_enter: Sequence[str] = (),
+    *,
+    apart: bool = False,
 ) -> Way:
     RunKeys.make().write(key)
     options = (
         *("scheduler=join", f"network.bind={address}", f"scheduler.port={port}", f"scheduler.key_file={key}"),
-        *(f"scheduler.hosts=[{TRAINER}]", f"scheduler.placement.model_worker={TRAINER}"),
+        f"scheduler.hosts=[{TRAINER}]",
+        f"scheduler.placement={{model_worker{'/1' if apart else ''}:{TRAINER}}}",
     )
     agent = ("--join", f"tcp://{address}:{port}", "--key-file", str(key), "--host-agent", "--name", TRAINER)
     agent += ("--folder", str(folder / "host"), "--linger-s", "2")
     return Way(options, tuple(enter), agent, tuple(agent_enter))
 
 
-def run(name: str, folder: Path, actor: Path, steps: int) -> list[dict[str, Any]]:
-    """Run once; the metrics of its steps. Raises RuntimeError with the launcher's last words, and NoNamespaces."""
+def run(name: str, folder: Path, actor: Path, steps: int, *options: str) -> list[dict[str, Any]]:
+    """Run once, with further options; the metrics of its steps. Raises RuntimeError with the launcher's last words, and
+    NoNamespaces."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     with way_of(name, folder) as way, contextlib.ExitStack() as stack:
         given = [*OPTIONS, f"fileroot={folder / 'runs'}", f"actor.path={actor}", f"total_train_steps={steps}"]
-        command = [*way.enter, sys.executable, "-m", "realhf.launch", *given, *way.options]
+        command = [*way.enter, sys.executable, "-m", "realhf.launch", *given, *way.options, *options]
         if way.agent:
             words = [*way.agent_enter, sys.executable, "-m", "realhf.worker", *way.agent]
             log = stack.enter_context((folder / "agent.log").open("wb"))

@@ -114,7 +114,7 @@ def line(gpus: int, model: Model, given: Assumptions) -> Line:
     step_s = max(given.batch, given.batch_per_gpu * gpus) / rate
     found = {
         "the trainer does not fit": not fits,
-        "one role trains on one host only": train_gpus > given.per_host or half > given.per_host,
+        "the trainer needs several hosts": train_gpus > given.per_host or half > given.per_host,
         "weights to one host after the other": update_s > step_s,
         "the stream into one process": rate * given.tokens * given.token_bytes > given.socket,
         "the master": rate * given.master_us / 1e6 > 1 - given.master_idle,

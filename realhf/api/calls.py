@@ -34,6 +34,12 @@ class InitializeRequest(Message, frozen=True):
     token: str = ""
 
 
+class OpenWorldRequest(Message, frozen=True):
+    """Serve the place where the workers that compute together meet. ``several_hosts``: some are on other hosts."""
+
+    several_hosts: bool = False
+
+
 class OpenWorldAnswer(Message, frozen=True):
     """Where the workers that compute together meet, host:port."""
 
@@ -123,7 +129,7 @@ class HeldAnswer(Message, frozen=True):
     roles: list[str]
 
 
-OPEN_WORLD = Call("open_world", Nothing, OpenWorldAnswer)
+OPEN_WORLD = Call("open_world", OpenWorldRequest, OpenWorldAnswer)
 INITIALIZE = Call("initialize", InitializeRequest, Nothing)
 GATHER = Call("gather", GatherRequest, Nothing)
 ABORT = Call("abort", AbortRequest, Nothing)

@@ -13,7 +13,7 @@ from realhf.api.calls import (
     SAVE,
     CheckpointRequest,
     InitializeRequest,
-    Nothing,
+    OpenWorldRequest,
     SavedFile,
 )
 from realhf.api.experiment import ExperimentSpec
@@ -24,10 +24,11 @@ from realhf.dataflow.group_call import GroupNumbers, first_failure, gather_weigh
 
 
 class Roles:
-    """The model workers of a run, ``model_worker/0`` and so on. ``timeout_s`` bounds what one is asked for."""
+    """The model workers of a run, ``model_worker/0`` and so on. ``timeout_s`` bounds what one is asked for;
+    ``trusted``: nobody else is on the network, so that workers may train together over it."""
 
-    def __init__(self, spec: ExperimentSpec, caller: Caller, *, timeout_s: float) -> None:
-        self._spec, self._caller, self._timeout_s = spec, caller, timeout_s
+    def __init__(self, spec: ExperimentSpec, caller: Caller, *, timeout_s: float, trusted: bool = False) -> None:
+        self._spec, self._caller, self._timeout_s, self._trusted = spec, caller, timeout_s, trusted
         self.numbers = GroupNumbers()
         self.workers = [_name(index) for index in range(spec.n_model_workers)]
 
@@ -48,16 +49,23 @@ class Roles:
 
     async def load(self) -> None:
         """Have every worker load its models. Those that compute together meet at the first of them. Raises RuntimeError
-        when they are on several hosts."""
+        when they are on several hosts, unless the network is trusted."""
         members = [_name(index) for index in self._spec.world]
         roster = {name: self._caller.roster[name] for name in members}
         hosts = {name: info.host for name, info in roster.items()}
-        if len({(info.host, info.machine) for info in roster.values()}) > 1:
+        several_hosts = len({(info.host, info.machine) for info in roster.values()}) > 1
+        if several_hosts and not self._trusted:
             on = ", ".join(f"{name} on {host}" for name, host in hosts.items())
-            raise RuntimeError(f"workers that train together must be on one host (and in one network); they are {on}")
+            raise RuntimeError(
+                f"workers that train together must be on one host (and in one network); they are {on}. What they send "
+                "each other is neither encrypted nor authenticated: say network.trusted=true where nobody but the run "
+                "is on the network between them"
+            )
         world = token = ""
         if members:
-            answer = await ask(self._caller, members[0], OPEN_WORLD, Nothing(), timeout_s=self._timeout_s)
+            answer = await ask(
+                self._caller, members[0], OPEN_WORLD, OpenWorldRequest(several_hosts), timeout_s=self._timeout_s
+            )
             world, token = answer.address, secrets.token_hex(16)
         await self._of_all(INITIALIZE, [InitializeRequest(world, token)] * len(self.workers))
 

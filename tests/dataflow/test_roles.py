@@ -12,6 +12,7 @@ from realhf.api.experiment import ExperimentSpec, ModelSpec, SourceSpec
 from realhf.api.parallel import CollectiveBroken, Parallel
 from realhf.dataflow.roles import Roles
 from realhf.transport.errors import RemoteError
+from realhf.transport.rpc.roster import WorkerInfo
 
 
 class Answers:
@@ -32,6 +33,8 @@ class Answers:
         await asyncio.sleep(0.02 * int(worker[-1]))
         if worker.replace("model_worker", "worker") in self.failures:
             raise self.failures[worker.replace("model_worker", "worker")]
+        if handler == "open_world":
+            return {"address": "10.0.0.1:7"}
         return {"files": [[f"/{worker}", 3, "00"]]} if handler == "save" else {}
 
 
@@ -39,14 +42,14 @@ def failure(kind: str, message: str) -> RemoteError:
     return RemoteError(worker="w", handler="save", mfc="", step=1, kind=kind, message=message, remote_traceback="")
 
 
-def roles_of(caller: Answers) -> Roles:
+def roles_of(caller: Answers, *, trusted: bool = False) -> Roles:
     models = {
         "actor": ModelSpec("actor", "x", (1, 0), trainable=True, backend="ddp", parallel=Parallel(dp=2)),
         "critic": ModelSpec("critic", "x", (2,), trainable=True),
         "ref": ModelSpec("ref", "x", (2,)),
     }
     spec = ExperimentSpec("x", models, (), SourceSpec("s"), 1, 1, 1, Path())
-    return Roles(spec, caller, timeout_s=20.0)  # pyright: ignore[reportArgumentType]
+    return Roles(spec, caller, timeout_s=20.0, trusted=trusted)  # pyright: ignore[reportArgumentType]
 
 
 async def test_ranks_share_a_folder_and_others_have_their_own(tmp_path: Path) -> None:
@@ -69,6 +72,24 @@ async def test_a_checkpoint_is_read_from_where_other_workers_wrote_it(tmp_path: 
     asked = {worker: payload["roles"] for worker, handler, payload in caller.sent if handler == "restore"}
     assert asked["model_worker/1"] == {"actor": str(tmp_path / "model_worker-0" / "actor")}
     assert asked["model_worker/2"] == {"critic": str(tmp_path / "critic")}
+
+
+@pytest.mark.parametrize("trusted", [True, False])
+async def test_ranks_are_on_several_hosts_on_a_trusted_network_only(trusted: bool) -> None:
+    caller = Answers()
+    for index, machine in enumerate(("alpha", "beta", "alpha")):
+        name = f"model_worker/{index}"
+        caller.roster[name] = WorkerInfo(name, "model_worker", index, machine, 1, machine=machine)
+    roles = roles_of(caller, trusted=trusted)
+    if not trusted:
+        with pytest.raises(RuntimeError, match=r"model_worker/0 on alpha, model_worker/1 on beta.*network\.trusted"):
+            await roles.load()
+        assert caller.sent == []
+        return
+    await roles.load()
+    assert caller.sent[0] == ("model_worker/0", "open_world", {"several_hosts": True})
+    asked = {worker: payload["world"] for worker, handler, payload in caller.sent if handler == "initialize"}
+    assert asked == dict.fromkeys(caller.roster, "10.0.0.1:7")
 
 
 async def test_the_worker_that_failed_by_itself_is_the_cause(tmp_path: Path) -> None:

@@ -32,6 +32,10 @@ class Sockets:
         yield
         self._held |= {name: fd for name, fd in _open_sockets().items() if name not in before}
 
+    def listening(self) -> set[str]:
+        """Return the addresses at which those of them listen that do."""
+        return {address for fd in self._held.values() if (address := _listens_at(fd))}
+
     def shut(self) -> int:
         """End every connection that is still open, in both directions; return how many there were. The descriptors stay
         with their owner."""
@@ -52,6 +56,13 @@ def _open_sockets() -> dict[str, int]:
             if target.startswith(_PREFIX):
                 found[target] = int(entry)
     return found
+
+
+def _listens_at(fd: int) -> str:
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as found:
+        if found.family != socket.AF_UNIX and found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            return str(found.getsockname()[0])
+    return ""
 
 
 def _shut(fd: int) -> bool:

@@ -1,9 +1,10 @@
 """Brings the workers of a run that train together into one *world*, and makes a process group for each role.
 
 They meet at a store that the first of them serves on the loopback, as all sockets of a run do: nothing outside this
-machine reaches it. Their keys begin with a token of the run, so that another process does not meet them by chance or
-plant an address that it guessed. The store itself asks nobody who he is: a process of this machine that looks for it
-can list its keys.
+machine reaches it. Where they are on several hosts, of a network that the user trusts, it is served at the address at
+which this host reaches the master, and each connects and listens at its own such address alone. Their keys begin with a
+token of the run, so that another process does not meet them by chance or plant an address that it guessed. The store
+itself asks nobody who he is: a process that reaches it can list its keys.
 """
 
 from __future__ import annotations
@@ -28,17 +29,17 @@ LOOPBACK, LOOPBACK_INTERFACE = "127.0.0.1", "lo"
 
 
 class Meeting:
-    """Serves the store at which the workers of a world meet; ``address`` is host:port. It lives as long as the
-    object."""
+    """Serves the store at which the workers of a world meet, at an own address; ``address`` is host:port. It lives as
+    long as the object."""
 
-    def __init__(self, size: int, timeout_s: float) -> None:
+    def __init__(self, size: int, timeout_s: float, host: str = LOOPBACK) -> None:
         listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        listening.bind((LOOPBACK, 0))
+        listening.bind((host, 0))
         listening.listen()
         port = listening.getsockname()[1]
-        self.address = f"{LOOPBACK}:{port}"
+        self.address = f"{host}:{port}"
         self._store = TCPStore(
-            LOOPBACK,
+            host,
             port,
             size,
             is_master=True,
@@ -51,17 +52,28 @@ class Meeting:
 class World:
     """This worker's membership in a world. ``workers`` are the indices of all its workers, ``worker`` is the own one.
     ``join_s`` bounds how long they may take to come together, in the world and in each group, ``timeout_s`` how long a
-    rank waits for another in a collective. Only workers with the same ``token`` meet."""
+    rank waits for another in a collective. Only workers with the same ``token`` meet. The others reach this one at its
+    address ``own``, which ``interface`` has."""
 
     def __init__(
-        self, address: str, worker: int, workers: Sequence[int], *, join_s: float, timeout_s: float, token: str = ""
+        self,
+        address: str,
+        worker: int,
+        workers: Sequence[int],
+        *,
+        join_s: float,
+        timeout_s: float,
+        token: str = "",
+        own: str = LOOPBACK,
+        interface: str = LOOPBACK_INTERFACE,
     ) -> None:
-        """Raises CollectiveBroken when the workers do not come together."""
+        """Raises CollectiveBroken when the workers do not come together, or torch listens at another address."""
         host, _, port = address.rpartition(":")
         self._workers = tuple(workers)
         size = len(workers)
         self._worker, self._join_s = worker, join_s
         self._timeout = timedelta(seconds=timeout_s)
+        self._own, self._interface = own, interface
         self._sockets = Sockets()
         self._groups: list[Any] = []
         self._founded = 0
@@ -69,7 +81,9 @@ class World:
         self._aborted = ""
         self.cuda = torch.cuda.is_available()
         # Gloo looks up the name of the machine unless it is told an interface, and names may lead anywhere.
-        os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK_INTERFACE
+        os.environ["GLOO_SOCKET_IFNAME"] = interface
+        if interface != LOOPBACK_INTERFACE:
+            os.environ["NCCL_SOCKET_IFNAME"] = f"={interface}"
         try:
             joining = timedelta(seconds=join_s)
             server = TCPStore(host, int(port), size, is_master=False, timeout=joining, wait_for_workers=False)
@@ -87,6 +101,17 @@ class World:
                 f"the workers {list(workers)} did not come together in {join_s:g} s (rpc.connect_timeout_s): {error}"
             ) from None
 
+        self._check_listeners()
+
+    def _check_listeners(self) -> None:
+        """An interface may have several addresses, of which gloo takes the first."""
+        if strays := sorted(self._sockets.listening() - {self._own}):
+            self.close()
+            raise CollectiveBroken(
+                f"torch.distributed listens at {', '.join(strays)} of the interface {self._interface}, and not at "
+                f"{self._own}, from where this host reaches the master: make that the first address of the interface"
+            )
+
     def found(self, groups: Sequence[Sequence[int]]) -> None:
         """Make process groups of these workers each, for ``group``. All workers of the world call this with the same
         groups in the same order, members or not: torch names a group by how many there were before. Raises
@@ -99,6 +124,7 @@ class World:
                     group = dist.new_group(places, timeout=self._timeout)
             except (RuntimeError, ValueError) as error:
                 raise CollectiveBroken(f"no group of the workers {sorted(workers)}: {error}") from None
+            self._check_listeners()
             if self._worker in workers:
                 self._groups.append(group)
                 self._waiting.setdefault(tuple(places), []).append((number, group))
