@@ -25,7 +25,7 @@ def main() -> None:
         words = TEXT.split()
         ids = tokenizer_at(Path(folder), words)
         with running_server(tokenizer=folder) as url, httpx.Client(base_url=url) as api, closing(Chromium()) as page:
-            page.look(1100, 1060)
+            page.look(1100, 1170)
             page.open(url + "/ui")
             work(api, ids)
             page.wait("document.querySelectorAll('#envs tr').length === 4 && document.querySelector('#example pre')")
