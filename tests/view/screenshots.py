@@ -48,11 +48,7 @@ COMMON = (
     "monitor.rollout_tokens=1",
     "torch_threads=1",
 )
-SQL = (
-    *("experiment=grpo", "env=sql", "dataset.train_bs_n_seqs=8", "evaluation.episodes_per_task=8"),
-    "warm_start.train_steps=400",  # a third of what a good start has: it takes less time, and leaves more to learn
-    *COMMON,
-)
+SQL = ("experiment=grpo", "env=sql", "dataset.train_bs_n_seqs=8", "evaluation.episodes_per_task=8", *COMMON)
 UNTAUGHT = ("evaluation.episodes_per_task=0", "dataset.train_bs_n_seqs=4", "ppo.group_size=4", *COMMON)
 
 

@@ -119,7 +119,7 @@ class Rollouts {
     };
     fill(this.splits, "split", [["", "training and evaluations"], ...(this.table.tables.split.some((one) => one.startsWith("eval/")) ? [["eval", "all evaluations"]] : [])]);
     fill(this.groups, "group", [["", "every group"]]);
-    fill(this.failures, "failure", [["", "any failure or none"], ["any", "every failure"]]);
+    fill(this.failures, "failure", [["", "failed or not"], ["any", "every failure"]]);
   }
 
   set(name, value) {
