@@ -80,10 +80,9 @@ class World:
         self._waiting: dict[tuple[int, ...], list[tuple[int, Any]]] = {}
         self._aborted = ""
         self.cuda = torch.cuda.is_available()
-        # Gloo looks up the name of the machine unless it is told an interface, and names may lead anywhere.
-        os.environ["GLOO_SOCKET_IFNAME"] = interface
-        if interface != LOOPBACK_INTERFACE:
-            os.environ["NCCL_SOCKET_IFNAME"] = f"={interface}"
+        # Gloo looks up the name of the machine unless it is told an interface, and names may lead anywhere; NCCL takes
+        # an interface that leads out of the machine.
+        os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"] = interface, f"={interface}"
         try:
             joining = timedelta(seconds=join_s)
             server = TCPStore(host, int(port), size, is_master=False, timeout=joining, wait_for_workers=False)
@@ -171,10 +170,12 @@ class World:
         if self._aborted:
             return
         self._aborted = reason or "broken off"
-        if self.cuda:
-            for group in self._groups:
-                group.abort()
         count = self._sockets.shut()
+        for group in self._groups if self.cuda else ():
+            try:
+                group.abort()
+            except RuntimeError as error:  # The others have to hear of it all the same.
+                _log.warning("a group of NCCL does not break off: %s", error)
         _log.warning("collectives are broken off (%s); %d connections closed", self._aborted, count)
 
     def close(self) -> None:

@@ -90,9 +90,18 @@ def another_call(world: World, rank: int, size: int) -> None:
         pass
 
 
+class Unbreakable:
+    """Is a group whose communicator cannot be told to stop."""
+
+    def abort(self) -> None:
+        raise RuntimeError("NCCL does not know this communicator")
+
+
 def one_fails(world: World, rank: int, size: int, how: str) -> float:
     """The last rank raises, or is killed, while the others wait in a sum; or all but it are told to break off."""
     ranks = ranks_of(world, size)
+    if how == "stuck beside NCCL":
+        world.cuda, world._groups = True, [Unbreakable(), *world._groups]
     began = time.monotonic()
     with ranks.together("the step"):
         if rank == size - 1:
@@ -101,7 +110,7 @@ def one_fails(world: World, rank: int, size: int, how: str) -> float:
             if how == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(2)  # Stuck, and late: the others are told by somebody else.
-        if how == "stuck":
+        if how.startswith("stuck"):
             threading.Timer(0.2, lambda: ranks.abort("rank 2 is stuck")).start()
         ranks.sum_(torch.zeros(4))
     return time.monotonic() - began

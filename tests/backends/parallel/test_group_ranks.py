@@ -30,8 +30,9 @@ def test_ranks_that_come_for_different_calls_are_refused() -> None:
         assert outcome.error == "CollectiveBroken" and "is about call" in outcome.text
 
 
-@pytest.mark.parametrize("how", ["raises", "killed", "stuck"])
+@pytest.mark.parametrize("how", ["raises", "killed", "stuck", "stuck beside NCCL"])
 def test_a_failure_of_one_rank_breaks_off_all(how: str) -> None:
+    """Also where one of the groups of a worker cannot be broken off: that used to keep the connections of all open."""
     outcomes = run_ranks(3, jobs.one_fails, 3, how)
     own = {"raises": "MemoryError", "killed": "Killed"}
     for outcome in outcomes[:2]:
