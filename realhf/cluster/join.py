@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from realhf.cluster.options import ClusterOptions, placement_problems
+from realhf.cluster.options import ClusterOptions, elsewhere, placement_problems
 from realhf.cluster.scheduler import ClusterScheduler
 from realhf.scheduler.base import SchedulerDefinition
 
-DEFINITION = SchedulerDefinition(ClusterOptions, ClusterScheduler, several_hosts=True, problems=placement_problems)
+DEFINITION = SchedulerDefinition(
+    ClusterOptions, ClusterScheduler, several_hosts=True, problems=placement_problems, elsewhere=elsewhere
+)

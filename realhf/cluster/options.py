@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from realhf.api.config.network import ADDRESS_WANTED, no_address
 from realhf.api.config.option import option
 from realhf.base.close_names import close_to
-from realhf.cluster.placement import LAUNCHER, kind_of
+from realhf.cluster.placement import LAUNCHER, kind_of, wished
 
 HOST_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
 
@@ -71,6 +71,14 @@ def placement_problems(options: ClusterOptions, workers: Sequence[str]) -> Itera
     for said in options.placement:
         if kind_of(said) not in kinds and not any(fnmatchcase(name, said) for name in workers):
             yield f"placement.{said}: this run has no such worker{close_to(said, kinds)}"
+
+
+def elsewhere(options: ClusterOptions, name: str) -> bool:
+    """Return whether a worker runs on a host that joins: it was placed there, or it generates and such a host is waited
+    for."""
+    if host := wished(name, options.placement):
+        return host != LAUNCHER
+    return kind_of(name) == "generation" and bool(options.hosts or options.min_hosts)
 
 
 ELASTIC = ("rollout_worker", "generation")

@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from realhf.api.config import AllocationConfig, ConfigError
 from realhf.api.experiment import ExperimentSpec
 from realhf.scheduler.gpus import VISIBLE, visible_gpus
 
 
-def allocate(spec: ExperimentSpec, allocation: AllocationConfig, there: int | None = None) -> dict[str, int]:
+def nowhere_else(name: str) -> bool:
+    """Say of every worker that it runs on this machine."""
+    del name
+    return False
+
+
+def allocate(
+    spec: ExperimentSpec,
+    allocation: AllocationConfig,
+    there: int | None = None,
+    elsewhere: Callable[[str], bool] = nowhere_else,
+) -> dict[str, int]:
     """Return the GPU of each worker that computes, by its name, as a number among the ``there`` GPUs that this process
-    sees (None: it counts them). With none named: {}, unless a role trains on several workers with GPUs, which need
-    different ones. Raises ConfigError with the numbers that are needed and available."""
+    sees (None: it counts them). Workers that are ``elsewhere`` get theirs from their own host. With none named: {},
+    unless a role trains on several workers with GPUs, which need different ones. Raises ConfigError with the numbers
+    that are needed and available."""
     there = len(visible_gpus()) if there is None else there
-    given = _given(spec, allocation, there)
+    given = _given(spec, allocation, there, elsewhere)
     for model in spec.models.values():
         wanted = model.engine.tensor_parallel_size
         if given and wanted > 1:
@@ -23,9 +37,14 @@ def allocate(spec: ExperimentSpec, allocation: AllocationConfig, there: int | No
     return given
 
 
-def _given(spec: ExperimentSpec, allocation: AllocationConfig, there: int) -> dict[str, int]:
-    models = [f"model_worker/{index}" for index in range(spec.n_model_workers)]
-    players = [name for name in (spec.rollout.workers if spec.rollout else ()) if name.startswith("generation/")]
+def _given(
+    spec: ExperimentSpec, allocation: AllocationConfig, there: int, elsewhere: Callable[[str], bool]
+) -> dict[str, int]:
+    everybody = [f"model_worker/{index}" for index in range(spec.n_model_workers)]
+    everybody += [name for name in (spec.rollout.workers if spec.rollout else ()) if name.startswith("generation/")]
+    here = [name for name in everybody if not elsewhere(name)]
+    models = [name for name in here if name.startswith("model_worker/")]
+    players = here[len(models) :]
     if not allocation.gpus:
         return _one_each(spec, models, players, there) if there else {}
     gpus = list(allocation.gpus)
@@ -42,7 +61,7 @@ def _given(spec: ExperimentSpec, allocation: AllocationConfig, there: int) -> di
             f"there is no number {missing[0]}"
         )
     given = dict(zip(models, gpus, strict=False))
-    turns = gpus[: len(models)] if allocation.share else gpus[len(models) :]
+    turns = gpus[: len(models)] if allocation.share and models else gpus[len(models) :]
     return given | {name: turns[number % len(turns)] for number, name in enumerate(players)}
 
 
@@ -54,7 +73,7 @@ def _one_each(spec: ExperimentSpec, models: list[str], players: list[str], there
         for model in spec.models.values()
         if model.parallel.size > 1 and not str(model.backend_args.get("device", "auto")).startswith("cpu")
     ]
-    if not together:
+    if not together or not models:
         return {}
     workers = [*models, *players]
     if there < len(workers):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from realhf.api.config import ConfigError, ExperimentConfig, Mode
@@ -12,7 +13,7 @@ from realhf.api.mfc import InterfaceType
 from realhf.base.dataclass_json import from_json_value, to_json_value
 from realhf.base.loopback import is_loopback_host
 from realhf.launch.allocation import allocate
-from realhf.launch.chosen_scheduler import definition_of
+from realhf.launch.chosen_scheduler import definition_of, options_of
 from realhf.launch.compose import Composed
 from realhf.launch.experiment_file import ExperimentFile, located
 from realhf.launch.offload import check_offload
@@ -44,7 +45,7 @@ class BuiltExperiment:
             torch_threads=config.torch_threads,
             started_at=started_at,
             plugins=(self.plugin,),
-            gpus=allocate(spec, config.allocation),
+            gpus=_allocated(spec, config),
             network=config.network,
         )
 
@@ -61,7 +62,7 @@ def build_experiment(composed: Composed) -> BuiltExperiment:
     for every in everything:
         _check_workers(every)
         check_offload(every)
-        allocate(every, config.allocation)
+        _allocated(every, config)
         _check_heads(every)
         _check_served(every)
         _check_network(every, config)
@@ -108,8 +109,7 @@ def print_check(built: BuiltExperiment, arguments: Sequence[str] = ()) -> int:
     chosen = built.config.scheduler
     definition = definition_of(chosen.path)
     if definition.script is not None:
-        options = {field.name: getattr(chosen, field.name) for field in fields(definition.options)}
-        print("\nfor sbatch:\n\n" + definition.script(definition.options(**options), arguments), end="")
+        print("\nfor sbatch:\n\n" + definition.script(options_of(chosen), arguments), end="")
     return 0
 
 
@@ -125,6 +125,14 @@ def _build(file: ExperimentFile, config: ExperimentConfig) -> ExperimentSpec:
     if not isinstance(spec, ExperimentSpec):
         raise ConfigError(f"experiment={file.name}: build(config) returned a {type(spec).__name__}")
     return spec
+
+
+def _allocated(spec: ExperimentSpec, config: ExperimentConfig) -> dict[str, int]:
+    """Return the GPUs of the workers that stay on this machine. Raises ConfigError."""
+    elsewhere = definition_of(config.scheduler.path).elsewhere
+    if elsewhere is None:
+        return allocate(spec, config.allocation)
+    return allocate(spec, config.allocation, elsewhere=partial(elsewhere, options_of(config.scheduler)))
 
 
 def _check_workers(spec: ExperimentSpec) -> None:

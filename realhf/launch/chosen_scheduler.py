@@ -51,13 +51,18 @@ def with_scheduler(config: type[C], reference: str) -> type[C]:
     return with_section(config, "scheduler", kind)
 
 
+def options_of(chosen: Any) -> Any:
+    """Return the options of the chosen scheduler, as its own class has them."""
+    options = definition_of(chosen.path).options
+    return options(**{field.name: getattr(chosen, field.name) for field in fields(options)})
+
+
 def make_scheduler(chosen: Any) -> Scheduler:
     """Return the scheduler that the section ``scheduler`` of a configuration describes. Raises ValueError that names it
     when it cannot be made."""
     definition = definition_of(chosen.path)
-    options = {field.name: getattr(chosen, field.name) for field in fields(definition.options)}
     try:
-        scheduler = definition.make(definition.options(**options))
+        scheduler = definition.make(options_of(chosen))
     except Exception as error:
         raise ValueError(f"{chosen.path}: {located(error, _file(chosen.path))}") from error
     if missing := [name for name in METHODS if not callable(getattr(scheduler, name, None))]:

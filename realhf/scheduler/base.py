@@ -109,11 +109,13 @@ class SchedulerDefinition:
     launcher, once for every job and once for the workers, on the thread that then owns the scheduler. With
     ``several_hosts`` workers may run on other hosts, so that the run has to listen on a network (``network.bind``).
     ``problems`` says what is wrong with the options for a run whose workers have these names, as ``OPTION: TEXT``.
-    ``script`` returns a batch script that launches a run with the options and these arguments, and finds the addresses
-    itself; ``mode=check`` prints it."""
+    ``elsewhere`` says of a worker, by the options and its name, whether it runs on another host, which deals out its
+    GPUs. ``script`` returns a batch script that launches a run with the options and these arguments, and finds the
+    addresses itself; ``mode=check`` prints it."""
 
     options: type[Any]
     make: Callable[[Any], Scheduler]
     several_hosts: bool = False
     problems: Callable[[Any, Sequence[str]], Iterable[str]] | None = None
+    elsewhere: Callable[[Any, str], bool] | None = None
     script: Callable[[Any, Sequence[str]], str] | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from realhf.api.config import AllocationConfig, ConfigError
 from realhf.launch.allocation import allocate
 from realhf.launch.build import build_experiment
+from realhf.launch.chosen_scheduler import definition_of, options_of
 from realhf.launch.compose import compose_config
 from realhf.scheduler.base import WorkerExit, WorkerSpec
 from realhf.scheduler.gpus import VISIBLE
@@ -41,6 +43,25 @@ def test_workers_that_train_together_get_different_gpus_though_none_are_named():
     on_cpu = replace(spec.models["actor"], backend_args={"device": "cpu"})
     assert allocate(replace(spec, models={**spec.models, "actor": on_cpu}), AllocationConfig(), 2) == {}
     assert allocate(spec_of(), AllocationConfig(), 1) == {}, "a role on one worker takes the first"
+
+
+def test_workers_on_other_hosts_have_the_gpus_of_those():
+    several = ("actor.workers=[0,1]", "actor.backend=ddp", "network.bind=10.0.0.1", "network.trusted=true")
+    joined = (*several, "scheduler=join", "scheduler.hosts=[beta]")
+    spec = spec_of(*joined)
+
+    def given(*options: str, there: int) -> dict[str, int]:
+        scheduler = compose_config(["experiment=grpo_aws_async", *joined, *options]).config.scheduler
+        elsewhere = definition_of("join").elsewhere
+        assert elsewhere is not None
+        return allocate(spec, AllocationConfig(), there, partial(elsewhere, options_of(scheduler)))
+
+    assert given("scheduler.placement={model_worker/1:beta}", there=1) == {"model_worker/0": 0}, "generation has beta's"
+    assert given("scheduler.placement={model_worker:beta}", there=1) == {}
+    here = given("scheduler.placement={generation:launcher}", there=3)
+    assert here == {"model_worker/0": 0, "model_worker/1": 1, "generation/0": 2}
+    with pytest.raises(ConfigError, match=r"2 model worker.* need 2 GPUs, 1 are visible here"):
+        given(there=1)
 
 
 def test_a_server_on_several_gpus_does_not_fit_workers_that_see_one():

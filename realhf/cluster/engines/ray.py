@@ -12,7 +12,7 @@ from realhf.api.config.option import option
 from realhf.cluster.engines.engine_process import EngineProcess
 from realhf.cluster.engines.ray_address import ADDRESS, NO_RAY, reach
 from realhf.cluster.errors import ClusterError
-from realhf.cluster.options import ClusterOptions, placement_problems
+from realhf.cluster.options import ClusterOptions, elsewhere, placement_problems
 from realhf.cluster.scheduler import ClusterScheduler
 from realhf.scheduler.base import SchedulerDefinition
 from realhf.transport.network.keys import RunKeys
@@ -100,11 +100,20 @@ class RayStarter:
 
 def make(options: RayOptions) -> ClusterScheduler:
     """Return a scheduler that waits for the hosts that Ray places."""
-    starter = RayStarter(options)
+    return ClusterScheduler(_with_hosts(options), RayStarter(options))
+
+
+def _with_hosts(options: RayOptions) -> RayOptions:
+    """Return the options with the hosts that Ray places, and with the trainers on the one that was asked for."""
     names = [name for _, bundles in options.domains() for name in bundles]
     placement = {"model_worker": TRAINER} if TRAINER in names else {}
-    wanted = replace(options, hosts=[*names, *options.hosts], placement=placement | options.placement)
-    return ClusterScheduler(wanted, starter)
+    return replace(options, hosts=[*names, *options.hosts], placement=placement | options.placement)
 
 
-DEFINITION = SchedulerDefinition(RayOptions, make, several_hosts=True, problems=placement_problems)
+def _elsewhere(options: RayOptions, name: str) -> bool:
+    return elsewhere(_with_hosts(options), name)
+
+
+DEFINITION = SchedulerDefinition(
+    RayOptions, make, several_hosts=True, problems=placement_problems, elsewhere=_elsewhere
+)

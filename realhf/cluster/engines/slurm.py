@@ -17,7 +17,7 @@ from realhf.api.config.option import option
 from realhf.cluster.engines.engine_process import EngineProcess
 from realhf.cluster.engines.slurm_driver import NO_SRUN
 from realhf.cluster.errors import ClusterError
-from realhf.cluster.options import ClusterOptions, placement_problems
+from realhf.cluster.options import ClusterOptions, elsewhere, placement_problems
 from realhf.cluster.scheduler import ClusterScheduler
 from realhf.scheduler.base import SchedulerDefinition
 from realhf.transport.network.keys import RunKeys
@@ -147,4 +147,6 @@ def make(options: SlurmOptions) -> ClusterScheduler:
     return ClusterScheduler(replace(options, hosts=[*names, *options.hosts]), starter)
 
 
-DEFINITION = SchedulerDefinition(SlurmOptions, make, several_hosts=True, problems=placement_problems, script=script)
+DEFINITION = SchedulerDefinition(
+    SlurmOptions, make, several_hosts=True, problems=placement_problems, elsewhere=elsewhere, script=script
+)
