@@ -87,6 +87,7 @@ class World:
             joining = timedelta(seconds=join_s)
             server = TCPStore(host, int(port), size, is_master=False, timeout=joining, wait_for_workers=False)
             self._store = PrefixStore(token, server) if token else server
+            self._compare_devices(joining)
             with self._sockets.recording():
                 dist.init_process_group(
                     "cpu:gloo,cuda:nccl" if self.cuda else "gloo",
@@ -95,12 +96,27 @@ class World:
                     world_size=size,
                     timeout=joining,
                 )
+        except CollectiveBroken:
+            raise
         except (RuntimeError, ValueError) as error:
             raise CollectiveBroken(
                 f"the workers {list(workers)} did not come together in {join_s:g} s (rpc.connect_timeout_s): {error}"
             ) from None
 
         self._check_listeners()
+
+    def _compare_devices(self, joining: timedelta) -> None:
+        """Those without a GPU cannot take part in what the others compute on theirs, which torch says late and badly.
+        Raises CollectiveBroken, and RuntimeError when not all come."""
+        self._store.set(f"device/{self._worker}", "GPU" if self.cuda else "CPU")
+        keys = {worker: f"device/{worker}" for worker in self._workers}
+        self._store.wait([*keys.values()], joining)
+        without = [worker for worker, key in keys.items() if self._store.get(key) != b"GPU"]
+        if 0 < len(without) < len(keys):
+            raise CollectiveBroken(
+                f"of the workers {list(keys)} that train together {without} see no GPU, and the others do: place them "
+                "on hosts with GPUs (scheduler.placement), or hide those (CUDA_VISIBLE_DEVICES=)"
+            )
 
     def _check_listeners(self) -> None:
         """An interface may have several addresses, of which gloo takes the first."""

@@ -7,11 +7,13 @@ import os
 import signal
 import threading
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
 from realhf.backends.parallel.group_ranks import GroupRanks
 from realhf.backends.parallel.world import World
@@ -45,6 +47,13 @@ def one_never_loads(world: World, rank: int, size: int) -> None:
     if rank < size - 1:
         world._join_s = 0.2
         world.group(range(size))
+
+
+def one_sees_a_gpu(world: World, rank: int, size: int) -> None:
+    """Meet once more, the last one as on a host with a GPU."""
+    world._store = PrefixStore("again", world._store)
+    world.cuda = rank == size - 1
+    world._compare_devices(timedelta(seconds=30))
 
 
 def sums(world: World, rank: int, size: int) -> dict[str, Any]:

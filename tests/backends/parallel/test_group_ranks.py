@@ -47,6 +47,12 @@ def test_groups_may_share_members_without_being_equal() -> None:
         assert own == {name: sums[name] for name, workers in members.items() if rank in workers}
 
 
+def test_hosts_with_and_without_gpus_are_told_apart() -> None:
+    for outcome in run_ranks(3, jobs.one_sees_a_gpu, 3):
+        assert outcome.error == "CollectiveBroken"
+        assert "of the workers [0, 1, 2] that train together [0, 1] see no GPU" in outcome.text
+
+
 def test_a_worker_that_does_not_come_is_named_with_the_option() -> None:
     outcomes = run_ranks(3, jobs.one_never_loads, 3)
     for outcome in outcomes[:2]:
