@@ -100,11 +100,19 @@ def _own_store(folder: Path, client: Callable[..., Any]) -> Path:
     return store
 
 
+_LATEST_OF_THE_REST = """
+INSERT OR IGNORE INTO latest_metrics (key, value, timestamp, step, is_nan, run_uuid)
+SELECT key, value, timestamp, MAX(step), is_nan, run_uuid FROM metrics WHERE run_uuid = ? GROUP BY key
+"""
+"""A metric whose last value was taken back has the one before: MLflow shows no metric without a latest value."""
+
+
 def _take_back(store: Path, run: str, first_step: int) -> None:
     """Remove the metrics of steps that a resumed run makes again. A store of another layout keeps them."""
     with suppress(sqlite3.Error), closing(sqlite3.connect(store, timeout=30.0)) as connection, connection:
         for table in ("metrics", "latest_metrics"):
             connection.execute(f"DELETE FROM {table} WHERE run_uuid = ? AND step >= ?", (run, first_step))
+        connection.execute(_LATEST_OF_THE_REST, (run,))
 
 
 def _address(store: Path) -> str:

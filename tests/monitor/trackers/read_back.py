@@ -69,6 +69,7 @@ def of_mlflow(folder: Path) -> dict[str, Any]:
         "status": runs[0].info.status,
         "loss": history(LOSS),
         "evaluation": history(EVALUATION),
+        "rare": runs[0].data.metrics.get("rare"),
         "config": runs[0].data.params,
         "rollouts": len(client.list_artifacts(run, "rollouts")),
     }

@@ -28,6 +28,8 @@ def main() -> int:
     log = TrackerStream(folder, [name], completed_steps=done, warn=warnings.append, past=past)
     for step in range(1 if killed else CHECKPOINT + 1, (KILLED_AFTER if killed else STEPS) + 1):
         log.metrics(step, {"policy/loss": float(step), "success/a<b": 0.5, "broken": float("nan"), **MANY})
+        if killed and step in (1, KILLED_AFTER):
+            log.metrics(step, {"rare": float(step)})
         log.rollouts(step, [f"a transcript of step {step}"])
         if step % 3 == 0:
             log.metrics(step - 1, evaluation(step - 1))  # It comes after the next step.

@@ -58,3 +58,5 @@ def test_a_killed_and_resumed_run_is_one_run(tmp_path: Path, name: str) -> None:
         assert found["rollouts"] >= 3
         assert len(found["loss"]) == 6, "the step after the checkpoint was taken back"
         assert len(found["evaluation"]) == 2
+    if name == "mlflow":
+        assert found["rare"] == 1.0, "where the last value was taken back, the one before is the latest"
