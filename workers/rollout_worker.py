@@ -34,6 +34,7 @@ from realhf.rollout.players.group_player import GroupPlayer
 from realhf.rollout.players.player import Player
 from realhf.rollout.streaming.rollout_loop import RolloutLoop
 from realhf.rollout.streaming.sample_encoder import SampleEncoder
+from realhf.transport.descriptors import allow_many_connections
 from realhf.transport.event_loop import new_event_loop
 from realhf.transport.network.network import LOOPBACK, Network
 from realhf.transport.rpc.roster import WorkerInfo
@@ -217,6 +218,7 @@ def main() -> int:
         if plan.spec.rollout is None:
             raise ValueError(f"experiment {plan.spec.name} has no rollout workers")
         settle()
+        allow_many_connections()  # to every rank of the trainer, among others
         network = network_of(plan, args)
         RolloutWorker(plan, plan.spec.rollout, args.index, args.run_id, args.master, network).run()
 

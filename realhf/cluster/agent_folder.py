@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +14,11 @@ from realhf.cluster.errors import ClusterError
 
 MARK = ".realhf-host"
 """A file in each agent's folder, which the agent that uses it keeps locked."""
+
+
+NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
+"""What file systems say that have no locks."""
+_log = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
@@ -31,6 +38,10 @@ def held(folder: Path) -> Iterator[None]:
             raise ClusterError(
                 f"--folder {folder}: another host agent uses it; give this one another --name or --folder"
             ) from None
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+            _log.warning("%s cannot be locked (%s); nothing keeps another agent from using it", folder, error)
         folder.chmod(0o700)
         yield
     finally:
