@@ -86,9 +86,9 @@ lint: install
 	$(BIN)/pyright
 
 # Tests spend much of their time waiting for processes, so lint, types and tasks are checked beside them. What the checks
-# say comes in one piece when they have ended.
+# say comes in one piece when they have ended. All are run, whichever fails first.
 test: install
-	@$(MAKE) --no-print-directory -j 2 check-all test-all
+	@$(MAKE) --no-print-directory --keep-going -j 2 check-all test-all
 
 check-all: install
 	@log=$$(mktemp) || exit 1; trap 'rm -f "$$log"' EXIT; trap 'exit 130' INT TERM; \
