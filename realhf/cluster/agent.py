@@ -248,6 +248,7 @@ class HostAgent:
             self._heard = time.monotonic()
             self._ping(socket)  # many files may come, one after the other
             if kind == "over":
+                self._send(socket, "leave")  # the launcher waits for it
                 return ""
             if kind == "again":
                 return "it had lost sight of this host"

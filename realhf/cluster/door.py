@@ -41,6 +41,8 @@ PING_S = 1.0
 SILENT_PINGS = 3
 """An agent that missed so many signs of life may have been replaced by another one of its name."""
 LOOK_MS = 250
+PART_S = 1.0
+"""So long the door waits for hosts to say that they have heard of the end."""
 SILENT_FACTOR = 1.25
 """An agent takes the launcher for dead after this many times ``dead_after_s``: the launcher decides first."""
 OPERATOR = ("status", "add", "remove")
@@ -122,6 +124,7 @@ class Door:
         self._lock = threading.Lock()
         self._arrived, self._waker = Waker(), Waker()
         self._closing = False
+        self._parting: set[bytes] = set()
         self._thread = threading.Thread(target=self._run, name="door", daemon=True)
         self._thread.start()
 
@@ -166,6 +169,7 @@ class Door:
     def close(self) -> None:
         """Tell all hosts that the run is over, and release the port."""
         with self._lock:
+            self._parting = {peer.session for peer in self._hosts.values()}
             for peer in self._hosts.values():
                 self._outgoing.append((peer.identity, packed("over", peer.session)))
             self._hosts.clear()
@@ -193,10 +197,25 @@ class Door:
                 for identity, frames in outgoing:
                     self._post(identity, frames)
                 if closing:
+                    self._part(poller)
                     return
         finally:
             self._socket.close()
             self._context.destroy(500)
+
+    def _part(self, poller: zmq.Poller) -> None:
+        """Wait until the hosts have heard that the run is over. Where something of theirs was left unread, the kernel
+        would break off the connection, and they would never read what was sent to them before."""
+        end = time.monotonic() + PART_S
+        while self._parting and (left := end - time.monotonic()) > 0:
+            poller.poll(left * 1000)
+            self._waker.clear()
+            take_all(self._socket, self._parted, self._drop)
+
+    def _parted(self, identity: bytes, header: dict[str, Any], payload: list[bytes]) -> None:
+        del identity, payload
+        if header.get("kind") == "leave":
+            self._parting.discard(envelope.field(header, "session", bytes)[:16])
 
     def _post(self, identity: bytes, frames: list[bytes]) -> None:
         with contextlib.suppress(zmq.ZMQError):  # silence tells of a host that is gone
