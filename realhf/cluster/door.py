@@ -208,7 +208,7 @@ class Door:
         would break off the connection, and they would never read what was sent to them before."""
         end = time.monotonic() + PART_S
         while self._parting and (left := end - time.monotonic()) > 0:
-            poller.poll(left * 1000)
+            poller.poll(int(left * 1000))
             self._waker.clear()
             take_all(self._socket, self._parted, self._drop)
 
