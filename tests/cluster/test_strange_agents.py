@@ -238,9 +238,8 @@ def test_no_more_is_sent_than_a_host_keeps(bench: Bench, monkeypatch: pytest.Mon
     agent = bench.agent().join()
     bench.begin()
     large = large_file(bench, monkeypatch)
-    began = time.monotonic()
     bench.start("rollout_worker/0", "none", "--key-file", large)
-    assert time.monotonic() - began < 0.25
+    assert bench.scheduler._table.hosts["a"].dock._queue, "it did not wait until all was there, or the host given up"
     assert "host a has kept no part of a file for 0.5 s" in str(bench.until(WorkerExit, "rollout_worker/0"))
     parts = 0
     while (found := agent.heard()) is not None:
