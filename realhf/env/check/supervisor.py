@@ -24,7 +24,8 @@ from realhf.env.check.user_code import UserCode
 _GRACE_S = 3.0
 """How much longer than a call may take its answer is waited for: the child itself reports it in this time."""
 _START_S = 30.0
-_DUMP_S = 0.5
+_DUMP_S = 5.0
+"""How long the stacks of a silent child are waited for: the place is most of what helps, and a busy machine is slow."""
 _EXIT_S = 3.0
 _OUTPUT_BYTES = 8192
 _READ_BYTES = 1 << 16
