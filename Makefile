@@ -11,6 +11,10 @@ SEED ?= 1
 TEST_PROCESSES ?= $(shell awk '/^MemTotal/ {n = int($$2 / 2.5e6); print (n < 2 ? 2 : n > 4 ? 4 : n)}' /proc/meminfo || echo 4)
 # Every process collects all tests first, and fast ones hardly wait.
 FAST_PROCESSES ?= 3
+# Hundreds of real processes on a machine that others use: a test that fails is played once more, at most five of them,
+# and what it said the first time is printed. More than that, or twice the same, is a fault. RERUNS=0 allows none.
+RERUNS ?= 1
+AGAIN = $(if $(filter-out 0,$(RERUNS)),--reruns $(RERUNS) --reruns-delay 5 --max-suite-reruns 5 --rerun-show-tracebacks)
 FUZZ_COMMANDS ?= 20000
 SCHEDULES ?= 2
 # The tests start hundreds of Python processes; without bytecode each compiles the tree again.
@@ -96,7 +100,7 @@ check-all: install
 	  code=$$?; cat "$$log"; exit $$code
 
 test-all: install
-	$(BIN)/python -m pytest -q -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -q -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder $(AGAIN)
 
 test-fast: install
 	$(BIN)/python -m pytest -q -n $(FAST_PROCESSES) --dist loadfile --no-loadscope-reorder -m "not slow and not sim"

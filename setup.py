@@ -73,6 +73,7 @@ setup(
         "dev": [
             "pytest",
             "pytest-asyncio",
+            "pytest-rerunfailures",
             "pytest-timeout",
             "pytest-xdist",
             "hypothesis",
