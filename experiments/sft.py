@@ -23,8 +23,8 @@ from realhf.api.parallel import parallel_of
 from realhf.api.sample import MicroBatchSpec
 from realhf.base.content_key import content_key
 from realhf.base.dataclass_json import to_json_value
+from realhf.base.files.source_files import imported_files
 from realhf.base.paths import PACKAGE
-from realhf.base.source_files import imported_files
 from realhf.env.doors.section import ChosenEnvironment, chosen_environment, with_environment
 from realhf.monitor.provenance import package_versions
 

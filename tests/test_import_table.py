@@ -14,6 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS: dict[str, str] = {
+    "base/files": "",
     "base": "",
     "api/config": "",
     "api": "api/config base",
@@ -25,7 +26,7 @@ ROOMS: dict[str, str] = {
     "transport/service": "base transport transport/network",
     "transport/stream": "api transport transport/network",
     "transport/tensors": "api transport transport/network",
-    "transport/weights": "api base transport transport/network",
+    "transport/weights": "api base base/files transport transport/network",
     "algorithms": "api",
     "algorithms/policy_gradient": "algorithms api api/config builtins",
     "algorithms/critic": "algorithms algorithms/policy_gradient api api/config",
@@ -42,7 +43,7 @@ ROOMS: dict[str, str] = {
     "backends": "api api/config backends/embedded backends/training backends/vllm base",
     "data": "api api/chat transport transport/network transport/service transport/stream transport/tensors",
     "dataflow/buffer": "api",
-    "dataflow": "api api/config base builtins dataflow/buffer "
+    "dataflow": "api api/config base base/files builtins dataflow/buffer "
     "transport transport/rpc transport/tensors transport/weights",
     "dataflow/journal": "api",
     "dataflow/rollouts": "api base dataflow dataflow/buffer "
@@ -68,7 +69,7 @@ ROOMS: dict[str, str] = {
     "rollout": "api api/chat api/config base env/doors rollout/agents rollout/episode rollout/players",
     "rollout/streaming": "api builtins rollout/episode rollout/players transport transport/service",
     "aws/tasks": "",
-    "aws": "api api/config aws/tasks base env/client env/server",
+    "aws": "api api/config aws/tasks base base/files env/client env/server",
     "aws/server": "aws base env/containment env/server",
     "aws/cli": "base env/containment",
     "aws/real_aws": "aws/cli base env/containment",
@@ -79,7 +80,7 @@ ROOMS: dict[str, str] = {
     "backends/embedded backends/threads backends/training base rollout/episode rollout/players",
     "aws/playground": "aws/episode aws/grading aws/server aws/simulator aws/tasks env/server",
     "aws/service": "aws/episode aws/playground aws/real_aws aws/server aws/simulator env/server",
-    "aws/training": "api aws aws/cli aws/episode aws/simulator aws/tasks rollout/episode rollout/players",
+    "aws/training": "api aws aws/cli aws/episode aws/simulator aws/tasks base/files rollout/episode rollout/players",
     "aws/validation/plays": "aws/episode aws/grading aws/tasks",
     "aws/validation": "aws/cli aws/episode aws/grading aws/simulator aws/tasks aws/validation/plays",
     "aws/client": "api aws base env/client rollout/episode rollout/players",
@@ -95,11 +96,11 @@ ROOMS: dict[str, str] = {
     "trajectory": "trajectory/http",
     "scheduler": "base",
     "monitor/rollouts": "api api/config",
-    "monitor/rollouts/export": "monitor/rollouts",
+    "monitor/rollouts/export": "base/files monitor/rollouts",
     "monitor/metrics": "",
     "monitor/advisories": "monitor/rollouts",
-    "monitor/trackers": "",
-    "monitor": "api api/config base monitor/advisories monitor/metrics monitor/rollouts monitor/trackers",
+    "monitor/trackers": "base/files",
+    "monitor": "api api/config base base/files monitor/advisories monitor/metrics monitor/rollouts monitor/trackers",
     "cluster": "api/config base monitor scheduler transport transport/network",
     "cluster/engines": "api/config cluster scheduler transport/network",
     "view": "api base monitor monitor/advisories monitor/metrics monitor/rollouts",

@@ -26,8 +26,8 @@ from realhf.aws.observation_text import NO_COMMAND, OBSERVATION_CHARS
 from realhf.aws.options import AwsOptions, environment_server
 from realhf.aws.tasks.loader import instantiate, training_tags
 from realhf.aws.tasks.task_set import TrainingTasks
+from realhf.base.files.source_files import matching_files
 from realhf.base.paths import PACKAGE
-from realhf.base.source_files import matching_files
 from realhf.base.text import shorten
 from realhf.env.client.openenv_client import CapacityError, EnvError, OpenEnvClient
 from realhf.env.client.server_metadata import fetch_metadata, without_token

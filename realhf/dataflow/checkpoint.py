@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from realhf.api.calls import SavedFile
+from realhf.base.files.whole_file import sync, write_whole
 
 _log = logging.getLogger(__name__)
 
@@ -88,7 +89,7 @@ class CheckpointStore:
             _sync_tree(draft, known)
             final = self._unused(step)
             os.rename(draft, final)
-            _sync(self.folder)
+            sync(self.folder)
             self._point_latest(final)
         except OSError as error:
             raise self.failed(step, draft, error) from error
@@ -134,10 +135,7 @@ class CheckpointStore:
         return [path for path in found if path.is_dir() and _NAME.fullmatch(path.name)]
 
     def _point_latest(self, final: Path) -> None:
-        temporary = self.folder / f"{LATEST}.tmp"
-        _write_synced(temporary, final.name)
-        os.replace(temporary, self.folder / LATEST)
-        _sync(self.folder)
+        write_whole(self.folder / LATEST, final.name, synced=True)
 
     def _unused(self, step: int) -> Path:
         """A step that is run again gets a name of its own: nothing valid is ever moved or overwritten."""
@@ -178,7 +176,7 @@ def _files(folder: Path) -> list[Path]:
 
 def saved_file(path: Path) -> SavedFile:
     """Sync a file that was just written, and say how long it is and what it holds."""
-    _sync(path)
+    sync(path)
     return SavedFile(str(path), path.stat().st_size, _sha256(path))
 
 
@@ -235,16 +233,8 @@ def _write_synced(path: Path, text: str) -> None:
         os.fsync(file.fileno())
 
 
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _sync_tree(folder: Path, synced: Iterable[Path]) -> None:
     done = set(synced)
     for path in [*folder.rglob("*"), folder]:
         if path not in done:
-            _sync(path)
+            sync(path)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from realhf.api.model import Engine
 from realhf.api.parallel import HeldInParts
+from realhf.base.files.whole_file import write_whole
 from realhf.base.tensor_digest import SCHEME, digests, joint_digest
 
 if TYPE_CHECKING:
@@ -25,9 +25,7 @@ def write_digests(folder: Path, engine: Engine, weights: Mapping[str, Tensor] | 
     policy version, one digest of all tensors as ``weights.jsonl`` of the run has it, and that of each by its name."""
     tensors = digests(engine.weights() if weights is None else weights)
     content = {"scheme": SCHEME, "version": engine.version, "digest": joint_digest(tensors), "tensors": tensors}
-    partial = folder / f".{DIGESTS_FILE}.tmp"
-    partial.write_text(json.dumps(content, indent=1), encoding="utf-8")
-    os.replace(partial, folder / DIGESTS_FILE)
+    write_whole(folder / DIGESTS_FILE, json.dumps(content, indent=1))
 
 
 def stored_weights(engine: Engine) -> dict[str, Tensor]:

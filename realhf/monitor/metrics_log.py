@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from realhf.api.config import MonitorConfig
+from realhf.base.files.whole_file import write_whole
 from realhf.monitor.metrics.renaming import public_names
 from realhf.monitor.trackers.stream import TrackerStream
 
@@ -35,7 +35,7 @@ class MetricsLog:
     ) -> None:
         self._path = run_dir / METRICS_FILE
         self.rows = [row for row in read_metrics(run_dir) if row["step"] <= completed_steps]
-        _rewrite(self._path, self.rows)
+        write_whole(self._path, "".join(json.dumps(row) + "\n" for row in self.rows))
         past = [(row["step"], {name: row[name] for name in row if name != "step"}) for row in self.rows]
         self.trackers = TrackerStream(
             run_dir, config.trackers, completed_steps=completed_steps, warn=warn, past=[*past, *evaluations]
@@ -62,12 +62,6 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     except FileNotFoundError:
         return []
     return [public_names(json.loads(line)) for line in text.split("\n")[:-1] if line]
-
-
-def _rewrite(path: Path, rows: list[dict[str, Any]]) -> None:
-    partial = path.with_suffix(".tmp")
-    partial.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    os.replace(partial, path)
 
 
 def flatten_step(

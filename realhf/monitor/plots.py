@@ -7,11 +7,11 @@ to ``evaluate``.
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from realhf.base.files.whole_file import whole_file
 from realhf.monitor.headline import Row, time_split
 from realhf.monitor.metrics.renaming import success_by_group
 
@@ -103,9 +103,8 @@ def new_figure(width: float, height: float) -> Any:
 
 def save_figure(fig: Any, path: Path) -> None:
     """Write the figure as a PNG file; ``path`` is replaced only when the file is complete."""
-    partial = path.with_name(f"{path.stem}.tmp.png")
-    fig.savefig(partial, dpi=120)
-    os.replace(partial, path)
+    with whole_file(path) as partial:
+        fig.savefig(partial, dpi=120, format="png")
 
 
 def staleness_bound(run_dir: Path) -> float | None:

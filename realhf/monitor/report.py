@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from realhf.base.files.whole_file import write_whole
 from realhf.monitor import report_html as html
 from realhf.monitor.advisories.of_run import advise_run
 from realhf.monitor.headline import STEP_TIME, Row
@@ -74,9 +74,7 @@ def write_report(run_dir: Path) -> Path:
         *_origin(run_dir),
     ]
     path = run_dir / REPORT_FILE
-    partial = path.with_suffix(".tmp")
-    partial.write_text(html.page(title, parts), encoding="utf-8")
-    os.replace(partial, path)
+    write_whole(path, html.page(title, parts))
     return path
 
 

@@ -6,10 +6,11 @@ A resumed run learns from ``evaluations.json`` where it began.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from realhf.base.files.whole_file import write_whole
 
 EVALUATIONS_FILE = "evaluations.json"
 
@@ -44,9 +45,7 @@ class Evaluations:
         self._write()
 
     def _write(self) -> None:
-        partial = self._path.with_suffix(".tmp")
-        partial.write_text(json.dumps(self._reports, indent=1), encoding="utf-8")
-        os.replace(partial, self._path)
+        write_whole(self._path, json.dumps(self._reports, indent=1))
 
 
 EPISODES_FILE = "episodes.txt"

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from realhf.base.files.whole_file import write_whole
 from realhf.monitor.headline import STEP_TIME, Row, call_times, mean, part_seconds, total
 from realhf.monitor.rollout_metrics import is_asynchronous, rollout_summary
 
@@ -47,9 +47,7 @@ def build_summary(
 
 def write_summary(summary: Mapping[str, Any], run_dir: Path) -> None:
     """Write ``summary.json`` into the run folder; the file is replaced only when complete."""
-    partial = run_dir / "summary.json.tmp"
-    partial.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
-    os.replace(partial, run_dir / "summary.json")
+    write_whole(run_dir / "summary.json", json.dumps(summary, indent=1) + "\n")
 
 
 def held_out_table(summary: Mapping[str, Any]) -> Any:

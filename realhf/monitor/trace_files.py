@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 
+from realhf.base.files.whole_file import whole_file
 from realhf.monitor.host_lanes import HostLanes
 from realhf.monitor.trace_format import METADATA, TRACE_FILE, TRACE_FOLDER, TraceEvent, process_number
 
@@ -22,10 +23,9 @@ def merge_traces(run_dir: Path) -> Path | None:
     if not files:
         return None
     path = run_dir / TRACE_FILE
-    partial = path.with_suffix(".tmp")
     # Checking a raw value without building it takes a fraction of the time.
     check = msgspec.json.Decoder(msgspec.Raw).decode
-    with partial.open("wb") as target:
+    with whole_file(path) as partial, partial.open("wb") as target:
         target.write(b'{"displayTimeUnit":"ms","traceEvents":[\n')
         first = True
         for file in files:
@@ -41,7 +41,6 @@ def merge_traces(run_dir: Path) -> Path | None:
             target.write(event if first else b",\n" + event)
             first = False
         target.write(b"\n]}\n")
-    os.replace(partial, path)
     return path
 
 

@@ -32,6 +32,7 @@ from realhf.aws.simulator.pool import MiniStackPool
 from realhf.aws.tasks.task import TaskError
 from realhf.aws.training.demonstrations import DEFAULT_MIX, HABIT, KINDS, Script, write_scripts
 from realhf.aws.training.reciting import Reciting
+from realhf.base.files.whole_file import whole_file
 from realhf.rollout.episode.played_episode import play_episode
 from realhf.rollout.episode.request import EpisodeRequest
 from realhf.rollout.episode.witness import Witness
@@ -206,18 +207,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 def write(scripts: Sequence[Script], pool_size: int, out: Path, statistics: Statistics, console: Console) -> None:
     """Play and write all rows; ``out`` appears when it is complete."""
     pool = MiniStackPool(pool_size)
-    partial = out.with_name(out.name + ".tmp")
     pool.start()
     try:
-        with partial.open("w") as file, Progress(*Progress.get_default_columns(), console=console) as progress:
+        with (
+            whole_file(out) as partial,
+            partial.open("w") as file,
+            Progress(*Progress.get_default_columns(), console=console) as progress,
+        ):
             bar = progress.add_task("playing episodes", total=len(scripts))
             for row in play_all(scripts, pool, lambda: progress.advance(bar)):
                 statistics.add(row)
                 file.write(json.dumps(row, separators=(",", ":")) + "\n")
-        partial.replace(out)
     finally:
         pool.stop()
-        partial.unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
+
+from realhf.base.files.whole_file import write_whole
 
 IDENTITY_FILE = "trackers.json"
 
@@ -105,7 +106,4 @@ def _read(run_dir: Path) -> dict[str, str]:
 
 
 def _write(run_dir: Path, names: Mapping[str, str]) -> None:
-    path = run_dir / IDENTITY_FILE
-    partial = path.with_suffix(".tmp")
-    partial.write_text(json.dumps(dict(names)), encoding="utf-8")
-    os.replace(partial, path)
+    write_whole(run_dir / IDENTITY_FILE, json.dumps(dict(names)))

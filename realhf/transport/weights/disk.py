@@ -19,6 +19,7 @@ import numpy as np
 
 from realhf.api.generation import TensorSlot, WeightsManifest
 from realhf.api.keys import ITEMSIZE
+from realhf.base.files.whole_file import whole_file
 from realhf.transport.process_id import host_token, start_time
 from realhf.transport.weights.errors import WeightsError, WeightsGone
 from realhf.transport.weights.flat_buffer import Buffer, checksum
@@ -39,7 +40,7 @@ MAX_HEADER_BYTES = 100_000_000
 
 NAME = re.compile(
     r"(?P<owner>.+)\.(?P<host>[0-9a-f]{8})\.(?P<pid>\d+)\.(?P<started>\d+)\.v\d+\.[0-9a-f]{8}"
-    r"\.safetensors(\.tmp)?"
+    r"\.safetensors(\.partial)?"
 )
 
 
@@ -50,14 +51,8 @@ class WeightFile:
         self.checksum = checksum(buffer)
         self._path = folder.resolve() / f"{stem}.v{version}.{self.checksum[:8]}.safetensors"
         self.location = str(self._path)
-        temporary = self._path.with_name(self._path.name + ".tmp")
-        try:
-            with temporary.open("wb") as file:
-                _write(file, version, slots, buffer)
-            temporary.replace(self._path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
+        with whole_file(self._path) as partial, partial.open("wb") as file:
+            _write(file, version, slots, buffer)
 
     def close(self) -> None:
         """Remove the file; a receiver that has opened it can still read it to its end."""

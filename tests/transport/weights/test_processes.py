@@ -141,7 +141,7 @@ def test_a_killed_publisher_leaves_nothing_that_its_successor_does_not_remove(
     other.publish(1, values(1))
     assert len(list(tmp_path.iterdir())) == 2
     (tmp_path / "notes.txt").write_text("not ours")
-    (tmp_path / f"{Path(manifests['disk'].location).name}.tmp").write_text("half")
+    (tmp_path / f"{Path(manifests['disk'].location).name}.partial").write_text("half")
     crowd[3].kill()
     for medium in ("shm", "broadcast"):
         with pytest.raises(WeightsGone, match=f"version 4 by {medium}"):

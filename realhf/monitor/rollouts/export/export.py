@@ -6,10 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 from types import MappingProxyType
 
+from realhf.base.files.whole_file import whole_file
 from realhf.monitor.rollouts.export.inspect_log import write_inspect
 from realhf.monitor.rollouts.export.parquet import write_parquet
 from realhf.monitor.rollouts.export.rows import Exported, flat, records, rows_in_order
-from realhf.monitor.rollouts.export.whole_file import whole_file
 from realhf.monitor.rollouts.format import encode_record
 from realhf.monitor.rollouts.reader import NoRecord, RolloutStore
 

@@ -13,8 +13,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from realhf.base.files.whole_file import whole_file
 from realhf.monitor.rollouts.export.rows import Exported, flat, records, rows_in_order
-from realhf.monitor.rollouts.export.whole_file import whole_file
 from realhf.monitor.rollouts.format import TRAIN, plain, readable
 from realhf.monitor.rollouts.reader import RolloutStore, Row
 

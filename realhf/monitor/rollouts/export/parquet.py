@@ -5,8 +5,8 @@ from __future__ import annotations
 from itertools import islice
 from pathlib import Path
 
+from realhf.base.files.whole_file import whole_file
 from realhf.monitor.rollouts.export.rows import Exported, flat, records, rows_in_order
-from realhf.monitor.rollouts.export.whole_file import whole_file
 from realhf.monitor.rollouts.format import encode_record, readable
 from realhf.monitor.rollouts.reader import RolloutStore
 
