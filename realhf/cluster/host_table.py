@@ -5,15 +5,16 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from realhf.cluster.delivery import Dock
 from realhf.cluster.messages import HostHello, Probe, Probed
-from realhf.cluster.placement import LAUNCHER, Place
+from realhf.cluster.own_host import own_gpus
+from realhf.cluster.placement import LAUNCHER, USES_GPU, Place, kind_of
 from realhf.scheduler.base import WorkerSpec
-from realhf.scheduler.gpus import visible_gpus
 
 CLOCKS_APART_S = 5.0
 PROBE_S = 10.0
@@ -56,17 +57,38 @@ class HostTable:
         return {name: worker for name, worker in self.workers.items() if worker.host == host}
 
     def places(self) -> list[Place]:
-        """Return where workers may go, the launcher's machine first."""
-        own = len(os.sched_getaffinity(0))
-        found = [Place(LAUNCHER, own, len(visible_gpus()), True, self._gpus_on(LAUNCHER))]
-        for name, host in sorted(self.hosts.items()):
-            if not host.leaving:
-                there = (host.hello.cores, len(host.hello.gpus), bool(host.shared), self._gpus_on(name))
-                found.append(Place(name, *there))
+        """Return where workers may go, the launcher's machine first. Hosts on one machine share its GPUs: the first
+        node of a batch job has the launcher and an agent."""
+        gpus: dict[str, Sequence[str]] = {LAUNCHER: own_gpus()}
+        gpus |= {name: host.hello.gpus for name, host in sorted(self.hosts.items())}
+        taken = {name: self._gpus_on(name, own) for name, own in gpus.items()}
+        seen_by = Counter(gpu for own in gpus.values() for gpu in set(own))
+        holders = {gpu: list[tuple[str, str]]() for gpu in seen_by}
+        for name, workers in taken.items():
+            for worker, number in workers.items():
+                if number is not None:
+                    holders[gpus[name][number]].append((name, worker))
+        found: list[Place] = []
+        for name, own in gpus.items():
+            host = self.hosts.get(name)
+            if host is not None and host.leaving:
+                continue
+            cores, shared = (host.hello.cores, bool(host.shared)) if host else (len(os.sched_getaffinity(0)), True)
+            beside = {
+                worker: number for number, gpu in enumerate(own) for other, worker in holders[gpu] if other != name
+            }
+            offered = frozenset(number for number, gpu in enumerate(own) if seen_by[gpu] > 1)
+            found.append(Place(name, cores, len(own), shared, taken[name], beside, offered))
         return found
 
-    def _gpus_on(self, host: str) -> Mapping[str, int | None]:
-        return {name: worker.gpu for name, worker in self.on(host).items()}
+    def _gpus_on(self, host: str, gpus: Sequence[str]) -> Mapping[str, int | None]:
+        """Return the GPU of each worker there; the first, which torch takes, of one that computes and sees all."""
+
+        def gpu_of(name: str, worker: Running) -> int | None:
+            number = 0 if worker.gpu is None and kind_of(name) in USES_GPU else worker.gpu
+            return number if number is not None and number < len(gpus) else None
+
+        return {name: gpu_of(name, worker) for name, worker in self.on(host).items()}
 
     def take(self, host: str) -> dict[str, Running]:
         """Remove a host with its workers, and return these."""

@@ -33,14 +33,14 @@ M = TypeVar("M", bound=Message)
 
 
 class HostHello(Message, frozen=True):
-    """Says what a host has: cores that its workers may use, memory (GiB), GPUs by their CUDA names, the address from
-    which it reaches the launcher, its clock (s since the epoch), the folder that it has for a run, and how many workers
-    of each kind it is to get."""
+    """Says what a host has: cores that its workers may use, memory (GiB), GPUs by names that no other GPU of any
+    machine has (``own_gpus``), the address from which it reaches the launcher, its clock (s since the epoch), the
+    folder that it has for a run, and how many workers of each kind it is to get."""
 
     name: Name
     cores: Annotated[int, Meta(ge=1, le=1 << 16)]
     memory_gib: Annotated[float, Meta(ge=0, le=1 << 20)]
-    gpus: Annotated[list[Annotated[str, Meta(max_length=80)]], Meta(max_length=64)]
+    gpus: Annotated[list[Annotated[str, Meta(max_length=160)]], Meta(max_length=64)]
     address: Annotated[str, Meta(max_length=64)]
     machine: Annotated[str, Meta(max_length=200)]
     clock: float

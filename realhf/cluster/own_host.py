@@ -10,14 +10,24 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from realhf.cluster.messages import HostHello
-from realhf.scheduler.gpus import visible_gpus
+from realhf.scheduler.gpus import gpus_anywhere
 from realhf.transport.network.addresses import LOOPBACK_ADDRESS, address_towards, host_of, on_loopback
-from realhf.transport.process_id import host_token
+from realhf.transport.process_id import boot_id, host_token
 
 
 def host_name() -> str:
     """Return the host's name in a form that may stand in files and options."""
     return re.sub(r"[^A-Za-z0-9_.-]", "-", os.uname().nodename.partition(".")[0]).strip("-._")[:63] or "host"
+
+
+def own_gpus() -> tuple[str, ...]:
+    """Return the GPUs that this process sees, in its order, by names that are the same for every process of this
+    machine and for no other machine's."""
+    try:
+        machine = boot_id()
+    except OSError:
+        machine = os.uname().nodename
+    return gpus_anywhere(machine)
 
 
 def describe(name: str, door: str, folder: Path, wants: Mapping[str, int]) -> HostHello:
@@ -30,7 +40,7 @@ def describe(name: str, door: str, folder: Path, wants: Mapping[str, int]) -> Ho
         name=name,
         cores=len(os.sched_getaffinity(0)),
         memory_gib=psutil.virtual_memory().total / 2**30,
-        gpus=list(visible_gpus()),
+        gpus=[*own_gpus()],
         address=own,
         machine=host_token(),
         clock=time.time(),

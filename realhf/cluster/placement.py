@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from realhf.cluster.errors import ClusterError
@@ -18,18 +18,28 @@ PACKED = ("model_worker",)
 @dataclass(frozen=True)
 class Place:
     """What a host has and what is on it. ``workers``: names of the workers there, with the GPU that each has;
-    ``shared``: whether the run folder is there."""
+    ``shared``: whether the run folder is there. Other hosts may be on the same machine, and see the same GPUs:
+    ``beside`` are workers there that have one of this host's, with its number here; ``offered`` are those of its GPUs
+    that other hosts see as well."""
 
     name: str
     cores: int
     gpus: int
     shared: bool
     workers: Mapping[str, int | None]
+    beside: Mapping[str, int] = field(default_factory=dict)
+    offered: frozenset[int] = frozenset()
+
+    @property
+    def holders(self) -> dict[str, int]:
+        """The workers that have a GPU of this host, and its number."""
+        return {name: gpu for name, gpu in self.workers.items() if gpu is not None} | dict(self.beside)
 
     @property
     def free_gpus(self) -> list[int]:
-        """GPUs that no worker has."""
-        return [gpu for gpu in range(self.gpus) if gpu not in self.workers.values()]
+        """GPUs that no worker has; first those that no other host sees."""
+        taken = set(self.holders.values())
+        return sorted({*range(self.gpus)} - taken, key=lambda gpu: (gpu in self.offered, gpu))
 
     def load(self) -> float:
         """Workers for each core."""
@@ -104,14 +114,26 @@ def gpu_of(name: str, place: Place) -> int | None:
         return None
     if place.free_gpus:
         return place.free_gpus[0]
-    taken = [gpu for gpu in place.workers.values() if gpu is not None]
+    taken = [*place.holders.values()]
     if kind_of(name) in PACKED:
-        holders = ", ".join(sorted(place.workers))
+        holders = ", ".join(sorted(place.holders))
         raise ClusterError(
             f"{name}: needs a GPU of its own on {place.name}, which has {place.gpus}, all taken by {holders} "
             "(actor.workers, scheduler.placement)"
         )
     return min(range(place.gpus), key=lambda gpu: (taken.count(gpu), gpu))
+
+
+def trainer_beside(name: str, gpu: int | None, place: Place) -> str:
+    """Return in words who trains on the GPU that a worker gets on a host, or generates on that of a trainer; "" when
+    nobody does. On the launcher's machine a configuration may want it so, and it counts only who is on another host."""
+    if gpu is None:
+        return ""
+    holders = place.beside if place.name == LAUNCHER else place.holders
+    others = [other for other, number in holders.items() if number == gpu]
+    if kind_of(name) not in PACKED:
+        others = [other for other in others if kind_of(other) in PACKED]
+    return f"{name}: GPU {gpu} of {place.name} is also that of {', '.join(sorted(others))}" if others else ""
 
 
 def capacity(places: Sequence[Place]) -> str:

@@ -6,6 +6,7 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -18,7 +19,7 @@ from realhf.cluster.host_table import PROBE_S, FolderProbe, Host, HostTable, Run
 from realhf.cluster.messages import Ended, EndWorker, Exited, HostHello, Kept, Lines, NotStarted, Probed, StartWorker
 from realhf.cluster.operator_desk import OperatorDesk
 from realhf.cluster.options import ELASTIC, ClusterOptions
-from realhf.cluster.placement import LAUNCHER, kind_of
+from realhf.cluster.placement import LAUNCHER, Place, kind_of
 from realhf.monitor.host_lanes import note_placement
 from realhf.scheduler.base import Notice, WorkerEvent, WorkerExit, WorkerLine, WorkerSpec, WorkersWanted
 from realhf.scheduler.local import LocalScheduler
@@ -109,8 +110,7 @@ class ClusterScheduler:
         self._placed.add(spec.name)
         try:
             place = placement.choose(spec.name, places, wish, strict=strict)
-            dealt = place.name != LAUNCHER and self._options.one_gpu_each
-            gpu = placement.gpu_of(spec.name, place) if dealt else None
+            gpu = self._gpu_for(spec, place)
         except ClusterError as error:
             raise ClusterError(f"{error}; there are {placement.capacity(places)}") from None
         if kind_of(spec.name) == "generation":
@@ -118,10 +118,23 @@ class ClusterScheduler:
             problem = weights_problem(spec.log.parent.parent, place.name, trainer, shared=place.shared)
             if problem:
                 raise ClusterError(f"{spec.name}: {problem}")
+        if text := placement.trainer_beside(spec.name, gpu, place):
+            self._backlog.append(Notice(text))
         if place.name == LAUNCHER:
-            self._start_here(spec)  # its GPUs are given by allocation.gpus
+            self._start_here(replace(spec, gpu=gpu))
         else:
             self._start_there(spec, place.name, gpu)
+
+    def _gpu_for(self, spec: WorkerSpec, place: Place) -> int | None:
+        """Return the GPU that a worker gets on a host, None where it sees all of them. On the launcher's machine
+        ``allocation.gpus`` decides; where nothing was said, and an agent on the same machine deals out its GPUs too,
+        the worker is held to one that nobody else has. Raises ClusterError."""
+        if not self._options.one_gpu_each:
+            return spec.gpu if place.name == LAUNCHER else None
+        if place.name != LAUNCHER:
+            return placement.gpu_of(spec.name, place)
+        shared = self._elastic and place.offered and place.free_gpus
+        return placement.gpu_of(spec.name, place) if spec.gpu is None and shared else spec.gpu
 
     def wait(self, timeout_s: float) -> list[WorkerEvent]:
         """See ``Scheduler``."""

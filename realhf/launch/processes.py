@@ -238,8 +238,9 @@ def _master(plan: RunPlan, run_id: str, key_file: Path | None = None) -> WorkerS
 
 
 def worker_specs(plan: RunPlan, run_id: str, master: str, key_file: Path | None = None) -> list[WorkerSpec]:
-    """All processes of a run but its master, who is at the address ``master``. ``key_file`` holds the keys of the run,
-    where there are any."""
+    """All processes of a run but its master, who is at the address ``master``, in the order in which they are started:
+    who trains comes before who generates, which can do with the GPUs that are left. ``key_file`` holds the keys of the
+    run, where there are any."""
     spec, join = plan.spec, ("--run-id", run_id, "--master", master, *_keys_option(key_file))
     niceness = spec.rollout.options.niceness if spec.rollout else 0
     workers = []
@@ -249,12 +250,11 @@ def worker_specs(plan: RunPlan, run_id: str, master: str, key_file: Path | None 
     for service in spec.services:
         argv = ("--name", service.name, *service.argv, *join)
         workers.append(WorkerSpec(service.name, service.module, argv, _log(spec, service.name)))
-    workers += [_player(plan, name, join) for name in (spec.rollout.workers if spec.rollout else ())]
     for index in range(spec.n_model_workers):
         argv = ("--run-dir", str(spec.run_dir), "--index", str(index), *join)
         name = f"model_worker/{index}"
         workers.append(WorkerSpec(name, "workers.model_worker", argv, _log(spec, name), gpu=plan.gpus.get(name)))
-    return workers
+    return workers + [_player(plan, name, join) for name in (spec.rollout.workers if spec.rollout else ())]
 
 
 def _player(plan: RunPlan, name: str, join: tuple[str, ...]) -> WorkerSpec:

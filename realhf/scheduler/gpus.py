@@ -7,7 +7,7 @@ systems and containers do, number 0 is the first of that list.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 DRIVER = Path("/proc/driver/nvidia/gpus")
@@ -29,6 +29,33 @@ def visible_gpus(environment: Mapping[str, str] | None = None, driver: Path = DR
             break
         seen.append(name)
     return tuple(seen) if len(set(seen)) == len(seen) else ()
+
+
+def gpus_anywhere(machine: str, environment: Mapping[str, str] | None = None, driver: Path = DRIVER) -> tuple[str, ...]:
+    """Return for each of ``visible_gpus`` a name that no other GPU of any machine has: ``machine`` and the address of
+    the GPU on its bus. Two processes of one machine, whatever they see of it, give one GPU the same name; so it is also
+    for numbers where all GPUs are of one model, since the driver does not say in which order CUDA counts others. A UUID
+    that the driver does not list (a part of a GPU, for instance) is the name itself."""
+    listed = sorted(driver.glob("*"))
+    uuids = {entry.name: _uuid(entry) for entry in listed}
+
+    def names() -> Iterator[str]:
+        for name in visible_gpus(environment, driver):
+            if name.isdecimal():
+                yield f"{machine}/{listed[int(name)].name}"
+            else:  # CUDA takes the beginning of a UUID, too
+                found = next((address for address, uuid in uuids.items() if uuid.startswith(name)), "")
+                yield f"{machine}/{found}" if found else name
+
+    return tuple(names())
+
+
+def _uuid(entry: Path) -> str:
+    try:
+        lines = (entry / "information").read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return ""
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("GPU UUID")), "")
 
 
 def with_one_gpu(gpu: int, environment: Mapping[str, str] | None = None) -> dict[str, str]:

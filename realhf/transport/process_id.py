@@ -11,10 +11,15 @@ def host_token() -> str:
     entries: it names the kernel boot and the namespaces of processes and of the network. Empty where the system does
     not provide them."""
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot}/{os.readlink('/proc/self/ns/pid')}/{os.readlink('/proc/self/ns/net')}"
+        return f"{boot_id()}/{os.readlink('/proc/self/ns/pid')}/{os.readlink('/proc/self/ns/net')}"
     except OSError:
         return ""
+
+
+def boot_id() -> str:
+    """Return what names the boot of this machine's kernel: equal in all its containers. Raises OSError where the system
+    does not provide it."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def start_time(pid: int) -> int:

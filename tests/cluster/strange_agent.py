@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import zmq
@@ -41,9 +41,11 @@ class StrangeAgent:
         """Send something that has the header of a message."""
         self.socket.send_multipart([pack_header(kind, "door", self.session), pack_payload(payload)])
 
-    def hello(self, *, wants: Mapping[str, int] = {}, gpus: int = 0, versions: Mapping[str, str] = {}) -> None:
-        """Say hello, without waiting for the welcome."""
-        names = [str(number) for number in range(gpus)]
+    def hello(
+        self, *, wants: Mapping[str, int] = {}, gpus: int | Sequence[str] = 0, versions: Mapping[str, str] = {}
+    ) -> None:
+        """Say hello, without waiting for the welcome. ``gpus``: so many that no other host has, or their names."""
+        names = [f"machine of {self.name}/{number}" for number in range(gpus)] if isinstance(gpus, int) else [*gpus]
         here = HostHello(self.name, 2, 1.0, names, "127.0.0.1", "m", time.time(), "/nowhere", dict(wants))
         self.say("hello", here, versions={**own_versions(), **versions}, node="its-node")
 

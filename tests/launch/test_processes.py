@@ -110,6 +110,13 @@ def test_whoever_feeds_the_trainer_steps_back_behind_it(niceness: int):
     }
 
 
+def test_who_trains_is_started_before_who_generates():
+    """Of a host with one GPU the trainer needs that one; it was refused it, as an engine had it already."""
+    built = build_experiment(compose_config(["experiment=grpo_aws_async"]))
+    names = [worker.name for worker in worker_specs(built.plan(built.spec, 0.0), "run", "tcp://127.0.0.1:1")]
+    assert names.index("model_worker/0") < names.index("generation/0")
+
+
 def test_without_rollout_workers_nobody_steps_back():
     built = build_experiment(compose_config(["experiment=grpo_aws"]))
     workers = worker_specs(built.plan(built.spec, 0.0), "run", "tcp://127.0.0.1:1")

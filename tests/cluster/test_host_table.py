@@ -1,0 +1,179 @@
+"""What the launcher knows of hosts: those on one machine share its GPUs. The driver's folder stands in for GPUs."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from realhf.cluster import own_host
+from realhf.cluster.delivery import Dock
+from realhf.cluster.host_table import Host, HostTable, Running
+from realhf.cluster.messages import HostHello
+from realhf.cluster.options import ClusterOptions
+from realhf.cluster.own_host import describe
+from realhf.cluster.placement import LAUNCHER, choose, gpu_of
+from realhf.cluster.scheduler import ClusterScheduler
+from realhf.scheduler.base import Notice, WorkerSpec
+from realhf.scheduler.gpus import VISIBLE, gpus_anywhere
+from realhf.transport.network.keys import RunKeys
+
+DOOR = "tcp://127.0.0.1:1"
+Sees = Callable[..., None]
+
+
+@pytest.fixture
+def sees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sees:
+    """Let this process see GPUs of a machine: so many or, in a container, some; all of these or the listed ones."""
+
+    def put(gpus: int | Sequence[int], listed: str | None = None, machine: str = "here") -> None:
+        driver = tmp_path / f"driver of {machine}, {gpus}"
+        driver.mkdir(exist_ok=True)
+        for number in range(gpus) if isinstance(gpus, int) else gpus:
+            (driver / f"0000:0{number}:00.0").mkdir(parents=True, exist_ok=True)
+        monkeypatch.setattr(own_host, "gpus_anywhere", lambda boot: gpus_anywhere(boot, driver=driver))
+        monkeypatch.setattr(own_host, "boot_id", lambda: machine)
+        monkeypatch.delenv(VISIBLE, raising=False)
+        if listed is not None:
+            monkeypatch.setenv(VISIBLE, listed)
+
+    return put
+
+
+def hello(name: str) -> HostHello:
+    """What an agent of this process would register with."""
+    return describe(name, DOOR, Path("/nowhere"), {})
+
+
+class Bench:
+    """A launcher's scheduler whose workers end at once, and hosts that have joined."""
+
+    def __init__(self, folder: Path, *, asynchronous: bool = True, **options: object) -> None:
+        self._logs = folder / "exp" / "run" / "logs"
+        self._logs.mkdir(parents=True)
+        rollout = {"options": {"weights": "fetch"}} if asynchronous else None
+        plan = {"spec": {"models": {}, "source": {}, "rollout": rollout}, "plugins": []}
+        (self._logs.parent / "plan.json").write_text(json.dumps(plan))
+        RunKeys.make().write(folder / "key")
+        given = {"address": "127.0.0.1", "port": 0, "key_file": str(folder / "key"), "min_hosts": 0, **options}
+        self.scheduler = ClusterScheduler(ClusterOptions(**given), say=lambda text: None)  # pyright: ignore
+        self.table = self.scheduler._table  # pyright: ignore[reportPrivateUsage]
+        self.start("master")
+
+    def join(self, name: str) -> None:
+        self.table.hosts[name] = Host(hello(name), Dock(lambda kind, message: True), shared=True)
+
+    def start(self, name: str, gpu: int | None = None) -> tuple[str, int | None]:
+        """Start a worker; its host, and its GPU there."""
+        log = self._logs / f"{name.replace('/', '-')}.log"
+        self.scheduler.start(WorkerSpec(name, "platform", (), log, gpu=gpu))
+        worker = self.table.workers[name]
+        return worker.host, worker.gpu
+
+    def notices(self) -> list[str]:
+        return [event.text for event in self.scheduler.wait(0.0) if isinstance(event, Notice)]
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Callable[..., Bench]]:
+    made: list[Bench] = []
+
+    def make(**given: object) -> Bench:
+        made.append(Bench(tmp_path, **given))  # pyright: ignore
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.table.hosts.clear()
+        each.scheduler.stop(0.1)
+
+
+def test_the_first_node_of_a_batch_job_deals_out_the_gpus_that_the_trainer_has_not(
+    sees: Sees, bench: Callable[..., Bench]
+):
+    """The launcher's trainer and the agent's engine both got the first GPU of that node."""
+    sees(2)
+    run = bench()
+    run.join("node-0")
+    assert run.start("model_worker/0") == (LAUNCHER, 0)
+    assert run.start("generation/0") == ("node-0", 1)
+    assert not run.notices()
+    sees(2, machine="there")
+    run.join("node-1")
+    sees(2)
+    assert [run.start(f"generation/{number}") for number in (1, 2)] == [("node-1", 0), ("node-1", 1)]
+
+
+def test_a_gpu_that_was_given_by_hand_is_nobody_elses(sees: Sees, bench: Callable[..., Bench]):
+    sees(4)
+    run = bench()
+    run.join("node-0")
+    assert run.start("model_worker/0", gpu=2) == (LAUNCHER, 2)
+    assert [run.start(f"generation/{number}")[1] for number in range(3)] == [0, 1, 3]
+
+
+def test_a_trainer_leaves_to_an_agent_the_gpus_that_only_that_one_was_given(sees: Sees, bench: Callable[..., Bench]):
+    """Ray gives an actor single GPUs of the machine that the launcher is on."""
+    run = bench()
+    sees(4, "0")
+    run.join("player-0")
+    sees(4)
+    assert run.start("model_worker/0") == (LAUNCHER, 1)
+    assert run.start("generation/0") == ("player-0", 0)
+
+
+def test_the_other_way_round_a_worker_of_the_launcher_takes_what_an_agent_has_not_dealt_out(
+    sees: Sees, bench: Callable[..., Bench]
+):
+    run = bench(placement={"model_worker": "node-0", "generation": LAUNCHER})
+    sees(2)
+    run.join("node-0")
+    assert run.start("model_worker/0") == ("node-0", 0)
+    assert run.start("generation/0") == (LAUNCHER, 1)
+
+
+def test_where_there_are_too_few_the_sharing_is_told(sees: Sees, bench: Callable[..., Bench]):
+    run = bench()
+    sees(1)
+    run.join("node-0")
+    assert [run.start("model_worker/0")[1], run.start("generation/0")[1]] == [0, 0]
+    (text,) = run.notices()
+    assert text == "generation/0: GPU 0 of node-0 is also that of model_worker/0"
+
+
+def test_without_an_agent_on_its_machine_the_launchers_workers_see_all_gpus(sees: Sees, bench: Callable[..., Bench]):
+    """As before: a synchronous trainer may compute on several of them."""
+    run = bench()
+    sees(2, machine="there")
+    run.join("node-1")
+    sees(2)
+    assert run.start("model_worker/0") == (LAUNCHER, None)
+
+
+def test_a_synchronous_trainer_sees_all_gpus(sees: Sees, bench: Callable[..., Bench]):
+    run = bench(asynchronous=False)
+    sees(2)
+    run.join("node-0")
+    assert run.start("model_worker/0") == (LAUNCHER, None)
+
+
+def test_two_agents_of_one_machine_deal_out_its_gpus_once(sees: Sees):
+    """One of them is in a container that has two of four GPUs, and counts them from 0."""
+    table = HostTable()
+    sees(4)
+    table.hosts["a"] = Host(hello("a"), Dock(lambda kind, message: True))
+    sees([2, 3], "1,0")
+    table.hosts["b"] = Host(hello("b"), Dock(lambda kind, message: True))
+    sees(0, machine="of the launcher")
+    where: list[tuple[str, int | None]] = []
+    for number in range(4):
+        name = f"generation/{number}"
+        place = choose(name, table.places())
+        gpu = gpu_of(name, place)
+        table.workers[name] = Running(WorkerSpec(name, "m", (), Path("l")), place.name, time.monotonic(), gpu)
+        where.append((place.name, gpu))
+    assert sorted(where) == [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
+    assert all(not place.free_gpus for place in table.places())
