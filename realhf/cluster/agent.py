@@ -45,6 +45,7 @@ from realhf.transport.errors import NetworkError, ProtocolError
 from realhf.transport.network.handshake import REACHED_WITHIN_S, HandshakeWatch, unreached
 from realhf.transport.network.network import Network
 from realhf.transport.network.versions import own_versions
+from realhf.transport.own_pauses import OwnPauses
 
 _log = logging.getLogger(__name__)
 GRACE_S = 3.0
@@ -210,8 +211,10 @@ class HostAgent:
     def _served(self, socket: zmq.Socket[bytes]) -> str:
         """Do what the launcher asks. Returns "" when the run is over, else why the launcher is lost."""
         self._local.watch(socket.FD)
+        pauses = OwnPauses(LOOK_S)
         try:
             while True:
+                self._heard += pauses.look()
                 if (end := self._taken(socket)) is not None:
                     return end
                 self._start_waiting(socket)

@@ -34,6 +34,7 @@ from realhf.transport.errors import ProtocolError
 from realhf.transport.inbox import take_all
 from realhf.transport.network.network import Network
 from realhf.transport.network.versions import differences
+from realhf.transport.own_pauses import OwnPauses
 from realhf.transport.waker import Waker
 
 _log = logging.getLogger(__name__)
@@ -185,9 +186,12 @@ class Door:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._waker.fileno(), zmq.POLLIN)
+        pauses = OwnPauses(LOOK_MS / 1000)
         try:
             while True:
                 poller.poll(LOOK_MS)
+                if paused_s := pauses.look():
+                    self._excuse(paused_s)
                 self._waker.clear()
                 take_all(self._socket, self._take, self._drop, self._of_other_protocol)
                 self._look_for_silence()
@@ -314,6 +318,12 @@ class Door:
             self._happened(HostGone(name, "its agent was stopped"))
         else:
             self._happened(FromHost(name, message))
+
+    def _excuse(self, paused_s: float) -> None:
+        """Count no silence for seconds in which the launcher did not listen."""
+        with self._lock:
+            for host in self._hosts.values():
+                host.heard += paused_s
 
     def _look_for_silence(self) -> None:
         now = time.monotonic()

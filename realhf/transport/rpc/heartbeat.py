@@ -21,6 +21,7 @@ import zmq
 from realhf.transport.envelope import field, pack_header, unpack_header
 from realhf.transport.errors import MasterLost, ProtocolError
 from realhf.transport.network.network import Network
+from realhf.transport.own_pauses import OwnPauses
 from realhf.transport.process_id import host_token, open_process
 from realhf.transport.waker import Waker
 
@@ -106,8 +107,11 @@ class HeartbeatServer:
         poller = zmq.Poller()
         for source in (self._socket, self._waker.fileno(), self._processes.fileno()):
             poller.register(source, zmq.POLLIN)
+        pauses = OwnPauses(self._interval_s / 2)
         while not self._stopping:
             ready = dict(poller.poll(int(self._interval_s * 500)))
+            if paused_s := pauses.look():
+                self._excuse(paused_s)
             if self._socket in ready:
                 self._answer_pings()
             if self._processes.fileno() in ready:
@@ -142,6 +146,13 @@ class HeartbeatServer:
                     continue
                 watched.seen, watched.state, watched.suspected = time.monotonic(), state, False
             self._socket.send_multipart([identity, pack_header("pong", self._run_id, session)], zmq.NOBLOCK)
+
+    def _excuse(self, paused_s: float) -> None:
+        """Count no silence for seconds in which this process did not listen."""
+        _log.warning("the heartbeats of workers were not read for %.1f s: this process stood still", paused_s)
+        with self._lock:
+            for watched in self._watched.values():
+                watched.seen += paused_s
 
     def _check_silence(self) -> None:
         now = time.monotonic()
@@ -223,6 +234,7 @@ class HeartbeatClient:
                 poller.register(source, zmq.POLLIN)
         heard = time.monotonic()
         next_ping = heard
+        pauses = OwnPauses(self._interval_s)
         while not self._stopping:
             now = time.monotonic()
             if now >= next_ping:
@@ -231,6 +243,7 @@ class HeartbeatClient:
                 if socket.poll(0, zmq.POLLOUT):
                     socket.send(ping, zmq.NOBLOCK)
             ready = dict(poller.poll(int(max(0.0, next_ping - time.monotonic()) * 1000) + 1))
+            heard += pauses.look()
             if socket in ready:
                 heard = time.monotonic()
                 while socket.poll(0):

@@ -1,0 +1,26 @@
+"""Tells a watcher that it stood still itself, so that it does not take its own pause for another's silence."""
+
+from __future__ import annotations
+
+import time
+
+LATE_S = 0.5
+"""Less than this is how long a busy machine keeps anybody waiting, and no pause."""
+
+
+class OwnPauses:
+    """Watches its caller, who waits at most ``every_s`` between two looks.
+
+    A machine that stands still for some seconds comes too late to its looks. Whoever it watches over may have stood
+    still with it, or has spoken meanwhile and was not read, so the time counts for nobody.
+    """
+
+    def __init__(self, every_s: float) -> None:
+        self._every_s = every_s
+        self._looked = time.monotonic()
+
+    def look(self) -> float:
+        """Return for how many seconds the caller stood still since the last look; 0.0 when it came about in time."""
+        now = time.monotonic()
+        late, self._looked = now - self._looked - self._every_s, now
+        return late if late > LATE_S else 0.0

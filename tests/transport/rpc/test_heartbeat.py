@@ -1,0 +1,82 @@
+"""Both ends of the heartbeat after they stood still themselves: they count no silence for the time."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import zmq
+
+from realhf.transport.network.network import LOOPBACK
+from realhf.transport.own_pauses import LATE_S, OwnPauses
+from realhf.transport.rpc.heartbeat import HeartbeatClient, HeartbeatServer
+
+SILENCE_S = 1.5
+WAIT_S = 60.0
+
+
+@pytest.fixture
+def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
+    made: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    yield made
+    made.destroy(0)
+
+
+def test_a_master_that_stood_still_gives_its_workers_their_time(context: zmq.Context[zmq.Socket[bytes]]):
+    """It took them for dead as soon as it went on, before it could read what they had said meanwhile."""
+    dead: queue.SimpleQueue[float] = queue.SimpleQueue()
+    server = HeartbeatServer(
+        "run", context, LOOPBACK, interval_s=0.2, dead_after_s=SILENCE_S, on_death=lambda *_: dead.put(time.monotonic())
+    )
+    try:
+        server.watch("w", b"session", pid=0, started=0, host="")
+        with server._lock:  # pyright: ignore[reportPrivateUsage]
+            time.sleep(2 * SILENCE_S)
+            went_on = time.monotonic()
+        assert dead.get(timeout=WAIT_S) - went_on > SILENCE_S / 2, "silence begins when it listens again"
+    finally:
+        server.close()
+
+
+def test_a_worker_that_stood_still_gives_the_master_its_time(context: zmq.Context[zmq.Socket[bytes]]):
+    lost: queue.SimpleQueue[float] = queue.SimpleQueue()
+    paused, went_on = threading.Event(), [0.0]
+
+    def state() -> str:
+        if not paused.is_set():
+            time.sleep(2 * SILENCE_S)
+            went_on[0] = time.monotonic()
+            paused.set()
+        return "idle"
+
+    silent = context.socket(zmq.ROUTER)
+    port = silent.bind_to_random_port("tcp://127.0.0.1")
+    client = HeartbeatClient(
+        "run",
+        b"session",
+        context,
+        f"tcp://127.0.0.1:{port}",
+        LOOPBACK,
+        interval_s=0.2,
+        lost_after_s=SILENCE_S,
+        master=(0, 0, ""),
+        state=state,
+        on_lost=lambda reason: lost.put(time.monotonic()),
+    )
+    try:
+        assert lost.get(timeout=WAIT_S) - went_on[0] > SILENCE_S / 2
+    finally:
+        client.close()
+
+
+def test_a_pause_is_what_goes_beyond_the_wait_of_its_caller(monkeypatch: pytest.MonkeyPatch):
+    now = [100.0]
+    monkeypatch.setattr("realhf.transport.own_pauses.time.monotonic", lambda: now[0])
+    pauses, found = OwnPauses(1.0), []
+    for passed in (0.1, 1.0, 1.0 + LATE_S / 2, 6.0, 0.5):
+        now[0] += passed
+        found.append(pauses.look())
+    assert found == [0.0, 0.0, 0.0, 5.0, 0.0]
