@@ -16,7 +16,6 @@ import argparse
 import contextlib
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -27,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.network.hosts import two_hosts
+from realhf.base.loopback import free_port
 from realhf.transport.network.keys import RunKeys
 
 STEP_SECONDS = "time/step"
@@ -89,9 +89,7 @@ def way_of(name: str, folder: Path) -> Iterator[Way]:
         ray += (f"scheduler.wait_s={RUN_S / 2:g}",)  # Ray itself takes a minute to start on a busy machine
         yield Way((*ray, f"scheduler.key_file={key}", "scheduler.port=0"))
     elif name == "join":
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
-        yield _joined("127.0.0.1", port, key, folder)
+        yield _joined("127.0.0.1", free_port(), key, folder)
     else:
         with two_hosts() as (here, there):
             way = _joined(here.address, 7788, key, folder, here.enter, there.enter, apart=name == APART)

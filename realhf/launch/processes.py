@@ -10,7 +10,6 @@ import os
 import re
 import secrets
 import shutil
-import socket
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ from typing import Any
 
 from realhf.api.config import AsyncConfig, RecoverMode
 from realhf.api.experiment import ExperimentSpec, JobSpec, RunPlan
-from realhf.base.loopback import is_loopback_host
+from realhf.base.loopback import free_port, is_loopback_host
 from realhf.monitor.display import Display
 from realhf.monitor.events import parse_event
 from realhf.scheduler.base import Notice, Scheduler, WorkerExit, WorkerLine, WorkerSpec, WorkersWanted
@@ -79,7 +78,7 @@ def run_workers(plan: RunPlan, scheduler: Scheduler, display: Display) -> dict[s
     failures: deque[float] = deque()
     if rollout is not None and (environment := plan.spec.environment) is not None and environment.port == 0:
         # A server that is started again must be found where the one before it was.
-        plan = replace(plan, spec=replace(plan.spec, environment=replace(environment, port=_free_port())))
+        plan = replace(plan, spec=replace(plan.spec, environment=replace(environment, port=free_port())))
     while True:
         plan.write()
         try:
@@ -169,12 +168,6 @@ def _replace(
             continue
         display.show({"kind": "warning", "text": f"{failure_message(exit_).splitlines()[0]}; it is started again"})
         supervisor.started(spec)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def failure_message(exit_: WorkerExit) -> str:

@@ -13,13 +13,14 @@ from pathlib import Path
 
 import pytest
 
+from realhf.base.loopback import free_port
 from realhf.transport.network.keys import RunKeys
 from tests.cluster.bed import OPTIONS, ROOT
 from tests.process_family import family, gone
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 LONG_S = 150.0
-ENDS_S = 20.0
+ENDS_S = 60.0
 """Ten seconds for workers on hosts that do not answer, and what a busy machine takes."""
 
 
@@ -29,8 +30,7 @@ class Bench:
     def __init__(self, folder: Path, policy: Path) -> None:
         self.folder, self._policy, self.keys = folder, policy, folder / "key"
         RunKeys.make().write(self.keys)
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.port = free.getsockname()[1]
+        self.port = free_port()
         self.running: list[subprocess.Popen[bytes]] = []
 
     def _started(self, log: str, *words: str) -> subprocess.Popen[bytes]:
@@ -80,7 +80,7 @@ def interrupted(bench: Bench, launcher: subprocess.Popen[bytes]) -> None:
     assert launcher.wait(ENDS_S) == 130
     assert "error: stopped by SIGINT" in bench.says("launch.log")
     assert "Traceback" not in bench.says("launch.log")
-    assert gone(below, 1.0)
+    assert gone(below, 60)
     with socket.create_server(("127.0.0.1", bench.port)):
         pass
 
@@ -99,4 +99,4 @@ def test_while_it_starts_workers(bench: Bench, stage: str):
     interrupted(bench, launcher)
     below = [*family(agent.pid)]
     assert agent.wait(2 * ENDS_S) == 0, bench.says("agent.log")
-    assert gone(below, 1.0) and not [*(bench.folder / "a" / "keys").glob("*")]
+    assert gone(below, 60) and not [*(bench.folder / "a" / "keys").glob("*")]

@@ -14,6 +14,7 @@ import pytest
 from realhf.aws.client.aws_env import AwsEnv
 from realhf.aws.server.process import EnvServerProcess
 from realhf.aws.tasks.loader import instantiate
+from realhf.base.loopback import free_port
 from realhf.env.client.openenv_client import CapacityError, ConnectError, OpenEnvClient
 
 pytestmark = pytest.mark.sim
@@ -33,9 +34,7 @@ def python(request: pytest.FixtureRequest) -> Path:
 
 @pytest.fixture
 def echo_url(python: Path) -> Iterator[str]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     server = subprocess.Popen([python, HERE / "echo_server.py", str(port)], cwd=HERE)
     try:
         _wait_for(server, port, 60)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from realhf.base.loopback import free_port
 from tests.interop.training import LIMIT_S, ROOT, STEPS, trained
 
 PYTHON = ROOT / ".venv-openenv" / "bin" / "python"
@@ -26,9 +27,7 @@ def echo(tmp_path: Path) -> Iterator[str]:
     subprocess.run(
         [PYTHON.parent / "openenv", "init", "echo_env"], cwd=tmp_path, check=True, capture_output=True, timeout=120
     )
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [PYTHON, "-m", "uvicorn", "server.app:app", "--port", str(port), "--log-level", "warning"]
     server = subprocess.Popen(command, cwd=tmp_path / "echo_env")
     try:

@@ -23,7 +23,6 @@ import itertools
 import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -36,6 +35,7 @@ from pathlib import Path
 
 import httpx
 
+from realhf.base.loopback import free_port
 from tests.trajectory.conftest import REGISTRATION
 from tests.trajectory.groups import group
 from tests.trajectory.redis_server import RedisServer
@@ -92,7 +92,7 @@ class ServerProcess:
 
     def kill(self) -> None:
         self._process.send_signal(signal.SIGKILL)
-        self._process.wait(10)
+        self._process.wait(60)
         self.kills += 1
 
     def kill_and_start(self) -> None:
@@ -102,13 +102,13 @@ class ServerProcess:
     def stop(self) -> None:
         self._process.terminate()
         try:
-            self._process.wait(15)
+            self._process.wait(60)
         except subprocess.TimeoutExpired:
             self.kill()
 
     def _ready(self) -> bool:
         try:
-            return httpx.get(self.url + ("/" if self.forgetful else "/readyz"), timeout=2).status_code == 200
+            return httpx.get(self.url + ("/" if self.forgetful else "/readyz"), timeout=60).status_code == 200
         except httpx.TransportError:
             return False
 
@@ -165,7 +165,7 @@ class Clients:
 
     def __init__(self, servers: Sequence[ServerProcess], ledger: Ledger, seed: int) -> None:
         self._servers, self._ledger, self._rng = servers, ledger, random.Random(seed)
-        self._http = httpx.AsyncClient(timeout=20)
+        self._http = httpx.AsyncClient(timeout=60)
         self._deadline = time.monotonic() + DEADLINE_S
 
     async def close(self) -> None:
@@ -335,7 +335,7 @@ def compare(servers: Sequence[ServerProcess]) -> list[str]:
     """Where servers of one state answer differently, in words."""
     found = []
     for path in ("/info", "/status", "/wandb_info", "/status-env?env_id=0", "/status-env?env_id=3"):
-        answers = {httpx.get(server.url + path, timeout=20).text for server in servers}
+        answers = {httpx.get(server.url + path, timeout=60).text for server in servers}
         if len(answers) != 1:
             found.append(f"{path}: {sorted(answers)}")
     return found
@@ -346,12 +346,6 @@ async def _harm(acts: Sequence[Callable[[], None]], every_s: float, rng: random.
     for act in itertools.cycle(acts):
         await asyncio.sleep(rng.uniform(0.5, 1.5) * every_s)
         await asyncio.shield(asyncio.to_thread(act))
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import time
 from pathlib import Path
 
 import redis
+
+from realhf.base.loopback import free_port
 
 
 class RedisServer:
@@ -15,9 +16,7 @@ class RedisServer:
     without one it comes back empty."""
 
     def __init__(self, folder: Path, *, persistent: bool = True) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.port = free_port()
         self._command = [
             "redis-server",
             "--port",
@@ -38,7 +37,7 @@ class RedisServer:
 
     def start(self) -> None:
         self.process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while True:
             try:
                 with redis.Redis(port=self.port) as client:
@@ -50,12 +49,12 @@ class RedisServer:
 
     def stop(self) -> None:
         self.process.terminate()
-        self.process.wait(10)
+        self.process.wait(60)
 
     def restart(self) -> None:
         """Kill it and start it again."""
         self.process.kill()
-        self.process.wait(10)
+        self.process.wait(60)
         self.start()
         self.restarts += 1
 

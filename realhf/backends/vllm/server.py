@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -14,6 +13,7 @@ from types import TracebackType
 
 import httpx
 
+from realhf.base.loopback import free_port
 from realhf.base.paths import PACKAGE
 
 _EXTENSION = "realhf.backends.vllm.extension.WeightExtension"
@@ -62,7 +62,7 @@ class VllmServer:
         """
         if not executable.exists():
             raise FileNotFoundError(f"{executable}: no vLLM there (`make test-vllm` installs one for the CPU)")
-        self._port = port or _free_port()
+        self._port = port or free_port()
         self.url = f"http://127.0.0.1:{self._port}"
         self._log = log
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -196,9 +196,3 @@ def _environment(options: VllmOptions, imports: Path) -> dict[str, str]:
     if options.threads is not None:
         more["OMP_NUM_THREADS"] = str(options.threads)
     return {**os.environ, **more}
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
@@ -13,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from realhf.base.loopback import free_port
 from realhf.cluster.door import Door
 from realhf.cluster.engines import ray as engine
 from realhf.cluster.engines.ray import RayOptions
@@ -95,8 +95,7 @@ def test_options_that_make_no_sense_are_refused(options, said):
 @pytest.mark.parametrize("name", ["job/demonstrations", "master"])
 def test_an_address_without_a_cluster_is_named_at_once(tmp_path, name):
     """Also where Ray is not installed; what comes before the run may take an hour."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     scheduler = made(tmp_path, ray=f"127.0.0.1:{port}")
     try:
         with pytest.raises(ClusterError, match=rf"scheduler\.ray=127.0.0.1:{port}: no Ray cluster is reached there"):

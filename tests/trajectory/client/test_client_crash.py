@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from realhf.base.loopback import free_port
 from realhf.trajectory.client import AsyncTrajectoryClient, LeaseLost, NoBatchYet
 from tests.trajectory.groups import group
 
@@ -26,8 +26,7 @@ class KillableServer:
     """``python -m realhf.trajectory`` over a folder, on one port."""
 
     def __init__(self, folder: Path) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            self._port = listener.getsockname()[1]
+        self._port = free_port()
         self.url = f"http://127.0.0.1:{self._port}"
         self._folder = folder
         self._process: subprocess.Popen[bytes] | None = None
@@ -47,7 +46,7 @@ class KillableServer:
     def kill(self) -> None:
         if self._process is not None:
             os.kill(self._process.pid, signal.SIGKILL)
-            self._process.wait(10)
+            self._process.wait(60)
             self._process = None
 
 
