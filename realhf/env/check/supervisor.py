@@ -92,9 +92,10 @@ class Supervisor:
                 for file in (reading, process.stdout, exited):
                     assert file is not None
                     selector.register(file, selectors.EVENT_READ)
-                while time.monotonic() < min(self._silent_at, limit):
-                    wait_s = max(0.0, min(self._silent_at, limit) - time.monotonic())
-                    ready = {key.fd for key, _ in selector.select(wait_s)}
+                while (now := time.monotonic()) < limit:
+                    ready = {key.fd for key, _ in selector.select(max(0.0, min(self._silent_at, limit) - now))}
+                    if not ready and now >= self._silent_at:
+                        break  # This process may have stood still: only what is not there after all is missing.
                     self._read(process, reading, ready, selector)
                     if exited in ready:
                         _kill_family(process)

@@ -53,7 +53,7 @@ async def waits_for_a_task() -> None:
 async def test_a_coroutine_that_waits_is_placed_at_the_line_where_it_does() -> None:
     """Also in a task that it waits for; a coroutine of a library alone has no such line."""
     outer = asyncio.create_task(waits_for_a_task())
-    library = asyncio.create_task(asyncio.wait_for(asyncio.Event().wait(), 10))
+    library = asyncio.create_task(asyncio.wait_for(asyncio.Event().wait(), 60))
     await asyncio.sleep(0.01)
     assert CODE.of_awaitable(outer).endswith(f"{HERE}:{waits.__code__.co_firstlineno + 1} in waits")
     assert CODE.of_suspended(library) == "", "other threads of this process may stand in code of the tree"
