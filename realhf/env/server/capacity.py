@@ -17,7 +17,8 @@ from realhf.env.server.metrics import ServerMetrics
 from realhf.env.server.served import SlotPool
 
 RETRY_AFTER_S = 1
-_SCRUB_WAIT_S = 2.0
+_SCRUB_WAIT_S = 8.0
+"""How long a slot that comes back is waited for, in seconds: a simulator is forked meanwhile, on a busy machine."""
 _LOG = logging.getLogger(__name__)
 
 

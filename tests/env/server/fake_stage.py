@@ -15,10 +15,12 @@ from realhf.env.server.server import EnvServer, listen
 
 
 class FakePool:
-    """Slots without simulators; a released slot is back after ``scrub_s``."""
+    """Slots without simulators; a released slot is back after ``scrub_s``, and not before ``scrubbed`` is set."""
 
     def __init__(self, size: int, scrub_s: float = 0.0) -> None:
         self.scrub_s = scrub_s
+        self.scrubbed = threading.Event()
+        self.scrubbed.set()
         self.released: list[float] = []
         self._free = list(range(size))
 
@@ -29,6 +31,7 @@ class FakePool:
 
     def release(self, slot: int) -> None:
         time.sleep(self.scrub_s)
+        self.scrubbed.wait(60)
         self.released.append(time.monotonic())
         self._free.append(slot)
 
@@ -46,6 +49,7 @@ class FakeBlockingPlayer:
     def __init__(self) -> None:
         self.finish = threading.Event()
         self.started = threading.Event()
+        self.ended = threading.Event()
         self.kills = 0
 
     def reset(self, data: dict[str, Any]) -> tuple[dict[str, Any], float | None, bool]:
@@ -54,7 +58,8 @@ class FakeBlockingPlayer:
     def step(self, command: str) -> tuple[dict[str, Any], float | None, bool]:
         self.started.set()
         if command != "quick":
-            self.finish.wait(20)
+            self.finish.wait(60)
+        self.ended.set()
         return {"command_output": command, "task_achieved": False}, 0.0, False
 
     def state(self) -> dict[str, Any]:

@@ -42,7 +42,7 @@ def open_session(server: EnvServerProcess) -> ClientConnection:
 
 def ask(session: ClientConnection, message: Any) -> dict[str, Any]:
     session.send(message if isinstance(message, str | bytes) else json.dumps(message))
-    return json.loads(session.recv(timeout=20))
+    return json.loads(session.recv(timeout=60))
 
 
 def step(session: ClientConnection, command: str) -> dict[str, Any]:
@@ -55,7 +55,7 @@ def reset(session: ClientConnection, task: Task, **more: Any) -> dict[str, Any]:
 
 def get(url: str) -> tuple[int, str]:
     try:
-        with urllib.request.urlopen(url, timeout=5) as reply:
+        with urllib.request.urlopen(url, timeout=60) as reply:
             return reply.status, reply.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode()
@@ -88,7 +88,7 @@ def test_an_episode_frame_by_frame(server: EnvServerProcess) -> None:
         assert reset(session, task)["observation"]["step_count"] == 0
         session.send('{"type":"close"}')
         with pytest.raises(ConnectionClosed) as closed:
-            session.recv(timeout=5)
+            session.recv(timeout=60)
         assert closed.value.rcvd is not None and (closed.value.rcvd.code, closed.value.rcvd.reason) == (1000, "")
 
 
@@ -132,7 +132,7 @@ def test_a_frame_beyond_the_limit_closes_1009(server: EnvServerProcess) -> None:
     with open_session(server) as session:
         session.send("x" * ((1 << 20) + 1))
         with pytest.raises(ConnectionClosed) as closed:
-            session.recv(timeout=5)
+            session.recv(timeout=60)
         assert closed.value.rcvd is not None and closed.value.rcvd.code == 1009
     wait_until_free(server)
 
@@ -261,9 +261,9 @@ def test_sigterm_closes_sessions_and_leaves_nothing() -> None:
         assert server.stop() == 0
         assert time.monotonic() - began < 10
         with pytest.raises(ConnectionClosed) as closed:
-            session.recv(timeout=5)
+            session.recv(timeout=60)
         assert closed.value.rcvd is not None and closed.value.rcvd.code == 1001
-        assert gone(children, 2)
+        assert gone(children, 60)
         with socket.socket() as probe:
             assert probe.connect_ex(("127.0.0.1", int(server.url.rpartition(":")[2]))) != 0
 

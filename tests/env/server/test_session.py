@@ -35,33 +35,33 @@ def send_step(session: ClientConnection, command: str = "slow") -> None:
 def test_client_that_vanishes_in_mid_command_frees_its_slot(stage: Stage) -> None:
     session = stage.open()
     send_step(session)
-    assert stage.players[0].started.wait(2)
+    assert stage.players[0].started.wait(60)
     session.socket.shutdown(socket.SHUT_RDWR)
-    stage.wait_for(lambda: stage.pool.free_count == 1, 5)
+    stage.wait_for(lambda: stage.pool.free_count == 1, 60)
     assert stage.players[0].kills == 2
 
 
-def test_a_command_that_ends_within_the_grace_is_not_killed(stage: Stage) -> None:
+def test_a_command_that_ends_within_the_grace_is_not_killed(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("realhf.env.server.session._GRACE_S", 60.0)
     session = stage.open()
     send_step(session)
-    assert stage.players[0].started.wait(2)
+    assert stage.players[0].started.wait(60)
     session.socket.shutdown(socket.SHUT_RDWR)
     time.sleep(0.4)
     assert stage.pool.free_count == 0
     stage.players[0].finish.set()
-    stage.wait_for(lambda: stage.pool.free_count == 1, 2)
+    stage.wait_for(lambda: stage.pool.free_count == 1, 60)
     assert stage.players[0].kills == 0
 
 
 def test_the_loop_serves_others_while_a_command_blocks(stage: Stage) -> None:
     session = stage.open()
     send_step(session)
-    assert stage.players[0].started.wait(2)
+    assert stage.players[0].started.wait(60)
     time.sleep(0.3)
-    began = time.monotonic()
-    with urllib.request.urlopen(stage.server.url + "/health", timeout=2) as reply:
+    with urllib.request.urlopen(stage.server.url + "/health", timeout=30) as reply:
         assert reply.status == 200
-    assert time.monotonic() - began < 1
+    assert not stage.players[0].ended.is_set(), "it is answered while the command blocks"
     session.close()
 
 
@@ -73,7 +73,7 @@ def test_requests_sent_ahead_are_answered_in_order(stage: Stage) -> None:
     session.send('{"type":"state","id":9}')
     time.sleep(0.4)
     stage.players[0].finish.set()
-    replies = [json.loads(session.recv(timeout=3)) for _ in range(5)]
+    replies = [json.loads(session.recv(timeout=60)) for _ in range(5)]
     outputs = [reply["data"].get("observation", {}).get("command_output") for reply in replies]
     assert outputs == ["slow", "quick", "quick", "quick", None] and replies[-1]["id"] == 9
     session.close()
@@ -85,12 +85,12 @@ def test_idle_sessions_are_reaped_and_busy_ones_are_not(stage: Stage) -> None:
     send_step(session)
     time.sleep(0.8)
     stage.players[0].finish.set()
-    assert json.loads(session.recv(timeout=2))["type"] == "observation"
+    assert json.loads(session.recv(timeout=60))["type"] == "observation"
     with pytest.raises(ConnectionClosed) as closed:
-        session.recv(timeout=3)
+        session.recv(timeout=60)
     assert closed.value.rcvd is not None
     assert (closed.value.rcvd.code, closed.value.rcvd.reason) == (1001, "idle timeout")
-    stage.wait_for(lambda: stage.pool.free_count == 1, 2)
+    stage.wait_for(lambda: stage.pool.free_count == 1, 60)
 
 
 @pytest.mark.parametrize("stage", [{"scrub_s": 0.1}], indirect=True)
@@ -99,25 +99,26 @@ def test_reopening_waits_for_the_scrub(stage: Stage) -> None:
         stage.open().close()
 
 
-@pytest.mark.parametrize("stage", [{"scrub_s": 1.0}], indirect=True)
 def test_a_long_scrub_is_refused_and_counts_nobody(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("realhf.env.server.capacity._SCRUB_WAIT_S", 0.2)
+    stage.pool.scrubbed.clear()
     stage.open().close()
     with pytest.raises(InvalidStatus):
         stage.open()
-    stage.wait_for(lambda: stage.pool.free_count == 1, 3)
+    stage.pool.scrubbed.set()
+    stage.wait_for(lambda: stage.pool.free_count == 1, 60)
     stage.open().close()
 
 
 def test_stop_ends_a_busy_session_after_its_command(stage: Stage) -> None:
     session = stage.open()
     send_step(session)
-    assert stage.players[0].started.wait(2)
+    assert stage.players[0].started.wait(60)
     threading.Timer(0.4, stage.players[0].finish.set).start()
     stage.server.stop()
-    assert json.loads(session.recv(timeout=2))["type"] == "observation"
+    assert json.loads(session.recv(timeout=60))["type"] == "observation"
     with pytest.raises(ConnectionClosed) as closed:
-        session.recv(timeout=2)
+        session.recv(timeout=60)
     assert closed.value.rcvd is not None and closed.value.rcvd.code == 1001
     assert stage.pool.free_count == 1
 
@@ -141,24 +142,24 @@ def unkillable(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_slot_stays_leased_while_a_thread_is_in_it(stage: Stage) -> None:
     session = stage.open()
     send_step(session)
-    assert stage.players[0].started.wait(2)
+    assert stage.players[0].started.wait(60)
     session.socket.shutdown(socket.SHUT_RDWR)
-    stage.wait_for(lambda: not stage.server._endpoint._sessions, 5)
+    stage.wait_for(lambda: not stage.server._endpoint._sessions, 60)
     time.sleep(0.1)
     assert stage.pool.free_count == 0 and not stage.pool.released
     with pytest.raises(InvalidStatus):
         stage.open()
     stage.players[0].finish.set()
-    stage.wait_for(lambda: stage.pool.free_count == 1, 2)
+    stage.wait_for(lambda: stage.pool.free_count == 1, 60)
     stage.open().close()
 
 
 @pytest.mark.usefixtures("unkillable")
 def test_a_stateless_request_is_answered_in_time_and_its_slot_stays_leased(stage: Stage) -> None:
     body = {"action": {"command": "slow"}, "timeout_s": 0.1}
-    reply = httpx.post(stage.server.url + "/step", json=body, timeout=5, trust_env=False)
+    reply = httpx.post(stage.server.url + "/step", json=body, timeout=60, trust_env=False)
     assert reply.status_code == 504 and "no answer within 0.1 s" in reply.text
-    assert httpx.post(stage.server.url + "/reset", json={}, timeout=5, trust_env=False).status_code == 503
+    assert httpx.post(stage.server.url + "/reset", json={}, timeout=60, trust_env=False).status_code == 503
     assert stage.pool.free_count == 0
     stage.players[0].finish.set()
-    stage.wait_for(lambda: stage.pool.free_count == 1, 2)
+    stage.wait_for(lambda: stage.pool.free_count == 1, 60)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import threading
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -36,12 +37,12 @@ def _address(stage: Stage) -> str:
 
 
 def _metric(stage: Stage, name: str) -> float:
-    with urllib.request.urlopen(f"{stage.server.url}/metrics", timeout=5) as page:
+    with urllib.request.urlopen(f"{stage.server.url}/metrics", timeout=60) as page:
         lines = page.read().decode().splitlines()
     return next((float(line.split()[-1]) for line in lines if line.startswith(f"{name} ")), 0.0)
 
 
-@pytest.mark.parametrize("stage", [{"size": 8, "first_message_timeout_s": 0.3}], indirect=True)
+@pytest.mark.parametrize("stage", [{"size": 8, "first_message_timeout_s": 5.0}], indirect=True)
 async def test_what_a_roll_back_forgot_comes_back(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
     """A client that asks for more sessions than there are, and drops the accepted ones without closing them, holds
     them for a short time only; one that speaks keeps its own."""
@@ -54,10 +55,10 @@ async def test_what_a_roll_back_forgot_comes_back(stage: Stage, caplog: pytest.L
     await forgotten[0].recv()
     for session in forgotten[1:]:
         with pytest.raises(ConnectionClosed) as closed:
-            await asyncio.wait_for(session.recv(), 10)
+            await asyncio.wait_for(session.recv(), 60)
         assert closed.value.rcvd is not None
         assert (closed.value.rcvd.code, closed.value.rcvd.reason) == (1001, "no first message")
-    await asyncio.to_thread(stage.wait_for, lambda: stage.pool.free_count == 7, 5)
+    await asyncio.to_thread(stage.wait_for, lambda: stage.pool.free_count == 7, 60)
     assert await asyncio.to_thread(_metric, stage, "realhf_env_sessions_unused_total") == 7
     assert sum("FIRST_MESSAGE_TIMEOUT_S" in record.getMessage() for record in caplog.records) == 7
     await forgotten[0].send('{"type":"state"}')
@@ -68,14 +69,22 @@ async def test_what_a_roll_back_forgot_comes_back(stage: Stage, caplog: pytest.L
 
 
 @pytest.mark.parametrize("stage", [{"idle_timeout_s": 0.2, "first_message_timeout_s": 0.0}], indirect=True)
+async def test_a_first_message_without_a_time_of_its_own_has_that_of_the_others(stage: Stage) -> None:
+    async with connect(_address(stage), proxy=None) as session:
+        with pytest.raises(ConnectionClosed) as closed:
+            await asyncio.wait_for(session.recv(), 60)
+        assert closed.value.rcvd is not None and closed.value.rcvd.reason == "no first message"
+
+
+@pytest.mark.parametrize("stage", [{"idle_timeout_s": 0.2, "first_message_timeout_s": 60.0}], indirect=True)
 async def test_silence_is_counted_and_logged(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "realhf.env.server.session")
     async with connect(_address(stage), proxy=None) as session:
         await session.send('{"type":"state"}')
         await session.recv()
         with pytest.raises(ConnectionClosed):
-            await asyncio.wait_for(session.recv(), 10)
-    await asyncio.to_thread(stage.wait_for, lambda: stage.pool.free_count == 1, 5)
+            await asyncio.wait_for(session.recv(), 60)
+    await asyncio.to_thread(stage.wait_for, lambda: stage.pool.free_count == 1, 60)
     assert await asyncio.to_thread(_metric, stage, "realhf_env_sessions_reaped_total") == 1
     assert [record for record in caplog.records if "IDLE_TIMEOUT_S" in record.getMessage()]
 
@@ -87,15 +96,15 @@ async def test_our_own_roll_back_leaves_nothing(stage: Stage) -> None:
         group = SessionGroup(stage.server.url, 9, connect_timeout_s=10, message_timeout_s=10, retry_capacity_s=0)
         with pytest.raises(CapacityError):
             await group.connect()
-        await asyncio.to_thread(stage.wait_for, lambda: stage.pool.free_count == 4, 5)
+        await asyncio.to_thread(stage.wait_for, lambda: stage.pool.free_count == 4, 60)
 
 
 @pytest.mark.parametrize("stage", [{"scrub_s": 0.5}], indirect=True)
 async def test_a_server_is_healthy_while_its_slot_is_scrubbed(stage: Stage) -> None:
     async with connect(_address(stage), proxy=None):
         pass
-    await asyncio.to_thread(stage.wait_for, lambda: stage.server._endpoint._leases.returning == 1, 5)
-    page = await asyncio.to_thread(urllib.request.urlopen, f"{stage.server.url}/health", None, 5)
+    await asyncio.to_thread(stage.wait_for, lambda: stage.server._endpoint._leases.returning == 1, 60)
+    page = await asyncio.to_thread(urllib.request.urlopen, f"{stage.server.url}/health", None, 60)
     assert page.status == 200 and stage.pool.free_count == 0
 
 
@@ -124,7 +133,7 @@ async def test_an_environment_that_cannot_be_made(stage: Stage, monkeypatch: pyt
         told = json.loads(error.response.body or b"")
     assert (told["code"], told["factory_name"]) == (wire.FACTORY_ERROR, "broken")
     assert "OSError" in told["message"] and "secret" not in told["message"]
-    await asyncio.to_thread(stage.wait_for, lambda: stage.pool.free_count == 1, 5)
+    await asyncio.to_thread(stage.wait_for, lambda: stage.pool.free_count == 1, 60)
 
 
 async def test_a_session_that_breaks_says_so_and_ends(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,14 +145,18 @@ async def test_a_session_that_breaks_says_so_and_ends(stage: Stage, monkeypatch:
         with pytest.raises(ConnectionClosed) as closed:
             await session.recv()
         assert closed.value.rcvd is not None and closed.value.rcvd.code == 1011
-    await asyncio.to_thread(stage.wait_for, lambda: stage.pool.free_count == 1, 5)
+    await asyncio.to_thread(stage.wait_for, lambda: stage.pool.free_count == 1, 60)
 
 
 class FakeSlowPool(FakePool):
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.asked, self.given_up = threading.Event(), threading.Event()
+
     def acquire(self) -> int:
-        slot = super().acquire()
-        asyncio.run(asyncio.sleep(0.1))
-        return slot
+        self.asked.set()
+        assert self.given_up.wait(60)
+        return super().acquire()
 
 
 async def test_a_slot_whose_client_gave_up_meanwhile_comes_back() -> None:
@@ -152,11 +165,12 @@ async def test_a_slot_whose_client_gave_up_meanwhile_comes_back() -> None:
     with ThreadPoolExecutor(2) as threads:
         leases = SlotLeases(pool, 1, threads, ServerMetrics(pool.metrics))
         asked = asyncio.ensure_future(leases.take())
-        await asyncio.sleep(0.02)
+        await asyncio.to_thread(pool.asked.wait, 60)
         asked.cancel()
         await asyncio.gather(asked, return_exceptions=True)
         assert leases.active == 0
-        for _ in range(500):
+        pool.given_up.set()
+        for _ in range(5000):
             if pool.released:
                 break
             await asyncio.sleep(0.01)

@@ -38,7 +38,7 @@ async def opened(env: Environment) -> None:
 
 
 def wait_for(places: Places, stuck: int) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while places.metrics()["stuck_threads"] != stuck:
         assert time.monotonic() < deadline
         time.sleep(0.01)

@@ -365,7 +365,7 @@ async def test_sigterm_lets_a_step_end_and_leaves_nothing(tmp_path: Path) -> Non
                     await asyncio.wait_for(socket.recv(), DEADLINE_S)
                 assert closed.value.rcvd is not None and closed.value.rcvd.code == 1001
         assert await asyncio.to_thread(server.process.wait, DEADLINE_S) == 0
-        assert gone(children, 10)
+        assert gone(children, 60)
 
 
 async def test_a_silent_session_gives_its_place_back() -> None:
