@@ -13,6 +13,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx._config as httpx_config
 import httpx._transports.default as httpx_transports
 import pytest
 from hypothesis import settings
@@ -28,14 +29,20 @@ from tests.sharing import place, pytest_xdist_make_scheduler
 __all__ = ["pytest_addoption", "pytest_runtest_call", "pytest_terminal_summary", "pytest_xdist_make_scheduler"]
 
 POOL_SIZE = 4
-settings.register_profile("same", derandomize=True, print_blob=True)
-settings.register_profile("random", print_blob=True)
+PATIENCE_S = 60.0
+"""How long a client of httpx waits that says no time of its own: five seconds by default, as long as a busy machine may
+stand still."""
+settings.register_profile("same", derandomize=True, print_blob=True, deadline=None)
+settings.register_profile("random", print_blob=True, deadline=None)
 settings.load_profile("same")
 
 
 def pytest_configure() -> None:
-    """Read the certificates of this machine once: httpx does so for every client, which takes 27 ms."""
+    """Read the certificates of this machine once: httpx does so for every client, which takes 27 ms. Let its clients be
+    patient."""
     httpx_transports.create_ssl_context = functools.cache(httpx_transports.create_ssl_context)
+    for name in ("connect", "read", "write", "pool"):
+        setattr(httpx_config.DEFAULT_TIMEOUT_CONFIG, name, PATIENCE_S)
     collect_rarely()
 
 

@@ -108,7 +108,7 @@ class ClusterRun:
         for process in [*family(agent.pid), psutil.Process(agent.pid)]:
             with contextlib.suppress(psutil.Error):
                 process.send_signal(signal.SIGKILL)
-        agent.wait(20)
+        agent.wait(60)
 
     def operator(self, *arguments: str) -> str:
         """What ``python -m realhf.cluster`` prints on the first host."""
@@ -167,7 +167,7 @@ class ClusterRun:
         for process in [self.launcher, *self.agents.values()]:
             if process is not None:
                 try:
-                    process.wait(20)
+                    process.wait(60)
                 except subprocess.TimeoutExpired:
                     for child in [*family(process.pid), psutil.Process(process.pid)]:
                         with contextlib.suppress(psutil.Error):

@@ -15,7 +15,7 @@ from realhf.transport.network.keys import RunKeys
 from realhf.transport.network.network import Network
 from realhf.transport.network.versions import own_versions
 
-ANSWER_S = 20.0
+ANSWER_S = 60.0
 M = TypeVar("M", bound=Message)
 
 

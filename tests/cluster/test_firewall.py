@@ -15,8 +15,8 @@ from realhf.scheduler.base import Notice
 from tests.cluster.test_agents import LONG_S, Cluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
-NAMED_S = 20.0
-"""It takes 7 to 8 s where others do not compute."""
+NAMED_S = 45.0
+"""It takes 7 to 8 s where others do not compute; TCP itself notices after minutes."""
 
 
 @pytest.fixture
@@ -41,6 +41,14 @@ def cluster(tmp_path: Path, pair: tuple[Host, Host], monkeypatch: pytest.MonkeyP
         agent.wait()
 
 
+def until_said(cluster: Cluster, text: str) -> None:
+    """Wait until the agent says something in its log."""
+    end = time.monotonic() + LONG_S
+    while text not in (cluster.folder / "b.log").read_text():
+        assert time.monotonic() < end, (cluster.folder / "b.log").read_text()
+        time.sleep(0.1)
+
+
 def test_a_firewall_before_the_start_is_told_at_both_ends(cluster: Cluster, pair: tuple[Host, Host]):
     """The agent's packets arrive, and those of the launcher do not."""
     here, there = pair
@@ -48,10 +56,7 @@ def test_a_firewall_before_the_start_is_told_at_both_ends(cluster: Cluster, pair
         cluster.join("b", before=there.enter)
         with pytest.raises(ClusterError, match=r"host b did not join tcp://.* within 12 s; .*scheduler\.hosts"):
             cluster.start("master")
-    assert (
-        "was not reached within 8 s: nothing answers there, or a firewall lies"
-        in (cluster.folder / "b.log").read_text()
-    )
+        until_said(cluster, "was not reached within 8 s: nothing answers there, or a firewall lies")
 
 
 @pytest.mark.parametrize("sender", ["launcher", "host"])
@@ -67,9 +72,7 @@ def test_one_that_comes_later_is_told_with_the_host(cluster: Cluster, pair: tupl
         cluster.until(lambda event: isinstance(event, Notice) and "host b was lost: nothing was heard" in event.text)
         named = time.monotonic() - began
         assert cluster.exit_of("rollout_worker/0").exit_code < 0
-        end = time.monotonic() + LONG_S
-        while "its workers end" not in (cluster.folder / "b.log").read_text():
-            assert time.monotonic() < end and agent.poll() is None
-            time.sleep(0.1)
+        until_said(cluster, "its workers end")
+        assert agent.poll() is None
     print(f"named after {named:.1f} s")
     assert named < NAMED_S

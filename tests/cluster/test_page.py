@@ -101,7 +101,7 @@ def test_its_commands_lead_to_a_run_on_two_hosts(tmp_path: Path):
             for process in hands.running.values():
                 process.terminate()
             for process in hands.running.values():
-                process.wait(30)
+                process.wait(60)
             shutil.rmtree(tmp_path / "alpha" / "runs", ignore_errors=True)
         lines = [line.split() for line in hands.says("status").splitlines()[1:]]
         there = [line[0] for line in lines]

@@ -54,7 +54,7 @@ def test_ten_steps_over_three_hosts(tmp_path: Path, tiny_policy: Path):
         assert "model_worker/0" in lanes["launcher"], lanes
         assert "<td>c</td><td>rollout_worker/0</td>" in (run.keep_report("ten_steps") / REPORT_FILE).read_text()
         for name in ("b", "c"):
-            assert run.agents[name].wait(30) == 0, "an agent ends with its run"
+            assert run.agents[name].wait(60) == 0, "an agent ends with its run"
     assert [line.split()[0] for line in status[1:]] == [
         "launcher",
         "master",

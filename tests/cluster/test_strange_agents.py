@@ -28,6 +28,8 @@ from realhf.transport.descriptors import allow_many_connections
 from realhf.transport.network.keys import RunKeys
 from tests.cluster.strange_agent import ANSWER_S, StrangeAgent
 
+SILENT = {"dead_after_s": 40.0}
+"""Strange agents give no signs of life."""
 ASYNCHRONOUS = {"options": {"weights": "fetch"}}
 
 
@@ -40,7 +42,7 @@ class Bench:
         (folder / "exp" / "run" / "plan.json").write_text(json.dumps(plan))
         self.folder, self.keys = folder, RunKeys.make()
         self.keys.write(folder / "cluster.key")
-        given = {"address": "127.0.0.1", "port": 0, "key_file": str(folder / "cluster.key"), **more}
+        given = {"address": "127.0.0.1", "port": 0, "key_file": str(folder / "cluster.key"), **SILENT, **more}
         self.scheduler = ClusterScheduler(ClusterOptions(**given), say=lambda text: None)
         self.agents: list[StrangeAgent] = []
         self.events: list[WorkerEvent] = []
@@ -365,7 +367,7 @@ from pathlib import Path
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 from realhf.cluster.options import ClusterOptions
 from realhf.cluster.scheduler import ClusterScheduler
-scheduler = ClusterScheduler(ClusterOptions(address="127.0.0.1", port=0, key_file=sys.argv[1]))
+scheduler = ClusterScheduler(ClusterOptions(address="127.0.0.1", port=0, key_file=sys.argv[1], dead_after_s=40))
 print(scheduler._opened().endpoint, flush=True)
 end = time.monotonic() + float(sys.argv[3])
 while len(scheduler._table.hosts) < int(sys.argv[2]) and time.monotonic() < end:

@@ -56,7 +56,7 @@ class FakeMaster:
         self.may_answer.set()
 
     def notify(self, arrivals: list[Arrival]) -> list[str]:
-        self.may_answer.wait(20)
+        self.may_answer.wait(60)
         out = [self.answer(arrival) for arrival in arrivals]
         self.arrivals += arrivals
         if self.troubles:
@@ -107,7 +107,7 @@ class Bench:
     async def push(self, *samples: SequenceSample, attempt: int = 0) -> None:
         producer = self.producer()
         for sample in samples:
-            await producer.push(sample.ids[0], attempt, encode_sample(sample), timeout_s=10)
+            await producer.push(sample.ids[0], attempt, encode_sample(sample), timeout_s=60)
         assert await producer.drain(10)
 
     def get(self, id: str) -> SequenceSample:
@@ -175,8 +175,8 @@ async def test_malformed_samples_are_told_and_acked(bench):
     }
     producer = bench.producer()
     for id, frames in bad.items():
-        await producer.push(id, 0, frames, timeout_s=10)
-    await producer.push("good", 0, encode_sample(good), timeout_s=10)
+        await producer.push(id, 0, frames, timeout_s=60)
+    await producer.push("good", 0, encode_sample(good), timeout_s=60)
     assert await producer.drain(10)
     told = {a.id: a for a in bench.master.arrivals}
     assert [id for id, a in told.items() if a.error] == list(bad)
@@ -219,7 +219,7 @@ async def test_trouble_with_the_master_is_tried_again(bench):
 async def test_an_unexpected_error_surfaces(bench):
     bench.master.troubles = [KeyError("what")]
     producer = bench.producer()
-    await producer.push("s", 0, encode_sample(group("s")), timeout_s=10)
+    await producer.push("s", 0, encode_sample(group("s")), timeout_s=60)
     assert not await producer.drain(0.2)
     with pytest.raises(StreamFailed, match="what"):
         bench.dataset.check()
@@ -255,8 +255,8 @@ async def test_a_restored_sample_stays_when_its_arrival_turns_out_a_duplicate(be
     bench.reopen()
     bench.master.may_answer.clear()
     producer = bench.producer()
-    await producer.push("s", 0, encode_sample(group("s", seed=1)), timeout_s=10)
-    async with asyncio.timeout(10):
+    await producer.push("s", 0, encode_sample(group("s", seed=1)), timeout_s=60)
+    async with asyncio.timeout(60):
         while not bench.dataset.stats()["held"]:
             await asyncio.sleep(0.005)
     assert [a.error for a in bench.dataset.restore([("s", 0, arrival.ref)])] == [""]
@@ -271,7 +271,7 @@ async def test_two_attempts_that_arrive_together_are_answered_one_after_the_othe
     bench.master.answers[("s", 0)] = REFUSED
     producer = bench.producer()
     for attempt in range(2):
-        await producer.push("s", attempt, encode_sample(group("s", seed=attempt)), timeout_s=10)
+        await producer.push("s", attempt, encode_sample(group("s", seed=attempt)), timeout_s=60)
     bench.master.may_answer.set()
     assert await producer.drain(10)
     assert [(a.id, a.attempt) for a in bench.master.arrivals] == [("s", 0), ("s", 1)]
@@ -281,8 +281,8 @@ async def test_two_attempts_that_arrive_together_are_answered_one_after_the_othe
 async def test_close_does_not_wait_for_a_master_that_is_gone(bench):
     bench.master.troubles = [TimeoutError("gone")] * 1000
     producer = bench.producer()
-    await producer.push("s", 0, encode_sample(group("s")), timeout_s=10)
-    async with asyncio.timeout(10):
+    await producer.push("s", 0, encode_sample(group("s")), timeout_s=60)
+    async with asyncio.timeout(60):
         while not bench.dataset.stats()["notify_retries"]:
             await asyncio.sleep(0.005)
     await asyncio.to_thread(bench.dataset.close)
@@ -315,7 +315,7 @@ async def test_deaths_at_any_point_lose_nothing_and_accept_nothing_twice(bench, 
 
     async def work(producer: StreamProducer, mine: list[SequenceSample]) -> None:
         for sample in mine:
-            await producer.push(sample.ids[0], 0, encode_sample(sample), timeout_s=20)
+            await producer.push(sample.ids[0], 0, encode_sample(sample), timeout_s=60)
         assert await producer.drain(20)
 
     working = asyncio.gather(*(work(producer, samples[n::2]) for n, producer in enumerate(producers)))

@@ -53,7 +53,7 @@ class Bench:
             engine: Any = host._models["actor"].engine
             engine.ranks, engine.gather = self.ranks[name], lambda here, name=name: self.gathered.append(name)
         steps = SynchronousSteps(
-            source, self.caller, worker="w0", keys=graph.required_dataset_keys(), n_seqs=graph.n_seqs, timeout_s=20.0
+            source, self.caller, worker="w0", keys=graph.required_dataset_keys(), n_seqs=graph.n_seqs, timeout_s=60
         )
         self.executor = FunctionExecutor(
             graph,

@@ -240,21 +240,21 @@ async def test_a_call_that_is_cancelled_and_cleared_as_it_begins_leaves_nothing_
     def unpack_slowly(frames: list[bytes]) -> Any:
         if threading.current_thread() is thread:
             begins.set()
-            assert goes_on.wait(20)
+            assert goes_on.wait(60)
         return unpack(frames)
 
     monkeypatch.setattr(rpc_worker, "unpack_payload", unpack_slowly)
     try:
-        await master.wait_for(["w"], timeout_s=20)
+        await master.wait_for(["w"], timeout_s=60)
         load = {"ids": ["s1"], "values": {"ids": [[1]]}, "metadata": {}}
-        cancelled = master.call("w", "load", load, timeout_s=20)
+        cancelled = master.call("w", "load", load, timeout_s=60)
         assert await asyncio.to_thread(begins.wait, 20)
         cancelled.cancel()
         await asyncio.sleep(0)  # the worker is told in the next pass of the loop
-        await master.call("w", "clear", {"ids": ["s1"]}, timeout_s=20)
+        await master.call("w", "clear", {"ids": ["s1"]}, timeout_s=60)
         goes_on.set()
-        assert (await master.call("w", "stats", {}, timeout_s=20))["samples"] == 0
-        await master.call("w", "load", load, timeout_s=20)
+        assert (await master.call("w", "stats", {}, timeout_s=60))["samples"] == 0
+        await master.call("w", "load", load, timeout_s=60)
         assert bench.store.has("s1", "ids"), "another call is another matter"
     finally:
         goes_on.set()

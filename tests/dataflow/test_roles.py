@@ -49,7 +49,7 @@ def roles_of(caller: Answers, *, trusted: bool = False) -> Roles:
         "ref": ModelSpec("ref", "x", (2,)),
     }
     spec = ExperimentSpec("x", models, (), SourceSpec("s"), 1, 1, 1, Path())
-    return Roles(spec, caller, timeout_s=20.0, trusted=trusted)  # pyright: ignore[reportArgumentType]
+    return Roles(spec, caller, timeout_s=60, trusted=trusted)  # pyright: ignore[reportArgumentType]
 
 
 async def test_ranks_share_a_folder_and_others_have_their_own(tmp_path: Path) -> None:

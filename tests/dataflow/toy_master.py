@@ -70,7 +70,7 @@ async def run(folder: Path) -> dict[str, Any]:
         workers = {"actor": ["w0"], "ref": ["w1"]}
         graph, source = toy_graph(), ToySource()
         keys = graph.required_dataset_keys()
-        steps = SynchronousSteps(source, rpc, worker="w0", keys=keys, n_seqs=graph.n_seqs, timeout_s=30.0)
+        steps = SynchronousSteps(source, rpc, worker="w0", keys=keys, n_seqs=graph.n_seqs, timeout_s=60)
         executor = FunctionExecutor(graph, rpc, source, make_loader=steps.loader, workers=workers, seed=7)
         async with executor:
             report = await executor.execute_step(0)
@@ -83,12 +83,12 @@ async def run(folder: Path) -> dict[str, Any]:
             answer["results"] = [result.id for result in step.result().results]
             answer["tensors"] = tensor_like(executor, step.result())
             answer["objects"] = len(reachable(executor))
-            answer["held"] = {"w1": (await rpc.call("w1", "stats", {}, timeout_s=10))["nbytes"]}
+            answer["held"] = {"w1": (await rpc.call("w1", "stats", {}, timeout_s=60))["nbytes"]}
             answer |= await killed(executor, processes[1])
-        answer["held"]["w0"] = (await rpc.call("w0", "stats", {}, timeout_s=10))["nbytes"]
+        answer["held"]["w0"] = (await rpc.call("w0", "stats", {}, timeout_s=60))["nbytes"]
     finally:
         await rpc.close()
-        answer["exits"] = [process.wait(20) for process in processes]
+        answer["exits"] = [process.wait(60) for process in processes]
     answer["torch"] = "torch" in sys.modules
     return answer
 

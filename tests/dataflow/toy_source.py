@@ -20,7 +20,7 @@ def toy_mfcs(n: int = 4, **n_seqs: int) -> list[MFCDef]:
             kind,
             name,
             n_seqs=n_seqs.get(name, n),
-            timeout_s=20.0,
+            timeout_s=60,
             input_keys=tuple(inputs.split()),
             output_keys=tuple(outputs.split()),
         )

@@ -322,7 +322,7 @@ async def test_the_agent_plays(
         return speech[min(len(speech), prompt.count("<|user|>")) - 1]
 
     solve = load_agent("docs.extend.examples.patient_agent:rollout", options)
-    agent = BlackBoxAgent(solve, chat(), Limits(max_turns, 600, 40), timeout_s=20)
+    agent = BlackBoxAgent(solve, chat(), Limits(max_turns, 600, 40), timeout_s=60)
     with FakeEnvServer() as server:
         env = AwsEnvironment(server.url)
         try:

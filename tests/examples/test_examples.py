@@ -86,7 +86,7 @@ async def test_the_black_box_agent_plays_an_episode_and_corrects_itself() -> Non
         return ("hm", "aws s3 ls", "aws s3api list-buckets")[min(2, prompt.count("<|user|>") - 1)]
 
     limits = Limits(max_turns=5, max_total_tokens=600, turn_tokens=40)
-    agent = BlackBoxAgent(load_agent("examples/black_box_agent.py:rollout"), chat(), limits, timeout_s=20)
+    agent = BlackBoxAgent(load_agent("examples/black_box_agent.py:rollout"), chat(), limits, timeout_s=60)
     with FakeEnvServer() as server:
         env = AwsEnvironment(server.url)
         try:
@@ -101,7 +101,7 @@ async def test_the_black_box_agent_plays_an_episode_and_corrects_itself() -> Non
 async def test_the_black_box_agent_stops_at_a_limit() -> None:
     """An episode that ran out of turns is valid data; the refusal of a third turn is not a fault of the agent."""
     limits = Limits(max_turns=2, max_total_tokens=600, turn_tokens=40)
-    agent = BlackBoxAgent(load_agent("examples/black_box_agent.py:rollout"), chat(), limits, timeout_s=20)
+    agent = BlackBoxAgent(load_agent("examples/black_box_agent.py:rollout"), chat(), limits, timeout_s=60)
     with FakeEnvServer() as server:
         env = AwsEnvironment(server.url)
         try:

@@ -175,7 +175,7 @@ def test_a_run_saves_everything_and_goes_on_where_it_ended(tmp_path: Path):
 def test_a_signal_to_the_launcher_stops_everything(slow: Slow):
     process, workers, _ = slow
     process.send_signal(signal.SIGTERM)
-    _, errors = process.communicate(timeout=30)
+    _, errors = process.communicate(timeout=60)
     assert process.returncode == 143
     assert "stopped by SIGTERM" in errors and "Traceback" not in errors
     assert gone(workers.values(), 0.1)
@@ -231,7 +231,7 @@ def test_two_launchers_cannot_share_a_run_folder_and_ctrl_c_ends_the_first(slow:
     assert second.returncode == 2
     assert "another run is using" in second.stderr
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=30)
+    _, errors = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "stopped by SIGINT" in errors and "Traceback" not in errors
     assert gone(workers.values(), 0.1)

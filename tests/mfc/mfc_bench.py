@@ -163,7 +163,7 @@ class MfcBench:
         if self._thread is not None:
             self._thread.join(TIMEOUT_S)
         try:
-            codes = [process.wait(20) for process in self._processes]
+            codes = [process.wait(60) for process in self._processes]
         finally:
             for process in self._processes:
                 process.kill()

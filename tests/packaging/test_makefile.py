@@ -32,7 +32,7 @@ def make(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         env={"PATH": str(folder / "path")},
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=60,
         check=False,
     )
 

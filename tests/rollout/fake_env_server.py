@@ -38,7 +38,7 @@ class FakeEnvServer:
 
     def __enter__(self) -> FakeEnvServer:
         self._thread.start()
-        assert self._started.wait(5)
+        assert self._started.wait(60)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -46,7 +46,7 @@ class FakeEnvServer:
         self._loop.call_soon_threadsafe(self._server.close)
         asyncio.run_coroutine_threadsafe(self._server.wait_closed(), self._loop).result(5)
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(5)
+        self._thread.join(60)
         self._loop.close()
 
     @property

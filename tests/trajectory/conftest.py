@@ -39,14 +39,14 @@ def running_server(**options: Any) -> Iterator[str]:
     thread = threading.Thread(target=server.run, name="trajectory-server")
     thread.start()
     try:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while not server.started:
             assert thread.is_alive() and time.monotonic() < deadline, "the server does not come up"
             time.sleep(0.005)
         yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
     finally:
         server.should_exit = True
-        thread.join(20)
+        thread.join(60)
         assert not thread.is_alive(), "the server does not stop"
 
 
@@ -59,7 +59,7 @@ def url() -> Iterator[str]:
 @pytest.fixture
 def api(url: str) -> Iterator[httpx.Client]:
     """A client of a server that was just reset."""
-    with httpx.Client(base_url=url, timeout=20) as client:
+    with httpx.Client(base_url=url, timeout=60) as client:
         client.get("/reset_data")
         yield client
 

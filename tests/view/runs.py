@@ -62,5 +62,5 @@ def served(*folders: Path, follow: bool = True, port: int = 0) -> Iterator[str]:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
     finally:
         server.should_exit = True
-        thread.join(30)
+        thread.join(60)
         listener.close()

@@ -45,7 +45,7 @@ class Start:
 
     def _load(self, payload: object) -> dict[str, object]:
         self.loading.set()
-        self.loaded.wait(20)
+        self.loaded.wait(60)
         return {}
 
 
@@ -58,7 +58,7 @@ async def test_a_worker_that_dies_while_models_load_and_is_started_again_does_no
     rpc = start.master._rpc
     await rpc.start()
     workers = {each: start.join(each) for each in ("model_worker/0", "generation/0", "rollout_worker/0", "env/0")}
-    await rpc.wait_for(workers, 20)
+    await rpc.wait_for(workers, 60)
     ready = asyncio.create_task(start.master._workers_ready())
     assert await asyncio.to_thread(start.loading.wait, 20)
     rpc.fail_worker(name, "killed by SIGKILL")
@@ -67,7 +67,7 @@ async def test_a_worker_that_dies_while_models_load_and_is_started_again_does_no
     await asyncio.sleep(0.1)
     assert not ready.done()
     start.join(name)
-    await asyncio.wait_for(ready, 20)
+    await asyncio.wait_for(ready, 60)
     await rpc.close()
     for thread in start.threads:
         await asyncio.to_thread(thread.join, 20)
@@ -82,7 +82,7 @@ async def test_a_model_worker_that_dies_while_models_load_ends_the_start(tmp_pat
     assert await asyncio.to_thread(start.loading.wait, 20)
     rpc.fail_worker("model_worker/0", "killed by SIGKILL")
     with pytest.raises(WorkerDied, match=r"model_worker/0.*killed by SIGKILL"):
-        await asyncio.wait_for(ready, 20)
+        await asyncio.wait_for(ready, 60)
     worker.stop()
     start.loaded.set()
     await rpc.close()

@@ -70,7 +70,7 @@ def test_it_pauses_when_enough_is_queued_and_goes_on_when_batches_leave(url: str
         thread = threading.Thread(target=lambda: got.append(run(url, games, "--groups", "11")))
         thread.start()
         rounds = [item["group_overrides"]["round"] for _ in range(5) for item in client.pull(20).groups]
-        thread.join(20)
+        thread.join(60)
         assert got == [11] and sum(games.rounds) == 11 and games.rounds[-1] == 1
         assert rounds == sorted(rounds) and client.status()["queue_size"] == 1
 

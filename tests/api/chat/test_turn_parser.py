@@ -14,6 +14,7 @@ from realhf.api.chat.families import FAMILIES
 from realhf.api.chat.turn_parser import MAX_CALLS, parse_turn
 from realhf.api.environment import AssistantMessage
 from realhf.aws.extraction import extract_command
+from tests.cheapest import cheapest
 
 PIECES = [
     "<think>", "</think>", "<tool_call>", "</tool_call>", '{"name": "f", "arguments": {"x": 1}}', '{"name": "f"', "[",
@@ -229,8 +230,6 @@ def test_a_broken_call_of_xml_has_a_reason(old: str, new: str, reason: str) -> N
 
 
 def test_a_hostile_turn_takes_no_time() -> None:
-    import time
-
     keys = ",".join(f'"{n}": 1' for n in range(5000))
     twice = f'<tool_call>{{{keys}, "4999": 1}}</tool_call>'
     for text in (
@@ -241,7 +240,4 @@ def test_a_hostile_turn_takes_no_time() -> None:
         '<tool_call>{"a": "' * 3000,
         "<tool_call><function=a>" * 2000,
     ):
-        began = time.perf_counter()
-        for family in FAMILIES:
-            parse_turn(text, family)
-        assert time.perf_counter() - began < 0.2, text[:20]
+        assert cheapest(lambda text=text: [parse_turn(text, family) for family in FAMILIES], 0.2) < 0.2, text[:20]

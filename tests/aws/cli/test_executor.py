@@ -130,7 +130,7 @@ def test_slots_work_at_the_same_time(pool: MiniStackPool) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(60)
     for slot in slots:
         assert [url.rsplit("/")[-1] for url in outputs[slot.index].split()] == [f"q{slot.index}-{n}" for n in range(5)]
         pool.release(slot)

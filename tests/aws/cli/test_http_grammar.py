@@ -127,7 +127,7 @@ class _Server:
         self.writer.close()
 
     async def until_closed(self) -> bytes:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             return await self.reader.read()
 
 
@@ -174,7 +174,7 @@ async def test_an_answer_cannot_be_split(header: tuple[bytes, bytes]) -> None:
         server.app.headers = [header]
         server.writer.write(REQUEST % b"one")
         server.writer.write_eof()
-        answer = await asyncio.wait_for(server.reader.readuntil(b"\r\n\r\n"), 5)
+        answer = await asyncio.wait_for(server.reader.readuntil(b"\r\n\r\n"), 60)
         assert answer == b"HTTP/1.1 500 Internal Server Error\r\ncontent-length: 0\r\n\r\n"
 
 
@@ -183,7 +183,7 @@ async def test_an_answer_is_framed_by_its_own_bytes() -> None:
     async with _Server() as server:
         server.app.headers = [(b"Content-Length", b"0"), (b"Transfer-Encoding", b"chunked")]
         server.writer.write(REQUEST % b"one")
-        assert await asyncio.wait_for(server.reader.readuntil(b"ab"), 5) == (
+        assert await asyncio.wait_for(server.reader.readuntil(b"ab"), 60) == (
             b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nab"
         )
 

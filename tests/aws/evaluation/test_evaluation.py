@@ -128,7 +128,7 @@ def endpoint() -> Iterator[str]:
 
 
 def test_a_model_behind_an_endpoint(pool: MiniStackPool, endpoint: str) -> None:
-    agent = ChatApiAgent(endpoint, served_model(endpoint), timeout_s=5)
+    agent = ChatApiAgent(endpoint, served_model(endpoint), timeout_s=60)
     describe = next(t for t in load_templates(["warmup"]) if "dynamodb describe-table" in t.solution[0])
     (played,) = EvaluationRun(agent, pool, max_turns=3).play([instantiate(describe.task_id, 1)])
     agent.close()

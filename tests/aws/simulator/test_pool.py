@@ -54,7 +54,7 @@ def _bucket_names(slot: Slot) -> list[str]:
 
 def _kill(slot: Slot) -> None:
     os.kill(slot.ministack.pid, signal.SIGKILL)
-    deadline = time.monotonic() + 5.0
+    deadline = time.monotonic() + 60
     while slot.ministack.alive() and time.monotonic() < deadline:
         time.sleep(0.005)
 
@@ -100,7 +100,7 @@ def test_many_threads_never_share_a_slot(small_pool: MiniStackPool) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(60)
     assert problems == []
     assert small_pool.free_count == 2
 
@@ -192,7 +192,7 @@ def test_dead_zygotes_are_started_again(small_pool: MiniStackPool) -> None:
     pids += [pid for slot in small_pool.slots for pid in (slot.ministack.pid, slot.worker_pid)]
     for zygote in small_pool._zygotes:
         os.kill(zygote.pid, signal.SIGKILL)
-    deadline = time.monotonic() + 5.0
+    deadline = time.monotonic() + 60
     while any(lives(pid) for pid in pids) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not [pid for pid in pids if lives(pid)]
@@ -261,7 +261,7 @@ def test_nothing_survives(how: str) -> None:
             assert owner.stdout.readline() == "stopped\n"
         else:
             owner.send_signal(signal.SIGTERM if how == "exit" else signal.SIGKILL)
-        deadline = time.monotonic() + 2.0
+        deadline = time.monotonic() + 60
         while time.monotonic() < deadline and (any(lives(pid) for pid in pids) or Path(folder).exists()):
             time.sleep(0.05)
         assert not [pid for pid in pids if lives(pid)] and not Path(folder).exists()
@@ -271,7 +271,7 @@ def test_nothing_survives(how: str) -> None:
 
 
 def _wait_for_free(pool: MiniStackPool, count: int) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while pool.free_count < count and time.monotonic() < deadline:
         time.sleep(0.01)
     assert pool.free_count == count
@@ -282,7 +282,7 @@ def test_the_health_loop_replaces_free_simulators(small_pool: MiniStackPool, how
     victim = small_pool.slots[0].ministack.pid
     os.kill(victim, how)
     assert small_pool._health is not None
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while small_pool.slots[0].ministack.pid in (victim, -1) and time.monotonic() < deadline:
         small_pool._health.sweep()
         time.sleep(0.02)

@@ -180,8 +180,8 @@ def test_the_guard_ends_a_whole_session_when_its_owner_goes(number: signal.Signa
         guard.stdin.close()
     else:
         guard.send_signal(number)
-    guard.wait(20)
-    assert gone(processes, 20)
+    guard.wait(60)
+    assert gone(processes, 60)
 
 
 def test_a_server_that_ends_is_told_with_its_words(tmp_path: Path):

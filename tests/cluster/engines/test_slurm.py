@@ -28,7 +28,7 @@ def test_the_script_is_short_and_has_what_was_asked_for():
     asked = [line.removeprefix("#SBATCH --") for line in text.splitlines() if line.startswith("#SBATCH")]
     assert {"nodes=3", "cpus-per-task=16", "gpus-per-node=4", "partition=long", "requeue"} <= set(asked)
     assert text.count("scheduler=slurm") == 1 and "mode=check" not in text and "scheduler.nodes=3" in text
-    subprocess.run(["bash", "-n"], input=text, text=True, check=True, timeout=20)
+    subprocess.run(["bash", "-n"], input=text, text=True, check=True, timeout=60)
 
 
 def test_the_job_launches_with_the_arguments_as_they_were_given_and_is_queued_again_when_its_time_is_over(tmp_path):

@@ -34,7 +34,7 @@ def make(max_size: int = 16, **more: Any) -> AsyncIOSequenceBuffer:
 
 
 async def through(buffer: AsyncIOSequenceBuffer, mfc: str, step_batch: int | None = None) -> BatchLease:
-    lease = await asyncio.wait_for(buffer.get_batch_for_rpc(mfc, step_batch), 5)
+    lease = await asyncio.wait_for(buffer.get_batch_for_rpc(mfc, step_batch), 60)
     buffer.complete(lease, outputs_of(buffer.graph, lease))
     buffer.check_invariants()
     return lease
@@ -178,11 +178,11 @@ async def test_the_tail_is_served_or_dropped_and_then_it_ends(partial: str) -> N
     if partial == "serve":
         assert (await through(buffer, "gen")).ids == ("s4", "s5")
     with pytest.raises(EndOfData, match="no more rows"):
-        await asyncio.wait_for(buffer.get_batch_for_rpc("gen"), 5)
+        await asyncio.wait_for(buffer.get_batch_for_rpc("gen"), 60)
     for mfc in ("ref", "rew"):
         for _ in range(2 if partial == "serve" else 1):
             await through(buffer, mfc)
-    buffer.complete(await asyncio.wait_for(waiting, 5))
+    buffer.complete(await asyncio.wait_for(waiting, 60))
     if partial == "serve":
         assert (await through(buffer, "train")).ids == ("s4", "s5")
     stats = buffer.stats()

@@ -151,7 +151,7 @@ class BufferMachine(RuleBasedStateMachine):
         for lease in self.leases:
             self.buffer.release(lease, "end")
         self.buffer.close_input("end of the test")
-        self.loop.run_until_complete(asyncio.wait_for(self.drain(), 20))
+        self.loop.run_until_complete(asyncio.wait_for(self.drain(), 60))
         assert len(self.buffer) == 0
         assert self.buffer.put_total == len(self.retired)
         self.loop.close()

@@ -142,7 +142,7 @@ async def test_at_the_end_what_is_in_play_is_finished_and_nobody_begins(scene: S
     assert not holding.done() and await rollouts.control.allocate(W0, 1, 60.0) == ([], [])
     rollouts.control.worker_stopped(W0)
     scene.leave("rollout_worker/1")
-    await asyncio.wait_for(holding, 10)
+    await asyncio.wait_for(holding, 60)
     before = len(scene.workers.plays)
     scene.join(worker_info("rollout_worker", 1, pid=300))
     await breathe()
@@ -169,7 +169,7 @@ async def test_what_goes_wrong_in_the_background_ends_the_run(scene: Scene, hand
             scene.join(worker_info("rollout_worker", 5))
         else:
             await rollouts.start()
-        await asyncio.wait_for(rollouts.control.step_batch(0), 10)
+        await asyncio.wait_for(rollouts.control.step_batch(0), 60)
 
 
 async def test_one_generation_worker_that_cannot_load_is_sent_away_and_the_last_one_ends_the_run(scene: Scene) -> None:
@@ -196,7 +196,7 @@ async def test_one_generation_worker_that_cannot_load_is_sent_away_and_the_last_
     scene.workers.fails_only = "generation/0"
     await rollouts.publish(2)
     with pytest.raises(RolloutsFailed, match="generation/0 did not load the weights: a wrong checksum"):
-        await asyncio.wait_for(rollouts.control.step_batch(0), 10)
+        await asyncio.wait_for(rollouts.control.step_batch(0), 60)
 
 
 async def test_a_worker_that_dies_when_it_is_told_to_play_is_no_failure(scene: Scene) -> None:
@@ -225,7 +225,7 @@ async def test_a_stream_that_failed_is_noticed(scene: Scene, monkeypatch: pytest
     scene.workers.failing["stream_check"] = RpcTimeout("the stream of samples failed")
     await rollouts.start()
     with pytest.raises(RpcTimeout, match="the stream"):
-        await asyncio.wait_for(rollouts.control.step_batch(0), 10)
+        await asyncio.wait_for(rollouts.control.step_batch(0), 60)
 
 
 async def test_a_run_begins_again_from_its_checkpoint_with_everything_that_had_arrived(scene: Scene) -> None:
@@ -293,6 +293,6 @@ async def test_requests_reach_the_control_through_the_service_of_the_run(scene: 
     await rollouts.start()
     endpoint = next(fields["control"] for _, handler, fields in scene.workers.calls if handler == "play")
     client = ServiceClient(endpoint, "the master", W0, "run")
-    waiting = asyncio.create_task(client.request("allocate", {"count": 8, "hold_s": 60}, timeout_s=10))
+    waiting = asyncio.create_task(client.request("allocate", {"count": 8, "hold_s": 60}, timeout_s=60))
     assert len((await waiting)["leases"]) == 4, "two batches at version 0 and staleness 1"
     client.close()

@@ -87,7 +87,7 @@ async def test_capacity_bounds_what_is_given_and_new_weights_open_it(make: Any) 
     for given in list(control._open):
         entry = control._open[given]
         await control.arrived([arrival(RolloutLease(given, entry.attempt, 0, 0, 1.0))], TRAINER)
-    (first,) = (await asyncio.wait_for(waiting, 10))[0]
+    (first,) = (await asyncio.wait_for(waiting, 60))[0]
     assert first.order == 3 and control.capacity == 0, "four samples are allowed at version 0 and staleness 1"
     control.set_version(1)
     assert control.capacity == 2 and len(await lease(control, 10, W1)) == 2
@@ -209,7 +209,7 @@ async def test_waiters_end_when_the_run_holds_or_fails(make: Any) -> None:
         waiting = asyncio.create_task(control.allocate(W1, 1, 60.0))
         await asyncio.sleep(0)
         change()
-        assert await asyncio.wait_for(waiting, 10) == STOP
+        assert await asyncio.wait_for(waiting, 60) == STOP
     control.paused = False
     control.worker_joined(W1)
     await control.arrived([arrival(given)], TRAINER)
@@ -217,14 +217,14 @@ async def test_waiters_end_when_the_run_holds_or_fails(make: Any) -> None:
     assert await control.allocate(W1, 1, 0.0) == AGAIN, "an evaluation may follow"
     stopping = asyncio.create_task(control.stopped())
     assert len(await control.step_batch(0)) == 1
-    assert await asyncio.wait_for(control.step_batch(1), 10) == []
+    assert await asyncio.wait_for(control.step_batch(1), 60) == []
     control.worker_stopped(W0)
     await asyncio.sleep(0)
     assert not stopping.done()
     control.fail(RolloutsFailed("first"))
     control.fail(RolloutsFailed("second"))
     with pytest.raises(RolloutsFailed, match="first"):
-        await asyncio.wait_for(stopping, 10)
+        await asyncio.wait_for(stopping, 60)
 
 
 async def test_a_source_that_ends_gives_a_last_step_batch_and_everything_before_it(make: Any) -> None:
@@ -240,8 +240,8 @@ async def test_a_source_that_ends_gives_a_last_step_batch_and_everything_before_
     assert not rest.done(), "one is still to be played"
     (last,) = await lease(control, 4, W1)
     await control.arrived([arrival(last)], TRAINER)
-    assert [meta.ids[0] for meta in await asyncio.wait_for(rest, 10)] == [last.id]
-    assert await asyncio.wait_for(control.step_batch(2), 10) == []
+    assert [meta.ids[0] for meta in await asyncio.wait_for(rest, 60)] == [last.id]
+    assert await asyncio.wait_for(control.step_batch(2), 60) == []
 
 
 async def test_the_end_of_the_source_is_told_to_who_waits_for_samples(make: Any) -> None:
@@ -252,10 +252,10 @@ async def test_the_end_of_the_source_is_told_to_who_waits_for_samples(make: Any)
     rest = asyncio.create_task(control.step_batch(1))
     await asyncio.sleep(0)
     asking = [asyncio.create_task(control.allocate(worker, 1, 60.0)) for worker in (W0, W1)]
-    assert await asyncio.wait_for(rest, 10) == []
+    assert await asyncio.wait_for(rest, 60) == []
     assert not any(task.done() for task in asking)
     control.fail(RolloutsFailed("over"))
-    assert await asyncio.wait_for(asyncio.gather(*asking), 10) == [STOP, STOP]
+    assert await asyncio.wait_for(asyncio.gather(*asking), 60) == [STOP, STOP]
 
 
 async def test_drawn_items_that_wait_for_capacity_are_not_the_end(make: Any) -> None:
@@ -271,7 +271,7 @@ async def test_drawn_items_that_wait_for_capacity_are_not_the_end(make: Any) -> 
     assert not rest.done(), "the other drawn item has not been played"
     (given,) = await lease(control, 1)
     await control.arrived([arrival(given)], TRAINER)
-    assert len(await asyncio.wait_for(rest, 10)) == 2
+    assert len(await asyncio.wait_for(rest, 60)) == 2
 
 
 async def test_stale_samples_are_dropped_and_their_room_is_given_away_at_once(make: Any) -> None:
@@ -288,7 +288,7 @@ async def test_stale_samples_are_dropped_and_their_room_is_given_away_at_once(ma
     waiting = asyncio.create_task(control.allocate(W1, 8, 60.0))
     await asyncio.sleep(0)
     training = asyncio.create_task(control.step_batch(1))
-    given, _ = await asyncio.wait_for(waiting, 10)
+    given, _ = await asyncio.wait_for(waiting, 60)
     assert make.discarded == [slow.id] and control.staleness.dropped == 1 and len(given or []) == 1
     assert not {entry.id for entry in [*more, *(given or [])]} & {slow.id}
     training.cancel()
@@ -325,7 +325,7 @@ async def test_the_service_refuses_nonsense_and_fails_the_run_for_errors_of_its_
     control = make()
     service = RolloutService(control, "run")
     client = ServiceClient(service.endpoint, "the master", W0, "run")
-    given = await client.request("allocate", {"count": 2, "hold_s": 0.0}, timeout_s=10)
+    given = await client.request("allocate", {"count": 2, "hold_s": 0.0}, timeout_s=60)
     assert [entry["id"] for entry in given["leases"]] == ["s0", "s1"]
     nonsense = [
         ("allocate", {"count": "many", "hold_s": 0}),
@@ -337,16 +337,16 @@ async def test_the_service_refuses_nonsense_and_fails_the_run_for_errors_of_its_
     ]
     for method, fields in nonsense:
         with pytest.raises(ServiceError, match=rf"ValueError|MessageError: message {method} \("):
-            await client.request(method, fields, timeout_s=10)
+            await client.request(method, fields, timeout_s=60)
     fields = {"id": "s1", "attempt": 0, "outcome": "env_error", "message": "gone"}
-    assert await client.request("rejected", fields, timeout_s=10) == {}
+    assert await client.request("rejected", fields, timeout_s=60) == {}
     assert control.staleness.running == 1 and control._failure is None
     malformed = Arrival("s0", 0, "w", [1, 0, 9], [b"\xff"])
     with pytest.raises(ServiceError):
-        await client.ask(ARRIVED, ArrivedRequest([malformed]), timeout_s=10)
+        await client.ask(ARRIVED, ArrivedRequest([malformed]), timeout_s=60)
     with pytest.raises(Exception, match="malformed sample"):
         await control.step_batch(0)
-    assert await client.request("stopped", {}, timeout_s=10) == {} and control.workers == [W1]
+    assert await client.request("stopped", {}, timeout_s=60) == {} and control.workers == [W1]
     client.close()
     await service.close()
 

@@ -41,7 +41,7 @@ async def test_all_shares_come_together_in_their_order_whatever_the_order_of_the
     for part in reversed(taken):
         owner = A if taken.index(part) < 4 else B
         board.evaluated(owner, answer(part, success=part.greedy))
-    results = await asyncio.wait_for(playing, 10)
+    results = await asyncio.wait_for(playing, 60)
     assert [result.group for result in results[False]] == ["part 0", "part 1", "part 2"]
     assert [result.achieved for result in results[True]] == [True] * 3
     assert board.take(A, 9, alone=True) == []
@@ -67,7 +67,7 @@ async def test_what_a_dead_worker_had_is_played_by_another_and_its_own_answer_co
     for part in again:
         board.evaluated(B, answer(part))
         board.evaluated(B, answer(part))
-    assert set(await asyncio.wait_for(playing, 10)) == {False, True}
+    assert set(await asyncio.wait_for(playing, 60)) == {False, True}
 
 
 async def test_a_share_that_nobody_can_play_ends_the_evaluation_with_the_reason() -> None:
@@ -78,9 +78,9 @@ async def test_a_share_that_nobody_can_play_ends_the_evaluation_with_the_reason(
         assert part is not None
         board.evaluated(A, answer(part, error="no engine"))
     with pytest.raises(EvaluationFailed, match="no engine"):
-        await asyncio.wait_for(playing, 10)
+        await asyncio.wait_for(playing, 60)
     assert board.take(A, 8, alone=True) == [] and not board.waiting
-    assert set(await asyncio.wait_for(_played(board), 10)) == {False, True}, "the next one is played"
+    assert set(await asyncio.wait_for(_played(board), 60)) == {False, True}, "the next one is played"
 
 
 async def _played(board: EvaluationBoard) -> dict[bool, list[EpisodeResult]]:
@@ -100,4 +100,4 @@ async def test_a_share_without_an_answer_is_taken_back(monkeypatch: pytest.Monke
 
 
 async def test_an_evaluation_of_nothing_is_over_at_once() -> None:
-    assert await asyncio.wait_for(EvaluationBoard(1).play([]), 10) == {}
+    assert await asyncio.wait_for(EvaluationBoard(1).play([]), 60) == {}

@@ -40,7 +40,7 @@ async def scene(tmp_path: Path) -> AsyncIterator[Scene]:
 async def shares_of(rollouts: AsyncRollouts, *, lost: tuple[int, ...] = ()) -> list[EvaluationPart]:
     """Play until the evaluation is over; shares of the versions ``lost`` cannot be played."""
     played = []
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while rollouts.evaluating:
             _, parts = await rollouts.control.allocate(W0, 8, 0.0)
             for part in parts:
@@ -58,11 +58,11 @@ async def test_training_goes_on_and_the_report_says_whose_weights_they_were(scen
     await rollouts.start()
     await breathe()
     assert await rollouts.evaluate(0, WANTED, reports.append) and rollouts.evaluating
-    await asyncio.wait_for(rollouts.publish(1), 10)
+    await asyncio.wait_for(rollouts.publish(1), 60)
     await breathe()
     assert rollouts.control.staleness.version == 1, "the next version does not wait"
     played = await shares_of(rollouts)
-    await asyncio.wait_for(rollouts.evaluated(), 10)
+    await asyncio.wait_for(rollouts.evaluated(), 60)
     assert {(part.version, tuple(part.engines)) for part in played} == {(0, ("generation/0",))}
     assert {part.episodes_per_task for part in played if part.greedy} == {1}
     (report,) = reports
@@ -81,7 +81,7 @@ async def test_where_no_second_engine_can_be_the_next_version_waits(scene: Scene
     await breathe()
     assert not publishing.done() and rollouts.control.staleness.version == 0
     await shares_of(rollouts)
-    await asyncio.wait_for(publishing, 10)
+    await asyncio.wait_for(publishing, 60)
     await breathe()
     assert len(reports) == 1 and rollouts.control.staleness.version == 1
 
@@ -95,9 +95,9 @@ async def test_the_next_evaluation_waits_for_the_one_in_play(scene: Scene) -> No
     await breathe()
     assert not second.done()
     await shares_of(rollouts)
-    await asyncio.wait_for(second, 10)
+    await asyncio.wait_for(second, 60)
     await shares_of(rollouts)
-    await asyncio.wait_for(rollouts.evaluated(), 10)
+    await asyncio.wait_for(rollouts.evaluated(), 60)
     assert len(reports) == 2
 
 
@@ -110,13 +110,13 @@ async def test_weights_that_are_lost_are_replaced_by_those_of_now_and_at_last_it
     await rollouts.publish(1)
     await breathe()
     played = await shares_of(rollouts, lost=(0,))
-    await asyncio.wait_for(rollouts.evaluated(), 10)
+    await asyncio.wait_for(rollouts.evaluated(), 60)
     assert {part.version for part in played} == {1} and reports[0]["greedy"]["overall"]["version"] == 1
     assert "before training failed with the weights of version 0" in warned[0]
 
     await rollouts.evaluate(1, WANTED, reports.append)
     await shares_of(rollouts, lost=(1,))
-    await asyncio.wait_for(rollouts.evaluated(), 10)
+    await asyncio.wait_for(rollouts.evaluated(), 60)
     assert len(reports) == 1 and f"given up after {ATTEMPTS} attempts" in warned[-1]
 
 
@@ -127,7 +127,7 @@ async def test_an_evaluation_does_not_outlive_what_ends_the_run(scene: Scene) ->
     await rollouts.evaluate(0, WANTED, lambda report: None)
     rollouts.control.fail(RolloutsFailed("the disk is full"))
     with pytest.raises(RolloutsFailed, match="the disk is full"):
-        await asyncio.wait_for(rollouts.evaluated(), 10)
+        await asyncio.wait_for(rollouts.evaluated(), 60)
 
 
 async def test_an_evaluation_by_another_interface_is_the_trainers(scene: Scene) -> None:

@@ -73,13 +73,13 @@ async def test_the_next_step_batch_is_asked_for_when_a_step_is_finished() -> Non
     await breathe()
     assert source.asked == [5, 6] and storage.ids()[-2:] == ["s12", "s13"] and len(buffer) == 4
     loader.finished(6)
-    await asyncio.wait_for(running, 10)
+    await asyncio.wait_for(running, 60)
     assert source.asked == [5, 6, 7]
 
 
 async def test_no_more_samples_end_the_input() -> None:
     loader, buffer, _ = loader_of(FakeStepBatches(0))
-    await asyncio.wait_for(loader.run(0), 10)
+    await asyncio.wait_for(loader.run(0), 60)
     with pytest.raises(EndOfData, match="the run has all its samples"):
         await buffer.get_batch_for_rpc("train", 0)
 

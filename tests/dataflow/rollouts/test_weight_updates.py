@@ -87,7 +87,7 @@ class Scene:
             on_failed=lambda worker, error: self.failed.append(worker),
             on_wrong=self.wrong.append,
             record=WeightRecord(folder, self.warned.append),
-            timeout_s=5.0,
+            timeout_s=60,
             lag_s=lag_s,
         )
 
@@ -121,7 +121,7 @@ async def test_one_version_at_a_time(scene: Scene) -> None:
     assert await scene.caller.loaded("generation/0") == 0
     await publishing
     assert await scene.caller.loaded("generation/0") == 1
-    await asyncio.wait_for(scene.updates.settled(), 5)
+    await asyncio.wait_for(scene.updates.settled(), 60)
 
 
 async def test_who_joins_late_gets_the_last_version_and_holds_nobody_up_before(scene: Scene) -> None:
@@ -142,7 +142,7 @@ async def test_who_joins_during_an_update_is_listed_when_it_has_what_admission_c
     await asyncio.sleep(0)
     scene.updates.joined("generation/1")
     scene.caller.held.set_result(scene.caller.answer)
-    await asyncio.wait_for(publishing, 5)
+    await asyncio.wait_for(publishing, 60)
     await scene.caller.loaded("generation/0")
     assert scene.told[-1] == 1
     assert await scene.caller.loaded("generation/1") == 0, "the version that was the newest when it joined"
@@ -156,7 +156,7 @@ async def test_one_that_joins_and_hangs_holds_up_nobody(scene: Scene) -> None:
     await scene.updates.publish(0)
     await scene.caller.loaded("generation/0")
     scene.updates.joined("generation/1")
-    await asyncio.wait_for(scene.updates.publish(1), 5)
+    await asyncio.wait_for(scene.updates.publish(1), 60)
     assert await scene.caller.loaded("generation/0") == 1 and scene.told == [0, 1]
 
 
@@ -173,7 +173,7 @@ async def test_who_ends_a_load_in_the_moment_of_the_next_manifest_loads_that_too
     assert version == 0
     load.set_result({"weight_stage_ms": 3.0, "weight_pause_ms": 2.0})
     scene.caller.held.set_result(scene.caller.answer)
-    await asyncio.wait_for(publishing, 5)
+    await asyncio.wait_for(publishing, 60)
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     assert sorted(entry[:2] for entry in scene.caller.open) == [("generation/0", 1), ("generation/1", 1)]
@@ -229,7 +229,7 @@ async def test_a_worker_that_dies_while_it_loads_is_no_failure_and_frees_the_oth
     loading = scene.caller.open[0][2]
     loading.set_exception(WorkerDied("generation/1", "killed"))
     scene.updates.left("generation/1")
-    await asyncio.wait_for(scene.updates.settled(), 5)
+    await asyncio.wait_for(scene.updates.settled(), 60)
     assert scene.failed == [] and scene.told[-1] == 3 and list(scene.updates.versions) == ["generation/0"]
     scene.caller.open.clear()
     scene.updates.joined("generation/1")
@@ -242,11 +242,11 @@ async def test_a_worker_that_cannot_load_is_reported(scene: Scene, error: RpcErr
     await scene.updates.publish(0)
     await scene.caller.loaded("generation/0", error)
     assert scene.failed == ["generation/0"] and scene.told == []
-    await asyncio.wait_for(scene.updates.settled(), 5)
+    await asyncio.wait_for(scene.updates.settled(), 60)
 
 
 async def until(condition: Callable[[], Any]) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.001)
 
@@ -268,7 +268,7 @@ async def test_one_that_takes_much_longer_than_another_is_stale_and_holds_up_nob
     assert await scene.caller.loaded("generation/0") == 1
     await until(lambda: scene.updates.stale)
     assert scene.updates.stale == {"generation/1"} and scene.caller.listed == {"generation/0"} and scene.told == [0, 1]
-    await asyncio.wait_for(scene.updates.publish(2), 5)
+    await asyncio.wait_for(scene.updates.publish(2), 60)
     assert await scene.caller.loaded("generation/0") == 2 and scene.told == [0, 1, 2]
     assert await scene.caller.loaded("generation/1") == 1
     assert scene.updates.stale == {"generation/1"}, "it has a version that nobody counts on any more"
@@ -281,7 +281,7 @@ async def test_a_publication_that_waits_for_one_goes_on_when_that_one_is_stale(t
     await one_publication_ahead_of_two(scene)
     publishing = asyncio.create_task(scene.updates.publish(2))
     assert await scene.caller.loaded("generation/0") == 1
-    await asyncio.wait_for(publishing, 30)
+    await asyncio.wait_for(publishing, 60)
     assert scene.updates.stale == {"generation/1"} and scene.updates.published == 2
 
 

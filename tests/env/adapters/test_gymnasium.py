@@ -38,7 +38,7 @@ class Corridor:
     def step(self, action: int) -> tuple[Any, ...]:
         self.callers.add(threading.get_ident())
         if self.hold is not None:
-            self.hold.wait(30)
+            self.hold.wait(60)
         if isinstance(self.answer, BaseException):
             raise self.answer
         if self.answer is not None:
@@ -204,7 +204,7 @@ async def test_a_call_that_does_not_return_is_a_timeout_and_its_instance_is_left
     await env.reset({}, seed=2)
     assert len(made.all) == 2 and not made.all[0].closed
     hold.set()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while stuck.count or not made.all[0].closed:
             await asyncio.sleep(0.01)
     await env.close()

@@ -261,7 +261,7 @@ async def test_servers_are_used_in_turn_and_a_full_one_is_passed_over() -> None:
             await envs[2].reset({}, seed=1)
         assert "env.sessions" in str(caught.value)
         await envs[1].close()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while other.open:
                 await asyncio.sleep(0.01)
         await envs[2].reset({}, seed=1)

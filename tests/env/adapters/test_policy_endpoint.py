@@ -32,7 +32,7 @@ async def called() -> AsyncIterator[tuple[PolicyEndpoint, Conversation, httpx.As
     name = endpoint.add(conversation)
     try:
         async with httpx.AsyncClient(
-            base_url=endpoint.url, headers={SECRET_HEADER: endpoint.secret}, timeout=30, trust_env=False
+            base_url=endpoint.url, headers={SECRET_HEADER: endpoint.secret}, timeout=60, trust_env=False
         ) as client:
             yield endpoint, conversation, client, name
     finally:
@@ -129,7 +129,7 @@ async def test_bytes_that_are_no_request_cost_nobody_else_an_answer() -> None:
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             writer.write(raw)
             writer.write_eof()
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 with suppress(ConnectionResetError):
                     assert b"200 OK" not in await reader.read()
             writer.close()

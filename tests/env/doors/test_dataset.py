@@ -164,7 +164,8 @@ def test_rows_that_are_alike_are_tasks_of_their_own(build: Build, tmp_path: Path
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "answer": 1}\n' * 20_000, encoding="utf-8")
     spec = build(REWARD, data="rows.jsonl", heldout_fraction=0)
     before = time.process_time()
-    assert len(spec.tasks("train").group_of) == 20_000 and time.process_time() - before < 1
+    assert len(spec.tasks("train").group_of) == 20_000
+    assert time.process_time() - before < 10, "a search among all of them for each takes a minute"
 
 
 def test_rows_of_one_question_are_on_one_side(build: Build, tmp_path: Path) -> None:

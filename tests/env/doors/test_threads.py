@@ -18,7 +18,7 @@ from realhf.env.doors.threads import Threads
 
 async def until(holds: Callable[[], bool]) -> None:
     """Wait for a condition."""
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while not holds():
         assert time.monotonic() < end, "this never came"
         await asyncio.sleep(0.005)
@@ -27,12 +27,15 @@ async def until(holds: Callable[[], bool]) -> None:
 async def test_no_more_jobs_run_at_once_than_there_are_threads() -> None:
     """The others wait for their turn, and every caller gets its own result or error."""
     threads, lock, running, most = Threads("test", 3), threading.Lock(), 0, 0
+    first = threading.Barrier(3)
 
     def job(number: int) -> int:
         nonlocal running, most
         with lock:
             running += 1
             most = max(most, running)
+        if number < 3:
+            first.wait(60)
         time.sleep(0.005)
         with lock:
             running -= 1
@@ -50,7 +53,7 @@ async def test_a_job_that_was_given_up_leaves_its_place_to_others() -> None:
     threads, release, ended = Threads("test", 1), threading.Event(), []
     stuck = asyncio.create_task(
         threads.run(
-            lambda: ended.append(threading.get_ident()) or release.wait(30), lambda: ended.append(threading.get_ident())
+            lambda: ended.append(threading.get_ident()) or release.wait(60), lambda: ended.append(threading.get_ident())
         )
     )
     await until(lambda: len(ended) == 1)
@@ -58,18 +61,18 @@ async def test_a_job_that_was_given_up_leaves_its_place_to_others() -> None:
     with pytest.raises(asyncio.CancelledError):
         await stuck
     assert threads.stuck == 1
-    assert await asyncio.wait_for(threads.run(lambda: 5), 10) == 5
+    assert await asyncio.wait_for(threads.run(lambda: 5), 60) == 5
     assert len(ended) == 1
     release.set()
     await until(lambda: len(ended) == 2 and threads.stuck == 0)
     assert ended[0] == ended[1]
-    assert await asyncio.wait_for(threads.run(lambda: 6), 10) == 6
+    assert await asyncio.wait_for(threads.run(lambda: 6), 60) == 6
 
 
 async def test_a_job_that_was_given_up_in_the_queue_never_runs() -> None:
     """What comes after it does, because somebody counts on it."""
     threads, release, ran = Threads("test", 1), threading.Event(), []
-    first = asyncio.create_task(threads.run(lambda: release.wait(30)))
+    first = asyncio.create_task(threads.run(lambda: release.wait(60)))
     waiting = asyncio.create_task(threads.run(lambda: ran.append("work"), lambda: ran.append("after")))
     await asyncio.sleep(0.02)
     waiting.cancel()
@@ -83,9 +86,9 @@ async def test_a_job_that_was_given_up_in_the_queue_never_runs() -> None:
 async def test_too_many_jobs_that_never_return_are_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     """New ones are refused as long as it lasts."""
     monkeypatch.setattr(module, "MOST_STUCK", 2)
-    threads, release = Threads("Stubborn", 2), threading.Event()
-    tasks = [asyncio.create_task(threads.run(lambda: release.wait(30))) for _ in range(2)]
-    await asyncio.sleep(0.02)
+    threads, release, begun = Threads("Stubborn", 2), threading.Event(), list[None]()
+    tasks = [asyncio.create_task(threads.run(lambda: begun.append(None) or release.wait(60))) for _ in range(2)]
+    await until(lambda: len(begun) == 2)
     for task in tasks:
         task.cancel()
     await asyncio.wait(tasks)
@@ -142,5 +145,5 @@ async def main():
 
 asyncio.run(main())
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "given up\n" and done.stderr == ""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import inspect
 import json
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from realhf.environments.files.workspace import (
     MOST_LINES_SHOWN,
     FilesWorkspace,
 )
+from tests.cheapest import cheapest
 
 START = {"a.txt": "one", "b.txt": "two\nlines two", "sub/c.txt": "three", "sub/deep/d.txt": ""}
 
@@ -162,16 +162,18 @@ HOSTILE_PATHS: list[Any] = [
 @pytest.mark.parametrize("path", HOSTILE_PATHS, ids=lambda path: ascii(path)[:30])
 def test_a_path_that_is_none_is_refused_and_changes_nothing(path: Any):
     """Every tool that takes a path refuses it, quickly and briefly, and the folder stays as it was."""
-    workspace = opened()
-    began = time.perf_counter()
-    said = [
-        refused(workspace.read_file, path),
-        refused(workspace.write_file, path, "x"),
-        refused(workspace.delete_file, path),
-        refused(workspace.move_file, path, "z.txt"),
-        refused(workspace.move_file, "a.txt", path),
-    ]
-    assert time.perf_counter() - began < 0.5
+    workspace, said = opened(), list[str]()
+
+    def every_tool() -> None:
+        said[:] = [
+            refused(workspace.read_file, path),
+            refused(workspace.write_file, path, "x"),
+            refused(workspace.delete_file, path),
+            refused(workspace.move_file, path, "z.txt"),
+            refused(workspace.move_file, "a.txt", path),
+        ]
+
+    assert cheapest(every_tool, 0.5) < 0.5
     assert all(0 < len(line) < 200 for line in said)
     assert json.dumps(said, ensure_ascii=False).encode()
     assert tree(workspace) == START
@@ -221,11 +223,10 @@ def test_a_search_is_for_plain_text():
     workspace = opened()
     for number in range(7):
         workspace.write_file(f"f{number}.txt", "y" * MOST_CHARACTERS)
-    began = time.perf_counter()
-    for text in ("y" * 100 + "z", "(y+)+$", "(?:y|y)*z", ".*" * 50):
-        assert workspace.search_files(text) == "nothing found"
+    texts = ("y" * 100 + "z", "(y+)+$", "(?:y|y)*z", ".*" * 50)
+    assert cheapest(lambda: [workspace.search_files(text) for text in texts], 1.0) < 1.0
+    assert {workspace.search_files(text) for text in texts} == {"nothing found"}
     found = workspace.search_files("yy")
-    assert time.perf_counter() - began < 1
     assert len(found.splitlines()) == 7 and max(map(len, found.splitlines())) < 220
 
 

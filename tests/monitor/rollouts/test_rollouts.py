@@ -310,7 +310,7 @@ def test_a_killed_process_loses_at_most_what_it_had_not_flushed(tmp_path: Path):
         store.refresh()
         time.sleep(0.01)
     process.kill()
-    process.wait(30)
+    process.wait(60)
     store.refresh()
     assert len(store.play.lines) >= 40 and not any(problem for problem in store.problems)
     assert all(store.record(line)["id"] == line.id for line in store.play.lines)

@@ -59,7 +59,7 @@ TOOLS = [
 async def play(
     env: Environment, function: AgentFunction, tokens: FakeTokens, *, seed: int = 3, system: str = "be brief"
 ) -> RolloutOutcome:
-    agent = BlackBoxAgent(function, chat(), LIMITS, system, timeout_s=20)
+    agent = BlackBoxAgent(function, chat(), LIMITS, system, timeout_s=60)
     try:
         return await agent.play(env, EpisodeRequest(0, Task("t", "g", {"n": 7}, seed=seed), 5), tokens, 2)
     finally:
@@ -159,7 +159,7 @@ async def test_an_episode_that_is_cancelled_from_outside_stays_cancelled() -> No
         await asyncio.Event().wait()
 
     playing = asyncio.ensure_future(play(Listener(), agent, FakeTokens(lambda _: "hm")))
-    await asyncio.wait_for(begun.wait(), 20)
+    await asyncio.wait_for(begun.wait(), 60)
     playing.cancel()
     with pytest.raises(asyncio.CancelledError):
         await playing
@@ -186,7 +186,7 @@ async def test_what_an_agent_leaves_running_does_not_reach_the_environment_any_m
         return 1.0
 
     await play(env, agent, FakeTokens(lambda _: "hm"))
-    first, second = await asyncio.wait_for(asyncio.gather(*left, return_exceptions=True), 20)
+    first, second = await asyncio.wait_for(asyncio.gather(*left, return_exceptions=True), 60)
     assert isinstance(first, asyncio.CancelledError) and second.done and "over" in second.text
 
 

@@ -118,7 +118,7 @@ async def test_an_error_that_is_no_failure_ends_all_episodes_and_is_raised() -> 
 
     own = Player(World().spec(), "", Buggy(), 3, first_slot=10)
     with pytest.raises(KeyError, match="a bug of the agent"):
-        await asyncio.wait_for(own.play(wanted(3), Words()), 5)
+        await asyncio.wait_for(own.play(wanted(3), Words()), 60)
 
 
 def test_lockstep_batches_depend_on_nothing_but_what_is_said() -> None:
@@ -169,7 +169,7 @@ def test_an_environment_that_blocks_the_loop_is_named_with_its_line(monkeypatch:
     over = threading.Event()
 
     def blocks(env: Scripted, message: Any) -> Any:
-        return over.wait(30) and None
+        return over.wait(60) and None
 
     agent = TurnAgent(WordChat(), LIMITS, "")
     blocking = BlockingPlayer(Player(World(blocks).spec(), "", agent, 2, message_timeout_s=0.3))

@@ -108,10 +108,10 @@ class Scene:
         self.players = [FakePlayer() for _ in range(players)]
         self.stream = FakeStream()
         self.client = ServiceClient(self.master.server.endpoint, "the master", "me", "run")
-        self.loop = RolloutLoop(self.client, self.stream, self.players, encode, tracer=NoTrace(), timeout_s=20.0)
+        self.loop = RolloutLoop(self.client, self.stream, self.players, encode, tracer=NoTrace(), timeout_s=60)
 
     async def run(self) -> None:
-        await asyncio.wait_for(self.loop.run(), 20)
+        await asyncio.wait_for(self.loop.run(), 60)
 
 
 @pytest.fixture
@@ -193,5 +193,5 @@ async def test_a_master_that_dies_ends_the_loop(scene: Any) -> None:
     run.loop._idle.append(run.players[1])
     run.loop._freed.set()
     with pytest.raises(PeerLost):
-        await asyncio.wait_for(playing, 20)
+        await asyncio.wait_for(playing, 60)
     assert run.players[0].closed and not run.players[0].playing

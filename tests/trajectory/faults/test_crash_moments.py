@@ -40,13 +40,13 @@ def server(tmp_path: Path) -> Iterator[ServerProcess]:
 
 def pushed(server: ServerProcess, first: int, count: int, tokens: int = 16) -> None:
     items = [group(4, tokens, seed=number, group_overrides={"id": number}) for number in range(first, first + count)]
-    answer = httpx.post(server.url + "/scored_data_list", json=items, timeout=30)
+    answer = httpx.post(server.url + "/scored_data_list", json=items, timeout=60)
     assert answer.json() == {"status": "received", "groups_processed": count}
 
 
 def pull(server: ServerProcess, trainer: str = "me") -> tuple[int, list[int]]:
     """Step and ids of a batch; no ids where there is none."""
-    answer = httpx.get(server.url + "/batch", headers={"X-Trainer-Id": trainer}, timeout=30)
+    answer = httpx.get(server.url + "/batch", headers={"X-Trainer-Id": trainer}, timeout=60)
     batch = answer.json()["batch"]
     if batch is None:
         return -1, []
@@ -74,7 +74,7 @@ def test_killed_in_the_middle_of_a_response(server: ServerProcess):
 def test_killed_when_it_knows_that_a_batch_was_sent(server: ServerProcess):
     pushed(server, 0, 4)
     assert pull(server) == (0, [0, 1])
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while [lease["state"] for lease in httpx.get(server.url + "/leases").json()["leases"]] != ["sent"]:
         assert time.monotonic() < deadline, "it never learns that the batch was sent"
     kill_and_start(server)
@@ -91,7 +91,7 @@ class Asked:
     threads: list[threading.Thread] = field(default_factory=list)
 
     def add(self, name: str, **request: Any) -> None:
-        client = httpx.Client(timeout=20, verify=False)
+        client = httpx.Client(timeout=60, verify=False)
         self.threads.append(threading.Thread(target=self._ask, args=(name, client, request)))
 
     def go(self) -> None:
@@ -120,7 +120,7 @@ def test_killed_around_a_batch_and_a_push(server: ServerProcess):
         time.sleep(rng.uniform(0, 0.012))
         kill_and_start(server)
         for thread in asked.threads:
-            thread.join(30)
+            thread.join(60)
         if asked.push is not None:
             assert asked.push.status_code == 200
             certain.add(round_)
@@ -160,7 +160,7 @@ def test_killed_during_an_acknowledgement(server: ServerProcess):
         asked.go()
         time.sleep(rng.uniform(0, 0.006))
         kill_and_start(server)
-        asked.threads[0].join(30)
+        asked.threads[0].join(60)
         leases = {lease["lease_id"] for lease in httpx.get(server.url + "/leases").json()["leases"]}
         if asked.push is not None:
             assert asked.push.status_code == 200

@@ -31,7 +31,7 @@ POLL_S = 0.01
 
 def send(url: str, method: str, path: str, body: bytes, headers: dict[str, str]) -> tuple[int, bytes]:
     """One request over a connection of its own: status and plain body. Raises OSError."""
-    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=10)
+    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=60)
     try:
         connection.request(method, path, body or None, headers | {"Accept-Encoding": "gzip, deflate"})
         answer = connection.getresponse()
@@ -151,7 +151,7 @@ def test_a_hundred_steps_of_stock_clients(tmp_path: Path, strict: bool):
         status = ask(url, "GET", "/status")
         stop.set()
         for environment in environments:
-            environment.join(20)
+            environment.join(60)
         assert status["current_step"] == STEPS
         assert [environment.dropped for environment in environments] == [[], [], []]
         seen = Counter(item["group_overrides"]["name"] for batch in batches for item in batch)

@@ -134,7 +134,7 @@ def plain_uvicorn() -> Iterator[Any]:
         thread = threading.Thread(target=server.run)
         thread.start()
         running.append((server, thread))
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while not server.started:
             assert thread.is_alive() and time.monotonic() < deadline, "the server does not come up"
             time.sleep(0.005)
@@ -143,7 +143,7 @@ def plain_uvicorn() -> Iterator[Any]:
     yield run
     for server, thread in running:
         server.should_exit = True
-        thread.join(20)
+        thread.join(60)
 
 
 def test_the_app_itself_serves_no_other_machine_without_a_token(plain_uvicorn: Any):

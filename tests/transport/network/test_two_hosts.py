@@ -71,7 +71,7 @@ async def said_or_killed(process: subprocess.Popen[str]) -> None:
     with contextlib.suppress(subprocess.TimeoutExpired):
         await asyncio.to_thread(process.communicate, timeout=DEADLINE_S)
     process.kill()
-    assert gone([process.pid], 10.0)
+    assert gone([process.pid], 60)
 
 
 async def test_a_worker_on_another_host_serves_and_every_socket_of_the_run_refuses_strangers(lan: Lan):

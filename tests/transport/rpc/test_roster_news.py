@@ -42,7 +42,7 @@ class Told:
 
 async def pause(told: Told) -> None:
     """Until everybody was told."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while told.news._timer is not None:
             await asyncio.sleep(0.001)
 

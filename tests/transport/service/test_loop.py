@@ -38,8 +38,8 @@ async def test_requests_are_answered_in_any_order_and_from_many_clients() -> Non
     answers = Answers()
     server = LoopServiceServer("answers", RUN, answers)
     clients = [ServiceClient(server.endpoint, "answers", str(number), RUN) for number in range(3)]
-    later = [asyncio.create_task(clients[0].request("later", number, timeout_s=10)) for number in range(5)]
-    asked = [client.request("echo", number, timeout_s=10) for number in range(300) for client in clients]
+    later = [asyncio.create_task(clients[0].request("later", number, timeout_s=60)) for number in range(5)]
+    asked = [client.request("echo", number, timeout_s=60) for number in range(300) for client in clients]
     assert await asyncio.gather(*asked) == [[str(c), number] for number in range(300) for c in range(3)]
     assert not any(task.done() for task in later)
     answers.go.set()
@@ -54,9 +54,9 @@ async def test_what_was_answered_before_the_end_arrives_and_the_rest_is_lost() -
     server = LoopServiceServer("answers", RUN, answers)
     client = ServiceClient(server.endpoint, "answers", "me", RUN)
     with pytest.raises(ServiceError, match="KeyError: 'no_such'"):
-        await client.request("no_such", None, timeout_s=10)
-    open_one = asyncio.create_task(client.request("later", 1, timeout_s=10))
-    last = asyncio.create_task(client.request("echo", 2, timeout_s=10))
+        await client.request("no_such", None, timeout_s=60)
+    open_one = asyncio.create_task(client.request("later", 1, timeout_s=60))
+    last = asyncio.create_task(client.request("echo", 2, timeout_s=60))
     assert await last == ["me", 2]
     await server.close()
     answers.go.set()

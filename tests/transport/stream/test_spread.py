@@ -66,7 +66,7 @@ async def spread() -> AsyncIterator[Any]:
 
 
 async def all_give_credit(producer: SpreadProducer) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not all(stream.credits for stream in producer._streams):
             await asyncio.sleep(0.001)
 
@@ -78,7 +78,7 @@ async def test_every_sample_goes_to_one_receiver_and_their_bytes_are_about_equal
     for number in range(120):
         sizes[f"s{number}"] = rng.randint(1, 20_000)
         await all_give_credit(producer)
-        await producer.push(f"s{number}", number % 2, [bytes(sizes[f"s{number}"])], timeout_s=10)
+        await producer.push(f"s{number}", number % 2, [bytes(sizes[f"s{number}"])], timeout_s=60)
     assert await producer.drain(10) and producer.unacked == 0
     names = [name for sink in three for name in sink.names]
     assert sorted(names) == sorted(acked) == sorted((f"s{n}", n % 2) for n in range(120))
@@ -91,7 +91,7 @@ async def test_a_receiver_without_credit_is_passed_over(sinks: Any, spread: Any)
     producer = spread(slow, quick)
     await all_give_credit(producer)
     for number in range(20):
-        await producer.push(f"s{number}", 0, [b"1"], timeout_s=10)
+        await producer.push(f"s{number}", 0, [b"1"], timeout_s=60)
     while len(quick.names) < 18:
         await asyncio.sleep(0.005)
     assert len(slow.names) == 2 and producer.unacked >= 2
@@ -103,8 +103,8 @@ async def test_who_waits_gets_the_first_credit_of_any_in_turn(sinks: Any, spread
     one, other = sinks(credits=1, holds=True), sinks(credits=1, holds=True)
     producer = spread(one, other)
     for name in "ab":
-        await producer.push(name, 0, [b"1"], timeout_s=10)
-    waiting = [asyncio.ensure_future(producer.push(name, 0, [b"1"], timeout_s=10)) for name in "cde"]
+        await producer.push(name, 0, [b"1"], timeout_s=60)
+    waiting = [asyncio.ensure_future(producer.push(name, 0, [b"1"], timeout_s=60)) for name in "cde"]
     while not (one.names and other.names):
         await asyncio.sleep(0.005)
     waiting[0].cancel()
@@ -119,12 +119,12 @@ async def test_without_any_credit_all_receivers_are_named(sinks: Any, spread: An
     two = [sinks(credits=1, holds=True) for _ in range(2)]
     producer = spread(*two)
     for name in "ab":
-        await producer.push(name, 0, [b"1"], timeout_s=10)
+        await producer.push(name, 0, [b"1"], timeout_s=60)
     with pytest.raises(TimeoutError) as caught:
         await producer.push("c", 0, [b"1"], timeout_s=0.05)
     assert all(sink.receiver.endpoint in str(caught.value) for sink in two)
     with pytest.raises(ProtocolError, match="0 frames"):
-        await producer.push("d", 0, [], timeout_s=10)
+        await producer.push("d", 0, [], timeout_s=60)
     for sink in two:
         sink.release()
     assert await producer.drain(10)
@@ -134,8 +134,8 @@ async def test_without_any_credit_all_receivers_are_named(sinks: Any, spread: An
 async def test_a_push_that_waits_ends_with_the_producer(sinks: Any, spread: Any) -> None:
     producer = spread(sinks(credits=1, holds=True), sinks(credits=1, holds=True))
     for name in "ab":
-        await producer.push(name, 0, [b"1"], timeout_s=10)
-    waiting = asyncio.ensure_future(producer.push("c", 0, [b"1"], timeout_s=10))
+        await producer.push(name, 0, [b"1"], timeout_s=60)
+    waiting = asyncio.ensure_future(producer.push("c", 0, [b"1"], timeout_s=60))
     await asyncio.sleep(0.01)
     await producer.close()
     with pytest.raises(StreamFailed, match="closed"):
@@ -147,7 +147,7 @@ async def test_producers_begin_with_different_receivers(sinks: Any, spread: Any)
     for number in range(12):
         producer = spread(*two, name=f"rollout_worker/{number}:{100 + number}")
         await all_give_credit(producer)
-        await producer.push(f"s{number}", 0, [b"1"], timeout_s=10)
+        await producer.push(f"s{number}", 0, [b"1"], timeout_s=60)
         assert await producer.drain(10)
     assert all(sink.names for sink in two)
 

@@ -61,7 +61,7 @@ def owned() -> Iterator[Owner]:
     yield made
     made.process.send_signal(signal.SIGCONT)
     made.process.kill()
-    made.process.communicate(timeout=10)
+    made.process.communicate(timeout=60)
 
 
 long_lived = pytest.fixture(scope="module", name="long_lived")(owned)
@@ -173,7 +173,7 @@ def test_two_busy_workers_serve_each_other(planes):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(60)
     assert len(results) == 40
 
 
@@ -221,7 +221,7 @@ def test_close_gives_everything_up(fresh_owner, planes):
     planes[0].fetch(fresh_owner.endpoint, ["1"], ["x"], 20)
     assert fresh_owner.tell("nbytes")[1] == 1
     assert fresh_owner.tell("quit") == [0]
-    assert fresh_owner.process.wait(10) == 0
+    assert fresh_owner.process.wait(60) == 0
     planes[0].close()
     planes[0].close()
     with pytest.raises(DataError, match="closed"):

@@ -82,7 +82,7 @@ def crowd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Peer]]:
         with contextlib.suppress(BrokenPipeError):
             peer.end()
     mother.stdin.close()
-    assert mother.wait(timeout=10) == 0
+    assert mother.wait(timeout=60) == 0
 
 
 @pytest.mark.parametrize("medium", MEDIA)
@@ -122,7 +122,7 @@ def test_a_receiver_that_dies_in_a_broadcast_hurts_nobody_and_is_named(
         assert crowd[0].answer() == "same"
         publisher.publish(6, values(6))
         receive(publisher.publish(7, values(7)), 10.0)
-        end = time.monotonic() + 20.0
+        end = time.monotonic() + 60
         while "weights version 5: lost generation/dead before it had them" not in caplog.text:
             assert time.monotonic() < end, caplog.text
             time.sleep(0.02)
