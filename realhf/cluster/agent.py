@@ -302,8 +302,15 @@ class HostAgent:
             self._doomed[asked.name] = time.monotonic() + asked.grace_s
             return
         self._report(socket, self._local.wait(0.0))
+        for name in self._logs:
+            self._local.end(name)
+        deadline = time.monotonic() + min(asked.grace_s, LONGEST_S)
+        while self._logs and (left := deadline - time.monotonic()) > 0:
+            self._ping(socket)  # who says nothing for so long would be lost, and not be told that the run is over
+            self._report(socket, self._local.wait(min(left, LOOK_S)))
+            socket.getsockopt(zmq.EVENTS)  # else its descriptor stays readable, and nothing waits
         ended = dict(self._logs)
-        self._end_all(min(asked.grace_s, LONGEST_S))
+        self._end_all(0.0)
         for name, (log, since) in ended.items():
             self._send(socket, "exited", Exited(name, -signal.SIGTERM, str(log), since, _tail(log, since)))
         self._send(socket, "ended")

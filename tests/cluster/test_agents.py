@@ -32,6 +32,12 @@ print("last words", file=sys.stderr, flush=True)
 time.sleep(float(sys.argv[1]))
 sys.exit(3)
 """
+STUBBORN = """
+import signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("stays", flush=True)
+time.sleep(60)
+"""
 
 
 class Cluster:
@@ -67,7 +73,8 @@ class Cluster:
             *(options or ("--host-agent", "--no-prepare")),
         ]
         command = [*before, sys.executable, "-m", "realhf.worker", *given]
-        with (self.folder / f"{name}.log").open("wb") as log:
+        # An agent is no process of the launcher's, which kills what it finds of its own in the end.
+        with (self.folder / f"{name}.log").open("wb") as log, self.scheduler._local.beside():
             self.agents[name] = subprocess.Popen(command, stdout=log, stderr=log)
         return self.agents[name]
 
@@ -153,6 +160,20 @@ def test_workers_run_on_the_hosts_that_were_waited_for_and_end_with_the_run(clus
     cluster.scheduler.stop(2.0)
     assert gone(pids, 60)
     assert agents[1].wait(LONG_S) == 0, "and so does one whose run is over"
+
+
+def test_an_agent_whose_workers_end_slowly_hears_that_the_run_is_over(clusters: Callable[..., Cluster]):
+    """While it waited for them it said nothing: the launcher took it for lost and did not tell it, and it waited ten
+    minutes for a launcher that it took for lost."""
+    cluster = clusters(hosts=["a"], dead_after_s=3.0)
+    agent = cluster.join("a")
+    cluster.start("master")
+    (cluster.folder / "sleeper.py").write_text(STUBBORN)
+    cluster.start("rollout_worker/0", events=True)
+    said(cluster, "rollout_worker/0")
+    cluster.scheduler.stop(5.0)
+    assert agent.wait(LONG_S) == 0
+    assert "nothing heard" not in (cluster.folder / "a.log").read_text()
 
 
 def said(cluster: Cluster, name: str) -> str:
