@@ -42,6 +42,8 @@ PING_S = 1.0
 SILENT_PINGS = 3
 """An agent that missed so many signs of life may have been replaced by another one of its name."""
 LOOK_MS = 250
+AT_ONCE = 200
+"""So many messages are taken before the door does something else: a host may send faster than it can read."""
 PART_S = 1.0
 """So long the door waits for hosts to say that they have heard of the end."""
 SILENT_FACTOR = 1.25
@@ -193,7 +195,7 @@ class Door:
                 if paused_s := pauses.look():
                     self._excuse(paused_s)
                 self._waker.clear()
-                take_all(self._socket, self._take, self._drop, self._of_other_protocol)
+                take_all(self._socket, self._take, self._drop, self._of_other_protocol, most=AT_ONCE)
                 self._look_for_silence()
                 with self._lock:
                     outgoing, closing = [*self._outgoing], self._closing
@@ -214,7 +216,7 @@ class Door:
         while self._parting and (left := end - time.monotonic()) > 0:
             poller.poll(int(left * 1000))
             self._waker.clear()
-            take_all(self._socket, self._parted, self._drop)
+            take_all(self._socket, self._parted, self._drop, most=AT_ONCE)
 
     def _parted(self, identity: bytes, header: dict[str, Any], payload: list[bytes]) -> None:
         del identity, payload
@@ -280,6 +282,8 @@ class Door:
             self._post(identity, packed("refused", session, Refused(text)))
             return
         with self._lock:
+            if self._closing:
+                return  # it would not be told that the run is over; there may be another door soon
             if hello.name in self._banned:
                 self._post(identity, packed("leave", session))
                 return

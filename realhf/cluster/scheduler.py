@@ -345,6 +345,7 @@ class ClusterScheduler:
         assert door is not None
         dock = Dock(lambda kind, message: door.send(hello.name, kind, message, session=event.session))
         self._table.hosts[hello.name] = Host(hello, dock)
+        self._ended.add(hello.name)  # nothing runs there yet: the end of a run has not to wait for it
         self._backlog += [Notice(text) for text in warnings(hello)]
         late = self._running and bool(self._table.workers)
         if late and not self._elastic:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,11 +20,15 @@ def take_all(
     take: Take,
     drop: Callable[[str], None],
     other: Callable[[bytes, dict[str, Any]], None] | None = None,
+    most: int | None = None,
 ) -> None:
     """Hand every message that waits to ``take``, until there is none or ``take`` closes the socket. A message without
     a header, and one for which ``take`` raises ProtocolError, goes to ``drop`` with the reason. Before that one of
-    another version of the protocol goes to ``other``, where there is that."""
-    while not socket.closed:
+    another version of the protocol goes to ``other``, where there is that. Who polls the socket again anyway gives
+    ``most``, the number of messages after which others have a turn: some may come faster than they are taken."""
+    for _ in range(most) if most is not None else itertools.repeat(None):
+        if socket.closed:
+            return
         try:
             identity, frame, *payload = socket.recv_multipart(zmq.NOBLOCK)
         except zmq.Again:

@@ -1,0 +1,178 @@
+"""The end of a run, with hosts that do not do their part: it comes soon, and agents hear of it."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from realhf.cluster import door as door_module
+from realhf.cluster import scheduler as scheduler_module
+from realhf.cluster.door import Door
+from realhf.cluster.messages import EndWorker, Welcome
+from realhf.cluster.options import ClusterOptions
+from realhf.cluster.scheduler import ClusterScheduler
+from realhf.transport.network.keys import RunKeys
+from realhf.transport.network.network import Network
+from tests.cluster.strange_agent import ANSWER_S, StrangeAgent
+
+SOON_S = 5.0
+"""A second for hosts to say that they have heard, half of one for what is under way, and what a busy machine takes."""
+FLOOD = """
+import sys
+from pathlib import Path
+from realhf.cluster.messages import packed
+from realhf.transport.network.keys import RunKeys
+from tests.cluster.strange_agent import StrangeAgent
+agent = StrangeAgent(sys.argv[1], RunKeys.read(Path(sys.argv[2])), "flood")
+agent.join()
+frames = packed("ping", agent.session)
+agent.socket.sndhwm = 100_000
+print("begins", flush=True)
+while True:
+    agent.socket.send_multipart(frames)
+"""
+
+
+class OpenDoor:
+    """A door on the loopback, and agents by hand."""
+
+    def __init__(self, folder: Path) -> None:
+        self.keys, self.key_file = RunKeys.make(), folder / "cluster.key"
+        self.keys.write(self.key_file)
+        self.door = Door(Network("127.0.0.1", "127.0.0.1", self.keys), "tcp://127.0.0.1:0", 7.0)
+        self.agents: list[StrangeAgent] = []
+
+    def agent(self, name: str) -> StrangeAgent:
+        self.agents.append(StrangeAgent(self.door.endpoint, self.keys, name))
+        return self.agents[-1]
+
+    def closes(self) -> float:
+        """Close the door; how long it took. The port is free afterwards."""
+        began = time.monotonic()
+        self.door.close()
+        took = time.monotonic() - began
+        with socket.create_server(("127.0.0.1", int(self.door.endpoint.rpartition(":")[2]))):
+            return took
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> Iterator[OpenDoor]:
+    made = OpenDoor(tmp_path)
+    yield made
+    for agent in made.agents:
+        agent.close()
+    made.door.close()
+
+
+def heard(agent: StrangeAgent, kind: str) -> bool:
+    """Whether an agent hears this within a while."""
+    end = time.monotonic() + ANSWER_S
+    while time.monotonic() < end:
+        if (found := agent.heard()) is None:
+            agent.socket.poll(50)
+        elif found[0] == kind:
+            return True
+    return False
+
+
+def test_hosts_that_say_that_they_have_heard_are_not_waited_for(opened: OpenDoor, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(door_module, "PART_S", 3 * ANSWER_S)
+    agents = [opened.agent(name).join() for name in ("a", "b")]
+
+    def part(agent: StrangeAgent) -> None:
+        assert heard(agent, "over")
+        agent.say("leave")
+
+    threads = [threading.Thread(target=part, args=(agent,), daemon=True) for agent in agents]
+    for thread in threads:
+        thread.start()
+    assert opened.closes() < ANSWER_S
+
+
+def test_a_host_that_never_answers_delays_the_end_by_a_second(opened: OpenDoor):
+    agent = opened.agent("a").join()
+    assert opened.closes() < SOON_S
+    assert heard(agent, "over")
+
+
+def slowed(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Let the door take a millisecond for each message."""
+    taken = getattr(Door, name)
+
+    def slow(self: Door, *message: Any) -> None:
+        time.sleep(0.001)
+        taken(self, *message)
+
+    monkeypatch.setattr(Door, name, slow)
+
+
+@pytest.mark.slow
+def test_a_host_that_sends_faster_than_the_door_reads_does_not_hold_it_open(
+    opened: OpenDoor, monkeypatch: pytest.MonkeyPatch
+):
+    """The door went on to read, told nobody that the run was over, and kept its port. Here it is slow."""
+    for name in ("_take", "_parted"):
+        slowed(monkeypatch, name)
+    quiet = opened.agent("a").join()
+    words = [sys.executable, "-c", FLOOD, opened.door.endpoint, str(opened.key_file)]
+    floods = subprocess.Popen(words, stdout=subprocess.PIPE, cwd=Path(__file__).resolve().parents[2])
+    try:
+        assert floods.stdout is not None and floods.stdout.readline() == b"begins\n"
+        time.sleep(1.0)  # so that much lies there
+        assert opened.closes() < SOON_S
+        assert heard(quiet, "over")
+    finally:
+        floods.kill()
+        floods.wait()
+        assert floods.stdout is not None
+        floods.stdout.close()
+
+
+def test_who_comes_when_the_door_closes_is_not_welcomed(opened: OpenDoor):
+    """It was, and never told that the run was over: it took the launcher for lost nine seconds later."""
+    agent = opened.agent("late")
+    door = opened.door
+    with door._lock:  # pyright: ignore[reportPrivateUsage]
+        agent.hello()
+        time.sleep(0.2)  # the door has its hello, and waits for the lock as it would for a launcher that closes it
+        door._closing = True  # pyright: ignore[reportPrivateUsage]
+    door._thread.join(ANSWER_S)  # pyright: ignore[reportPrivateUsage]
+    while (found := agent.heard()) is not None:
+        assert not isinstance(found[1], Welcome)
+    assert not door.events()
+
+
+def test_who_comes_while_the_workers_of_a_run_end_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Nothing runs there; it was waited for until the time of all was over."""
+    monkeypatch.setattr(scheduler_module, "STOP_LATE_S", 3 * ANSWER_S)
+    keys = RunKeys.make()
+    keys.write(tmp_path / "key")
+    options = ClusterOptions(address="127.0.0.1", port=0, key_file=str(tmp_path / "key"), dead_after_s=40.0)
+    scheduler = ClusterScheduler(options, say=lambda text: None)
+    endpoint = scheduler._opened().endpoint  # pyright: ignore[reportPrivateUsage]
+    first = StrangeAgent(endpoint, keys, "a").join()
+    second = StrangeAgent(endpoint, keys, "b")
+    while "a" not in scheduler._table.hosts:  # pyright: ignore[reportPrivateUsage]
+        scheduler.wait(0.05)
+
+    def ends_late() -> None:
+        first.hears(EndWorker)
+        second.join()
+        first.say("ended")
+
+    thread = threading.Thread(target=ends_late, daemon=True)
+    thread.start()
+    began = time.monotonic()
+    scheduler.stop(0.1)
+    assert time.monotonic() - began < ANSWER_S
+    thread.join(ANSWER_S)
+    first.close()
+    second.close()
