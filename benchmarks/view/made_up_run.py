@@ -48,6 +48,7 @@ class MadeUpRun:
         self._failing = failing
         self._random = random.Random(seed)
         self._step = 0
+        self._untrained: list[TrainLine] = []
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.yaml").write_text(f"experiment: made_up\nseed: {seed}\nppo:\n  lr: {seed / 1000}\n")
         header = {"rollouts": FORMAT, "writer": f"made-up-{seed}", "worker": "made-up/0", "began": time.time()}
@@ -55,8 +56,9 @@ class MadeUpRun:
             family: Shards(folder / "rollouts", Header(family=family, **header)) for family in (PLAY, TRAIN)
         }
 
-    def add_step(self, n_groups: int = GROUPS_OF_A_STEP, of: int = 100) -> None:
-        """Write a step of so many groups; ``of`` steps take a task from its beginning to its end."""
+    def add_step(self, n_groups: int = GROUPS_OF_A_STEP, of: int = 100, *, train: bool = True) -> None:
+        """Write a step of so many groups; ``of`` steps take a task from its beginning to its end. Without ``train`` they
+        are only played, until ``train`` is called."""
         self._step += 1
         lines: list[tuple[PlayLine, TrainLine | None]] = []
         for number in range(n_groups):
@@ -71,10 +73,9 @@ class MadeUpRun:
         for start in range(0, len(lines), _MEMBER):
             part = lines[start : start + _MEMBER]
             self._shards[PLAY].append([self._played(line) for line, _ in part], [line for line, _ in part])
-            trained = [line for _, line in part if line is not None]
-            kept = [line for line in trained if line.has_tokens]
-            records = [self._trained(line) for line in kept]
-            self._shards[TRAIN].append(records, kept, [line for line in trained if not line.has_tokens])
+            self._untrained += [line for _, line in part if line is not None]
+            if train:
+                self.train()
         valid = [line for line, _ in lines if line.reward is not None]
         metrics = {
             "reward/mean": sum(line.reward or 0.0 for line in valid) / max(1, len(valid)),
@@ -85,6 +86,13 @@ class MadeUpRun:
         }
         with (self._folder / "metrics.jsonl").open("a") as file:
             file.write(json.dumps({"step": self._step, **metrics}) + "\n")
+
+    def train(self) -> None:
+        """Write what the trainer saw of the rollouts that were only played."""
+        trained, self._untrained = self._untrained, []
+        kept = [line for line in trained if line.has_tokens]
+        records = [self._trained(line) for line in kept]
+        self._shards[TRAIN].append(records, kept, [line for line in trained if not line.has_tokens])
 
     def close(self) -> None:
         """Close the files."""

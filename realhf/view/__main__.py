@@ -47,7 +47,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: --port {given.port}: {error}; name another port, or 0 for a free one", file=sys.stderr)
         return 2
     with listener:
-        said = f"{len(found)} {'run' if len(found) == 1 else 'runs'} on http://127.0.0.1:{listener.getsockname()[1]}/"
+        left_off = len(runs.left_off())
+        of = f" of {len(found) + left_off}" if left_off else ""
+        word = "run" if len(found) + left_off == 1 else "runs"
+        said = f"{len(found)}{of} {word} on http://127.0.0.1:{listener.getsockname()[1]}/"
         print(f"{said} (Ctrl-C ends)", flush=True)
         _serve(runs, given.follow, listener)
     return 0

@@ -42,8 +42,10 @@ class RolloutRoutes:
         return Response(await run_in_threadpool(self._run_of(request).rollouts.packed), media_type=MEDIA_TYPE)
 
     async def one(self, request: Request) -> Response:
-        """Return everything about the rollout ``id``."""
-        found = await run_in_threadpool(self._run_of(request).rollouts.one, request.query_params.get("id", ""))
+        """Return everything about the rollout ``id``, unless nothing has changed since the answer with the stamp
+        ``seen``."""
+        arguments = request.query_params.get("id", ""), request.query_params.get("seen", "")
+        found = await run_in_threadpool(self._run_of(request).rollouts.one, *arguments)
         if found is None:
             raise HTTPException(404, "there is no rollout with this id")
         return Response(json.dumps(found, separators=(",", ":")), media_type="application/json")

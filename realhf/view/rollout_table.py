@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import threading
@@ -40,42 +41,50 @@ class RunRollouts:
         """Return a row for each rollout as columns (``packed.pack``), in the order of steps. Texts are numbers into the
         tables of the header; ``samples[sample]/row`` is the id."""
         with self._lock:
-            self._refresh()
+            rows = self._refreshed()
+            if not self._packed:
+                self._packed = _packed(rows, self._store.problems)
             return self._packed
 
-    def one(self, name: str) -> dict[str, Any] | None:
+    def one(self, name: str, seen: str = "") -> dict[str, Any] | None:
         """Return index lines and records of a rollout, and the lines of its group; None when there is none. In place of
-        a record that cannot be read there is {problem}."""
+        a record that cannot be read there is {problem}. ``stamp`` is another one when a line has changed; with that one
+        as ``seen`` no record is read, and the answer is {id, stamp, same}."""
         with self._lock:
-            self._refresh()
+            self._store.refresh()
             row = self._store.find(name)
             group = [] if row is None else self._store.group(row.play.sample)[:MOST_GROUP]
         if row is None:
             return None
-        return {
-            "id": name,
+        lines = {
             "step": row.step,
             "line": _plain(row.play),
             "train_line": None if row.train is None else _plain(row.train),
-            "play": self._record(row.play),
-            "train": None if row.train is None or row.train.shard == NO_SHARD else self._record(row.train),
             "group": [
                 {**_plain(other.play), "train": None if other.train is None else _plain(other.train)} for other in group
             ],
+        }
+        stamp = hashlib.blake2b(msgspec.json.encode(lines), digest_size=12).hexdigest()
+        if stamp == seen:
+            return {"id": name, "stamp": stamp, "same": True}
+        return {
+            "id": name,
+            "stamp": stamp,
+            **lines,
+            "play": self._record(row.play),
+            "train": None if row.train is None or row.train.shard == NO_SHARD else self._record(row.train),
         }
 
     def index(self) -> list[Row]:
         """Return the rollouts that count."""
         with self._lock:
-            self._refresh()
-            return list(self._rows)
+            return list(self._refreshed())
 
     def search(self, text: str, deadline: float, stopped: Callable[[], bool]) -> Iterator[dict[str, Any]]:
         """Yield {ids} of rollouts whose conversation, task or failure holds a text (whatever its case), the newest
         first, and at last {done, searched, of}. ``deadline``: of ``time.monotonic``, after which it ends."""
         with self._lock:
-            self._refresh()
-            lines = [row.play for row in self._rows if row.play.shard != NO_SHARD]
+            lines = [row.play for row in self._refreshed() if row.play.shard != NO_SHARD]
         wanted, searched = text.casefold(), 0
         members = [list(found) for _, found in itertools.groupby(sorted(lines, key=_place), key=_place)]
         members.sort(key=lambda found: -max(line.time for line in found))
@@ -108,15 +117,15 @@ class RunRollouts:
         except NoRecord as error:
             return {"problem": str(error)}
 
-    def _refresh(self) -> None:
+    def _refreshed(self) -> list[Row]:
         self._store.refresh()
         store = self._store
         seen = store.epoch, len(store.play.lines), len(store.train.lines), *store.problems
-        if seen != self._seen or not self._packed:
-            self._seen = seen
+        if seen != self._seen:
+            self._seen, self._packed = seen, b""
             if store.play.lines or not self._rows:  # what was read of a folder that vanishes is still shown
                 self._rows = sorted(self._store.rows(), key=lambda row: row.step)
-            self._packed = _packed(self._rows, self._store.problems)
+        return self._rows
 
 
 class _Words(msgspec.Struct):

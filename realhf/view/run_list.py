@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
+from realhf.monitor.metrics_log import METRICS_FILE
 from realhf.view.folder_state import is_run
 from realhf.view.run import Run
 
@@ -22,18 +24,30 @@ class RunList:
     def __init__(self, folders: Sequence[Path]) -> None:
         self._folders = [Path(os.path.abspath(folder)) for folder in folders]
         self._runs: dict[Path, Run] = {}
+        self._left_off: list[Path] = []
         self._lock = threading.Lock()
 
     def refresh(self) -> list[Run]:
-        """Look for runs that were added, and return all. A folder that was named and holds none counts as one, so that
-        the page can say what is wrong with it."""
+        """Look for runs that were added, and return all, at most ``MOST_RUNS``: where there are more, those that were
+        written to last. A folder that was named and holds none counts as one, so that the page can say what is wrong
+        with it."""
         with self._lock:
+            fresh: dict[Path, str] = {}
             for folder in self._folders:
                 found = [folder] if is_run(folder) else list(_below(folder, MOST_DEPTH))
                 for path in found or [folder]:
-                    if path not in self._runs and len(self._runs) < MOST_RUNS:
-                        self._runs[path] = Run(path, _name(folder, path))
+                    if path not in self._runs:
+                        fresh.setdefault(path, _name(folder, path))
+            room = MOST_RUNS - len(self._runs)
+            newest = set(sorted(fresh, key=_written, reverse=True)[:room] if len(fresh) > room else fresh)
+            self._runs |= {path: Run(path, name) for path, name in fresh.items() if path in newest}
+            self._left_off = [path for path in fresh if path not in newest]
             return list(self._runs.values())
+
+    def left_off(self) -> list[Path]:
+        """Return the folders of the runs that are not listed, because there are more than ``MOST_RUNS``."""
+        with self._lock:
+            return list(self._left_off)
 
     def get(self, number: int) -> Run | None:
         """Return the run with this number; None if there is none."""
@@ -54,6 +68,14 @@ def _below(folder: Path, depth: int) -> Iterator[Path]:
             yield path
         elif depth > 1:
             yield from _below(path, depth - 1)
+
+
+def _written(run: Path) -> float:
+    """Return when a run wrote its last step, or began; 0 for one that has vanished."""
+    for path in (run / METRICS_FILE, run):
+        with suppress(OSError):
+            return path.stat().st_mtime
+    return 0.0
 
 
 def _name(folder: Path, path: Path) -> str:

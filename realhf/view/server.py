@@ -105,8 +105,14 @@ class Api:
         return Response(await run_in_threadpool(self.run_of(request).spans.packed, *arguments), media_type=MEDIA_TYPE)
 
     def _list(self) -> dict[str, Any]:
-        runs = self._runs.refresh()
-        return {"follow": self._follow, "runs": [_described(number, run) for number, run in enumerate(runs)]}
+        runs = [_described(number, run) for number, run in enumerate(self._runs.refresh())]
+        left_off = self._runs.left_off()
+        return {
+            "follow": self._follow,
+            "runs": runs,
+            "left_off": len(left_off),
+            "one_left_off": str(left_off[0]) if left_off else "",
+        }
 
     def _changes(self, numbers: list[int]) -> dict[str, Any]:
         runs = [(number, run) for number in numbers if (run := self._runs.get(number)) is not None]

@@ -67,6 +67,38 @@ export function tell(element, text) {
   if (element.textContent !== wanted) element.textContent = wanted;
 }
 
+/** Make a part of a page say what a newer one says, in place, so that what has the focus, is selected, scrolled or open
+ * stays so. For parts without listeners of their own. */
+export function renew(old, made) {
+  if (old.isEqualNode(made)) return;
+  if (old.nodeName !== made.nodeName) return old.replaceWith(made);
+  if (old.nodeType === Node.TEXT_NODE) {
+    if (old.data !== made.data) old.data = made.data;
+    return;
+  }
+  for (const { name } of [...old.attributes]) if (name !== "open" && !made.hasAttribute(name)) old.removeAttribute(name);
+  for (const { name, value } of made.attributes) {
+    if (old.getAttribute(name) === value) continue;
+    if (name === "style") old.style.cssText = value; // a page may forbid the attribute
+    else old.setAttribute(name, value);
+  }
+  const [had, has] = [[...old.childNodes], [...made.childNodes]];
+  has.forEach((child, at) => (had[at] ? renew(had[at], child) : old.append(child)));
+  for (const child of had.slice(has.length)) child.remove();
+}
+
+/** Change parts of a page that scrolls in `frame`. The last of `parts` that begins above the middle of what is seen, which
+ * is the one that is read, stays where it is on the screen; at the top of the page none has to. */
+export function holdingStill(frame, parts, change) {
+  const { top, height } = frame.getBoundingClientRect();
+  const held = frame.scrollTop > 0 && parts.findLast((one) => one.getBoundingClientRect().top < top + height / 2);
+  const before = held && held.getBoundingClientRect().top;
+  frame.style.overflowAnchor = "none"; // the browser would hold another part
+  change();
+  if (held) frame.scrollTop += held.getBoundingClientRect().top - before;
+  frame.style.overflowAnchor = "";
+}
+
 /** Let the skip link of a page give the focus to its target and leave the address as it is: it says what is shown. */
 export function skipLink() {
   const link = document.querySelector(".skip");

@@ -1,6 +1,6 @@
 // What an experienced eye would say about the run, with the rollouts that show it.
 
-import { h } from "./dom.js";
+import { h, renew } from "./dom.js";
 import { askJson } from "./store.js";
 import { FILTERS } from "./table.js";
 
@@ -26,14 +26,27 @@ class Advisories {
     const found = await askJson(`/api/runs/${run.number}/advisories`);
     if (JSON.stringify(found) === JSON.stringify(this.found)) return;
     this.found = found;
-    const focused = [...this.list.children].findIndex((one) => one.contains(document.activeElement));
     this.said.textContent = this.found.length ? `${this.found.length} to look at in ${run.name}` : `Nothing seems wrong with ${run.name}.`;
-    this.list.replaceChildren(...this.found.map((one) => this.item(one)));
-    if (focused >= 0) this.list.children[Math.min(focused, this.found.length - 1)]?.focus();
+    const active = document.activeElement;
+    const held = this.list.contains(active) ? active.closest(".advisory").dataset.id : null;
+    const inLink = active.matches("a");
+    renew(this.list, h("ol", { class: "advisory-list", id: "advisories" }, this.found.map((one) => this.item(one))));
+    if (held !== null) this.focusOn(held, inLink);
   }
 
   async update(parts) {
     if (parts.has("metrics") || parts.has("evaluations")) await this.load();
+  }
+
+  /** Give the focus to an advisory that may stand elsewhere in the list now; where it is gone, to the last one. */
+  focusOn(id, inLink) {
+    const items = [...this.list.children];
+    const own = items.findIndex((one) => one.dataset.id === id);
+    const item = items.at(own);
+    if (!item) return;
+    this.at = items.indexOf(item);
+    const target = (inLink && item.querySelector("a")) || item;
+    if (target !== document.activeElement) target.focus({ preventScroll: true });
   }
 
   item(one) {

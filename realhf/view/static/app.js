@@ -25,6 +25,7 @@ const MOST_COMPARED = 8;
 const store = new Store();
 const links = PAGES.map((one, at) => h("a", {}, one.title, h("kbd", { "aria-hidden": "true" }, String(at + 1))));
 let shown = null;
+const missed = new Set(); // parts that changed while a page was being made
 let turn = 0;
 let waiting = new AbortController();
 let silent = false; // the server does not answer, and the page says so
@@ -57,11 +58,21 @@ function drawFrame() {
   const others = runs.length > 1 ? ` Compared with ${runs.length - 1} more.` : "";
   tell($("state"), run ? run.text + others : "");
   $("state").dataset.state = run?.state ?? "";
+  drawLeftOff();
   PAGES.forEach((one, at) => {
     links[at].href = `#/${one.name}?runs=${runs.join(",")}`;
     if (one === page) links[at].setAttribute("aria-current", "page");
     else links[at].removeAttribute("aria-current");
   });
+}
+
+/** Say how many runs are not listed, if there are any. */
+function drawLeftOff() {
+  const { count, one } = store.leftOff;
+  const listed = store.runs.length.toLocaleString("en");
+  tell($("choose-said"), count ? `${listed} of ${(store.runs.length + count).toLocaleString("en")} runs` : "Runs");
+  $("left-off").hidden = !count;
+  tell($("left-off"), count ? `The ${listed} that were written to last are listed. ${count.toLocaleString("en")} more are not, such as ${one}: name runs, or a folder with fewer of them, on the command line of python -m realhf.view.` : "");
 }
 
 function notice(text) {
@@ -80,6 +91,7 @@ async function showPage() {
   const { page, params, runs } = address();
   shown?.close?.();
   shown = null;
+  missed.clear();
   if (!silent) notice(""); // what was said of the page before
   drawFrame();
   const place = h("div", { class: `page ${page.name}` });
@@ -94,6 +106,7 @@ async function showPage() {
     const made = await page.module.show(place, context);
     if (mine !== turn) return made?.close?.();
     shown = made;
+    if (missed.size) Promise.resolve(shown?.update?.(new Set(missed))).catch(() => {}); // the next request says it
     document.documentElement.dataset.page = page.name;
     // What had the focus went with the page before: Tab goes on from the new page, and not from the top.
     if (document.documentElement.dataset.ready && document.activeElement === document.body) $("page").focus({ preventScroll: true });
@@ -125,7 +138,8 @@ async function followChanges() {
       if (silent) notice("");
       drawFrame();
       const parts = new Set([...changed.entries()].filter(([one]) => !store.runs[one].isGone).flatMap(([, set]) => [...set]));
-      if (parts.size) await shown?.update?.(parts);
+      if (!shown) for (const part of parts) missed.add(part);
+      else if (parts.size) await shown.update?.(parts);
     } catch (error) {
       if (error.name === "AbortError") continue;
       noAnswer(`The server does not answer (${error.message}). What was loaded stays; trying again.`);
@@ -166,6 +180,7 @@ function openKeys() {
 
 async function openRuns() {
   await store.refresh().catch(() => {});
+  drawLeftOff();
   const chosen = new Set(address().runs);
   const line = (run) =>
     h(
@@ -176,7 +191,7 @@ async function openRuns() {
         {},
         h("input", { type: "checkbox", value: run.number, checked: chosen.has(run.number) }),
         h("span", {}, run.name),
-        h("span", { class: "muted" }, `${run.state}, ${run.steps} steps`),
+        h("span", { class: "muted" }, `${run.state}, ${run.steps} ${run.steps === 1 ? "step" : "steps"}`),
       ),
     );
   $("runs-list").replaceChildren(...store.runs.map(line));

@@ -1,7 +1,7 @@
 // The overview: what a run is, its curves, and several runs on the same axes with what they were told differently.
 
 import { Chart, setCursor, smoothed } from "./chart.js";
-import { h, number, percent, table } from "./dom.js";
+import { h, number, percent, renew, table } from "./dom.js";
 import { PANELS, panelOfRun, panelOfRuns, wayOf } from "./panels.js";
 
 export async function show(place, context) {
@@ -89,26 +89,25 @@ class Overview {
 
   drawFigures() {
     const card = (label, value, note = "") => h("div", { class: "card" }, h("span", {}, label), h("b", {}, value), h("small", {}, note));
-    this.figures.replaceChildren(
-      ...this.context.runs.flatMap((run, kind) => {
-        const { steps, columns } = run.metrics;
-        const at = steps.length - 1;
-        const value = (name) => columns[name]?.[at];
-        const held = run.evaluations.filter((one) => one.way === wayOf(run) && one.group === "overall");
-        const [first, final] = [held[0], held.at(-1)];
-        const change = first && final && first !== final ? `from ${percent(first.success)} ${first.step ? `at step ${first.step}` : "before"}` : "";
-        const name = this.context.runs.length > 1 ? `${run.name}: ` : "";
-        const cards = [
-          card(`${name}step`, number(steps[at] ?? 0), run.state),
-          card("reward", number(value("reward/mean"))),
-          card("success", percent(value("success/overall"))),
-          card("held-out success", percent(final?.success), final ? [`step ${final.step}`, wayOf(run) === "sampled" ? "" : wayOf(run), change].filter(Boolean).join("; ") : "none yet"),
-          card("a step takes", value("time/step") === undefined ? "–" : `${number(value("time/step"))} s`),
-        ];
-        if (this.context.runs.length > 1) cards[0].classList.add("named", `k${kind % 8}`);
-        return cards;
-      }),
-    );
+    const cards = this.context.runs.flatMap((run, kind) => {
+      const { steps, columns } = run.metrics;
+      const at = steps.length - 1;
+      const value = (name) => columns[name]?.[at];
+      const held = run.evaluations.filter((one) => one.way === wayOf(run) && one.group === "overall");
+      const [first, final] = [held[0], held.at(-1)];
+      const change = first && final && first !== final ? `from ${percent(first.success)} ${first.step ? `at step ${first.step}` : "before"}` : "";
+      const name = this.context.runs.length > 1 ? `${run.name}: ` : "";
+      const own = [
+        card(`${name}step`, number(steps[at] ?? 0), run.state),
+        card("reward", number(value("reward/mean"))),
+        card("success", percent(value("success/overall"))),
+        card("held-out success", percent(final?.success), final ? [`step ${final.step}`, wayOf(run) === "sampled" ? "" : wayOf(run), change].filter(Boolean).join("; ") : "none yet"),
+        card("a step takes", value("time/step") === undefined ? "–" : `${number(value("time/step"))} s`),
+      ];
+      if (this.context.runs.length > 1) own[0].classList.add("named", `k${kind % 8}`);
+      return own;
+    });
+    renew(this.figures, h("div", { class: "cards" }, cards));
   }
 
   drawEvaluations() {
@@ -122,7 +121,7 @@ class Overview {
     );
     const heads = ["step", "sampling", "group", "success", "95 % interval", "reward", "episodes", "failed", "version"];
     if (this.context.runs.length > 1) heads.unshift("run");
-    this.evaluated.replaceChildren(...(rows.length ? [h("h2", {}, "Held-out evaluations"), table(heads, rows)] : []));
+    renew(this.evaluated, h("section", {}, rows.length ? [h("h2", {}, "Held-out evaluations"), table(heads, rows)] : []));
   }
 
   drawOthers() {
@@ -170,6 +169,6 @@ class Overview {
         h("details", {}, h("summary", {}, `Configuration of ${run.name}`), table(["option", "value"], Object.entries(config).map(([name, value]) => [h("code", {}, name), value]))),
       );
     });
-    this.about.replaceChildren(...parts);
+    renew(this.about, h("section", { class: "about" }, parts));
   }
 }

@@ -1,13 +1,14 @@
 // One rollout: its conversation turn by turn, what the environment said of it, and its group beside it.
 
-import { h, number, shown, table } from "./dom.js";
+import { $, h, holdingStill, number, renew, shown, table } from "./dom.js";
 import { again, ofTurn, stateLeft } from "./environment.js";
-import { askJson } from "./store.js";
+import { askJson, Gone, Later } from "./store.js";
 import { tableOf } from "./table.js";
 import { outcomeClass, walked } from "./rollouts.js";
 
 const LONG = 4000;
 const MOST_TURNS = 400;
+const WAIT_MS = 500;
 
 export async function show(place, context) {
   const page = new Rollout(place, context);
@@ -36,6 +37,20 @@ export async function detail(run, id) {
   return known.get(id);
 }
 
+/** What is known of a rollout now; null where that is what was found before. Its records are read again only when a line
+ * of the index has changed, or one of them could not be read. */
+export async function changed({ run, notice }, found) {
+  const unread = found.play.problem ?? found.train?.problem;
+  const query = new URLSearchParams({ id: found.id, seen: unread ? "" : found.stamp });
+  const now = await askJson(`/api/runs/${run.number}/rollout?${query}`).catch((error) => {
+    if (!(error instanceof TypeError || error instanceof Gone)) notice(`${found.id} cannot be read anew: ${error.message}. What was loaded stays.`);
+    throw error;
+  });
+  const same = now.same || (now.stamp === found.stamp && unread === (now.play.problem ?? now.train?.problem));
+  (run.parts.details ??= new Map()).set(found.id, same ? found : now);
+  return same ? null : now;
+}
+
 /** The id of the rollout `by` places further in the list that the list page showed last. */
 export function neighbour(context, id, by) {
   if (walked.run !== context.run.number || !walked.table) return null;
@@ -48,6 +63,7 @@ class Rollout {
   constructor(place, context) {
     this.context = context;
     this.place = place;
+    this.later = new Later(() => this.again());
     this.keys = [
       ["j k", "next, previous turn"], ["[ ]", "previous, next rollout of the group"], ["← →", "previous, next rollout of the list"],
       ["g", "group side by side"], ["t", "its tokens"], ["e", "the state that it left"], ["p", "play it again"], ["b", "back to the list"],
@@ -56,15 +72,50 @@ class Rollout {
 
   async load() {
     this.id = await idFor(this.context, (all, at) => all.columns.kept[at] && !all.isEval(at), (all, at) => all.columns.kept[at]);
-    if (!this.id) return this.place.append(h("p", {}, "No rollout was kept yet (monitor.rollouts)."));
+    if (!this.id) return this.place.replaceChildren(h("p", {}, "No rollout was kept yet (monitor.rollouts)."));
     this.found = await detail(this.context.run, this.id);
     this.turn = -1;
-    const { found } = this;
     this.beside = this.context.params.get("beside") ?? "";
-    const other = this.beside && this.beside !== this.id ? await detail(this.context.run, this.beside) : null;
+    this.other = this.beside && this.beside !== this.id ? await detail(this.context.run, this.beside) : null;
+    this.draw();
+  }
+
+  draw() {
+    const { found, other } = this;
     this.talk = h("div", { class: other ? "talks two" : "talks" }, column(found), other ? column(other) : null);
-    this.place.append(this.title(), facts(found), this.groupTable(), rewards(found) ?? "", h("h2", {}, other ? `Beside ${this.beside}` : "Conversation"), this.talk, stateLeft(found.play) ?? "", again(found.play) ?? "", rest(found));
+    this.facts = facts(found);
+    this.group = this.groupTable();
+    this.place.replaceChildren(this.title(), this.facts, this.group, rewards(found) ?? "", h("h2", {}, other ? `Beside ${this.beside}` : "Conversation"), this.talk, stateLeft(found.play) ?? "", again(found.play) ?? "", rest(found));
     if (other) align(this.talk);
+  }
+
+  /** It may have been trained meanwhile, and its group may have grown. */
+  async update(parts) {
+    if (parts.has("rollouts")) this.later.ask(WAIT_MS);
+  }
+
+  async again() {
+    if (!this.found) return this.load();
+    const now = await changed(this.context, this.found);
+    const other = this.other && (await changed(this.context, this.other));
+    if (this.later.over) return;
+    const playedAnew = (now && !samePlay(now, this.found)) || (other && !samePlay(other, this.other));
+    this.found = now ?? this.found;
+    this.other = other ?? this.other;
+    if (playedAnew) {
+      const { scrollTop } = $("page");
+      this.draw();
+      $("page").scrollTop = scrollTop;
+    } else if (now) {
+      holdingStill($("page"), [this.facts, this.group, this.talk], () => {
+        renew(this.facts, facts(now));
+        renew(this.group, this.groupTable());
+      });
+    }
+  }
+
+  close() {
+    this.later.close();
   }
 
   title() {
@@ -142,6 +193,8 @@ class Rollout {
     this.context.go("rollouts");
   }
 }
+
+const samePlay = (one, other) => JSON.stringify([one.line, one.play]) === JSON.stringify([other.line, other.play]);
 
 function endOf(line) {
   if (line.failure) return `failure: ${line.failure}`;

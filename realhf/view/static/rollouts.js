@@ -1,7 +1,7 @@
 // The table of all rollouts that were kept: filters, order, full-text search, and rows drawn only where they are seen.
 
-import { h, number } from "./dom.js";
-import { reach } from "./store.js";
+import { h, number, renew, tell } from "./dom.js";
+import { Later, reach } from "./store.js";
 import { FILTERS, NONE, OUTCOMES, tableOf } from "./table.js";
 
 const ROW = 30;
@@ -42,7 +42,9 @@ class Rollouts {
     this.descending = context.params.get("order") !== "up";
     this.text = context.params.get("text") ?? "";
     this.found = null;
+    this.filled = {};
     this.at = 0;
+    this.later = new Later(() => this.again());
     this.keys = [
       ["↑ ↓ PgUp PgDn", "row"], ["Home End", "first, last"], ["Enter", "open the rollout"], ["f", "failures alone"], ["z", "zero rewards without failures"],
       ["/", "search the texts"], ["x", "without filters"], ["o", "order by the next column"], ["u", "the other way round"],
@@ -72,6 +74,7 @@ class Rollouts {
     this.rows = h("div", { class: "rows" });
     this.body = h("div", { class: "body", tabindex: "0", role: "grid", id: "grid", "aria-label": "Rollouts; arrows move, Enter opens" }, this.rows);
     this.body.addEventListener("scroll", () => this.drawRows());
+    this.rows.addEventListener("click", (event) => this.click(Math.floor((event.clientY - this.rows.getBoundingClientRect().top) / ROW)));
     this.resized = new ResizeObserver(() => this.drawRows());
     this.resized.observe(this.body);
     const tools = h("div", { class: "filters" }, this.search, this.outcomes, this.failures, this.splits, this.groups, task, h("button", { type: "button", onclick: () => this.clear() }, "No filters"));
@@ -80,7 +83,7 @@ class Rollouts {
 
   close() {
     this.resized.disconnect();
-    clearTimeout(this.later);
+    this.later.close();
     this.stopSearch();
   }
 
@@ -99,23 +102,36 @@ class Rollouts {
   async update(parts) {
     if (!parts.has("rollouts")) return;
     const spent = Number(document.documentElement.dataset.tableMs ?? 0);
-    clearTimeout(this.later);
-    this.later = setTimeout(() => this.again().catch(() => {}), Math.min(10_000, 5 * spent)); // a server that ended is told of elsewhere
+    this.later.ask(Math.min(10_000, 5 * spent));
   }
 
   async again() {
-    const chosen = this.order.length ? this.table.id(this.order[this.at]) : "";
     delete this.context.run.parts.table;
-    this.table = await tableOf(this.context.run);
+    const table = await tableOf(this.context.run);
+    if (this.later.over) return;
+    // Who has gone down the list keeps the row and its place on the screen; at the top, the newest come in.
+    const { scrollTop } = this.body;
+    const [first, last] = [Math.floor(scrollTop / ROW), Math.floor((scrollTop + this.body.clientHeight) / ROW)];
+    const held = this.at >= first && this.at < last ? this.at : first;
+    const idAt = (place) => (this.order.length ? this.table.id(this.order[Math.min(place, this.order.length - 1)]) : "");
+    const [chosen, kept] = this.at || scrollTop ? [idAt(this.at), idAt(held)] : ["", ""];
+    this.table = table;
     this.fillChoices();
-    this.problems.textContent = this.table.problems.join(" ");
+    tell(this.problems, this.table.problems.join(" "));
     this.apply(chosen);
+    const now = kept ? this.order.indexOf(this.table.find(kept)) : -1;
+    if (now >= 0) this.body.scrollTop = scrollTop + (now - held) * ROW;
+    this.drawRows();
   }
 
   fillChoices() {
     const fill = (place, name, first) => {
       const texts = [...this.table.tables[name]].filter(Boolean).sort();
-      place.replaceChildren(...[...first, ...texts.map((text) => [text, text])].map(([value, text]) => h("option", { value, selected: value === this.filters[name] }, text)));
+      const options = [...first, ...texts.map((text) => [text, text])];
+      const said = JSON.stringify(options);
+      if (this.filled[name] === said) return; // somebody may be choosing
+      this.filled[name] = said;
+      place.replaceChildren(...options.map(([value, text]) => h("option", { value, selected: value === this.filters[name] }, text)));
     };
     fill(this.splits, "split", [["", "training and evaluations"], ...(this.table.tables.split.some((one) => one.startsWith("eval/")) ? [["eval", "all evaluations"]] : [])]);
     fill(this.groups, "group", [["", "every group"]]);
@@ -189,9 +205,10 @@ class Rollouts {
     if (!this.order) return;
     const first = Math.max(0, Math.floor(this.body.scrollTop / ROW) - SPARE_ROWS);
     const last = Math.min(this.order.length, first + Math.ceil(this.body.clientHeight / ROW) + 2 * SPARE_ROWS);
-    const made = [];
-    for (let place = first; place < last; place++) made.push(this.row(place));
-    this.rows.replaceChildren(...made);
+    const made = h("div", { class: "rows" });
+    made.style.height = this.rows.style.height;
+    for (let place = first; place < last; place++) made.append(this.row(place));
+    renew(this.rows, made); // in place: a button may be held down on a row
     const active = this.rows.querySelector("[aria-selected=true]");
     this.body.setAttribute("aria-activedescendant", active ? active.id : "");
   }
@@ -206,7 +223,7 @@ class Rollouts {
       reward: value("reward"), advantage: Number.isNaN(columns.advantage[at]) ? "–" : number(columns.advantage[at]), length: String(columns.length[at]), turns: String(columns.turns[at]),
       version: value("version"), staleness: value("staleness"), mismatch: value("mismatch"),
     };
-    const line = h("div", { class: `row ${outcomeClass(ended)}`, role: "row", id: `row-${place}`, "aria-rowindex": place + 1, "aria-label": `step ${texts.step}, ${texts.split}, ${texts.task}: ${ended}, reward ${texts.reward}, ${texts.length} tokens`, "aria-selected": place === this.at ? "true" : "false", onclick: () => this.click(place) },
+    const line = h("div", { class: `row ${outcomeClass(ended)}`, role: "row", id: `row-${place}`, "aria-rowindex": place + 1, "aria-label": `step ${texts.step}, ${texts.split}, ${texts.task}: ${ended}, reward ${texts.reward}, ${texts.length} tokens`, "aria-selected": place === this.at ? "true" : "false" },
       COLUMNS.map(([name]) => h("span", { class: `cell ${name}`, role: "gridcell", title: name === "task" ? texts.task : null }, texts[name])));
     line.style.top = `${place * ROW}px`;
     return line;

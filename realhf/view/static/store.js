@@ -24,6 +24,39 @@ async function ask(path, signal) {
 
 export const askJson = async (path, signal) => (await ask(path, signal)).json();
 
+/** Does something a while after it was asked to: once for all that ask meanwhile, and never twice at a time. A server
+ * that has ended is told of elsewhere, so what fails is left to the next time. */
+export class Later {
+  constructor(does) {
+    this.does = does;
+    this.over = false;
+  }
+
+  ask(ms) {
+    if (this.busy) this.missed = ms;
+    else if (!this.over) this.waits ??= setTimeout(() => this.run(), ms);
+  }
+
+  async run() {
+    this.busy = true;
+    try {
+      await this.does();
+    } catch {
+      // see above
+    }
+    this.busy = false;
+    this.waits = null;
+    const { missed } = this;
+    this.missed = null;
+    if (missed !== null && missed !== undefined) this.ask(missed);
+  }
+
+  close() {
+    this.over = true;
+    clearTimeout(this.waits);
+  }
+}
+
 const ARRAYS = { f64: Float64Array, f32: Float32Array, i32: Int32Array, u32: Uint32Array, u16: Uint16Array, u8: Uint8Array };
 
 /** Header and typed arrays of a packed answer; the arrays look into its memory and copy nothing. */
@@ -81,6 +114,7 @@ export class RunData {
 export class Store {
   constructor() {
     this.runs = [];
+    this.leftOff = { count: 0, one: "" };
     this.follow = false;
     this.seen = "";
   }
@@ -89,6 +123,7 @@ export class Store {
   async refresh() {
     const found = await askJson("/api/runs");
     this.follow = found.follow;
+    this.leftOff = { count: found.left_off, one: found.one_left_off };
     for (const about of found.runs) {
       if (this.runs[about.number]) Object.assign(this.runs[about.number], about);
       else this.runs[about.number] = new RunData(about);

@@ -1,6 +1,7 @@
 // Every task over time: which are hard, which were learned, which were forgotten.
 
-import { h, percent, s } from "./dom.js";
+import { h, percent, renew, s } from "./dom.js";
+import { Later } from "./store.js";
 import { tableOf } from "./table.js";
 
 const BINS = 16;
@@ -12,6 +13,7 @@ const ORDERS = [
   ["hardest", "hardest first"], ["learned", "newly solved first"], ["forgotten", "forgotten first"], ["name", "by name"], ["most", "most played first"],
 ];
 const SHOWN = 500;
+const WAIT_MS = 1000;
 
 export async function show(place, context) {
   const page = new Tasks(place, context);
@@ -22,6 +24,7 @@ export async function show(place, context) {
 class Tasks {
   constructor(place, context) {
     this.context = context;
+    this.later = new Later(() => this.again());
     this.keys = [["o", "another order"], ["/", "find a task"], ["e", "evaluations or training"], ["Tab, Enter", "to a task's rollouts"]];
     this.order = h("select", { id: "order", "aria-label": "Order", onchange: () => this.draw() }, ORDERS.map(([value, text]) => h("option", { value, selected: value === context.params.get("order") }, text)));
     this.part = h("select", { id: "part", "aria-label": "Which rollouts", onchange: () => this.count() }, h("option", { value: "train" }, "training"), h("option", { value: "eval" }, "evaluations"));
@@ -39,16 +42,16 @@ class Tasks {
   }
 
   async update(parts) {
-    if (!parts.has("rollouts")) return;
-    clearTimeout(this.later);
-    this.later = setTimeout(() => {
-      delete this.context.run.parts.table;
-      this.load().catch(() => {}); // the page says so when it asks for the next change
-    }, 1000);
+    if (parts.has("rollouts")) this.later.ask(WAIT_MS);
+  }
+
+  async again() {
+    delete this.context.run.parts.table;
+    await this.load();
   }
 
   close() {
-    clearTimeout(this.later);
+    this.later.close();
   }
 
   /** Counts of every task, over equal parts of the steps; failures count apart. */
@@ -87,7 +90,10 @@ class Tasks {
     const forgotten = this.tasks.filter((task) => task.note === "forgotten").length;
     const never = this.tasks.filter((task) => task.note === "never solved").length;
     this.said.textContent = `${this.tasks.length} tasks: ${learned} newly solved, ${forgotten} forgotten, ${never} never solved${found.length > SHOWN ? `; the first ${SHOWN} are shown` : ""}`;
-    this.rows.replaceChildren(...found.slice(0, SHOWN).map((task) => this.row(task)));
+    const held = this.rows.contains(document.activeElement) ? document.activeElement.getAttribute("href") : null;
+    renew(this.rows, h("tbody", {}, found.slice(0, SHOWN).map((task) => this.row(task))));
+    // The task that has the focus may stand in another line now.
+    if (held !== null) [...this.rows.querySelectorAll("a")].find((one) => one.getAttribute("href") === held)?.focus({ preventScroll: true });
   }
 
   row(task) {

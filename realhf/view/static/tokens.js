@@ -1,7 +1,8 @@
 // Every token of a rollout with what the engine and the trainer said of it: a strip of the whole, and a window of texts.
 
-import { h, number } from "./dom.js";
-import { detail, idFor } from "./rollout.js";
+import { $, h, holdingStill, number, tell } from "./dom.js";
+import { changed, detail, idFor } from "./rollout.js";
+import { Later } from "./store.js";
 
 const WINDOW = 600;
 const STRIPS = [
@@ -9,6 +10,7 @@ const STRIPS = [
   ["difference", "trainer minus engine", "both"], ["ratio", "ratio − 1", "both"], ["advantage", "advantage", "both"], ["version", "version", "scale"],
 ];
 const HEIGHT = 13;
+const WAIT_MS = 500;
 
 export async function show(place, context) {
   const page = new Tokens(place, context);
@@ -20,6 +22,7 @@ class Tokens {
   constructor(place, context) {
     this.place = place;
     this.context = context;
+    this.later = new Later(() => this.again());
     this.keys = [
       ["← →", "token"], ["↑ ↓", "60 tokens"], ["PgUp PgDn", "window"], ["Home End", "first, last"], ["m", "colour by the next quantity"], ["n", "next clipped token"], ["b", "back to the rollout"],
     ];
@@ -27,17 +30,25 @@ class Tokens {
 
   async load() {
     this.id = await idFor(this.context, (all, at) => all.columns.tokens[at] === 3, (all, at) => all.columns.tokens[at] & 1);
-    if (!this.id) return this.place.append(h("p", {}, "No rollout was kept with its tokens yet (monitor.rollout_tokens)."));
-    const { play, train } = await detail(this.context.run, this.id);
+    if (!this.id) return this.place.replaceChildren(h("p", {}, "No rollout was kept with its tokens yet (monitor.rollout_tokens)."));
+    this.found = await detail(this.context.run, this.id);
+    this.draw();
+  }
+
+  draw() {
+    const { play, train } = this.found;
+    this.resized?.disconnect();
+    this.drawn = null;
     const bar = h("div", { class: "bar" }, h("h2", { class: "id" }, this.id), h("button", { type: "button", onclick: () => this.back() }, "Rollout", h("kbd", {}, "b")));
     if (!play.tokens) {
       this.none = true;
-      return this.place.append(bar, h("p", {}, play.problem ?? "The tokens of this rollout were not kept (monitor.rollout_tokens)."));
+      return this.place.replaceChildren(bar, h("p", {}, play.problem ?? "The tokens of this rollout were not kept (monitor.rollout_tokens)."));
     }
     this.gather(play.tokens, train && !train.problem ? train : null);
-    this.colour = this.strips.some(([name]) => name === this.context.params.get("colour")) ? this.context.params.get("colour") : this.strips[0][0];
-    this.at = Math.min(this.size - 1, Math.max(0, Math.floor(Number(this.context.params.get("token"))) || 0));
-    this.choice = h("select", { id: "colour", "aria-label": "Colour by", onchange: () => this.paint(this.choice.value) }, this.strips.map(([name, label]) => h("option", { value: name }, label)));
+    const wanted = this.colour ?? this.context.params.get("colour");
+    this.colour = this.strips.some(([name]) => name === wanted) ? wanted : this.strips[0][0];
+    this.at = Math.min(this.size - 1, Math.max(0, Math.floor(Number(this.at ?? this.context.params.get("token"))) || 0));
+    this.choice = h("select", { id: "colour", "aria-label": "Colour by", onchange: () => this.paint(this.choice.value) }, this.choices());
     this.canvas = h("canvas", { class: "strips", tabindex: "0", role: "img", "aria-label": "Strips of all tokens; arrows move" });
     this.canvas.addEventListener("click", (event) => this.move(Math.floor((event.offsetX / this.canvas.clientWidth) * this.size)));
     this.said = h("dl", { class: "facts", id: "token", "aria-live": "polite" });
@@ -45,15 +56,53 @@ class Tokens {
     this.texts.addEventListener("click", (event) => event.target.dataset.at !== undefined && this.move(Number(event.target.dataset.at)));
     const legend = h("span", { class: "muted" }, "dimmed: not trained · underlined: clipped");
     bar.append(h("label", { for: "colour" }, "Colour by"), this.choice, legend);
-    this.note = h("p", { class: "muted" }, train?.problem ?? (train ? "" : "Nothing was recorded of its training: an evaluation, not trained yet, or without signal."));
-    this.place.append(bar, this.canvas, this.said, this.note, this.texts);
+    this.note = h("p", { class: "muted" }, noteOn(train));
+    this.place.replaceChildren(bar, this.canvas, this.said, this.note, this.texts);
     this.resized = new ResizeObserver(() => this.drawStrips());
     this.resized.observe(this.canvas);
     this.paint(this.colour);
   }
 
+  choices() {
+    return this.strips.map(([name, label]) => h("option", { value: name }, label));
+  }
+
+  /** It may have been trained meanwhile. */
+  async update(parts) {
+    if (parts.has("rollouts")) this.later.ask(WAIT_MS);
+  }
+
+  async again() {
+    if (!this.found) return this.load();
+    const now = await changed(this.context, this.found);
+    if (!now || this.later.over) return;
+    const samePlay = JSON.stringify(now.play) === JSON.stringify(this.found.play);
+    const sameTraining = JSON.stringify(now.train) === JSON.stringify(this.found.train);
+    this.found = now;
+    if (!samePlay) {
+      this.none = false;
+      this.draw();
+    } else if (!sameTraining && !this.none) {
+      holdingStill($("page"), [this.canvas, this.said, this.texts], () => this.renewTraining(now));
+    }
+  }
+
+  /** Show what is known of the training now. The token, the scroll and a selected text stay where they are. */
+  renewTraining({ play, train }) {
+    this.gather(play.tokens, train && !train.problem ? train : null);
+    if (!this.strips.some(([name]) => name === this.colour)) this.colour = this.strips[0][0];
+    this.choice.replaceChildren(...this.choices());
+    this.choice.value = this.colour;
+    tell(this.note, noteOn(train));
+    for (const one of this.texts.querySelectorAll(".token")) this.dress(one, Number(one.dataset.at));
+    this.say();
+    this.drawn = null;
+    this.drawStrips();
+  }
+
   close() {
     this.resized?.disconnect();
+    this.later.close();
   }
 
   /** One array per quantity over the tokens of the completion; NaN where there is none. */
@@ -127,13 +176,19 @@ class Tokens {
     for (let at = first; at < last; at++) {
       if (this.starts.has(at) && at > 0) parts.push(h("span", { class: "turn-mark" }, `turn ${this.starts.get(at) + 1}`));
       const text = this.words?.[at] ?? `${this.ids[at]} `;
-      const one = h("span", { "data-at": at, class: `token${this.mask[at] ? "" : " unmasked"}${this.clipped[at] ? " clipped" : ""}` }, visible(text));
-      const [sign, share] = this.shade(this.colour, at);
-      if (share > 0.02) one.style.backgroundColor = `color-mix(in srgb, var(--${sign < 0 ? "bad" : "k2"}) ${Math.round(60 * share)}%, transparent)`;
+      const one = h("span", { "data-at": at }, visible(text));
+      this.dress(one, at);
       parts.push(one);
       if (text.includes("\n")) parts.push(h("br"));
     }
     this.texts.replaceChildren(...(first > 0 ? [h("p", { class: "muted" }, `tokens from ${(first + 1).toLocaleString("en")}; PgUp for the ones before`)] : []), ...parts, ...(last < this.size ? [h("p", { class: "muted" }, `${(this.size - last).toLocaleString("en")} more; PgDn`)] : []));
+  }
+
+  /** Show a token's mask, clipping and colour. */
+  dress(one, at) {
+    one.className = `token${this.mask[at] ? "" : " unmasked"}${this.clipped[at] ? " clipped" : ""}`;
+    const [sign, share] = this.shade(this.colour, at);
+    one.style.backgroundColor = share > 0.02 ? `color-mix(in srgb, var(--${sign < 0 ? "bad" : "k2"}) ${Math.round(60 * share)}%, transparent)` : "";
   }
 
   /** Sign and strength (0 to 1) of a quantity at a token. */
@@ -224,6 +279,8 @@ class Tokens {
     this.context.go("rollout", { id: this.id });
   }
 }
+
+const noteOn = (train) => train?.problem ?? (train ? "" : "Nothing was recorded of its training: an evaluation, not trained yet, or without signal.");
 
 function range(values) {
   let low = Infinity, high = -Infinity;

@@ -1,0 +1,77 @@
+"""Which runs of a folder are listed when there are more than the page can follow, and where it says so."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from realhf.view import run_list
+from realhf.view.run_list import MOST_RUNS, RunList
+from tests.chromium import ABSENT, PROGRAM, Chromium
+from tests.view.page import shows, text
+from tests.view.runs import client, served
+
+
+def many(folder: Path, count: int) -> list[Path]:
+    """So many runs, of which the last ones by name were written to first."""
+    made = [folder / f"run-{number:04d}" for number in range(count)]
+    for age, run in enumerate(made):
+        run.mkdir(parents=True)
+        (run / "metrics.jsonl").write_text('{"step": 1}\n')
+        os.utime(run / "metrics.jsonl", (1e9 - age, 1e9 - age))
+    return made
+
+
+def test_more_runs_than_are_listed_are_counted_and_the_newest_are_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """They used to be cut in silence, in the order of their names."""
+    monkeypatch.setattr(run_list, "MOST_RUNS", 3)
+    made = many(tmp_path / "runs", 5)
+    os.utime(made[4] / "metrics.jsonl", (2e9, 2e9))
+    found = client(tmp_path / "runs").get("/api/runs").json()
+    assert [run["name"] for run in found["runs"]] == ["run-0000", "run-0001", "run-0004"], "in the order of names"
+    assert (found["left_off"], found["one_left_off"]) == (2, str(made[2]))
+    runs = RunList([tmp_path / "runs"])
+    first = runs.refresh()
+    os.utime(made[3] / "metrics.jsonl", (3e9, 3e9))
+    assert runs.refresh() == first, "a run keeps its number"
+    assert runs.left_off() == [made[2], made[3]]
+    assert client(*made[:3]).get("/api/runs").json()["left_off"] == 0
+
+
+def test_a_run_that_is_named_twice_is_left_off_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(run_list, "MOST_RUNS", 1)
+    made = many(tmp_path / "runs", 2)
+    runs = RunList([tmp_path / "runs", made[1], tmp_path])
+    assert [run.name for run in runs.refresh()] == ["run-0000"]
+    assert runs.left_off() == [made[1]]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(PROGRAM is None, reason=ABSENT)
+@pytest.mark.parametrize("width", [1280, 390])
+def test_the_page_says_how_many_runs_are_not_listed_and_how_to_narrow(chromium: Chromium, tmp_path: Path, width: int):
+    made = many(tmp_path / "runs", MOST_RUNS + 12)
+    chromium.look(width, 800)
+    with served(tmp_path / "runs", follow=False) as url:
+        chromium.open(url + "/")
+        shows(chromium, "overview")
+        assert text(chromium, "#choose").startswith(f"{MOST_RUNS} of {MOST_RUNS + 12} runs")
+        chromium.press("c")
+        chromium.wait("document.querySelector('dialog[open]')")
+        said = text(chromium, "#left-off")
+        assert "12 more are not" in said and str(made[MOST_RUNS]) in said and "python -m realhf.view" in said
+        assert chromium.js("document.querySelectorAll('#runs-list input').length") == MOST_RUNS
+        assert chromium.js("document.documentElement.scrollWidth") <= width
+        chromium.press("Escape")
+    with served(*made[:2], follow=False) as url:
+        chromium.open(url + "/?few")
+        shows(chromium, "overview")
+        assert text(chromium, "#choose-said") == "Runs"
+        assert chromium.js("document.getElementById('left-off').hidden")
+        chromium.look(1280, 800)
+        chromium.open("about:blank")
+        assert chromium.problems == []
