@@ -57,8 +57,8 @@ class MadeUpRun:
         }
 
     def add_step(self, n_groups: int = GROUPS_OF_A_STEP, of: int = 100, *, train: bool = True) -> None:
-        """Write a step of so many groups; ``of`` steps take a task from its beginning to its end. Without ``train`` they
-        are only played, until ``train`` is called."""
+        """Write a step of so many groups; ``of`` steps take a task from its beginning to its end. Without ``train``
+        they are only played, until ``train`` is called."""
         self._step += 1
         lines: list[tuple[PlayLine, TrainLine | None]] = []
         for number in range(n_groups):
