@@ -227,7 +227,7 @@ async def test_a_source_without_the_key_is_named(tmp_path: Path) -> None:
 
 
 async def test_a_stall_names_what_is_missing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    bench = Bench(tmp_path, ONE, stall_warn_s=0.1, stall_fail_s=0.3)
+    bench = Bench(tmp_path, ONE, stall_warn_s=0.1, stall_fail_s=1.5)
     run = bench.executor.calls["rew"].run
 
     async def forgotten(*args: Any, **step_batch: Any) -> Any:
@@ -246,8 +246,8 @@ async def test_a_stall_names_what_is_missing(tmp_path: Path, caplog: pytest.LogC
 async def test_what_is_at_work_is_no_stall_however_long_it_takes(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, handler: str
 ) -> None:
-    bench = Bench(tmp_path, ONE, stall_warn_s=0.1, stall_fail_s=0.2)
-    bench.caller.before = lambda w, h, p: asyncio.sleep(0.8) if h == handler and p.get("mfc", "gen") == "gen" else None
+    bench = Bench(tmp_path, ONE, stall_warn_s=0.1, stall_fail_s=1.5)
+    bench.caller.before = lambda w, h, p: asyncio.sleep(4.0) if h == handler and p.get("mfc", "gen") == "gen" else None
     with caplog.at_level(logging.WARNING):
         await bench.run(1)
     assert "nothing moved" in caplog.text, "a person hears of it all the same"

@@ -39,5 +39,5 @@ def test_no_tensor_reaches_the_master(answer: dict[str, Any]) -> None:
 
 def test_a_killed_worker_is_named_in_time(answer: dict[str, Any]) -> None:
     assert "ref failed at step 2 on w1" in answer["error"] and "died" in answer["error"]
-    assert answer["seconds"] < 10
+    assert answer["seconds"] < 30, "by its end, and not by its silence"
     assert answer["exits"] == [0, -9]

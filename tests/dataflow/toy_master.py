@@ -55,7 +55,7 @@ def tensor_like(*roots: Any) -> list[str]:
 
 
 async def run(folder: Path) -> dict[str, Any]:
-    rpc = RpcMaster("toy", heartbeat_s=0.5, dead_after_s=3.0)
+    rpc = RpcMaster("toy", heartbeat_s=0.5, dead_after_s=60.0)
     await rpc.start()
     roles = {"w0": "actor", "w1": "ref"}
     processes = [

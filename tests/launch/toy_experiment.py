@@ -64,7 +64,7 @@ class ToyTrain:
 
     def evaluate(self, model: Any, args: Any, context: Any) -> dict[str, Any]:
         if self._behaviour == "ends" and context.step == 1:
-            time.sleep(4)
+            time.sleep(8)
         entry = {"success": min(1.0, model.engine.weight / 100), "low": 0.0, "high": 1.0, "episodes": args["n"]}
         return {"sampled": {"overall": entry, "easy": entry}, "greedy": {"overall": entry, "easy": entry}}
 

@@ -44,7 +44,7 @@ class FakeEnvServer:
     def __exit__(self, *_: object) -> None:
         assert self._server is not None
         self._loop.call_soon_threadsafe(self._server.close)
-        asyncio.run_coroutine_threadsafe(self._server.wait_closed(), self._loop).result(5)
+        asyncio.run_coroutine_threadsafe(self._server.wait_closed(), self._loop).result(60)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(60)
         self._loop.close()

@@ -158,7 +158,7 @@ async def test_a_reply_to_another_request_is_given_up() -> None:
 
 async def test_a_timeout_poisons_until_the_next_connect() -> None:
     with FakeEnvServer(lambda number, message: "hang" if message["type"] == "step" and number == 0 else None) as fake:
-        env = AwsEnv(fake.url, message_timeout_s=0.2)
+        env = AwsEnv(fake.url, message_timeout_s=2.0)
         await env.reset()
         with pytest.raises(MessageTimeout):
             await env.step("a")

@@ -23,7 +23,7 @@ from tests.rollout.fake_env_server import FakeEnvServer
 
 pytestmark = pytest.mark.sim
 
-GENEROUS_S = 20
+GENEROUS_S = 60
 
 
 def deaf(number: int, message: dict[str, Any]) -> str | None:
@@ -99,7 +99,7 @@ def test_an_interrupted_call_is_rolled_back_first() -> None:
     with pytest.raises(TimeoutError):
         thread.call(slow(), 0.05)
     assert rolled_back == [True]
-    thread.stop(5)
+    thread.stop(60)
     assert not thread.alive
 
 

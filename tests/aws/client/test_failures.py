@@ -31,7 +31,7 @@ class OnceAt:
 
 def play(misbehave: OnceAt, *, on_failure: str, size: int = 2, episodes: int = 5) -> tuple[list[Any], int]:
     with FakeEnvServer(misbehave) as server:
-        with MultiTurnEnvPool(server.url, size, on_failure=on_failure, message_timeout_s=0.5) as pool:
+        with MultiTurnEnvPool(server.url, size, on_failure=on_failure, message_timeout_s=2.0) as pool:
             outcomes = pool.run_group({}, ScriptedPolicy(say), group_size=episodes)
             again = pool.run_group({}, ScriptedPolicy(say), group_size=episodes)
             assert all(outcome.status == "achieved" for outcome in again), "the next run starts whole"

@@ -180,7 +180,7 @@ async def test_retry_and_raise() -> None:
 
 async def test_an_error_of_the_rollout_is_raised_with_the_others_results() -> None:
     with FakeEnvServer() as fake:
-        async with GrpoPool(fake.url, N, message_timeout_s=0.3) as pool:
+        async with GrpoPool(fake.url, N, message_timeout_s=2.0) as pool:
 
             async def rollout(env: AwsEnv) -> float:
                 place = pool.envs.index(env)

@@ -29,7 +29,7 @@ class OnceAt:
         return self.trick
 
 
-def play(fake: FakeEnvServer, policy: Any, episodes: int = 5, timeout_s: float = 0.5, **options: Any) -> Any:
+def play(fake: FakeEnvServer, policy: Any, episodes: int = 5, timeout_s: float = 2.0, **options: Any) -> Any:
     with MultiTurnEnvPool(fake.url, 2, message_timeout_s=timeout_s, **options) as pool:
         return pool.run_groups([{}], policy, group_size=episodes, seeds=[0], mode="independent")[0]
 
@@ -49,7 +49,7 @@ def test_a_slow_environment_holds_up_only_its_own_episode() -> None:
 def test_a_failed_environment_is_dropped_or_played_again(trick: str, status: str, kind: str) -> None:
     with (
         FakeEnvServer(OnceAt(kind, trick)) as fake,
-        MultiTurnEnvPool(fake.url, 2, message_timeout_s=0.5, on_failure="drop") as pool,
+        MultiTurnEnvPool(fake.url, 2, message_timeout_s=2.0, on_failure="drop") as pool,
     ):
         for expected in ([status] + ["achieved"] * 4, ["achieved"] * 5):
             outcomes = pool.run_group({}, ScriptedPolicy(say), group_size=5, mode="independent")

@@ -70,7 +70,7 @@ class Made:
 
 
 def environment(
-    made: Made, *, render: bool = False, timeout_s: float = 20.0, stuck: StuckThreads | None = None
+    made: Made, *, render: bool = False, timeout_s: float = 60.0, stuck: StuckThreads | None = None
 ) -> GymnasiumEnvironment:
     reading = Reading(render, 40, 0.3, timeout_s)
     return GymnasiumEnvironment("Corridor", made, WAYS, reading, {"long": True}, stuck or StuckThreads())
@@ -194,7 +194,7 @@ async def test_what_the_environment_must_not_answer_is_a_failure(answer: Any) ->
 async def test_a_call_that_does_not_return_is_a_timeout_and_its_instance_is_left_to_it() -> None:
     hold, stuck = threading.Event(), StuckThreads()
     made = Made(hold=hold)
-    env = environment(made, timeout_s=0.2, stuck=stuck)
+    env = environment(made, timeout_s=2.0, stuck=stuck)
     await env.reset({}, seed=1)
     with failing("timeout") as caught:
         await env.step(AssistantMessage("left"))

@@ -75,7 +75,7 @@ def call(name: str, **arguments: Any) -> ToolCall:
 async def built(server: WireServer | str, **options: Any) -> EnvironmentSpec:
     """The environment, built beside the loop that serves it."""
     url = server if isinstance(server, str) else server.url
-    return await asyncio.to_thread(build_environment, "openenv", {"url": url, "connect_timeout_s": 5, **options})
+    return await asyncio.to_thread(build_environment, "openenv", {"url": url, "connect_timeout_s": 30, **options})
 
 
 @contextmanager
@@ -367,7 +367,7 @@ async def test_a_server_that_does_not_answer_in_time_is_a_timeout() -> None:
         return echo(kind, data, session)
 
     async with serving(game, SAY) as server:
-        env = (await built(server, timeout_s=0.2)).make("")
+        env = (await built(server, timeout_s=2.0)).make("")
         await env.reset({}, seed=1)
         with failing("timeout") as caught:
             await env.step(said("hello"))

@@ -118,7 +118,7 @@ async def test_a_request_that_loses_one_worker_after_another_is_given_up() -> No
         engine = FakeEngine(number)
         engine.open = False
         client.update({"generation/0": engine.endpoint})
-        assert await asyncio.to_thread(engine.arrived.wait, 10)
+        assert await asyncio.to_thread(engine.arrived.wait, 60)
         await asyncio.to_thread(engine.server.close)
     with pytest.raises(GenerationFailed, match="4 generation workers died while they had it"):
         await asyncio.wait_for(asking, 60)
@@ -182,7 +182,7 @@ async def test_closing_ends_requests_at_once_and_later_news_change_nothing(
         engine.open = False
     waiting = [asyncio.create_task(client.generate(GenRequest(slot, [1]))) for slot in range(2)]
     for engine in engines:
-        assert await asyncio.to_thread(engine.arrived.wait, 10)
+        assert await asyncio.to_thread(engine.arrived.wait, 60)
     client.close()
     ends = await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), 60)
     assert [str(end) for end in ends] == ["the client of the generation workers is closed"] * 2

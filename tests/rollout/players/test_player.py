@@ -166,7 +166,16 @@ def test_an_error_of_the_engine_is_raised_and_the_player_goes_on() -> None:
 
 def test_an_environment_that_blocks_the_loop_is_named_with_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("realhf.rollout.players.batched_tokens._LOOK_S", 0.05)
-    over = threading.Event()
+    over, look = threading.Event(), BlockingPlayer._look
+
+    def looked(player: BlockingPlayer) -> None:
+        try:
+            look(player)
+        except RuntimeError:
+            over.set()
+            raise
+
+    monkeypatch.setattr(BlockingPlayer, "_look", looked)
 
     def blocks(env: Scripted, message: Any) -> Any:
         return over.wait(60) and None
@@ -175,7 +184,6 @@ def test_an_environment_that_blocks_the_loop_is_named_with_its_line(monkeypatch:
     blocking = BlockingPlayer(Player(World(blocks).spec(), "", agent, 2, message_timeout_s=0.3))
     try:
         with pytest.raises(RuntimeError, match=r"blocked the event loop .* s \(.*test_player\.py, line \d+, in blocks"):
-            threading.Timer(0.9, over.set).start()
             blocking.play(wanted(2), Batches())
     finally:
         over.set()

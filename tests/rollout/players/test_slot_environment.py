@@ -99,7 +99,7 @@ async def test_a_service_that_is_away_is_waited_for_no_longer_than_the_patience(
     began = time.monotonic()
     with pytest.raises(EnvironmentFailure):
         await env.reset({}, seed=1)
-    assert 0.05 < time.monotonic() - began < 2
+    assert 0.05 < time.monotonic() - began < 30
 
 
 @pytest.mark.parametrize("where", ["reset", "step"])

@@ -127,7 +127,7 @@ def test_a_record_that_comes_byte_by_byte_is_not_waited_for_without_end(ends):
 
     def dribble() -> None:
         with contextlib.suppress(OSError):
-            for byte in sent(MESSAGES)[0]:
+            for byte in sent([b"x" * 10_000])[0]:
                 far.sendall(bytes([byte]))
                 time.sleep(0.02)
 

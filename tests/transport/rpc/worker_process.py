@@ -45,8 +45,8 @@ def main() -> None:
         },
         data_endpoint="tcp://127.0.0.1:1",
         endpoints={"env": "http://127.0.0.1:2"},
-        connect_timeout_s=20,
-        master_lost_after_s=3,
+        connect_timeout_s=60,
+        master_lost_after_s=10,
         leave_within_s=float(leave_within_s) if leave_within_s else None,
     )
     worker.run()
