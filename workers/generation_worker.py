@@ -160,7 +160,14 @@ class GenerationWorker:
     """Answers ``generate`` and ``free`` of rollout workers, ``update_weights`` and ``status`` of the master."""
 
     def __init__(
-        self, plan: RunPlan, spec: RolloutSpec, index: int, run_id: str, master: str, network: Network = LOOPBACK
+        self,
+        plan: RunPlan,
+        spec: RolloutSpec,
+        index: int,
+        run_id: str,
+        master: str,
+        network: Network = LOOPBACK,
+        beside_trainer: bool | None = None,
     ) -> None:
         self._plan, self._stack, self._network = plan, ExitStack(), network
         self._slots = SlotTable()
@@ -180,7 +187,7 @@ class GenerationWorker:
                 timeout_s=plan.rpc.connect_timeout_s,
                 tracer=self._tracer,
                 on_death=self._engine_died,
-                shared=_beside_a_trainer(plan, name),
+                shared=_beside_a_trainer(plan, name) if beside_trainer is None else beside_trainer,
             )
         )
         self._gate = VersionGate(lambda: self._engine.version)
@@ -291,8 +298,8 @@ class GenerationWorker:
 
 
 def _beside_a_trainer(plan: RunPlan, name: str) -> bool:
-    """Return whether a model worker computes on this worker's GPU: the same one, or whichever is first where workers
-    were given none."""
+    """Return whether by the plan a model worker computes on this worker's GPU: the same one, or whichever is first
+    where workers were given none."""
     trainers = [f"model_worker/{index}" for index in range(plan.spec.n_model_workers)]
     return any(plan.gpus.get(trainer) == plan.gpus.get(name) for trainer in trainers)
 
@@ -305,11 +312,17 @@ def main() -> int:
             raise ValueError(f"experiment {plan.spec.name} has no generation workers")
         allow_many_connections()
         network = network_of(plan, args)
-        worker = GenerationWorker(plan, plan.spec.rollout, args.index, args.run_id, args.master, network)
+        told = {"yes": True, "no": False}.get(args.beside_trainer)
+        worker = GenerationWorker(plan, plan.spec.rollout, args.index, args.run_id, args.master, network, told)
         settle()
         worker.run()
 
-    return run_planned(str(__doc__), work)
+    return run_planned(str(__doc__), work, _add_flags)
+
+
+def _add_flags(parser: argparse.ArgumentParser) -> None:
+    about = "whether a model worker computes on the same GPU, said by who dealt it out (else the plan says)"
+    parser.add_argument("--beside-trainer", choices=("yes", "no"), help=about)
 
 
 if __name__ == "__main__":

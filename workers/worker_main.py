@@ -41,14 +41,21 @@ def network_of(plan: RunPlan, arguments: argparse.Namespace) -> Network:
     return Network.of_worker(plan.network, keys_in(arguments.key_file), arguments.master)
 
 
-def run_planned(about: str, work: Callable[[RunPlan, argparse.Namespace], None]) -> int:
-    """Read ``--run-dir --run-id --master --index --key-file`` and run ``work(plan, arguments)``; the exit code."""
+def run_planned(
+    about: str,
+    work: Callable[[RunPlan, argparse.Namespace], None],
+    more: Callable[[argparse.ArgumentParser], None] | None = None,
+) -> int:
+    """Read ``--run-dir --run-id --master --index --key-file`` and what ``more`` adds, and run ``work(plan,
+    arguments)``; the exit code."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run-dir", type=Path, required=True, help="folder with plan.json")
     parser.add_argument("--run-id", required=True)
     parser.add_argument("--master", required=True, help="the master's endpoint")
     parser.add_argument("--index", type=int, required=True)
     add_key_file(parser)
+    if more is not None:
+        more(parser)
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     for name in _CHATTY:

@@ -120,6 +120,10 @@ class ClusterScheduler:
                 raise ClusterError(f"{spec.name}: {problem}")
         if text := placement.trainer_beside(spec.name, gpu, place):
             self._backlog.append(Notice(text))
+        dealt = gpu is not None and (place.name != LAUNCHER or spec.gpu is None)
+        if dealt and kind_of(spec.name) == "generation":
+            # How much memory it may take depends on this, and the plan does not know of a GPU that is dealt out here.
+            spec = replace(spec, argv=(*spec.argv, "--beside-trainer", "yes" if text else "no"))
         if place.name == LAUNCHER:
             self._start_here(replace(spec, gpu=gpu))
         else:

@@ -73,6 +73,10 @@ class Bench:
         worker = self.table.workers[name]
         return worker.host, worker.gpu
 
+    def told(self, name: str) -> str:
+        """What a worker was told of its GPU."""
+        return " ".join(self.table.workers[name].spec.argv)
+
     def notices(self) -> list[str]:
         return [event.text for event in self.scheduler.wait(0.0) if isinstance(event, Notice)]
 
@@ -100,6 +104,7 @@ def test_the_first_node_of_a_batch_job_deals_out_the_gpus_that_the_trainer_has_n
     run.join("node-0")
     assert run.start("model_worker/0") == (LAUNCHER, 0)
     assert run.start("generation/0") == ("node-0", 1)
+    assert run.told("generation/0") == "--beside-trainer no" and not run.told("model_worker/0")
     assert not run.notices()
     sees(2, machine="there")
     run.join("node-1")
@@ -140,6 +145,7 @@ def test_where_there_are_too_few_the_sharing_is_told(sees: Sees, bench: Callable
     sees(1)
     run.join("node-0")
     assert [run.start("model_worker/0")[1], run.start("generation/0")[1]] == [0, 0]
+    assert run.told("generation/0") == "--beside-trainer yes"
     (text,) = run.notices()
     assert text == "generation/0: GPU 0 of node-0 is also that of model_worker/0"
 
