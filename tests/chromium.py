@@ -19,7 +19,7 @@ from websockets.sync.client import connect
 
 PROGRAM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 ABSENT = "needs Chromium (apt-get install chromium)"
-START_S = ANSWER_S = 30.0
+START_S = ANSWER_S = 60.0
 _KEYS = {
     "Tab": 9,
     "Enter": 13,

@@ -58,7 +58,7 @@ def kill_all(pid: int) -> list[psutil.Process]:
     return processes
 
 
-def freeze(pid: int, within_s: float = 10.0) -> None:
+def freeze(pid: int, within_s: float = 60.0) -> None:
     """Stop a process by SIGSTOP and wait for it: each of its threads goes on until it is next scheduled. Raises
     TimeoutError."""
     os.kill(pid, signal.SIGSTOP)

@@ -12,7 +12,7 @@ import pytest
 from realhf.dataflow.journal.audit import audit_folder
 from tests.test_end_to_end import MOVING, launch, undescribed
 
-pytestmark = [pytest.mark.sim, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.sim, pytest.mark.slow, pytest.mark.timeout(900)]
 
 STEPS = 3
 NO_EVALUATION = ("evaluation.episodes_per_task=0",)

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from realhf.monitor.metrics.renaming import metric_of
 from tests.process_family import family
 
-pytestmark = [pytest.mark.sim, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.sim, pytest.mark.slow, pytest.mark.timeout(900)]
 
 WARM_START = (
     "model=builtin_tiny",
@@ -74,7 +74,7 @@ def command(root: Path, trial: str, *options: str, policy: Path, experiment: str
 
 def launch(root: Path, trial: str, *options: str, **more: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        command(root, trial, *options, **more), capture_output=True, text=True, timeout=170, check=False
+        command(root, trial, *options, **more), capture_output=True, text=True, timeout=300, check=False
     )
 
 
@@ -181,7 +181,7 @@ def without_simulators(root: Path, tiny_policy: Path) -> Iterator[Launch]:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(child.pid, 9)
             time.sleep(0.05)
-        out, errors = process.communicate(timeout=60)
+        out, errors = process.communicate(timeout=300)
         return subprocess.CompletedProcess(process.args, process.returncode, out, errors)
 
     yield run

@@ -19,7 +19,7 @@ from realhf.base.loopback import free_port
 from realhf.trajectory.client import TrajectoryClient, TrajectoryError
 from tests.process_family import family, gone
 
-pytestmark = [pytest.mark.sim, pytest.mark.slow, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.sim, pytest.mark.slow, pytest.mark.timeout(900)]
 
 STEPS = 3
 TINY = (
@@ -33,7 +33,7 @@ TINY = (
     "actor.optimizer.lr=0.01",
     "stream.wait_s=60",
 )
-DEADLINE_S = 90.0
+DEADLINE_S = 300.0
 
 
 def until(found: Callable[[], Any], what: str) -> Any:

@@ -202,11 +202,11 @@ class FunctionExecutor:
             now = time.monotonic()
             at_work = now if self._at_work() else at_work
             idle = now - self._progress
-            if self._stall_fail_s and now - max(self._progress, at_work) >= self._stall_fail_s:
-                raise StallError(self.explain(step, idle))
             if idle >= self._stall_warn_s and self._progress > warned_at:
                 warned_at = time.monotonic()
                 _log.warning(self.explain(step, idle))
+            if self._stall_fail_s and now - max(self._progress, at_work) >= self._stall_fail_s:
+                raise StallError(self.explain(step, idle))
 
     def _at_work(self) -> bool:
         return self.loader.busy or any(call.activity != WAITS for call in self.calls.values())

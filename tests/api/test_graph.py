@@ -190,4 +190,4 @@ def test_drawings_show_every_call_and_every_key() -> None:
 
 def test_the_graph_needs_no_torch() -> None:
     code = "import sys, realhf.api.graph, realhf.api.source; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)

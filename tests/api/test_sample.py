@@ -216,4 +216,4 @@ def test_keys_that_share_their_lengths_go_on_sharing():
 
 def test_import_leaves_torch_alone():
     code = "import sys, realhf.api.sample, realhf.api.keys; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=300).returncode == 0

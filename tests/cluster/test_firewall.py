@@ -14,7 +14,7 @@ from realhf.cluster.errors import ClusterError
 from realhf.scheduler.base import Notice
 from tests.cluster.test_agents import LONG_S, Cluster
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 NAMED_S = 45.0
 """It takes 7 to 8 s where others do not compute; TCP itself notices after minutes."""
 

@@ -154,7 +154,7 @@ def test_what_was_appended_survives_a_kill(tmp_path):
     assert process.stdout is not None
     lines = [process.stdout.readline() for _ in range(20)]
     process.kill()
-    lines += [line for line in process.communicate(timeout=60)[0].splitlines(keepends=True) if line.endswith("\n")]
+    lines += [line for line in process.communicate(timeout=300)[0].splitlines(keepends=True) if line.endswith("\n")]
     log = PayloadLog(tmp_path)
     for line in lines:
         number, *ref = map(int, line.split())

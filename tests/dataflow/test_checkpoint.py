@@ -121,7 +121,7 @@ def test_killed_at_each_phase_leaves_the_old_or_the_new(tmp_path: Path) -> None:
         store = CheckpointStore(folder, keep=1)
         store.save(6, put("old"), {"name": "old"})
         run = subprocess.run(
-            [sys.executable, "-c", KILLED, str(folder), str(phase)], capture_output=True, text=True, timeout=60
+            [sys.executable, "-c", KILLED, str(folder), str(phase)], capture_output=True, text=True, timeout=300
         )
         found = store.latest()
         assert found is not None

@@ -21,7 +21,7 @@ def answer(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         cwd=Path(__file__).resolve().parents[2],
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=300,
     )
     assert run.returncode == 0, run.stderr
     return json.loads(run.stdout.splitlines()[-1])

@@ -67,7 +67,7 @@ SHOWN = re.compile(
     r"\[(?P<name>[\w.]+)\]\(examples/(?P=name)\):\n\n```(?:python|yaml)\n(?P<code>.*?)^```$", re.M | re.S
 )
 """A link to a file with a colon, followed by the file itself."""
-DEADLINE_S = 30.0
+DEADLINE_S = 120.0
 
 
 def page(name: str) -> str:
@@ -125,7 +125,7 @@ def test_the_experiment_of_ones_own_parts_learns_to_count(tmp_path: Path) -> Non
     command = [sys.executable, "-m", "realhf.launch", f"+experiment_path={EXAMPLES / 'counting.py'}", *options]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=170, check=False
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr + done.stdout
     rows = [json.loads(line) for line in (tmp_path / "counting" / "t" / "metrics.jsonl").read_text().splitlines()]

@@ -28,7 +28,7 @@ TRL_PYTHON = ROOT / ".venv-trl" / "bin" / "python"
 LONGEST = 80
 
 
-def run(*command: str, cwd: Path = ROOT, timeout_s: float = 170, **environment: str) -> str:
+def run(*command: str, cwd: Path = ROOT, timeout_s: float = 300, **environment: str) -> str:
     """What a command that must succeed printed."""
     done = subprocess.run(
         command,

@@ -304,7 +304,7 @@ def test_help_names_every_option_and_neither_help_nor_an_error_imports_torch():
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=60, check=False
+            [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=300, check=False
         )
 
     help_ = run("--help")

@@ -21,7 +21,7 @@ def test_the_reference_is_what_the_fields_say():
         cwd=PACKAGE.parent,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -40,7 +40,7 @@ def launch(house: Path, *options: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "realhf.launch", "experiment=house_experiment", "trial_name=t", "fileroot=runs"]
     environment = {**os.environ, "PYTHONPATH": str(house)}
     return subprocess.run(
-        [*command, *options], cwd=house, env=environment, capture_output=True, text=True, timeout=150, check=False
+        [*command, *options], cwd=house, env=environment, capture_output=True, text=True, timeout=300, check=False
     )
 
 
@@ -79,7 +79,7 @@ def test_a_file_outside_the_tree_is_held_to_the_names_that_it_registers(tmp_path
 
     def check(loss: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [*command, f"ppo.loss={loss}"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+            [*command, f"ppo.loss={loss}"], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
         )
 
     assert (done := check("my_loss")).returncode == 0, done.stderr

@@ -48,7 +48,7 @@ def refused(capsys: pytest.CaptureFixture[str], *given: str) -> str:
 @pytest.mark.slow
 def test_it_starts_the_processes_of_a_run_as_its_options_say(folder: Path):
     command = [sys.executable, "-m", "realhf.launch", *arguments(folder, "toy.py")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr + done.stdout
     assert sorted((folder / "diary.txt").read_text().split()) == [
         "master",

@@ -58,7 +58,7 @@ def command(root: Path, *options: str) -> list[str]:
 
 
 def launch(root: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command(root, *options), capture_output=True, text=True, timeout=150, check=False)
+    return subprocess.run(command(root, *options), capture_output=True, text=True, timeout=300, check=False)
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +103,7 @@ def start_slow(root: Path) -> Slow:
         command(root, "experiment_name=slow"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     metrics = root / "slow" / "t" / "metrics.jsonl"
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + 300
     while not (metrics.exists() and metrics.read_text()):
         assert process.poll() is None and time.monotonic() < deadline, "the run did not reach its first step"
         time.sleep(0.1)
@@ -175,7 +175,7 @@ def test_a_run_saves_everything_and_goes_on_where_it_ended(tmp_path: Path):
 def test_a_signal_to_the_launcher_stops_everything(slow: Slow):
     process, workers, _ = slow
     process.send_signal(signal.SIGTERM)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=300)
     assert process.returncode == 143
     assert "stopped by SIGTERM" in errors and "Traceback" not in errors
     assert gone(workers.values(), 10)
@@ -231,7 +231,7 @@ def test_two_launchers_cannot_share_a_run_folder_and_ctrl_c_ends_the_first(slow:
     assert second.returncode == 2
     assert "another run is using" in second.stderr
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=300)
     assert process.returncode == 130
     assert "stopped by SIGINT" in errors and "Traceback" not in errors
     assert gone(workers.values(), 10)

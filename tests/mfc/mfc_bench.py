@@ -26,7 +26,7 @@ from workers.model_worker import ModelWorker
 
 RUN_ID = "mfc"
 WORKER, ENV, PEER = "model_worker/0", "env/0", "peer"
-TIMEOUT_S = 90.0
+TIMEOUT_S = 200.0
 USELESS = "aws s3api list-buckets"
 """A command that the taught policy likes and that solves nothing."""
 

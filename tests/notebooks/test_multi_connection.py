@@ -37,7 +37,7 @@ def test_it_runs(tmp_path: Path) -> None:
     [timing] = [cell for cell in code if REPEATED in cell.source]
     timing.source = timing.source.replace(REPEATED, "for _ in range(1)")
     resources = {"metadata": {"path": str(tmp_path)}}
-    NotebookClient(notebook, timeout=120, kernel_name="python3", resources=resources).execute()
+    NotebookClient(notebook, timeout=300, kernel_name="python3", resources=resources).execute()
     words = printed(notebook)
     assert "8 sessions" in words and "8/8 sessions active" in words and "isolated" in words
     assert "'episode_count': 16" in words and "server ended with 0" in words

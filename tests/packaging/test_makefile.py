@@ -32,7 +32,7 @@ def make(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         env={"PATH": str(folder / "path")},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )
 
@@ -114,7 +114,7 @@ def test_make_test_fails_with_whatever_fails(folder: Path, broken: str) -> None:
         env={"PATH": "/usr/bin:/bin", "TMPDIR": str(folder / "path")},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )
     assert done.returncode == (2 if broken else 0), done.stdout + done.stderr

@@ -48,7 +48,7 @@ def run(*command: str, cwd: Path | None = None, pythonpath: Path | None = None) 
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     if pythonpath is not None:
         environment["PYTHONPATH"] = str(pythonpath)
-    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="pr
 def _parent_of_an_orphan() -> int:
     """Its parent after the shell that started it has ended; the orphan is ended and, if it is ours, collected."""
     shell = subprocess.run(
-        ["sh", "-c", "sleep 60 >/dev/null & echo $!"], stdout=subprocess.PIPE, text=True, check=True, timeout=60
+        ["sh", "-c", "sleep 60 >/dev/null & echo $!"], stdout=subprocess.PIPE, text=True, check=True, timeout=300
     )
     orphan = psutil.Process(int(shell.stdout))
     parent = orphan.ppid()

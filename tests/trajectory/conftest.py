@@ -59,7 +59,7 @@ def url() -> Iterator[str]:
 @pytest.fixture
 def api(url: str) -> Iterator[httpx.Client]:
     """A client of a server that was just reset."""
-    with httpx.Client(base_url=url, timeout=60) as client:
+    with httpx.Client(base_url=url, timeout=300) as client:
         client.get("/reset_data")
         yield client
 

@@ -108,7 +108,7 @@ class ServerProcess:
 
     def _ready(self) -> bool:
         try:
-            return httpx.get(self.url + ("/" if self.forgetful else "/readyz"), timeout=60).status_code == 200
+            return httpx.get(self.url + ("/" if self.forgetful else "/readyz"), timeout=300).status_code == 200
         except httpx.TransportError:
             return False
 
@@ -165,7 +165,7 @@ class Clients:
 
     def __init__(self, servers: Sequence[ServerProcess], ledger: Ledger, seed: int) -> None:
         self._servers, self._ledger, self._rng = servers, ledger, random.Random(seed)
-        self._http = httpx.AsyncClient(timeout=60)
+        self._http = httpx.AsyncClient(timeout=300)
         self._deadline = time.monotonic() + DEADLINE_S
 
     async def close(self) -> None:
@@ -335,7 +335,7 @@ def compare(servers: Sequence[ServerProcess]) -> list[str]:
     """Where servers of one state answer differently, in words."""
     found = []
     for path in ("/info", "/status", "/wandb_info", "/status-env?env_id=0", "/status-env?env_id=3"):
-        answers = {httpx.get(server.url + path, timeout=60).text for server in servers}
+        answers = {httpx.get(server.url + path, timeout=300).text for server in servers}
         if len(answers) != 1:
             found.append(f"{path}: {sorted(answers)}")
     return found

@@ -82,6 +82,6 @@ async def test_with_the_keys_of_a_run_it_takes_the_token_of_that_run_only(tmp_pa
 @pytest.mark.slow
 def test_a_bad_setting_is_one_fatal_line_in_the_log() -> None:
     command = [sys.executable, "-m", "workers.env_worker", "--pool-size", "0", "--master", "tcp://127.0.0.1:1"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith("FATAL: ") and "POOL_SIZE" in done.stderr.splitlines()[-1]

@@ -27,7 +27,7 @@ def test_without_a_plan_it_ends_with_one_line_about_the_cause(tmp_path: Path):
         ],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 1

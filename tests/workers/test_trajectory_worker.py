@@ -105,7 +105,7 @@ runpy.run_module("workers.trajectory_worker", run_name="__main__", alter_sys=Tru
 def test_it_ends_without_taking_down_the_interpreter_under_a_server_that_may_still_run() -> None:
     flags = ["--master", "tcp://127.0.0.1:1", "--run-id", "r", "--store", "memory", "--gzip-level", "9"]
     command = [sys.executable, "-c", TELLS_THAT_THE_INTERPRETER_IS_TAKEN_DOWN, *flags]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 1 and done.stderr.splitlines()[-1].startswith("FATAL: "), done.stderr
     assert "taken down" not in done.stdout
 
@@ -129,6 +129,6 @@ def test_what_keeps_it_from_starting_is_one_fatal_line(tmp_path: Path) -> None:
                 f"sqlite:{tmp_path}",
                 *flags,
             ]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+            done = subprocess.run(command, capture_output=True, text=True, timeout=300)
             assert done.returncode == 1
             assert done.stderr.splitlines()[-1].startswith(f"FATAL: {said}"), done.stderr

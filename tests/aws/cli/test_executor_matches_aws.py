@@ -117,7 +117,7 @@ def _aws_program(slot: Slot, commands: list[str]) -> list[list[object]]:
         [sys.executable, "-c", PROGRAM, slot.endpoint, json.dumps(commands)],
         env=worker_environment(),
         capture_output=True,
-        timeout=150,
+        timeout=300,
         check=True,
     )
     return json.loads(done.stdout)

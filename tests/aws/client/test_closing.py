@@ -80,7 +80,7 @@ def test_the_interpreter_ends_without_close() -> None:
     for misbehave in (lambda number, message: None, deaf):
         with FakeEnvServer(misbehave) as fake:
             done = subprocess.run(
-                [sys.executable, "-c", code, fake.url], capture_output=True, text=True, timeout=60, check=False
+                [sys.executable, "-c", code, fake.url], capture_output=True, text=True, timeout=300, check=False
             )
             assert (done.returncode, done.stdout, done.stderr) == (0, "connected\n", "")
 

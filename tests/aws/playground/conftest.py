@@ -19,7 +19,7 @@ def web_server() -> Iterator[EnvServerProcess]:
 
 def enter(url: str, **settings: Any) -> httpx.Client:
     """A browser that opened the page: cookie, origin, CSRF token."""
-    client = httpx.Client(base_url=url, headers={"Origin": url}, timeout=60, **settings)
+    client = httpx.Client(base_url=url, headers={"Origin": url}, timeout=300, **settings)
     client.headers["X-CSRF-Token"] = client.get("/web/session").json()["csrf"]
     return client
 

@@ -127,7 +127,7 @@ def test_it_shares_nothing_with_a_pool_session(web_server: EnvServerProcess, vis
 
         def ask(message: dict) -> dict:
             session.send(json.dumps(message))
-            return json.loads(session.recv(timeout=60))["data"]
+            return json.loads(session.recv(timeout=300))["data"]
 
         ask({"type": "reset", "data": {"task_id": 101, "seed": 1}})
         ask({"type": "step", "data": {"command": "aws s3api create-bucket --bucket of-the-session"}})

@@ -75,7 +75,7 @@ def server(*arguments: str) -> EnvServerProcess:
 
 def ask(session: ClientConnection, kind: str, **data: object) -> dict:
     session.send(json.dumps({"type": kind, "data": data}))
-    return json.loads(session.recv(timeout=60))["data"]
+    return json.loads(session.recv(timeout=300))["data"]
 
 
 @pytest.mark.usefixtures("fake_cloud")

@@ -126,6 +126,6 @@ def _send(port: int, attack: WebAttack) -> int:
         del headers["Content-Length"]
     lines = [f"{name}: {value}" for name, value in (headers | dict(attack.headers)).items()]
     head = "\r\n".join([f"{attack.method} {attack.path} HTTP/1.1", *lines, "", ""])
-    with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
+    with socket.create_connection(("127.0.0.1", port), timeout=300) as connection:
         connection.sendall(head.encode() + attack.body.encode())
         return int(connection.makefile("rb").readline().split()[1])

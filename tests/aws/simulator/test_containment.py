@@ -85,7 +85,7 @@ thread.start()
 thread.join()
 assert done == [1]
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
 
 
@@ -108,7 +108,7 @@ raise SystemExit("a file was planted among the modules")
 """
     words = [*bubblewrap.sandboxed(BWRAP, CONTAINED_PARTS), sys.executable, "-P", "-B", "-c", script]
     environment = {"PYTHONPATH": str(Path(sandbox.own_package()).parent)}
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
 
 

@@ -44,7 +44,7 @@ def test_a_short_soak_with_kills(tmp_path: Path) -> None:
         [sys.executable, str(BENCHMARKS / "env_soak.py"), *words],
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=300,
         check=False,
     )
     assert figures.exists(), done.stderr[-2000:]

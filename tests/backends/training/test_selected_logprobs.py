@@ -110,7 +110,7 @@ def test_memory_grows_with_the_chunk_and_not_with_the_rows() -> None:
 
     def growth_mb(rows: int, chunk: int) -> float:
         done = subprocess.run(
-            [sys.executable, "-c", _PROGRAM, str(rows), str(chunk)], capture_output=True, text=True, timeout=120
+            [sys.executable, "-c", _PROGRAM, str(rows), str(chunk)], capture_output=True, text=True, timeout=300
         )
         assert done.returncode == 0, done.stderr
         return int(done.stdout) / 1024

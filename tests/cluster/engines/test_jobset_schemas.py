@@ -39,7 +39,7 @@ def said_of(objects: list[dict[str, Any]], folder: Path) -> tuple[int, str]:
     file = folder / "objects.yaml"
     file.write_text(yaml.safe_dump_all(objects))
     command = [str(VALIDATE), "--strict", str(file)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     return done.returncode, done.stdout + done.stderr
 
 

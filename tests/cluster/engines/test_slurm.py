@@ -28,7 +28,7 @@ def test_the_script_is_short_and_has_what_was_asked_for():
     asked = [line.removeprefix("#SBATCH --") for line in text.splitlines() if line.startswith("#SBATCH")]
     assert {"nodes=3", "cpus-per-task=16", "gpus-per-node=4", "partition=long", "requeue"} <= set(asked)
     assert text.count("scheduler=slurm") == 1 and "mode=check" not in text and "scheduler.nodes=3" in text
-    subprocess.run(["bash", "-n"], input=text, text=True, check=True, timeout=60)
+    subprocess.run(["bash", "-n"], input=text, text=True, check=True, timeout=300)
 
 
 def test_the_job_launches_with_the_arguments_as_they_were_given_and_is_queued_again_when_its_time_is_over(tmp_path):
@@ -45,7 +45,7 @@ def test_the_job_launches_with_the_arguments_as_they_were_given_and_is_queued_ag
     text = script(SlurmOptions(), [hostile]).replace(sys.executable, str(tmp_path / "launcher"))
     text = text.replace(f"cd {Path.cwd()}", f"cd {tmp_path}")
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "17"}
-    done = subprocess.run(["bash"], input=text, text=True, env=environment, timeout=60, check=False)
+    done = subprocess.run(["bash"], input=text, text=True, env=environment, timeout=300, check=False)
     launched = (tmp_path / "launched").read_text().splitlines()
     assert launched == ["-m", "realhf.launch", hostile, "scheduler=slurm", "recover_mode=auto", "network.bind=10.1.2.3"]
     assert (tmp_path / "requeued").read_text() == "requeue 17\n"
@@ -59,7 +59,7 @@ def test_options_that_are_no_words_of_a_script_are_refused(options):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 def test_the_nodes_of_a_job_join_and_leave_with_the_run(tmp_path, monkeypatch):
     """Two agents come by one srun; a worker runs below one of them, and nothing is left in the end."""
     (tmp_path / "srun").symlink_to(STAND_IN)

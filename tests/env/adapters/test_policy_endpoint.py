@@ -32,7 +32,7 @@ async def called() -> AsyncIterator[tuple[PolicyEndpoint, Conversation, httpx.As
     name = endpoint.add(conversation)
     try:
         async with httpx.AsyncClient(
-            base_url=endpoint.url, headers={SECRET_HEADER: endpoint.secret}, timeout=60, trust_env=False
+            base_url=endpoint.url, headers={SECRET_HEADER: endpoint.secret}, timeout=300, trust_env=False
         ) as client:
             yield endpoint, conversation, client, name
     finally:

@@ -57,7 +57,7 @@ def attempts(tmp_path: Path, without: str) -> list[Attempt]:
                 pass_fds=(theirs.fileno(),),
                 capture_output=True,
                 text=True,
-                timeout=60,
+                timeout=300,
                 check=False,
             )
             if "no network namespace" in done.stderr:
@@ -125,7 +125,7 @@ except RuntimeError as error:
     said = []
     for layers in ((), ("filter",)):
         command = [sys.executable, "-c", script, *layers]
-        said.append(subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout)
+        said.append(subprocess.run(command, capture_output=True, text=True, timeout=300, check=True).stdout)
     assert said == ["the system call filter could not be installed\n", ""]
 
 
@@ -146,5 +146,5 @@ print(containment_check.probe_layers({"simulators": None}, Path(sys.argv[1]), ()
 """
     package = own_package()
     command = [str(BWRAP), "--dev-bind", "/", "/", "--ro-bind", package, package, sys.executable, "-c", script]
-    done = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True, timeout=300, check=False)
     assert done.stdout == "{'simulators': []}\n", done.stderr

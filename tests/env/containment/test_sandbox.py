@@ -58,7 +58,7 @@ print(json.dumps([outcomes, denied]))
 
 def _python(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     done = subprocess.run(
-        [sys.executable, "-c", script, *arguments], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", script, *arguments], capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr
     return done

@@ -49,7 +49,7 @@ def test_its_tests_run_by_pytest_in_the_folder(tmp_path: Path, monkeypatch: pyte
     assert main(["init", "first_game"]) == 0
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "not check", "test_first_game.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0 and "2 passed" in done.stdout, done.stdout + done.stderr
 
 

@@ -28,7 +28,7 @@ def server() -> Iterator[EnvServerProcess]:
 
 @pytest.fixture
 def http(server: EnvServerProcess) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, headers={"Authorization": f"Bearer {TOKEN}"}, timeout=60) as client:
+    with httpx.Client(base_url=server.url, headers={"Authorization": f"Bearer {TOKEN}"}, timeout=300) as client:
         yield client
 
 
@@ -49,7 +49,7 @@ def open_session(server: EnvServerProcess, token: str = TOKEN) -> ClientConnecti
 
 def ask(session: ClientConnection, message: dict[str, Any]) -> dict[str, Any]:
     session.send(json.dumps(message))
-    return json.loads(session.recv(timeout=60))
+    return json.loads(session.recv(timeout=300))
 
 
 def rpc(method: str, params: Any = None, request_id: int = 7) -> dict[str, Any]:
@@ -108,11 +108,11 @@ def test_capacity_in_both_forms(server: EnvServerProcess, http: httpx.Client) ->
         assert full.json()["active_sessions"] == full.json()["max_sessions"] == 1
         assert http.post("/mcp", json=CALL).json()["error"]["data"]["max_sessions"] == 1
         with open_session(server) as second:
-            frame = json.loads(second.recv(timeout=60))
+            frame = json.loads(second.recv(timeout=300))
             assert frame["type"] == "error" and frame["data"]["code"] == "CAPACITY_REACHED"
             assert "1/1 sessions active" in frame["data"]["message"]
             with pytest.raises(ConnectionClosed):
-                second.recv(timeout=60)
+                second.recv(timeout=300)
             assert second.close_code == 1000 and second.close_reason == ""
     assert http.post("/reset", json={"task_id": 1}).status_code == 200
 

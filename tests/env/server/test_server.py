@@ -42,7 +42,7 @@ def open_session(server: EnvServerProcess) -> ClientConnection:
 
 def ask(session: ClientConnection, message: Any) -> dict[str, Any]:
     session.send(message if isinstance(message, str | bytes) else json.dumps(message))
-    return json.loads(session.recv(timeout=60))
+    return json.loads(session.recv(timeout=300))
 
 
 def step(session: ClientConnection, command: str) -> dict[str, Any]:
@@ -55,7 +55,7 @@ def reset(session: ClientConnection, task: Task, **more: Any) -> dict[str, Any]:
 
 def get(url: str) -> tuple[int, str]:
     try:
-        with urllib.request.urlopen(url, timeout=60) as reply:
+        with urllib.request.urlopen(url, timeout=300) as reply:
             return reply.status, reply.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode()
@@ -88,7 +88,7 @@ def test_an_episode_frame_by_frame(server: EnvServerProcess) -> None:
         assert reset(session, task)["observation"]["step_count"] == 0
         session.send('{"type":"close"}')
         with pytest.raises(ConnectionClosed) as closed:
-            session.recv(timeout=60)
+            session.recv(timeout=300)
         assert closed.value.rcvd is not None and (closed.value.rcvd.code, closed.value.rcvd.reason) == (1000, "")
 
 
@@ -132,7 +132,7 @@ def test_a_frame_beyond_the_limit_closes_1009(server: EnvServerProcess) -> None:
     with open_session(server) as session:
         session.send("x" * ((1 << 20) + 1))
         with pytest.raises(ConnectionClosed) as closed:
-            session.recv(timeout=60)
+            session.recv(timeout=300)
         assert closed.value.rcvd is not None and closed.value.rcvd.code == 1009
     wait_until_free(server)
 
@@ -261,7 +261,7 @@ def test_sigterm_closes_sessions_and_leaves_nothing() -> None:
         assert server.stop() == 0
         assert time.monotonic() - began < 10
         with pytest.raises(ConnectionClosed) as closed:
-            session.recv(timeout=60)
+            session.recv(timeout=300)
         assert closed.value.rcvd is not None and closed.value.rcvd.code == 1001
         assert gone(children, 60)
         with socket.socket() as probe:
@@ -276,6 +276,6 @@ def test_a_taken_port_is_one_clear_message(option: str) -> None:
         port = str(occupant.getsockname()[1])
         others = {"--port": "0", "--ministack-base-port": "0", option: port}
         command = [sys.executable, "-m", "workers.env_worker", *(word for pair in others.items() for word in pair)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 1
     assert port in done.stderr and len(done.stderr.strip().splitlines()) == 1, done.stderr

@@ -37,7 +37,7 @@ def _address(stage: Stage) -> str:
 
 
 def _metric(stage: Stage, name: str) -> float:
-    with urllib.request.urlopen(f"{stage.server.url}/metrics", timeout=60) as page:
+    with urllib.request.urlopen(f"{stage.server.url}/metrics", timeout=300) as page:
         lines = page.read().decode().splitlines()
     return next((float(line.split()[-1]) for line in lines if line.startswith(f"{name} ")), 0.0)
 

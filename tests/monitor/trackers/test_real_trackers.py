@@ -29,7 +29,7 @@ def call(folder: Path, module: str, *words: str) -> subprocess.CompletedProcess[
         env=environment,
         capture_output=True,
         text=True,
-        timeout=170,
+        timeout=300,
         check=False,
     )
 

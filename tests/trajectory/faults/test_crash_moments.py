@@ -40,13 +40,13 @@ def server(tmp_path: Path) -> Iterator[ServerProcess]:
 
 def pushed(server: ServerProcess, first: int, count: int, tokens: int = 16) -> None:
     items = [group(4, tokens, seed=number, group_overrides={"id": number}) for number in range(first, first + count)]
-    answer = httpx.post(server.url + "/scored_data_list", json=items, timeout=60)
+    answer = httpx.post(server.url + "/scored_data_list", json=items, timeout=300)
     assert answer.json() == {"status": "received", "groups_processed": count}
 
 
 def pull(server: ServerProcess, trainer: str = "me") -> tuple[int, list[int]]:
     """Step and ids of a batch; no ids where there is none."""
-    answer = httpx.get(server.url + "/batch", headers={"X-Trainer-Id": trainer}, timeout=60)
+    answer = httpx.get(server.url + "/batch", headers={"X-Trainer-Id": trainer}, timeout=300)
     batch = answer.json()["batch"]
     if batch is None:
         return -1, []
@@ -91,7 +91,7 @@ class Asked:
     threads: list[threading.Thread] = field(default_factory=list)
 
     def add(self, name: str, **request: Any) -> None:
-        client = httpx.Client(timeout=60, verify=False)
+        client = httpx.Client(timeout=300, verify=False)
         self.threads.append(threading.Thread(target=self._ask, args=(name, client, request)))
 
     def go(self) -> None:

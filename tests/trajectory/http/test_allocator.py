@@ -27,7 +27,7 @@ print(faults() - before)
 
 
 def page_faults(way: str) -> int:
-    done = subprocess.run([sys.executable, "-c", SCRIPT, way], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", SCRIPT, way], capture_output=True, text=True, timeout=300, check=False)
     if done.returncode == 77:
         pytest.skip("this C library has no mallopt")
     assert done.returncode == 0, done.stderr

@@ -77,7 +77,7 @@ def test_a_client_that_leaves_in_the_middle_loses_nothing(url: str, api: httpx.C
 def test_a_slow_reader_gets_everything(url: str, api: httpx.Client):
     start(api, batch_size=4)
     assert api.post("/scored_data", content=encoded(group(4, 300_000))).status_code == 200
-    with httpx.stream("GET", url + "/batch", headers={"Accept-Encoding": "identity"}, timeout=60) as answer:
+    with httpx.stream("GET", url + "/batch", headers={"Accept-Encoding": "identity"}, timeout=300) as answer:
         parts = []
         for number, part in enumerate(answer.iter_raw(1 << 20)):
             parts.append(part)
@@ -262,7 +262,7 @@ def test_a_second_server_on_the_same_folder_fails_clearly(tmp_path: Path):
             [sys.executable, "-m", "realhf.trajectory", "--port", "0", "--store", store],
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=300,
             check=False,
         )
     assert done.returncode != 0

@@ -31,7 +31,7 @@ POLL_S = 0.01
 
 def send(url: str, method: str, path: str, body: bytes, headers: dict[str, str]) -> tuple[int, bytes]:
     """One request over a connection of its own: status and plain body. Raises OSError."""
-    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=60)
+    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=300)
     try:
         connection.request(method, path, body or None, headers | {"Accept-Encoding": "gzip, deflate"})
         answer = connection.getresponse()

@@ -29,7 +29,7 @@ def small() -> Iterator[str]:
 def half_a_body(url: str, nbytes: int) -> socket.socket:
     """A connection that announces more than it sends."""
     host, port = url.removeprefix("http://").split(":")
-    connection = socket.create_connection((host, int(port)), timeout=60)
+    connection = socket.create_connection((host, int(port)), timeout=300)
     head = f"POST /scored_data HTTP/1.1\r\nHost: {host}\r\nContent-Length: {CAP}\r\n\r\n".encode()
     connection.sendall(head + b" " * nbytes)
     return connection

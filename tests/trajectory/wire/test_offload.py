@@ -17,7 +17,7 @@ import pytest
 from realhf.trajectory.base.refusal import Refusal
 from realhf.trajectory.wire.offload import Offload
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 PARENT = """
 import asyncio, os, sys, time
 from realhf.trajectory.wire.offload import Offload

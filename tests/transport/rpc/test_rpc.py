@@ -61,7 +61,7 @@ async def cluster(request: pytest.FixtureRequest):
     await made.master.close()
     for process in made.processes:
         try:
-            process.communicate(timeout=60)
+            process.communicate(timeout=300)
         finally:
             process.kill()
 
@@ -325,7 +325,7 @@ async def test_refusals_say_why(cluster):
     await cluster.join("w")
     stranger, twin = cluster.launch("x", run_id="another"), cluster.launch("w")
     for process, reason in ((stranger, "this is run 'run'"), (twin, "registered already")):
-        _, stderr = await asyncio.to_thread(process.communicate, timeout=60)
+        _, stderr = await asyncio.to_thread(process.communicate, timeout=300)
         assert process.returncode == 1
         assert reason in stderr
     assert list(cluster.master.roster) == ["w"]
@@ -438,7 +438,7 @@ def test_a_worker_notices_the_death_of_the_master():
             worker.run()
     finally:
         process.kill()
-        process.communicate(timeout=60)
+        process.communicate(timeout=300)
 
 
 async def test_stop_leaves_politely(cluster, caplog):

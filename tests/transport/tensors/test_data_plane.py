@@ -61,7 +61,7 @@ def owned() -> Iterator[Owner]:
     yield made
     made.process.send_signal(signal.SIGCONT)
     made.process.kill()
-    made.process.communicate(timeout=60)
+    made.process.communicate(timeout=300)
 
 
 long_lived = pytest.fixture(scope="module", name="long_lived")(owned)

@@ -82,7 +82,7 @@ def crowd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Peer]]:
         with contextlib.suppress(BrokenPipeError):
             peer.end()
     mother.stdin.close()
-    assert mother.wait(timeout=60) == 0
+    assert mother.wait(timeout=300) == 0
 
 
 @pytest.mark.parametrize("medium", MEDIA)
