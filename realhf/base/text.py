@@ -1,6 +1,22 @@
-"""Shortens texts."""
+"""Shortens texts, and makes texts of others fit for a terminal."""
 
 from __future__ import annotations
+
+import re
+
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+
+
+def printable(text: str, *, colours: bool = True) -> str:
+    """Return a text whose control characters are shown and not obeyed: a terminal would be driven by whoever wrote it.
+    Without ``colours`` the sequences that only set them are left out."""
+    return "".join(map(_visible, text if colours else _COLOURS.sub("", text)))
+
+
+def _visible(char: str) -> str:
+    if char.isprintable() or char in "\n\t":
+        return char
+    return chr(0x2400 + ord(char)) if ord(char) < 32 else "\N{REPLACEMENT CHARACTER}"
 
 
 def shorten(text: str, max_chars: int) -> str:

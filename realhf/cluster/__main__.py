@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from realhf.base.text import printable
 from realhf.cluster.messages import Order
 from realhf.cluster.operator import asked
 from realhf.cluster.options import ELASTIC
@@ -35,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (TransportError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    print("\n".join(report.lines), file=sys.stderr if report.failed else sys.stdout)
+    print(printable("\n".join(report.lines)), file=sys.stderr if report.failed else sys.stdout)
     return int(report.failed)
 
 

@@ -25,8 +25,8 @@ PIECE_BYTES = 4 << 20
 LINE_CHARACTERS = 1 << 20
 """A longer line of a worker is cut."""
 
-Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$")]
-WorkerName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.-]{1,64}(/[A-Za-z0-9_.-]{1,64})?$")]
+Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}\Z")]
+WorkerName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.-]{1,64}(/[A-Za-z0-9_.-]{1,64})?\Z")]
 Text = Annotated[str, Meta(max_length=4096)]
 Count = Annotated[int, Meta(ge=0, le=4096)]
 M = TypeVar("M", bound=Message)
@@ -41,7 +41,7 @@ class HostHello(Message, frozen=True):
     cores: Annotated[int, Meta(ge=1, le=1 << 16)]
     memory_gib: Annotated[float, Meta(ge=0, le=1 << 20)]
     gpus: Annotated[list[Annotated[str, Meta(max_length=160)]], Meta(max_length=64)]
-    address: Annotated[str, Meta(max_length=64)]
+    address: Annotated[str, Meta(pattern=r"^[0-9A-Za-z.:_-]{1,64}\Z")]
     machine: Annotated[str, Meta(max_length=200)]
     clock: float
     folder: Annotated[str, Meta(max_length=4096, pattern="^/")]

@@ -18,6 +18,7 @@ from rich.text import Text
 
 from realhf.api.config import ConfigError, RecoverMode
 from realhf.api.experiment import ExperimentSpec
+from realhf.base.text import printable
 from realhf.launch.build import BuiltExperiment
 from realhf.launch.chosen_scheduler import make_scheduler
 from realhf.launch.processes import LaunchError, run_job, run_workers
@@ -164,7 +165,7 @@ def _signals_raise() -> Iterator[None]:
 
 
 def _say_error(text: str, exit_code: int) -> int:
-    print(f"error: {text}", file=sys.stderr)
+    print(f"error: {printable(text, colours=False)}", file=sys.stderr)
     return exit_code
 
 

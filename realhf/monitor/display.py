@@ -15,6 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from realhf.base.text import printable
 from realhf.monitor.headline import STEP_TIME, time_split
 from realhf.monitor.metrics.renaming import success_by_group
 from realhf.monitor.rollout_metrics import flatten_rollouts, rollout_labels, rollout_metrics
@@ -89,7 +90,8 @@ class PlainDisplay:
         """Print ``text`` behind the seconds since the start."""
         self._last_line = time.monotonic()
         stamp = f"{self._last_line - self._began:7.1f} s  "
-        self._console.print(Text(stamp, style="dim").append(text), soft_wrap=True)
+        shown = printable(text, colours=False)  # it may hold what a program of the policy wrote into a log
+        self._console.print(Text(stamp, style="dim").append(shown), soft_wrap=True)
 
     def close(self) -> None:
         """Do nothing: plain lines leave the terminal as it is."""

@@ -43,6 +43,8 @@ def test_messages_arrive_as_they_were_sent():
     [
         ("hello", {"name": "../etc"}, "name"),
         ("hello", {"name": "a" * 64}, "name"),
+        ("hello", {"name": "a\n"}, "name"),
+        ("hello", {"address": "\x1b[2J"}, "address"),
         ("hello", {"cores": 0}, "cores"),
         ("hello", {"cores": True}, "cores"),
         ("hello", {"memory_gib": float("nan")}, "memory_gib"),

@@ -174,3 +174,10 @@ def test_a_log_gets_few_lines_of_quick_steps_and_the_last_one():
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert len(lines) < 50
     assert "step 1/400" in lines[0] and "step 400/400" in lines[-1]
+
+
+def test_what_a_failed_program_wrote_does_not_drive_the_terminal():
+    """The end of a worker's log stands in the warning of its failure, and what the policy ran may have written it."""
+    console = Console(file=io.StringIO(), width=200, force_terminal=True, color_system=None)
+    PlainDisplay(console).show({"kind": "warning", "text": "it ended:\n  | \x1b[31mred\x1b[0m \x1b[2J\x07"})
+    assert console.file.getvalue().endswith("warning: it ended:\n  | red ␛[2J␇\n")  # type: ignore[attr-defined]

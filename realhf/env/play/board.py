@@ -10,23 +10,18 @@ from rich.console import Console
 from rich.text import Text
 
 from realhf.api.environment import EnvironmentSpec, Opening, Task, Turn
+from realhf.base.text import printable
 from realhf.env.check.scripts import functions
 
 _LONGEST = 20_000
 _STYLES = {"system": "magenta", "user": "cyan", "tool": "yellow", "assistant": "green"}
 
 
-def printable(text: object) -> str:
+def _shown(text: object) -> str:
     """Return a text whose control characters are shown and not obeyed, cut after 20,000 characters."""
     shown = str(text)
     cut = f"… ({len(shown) - _LONGEST:,} more characters)" if len(shown) > _LONGEST else ""
-    return "".join(map(_visible, shown[:_LONGEST])) + cut
-
-
-def _visible(char: str) -> str:
-    if char.isprintable() or char in "\n\t":
-        return char
-    return chr(0x2400 + ord(char)) if ord(char) < 32 else "\N{REPLACEMENT CHARACTER}"
+    return printable(shown[:_LONGEST]) + cut
 
 
 class Board:
@@ -63,8 +58,8 @@ class Board:
 
     def message(self, role: str, content: object) -> None:
         """Show one message."""
-        self._console.print(Text(f"{printable(role)}: ", style=_STYLES.get(role, "")), end="", soft_wrap=True)
-        self._console.print(Text(printable(content)), soft_wrap=True)
+        self._console.print(Text(f"{_shown(role)}: ", style=_STYLES.get(role, "")), end="", soft_wrap=True)
+        self._console.print(Text(_shown(content)), soft_wrap=True)
 
     def turn(self, turn: Turn, so_far: float) -> None:
         """Show an answer; ``so_far`` is the return of the episode with it."""
@@ -80,7 +75,7 @@ class Board:
 
     def line(self, text: str, style: str = "") -> None:
         """Print a line."""
-        self._console.print(Text(printable(text), style=style), soft_wrap=True)
+        self._console.print(Text(_shown(text), style=style), soft_wrap=True)
 
 
 def signature(name: str, parameters: Mapping[str, Any]) -> str:
