@@ -10,7 +10,7 @@ import pytest
 from benchmarks.view.made_up_run import MadeUpRun
 from tests.chromium import ABSENT, PROGRAM, Chromium
 from tests.view.page import shows, text
-from tests.view.runs import client, served
+from tests.view.runs import add_step, client, served, write_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(PROGRAM is None, reason=ABSENT)]
 TOP = "document.querySelector({}).getBoundingClientRect().top"
@@ -204,3 +204,53 @@ def test_a_button_held_down_while_rows_arrive_chooses_its_row(chromium: Chromium
         page.call("Input.dispatchMouseEvent", type="mouseReleased", **point)
         page.wait(f"document.querySelector('.row[aria-selected=true]').ariaLabel === {json.dumps(meant)}")
     run.close()
+
+
+def test_a_search_that_ends_takes_the_focus_from_nobody(chromium: Chromium, tmp_path: Path):
+    """It may take half a minute, and who typed into another field meanwhile was thrown out of it."""
+    run = MadeUpRun(tmp_path / "run")
+    run.add_step(4)
+    run.close()
+    page = chromium
+    look_for = """
+        document.getElementById('search').value = 'onerror';
+        document.getElementById('search').focus();
+        document.activeElement.dispatchEvent(new KeyboardEvent('keydown', { key: 'Enter', bubbles: true }));"""
+    with served(tmp_path / "run", follow=False) as url:
+        for after, focus in (("document.getElementById('f-task').focus()", "f-task"), ("", "grid")):
+            page.open(f"{url}/?{focus}#/rollouts")
+            shows(page, "rollouts")
+            page.js(look_for + after)
+            page.wait("document.getElementById('searched').innerText.includes('all of 32')")
+            page.js("new Promise((done) => setTimeout(done))")
+            assert page.js("document.activeElement.id") == focus
+
+
+def test_a_metric_that_comes_later_leaves_the_focus_in_its_chart(chromium: Chromium, tmp_path: Path):
+    page, run = chromium, write_run(tmp_path / "run", steps=2, ended=False)
+    with served(run) as url:
+        page.open(url + "/")
+        shows(page, "overview")
+        page.press("/")
+        page.wait("document.querySelectorAll('.all .chart').length === 2")
+        page.js("[...document.querySelectorAll('.all .chart')].at(-1).focus()")
+        heard = page.js("document.activeElement.ariaLabel")
+        add_step(run, {"step": 3, "reward/mean": 0.5, "time/step": 1.0, "another/metric": 2.0})
+        page.wait("document.querySelectorAll('.all .chart').length === 3")
+        assert page.js("document.activeElement.ariaLabel") == heard
+        names = page.js("[...document.querySelectorAll('.all .chart h3')].map((one) => one.innerText)")
+        assert names == sorted(names)
+
+
+def test_a_lane_that_comes_in_above_leaves_the_line_that_was_chosen(chromium: Chromium, tmp_path: Path):
+    page, run = chromium, write_run(tmp_path / "run", ended=False)
+    span = {"name": "env/step", "ph": "X", "ts": 1_200_000, "pid": 1, "tid": 1, "dur": 100_000}
+    with served(run) as url:
+        page.open(url + "/#/timeline")
+        shows(page, "timeline")
+        page.press("ArrowUp")
+        with (run / "trace" / "master.jsonl").open("a") as file:
+            file.write(json.dumps(span) + "\n")
+        page.wait("document.querySelector('.page.timeline [role=status]').innerText.includes('2 spans')")
+        page.press("n")
+        assert "train/actor_train" in text(page, ".page.timeline [role=status]")

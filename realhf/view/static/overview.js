@@ -144,8 +144,10 @@ class Overview {
     this.left.hidden = left <= 0;
     this.left.textContent = left > 0 ? `and ${left} more: say more of the name` : "";
     const nodes = [...shown.map((name) => this.others.get(name).chart.node), this.left];
-    const same = nodes.length === this.rest.children.length && nodes.every((node, at) => node === this.rest.children[at]);
-    if (!same) this.rest.replaceChildren(...nodes); // one of them may have the focus
+    for (const old of [...this.rest.children]) if (!nodes.includes(old)) old.remove();
+    nodes.forEach((node, at) => {
+      if (this.rest.children[at] !== node) this.rest.insertBefore(node, this.rest.children[at] ?? null); // those that stay may have the focus
+    });
   }
 
   async drawAbout() {

@@ -109,15 +109,22 @@ class Rollouts {
     delete this.context.run.parts.table;
     const table = await tableOf(this.context.run);
     if (this.later.over) return;
-    // Who has gone down the list keeps the row and its place on the screen; at the top, the newest come in.
+    this.applyInPlace(() => {
+      this.table = table;
+      this.fillChoices();
+      tell(this.problems, this.table.problems.join(" "));
+    });
+  }
+
+  /** Make the list anew after a change. Who has gone down it keeps the row and its place on the screen; at the top, what is
+   * new comes in. */
+  applyInPlace(change = () => {}) {
     const { scrollTop } = this.body;
     const [first, last] = [Math.floor(scrollTop / ROW), Math.floor((scrollTop + this.body.clientHeight) / ROW)];
     const held = this.at >= first && this.at < last ? this.at : first;
     const idAt = (place) => (this.order.length ? this.table.id(this.order[Math.min(place, this.order.length - 1)]) : "");
     const [chosen, kept] = this.at || scrollTop ? [idAt(this.at), idAt(held)] : ["", ""];
-    this.table = table;
-    this.fillChoices();
-    tell(this.problems, this.table.problems.join(" "));
+    change();
     this.apply(chosen);
     const now = kept ? this.order.indexOf(this.table.find(kept)) : -1;
     if (now >= 0) this.body.scrollTop = scrollTop + (now - held) * ROW;
@@ -180,11 +187,11 @@ class Rollouts {
       else if (columns.reward[at] === 0) zero++;
     }
     const part = (text) => h("span", { class: "entry" }, text);
-    this.said.replaceChildren(
+    renew(this.said, h("p", { class: "readout", role: "status", id: "count" },
       h("b", {}, `${this.order.length.toLocaleString("en")} of ${count.toLocaleString("en")} rollouts`),
       part(`${good.toLocaleString("en")} succeeded`), part(`${zero.toLocaleString("en")} played with reward 0`), part(`${failed.toLocaleString("en")} failed`),
       h("span", { class: "muted", title: "filter and order" }, `${spent.toFixed(0)} ms`), h("span", { id: "searched", class: "muted" }, this.searched ?? ""),
-    );
+    ));
   }
 
   drawHead() {
@@ -289,8 +296,10 @@ class Rollouts {
       if (mine.signal.aborted) return;
       this.searched = `the search ended: ${error.message}`;
     }
-    this.apply();
-    this.body.focus({ preventScroll: true });
+    this.applyInPlace();
+    const { activeElement } = document;
+    const waits = activeElement === document.body || (activeElement === this.search && this.search.value === text);
+    if (waits) this.body.focus({ preventScroll: true }); // who went elsewhere meanwhile stays there
   }
 
   async take(reader) {
@@ -307,7 +316,7 @@ class Rollouts {
         else this.searched = `${this.found.size.toLocaleString("en")} hold the text; ${one.done ? "all" : `the time was over after ${one.searched.toLocaleString("en")}`} of ${one.of.toLocaleString("en")} looked through`;
       }
       if (performance.now() - drawn > 500) {
-        this.apply();
+        this.applyInPlace();
         drawn = performance.now();
       }
     }

@@ -96,6 +96,7 @@ class Timeline {
   /** Lanes in the order of the processes, the spans of each in the order of their beginnings. */
   arrange() {
     const { began, seconds, line, processes, lines, count } = this.spans;
+    const held = this.lanes?.[this.lane]; // other lanes may come in above it
     const order = new Map(processes.map((one, at) => [one.pid, at]));
     const names = new Map(processes.map((one) => [one.pid, one.name]));
     this.first = Infinity;
@@ -110,7 +111,8 @@ class Timeline {
       .map((one, at) => ({ process: names.get(one.pid) ?? String(one.pid), place: order.get(one.pid) ?? 1e9, name: one.name, spans: own[at].sort((a, b) => began[a] - began[b]) }))
       .filter((lane) => lane.spans.length)
       .sort((a, b) => a.place - b.place || a.name.localeCompare(b.name, "en", { numeric: true }));
-    this.lane = Math.min(this.lane ?? 0, Math.max(0, this.lanes.length - 1));
+    const same = held ? this.lanes.findIndex((lane) => lane.process === held.process && lane.name === held.name) : -1;
+    this.lane = same >= 0 ? same : Math.min(this.lane ?? 0, Math.max(0, this.lanes.length - 1));
     this.kinds = this.spans.names.map(kindOf);
   }
 
