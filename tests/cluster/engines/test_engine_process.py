@@ -18,7 +18,7 @@ from tests.process_family import family, gone
 
 SLOW = "tests.cluster.engines.slow_engine"
 LONG_S = 60.0
-SOON_S = 8.0
+SOON_S = 17.0
 """Less than a helper that does not listen is given before it is killed."""
 LAUNCHER = """
 import sys

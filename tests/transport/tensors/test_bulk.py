@@ -234,9 +234,9 @@ def test_a_peer_that_stops_in_the_middle_ends_at_the_deadline():
 
 def test_a_peer_that_sends_a_byte_now_and_then_ends_at_the_deadline():
     """It used to go on for as long as something came."""
-    begun = bulk_wire.ANSWER.pack(bulk_wire.PIECE, 100)
-    with answering(begun, b"x" * 100) as port, pytest.raises(FetchTimeout, match="before the deadline"):
-        got(BulkLane(RunTls(KEYS), HOST, port), bytes(16), Piece(0, 0, 100), limit_s=0.5)
+    begun = bulk_wire.ANSWER.pack(bulk_wire.PIECE, 5000)
+    with answering(begun, b"x" * 5000) as port, pytest.raises(FetchTimeout, match="before the deadline"):
+        got(BulkLane(RunTls(KEYS), HOST, port), bytes(16), Piece(0, 0, 5000), limit_s=0.5)
 
 
 @contextlib.contextmanager

@@ -101,16 +101,16 @@ def test_the_last_two_versions_are_kept_and_what_is_received_is_the_receivers_ow
         assert publisher.latest == old[3]
         for manifest in old[:2]:
             with pytest.raises(WeightsGone, match=f"version {manifest.version} by {medium}"):
-                receive(manifest, 5.0)
-        mine = receive(old[3], 5.0)["x"]
+                receive(manifest, 60.0)
+        mine = receive(old[3], 60.0)["x"]
         mine += 1
-        assert receive(old[3], 5.0)["x"].unique().tolist() == [3.0]
-        held = receive(old[2], 5.0)["x"]
+        assert receive(old[3], 60.0)["x"].unique().tolist() == [3.0]
+        held = receive(old[2], 60.0)["x"]
         publisher.retire(2)
         publisher.retire(2)
         assert held.unique().tolist() == [2.0]
     with pytest.raises(WeightsGone):
-        receive(old[3], 5.0)
+        receive(old[3], 60.0)
 
 
 @pytest.mark.parametrize("medium", MEDIA)
@@ -121,7 +121,7 @@ def test_a_closed_publisher_leaves_nothing_behind(medium: Medium, tmp_path: Path
     threads, before = set(threading.enumerate()), held()
     publisher = WeightPublisher("run", "w", tmp_path, medium)
     for version in range(3):
-        receive(publisher.publish(version, TENSORS), 5.0)
+        receive(publisher.publish(version, TENSORS), 60.0)
     publisher.close()
     assert not [thread for thread in set(threading.enumerate()) - threads if thread.name.startswith("weights-")]
     if medium != "broadcast":  # gloo closes its connections when it likes
@@ -143,10 +143,13 @@ def test_without_room_nothing_is_published_and_the_version_before_stays(medium: 
             publisher.publish(2, {"x": torch.ones(5000)})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    deadline = time.monotonic() + 60
+    while len(os.listdir("/proc/self/fd")) != descriptors and time.monotonic() < deadline:
+        time.sleep(0.05)  # what runs beside the tests in this process opens and closes files, too
     assert (os.listdir(tmp_path), len(os.listdir("/proc/self/fd"))) == (files, descriptors)
     assert publisher.latest == first
-    assert_same(receive(first, 1.0), TENSORS)
-    assert_same(receive(publisher.publish(2, TENSORS), 1.0), TENSORS)
+    assert_same(receive(first, 60.0), TENSORS)
+    assert_same(receive(publisher.publish(2, TENSORS), 60.0), TENSORS)
     publisher.close()
 
 
@@ -185,16 +188,16 @@ def test_a_manifest_that_contradicts_itself_or_the_bytes_is_refused(medium: Medi
             replace(first, name="b"),
         ):
             with pytest.raises(WeightsError, match=f"version 1 by {medium}: .*tensor"):
-                receive(replace(good, slots=(slot, *good.slots[1:])), 1.0)
+                receive(replace(good, slots=(slot, *good.slots[1:])), 60.0)
         # Another version's checksum: over a broadcast that is another version.
         with pytest.raises(WeightsError, match="version 1 by"):
-            receive(replace(good, checksum="0" * 32), 5.0)
+            receive(replace(good, checksum="0" * 32), 60.0)
         for location in ("", "nowhere", "1:2:3:4", "-1:0:0", "127.0.0.1:99999999"):
             with pytest.raises(WeightsError):
-                receive(replace(good, location=location), 1.0)
+                receive(replace(good, location=location), 60.0)
         with pytest.raises(WeightsError, match="no such medium"):
-            receive(replace(good, medium="pigeon"), 1.0)
-        assert_same(receive(good, 5.0), TENSORS)
+            receive(replace(good, medium="pigeon"), 60.0)
+        assert_same(receive(good, 60.0), TENSORS)
 
 
 def test_memory_that_was_published_cannot_be_changed() -> None:
@@ -221,7 +224,7 @@ def test_a_damaged_file_is_never_handed_out() -> None:
         def flipped(place: int, bits: int) -> None:
             path.write_bytes(whole[:place] + bytes([whole[place] ^ bits]) + whole[place + 1 :])
             try:
-                got = receive(manifest, 1.0)
+                got = receive(manifest, 60.0)
             except WeightsError:
                 return
             assert place < data  # e.g. a blank of the header
@@ -232,7 +235,7 @@ def test_a_damaged_file_is_never_handed_out() -> None:
         def cut(size: int) -> None:
             path.write_bytes(whole[:size])
             with pytest.raises(WeightsError, match="version 1 by disk"):
-                receive(manifest, 1.0)
+                receive(manifest, 60.0)
 
         flipped()
         cut()
@@ -247,9 +250,9 @@ def test_files_are_safetensors_both_ways(tmp_path: Path) -> None:
         header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
         assert header.pop("__metadata__")["version"] == "7"
         assert all(header[name]["data_offsets"][0] % loaded[name].element_size() == 0 for name in header)
-        assert_same(receive(manifest, 1.0), {slot.name: loaded[slot.name] for slot in manifest.slots})
+        assert_same(receive(manifest, 60.0), {slot.name: loaded[slot.name] for slot in manifest.slots})
         save_file(loaded, tmp_path / "theirs.safetensors")
-        theirs = receive(replace(manifest, location=str(tmp_path / "theirs.safetensors")), 1.0)
+        theirs = receive(replace(manifest, location=str(tmp_path / "theirs.safetensors")), 60.0)
         assert_same(theirs, {slot.name: loaded[slot.name] for slot in manifest.slots})
 
 
