@@ -254,3 +254,34 @@ def test_a_lane_that_comes_in_above_leaves_the_line_that_was_chosen(chromium: Ch
         page.wait("document.querySelector('.page.timeline [role=status]').innerText.includes('2 spans')")
         page.press("n")
         assert "train/actor_train" in text(page, ".page.timeline [role=status]")
+
+
+SLOWLY = """
+    const fetched = window.fetch;
+    window.fetch = async (path, ...rest) => {
+        const reply = await fetched(path, ...rest);
+        if (path.includes('/rollout?') && !window.late) {
+            window.late = 'answered';
+            await new Promise((done) => { window.arrive = done; });
+        }
+        return reply;
+    };"""
+
+
+def test_what_changes_while_a_page_is_being_made_is_shown(chromium: Chromium, tmp_path: Path):
+    """On a slow connection the answer was that of before the change, and the change was taken for known."""
+    page, run = chromium, played(tmp_path / "run")
+    with served(tmp_path / "run") as url:
+        page.open(url + "/")
+        shows(page, "overview")
+        page.js(SLOWLY)
+        page.press("5")
+        page.wait("window.late === 'answered'")
+        answers = "performance.getEntriesByType('resource').filter((one) => one.name.includes('/changes')).length"
+        before = page.js(answers)
+        run.train()
+        page.wait(f"{answers} > {before}")
+        page.js("window.arrive()")
+        page.wait("document.querySelector('.facts')?.innerText.toLowerCase().includes('trained at version')")
+        page.open("about:blank")
+    run.close()
