@@ -44,8 +44,8 @@ SILENT_PINGS = 3
 LOOK_MS = 250
 AT_ONCE = 200
 """So many messages are taken before the door does something else: a host may send faster than it can read."""
-PART_S = 1.0
-"""So long the door waits for hosts to say that they have heard of the end."""
+PART_S = 5.0
+"""So long the door waits for hosts to say that they have heard of the end: one that has not learns of it by silence."""
 SILENT_FACTOR = 1.25
 """An agent takes the launcher for dead after this many times ``dead_after_s``: the launcher decides first."""
 OPERATOR = ("status", "add", "remove")

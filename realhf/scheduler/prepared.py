@@ -22,7 +22,7 @@ from realhf.scheduler.prepared_server import MOST_BYTES
 
 PREPARED_WITHIN_S = 120.0
 """How long workers wait for the imports; then they import for themselves."""
-FORKED_WITHIN_S = 3.0
+FORKED_WITHIN_S = 15.0
 END_S = 2.0
 
 

@@ -23,8 +23,8 @@ from realhf.transport.network.keys import RunKeys
 from realhf.transport.network.network import Network
 from tests.cluster.strange_agent import ANSWER_S, StrangeAgent
 
-SOON_S = 5.0
-"""A second for hosts to say that they have heard, half of one for what is under way, and what a busy machine takes."""
+SOON_S = 30.0
+"""Five seconds for hosts to say that they have heard, half of one for what is under way, and a busy machine."""
 FLOOD = """
 import sys
 from pathlib import Path
@@ -97,7 +97,7 @@ def test_hosts_that_say_that_they_have_heard_are_not_waited_for(opened: OpenDoor
     assert opened.closes() < ANSWER_S
 
 
-def test_a_host_that_never_answers_delays_the_end_by_a_second(opened: OpenDoor):
+def test_a_host_that_never_answers_delays_the_end_by_some_seconds(opened: OpenDoor):
     agent = opened.agent("a").join()
     assert opened.closes() < SOON_S
     assert heard(agent, "over")

@@ -14,8 +14,8 @@ from realhf.aws.simulator.slot import Slot
 INTERVAL_S = 5.0
 FIRST_BACK_OFF_S = 0.5
 MAX_BACK_OFF_S = 30.0
-_ANSWER_S = 2.0
-_STOP_S = 5.0
+_ANSWER_S = 5.0
+_STOP_S = 10.0
 
 logger = logging.getLogger(__name__)
 

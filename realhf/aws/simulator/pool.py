@@ -31,7 +31,7 @@ from realhf.env.containment.process_guard import LAYERS
 
 __all__ = ["ACCOUNT", "MiniStackPool", "Slot", "worker_environment"]
 
-RETURN_WAIT_S = 1.0
+RETURN_WAIT_S = 10.0
 """Seconds that ``acquire`` waits for a slot that is being scrubbed or replaced."""
 CONTAINED_PARTS = (
     "__init__.py",

@@ -22,7 +22,9 @@ from realhf.env.containment.fork_server import ForkedProcess, ForkServer
 
 ACCOUNT = "000000000000"
 START_TIMEOUT_S = 30.0
-_ANSWER_S = 1.0
+_ANSWER_S = 5.0
+"""Seconds after which a simulator or a worker that does not answer is replaced. A busy machine may stand
+still for some."""
 _CHECKED_BYTES = 1 << 20
 """Bytes kept of what a command of the environment's own prints: a check must see the whole answer."""
 

@@ -259,7 +259,7 @@ def test_sigterm_closes_sessions_and_leaves_nothing() -> None:
         reset(session, instantiate(101, seed=1))
         began = time.monotonic()
         assert server.stop() == 0
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - began < 40
         with pytest.raises(ConnectionClosed) as closed:
             session.recv(timeout=300)
         assert closed.value.rcvd is not None and closed.value.rcvd.code == 1001
