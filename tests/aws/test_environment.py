@@ -55,7 +55,7 @@ def words(turn: Turn) -> str:
     return message["content"]
 
 
-def slot(url: str, retries: int, *, message_timeout_s: float = 10.0) -> SlotEnvironment:
+def slot(url: str, retries: int, *, message_timeout_s: float = 60.0) -> SlotEnvironment:
     """The environment of a slot, at the beginning of an episode."""
     env = SlotEnvironment(
         "aws",
@@ -161,7 +161,7 @@ async def test_a_step_that_was_not_executed_is_sent_again() -> None:
 @pytest.mark.parametrize(("trick", "kind"), [("drop", "lost"), ("hang", "timeout")])
 async def test_a_lost_session_is_resumed_by_replay(trick: str, kind: str) -> None:
     with FakeEnvServer(Script({(0, 2): trick})) as fake:
-        env = slot(fake.url, 1, message_timeout_s=0.3)
+        env = slot(fake.url, 1, message_timeout_s=2.0)
         await env.reset({}, seed=1)
         await env.step(says("aws a"))
         last = await env.step(says("aws b"))

@@ -176,7 +176,7 @@ async def test_its_simulator_is_started_once_after_a_failed_try_and_set_free_whe
         return made[-1]
 
     playground = Playground(
-        PlaygroundSession(make_pool, lambda slot: EpisodePlayer(slot, 15), summed=True), idle_release_s=1.0
+        PlaygroundSession(make_pool, lambda slot: EpisodePlayer(slot, 15), summed=True), idle_release_s=5.0
     )
     try:
         with socket.socket() as occupant:

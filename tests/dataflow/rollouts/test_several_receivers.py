@@ -4,6 +4,7 @@ all of it with it, as a lost rank does, and another number of ranks goes on."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -130,14 +131,14 @@ class Life:
                 receivers = self.random.sample(producers, self.random.randint(fewest, len(producers)))
                 for producer in receivers:
                     frames = encode_sample(finished(lease.id, lease.attempt))
-                    try:
-                        await producer.push(lease.id, lease.attempt, frames, timeout_s=0.3)
-                    except TimeoutError:
-                        assert not self.ranks.alive()
+                    while self.ranks.alive():
+                        with contextlib.suppress(TimeoutError):
+                            await producer.push(lease.id, lease.attempt, frames, timeout_s=0.3)
+                            break
             if not self.ranks.alive():
                 return False
             await asyncio.sleep(0.002)
-        assert all(await asyncio.gather(*(producer.drain(10) for producer in producers)))
+        assert all(await asyncio.gather(*(producer.drain(60) for producer in producers)))
         return True
 
     def _check(self) -> None:
