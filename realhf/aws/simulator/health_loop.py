@@ -9,12 +9,12 @@ from collections.abc import Sequence
 
 from realhf.aws.cli.executor import SimulatorLost
 from realhf.aws.simulator.lease_book import LeaseBook, SlotState
+from realhf.aws.simulator.ministack_process import ANSWER_S
 from realhf.aws.simulator.slot import Slot
 
 INTERVAL_S = 5.0
 FIRST_BACK_OFF_S = 0.5
 MAX_BACK_OFF_S = 30.0
-_ANSWER_S = 5.0
 _STOP_S = 10.0
 
 logger = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ class HealthLoop:
     def sweep(self) -> None:
         """Run one round: check the free slots, then respawn what is due."""
         for index in self._book.in_state(SlotState.FREE):
-            if not self._slots[index].ministack.answers(_ANSWER_S) and self._book.fail_if_free(index):
+            if not self._slots[index].ministack.answers(ANSWER_S) and self._book.fail_if_free(index):
                 logger.warning("slot %d: its simulator does not answer and is replaced", index)
         for index in self._book.in_state(SlotState.UNHEALTHY):
             if not self._ending and time.monotonic() >= self._due[index] and self._book.begin_respawn(index):

@@ -18,6 +18,8 @@ from realhf.base.paths import IMPORT_ROOT
 from realhf.env.containment.fork_server import ForkedProcess, ForkServer
 
 HOST = "127.0.0.1"
+ANSWER_S = 5.0
+"""Seconds after which a simulator that does not answer counts as hung. A busy machine may stand still for some."""
 _BACKLOG = 64
 _LOG_TAIL_BYTES = 2000
 _CREDENTIAL = (
@@ -149,7 +151,7 @@ class MiniStackProcess:
                 )
             time.sleep(0.01)
 
-    def healthy(self, timeout_s: float = 2.0) -> bool:
+    def healthy(self, timeout_s: float = ANSWER_S) -> bool:
         """Return whether the simulator answers right now."""
         try:
             self._request("GET", "/_ministack/health", timeout_s)
@@ -169,7 +171,7 @@ class MiniStackProcess:
         finally:
             connection.close()
 
-    def leftovers(self, timeout_s: float = 2.0) -> str:
+    def leftovers(self, timeout_s: float = ANSWER_S) -> str:
         """Return what a reset left: bucket and table names as the simulator lists them, or "". Raises OSError."""
         buckets = self.ask("GET", "/", "s3", timeout_s)
         target = {"X-Amz-Target": "DynamoDB_20120810.ListTables", "Content-Type": "application/x-amz-json-1.0"}
@@ -183,7 +185,7 @@ class MiniStackProcess:
         method: str,
         path: str,
         service: str,
-        timeout_s: float = 2.0,
+        timeout_s: float = ANSWER_S,
         headers: dict[str, str] | None = None,
         body: bytes | None = None,
     ) -> bytes:
@@ -193,16 +195,16 @@ class MiniStackProcess:
             method, path, timeout_s, {"Authorization": _CREDENTIAL.format(service), **(headers or {})}, body
         )
 
-    def reset(self, seed: int, timeout_s: float = 2.0) -> None:
+    def reset(self, seed: int, timeout_s: float = ANSWER_S) -> None:
         """Empty the simulator and seed everything it draws. Raises OSError."""
         self._request("POST", f"/_realhf/reset?{seed}", timeout_s)
 
-    def requests(self, after: int = 0, timeout_s: float = 2.0) -> dict[str, Any]:
+    def requests(self, after: int = 0, timeout_s: float = ANSWER_S) -> dict[str, Any]:
         """Return what the simulator took for requests since it was started: ``count``, ``refused`` by reason, and the
         latest ``requests`` with a number above ``after`` (see ``ParsedRequest``). Raises OSError."""
         return json.loads(self._request("GET", f"/_realhf/requests?{after}", timeout_s))
 
-    def switches(self, timeout_s: float = 2.0) -> dict[str, str]:
+    def switches(self, timeout_s: float = ANSWER_S) -> dict[str, str]:
         """Return the settings in the simulator's modules, as text by name. Raises OSError."""
         return json.loads(self._request("GET", "/_realhf/switches", timeout_s))
 
@@ -220,7 +222,7 @@ class MiniStackProcess:
             raise ConnectionRefusedError(f"MiniStack on port {self.port} was not started")
         return self._owner.connect(mark)
 
-    def connect(self, timeout_s: float = 2.0) -> socket.socket:
+    def connect(self, timeout_s: float = ANSWER_S) -> socket.socket:
         """Return a new connection to the simulator's port, as its agent has."""
         connection = socket.create_connection((HOST, self.port), timeout=timeout_s)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -17,14 +17,11 @@ from pathlib import Path
 from realhf.aws.cli.executor import CliExecutor, OutputLimits, SimulatorLost
 from realhf.aws.cli.state_client import ClientFactory, StateClient
 from realhf.aws.cli.virtual_folder import VirtualFolder
-from realhf.aws.simulator.ministack_process import HOST, MiniStackProcess
+from realhf.aws.simulator.ministack_process import ANSWER_S, HOST, MiniStackProcess
 from realhf.env.containment.fork_server import ForkedProcess, ForkServer
 
 ACCOUNT = "000000000000"
 START_TIMEOUT_S = 30.0
-_ANSWER_S = 5.0
-"""Seconds after which a simulator or a worker that does not answer is replaced. A busy machine may stand
-still for some."""
 _CHECKED_BYTES = 1 << 20
 """Bytes kept of what a command of the environment's own prints: a check must see the whole answer."""
 
@@ -98,11 +95,11 @@ class Slot:
 
     def usable(self) -> bool:
         """Return whether simulator and worker answer right now; a worker that does not is replaced."""
-        if not self.ministack.alive() or not self.ministack.healthy(_ANSWER_S):
+        if not self.ministack.alive() or not self.ministack.healthy(ANSWER_S):
             return False
         try:
             self.executor.start()
-            if not self.executor.responsive(_ANSWER_S):
+            if not self.executor.responsive(ANSWER_S):
                 self.executor.restart()
         except (OSError, RuntimeError):
             return False

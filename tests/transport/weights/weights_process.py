@@ -37,7 +37,7 @@ def publish(medium: Any, folder: str, version: int) -> dict[str, Any]:
 def take(manifest: dict[str, Any], name: str) -> str:
     """``same``, ``other`` or the error."""
     try:
-        tensors = receive(from_payload(WeightsManifest, manifest), 10.0, name)
+        tensors = receive(from_payload(WeightsManifest, manifest), 60.0, name)
     except WeightsError as error:
         return f"{type(error).__name__}: {error}"
     held.append(tensors)
@@ -51,13 +51,13 @@ def die(manifest: dict[str, Any], moment: str) -> None:
     host, _, port = manifest["location"].rpartition(":")
     link = ControlLink(socket.create_connection((host, int(port))))
     link.send(5.0, checksum=manifest["checksum"], name="generation/dead")
-    rank, size = link.receive(10.0)["seat"]
+    rank, size = link.receive(60.0)["seat"]
 
     def exchange(own: bytes) -> list[bytes]:
         if moment == "seated":
             os.kill(os.getpid(), signal.SIGKILL)
         link.send(5.0, address=own)
-        return link.receive(10.0)["addresses"]
+        return link.receive(60.0)["addresses"]
 
     GlooGroup(rank, size, "127.0.0.1", exchange)
     os.kill(os.getpid(), signal.SIGKILL)
