@@ -108,7 +108,7 @@ class Bench:
         producer = self.producer()
         for sample in samples:
             await producer.push(sample.ids[0], attempt, encode_sample(sample), timeout_s=60)
-        assert await producer.drain(10)
+        assert await producer.drain(60)
 
     def get(self, id: str) -> SequenceSample:
         return self.store.get([id], [spec.name for spec in KEYS])
@@ -177,7 +177,7 @@ async def test_malformed_samples_are_told_and_acked(bench):
     for id, frames in bad.items():
         await producer.push(id, 0, frames, timeout_s=60)
     await producer.push("good", 0, encode_sample(good), timeout_s=60)
-    assert await producer.drain(10)
+    assert await producer.drain(60)
     told = {a.id: a for a in bench.master.arrivals}
     assert [id for id, a in told.items() if a.error] == list(bad)
     assert "not finite" in told["nan"].error and "not finite" in told["inf"].error
@@ -261,7 +261,7 @@ async def test_a_restored_sample_stays_when_its_arrival_turns_out_a_duplicate(be
             await asyncio.sleep(0.005)
     assert [a.error for a in bench.dataset.restore([("s", 0, arrival.ref)])] == [""]
     bench.master.may_answer.set()
-    assert await producer.drain(10)
+    assert await producer.drain(60)
     assert bench.dataset.stats()["duplicate"] == 1
     assert torch.equal(bench.get("s")["rewards"], group("s", seed=1)["rewards"])
 
@@ -273,7 +273,7 @@ async def test_two_attempts_that_arrive_together_are_answered_one_after_the_othe
     for attempt in range(2):
         await producer.push("s", attempt, encode_sample(group("s", seed=attempt)), timeout_s=60)
     bench.master.may_answer.set()
-    assert await producer.drain(10)
+    assert await producer.drain(60)
     assert [(a.id, a.attempt) for a in bench.master.arrivals] == [("s", 0), ("s", 1)]
     assert torch.equal(bench.get("s")["rewards"], group("s", seed=1)["rewards"])
 

@@ -58,7 +58,7 @@ class PinnedConnection:
         authority: str,
         refuse: Refuse,
         dial: Callable[[], socket.socket] | None = None,
-        read_timeout_s: float = 5.0,
+        read_timeout_s: float = 8.0,
     ) -> None:
         self._authority = authority
         self._refuse = refuse

@@ -18,7 +18,7 @@ from realhf.base.paths import IMPORT_ROOT
 from realhf.env.containment.fork_server import ForkedProcess, ForkServer
 
 HOST = "127.0.0.1"
-ANSWER_S = 5.0
+ANSWER_S = 10.0
 """Seconds after which a simulator that does not answer counts as hung. A busy machine may stand still for some."""
 _BACKLOG = 64
 _LOG_TAIL_BYTES = 2000

@@ -100,7 +100,7 @@ class ForkServer:
         """Wait for the zygote's greeting, which it sends once its imports are done, and return it."""
         return self._receive(timeout_s)[0]
 
-    def fork(self, request: dict[str, Any], fds: Sequence[int], name: str, timeout_s: float = 5.0) -> ForkedProcess:
+    def fork(self, request: dict[str, Any], fds: Sequence[int], name: str, timeout_s: float = 15.0) -> ForkedProcess:
         """Fork a child with ``request`` and copies of ``fds``. Raises TimeoutError, after which such a child may still
         come up: the next call, or the end of the zygote, kills it."""
         with self._lock:
