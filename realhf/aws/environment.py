@@ -37,7 +37,7 @@ SYSTEM_PROMPT = (
     "You operate an AWS account through the AWS CLI. Reply with exactly one command that starts with "
     "'aws ' and nothing else. You then see its output, and may send the next command, until the task is done."
 )
-_METADATA_S = 5.0
+_METADATA_S = 20.0
 _NEVER_S = 3600.0
 """A session's own deadline for an answer: the player has a shorter one."""
 

@@ -68,7 +68,7 @@ class AwsEnv:
         """Open the session: handshake and a state round trip. Does nothing when it is open. Raises CapacityError or
         ConnectError."""
         if self._session is None:
-            self.metadata = await fetch_metadata(self._base_url, self._token, min(5.0, self._connect_timeout_s))
+            self.metadata = await fetch_metadata(self._base_url, self._token, min(20.0, self._connect_timeout_s))
             self._session = OpenEnvClient(
                 self._base_url,
                 connect_timeout_s=self._connect_timeout_s,

@@ -79,7 +79,7 @@ class SessionGroup:
             raise PoolClosed("the pool is closed")
         if self.clients:
             return
-        self.metadata = await fetch_metadata(self._base_url, self._token, min(5.0, self._connect_timeout_s))
+        self.metadata = await fetch_metadata(self._base_url, self._token, min(20.0, self._connect_timeout_s))
         self.clients = await _until_capacity(self._open_all, self._retry_capacity_s)
 
     async def _open_all(self) -> list[OpenEnvClient]:

@@ -26,7 +26,7 @@ def without_token(url: str) -> tuple[str, str | None]:
     return f"{scheme}{separator}{host}", before.removeprefix(":") or None
 
 
-async def fetch_metadata(base_url: str, token: str | None = None, timeout_s: float = 5.0) -> dict[str, Any]:
+async def fetch_metadata(base_url: str, token: str | None = None, timeout_s: float = 20.0) -> dict[str, Any]:
     """Return the JSON object at ``/metadata``; {} when the server has none or does not answer in time (connecting tells
     why). Raises ValueError for a bad address."""
     websocket_url(base_url)
@@ -37,7 +37,7 @@ async def fetch_metadata(base_url: str, token: str | None = None, timeout_s: flo
     return found if isinstance(found, dict) else {}
 
 
-async def fetch_page(base_url: str, page: str, token: str | None = None, timeout_s: float = 5.0) -> Any:
+async def fetch_page(base_url: str, page: str, token: str | None = None, timeout_s: float = 20.0) -> Any:
     """Return the JSON at ``/page`` of a server. Raises OSError when nobody answers in time, and ValueError for a bad
     address, another status than 200, and what is not JSON."""
     address = urlsplit(websocket_url(base_url))

@@ -36,7 +36,7 @@ from tests.aws.red_team.inside import INSIDE_ROWS, not_as_expected, play_inside
 from tests.aws.red_team.web import WEB_ATTACKS, WEB_ROWS, WebRange
 
 SECRET = "canary-content-7f3a"
-LIMITS = OutputLimits(timeout_s=3.0)
+LIMITS = OutputLimits(timeout_s=6.0)
 _HOST_WORDS = ("Traceback (most recent", "realhf-env-", "site-packages", sys.prefix, sys.base_prefix)
 _ANSWERS, _ANSWER_WORD = Path(own_package(), "aws", "tasks", "warmup.yaml"), "success_criteria"
 _TRIGGER_S = 0.15

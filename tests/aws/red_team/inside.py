@@ -88,14 +88,16 @@ def _taken_over(slot: Slot) -> Iterator[Tried]:
             "success_criteria": {"state_checks": [versioning]},
         }
     )
-    limits, slot.executor._limits = slot.executor._limits, OutputLimits(timeout_s=1.0)
+    limits, short = slot.executor._limits, OutputLimits(timeout_s=1.0)
     try:
         for name, answer in (_LIES | _NOISE).items():
             episode = Episode(slot)
             episode.reset(task)
+            slot.executor._limits = short
             with contextlib.closing(CompromisedWorker(slot.executor, answer)):
                 steps = [episode.step("aws s3 ls") for _ in range(2)]
                 stopped = slot.worker_pid == -1
+            slot.executor._limits = limits
             achieved = any(step.observation["task_achieved"] for step in steps)
             usable = slot.executor.run("aws s3 ls").success
             effects = ("the grade changed",) * achieved + ("the session is not usable",) * (not usable)

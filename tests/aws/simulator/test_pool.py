@@ -31,6 +31,16 @@ def small_pool() -> Iterator[MiniStackPool]:
     pool.stop()
 
 
+@pytest.fixture(autouse=True)
+def nothing_stays_leased(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A test that fails leaves the pool whole to those after it."""
+    yield
+    if "small_pool" in request.fixturenames:
+        pool: MiniStackPool = request.getfixturevalue("small_pool")
+        for lease in [*pool._book._leases.values()]:
+            pool.release(lease)  # pyright: ignore[reportArgumentType]
+
+
 def _zygotes() -> set[int]:
     """This process's own living children. What they forked may change at any moment: the tests' shared pool forks a
     used simulator again in the background."""
