@@ -94,14 +94,14 @@ class Supervisor:
                     selector.register(file, selectors.EVENT_READ)
                 while (now := time.monotonic()) < limit:
                     ready = {key.fd for key, _ in selector.select(max(0.0, min(self._silent_at, limit) - now))}
-                    if not ready and now >= self._silent_at:
-                        break  # This process may have stood still: only what is not there after all is missing.
                     self._read(process, reading, ready, selector)
                     if exited in ready:
                         _kill_family(process)
                         self._drain(process, reading, selector)
                         self._judge_end(process.returncode, dump)
                         return
+                    if now >= self._silent_at:
+                        break  # What it said while this process may have stood still is read; printing is no answer.
             self._judge_silence(process, dump, late=time.monotonic() >= limit)
         finally:
             os.close(exited)

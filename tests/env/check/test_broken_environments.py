@@ -43,6 +43,11 @@ NAMED = {
         "hangs_hard.py:1",
         " in step (task Broken@",
     ),
+    "hangs_hard_and_prints": (
+        "hangs: step blocks the event loop and gave no answer within 0.5 s, at ",
+        "hangs_hard_and_prints.py:1",
+        " in step (task Broken@",
+    ),
     "leaks_files": ("leaks: 40 closed instances left ", " file descriptors behind, at ", "leaks_files.py:13 in reset"),
     "leaks_tasks": (
         "leaks: 40 closed instances left ",
@@ -108,6 +113,8 @@ NAMED = {
 def waits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Waits are short where the fault is what is waited for, and elsewhere longer than a busy machine needs."""
     monkeypatch.setattr(supervisor, "_GRACE_S", 4.0 if "hangs_hard" in request.node.name else 20.0)
+    if "and_prints" in request.node.name:
+        monkeypatch.setattr(supervisor, "_READ_BYTES", 1)  # what is printed comes faster than it is read
     monkeypatch.setattr(supervisor, "_EXIT_S", 0.5 if "outlives_its_end" in request.node.name else 20.0)
 
 
