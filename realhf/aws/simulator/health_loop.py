@@ -52,7 +52,7 @@ class HealthLoop:
         self._woken.set()
 
     def stop(self) -> None:
-        """End the thread, after the respawn in progress. Idempotent."""
+        """End the thread, after the answer or the respawn that it waits for. Idempotent."""
         self._ending = True
         self._woken.set()
         if self._thread.is_alive():
@@ -61,6 +61,8 @@ class HealthLoop:
     def sweep(self) -> None:
         """Run one round: check the free slots, then respawn what is due."""
         for index in self._book.in_state(SlotState.FREE):
+            if self._ending:
+                return
             if not self._slots[index].ministack.answers(ANSWER_S) and self._book.fail_if_free(index):
                 logger.warning("slot %d: its simulator does not answer and is replaced", index)
         for index in self._book.in_state(SlotState.UNHEALTHY):

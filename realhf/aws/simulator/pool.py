@@ -31,8 +31,9 @@ from realhf.env.containment.process_guard import LAYERS
 
 __all__ = ["ACCOUNT", "MiniStackPool", "Slot", "worker_environment"]
 
-RETURN_WAIT_S = 10.0
-"""Seconds that ``acquire`` waits for a slot that is being scrubbed or replaced."""
+RETURN_WAIT_S = 8.0
+"""Seconds that ``acquire`` waits for a slot that is being scrubbed or replaced. A client of a server waits for ten, and
+has to hear that there is none."""
 CONTAINED_PARTS = (
     "__init__.py",
     "base",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 import time
 
@@ -10,6 +11,9 @@ import pytest
 from realhf.aws.cli.executor import SimulatorLost
 from realhf.aws.simulator.health_loop import HealthLoop, back_off_s
 from realhf.aws.simulator.lease_book import LeaseBook, SlotState
+from realhf.aws.simulator.pool import RETURN_WAIT_S
+from realhf.env.client.openenv_client import OpenEnvClient
+from realhf.env.server import capacity
 
 
 def a_free_book(size: int) -> LeaseBook[int]:
@@ -133,3 +137,38 @@ def test_a_slot_that_cannot_be_respawned_is_tried_again_later() -> None:
         time.sleep(0.02)
     loop.stop()
     assert slots[0].attempts == 3 and (loop.respawns, loop.failures) == (1, 2)
+
+
+class Hangs:
+    """A slot whose simulator does not answer in half a second."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+        self.ministack = self
+
+    def answers(self, timeout_s: float) -> bool:
+        self.asked += 1
+        time.sleep(min(timeout_s, 0.5))
+        return False
+
+
+def test_an_end_waits_for_one_answer_and_not_for_those_of_all_slots() -> None:
+    slots = [Hangs() for _ in range(40)]
+    book = LeaseBook(slots)
+    for index in range(40):
+        book.free(index)
+    loop = HealthLoop(book, slots, interval_s=0.0)  # pyright: ignore[reportArgumentType]
+    loop.start()
+    deadline = time.monotonic() + 60
+    while not slots[0].asked and time.monotonic() < deadline:
+        time.sleep(0.01)
+    loop.stop()
+    assert not loop._thread.is_alive()
+    assert slots[-1].asked == 0
+
+
+def test_a_full_pool_says_so_before_a_client_gives_up() -> None:
+    """A client waits ten seconds for a session if nothing else was said, as OpenEnv's own does; the answer needs some
+    of them on a busy machine."""
+    patience_s = inspect.signature(OpenEnvClient).parameters["connect_timeout_s"].default
+    assert max(RETURN_WAIT_S, capacity._SCRUB_WAIT_S) <= patience_s - 2.0
