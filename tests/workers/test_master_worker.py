@@ -60,7 +60,7 @@ async def test_a_worker_that_dies_while_models_load_and_is_started_again_does_no
     workers = {each: start.join(each) for each in ("model_worker/0", "generation/0", "rollout_worker/0", "env/0")}
     await rpc.wait_for(workers, 60)
     ready = asyncio.create_task(start.master._workers_ready())
-    assert await asyncio.to_thread(start.loading.wait, 20)
+    assert await asyncio.to_thread(start.loading.wait, 60)
     rpc.fail_worker(name, "killed by SIGKILL")
     workers[name].stop()
     start.loaded.set()
@@ -70,7 +70,7 @@ async def test_a_worker_that_dies_while_models_load_and_is_started_again_does_no
     await asyncio.wait_for(ready, 60)
     await rpc.close()
     for thread in start.threads:
-        await asyncio.to_thread(thread.join, 20)
+        await asyncio.to_thread(thread.join, 60)
 
 
 async def test_a_model_worker_that_dies_while_models_load_ends_the_start(tmp_path: Path) -> None:
@@ -79,14 +79,14 @@ async def test_a_model_worker_that_dies_while_models_load_ends_the_start(tmp_pat
     await rpc.start()
     worker = start.join("model_worker/0")
     ready = asyncio.create_task(start.master._workers_ready())
-    assert await asyncio.to_thread(start.loading.wait, 20)
+    assert await asyncio.to_thread(start.loading.wait, 60)
     rpc.fail_worker("model_worker/0", "killed by SIGKILL")
     with pytest.raises(WorkerDied, match=r"model_worker/0.*killed by SIGKILL"):
         await asyncio.wait_for(ready, 60)
     worker.stop()
     start.loaded.set()
     await rpc.close()
-    await asyncio.to_thread(start.threads[0].join, 20)
+    await asyncio.to_thread(start.threads[0].join, 60)
 
 
 def test_a_checkpoint_is_not_continued_with_another_reference() -> None:

@@ -28,7 +28,7 @@ def watched(*callbacks) -> list[Block]:
 
 
 async def sleeps() -> None:
-    time.sleep(0.2)
+    time.sleep(1.5)  # the thread that looks may get no processor for much of it
 
 
 async def counts() -> None:
@@ -54,7 +54,7 @@ async def goes_on_and_on() -> None:
 def test_a_call_that_sleeps_is_named_with_its_line() -> None:
     [block] = watched(sleeps)
     line = sleeps.__code__.co_firstlineno + 1
-    assert block.where.endswith(f"{HERE}:{line} in sleeps") and 0.1 < block.seconds < 1
+    assert block.where.endswith(f"{HERE}:{line} in sleeps") and 0.1 < block.seconds < 15
 
 
 def test_a_call_that_computes_is_named() -> None:

@@ -208,20 +208,24 @@ async def test_a_verifier_that_raises_fails_the_episode(build: Build, body: str,
     assert caught.value.kind == "internal"
 
 
-async def test_a_blocking_verifier_does_not_stop_the_loop(build: Build) -> None:
+async def test_a_blocking_verifier_does_not_stop_the_loop(build: Build, tmp_path: Path) -> None:
+    """It waits for what the loop does meanwhile."""
+    turned = tmp_path / "turned"
     text = (
-        "import time\ndef reward(completion): time.sleep(0.2); return 1\ndef tasks(split): return [{'prompt': 'a'}]\n"
+        "import os, time\ndef reward(completion):\n    end = time.monotonic() + 60\n"
+        f"    while not os.path.exists({str(turned)!r}) and time.monotonic() < end: time.sleep(0.01)\n"
+        f"    return os.path.exists({str(turned)!r})\n"
+        "def tasks(split): return [{'prompt': 'a'}]\n"
     )
     spec = build(text)
     environments = [spec.make("") for _ in range(8)]
     for each in environments:
         await each.reset({"prompt": "a"}, seed=0)
     playing = asyncio.gather(*(each.step(AssistantMessage("")) for each in environments))
-    turns = 0
-    while not playing.done():
+    for _ in range(6):
         await asyncio.sleep(0.01)
-        turns += 1
-    assert turns > 5 and [turn.reward for turn in await playing] == [1.0] * 8
+    turned.touch()
+    assert [turn.reward for turn in await playing] == [1.0] * 8
 
 
 async def test_the_verifier_may_change_what_it_is_given(build: Build) -> None:
