@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -14,7 +15,7 @@ def printable(text: str, *, colours: bool = True) -> str:
 
 
 def _visible(char: str) -> str:
-    if char.isprintable() or char in "\n\t":
+    if char.isprintable() or char in "\n\t" or unicodedata.category(char) == "Zs":
         return char
     return chr(0x2400 + ord(char)) if ord(char) < 32 else "\N{REPLACEMENT CHARACTER}"
 

@@ -11,6 +11,12 @@ def test_control_characters_are_shown_and_not_obeyed() -> None:
     assert printable(said) == "a\tb\n␛]0;title␇␛[2J \ufffdod␍\ufffd \ufffd é 漢"
 
 
+def test_spaces_of_other_scripts_are_spaces() -> None:
+    said = "東京\u3000大阪 10\u00a0000"
+    assert printable(said) == said
+    assert printable("a\u2028b\u2029") == "a\ufffdb\ufffd"  # they end a line
+
+
 def test_colours_may_be_left_out() -> None:
     said = "\x1b[1;31mred\x1b[0m \x1b[2J"
     assert printable(said, colours=False) == "red ␛[2J"
