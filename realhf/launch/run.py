@@ -180,5 +180,5 @@ def _say_results(summary: dict[str, Any], run_dir: Path) -> None:
     )
     for advisory in summary.get("advisories", ()):
         text = f"{advisory['severity']}: {advisory['text']} {advisory['advice']}"
-        console.print(Text(text), soft_wrap=True)
-    console.print(f"results: {run_dir}", highlight=False, soft_wrap=True)
+        console.print(Text(printable(text)), soft_wrap=True)
+    console.print(f"results: {run_dir}", highlight=False, markup=False, soft_wrap=True)

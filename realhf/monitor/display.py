@@ -117,7 +117,7 @@ class LiveDisplay:
         if event["kind"] == "activity":
             self._activity = event
         elif event["kind"] == "phase":
-            self._phase = event["text"]
+            self._phase = printable(event["text"], colours=False)
             self._step = None
         elif event["kind"] == "step":
             self._phase = ""
@@ -173,7 +173,7 @@ class LiveDisplay:
         shown += [("tokens/s", metrics.get(_SPEED))]
         table.add_row(
             *[
-                Text.assemble((f"{name} ", "dim"), (_number(value), "bold"))
+                Text.assemble((f"{printable(name)} ", "dim"), (_number(value), "bold"))
                 for name, value in shown
                 if value is not None
             ]
@@ -181,7 +181,7 @@ class LiveDisplay:
         return table
 
     def _now(self) -> Text:
-        calls = ", ".join(self._activity.get("calls", [])) or "-"
+        calls = printable(", ".join(self._activity.get("calls", []))) or "-"
         buffer = f"{self._activity.get('resident', 0)}/{self._activity.get('capacity', 0)}"
         phase = f"   {self._phase}" if self._phase else ""
         return Text.assemble(("running ", "dim"), calls, ("   buffer ", "dim"), buffer, ("   samples", "dim"), phase)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from realhf.base.files.whole_file import write_whole
+from realhf.base.text import printable
 from realhf.monitor.headline import STEP_TIME, Row, call_times, mean, part_seconds, total
 from realhf.monitor.rollout_metrics import is_asynchronous, rollout_summary
 
@@ -54,6 +55,7 @@ def held_out_table(summary: Mapping[str, Any]) -> Any:
     """Make a rich table of held-out success before and after by group, with intervals and numbers of episodes; None
     when nothing was evaluated."""
     from rich.table import Table
+    from rich.text import Text
 
     if not (summary["heldout_success_before"] or summary["heldout_success_after"]):
         return None
@@ -64,7 +66,7 @@ def held_out_table(summary: Mapping[str, Any]) -> Any:
         before, after = (summary[f"heldout_success_{when}{suffix}"] for when in ("before", "after"))
         for name in dict.fromkeys([*before, *after]):
             table.add_row(
-                f"{name}, {label}",
+                Text(f"{printable(name)}, {label}"),  # whoever wrote the environment named the group
                 _cell(before.get(name), summary[f"heldout_interval_before{suffix}"].get(name)),
                 _cell(after.get(name), summary[f"heldout_interval_after{suffix}"].get(name)),
                 f"{100 * (after[name] - before[name]):+.1f}" if name in before and name in after else "",

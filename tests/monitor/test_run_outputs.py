@@ -108,6 +108,25 @@ def test_the_closing_table_shows_change_and_number_of_episodes():
     assert held_out_table(build_summary([ROW], None, None, wall_seconds=1.0, train_calls=[])) is None
 
 
+def test_a_group_drives_no_terminal():
+    """Whoever wrote the environment names its groups: the panel, the table and the line show what stands there."""
+    entry = {"success": 0.5, "low": 0.4, "high": 0.6, "episodes": 40}
+    found = {"sampled": {"overall": entry, "[/b]\x1b[2J": entry}, "greedy": {}}
+    summary = build_summary([ROW], found, found, wall_seconds=1.0, train_calls=[])
+    console = Console(file=io.StringIO(), width=140, force_terminal=True)
+    console.print(held_out_table(summary))
+    display = LiveDisplay(console, "grpo/x")
+    display.show({"kind": "step", "step": 3, "total": 60, "metrics": {**ROW, "success/[/c]\x1b[2J": 0.5}})
+    display.show({"kind": "activity", "calls": ["d\x1b[2J"], "resident": 4, "capacity": 16})
+    display._live.refresh()
+    display.show({"kind": "phase", "text": "e\x1b[2J"})
+    display._live.refresh()
+    display.close()
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "\x1b[2J" not in shown
+    assert [part for part in ("[/b]␛[2J", "[/c]␛[2J", "d␛[2J", "e␛[2J") if part not in shown] == []
+
+
 @pytest.mark.slow
 def test_a_run_log_draws_pictures_and_remembers_where_it_began(tmp_path: Path):
     stream = io.StringIO()
