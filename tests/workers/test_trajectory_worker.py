@@ -90,7 +90,7 @@ async def test_a_server_that_never_stops_does_not_keep_the_process() -> None:
     try:
         await master.wait_for(["trajectory/0"], 60)
         await master.close()
-        assert await asyncio.to_thread(process.wait, 20) == 0
+        assert await asyncio.to_thread(process.wait, 60) == 0
     finally:
         process.kill()
 
