@@ -17,11 +17,14 @@ from pathlib import Path
 from realhf.aws.cli.executor import CliExecutor, OutputLimits, SimulatorLost
 from realhf.aws.cli.state_client import ClientFactory, StateClient
 from realhf.aws.cli.virtual_folder import VirtualFolder
-from realhf.aws.simulator.ministack_process import ANSWER_S, HOST, MiniStackProcess
+from realhf.aws.simulator.ministack_process import HOST, MiniStackProcess
 from realhf.env.containment.fork_server import ForkedProcess, ForkServer
 
 ACCOUNT = "000000000000"
 START_TIMEOUT_S = 30.0
+USABLE_S = 3.0
+"""Seconds that a simulator, and a worker, has to answer before it is handed out. One that needs longer is replaced,
+which costs little; whoever asked for it waits meanwhile, and a client of a server for ten seconds only."""
 _CHECKED_BYTES = 1 << 20
 """Bytes kept of what a command of the environment's own prints: a check must see the whole answer."""
 
@@ -95,11 +98,11 @@ class Slot:
 
     def usable(self) -> bool:
         """Return whether simulator and worker answer right now; a worker that does not is replaced."""
-        if not self.ministack.alive() or not self.ministack.healthy(ANSWER_S):
+        if not self.ministack.alive() or not self.ministack.healthy(USABLE_S):
             return False
         try:
             self.executor.start()
-            if not self.executor.responsive(ANSWER_S):
+            if not self.executor.responsive(USABLE_S):
                 self.executor.restart()
         except (OSError, RuntimeError):
             return False
