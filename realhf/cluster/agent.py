@@ -214,7 +214,7 @@ class HostAgent:
         pauses = OwnPauses(LOOK_S)
         try:
             while True:
-                self._heard += pauses.look()
+                self._heard = pauses.excused(self._heard)
                 if (end := self._taken(socket)) is not None:
                     return end
                 self._start_waiting(socket)

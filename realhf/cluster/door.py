@@ -34,7 +34,7 @@ from realhf.transport.errors import ProtocolError
 from realhf.transport.inbox import take_all
 from realhf.transport.network.network import Network
 from realhf.transport.network.versions import differences
-from realhf.transport.own_pauses import OwnPauses
+from realhf.transport.own_pauses import OwnPauses, excused
 from realhf.transport.waker import Waker
 
 _log = logging.getLogger(__name__)
@@ -327,7 +327,7 @@ class Door:
         """Count no silence for seconds in which the launcher did not listen."""
         with self._lock:
             for host in self._hosts.values():
-                host.heard += paused_s
+                host.heard = excused(host.heard, paused_s)
 
     def _look_for_silence(self) -> None:
         now = time.monotonic()

@@ -24,3 +24,13 @@ class OwnPauses:
         now = time.monotonic()
         late, self._looked = now - self._looked - self._every_s, now
         return late if late > LATE_S else 0.0
+
+    def excused(self, heard: float) -> float:
+        """Look, and return when somebody counts as heard who was heard then."""
+        return excused(heard, self.look())
+
+
+def excused(heard: float, paused_s: float) -> float:
+    """Return when somebody counts as heard who was heard then, after a pause: never later than now. Whoever was read at
+    the end of a long look would have its time twice."""
+    return min(time.monotonic(), heard + paused_s)

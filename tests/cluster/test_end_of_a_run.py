@@ -15,7 +15,7 @@ import pytest
 
 from realhf.cluster import door as door_module
 from realhf.cluster import scheduler as scheduler_module
-from realhf.cluster.door import Door
+from realhf.cluster.door import Door, HostGone
 from realhf.cluster.messages import EndWorker, Welcome
 from realhf.cluster.options import ClusterOptions
 from realhf.cluster.scheduler import ClusterScheduler
@@ -134,6 +134,16 @@ def test_a_host_that_sends_faster_than_the_door_reads_does_not_hold_it_open(
         floods.wait()
         assert floods.stdout is not None
         floods.stdout.close()
+
+
+def test_a_host_is_found_lost_though_the_door_stood_still_for_long(opened: OpenDoor):
+    opened.agent("a").join()
+    opened.door._excuse(1000.0)  # pyright: ignore[reportPrivateUsage]
+    deadline, lost = time.monotonic() + SOON_S, False
+    while not lost and time.monotonic() < deadline:
+        lost = any(isinstance(event, HostGone) for event in opened.door.events())
+        time.sleep(0.05)
+    assert lost
 
 
 def test_who_comes_when_the_door_closes_is_not_welcomed(opened: OpenDoor):

@@ -21,7 +21,7 @@ import zmq
 from realhf.transport.envelope import field, pack_header, unpack_header
 from realhf.transport.errors import MasterLost, ProtocolError
 from realhf.transport.network.network import Network
-from realhf.transport.own_pauses import OwnPauses
+from realhf.transport.own_pauses import OwnPauses, excused
 from realhf.transport.process_id import host_token, open_process
 from realhf.transport.waker import Waker
 
@@ -152,7 +152,7 @@ class HeartbeatServer:
         _log.warning("the heartbeats of workers were not read for %.1f s: this process stood still", paused_s)
         with self._lock:
             for watched in self._watched.values():
-                watched.seen += paused_s
+                watched.seen = excused(watched.seen, paused_s)
 
     def _check_silence(self) -> None:
         now = time.monotonic()
@@ -243,7 +243,7 @@ class HeartbeatClient:
                 if socket.poll(0, zmq.POLLOUT):
                     socket.send(ping, zmq.NOBLOCK)
             ready = dict(poller.poll(int(max(0.0, next_ping - time.monotonic()) * 1000) + 1))
-            heard += pauses.look()
+            heard = pauses.excused(heard)
             if socket in ready:
                 heard = time.monotonic()
                 while socket.poll(0):

@@ -80,3 +80,27 @@ def test_a_pause_is_what_goes_beyond_the_wait_of_its_caller(monkeypatch: pytest.
         now[0] += passed
         found.append(pauses.look())
     assert found == [0.0, 0.0, 0.0, 5.0, 0.0]
+
+
+def test_a_pause_gives_nobody_more_than_the_time_that_passed(monkeypatch: pytest.MonkeyPatch):
+    """Files may come for a minute without a look, and the last of them is heard at its end: silence begins there."""
+    now = [100.0]
+    monkeypatch.setattr("realhf.transport.own_pauses.time.monotonic", lambda: now[0])
+    pauses = OwnPauses(1.0)
+    now[0] = 160.0
+    assert pauses.excused(159.0) == 160.0
+    now[0] = 170.0
+    assert pauses.excused(150.0) == 159.0
+
+
+def test_a_worker_is_found_dead_though_the_master_stood_still_for_long(context: zmq.Context[zmq.Socket[bytes]]):
+    dead: queue.SimpleQueue[str] = queue.SimpleQueue()
+    server = HeartbeatServer(
+        "run", context, LOOPBACK, interval_s=0.2, dead_after_s=SILENCE_S, on_death=lambda name, *_: dead.put(name)
+    )
+    try:
+        server.watch("w", b"session", pid=0, started=0, host="")
+        server._excuse(1000.0)  # pyright: ignore[reportPrivateUsage]
+        assert dead.get(timeout=WAIT_S / 3)
+    finally:
+        server.close()
