@@ -56,7 +56,9 @@ ELSEWHERE = ("experiment=grpo_async", "rollout.sessions=4", "rollout.max_turns=8
 SAYINGS = {AWS: ("aws s3api list-buckets", "aws sqs create-queue --queue-name a-b"), "sql": ("select 1", "select 2")}
 """What the policy says, by environment; else it is that of AWS, which an environment may answer as it likes."""
 TAUGHT_STEPS = 200
-GONE_WITHIN_S = 10.0
+GONE_WITHIN_S = 20.0
+"""Ranks of a trainer may unwind one after the other, each for five seconds: one that waits for another in a collective
+hears of its own end afterwards."""
 LOOK_S = 0.15
 """How often the run's processes are looked up, so that none that it leaves behind is missed."""
 ANY_MOMENT = 0.3

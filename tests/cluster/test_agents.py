@@ -165,13 +165,13 @@ def test_workers_run_on_the_hosts_that_were_waited_for_and_end_with_the_run(clus
 def test_an_agent_whose_workers_end_slowly_hears_that_the_run_is_over(clusters: Callable[..., Cluster]):
     """While it waited for them it said nothing: the launcher took it for lost and did not tell it, and it waited ten
     minutes for a launcher that it took for lost."""
-    cluster = clusters(hosts=["a"], dead_after_s=3.0)
+    cluster = clusters(hosts=["a"], dead_after_s=6.0)
     agent = cluster.join("a")
     cluster.start("master")
     (cluster.folder / "sleeper.py").write_text(STUBBORN)
     cluster.start("rollout_worker/0", events=True)
     said(cluster, "rollout_worker/0")
-    cluster.scheduler.stop(5.0)
+    cluster.scheduler.stop(9.0)
     assert agent.wait(LONG_S) == 0
     assert "nothing heard" not in (cluster.folder / "a.log").read_text()
 

@@ -16,8 +16,9 @@ def text(page: Chromium, selector: str) -> str:
 
 
 def shows(page: Chromium, name: str) -> None:
-    """Wait until this page is shown."""
+    """Wait until this page is shown and drawn: what was not drawn yet has no text (``content-visibility``)."""
     page.wait(f"document.documentElement.dataset.page === {json.dumps(name)}")
+    page.js("new Promise((drawn) => requestAnimationFrame(() => requestAnimationFrame(drawn)))")
 
 
 def follow_advisory(page: Chromium, name: str, *, patience_s: float = 20.0) -> None:
