@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.network.hosts import two_hosts
-from realhf.base.loopback import free_port
+from realhf.base.free_port import free_port
 from realhf.transport.network.keys import RunKeys
 
 STEP_SECONDS = "time/step"

@@ -19,7 +19,8 @@ from typing import Any
 
 from realhf.api.config import AsyncConfig, RecoverMode
 from realhf.api.experiment import ExperimentSpec, JobSpec, RunPlan
-from realhf.base.loopback import free_port, is_loopback_host
+from realhf.base.free_port import free_port
+from realhf.base.loopback import is_loopback_host
 from realhf.monitor.display import Display
 from realhf.monitor.events import parse_event
 from realhf.scheduler.base import Notice, Scheduler, WorkerExit, WorkerLine, WorkerSpec, WorkersWanted

@@ -13,7 +13,7 @@ from types import TracebackType
 
 import httpx
 
-from realhf.base.loopback import free_port
+from realhf.base.free_port import free_port
 from realhf.base.paths import PACKAGE
 
 _EXTENSION = "realhf.backends.vllm.extension.WeightExtension"

@@ -19,7 +19,7 @@ from realhf.aws.playground.playground_session import PlaygroundSession
 from realhf.aws.server.process import EnvServerProcess
 from realhf.aws.simulator.pool import MiniStackPool
 from realhf.aws.tasks.loader import load_templates
-from realhf.base.loopback import free_port
+from realhf.base.free_port import free_port
 from realhf.env.server.browser_auth import Refused
 from tests.process_family import family, gone
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from realhf.base.loopback import free_port
+from realhf.base.free_port import free_port
 from realhf.cluster.door import Door
 from realhf.cluster.engines import ray as engine
 from realhf.cluster.engines.ray import RayOptions

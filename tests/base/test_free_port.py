@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import socket
 
-from realhf.base import loopback
-from realhf.base.loopback import free_port
+from realhf.base import free_port as free_ports
+from realhf.base.free_port import free_port
 
 
 def test_a_free_port_can_be_listened_at_and_is_not_one_of_those_that_the_kernel_gives_away():
     """Somebody else's connection had it a moment later, and the server did not come up."""
     for _ in range(20):
         port = free_port()
-        assert port in loopback._PORTS
+        assert port in free_ports._PORTS
         with socket.create_server(("127.0.0.1", port)):
             pass
 
@@ -20,5 +20,5 @@ def test_a_free_port_can_be_listened_at_and_is_not_one_of_those_that_the_kernel_
 def test_a_port_that_is_taken_is_passed_over(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        monkeypatch.setattr(loopback, "_PORTS", [port])
+        monkeypatch.setattr(free_ports, "_PORTS", [port])
         assert free_port() != port
