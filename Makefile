@@ -16,11 +16,13 @@ FAST_PROCESSES ?= 3
 RERUNS ?= 1
 AGAIN = $(if $(filter-out 0,$(RERUNS)),--reruns $(RERUNS) --reruns-delay 5 --max-suite-reruns 5 --rerun-show-tracebacks)
 FUZZ_COMMANDS ?= 20000
+EXTREMES ?= 4000
 SCHEDULES ?= 2
+FREEZES ?= 100
 # The tests start hundreds of Python processes; without bytecode each compiles the tree again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: check-all test-all model train-real validate-adversarial test-atropos bench-trajectory crash-ledger screenshots red-team install train test test-fast lint help clean-venv test-openenv test-trackers test-trl test-verifiers test-vllm test-compile test-architectures test-cluster test-gpu test-inspect test-view
+.PHONY: check-all test-all model train-real validate-adversarial test-atropos bench-trajectory crash-ledger screenshots red-team install train test test-fast lint help clean-venv test-openenv test-trackers test-trl test-verifiers test-vllm test-compile test-architectures test-cluster test-freezes test-gpu test-inspect test-view test-docs
 
 help:
 	@echo "make train    install, then run the main job: GRPO on AWS tasks (SEED=1, ARGS='key=value ...')"
@@ -30,7 +32,7 @@ help:
 	@echo "make test-fast  run the tests that need no simulator and are not slow: the inner loop"
 	@echo "make validate play every task against MiniStack and print the verdicts (SEEDS=3 instances of each, and one with held-out names)"
 	@echo "make validate-adversarial  play against the grader: what does nothing, harms or overdoes must not pay"
-	@echo "make red-team play every attack of the table, then FUZZ_COMMANDS=20000 drawn ones, and print what was observed"
+	@echo "make red-team play every attack of the table, then FUZZ_COMMANDS=20000 drawn ones and EXTREMES=4000 that ask for too much, and print what was observed"
 	@echo "make screenshots  play in the playground, train two short runs and take the pictures of docs/images anew with Chromium (RUNS='folder ..')"
 	@echo "make bench-trajectory  install the original Atropos server beside it and measure both"
 	@echo "make test-atropos  let the original's real clients and its own API tests talk to our server"
@@ -38,12 +40,14 @@ help:
 	@echo "make test-openenv  install the real openenv packages beside it, let them talk to us, and train on their echo server"
 	@echo "make test-trackers  install W&B, MLflow and Trackio beside it and let them keep a killed and resumed run"
 	@echo "make test-view  start a run and follow it in Chromium, from its first step to its tokens"
+	@echo "make test-docs  run what the README and the pages print, as it stands but small: 15 to 30 minutes"
 	@echo "make test-trl install TRL beside it and let its GRPOTrainer take two steps with our classes"
 	@echo "make test-verifiers  install verifiers and Gymnasium beside it and train five steps on an environment of each"
 	@echo "make test-inspect  install Inspect and pyarrow beside it and read exported rollouts with them"
 	@echo "make test-compile  compile a model and compare its losses: minutes the first time"
 	@echo "make test-architectures  train every architecture in whole runs, tied and untied, fp32 and bf16, synchronous and asynchronous"
 	@echo "make test-vllm  install vLLM for the CPU beside it and run the tests that need a real server"
+	@echo "make test-freezes  stop one process of a whole run for 5, 15 or 60 s, each kind in turn, and see it go on; FREEZES=100 runs"
 	@echo "make test-cluster  run over several hosts, which are network namespaces: as root; SCHEDULES=50 random faults; keeps a report in out/cluster"
 	@echo "make test-ray  install Ray beside it and let it start host agents on this machine, and as root on network namespaces"
 	@echo "make test-jobset  install kubernetes-validate beside it and check the manifest for Kubernetes (CRD=definition of JobSet)"
@@ -59,7 +63,7 @@ $(STAMP): setup.py constraints.txt
 	@echo "installing into $(VENV) (two to five minutes)"
 	@test -x $(BIN)/python || "$(PYTHON)" -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet -c constraints.txt torch==2.13.0
-	@$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	@$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[train,dev]'
 	@touch $@
 
 train: install
@@ -100,7 +104,7 @@ check-all: install
 	  code=$$?; cat "$$log"; exit $$code
 
 test-all: install
-	$(BIN)/python -m pytest -q -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder $(AGAIN)
+	$(BIN)/python -m pytest -q -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder --durations 10 $(AGAIN)
 
 test-fast: install
 	$(BIN)/python -m pytest -q -n $(FAST_PROCESSES) --dist loadfile --no-loadscope-reorder -m "not slow and not sim"
@@ -137,6 +141,9 @@ test-trackers: install .venv-trackers/.installed
 test-view: install
 	$(BIN)/python -m pytest -q -rs tests/view --run-view
 
+test-docs: install
+	$(BIN)/python -m pytest -q -rs tests/docs --run-docs
+
 test-trl: install
 	@test -x .venv-trl/bin/trl || { $(BIN)/python -m venv .venv-trl \
 	  && .venv-trl/bin/python -m pip install --quiet -c constraints.txt torch==2.13.0 \
@@ -150,7 +157,7 @@ test-trl: install
 	$(BIN)/python -m venv .venv-verifiers
 	grep -v '^openai==' constraints.txt > .venv-verifiers/constraints.txt
 	.venv-verifiers/bin/python -m pip install --quiet -c .venv-verifiers/constraints.txt torch==2.13.0
-	.venv-verifiers/bin/python -m pip install --quiet -c .venv-verifiers/constraints.txt -e . \
+	.venv-verifiers/bin/python -m pip install --quiet -c .venv-verifiers/constraints.txt -e '.[train]' \
 	  verifiers==0.4.0 textarena==0.7.4 nltk==3.10.4 gymnasium==1.4.0
 	@touch $@
 
@@ -172,6 +179,10 @@ test-verifiers: install .venv-verifiers/.installed
 test-vllm: install .venv-vllm/.installed
 	$(BIN)/python -m pytest -q -rs tests/vllm --run-vllm
 
+# Frozen time is waiting, so that several runs share the machine.
+test-freezes: install
+	$(BIN)/python benchmarks/freeze_soak.py --runs $(FREEZES) --keep out/freezes
+
 # Whole runs, one after another, since each has the machine to itself.
 test-cluster: install
 	$(BIN)/python -m pytest -q -s -rs tests/cluster --run-cluster --schedules $(SCHEDULES)
@@ -180,7 +191,7 @@ test-cluster: install
 	@echo "installing Ray into .venv-ray (two to five minutes)"
 	$(BIN)/python -m venv .venv-ray
 	.venv-ray/bin/python -m pip install --quiet -c constraints.txt torch==2.13.0
-	.venv-ray/bin/python -m pip install --quiet -c constraints.txt -e '.[dev,ray]'
+	.venv-ray/bin/python -m pip install --quiet -c constraints.txt -e '.[train,dev,ray]'
 	@touch $@
 
 .PHONY: test-ray
@@ -229,6 +240,7 @@ crash-ledger: install
 red-team: install
 	$(BIN)/python -m tests.aws.red_team.firing_range
 	$(BIN)/python -m tests.aws.red_team.command_fuzzer --commands $(FUZZ_COMMANDS)
+	$(BIN)/python -m tests.aws.red_team.resource_fuzzer --cases $(EXTREMES)
 
 screenshots: install
 	$(BIN)/python -m tests.aws.playground.screenshots

@@ -12,8 +12,41 @@ def version() -> str:
     raise RuntimeError("realhf/__init__.py states no __version__")
 
 
+LIGHT = [
+    "numpy",
+    "omegaconf>=2.3",
+    "pydantic>=2",
+    "pyyaml",
+    "pyzmq>=26",
+    "msgpack>=1.1",
+    "msgspec",
+    "isal",
+    "zstandard",
+    "httpx",
+    "websockets>=13",
+    "psutil",
+    "rich",
+]
+"""What everything needs: clients of both servers, and writing and checking an environment of one's own."""
+WEB = ["fastapi", "uvicorn", "uvloop; platform_system != 'Windows'", "httptools", "prometheus-client"]
+ENV = [*WEB, "ministack>=1.5.33", "awscli>=1.46,<1.47"]
+"""The environment server (aws-env)."""
+SERVER = [*WEB]
+"""The trajectory server (run-api) and the page over runs (realhf.view)."""
+TRAIN = [
+    "torch>=2.11",
+    "transformers>=5",
+    "safetensors",
+    "tokenizers",
+    "hydra-core>=1.3",
+    "networkx>=3",
+    "matplotlib",
+    "tensorboard",
+]
+"""The launcher and its workers (realhf.launch), which start both servers, too."""
+
 setup(
-    name="realhf",
+    name="realhf-agents",  # The package index has a "realhf" that is somebody else's; see realhf/base/extras.py.
     version=version(),
     description="Dataflow reinforcement learning for tool-using cloud agents",
     license="Apache-2.0",
@@ -38,39 +71,13 @@ setup(
             "py.typed",
         ],
     },
-    install_requires=[
-        "torch>=2.11",
-        "transformers>=5",
-        "safetensors",
-        "tokenizers",
-        "hydra-core>=1.3",
-        "omegaconf>=2.3",
-        "networkx>=3",
-        "numpy",
-        "pyzmq>=26",
-        "msgpack>=1.1",
-        "fastapi",
-        "uvicorn",
-        "uvloop; platform_system != 'Windows'",
-        "httptools",
-        "msgspec",
-        "isal",
-        "zstandard",
-        "websockets>=13",
-        "httpx",
-        "pydantic>=2",
-        "pyyaml",
-        "ministack>=1.5.33",
-        "awscli>=1.46,<1.47",
-        "psutil",
-        "rich",
-        "matplotlib",
-        "tensorboard",
-        "prometheus-client",
-    ],
+    install_requires=LIGHT,
     entry_points={"console_scripts": ["aws-env=workers.env_worker:main", "run-api=realhf.trajectory.cli:main"]},
     extras_require={
-        "dev": [
+        "env": ENV,
+        "server": SERVER,
+        "train": [*ENV, *SERVER, *TRAIN],
+        "dev": [  # Beside "train".
             "pytest",
             "pytest-asyncio",
             "pytest-rerunfailures",

@@ -6,7 +6,8 @@
 Two models with random weights: the shape of the built-in policy (a million parameters, fp32) and a Qwen3 of 0.6 billion
 (bf16 with fp32 master weights). Of each: tokens a second of generation, scoring and training, the share of the device's
 bf16 products that training reaches (model FLOP utilisation: operations of the model, nothing that is computed twice,
-over the data sheet's peak, or over a product that was measured here where the device is not known), seconds of a
+over the data sheet's peak, or over a product that was measured here where the device is not known), microseconds that
+the head's log-probabilities of a token take, there and back, seconds of a
 weight update from publication to proven digests, peak memory, and the seconds of a step: generate, score, train.
 ``default`` is the default experiment as a whole run, environment included, on the device.
 
@@ -39,6 +40,7 @@ from realhf.api.config import GenConfig, OptimizerConfig
 from realhf.api.model import ForwardOutputs, GenRequest
 from realhf.api.sample import MicroBatchSpec, SequenceSample
 from realhf.backends.embedded.continuous_batching import ContinuousGenerator
+from realhf.backends.training.selected_logprobs import selected_logprobs
 from realhf.backends.training.torch_engine import TorchEngine
 from realhf.base.tensor_digest import digests
 from realhf.transport.weights.publisher import WeightPublisher
@@ -120,12 +122,14 @@ class Bench:
         training = self.timed(lambda: self.train(apart))
         memory = _peak_bytes(self.device)
         shared = self.timed(lambda: self.train(groups))
+        head = self.timed(self.head())
         operations = train_operations(shape, load.lengths, load.rows * load.new)
         found = [
             self.row("generation", generation.rate(load.rows * load.new), "tokens/s", _range(generation, load)),
             self.row("scoring", scoring.rate(tokens), "tokens/s", _range(scoring, load)),
             self.row("training", training.rate(tokens), "tokens/s", f"{training.spread}, nothing in common"),
             self.row("training, groups", shared.rate(tokens), "tokens/s", f"{shared.spread}, prompts shared by groups"),
+            self.row("the head alone", 1e6 / head.rate(load.rows * load.new), "us/token", f"{head.spread}, both ways"),
         ]
         if self.peak is not None:
             share = training.rate(operations) / self.peak
@@ -179,6 +183,20 @@ class Bench:
         if self.engine.train_batch(sample, loss, mb_spec=self.spec, normaliser=scale).skipped:
             raise RuntimeError("the train step was skipped: its gradient is not finite")
         self.engine.version += 1
+
+    def head(self) -> Callable[[], None]:
+        """Return what computes log-probabilities of as many tokens as a step trains, and their gradients, from hidden
+        states that are there already."""
+        load, weight = self.load, self.engine.model.get_output_embeddings().weight.detach().clone().requires_grad_()
+        size = load.rows * load.new, load.config.hidden_size
+        hidden = torch.randn(size, dtype=weight.dtype, device=self.device).requires_grad_()
+        ids = _draw(load.rows, load.new, load.config.vocab_size, seed=3).flatten().to(self.device)
+
+        def both_ways() -> None:
+            hidden.grad = weight.grad = None
+            selected_logprobs(hidden, weight, ids, with_entropy=False)[0].sum().backward()
+
+        return both_ways
 
     def step(self) -> None:
         """Generate, score and train as a step of GRPO does."""

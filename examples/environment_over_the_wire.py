@@ -1,7 +1,7 @@
 """Plays one episode against the environment server with nothing but JSON over a WebSocket.
 
     python examples/environment_over_the_wire.py                          # starts a server of its own, and ends it
-    python examples/environment_over_the_wire.py http://127.0.0.1:8000    # plays on one that runs (`aws-env`)
+    python examples/environment_over_the_wire.py http://127.0.0.1:8100    # plays on one that runs (`aws-env`)
 
 Nothing of this project is used on the client's side, so any language with a WebSocket can do the same.
 """

@@ -33,25 +33,28 @@ def learned(run: Path) -> str:
     """What the run reached: the training rewards, and the success on held-out names before and after."""
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     summary: dict[str, Any] = json.loads((run / "summary.json").read_text())
-    before, after = (summary[f"heldout_success_{when}"]["overall"] for when in ("before", "after"))
-    rewards = [row["rew_inf/reward_mean"] for row in steps]
-    return "\n".join(
-        (
-            f"reward of a training episode: {rewards[0]:.2f} in step 1, {rewards[-1]:.2f} in step {len(steps)}",
-            f"tasks solved with names never seen: {before:.0%} before training, {after:.0%} after",
-            f"open {run / 'report.html'} for everything else, {run / 'episodes.txt'} for what the agent did",
-        )
-    )
+    rewards = [row["reward/mean"] for row in steps]
+    lines = [f"reward of a training episode: {rewards[0]:.2f} in step 1, {rewards[-1]:.2f} in step {len(steps)}"]
+    before, after = (summary.get(f"heldout_success_{when}") for when in ("before", "after"))
+    if before and after:  # there are none with evaluation.episodes_per_task=0
+        before, after = before["overall"], after["overall"]
+        lines.append(f"tasks solved with names never seen: {before:.0%} before training, {after:.0%} after")
+    lines.append(f"open {run / 'report.html'} for everything else, {run / 'episodes.txt'} for what the agent did")
+    return "\n".join(lines)
 
 
 def main(arguments: list[str]) -> str:
     """Train with these options of the launcher in place of ours, and print what was learned."""
+    if wrong := [argument for argument in arguments if "=" not in argument]:
+        sys.exit(f"{wrong[0]}: options are name=value, as for python -m realhf.launch")
     options = OPTIONS | dict(argument.split("=", 1) for argument in arguments)
     command = [sys.executable, "-m", "realhf.launch", *(f"{name}={value}" for name, value in options.items())]
     print("$", " ".join(["python", *command[1:]]), flush=True)
     done = subprocess.run(command, check=False)
     if done.returncode:
         sys.exit(done.returncode)
+    if options.get("mode", "run") != "run":
+        return ""  # mode=check and mode=graph train nothing
     found = learned(Path(options["fileroot"]) / options["experiment"] / options["trial_name"])
     print(found)
     return found

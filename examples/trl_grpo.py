@@ -14,11 +14,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import tempfile
 
-from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from trl import GRPOConfig, GRPOTrainer
+try:
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl import GRPOConfig, GRPOTrainer
+except ModuleNotFoundError as error:
+    sys.exit(f"{error.name} is not installed here: run this with a Python that has TRL, .venv-trl of make test-trl")
 
 from realhf.aws.client.multi_turn_pool import MultiTurnEnvPool
 from realhf.aws.trl.trl_rollout import PoolRollouts, episode_reward
@@ -28,10 +32,8 @@ def options() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description="Train a policy on AWS tasks with TRL.")
     parser.add_argument("policy", help="a folder in Hugging Face format, with a tokenizer and its chat template")
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="where aws-env serves")
-    parser.add_argument(
-        "--group-size", type=int, default=8, help="episodes of one task; aws-env needs as many sessions"
-    )
+    parser.add_argument("--url", default="http://127.0.0.1:8100", help="where aws-env serves")
+    parser.add_argument("--group-size", type=int, default=8, help="episodes of a task, and sessions of aws-env")
     parser.add_argument("--tasks", type=int, nargs="+", default=[1, 2, 3, 4], help="numbers of the tasks")
     parser.add_argument("--steps", type=int, default=10)
     return parser.parse_args()

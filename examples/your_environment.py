@@ -2,10 +2,8 @@
 
     .venv/bin/python -m realhf.env check examples/your_environment.py:Lock
     .venv/bin/python -m realhf.env play examples/your_environment.py:Lock
-    .venv/bin/python -m realhf.launch experiment=grpo env.path=examples/your_environment.py:Lock \
-        actor.path=builtin_tiny rollout.max_total_tokens=900
-    .venv/bin/python -m realhf.launch experiment=grpo_async env.path=examples/your_environment.py:Lock \
-        actor.path=builtin_tiny rollout.max_total_tokens=900
+    .venv/bin/python -m realhf.launch experiment=grpo env.path=examples/your_environment.py:Lock
+    .venv/bin/python -m realhf.launch experiment=grpo_async env.path=examples/your_environment.py:Lock
 
 The untrained policy tries the machinery at once and learns next to nothing; actor.path names a model of yours. TRL's
 GRPOTrainer takes the same class as ``environment_factory``. docs/extend/environment.md explains what a class may say.

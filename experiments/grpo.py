@@ -20,7 +20,7 @@ from realhf.api.config import ConfigError, run_folder
 from realhf.api.config.option import section
 from realhf.api.environment import HELD_OUT
 from realhf.api.experiment import EvaluationSpec, ExperimentSpec, ModelSpec, SourceSpec
-from realhf.api.keys import TURN_KEYS
+from realhf.api.keys import ROLLOUT_KEY, TURN_KEYS
 from realhf.api.mfc import InterfaceType, MFCDef
 from realhf.api.parallel import alone, parallel_of
 from realhf.api.rollout import HeldOutOptions, RolloutOptions
@@ -39,6 +39,7 @@ EPISODE_KEYS = (
     "env_rewards",
     "seq_no_eos_mask",
     "outcome",
+    ROLLOUT_KEY,
 )
 
 
@@ -123,7 +124,7 @@ def actor_gen(config: Config) -> MFCDef:
         "actor",
         InterfaceType.GENERATE,
         "env_rollout",
-        rollout_options(config).to_args(),
+        of_one_worker(config).to_args(),
         outputs=EPISODE_KEYS,
     )
 
@@ -188,6 +189,7 @@ def actor_train(config: Config, ppo: ResolvedOptions, *, first_step: int = 0) ->
         "rewards",
         "seq_no_eos_mask",
         "outcome",
+        ROLLOUT_KEY,
         *ppo.scored_keys,
         *ppo.turn_keys,
     )
@@ -236,6 +238,13 @@ def rollout_options(config: Config) -> RolloutOptions:
     )
 
 
+def of_one_worker(config: Config) -> RolloutOptions:
+    """The options of each worker of the actor. Together they have the sessions of the environment: each keeps its own,
+    for training and evaluation, and would wait in vain for more than there are."""
+    options = rollout_options(config)
+    return replace(options, sessions=max(1, options.sessions // len(config.actor.workers)))
+
+
 def on_tasks(
     name: str,
     config: Config,
@@ -266,7 +275,7 @@ def on_tasks(
         before=first.before,
         jobs=first.jobs,
         export_role="actor",
-        log_keys=("prompt_mask", "packed_versions", "seq_no_eos_mask"),
+        log_keys=("prompt_mask", "packed_versions", "seq_no_eos_mask", ROLLOUT_KEY),
     )
 
 
@@ -292,7 +301,7 @@ def held_out(config: Config) -> EvaluationSpec:
     wanted = HeldOutOptions(
         HELD_OUT, evaluation.episodes_per_task, evaluation.greedy_episodes_per_task, evaluation.templates
     )
-    played = rollout_options(config).to_args()
+    played = of_one_worker(config).to_args()
     return EvaluationSpec("actor", "env_rollout", played, wanted.to_args(), every_steps=evaluation.every_steps)
 
 

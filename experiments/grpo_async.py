@@ -35,6 +35,7 @@ def asynchronous(spec: ExperimentSpec, config: Config) -> ExperimentSpec:
     there is no file of the agent, or for an option that does nothing."""
     staying, leaving = to_async(spec.mfcs)
     options, episodes = config.async_rl, RolloutOptions.from_args(leaving[0].interface_args)
+    episodes = replace(episodes, sessions=grpo.rollout_options(config).sessions)  # The actor's workers play none.
     sessions = episodes.sessions // options.n_rollout_workers
     if sessions < config.ppo.group_size:
         raise ConfigError(

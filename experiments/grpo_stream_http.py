@@ -16,6 +16,7 @@ from experiments.sft import first_weights
 from realhf.algorithms.policy_gradient.resolve import resolve
 from realhf.api.config import ConfigError, RecoverMode, run_folder
 from realhf.api.experiment import ExperimentSpec, ServiceSpec, SourceSpec
+from realhf.api.keys import ROLLOUT_KEY
 from realhf.api.mfc import InterfaceType, MFCDef
 
 
@@ -25,8 +26,15 @@ def build(config: Config) -> ExperimentSpec:
     ppo = without_critic(resolve(config.ppo, loss_scale_len=config.rollout.max_total_tokens, sampler_differs=True))
     if ppo.turn_keys:
         raise ConfigError("ppo.credit=turn: groups that others push to a trajectory server have no rewards per turn")
+    if len(config.actor.workers) > 1:
+        raise ConfigError(
+            f"actor.workers={list(config.actor.workers)}: grpo_stream_http trains on one worker, which pulls its "
+            "batches from the server; set actor.workers=[0], or take experiment=grpo_async for several"
+        )
     first = first_weights(config)
     models, mfcs = policy_gradient(config, ppo, first)
+    # Others sample: a server of vLLM would have nothing to do.
+    models["actor"] = replace(models["actor"], engine=replace(models["actor"].engine, name="embedded"))
     n_places = places(config)
     return ExperimentSpec(
         name="grpo_stream_http",
@@ -41,7 +49,7 @@ def build(config: Config) -> ExperimentSpec:
         jobs=first.jobs,
         services=() if config.stream.url else (own_server(config),),
         export_role="actor",
-        log_keys=("prompt_mask", "packed_versions", "seq_no_eos_mask"),
+        log_keys=("prompt_mask", "packed_versions", "seq_no_eos_mask", ROLLOUT_KEY),
     )
 
 

@@ -22,6 +22,7 @@ from realhf.algorithms.policy_gradient.options import ResolvedOptions
 from realhf.api.config import ConfigError
 from realhf.api.config.option import section
 from realhf.api.experiment import ExperimentSpec, ModelSpec
+from realhf.api.keys import ROLLOUT_KEY
 from realhf.api.mfc import InterfaceType, MFCDef
 from realhf.api.parallel import parallel_of
 from realhf.env.doors.section import with_environment
@@ -107,6 +108,7 @@ def critic_train(config: Config, ppo: ResolvedOptions) -> MFCDef:
         "rewards",
         "outcome",
         "values",
+        ROLLOUT_KEY,
         *behaviour,
         *proximal,
         *truncated,

@@ -205,7 +205,8 @@ def _player_argv(environment: ChosenEnvironment, request: DemonstrationRequest) 
     if environment.spec.demonstrate is None:
         raise ConfigError(
             f"the environment {environment.spec.name} has no scripted solver, so there are no demonstrations to train "
-            f"on; take model={UNTRAINED}, or a model of your own with actor.path and without actor.warm_start"
+            f"on; learn by trial (experiment=grpo), from actor.path=FOLDER without actor.warm_start, or try the "
+            f"machinery with actor.path={UNTRAINED}"
         )
     return (
         environment.reference,

@@ -21,6 +21,7 @@ BY_MARK: Mapping[str, Asked] = MappingProxyType(
     {
         "several_hosts": Asked("--run-cluster", "test-cluster", "whole runs over hosts in network namespaces"),
         "whole_run": Asked("--run-view", "test-view", "a run of the launcher, followed in a browser"),
+        "documented": Asked("--run-docs", "test-docs", "what the pages print, as it stands"),
         "compiles": Asked("--run-compile", "test-compile", "tests that compile a model"),
     }
 )

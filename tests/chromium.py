@@ -121,7 +121,7 @@ class Chromium:
         try:
             return self.js(f"!!({expression})")
         except RuntimeError as error:
-            if "context" not in str(error):
+            if "context" not in str(error) and "navigated" not in str(error):
                 raise
             return False  # the page is being loaded anew
 

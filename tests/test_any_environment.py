@@ -39,7 +39,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def trained(root: Path, name: str, *arguments: str) -> list[dict]:
     """Run an experiment and return the metrics of its steps."""
-    assert main([*TINY, *arguments, f"fileroot={root}", f"experiment_name={name}"]) == 0
+    assert main([*TINY, *arguments, f"fileroot={root}", "trial_name=default", f"experiment_name={name}"]) == 0
     lines = (root / name / "default" / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]
 
@@ -86,6 +86,7 @@ def test_an_agent_with_tools_and_branches_is_trained_and_its_failures_are_counte
     )
     assert len(rows) == 3 and all(math.isfinite(row["policy/loss"]) for row in rows)
     assert any(row["batch/sequences"] > 2 * 6 for row in rows), "branches are rows of their own"
+    assert all(row["batch/rollouts"] == 2 * 6 for row in rows), "and a rollout counts once"
     assert sum(row.get("failures/agent", 0) for row in rows) > 0
     assert not any(name.startswith("failures/") and name != "failures/agent" for row in rows for name in row)
     played = kept(root, "branches")

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from realhf.api.run_files import unknown_files
 from realhf.dataflow.journal.audit import audit_folder
 from tests.test_end_to_end import MOVING, launch, undescribed
 
@@ -92,6 +93,7 @@ def test_a_run_leaves_what_it_promised(root: Path, streamed: list[dict[str, Any]
     assert streamed[-1]["admission/consumed"] == streamed[-1]["admission/accepted"] == 2 * STEPS
     for name in ("async.png", "timeline.png", "trace.json", "report.html", "policy"):
         assert (folder / name).exists(), name
+    assert unknown_files(folder) == []
     spans = {event["name"] for event in json.loads((folder / "trace.json").read_text())["traceEvents"]}
     assert {"train/actor_train", "weights/publish", "weights/load"} <= spans
     tally = audit_folder(folder / "journal")

@@ -33,7 +33,7 @@ CUT = ("actor.workers=[0,1]", "actor.backend=fsdp2")
 
 
 def launched(root: Path, *options: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "realhf.launch", *OPTIONS, f"fileroot={root}", *options]
+    command = [sys.executable, "-m", "realhf.launch", *OPTIONS, f"fileroot={root}", "trial_name=default", *options]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 

@@ -102,6 +102,7 @@ def test_groups_of_a_producer_are_trained_on_and_a_kill_loses_none(
     launch = (
         "experiment=grpo_stream_http",
         f"fileroot={runs}",
+        "trial_name=default",
         f"stream.port={port}",
         f"actor.path={tiny_policy}",
         *TINY,

@@ -41,7 +41,8 @@ class Program(NamedTuple):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve until a signal, the end of the run or an error. Returns the exit code."""
+    """Serve until a signal, the end of the run or an error. Returns the exit code: 2 for a mistake in the settings, 1
+    for an environment that fails."""
     program = chosen_program(argv)
     arguments = command_line(program).parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -54,7 +55,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         serve(program, arguments)
     except Interrupted:
         return 0
-    except (ConfigError, OSError, RuntimeError, ValueError) as error:
+    except (ConfigError, OSError, ValueError) as error:
+        print(f"{program.name}: {error}", file=sys.stderr)
+        return 2
+    except RuntimeError as error:
         print(f"{program.name}: {error}", file=sys.stderr)
         return 1
     return 0

@@ -177,7 +177,7 @@ class GenerationWorker:
         model = plan.spec.models[spec.role]
         self._gen = spec.episodes.gen
         tokenizer = load_tokenizer(model.path, spec.role)
-        chat = TemplateChat(tokenizer, template_kwargs=model.chat_template_kwargs)
+        chat = TemplateChat(tokenizer, template_kwargs=model.chat_template_kwargs, stop_ids=self._gen.stop_ids)
         self._stop_ids = chat.stop_ids
         self._engine: StreamingGenerator = self._stack.enter_context(
             make_streaming_generator(

@@ -48,6 +48,7 @@ from realhf.monitor.events import EventStream
 from realhf.monitor.graph_files import write_graph_files
 from realhf.monitor.metrics.renaming import calls_of, public_names
 from realhf.monitor.metrics_log import flatten_step
+from realhf.monitor.provenance import record_launch
 from realhf.monitor.run_log import RunLog
 from realhf.monitor.trace import open_trace
 from realhf.scheduler.failure import run_guarded
@@ -75,9 +76,9 @@ class MasterWorker:
             network=network,
             heartbeat_s=plan.rpc.heartbeat_s,
             dead_after_s=plan.rpc.dead_after_s,
-            on_death=self._left,
+            on_death=lambda name, reason: self._gone(name, reason, left=False),
             on_join=self._joined,
-            on_left=self._left,
+            on_left=lambda name, reason: self._gone(name, reason, left=True),
         )
         self._checkpoints = CheckpointStore(self._spec.run_dir / "checkpoints", keep=plan.exp_ctrl.keep)
         # The launcher starts successors of these: their death is no reason to wait for them no longer.
@@ -90,6 +91,7 @@ class MasterWorker:
         self._saved_step = 0
         self._drawing: asyncio.Task[None] | None = None
         self._told_of_workers: StepSource | None = None
+        self._processes: dict[str, tuple[int, int]] = {}
 
     async def run(self) -> None:
         """Run the experiment to its end. Raises whatever ends it before."""
@@ -105,12 +107,14 @@ class MasterWorker:
                 self._executor = self._make_executor()
                 if checkpoint is not None:
                     await self._restore(checkpoint)
+                completed = checkpoint.step if checkpoint else 0
+                await asyncio.to_thread(record_launch, self._spec.run_dir, self._plan.launch, completed)
                 self._log = RunLog(
                     self._spec.run_dir,
                     self._plan.monitor,
                     self._events,
                     tracer=tracer,
-                    completed_steps=checkpoint.step if checkpoint else 0,
+                    completed_steps=completed,
                     total_steps=self._spec.total_train_steps,
                     evaluation=self._spec.evaluation,
                 )
@@ -207,10 +211,16 @@ class MasterWorker:
         return await AsyncRollouts.open(plan, self._rpc, source, lambda text: self._events.emit("warning", text=text))
 
     def _joined(self, info: WorkerInfo) -> None:
+        self._processes[info.name] = info.pid, info.started
+        self._events.emit("joined", name=info.name)
         if self._told_of_workers is not None:
             self._told_of_workers.joined(info)
 
-    def _left(self, name: str, reason: str) -> None:
+    def _gone(self, name: str, reason: str, *, left: bool) -> None:
+        """A worker is silent, was sent away, or ``left``. The launcher sees to it that its process ends, and starts
+        another."""
+        pid, started = self._processes[name]
+        self._events.emit("lost", name=name, pid=pid, started=started, reason=reason, left=left)
         if name in self._replaceable:
             self._rpc.expect(name)
         if self._told_of_workers is not None:
@@ -364,6 +374,7 @@ class MasterWorker:
             "executor": self._executor.state_dict(),
             "wall_seconds": self._wall_seconds(),
             "model_paths": self._model_paths(),
+            "options": dict(self._plan.launch.options),
         }
         draft = await asyncio.to_thread(self._checkpoints.begin, step)
         try:

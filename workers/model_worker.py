@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 import sys
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, cast
@@ -40,6 +39,7 @@ from realhf.api.mfc import InterfaceType
 from realhf.api.model import Model
 from realhf.api.parallel import SHARDED
 from realhf.api.trace import WEIGHTS
+from realhf.base.cores import usable_cores
 from realhf.base.garbage import settle
 from realhf.base.loopback import is_loopback_host
 from realhf.builtins import backends, datasets
@@ -297,7 +297,7 @@ def share_of_cores(configured: int, n_model_workers: int, taken: int = 0) -> Com
 
     from realhf.backends.threads.compute_threads import threads
 
-    cores = len(os.sched_getaffinity(0)) - taken
+    cores = usable_cores() - taken
     count = configured or max(1, cores // n_model_workers)
     torch.set_num_threads(count)
     return threads(count)

@@ -147,7 +147,12 @@ class RolloutWorker:
         model = self._plan.spec.models[self._spec.role]
         check_context(model.path, self._spec.role, options.max_total_tokens)
         tokenizer = load_tokenizer(model.path, self._spec.role)
-        chat = TemplateChat(tokenizer, system_prompt=None, template_kwargs=model.chat_template_kwargs)
+        chat = TemplateChat(
+            tokenizer,
+            system_prompt=None,
+            template_kwargs=model.chat_template_kwargs,
+            stop_ids=options.gen.stop_ids,
+        )
         texts = TokenTexts(tokenizer)
         environment = build_environment(options.environment, options.environment_options)
         agent = make_agent(self._spec.agent, chat, environment.system_prompt, options, self._spec.agent_args)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import random
+import shutil
 import signal
 import sys
 import time
@@ -24,6 +25,7 @@ from realhf.api.config import BuiltinModelConfig
 from realhf.backends.builtin_policy import build_builtin_policy
 from realhf.dataflow.journal.audit import Tally, audit_folder
 from realhf.dataflow.journal.writer import ARCHIVE, JournalError
+from realhf.monitor.deaths import deaths
 
 MARKS = {
     "master": "workers.master_worker",
@@ -34,8 +36,14 @@ MARKS = {
     "ministack": "realhf.aws.simulator.ministack_server",
 }
 """Kinds of processes that are killed, and the word of their command line by which they are known."""
+FROZEN_ONLY = {"executor": "realhf.aws.cli.zygote"}
+"""Kinds of processes that are stopped and not killed here; their own tests do that."""
 SERVICE = ("env", "ministack")
 """Those among them that only an environment with a service has."""
+VERIFIER = "verifier"
+"""Where the environment is a file with a verifier: this one begins to compute, holds the interpreter and never ends."""
+FROZEN = "frozen "
+"""Begins a fault that stops a process for ever: the run itself has to notice it and to kill it."""
 LAUNCHER, CTRL_C = "launcher", "ctrl_c"
 """The launcher is killed; it is interrupted. The same command then goes on."""
 BATCH, GROUP = 2, 2
@@ -51,6 +59,8 @@ ON_AWS = (
     "experiment=grpo_aws_async", "env.pool_size=4", "env.tiers=[warmup]", "env.step_latency_ms=300",
     "rollout.max_turns=2", "rollout.max_total_tokens=640",
 )  # fmt: skip
+HANGING = Path(__file__).with_name("hanging_verifier.py")
+"""An environment that hangs on request, see ``VERIFIER``; each run has a copy of its own."""
 ELSEWHERE = ("experiment=grpo_async", "rollout.sessions=4", "rollout.max_turns=8", "rollout.max_total_tokens=2000")
 """Without a latency, episodes of more turns take long enough to be killed in."""
 SAYINGS = {AWS: ("aws s3api list-buckets", "aws sqs create-queue --queue-name a-b"), "sql": ("select 1", "select 2")}
@@ -61,6 +71,8 @@ GONE_WITHIN_S = 20.0
 hears of its own end afterwards."""
 LOOK_S = 0.15
 """How often the run's processes are looked up, so that none that it leaves behind is missed."""
+SILENCE_S = 12.0
+"""After this time a process that is stopped has been noticed, with the default options."""
 ANY_MOMENT = 0.3
 """Share of the kills that come whatever the run does; the others wait until it has got on since the kill before."""
 
@@ -128,6 +140,11 @@ class KilledRun:
         environment: str = AWS,
     ) -> None:
         self.folder = runs / "killed" / trial
+        if environment == VERIFIER:
+            self._hang = runs / f"{trial}-environment" / "hang"
+            self._hang.parent.mkdir()
+            copy = shutil.copy(HANGING, self._hang.parent)
+            options = (*options, f"env.path={copy}:reward")
         self.steps = steps
         self.kills: Counter[str] = Counter()
         self.stop_s: dict[str, list[float]] = {}
@@ -136,7 +153,8 @@ class KilledRun:
             sys.executable,
             "-m",
             "realhf.launch",
-            *(ON_AWS if environment == AWS else (*ELSEWHERE, f"env={environment}")),
+            *(ON_AWS if environment == AWS else ELSEWHERE),
+            *((f"env={environment}",) if environment not in (AWS, VERIFIER) else ()),
             *TINY,
             "experiment_name=killed",
             f"seed={seed}",
@@ -181,7 +199,7 @@ class KilledRun:
         found = []
         for process in self.processes():
             with contextlib.suppress(psutil.Error):
-                if MARKS[kind] in process.cmdline():
+                if (MARKS | FROZEN_ONLY)[kind] in process.cmdline():
                     found.append(process)
         return sorted(found, key=lambda process: process.pid)
 
@@ -195,6 +213,19 @@ class KilledRun:
             choice.choice(victims).kill()
             self.kills[kind] += 1
         return True
+
+    def freeze(self, kind: str, choice: random.Random) -> psutil.Process | None:
+        """SIGSTOP to one of a kind of workers, which is returned; None where there is none at this moment. A
+        ``VERIFIER`` hangs by itself, for ever."""
+        if kind == VERIFIER:
+            self._hang.touch()
+            return None
+        with contextlib.suppress(IndexError, psutil.NoSuchProcess):
+            victim = choice.choice(self.alive(kind))
+            victim.suspend()
+            self.kills[kind] += 1
+            return victim
+        return None
 
     def stop(self, how: str, timeout_s: float) -> None:
         """Kill the launcher (``LAUNCHER``) or send it what Ctrl-C does (``CTRL_C``), wait until nothing of it is left,
@@ -286,6 +317,10 @@ class KilledRun:
         path = self.folder / "metrics.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
+    def deaths(self) -> list[str]:
+        """Return which workers ended before the run, and why, in the launcher's words."""
+        return [f"{death.process}: {death.why.partition(' (log:')[0]}; {death.then}" for death in deaths(self.folder)]
+
     def tail(self, lines: int = 12) -> str:
         """Return the last lines of what the launcher said."""
         return "\n".join(self.output.read_text(errors="replace").splitlines()[-lines:])
@@ -294,12 +329,13 @@ class KilledRun:
 def kill_at_random(
     run: KilledRun, kinds: Sequence[str], choice: random.Random, *, every_s: float, timeout_s: float
 ) -> None:
-    """One kill per entry of ``kinds``, in turn, ``every_s`` seconds after the one before on average, and after the run
-    has got on in the meantime (most of them) or at any moment (``ANY_MOMENT`` of them). Ends with the run. Raises
-    Stuck when it does not get on for ``timeout_s`` seconds."""
+    """One kill (or stop, see ``FROZEN``) per entry of ``kinds``, in turn, ``every_s`` seconds after the one before on
+    average, and after the run has got on in the meantime (most of them) or at any moment (``ANY_MOMENT`` of them). Ends
+    with the run. Raises Stuck when it does not get on for ``timeout_s`` seconds."""
     before = 0
     for kind in kinds:
-        if choice.random() >= ANY_MOMENT:
+        # One that hangs before it has registered is noticed after rpc.connect_timeout_s only.
+        if choice.random() >= ANY_MOMENT or kind.startswith(FROZEN):
             run.wait_for_progress(before, timeout_s)
         until = time.monotonic() + choice.uniform(0.2, 1.8) * every_s
         while run.running and time.monotonic() < until:
@@ -307,14 +343,58 @@ def kill_at_random(
             time.sleep(min(LOOK_S, max(0.0, until - time.monotonic())))
         if kind in (LAUNCHER, CTRL_C):
             run.stop(kind, timeout_s)
+        elif kind.startswith(FROZEN):
+            _freeze_until_it_is_killed(run, kind.removeprefix(FROZEN), choice, timeout_s)
         else:
             _kill_when_there(run, kind, choice, timeout_s)
         before = run.journal_bytes()
 
 
+def freeze_for(run: KilledRun, kind: str, seconds: float, choice: random.Random, *, timeout_s: float) -> float:
+    """Stop one of a kind of workers for so many seconds. Return the longest time in which the run did not get on from
+    then on until it got on after the thaw, or ended. Raises Stuck when that is more than ``timeout_s`` beyond the
+    freeze itself, or beyond the ``SILENCE_S`` after which somebody has to notice it."""
+    began = moved = time.monotonic()
+    victim = run.freeze(kind, choice)
+    while victim is None and kind != VERIFIER and run.running:
+        if time.monotonic() > began + timeout_s:
+            raise Stuck(f"{run.folder.name} had no {kind} for {timeout_s:g} s:\n{run.tail()}")
+        time.sleep(0.05)
+        victim = run.freeze(kind, choice)
+    began = moved = time.monotonic()
+    thaw, limit_s, longest, before, after = began + seconds, min(seconds, SILENCE_S) + timeout_s, 0.0, 0, None
+    while run.running and (after is None or run.journal_bytes() <= after):
+        now, size = time.monotonic(), run.journal_bytes()
+        if size > before:
+            moved, before = now, size
+        longest = max(longest, now - moved)
+        if longest > limit_s:
+            raise Stuck(
+                f"{run.folder.name} stood still for {limit_s:g} s since {kind} hung for {seconds:g} s:\n{run.tail()}"
+            )
+        if after is None and now >= thaw:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if victim is not None:
+                    victim.resume()
+            after = size
+        run.processes()
+        time.sleep(LOOK_S)
+    return longest
+
+
 def _heed_ctrl_c() -> None:
     """What a shell starts in the background ignores it, and so does what that starts."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def _freeze_until_it_is_killed(run: KilledRun, kind: str, choice: random.Random, timeout_s: float) -> None:
+    deadline, victim = time.monotonic() + timeout_s, None
+    while run.running and (victim is None or victim.is_running()):
+        if time.monotonic() > deadline:
+            raise Stuck(f"{run.folder.name}: {kind} stands still, and nobody ends it:\n{run.tail()}")
+        victim = victim or run.freeze(kind, choice)
+        run.processes()
+        time.sleep(LOOK_S)
 
 
 def _kill_when_there(run: KilledRun, kind: str, choice: random.Random, timeout_s: float) -> None:

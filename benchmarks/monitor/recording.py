@@ -108,7 +108,11 @@ def pairs(given: argparse.Namespace) -> None:
 
 def trained(folder: Path, name: str, kept: str, options: Sequence[str]) -> float:
     """Run the job and return the median seconds of a step."""
-    arguments = [*(options or ["experiment=grpo_aws", "total_train_steps=8"]), f"fileroot={folder}"]
+    arguments = [
+        *(options or ["experiment=grpo_aws", "total_train_steps=8"]),
+        f"fileroot={folder}",
+        "trial_name=default",
+    ]
     subprocess.run(
         [sys.executable, "-m", "realhf.launch", *arguments, f"monitor.rollouts={kept}", f"experiment_name={name}",
          "monitor.progress=false"],

@@ -63,6 +63,9 @@ class Assumptions:
     """Between two hosts, in each direction."""
     shared: float = 5e9
     """Through memory that two processes of a host share."""
+    weights: float = 2e9
+    """What one process sends of its weights to other hosts, encrypted: 0.87 of a TCP stream of 2.4 GB/s
+    (docs/measured.md). Each engine fetches them for itself."""
     socket: float = 1e9
     """What one process brings through encrypted sockets."""
     digest_bytes_s: float = 1.6e9
@@ -109,13 +112,14 @@ def line(gpus: int, model: Model, given: Assumptions) -> Line:
     rate = min(generation, training)
     hosts = max(1, ceil(half / given.per_host)) if gpus > given.per_host else 0
     weights = 2 * model.parameters
-    update_s = max(1, hosts) * weights / given.link if hosts else weights / given.shared
-    tree_s = weights / given.link * max(1, hosts).bit_length() if hosts else update_s
+    sent = min(given.weights, given.link)
+    update_s = half / engine_gpus * weights / sent if hosts else weights / given.shared
+    tree_s = weights / sent * max(1, hosts).bit_length() if hosts else update_s
     step_s = max(given.batch, given.batch_per_gpu * gpus) / rate
     found = {
         "the trainer does not fit": not fits,
         "the trainer needs several hosts": train_gpus > given.per_host or half > given.per_host,
-        "weights to one host after the other": update_s > step_s,
+        "weights to one engine after the other": update_s > step_s,
         "the stream into one process": rate * given.tokens * given.token_bytes > given.socket,
         "the master": rate * given.master_us / 1e6 > 1 - given.master_idle,
     }

@@ -22,6 +22,7 @@ from realhf.monitor.rollouts.shards import Shards
 GROUP = 8
 GROUPS_OF_A_STEP = 16
 TASKS = 250
+TEMPLATES = 50
 TOKENS_EVERY = 20
 HOSTILE = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>\x00\x1b[31m\u202e"
 _MEMBER = 64
@@ -113,6 +114,7 @@ class MadeUpRun:
         tokens = self._random.randrange(TOKENS_EVERY) == 0
         play = PlayLine(
             id=name, time=1.7e9 + self._step, step=self._step, version=self._step - 1, task=f"task-{task:03d}",
+            template=f"kind-{task % TEMPLATES:02d}",
             group=_KINDS[task % 5], env="made_up", reward=reward, success=success, length=20 + int(180 * draw()),
             turns=1 + int(5 * draw()), truncated=failure is None and not success and draw() < 0.1, failure=failure,
             seconds=round(3 * draw(), 2), has_tokens=tokens,

@@ -13,7 +13,8 @@ def token_weights(
     mask: Tensor, sequence: Tensor, n_sequences: int, aggregation: str, loss_scale_len: int = 1
 ) -> Tensor:
     """Return the weight of every token such that the sum of weight * loss is the aggregated loss: f32 (n,), 0 outside
-    the mask.
+    the mask. ``sequence`` i64 (n,) numbers what counts once in a mean over sequences: the rollout of each token, which
+    may have several rows.
 
     The weights are computed over a whole minibatch, so that it can be cut into microbatches afterwards, and before any
     sequence is left out for having no advantage: normalisers count those too.

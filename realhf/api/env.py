@@ -109,6 +109,7 @@ class RolloutOutcome:
     task_id: str
     group: str
     seed: int
+    template: str = ""
     task_text: str = ""
     message: str = ""
     timings: dict[str, float] = field(default_factory=dict)

@@ -11,6 +11,8 @@ Messages are maps with ``role`` and ``content``, tools are JSON schemas, both in
 from __future__ import annotations
 
 import json
+import math
+import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -123,13 +125,15 @@ class Environment(Protocol):
 @dataclass(frozen=True)
 class Task:
     """Says which episode is played. ``id`` is unique within its set and stable between runs; success is reported by
-    ``group``. ``payload`` is JSON and reaches ``Environment.reset``; ``seed`` too."""
+    ``group``. ``payload`` is JSON and reaches ``Environment.reset``; ``seed`` too. ``template`` names the template that
+    the task is an instance of, as people read it; where a set leaves it out, it is the template's id."""
 
     id: str
     group: str = ""
     payload: Mapping[str, Any] = field(default_factory=dict)
     tags: tuple[str, ...] = ()
     seed: int = 0
+    template: str = ""
 
 
 @runtime_checkable
@@ -245,12 +249,27 @@ class EnvironmentDefinition:
     build: Callable[[Any], EnvironmentSpec]
 
 
+def finite_number(found: Any) -> float | None:
+    """Return the number that an author's code gave, None for what is none or not finite: a Python or numpy number, true
+    or false, an array or tensor without dimensions."""
+    if getattr(found, "shape", None) == () and callable(item := getattr(found, "item", None)):
+        found = item()
+    if not isinstance(found, numbers.Real):
+        return None
+    try:
+        number = float(found)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
+
+
 def task_of(metadata: Mapping[str, Any]) -> Task:
     """Return the task that the metadata of a sample describe: ``task`` (its payload as JSON text), ``task_id``,
-    ``task_seed`` and ``group``. Raises KeyError or ValueError for other metadata."""
+    ``task_seed``, ``group`` and ``template_name``. Raises KeyError or ValueError for other metadata."""
     return Task(
         str(metadata["task_id"]),
         str(metadata.get("group", "")),
         json.loads(metadata["task"]),
         seed=int(metadata["task_seed"]),
+        template=str(metadata.get("template_name", "")),
     )

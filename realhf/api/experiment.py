@@ -88,6 +88,11 @@ class EvaluationSpec:
     every_steps: int = 0
 
 
+def is_made(artifact: Path) -> bool:
+    """Return whether an artifact is there to be used: a file, or a folder with something in it."""
+    return next(artifact.iterdir(), None) is not None if artifact.is_dir() else artifact.exists()
+
+
 @dataclass(frozen=True)
 class JobSpec:
     """Describes a process that must finish before the workers start, e.g. collecting demonstrations.
@@ -195,6 +200,19 @@ class ExperimentSpec:
 
 
 @dataclass(frozen=True)
+class Launch:
+    """What a person asked for, and with what: the text of ``config.yaml``, every option under its dotted name, the
+    options that a run which goes on had with other values ({name: [before, now]}), and its origin (commit, versions,
+    command line). ``at`` is the time of the launch, as ISO 8601; "" where nothing is to be recorded."""
+
+    at: str = ""
+    config: str = ""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    changed: Mapping[str, Any] = field(default_factory=dict)
+    origin: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class RunPlan:
     """What the launcher hands to every worker of a run (``plan.json`` in the run folder). ``plugins`` is the
     experiment's module or file, which every worker imports for what it registers; ``started_at`` is the wall-clock time
@@ -211,6 +229,7 @@ class RunPlan:
     plugins: tuple[str, ...] = ()
     gpus: Mapping[str, int] = field(default_factory=dict)
     network: NetworkConfig = field(default_factory=NetworkConfig)
+    launch: Launch = field(default_factory=Launch)
 
     def write(self) -> None:
         """Write the plan into the run folder, which must exist."""

@@ -91,10 +91,14 @@ STANDARD_KEYS: tuple[KeySpec, ...] = (
     KeySpec("returns", "f32", "L-1"),
     KeySpec("kl_rewards", "f32", "L-1"),
     KeySpec("outcome", "u8", "1"),
+    KeySpec("rollout_index", "i32", "1"),
     KeySpec("turn_ids", "i32", "L"),
     KeySpec("turn_rewards", "f32", "free"),
 )
 """The keys of docs/reference/dataflow.md 2."""
+
+ROLLOUT_KEY = "rollout_index"
+"""Says which sequences of a sample are rows of one rollout."""
 
 TURN_KEYS = ("turn_ids", "turn_rewards")
 """Made by rollouts where a call of the graph has them among its inputs."""

@@ -259,7 +259,7 @@ class Model:
 @dataclass(frozen=True)
 class CallContext:
     """Holds everything about a call that is not in the sample. ``seed`` is derived from run seed, role and step;
-    ``endpoints`` maps a worker kind to its service addresses (``{"env": ["http://127.0.0.1:8000"]}``); where a service
+    ``endpoints`` maps a worker kind to its service addresses (``{"env": ["http://127.0.0.1:8100"]}``); where a service
     wants a token, it stands before the host (``http://:TOKEN@...``). ``recorder`` keeps what was played and trained."""
 
     step: int

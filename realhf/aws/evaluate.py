@@ -1,6 +1,6 @@
 """What can an agent do on AWS tasks? Success, reward, steps to solve, hints, drift repair and recovery, by tier.
 
-    python -m realhf.aws.evaluate --model runs/grpo_aws/default/policy --split names --tags starter
+    python -m realhf.aws.evaluate --model runs/grpo_aws/NAME/policy --split names --tags starter
     python -m realhf.aws.evaluate --model http://127.0.0.1:8000/v1 --split heldout
 
 Beside the model it plays a scripted expert (ceiling) and a random agent (floor) on the same tasks. A program:

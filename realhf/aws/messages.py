@@ -10,13 +10,14 @@ from realhf.aws.extraction import extract_command
 from realhf.aws.observation_text import OBSERVATION_CHARS, observation_text
 from realhf.aws.tasks.task import Task as AwsTask
 
-PLAYGROUND_COMMAND, PLAYGROUND_URL = "aws-env", "http://127.0.0.1:8000/web"
+PLAYGROUND_COMMAND, PLAYGROUND_URL = "aws-env", "http://127.0.0.1:8100/web"
 _COLUMNS = ("service", "type", "name", "before", "after", "calls")
 
 
 def episode_task(task: AwsTask, **reset: Any) -> Task:
     """Return a task of AWS in the form of the contract; ``reset`` are further arguments of the episode's reset."""
-    return Task(f"{task.template}-{task.seed}", task.tier, {"task": task.to_json(), **reset}, seed=task.seed)
+    payload = {"task": task.to_json(), **reset}
+    return Task(f"{task.template}-{task.seed}", task.tier, payload, seed=task.seed, template=task.template)
 
 
 def replay_of(payload: Mapping[str, Any]) -> dict[str, Any]:

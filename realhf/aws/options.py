@@ -20,14 +20,19 @@ class AwsOptions:
     SIMULATED trouble, for tests and benchmarks: step_latency_ms and the options whose names start with fault."""
 
     path: str = option("aws", "The environment is this one.", choices=("aws",))
-    pool_size: int = option(16, "This many sessions can be open at once, each with a simulator of its own.", at_least=1)
-    host: str = option("127.0.0.1", "The server listens on this address.")
-    port: int = option(0, "The server listens on this port; 0 is any free one.", at_least=0, at_most=65535)
+    pool_size: int = option(
+        16, "This many sessions can be open at once, each with a simulator of its own.", at_least=1, on_resume="free"
+    )
+    host: str = option("127.0.0.1", "The server listens on this address.", on_resume="free")
+    port: int = option(
+        0, "The server listens on this port; 0 is any free one.", at_least=0, at_most=65535, on_resume="free"
+    )
     ministack_base_port: int = option(
         0,
         "The simulators listen on this port and those after it; 0 is any free ones.",
         at_least=0,
         at_most=65535,
+        on_resume="free",
     )
     max_steps: int = option(15, "The server ends an episode after this many commands.", at_least=1)
     tiers: list[str] = option(
@@ -39,12 +44,18 @@ class AwsOptions:
         "built-in policy can learn, where each of the tiers has such templates, else all.",
     )
     chaos: bool = option(False, "Training and evaluation episodes may be perturbed (docs/reference/environment.md 7).")
-    step_latency_ms: float = option(0.0, "SIMULATED: every step takes these milliseconds longer.", at_least=0)
-    fault_rate: float = option(0.0, "SIMULATED: this fraction of the steps fails.", at_least=0, at_most=1)
-    fault_kinds: str = option(
-        DEFAULT_KINDS, "SIMULATED: steps fail in these ways (unavailable, disconnect, hang), with weights."
+    step_latency_ms: float = option(
+        0.0, "SIMULATED: every step takes these milliseconds longer.", at_least=0, on_resume="free"
     )
-    fault_seed: int = option(0, "SIMULATED: which steps fail is drawn from this seed.")
+    fault_rate: float = option(
+        0.0, "SIMULATED: this fraction of the steps fails.", at_least=0, at_most=1, on_resume="warns"
+    )
+    fault_kinds: str = option(
+        DEFAULT_KINDS,
+        "SIMULATED: steps fail in these ways (unavailable, disconnect, hang), with weights.",
+        on_resume="warns",
+    )
+    fault_seed: int = option(0, "SIMULATED: which steps fail is drawn from this seed.", on_resume="warns")
 
     def problems(self, name: str) -> Iterator[str]:
         """Yield tags that a tier does not have, and details of faults that nobody asked for."""

@@ -1,0 +1,3 @@
+from realhf.base.extras import needs
+
+needs("train", "torch", "transformers")

@@ -20,6 +20,7 @@ from realhf.api.generation import StreamingGenerator
 from realhf.api.trace import Tracer
 from realhf.backends.embedded.cache_size import cache_bytes
 from realhf.base.context_limit import context_limit
+from realhf.base.model_size import TrainerMemory, model_size, trainer_memory, weight_bytes
 
 if TYPE_CHECKING:
     from realhf.backends.vllm.server import VllmOptions
@@ -66,6 +67,8 @@ def _embedded(model: ModelSpec, options: AsyncConfig, tracer: Tracer, shared: bo
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with named_loading_shortage(model, device):
         weights = load_causal_lm(model.path, model.role, getattr(torch, model.dtype)).to(device)
+    held = _held_by_trainer(model) if shared else None
+    taken = sum(p.nbytes for p in weights.parameters()) + held.weights + held.later if held is not None else 0
     yield ContinuousGenerator(
         weights,
         kv_policy=options.kv_policy,
@@ -73,7 +76,7 @@ def _embedded(model: ModelSpec, options: AsyncConfig, tracer: Tracer, shared: bo
         version=-1,
         pause_timeout_s=options.pause_timeout_s,
         tracer=tracer,
-        most_bytes=lambda: cache_bytes(model.engine.kv_cache_gib, weights.device, shared=shared),
+        most_bytes=lambda: cache_bytes(model.engine.kv_cache_gib, weights.device, shared=shared, taken=taken),
     )
 
 
@@ -119,15 +122,15 @@ def _vllm_server(
 
 def server_options(model: ModelSpec, options: AsyncConfig, shared: bool) -> VllmOptions:
     """Return how a server is started. On CUDA it captures graphs, computes prompts in parts, keeps prefixes and takes
-    weights from the memory of its GPUs. ``shared``: it gets half of what is free on a trainer's GPU, if no option says
-    how much."""
+    weights from the memory of its GPUs. ``shared``: it gets half of what a trainer's GPU has beside the trainer, if no
+    option says how much. Raises RuntimeError, which names options, where that does not hold the weights."""
     from realhf.backends.vllm.server import VllmOptions
 
     wanted, cuda = model.engine, torch.cuda.is_available()
     share = wanted.gpu_memory_utilization
     if share is None and shared and cuda:
         free, total = torch.cuda.mem_get_info()
-        share = max(0.01, math.floor(100 * free / total / 2) / 100)
+        share = max(0.01, math.floor(100 * _beside_trainer(model, free, total) / total) / 100)
     return VllmOptions(
         dtype=model.dtype,
         threads=options.generation_threads,
@@ -139,6 +142,37 @@ def server_options(model: ModelSpec, options: AsyncConfig, shared: bool) -> Vllm
         device_transfer=cuda,
         arguments=("--enable-prefix-caching",) if cuda else (),
     )
+
+
+def _beside_trainer(model: ModelSpec, free: int, total: int) -> int:
+    """Return the bytes of a GPU that a server gets beside the trainer of its model: half of what is left for it and for
+    the trainer's passes, when the trainer has all that it will hold. Gradients and moments come with its first update,
+    long after the server has taken its share; and whether its weights are there by now, nobody knows."""
+    size, held = model_size(model.path), _held_by_trainer(model)
+    if size is None or held is None:
+        return free // 2
+    room = min(free - held.later, total - held.weights - held.later) // 2
+    needed = weight_bytes(size, model.dtype) // model.engine.tensor_parallel_size
+    if room <= needed:
+        gib = [f"{every / 2**30:.3g}" for every in (total, free, held.weights + held.later, max(room, 0), needed)]
+        raise RuntimeError(
+            f"vLLM does not fit beside the trainer of {model.role} on a GPU of {gib[0]} GiB with {gib[1]} free: the "
+            f"trainer comes to hold {gib[2]} GiB, which leaves {gib[3]} to vLLM for weights of {gib[4]}; give it a "
+            f"GPU of its own (allocation.gpus), train fewer parameters ({model.role}.lora.rank), set "
+            f"{model.role}.optimizer.offload=true, say yourself what it takes (engine.gpu_memory_utilization), or take "
+            "engine.name=embedded"
+        )
+    return room
+
+
+def _held_by_trainer(model: ModelSpec) -> TrainerMemory | None:
+    """Return what the trainer of a model holds from its first update on; None where that cannot be said."""
+    size = model_size(model.path)
+    if size is None or not model.trainable:
+        return None
+    offload = model.optimizer is not None and model.optimizer.offload
+    rank = model.lora.rank if model.lora is not None else 0
+    return trainer_memory(size, model.dtype, lora_rank=rank, offload=offload, parts=model.parallel.fsdp)
 
 
 def longest_sequence(model: ModelSpec) -> int | None:

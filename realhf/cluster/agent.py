@@ -16,7 +16,7 @@ from pathlib import Path
 import zmq
 
 from realhf.cluster.agent_folder import held
-from realhf.cluster.kept_files import keep
+from realhf.cluster.kept_files import HeldKeys, keep
 from realhf.cluster.messages import (
     LINE_CHARACTERS,
     OF_DOOR,
@@ -24,6 +24,7 @@ from realhf.cluster.messages import (
     EndWorker,
     Exited,
     FilePiece,
+    KillWorker,
     Lines,
     Message,
     NotStarted,
@@ -95,6 +96,7 @@ class HostAgent:
         self._patience_s, self._linger_s, self._prepare = patience_s, linger_s, prepare
         self._prepared = PreparedWorkers(PREPARED)
         self._local = LocalScheduler(orphans_are_ours=True, prepared=self._prepared)
+        self._keys = HeldKeys(folder)
         self._waiting: dict[str, StartWorker] = {}
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._session = b""
@@ -135,8 +137,7 @@ class HostAgent:
         self._doomed.clear()
         self._waiting.clear()
         self._logs.clear()
-        for keys in (self._folder / "keys").glob("*"):
-            keys.unlink(missing_ok=True)
+        self._keys.forget()
 
     # ---- registering
 
@@ -223,7 +224,7 @@ class HostAgent:
                 now = time.monotonic()
                 for name in [name for name, at in self._doomed.items() if at <= now]:
                     del self._doomed[name]
-                    self._local.end(name, kill=True)
+                    self._local.kill(name, "")
                 if (silent := now - self._heard) > min(self._welcome.silent_s, LONGEST_S):
                     _log.warning("nothing heard of the launcher at %s for %.1f s; its workers end", self._door, silent)
                     return f"nothing was heard of it for {silent:.1f} s"
@@ -266,8 +267,10 @@ class HostAgent:
             self._start_waiting(socket)
         elif isinstance(message, EndWorker):
             self._end(socket, message)
+        elif isinstance(message, KillWorker):
+            self._kill(socket, message)
         elif isinstance(message, FilePiece):
-            kept = keep(message, self._folder)
+            kept = self._keys.keep(message) if self._keys.takes(message) else keep(message, self._folder)
             if kept.problem:
                 _log.error("cannot keep %s: %s", message.path, kept.problem)
             self._send(socket, "kept", kept)
@@ -315,6 +318,11 @@ class HostAgent:
             self._send(socket, "exited", Exited(name, -signal.SIGTERM, str(log), since, _tail(log, since)))
         self._send(socket, "ended")
 
+    def _kill(self, socket: zmq.Socket[bytes], asked: KillWorker) -> None:
+        if not asked.pid and (never := self._waiting.pop(asked.name, None)) is not None:
+            self._send(socket, "exited", Exited(never.name, -signal.SIGKILL, never.log, 0, b"", asked.cause))
+        self._local.kill(asked.name, asked.cause, pid=asked.pid, started=asked.started)
+
     @staticmethod
     def _probed(asked: Probe) -> Probed:
         """Look for a file that only the launcher can have written, and write its answer beside it."""
@@ -337,7 +345,8 @@ class HostAgent:
             self._logs.pop(event.name, None)
             tail = _tail(event.log, event.log_from)
             _log.info("%s has ended: %s", event.name, event.reason)
-            self._send(socket, "exited", Exited(event.name, event.exit_code, str(event.log), event.log_from, tail))
+            ended = Exited(event.name, event.exit_code, str(event.log), event.log_from, tail, event.cause[:4000])
+            self._send(socket, "exited", ended)
 
     # ---- the wire
 

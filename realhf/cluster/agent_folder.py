@@ -7,6 +7,8 @@ import errno
 import fcntl
 import logging
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,9 +18,27 @@ MARK = ".realhf-host"
 """A file in each agent's folder, which the agent that uses it keeps locked."""
 
 
+PREFIX = "realhf-agent-"
+"""How the name of a temporary folder of an agent begins."""
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 """What file systems say that have no locks."""
 _log = logging.getLogger(__name__)
+
+
+@contextlib.contextmanager
+def temporary() -> Iterator[Path]:
+    """Make a folder for an agent among the temporary files of its host, and remove it after the block, with those of
+    agents that were killed. Raises OSError."""
+    for left in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError, ClusterError):
+            if left.stat().st_uid == os.geteuid() and (left / MARK).exists():
+                with held(left):
+                    shutil.rmtree(left)
+    folder = Path(tempfile.mkdtemp(prefix=PREFIX))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextlib.contextmanager

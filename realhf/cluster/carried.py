@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from realhf.cluster.errors import ClusterError
+from realhf.cluster.kept_files import CARRIED
 from realhf.cluster.messages import PIECE_BYTES, FilePiece
 from realhf.cluster.own_host import fingerprint
 
@@ -137,7 +138,7 @@ def cargo(
         own = Path(path)
         # What has changed since the last run goes elsewhere: files that are gone here would stay there and be read.
         version = hashlib.sha256(f"{path}\0{fingerprint(own)}".encode()).hexdigest()[:12]
-        target = f"{folder}/carried/{version}/{own.name}"
+        target = f"{folder}/{CARRIED}/{version}/{own.name}"
         files = [each for each in own.rglob("*") if each.is_file()] if own.is_dir() else [own]
         size = sum(each.stat().st_size for each in files) / 1e6
         if size > limit_mb:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from realhf.cluster.messages import FilePiece, Kept, Message, StartWorker
 
-AHEAD = 4
+AHEAD = 32
 """So many parts may be on the way to a host: they lie in the launcher's memory."""
 KEPT_WITHIN_S = 60.0
 """A host that is there keeps a part within this time."""
@@ -33,6 +33,7 @@ class Dock:
         self._on_way = 0
         self._problem = ""
         self._moved = 0.0
+        self._there: dict[str, int] = {}
         self.brought: set[str] = set()
         """Paths there of what has been brought, or is about to be."""
 
@@ -43,6 +44,7 @@ class Dock:
     def has_kept(self, said: Kept) -> None:
         """Note what became of a part; the first that could not be kept says why."""
         self._on_way, self._moved = max(0, self._on_way - 1), time.monotonic()
+        self._there[said.path] = said.size
         if said.problem and not self._problem:
             self._problem = f"cannot keep {said.path}: {said.problem} (--folder of its agent)"
 
@@ -54,7 +56,7 @@ class Dock:
         while self._queue and not self._problem and self._on_way < AHEAD:
             first = self._queue[0]
             try:
-                piece = next(first.pieces, None)
+                piece = self._missing(first.pieces)
             except OSError as error:
                 self._problem = f"cannot be given a file: {error}"
                 break
@@ -73,6 +75,13 @@ class Dock:
         failed, self._problem = [(name, self._problem) for name in self.withdraw()], ""
         self.brought.clear()
         return failed
+
+    def _missing(self, pieces: Iterator[FilePiece]) -> FilePiece | None:
+        """Return the next part that the host has not got already; the last of a file in any case."""
+        for piece in pieces:
+            if piece.last or piece.offset + len(piece.data) > self._there.get(piece.path, 0):
+                return piece
+        return None
 
     def withdraw(self) -> list[str]:
         """Start none of the workers that wait; their names."""

@@ -12,6 +12,7 @@ import queue
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,6 +61,14 @@ class HostCame:
 
 
 @dataclass(frozen=True)
+class HostRefused:
+    """A host would have taken part, and may not."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True)
 class HostGone:
     """A host takes part no longer."""
 
@@ -92,7 +101,7 @@ class FromOperator:
     sender: tuple[bytes, bytes]
 
 
-DoorEvent = HostCame | HostGone | FromHost | Nonsense | FromOperator
+DoorEvent = HostCame | HostRefused | HostGone | FromHost | Nonsense | FromOperator
 
 
 @dataclass
@@ -104,10 +113,18 @@ class _Host:
 
 class Door:
     """Listens at ``bind`` (tcp://HOST:PORT; port 0: any) of ``network``, whose keys are the cluster's. Raises
-    AddressTaken or NetworkError. ``fileno`` becomes readable when ``events`` has something."""
+    AddressTaken or NetworkError. ``fileno`` becomes readable when ``events`` has something. ``refusal`` says of a host
+    why it may not take part, "" if it may; it is called on the door's own thread."""
 
-    def __init__(self, network: Network, bind: str, dead_after_s: float) -> None:
-        self._network, self._dead_after_s = network, dead_after_s
+    def __init__(
+        self,
+        network: Network,
+        bind: str,
+        dead_after_s: float,
+        refusal: Callable[[HostHello], str] = lambda hello: "",
+    ) -> None:
+        self._network, self._dead_after_s, self._refusal = network, dead_after_s, refusal
+        self._refused: set[bytes] = set()
         self._context = network.context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 500)
@@ -280,6 +297,12 @@ class Door:
         if hello.name == LAUNCHER:
             text = f"{LAUNCHER!r} is the launcher's own machine; name this host otherwise with --name"
             self._post(identity, packed("refused", session, Refused(text)))
+            return
+        if reason := self._refusal(hello):
+            self._post(identity, packed("refused", session, Refused(reason[:4000])))
+            if session not in self._refused:
+                self._refused.add(session)
+                self._happened(HostRefused(hello.name, reason))
             return
         with self._lock:
             if self._closing:

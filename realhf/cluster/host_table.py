@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 import time
 from collections import Counter
@@ -10,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from realhf.base.cores import usable_cores
 from realhf.cluster.delivery import Dock
 from realhf.cluster.messages import HostHello, Probe, Probed
 from realhf.cluster.own_host import own_gpus
@@ -19,6 +19,28 @@ from realhf.scheduler.base import WorkerSpec
 CLOCKS_APART_S = 5.0
 PROBE_S = 10.0
 """How long a host may take to look at the run folder."""
+
+
+REST_S, LONGEST_REST_S = 15.0, 600.0
+"""How long a host on which workers fail gets none: at first, doubled each time, and at most."""
+QUICK_S, QUICK_ENDS = 10.0, 2
+"""A worker that fails so soon may have failed because of its host; so many in a row have."""
+
+
+@dataclass
+class Trouble:
+    """What has failed on a host since a worker last ran there for ``QUICK_S``: how many ends in a row, how often it was
+    let rest for them and until when (``time.monotonic``), and what the last one said."""
+
+    ends: int = 0
+    rests: int = 0
+    until: float = 0.0
+    why: str = ""
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until the host gets workers again; 0 when it does."""
+        return max(0.0, self.until - time.monotonic())
 
 
 @dataclass
@@ -46,11 +68,13 @@ class Host:
 
 
 class HostTable:
-    """Is what the scheduler knows: ``hosts`` by name, ``workers`` by name."""
+    """Is what the scheduler knows: ``hosts`` by name, ``workers`` by name, and the ``troubles`` of hosts, which outlast
+    a run that begins again."""
 
-    def __init__(self) -> None:
+    def __init__(self, troubles: dict[str, Trouble] | None = None) -> None:
         self.hosts: dict[str, Host] = {}
         self.workers: dict[str, Running] = {}
+        self.troubles = {} if troubles is None else troubles
 
     def on(self, host: str) -> dict[str, Running]:
         """Return the workers on a host."""
@@ -73,12 +97,13 @@ class HostTable:
             host = self.hosts.get(name)
             if host is not None and host.leaving:
                 continue
-            cores, shared = (host.hello.cores, bool(host.shared)) if host else (len(os.sched_getaffinity(0)), True)
+            cores, shared = (host.hello.cores, bool(host.shared)) if host else (usable_cores(), True)
             beside = {
                 worker: number for number, gpu in enumerate(own) for other, worker in holders[gpu] if other != name
             }
             offered = frozenset(number for number, gpu in enumerate(own) if seen_by[gpu] > 1)
-            found.append(Place(name, cores, len(own), shared, taken[name], beside, offered))
+            rests = self.rest_s(name) > 0
+            found.append(Place(name, cores, len(own), shared, taken[name], beside, offered, rests))
         return found
 
     def _gpus_on(self, host: str, gpus: Sequence[str]) -> Mapping[str, int | None]:
@@ -89,6 +114,26 @@ class HostTable:
             return number if number is not None and number < len(gpus) else None
 
         return {name: gpu_of(name, worker) for name, worker in self.on(host).items()}
+
+    def failed(self, worker: Running, why: str, *, sure: bool) -> str:
+        """Note that a worker has failed, ``sure`` because of its host; return what a person should know of it, "" when
+        the host goes on getting workers."""
+        host = worker.host
+        if not sure and time.monotonic() - worker.since >= QUICK_S:
+            self.troubles.pop(host, None)
+            return ""
+        trouble = self.troubles.setdefault(host, Trouble())
+        trouble.ends, trouble.why = trouble.ends + 1, f"{worker.spec.name} {why}"
+        if not (sure or trouble.ends >= QUICK_ENDS) or trouble.left_s:
+            return ""
+        rest_s = min(LONGEST_REST_S, REST_S * 2**trouble.rests)
+        trouble.until, trouble.rests = time.monotonic() + rest_s, trouble.rests + 1
+        return f"host {host} gets no workers for {rest_s:g} s: {trouble.why}"
+
+    def rest_s(self, host: str) -> float:
+        """Return for how long a host gets no workers."""
+        trouble = self.troubles.get(host)
+        return trouble.left_s if trouble is not None else 0.0
 
     def take(self, host: str) -> dict[str, Running]:
         """Remove a host with its workers, and return these."""
@@ -103,7 +148,7 @@ class HostTable:
         yield f"launcher at {endpoint}: {len(self.hosts)} hosts, {len(self.workers)} workers"
         rows = {LAUNCHER: ""} | {
             name: f"  {host.hello.address}  {host.hello.cores} cores  {host.hello.memory_gib:.0f} GiB  "
-            f"{len(host.hello.gpus)} GPUs  {_shares(host)}{'  leaving' if host.leaving else ''}"
+            f"{len(host.hello.gpus)} GPUs  {_shares(host)}{'  leaving' if host.leaving else ''}{self._rests(name)}"
             for name, host in sorted(self.hosts.items())
         }
         for host, text in rows.items():
@@ -111,6 +156,10 @@ class HostTable:
             for name, worker in sorted(self.on(host).items()):
                 gpu = "" if worker.gpu is None else f"  GPU {worker.gpu}"
                 yield f"  {name}  {time.monotonic() - worker.since:.0f} s{gpu}"
+
+    def _rests(self, host: str) -> str:
+        left_s = self.rest_s(host)
+        return f"  gets no workers for {left_s:.0f} s: {self.troubles[host].why}" if left_s else ""
 
 
 def _shares(host: Host) -> str:

@@ -20,8 +20,8 @@ DOOR = "door"
 """Stands in the header where messages of a run have the id of the run."""
 TAIL_BYTES = 64 << 10
 """At most this much of the end of a worker's log comes with its exit."""
-PIECE_BYTES = 4 << 20
-"""Files are carried in pieces of this size."""
+PIECE_BYTES = 128 << 10
+"""Files are carried in pieces of this size: each is a sign of life, which has to come often over a slow link too."""
 LINE_CHARACTERS = 1 << 20
 """A longer line of a worker is cut."""
 
@@ -35,7 +35,7 @@ M = TypeVar("M", bound=Message)
 class HostHello(Message, frozen=True):
     """Says what a host has: cores that its workers may use, memory (GiB), GPUs by names that no other GPU of any
     machine has (``own_gpus``), the address from which it reaches the launcher, its clock (s since the epoch), the
-    folder that it has for a run, and how many workers of each kind it is to get."""
+    folder that it has for a run, how many workers of each kind it is to get, and what it is made of (``own_host``)."""
 
     name: Name
     cores: Annotated[int, Meta(ge=1, le=1 << 16)]
@@ -46,6 +46,7 @@ class HostHello(Message, frozen=True):
     clock: float
     folder: Annotated[str, Meta(max_length=4096, pattern="^/")]
     wants: Annotated[dict[Name, Count], Meta(max_length=8)]
+    made_of: Annotated[dict[Name, Annotated[str, Meta(max_length=80)]], Meta(max_length=32)]
 
 
 class Welcome(Message, frozen=True):
@@ -120,6 +121,15 @@ class EndWorker(Message, frozen=True):
     grace_s: Annotated[float, Meta(ge=0, le=600)]
 
 
+class KillWorker(Message, frozen=True):
+    """Asks to kill one worker at once; see ``Scheduler.kill``."""
+
+    name: WorkerName
+    cause: Text
+    pid: Annotated[int, Meta(ge=0)]
+    started: Annotated[int, Meta(ge=0)]
+
+
 class Lines(Message, frozen=True):
     """Carries lines of a worker's standard output."""
 
@@ -128,13 +138,15 @@ class Lines(Message, frozen=True):
 
 
 class Exited(Message, frozen=True):
-    """Reports the end of a worker: where its log is on the host, where in it the worker began, and how it ends."""
+    """Reports the end of a worker: where its log is on the host, where in it the worker began, and how it ends; and its
+    cause, if the agent knows it beside the exit code."""
 
     name: WorkerName
     exit_code: Annotated[int, Meta(ge=-255, le=255)]
     log: Text
     log_from: Annotated[int, Meta(ge=0)]
     tail: Annotated[bytes, Meta(max_length=TAIL_BYTES)]
+    cause: Text = ""
 
 
 class NotStarted(Message, frozen=True):
@@ -191,6 +203,7 @@ OF_DOOR: Mapping[str, type[Message]] = MappingProxyType(
         "file": FilePiece,
         "start": StartWorker,
         "end": EndWorker,
+        "kill": KillWorker,
         "leave": Nothing,
         "report": Report,
     }

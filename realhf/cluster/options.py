@@ -41,6 +41,12 @@ class ClusterOptions:
         {"rollout_worker": 1, "generation": 1},
         "A host that joins a running asynchronous run gets so many more workers of each kind.",
     )
+    differing_hosts: str = option(
+        "refuse",
+        "What becomes of a host that has other files of this package than this machine, or another torch, transformers "
+        "or tokenizers.",
+        choices=("refuse", "warn"),
+    )
     one_gpu_each: bool = option(True, "A worker on a joined host that computes sees one GPU there; false: all of them.")
     carry_mb: float = option(
         512.0, "Weights, data and code of at most this size go to a host that does not share fileroot.", at_least=0
@@ -63,6 +69,18 @@ class ClusterOptions:
                 yield f"{name}.placement.{worker}={host}: no host can have this name"
             elif worker == "master" and host != LAUNCHER:
                 yield f"{name}.placement.master={host}: the master runs on the launcher's machine"
+
+
+@dataclass
+class EngineOptions(ClusterOptions):
+    """What differs where an engine starts the host agents: it tells them where and with which keys to join."""
+
+    port: int = option(0, "The door for host agents listens on this port; 0: any.", at_least=0, at_most=65535)
+    key_file: str = option(
+        "",
+        "File with the cluster's keys, for hosts that join beside those of the engine; empty: keys are drawn for each "
+        "run, and lie on no disk.",
+    )
 
 
 def placement_problems(options: ClusterOptions, workers: Sequence[str]) -> Iterator[str]:

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import os
+import platform
 import re
 import time
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 
+from realhf.base.cores import usable_cores
+from realhf.base.files.source_files import digest_of
+from realhf.base.paths import IMPORT_ROOT
+from realhf.base.process_id import boot_id, host_token
 from realhf.cluster.messages import HostHello
+from realhf.monitor.provenance import package_versions
 from realhf.scheduler.gpus import gpus_anywhere
 from realhf.transport.network.addresses import LOOPBACK_ADDRESS, address_towards, host_of, on_loopback
-from realhf.transport.process_id import boot_id, host_token
 
 
 def host_name() -> str:
@@ -30,6 +36,26 @@ def own_gpus() -> tuple[str, ...]:
     return gpus_anywhere(machine)
 
 
+@cache
+def made_of() -> dict[str, str]:
+    """Return what computes on this host: a digest of the package's own files, Python, and the versions of packages."""
+    source = digest_of(IMPORT_ROOT, ("realhf", "workers", "experiments", "configs"))
+    versions = {name: version for name, version in package_versions(COMPUTING).items() if version}
+    return {"source": source[:16], "Python": platform.python_version(), **versions}
+
+
+def unlike(theirs: Mapping[str, str]) -> str:
+    """Say how what a host is made of differs from what this one is, where results depend on it; "" if it does not. What
+    a version says of its build, such as that for a GPU, does not count."""
+    here = made_of()
+    found = [
+        f"{SAID.get(name, name)} {theirs.get(name, 'none')}, here {here.get(name, 'none')}"
+        for name in ("source", *SAME)
+        if theirs.get(name, "").partition("+")[0] != here.get(name, "").partition("+")[0]
+    ]
+    return "; ".join(found)
+
+
 def describe(name: str, door: str, folder: Path, wants: Mapping[str, int]) -> HostHello:
     """Return what a host agent registers with at the door tcp://HOST:PORT. Raises NetworkError when there is no route
     to it."""
@@ -38,7 +64,7 @@ def describe(name: str, door: str, folder: Path, wants: Mapping[str, int]) -> Ho
     own = LOOPBACK_ADDRESS if on_loopback(door) else address_towards(host_of(door))
     return HostHello(
         name=name,
-        cores=len(os.sched_getaffinity(0)),
+        cores=usable_cores(),
         memory_gib=psutil.virtual_memory().total / 2**30,
         gpus=[*own_gpus()],
         address=own,
@@ -46,35 +72,48 @@ def describe(name: str, door: str, folder: Path, wants: Mapping[str, int]) -> Ho
         clock=time.time(),
         folder=str(folder),
         wants=dict(wants),
+        made_of=made_of(),
     )
 
 
+SAME = ("torch", "transformers", "tokenizers")
+"""Packages whose versions decide what is computed; they have to be the same everywhere."""
+COMPUTING = (*SAME, "numpy", "safetensors", "vllm")
+SAID = {"source": "the package's files with the digest"}
+
+
 WHOLE_BYTES = 64 << 20
+PART_BYTES = 8 << 20
 SAMPLES, SAMPLE_BYTES = 64, 1 << 16
 
 
 def fingerprint(path: Path) -> str:
-    """Return a digest by which two hosts compare a path: of a file's content, of the names and sizes of what is in a
-    folder; "" where there is neither. Of a file above ``WHOLE_BYTES`` size and ``SAMPLES`` pieces count: who computes
-    this gives signs of life beside it, and a file may have the size of a disk."""
+    """Return a digest by which two hosts compare a path: of a file's content, or of the names and contents of what is
+    in a folder; "" where there is neither. Of a file above ``WHOLE_BYTES``, in a folder above ``PART_BYTES``, size and
+    ``SAMPLES`` pieces count: who computes this gives signs of life beside it, and it may have the size of a disk."""
     digest = hashlib.sha256()
     try:
         if path.is_file():
-            with path.open("rb") as file:
-                size = file.seek(0, os.SEEK_END)
-                file.seek(0)
-                if size <= WHOLE_BYTES:
-                    return hashlib.file_digest(file, "sha256").hexdigest()
-                digest.update(f"{size}\0".encode())
-                for number in range(SAMPLES):
-                    file.seek((size - SAMPLE_BYTES) * number // (SAMPLES - 1))
-                    digest.update(file.read(SAMPLE_BYTES))
-                return digest.hexdigest()
+            return _content(path, WHOLE_BYTES)
         if not path.is_dir():
             return ""
         for found in sorted(path.rglob("*")):
             if found.is_file():
-                digest.update(f"{found.relative_to(path)}\0{found.stat().st_size}\0".encode())
+                digest.update(f"{found.relative_to(path)}\0{_content(found, PART_BYTES)}\0".encode())
     except OSError:
         return ""
     return digest.hexdigest()
+
+
+def _content(path: Path, whole_bytes: int) -> str:
+    """Return a digest of a file: of all of it, or above ``whole_bytes`` of its size and pieces of it."""
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(0)
+        if size <= whole_bytes:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+        digest = hashlib.sha256(f"{size}\0".encode())
+        for number in range(SAMPLES):
+            file.seek((size - SAMPLE_BYTES) * number // (SAMPLES - 1))
+            digest.update(file.read(SAMPLE_BYTES))
+        return digest.hexdigest()

@@ -20,7 +20,7 @@ class Place:
     """What a host has and what is on it. ``workers``: names of the workers there, with the GPU that each has;
     ``shared``: whether the run folder is there. Other hosts may be on the same machine, and see the same GPUs:
     ``beside`` are workers there that have one of this host's, with its number here; ``offered`` are those of its GPUs
-    that other hosts see as well."""
+    that other hosts see as well. On one that is ``resting`` workers have failed just now."""
 
     name: str
     cores: int
@@ -29,6 +29,7 @@ class Place:
     workers: Mapping[str, int | None]
     beside: Mapping[str, int] = field(default_factory=dict)
     offered: frozenset[int] = frozenset()
+    resting: bool = False
 
     @property
     def holders(self) -> dict[str, int]:
@@ -64,6 +65,7 @@ def choose(name: str, places: Sequence[Place], wish: str = "", *, strict: bool =
     """Return where a worker goes. ``places`` has the launcher's machine first. ``wish`` is a host by name; without
     ``strict`` another one will do when it is not there.
 
+    One that rests is chosen only where no other will do, which does not make the launcher's machine another one.
     Workers that keep a checkpoint need the run folder. Trainers of one run share a host, the launcher's where no other
     has more GPUs; other workers go to the host with the fewest workers for its cores, to the launcher's only when there
     is no other. Raises ClusterError that says what is needed and what each host has.
@@ -75,12 +77,13 @@ def choose(name: str, places: Sequence[Place], wish: str = "", *, strict: bool =
             raise ClusterError(
                 f"{name}: there is no host {wish!r} (scheduler.placement, scheduler.hosts), only {there}"
             )
-        if found is not None:
+        if found is not None and (strict or not found.resting):
             return _fitting(name, found)
     kind = kind_of(name)
     if kind in PACKED:
         return _fitting(name, _trainers_place(name, places))
-    hosts = [place for place in places if place.name != LAUNCHER] or list(places)
+    joined = [place for place in places if place.name != LAUNCHER]
+    hosts = [place for place in joined if not place.resting] or joined or list(places)
     if kind in USES_GPU and any(place.gpus for place in places):
         free = [place for place in places if place.free_gpus]
         hosts = [place for place in hosts if place.gpus] or free or [place for place in places if place.gpus]
@@ -92,7 +95,7 @@ def _trainers_place(name: str, places: Sequence[Place]) -> Place:
     beside = [place for place in places if any(kind_of(other) in PACKED for other in place.workers)]
     if beside:
         return beside[0]
-    able = [place for place in places if place.shared]
+    able = [place for place in places if place.shared and not place.resting]
     if not able:
         raise ClusterError(f"{name}: no host has the run folder (fileroot)")
     return max(able, key=lambda place: (place.gpus, place.name == LAUNCHER))

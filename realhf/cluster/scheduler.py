@@ -13,18 +13,39 @@ from typing import Protocol
 from realhf.cluster import placement
 from realhf.cluster.carried import cargo, key_file_in, needed_paths, prints_of, takes_more, weights_problem
 from realhf.cluster.delivery import Dock
-from realhf.cluster.door import Door, DoorEvent, FromHost, FromOperator, HostCame, HostGone, Nonsense
+from realhf.cluster.door import Door, DoorEvent, FromHost, FromOperator, HostCame, HostGone, HostRefused, Nonsense
 from realhf.cluster.errors import ClusterError
 from realhf.cluster.host_table import PROBE_S, FolderProbe, Host, HostTable, Running, warnings, with_place
-from realhf.cluster.messages import Ended, EndWorker, Exited, HostHello, Kept, Lines, NotStarted, Probed, StartWorker
+from realhf.cluster.messages import (
+    Ended,
+    EndWorker,
+    Exited,
+    HostHello,
+    Kept,
+    KillWorker,
+    Lines,
+    NotStarted,
+    Probed,
+    StartWorker,
+)
 from realhf.cluster.operator_desk import OperatorDesk
 from realhf.cluster.options import ELASTIC, ClusterOptions
+from realhf.cluster.own_host import unlike
 from realhf.cluster.placement import LAUNCHER, Place, kind_of
 from realhf.monitor.host_lanes import note_placement
-from realhf.scheduler.base import Notice, WorkerEvent, WorkerExit, WorkerLine, WorkerSpec, WorkersWanted
+from realhf.scheduler.base import (
+    Notice,
+    WorkerEvent,
+    WorkerExit,
+    WorkerLine,
+    WorkerSpec,
+    WorkerStarts,
+    WorkersWanted,
+)
+from realhf.scheduler.failure import failure_cause
 from realhf.scheduler.local import LocalScheduler
 from realhf.transport.descriptors import allow_many_connections
-from realhf.transport.network.keys import RunKeys
+from realhf.transport.network.keys import RunKeys, forget
 from realhf.transport.network.network import Network
 
 JOB, MASTER = "job", "master"
@@ -70,9 +91,11 @@ class ClusterScheduler:
         self, options: ClusterOptions, starter: AgentStarter | None = None, say: Callable[[str], None] = _say
     ) -> None:
         self._options, self._starter, self._say = options, starter, say
-        self.key_file = Path(options.key_file).expanduser().absolute()
+        self.key_file = Path(options.key_file).expanduser().absolute() if options.key_file else None
         self._local = LocalScheduler(orphans_are_ours=True)
         self._table = HostTable()
+        self._later: dict[str, WorkerSpec] = {}
+        self._refused: dict[str, str] = {}
         self._door: Door | None = None
         self._backlog: list[WorkerEvent] = []
         self._answers: dict[tuple[str, int], Probed] = {}
@@ -87,9 +110,11 @@ class ClusterScheduler:
     # ---- Scheduler
 
     def start(self, spec: WorkerSpec) -> None:
-        """See ``Scheduler``. Raises ClusterError when no host fits or hosts that are waited for do not join."""
+        """See ``Scheduler``. Raises ClusterError when no host fits or hosts that are waited for do not join. Where only
+        hosts fit on which workers have failed just now, the worker starts when one of them has rested; see
+        ``HostTable.failed``."""
         door = self._opened()
-        if spec.name in self._table.workers:
+        if spec.name in self._table.workers or spec.name in self._later:
             raise ValueError(f"worker {spec.name} was started already")
         if spec.name == MASTER:
             self._wait_for_hosts(door)
@@ -98,6 +123,9 @@ class ClusterScheduler:
             self._backlog += [_unused(hello) for hello in asking]
         if kind_of(spec.name) != JOB:
             self._run_dir = spec.log.parent.parent
+        if spec.name == MASTER:
+            for host in self._table.hosts.values():
+                self._note_origin(host.hello)
         if kind_of(spec.name) in (JOB, MASTER):
             self._start_here(spec)
             return
@@ -107,9 +135,12 @@ class ClusterScheduler:
         if not wish:
             wish = self._wish(spec.name)
             strict = spec.name not in self._placed
-        self._placed.add(spec.name)
         try:
             place = placement.choose(spec.name, places, wish, strict=strict)
+            if place.resting:
+                self._later[spec.name] = spec
+                return
+            self._placed.add(spec.name)
             gpu = self._gpu_for(spec, place)
         except ClusterError as error:
             raise ClusterError(f"{error}; there are {placement.capacity(places)}") from None
@@ -145,11 +176,24 @@ class ClusterScheduler:
         deadline = time.monotonic() + timeout_s
         while True:
             self._pump()
+            self._start_late()
             if self._backlog or (left := deadline - time.monotonic()) <= 0:
                 break
             self._wait_here(left)
         found, self._backlog = self._backlog, []
         return found
+
+    def _start_late(self) -> None:
+        """Try to start the workers that wait until a host has rested; one for which there is none any more ends."""
+        waiting, self._later = self._later, {}
+        for name, spec in waiting.items():
+            try:
+                self.start(spec)
+            except OSError as error:
+                self._backlog.append(WorkerExit(name, 1, spec.log, _size(spec.log), str(error)))
+            else:
+                if name not in self._later:
+                    self._backlog.append(WorkerStarts(name))
 
     def _wait_here(self, timeout_s: float) -> None:
         """Wait for workers of this machine, and for anything at the door; keep what happened for ``wait``."""
@@ -157,6 +201,14 @@ class ClusterScheduler:
             if isinstance(event, WorkerExit):
                 self._table.workers.pop(event.name, None)
             self._backlog.append(event)
+
+    def kill(self, name: str, cause: str, *, pid: int = 0, started: int = 0) -> None:
+        """See ``Scheduler``. On another host its agent does it; one that is mute is lost soon, with its workers."""
+        running = self._table.workers.get(name)
+        if running is not None and running.host != LAUNCHER and self._door is not None:
+            self._door.send(running.host, "kill", KillWorker(name, cause, pid, started))
+        else:
+            self._local.kill(name, cause, pid=pid, started=started)
 
     def stop(self, grace_s: float = 8.0) -> None:
         """See ``Scheduler``. Workers of a host that does not answer end by themselves, with its agent."""
@@ -181,7 +233,11 @@ class ClusterScheduler:
                 self._door = None
                 if self._starter is not None:
                     self._starter.stop_agents()
-            self._table, self._backlog = HostTable(), []
+                if not self._options.key_file and self.key_file is not None:
+                    forget(self.key_file)
+                    self.key_file = None
+            self._table, self._backlog = HostTable(self._table.troubles), []
+            self._later.clear()
 
     def _wish(self, name: str) -> str:
         return placement.wished(name, self._options.placement)
@@ -195,15 +251,11 @@ class ClusterScheduler:
             if self._starter is not None:
                 self._starter.check()
             allow_many_connections()  # each host has one
-            if not self.key_file.exists():
-                self.key_file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-                with contextlib.suppress(FileExistsError):
-                    RunKeys.make().write(self.key_file)
             options = self._options
             bind = f"tcp://{options.address}:{options.port}"
             try:
-                network = Network(options.address, options.address, RunKeys.read(self.key_file))
-                self._door = Door(network, bind, options.dead_after_s)
+                network = Network(options.address, options.address, RunKeys.read(self._keys()))
+                self._door = Door(network, bind, options.dead_after_s, self._refusal)
             except Exception as error:
                 raise ClusterError(
                     f"the door for host agents (scheduler.address, scheduler.port, scheduler.key_file): {error}"
@@ -211,12 +263,26 @@ class ClusterScheduler:
             self._local.watch(self._door.fileno())
         return self._door
 
+    def _refusal(self, hello: HostHello) -> str:
+        different = unlike(hello.made_of) if self._options.differing_hosts == "refuse" else ""
+        return different and f"it has {different} (scheduler.differing_hosts=warn takes it)"
+
+    def _keys(self) -> Path:
+        """Return where the cluster's keys are read. Without a file for them they are drawn for this door alone."""
+        if self.key_file is None:
+            self.key_file = RunKeys.make().in_memory()
+        elif not self.key_file.exists():
+            self.key_file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            with contextlib.suppress(FileExistsError):
+                RunKeys.make().write(self.key_file)
+        return self.key_file
+
     def _wait_for_hosts(self, door: Door) -> None:
         """Wait until the hosts that were asked for are there, and when the run begins again, those of before or what is
         left of them after ``REJOIN_S``. Raises ClusterError."""
         if self._starter is not None:
             with self._local.beside():
-                self._starter.start_agents(door.endpoint, self.key_file)
+                self._starter.start_agents(door.endpoint, self._keys())
         options = self._options
         again = self._before is not None
         wanted = self._before if self._before is not None else set(options.hosts)
@@ -229,12 +295,15 @@ class ClusterScheduler:
             if not missing and short <= 0:
                 return
             if not told:
-                self._say(
-                    f"waiting {limit_s:g} s for {_who(missing, short)}; on each: python -m realhf.worker --join "
-                    f"{door.endpoint} --key-file {self.key_file} --host-agent" + " --name NAME" * bool(missing)
-                )
+                here = f"--join {door.endpoint} --key-file {self.key_file}"
+                name = " --name NAME" * bool(missing)
+                does = f"on each: python -m realhf.worker {here} --host-agent{name}"
+                looks = f"who is there: python -m realhf.cluster status {here}"
+                self._say(f"waiting {limit_s:g} s for {_who(missing, short)}; {looks if self._starter else does}")
                 told = True
             problem = self._starter.problem() if self._starter is not None else ""
+            for name in sorted(missing & set(self._refused)):
+                problem = f"{name} is refused: {self._refused[name]}"
             if problem or time.monotonic() > deadline:
                 if again and not problem:
                     return
@@ -309,6 +378,12 @@ class ClusterScheduler:
         self._advance(name, host)
         self._note(name, spec.name)
 
+    def _note_origin(self, hello: HostHello) -> None:
+        """Keep what a host is made of, which is part of what produced the run."""
+        if self._run_dir is not None:
+            with contextlib.suppress(OSError):
+                note_placement(self._run_dir, hello.name, made_of=hello.made_of)
+
     def _note(self, host: str, process: str = "", *, lost: str = "") -> None:
         """Keep what happened to a host for the timeline. A full disk must not end the run."""
         if self._run_dir is not None and kind_of(process) != JOB:
@@ -329,11 +404,15 @@ class ClusterScheduler:
         for worker, why in host.dock.advance():
             if (running := self._table.workers.pop(worker, None)) is not None:
                 log = running.spec.log
+                self._failed(running, why, sure=True)
                 self._backlog.append(WorkerExit(worker, 1, log, _size(log), f"host {name} {why}"))
 
     def _happened(self, event: DoorEvent) -> None:
         if isinstance(event, HostCame):
             self._came(event)
+        elif isinstance(event, HostRefused):
+            self._refused[event.name] = event.reason
+            self._backlog.append(Notice(f"host {event.name} is refused: {event.reason}"))
         elif isinstance(event, HostGone):
             self._gone(event.name, f"its host {event.name} was lost: {event.reason}")
         elif isinstance(event, FromOperator) and self._door is not None:
@@ -349,8 +428,13 @@ class ClusterScheduler:
         assert door is not None
         dock = Dock(lambda kind, message: door.send(hello.name, kind, message, session=event.session))
         self._table.hosts[hello.name] = Host(hello, dock)
+        self._refused.pop(hello.name, None)
+        if self._running:
+            self._note_origin(hello)
         self._ended.add(hello.name)  # nothing runs there yet: the end of a run has not to wait for it
         self._backlog += [Notice(text) for text in warnings(hello)]
+        if different := unlike(hello.made_of):
+            self._backlog.append(Notice(f"host {hello.name} has {different}"))
         late = self._running and bool(self._table.workers)
         if late and not self._elastic:
             self._backlog.append(_unused(hello))
@@ -368,6 +452,10 @@ class ClusterScheduler:
         self._backlog.append(Notice(f"{cause.removeprefix('its ')}; {len(left)} workers were there"))
         for worker, running in left.items():
             self._backlog.append(WorkerExit(worker, LOST, running.spec.log, _size(running.spec.log), cause))
+
+    def _failed(self, worker: Running, why: str, *, sure: bool) -> None:
+        if text := self._table.failed(worker, why, sure=sure):
+            self._backlog.append(Notice(text))
 
     def _strange(self, event: Nonsense) -> None:
         """Tell once of a host that its agent says what cannot be understood."""
@@ -395,7 +483,10 @@ class ClusterScheduler:
                 self._backlog += [WorkerLine(message.name, line) for line in message.lines]
                 return
             del self._table.workers[message.name]
-            self._backlog.append(_exit(message, running, host))
+            ended = _exit(message, running, host)
+            if ended.exit_code != 0 and not host.leaving:
+                self._failed(running, _why(ended, message), sure=isinstance(message, NotStarted))
+            self._backlog.append(ended)
             if host.leaving and not self._table.on(event.name) and self._door is not None:
                 self._door.send_away(event.name)
                 self._table.take(event.name)
@@ -406,7 +497,7 @@ def _exit(message: Exited | NotStarted, running: Running, host: Host) -> WorkerE
     log = running.spec.log
     if isinstance(message, NotStarted):
         return WorkerExit(message.name, 1, log, _size(log), f"host {host.hello.name} cannot start it: {message.reason}")
-    cause = f"removed with its host {host.hello.name}" if host.leaving else ""
+    cause = f"removed with its host {host.hello.name}" if host.leaving else message.cause
     if host.shared:
         return WorkerExit(message.name, message.exit_code, log, message.log_from, cause)
     start, end = _size(log), b"" if message.tail.endswith(b"\n") else b"\n"
@@ -415,6 +506,14 @@ def _exit(message: Exited | NotStarted, running: Running, host: Host) -> WorkerE
         with log.open("ab") as file:
             file.write(f"[end of {message.log} on host {host.hello.name}]\n".encode() + message.tail + end)
     return WorkerExit(message.name, message.exit_code, log, start, cause)
+
+
+def _why(ended: WorkerExit, message: Exited | NotStarted) -> str:
+    """Return in one line why a worker has failed."""
+    if isinstance(message, NotStarted):
+        return f"cannot be started there: {message.reason}"
+    cause = failure_cause(ended.log, ended.log_from) if ended.exit_code > 0 else None
+    return f"has ended there at once: {cause or ended.reason}"
 
 
 def _unused(hello: HostHello) -> Notice:

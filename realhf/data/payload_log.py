@@ -10,6 +10,7 @@ when its reference was handed out.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import struct
 import zlib
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from realhf.api.streaming import PayloadRef, rank_of
+from realhf.base.files.whole_file import disk_blamed
 
 SEGMENT_BYTES = 64 << 20
 MAX_FRAMES = 1 << 16
@@ -65,8 +67,9 @@ class PayloadLog:
             buffers += record
             end += nbytes
         try:
-            _write_all(self._descriptor, buffers)
-            os.fdatasync(self._descriptor)
+            with disk_blamed(self._folder):
+                _write_all(self._descriptor, buffers)
+                os.fdatasync(self._descriptor)
         except BaseException:
             self.close()
             raise
@@ -74,13 +77,16 @@ class PayloadLog:
         return refs
 
     def read(self, ref: Sequence[int]) -> list[bytearray]:
-        """Read the frames of a record of any rank into writable memory. Raises PayloadDamaged."""
+        """Read the frames of a record of any rank into writable memory. Raises PayloadDamaged for one that is not there
+        as it was written, and OSError where that cannot be said now, e.g. for want of a descriptor."""
         segment, offset, nbytes = ref[:3]
         try:
             with open(_path(_folder_of(self._root, rank_of(ref)), segment), "rb") as file:
                 file.seek(offset)
                 raw = memoryview(file.read(nbytes))
         except (OSError, ValueError) as error:
+            if isinstance(error, OSError) and error.errno not in (errno.ENOENT, errno.EINVAL):
+                raise  # the record may be whole: what cannot be read now is not lost
             raise PayloadDamaged(f"payload {list(ref)} cannot be read: {error}") from None
         if raw.nbytes != nbytes or nbytes < 8:
             raise PayloadDamaged(f"payload {list(ref)}: {raw.nbytes} of {nbytes} bytes are there")

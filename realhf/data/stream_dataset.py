@@ -117,7 +117,9 @@ class StreamDataset:
     def check(self) -> None:
         """Raise StreamFailed when nothing can arrive any more."""
         if self._failure is not None:
-            raise StreamFailed(f"the stream of samples failed: {self._failure!r}") from self._failure
+            raise StreamFailed(
+                f"the stream of samples failed: {type(self._failure).__name__}: {self._failure}"
+            ) from self._failure
         self._receiver.check()
 
     def stats(self) -> dict[str, float]:

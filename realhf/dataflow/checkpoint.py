@@ -8,7 +8,6 @@ checkpoint or the new one, never a mix; reading verifies every byte and falls ba
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import logging
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from realhf.api.calls import SavedFile
-from realhf.base.files.whole_file import sync, write_whole
+from realhf.base.files.whole_file import disk_reason, sync, write_whole
 
 _log = logging.getLogger(__name__)
 
@@ -29,7 +28,6 @@ MANIFEST = "MANIFEST.json"
 STATE = "state.json"
 LATEST = "LATEST"
 
-_FULL = (errno.ENOSPC, errno.EDQUOT)
 _NAME = re.compile(r"ckpt-(\d+)(?:-(\d+))?")
 
 
@@ -100,12 +98,13 @@ class CheckpointStore:
         """Remove the temporary folder; the error to raise: a CheckpointError with one clear message when the
         disk (full, read-only) is to blame, here or in a writer elsewhere, otherwise ``error`` itself."""
         self.discard(draft)
-        full = getattr(error, "errno", None) in _FULL or "No space left on device" in str(error)
-        if not full and not isinstance(error, OSError):
+        reason = disk_reason(error) or (str(error) if isinstance(error, OSError) else "")
+        if not reason:
             return error
-        reason = "no space left on the device" if full else str(error)
         return CheckpointError(
-            f"checkpoint of step {step} was not written to {self.folder}: {reason}; earlier checkpoints are intact"
+            f"checkpoint of step {step} was not written to {self.folder}: {reason[0].lower()}{reason[1:]}; earlier "
+            "checkpoints are intact. When the disk takes more again, the same trial_name goes on (exp_ctrl.keep=1 "
+            "keeps one checkpoint, monitor.rollouts=0 records no rollouts)"
         )
 
     def discard(self, draft: Path) -> None:
@@ -120,6 +119,16 @@ class CheckpointStore:
                 manifest = json.loads((folder / MANIFEST).read_text())
                 return Checkpoint(manifest["step"], folder, json.loads((folder / STATE).read_text()))
             _log.warning("checkpoint %s is not valid (%s); trying the one before", folder, reason)
+        return None
+
+    def newest(self) -> tuple[int, dict[str, Any]] | None:
+        """The step and the state of the checkpoint that would be tried first, without a look at its other files; None
+        where there is none that can be read."""
+        for folder in self._candidates():
+            try:
+                return _order(folder)[0], json.loads((folder / STATE).read_text())
+            except (OSError, ValueError):
+                continue
         return None
 
     def _candidates(self) -> Iterator[Path]:

@@ -36,10 +36,9 @@ class FunctionExecutor:
 
     ``workers`` maps a model role to the names of the workers that hold it, and ``parallel`` says of a role how these
     train together (``numbers`` counts what they do together); ``make_loader`` and ``results`` are those of a
-    ``StepSource``; ``endpoints`` (kind -> addresses) is handed to every call. Loading runs for the whole run,
-    ``steps_in_flight`` steps ahead at most: with 1, the synchronous mode, the samples of step k + 1 are drawn after the
-    results of step k were recorded, so that a curriculum always sees the same results in the same order. Use as ``async
-    with``; or ``start`` and ``close``.
+    ``StepSource``; ``endpoints`` (kind -> addresses) is handed to every call. Loading runs for the whole run, a step at
+    a time: the samples of step k + 1 are drawn after the results of step k were recorded, so that a curriculum always
+    sees the same results in the same order. Use as ``async with``; or ``start`` and ``close``.
     """
 
     def __init__(
@@ -54,22 +53,13 @@ class FunctionExecutor:
         endpoints: Mapping[str, Sequence[str]] | None = None,
         parallel: Mapping[str, Parallel] | None = None,
         numbers: GroupNumbers | None = None,
-        steps_in_flight: int = 1,
-        max_size: int | None = None,
-        partial_final: str = "serve",
         control_timeout_s: float = 30.0,
         stall_warn_s: float = 60.0,
         stall_fail_s: float = 1800.0,
     ) -> None:
         self.graph = graph
         self.storage = StorageMap()
-        self.buffer = AsyncIOSequenceBuffer(
-            graph,
-            max_size=max_size or steps_in_flight * graph.n_seqs,
-            steps_in_flight=steps_in_flight,
-            partial_final=partial_final,
-            on_retire=self._on_retire,
-        )
+        self.buffer = AsyncIOSequenceBuffer(graph, max_size=graph.n_seqs, on_retire=self._on_retire)
         make_call = partial(ModelFunctionCall, seed=seed, endpoints=endpoints or {}, numbers=numbers or GroupNumbers())
         self.calls = {
             mfc.name: make_call(
@@ -109,7 +99,7 @@ class FunctionExecutor:
         self._loading = asyncio.create_task(self.load_data(), name="load_data")
 
     async def load_data(self) -> None:
-        """Keep ``steps_in_flight`` steps loaded, for the whole run. A failure here fails every waiter."""
+        """Load step after step, for the whole run. A failure here fails every waiter."""
         try:
             await self.loader.run(self.next_step)
         except Exception as error:
@@ -227,8 +217,6 @@ class FunctionExecutor:
 
     def _on_retire(self, retired: Retired) -> None:
         self._to_clear += retired.ids
-        if retired.dropped is not None:
-            return
         metadata = retired.view.metadata
         for i, (sample_id, birth, step_batch) in enumerate(
             zip(retired.ids, retired.births, retired.step_batches, strict=True)

@@ -1,8 +1,7 @@
 """Keeps the buffer filled: draws samples, has a worker store their tensors, puts their metadata.
 
-Rule of the synchronous mode: with ``steps_in_flight`` S the samples of step k + S are drawn only after the
-results of step k were recorded. So with S = 1 the source sees the results of every earlier step before each
-draw, always in the same order, and a run is a function of its seed.
+The samples of step k + 1 are drawn only after the results of step k were recorded. So the source sees the results of
+every earlier step before each draw, always in the same order, and a run is a function of its seed.
 """
 
 from __future__ import annotations
@@ -63,13 +62,12 @@ class Loader:
         worker: str,
         keys: Sequence[str],
         n_seqs: int,
-        steps_in_flight: int,
         timeout_s: float,
     ) -> None:
         self._source, self._buffer, self._storage, self._caller = source, buffer, storage, caller
         self._worker, self._keys, self._n_seqs = worker, tuple(keys), n_seqs
         self._timeout_s = timeout_s
-        self._free = asyncio.Semaphore(steps_in_flight)
+        self._free = asyncio.Semaphore()
         self._drawn: dict[int, list[SourceItem]] = {}
         self._restored: dict[int, list[SourceItem]] = {}
         self.activity = "idle"

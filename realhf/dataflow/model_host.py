@@ -51,6 +51,7 @@ from realhf.api.model import CallContext, Engine, Model, TrainResult
 from realhf.api.parallel import Group, HeldInParts
 from realhf.api.sample import MicroBatchSpec, SequenceSample
 from realhf.api.trace import GENERATE, NO_RECORDER, REF, TRAIN, NoRecorder, NoTrace, RolloutRecorder, Tracer
+from realhf.base.files.whole_file import disk_blamed, whole_folder
 from realhf.builtins import interfaces as interface_registry
 from realhf.dataflow.checkpoint import saved_file
 from realhf.dataflow.model_function_call import WrongReply, check_keys
@@ -330,12 +331,13 @@ class ModelHost:
         for role, folder in ((role, Path(text)) for role, text in request.roles.items()):
             folder.mkdir(parents=True, exist_ok=True)
             engine = self._model(role).engine
-            own = engine.save_checkpoint(folder)
-            if own is None:
-                write_digests(folder, engine, stored_weights(engine))
-                own = [path for path in sorted(folder.rglob("*")) if path.is_file()]
-            elif self._ranks(role).number == 0:
-                own = [*own, *_whole_digests(folder, engine)]
+            with disk_blamed(folder):
+                own = engine.save_checkpoint(folder)
+                if own is None:
+                    write_digests(folder, engine, stored_weights(engine))
+                    own = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+                elif self._ranks(role).number == 0:
+                    own = [*own, *_whole_digests(folder, engine)]
             files += own
         states = {name: interface.state_dict() for name, (_, interface) in sorted(self._interfaces.items())}
         folder = Path(request.folder)
@@ -368,12 +370,12 @@ class ModelHost:
         return Nothing()
 
     def export(self, request: ExportRequest) -> Nothing:
-        """Write a role in Hugging Face format into ``folder``, with the digests of its weights."""
-        folder = Path(request.folder)
-        folder.mkdir(parents=True, exist_ok=True)
+        """Write a role in Hugging Face format into ``folder``, with the digests of its weights. The folder appears, or
+        is replaced, only when complete: that it is there says that it was made."""
         engine = self._model(request.role).engine
-        engine.export_hf(folder)
-        write_digests(folder, engine)
+        with whole_folder(Path(request.folder)) as folder:
+            engine.export_hf(folder)
+            write_digests(folder, engine)
         return Nothing()
 
 

@@ -109,7 +109,6 @@ class SynchronousSteps:
         keys: Sequence[str],
         n_seqs: int,
         timeout_s: float,
-        steps_in_flight: int = 1,
     ) -> None:
         self._source, self._caller = source, caller
         self._loading: dict[str, Any] = {
@@ -117,7 +116,6 @@ class SynchronousSteps:
             "keys": keys,
             "n_seqs": n_seqs,
             "timeout_s": timeout_s,
-            "steps_in_flight": steps_in_flight,
         }
 
     @property

@@ -30,19 +30,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(_about(arguments))
             return 0
 
-        from realhf.launch.build import build_experiment, print_check, print_graph
+        from realhf.launch.build import advice, build_experiment, print_check, print_graph
 
         composed = compose_config(arguments)
         check_config(composed.config)
         built = build_experiment(composed)
+        for line in (*composed.warnings, *advice(built)):
+            if line:
+                print(f"warning: {line}", file=sys.stderr)
         if composed.config.mode is Mode.graph:
             return print_graph(built)
+
+        from realhf.launch.resume import check_resume
+
+        resumption = check_resume(built.config, built.effective)
         if composed.config.mode is Mode.check:
             return print_check(built, arguments)
 
         from realhf.launch.run import run_to_the_end
 
-        return run_to_the_end(built, arguments, started_at)
+        return run_to_the_end(built, arguments, started_at, resumption)
     except ConfigError as error:
         print("\n".join(f"config error: {line}" for line in str(error).splitlines()), file=sys.stderr)
         return 2

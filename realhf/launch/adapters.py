@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
 from realhf.api.config import ModelConfig
 from realhf.api.parallel import SHARDED
-from realhf.launch.model import BUILTIN_PATHS, LARGEST_HEAD
+from realhf.base.extras import install_command
+from realhf.base.model_size import is_block_matrix, tensor_shapes
+from realhf.launch.model import BUILTIN_PATHS
 
 _PACKAGE = "peft"
 _BUILTIN_LAYERS = tuple(
@@ -26,7 +26,7 @@ def adapter_problems(role: str, model: ModelConfig) -> Iterator[str]:
     if not lora.rank:
         return
     if find_spec(_PACKAGE) is None:
-        yield f"{role}.lora.rank={lora.rank}: adapters need the package {_PACKAGE}; install realhf[lora]"
+        yield f"{role}.lora.rank={lora.rank}: adapters need the package {_PACKAGE}: {install_command('lora')}"
     if model.backend == SHARDED:
         yield (
             f"{role}.lora.rank={lora.rank}: backend {SHARDED} cuts a model of which all weights train; adapters train "
@@ -43,16 +43,6 @@ def adapter_problems(role: str, model: ModelConfig) -> Iterator[str]:
 
 
 def _matrices(folder: Path) -> list[str]:
-    """Names of the matrices in the blocks of a model, read from the heads of its safetensors files: a block has a
-    number, which embeddings and the head have not. Empty where that cannot be said."""
-    found: list[str] = []
-    for file in sorted(folder.glob("*.safetensors")):
-        with suppress(OSError, ValueError, AttributeError, KeyError, TypeError):
-            with file.open("rb") as content:
-                size = int.from_bytes(content.read(8), "little")
-                head = json.loads(content.read(size)) if size <= LARGEST_HEAD else {}
-            for name, tensor in head.items():
-                layer, _, kind = name.rpartition(".")
-                if kind == "weight" and len(tensor["shape"]) == 2 and any(p.isdigit() for p in layer.split(".")):
-                    found.append(layer)
-    return found
+    """Names of the matrices in the blocks of a model. Empty where that cannot be said."""
+    shapes = tensor_shapes(folder)
+    return [name.removesuffix(".weight") for name, shape in shapes.items() if is_block_matrix(name, shape)]

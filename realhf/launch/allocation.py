@@ -22,9 +22,10 @@ def allocate(
     elsewhere: Callable[[str], bool] = nowhere_else,
 ) -> dict[str, int]:
     """Return the GPU of each worker that computes, by its name, as a number among the ``there`` GPUs that this process
-    sees (None: it counts them). Workers that are ``elsewhere`` get theirs from their own host. With none named: {},
-    unless a role trains on several workers with GPUs, which need different ones. Raises ConfigError with the numbers
-    that are needed and available."""
+    sees (None: it counts them). Workers that are ``elsewhere`` get theirs from their own host. With none named, the
+    workers are dealt out over those that are there; {} where there is one at most, where all roles compute on the CPU,
+    and where a server of generation spreads over several. Raises ConfigError with the numbers that are needed and
+    available."""
     there = len(visible_gpus()) if there is None else there
     given = _given(spec, allocation, there, elsewhere)
     for model in spec.models.values():
@@ -46,7 +47,7 @@ def _given(
     models = [name for name in here if name.startswith("model_worker/")]
     players = here[len(models) :]
     if not allocation.gpus:
-        return _one_each(spec, models, players, there) if there else {}
+        return _dealt_out(spec, models, players, there) if there else {}
     gpus = list(allocation.gpus)
     needed = len(models) if allocation.share else len(models) + len(players)
     if len(gpus) < needed:
@@ -65,18 +66,18 @@ def _given(
     return given | {name: turns[number % len(turns)] for number, name in enumerate(players)}
 
 
-def _one_each(spec: ExperimentSpec, models: list[str], players: list[str], there: int) -> dict[str, int]:
-    """Return different GPUs for all workers where a role trains on several of them with GPUs, else {}: NCCL refuses two
-    ranks on one GPU. Raises ConfigError."""
-    together = [
-        model
-        for model in spec.models.values()
-        if model.parallel.size > 1 and not str(model.backend_args.get("device", "auto")).startswith("cpu")
+def _dealt_out(spec: ExperimentSpec, models: list[str], players: list[str], there: int) -> dict[str, int]:
+    """Return the GPUs of workers when none are named: one for each as long as there are some, model workers first.
+    Generation stays away from trainers where it can. Workers of a role that train together need different ones, since
+    NCCL refuses two ranks on one GPU. Raises ConfigError."""
+    on_gpus = [
+        model for model in spec.models.values() if not str(model.backend_args.get("device", "auto")).startswith("cpu")
     ]
-    if not together or not models:
+    together = [model for model in on_gpus if model.parallel.size > 1]
+    if not on_gpus or not models:
         return {}
     workers = [*models, *players]
-    if there < len(workers):
+    if together and there < len(workers):
         further = f" and {len(players)} generation worker(s)" if players else ""
         beside = "; allocation.gpus with allocation.share=true puts generation beside training" if further else ""
         raise ConfigError(
@@ -84,4 +85,9 @@ def _one_each(spec: ExperimentSpec, models: list[str], players: list[str], there
             f"its own; {len(models)} model worker(s){further} need {len(workers)} GPUs, {there} are visible here"
             f"{beside}; an empty {VISIBLE} in the environment of the launcher keeps the run on the CPU"
         )
-    return {name: number for number, name in enumerate(workers)}
+    spread = any(model.engine.tensor_parallel_size > 1 for model in spec.models.values())
+    if not together and (there == 1 or spread):
+        return {}
+    given = {name: number % there for number, name in enumerate(models)}
+    turns = range(len(models), there) if len(models) < there else range(there)
+    return given | {name: turns[number % len(turns)] for number, name in enumerate(players)}

@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from realhf.api.config import ConfigError, ExperimentConfig, Mode
-from realhf.api.experiment import ExperimentSpec, RunPlan
+from realhf.api.experiment import ExperimentSpec, ModelSpec, RunPlan, is_made
 from realhf.api.mfc import InterfaceType
 from realhf.base.dataclass_json import from_json_value, to_json_value
 from realhf.base.loopback import is_loopback_host
@@ -16,22 +16,32 @@ from realhf.launch.allocation import allocate
 from realhf.launch.chosen_scheduler import definition_of, options_of
 from realhf.launch.compose import Composed
 from realhf.launch.experiment_file import ExperimentFile, located
+from realhf.launch.memory_plan import Need, free_bytes, memory_lines, needs_of, shortages
+from realhf.launch.model import is_builtin
 from realhf.launch.offload import check_offload
-from realhf.launch.unused_options import check_effects, watched
+from realhf.launch.unused_options import check_effects, effective, watched
+from realhf.scheduler.gpus import visible_gpus
 
 if TYPE_CHECKING:
     from realhf.api.graph import DataFlowGraph
 
 
+LARGE_RATE, LARGE_SUPERVISED_RATE, LORA_FACTOR = 5e-5, 5e-4, 20
+"""Learning rates above these are seldom meant where all weights of a pretrained model train, by reinforcement learning
+and by supervised learning: usual are 1e-6 and 1e-5, and 3e-5 and 2e-4 have served one of 135 million parameters.
+Adapters take some ten times as much."""
+
+
 @dataclass(frozen=True)
 class BuiltExperiment:
     """An experiment that can run: its configuration, what it consists of, and its graph. ``plugin``: what every process
-    of the run imports."""
+    of the run imports. ``effective``: the options that do something in this experiment."""
 
     config: ExperimentConfig
     plugin: str
     spec: ExperimentSpec
     graph: DataFlowGraph
+    effective: tuple[str, ...] = ()
 
     def plan(self, spec: ExperimentSpec, started_at: float) -> RunPlan:
         """What the workers of ``spec`` (this experiment, or one that runs before it) are told."""
@@ -68,7 +78,9 @@ def build_experiment(composed: Composed) -> BuiltExperiment:
         _check_network(every, config)
     _check_hosts(config, everything)
     *_, graph = [spec_graph(every) for every in everything]
-    return BuiltExperiment(config, composed.file.plugin, from_json_value(ExperimentSpec, plain), graph)
+    return BuiltExperiment(
+        config, composed.file.plugin, from_json_value(ExperimentSpec, plain), graph, effective(config, reads)
+    )
 
 
 def spec_graph(spec: ExperimentSpec) -> DataFlowGraph:
@@ -100,17 +112,51 @@ def print_check(built: BuiltExperiment, arguments: Sequence[str] = ()) -> int:
         f"{spec.total_train_steps} steps of {spec.n_seqs} samples, into {spec.run_dir}"
     )
     for earlier in spec.before:
-        made = earlier.artifact is not None and earlier.artifact.exists()
-        print(f"before: {earlier.name} ({'made already' if made else f'{earlier.total_train_steps} steps'})")
-    for model in spec.models.values():
-        if model.trainable and model.optimizer is not None:
+        made = earlier.artifact is not None and is_made(earlier.artifact)
+        rates = [f"learning rate {model.optimizer.lr:g}" for model in _trained(earlier) if model.optimizer]
+        steps = "made already" if made else f"{earlier.total_train_steps} steps"
+        print(f"before: {earlier.name} ({', '.join([steps, *rates])})")
+    for model in _trained(spec):
+        if model.optimizer is not None:
             adapters = f", adapters of rank {model.lora.rank}" if model.lora is not None else ""
             print(f"trains: {model.role} with learning rate {model.optimizer.lr:g}, from {model.path}{adapters}")
+    needs, free = _memory(built)
+    print("\n".join(memory_lines(needs, free)))
     chosen = built.config.scheduler
     definition = definition_of(chosen.path)
     if definition.script is not None:
         print("\nfor sbatch:\n\n" + definition.script(options_of(chosen), arguments), end="")
     return 0
+
+
+def advice(built: BuiltExperiment) -> Iterator[str]:
+    """What is allowed and probably a mistake: more memory than there is, and learning rates that are too large for a
+    pretrained model."""
+    yield from shortages(*_memory(built))
+    if is_builtin(built.config.actor.path):
+        return
+    for spec in (*built.spec.before, built.spec):
+        supervised = all(mfc.interface == "sft" for mfc in spec.mfcs)
+        for model in _trained(spec):
+            most = (LARGE_SUPERVISED_RATE if supervised else LARGE_RATE) * (LORA_FACTOR if model.lora else 1)
+            if model.optimizer is not None and model.optimizer.lr > most:
+                option = "warm_start" if spec is not built.spec else model.role
+                yield (
+                    f"{option}.optimizer.lr={model.optimizer.lr:g} is large for a pretrained model: above {most:g}, "
+                    f"{'supervised' if supervised else 'reinforcement'} learning mostly destroys what it knows"
+                )
+
+
+def _memory(built: BuiltExperiment) -> tuple[list[Need], dict[int | None, int]]:
+    """What the processes take, and what is free; nothing is known of workers on other hosts."""
+    if definition_of(built.config.scheduler.path).several_hosts:
+        return [], {}
+    there = len(visible_gpus())
+    return needs_of(built.spec, built.config, _allocated(built.spec, built.config), there), free_bytes(there)
+
+
+def _trained(spec: ExperimentSpec) -> list[ModelSpec]:
+    return [model for model in spec.models.values() if model.trainable]
 
 
 def _build(file: ExperimentFile, config: ExperimentConfig) -> ExperimentSpec:

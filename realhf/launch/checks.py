@@ -6,14 +6,20 @@ Ranges and choices stand at the fields of the configuration, and sections check 
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
+from importlib.util import find_spec
+from shutil import which
+from tempfile import TemporaryFile
 
 from realhf.api.config import ConfigError, ExperimentConfig, ModelConfig, RecoverMode, run_folder
 from realhf.api.config.option import problems, sections
+from realhf.base.extras import install_command
 from realhf.builtins import registered_names
 from realhf.launch.adapters import adapter_problems
-from realhf.launch.model import BUILTIN_PATHS, model_problems, vocabulary_problems
+from realhf.launch.chosen_scheduler import definition_of
+from realhf.launch.model import BUILTIN_PATHS, checkpoint_problems, model_problems, vocabulary_problems
 
 
 def check_config(config: ExperimentConfig) -> None:
@@ -25,8 +31,10 @@ def check_config(config: ExperimentConfig) -> None:
         *_names_and_workers(config),
         *_sizes(config),
         *model_problems("actor", config.actor, config.rollout.max_total_tokens),
+        *checkpoint_problems("actor", config.actor.path),
         *adapter_problems("actor", config.actor),
         *_other_models(config),
+        *_not_here(config),
     ]
     if found:
         raise ConfigError("\n".join(found))
@@ -37,7 +45,35 @@ def _other_models(config: ExperimentConfig) -> Iterator[str]:
     for role, model in sections(config):
         if isinstance(model, ModelConfig) and role != "actor" and model.path not in ("actor", *BUILTIN_PATHS):
             yield from model_problems(role, model, config.rollout.max_total_tokens, renders=False)
+            yield from checkpoint_problems(role, model.path)
             yield from vocabulary_problems(role, model, config.actor, config.builtin.vocab_size)
+
+
+def _not_here(config: ExperimentConfig) -> Iterator[str]:
+    """What a run would miss on this machine after its first minutes: vLLM, a tracker, a folder that can be written."""
+    engine = config.engine
+    elsewhere = definition_of(config.scheduler.path).several_hosts
+    if (
+        engine.name == "vllm"
+        and engine.vllm_url is None
+        and not elsewhere
+        and not which(os.path.expanduser(engine.vllm_executable))
+    ):
+        yield (
+            f"engine.vllm_executable={engine.vllm_executable}: no such program here, so engine.name=vllm starts no "
+            "server; install vLLM in an environment of its own and name its program, or a server that runs with "
+            "engine.vllm_url"
+        )
+    for name in config.monitor.trackers:
+        if find_spec(name) is None:
+            yield f"monitor.trackers: {name} is not installed: {install_command(name)}"
+    there = run_folder(config)
+    while not os.path.exists(there):  # Path.exists raises where a folder above cannot be looked into
+        there = there.parent
+    try:
+        TemporaryFile(dir=there).close()
+    except OSError as error:
+        yield f"fileroot: cannot write to {there}: {error.strerror}"
 
 
 def _sampling(config: ExperimentConfig) -> Iterator[str]:
@@ -67,5 +103,8 @@ def _sizes(config: ExperimentConfig) -> Iterator[str]:
                 f"rollout.max_total_tokens={config.rollout.max_total_tokens}: the built-in policy has "
                 f"builtin.max_positions={config.builtin.max_positions}"
             )
-    if config.recover_mode is RecoverMode.resume and not (run_folder(config) / "checkpoints").is_dir():
-        yield f"recover_mode=resume: no checkpoint in {run_folder(config)}"
+    folder = run_folder(config)
+    if config.recover_mode is RecoverMode.resume and not (folder / "checkpoints").is_dir():
+        others = sorted(path.parent.name for path in folder.parent.glob("*/checkpoints"))
+        named = f"; give the trial_name of a run: {', '.join(others[-8:])}" if others else ""
+        yield f"recover_mode=resume: no checkpoint in {folder}{named}"

@@ -13,7 +13,7 @@ from realhf.builtins import schedulers
 from realhf.scheduler.base import Scheduler, SchedulerDefinition
 
 C = TypeVar("C", bound=ExperimentConfig)
-METHODS = ("start", "wait", "stop")
+METHODS = ("start", "wait", "kill", "stop")
 
 
 def definition_of(reference: str) -> SchedulerDefinition:

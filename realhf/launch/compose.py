@@ -6,6 +6,8 @@ Importing this module is cheap; Hydra is imported by ``compose_config``. torch i
 from __future__ import annotations
 
 import re
+import secrets
+import time
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -18,21 +20,26 @@ from realhf.base.plugin import absolute
 from realhf.builtins import environments
 from realhf.launch.chosen_scheduler import with_scheduler
 from realhf.launch.experiment_file import ExperimentFile, load_experiment
+from realhf.launch.model import BUILTIN, choose_engine, is_builtin, start_untrained
 from realhf.launch.schema import Schema, close_name
 
 GROUPS = ("experiment", "model", "env", "scheduler")
+BUILTIN_DEFAULTS = "builtin_policy.yaml"
+"""Holds what the built-in policy needs in place of the library's defaults, in the folder of configurations."""
 
 
 class Composed(NamedTuple):
     """A configuration, the file of its experiment, and who set which dotted options: the command line
     (``overridden``), YAML files of the experiment (``written``: option to file), and the choices ``model=``, ``env=``,
-    ``scheduler=`` (``chosen``: choice to its options)."""
+    ``scheduler=`` (``chosen``: choice to its options). ``warnings``: what was chosen for the person, if anything
+    was."""
 
     config: ExperimentConfig
     file: ExperimentFile
     overridden: tuple[str, ...]
     written: Mapping[str, str]
     chosen: Mapping[str, tuple[str, ...]]
+    warnings: tuple[str, ...] = ()
 
 
 class Argument(NamedTuple):
@@ -52,12 +59,11 @@ def compose_config(arguments: Sequence[str], config_dir: Path = CONFIGS) -> Comp
         given.setdefault("experiment", user_file.stem)
     name = _experiment(given.get("experiment"), config_dir, user_file)
     own = user_file.with_suffix(".yaml") if user_file else config_dir / "experiment" / f"{name}.yaml"
+    _check_choices(given, config_dir)
     environment = _chosen_path("env", given, config_dir, own)
     scheduler = _chosen_path("scheduler", given, config_dir, own)
     file = load_experiment(config_dir, name, user_file, environment)
     if environment is None and hasattr(file.module, "config_class"):
-        if given.get("env") not in (None, *choices("env", config_dir)):
-            raise ConfigError(f"env={given['env']}: {_unknown('choice', given['env'], choices('env', config_dir))}")
         raise ConfigError(
             f"experiment={name}: choose an environment with env=NAME (known: {', '.join(environments)}), or with "
             "env.path=FILE.py:Name"
@@ -69,6 +75,11 @@ def compose_config(arguments: Sequence[str], config_dir: Path = CONFIGS) -> Comp
             raise ConfigError(f"scheduler.path: {error}") from None
     schema = Schema(file.config_class)
     _check_names(pairs, name, schema, config_dir)
+    if environment is not None:
+        typed = next((f"{key}={value}" for key, value in reversed(pairs) if key in ("env.path", "env")), "")
+        _check_environment(environment, typed, file, schema, config_dir)
+    if given.get("env") not in (None, *_files("env", config_dir)):  # It has no settings to be read from a file.
+        given["env.path"] = given.pop("env")
     # Options that hold a mapping have no fixed names inside, so Hydra has to be told that new ones are meant.
     overrides = [
         f"{'++' if schema.mapping_of(key) else ''}{key}={value}"
@@ -76,7 +87,7 @@ def compose_config(arguments: Sequence[str], config_dir: Path = CONFIGS) -> Comp
         if key != "experiment_path"
     ]
     try:
-        config = _compose(overrides, config_dir, schema, user_file)
+        config, defaults = _of_its_model(overrides, given, config_dir, schema, user_file)
     except _Unknown as unknown:
         raise ConfigError(_unknown_option(unknown.option, name, schema, config_dir)) from None
     _check_scheduler(config, scheduler, own)
@@ -87,16 +98,24 @@ def compose_config(arguments: Sequence[str], config_dir: Path = CONFIGS) -> Comp
         for group in GROUPS[1:]
         if group in given
     }
-    written = _written(config, schema, own)
-    undone = {option for option in schema.set_in(own) if option not in written}
+    written = _written(config, schema, own, defaults)
     elsewhere = {*overridden, *(option for options in chosen.values() for option in options)}
+    warnings = start_untrained(config), choose_engine(config, {*elsewhere, *written})
+    config.trial_name = config.trial_name or new_trial_name()
+    undone = {option for option in schema.set_in(own) if option not in written}
     return Composed(
         config,
         file,
         tuple(option for option in overridden if option not in undone),
         {option: source for option, source in written.items() if option not in elsewhere},
         chosen,
+        tuple(warning for warning in warnings if warning),
     )
+
+
+def new_trial_name() -> str:
+    """A name for a run that was given none: the time, and what tells launches of the same second apart."""
+    return f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
 
 
 def shipped_schemas(config_dir: Path = CONFIGS) -> dict[str, Schema]:
@@ -110,15 +129,32 @@ def shipped_schemas(config_dir: Path = CONFIGS) -> dict[str, Schema]:
     return found
 
 
-def _written(config: ExperimentConfig, schema: Schema, own: Path) -> dict[str, str]:
+def _of_its_model(
+    overrides: list[str], given: Mapping[str, str], config_dir: Path, schema: Schema, user_file: Path | None
+) -> tuple[ExperimentConfig, Mapping[str, Any]]:
+    """The configuration, and the options whose defaults are those of the built-in policy and not the library's, which
+    suit pretrained models. Which of the two the actor is, any file may say, so a wrong guess composes once more."""
+    small = (
+        is_builtin(given["actor.path"]) if "actor.path" in given else given.get("model", BUILTIN).startswith(BUILTIN)
+    )
+    defaults_file = config_dir / BUILTIN_DEFAULTS
+    for guess in (small, not small):
+        defaults = schema.set_in(defaults_file) if guess else {}
+        config = _compose(overrides, config_dir, schema, user_file, _read_yaml(defaults_file) if guess else {})
+        if is_builtin(config.actor.path) is guess:
+            break
+    return config, defaults
+
+
+def _written(config: ExperimentConfig, schema: Schema, own: Path, defaults: Mapping[str, Any]) -> dict[str, str]:
     """What YAML files of the experiment set: its own, and those that it builds on, of which only values are known that
-    differ from the library's. What one file sets and another, or the command line, sets back to the library's value is
-    as if nobody had set it."""
+    differ from the library's, or from the built-in policy's ``defaults``. What one file sets and another, or the
+    command line, sets back to the library's value is as if nobody had set it."""
     options = schema.set_in(own)
     written = dict.fromkeys(options, own.name)
     builds_on = own.exists() and re.search(r"(?m)^defaults:", own.read_text("utf-8")) is not None
     for name, _, value in walk(config):
-        if value != schema.options[name].value:
+        if value != defaults.get(name, schema.options[name].value):
             written.setdefault(name, f"what {own.name} builds on")
         elif name in options and (builds_on or value != options[name]):
             del written[name]
@@ -131,8 +167,12 @@ def experiment_names(config_dir: Path = CONFIGS) -> list[str]:
 
 
 def choices(group: str, config_dir: Path = CONFIGS) -> list[str]:
-    """Names of the files of a configuration group."""
-    return sorted(path.stem for path in (config_dir / group).glob("*.yaml"))
+    """What may be chosen of a configuration group: its files, and every registered environment."""
+    return sorted({*_files(group, config_dir), *(environments if group == "env" else ())})
+
+
+def _files(group: str, config_dir: Path) -> list[str]:
+    return [path.stem for path in (config_dir / group).glob("*.yaml")]
 
 
 def _argument(text: str) -> Argument:
@@ -153,10 +193,26 @@ def _chosen_path(section: str, given: dict[str, str], config_dir: Path, own: Pat
     if option in given:
         given[option] = absolute(given[option].strip("'\""))
         return given[option]
-    for path in (config_dir / section / f"{given.get(section)}.yaml", own):
-        if found := _path_in(path, section):
-            return found
-    return None
+    choice = given.get(section, "")
+    registered = choice if section == "env" and choice in environments else None
+    return _path_in(config_dir / section / f"{choice}.yaml", section) or registered or _path_in(own, section)
+
+
+def _check_environment(chosen: str, typed: str, file: ExperimentFile, schema: Schema, config_dir: Path) -> None:
+    """Raise ConfigError where an environment was chosen, by the argument ``typed``, for an experiment that has one of
+    its own."""
+    own = schema.options.get("env.path")
+    if (
+        not typed
+        or hasattr(file.module, "config_class")
+        or "env" not in schema.sections
+        or (own and own.value == chosen)
+    ):
+        return
+    has = f"has the environment {own.value}" if own else "has an environment of its own"
+    general = file.name.replace(f"_{own.value}", "") if own else ""
+    general = general if general != file.name and general in experiment_names(config_dir) else "grpo"
+    raise ConfigError(f"{typed}: experiment {file.name} {has}; type experiment={general} {typed}")
 
 
 def _check_scheduler(config: ExperimentConfig, chosen: str | None, own: Path) -> None:
@@ -190,12 +246,20 @@ def _user_file(text: str | None) -> Path | None:
     return path
 
 
+def _check_choices(given: Mapping[str, str], config_dir: Path) -> None:
+    """Raise ConfigError for a choice that does not exist."""
+    own = {
+        "env": " One of your own: env.path=FILE.py:Name",
+        "scheduler": " One of your own: scheduler.path=FILE.py:Name",
+    }
+    for key in GROUPS[1:]:
+        if key in given and given[key] not in (names := choices(key, config_dir)):
+            raise ConfigError(f"{key}={given[key]}: {_unknown('choice', given[key], names)}{own.get(key, '')}")
+
+
 def _check_names(pairs: Sequence[Argument], experiment: str, schema: Schema, config_dir: Path) -> None:
     for key, value in pairs:
-        if key in ("model", "env", "scheduler"):
-            if value not in (names := choices(key, config_dir)):
-                hint = " One of your own: scheduler.path=FILE.py:Name" if key == "scheduler" else ""
-                raise ConfigError(f"{key}={value}: {_unknown('choice', value, names)}{hint}")
+        if key in GROUPS[1:]:
             if key == "env" and key not in schema.sections:
                 raise ConfigError(f"{key}={value} has no effect in experiment {experiment}: it has no section {key}")
         elif key in schema.sections:
@@ -240,7 +304,9 @@ class _Unknown(Exception):
         self.option = option
 
 
-def _compose(overrides: list[str], config_dir: Path, schema: Schema, user_file: Path | None) -> ExperimentConfig:
+def _compose(
+    overrides: list[str], config_dir: Path, schema: Schema, user_file: Path | None, policy_defaults: Mapping[str, Any]
+) -> ExperimentConfig:
     from hydra import compose, initialize_config_dir
     from hydra.core.config_store import ConfigStore
     from hydra.errors import HydraException
@@ -253,8 +319,9 @@ def _compose(overrides: list[str], config_dir: Path, schema: Schema, user_file: 
     except (OmegaConfBaseException, ValueError) as error:
         what, key = str(error).splitlines()[0], getattr(error, "full_key", "")
         raise ConfigError(f"the option {key!r} of {schema.kind.__name__} cannot be declared so: {what}") from None
+    store.store(name="policy_defaults", node=dict(policy_defaults))
     if user_file is not None:
-        node = _user_yaml(user_file)
+        node = {"experiment": user_file.stem, **_read_yaml(user_file.with_suffix(".yaml"))}
         store.store(group="experiment", name=user_file.stem, node=node, package="_global_")
     try:
         with initialize_config_dir(config_dir=str(config_dir.resolve()), version_base="1.3"):
@@ -274,16 +341,14 @@ def _declared(kind: type[ExperimentConfig]) -> Any:
     return OmegaConf.structured(kind)
 
 
-def _user_yaml(user_file: Path) -> Any:
-    """The YAML beside an experiment file (none: library defaults), always naming the experiment."""
+def _read_yaml(path: Path) -> Mapping[str, Any]:
+    """What a YAML file says; {} where there is none (then the library's defaults hold)."""
     import yaml
 
-    path = user_file.with_suffix(".yaml")
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else {}
+        return (yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else None) or {}
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}: {' '.join(str(error).split())}") from None
-    return {"experiment": user_file.stem, **(content or {})}
 
 
 def _raise_plain(error: Exception, overrides: Sequence[str]) -> NoReturn:

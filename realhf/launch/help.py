@@ -35,8 +35,10 @@ _HEAD = """# Options
 
 Every option of `python -m realhf.launch`, with the library's default; an experiment's YAML changes some of them, and
 `python -m realhf.launch experiment=NAME --help` shows what it makes of them. Which value wins:
-[running.md](../running.md#which-value-wins). This page is made from the fields of the configuration:
-`python -m realhf.launch --options-reference > docs/reference/{page}`.
+[running.md](../running.md#which-value-wins). The last column says whether a run that goes on after a checkpoint may
+have another value than before: *free*, it may; *warns*, it may from that step on, and says so; *refuses*, it would be
+another experiment ([running.md](../running.md#going-on-with-a-run)). This page is made from the fields of the
+configuration: `python -m realhf.launch --options-reference > docs/reference/{page}`.
 """
 
 
@@ -116,10 +118,10 @@ def _terminal(options: Iterable[Found]) -> Iterator[str]:
 
 
 def _table(options: Iterable[Found]) -> str:
-    rows = ["| option | default | says | allowed |", "|---|---|---|---|"]
+    rows = ["| option | default | says | allowed | on resume |", "|---|---|---|---|---|"]
     for name, about, value in options:
         default = f"`{text}`" if (text := _shown(value)) else ""
-        rows.append(f"| `{name}` | {default} | {about.about} | {_allowed(about, value)} |")
+        rows.append(f"| `{name}` | {default} | {about.about} | {_allowed(about, value)} | {about.on_resume} |")
     return "\n".join([*rows, ""])
 
 

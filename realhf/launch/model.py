@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
+import shutil
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from realhf.api.chat import unread_variables
-from realhf.api.config import ModelConfig
+from realhf.api.config import ExperimentConfig, ModelConfig
 from realhf.base.context_limit import context_limit, context_reason
 from realhf.base.decoder_kind import decoder_problem
+from realhf.base.model_size import tensor_shapes
+from realhf.env.doors.section import chosen_environment
+from realhf.scheduler.gpus import visible_gpus
 
 BUILTIN, BUILTIN_TINY = "builtin", "builtin_tiny"
 BUILTIN_PATHS = (BUILTIN, BUILTIN_TINY)
@@ -22,13 +25,55 @@ TINY_VOCAB = 260
 """Number of tokens of the second one: every byte, and four special tokens."""
 PRETRAINED = "models/smollm2_135m"
 """The folder of model=smollm2_135m, which could be a hub id by its looks."""
+VLLM_START_S = 600.0
+"""How long a vLLM server may take to load a model, compile and capture graphs, where it was chosen for the person."""
 BUILTIN_VARIABLES = ("show_system", "show_tools")
 """What the chat template of the built-in policy reads."""
 
 
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight")
-LARGEST_HEAD = 100_000_000
-"""Largest number of bytes that the format allows for the head of a file."""
+
+
+def start_untrained(config: ExperimentConfig) -> str:
+    """Let the built-in policy start untrained where the environment has no scripted solver to learn from. Returns what
+    is to be said about it, empty where there is nothing to say. Experiments that need demonstrations say so
+    themselves."""
+    chosen: Any = getattr(config, "env", None)
+    if config.actor.path != BUILTIN or not hasattr(chosen, "path"):
+        return ""
+    try:
+        spec = chosen_environment(chosen).spec
+    except ValueError:
+        return ""  # Said when the experiment is built.
+    if spec.demonstrate is not None or spec.demonstrations is not None:
+        return ""
+    config.actor.path = BUILTIN_TINY
+    return (
+        f"the environment {spec.name} has no scripted solver and actor.path names no model, so the built-in policy "
+        "starts untrained, with a token for each byte. It tries the machinery and learns next to nothing; "
+        "actor.path=FOLDER trains a model of your own"
+    )
+
+
+def choose_engine(config: ExperimentConfig, given: Collection[str]) -> str:
+    """Let vLLM sample the tokens of a pretrained model where this machine shows a GPU and has vLLM, unless the options
+    ``given`` choose an engine. Returns what is to be said about the embedded engine on a GPU, empty where there is
+    nothing to say."""
+    engine, path = config.engine, config.actor.path
+    if {"engine.name", "engine.kv_cache_gib"} & {*given} or path in BUILTIN_PATHS or not visible_gpus():
+        return ""
+    slow = (
+        "engine.name=embedded copies all keys and values of a row for every token that it samples on a GPU, so that "
+        "generation is many times as slow as with vLLM"
+    )
+    if len(config.actor.workers) > 1:
+        return f"{slow}, which serves an actor of several workers in asynchronous experiments only (engine.name=vllm)"
+    if engine.vllm_url is None and shutil.which(str(Path(engine.vllm_executable).expanduser())) is None:
+        return f"{slow}, which is not here (engine.vllm_executable={engine.vllm_executable}): install it"
+    engine.name = "vllm"
+    if "rpc.connect_timeout_s" not in given:
+        config.rpc.connect_timeout_s = max(VLLM_START_S, config.rpc.connect_timeout_s)
+    return ""
 
 
 def model_problems(role: str, model: ModelConfig, max_total_tokens: int, *, renders: bool = True) -> Iterator[str]:
@@ -61,6 +106,33 @@ def model_problems(role: str, model: ModelConfig, max_total_tokens: int, *, rend
     yield from _weights_problems(role, model.path, folder, max_total_tokens)
 
 
+def is_builtin(path: str) -> bool:
+    """Whether ``actor.path`` means the built-in policy: by its name, or the folder of one that has trained already,
+    which is known by its chat template."""
+    folder = Path(path).expanduser()
+    return path in BUILTIN_PATHS or (
+        folder.is_dir() and all(name in _chat_template(folder) for name in BUILTIN_VARIABLES)
+    )
+
+
+def checkpoint_problems(role: str, path: str) -> Iterator[str]:
+    """A folder with a model's configuration must hold its weights, all files of them."""
+    folder = Path(path).expanduser()
+    if not (folder / "config.json").is_file():
+        return
+    if not [*folder.glob("*.safetensors"), *folder.glob("*.bin")]:
+        yield f"{role}.path={path}: the folder holds no weights (*.safetensors)"
+    # Only what transformers reads: a folder may keep the index of another format, whose files were left out.
+    formats = (("model.safetensors", "*.safetensors"), ("pytorch_model.bin", "*.bin"))
+    whole = next((name for name, files in formats if any(folder.glob(files))), "")
+    index = folder / f"{whole}.index.json"
+    if whole and not (folder / whole).is_file() and index.is_file():
+        listed = _json(index).get("weight_map")
+        files = {str(name) for name in listed.values()} if isinstance(listed, dict) else set()
+        if lacking := sorted(name for name in files if not (folder / name).is_file()):
+            yield f"{role}.path={path}: {len(lacking)} of {len(files)} files of its weights are missing: {lacking[0]}"
+
+
 def _weights_problems(role: str, path: str, folder: Path, max_total_tokens: int) -> Iterator[str]:
     """What the configuration of a model says against it, and what does not fit together in its folder."""
     described = _json(folder / "config.json")
@@ -89,17 +161,9 @@ def _highest_id(folder: Path) -> int:
 
 
 def _embedding_rows(folder: Path) -> int | None:
-    """How many tokens the checkpoint embeds, read from the head of its safetensors files; None where that cannot be
-    said."""
-    for file in sorted(folder.glob("*.safetensors")):
-        with suppress(OSError, ValueError, KeyError, TypeError, AttributeError, IndexError):
-            with file.open("rb") as content:
-                size = int.from_bytes(content.read(8), "little")
-                head = json.loads(content.read(size)) if size <= LARGEST_HEAD else {}
-            for name, tensor in head.items():
-                if name.endswith(_EMBEDDINGS):
-                    return int(tensor["shape"][0])
-    return None
+    """How many tokens the checkpoint embeds; None where that cannot be said."""
+    rows = (shape[0] for name, shape in tensor_shapes(folder).items() if name.endswith(_EMBEDDINGS) and shape)
+    return next(rows, None)
 
 
 def vocabulary_problems(role: str, model: ModelConfig, actor: ModelConfig, builtin_vocab: int) -> Iterator[str]:

@@ -10,9 +10,11 @@ import os
 import re
 import secrets
 import shutil
+import signal
+import threading
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,20 +23,31 @@ from realhf.api.config import AsyncConfig, RecoverMode
 from realhf.api.experiment import ExperimentSpec, JobSpec, RunPlan
 from realhf.base.free_port import free_port
 from realhf.base.loopback import is_loopback_host
+from realhf.launch.memory_plan import WAYS
+from realhf.launch.supervision import MASTER, Supervisor
+from realhf.monitor.deaths import note_death
 from realhf.monitor.display import Display
 from realhf.monitor.events import parse_event
-from realhf.scheduler.base import Notice, Scheduler, WorkerExit, WorkerLine, WorkerSpec, WorkersWanted
+from realhf.scheduler.base import Notice, Scheduler, WorkerExit, WorkerLine, WorkerSpec, WorkerStarts, WorkersWanted
 from realhf.scheduler.failure import failure_cause, log_tail
-from realhf.transport.network.keys import RunKeys
+from realhf.scheduler.memory_kills import WANT_OF_MEMORY
+from realhf.transport.network.keys import RunKeys, forget
 
-MASTER = "master"
 STOP_GRACE_S = 4.0
 LEAVE_TIMEOUT_S = 15.0
+BEGINS_AGAIN = "the run begins again from its last checkpoint"
+PUNCTUAL_S = 5.0
+"""A launcher that was away for longer than this reads what the master has said before it judges who is late."""
 MASTER_GRACE_S = 5.0
 """A worker that leaves in peace was sent away by its master, who ends after it and can say why."""
-KEYS = ".keys-"
-"""How the file with the keys of a run begins, in the run folder."""
 TAIL_LINES = 8
+LESS_MEMORY = {
+    "model_worker": WAYS,
+    "generation": "lower rollout.sessions or rollout.max_total_tokens, or take a smaller model",
+    "rollout_worker": "lower rollout.sessions or rollout.max_total_tokens",
+    "env": "lower env.pool_size",
+}
+"""What helps a worker of a kind that had too little memory."""
 SECTIONS = {"env": "env", "trajectory": "stream"}
 """Kinds of servers, and the section of the configuration that holds their flags."""
 
@@ -45,6 +58,22 @@ class LaunchError(RuntimeError):
 
 class WorkerFailed(LaunchError):
     """A worker of a run ended; what the run had saved is whole."""
+
+
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """Hold SIGINT and SIGTERM back until the block is over, in the main thread: a clean-up that they interrupt leaves
+    processes behind."""
+    received: list[int] = []
+    numbers = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
+    handlers = {number: signal.signal(number, lambda number, _: received.append(number)) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        if received:
+            signal.raise_signal(received[0])
 
 
 def run_job(job: JobSpec, scheduler: Scheduler, log: Path, display: Display) -> None:
@@ -68,8 +97,9 @@ def run_job(job: JobSpec, scheduler: Scheduler, log: Path, display: Display) -> 
             raise LaunchError(f"{worker.name} ended without its result (log: {log})")
         _keep(partial, job.artifact)
     finally:
-        scheduler.stop(STOP_GRACE_S)
-        _remove(partial)
+        with undisturbed():
+            scheduler.stop(STOP_GRACE_S)
+            _remove(partial)
 
 
 def run_workers(plan: RunPlan, scheduler: Scheduler, display: Display) -> dict[str, Any]:
@@ -83,11 +113,14 @@ def run_workers(plan: RunPlan, scheduler: Scheduler, display: Display) -> dict[s
     while True:
         plan.write()
         try:
-            return _run_once(plan, scheduler, display, Supervisor() if rollout else None)
+            # The master gives its workers once this time, to come up one after the other; who is brought files before
+            # has it twice.
+            watch = Supervisor(replaces=rollout is not None, join_s=2 * plan.rpc.connect_timeout_s)
+            return _run_once(plan, scheduler, display, watch)
         except WorkerFailed as error:
             if rollout is None or not _may_begin_again(failures, rollout.options):
                 raise
-            display.show({"kind": "warning", "text": f"{error}\nthe run begins again from its last checkpoint"})
+            display.show({"kind": "warning", "text": f"{error}\n{BEGINS_AGAIN}"})
             plan = replace(plan, recover_mode=RecoverMode.auto, started_at=time.time())
 
 
@@ -99,87 +132,102 @@ def _may_begin_again(failures: deque[float], options: AsyncConfig) -> bool:
     return len(failures) <= options.recover_retries
 
 
-def _run_once(plan: RunPlan, scheduler: Scheduler, display: Display, supervisor: Supervisor | None) -> dict[str, Any]:
+def _run_once(plan: RunPlan, scheduler: Scheduler, display: Display, supervisor: Supervisor) -> dict[str, Any]:
     summary: dict[str, Any] | None = None
     leave_by = judge_at = float("inf")
     ended: list[WorkerExit] = []
-    run_id = secrets.token_hex(6)
+    run_id, key_file = secrets.token_hex(6), make_keys(plan)
     try:
-        key_file = make_keys(plan, run_id)
         more = Reinforcements(plan, run_id, key_file)
-        scheduler.start(_master(plan, run_id, key_file))
+        master = _master(plan, run_id, key_file)
+        scheduler.start(master)
+        supervisor.started(master)
         while time.monotonic() < leave_by:
+            asked = time.monotonic()
             events = scheduler.wait(1.0)
             exits = [event for event in events if isinstance(event, WorkerExit)]
             for event in events:
-                if isinstance(event, Notice):
+                if isinstance(event, WorkerExit):
+                    supervisor.ended(event)
+                elif isinstance(event, WorkerStarts):
+                    supervisor.begins(event.name)
+                elif isinstance(event, Notice):
                     display.show({"kind": "warning", "text": event.text})
                 elif isinstance(event, WorkersWanted):
                     more.wanted.append(event)
                 message = parse_event(event.text) if isinstance(event, WorkerLine) and event.name == MASTER else None
-                if message is None:
+                if message is None or supervisor.told(message):
                     continue
                 display.show(message)
                 if message["kind"] == "endpoint":
                     more.master = message["address"]
                     for worker in worker_specs(plan, run_id, message["address"], key_file):
                         scheduler.start(worker)
-                        if supervisor is not None:
-                            supervisor.started(worker)
+                        supervisor.started(worker)
                 elif message["kind"] == "done":
                     summary, leave_by = message["summary"], time.monotonic() + LEAVE_TIMEOUT_S
+            # It may have been stopped itself, or busy with files of a host, while its workers went on.
+            punctual = time.monotonic() - asked < PUNCTUAL_S
+            for sentence in supervisor.condemned() if punctual else ():
+                scheduler.kill(sentence.name, sentence.cause, pid=sentence.pid, started=sentence.started)
             if exits:
                 ended += exits
                 judge_at = time.monotonic() + (MASTER_GRACE_S if all(map(_peaceful, ended)) else 0.0)
             if ended and summary is None and time.monotonic() >= judge_at:
-                _replace(sorted(ended, key=_blame), scheduler, display, supervisor)
+                _replace(sorted(ended, key=_blame), scheduler, display, supervisor, plan.spec.run_dir)
                 ended.clear()
-            if supervisor is not None and summary is None:
+            if plan.spec.rollout is not None and summary is None:
                 more.send(scheduler, supervisor, display)
             if any(event.name == MASTER for event in exits):
                 break
     finally:
-        scheduler.stop(STOP_GRACE_S)
-        forget_keys(plan.spec)
+        with undisturbed():
+            scheduler.stop(STOP_GRACE_S)
+            if key_file is not None:
+                forget(key_file)
     if summary is None:
         raise LaunchError("the master ended without a summary")
     return summary
 
 
 def _replace(
-    exits: Sequence[WorkerExit], scheduler: Scheduler, display: Display, supervisor: Supervisor | None
+    exits: Sequence[WorkerExit], scheduler: Scheduler, display: Display, supervisor: Supervisor, run_dir: Path
 ) -> None:
-    """Start successors of the workers that ended. Raises WorkerFailed for the first that cannot have one and that the
-    run cannot do without."""
+    """Start successors of the workers that ended, and say so, also in the run folder. Raises WorkerFailed for the first
+    that cannot have one and that the run cannot do without."""
     for exit_ in exits:
-        spec = supervisor.successor(exit_) if supervisor is not None else None
-        if supervisor is not None and spec is None and supervisor.dispensable(exit_.name):
-            text = f"{failure_message(exit_)}\nit failed too often; the run goes on without it"
-            display.show({"kind": "warning", "text": text})
-            continue
-        if spec is None or supervisor is None:
-            raise WorkerFailed(failure_message(exit_))
-        try:
-            scheduler.start(spec)
-        except OSError as error:
-            if not supervisor.dispensable(exit_.name):
-                raise WorkerFailed(f"{failure_message(exit_)}; it cannot be started again: {error}") from None
-            text = f"{failure_message(exit_).splitlines()[0]}; it is not started again: {error}"
-            display.show({"kind": "warning", "text": text})
-            continue
-        display.show({"kind": "warning", "text": f"{failure_message(exit_).splitlines()[0]}; it is started again"})
-        supervisor.started(spec)
+        spec, message, refused = supervisor.successor(exit_), failure_message(exit_), ""
+        if spec is not None:
+            try:
+                scheduler.start(spec)
+            except OSError as error:
+                spec, refused = None, f"it cannot be started again: {error}"
+            else:
+                supervisor.started(spec)
+        if spec is not None:
+            message, then = message.splitlines()[0], "it is started again"
+        elif supervisor.dispensable(exit_.name):
+            then = f"{refused or 'it failed too often'}; the run goes on without it"
+        else:
+            then = refused
+        note_death(run_dir, exit_.name, message.splitlines()[0], then or "the run cannot go on without it")
+        if spec is None and not supervisor.dispensable(exit_.name):
+            raise WorkerFailed(f"{message}; {refused}" if refused else message)
+        display.show({"kind": "warning", "text": f"{message}{'; ' if spec else chr(10)}{then}"})
 
 
 def failure_message(exit_: WorkerExit) -> str:
     """One line about the cause, and for a process that could not speak the last lines of its log."""
     where = f"(log: {exit_.log})"
     cause = failure_cause(exit_.log, exit_.log_from) if exit_.exit_code > 0 else None
-    section = SECTIONS.get(exit_.name.partition("/")[0])
+    kind = exit_.name.partition("/")[0]
+    section = SECTIONS.get(kind)
     if cause and section:
         cause = _as_options(cause, section)
     if cause:
         return f"{exit_.name} failed: {cause} {where}"
+    if exit_.cause.startswith(WANT_OF_MEMORY):
+        return f"{exit_.name} was {exit_.cause}; {LESS_MEMORY.get(kind, 'give it more')} {where}"
     tail = "\n".join(f"  | {line}" for line in log_tail(exit_.log, TAIL_LINES, exit_.log_from))
     told = f"; its log ends:\n{tail}" if tail else ""
     return f"{exit_.name} ended before the run did: {exit_.reason} {where}{told}"
@@ -204,22 +252,11 @@ def _log(spec: ExperimentSpec, name: str) -> Path:
     return spec.run_dir / "logs" / f"{name.replace('/', '-')}.log"
 
 
-def make_keys(plan: RunPlan, run_id: str) -> Path | None:
-    """Write the keys of a run that listens on more than the loopback into a file of its folder that only this user can
-    read; None for any other run. Raises OSError."""
-    forget_keys(plan.spec)
+def make_keys(plan: RunPlan) -> Path | None:
+    """Draw the keys of a run that listens on more than the loopback, and return where its processes read them as long
+    as this one lives; None for any other run. Raises OSError."""
     bind = plan.network.bind
-    if not bind or is_loopback_host(bind):
-        return None
-    path = plan.spec.run_dir / f"{KEYS}{run_id}"
-    RunKeys.make().write(path)
-    return path
-
-
-def forget_keys(spec: ExperimentSpec) -> None:
-    """Remove the keys of the run, and what a launcher that was killed left behind."""
-    for path in spec.run_dir.glob(f"{KEYS}*"):
-        _remove(path)
+    return RunKeys.make().in_memory() if bind and not is_loopback_host(bind) else None
 
 
 def _keys_option(key_file: Path | None) -> tuple[str, ...]:
@@ -305,49 +342,3 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
     with contextlib.suppress(OSError):
         path.unlink(missing_ok=True)
-
-
-RESTARTABLE = ("rollout_worker", "generation", "env")
-"""Kinds of workers that hold nothing which the run cannot do without."""
-ONE_OF_SEVERAL = ("rollout_worker", "generation")
-"""Kinds of which one can be missing while others run: they take its work."""
-MAX_ERRORS = 3
-MAX_QUICK_DEATHS = 3
-QUICK_S = 10.0
-
-
-class Supervisor:
-    """Knows the workers of one asynchronous run. A worker that fails by itself may do so ``MAX_ERRORS`` times; one that
-    is killed, as often as it lived ``QUICK_S`` seconds before."""
-
-    def __init__(self) -> None:
-        self._specs: dict[str, tuple[WorkerSpec, float]] = {}
-        self._errors: Counter[str] = Counter()
-        self._quick: Counter[str] = Counter()
-        self._running: set[str] = set()
-        self.restarts: Counter[str] = Counter()
-
-    def started(self, spec: WorkerSpec) -> None:
-        """A worker is running."""
-        self._specs[spec.name] = (spec, time.monotonic())
-        self._running.add(spec.name)
-
-    def successor(self, exit_: WorkerExit) -> WorkerSpec | None:
-        """The worker to start in place of one that ended; None when there is none, see ``dispensable``."""
-        kind = exit_.name.partition("/")[0]
-        self._running.discard(exit_.name)
-        if kind not in RESTARTABLE or exit_.name not in self._specs:
-            return None
-        spec, since = self._specs[exit_.name]
-        self._errors[exit_.name] += exit_.exit_code > 0
-        quick = time.monotonic() - since < QUICK_S
-        self._quick[exit_.name] = self._quick[exit_.name] + 1 if quick else 0
-        if self._errors[exit_.name] > MAX_ERRORS or self._quick[exit_.name] > MAX_QUICK_DEATHS:
-            return None
-        self.restarts[kind] += 1
-        return spec
-
-    def dispensable(self, name: str) -> bool:
-        """Whether the run can go on without a worker that is not started again, because others of its kind run."""
-        kind = name.partition("/")[0]
-        return kind in ONE_OF_SEVERAL and any(other.startswith(f"{kind}/") for other in self._running)

@@ -9,6 +9,8 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -17,45 +19,19 @@ from rich.console import Console
 from rich.text import Text
 
 from realhf.api.config import ConfigError, RecoverMode
-from realhf.api.experiment import ExperimentSpec
+from realhf.api.experiment import ExperimentSpec, Launch, is_made
+from realhf.api.run_files import removable
 from realhf.base.text import printable
 from realhf.launch.build import BuiltExperiment
 from realhf.launch.chosen_scheduler import make_scheduler
 from realhf.launch.processes import LaunchError, run_job, run_workers
+from realhf.launch.resume import Resumption, plain_options, resume_line
 from realhf.monitor.display import Display, make_display
-from realhf.monitor.provenance import write_provenance
+from realhf.monitor.provenance import EFFECTIVE, origin, record_launch
 from realhf.monitor.summary import held_out_table
 from realhf.scheduler.base import Scheduler
 from realhf.scheduler.failure import describe
 from realhf.scheduler.process_control import orphans_adopted
-
-RESULTS = (
-    "checkpoints",
-    "metrics.jsonl",
-    "evaluations.json",
-    "summary.json",
-    "episodes.txt",
-    "nonfinite.jsonl",
-    "tensorboard",
-    "trackers.json",
-    "wandb",
-    "mlflow",
-    "policy",
-    "logs",
-    "learning.png",
-    "time.png",
-    "async.png",
-    "timeline.png",
-    "trace",
-    "trace.json",
-    "placements.jsonl",
-    "report.html",
-    "rollouts",
-    "trajectory",
-    "journal",
-    "stream",
-    "weights",
-)
 
 
 class Interrupted(Exception):
@@ -66,47 +42,79 @@ class Interrupted(Exception):
         self.exit_code = 128 + signum
 
 
-def run_to_the_end(built: BuiltExperiment, arguments: Sequence[str], started_at: float) -> int:
-    """The exit code. Whatever happens, no process of the run is left."""
+def run_to_the_end(
+    built: BuiltExperiment, arguments: Sequence[str], started_at: float, resumption: Resumption | None = None
+) -> int:
+    """The exit code. Whatever happens, no process of the run is left. ``resumption``: what the run goes on from."""
+    launch = _launch(built, arguments, started_at, resumption)
+    config, named = built.config, any(text.startswith("trial_name=") for text in arguments)
+    go_on = "" if named else f"to go on with it: {resume_line(arguments, config.trial_name)}"
     try:
         with orphans_adopted(), _signals_raise(), _locked(built.spec.run_dir):
-            _prepare(built, arguments)
-            summary = _with_display(built, started_at)
+            _prepare(built, launch, resumption)
+            if go_on:
+                print(f"run: {built.spec.run_dir}\n{go_on}", flush=True)
+            summary = _with_display(built, launch, started_at, resumption)
     except Interrupted as stop:
-        return _say_error(f"{stop}; what was saved is in {built.spec.run_dir}", stop.exit_code)
+        text = f"{stop}; what was saved is in {built.spec.run_dir}"
+        cause = stop.__context__  # the run was being cleaned up after it
+        return _say_error(f"{cause}\n{text}" if isinstance(cause, LaunchError) else text, stop.exit_code, go_on)
     except LaunchError as error:
-        return _say_error(str(error), 1)
+        return _say_error(str(error), 1, go_on)
     except OSError as error:
-        return _say_error(describe(error), 1)
+        return _say_error(describe(error), 1, go_on)
     _say_results(summary, built.spec.run_dir)
     return 0
 
 
-def _with_display(built: BuiltExperiment, started_at: float) -> dict[str, Any]:
+def _launch(
+    built: BuiltExperiment, arguments: Sequence[str], started_at: float, resumption: Resumption | None
+) -> Launch:
+    """What is recorded of this launch once the run is accepted."""
+    from omegaconf import OmegaConf
+
+    config, changed = built.config, resumption.changed if resumption else ()
+    return Launch(
+        datetime.fromtimestamp(started_at).astimezone().isoformat(),
+        OmegaConf.to_yaml(OmegaConf.structured(config)),
+        plain_options(config),
+        {change.name: [change.before, change.now] for change in changed},
+        origin(arguments) | {EFFECTIVE: list(built.effective)},
+    )
+
+
+def _with_display(
+    built: BuiltExperiment, launch: Launch, started_at: float, resumption: Resumption | None
+) -> dict[str, Any]:
     config = built.config
     display = make_display(f"{config.experiment_name}/{config.trial_name}", live=config.monitor.progress)
     try:
-        return _run(built, built.spec, started_at, display)
+        for text in resumption.warnings() if resumption else ():
+            display.show({"kind": "warning", "text": text})
+        return _run(built, built.spec, started_at, display, launch)
     finally:
         display.close()
 
 
-def _run(built: BuiltExperiment, spec: ExperimentSpec, started_at: float, display: Display) -> dict[str, Any]:
+def _run(
+    built: BuiltExperiment, spec: ExperimentSpec, started_at: float, display: Display, launch: Launch | None = None
+) -> dict[str, Any]:
     """An experiment with all that it waits for."""
     for earlier in spec.before:
-        if earlier.artifact is not None and earlier.artifact.exists():
+        if earlier.artifact is not None and is_made(earlier.artifact):
             display.say(f"{earlier.name}: found {earlier.artifact}")
             continue
         display.say(f"{earlier.name}: {earlier.total_train_steps} steps, into {earlier.artifact or earlier.run_dir}")
         _run(built, earlier, time.time(), display)
     spec.run_dir.mkdir(parents=True, exist_ok=True)
     for job in spec.jobs:
-        if job.artifact.exists():
+        if is_made(job.artifact):
             display.say(f"{job.name}: found {job.artifact}")
         else:
             log = spec.run_dir / "logs" / f"{job.name}.log"
             run_job(job, _scheduler(built), log, display)
-    return run_workers(built.plan(spec, started_at), _scheduler(built), display)
+    plan = replace(built.plan(spec, started_at), launch=launch or Launch())
+    return run_workers(plan, _scheduler(built), display)
 
 
 def _scheduler(built: BuiltExperiment) -> Scheduler:
@@ -116,17 +124,15 @@ def _scheduler(built: BuiltExperiment) -> Scheduler:
         raise LaunchError(f"scheduler.path: {error}") from error
 
 
-def _prepare(built: BuiltExperiment, arguments: Sequence[str]) -> None:
-    """The run folder with its resolved configuration; emptied of results when nothing is to be recovered."""
-    from omegaconf import OmegaConf
-
-    folder, config = built.spec.run_dir, built.config
-    if config.recover_mode is RecoverMode.disabled:
-        for name in RESULTS:
-            path = folder / name
-            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-    (folder / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.structured(config)), encoding="utf-8")
-    write_provenance(folder, arguments)
+def _prepare(built: BuiltExperiment, launch: Launch, resumption: Resumption | None) -> None:
+    """The run folder with its resolved configuration; emptied of results when nothing is to be recovered. A run that
+    goes on keeps the configuration that it had until its master has found what it goes on from."""
+    folder = built.spec.run_dir
+    if built.config.recover_mode is RecoverMode.disabled:
+        for path in list(removable(folder)):
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
+    if resumption is None:
+        record_launch(folder, launch, 0)
 
 
 @contextlib.contextmanager
@@ -134,7 +140,7 @@ def _locked(folder: Path) -> Iterator[None]:
     """One launcher per run folder. Raises ConfigError when there is one already."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / ".lock").open("w")
+        lock = (folder / ".lock").open("a")
     except OSError as error:
         raise ConfigError(f"fileroot: cannot write to {folder}: {error.strerror}") from None
     with lock:
@@ -164,8 +170,10 @@ def _signals_raise() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _say_error(text: str, exit_code: int) -> int:
+def _say_error(text: str, exit_code: int, more: str = "") -> int:
     print(f"error: {printable(text, colours=False)}", file=sys.stderr)
+    if more:
+        print(printable(more, colours=False), file=sys.stderr)
     return exit_code
 
 

@@ -57,17 +57,22 @@ def _watch(section: T, prefix: str, reads: set[str]) -> T:
     return watching(**values)  # type: ignore[return-value]
 
 
+def _has_effect(name: str, reads: set[str]) -> bool:
+    return name in reads or name in LAUNCHER_OPTIONS or name.startswith(LAUNCHER_SECTIONS)
+
+
+def effective(config: ExperimentConfig, reads: set[str]) -> tuple[str, ...]:
+    """Every option that was read while the experiment was built, and those of the launcher itself."""
+    return tuple(sorted(found.name for found in walk(config) if _has_effect(found.name, reads)))
+
+
 def check_effects(composed: Composed, reads: set[str]) -> None:
     """Raise ConfigError for options that were set and not read, with the reason that stands at their field."""
     experiment = composed.config.experiment
     reasons = {found.name: found.option.idle for found in walk(composed.config)}
 
     def idle(names: Iterable[str]) -> list[str]:
-        return [
-            name
-            for name in names
-            if name not in reads and name not in LAUNCHER_OPTIONS and not name.startswith(LAUNCHER_SECTIONS)
-        ]
+        return [name for name in names if not _has_effect(name, reads)]
 
     lines = []
     for name in (*idle(composed.overridden), *idle(composed.written)):

@@ -1,7 +1,8 @@
 """Carries what the master reports to the launcher while it works: one JSON map per line on its standard output.
 
 Kinds: ``endpoint`` {address, run_id}, ``phase`` {text}, ``activity`` {calls, resident, capacity}, ``step`` {step,
-total, metrics}, ``evaluation`` {when, report}, ``warning`` {text}, ``done`` {summary}; between the steps of an
+total, metrics}, ``evaluation`` {when, report}, ``warning`` {text}, ``done`` {summary}; for the launcher's
+supervision ``joined`` {name} and ``lost`` {name, pid, started, reason, left}; between the steps of an
 asynchronous run ``rollouts`` {admission, generation, rollout}: see ``realhf.monitor.rollout_metrics``.
 """
 

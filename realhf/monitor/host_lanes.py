@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from bisect import bisect_right
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -23,17 +24,20 @@ _MOST_BYTES = 16 << 20
 
 class Placement(msgspec.Struct, omit_defaults=True):
     """Says that ``process`` was started on ``host`` at ``at`` (s since the epoch); without a process, that the host was
-    lost then, and why."""
+    lost then, and why; or what it is made of: a digest of this package's files there, and versions."""
 
     at: float
     host: str
     process: str = ""
     lost: str = ""
+    made_of: Mapping[str, str] = {}
 
 
-def note_placement(run_dir: Path, host: str, process: str = "", *, lost: str = "") -> None:
+def note_placement(
+    run_dir: Path, host: str, process: str = "", *, lost: str = "", made_of: Mapping[str, str] = {}
+) -> None:
     """Append one line. Raises OSError when it cannot be written."""
-    line = msgspec.json.encode(Placement(time.time(), host, process, lost)) + b"\n"
+    line = msgspec.json.encode(Placement(time.time(), host, process, lost, made_of)) + b"\n"
     path = run_dir / PLACEMENTS_FILE
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
@@ -55,7 +59,7 @@ class HostLanes:
             moment = round(row.at * 1e6)
             if row.process:
                 self._starts.setdefault(row.process, []).append((moment, row.host))
-            else:
+            elif not row.made_of:
                 self.lost.append((moment, row.host, row.lost))
         for starts in self._starts.values():
             starts.sort()

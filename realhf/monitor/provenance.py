@@ -1,4 +1,4 @@
-"""Records what produced a run: commit, package versions, Python, command line."""
+"""Records what produced a run: options, commit, package versions, Python, command line, launch by launch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,14 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from realhf.api.experiment import Launch
+from realhf.base.files.whole_file import write_whole
 from realhf.base.paths import PACKAGE
+
+CONFIG_FILE = "config.yaml"
+PROVENANCE_FILE = "provenance.json"
+EFFECTIVE = "effective_options"
+"""The options that do something in the run's experiment."""
 
 LAUNCH = ("python", "-m", "realhf.launch")
 """What stands before the arguments of a run; whoever shows the whole line quotes it as a shell reads it."""
@@ -53,9 +60,9 @@ def git_state(folder: Path) -> dict[str, Any]:
     return {"commit": commit, "modified": bool(changes) if commit else None}
 
 
-def write_provenance(run_dir: Path, arguments: Sequence[str]) -> None:
-    """Write ``provenance.json`` into the run folder."""
-    content = {
+def origin(arguments: Sequence[str]) -> dict[str, Any]:
+    """Return what a launch with these arguments runs with, beside its options."""
+    return {
         "git": git_state(PACKAGE),
         "packages": package_versions(),
         "python": platform.python_version(),
@@ -63,7 +70,50 @@ def write_provenance(run_dir: Path, arguments: Sequence[str]) -> None:
         "arguments": list(arguments),
         "executable": Path(sys.executable).name,
     }
-    (run_dir / "provenance.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def record_launch(run_dir: Path, launch: Launch, completed_steps: int) -> None:
+    """Write ``config.yaml`` and ``provenance.json`` of a run that was accepted and goes on after ``completed_steps``.
+    ``launches`` keeps the history: of each launch its time, the steps that were complete, its command line, commit, and
+    the options that it changed. The same launch is recorded once, however often the run begins again by itself."""
+    if not launch.at:
+        return
+    entry = {
+        "at": launch.at,
+        "completed_steps": completed_steps,
+        "arguments": launch.origin["arguments"],
+        "commit": launch.origin["git"]["commit"],
+        "changed": launch.changed,
+    }
+    earlier = launches(run_dir)
+    if launch.at in [known["at"] for known in earlier]:
+        return
+    write_whole(run_dir / CONFIG_FILE, launch.config)
+    content = {**launch.origin, "launches": [*earlier, entry]}
+    write_whole(run_dir / PROVENANCE_FILE, json.dumps(content, indent=1) + "\n")
+
+
+def launches(run_dir: Path) -> list[dict[str, Any]]:
+    """Return the launches of a run that were recorded, oldest first; [] where that cannot be read."""
+    try:
+        return [dict(entry) for entry in read_provenance(run_dir)["launches"] if entry["at"]]
+    except (ValueError, KeyError, TypeError):
+        return []
+
+
+def effective_options(provenance: Any) -> frozenset[str] | None:
+    """Return the options that do something in a run, by the content of its ``provenance.json``; None where that does
+    not say so, as in runs of earlier versions."""
+    found = provenance.get(EFFECTIVE) if isinstance(provenance, dict) else None
+    return frozenset(map(str, found)) if isinstance(found, list) and found else None
+
+
+def read_provenance(run_dir: Path) -> Any:
+    """Return the content of ``provenance.json``; None where it cannot be read."""
+    try:
+        return json.loads((run_dir / PROVENANCE_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
 
 
 def _git(folder: Path, *arguments: str) -> str | None:

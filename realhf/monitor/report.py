@@ -17,13 +17,14 @@ from typing import Any
 from realhf.base.files.whole_file import write_whole
 from realhf.monitor import report_html as html
 from realhf.monitor.advisories.of_run import advise_run
+from realhf.monitor.deaths import deaths
 from realhf.monitor.headline import STEP_TIME, Row
 from realhf.monitor.host_lanes import HostLanes
 from realhf.monitor.metrics.renaming import success_by_group
 from realhf.monitor.metrics_log import read_metrics
 from realhf.monitor.pictures import ASYNC, LEARNING, TIME, TIMELINE, draw_pictures
 from realhf.monitor.plots import staleness_bound
-from realhf.monitor.provenance import LAUNCH
+from realhf.monitor.provenance import LAUNCH, effective_options, launches, read_provenance
 from realhf.monitor.rollout_metrics import is_asynchronous, rollout_summary
 from realhf.monitor.run_files import NONFINITE_FILE, Evaluations
 from realhf.monitor.timeline import plot_timeline
@@ -48,7 +49,6 @@ COLUMNS = (
     STEP_TIME,
 )
 PICTURES = (
-    (LEARNING, "Learning"),
     (ASYNC, "Asynchronous"),
     (TIMELINE, "Who did what, last steps"),
     (TIME, "Where the time goes"),
@@ -63,11 +63,13 @@ def write_report(run_dir: Path) -> Path:
     parts = [
         html.heading(title, 1),
         html.paragraph(_state(rows, summary)),
-        *_overview(rows, summary),
+        *_picture(run_dir / LEARNING, "Learning"),
         *_advisories(run_dir, rows),
         *_held_out(Evaluations(run_dir)),
+        *_overview(rows, summary),
         *_rollouts(run_dir, rows),
         *_hosts(run_dir),
+        *_deaths(run_dir),
         *[part for file, name in PICTURES for part in _picture(run_dir / file, name)],
         *_steps(rows),
         *_trace(run_dir),
@@ -104,7 +106,9 @@ def _overview(rows: Sequence[Row], summary: dict[str, Any]) -> list[str]:
 
 def _advisories(run_dir: Path, rows: Sequence[Row]) -> list[str]:
     """Say what seems wrong with the run, the gravest first."""
-    found = advise_run(run_dir, rows, Evaluations(run_dir).all(), staleness_bound(run_dir))
+    found = advise_run(
+        run_dir, rows, Evaluations(run_dir).all(), staleness_bound(run_dir), effective_options(read_provenance(run_dir))
+    )
     table = [[one.severity, str(one.since), one.text, one.advice] for one in found]
     columns = ["severity", "since step", "what", "what one may do"]
     return [html.heading("Advisories"), html.sentences(columns, table)] if table else []
@@ -162,6 +166,16 @@ def _hosts(run_dir: Path) -> list[str]:
     return [html.heading("Hosts"), html.sentences(["host", "processes", "lost"], table)] if table else []
 
 
+def _deaths(run_dir: Path) -> list[str]:
+    """Say which workers ended before the run did."""
+    table = [
+        [f"{datetime.fromtimestamp(death.at, UTC):%H:%M:%S} UTC", death.process, death.why, death.then]
+        for death in deaths(run_dir)
+    ]
+    heading = html.heading("Workers that ended before the run")
+    return [heading, html.sentences(["when", "worker", "why", "then"], table)] if table else []
+
+
 def _picture(path: Path, name: str) -> list[str]:
     return [html.heading(name), html.picture(path.read_bytes(), name)] if path.is_file() else []
 
@@ -195,10 +209,15 @@ def _trace(run_dir: Path) -> list[str]:
 
 def _origin(run_dir: Path) -> list[str]:
     """Describe where the run came from: command line, versions, configuration."""
-    provenance = _json(run_dir / "provenance.json")
+    provenance = read_provenance(run_dir) or {}
     parts = [html.heading("Origin")]
     if provenance:
         parts.append(html.text(shlex.join([*LAUNCH, *map(str, provenance.get("arguments", []))])))
+        for entry in launches(run_dir)[1:]:
+            changed = ", ".join(f"{name}: {before} -> {now}" for name, (before, now) in entry["changed"].items())
+            parts.append(
+                html.text(f"Gone on after step {entry['completed_steps']}, {changed or 'with the same options'}")
+            )
         parts.append(html.folded("Versions", json.dumps(provenance, indent=1)))
     for file in ("config.yaml", NONFINITE_FILE):
         if (run_dir / file).is_file():

@@ -8,14 +8,17 @@ from collections.abc import Sequence
 from html import escape
 
 _STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 1080px; margin: 2em auto; padding: 0 1em; color: #222; }
-h1 { font-size: 1.5em; } h2 { font-size: 1.15em; margin-top: 2em; border-bottom: 1px solid #ddd; }
+:root { color-scheme: light dark; --muted: light-dark(#666, #9aa4b2); --line: light-dark(#ddd, #39414d); }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 1080px; margin: 2em auto; padding: 0 1em; }
+body { background: light-dark(#fff, #12161c); color: light-dark(#222, #e3e7ee); }
+h1 { font-size: 1.5em; } h2 { font-size: 1.15em; margin-top: 2em; border-bottom: 1px solid var(--line); }
 table { border-collapse: collapse; font-size: 13px; margin: .6em 0; display: block; overflow-x: auto; }
-th, td { padding: .15em .8em .15em 0; text-align: right; white-space: nowrap; } th { color: #666; font-weight: 500; }
+th, td { padding: .15em .8em .15em 0; text-align: right; white-space: nowrap; }
+th { color: var(--muted); font-weight: 500; }
 table.text td { white-space: normal; text-align: left; vertical-align: top; }
 table.text th { text-align: left; }
-th:first-child, td:first-child { text-align: left; } img { max-width: 100%; }
-pre { background: #f5f5f5; padding: .8em; overflow-x: auto; font-size: 12px; }
+th:first-child, td:first-child { text-align: left; } img { max-width: 100%; border-radius: 6px; }
+pre { background: light-dark(#f5f5f5, #1c222b); padding: .8em; overflow-x: auto; font-size: 12px; }
 """
 
 

@@ -18,6 +18,7 @@ from realhf.monitor.metrics.renaming import evaluation_metrics
 from realhf.monitor.metrics_log import MetricsLog
 from realhf.monitor.pictures import TIMELINE, draw_pictures
 from realhf.monitor.plots import staleness_bound
+from realhf.monitor.provenance import effective_options, read_provenance
 from realhf.monitor.report import write_report
 from realhf.monitor.run_files import EPISODES_FILE, NONFINITE_FILE, Evaluations, append_episodes, append_nonfinite
 from realhf.monitor.summary import build_summary, write_summary
@@ -110,7 +111,13 @@ class RunLog:
             wall_seconds=wall_seconds,
             train_calls=train_calls,
         )
-        advisories = advise_run(self._run_dir, rows, self.evaluations.all(), staleness_bound(self._run_dir))
+        advisories = advise_run(
+            self._run_dir,
+            rows,
+            self.evaluations.all(),
+            staleness_bound(self._run_dir),
+            effective_options(read_provenance(self._run_dir)),
+        )
         summary["advisories"] = [as_json(advisory) for advisory in advisories]
         self.draw()
         write_summary(summary, self._run_dir)

@@ -64,13 +64,14 @@ def held_out_table(summary: Mapping[str, Any]) -> Any:
         table.add_column(heading, justify="left" if not heading else "right")
     for suffix, label in (("", "sampled"), ("_greedy", "greedy")):
         before, after = (summary[f"heldout_success_{when}{suffix}"] for when in ("before", "after"))
+        episodes = summary[f"heldout_episodes_before{suffix}"] | summary[f"heldout_episodes_after{suffix}"]
         for name in dict.fromkeys([*before, *after]):
             table.add_row(
                 Text(f"{printable(name)}, {label}"),  # whoever wrote the environment named the group
                 _cell(before.get(name), summary[f"heldout_interval_before{suffix}"].get(name)),
                 _cell(after.get(name), summary[f"heldout_interval_after{suffix}"].get(name)),
                 f"{100 * (after[name] - before[name]):+.1f}" if name in before and name in after else "",
-                str((summary[f"heldout_episodes_after{suffix}"] or summary[f"heldout_episodes_before{suffix}"])[name]),
+                str(episodes[name]),
             )
         table.add_section()
     return table

@@ -191,7 +191,12 @@ class EnvRolloutInterface:
     def _ready(self, model: Model, context: CallContext) -> BlockingPlayer:
         if self._player is None:
             spec, options = self._environment(), self._options
-            self._chat = TemplateChat(model.tokenizer, system_prompt=None, template_kwargs=model.chat_template_kwargs)
+            self._chat = TemplateChat(
+                model.tokenizer,
+                system_prompt=None,
+                template_kwargs=model.chat_template_kwargs,
+                stop_ids=options.gen.stop_ids,
+            )
             self._texts = TokenTexts(model.tokenizer)
             limits = Limits(options.max_turns, options.max_total_tokens, options.gen.max_new_tokens)
             self._player = BlockingPlayer(

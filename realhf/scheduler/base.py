@@ -78,7 +78,14 @@ class WorkersWanted:
     count: int
 
 
-WorkerEvent = WorkerLine | WorkerExit | Notice | WorkersWanted
+@dataclass(frozen=True)
+class WorkerStarts:
+    """Says that a worker whose start was put off is being started now."""
+
+    name: str
+
+
+WorkerEvent = WorkerLine | WorkerExit | Notice | WorkersWanted | WorkerStarts
 
 
 class Scheduler(Protocol):
@@ -94,6 +101,12 @@ class Scheduler(Protocol):
     def wait(self, timeout_s: float) -> list[WorkerEvent]:
         """Return what happened, in order: at the first event, or an empty list after ``timeout_s`` seconds. Lines of a
         worker come before its exit; every exit is reported once."""
+        ...
+
+    def kill(self, name: str, cause: str, *, pid: int = 0, started: int = 0) -> None:
+        """Kill a worker with all that it has started (SIGKILL, which also ends one that is stopped); its exit then has
+        this ``cause``. With ``pid`` and ``started`` (see ``WorkerInfo``) only if it is this process: another that has
+        the name by now is left alone, as is a name that nobody has."""
         ...
 
     def stop(self, grace_s: float = 8.0) -> None:

@@ -15,8 +15,10 @@ from typing import IO
 
 import psutil
 
+from realhf.base.process_id import start_time
 from realhf.scheduler.base import SchedulerDefinition, WorkerEvent, WorkerExit, WorkerLine, WorkerSpec
 from realhf.scheduler.gpus import VISIBLE, with_one_gpu
+from realhf.scheduler.memory_kills import MemoryKills
 from realhf.scheduler.prepared import ForkedWorker, PreparedWorkers
 
 _KILL_DEADLINE_S = 5.0
@@ -31,6 +33,7 @@ class _Child:
     log: IO[bytes]
     log_from: int
     partial: bytes = b""
+    cause: str = ""
     relatives: set[psutil.Process] = field(default_factory=set)
 
     @property
@@ -51,6 +54,7 @@ class LocalScheduler:
 
     def __init__(self, *, orphans_are_ours: bool = False, prepared: PreparedWorkers | None = None) -> None:
         self._prepared = prepared
+        self._memory_kills = MemoryKills()
         self._children: dict[str, _Child] = {}
         self._selector = selectors.DefaultSelector()
         self._orphans_are_ours = orphans_are_ours
@@ -85,6 +89,7 @@ class LocalScheduler:
 
     def wait(self, timeout_s: float) -> list[WorkerEvent]:
         """See ``Scheduler``."""
+        self._memory_kills.look()
         if not self._selector.get_map():
             time.sleep(timeout_s)
             return []
@@ -137,16 +142,21 @@ class LocalScheduler:
         """Watch a descriptor no longer."""
         self._selector.unregister(descriptor)
 
-    def end(self, name: str, *, kill: bool = False) -> None:
-        """Ask one worker to end (SIGTERM), or kill it with all that it has started. One that does not run is left
-        alone; its end is reported as ever."""
+    def end(self, name: str) -> None:
+        """Ask one worker to end (SIGTERM). One that does not run is left alone; its end is reported as ever."""
+        child = self._children.get(name)
+        if child is not None and child.process.poll() is None:
+            child.relatives |= _descendants(child.process.pid)
+            child.process.send_signal(signal.SIGTERM)
+
+    def kill(self, name: str, cause: str, *, pid: int = 0, started: int = 0) -> None:
+        """See ``Scheduler``."""
         child = self._children.get(name)
         if child is None or child.process.poll() is not None:
             return
-        if not kill:
-            child.relatives |= _descendants(child.process.pid)
-            child.process.send_signal(signal.SIGTERM)
+        if pid and (pid, started) != (child.process.pid, start_time(pid)):
             return
+        child.cause = cause
         doomed = child.relatives | _descendants(child.process.pid)
         child.process.kill()
         for process in doomed:
@@ -201,9 +211,13 @@ class LocalScheduler:
         return [WorkerLine(child.spec.name, line.decode("utf-8", "replace")) for line in lines]
 
     def _reap(self, child: _Child) -> WorkerExit:
+        peak_bytes = _peak_bytes(child.process)
         exit_code = child.process.wait(_KILL_DEADLINE_S)
         self._forget(child)
-        return WorkerExit(child.spec.name, exit_code, child.spec.log, child.log_from)
+        cause = ""
+        if exit_code == -signal.SIGKILL:
+            cause = child.cause or self._memory_kills.cause(peak_bytes)
+        return WorkerExit(child.spec.name, exit_code, child.spec.log, child.log_from, cause)
 
     def _forget(self, child: _Child) -> None:
         """Close the descriptors and the log of a child that has ended."""
@@ -230,6 +244,22 @@ def _started(spec: WorkerSpec, log: IO[bytes], environment: dict[str, str] | Non
         start_new_session=True,
         env=environment,
     )
+
+
+def _peak_bytes(process: subprocess.Popen[bytes] | ForkedWorker) -> int:
+    """Collect a process that has ended, and return the most memory that it had; 0 where somebody has collected it."""
+    if isinstance(process, ForkedWorker):
+        process.poll()
+        return process.peak_bytes
+    if process.returncode is not None:
+        return 0
+    try:
+        pid, status, usage = os.wait4(process.pid, os.WNOHANG)
+    except ChildProcessError:
+        return 0
+    if pid:
+        process.returncode = os.waitstatus_to_exitcode(status)
+    return usage.ru_maxrss * 1024
 
 
 def _descendants(pid: int) -> set[psutil.Process]:

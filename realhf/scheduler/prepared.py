@@ -32,13 +32,15 @@ class ForkedWorker:
     def __init__(self, pid: int, stdout: IO[bytes] | None) -> None:
         self.pid, self.stdout = pid, stdout
         self.returncode: int | None = None
+        self.peak_bytes = 0
         self._pidfd = os.pidfd_open(pid)
 
     def poll(self) -> int | None:
         """Return the exit code, negative for a signal; None while it runs."""
         if self.returncode is None:
             try:
-                pid, status = os.waitpid(self.pid, os.WNOHANG)
+                pid, status, usage = os.wait4(self.pid, os.WNOHANG)
+                self.peak_bytes = usage.ru_maxrss * 1024
             except ChildProcessError:
                 pid, status = self.pid, 1 << 8  # somebody else has collected it
             if pid:

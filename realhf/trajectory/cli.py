@@ -10,12 +10,14 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any
-
-import uvicorn
+from typing import TYPE_CHECKING, Any
 
 import realhf
+from realhf.base.http_guard import guarded_http
 from realhf.trajectory.http.config import ConfigError, TrajectoryConfig, add_arguments, resolve
+
+if TYPE_CHECKING:
+    import uvicorn
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -25,34 +27,42 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = resolve(arguments)
         if arguments.reload:
+            import uvicorn
+
             os.environ.update(config.to_environment())
             uvicorn.run(
                 "realhf.trajectory.http.server:app", host=config.host, port=config.port, reload=True, access_log=False
             )
             return 0
         return serve(config)
-    except (ConfigError, OSError, RuntimeError) as error:
+    except (ConfigError, OSError) as error:
         print(f"run-api: {error}", file=sys.stderr)
-        return 1
+        return 2
 
 
 def serve(config: TrajectoryConfig) -> int:
-    """Run the server in this process. Raises RuntimeError when it does not come up."""
+    """Run the server in this process; return the exit code. Raises ConfigError."""
+    import uvicorn
+
     from realhf.trajectory.http.server import create_app
 
     server = uvicorn.Server(uvicorn_config(config, create_app(config)))
-    server.run()
-    if not server.started:
-        raise RuntimeError("the server did not start; the lines above tell why")
-    return 0
+    try:
+        server.run()
+    except SystemExit:  # it has said why it did not come up
+        return 2
+    return 0 if server.started else 2
 
 
 def uvicorn_config(config: TrajectoryConfig, app: Any) -> uvicorn.Config:
     """Return the uvicorn settings that every program of this project runs the app with."""
+    import uvicorn
+
     return uvicorn.Config(
         app,
         host=config.host,
         port=config.port,
+        http=guarded_http(),
         access_log=False,
         lifespan="on",
         timeout_graceful_shutdown=5,

@@ -7,7 +7,8 @@ Header fields: ``v`` protocol version, ``kind``, ``run`` id, ``session`` of the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
 import msgpack
@@ -20,6 +21,10 @@ MAX_PAYLOAD_BYTES = 64 << 20
 MAX_DEPTH = 16
 MAX_HEADER_ITEMS = 1 << 16
 """Number of entries that a list or map of a header may have."""
+COUNTED_FROM_BYTES = 1 << 20
+MAX_PAYLOAD_CONTAINERS = 1 << 20
+"""Number of lists and maps in a payload. An empty list is one byte on the wire and 64 in memory, so that the limit of
+bytes alone lets one message take gigabytes. Payloads below ``COUNTED_FROM_BYTES`` cannot, and are not counted."""
 HIGH_WATER_MARK = 10_000
 """Number of messages that a socket queues per peer."""
 
@@ -85,7 +90,8 @@ def pack_payload(value: Any) -> bytes:
 
 
 def unpack_payload(frames: Sequence[Any]) -> Any:
-    """Decode the single payload frame after the header; None when there is none."""
+    """Decode the single payload frame after the header; None when there is none. Raises ProtocolError for one that is
+    too large, on the wire or as objects, or no msgpack of plain data."""
     if not frames:
         return None
     if len(frames) > 1:
@@ -93,10 +99,22 @@ def unpack_payload(frames: Sequence[Any]) -> Any:
     view = memoryview(frames[0])
     if view.nbytes > MAX_PAYLOAD_BYTES:
         raise ProtocolError(f"payload of {view.nbytes} bytes exceeds {MAX_PAYLOAD_BYTES}")
+    count = _container_counter() if view.nbytes > COUNTED_FROM_BYTES else None
     try:
-        return msgpack.unpackb(view, strict_map_key=False)
+        return msgpack.unpackb(view, strict_map_key=False, max_ext_len=0, list_hook=count, object_hook=count)
     except (ValueError, msgpack.UnpackException, RecursionError) as error:
         raise ProtocolError(f"payload is not valid msgpack: {error or type(error).__name__}") from None
+
+
+def _container_counter() -> Callable[[T], T]:
+    found = itertools.count(1)
+
+    def counted(container: T) -> T:
+        if next(found) > MAX_PAYLOAD_CONTAINERS:
+            raise ProtocolError(f"payload of more than {MAX_PAYLOAD_CONTAINERS} lists and maps")
+        return container
+
+    return counted
 
 
 def field(header: dict[str, Any], name: str, kind: type[T]) -> T:

@@ -14,7 +14,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from realhf.base.http_guard import guarded_http
 from realhf.monitor.rollouts.export.command import export_command
+from realhf.view.folder_state import MARKS, is_run
+from realhf.view.run import Run
 from realhf.view.run_list import RunList
 from realhf.view.server import create_app
 
@@ -35,12 +38,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--follow", action="store_true", help="show new steps and rollouts as they are written")
     parser.add_argument("--port", type=int, default=PORT, help=f"port on 127.0.0.1; 0: a free one (default {PORT})")
     given = parser.parse_args(given_words)
-    absent = [str(path) for path in given.runs if not path.exists()]
-    if absent:
-        print(f"error: there is no {', no '.join(absent)}", file=sys.stderr)
-        return 2
     runs = RunList(given.runs)
-    found = runs.refresh()
+    found = [run for run in runs.refresh() if is_run(run.folder)]
+    if problem := _problem(given.runs, found, given.follow):
+        print(f"error: {problem}", file=sys.stderr)
+        return 2
     try:
         listener = socket.create_server(("127.0.0.1", given.port))
     except (OSError, OverflowError) as error:
@@ -50,17 +52,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
         left_off = len(runs.left_off())
         of = f" of {len(found) + left_off}" if left_off else ""
         word = "run" if len(found) + left_off == 1 else "runs"
-        said = f"{len(found)}{of} {word} on http://127.0.0.1:{listener.getsockname()[1]}/"
+        said = (
+            f"{len(found) or 'no'}{of} {word}{'' if found else ' yet'} on http://127.0.0.1:{listener.getsockname()[1]}/"
+        )
         print(f"{said} (Ctrl-C ends)", flush=True)
         _serve(runs, given.follow, listener)
     return 0
+
+
+def _problem(folders: Sequence[Path], found: Sequence[Run], follow: bool) -> str:
+    for folder in folders:
+        if not folder.exists():
+            return f"there is no {folder}"
+        if not folder.is_dir():
+            return f"{folder} is a file; name the folder of a run, or a folder of runs"
+    if found or follow:
+        return ""
+    return f"no run in {', '.join(map(str, folders))} (a run has {' or '.join(MARKS)}); --follow waits for one"
 
 
 def _serve(runs: RunList, follow: bool, listener: socket.socket) -> None:
     import uvicorn
 
     config = uvicorn.Config(
-        create_app(runs, follow=follow), log_level="warning", ws="none", timeout_graceful_shutdown=1, lifespan="off"
+        create_app(runs, follow=follow),
+        http=guarded_http(),
+        log_level="warning",
+        ws="none",
+        timeout_graceful_shutdown=1,
+        lifespan="off",
     )
     uvicorn.Server(config).run(sockets=[listener])
 

@@ -14,7 +14,7 @@ _LOCKS = Path("/proc/locks")
 _FRESH_S = 90.0
 """A run whose lock cannot be seen, such as one on another host, counts as going on while it wrote this recently."""
 _LARGEST_FILE = 16 * 2**20
-_MARKS = ("config.yaml", "metrics.jsonl", "provenance.json")
+MARKS = ("config.yaml", "metrics.jsonl", "provenance.json")
 GONE, FOREIGN, STARTING, RUNNING, FINISHED, STOPPED = "gone", "foreign", "starting", "running", "finished", "stopped"
 
 
@@ -28,7 +28,7 @@ class FolderState:
 
 def is_run(folder: Path) -> bool:
     """Return whether a folder has a file that only runs have."""
-    return any(is_plain_file(folder / name) for name in _MARKS)
+    return any(is_plain_file(folder / name) for name in MARKS)
 
 
 def state_of(folder: Path, steps: int, last_written: float | None) -> FolderState:
@@ -41,7 +41,7 @@ def state_of(folder: Path, steps: int, last_written: float | None) -> FolderStat
     if not stat.S_ISDIR(about.st_mode):
         return FolderState(FOREIGN, f"{folder} is not a folder.")
     if not is_run(folder):
-        return FolderState(FOREIGN, f"{folder} is not a run: it has none of {', '.join(_MARKS)}.")
+        return FolderState(FOREIGN, f"{folder} is not a run: it has none of {', '.join(MARKS)}.")
     if is_locked(folder / ".lock"):
         if steps == 0:
             return FolderState(STARTING, "The run has started; no step is complete yet.")

@@ -23,7 +23,7 @@ NONE = -1
 """Stands for no version and no staleness."""
 PLAYED_TOKENS, TRAINED_TOKENS = 1, 2
 MOST_GROUP = 64
-_TEXTS = ("task", "group", "env", "split", "failure")
+_TEXTS = ("task", "template", "group", "env", "split", "failure")
 _LEAST, _MOST = -(2**31), 2**31 - 1
 
 
@@ -38,7 +38,8 @@ class RunRollouts:
         self._seen: tuple[Any, ...] = ()
 
     def packed(self) -> bytes:
-        """Return a row for each rollout as columns (``packed.pack``), in the order of steps. Texts are numbers into the
+        """Return a row for each rollout, and for each further conversation of one (``branch``), as columns
+        (``packed.pack``), in the order of steps. Texts are numbers into the
         tables of the header; ``samples[sample]/row`` is the id."""
         with self._lock:
             rows = self._refreshed()
@@ -185,7 +186,7 @@ def _packed(rows: Sequence[Row], problems: Sequence[str]) -> bytes:
     codes: dict[str, Array] = {}
     tables: dict[str, list[str]] = {}
     for name in _TEXTS:
-        codes[name], tables[name] = _coded(getattr(play, name) or "" for play in plays)
+        codes[name], tables[name] = _coded(_text(play, name) for play in plays)
     parts = [play.id.rpartition("/") for play in plays]
     codes["sample"], tables["sample"] = _coded(part[0] for part in parts)
     tokens = [
@@ -201,6 +202,7 @@ def _packed(rows: Sequence[Row], problems: Sequence[str]) -> bytes:
         "success": np.array([play.success for play in plays], dtype=np.uint8),
         "length": _ints(play.length for play in plays),
         "turns": _ints(play.turns for play in plays),
+        "branch": np.array([play.branch is not None for play in plays], dtype=np.uint8),
         "truncated": np.array([play.truncated for play in plays], dtype=np.uint8),
         "seconds": _floats(play.seconds for play in plays),
         "kept": np.array([play.shard != NO_SHARD for play in plays], dtype=np.uint8),
@@ -210,6 +212,11 @@ def _packed(rows: Sequence[Row], problems: Sequence[str]) -> bytes:
     for name in ("advantage", "ratio_max", "clip_fraction", "mismatch"):
         columns[name] = _floats(None if train is None else getattr(train, name) for train in trains)
     return pack({"count": len(rows), "tables": tables, "problems": list(problems)[:20]}, {**columns, **codes})
+
+
+def _text(play: PlayLine, name: str) -> str:
+    """Return a text of a line. Runs of earlier versions name no template: each task is its own one."""
+    return getattr(play, name) or (play.task if name == "template" else "")
 
 
 def _coded(values: Iterable[str]) -> tuple[Array, list[str]]:

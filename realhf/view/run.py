@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from realhf.monitor.advisories.advise import advise, as_json
+from realhf.monitor.advisories.of_run import index_of
+from realhf.monitor.provenance import PROVENANCE_FILE, effective_options
 from realhf.monitor.run_files import EVALUATIONS_FILE
 from realhf.view.folder_state import FolderState, read_json, state_of
 from realhf.view.rollout_table import RunRollouts
@@ -61,13 +63,12 @@ class Run:
         evaluations = [
             (int(step), report) for step, report in reports if str(step).isdecimal() and isinstance(report, dict)
         ]
-        index = [
-            {"task": row.play.task, "group": row.play.group, "failure": row.play.failure, "step": row.step}
-            for row in self.rollouts.index()
-        ]
+        index = index_of(self.rollouts.index())
         bound = number_or_none(run_config(self.folder).get("async_rl.max_head_offpolicyness", ""))
         rows = list(self.metrics.rows)
-        return [as_json(one) for one in advise(rows, index, evaluations=evaluations, staleness_bound=bound)]
+        known = effective_options(read_json(self.folder / PROVENANCE_FILE))
+        found = advise(rows, index, evaluations=evaluations, staleness_bound=bound, effective=known)
+        return [as_json(one) for one in found]
 
     def evaluations(self) -> list[dict[str, Any]]:
         """Return a point for each evaluation, way of sampling and group: {step, way, group, success, low, high, ..}."""

@@ -9,6 +9,7 @@ It may be started before the launcher, and ends with its run.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import signal
 import sys
@@ -16,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from realhf.cluster.agent import HostAgent
+from realhf.cluster.agent_folder import temporary
 from realhf.cluster.options import ELASTIC, HOST_NAME
 from realhf.cluster.own_host import host_name
 from realhf.scheduler.failure import run_guarded
@@ -32,13 +34,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m realhf.worker", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--join", required=True, metavar="tcp://HOST:PORT", help="the launcher's door for hosts")
-    parser.add_argument("--key-file", type=Path, required=True, help="a copy of the cluster's keys (mode 600)")
+    parser.add_argument(
+        "--key-file", type=Path, required=True, help="a copy of the cluster's keys (mode 600); -: standard input"
+    )
     parser.add_argument("--name", default=host_name(), help="name of this host in the run (%(default)s)")
     kind = parser.add_mutually_exclusive_group(required=True)
     kind.add_argument("--host-agent", action="store_true", help="the launcher decides what runs here")
     kind.add_argument("--kind", choices=ELASTIC, help="this host gets more workers of this kind")
     parser.add_argument("--count", type=int, default=1, help="with --kind: how many (%(default)s)")
     parser.add_argument("--folder", type=Path, help="folder for what a run brings (~/.realhf/hosts/NAME)")
+    parser.add_argument("--temporary", action="store_true", help="what a run brings is removed when the agent ends")
     parser.add_argument("--patience-s", type=float, default=600.0, help="wait for the launcher so long (%(default)s)")
     parser.add_argument("--linger-s", type=float, default=30.0, help="wait for another run so long (%(default)s)")
     parser.add_argument(
@@ -60,8 +65,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _serve(given: argparse.Namespace) -> None:
     host_of(given.join)
-    folder = (given.folder or Path("~/.realhf/hosts").expanduser() / given.name).absolute()
     network = Network(LOOPBACK_ADDRESS, LOOPBACK_ADDRESS, RunKeys.read(given.key_file.expanduser()))
+    own = given.folder or Path("~/.realhf/hosts").expanduser() / given.name
+    with temporary() if given.temporary else contextlib.nullcontext(own.absolute()) as folder:
+        _serve_from(folder, network, given)
+
+
+def _serve_from(folder: Path, network: Network, given: argparse.Namespace) -> None:
     agent = HostAgent(
         given.join,
         network,

@@ -56,7 +56,13 @@ def policy(name: str, kind: tuple[bool, torch.dtype], tmp_path: Path) -> Path:
 def trained(policy: Path, root: Path, mode: str, dtype: torch.dtype) -> list[dict[str, Any]]:
     """Run the experiment and return the metrics of its steps."""
     command = [sys.executable, "-m", "realhf.launch", f"experiment={EXPERIMENTS[mode]}", f"actor.path={policy}"]
-    command += [f"actor.dtype={str(dtype).removeprefix('torch.')}", f"fileroot={root}", "experiment_name=run", *OPTIONS]
+    command += [
+        f"actor.dtype={str(dtype).removeprefix('torch.')}",
+        f"fileroot={root}",
+        "trial_name=default",
+        "experiment_name=run",
+        *OPTIONS,
+    ]
     command += ON_POLICY if mode == "asynchronous" else ()
     done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     assert done.returncode == 0, done.stderr[-3000:] + done.stdout[-3000:]

@@ -26,7 +26,9 @@ def test_rates_follow_the_assumptions() -> None:
         usual, shorter = line(64, model, Assumptions()), line(64, model, given)
         assert shorter.generation > 2 * usual.generation, "half the tokens, and less to read of the cache"
         assert shorter.training == pytest.approx(2 * usual.training)
-        assert line(64, model, replace(given, link=given.link / 2)).update_s == pytest.approx(2 * shorter.update_s)
+        assert line(64, model, replace(given, weights=given.weights / 2)).update_s == pytest.approx(
+            2 * shorter.update_s
+        )
 
 
 def test_what_does_not_fit_is_said_first() -> None:
@@ -35,7 +37,7 @@ def test_what_does_not_fit_is_said_first() -> None:
     small = found[8, "70B"]
     assert small.rate == 0 and small.why.startswith("the trainer does not fit")
     assert line(64, MODELS[0], replace(Assumptions(), master_us=1e6)).why.endswith("the master")
-    assert found[1024, "8B"].update_s > found[1024, "8B"].step_s > found[1024, "8B"].tree_s
+    assert found[1024, "8B"].update_s > found[1024, "8B"].tree_s > found[1024, "8B"].step_s
 
 
 def test_connections_are_shared_where_descriptors_do_not_suffice() -> None:

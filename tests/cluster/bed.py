@@ -85,7 +85,14 @@ class ClusterRun:
         """Start the launcher."""
         where = (f"scheduler={self.scheduler}", f"network.bind={self.bind}")
         where += (f"scheduler.key_file={self.keys}",)
-        given = (*OPTIONS, *where, f"fileroot={self.folder / 'runs'}", f"actor.path={self._policy}", *options)
+        given = (
+            *OPTIONS,
+            *where,
+            f"fileroot={self.folder / 'runs'}",
+            "trial_name=default",
+            f"actor.path={self._policy}",
+            *options,
+        )
         command = [*self.enter, sys.executable, "-m", "realhf.launch", *given]
         self.launcher = self._started(command, self.log)
 

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import zmq
 
 from realhf.cluster.messages import OF_DOOR, HostHello, Message, Welcome, packed, unpacked
+from realhf.cluster.own_host import made_of
 from realhf.transport.envelope import pack_header, pack_payload, unpack_header
 from realhf.transport.network.keys import RunKeys
 from realhf.transport.network.network import Network
@@ -42,11 +43,18 @@ class StrangeAgent:
         self.socket.send_multipart([pack_header(kind, "door", self.session), pack_payload(payload)])
 
     def hello(
-        self, *, wants: Mapping[str, int] = {}, gpus: int | Sequence[str] = 0, versions: Mapping[str, str] = {}
+        self,
+        *,
+        wants: Mapping[str, int] = {},
+        gpus: int | Sequence[str] = 0,
+        versions: Mapping[str, str] = {},
+        unlike: Mapping[str, str] = {},
     ) -> None:
         """Say hello, without waiting for the welcome. ``gpus``: so many that no other host has, or their names."""
         names = [f"machine of {self.name}/{number}" for number in range(gpus)] if isinstance(gpus, int) else [*gpus]
-        here = HostHello(self.name, 2, 1.0, names, "127.0.0.1", "m", time.time(), "/nowhere", dict(wants))
+        here = HostHello(
+            self.name, 2, 1.0, names, "127.0.0.1", "m", time.time(), "/nowhere", dict(wants), made_of() | unlike
+        )
         self.say("hello", here, versions={**own_versions(), **versions}, node="its-node")
 
     def join(self, **given: Any) -> StrangeAgent:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from realhf.cluster.agent import HostAgent
-from realhf.cluster.agent_folder import held
+from realhf.cluster.agent_folder import MARK, PREFIX, held, temporary
 from realhf.cluster.errors import ClusterError
 from realhf.transport.network.network import LOOPBACK
 
@@ -36,3 +37,14 @@ def test_two_agents_do_not_share_a_folder_and_one_may_have_it_after_the_other(tm
             pass
     with held(folder):
         pass
+
+
+def test_a_temporary_folder_goes_with_its_agent_and_those_of_killed_agents_with_the_next(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    killed, strange = tmp_path / f"{PREFIX}killed", tmp_path / f"{PREFIX}strange"
+    for folder in (killed, strange):
+        (folder / "carried").mkdir(parents=True)
+    (killed / MARK).touch()
+    with temporary() as running, held(running), temporary() as other:
+        assert running.exists() and other.exists() and not killed.exists()
+    assert [*tmp_path.iterdir()] == [strange], "who has no mark is no agent's"

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import zmq
 
+from realhf.base.process_id import start_time
 from realhf.cluster.errors import ClusterError
 from realhf.cluster.messages import Order
 from realhf.cluster.options import ClusterOptions
@@ -129,7 +130,7 @@ def clusters(folder: Path) -> Iterator[Callable[..., Cluster]]:
 
 
 def test_workers_run_on_the_hosts_that_were_waited_for_and_end_with_the_run(clusters: Callable[..., Cluster]):
-    """One host is then killed, one comes later and is removed by an operator."""
+    """A worker that was declared dead is killed, then a host; one comes later and is removed by an operator."""
     cluster = clusters(hosts=["a", "b"], placement={"generation": "a"})
     agents = [cluster.join(name) for name in ("a", "b")]
     cluster.start("master", events=True)
@@ -141,6 +142,15 @@ def test_workers_run_on_the_hosts_that_were_waited_for_and_end_with_the_run(clus
     ended = cluster.exit_of("rollout_worker/1")
     assert (ended.exit_code, ended.reason) == (3, "exit code 3")
     assert "last words" in ended.log.read_text()
+
+    cluster.start("rollout_worker/3", events=True)
+    silent = int(said(cluster, "rollout_worker/3").split()[1])
+    os.kill(silent, signal.SIGSTOP)
+    for pid, cause in ((silent + 1, "killed: of another"), (silent, "killed: no heartbeat for 8.1 s")):
+        cluster.scheduler.kill("rollout_worker/3", cause, pid=pid, started=start_time(silent))
+    ended = cluster.exit_of("rollout_worker/3")
+    assert (ended.exit_code, ended.reason) == (-9, "killed: no heartbeat for 8.1 s"), "its agent has done it"
+    assert gone([silent], LONG_S)
 
     agents[0].kill()
     lost = cluster.exit_of("generation/0")

@@ -12,6 +12,9 @@ from realhf.cluster.errors import ClusterError
 from realhf.cluster.messages import PIECE_BYTES
 from realhf.cluster.own_host import fingerprint
 
+LARGE = 4_000_001
+"""Bytes of weights; no number of whole pieces."""
+
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
@@ -19,7 +22,7 @@ def run_dir(tmp_path: Path) -> Path:
     folder, model = tmp_path / "runs" / "exp" / "trial", tmp_path / "model"
     folder.mkdir(parents=True)
     model.mkdir()
-    (model / "weights").write_bytes(b"w" * (PIECE_BYTES + 1))
+    (model / "weights").write_bytes(b"w" * LARGE)
     (model / "empty").touch()
     (tmp_path / "mine.py").write_text("x = 1\n")
     (folder / ".keys-1").write_text("secret")
@@ -52,7 +55,7 @@ def test_one_that_does_not_gets_what_the_plan_names_under_new_paths(run_dir: Pat
     assert sorted(path.rpartition("/")[2] for path in files) == ["empty", "keys-1", "mine.py", "plan.json", "weights"]
     plan = json.loads(files[f"{found.rewritten(str(run_dir))}/plan.json"])
     model = plan["spec"]["models"]["actor"]["path"]
-    assert files[f"{model}/weights"] == b"w" * (PIECE_BYTES + 1) and files[f"{model}/empty"] == b""
+    assert files[f"{model}/weights"] == b"w" * LARGE and files[f"{model}/empty"] == b""
     code, _, name = plan["spec"]["rollout"]["environment"].partition(":")
     assert (files[code], name) == (b"x = 1\n", "Env")
     assert plan["spec"]["models"]["ref"]["path"] == "org/name"
@@ -112,3 +115,13 @@ def test_a_file_as_large_as_a_disk_is_compared_at_once(tmp_path: Path):
         file.write(b"\0")
     found.append(fingerprint(large))
     assert found[0] == found[1] and len({*found}) == 3 and all(found)
+
+
+def test_a_model_of_the_same_names_and_sizes_is_another_where_a_byte_differs(tmp_path: Path):
+    """Two fine-tuned models of one architecture look alike by names and sizes, and a host used its own."""
+    (tmp_path / "model").mkdir()
+    weights = tmp_path / "model" / "weights"
+    weights.write_bytes(b"a" * 1000)
+    before = fingerprint(tmp_path / "model")
+    weights.write_bytes(b"a" * 999 + b"b")
+    assert fingerprint(tmp_path / "model") != before

@@ -6,13 +6,15 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from realhf.cluster import own_host
+from realhf.cluster import host_table, own_host
 from realhf.cluster.delivery import Dock
+from realhf.cluster.door import FromHost
 from realhf.cluster.host_table import Host, HostTable, Running
-from realhf.cluster.messages import HostHello
+from realhf.cluster.messages import Exited, HostHello, NotStarted
 from realhf.cluster.options import ClusterOptions
 from realhf.cluster.own_host import describe
 from realhf.cluster.placement import LAUNCHER, choose, gpu_of
@@ -68,10 +70,16 @@ class Bench:
 
     def start(self, name: str, gpu: int | None = None) -> tuple[str, int | None]:
         """Start a worker; its host, and its GPU there."""
-        log = self._logs / f"{name.replace('/', '-')}.log"
-        self.scheduler.start(WorkerSpec(name, "platform", (), log, gpu=gpu))
+        self.scheduler.start(WorkerSpec(name, "platform", (), self.log(name), gpu=gpu))
         worker = self.table.workers[name]
         return worker.host, worker.gpu
+
+    def log(self, name: str) -> Path:
+        return self._logs / f"{name.replace('/', '-')}.log"
+
+    def says(self, host: str, message: Exited | NotStarted) -> None:
+        """Let a host say something."""
+        self.scheduler._happened(FromHost(host, message))  # pyright: ignore[reportPrivateUsage]
 
     def told(self, name: str) -> str:
         """What a worker was told of its GPU."""
@@ -183,3 +191,66 @@ def test_two_agents_of_one_machine_deal_out_its_gpus_once(sees: Sees):
         where.append((place.name, gpu))
     assert sorted(where) == [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
     assert all(not place.free_gpus for place in table.places())
+
+
+def test_a_host_on_which_workers_fail_rests_and_others_get_them(bench: Callable[..., Bench]):
+    """A host with a full disk got the same worker eight times in six seconds and ended the run, while a healthy one
+    stood by."""
+    run = bench()
+    run.join("bad")
+    run.join("good")
+    spec = WorkerSpec("rollout_worker/0", "platform", (), Path("l"))
+    hosts: list[str] = []
+    for _ in range(4):
+        host, _ = run.start("rollout_worker/0")
+        hosts.append(host)
+        if host == "bad":
+            run.says("bad", NotStarted(spec.name, "No space left on device"))
+        else:
+            run.says("good", Exited(spec.name, 0, "l", 0, b""))
+    assert hosts.count("bad") == 1, hosts
+    (text,) = run.notices()
+    assert text == (
+        "host bad gets no workers for 15 s: rollout_worker/0 cannot be started there: No space left on device"
+    )
+    (line,) = [line for line in run.table.lines("door") if line.startswith("bad")]
+    assert line.endswith("gets no workers for 15 s: " + text.partition("s: ")[2])
+
+
+def test_quick_ends_count_for_a_host_and_long_lives_clear_it(bench: Callable[..., Bench], monkeypatch):
+    """Two ends in a row within seconds of the start let it rest, each time twice as long as before; a worker that has
+    run for a while shows that the host is well. What it was counts on when the run begins again."""
+    run = bench()
+    run.join("a")
+    now = time.monotonic()
+    monkeypatch.setattr(host_table, "time", SimpleNamespace(monotonic=lambda: now))
+    rests: list[float] = []
+    for lived_s in (1, 1, 1, 1, 20, 1):
+        run.start("rollout_worker/0")
+        run.table.workers["rollout_worker/0"].since = now
+        now += lived_s
+        run.says("a", Exited("rollout_worker/0", 1, "l", 0, b""))
+        rests.append(run.table.rest_s("a"))
+        now += rests[-1]
+    assert rests == pytest.approx([0, 15, 30, 60, 0, 0])
+    run.table.troubles["a"].until = now + 5
+    run.scheduler.stop(0.1)
+    assert run.scheduler._table.rest_s("a") == 5  # pyright: ignore[reportPrivateUsage]
+
+
+def test_where_all_hosts_rest_a_worker_waits_for_the_first_that_has_rested(bench: Callable[..., Bench], monkeypatch):
+    """It does not go to the launcher's machine instead, and the run does not end over a burst of attempts."""
+    run = bench()
+    run.join("a")
+    run.start("rollout_worker/0")
+    run.says("a", NotStarted("rollout_worker/0", "No space left on device"))
+    run.notices()
+    spec = WorkerSpec("rollout_worker/0", "platform", (), run.log("rollout_worker/0"))
+    run.scheduler.start(spec)
+    with pytest.raises(ValueError, match="was started already"):
+        run.scheduler.start(spec)
+    run.scheduler.wait(0.0)
+    assert "rollout_worker/0" not in run.table.workers
+    run.table.troubles["a"].until = 0.0
+    run.scheduler.wait(0.0)
+    assert run.table.workers["rollout_worker/0"].host == "a"

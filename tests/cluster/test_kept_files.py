@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import resource
+import subprocess
+import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
-from realhf.cluster.kept_files import keep
-from realhf.cluster.messages import FilePiece, Kept
+from realhf.cluster.delivery import Dock
+from realhf.cluster.kept_files import HeldKeys, keep
+from realhf.cluster.messages import PIECE_BYTES, FilePiece, Kept, Message, StartWorker
+from realhf.transport.errors import NetworkError
+from realhf.transport.network.keys import RunKeys
 
 
 def test_parts_make_a_file_that_appears_with_the_last_one_and_replaces_the_one_before(tmp_path: Path):
@@ -58,3 +65,74 @@ def test_a_full_disk_is_told_and_what_was_written_is_removed(tmp_path: Path):
     assert not [*tmp_path.iterdir()]
     assert keep(FilePiece(str(target), 2000, b"c", True), tmp_path).problem == "a part before byte 2000 is missing"
     assert not target.exists()
+
+
+def test_keys_are_kept_in_memory_and_gone_with_their_process(tmp_path: Path):
+    """An agent that is killed used to leave the keys of the run on its host."""
+    keys, piece = RunKeys.make(), tmp_path / "keys" / "7"
+    with_keys = "held.keep(FilePiece(sys.argv[2], 0, sys.stdin.buffer.read(), True)).problem"
+    code = (
+        "import sys; from pathlib import Path; from realhf.cluster.kept_files import *; from realhf.cluster.messages "
+        f"import FilePiece; held = HeldKeys(Path(sys.argv[1])); print({with_keys}, flush=True); sys.stdin.close(); "
+        "import time; time.sleep(600)"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path), str(piece)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as agent:
+        assert agent.stdin is not None and agent.stdout is not None
+        try:
+            agent.stdin.write(json.dumps(asdict(keys)).encode())
+            agent.stdin.close()
+            assert agent.stdout.readline() == b"\n"
+            assert RunKeys.read(piece) == keys, "a worker reads them as it reads a file"
+            assert not [path for path in tmp_path.rglob("*") if not path.is_symlink() and path.is_file()]
+        finally:
+            agent.kill()
+    with pytest.raises(NetworkError):
+        RunKeys.read(piece)
+    HeldKeys(tmp_path).forget()
+    assert not [*(tmp_path / "keys").iterdir()], "what a killed agent has left leads nowhere, and goes"
+
+
+def test_what_is_no_file_of_keys_is_refused(tmp_path: Path):
+    held = HeldKeys(tmp_path)
+    assert held.takes(FilePiece(str(tmp_path / "keys" / "k"), 0, b"", True))
+    assert not held.takes(FilePiece(str(tmp_path / "keys" / "a" / "k"), 0, b"", True))
+    assert held.keep(FilePiece(str(tmp_path / "keys" / "k"), 0, b"half", False)).problem == "no file of keys"
+    assert held.keep(FilePiece(str(tmp_path / "keys" / ".."), 0, b"", True)).problem
+    assert not [path for path in tmp_path.rglob("*") if path.is_symlink()]
+
+
+def test_what_is_carried_goes_on_where_it_was_cut_off(tmp_path: Path):
+    """Over a slow link a large file began again at its first byte whenever the host was lost, and never arrived. A part
+    was cut in its middle, too."""
+    target, content = tmp_path / "carried" / "0123" / "weights", bytes(range(256)) * 40
+    keep(FilePiece(str(target), 0, content[:5000], False), tmp_path)
+    sent: list[int] = []
+
+    def brought(length: int) -> int:
+        """Bring the file as a launcher does, in parts; how many parts were sent."""
+        parts = (
+            FilePiece(str(target), start, content[start : start + length], start + length >= len(content))
+            for start in range(0, len(content), length)
+        )
+        dock = Dock(lambda kind, message: sent.append(kind == "file") or answer(message))
+        waiting: list[Kept] = []
+
+        def answer(message: Message) -> None:
+            if isinstance(message, FilePiece):
+                waiting.append(keep(message, tmp_path))
+
+        sent.clear()
+        dock.add(parts, StartWorker("rollout_worker/0", "m", [], "/l", False, 0, None))
+        while not dock.advance() and waiting:
+            dock.has_kept(waiting.pop(0))
+            assert len(waiting) <= 64
+        return sum(sent)
+
+    assert brought(20) < 300 and target.read_bytes() == content, "half of it was there"
+    assert brought(1000) <= 11 and target.read_bytes() == content, "all of it was"
+
+
+def test_a_part_is_small_enough_to_be_a_sign_of_life_over_a_slow_link():
+    """At 1 Mbit/s. A launcher says nothing else while parts are on their way."""
+    assert PIECE_BYTES * 8 / 1e6 < 1.25 * 3, "scheduler.dead_after_s is at least 3"

@@ -22,6 +22,7 @@ HELLO = {
     "clock": 0.0,
     "folder": "/x",
     "wants": {"rollout_worker": 2},
+    "made_of": {"source": "0123"},
 }
 EXITED = {"name": "generation/0", "exit_code": -9, "log": "/l", "log_from": 0, "tail": b"x"}
 

@@ -17,12 +17,14 @@ from typing import Any
 import pytest
 import zmq
 
-from realhf.cluster import delivery, door
+from realhf.base.files.source_files import digest_of
+from realhf.cluster import delivery, door, own_host
 from realhf.cluster import scheduler as scheduler_module
 from realhf.cluster.errors import ClusterError
 from realhf.cluster.messages import Exited, FilePiece, Kept, Lines, Order, Probe, Probed, Refused, Report, StartWorker
 from realhf.cluster.options import ClusterOptions
 from realhf.cluster.scheduler import ClusterScheduler
+from realhf.monitor.host_lanes import HostLanes
 from realhf.scheduler.base import Notice, WorkerEvent, WorkerExit, WorkerLine, WorkerSpec, WorkersWanted
 from realhf.transport.descriptors import allow_many_connections
 from realhf.transport.network.keys import RunKeys
@@ -172,6 +174,62 @@ def test_an_agent_of_another_version_is_refused_with_both_and_its_host(bench: Be
     reason = agent.hears(Refused).reason
     assert reason.startswith("versions differ: realhf 99.0 on its-node, ") and "Python 2.7 on its-node" in reason
     assert not bench.scheduler.wait(0.1)
+
+
+UNLIKE = {"source": "0123", "torch": "1.0+cpu"}
+
+
+def test_a_host_with_other_files_of_the_package_or_another_torch_is_refused_with_both(tmp_path: Path):
+    """One changed line of a host of the same version gave rewards of 7.0, and was trained on. Who waits for the host
+    learns of it at once."""
+    bench = Bench(tmp_path, hosts=["a"])
+    try:
+        agent = bench.agent()
+        agent.hello(unlike=UNLIKE)
+        with pytest.raises(ClusterError) as found:
+            bench.begin()
+        reason = agent.hears(Refused).reason
+    finally:
+        bench.close()
+    own = own_host.made_of()
+    assert reason == (
+        f"it has the package's files with the digest 0123, here {own['source']}; torch 1.0+cpu, here {own['torch']} "
+        "(scheduler.differing_hosts=warn takes it)"
+    )
+    assert f": a is refused: {reason};" in str(found.value)
+
+
+def test_a_host_that_differs_may_be_taken_with_a_warning_and_what_each_is_made_of_is_kept(tmp_path: Path):
+    """The build of a package, such as one for a GPU, is no difference."""
+    bench = Bench(tmp_path, differing_hosts="warn", hosts=["a"])
+    try:
+        bench.agent().join(unlike=UNLIKE)
+        bench.until(Notice, "host a has the package's files with the digest 0123, here ")
+        bench.begin()
+        torch = own_host.made_of()["torch"].partition("+")[0]
+        bench.agent("b").join(unlike={"torch": f"{torch}+other"})
+        bench.until(Notice, "host b (127.0.0.1) joins")
+    finally:
+        bench.close()
+    assert "host b has" not in str(bench.events)
+    rows = [json.loads(line) for line in (tmp_path / "exp" / "run" / "placements.jsonl").read_text().splitlines()]
+    assert [(row["host"], row["made_of"]["torch"]) for row in rows if "made_of" in row] == [
+        ("a", "1.0+cpu"),
+        ("b", f"{torch}+other"),
+    ]
+    assert not HostLanes(tmp_path / "exp" / "run").lost
+
+
+def test_the_digest_is_of_every_file_of_the_package_and_of_none_that_is_compiled(tmp_path: Path):
+    (tmp_path / "p" / "__pycache__").mkdir(parents=True)
+    (tmp_path / "p" / "a.py").write_text("x = 1\n")
+    (tmp_path / "p" / "b.yaml").write_text("x: 1\n")
+    before = digest_of(tmp_path, ["p"])
+    (tmp_path / "p" / "__pycache__" / "a.pyc").write_text("compiled")
+    (tmp_path / "p" / ".a.py.swp").write_text("an editor's")
+    assert digest_of(tmp_path, ["p"]) == before
+    (tmp_path / "p" / "b.yaml").write_text("x: 2\n")
+    assert digest_of(tmp_path, ["p"]) != before
 
 
 def test_too_few_devices_are_told_with_what_each_host_has(tmp_path: Path):

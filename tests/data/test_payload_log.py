@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -111,6 +112,23 @@ def test_each_rank_has_a_log_of_its_own_and_reads_all(tmp_path):
     assert alone.read(refs[5]) == [b"\x01"], "rank 2 looks after its own"
 
 
+def test_what_cannot_be_read_now_is_not_lost(tmp_path):
+    """Without a free descriptor every sample that had arrived used to count as damaged, and was dropped for good."""
+    log = PayloadLog(tmp_path)
+    (ref,) = log.append([[b"kept"]])
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest = os.dup(0)
+    os.close(lowest)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            log.read(ref)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert log.read(ref) == [b"kept"]
+    log.close()
+
+
 def test_a_full_disk_is_an_error_and_the_next_append_is_whole(tmp_path, monkeypatch):
     log = PayloadLog(tmp_path)
     (first,) = log.append([[b"first"]])
@@ -120,7 +138,7 @@ def test_a_full_disk_is_an_error_and_the_next_append_is_whole(tmp_path, monkeypa
         raise OSError(errno.ENOSPC, "no space left")
 
     monkeypatch.setattr(payload_log.os, "writev", full)
-    with pytest.raises(OSError, match="no space"):
+    with pytest.raises(OSError, match=f"no space left: '{tmp_path}'"):
         log.append([[b"second"]])
     monkeypatch.undo()
     (third,) = log.append([[b"third"]])

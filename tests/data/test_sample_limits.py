@@ -20,7 +20,7 @@ KEYS = (
     KeySpec("packed_input_ids", "i64", "L"), KeySpec("prompt_mask", "bool", "L"), KeySpec("loss_mask", "bool", "L"),
     KeySpec("packed_logprobs", "f32", "L-1"), KeySpec("packed_versions", "i32", "L-1"),
     KeySpec("env_rewards", "f32", "1"), KeySpec("seq_no_eos_mask", "bool", "1"), KeySpec("outcome", "u8", "1"),
-    KeySpec("rewards", "f32", "1"),
+    KeySpec("rewards", "f32", "1"), KeySpec("rollout_index", "i32", "1"),
 )  # fmt: skip
 
 

@@ -149,7 +149,7 @@ def test_a_full_disk_is_one_clear_error_and_harms_nothing(tmp_path: Path) -> Non
         raise RuntimeError("save of 'w0' raised SafetensorError: No space left on device (os error 28)")
 
     for write in (full, full_elsewhere):
-        with pytest.raises(CheckpointError, match=r"step 2 was not written to .*no space left on the device.*intact"):
+        with pytest.raises(CheckpointError, match=r"step 2 was not written to .*no space left on device.*intact"):
             store.save(2, write, {})
         found = store.latest()
         assert found is not None and found.step == 1
@@ -162,7 +162,7 @@ def test_a_write_to_a_really_full_device(tmp_path: Path) -> None:
         with open("/dev/full", "w") as file:
             file.write("x" * 100_000)
 
-    with pytest.raises(CheckpointError, match="no space left"):
+    with pytest.raises(CheckpointError, match="no space left on device"):
         CheckpointStore(tmp_path).save(1, write, {})
 
 

@@ -42,7 +42,6 @@ class Bench:
             keys=self.graph.required_dataset_keys(),
             n_seqs=self.graph.n_seqs,
             timeout_s=60,
-            steps_in_flight=kw.get("steps_in_flight", 1),
         )
         self.executor = FunctionExecutor(
             self.graph,
@@ -98,16 +97,6 @@ async def test_sync_draws_follow_the_results_of_the_step_before(tmp_path: Path) 
     bench.source.next_batch = lambda n: seen.append((bench.source.count, len(bench.source.recorded))) or draw(n)
     await bench.run(3)
     assert seen[:3] == [(0, 0), (4, 4), (8, 8)]
-
-
-async def test_loading_runs_ahead_when_asked(tmp_path: Path) -> None:
-    bench = Bench(tmp_path, ONE, steps_in_flight=3)
-    async with bench.executor as executor:
-        await asyncio.sleep(0.05)
-        assert len(executor.buffer) == 12
-        report = await executor.execute_step(0)
-        assert report.n_samples == 4
-        assert [i for _, ids, _ in bench.caller.interface("w0", "gen").trace for i in ids] == ["t0", "t1", "t2", "t3"]
 
 
 async def test_calls_of_different_sizes_cover_the_step_once(tmp_path: Path) -> None:
@@ -254,23 +243,22 @@ async def test_what_is_at_work_is_no_stall_however_long_it_takes(
 
 
 async def test_recovery_continues_bit_identically(tmp_path: Path) -> None:
-    for ahead in (1, 2):
-        whole = await Bench(tmp_path, ONE, steps_in_flight=ahead).run(5)
-        first = Bench(tmp_path, ONE, steps_in_flight=ahead)
-        async with first.executor as executor:
-            for step in range(3):
-                await executor.execute_step(step)
-            await asyncio.sleep(0.01)
-            state = executor.state_dict()
-            saved = CheckpointRequest({"actor": str(tmp_path / "ckpt" / "actor")}, str(tmp_path / "ckpt"))
-            first.caller.hosts["w0"].save(saved)
-        second = Bench(tmp_path, ONE, steps_in_flight=ahead)
-        second.caller.hosts["w0"].restore(saved)
-        second.executor.load_state_dict(state)
-        assert second.executor.next_step == 3
-        rest = await second.run(2)
-        assert weights(rest) == weights(whole)[3:]
-        assert [r.id for report in rest for r in report.results] == [f"t{i}" for i in range(12, 20)]
+    whole = await Bench(tmp_path, ONE).run(5)
+    first = Bench(tmp_path, ONE)
+    async with first.executor as executor:
+        for step in range(3):
+            await executor.execute_step(step)
+        await asyncio.sleep(0.01)
+        state = executor.state_dict()
+        saved = CheckpointRequest({"actor": str(tmp_path / "ckpt" / "actor")}, str(tmp_path / "ckpt"))
+        first.caller.hosts["w0"].save(saved)
+    second = Bench(tmp_path, ONE)
+    second.caller.hosts["w0"].restore(saved)
+    second.executor.load_state_dict(state)
+    assert second.executor.next_step == 3
+    rest = await second.run(2)
+    assert weights(rest) == weights(whole)[3:]
+    assert [r.id for report in rest for r in report.results] == [f"t{i}" for i in range(12, 20)]
 
 
 async def test_freeing_tensors_does_not_wait_for_a_long_call(tmp_path: Path) -> None:
@@ -281,7 +269,7 @@ async def test_freeing_tensors_does_not_wait_for_a_long_call(tmp_path: Path) -> 
         await asyncio.sleep(0.05)
         saving = bench.caller.call("w0", "save", {}, timeout_s=100.0)
         await asyncio.sleep(0)
-        executor.buffer.drop(list(executor.storage.ids()), "stale")
+        executor._to_clear += executor.storage.ids()
         await asyncio.wait_for(executor._clear(), 60)
         assert len(bench.caller.stores["w0"]) == 0 and not saving.done()
         saving.cancel()

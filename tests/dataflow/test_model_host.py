@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import resource
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,11 +14,13 @@ import pytest
 import torch
 
 from realhf.api.calls import CheckpointRequest, ExportRequest, Nothing
+from realhf.api.experiment import is_made
 from realhf.api.mfc import InterfaceType, MFCDef
 from realhf.api.model import Model, TrainResult
 from realhf.api.parallel import HeldInParts
 from realhf.api.sample import SequenceSample
 from realhf.base.tensor_digest import digests, joint_digest
+from realhf.dataflow.checkpoint import CheckpointError, CheckpointStore
 from realhf.dataflow.model_function_call import WrongReply
 from realhf.dataflow.model_host import ModelHost
 from realhf.transport.codec import decode_sample
@@ -286,6 +289,59 @@ def test_checkpoints_and_exports_carry_digests_and_another_weight_than_was_saved
     (tmp_path / "ckpt" / "actor" / "weight.txt").write_text("1.0000001 0")
     with pytest.raises(ValueError, match=r"weight was saved with digest [0-9a-f]+ and is restored with [0-9a-f]+"):
         host.host.restore(request)
+
+
+def test_an_export_that_is_killed_at_any_moment_leaves_the_folder_of_before_or_none(tmp_path: Path) -> None:
+    """The launcher takes the folder of a warm start for done when it is there: it used to be made, empty, before the
+    export, so that a kill then ended every later launch with "no such folder"."""
+    host, out = Host(tmp_path), tmp_path / "made" / "policy-key"
+    engine: Any = host.model.engine
+    export, seen = engine.export_hf, []
+
+    def killed(folder: Path) -> None:
+        export(folder)
+        seen.append(sorted(path.name for path in out.iterdir()) if out.exists() else None)
+        raise SystemExit
+
+    for before in (None, ["model.txt", "weight_digests.json"]):
+        engine.export_hf = killed
+        with pytest.raises(SystemExit):
+            host.host.export(ExportRequest("actor", str(out)))
+        assert seen.pop() == before and is_made(out) == (before is not None)
+        engine.export_hf = export
+        host.host.export(ExportRequest("actor", str(out)))
+        assert sorted(path.name for path in out.iterdir()) == ["model.txt", "weight_digests.json"]
+    assert [path.name for path in out.parent.iterdir()] == ["policy-key"]
+    (tmp_path / "empty").mkdir()
+    assert not is_made(tmp_path / "empty"), "what an older version left is made anew"
+
+
+def test_a_disk_that_takes_no_more_is_the_cause_that_is_told_and_nothing_of_it_stays(tmp_path: Path) -> None:
+    """torch spoke of an unexpected position in inline_container.cc."""
+    host, store = Host(tmp_path), CheckpointStore(tmp_path / "checkpoints")
+    engine: Any = host.model.engine
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def large(folder: Path) -> None:
+        torch.save({"weight": torch.zeros(200_000)}, folder / "engine.pt")
+
+    def save(draft: Path) -> None:
+        host.host.save(CheckpointRequest({"actor": str(draft / "actor")}, str(draft)))
+
+    store.save(1, save, {})
+    engine.save_checkpoint = engine.export_hf = large
+    resource.setrlimit(resource.RLIMIT_FSIZE, (400_000, hard))
+    try:
+        with pytest.raises(CheckpointError) as failed:
+            store.save(2, save, {})
+        with pytest.raises(OSError, match=rf"File too large: '{tmp_path}/\.hf\.") as exported:
+            host.host.export(ExportRequest("actor", str(tmp_path / "hf")))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert f"step 2 was not written to {store.folder}: file too large; earlier checkpoints are" in str(failed.value)
+    assert isinstance(failed.value.__cause__, OSError) and "inline_container" in str(exported.value.__cause__)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints"]
+    assert sorted(path.name for path in store.folder.iterdir()) == ["LATEST", "ckpt-00000001"]
 
 
 @pytest.mark.parametrize(("rank", "whole"), [(0, True), (1, True), (0, False)], ids=["first", "second", "in parts"])

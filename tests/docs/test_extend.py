@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import math
 import os
 import queue
 import random
@@ -16,12 +17,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 from rich.console import Console
 
+from realhf.algorithms.policy_gradient.losses import LossTerms
 from realhf.api.config import AsyncConfig, EngineConfig, GenConfig
 from realhf.api.environment import AssistantMessage, Task, ToolCall
 from realhf.api.experiment import ModelSpec
@@ -34,6 +36,7 @@ from realhf.aws.validation.validation import validate
 from realhf.backends import streaming_engines
 from realhf.base.plugin import load_plugin
 from realhf.base.tensor_digest import digests
+from realhf.builtins import advantage_estimators, policy_losses
 from realhf.env.client.openenv_client import OpenEnvClient
 from realhf.env.doors.author import Traits
 from realhf.env.doors.dataset import DatasetOptions
@@ -59,6 +62,7 @@ PAGES = (
     "environment",
     "generation_engine",
     "metric",
+    "policy_loss",
     "remote_environment",
     "scheduler",
     "task",
@@ -300,6 +304,33 @@ def test_a_wrong_option_of_the_scheduler_is_refused_as_the_page_says(
         assert line == f"config error: {said}"
 
 
+# ---- policy loss, advantage
+
+
+def test_the_loss_is_what_its_page_says() -> None:
+    """Its value and gradient by hand; what the mask leaves out is not seen, whatever it holds."""
+    example("own_policy_gradient")
+    logprobs = torch.tensor([-1.0, -2.0, float("nan")], requires_grad=True)
+    old, advantages = torch.tensor([-1.2, -2.0, 0.0]), torch.tensor([1.0, -2.0, float("nan")])
+    terms = LossTerms(
+        logprobs, old, advantages, torch.tensor([True, True, False]), torch.zeros(3, dtype=torch.int64), 1
+    )
+    found = policy_losses.get("soft_clip")(terms, SimpleNamespace(ratio="token"))
+    ratio = math.exp(0.2)
+    assert found.loss.tolist() == pytest.approx([-math.tanh(ratio - 1), 0.0, 0.0])
+    found.loss.sum().backward()
+    slope = (1 - math.tanh(ratio - 1) ** 2) * ratio
+    assert logprobs.grad is not None and logprobs.grad.tolist() == pytest.approx([-slope, 2.0, 0.0])
+
+
+def test_the_advantage_is_what_its_page_says() -> None:
+    """The distance to the median of the group; invalid rollouts enter nothing, equal scores give nothing."""
+    example("own_policy_gradient")
+    scores = torch.tensor([0.0, 0.0, 1.0, float("nan"), 0.5, 0.5])
+    valid, group = torch.tensor([True, True, True, False, True, True]), torch.tensor([0, 0, 0, 0, 1, 1])
+    assert advantage_estimators.get("above_median")(scores, valid, group).tolist() == [0, 0, 1, 0, 0, 0]
+
+
 # ---- agent
 
 
@@ -379,6 +410,26 @@ async def test_the_class_with_messages_is_played() -> None:
                 low, high = (said + 1, high) if turn.messages[0]["content"] == "Higher." else (low, said - 1)
         await environment.reset(task.payload, seed=task.seed)
         assert (await environment.step(AssistantMessage(str(said)))).metrics == {"success": 1.0}
+
+
+async def test_the_customer_of_the_support_desk_answers_and_leaves() -> None:
+    """A turn without a call is answered by the user; half is paid for the deed and half for telling of it; the user
+    leaves when they hear that it is done, or when nothing comes of it."""
+    spec = build_environment(str(EXAMPLES / "support_desk.py"), {})
+    for told, reward in ((True, 1.0), (False, 0.5)):
+        environment = spec.make("")
+        await environment.reset({"wish": "move", "split": "heldout"}, seed=4)
+        number = await environment.step(AssistantMessage("What is the number of the order?"))
+        city = await environment.step(AssistantMessage("And which city?"))
+        assert [message["role"] for message in (*number.messages, *city.messages)] == ["user", "user"]
+        arguments = {"number": number.messages[0]["content"][6:-1], "city": city.messages[0]["content"][:-1]}
+        moved = await environment.step(AssistantMessage("", (ToolCall("move", arguments),)))
+        assert not moved.done and moved.messages[0]["role"] == "tool" and moved.reward == 0.5
+        turn, turns = moved, 0
+        while not turn.done:
+            turn, turns = await environment.step(AssistantMessage("It is done." if told else "Hm.")), turns + 1
+        assert (turn.reward, turn.metrics["success"], turn.messages) == (reward, float(told), [])
+        assert turns == (1 if told else 3)
 
 
 async def test_the_verifier_judges_the_last_word(tmp_path: Path) -> None:

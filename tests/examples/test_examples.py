@@ -149,13 +149,31 @@ def test_the_first_run_says_what_it_learned(first_run: tuple[str, Path]) -> None
     assert (folder / "report.html").exists()
 
 
+@pytest.mark.parametrize(
+    ("example", "given", "said"),
+    [("first_run", "--help", "options are name=value"), ("trl_grpo", "policy", "run this with a Python that has TRL")],
+)
+def test_an_example_that_cannot_run_so_says_why_in_a_line(example: str, given: str, said: str) -> None:
+    """They used to end in tracebacks."""
+    command = [sys.executable, str(EXAMPLES / f"{example}.py"), given]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert said in done.stderr and "Traceback" not in done.stderr and done.stderr.count("\n") == 1
+
+
 @pytest.mark.sim
 @pytest.mark.slow
 def test_an_algorithm_of_ones_own_trains_the_policy_of_the_first_run(first_run: tuple[str, Path]) -> None:
     """The launcher takes the file from where it lies, and the train step in the worker is the example's."""
     folder = first_run[1]
     toy = [option for option in SMALL if not option.startswith("evaluation.")]
-    options = [f"fileroot={folder.parents[1]}", f"actor.path={folder / 'policy'}", "total_train_steps=1", *toy]
+    options = [
+        f"fileroot={folder.parents[1]}",
+        "trial_name=default",
+        f"actor.path={folder / 'policy'}",
+        "total_train_steps=1",
+        *toy,
+    ]
     command = (sys.executable, "-m", "realhf.launch", f"+experiment_path={EXAMPLES / 'own_algorithm.py'}")
     run(*command, "evaluation.episodes_per_task=0", "evaluation.greedy_episodes_per_task=0", *options)
     metrics = folder.parents[1] / "own_algorithm" / "default" / "metrics.jsonl"

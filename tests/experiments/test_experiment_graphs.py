@@ -44,6 +44,18 @@ def test_without_a_kl_term_the_reference_leaves_the_graph_and_the_workers():
     assert "packed_ref_logprobs" not in made.graph.inputs("actor_train")
 
 
+@pytest.mark.slow
+def test_workers_that_share_the_actor_share_the_sessions_of_the_environment():
+    """Each opens all of its own before it plays: together they waited for more than there were, until they failed.
+    Evaluation has the same ones. Rollout workers have sessions of their own number."""
+    several = ("env.pool_size=16", "actor.workers=[0,1]", "actor.backend=ddp")
+    shared = spec("experiment=grpo_aws", *several)
+    assert shared.mfcs[0].interface_args["sessions"] == 8 and shared.evaluation is not None
+    assert shared.evaluation.interface_args["sessions"] == 8
+    streamed = spec("experiment=grpo_aws_async", "ref.workers=[0]", *several).rollout
+    assert streamed is not None and streamed.sessions == 16 // streamed.options.n_rollout_workers
+
+
 def test_a_kl_term_in_the_reward_keeps_it():
     assert "ref" in spec("experiment=grpo_aws", "ppo.kl_loss_coef=0", "ppo.kl_ctl=0.01").models
 
@@ -141,6 +153,9 @@ def test_the_stream_brings_groups_in_place_of_episodes_and_a_server_unless_there
     assert call.interface_args["batch_size"] == 128 and {mfc.n_seqs for mfc in made.graph.mfcs} == {64}
     assert spec("experiment=grpo_stream_http", "stream.url=http://queue:8000").services == ()
     assert set(spec("experiment=grpo_stream_http", "ppo.kl_loss_coef=0").models) == {"actor"}
+    # Each rank would pull under one name, and train on what another one acknowledges.
+    with pytest.raises(ConfigError, match=r"actor.workers=\[0, 1\]"):
+        built("experiment=grpo_stream_http", "actor.workers=[0,1]", "actor.backend=ddp")
 
 
 def test_the_reference_and_the_actor_start_from_the_warm_start():

@@ -166,6 +166,7 @@ def test_a_critic_without_a_value_head_is_refused(monkeypatch: pytest.MonkeyPatc
 def folder(path: Path, config: dict[str, object], template: str = "{{ messages }}") -> Path:
     path.mkdir()
     (path / "config.json").write_text(json.dumps(config))
+    (path / "model.safetensors").touch()
     if template:
         (path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
     return path

@@ -13,6 +13,7 @@ from realhf.algorithms.sft import SFTInterface
 from realhf.api.config import GenConfig, LoraConfig, OptimizerConfig
 from realhf.api.model import CallContext, GenRequest, Model
 from realhf.api.sample import MicroBatchSpec, SequenceSample
+from realhf.backends.execution.resting_moments import HostMemory, RestingMoments
 from realhf.backends.training.torch_engine import TorchEngine
 
 SPEC = MicroBatchSpec(1, 512)
@@ -66,7 +67,37 @@ def test_moments_in_the_memory_of_the_host_change_no_bit_and_free_the_device(
         losses.append(train(engine, batch, 3))
         held.append(torch.cuda.memory_allocated() - before)
         weights = sum(tensor.numel() for tensor in engine.weights().values())
+        if offload:
+            _lies_in_one_pinned_slab(engine)
         del engine
         torch.cuda.empty_cache()
     assert losses[0] == losses[1]
     assert held[0] - held[1] > 0.9 * 8 * weights, "two moments of four bytes for each weight"
+
+
+def _lies_in_one_pinned_slab(engine: TorchEngine) -> None:
+    assert engine._optimizer is not None
+    names = {parameter: name for name, parameter in engine.model.named_parameters()}
+    moments = [t for name, t in engine._optimizer.tensors(names).items() if name.startswith("exp_avg")]
+    assert moments and all(tensor.is_pinned() for tensor in moments)
+    assert len({tensor.untyped_storage().data_ptr() for tensor in moments}) == 1
+    slab, needed = moments[0].untyped_storage().nbytes(), sum(tensor.nbytes for tensor in moments)
+    assert needed <= slab <= needed + 256 * len(moments), "not rounded up to a power of two"
+
+
+@pytest.mark.cuda_only
+def test_pieces_of_moments_move_while_others_are_computed(device: torch.device) -> None:
+    """Many small pieces, whose copies are begun without waiting for each other, change no bit."""
+    found = []
+    for memory in (None, HostMemory(device)):
+        torch.manual_seed(0)
+        weights = torch.nn.ParameterList([torch.nn.Parameter(torch.randn(512, 300 + 7 * n)) for n in range(12)])
+        weights = weights.to(device)
+        adamw = torch.optim.AdamW(weights.parameters(), lr=1e-2, fused=True)
+        stepped = adamw if memory is None else RestingMoments(adamw, memory, piece_bytes=3 << 20)
+        for _ in range(5):
+            for weight in weights:
+                weight.grad = torch.randn_like(weight)
+            stepped.step()
+        found.append(torch.cat([weight.detach().reshape(-1) for weight in weights]))
+    assert torch.equal(*found)

@@ -33,7 +33,16 @@ def trained(
     folder: Path, *arguments: str, python: Path | str = sys.executable, variables: Mapping[str, str] | None = None
 ) -> list[dict]:
     """Run an experiment under ``python`` and return the metrics of its steps."""
-    command = [str(python), "-m", "realhf.launch", *TINY, *arguments, f"fileroot={folder}", "experiment_name=e"]
+    command = [
+        str(python),
+        "-m",
+        "realhf.launch",
+        *TINY,
+        *arguments,
+        f"fileroot={folder}",
+        "trial_name=default",
+        "experiment_name=e",
+    ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), **(variables or {})}
     done = subprocess.run(
         command,

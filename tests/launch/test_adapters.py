@@ -61,7 +61,7 @@ def test_a_backend_that_trains_all_weights_and_a_missing_package_are_refused(mon
     assert problems("builtin", backend="ddp") == []
     assert "backend fsdp2 cuts a model" in problems("builtin", backend="fsdp2")[0]
     monkeypatch.setattr(adapters, "find_spec", lambda name: None)
-    assert "install realhf[lora]" in problems("builtin")[0]
+    assert "pip install -e '" in problems("builtin")[0]
     assert problems("builtin", rank=0) == []
 
 

@@ -40,9 +40,20 @@ def test_workers_that_train_together_get_different_gpus_though_none_are_named():
         ConfigError, match=r"allocation.gpus=\[\]: actor trains on 2 .* need 3 GPUs, 2 are visible here"
     ):
         allocate(spec, AllocationConfig(), 2)
-    on_cpu = replace(spec.models["actor"], backend_args={"device": "cpu"})
-    assert allocate(replace(spec, models={**spec.models, "actor": on_cpu}), AllocationConfig(), 2) == {}
     assert allocate(spec_of(), AllocationConfig(), 1) == {}, "a role on one worker takes the first"
+
+
+@pytest.mark.parametrize(
+    ("there", "gpus"),
+    [(2, (0, 1, 0, 1, 0)), (3, (0, 1, 2, 2, 2)), (4, (0, 1, 2, 3, 2)), (8, (0, 1, 2, 3, 4))],
+)
+def test_roles_are_dealt_out_though_none_are_named(there: int, gpus: tuple[int, ...]):
+    """All of them used to take GPU 0 while the others of the machine stood by."""
+    spec = spec_of("actor.workers=[0]", "ref.workers=[1]", "async_rl.n_generation_workers=3")
+    workers = ("model_worker/0", "model_worker/1", *(f"generation/{number}" for number in range(3)))
+    assert allocate(spec, AllocationConfig(), there) == dict(zip(workers, gpus, strict=True))
+    on_cpu = {name: replace(model, backend_args={"device": "cpu"}) for name, model in spec.models.items()}
+    assert allocate(replace(spec, models=on_cpu), AllocationConfig(), there) == {}
 
 
 def test_workers_on_other_hosts_have_the_gpus_of_those():

@@ -84,5 +84,5 @@ def test_a_yaml_names_the_experiment_that_it_varies_or_builds_on_one_that_does(t
 
 def test_a_choice_about_a_section_that_the_experiment_lacks_is_refused(tmp_path: Path):
     file = written(tmp_path, "def build(config): ...\n")
-    with pytest.raises(ConfigError, match="env=small has no effect in experiment mine: it has no section env"):
-        compose_config([f"+experiment_path={file}", "env=small"])
+    with pytest.raises(ConfigError, match="env=sql has no effect in experiment mine: it has no section env"):
+        compose_config([f"+experiment_path={file}", "env=sql"])

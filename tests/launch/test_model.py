@@ -14,6 +14,7 @@ from realhf.api.chat import unread_variables
 from realhf.api.config import ConfigError, ModelConfig
 from realhf.backends.builtin_policy import CHAT_TEMPLATE
 from realhf.backends.training.tokenizer_loading import ModelLoadError, check_context
+from realhf.launch import model
 from realhf.launch.build import build_experiment
 from realhf.launch.checks import check_config
 from realhf.launch.compose import compose_config
@@ -149,3 +150,45 @@ def test_the_folder_of_the_pretrained_model_is_no_hub_id(tmp_path: Path, monkeyp
     (tmp_path / path).mkdir(parents=True)
     folder_of(tmp_path / path)
     assert problems(path) == []
+
+
+@pytest.fixture
+def with_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A machine that shows a GPU, and the folder of its commands."""
+    monkeypatch.setattr(model, "visible_gpus", lambda: ("0",))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    return tmp_path
+
+
+@pytest.mark.slow
+def test_vllm_samples_the_tokens_of_a_pretrained_model_on_a_gpu(with_gpu: Path):
+    """Where the options name no engine. The embedded one is slow there, which is said where vLLM cannot be taken."""
+    given = ["experiment=grpo_aws", "actor.path=owner/name"]
+    composed = compose_config(given)
+    assert composed.config.engine.name == "embedded"
+    (warning,) = composed.warnings
+    assert "copies all keys and values" in warning and "which is not here (engine.vllm_executable=vllm)" in warning
+    (with_gpu / "vllm").touch(mode=0o755)
+    composed = compose_config([*given, "engine.gpu_memory_utilization=0.4"])
+    check_config(composed.config)
+    assert (composed.config.engine.name, composed.config.rpc.connect_timeout_s) == ("vllm", 600.0)
+    assert (
+        not composed.warnings
+        and compose_config([*given, "rpc.connect_timeout_s=30"]).config.rpc.connect_timeout_s == 30
+    )
+    assert build_experiment(composed).spec.models["actor"].engine.name == "vllm"
+    for own in ("engine.name=embedded", "engine.kv_cache_gib=2"):
+        composed = compose_config([*given, own])
+        assert composed.config.engine.name == "embedded" and not composed.warnings
+    assert compose_config(["experiment=grpo_aws"]).config.engine.name == "embedded", "the built-in policy is small"
+    composed = compose_config([*given, "actor.workers=[0,1]", "actor.backend=ddp", "actor.parallel.dp=2"])
+    assert composed.config.engine.name == "embedded" and "in asynchronous experiments only" in composed.warnings[0]
+    streamed = build_experiment(compose_config(["experiment=grpo_stream_http", "actor.path=owner/name"])).spec
+    assert streamed.models["actor"].engine.name == "embedded", "nothing is sampled"
+
+
+def test_without_a_gpu_the_embedded_engine_samples(with_gpu: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(model, "visible_gpus", lambda: ())
+    (with_gpu / "vllm").touch(mode=0o755)
+    composed = compose_config(["experiment=grpo_aws", "actor.path=owner/name"])
+    assert composed.config.engine.name == "embedded" and not composed.warnings

@@ -50,7 +50,7 @@ def test_it_trains_two_steps_and_its_option_reaches_the_loss(folder: Path):
     command = [sys.executable, "-m", "realhf.launch", *arguments(folder, "algorithm.focus=3")]
     done = subprocess.run(command, cwd=PACKAGE.parent, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr + done.stdout
-    run = folder / "runs" / "focal" / "default"
+    (run,) = (folder / "runs" / "focal").iterdir()
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     [call] = json.loads((run / "plan.json").read_text())["spec"]["mfcs"]
     assert call["interface_args"]["algorithm"]["focus"] == 3.0

@@ -56,7 +56,7 @@ def test_it_starts_the_processes_of_a_run_as_its_options_say(folder: Path):
         "model_worker/0",
         "model_worker/0",
     ]
-    run = folder / "runs" / "toy" / "default"
+    (run,) = (folder / "runs" / "toy").iterdir()
     assert json.loads((run / "summary.json").read_text())["steps"] == 1
     assert "copies: 2" in (run / "config.yaml").read_text()
 
@@ -137,7 +137,7 @@ def test_what_is_no_scheduler_is_refused(folder: Path, capsys, reference: str, s
 
 @pytest.mark.parametrize(
     ("name", "said"),
-    [("NO_DIARY", "make returned a DiaryOptions without start, wait, stop"), ("BROKEN", "ZeroDivisionError: ")],
+    [("NO_DIARY", "make returned a DiaryOptions without start, wait, kill, stop"), ("BROKEN", "ZeroDivisionError: ")],
 )
 def test_one_that_cannot_be_made_is_named_with_the_line(folder: Path, name: str, said: str):
     kind = with_scheduler(ExperimentConfig, f"{folder / 'diary.py'}:{name}")

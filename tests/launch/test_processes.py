@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,11 +12,14 @@ import pytest
 from rich.console import Console
 
 from realhf.api.config import ConfigError
-from realhf.launch.build import build_experiment
+from realhf.launch import run as launch_run
+from realhf.launch.build import BuiltExperiment, build_experiment
 from realhf.launch.compose import compose_config
 from realhf.launch.processes import LaunchError, failure_message, run_workers, worker_specs
+from realhf.monitor.deaths import deaths
 from realhf.monitor.display import PlainDisplay
 from realhf.scheduler.base import WorkerEvent, WorkerExit, WorkerLine, WorkerSpec
+from realhf.transport.errors import NetworkError
 from realhf.transport.network.keys import RunKeys
 
 
@@ -23,12 +29,17 @@ class ScriptedScheduler:
 
     def __init__(self, *script: WorkerEvent, started: Callable[[WorkerSpec], None] = lambda spec: None) -> None:
         self._script, self._started = list(script), started
+        self.killed: list[tuple[str, str, int, int]] = []
 
     def start(self, spec: WorkerSpec) -> None:
         self._started(spec)
 
     def wait(self, timeout_s: float) -> list[WorkerEvent]:
         return [self._script.pop(0)] if self._script else []
+
+    def kill(self, name: str, cause: str, *, pid: int = 0, started: int = 0) -> None:
+        self.killed.append((name, cause, pid, started))
+        self._script.append(WorkerExit(name, -9, Path("none.log"), 0, cause))
 
     def stop(self, grace_s: float = 8.0) -> None: ...
 
@@ -84,6 +95,43 @@ def test_only_the_master_reports_for_the_run(tmp_path: Path):
         run_workers(built.plan(built.spec, 0.0), scheduler, PlainDisplay(Console(quiet=True)))
 
 
+def test_a_worker_of_any_run_that_the_master_declares_dead_is_killed_and_named(tmp_path: Path):
+    built = build_experiment(compose_config(["experiment=grpo_aws", f"fileroot={tmp_path}"]))
+    built.spec.run_dir.mkdir(parents=True)
+    said = {"kind": "lost", "name": "env/0", "pid": 7, "started": 70, "reason": "no heartbeat for 8.1 s", "left": False}
+    scheduler = ScriptedScheduler(WorkerLine("master", json.dumps(said)))
+    with pytest.raises(LaunchError, match="env/0 ended before the run did: killed: no heartbeat for"):
+        run_workers(built.plan(built.spec, 0.0), scheduler, PlainDisplay(Console(quiet=True)))
+    assert scheduler.killed == [("env/0", "killed: no heartbeat for 8.1 s", 7, 70)]
+    assert [(death.process, death.then) for death in deaths(built.spec.run_dir)] == [
+        ("env/0", "the run cannot go on without it")
+    ]
+
+
+def test_a_ctrl_c_during_the_clean_up_waits_for_its_end_and_does_not_hide_the_cause(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    """It ended the clean-up: a worker that was stopped outlived the launcher, which told of the signal alone."""
+    built = build_experiment(compose_config(["experiment=grpo_aws", f"fileroot={tmp_path}"]))
+    ended: list[str] = []
+
+    class Impatient(ScriptedScheduler):
+        def stop(self, grace_s: float = 8.0) -> None:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                os.kill(os.getpid(), number)
+            ended.append("all of them")
+
+    def run(built: BuiltExperiment, *_: object) -> dict[str, object]:
+        scheduler = Impatient(WorkerExit("model_worker/0", -9, tmp_path / "none.log"))
+        return run_workers(built.plan(built.spec, 0.0), scheduler, PlainDisplay(Console(quiet=True)))
+
+    monkeypatch.setattr(launch_run, "_with_display", run)
+    assert launch_run.run_to_the_end(built, [], 0.0) == 128 + signal.SIGINT
+    assert ended == ["all of them"]
+    said = capsys.readouterr().err
+    assert "model_worker/0 ended before the run did: killed by SIGKILL" in said and "stopped by SIGINT" in said
+
+
 def test_an_early_clean_exit_is_a_failure_too(tmp_path: Path):
     text = failure_message(WorkerExit("env/0", 0, tmp_path / "none.log"))
     assert text.startswith("env/0 ended before the run did: exit code 0")
@@ -124,30 +172,31 @@ def test_without_rollout_workers_nobody_steps_back():
 
 
 @pytest.mark.parametrize("bind", ["", "127.0.0.1", "10.0.0.1"])
-def test_keys_are_in_a_file_of_the_run_and_on_no_command_line(tmp_path: Path, bind: str):
-    """Beyond the loopback the launcher makes keys before the first process, and leaves none of them behind, neither its
-    own nor those of a launcher that was killed."""
+def test_keys_are_in_the_launchers_memory_and_on_no_disk_or_command_line(tmp_path: Path, bind: str):
+    """Beyond the loopback the launcher makes keys before the first process. They lie in no folder, so that a launcher
+    that is killed leaves none behind."""
     options = ["experiment=grpo_aws", f"fileroot={tmp_path}", *([f"network.bind={bind}"] if bind else [])]
     built = build_experiment(compose_config(options))
     folder = built.spec.run_dir
     folder.mkdir(parents=True)
-    (folder / ".keys-before").write_text("of a launcher that was killed")
-    seen: list[RunKeys] = []
+    seen: dict[Path, RunKeys] = {}
 
     def look(spec: WorkerSpec) -> None:
-        files = list(folder.glob(".keys-*"))
-        assert [text for text in spec.argv if ".keys-" in text] == [str(file) for file in files]
-        seen.extend(map(RunKeys.read, files))
-        plan = (folder / "plan.json").read_text()
-        for keys in seen:
+        files = [Path(spec.argv[at + 1]) for at, text in enumerate(spec.argv) if text == "--key-file"]
+        seen.update({file: RunKeys.read(file) for file in files})
+        written = [path.read_text() for path in tmp_path.rglob("*") if path.is_file()]
+        assert any("grpo_aws" in text for text in written)
+        for keys in seen.values():
             secrets = (keys.server_secret, keys.client_secret, keys.token)
-            assert not [secret for secret in secrets if secret in plan or secret in " ".join(spec.argv)]
+            assert not [secret for secret in secrets for text in (*written, *spec.argv) if secret in text]
 
     scheduler = ScriptedScheduler(WorkerExit("master", 1, tmp_path / "none.log"), started=look)
     with pytest.raises(LaunchError):
         run_workers(built.plan(built.spec, 0.0), scheduler, PlainDisplay(Console(quiet=True)))
     assert len(seen) == (bind == "10.0.0.1")
-    assert not list(folder.glob(".keys-*"))
+    for file in seen:
+        with pytest.raises(NetworkError):
+            RunKeys.read(file)
     workers = worker_specs(built.plan(built.spec, 0.0), "run", "tcp://10.0.0.1:1", Path("/file"))
     assert all(worker.argv[-2:] == ("--key-file", "/file") for worker in workers)
 

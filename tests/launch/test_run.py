@@ -19,6 +19,8 @@ from typing import NamedTuple
 import psutil
 import pytest
 
+from realhf.api.run_files import unknown_files
+from realhf.monitor.provenance import launches
 from tests.process_family import family, gone
 
 pytestmark = pytest.mark.slow
@@ -166,10 +168,16 @@ def test_a_run_saves_everything_and_goes_on_where_it_ended(tmp_path: Path):
     summary = json.loads((run / "summary.json").read_text())
     assert summary["heldout_success_before"]["overall"] == 0.0 and summary["steps"] == 5
     assert json.loads((run / "policy" / "weight.json").read_text()) == expected_losses(5)[5]
+    assert "from step 4 on the run has other options: total_train_steps=3 -> 5" in again.stdout
+    assert [(entry["completed_steps"], entry["changed"]) for entry in launches(run)] == [
+        (0, {}),
+        (3, {"total_train_steps": [3, 5]}),
+    ]
+    assert "total_train_steps: 5" in (run / "config.yaml").read_text() and unknown_files(run) == []
 
     afresh = launch(tmp_path, "experiment_name=skips", "total_train_steps=1", "recover_mode=disabled")
     assert afresh.returncode == 0, afresh.stderr
-    assert losses(run) == expected_losses(1)
+    assert losses(run) == expected_losses(1) and len(launches(run)) == 1
 
 
 def test_a_signal_to_the_launcher_stops_everything(slow: Slow):

@@ -9,17 +9,12 @@ import pytest
 from rich.console import Console
 
 from realhf.api.config import AsyncConfig
-from realhf.launch import processes as launch_supervision
+from realhf.launch import processes, supervision
 from realhf.launch.build import build_experiment
 from realhf.launch.compose import compose_config
-from realhf.launch.processes import (
-    MAX_ERRORS,
-    MAX_QUICK_DEATHS,
-    QUICK_S,
-    Reinforcements,
-    Supervisor,
-    WorkerFailed,
-)
+from realhf.launch.processes import Reinforcements, WorkerFailed
+from realhf.launch.supervision import LEAVE_S, MAX_ERRORS, MAX_QUICK_DEATHS, QUICK_S, Sentence, Supervisor
+from realhf.monitor.deaths import deaths
 from realhf.monitor.display import PlainDisplay
 from realhf.scheduler.base import WorkerEvent, WorkerExit, WorkerSpec, WorkersWanted
 
@@ -37,7 +32,8 @@ class FakeClock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
     clock = FakeClock()
-    monkeypatch.setattr(launch_supervision, "time", clock)
+    monkeypatch.setattr(processes, "time", clock)
+    monkeypatch.setattr(supervision, "time", clock)
     return clock
 
 
@@ -117,8 +113,69 @@ def test_only_deaths_of_the_last_hour_count_towards_the_new_beginnings(clock: Fa
     failures: deque[float] = deque()
     fates = []
     for clock.now in (0.0, 10.0, 105.0, 106.0, 300.0, 301.0):
-        fates.append(launch_supervision._may_begin_again(failures, options))
+        fates.append(processes._may_begin_again(failures, options))
     assert fates == [True, True, True, False, True, True]
+
+
+def lost(name: str, *, left: bool = False) -> dict[str, object]:
+    reason = "it left" if left else "no heartbeat for 8.1 s (was idle)"
+    return {"kind": "lost", "name": name, "pid": 7, "started": 70, "reason": reason, "left": left}
+
+
+def test_whom_the_master_declares_dead_is_killed_and_only_that_process(clock: FakeClock) -> None:
+    """A worker that was silent counted as dead for the master alone: nobody ended it, nobody took its place, and the
+    run stood still for half an hour."""
+    watch = supervisor("generation/0", "rollout_worker/0")
+    assert watch.told({"kind": "joined", "name": "generation/0"}) and not watch.told({"kind": "step"})
+    assert watch.told(lost("generation/0"))
+    assert watch.condemned() == [Sentence("generation/0", "killed: no heartbeat for 8.1 s (was idle)", 7, 70)]
+    assert watch.condemned() == []
+    watch.told(lost("rollout_worker/0", left=True))
+    assert watch.condemned() == [], "its process may end by itself"
+    clock.now = LEAVE_S
+    assert [sentence.name for sentence in watch.condemned()] == ["rollout_worker/0"]
+    watch.told(lost("rollout_worker/0", left=True))
+    watch.ended(end("rollout_worker/0"))
+    clock.now = 2 * LEAVE_S
+    assert watch.condemned() == []
+
+
+def test_a_worker_whose_start_was_put_off_has_its_whole_time_to_join(clock: FakeClock) -> None:
+    """It waits until a host has rested, which may take longer than it may take to register."""
+    watch = Supervisor(join_s=50.0)
+    watch.started(spec("generation/0"))
+    clock.now = 40.0
+    watch.begins("generation/0")
+    watch.begins("rollout_worker/7")
+    clock.now = 60.0
+    assert watch.condemned() == []
+    clock.now = 91.0
+    assert [sentence.name for sentence in watch.condemned()] == ["generation/0"]
+
+
+def test_who_never_registers_is_killed_and_so_is_a_master_that_never_listens(clock: FakeClock) -> None:
+    watch = Supervisor(join_s=50.0)
+    for name in ("master", "generation/0", "generation/1"):
+        watch.started(spec(name))
+    watch.told({"kind": "joined", "name": "generation/0"})
+    clock.now = 49.0
+    assert watch.condemned() == []
+    clock.now = 50.0
+    assert {sentence.name: (sentence.cause, sentence.pid) for sentence in watch.condemned()} == {
+        "master": ("killed: it did not begin to listen within 50 s", 0),
+        "generation/1": ("killed: it did not register with the master within 50 s", 0),
+    }
+    watch.started(spec("master"))
+    assert not watch.told({"kind": "endpoint", "address": "tcp://127.0.0.1:1"}), "others take it as well"
+    clock.now = 200.0
+    assert watch.condemned() == []
+
+
+def test_in_a_synchronous_run_nobody_has_a_successor(clock: FakeClock) -> None:
+    watch = Supervisor(replaces=False)
+    for name in ("env/0", "rollout_worker/0", "rollout_worker/1"):
+        watch.started(spec(name))
+    assert watch.successor(end("env/0")) is None and not watch.dispensable("rollout_worker/0")
 
 
 class FullScheduler:
@@ -135,16 +192,22 @@ class FullScheduler:
     def wait(self, timeout_s: float) -> list[WorkerEvent]:
         return []
 
+    def kill(self, name: str, cause: str, *, pid: int = 0, started: int = 0) -> None: ...
+
     def stop(self, grace_s: float = 8.0) -> None: ...
 
 
-def test_a_successor_without_a_place_is_left_out_while_others_of_its_kind_run(clock: FakeClock) -> None:
+def test_a_successor_without_a_place_is_left_out_while_others_of_its_kind_run(clock: FakeClock, tmp_path: Path) -> None:
     watch, display = supervisor("generation/0", "generation/1"), PlainDisplay(Console(quiet=True))
     scheduler = FullScheduler("generation/0")
-    launch_supervision._replace([end("generation/0")], scheduler, display, watch)
+    processes._replace([end("generation/0")], scheduler, display, watch, tmp_path)
     assert scheduler.started == []
     with pytest.raises(WorkerFailed, match=r"generation/1 .*cannot be started again: generation/1: no host has room"):
-        launch_supervision._replace([end("generation/1")], FullScheduler("generation/1"), display, watch)
+        processes._replace([end("generation/1")], FullScheduler("generation/1"), display, watch, tmp_path)
+    assert [(death.process, death.then) for death in deaths(tmp_path)] == [
+        ("generation/0", "it cannot be started again: generation/0: no host has room; the run goes on without it"),
+        ("generation/1", "it cannot be started again: generation/1: no host has room"),
+    ]
 
 
 @pytest.mark.slow

@@ -70,6 +70,7 @@ def complete(
         "rewards": score,
         "seq_no_eos_mask": torch.zeros(len(score), dtype=torch.bool),
         "outcome": torch.tensor(outcome, dtype=torch.uint8),
+        "rollout_index": torch.tensor([i for group in lengths for i in range(len(group))], dtype=torch.int32),
     }
     shifted, ones = [[n - 1 for n in group] for group in lengths], [[1] * len(group) for group in lengths]
     seqlens = {
@@ -79,6 +80,7 @@ def complete(
         "rewards": ones,
         "seq_no_eos_mask": ones,
         "outcome": ones,
+        "rollout_index": ones,
     }
     return tokens.update(SequenceSample.from_tensors(tokens.ids, tensors, seqlens))
 

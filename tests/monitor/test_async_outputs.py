@@ -15,6 +15,7 @@ from rich.console import Console
 from realhf.api.config import MonitorConfig
 from realhf.monitor import display as display_module
 from realhf.monitor import report
+from realhf.monitor.deaths import note_death
 from realhf.monitor.display import LiveDisplay, PlainDisplay, step_line
 from realhf.monitor.events import EventStream, parse_event
 from realhf.monitor.metrics_log import MetricsLog
@@ -65,7 +66,10 @@ def run_folder(tmp_path: Path, eta: int = 2) -> Path:
     folder = tmp_path / "grpo_aws_async" / "x<y"
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(f"async_rl:\n  max_head_offpolicyness: {eta}\nnote: <script>\n")
-    (folder / "provenance.json").write_text(json.dumps({"arguments": ["experiment=grpo_aws_async", "seed=3"]}))
+    begun = {"at": "a", "completed_steps": 0, "changed": {}}
+    again = {"at": "b", "completed_steps": 2, "changed": {"async_rl.max_head_offpolicyness": [4, eta]}}
+    content = {"arguments": ["experiment=grpo_aws_async", "seed=3"], "launches": [begun, again]}
+    (folder / "provenance.json").write_text(json.dumps(content))
     return folder
 
 
@@ -182,7 +186,10 @@ def test_a_run_ends_with_pictures_trace_and_report(tmp_path: Path):
     assert [event["args"]["step"] for event in events if event["name"] == "step"] == [1, 2, 3]
     assert summary["asynchronous"]["accepted"] == 48
     text = (folder / "report.html").read_text()
+    assert text.index(">Learning<") < text.index("<table>"), "it begins with the picture of what was learned"
+    assert "color-scheme: light dark" in text
     assert text.count('src="data:image/png;base64,') == 4
+    assert "Gone on after step 2, async_rl.max_head_offpolicyness: 4 -&gt; 2" in text
     assert "Steps: 3, in 6 s, finished" in text and "perfetto" in text and "seed=3" in text
     assert re.search(r"staleness bound</td><td>2<", text) and re.search(r"env_error</td><td>0</td><td>12<", text)
     (advisory,) = summary["advisories"]
@@ -210,6 +217,12 @@ def test_the_report_of_a_killed_run(
     assert report.main() == 1 and "no steps" in capsys.readouterr().err
     log = MetricsLog(folder, MonitorConfig(trackers=[]), completed_steps=0)
     log.write(1, row(1))
+    note_death(
+        folder, "generation/0", "generation/0 ended before the run did: killed: no heartbeat", "it is started again"
+    )
+    with (folder / "deaths.jsonl").open("a") as file:
+        file.write('{"at": 1, "proc')
     assert report.main() == 0 and capsys.readouterr().out.strip() == str(folder / "report.html")
     text = (folder / "report.html").read_text()
+    assert "Workers that ended before the run" in text and "no heartbeat" in text and "it is started again" in text
     assert "Steps so far: 1" in text and "Trace" not in text and text.count("data:image/png") == 3

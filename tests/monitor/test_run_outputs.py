@@ -108,6 +108,17 @@ def test_the_closing_table_shows_change_and_number_of_episodes():
     assert held_out_table(build_summary([ROW], None, None, wall_seconds=1.0, train_calls=[])) is None
 
 
+def test_groups_that_one_evaluation_has_alone_do_not_break_the_closing_table():
+    """A run that went on with other evaluation options ended in a KeyError after all its steps."""
+    one = {"success": 0.5, "low": 0.4, "high": 0.6, "episodes": 40}
+    before, after = ({"sampled": {"overall": one, name: one}, "greedy": {}} for name in ("early", "late"))
+    summary = build_summary([ROW], before, after, wall_seconds=1.0, train_calls=[])
+    console = Console(file=io.StringIO(), width=120)
+    console.print(held_out_table(summary))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert all(name in text for name in ("early, sampled", "late, sampled", "+0.0", "40"))
+
+
 def test_a_group_drives_no_terminal():
     """Whoever wrote the environment names its groups: the panel, the table and the line show what stands there."""
     entry = {"success": 0.5, "low": 0.4, "high": 0.6, "episodes": 40}

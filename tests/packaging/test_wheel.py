@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import realhf
+from realhf.base.extras import DISTRIBUTION
 
 pytestmark = pytest.mark.slow
 
@@ -78,7 +79,12 @@ def test_the_wheel_states_version_licence_and_commands(wheel: Path) -> None:
         metadata = archive.read(f"{about}/METADATA").decode().splitlines()
         commands = archive.read(f"{about}/entry_points.txt").decode()
         assert archive.read(f"{about}/licenses/LICENSE") == (ROOT / "LICENSE").read_bytes()
-    assert {f"Version: {realhf.__version__}", "Requires-Python: >=3.11", "License: Apache-2.0"} <= {*metadata}
+    assert {
+        f"Name: {DISTRIBUTION}",
+        f"Version: {realhf.__version__}",
+        "Requires-Python: >=3.11",
+        "License: Apache-2.0",
+    } <= {*metadata}
     assert "aws-env = workers.env_worker:main" in commands and "run-api = realhf.trajectory.cli:main" in commands
 
 

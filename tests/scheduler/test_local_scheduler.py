@@ -10,8 +10,10 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 
+from realhf.base.process_id import start_time
 from realhf.scheduler.base import WorkerEvent, WorkerExit, WorkerLine, WorkerSpec
 from realhf.scheduler.failure import describe, failure_cause, log_tail
 from realhf.scheduler.local import LocalScheduler
@@ -99,6 +101,23 @@ def test_a_killed_worker_is_seen_at_once(tmp_path, modules, scheduler):
     exit_ = found[0]
     assert isinstance(exit_, WorkerExit)
     assert exit_.reason == "killed by SIGKILL"
+
+
+def test_a_frozen_worker_is_killed_with_what_it_has_started_and_the_cause_is_told(tmp_path, modules, scheduler):
+    modules("starter", STARTER)
+    scheduler.start(spec(tmp_path, "starter/0", "starter", events=True))
+    collect(scheduler, WorkerLine)
+    pid = scheduler._children["starter/0"].process.pid
+    relatives = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+    os.kill(pid, signal.SIGSTOP)
+    scheduler.kill("starter/0", "of another", pid=pid, started=start_time(pid) + 1)
+    scheduler.kill("starter/0", "of another", pid=pid + 1, started=start_time(pid))
+    assert scheduler.wait(0.1) == [], "that was a process before it"
+    scheduler.kill("starter/0", "killed: it was silent", pid=pid, started=start_time(pid))
+    exit_ = collect(scheduler, WorkerExit)[-1]
+    assert (exit_.exit_code, exit_.reason) == (-9, "killed: it was silent")
+    assert len(relatives) > 1 and not psutil.wait_procs(relatives, timeout=30)[1]
+    scheduler.kill("starter/0", "it has ended")
 
 
 @pytest.mark.parametrize("niceness", [0, 7])

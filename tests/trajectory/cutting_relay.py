@@ -9,10 +9,11 @@ from contextlib import contextmanager, suppress
 
 
 class CuttingRelay:
-    """Forwards to ``port``. The first answers that begin after ``cut_answers`` was called end after so many bytes."""
+    """Forwards new connections to ``port``. The first answers that begin after ``cut_answers`` was called end after so
+    many bytes."""
 
     def __init__(self, port: int) -> None:
-        self._port = port
+        self.port = port
         self._cuts: list[int] = []
         self.cut = 0
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -30,7 +31,7 @@ class CuttingRelay:
         with suppress(OSError):
             while True:
                 near, _ = self._listener.accept()
-                far = socket.create_connection(("127.0.0.1", self._port))
+                far = socket.create_connection(("127.0.0.1", self.port))
                 threading.Thread(target=self._copy, args=(near, far), daemon=True).start()
                 threading.Thread(target=self._answer, args=(far, near), daemon=True).start()
 

@@ -45,6 +45,7 @@ def test_the_columns_say_what_the_index_says(made_up: Path):
         assert header["tables"]["failure"][arrays["failure"][at]] == (play.get("failure") or "")
         assert arrays["reward"][at] == pytest.approx(play.get("reward", np.nan), nan_ok=True), "a failure is no zero"
         assert arrays["success"][at] == play.get("success", False)
+        assert not arrays["branch"][at]
         assert arrays["staleness"][at] == (-1 if train is None else train["staleness"])
         assert arrays["advantage"][at] == pytest.approx(np.nan if train is None else train["advantage"], nan_ok=True)
     assert any(line.get("failure") for line in lines(made_up, "play"))

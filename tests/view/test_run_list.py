@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from realhf.view import run_list
+from realhf.view.__main__ import main
 from realhf.view.run_list import MOST_RUNS, RunList
 from tests.chromium import ABSENT, PROGRAM, Chromium
 from tests.view.page import shows, text
@@ -48,6 +49,16 @@ def test_a_run_that_is_named_twice_is_left_off_once(tmp_path: Path, monkeypatch:
     runs = RunList([tmp_path / "runs", made[1], tmp_path])
     assert [run.name for run in runs.refresh()] == ["run-0000"]
     assert runs.left_off() == [made[1]]
+
+
+def test_a_folder_without_a_run_is_not_counted_as_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """It used to be served as "1 run"."""
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("")
+    for name, said in (("empty", "no run in "), ("file", "is a file"), ("absent", "there is no ")):
+        assert main([str(tmp_path / name), "--port", "0"]) == 2
+        told = capsys.readouterr().err
+        assert told.startswith("error: ") and said in told and name in told
 
 
 @pytest.mark.slow

@@ -134,6 +134,15 @@ def test_two_runs_are_compared_and_the_options_listed_in_which_they_differ(chrom
         assert page.problems == []
 
 
+COVERED = """
+    (() => {
+        const strips = document.querySelector('.strips').getBoundingClientRect();
+        const names = [...document.querySelectorAll('.strip-names span')];
+        const within = (box) => box.top >= strips.top - 1 && box.bottom <= strips.bottom + 1;
+        const beside = (box) => box.right <= strips.left && within(box);
+        const covering = names.filter((one) => !beside(one.getBoundingClientRect()));
+        return names.length ? covering.map((one) => one.innerText) : ['none'];
+    })()"""
 HOSTILE_INFO = (
     {"replay": {"title": "game", "command": "play", "url": "javascript:document.title='owned'", "order": {}}},
     {"did": HOSTILE, "view": {"title": HOSTILE, "columns": [HOSTILE], "rows": [[HOSTILE], "no row", {"a": 1}]}},
@@ -193,6 +202,12 @@ def test_of_a_hundred_thousand_tokens_a_window_is_drawn(chromium: Chromium, tmp_
         page.press("n")
         page.wait(f"location.hash !== {json.dumps(before)}")
         assert page.js("document.querySelectorAll('.token').length") <= 600
+        for _ in range(page.js("document.querySelectorAll('#colour option').length")):
+            low, high = page.js("[...document.querySelectorAll('#legend')].map((one) => one.innerText.split('\\n'))[0]")
+            assert float(low.replace(",", "")) <= float(high.replace(",", "")), "colours without a scale say nothing"
+            page.press("m")
+        covered = page.js(COVERED)
+        assert covered == [], "the names of the strips used to lie over their cells"
         page.press("b")
         shows(page, "rollout")
         page.open("about:blank")

@@ -81,8 +81,11 @@ def test_what_was_said_of_unreadable_lines_stays_when_rollouts_arrive(chromium: 
 def test_a_metric_of_some_steps_is_drawn_and_a_long_one_keeps_its_lows(chromium: Chromium, tmp_path: Path):
     """A value between gaps has no line; and in a curve that is thinned out a gap is no 0."""
     run, page = write_run(tmp_path / "run", steps=1), chromium
+    played = {"time/actor_gen": 3.0, "time/part/actor_gen/environment": 1.0, "time/part/actor_gen/generation": 2.0}
     for step in range(2, 12):
-        add_step(run, {"step": step} | ({"policy/entropy": step} if step % 4 == 0 else {}))
+        add_step(
+            run, {"step": step, "time/actor_train": 1.0} | played | ({"policy/entropy": step} if step % 4 == 0 else {})
+        )
     long = write_run(tmp_path / "long", steps=1)
     rows = [
         {"step": step} | ({"policy/kl_ref": 0.5 if step == 1501 else 9.0} if step % 2 else {})
@@ -94,6 +97,9 @@ def test_a_metric_of_some_steps_is_drawn_and_a_long_one_keeps_its_lows(chromium:
     with served(run, long, follow=False) as url:
         page.open(url + "/")
         shows(page, "overview")
+        times = page.js(chart.format("Where the time goes") + ".innerText")
+        assert all(name in times for name in ("environment", "generation", "actor_train")), times
+        assert "actor_gen" not in times, "a call that plays is shown by its parts, as in the terminal"
         assert page.js(chart.format("Entropy") + ".querySelectorAll('.point').length") == 2
         page.open(url + "/?long#/overview?runs=1")
         shows(page, "overview")
@@ -119,10 +125,15 @@ HIDDEN = """
     document.dispatchEvent(new Event('visibilitychange'));"""
 
 
-WAITING = """
-    fetch('/api/changes?run=0').then((reply) => reply.json()).then(({ seen }) => {
-        window.answer = fetch(`/api/changes?${new URLSearchParams({ run: 0, seen })}`).then((reply) => reply.json());
-    })"""
+TOLD = """
+    (async () => {{
+        for (let seen = null; ; ) {{
+            const asked = new URLSearchParams({{ run: 0, ...(seen && {{ seen }}) }});
+            const found = await (await fetch(`/api/changes?${{asked}}`)).json();
+            if (found.states[0].steps >= {}) return found.states[0].steps;
+            seen = found.seen;
+        }}
+    }})()"""
 
 
 def test_a_page_that_nobody_looks_at_holds_no_connection(chromium: Chromium, tmp_path: Path):
@@ -135,10 +146,82 @@ def test_a_page_that_nobody_looks_at_holds_no_connection(chromium: Chromium, tmp
         shows(page, "overview")
         page.js(HIDDEN.format("true"))
         for step in (2, 3):  # whoever waits for changes knows of the second step before the third one is told
-            page.js(WAITING)
             run.add_step(1)
-            assert page.js("window.answer.then((found) => found.states[0].steps)") == step
+            assert page.js(TOLD.format(step)) == step
         assert text(page, ".card b").splitlines()[0] == "1"
         page.js(HIDDEN.format("false"))
         page.wait("document.querySelector('.card b').innerText === '3'")
     run.close()
+
+
+def test_a_task_is_a_template_and_its_instances_come_with_a_click(chromium: Chromium, tmp_path: Path):
+    """Each drawn instance used to count as a task of its own: a run of 50 templates showed hundreds of tasks that were
+    never solved, and no curve."""
+    page, run = chromium, MadeUpRun(tmp_path / "run", failing=0.0)
+    for _ in range(10):
+        run.add_step(8, of=10)
+    run.close()
+    (index,) = (tmp_path / "run" / "rollouts").glob("play-*.index.jsonl")
+    head, *rest = index.read_text().splitlines()
+    lines = [json.loads(line) for line in rest]
+    conversations = [line for line in lines if line["id"].endswith("/1")]
+    for line in conversations:
+        line["branch"] = 0
+    index.write_text("\n".join([head, *map(json.dumps, lines), ""]))
+    instances: dict[str, set[str]] = {}
+    for line in lines:
+        instances.setdefault(line["template"], set()).add(line["task"])
+    name = max(instances, key=lambda one: len(instances[one]))
+    assert len(instances[name]) > 1
+    with served(tmp_path / "run", follow=False) as url:
+        page.open(url + "/#/tasks")
+        shows(page, "tasks")
+        assert text(page, ".readout").startswith(f"{len(instances)} tasks: ")
+        assert page.js("document.querySelectorAll('#tasks tbody tr').length") == len(instances)
+        played = page.js("[...document.querySelectorAll('#tasks tbody tr')].map((row) => +row.cells[7].innerText)")
+        assert sum(played) == len(lines) - len(conversations), "a further conversation is no further rollout"
+        opener = f"document.querySelector('[data-place=\"open {name}\"]')"
+        page.js(f"{opener}.focus()")
+        page.press("Enter")
+        assert set(text(page, "#tasks .instance a").splitlines()) == instances[name]
+        assert page.js("document.activeElement.dataset.place") == f"open {name}", "the focus stays where it is"
+        page.js(f"document.querySelector('[data-place=\"template {name}\"]').click()")
+        shows(page, "rollouts")
+        own = [line["template"] for line in lines if "branch" not in line]
+        assert text(page, "#count").startswith(f"{own.count(name)} of {len(own)} rollouts\ntemplate {name}")
+
+
+def test_curves_are_drawn_over_hours_or_tokens_on_a_logarithmic_axis_and_in_part(chromium: Chromium, tmp_path: Path):
+    run, page = write_run(tmp_path / "run", steps=1), chromium
+    for step in range(2, 12):
+        add_step(run, {"step": step, "time/step": 1800, "batch/tokens": 500, "policy/kl_ref": 10.0 ** -(step % 4)})
+    chart = "[...document.querySelectorAll('.chart')].find((one) => one.innerText.startsWith('KL'))"
+    ticks = f"[...{chart}.querySelectorAll('.tick.left')].map((one) => one.textContent)"
+    steps = f"[...{chart}.querySelectorAll('.tick:not(.left)')].map((one) => Number(one.textContent.replace(',', '')))"
+    with served(run, follow=False) as url:
+        page.open(url + "/")
+        shows(page, "overview")
+        assert max(page.js(steps)) >= 10
+        page.press("x")
+        assert 4 < max(page.js(steps)) <= 5.1, "ten steps of half an hour"
+        page.press("l")
+        assert page.js(ticks) == ["0.001", "0.01", "0.1", "1"]
+        assert "x=hours" in page.js("location.hash") and "log=1" in page.js("location.hash")
+        page.call("Page.reload")
+        page.wait("document.documentElement?.dataset.page === 'overview'")
+        assert page.js("document.getElementById('along').value") == "hours"
+        page.press("x")
+        assert max(page.js(steps)) == 5000
+        page.press("x")
+        page.js(f"{chart}.scrollIntoView()")
+        left, top, wide = page.js(
+            f"(({{x, y, width}}) => [x, y, width])({chart}.querySelector('svg').getBoundingClientRect())"
+        )
+        for kind, x in (("mousePressed", 0.5), ("mouseMoved", 0.7), ("mouseReleased", 0.9)):
+            place = {"x": left + x * wide, "y": top + 60, "button": "left", "clickCount": 1}
+            page.call("Input.dispatchMouseEvent", type=kind, **place)
+        assert min(page.js(steps)) >= 5, "the part that was dragged over"
+        page.press("z")
+        assert min(page.js(steps)) <= 2
+        page.open("about:blank")
+        assert page.problems == []

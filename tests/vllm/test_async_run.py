@@ -40,7 +40,15 @@ OPTIONS = (
 
 
 def test_ten_steps(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "realhf.launch", "experiment=grpo_aws_async", f"fileroot={tmp_path}", *OPTIONS]
+    command = [
+        sys.executable,
+        "-m",
+        "realhf.launch",
+        "experiment=grpo_aws_async",
+        f"fileroot={tmp_path}",
+        "trial_name=default",
+        *OPTIONS,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=700, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-2000:]
     lines = (tmp_path / "grpo_aws_async" / "default" / "metrics.jsonl").read_text().splitlines()

@@ -44,6 +44,10 @@ class PinnedScheduler:
         """Return what happened; see ``Scheduler``."""
         return self._scheduler.wait(timeout_s)
 
+    def kill(self, name: str, cause: str, *, pid: int = 0, started: int = 0) -> None:
+        """Kill one worker; see ``Scheduler``."""
+        self._scheduler.kill(name, cause, pid=pid, started=started)
+
     def stop(self, grace_s: float = 8.0) -> None:
         """Stop all workers; see ``Scheduler``."""
         self._scheduler.stop(grace_s)

@@ -20,11 +20,13 @@ from realhf.algorithms.policy_gradient.options import PolicyGradientOptions
 from realhf.algorithms.policy_gradient.resolve import resolve
 from realhf.algorithms.policy_gradient.token_advantages import (
     TrainedTokens,
+    counted,
     kl_of_behaviour,
-    kl_of_sequences,
+    kl_of_rollouts,
     value_estimate,
 )
 from realhf.algorithms.sequences import PredictedTokens, replace_keys, select_sequences
+from realhf.api.keys import ROLLOUT_KEY
 from realhf.api.model import CallContext, ForwardOutputs, Model, TrainResult
 from realhf.api.sample import SequenceSample
 
@@ -71,10 +73,11 @@ class CriticInterface:
         """Train one step: moments of the returns first, then every minibatch. Raises ValueError on a missing key, and
         on a value or reward that is not finite. After ``max_nonfinite_steps`` consecutive updates without a finite
         gradient the statistic ``stop`` holds the reason."""
+        sample = counted(sample, self.options)
         trained = TrainedTokens.of(sample, self.options)
         kl = kl_of_behaviour(sample, self.options, trained.tokens.mask)
         estimate = value_estimate(sample, self.options, trained, kl, self._kl.value)
-        self._kl.observe(kl_of_sequences(kl, trained), int(trained.trainable.sum()))
+        self._kl.observe(*kl_of_rollouts(kl, trained))
         values = sample[VALUES].cpu().float()
         stats = _statistics(values, estimate)
         results = []
@@ -100,7 +103,7 @@ class CriticInterface:
             targets = self._moments.normalised(targets)
         mask = _per_token(sample, estimate.valued)
         return replace_keys(
-            sample.select(["packed_input_ids"]),
+            sample.select(sample.keys & {"packed_input_ids", ROLLOUT_KEY}),
             per_token={"loss_mask": mask},
             shifted={TARGETS: targets, BEFORE: before},
         )
@@ -118,6 +121,7 @@ class CriticInterface:
             weights = token_weights(tokens.mask, tokens.sequence, tokens.n_sequences, "token_mean")
             keep = torch.zeros(tokens.n_sequences, dtype=torch.bool)
             keep[tokens.sequence[tokens.mask]] = True
+            part = part.select(part.keys - {ROLLOUT_KEY})
             chosen = select_sequences(replace_keys(part, shifted={WEIGHTS: weights}), keep)
             weighted += [] if chosen is None else [chosen]
         return weighted

@@ -21,25 +21,30 @@ from realhf.algorithms.policy_gradient.recorded_step import RecordedStep
 from realhf.algorithms.policy_gradient.resolve import resolve
 from realhf.algorithms.policy_gradient.token_advantages import (
     TrainedTokens,
+    counted,
     kl_of_behaviour,
-    kl_of_sequences,
+    kl_of_rollouts,
     require,
+    rollout_means,
     token_advantages,
     truncated_sequences,
     valid_sequences,
 )
 from realhf.algorithms.sequences import PredictedTokens, replace_keys, select_sequences
+from realhf.api.keys import ROLLOUT_KEY
 from realhf.api.model import POSITIONS, CallContext, Model, TrainResult
 from realhf.api.sample import SequenceSample
 
 
 class PolicyGradientInterface:
     """Trains one step on ``packed_input_ids, loss_mask, packed_logprobs, rewards`` and, where present, ``outcome`` (0:
-    valid), ``seq_no_eos_mask``, ``packed_versions``, ``packed_ref_logprobs`` and ``proximal_logprobs``; with
-    ``credit=turn`` also on ``turn_ids`` and ``turn_rewards``.
+    valid), ``seq_no_eos_mask``, ``packed_versions``, ``packed_ref_logprobs``, ``proximal_logprobs`` and
+    ``rollout_index``; with ``credit=turn`` also on ``turn_ids`` and ``turn_rewards``.
 
-    Advantages are computed once per step from the groups (the sequences of one sample); then follow ``sample_reuse``
-    passes of ``ppo_n_minibatches`` optimizer steps, over sequences shuffled by seed, step and pass. ``temperature`` is
+    Advantages are computed once per step from the groups (the rollouts of one sample); then follow ``sample_reuse``
+    passes of ``ppo_n_minibatches`` optimizer steps, over rollouts shuffled by seed, step and pass. Sequences of one
+    ``rollout_index`` are rows of one rollout, which counts once wherever sequences are compared, averaged or counted,
+    unless ``ppo.count`` is ``row``. ``temperature`` is
     the sampling temperature; ``loss_scale_len`` the divisor of ``loss_agg=constant`` where ``ppo`` does not give it.
 
     A sequence without any advantage contributes nothing to a pure policy gradient, so it is left out of the forward and
@@ -70,11 +75,12 @@ class PolicyGradientInterface:
         """Train one step. Raises ValueError on a missing key. After ``max_nonfinite_steps`` consecutive updates without
         a finite gradient the statistic ``stop`` holds the reason."""
         require(sample, self._needed_keys())
+        sample = counted(sample, self.options)
         stats = self._staleness(sample, context.step)
         if self._kl_of_proximal and not self.options.needs_actor_inf:
             sample = self._with_proximal(model, sample, context)
         prepared, batch_stats = self.prepare(sample)
-        self._kl.observe(batch_stats.get("kl_of_sequence", 0.0), int(batch_stats["n_trainable"]))
+        self._kl.observe(batch_stats.get("kl_of_sequence", 0.0), int(batch_stats["n_trainable_rollouts"]))
         record = RecordedStep(context.step, prepared) if context.recorder.keeps else None
         prepared = record.batch if record is not None else prepared
         parts = self._minibatches(model, prepared, context) if context.step >= self._first_step else []
@@ -141,6 +147,7 @@ class PolicyGradientInterface:
     def prepare(self, sample: SequenceSample) -> tuple[SequenceSample, dict[str, float]]:
         """Return the batch with ``advantages`` f32 (L-1) and with ``loss_mask`` False on invalid (and, with
         ``mask_too_long``, truncated) sequences; and statistics of the batch."""
+        sample = counted(sample, self.options)
         trained, scores = TrainedTokens.of(sample, self.options), sample["rewards"].cpu().float()
         tokens, valid, mask = trained.tokens, trained.valid, trained.tokens.mask
         kl = kl_of_behaviour(sample, self.options, mask)
@@ -156,15 +163,17 @@ class PolicyGradientInterface:
             per_token={"loss_mask": token_mask},
             shifted={ADVANTAGES: advantages},
         )
+        means, has = rollout_means(scores, valid, tokens.rollout)
         stats = {
-            "reward_mean": float(scores[valid].double().mean()) if bool(valid.any()) else 0.0,
-            "reward_std": float(scores[valid].double().std()) if int(valid.sum()) > 1 else 0.0,
+            "reward_mean": float(means[has].mean()) if bool(has.any()) else 0.0,
+            "reward_std": float(means[has].std()) if int(has.sum()) > 1 else 0.0,
             "groups_with_signal": float(signal.sum()),
             "n_groups": float(len(torch.unique(tokens.group))),
             **_length_statistics(sample, tokens, valid),
             **_entropy_statistics(sample, tokens, valid),
             **self._kl_statistics(kl, trained),
             "n_sequences": float(tokens.n_sequences),
+            "n_rollouts": float(tokens.n_rollouts),
             "n_invalid": float((~valid).sum()),
             "n_trainable": float(trained.trainable.sum()),
             "n_tokens": float(mask.sum()),
@@ -172,15 +181,16 @@ class PolicyGradientInterface:
         return out, stats
 
     def _kl_statistics(self, kl: Tensor, trained: TrainedTokens) -> dict[str, float]:
-        """Return the weight of the KL term in the reward and what it weighs, nats a sequence; {} without the term."""
-        if self.options.kl_ctl == 0:
-            return {}
-        return {"kl_ctl": self._kl.value, "kl_of_sequence": kl_of_sequences(kl, trained)}
+        """Return how many rollouts train, the weight of the KL term in the reward, and what it weighs, nats a rollout;
+        the count alone without the term."""
+        weighed, n = kl_of_rollouts(kl, trained)
+        found = {"n_trainable_rollouts": float(n)}
+        return found if self.options.kl_ctl == 0 else found | {"kl_ctl": self._kl.value, "kl_of_sequence": weighed}
 
     def _trained_keys(self, sample: SequenceSample) -> list[str]:
         """List the keys of the input that the loss reads. ``proximal_logprobs`` is one only if ``actor_inf`` was asked
         for it or this call computed it for the reward."""
-        keys = ["packed_input_ids", "packed_logprobs", "packed_ref_logprobs"]
+        keys = ["packed_input_ids", "packed_logprobs", "packed_ref_logprobs", ROLLOUT_KEY]
         if self.options.needs_actor_inf or self._kl_of_proximal:
             keys.append(PROXIMAL)
         if self.options.prox_logp_method == "loglinear":
@@ -192,9 +202,10 @@ class PolicyGradientInterface:
         empty."""
         tokens, options = PredictedTokens.of(part), self.options
         weights = token_weights(
-            tokens.mask, tokens.sequence, tokens.n_sequences, options.loss_agg, options.loss_scale_len or 1
+            tokens.mask, tokens.owner, tokens.n_rollouts, options.loss_agg, options.loss_scale_len or 1
         )
-        return select_sequences(replace_keys(part, shifted={WEIGHTS: weights}), self._contributes(part))
+        kept = part.select(part.keys - {ROLLOUT_KEY})
+        return select_sequences(replace_keys(kept, shifted={WEIGHTS: weights}), self._contributes(part))
 
     def _contributes(self, part: SequenceSample) -> Tensor:
         """Return which sequences have a gradient, bool (n sequences,)."""
@@ -217,14 +228,17 @@ class PolicyGradientInterface:
 
 
 def _length_statistics(sample: SequenceSample, tokens: PredictedTokens, valid: Tensor) -> dict[str, float]:
-    """Return how many tokens valid sequences sampled, and the fraction of those sequences that a token limit ended."""
-    blank = torch.zeros(tokens.n_sequences, dtype=torch.int64)
-    count = blank.index_add(0, tokens.sequence, tokens.mask.long())[valid]
+    """Return how many tokens valid rollouts sampled, and the fraction of those rollouts in which a token limit ended a
+    sequence."""
+    blank = torch.zeros(tokens.n_rollouts, dtype=torch.int64)
+    has = torch.zeros(tokens.n_rollouts, dtype=torch.bool).index_fill(0, tokens.rollout[valid], True)
+    count = blank.index_add(0, tokens.owner, tokens.mask.long())[has]
     if not len(count):
         return {}
     found = {"response_tokens_mean": float(count.double().mean()), "response_tokens_max": float(count.max())}
     if "seq_no_eos_mask" in sample.keys:
-        found["too_long_fraction"] = float(truncated_sequences(sample)[valid].double().mean())
+        cut = blank.index_fill(0, tokens.rollout[valid & truncated_sequences(sample)], 1)
+        found["too_long_fraction"] = float(cut[has].double().mean())
     return found
 
 

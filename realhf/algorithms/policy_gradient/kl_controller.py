@@ -13,7 +13,7 @@ class KLController:
     """Holds ``value``, which multiplies the KL divergence in the reward; it starts as ``ppo.kl_ctl``.
 
     With ``ppo.kl_target`` every train step moves it: value *= 1 + clip(kl / target - 1, +-0.2) * min(1, n / horizon),
-    where ``kl`` (nats) is the mean over the step's ``n`` trainable sequences of what a sequence's sampled tokens sum
+    where ``kl`` (nats) is the mean over the step's ``n`` trainable rollouts of what a rollout's sampled tokens sum
     to. So a step changes it by a fifth at most, and it stays above 0.
     Source: Ziegler et al. 2019, Fine-Tuning Language Models from Human Preferences.
     """
@@ -23,7 +23,7 @@ class KLController:
         self._target, self._horizon = options.kl_target, options.kl_horizon
 
     def observe(self, kl: float, n: int) -> None:
-        """Take in the mean divergence of a step's ``n`` trainable sequences, from which the next step's weight follows.
+        """Take in the mean divergence of a step's ``n`` trainable rollouts, from which the next step's weight follows.
         One that is not finite moves nothing."""
         if self._target is None or n == 0 or not math.isfinite(kl):
             return

@@ -14,7 +14,8 @@ from torch import Tensor
 from realhf.algorithms.policy_gradient.options import ResolvedOptions
 
 _MAX_EXPONENT = 20.0
-_MAX_KL = 10.0
+MAX_KL = 10.0
+"""Bound of a token's KL divergence in rewards and statistics, nats."""
 
 
 @dataclass(frozen=True)
@@ -109,9 +110,24 @@ def exponential(exponent: Tensor) -> tuple[Tensor, int]:
     return exponent.clamp(-_MAX_EXPONENT, _MAX_EXPONENT).exp(), beyond
 
 
+def kl_penalty(a: Tensor, b: Tensor, estimator: str) -> tuple[Tensor, int]:
+    """Return k2 or k3 of ``kl_estimate`` as a term of the loss, (n,), and how many exponents were cut. Nothing else is:
+    the further a token lies below the reference, the harder it is pulled back, where a clamped value has no gradient
+    at all. Beyond an exponent of 20 the pull stays what it is there."""
+    x = a - b
+    if estimator == "k2":
+        return 0.5 * x.square(), 0
+    if estimator != "k3":
+        raise ValueError(f"KL estimator {estimator!r} is no penalty in the loss")
+    exponent = -x
+    held = exponent.clamp(max=_MAX_EXPONENT)
+    beyond = exponent - held
+    return held.exp() * (1 + beyond) - 1 + x, int((beyond.detach() > 0).sum())
+
+
 def kl_estimate(a: Tensor, b: Tensor, estimator: str) -> Tensor:
-    """Estimate KL(a, b) at tokens drawn from a. With x = log a - log b: k1 is x, k2 is x^2 / 2, k3 is exp(-x) - 1 + x;
-    all are clamped to +-10. Source: Schulman 2020, Approximating KL divergence."""
+    """Estimate KL(a, b) at tokens drawn from a, for rewards and statistics. With x = log a - log b: k1 is x, k2 is
+    x^2 / 2, k3 is exp(-x) - 1 + x; all are clamped to +-10. Source: Schulman 2020, Approximating KL divergence."""
     x = a - b
     if estimator == "k1":
         value = x
@@ -121,4 +137,4 @@ def kl_estimate(a: Tensor, b: Tensor, estimator: str) -> Tensor:
         value = (-x).clamp(-_MAX_EXPONENT, _MAX_EXPONENT).exp() - 1 + x
     else:
         raise ValueError(f"unknown KL estimator {estimator!r}")
-    return value.clamp(-_MAX_KL, _MAX_KL)
+    return value.clamp(-MAX_KL, MAX_KL)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from realhf.algorithms.aggregation import weighted_sum
 from realhf.algorithms.policy_gradient.behaviour_weight import BehaviourWeight, behaviour_weight, loglinear_proximal
-from realhf.algorithms.policy_gradient.losses import LossTerms, TokenLoss, kl_estimate
+from realhf.algorithms.policy_gradient.losses import MAX_KL, LossTerms, TokenLoss, kl_estimate, kl_penalty
 from realhf.algorithms.policy_gradient.options import ResolvedOptions
 from realhf.algorithms.sequences import PredictedTokens
 from realhf.api.model import ForwardOutputs
@@ -80,13 +80,16 @@ class PolicyObjective:
     def _reference_loss(
         self, part: SequenceSample, logprobs: Tensor, mask: Tensor, weights: Tensor, stats: dict[str, float]
     ) -> Tensor:
-        """Return the KL term of the loss (0 where the KL is in the reward), and add the sum of KL to ``stats``."""
+        """Return the KL term of the loss (0 where the KL is in the reward), and add the sum of KL, and how many tokens
+        enter it with the bound, to ``stats``."""
         ref = torch.where(mask, part["packed_ref_logprobs"].to(mask.device), 0.0)
         current = torch.where(mask, logprobs, 0.0)
-        stats["kl_ref"] = float(kl_estimate(current.detach(), ref, "k3").sum())
+        apart = kl_estimate(current.detach(), ref, "k3")
+        stats["kl_ref"], stats["kl_ref_clamped_fraction"] = float(apart.sum()), float((apart >= MAX_KL).sum())
         if self._options.kl_loss_coef == 0:
             return torch.zeros((), device=mask.device)
-        kl = kl_estimate(current, ref, self._options.kl_estimator)
+        kl, cut = kl_penalty(current, ref, self._options.kl_estimator)
+        stats["clamped_exponents"] += cut
         return self._options.kl_loss_coef * weighted_sum(kl, weights, mask)
 
 

@@ -12,22 +12,22 @@ N_BINS = 8
 
 
 def staleness_statistics(versions: Tensor, tokens: PredictedTokens, step: int) -> dict[str, float]:
-    """Return the staleness u - v of the sequences of a train step, u = ``step`` being the version of the weights that
+    """Return the staleness u - v of the rollouts of a train step, u = ``step`` being the version of the weights that
     train (docs/reference/dataflow.md 1). ``versions`` i32 (n,) is the version that sampled each predicted token, -1 if
     unknown; only tokens inside the mask count.
 
-    The head is a sequence's oldest token, the tail its newest: ``staleness/head_mean, head_max, tail_mean``, and
-    ``staleness/hist_0`` ... ``hist_6``, ``hist_7plus``: fractions of sequences by head staleness. The result is empty
-    when no sequence has a token of known version.
+    The head is a rollout's oldest token, the tail its newest: ``staleness/head_mean, head_max, tail_mean``, and
+    ``staleness/hist_0`` ... ``hist_6``, ``hist_7plus``: fractions of rollouts by head staleness. The result is empty
+    when none has a token of known version.
     """
     known = tokens.mask & (versions >= 0)
-    sequence, lag = tokens.sequence[known], step - versions[known].long()
+    rollout, lag = tokens.owner[known], step - versions[known].long()
     if not len(lag):
         return {}
-    blank = torch.zeros(tokens.n_sequences, dtype=torch.int64)
-    head = blank.scatter_reduce(0, sequence, lag, "amax", include_self=False)
-    tail = blank.scatter_reduce(0, sequence, lag, "amin", include_self=False)
-    has = torch.zeros(tokens.n_sequences, dtype=torch.bool).index_fill(0, sequence, True)
+    blank = torch.zeros(tokens.n_rollouts, dtype=torch.int64)
+    head = blank.scatter_reduce(0, rollout, lag, "amax", include_self=False)
+    tail = blank.scatter_reduce(0, rollout, lag, "amin", include_self=False)
+    has = torch.zeros(tokens.n_rollouts, dtype=torch.bool).index_fill(0, rollout, True)
     head, tail = head[has], tail[has]
     bins = torch.bincount(head.clamp(0, N_BINS - 1), minlength=N_BINS).double() / len(head)
     names = [f"hist_{lag}" for lag in range(N_BINS - 1)] + [f"hist_{N_BINS - 1}plus"]

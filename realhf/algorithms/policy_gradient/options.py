@@ -17,6 +17,7 @@ KL_ESTIMATORS = ("k1", "k2", "k3")
 PROXIMAL_METHODS = ("actor_inf", "recompute", "loglinear")
 WEIGHT_MODES = ("mask", "truncate", "none")
 CREDITS = ("episode", "turn")
+COUNTS = ("rollout", "row")
 LEVELS = ("token", "sequence")
 """Levels at which the policy ratio and the behaviour weight are taken."""
 
@@ -61,13 +62,13 @@ class PolicyGradientOptions:
     )
     kl_target: float | None = option(
         None,
-        "ppo.kl_ctl is steered to a KL divergence of this many nats a row of the batch; without it, it stays.",
+        "ppo.kl_ctl is steered to a KL divergence of this many nats a rollout; without it, it stays.",
         above=0,
         idle=_NO_KL_REWARD,
     )
     kl_horizon: float = option(
         10000.0,
-        "ppo.kl_target: after this many sequences ppo.kl_ctl has changed by about its own size times the error.",
+        "ppo.kl_target: after this many rollouts ppo.kl_ctl has changed by about its own size times the error.",
         above=0,
         idle="there is no ppo.kl_target",
     )
@@ -76,6 +77,12 @@ class PolicyGradientOptions:
     )
     entropy_coef: float = option(0.0, "The loss contains the entropy times minus this.", at_least=0)
     adv_norm: bool | None = option(None, "Advantages are normalised over the batch.")
+    count: str = option(
+        "rollout",
+        "Groups, baselines and means over sequences count each rollout once; or each of its rows, where dropped "
+        "reasoning or the branches of an agent make several.",
+        choices=COUNTS,
+    )
     credit: str = option(
         "episode",
         "A token gets the advantage of its episode, or that of the return from its turn on.",
@@ -135,7 +142,7 @@ class PolicyGradientOptions:
         False, "Sequences that a limit of tokens ended, not one of turns, are left out of the loss."
     )
     max_nonfinite_steps: int = option(
-        3, "The run ends after this many updates in a row without a finite gradient.", at_least=1
+        3, "The run ends after this many updates in a row without a finite gradient.", at_least=1, on_resume="free"
     )
 
 

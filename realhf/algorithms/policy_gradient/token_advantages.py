@@ -21,10 +21,10 @@ from realhf.algorithms.policy_gradient.losses import kl_estimate
 from realhf.algorithms.policy_gradient.objective import PROXIMAL
 from realhf.algorithms.policy_gradient.option_checks import RETURN_TO_GO
 from realhf.algorithms.policy_gradient.options import ResolvedOptions
-from realhf.algorithms.policy_gradient.turn_credit import of_tokens, returns_by_turn, turn_advantages
+from realhf.algorithms.policy_gradient.turn_credit import Estimator, of_tokens, returns_by_turn, turn_advantages
 from realhf.algorithms.reward import scored
 from realhf.algorithms.sequences import PredictedTokens, predicted
-from realhf.api.keys import TURN_KEYS
+from realhf.api.keys import ROLLOUT_KEY, TURN_KEYS
 from realhf.api.sample import SequenceSample
 from realhf.builtins import advantage_estimators
 
@@ -46,6 +46,12 @@ def require(sample: SequenceSample, keys: Iterable[str]) -> None:
     for key in keys:
         if key not in sample.keys:
             raise ValueError(f"{_WHY[key]} needs the key {key}")
+
+
+def counted(sample: SequenceSample, options: ResolvedOptions) -> SequenceSample:
+    """Return the sample without the numbers of rollouts where ``ppo.count`` says that each sequence counts."""
+    by_row = options.count == "row" and ROLLOUT_KEY in sample.keys
+    return sample.select(sample.keys - {ROLLOUT_KEY}) if by_row else sample
 
 
 @dataclass(frozen=True)
@@ -151,21 +157,56 @@ def kl_of_behaviour(sample: SequenceSample, options: ResolvedOptions, mask: Tens
     return torch.where(mask, kl_estimate(old, ref, options.kl_estimator), 0.0)
 
 
-def kl_of_sequences(kl: Tensor, trained: TrainedTokens) -> float:
-    """Return the mean over the trainable sequences of what their tokens' divergences sum to, nats; 0 without any."""
-    return float(kl.double().sum()) / max(1, int(trained.trainable.sum()))
+def kl_of_rollouts(kl: Tensor, trained: TrainedTokens) -> tuple[float, int]:
+    """Return the mean over the trainable rollouts of what their tokens' divergences sum to, nats (0 without any), and
+    the number of these rollouts."""
+    n = len(torch.unique(trained.tokens.rollout[trained.trainable]))
+    return float(kl.double().sum()) / max(1, n), n
+
+
+def rollout_means(values: Tensor, valid: Tensor, rollout: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the mean of the valid sequences of each rollout, f64 (n rollouts,), 0 without one, and whether it has one,
+    bool (n rollouts,). ``values`` and ``valid`` are (n sequences,)."""
+    blank = torch.zeros(int(rollout.max()) + 1 if len(rollout) else 0, dtype=torch.float64)
+    count = blank.index_add(0, rollout, valid.double())
+    total = blank.index_add(0, rollout, torch.where(valid, values.double(), 0.0))
+    return total / count.clamp(min=1), count > 0
+
+
+def by_rollout(estimator: Estimator, rollout: Tensor) -> Estimator:
+    """Return the estimator that compares rollouts and answers for their sequences: ``scores``, ``valid``, ``group`` and
+    the result are those of sequences, ``rollout`` i64 (n,) numbers the rollout of each.
+
+    A rollout enters all statistics once, with the mean of its valid sequences. A sequence whose score is another (an
+    agent may judge each of its conversations) gets what its rollout would get with that score.
+    """
+
+    def estimate(scores: Tensor, valid: Tensor, group: Tensor) -> Tensor:
+        means, has = rollout_means(scores, valid, rollout)
+        score = means.float()
+        if len(score) == len(rollout):  # Each has one sequence: NaN scores of invalid ones reach the estimator too.
+            return estimator(scores, valid, group)
+        groups = torch.zeros_like(rollout[: len(score)]).scatter(0, rollout, group)
+        found = torch.where(valid, estimator(score, has, groups)[rollout], 0.0)
+        for row in torch.nonzero(valid & (scores != score[rollout])).flatten().tolist():
+            own = int(rollout[row])
+            found[row] = estimator(score.index_fill(0, rollout[row], float(scores[row])), has, groups)[own]
+        return found
+
+    return estimate
 
 
 def _estimates(sample: SequenceSample, options: ResolvedOptions, trained: TrainedTokens) -> Tensor:
     """Return the estimator's number for every sequence, f32 (n sequences,)."""
-    estimator = advantage_estimators.get(options.adv_estimator)
+    estimator = by_rollout(advantage_estimators.get(options.adv_estimator), trained.tokens.rollout)
     return estimator(sample["rewards"].cpu().float(), trained.valid, trained.tokens.group)
 
 
 def _turn_advantages(sample: SequenceSample, options: ResolvedOptions, trained: TrainedTokens) -> Tensor:
     """Return the advantage of every token's turn, f32 (L-1), 0 outside the mask. The return from a turn on is scaled,
     moved and clipped as the reward of an episode is."""
-    tokens, estimator = trained.tokens, advantage_estimators.get(options.adv_estimator)
+    tokens = trained.tokens
+    estimator = by_rollout(advantage_estimators.get(options.adv_estimator), tokens.rollout)
     counts = torch.from_numpy(np.asarray(sample.lengths("turn_rewards").values)).long()
     returns = returns_by_turn(sample["turn_rewards"].cpu(), counts, options.discount).float().numpy()
     scores = scored(returns, options.reward_scaling, options.reward_bias, options.max_reward_clip)

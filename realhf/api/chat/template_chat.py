@@ -13,6 +13,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from realhf.api.chat.control_words import ControlWords, control_words
@@ -38,7 +39,9 @@ class TemplateChat:
     """Implements ``realhf.api.env.ChatFormat`` with a Hugging Face tokenizer. ``system_prompt`` precedes what ``first``
     opens. ``template_kwargs`` are variables of the template, e.g. ``enable_thinking``, for everything that is rendered;
     ``family`` says how its policy writes tool calls (``families.FAMILIES``). Control words in messages and tools become
-    ordinary text (``control_words``). Raises ChatTemplateError, also for a variable that the template does not read."""
+    ordinary text (``control_words``). A turn ends with the template's own end, the tokenizer's end of a sequence, an id
+    that the model's ``generation_config.json`` names, or one of ``stop_ids``. Raises ChatTemplateError, also for a
+    variable that the template does not read, and for a template that ends a turn with nothing."""
 
     def __init__(
         self,
@@ -46,6 +49,7 @@ class TemplateChat:
         *,
         system_prompt: str | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
+        stop_ids: Sequence[int] = (),
     ) -> None:
         if not getattr(tokenizer, "chat_template", None):
             name = getattr(tokenizer, "name_or_path", "") or "of actor.path"
@@ -68,7 +72,7 @@ class TemplateChat:
         self._control = ControlWords(())
         self._control = ControlWords(control_words(tokenizer, self._framing()))
         self._turn_end = self._after_marker([], [], generation=False)
-        self.stop_ids: tuple[int, ...] = self._find_stop_ids()
+        self.stop_ids: tuple[int, ...] = self._find_stop_ids(stop_ids)
         self._stops = frozenset(self.stop_ids)
 
     def opening(self, messages: Messages, tools: Tools = ()) -> list[int]:
@@ -262,15 +266,41 @@ class TemplateChat:
             text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
-    def _find_stop_ids(self) -> tuple[int, ...]:
+    def _find_stop_ids(self, further: Sequence[int]) -> tuple[int, ...]:
+        if not self._turn_end.strip():
+            name = getattr(self._tokenizer, "name_or_path", "") or "of actor.path"
+            raise ChatTemplateError(
+                f"the chat template of {name!r} writes nothing after a policy turn, so no token ends one and the next "
+                "message follows at once; use a model whose template ends its turns"
+            )
+        if unknown := [i for i in further if not 0 <= i < len(self._tokenizer)]:
+            raise ChatTemplateError(f"gen.stop_ids: the tokenizer has no token {unknown[0]}")
         closing = self._ids(self._turn_end)
         special = set(self._tokenizer.all_special_ids)
         stops = [i for i in closing[:1] if i in special]
         if self._tokenizer.eos_token_id is not None:
             stops.append(self._tokenizer.eos_token_id)
+        stops += [*_ends_of_generation(getattr(self._tokenizer, "name_or_path", "")), *further]
         if not stops:
-            raise ChatTemplateError("the tokenizer has neither an end-of-sequence token nor one that ends a turn")
+            raise ChatTemplateError(
+                "the tokenizer has neither an end-of-sequence token nor one that ends a turn; name one in gen.stop_ids"
+            )
         return tuple(dict.fromkeys(stops))
+
+
+def _ends_of_generation(path: str) -> list[int]:
+    """Return the ids that end a generation as the model's authors say it: ``eos_token_id`` of a folder's or hub id's
+    ``generation_config.json``. Llama 3.1 ends a turn with calls otherwise than one without, and says so nowhere else.
+    """
+    from transformers.utils.hub import cached_file
+
+    if not path:
+        return []
+    with suppress(OSError, ValueError, AttributeError):
+        file = cached_file(path, "generation_config.json", _raise_exceptions_for_missing_entries=False)
+        ends = json.loads(Path(file).read_text(encoding="utf-8")).get("eos_token_id") if file else None
+        return [i for i in (ends if isinstance(ends, list) else [ends]) if type(i) is int]
+    return []
 
 
 _PROBE_TOOL = {

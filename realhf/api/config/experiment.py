@@ -45,27 +45,37 @@ class ExperimentConfig:
 
     experiment: str = option(MISSING, "The run is this experiment.")
     experiment_path: str | None = option(
-        None, "The experiment lies in this Python file outside the package, with its YAML beside it."
+        None, "The experiment lies in this Python file outside the package, with its YAML beside it.", on_resume="warns"
     )
-    experiment_name: str = option("${experiment}", "The run folder lies in a folder of this name.")
-    trial_name: str = option("default", "The run folder has this name.")
-    fileroot: str = option("runs", "Everything that a run writes lies in this folder.")
+    experiment_name: str = option("${experiment}", "The run folder lies in a folder of this name.", on_resume="free")
+    trial_name: str = option(
+        "",
+        "The run folder has this name; without one a new run is named after the time of its launch.",
+        on_resume="free",
+    )
+    fileroot: str = option("runs", "Everything that a run writes lies in this folder.", on_resume="free")
     seed: int = option(1, "Everything random in the run is drawn from this seed.")
-    mode: Mode = option(Mode.run, "run trains; check validates and stops; graph prints the dataflow graph.")
+    mode: Mode = option(
+        Mode.run, "run trains; check validates and stops; graph prints the dataflow graph.", on_resume="free"
+    )
     recover_mode: RecoverMode = option(
         RecoverMode.auto,
-        "auto goes on after the last valid checkpoint if there is one; resume demands one; disabled starts afresh.",
+        "auto goes on after the trial's last valid checkpoint, if any; resume demands one; disabled starts afresh.",
+        on_resume="free",
     )
-    total_train_steps: int = option(60, "The run ends after this many train steps.", at_least=1)
+    total_train_steps: int = option(60, "The run ends after this many train steps.", at_least=1, on_resume="warns")
     torch_threads: int = option(
         0,
         "A model worker computes on this many threads; 0 shares all cores but those of generation workers.",
         at_least=0,
+        on_resume="free",
     )
 
     actor: ModelConfig = section(ModelConfig)
     ref: ReferenceConfig = section(
-        ReferenceConfig, idle="without a KL term (ppo.kl_ctl, ppo.kl_loss_coef) there is no reference model"
+        ReferenceConfig,
+        on_resume="free",
+        idle="without a KL term (ppo.kl_ctl, ppo.kl_loss_coef) there is no reference model",
     )
     builtin: BuiltinModelConfig = section(BuiltinModelConfig, idle="it describes the model of actor.path=builtin")
     warm_start: WarmStartConfig = section(
@@ -74,17 +84,17 @@ class ExperimentConfig:
     dataset: DatasetConfig = section(DatasetConfig)
     gen: GenConfig = section(GenConfig)
     engine: EngineConfig = section(EngineConfig)
-    mb_spec: MicroBatchConfig = section(MicroBatchConfig)
+    mb_spec: MicroBatchConfig = section(MicroBatchConfig, on_resume="free")
     rollout: RolloutConfig = section(RolloutConfig)
     stream: StreamConfig = section(StreamConfig)
     async_rl: AsyncConfig = section(AsyncConfig)
-    evaluation: EvaluationConfig = section(EvaluationConfig)
-    exp_ctrl: CheckpointConfig = section(CheckpointConfig)
-    scheduler: SchedulerConfig = section(SchedulerConfig)
-    allocation: AllocationConfig = section(AllocationConfig)
-    network: NetworkConfig = section(NetworkConfig)
-    rpc: RpcConfig = section(RpcConfig)
-    monitor: MonitorConfig = section(MonitorConfig)
+    evaluation: EvaluationConfig = section(EvaluationConfig, on_resume="warns")
+    exp_ctrl: CheckpointConfig = section(CheckpointConfig, on_resume="free")
+    scheduler: SchedulerConfig = section(SchedulerConfig, on_resume="free")
+    allocation: AllocationConfig = section(AllocationConfig, on_resume="free")
+    network: NetworkConfig = section(NetworkConfig, on_resume="free")
+    rpc: RpcConfig = section(RpcConfig, on_resume="free")
+    monitor: MonitorConfig = section(MonitorConfig, on_resume="free")
 
 
 def run_folder(config: ExperimentConfig) -> Path:

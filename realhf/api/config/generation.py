@@ -21,11 +21,18 @@ class GenConfig:
     top_k: int = option(
         0, "Tokens are drawn from this many of the likeliest, 0 from all; training needs 0.", at_least=0
     )
+    stop_ids: list[int] = option(
+        [],
+        "These tokens end a turn, too, in place of the end that the chat template writes; by themselves that end, the "
+        "tokenizer's end of a sequence and those of generation_config.json do.",
+        at_least=0,
+    )
     new_tokens_per_chunk: int | None = option(
         None,
         "An engine call returns after this many tokens and a longer turn goes on in the next call, so that rollouts "
         "in lockstep wait for a chunk and not for the longest turn.",
         at_least=1,
+        on_resume="free",
     )
 
     def truncations(self) -> list[str]:
@@ -39,25 +46,35 @@ class GenConfig:
 class EngineConfig:
     """What samples tokens, in training and in evaluations (docs/asynchronous.md)."""
 
-    name: str = option("embedded", "This engine generates tokens.", choices=("embedded", "vllm"))
-    vllm_url: str | None = option(
-        None, "Tokens come from the vLLM server at this URL; without one every worker that generates starts a server."
+    name: str = option(
+        "embedded",
+        "This engine generates tokens; unless one is named, vllm those of a pretrained model where this machine shows "
+        "a GPU and has vLLM.",
+        choices=("embedded", "vllm"),
+        on_resume="warns",
     )
-    vllm_executable: str = option("vllm", "vLLM is started with this command.")
+    vllm_url: str | None = option(
+        None,
+        "Tokens come from the vLLM server at this URL; without one every worker that generates starts a server.",
+        on_resume="free",
+    )
+    vllm_executable: str = option("vllm", "vLLM is started with this command.", on_resume="free")
     max_model_len: int | None = option(
         None,
         "A vLLM server that is started takes sequences of this many tokens; without a number, what an episode may hold "
         "(rollout.max_total_tokens).",
         at_least=1,
+        on_resume="free",
     )
     gpu_memory_utilization: float | None = option(
         None,
         "A vLLM server that is started uses this share of a GPU's memory; without a number, what vLLM uses by itself.",
         above=0,
         at_most=1,
+        on_resume="free",
     )
     tensor_parallel_size: int = option(
-        1, "A vLLM server that is started spreads the model over this many devices.", at_least=1
+        1, "A vLLM server that is started spreads the model over this many devices.", at_least=1, on_resume="free"
     )
     kv_cache_gib: float | None = option(
         None,
@@ -65,6 +82,7 @@ class EngineConfig:
         "rest; without a number, in half of what is free on a GPU that it shares with a trainer, in four fifths on one "
         "of its own, and on a CPU in what it needs.",
         above=0,
+        on_resume="free",
     )
 
     def problems(self, name: str) -> Iterator[str]:

@@ -40,7 +40,9 @@ class OptimizerConfig:
         1.0, "A gradient with a larger norm is scaled down to this norm; 0 never scales.", at_least=0
     )
     offload: bool = option(
-        False, "The moments of AdamW are in the memory of the host between steps; on GPUs, by backends torch and ddp."
+        False,
+        "The moments of AdamW are in the memory of the host between steps; on GPUs, by backends torch and ddp.",
+        on_resume="free",
     )
 
 
@@ -100,26 +102,32 @@ class ModelConfig:
         "always is.",
         idle="it is about a model of one's own, in an experiment that does not itself train on demonstrations",
     )
-    workers: list[int] = option([0], "The model workers with these indices hold the model.", at_least=0)
+    workers: list[int] = option(
+        [0], "The model workers with these indices hold the model.", at_least=0, on_resume="free"
+    )
     backend: str = option(
         "torch",
         "This backend trains the model: torch on one worker, ddp with a copy on each of several, fsdp2 with the model "
         "cut over several.",
         registry="backends",
+        on_resume="free",
     )
-    parallel: ParallelConfig = section(ParallelConfig)
+    parallel: ParallelConfig = section(ParallelConfig, on_resume="free")
     dtype: str = option(
         "float32",
         "Weights have this type; float16 would need a loss scale, which no backend has.",
         choices=("float32", "bfloat16"),
     )
     gradient_checkpointing: bool = option(
-        False, "Activations are computed again in the backward pass, which saves memory and costs time."
+        False,
+        "Activations are computed again in the backward pass, which saves memory and costs time.",
+        on_resume="free",
     )
     compile: bool = option(
         False,
         "The blocks of the model are compiled by torch.compile for training and scoring: the first steps take minutes, "
         "and a compiler must be there (g++ on the CPU, triton on GPUs).",
+        on_resume="free",
     )
     chat_template_kwargs: dict[str, Any] = option(
         {}, "Every text is rendered with these variables of the chat template, e.g. {enable_thinking: false}."

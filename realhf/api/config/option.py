@@ -11,7 +11,8 @@
         algorithm: MarginOptions = section(MarginOptions)
 
 Help, the reference of options and refusals are made from the fields, whoever declares them. A section whose options
-depend on each other has a method ``problems(self, name)``, see ``Checked``.
+depend on each other has a method ``problems(self, name)``, see ``Checked``. Whether a run that goes on may have another
+value than before stands at the field, too: ``on_resume``.
 """
 
 from __future__ import annotations
@@ -21,18 +22,25 @@ import difflib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass, replace
 from enum import Enum
-from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 C = TypeVar("C")
 
+OnResume = Literal["free", "warns", "refuses"]
+"""What a run that goes on after a checkpoint does about an option that is not what it was. ``free``: nothing, it is
+about how the run is carried out; ``warns``: it takes the new value from there on and says so; ``refuses``: it would be
+another experiment. An option says ``refuses`` unless it says something else."""
+
 _KEY = "option"
 _IDLE = "idle"
+_ON_RESUME = "on_resume"
 
 
 @dataclass(frozen=True)
 class Option:
     """What a field says about itself beside its default. ``about``: one sentence; ``registry``: the values are the
-    names of a registry in ``realhf.builtins``; ``idle``: why the option may have been set and read by nobody."""
+    names of a registry in ``realhf.builtins``; ``idle``: why the option may have been set and read by nobody;
+    ``on_resume``: None for what its section says."""
 
     about: str = ""
     at_least: float | None = None
@@ -41,6 +49,7 @@ class Option:
     choices: tuple[str, ...] = ()
     registry: str = ""
     idle: str = ""
+    on_resume: OnResume | None = None
 
     def bound(self) -> str:
         """``at least 1``, ``between 0 and 1``, ...; empty if every number will do."""
@@ -90,20 +99,21 @@ def option(
     choices: Sequence[str] = (),
     registry: str = "",
     idle: str = "",
+    on_resume: OnResume | None = None,
 ) -> Any:
     """A dataclass field. A list or mapping is copied for every instance; bounds and choices hold for each item of a
     list, and None is always allowed where the type allows it."""
-    about_it = Option(about, at_least, above, at_most, tuple(choices), registry, idle)
+    about_it = Option(about, at_least, above, at_most, tuple(choices), registry, idle, on_resume)
     metadata = {_KEY: about_it}
     if isinstance(default, (list, dict)):
         return field(default_factory=lambda: copy.deepcopy(default), metadata=metadata)
     return field(default=default, metadata=metadata)
 
 
-def section(kind: type[Any], *, idle: str = "", **changed: Any) -> Any:
-    """A dataclass field that holds a section. ``changed``: defaults that differ from those of ``kind``; ``idle``: of
-    every option in it that has no reason of its own."""
-    return field(default_factory=lambda: kind(**changed), metadata={_IDLE: idle})
+def section(kind: type[Any], *, idle: str = "", on_resume: OnResume | None = None, **changed: Any) -> Any:
+    """A dataclass field that holds a section. ``changed``: defaults that differ from those of ``kind``; ``idle`` and
+    ``on_resume``: of every option in it that has none of its own."""
+    return field(default_factory=lambda: kind(**changed), metadata={_IDLE: idle, _ON_RESUME: on_resume})
 
 
 def with_path(options: type[Any], path: str, about: str) -> type[Any]:
@@ -116,7 +126,9 @@ def with_path(options: type[Any], path: str, about: str) -> type[Any]:
 
 def with_section(config: type[C], name: str, kind: type[Any]) -> type[C]:
     """Return ``config`` with a section more, or with another one under the same name."""
-    return _derived(config, name, kind, section(kind))
+    before = next((every.metadata for every in fields(config) if every.name == name), {})  # type: ignore[arg-type]
+    on_resume = before[_KEY].on_resume if _KEY in before else before.get(_ON_RESUME)
+    return _derived(config, name, kind, section(kind, on_resume=on_resume))
 
 
 def _derived(base: type[Any], name: str, kind: type[Any], default: Any) -> type[Any]:
@@ -125,16 +137,18 @@ def _derived(base: type[Any], name: str, kind: type[Any], default: Any) -> type[
     return found
 
 
-def walk(config: Any, name: str = "", idle: str = "") -> Iterator[Found]:
-    """Every option of a section and of those in it, in the order of the fields. A field that was not made by
-    ``option`` has an empty description."""
+def walk(config: Any, name: str = "", idle: str = "", on_resume: OnResume = "refuses") -> Iterator[Found]:
+    """Every option of a section and of those in it, in the order of the fields; what it does not say itself is what its
+    section says. A field that was not made by ``option`` has an empty description."""
     for every in fields(config):
         value, dotted = getattr(config, every.name), f"{name}.{every.name}" if name else every.name
         if is_dataclass(value):
-            yield from walk(value, dotted, every.metadata.get(_IDLE) or idle)
+            about = every.metadata
+            yield from walk(value, dotted, about.get(_IDLE) or idle, about.get(_ON_RESUME) or on_resume)
         else:
             known: Option = every.metadata.get(_KEY, Option())
-            yield Found(dotted, known if known.idle else replace(known, idle=idle), value)
+            resumed = known.on_resume or on_resume
+            yield Found(dotted, replace(known, idle=known.idle or idle, on_resume=resumed), value)
 
 
 def sections(config: Any, name: str = "") -> Iterator[tuple[str, Any]]:

@@ -23,18 +23,23 @@ class RolloutConfig:
         "minimum_group plays a failed rollout again, then leaves it out if rollout.min_group_size others are valid; "
         "retry wants the whole group; fail_fast ends the run.",
         choices=ON_FAILURE,
+        on_resume="warns",
     )
     retries: int = option(
         2,
         "A failed rollout is played again, and a lost session resumed, this many times.",
         at_least=0,
+        on_resume="warns",
     )
-    message_timeout_s: float = option(60.0, "A message to the environment is answered within these seconds.", above=0)
+    message_timeout_s: float = option(
+        60.0, "A message to the environment is answered within these seconds.", above=0, on_resume="free"
+    )
     sessions: int = option(
         0,
         "At most this many episodes are played at once; 0: as many as the environment allows, and 32 "
         "where it sets no bound.",
         at_least=0,
+        on_resume="free",
     )
     agent: str = option(
         "",

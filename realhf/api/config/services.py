@@ -22,8 +22,8 @@ class AllocationConfig:
     gpus: list[int] = option(
         [],
         "Model workers, then generation workers, get one of these GPUs each, numbered from 0 among those that the "
-        "launcher sees (CUDA_VISIBLE_DEVICES, where it is set); with none named, all workers see what the launcher "
-        "sees, except where a role trains on several workers with GPUs: then each worker gets the next one.",
+        "launcher sees (CUDA_VISIBLE_DEVICES, where it is set); with none named, all of those are dealt out, and "
+        "generation gets others than training where there are enough.",
         at_least=0,
     )
     share: bool = option(

@@ -17,16 +17,26 @@ class StreamConfig:
     """The trajectory server that groups come from: one that runs already (``url``), or one that the launcher starts,
     whose queue lies in the run folder."""
 
-    url: str | None = option(None, "Groups come from the server at this URL; without one the launcher starts a server.")
-    token_file: str | None = option(None, "This file holds the bearer token of the server.")
-    host: str = option("127.0.0.1", "A server of this run listens on this address.", idle=_OURS)
+    url: str | None = option(
+        None, "Groups come from the server at this URL; without one the launcher starts a server.", on_resume="free"
+    )
+    token_file: str | None = option(None, "This file holds the bearer token of the server.", on_resume="free")
+    host: str = option("127.0.0.1", "A server of this run listens on this address.", idle=_OURS, on_resume="free")
     port: int = option(
-        8000, "A server of this run listens on this port; 0 is any free one.", at_least=0, at_most=65535, idle=_OURS
+        8000,
+        "A server of this run listens on this port; 0 is any free one.",
+        at_least=0,
+        at_most=65535,
+        idle=_OURS,
+        on_resume="free",
     )
     max_staleness: int | None = option(
-        None, "A group lies at most this many policy versions behind; without a number, any.", at_least=0
+        None,
+        "A group lies at most this many policy versions behind; without a number, any.",
+        at_least=0,
+        on_resume="warns",
     )
-    wait_s: float = option(900.0, "A step waits these seconds for its batch.", above=0)
+    wait_s: float = option(900.0, "A step waits these seconds for its batch.", above=0, on_resume="free")
 
     def problems(self, name: str) -> Iterator[str]:
         """A URL that is none, and a file that is not there."""

@@ -27,12 +27,11 @@ class WarmStartConfig:
     batch_size: int = option(32, "Every step of the warm start trains on this many demonstrations.", at_least=1)
     optimizer: OptimizerConfig = section(
         OptimizerConfig,
-        lr=2.5e-3,
+        lr=1e-5,
         weight_decay=0.01,
         warmup_steps_proportion=0.05,
         lr_scheduler_type=LRSchedule.cosine,
-        beta2=0.99,
     )
     cache_dir: str | None = option(
-        None, "Warm starts are kept in this folder; without one in 'warm_start' below fileroot."
+        None, "Warm starts are kept in this folder; without one in 'warm_start' below fileroot.", on_resume="free"
     )

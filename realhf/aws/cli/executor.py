@@ -21,7 +21,12 @@ MAX_COMMANDS_PER_WORKER = 500
 
 
 class SimulatorLost(RuntimeError):
-    """The slot has no usable simulator or worker; the session needs a reset."""
+    """The slot has no usable simulator or worker; the session needs a reset. ``by_command``: it was lost over the
+    command, which is whose doing it is."""
+
+    def __init__(self, message: str, *, by_command: bool = False) -> None:
+        super().__init__(message)
+        self.by_command = by_command
 
 
 @dataclass
@@ -51,17 +56,19 @@ class ExecutorCounters:
 class CliExecutor:
     """Is the agent's shell of one slot. ``run`` blocks and serves one command at a time.
 
-    ``spawn()`` forks a fresh worker whose connection leads to the slot's simulator; ``simulator_healthy()`` is asked
-    when a worker or its connection was lost.
+    ``spawn()`` forks a fresh worker whose connection leads to the slot's simulator. ``simulator_runs()`` is asked
+    before a command, ``simulator_healthy()`` when a worker or its connection was lost.
     """
 
     def __init__(
         self,
         spawn: Callable[[], tuple[ForkedProcess, socket.socket]],
+        simulator_runs: Callable[[], bool],
         simulator_healthy: Callable[[], bool],
         limits: OutputLimits,
     ) -> None:
         self._spawn = spawn
+        self._simulator_runs = simulator_runs
         self._simulator_healthy = simulator_healthy
         self._limits = limits
         self._worker: _Worker | None = None
@@ -125,6 +132,8 @@ class CliExecutor:
         return CommandResult(exit_code=252, stdout="", stderr=message, refusal=rule, requests=requests)
 
     def _execute(self, argv: tuple[str, ...]) -> CommandResult:
+        if not self._simulator_runs():
+            raise SimulatorLost("simulator lost")
         self.start()
         worker = self._worker
         assert worker is not None
@@ -139,7 +148,7 @@ class CliExecutor:
         if reply is None or reply.last or worker.commands >= MAX_COMMANDS_PER_WORKER:
             self.stop()
             if not self._simulator_healthy():
-                raise SimulatorLost("simulator lost")
+                raise SimulatorLost("simulator lost", by_command=True)
         if reply is None:
             self.counters.worker_kills += 1
             if not timed_out:

@@ -19,6 +19,7 @@ _TARGET = re.compile(rb"/(?:[A-Za-z0-9\-._~!$&'()*+,;=:@/?]|%[0-9A-Fa-f]{2})*")
 _HOST = re.compile(rb"(?:[A-Za-z0-9.\-_]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]{1,5})?")
 _LENGTH = re.compile(rb"[0-9]{1,9}")
 _SLASH_IN_A_SEGMENT = re.compile(r"%2f", re.IGNORECASE)
+_FOREIGN_ROUTE = re.compile(r"/+(?:iceberg[^/]*|health|log(?:in|out)|oauth2|v2|v20180820)(?:/|$)")
 _DECODINGS = 4
 
 
@@ -113,6 +114,12 @@ def is_internal_path(path: str) -> bool:
         path = unquote(path)
     plain = path.replace("\\", "/")
     return plain.lstrip("/").startswith("_") or "/../" in f"{plain}/" or "/_ministack" in plain
+
+
+def is_foreign_route(path: str) -> bool:
+    """Return whether the simulator would answer a request for this path by another service than S3, whatever the
+    request is signed for: the path begins with the name of a bucket that is also an address."""
+    return _FOREIGN_ROUTE.match(path) is not None
 
 
 def hides_a_slash(path: str) -> bool:

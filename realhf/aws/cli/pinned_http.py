@@ -13,10 +13,11 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from botocore.awsrequest import AWSPreparedRequest, AWSResponse
 from botocore.exceptions import ConnectionClosedError, ReadTimeoutError
+from botocore.parsers import ResponseParserError
 
 from realhf.aws.cli.http_grammar import (
     BadHttp,
@@ -24,6 +25,7 @@ from realhf.aws.cli.http_grammar import (
     check_field,
     check_request_line,
     hides_a_slash,
+    is_foreign_route,
     is_internal_path,
     parse_fields,
 )
@@ -32,6 +34,7 @@ from realhf.aws.cli.refusal import Refuse
 _MAX_RESPONSE_BYTES = 16 << 20
 _MAX_HEAD_BYTES = 256 << 10
 _RECEIVE_BYTES = 1 << 16
+_SIGNED_FOR_S3 = "/s3/aws4_request"
 _DROPPED_HEADERS = frozenset(
     {
         "expect",
@@ -46,6 +49,10 @@ _DROPPED_HEADERS = frozenset(
         "proxy-connection",
     }
 )
+
+
+class AnswerTooLarge(ValueError):
+    """An answer that was announced is longer than anybody here reads."""
 
 
 class PinnedConnection:
@@ -80,11 +87,14 @@ class PinnedConnection:
 
     def send(self, request: AWSPreparedRequest) -> AWSResponse:
         """Send a request and return the answer, read whole. Raises RefusedRequest, ConnectionClosedError,
-        ReadTimeoutError."""
+        ReadTimeoutError, ResponseParserError for an answer that is too large."""
         data = self._encode(request)
         with self._lock:
             try:
                 status, headers, content = self._exchange(data, request.method)
+            except AnswerTooLarge as error:
+                self._drop()
+                raise ResponseParserError(str(error)) from error
             except TimeoutError as error:
                 self._drop()
                 raise ReadTimeoutError(endpoint_url=request.url, error=error) from error
@@ -161,6 +171,8 @@ class PinnedConnection:
             self._refuse("endpoint", "requests leave only for this session's endpoint")
         if is_internal_path(parts.path):
             self._refuse("internal-path", "this path is not part of AWS")
+        if _SIGNED_FOR_S3 in str(request.headers.get("Authorization")) and is_foreign_route(unquote(parts.path)):
+            self._refuse("internal-path", "a bucket of this name would not be answered by S3 here")
         if hides_a_slash(parts.path):
             self._refuse("malformed", "a name in the path of the request holds a slash")
         target = target[len(prefix) :]
@@ -223,8 +235,10 @@ class _AnswerReader:
         fields = parse_fields(lines)
         empty = method == "HEAD" or int(status) in (204, 304)
         length = 0 if empty else body_length(fields)
-        if length is None or length > _MAX_RESPONSE_BYTES:
-            raise ValueError("the answer has no length, or is too large")
+        if length is None:
+            raise ValueError("the answer has no length")
+        if length > _MAX_RESPONSE_BYTES:
+            raise AnswerTooLarge(f"the answer has {length} bytes, and {_MAX_RESPONSE_BYTES} can be read")
         start = end + 4
         while len(self._received) < start + length:
             self._receive()

@@ -1,8 +1,9 @@
 """Decides what an agent's command line may say, on the parsed words, before anything runs.
 
 Rules, as they appear in observations: ``not-aws``, ``malformed``, ``newline``, ``too-long``, ``unknown-service``,
-``operation``, ``global-option``, ``region``, ``local-file``, ``url-value``, ``internal-path``, ``stdin``, ``query``.
-The worker enforces the same rules a second time on what the CLI made of the words.
+``operation``, ``global-option``, ``region``, ``local-file``, ``url-value``, ``internal-path``, ``stdin``, ``query``,
+``too-many``. The worker enforces the same rules a second time on what the CLI made of the words, and the last one there
+alone (``bounds``).
 
 Source: docs/reference/environment.md 5.
 """

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
-import shutil
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
 MAX_FILES = 64
+MAX_FOLDERS = 64
+MAX_DEPTH = 10
+"""Most folders inside one another: a path below is never too long for the system."""
 MAX_FILE_BYTES = 1 << 20
 MAX_TOTAL_BYTES = 8 << 20
 _PLAIN_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,99}$")
@@ -24,11 +28,58 @@ def is_folder_name(name: str) -> bool:
     return is_plain_name(name.removeprefix("./"))
 
 
+_FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+logger = logging.getLogger(__name__)
+
+
+def empty_folder(path: Path) -> None:
+    """Remove everything inside a folder, however deep it is: what lies two levels down is moved up first, so there is
+    neither recursion nor a path that is too long. Raises OSError."""
+    top = os.open(path, _FOLDER_FLAGS)
+    moved = uuid.uuid4().hex
+    try:
+        number = 0
+        while folders := _unlink_files(top):
+            for name in folders:
+                folder = os.open(name, _FOLDER_FLAGS, dir_fd=top)
+                try:
+                    for inner in _unlink_files(folder):
+                        number += 1
+                        os.rename(inner, f"{moved}-{number}", src_dir_fd=folder, dst_dir_fd=top)
+                finally:
+                    os.close(folder)
+                os.rmdir(name, dir_fd=top)
+    finally:
+        os.close(top)
+
+
+def remove_folder(path: Path) -> None:
+    """Remove a folder and everything inside, however deep; what cannot be removed stays and is reported."""
+    try:
+        empty_folder(path)
+        path.rmdir()
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        logger.warning("a folder stays, since it cannot be removed: %s", error)
+
+
+def _unlink_files(folder: int) -> list[str]:
+    """Remove what is no folder from an open folder, and return the names of the folders."""
+    with os.scandir(folder) as entries:
+        found = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
+    for name, is_folder in found:
+        if not is_folder:
+            os.unlink(name, dir_fd=folder)
+    return [name for name, is_folder in found if is_folder]
+
+
 class VirtualFolder:
-    """Wraps a real directory, private to one slot. Limits: 64 files, 1 MiB each, 8 MiB in all."""
+    """Wraps a real directory, private to one slot. Limits: 64 files, 1 MiB each, 8 MiB in all, 64 folders, ten deep."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._first = path
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def put(self, name: str, content: bytes) -> None:
@@ -43,33 +94,41 @@ class VirtualFolder:
         """Return the names of the files, sorted."""
         return sorted(os.listdir(self.path))
 
-    def clear(self) -> None:
-        """Remove everything inside."""
-        with os.scandir(self.path) as entries:
-            for entry in entries:
-                if entry.is_dir(follow_symlinks=False):
-                    shutil.rmtree(entry.path, ignore_errors=True)
-                else:
-                    os.unlink(entry.path)
+    def clear(self) -> bool:
+        """Remove everything inside. Returns False when that cannot be done: then another folder has taken its place,
+        and who works in the old one has to be replaced."""
+        try:
+            empty_folder(self.path)
+        except OSError as error:
+            logger.warning("a session's folder cannot be emptied and is left: %s", error)
+            self.path = self._first.with_name(f"{self._first.name}-{uuid.uuid4().hex}")
+            self.path.mkdir(mode=0o700)
+            return False
+        return True
 
-    def enforce_limits(self) -> bool:
-        """Remove the newest files until the limits hold. Returns whether something was removed."""
-        files = [(os.lstat(path).st_mtime_ns, os.lstat(path).st_size, path) for path in _files(self.path)]
-        files.sort(key=lambda file: file[0])
-        total, removed = 0, False
-        for position, (_, size, path) in enumerate(files):
-            total += size
-            if position >= MAX_FILES or size > MAX_FILE_BYTES or total > MAX_TOTAL_BYTES:
+    def enforce_limits(self) -> int:
+        """Remove the newest files until the limits hold. Returns how many folders there may be in addition."""
+        found = list(_below(self.path))
+        files = [(entry.stat(follow_symlinks=False), entry.path) for entry in found if not _is_folder(entry)]
+        files.sort(key=lambda file: file[0].st_mtime_ns)
+        total = 0
+        for position, (status, path) in enumerate(files):
+            total += status.st_size
+            if position >= MAX_FILES or status.st_size > MAX_FILE_BYTES or total > MAX_TOTAL_BYTES:
                 os.unlink(path)
-                removed = True
-        return removed
+        return max(0, MAX_FOLDERS - (len(found) - len(files)))
 
 
-def _files(folder: Path | str) -> Iterator[str]:
-    """Yield the paths of all files below, including those in folders that a recursive download made."""
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            if entry.is_dir(follow_symlinks=False):
-                yield from _files(entry.path)
-            else:
-                yield entry.path
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    return entry.is_dir(follow_symlinks=False)
+
+
+def _below(folder: Path) -> Iterator[os.DirEntry[str]]:
+    """Yield all that lies below a folder, also in folders that a recursive download made."""
+    pending = [os.fspath(folder)]
+    while pending:
+        with os.scandir(pending.pop()) as entries:
+            for entry in entries:
+                if _is_folder(entry):
+                    pending.append(entry.path)
+                yield entry

@@ -25,6 +25,7 @@ from awscli.help import HelpCommand
 from botocore.hooks import HierarchicalEmitter
 from botocore.waiter import SingleWaiterConfig
 
+from realhf.aws.cli.bounds import too_much
 from realhf.aws.cli.pinned_http import PinnedConnection
 from realhf.aws.cli.refusal import Refuse, RefusedRequest
 from realhf.aws.cli.unsigned_client import ENDPOINT, REGION, lighten
@@ -200,6 +201,7 @@ class WarmCli:
         self._create_client = self._session.create_client
         self._session.create_client = self._cached_client  # pyright: ignore[reportAttributeAccessIssue]
         self._log.attach(self._session)
+        self._session.register("provide-client-params", self._bound)
         self._driver = _WarmDriver(self._session, self._refuse)
         self._session.unregister("building-argument-table", add_cli_input_json)
         self._session.unregister("building-argument-table", add_generate_skeleton)
@@ -234,6 +236,11 @@ class WarmCli:
             sys.stdout, sys.stderr = saved
             self._undo.undo()
         return code or 0, self._log.entries
+
+    def _bound(self, params: Mapping[str, Any], model: Any, **_: Any) -> None:
+        reason = too_much(model, params)
+        if reason:
+            self._refuse("too-many", reason)
 
     def _refuse(self, rule: str, message: str) -> NoReturn:
         refusal = RefusedRequest(rule, message)

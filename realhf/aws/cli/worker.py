@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from realhf.aws.cli.refusal import RefusedRequest
-from realhf.aws.cli.virtual_folder import MAX_FILES, VirtualFolder
+from realhf.aws.cli.virtual_folder import MAX_DEPTH, MAX_FILES, MAX_FOLDERS, VirtualFolder
 from realhf.aws.cli.warm_cli import WarmCli
 from realhf.env.containment import sandbox
 from realhf.env.containment.frames import frame, read_frame
@@ -89,7 +89,7 @@ class CliWorker:
         os.chdir(folder)
         files = VirtualFolder(Path(folder))
         self._statm = os.open("/proc/self/statm", os.O_RDONLY)
-        budget = sandbox.WriteBudget(0)
+        budget = sandbox.WriteBudget(folders=MAX_FOLDERS, depth=MAX_DEPTH)
         guard.apply(folder, self._denied, budget)
         self.refusals.clear()
         stream = channel.makefile("rb")
@@ -97,7 +97,8 @@ class CliWorker:
             if not message:  # are you there?
                 channel.sendall(frame({}))
                 continue
-            budget.left = _WRITES_PER_COMMAND
+            budget.files = _WRITES_PER_COMMAND
+            budget.folders = files.enforce_limits()  # the folder may have been emptied since
             reply = self._answer(message["argv"], message["stdout_cap"], message["stderr_cap"])
             files.enforce_limits()
             reply["stderr"] = reply["stderr"].replace(f"{folder}/", "").replace(folder, ".")

@@ -21,7 +21,7 @@ from realhf.env.containment.probe import PROBE, run_probe
 from realhf.env.containment.process_guard import ProcessGuard
 
 _OPEN_FILES = 64
-_ADDRESS_BYTES = 2 << 30
+_MEMORY_BYTES = 512 << 20
 _CPU_S = 120
 
 
@@ -35,7 +35,7 @@ def main() -> None:
     worker = CliWorker(account)
     worker.cli.preload(ALLOWED)
     mimetypes.init()
-    guard = ProcessGuard(MAX_FILE_BYTES, _OPEN_FILES, _ADDRESS_BYTES, _CPU_S, frozenset(may_lack.split(",")))
+    guard = ProcessGuard(MAX_FILE_BYTES, _OPEN_FILES, _MEMORY_BYTES, _CPU_S, frozenset(may_lack.split(",")))
     gc.freeze()
     gc.enable()
 

@@ -1,10 +1,10 @@
 """Is the client of the AWS environment: one session, async and sync.
 
-    async with AwsEnv("http://127.0.0.1:8000") as env:
+    async with AwsEnv("http://127.0.0.1:8100") as env:
         result = await env.reset(task_id=1, seed=3)
         result = await env.step("aws s3api list-buckets")
 
-    with AwsEnv("http://127.0.0.1:8000").sync() as env:
+    with AwsEnv("http://127.0.0.1:8100").sync() as env:
         result = env.reset(task_id=1, seed=3)
 
 Other OpenEnv servers are served too: an action may be a mapping, and fields that are not AWS's are attributes of the

@@ -1,7 +1,7 @@
 """Plays N environment sessions from asynchronous code, notebooks above all: on the caller's loop, with no thread but
 one for generation.
 
-    async with GrpoPool("http://127.0.0.1:8000", 8, curriculum) as pool:
+    async with GrpoPool("http://127.0.0.1:8100", 8, curriculum) as pool:
         await pool.reset_group(task)
         returns = await pool.run_group(rollout)        # async def rollout(env: AwsEnv) -> float
         pool.record_group_result(task, returns)

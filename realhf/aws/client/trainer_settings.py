@@ -12,7 +12,7 @@ from typing import Any
 
 from realhf.aws.client.multi_turn_pool import MultiTurnEnvPool
 
-DEFAULT_URL = "http://127.0.0.1:8000"
+DEFAULT_URL = "http://127.0.0.1:8100"
 _NUMBERS = {
     "NUM_GENERATIONS": ("size", 8),
     "MAX_TURNS": ("max_turns", 6),

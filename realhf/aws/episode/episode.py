@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from realhf.aws.cli.executor import CommandResult
+from realhf.aws.cli.executor import CommandResult, SimulatorLost
 from realhf.aws.cli.state_client import StateCallError
 from realhf.aws.episode.changes import AccountChanges
 from realhf.aws.episode.chaos import PROBABILITY, Chaos, chaos_rng
@@ -26,6 +26,7 @@ from realhf.aws.tasks.task import Task, TaskError
 
 DEFAULT_MAX_STEPS = 15
 FINISHED = "episode finished; call reset"
+LOST = "the account does not answer any more after this command; the episode is over"
 
 
 class EpisodeError(RuntimeError):
@@ -73,12 +74,14 @@ class Episode:
         self._steps = 0
         self._hints = 0
         self._achieved = False
+        self._lost = False
         self._episode_id = ""
 
     @property
     def done(self) -> bool:
-        """Whether the episode is over: the task is achieved or the steps are used up."""
-        return self._achieved or self._steps >= self._max_steps
+        """Whether the episode is over: the task is achieved, a command was the end of the simulator, or the steps are
+        used up."""
+        return self._achieved or self._lost or self._steps >= self._max_steps
 
     def reset(
         self,
@@ -120,8 +123,10 @@ class Episode:
         return StepData(self._observation(None, ""), 0.0, False)
 
     def step(self, command: str) -> StepData:
-        """Run one command and grade it. After the end nothing is executed. Raises EpisodeError before the first
-        reset or when the simulator cannot be read."""
+        """Run one command and grade it. After the end nothing is executed. A command that is the end of the simulator,
+        or after which it cannot be read, ends the episode with the score it had: it is the agent's doing. Raises
+        EpisodeError before the first reset or when a real account cannot be read, SimulatorLost for a simulator that
+        was lost before the command."""
         if self._task is None or self._grader is None:
             raise EpisodeError("no episode is running; call reset first")
         if self.done:
@@ -129,7 +134,12 @@ class Episode:
         self._steps += 1
         if is_hint_request(command):
             return self._hint()
-        result = self._slot.executor.run(command)
+        try:
+            result = self._slot.executor.run(command)
+        except SimulatorLost as error:
+            if not error.by_command:
+                raise
+            return self._end_with_the_simulator()
         added = self._tracker.record(command, result)
         self._changes.record(added)
         for deed in added:
@@ -148,9 +158,15 @@ class Episode:
                 if disturbed:
                     self._grader.excuse()
                     self._inventory.touch(disturbed, changed=True)
-        except (StateCallError, ConnectionError) as error:
-            raise EpisodeError(f"the simulator cannot be read: {type(error).__name__}") from error
+        except (StateCallError, ConnectionError, SimulatorLost) as error:
+            if self._slot.simulated:
+                return self._end_with_the_simulator()
+            raise EpisodeError(f"the account cannot be read: {type(error).__name__}") from error
         return StepData(self._observation(result, ""), reward, self.done)
+
+    def _end_with_the_simulator(self) -> StepData:
+        self._lost, self._achieved = True, False
+        return StepData(self._observation(None, LOST), self._meter.standstill(), True)
 
     @property
     def setup_answers(self) -> tuple[Mapping[str, Any], ...]:
@@ -209,6 +225,8 @@ class Episode:
 
     def inventory(self) -> dict[str, dict[str, list[str]]]:
         """Return, by service and type, the names of what is in the account; {} where the simulator does not answer."""
+        if self._lost:
+            return {}
         try:
             return self._inventory.read()
         except ConnectionError:
@@ -217,7 +235,7 @@ class Episode:
     def _observation(self, result: CommandResult | None, error: str, hint: str = "") -> dict[str, Any]:
         failed = result is not None and not result.success
         changes = self._changes.described(self._tracker.disturbances if self.done else ())
-        return {
+        observation = {
             "episode_id": self._episode_id,
             "step_count": self._steps,
             "command_success": not failed and not error,
@@ -230,8 +248,10 @@ class Episode:
             "hint_text": hint,
             "truncated": self.done and not self._achieved,
             "refusal": result.refusal if result else None,
-            "steps_left": max(0, self._max_steps - self._steps),
-        } | ({"account_changes": changes} if changes else {})
+            "steps_left": 0 if self._lost else max(0, self._max_steps - self._steps),
+        }
+        rarely = {"account_changes": changes, "simulator_lost": self._lost}
+        return observation | {name: value for name, value in rarely.items() if value}
 
 
 def masked_task(task: Task | None) -> dict[str, Any] | None:

@@ -56,7 +56,7 @@ class LocalModelAgent:
         device = "cuda" if torch.cuda.is_available() else "cpu"
         self._engine = EmbeddedGenerator(load_causal_lm(self.path, "model", torch.float32).to(device))
         self._engine.threads = compute_threads(threads)
-        self._chat = TemplateChat(tokenizer, template_kwargs=self.chat_template_kwargs)
+        self._chat = TemplateChat(tokenizer, template_kwargs=self.chat_template_kwargs, stop_ids=self.gen.stop_ids)
         return self
 
     def speaker(self, max_turns: int) -> EpisodeAgent:

@@ -90,6 +90,10 @@ class RewardMeter:
         self.progress = 0.0
         self.total = 0.0
 
+    def standstill(self) -> float:
+        """Return the reward of a step that changes no score."""
+        return self.total if self._mode == "level" else 0.0
+
     def step(self, progress: float, **standing: Any) -> float:
         """Take in the state after a step, ``standing`` as fields of ``Standing``; returns the step's reward, which may
         be negative (in the mode ``level`` after harm alone)."""

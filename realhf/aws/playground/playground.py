@@ -1,5 +1,5 @@
-"""Gives the playground's session to one visitor at a time; after ten idle minutes others may play
-(docs/reference/environment.md 11).
+"""Gives the playground's session to one visitor at a time; after ten idle minutes, or half a minute after the
+visitor's page was closed, others may play (docs/reference/environment.md 11).
 
 Who plays is decided on the event loop; the session runs on one thread of its own.
 """
@@ -18,17 +18,27 @@ from realhf.env.server.browser_auth import Refused
 
 T = TypeVar("T")
 IDLE_RELEASE_S = 600.0
+AWAY_RELEASE_S = 30.0
+"""Time for a page that is loaded anew to ask again."""
 _LOG = logging.getLogger(__name__)
 
 
 class Playground:
     """Serves the playground's session to one visitor at a time. ``idle_release_s``: seconds without a request of the
-    player after which others may play. Call all coroutines on one event loop; ``close`` from any thread. Raises
+    player after which others may play; ``away_release_s``: the same once the player's page was
+    closed. Call all coroutines on one event loop; ``close`` from any thread. Raises
     ``Refused`` for a request that it does not serve."""
 
-    def __init__(self, session: PlaygroundSession, idle_release_s: float = IDLE_RELEASE_S) -> None:
+    def __init__(
+        self,
+        session: PlaygroundSession,
+        idle_release_s: float = IDLE_RELEASE_S,
+        away_release_s: float = AWAY_RELEASE_S,
+    ) -> None:
         self._session = session
         self._idle_release_s = idle_release_s
+        self._away_release_s = away_release_s
+        self._away = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="playground")
         self._player: str | None = None
         self._last_used = 0.0
@@ -68,6 +78,15 @@ class Playground:
             return {"busy": False, "log": await self._play(lambda: self._session.log)}
         return {"busy": self._player is not None, "free_in_s": self._free_in_s(), "log": None}
 
+    async def away(self, visitor: str) -> None:
+        """Note that the visitor's page was closed; the next request of the visitor takes that back."""
+        if self._player != visitor:
+            return
+        self._away = True
+        if self._watch is not None:
+            self._watch.cancel()
+        self._watch = asyncio.get_running_loop().call_later(self._free_in_s(), self._look)
+
     async def leave(self, visitor: str) -> None:
         """Make room for others, when the visitor is the player."""
         if self._player == visitor:
@@ -99,11 +118,13 @@ class Playground:
         if self._player is None:
             return 0.0
         idle = asyncio.get_running_loop().time() - self._last_used
-        return max(0.0, self._idle_release_s - idle)
+        allowed = min(self._away_release_s, self._idle_release_s) if self._away else self._idle_release_s
+        return max(0.0, allowed - idle)
 
     async def _play(self, action: Callable[[], T]) -> T:
         loop = asyncio.get_running_loop()
         self._in_flight += 1
+        self._away = False
         self._last_used = loop.time()
         if self._watch is None:
             self._watch = loop.call_later(self._idle_release_s, self._look)

@@ -73,6 +73,7 @@ class _Handlers:
             ("POST", "/reset", self.reset, False),
             ("POST", "/step", self.step, False),
             ("POST", "/leave", self.leave, False),
+            ("POST", "/away", self.away, False),
         ]
         if self._config.web_solutions:
             rows.append(("GET", "/solution", self.solution, False))
@@ -148,6 +149,11 @@ class _Handlers:
     async def leave(self, request: Request) -> Response:
         """End the visitor's episode and free its slot."""
         await self._playground.leave(self._visitor(request))
+        return JSONResponse({})
+
+    async def away(self, request: Request) -> Response:
+        """Take note that the visitor's page was closed."""
+        await self._playground.away(self._visitor(request))
         return JSONResponse({})
 
     def _visitor(self, request: Request) -> str:

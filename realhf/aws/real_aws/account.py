@@ -13,7 +13,6 @@ import json
 import logging
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -30,7 +29,7 @@ from realhf.aws.cli.command_result import CommandResult, OutputLimits
 from realhf.aws.cli.executor import TIMED_OUT, SimulatorLost
 from realhf.aws.cli.policy import REGION, Verdict, check_command, refusal_text
 from realhf.aws.cli.state_client import StateCallError
-from realhf.aws.cli.virtual_folder import VirtualFolder
+from realhf.aws.cli.virtual_folder import VirtualFolder, remove_folder
 from realhf.aws.cli.worker_reply import parse_reply
 from realhf.aws.real_aws.permissions import (
     Permissions,
@@ -291,4 +290,6 @@ class RealAwsPool:
         for pid in slot.worker_pids if slot is not None else ():
             with suppress(ProcessLookupError):
                 os.kill(pid, 9)
-        shutil.rmtree(self._folder, ignore_errors=True)
+        folder, self._folder = self._folder, ""
+        if folder:
+            remove_folder(Path(folder))

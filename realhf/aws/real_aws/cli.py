@@ -27,7 +27,9 @@ from realhf.env.containment import sandbox
 
 _PARAMS = "realhf-params"
 _OPEN_FILES = 64
+_MEMORY_BYTES = 1 << 30
 _ADDRESS_BYTES = 4 << 30
+_CPU_S = 120
 
 
 class RealCli:
@@ -51,7 +53,13 @@ class RealCli:
     def contain(self) -> None:
         """Take from this process, for good, what the command does not need."""
         sandbox.forbid_new_privileges()
-        sandbox.limit_resources(file_bytes=MAX_FILE_BYTES, open_files=_OPEN_FILES, address_bytes=_ADDRESS_BYTES)
+        sandbox.limit_resources(
+            file_bytes=MAX_FILE_BYTES,
+            open_files=_OPEN_FILES,
+            memory_bytes=_MEMORY_BYTES,
+            address_bytes=_ADDRESS_BYTES,
+            cpu_s=_CPU_S,
+        )
         self._pin.watch()
         folder = self._order["folder"]
         sandbox.AuditGuard(sandbox.package_roots(), (folder,), egress=self._pin.allows_event).install()

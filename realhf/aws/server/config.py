@@ -57,6 +57,9 @@ class AwsServerConfig(ServerConfig):
         "containment of the simulators: auto, bwrap (or no start) or plain",
         choices=("auto", "bwrap", "plain"),
     )
+    simulator_memory_mb: int = setting(
+        512, "MiB of memory that a simulator may take (128 are in use at its start)", limits=(256, 65536)
+    )
     may_lack: str = setting(
         "",
         "layers of containment (with commas: hooks, filter, limits, network, bubblewrap) "

@@ -74,7 +74,9 @@ class AwsServed:
         return action["command"]
 
     def outcome(self, observation: Mapping[str, Any]) -> str:
-        """Say whether the task was achieved."""
+        """Say whether the task was achieved, or the simulator lost over a command."""
+        if observation.get("simulator_lost"):
+            return "simulator_lost"
         return "achieved" if observation["task_achieved"] else "truncated"
 
     def schema(self) -> dict[str, Any]:

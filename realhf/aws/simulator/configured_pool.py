@@ -23,4 +23,5 @@ def simulator_pool(config: AwsServerConfig, size: int, base_port: int) -> MiniSt
         limits=output_limits(config),
         lambda_mode=config.lambda_mode,
         may_lack=config.missing_layers,
+        memory_mb=config.simulator_memory_mb,
     )

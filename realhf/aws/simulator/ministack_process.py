@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import http.client
 import json
+import logging
 import os
 import re
 import socket
@@ -20,8 +22,16 @@ from realhf.env.containment.fork_server import ForkedProcess, ForkServer
 HOST = "127.0.0.1"
 ANSWER_S = 10.0
 """Seconds after which a simulator that does not answer counts as hung. A busy machine may stand still for some."""
+SIMULATOR_MEMORY_MB = 512
+SIMULATOR_CPU_S = 60
+"""Seconds of CPU that a simulator has, from its start on: an episode takes less than one."""
+_GROWN_BYTES = 64 << 20
+_WORN_S = SIMULATOR_CPU_S / 3
+_TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _BACKLOG = 64
 _LOG_TAIL_BYTES = 2000
+logger = logging.getLogger(__name__)
 _CREDENTIAL = (
     "AWS4-HMAC-SHA256 Credential=000000000000/20260101/us-east-1/{}/aws4_request, SignedHeaders=host, Signature=0"
 )
@@ -76,9 +86,11 @@ class _OwnerHttp(http.client.HTTPConnection):
 
 
 class MiniStackProcess:
-    """Starts, checks, resets and ends one simulator. ``port`` 0 lets the kernel choose once and for all.
+    """Starts, checks, resets and ends one simulator. ``port`` 0 lets the kernel choose; a later start takes another
+    port where this one is taken by then.
 
-    ``folder`` is its own, made by the process itself; ``broker`` runs its Lambda code, and without one no code runs.
+    ``folder`` is the stem of its folder's name: every start has a new one, made by the process itself. ``broker`` runs
+    its Lambda code, and without one no code runs.
     """
 
     def __init__(self, port: int, zygote: ForkServer, folder: Path, broker: ForkServer | None = None) -> None:
@@ -86,7 +98,10 @@ class MiniStackProcess:
         self._zygote = zygote
         self._broker = broker
         self._runner: ForkedProcess | None = None
-        self._folder = folder
+        self._stem = folder
+        self._starts = 0
+        self._unended: list[ForkedProcess] = []
+        self._fresh_bytes = 0
         self._listener: socket.socket | None = None
         self._log: IO[bytes] | None = None
         self._process: ForkedProcess | None = None
@@ -106,10 +121,20 @@ class MiniStackProcess:
         self.port = listener.getsockname()[1]
         self._listener = listener
 
-    def start(self) -> None:
-        """Fork the simulator; it takes over the bound port."""
-        if self._listener is None:
+    def _bind_again(self) -> None:
+        try:
             self.bind()
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            taken, self.port = self.port, 0
+            self.bind()
+            logger.warning("port %d is taken meanwhile; this simulator has port %d from now on", taken, self.port)
+
+    def start(self) -> None:
+        """Fork the simulator; it takes over the bound port. Raises OSError or RuntimeError; then ``stop`` cleans up."""
+        if self._listener is None:
+            self._bind_again()
         assert self._listener is not None
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  (lives as long as the process)
         self._owner = OwnerChannel()
@@ -117,8 +142,10 @@ class MiniStackProcess:
         channel = self._start_runner()
         if channel is not None:
             fds.append(channel.fileno())
+        before, self._starts = self._folder(), self._starts + 1
+        request = {"folder": self._folder(), "before": before}
         try:
-            self._process = self._zygote.fork({"folder": str(self._folder)}, fds, f"MiniStack on port {self.port}")
+            self._process = self._zygote.fork(request, fds, f"MiniStack on port {self.port}")
         finally:
             self._owner.theirs.close()
             if channel is not None:
@@ -126,12 +153,19 @@ class MiniStackProcess:
         self._listener.close()
         self._listener = None
 
+    def _folder(self) -> str:
+        return f"{self._stem}-{self._starts}"
+
     def _start_runner(self) -> socket.socket | None:
         if self._broker is None:
             return None
         ours, theirs = socket.socketpair()
         with theirs:
-            self._runner = self._broker.fork({}, [theirs.fileno()], f"Lambda runner of port {self.port}")
+            try:
+                self._runner = self._broker.fork({}, [theirs.fileno()], f"Lambda runner of port {self.port}")
+            except BaseException:
+                ours.close()
+                raise
         return ours
 
     def wait_healthy(self, timeout_s: float) -> None:
@@ -140,6 +174,7 @@ class MiniStackProcess:
         while True:
             try:
                 self._request("GET", "/_ministack/health", max(0.05, deadline - time.monotonic()))
+                self._fresh_bytes = self.used()[0]
                 return
             except OSError as error:
                 reason = error
@@ -199,6 +234,18 @@ class MiniStackProcess:
         """Empty the simulator and seed everything it draws. Raises OSError."""
         self._request("POST", f"/_realhf/reset?{seed}", timeout_s)
 
+    def used(self) -> tuple[int, float]:
+        """Return the bytes of memory that the simulator holds, and the seconds of CPU that it took. Raises OSError."""
+        with open(f"/proc/{self.pid}/stat", "rb") as status:
+            fields = status.read().rpartition(b")")[2].split()
+        return int(fields[21]) * _PAGE_BYTES, (int(fields[11]) + int(fields[12])) * _TICK_S
+
+    def spent(self) -> bool:
+        """Return whether the simulator grew, or took much of its CPU time: an empty world does not bring that back.
+        Raises OSError."""
+        resident, seconds = self.used()
+        return resident > self._fresh_bytes + _GROWN_BYTES or seconds > _WORN_S
+
     def requests(self, after: int = 0, timeout_s: float = ANSWER_S) -> dict[str, Any]:
         """Return what the simulator took for requests since it was started: ``count``, ``refused`` by reason, and the
         latest ``requests`` with a number above ``after`` (see ``ParsedRequest``). Raises OSError."""
@@ -246,14 +293,19 @@ class MiniStackProcess:
         return os.pread(self._log.fileno(), _LOG_TAIL_BYTES, max(0, size - _LOG_TAIL_BYTES)).decode("utf-8", "replace")
 
     def stop(self) -> None:
-        """Kill the simulator, free the port. Idempotent."""
+        """Kill the simulator, free the port. Idempotent. A process that does not end is left to itself and reported."""
         if self._http is not None:
             self._http.close()
             self._http = None
-        for process in (self._process, self._runner):
-            if process is not None:
-                process.kill()
+        ending = [process for process in (self._process, self._runner, *self._unended) if process is not None]
         self._process = self._runner = None
+        self._unended = []
+        for process in ending:
+            try:
+                process.kill()
+            except TimeoutError as error:
+                logger.error("a process is left: %s", error)
+                self._unended.append(process)
         if self._owner is not None:
             self._owner.close()
             self._owner = None

@@ -1,8 +1,8 @@
 """Is the zygote of the simulators: imports MiniStack once, then forks one contained server per slot.
 
-Run by ``ForkServer`` as ``python -m`` this module ``<control fd> <network> <root> <layers that may be missing>``. Every
-simulator believes that it is ``localhost:4566``, so what it prints (queue URLs, endpoints) is the same in every slot;
-its real port is that of the listening socket it gets, bound by the owner to 127.0.0.1.
+Run by ``ForkServer`` as ``python -m`` this module ``<control fd> <network> <root> <layers that may be missing> <MiB of
+memory>``. Every simulator believes that it is ``localhost:4566``, so what it prints (queue URLs, endpoints) is the same
+in every slot; its real port is that of the listening socket it gets, bound by the owner to 127.0.0.1.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ import json
 import os
 import random
 import re
-import shutil
 import socket
 import sys
 import threading
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,9 +30,11 @@ import uvloop
 from botocore.exceptions import DataNotFoundError
 
 from realhf.aws.cli.command_table import MINISTACK_MODULES, MINISTACK_SERVICES
+from realhf.aws.cli.virtual_folder import remove_folder
 from realhf.aws.simulator.asgi_http import AsgiApp, HttpConnection
 from realhf.aws.simulator.entrances import owner_app, port_app
 from realhf.aws.simulator.lambda_gate import LambdaGate
+from realhf.aws.simulator.ministack_process import SIMULATOR_CPU_S
 from realhf.aws.simulator.module_switches import ModuleSwitches
 from realhf.aws.simulator.owner_channel import ENVIRONMENT, OWNER, serve_owner
 from realhf.aws.simulator.parsed_requests import ParsedRequests
@@ -44,9 +45,10 @@ from realhf.env.containment.probe import PROBE, run_probe
 from realhf.env.containment.process_guard import ProcessGuard
 
 _XML_PATH = re.compile(r"/$|/\d{4}-\d\d-\d\d/")
-_ADDRESS_BYTES = 4 << 30
 _LOG_BYTES = 4 << 20
 _OPEN_FILES = 1024
+_FILES, _FOLDERS, _DEPTH = 64, 64, 10
+"""What a simulator may write from its start on, in a folder that lies in memory: few services write at all."""
 
 
 class SeededRandomness:
@@ -174,7 +176,7 @@ def _readable_app(app: AsgiApp) -> AsgiApp:
     return readable
 
 
-async def _serve(app: AsgiApp, randomness: SeededRandomness, listener: socket.socket, owner: socket.socket) -> None:
+async def _serve(app: AsgiApp, seed: Callable[[int], None], listener: socket.socket, owner: socket.socket) -> None:
     loop = asyncio.get_running_loop()
     startup: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
     started: asyncio.Event = asyncio.Event()
@@ -187,7 +189,7 @@ async def _serve(app: AsgiApp, randomness: SeededRandomness, listener: socket.so
     await started.wait()
     parsed, switches = ParsedRequests(), ModuleSwitches()
     outer = port_app(app, parsed)
-    inner = owner_app(app, randomness.seed, switches, parsed)
+    inner = owner_app(app, seed, switches, parsed)
     serve_owner(
         loop,
         owner,
@@ -204,7 +206,8 @@ async def _serve(app: AsgiApp, randomness: SeededRandomness, listener: socket.so
 def main() -> None:
     """Import everything, then fork contained simulators until the owner's end closes."""
     control, mode, root = socket.socket(fileno=int(sys.argv[1])), sys.argv[2], sys.argv[3]
-    guard = ProcessGuard(_LOG_BYTES, _OPEN_FILES, _ADDRESS_BYTES, may_lack=frozenset(sys.argv[4].split(",")))
+    may_lack, memory_bytes = frozenset(sys.argv[4].split(",")), int(sys.argv[5]) << 20
+    guard = ProcessGuard(_LOG_BYTES, _OPEN_FILES, memory_bytes, SIMULATOR_CPU_S, may_lack)
     randomness = SeededRandomness()
     randomness.install()
     gc.disable()  # all that is imported is kept
@@ -227,18 +230,26 @@ def main() -> None:
         os.close(log)
         if len(fds) > 3:
             gate.attach(socket.socket(fileno=fds[3]))
+        remove_folder(Path(request["before"]))
         os.environ["TMPDIR"] = request["folder"]
         os.makedirs(request["folder"], exist_ok=True)
         os.chdir(request["folder"])
-        guard.apply(request["folder"])
-        randomness.seed(0)
+        writes = sandbox.WriteBudget(_FILES, _FOLDERS, _DEPTH)
+        guard.apply(request["folder"], writes=writes)
+
+        def seed(number: int) -> None:
+            """Begin a new world, which may write as much as the one before it."""
+            writes.files, writes.folders = _FILES, _FOLDERS
+            randomness.seed(number)
+
+        seed(0)
         for thread in deferred:
             _start_after_fork(thread)
         with asyncio.Runner(loop_factory=_PinnedLoop) as runner:
-            runner.run(_serve(app, randomness, listener, owner))
+            runner.run(_serve(app, seed, listener, owner))
 
     serve_forks(control, {"ready": True, "isolated": isolated}, child)
-    shutil.rmtree(root, ignore_errors=True)  # an owner that was killed could not
+    remove_folder(Path(root))  # an owner that was killed could not
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import atexit
 import logging
-import shutil
 import tempfile
 import threading
 import time
@@ -16,9 +15,16 @@ from typing import IO, Any
 
 from realhf.aws.cli.executor import OutputLimits, SimulatorLost
 from realhf.aws.cli.state_client import ClientFactory
+from realhf.aws.cli.virtual_folder import remove_folder
 from realhf.aws.simulator.health_loop import HealthLoop
 from realhf.aws.simulator.lease_book import EXHAUSTED, LeaseBook, SlotState
-from realhf.aws.simulator.ministack_process import MiniStackProcess, not_up, zygote_environment
+from realhf.aws.simulator.ministack_process import (
+    SIMULATOR_CPU_S,
+    SIMULATOR_MEMORY_MB,
+    MiniStackProcess,
+    not_up,
+    zygote_environment,
+)
 from realhf.aws.simulator.slot import ACCOUNT, START_TIMEOUT_S, Slot
 from realhf.aws.simulator.startup_check import startup_check
 from realhf.base.paths import IMPORT_ROOT
@@ -53,7 +59,8 @@ class MiniStackPool:
 
     ``sandbox``: ``auto`` (bubblewrap where it works), ``bwrap`` (or do not start), ``plain`` (audit hooks, the system
     call filter and resource limits alone). ``lambda_mode``: ``stub`` (code never runs) or ``sandbox``. ``may_lack``:
-    layers (``process_guard.LAYERS``) without which it starts all the same. Raises ValueError for other words.
+    layers (``process_guard.LAYERS``) without which it starts all the same. ``memory_mb``: MiB that a simulator may
+    take. Raises ValueError for other words.
     """
 
     def __init__(
@@ -65,6 +72,7 @@ class MiniStackPool:
         limits: OutputLimits | None = None,
         lambda_mode: str = "stub",
         may_lack: frozenset[str] = frozenset(),
+        memory_mb: int = SIMULATOR_MEMORY_MB,
     ) -> None:
         if size < 1:
             raise ValueError(f"pool size must be at least 1, got {size}")
@@ -78,6 +86,7 @@ class MiniStackPool:
         if unknown := may_lack - set(LAYERS):
             raise ValueError(f"may_lack names {', '.join(sorted(unknown))}; layers are {', '.join(LAYERS)}")
         self._may_lack = may_lack
+        self._memory_mb = memory_mb
         self._limits = limits or OutputLimits()
         self._lock = threading.Lock()
         self._counters = {"acquired": 0, "exhausted": 0, "respawns": 0, "scrubs": 0, "scrub_seconds": 0.0}
@@ -143,7 +152,11 @@ class MiniStackPool:
         mode = contained.network_mode
         environment, may_lack = zygote_environment(simulators), ",".join(sorted(self._may_lack))
         parent = ForkServer(
-            "realhf.aws.simulator.ministack_server", self._log, environment, [mode, str(root), may_lack], prefixes[0]
+            "realhf.aws.simulator.ministack_server",
+            self._log,
+            environment,
+            [mode, str(root), may_lack, str(self._memory_mb)],
+            prefixes[0],
         )
         workers = ForkServer(
             "realhf.aws.cli.zygote", self._log, worker_environment(), [ACCOUNT, mode, may_lack], prefixes[1]
@@ -189,7 +202,9 @@ class MiniStackPool:
         """Return the layers that are active, for the log at start. Raises RuntimeError before ``start``."""
         if self._containment is None:
             raise RuntimeError("the pool was not started")
-        return self._containment.statement()
+        budget = f"{self._memory_mb} MiB of memory and {SIMULATOR_CPU_S} s of CPU, by limits of its process"
+        whole = f"{self.size * self._memory_mb / 1024:.1f} GiB for all {self.size}"
+        return f"{self._containment.statement()}\n  budget of a simulator: {budget}; {whole}"
 
     def acquire(self) -> Slot:
         """Lease a slot that answers right now, the least recently used first; give this very object back.
@@ -297,7 +312,7 @@ class MiniStackPool:
             self._log.close()
             self._log = None
         if self._root is not None:
-            shutil.rmtree(self._root, ignore_errors=True)
+            remove_folder(self._root)
             self._root = None
 
 

@@ -54,12 +54,12 @@ class Slot:
         self.ministack = ministack
         self.files = VirtualFolder(folder)
         spawn = partial(self._spawn_worker, self.files, ministack.connect)
-        self.executor = CliExecutor(spawn, lambda: self.ministack.healthy(), limits)
+        self.executor = CliExecutor(spawn, ministack.alive, lambda: self.ministack.healthy(), limits)
         """The agent's shell."""
         self.own_files = VirtualFolder(folder.with_name(f"{folder.name}-environment"))
         spawn = partial(self._spawn_worker, self.own_files, ministack.connect_as_environment)
         self.own_executor = CliExecutor(
-            spawn, lambda: self.ministack.healthy(), replace(limits, stdout_bytes=_CHECKED_BYTES)
+            spawn, ministack.alive, lambda: self.ministack.healthy(), replace(limits, stdout_bytes=_CHECKED_BYTES)
         )
         """Runs command lines of tasks (set-up, drift, checks) in a worker, over a connection and in a folder that no
         command of an agent ever reaches. The worker is forked when the first such line comes."""
@@ -75,7 +75,7 @@ class Slot:
     @property
     def endpoint(self) -> str:
         """Address of the simulator in messages."""
-        return self.state.endpoint
+        return f"http://{HOST}:{self.port}"
 
     @property
     def worker_pid(self) -> int:
@@ -111,10 +111,13 @@ class Slot:
     def reset(self, seed: int = 0) -> None:
         """Empty the world; its ids depend on ``seed`` alone from now on. The warm worker is kept.
 
-        A dead simulator is respawned. Raises SimulatorLost when that fails too.
+        A simulator that is dead, hangs, or used much of its budget is respawned. Raises SimulatorLost when that fails
+        too.
         """
         self._clear_files()
         try:
+            if self.ministack.spent():
+                raise OSError("a simulator that grew is not reset")
             self.ministack.reset(seed)
         except OSError:
             self.respawn()
@@ -136,12 +139,13 @@ class Slot:
             raise SimulatorLost(f"slot {self.index} still has {leftovers} after its scrub")
 
     def _reached(self) -> bool:
-        """Return whether the simulator took anything but the environment's own calls since it was started."""
+        """Return whether the simulator took anything but the environment's own calls since it was started, or too much
+        for them."""
         try:
             report = self.ministack.requests(after=sys.maxsize)
+            return bool(report["refused"] or set(report["entrances"]) - {"owner"}) or self.ministack.spent()
         except OSError:
             return True
-        return bool(report["refused"] or set(report["entrances"]) - {"owner"})
 
     def respawn(self) -> None:
         """Replace simulator and worker. Raises SimulatorLost with the reason."""
@@ -150,6 +154,7 @@ class Slot:
             self.ministack.stop()
             self._clear_files()
             self.ministack.start()
+            self.state.endpoint = self.endpoint
             self.ministack.wait_healthy(START_TIMEOUT_S)
             self.start()
         except (OSError, RuntimeError) as error:
@@ -166,8 +171,9 @@ class Slot:
         self.own_executor.stop()
 
     def _clear_files(self) -> None:
-        self.files.clear()
-        self.own_files.clear()
+        for files, executor in ((self.files, self.executor), (self.own_files, self.own_executor)):
+            if not files.clear():
+                executor.stop()  # the next command's worker begins in the folder's successor
 
     def _spawn_worker(
         self, files: VirtualFolder, connect: Callable[[], socket.socket]

@@ -18,7 +18,7 @@ from realhf.aws.models import AwsStepResult
 from realhf.aws.observation_text import observation_text
 from realhf.env.client.openenv_client import EnvError
 
-_DEFAULT_URL = "http://127.0.0.1:8000"
+_DEFAULT_URL = "http://127.0.0.1:8100"
 _OUTPUT_CHARS = 2000
 _ROW_KEYS = ("task", "task_id", "seed", "chaos")
 

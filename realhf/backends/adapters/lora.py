@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from realhf.api.config import ConfigError, LoraConfig
 from realhf.backends.adapters.merged import Adapter, MergedWeights, check_merge, check_weights, plain_copy
 from realhf.backends.adapters.targets import chosen_layers, short_names, weight_of
+from realhf.base.extras import install_command
 
 ADAPTER = "adapter"
 """Folder of the adapters, in the format of peft, in a checkpoint and in an exported policy."""
@@ -222,6 +223,6 @@ def _peft() -> Any:
         import peft
     except ImportError as error:
         raise ConfigError(
-            f"actor.lora.rank: adapters need the package peft, which is not here ({error}); install realhf[lora]"
+            f"actor.lora.rank: adapters need the package peft, which is not here ({error}): {install_command('lora')}"
         ) from None
     return peft

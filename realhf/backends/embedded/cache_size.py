@@ -11,17 +11,18 @@ SHARED, ALONE = 0.5, 0.8
 generation hold."""
 
 
-def cache_bytes(gib: float | None, device: torch.device, *, shared: bool) -> int | None:
+def cache_bytes(gib: float | None, device: torch.device, *, shared: bool, taken: int = 0) -> int | None:
     """Return the most bytes of a cache; None: as many as it needs. ``gib`` is what the options say. Without it an
     engine on a GPU gets a share of what is free there now, by whether the GPU is ``shared`` with training: what other
-    processes have is not free, and what this process has freed is."""
+    processes have is not free, and what this process has freed is. ``taken``: bytes that weights, gradients and moments
+    come to take there, some of them perhaps later."""
     if gib is not None:
         return int(gib * 2**30)
     if device.type != "cuda":
         return None
-    free, _ = torch.cuda.mem_get_info(device)
+    free, total = torch.cuda.mem_get_info(device)
     free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return int(free * (SHARED if shared else ALONE))
+    return int(max(0, min(free, total - taken)) * (SHARED if shared else ALONE))
 
 
 def token_bytes(config: Any, dtype: torch.dtype) -> int:

@@ -61,6 +61,7 @@ class GroupRanks:
         try:
             self._agree(what)
             yield
+            self.settle()
         except BaseException as error:
             aborted = self._world.aborted
             self.abort(f"{what}: {type(error).__name__}")
@@ -73,6 +74,13 @@ class GroupRanks:
     def abort(self, reason: str = "") -> None:
         """See ``realhf.api.parallel.Group``."""
         self._world.abort(reason)
+
+    def settle(self) -> None:
+        """See ``Ranks``. Raises CollectiveBroken inside ``together``."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        if self._active:
+            self._check_whole()
 
     def own(self, costs: Sequence[int]) -> list[int]:
         """Return the sequences of this rank. Each rank gets neighbours, about as many tokens as the others: sequences
@@ -130,9 +138,12 @@ class GroupRanks:
         self._collective(lambda: dist.all_gather(rows, mine, group=self.group))
         return [row.cpu() for row in rows]
 
-    def _collective(self, run: Callable[[], Any]) -> None:
+    def _check_whole(self) -> None:
         if self._world.aborted:
             raise CollectiveBroken(f"rank {self._rank}: collectives were broken off: {self._world.aborted}")
+
+    def _collective(self, run: Callable[[], Any]) -> None:
+        self._check_whole()
         try:
             run()
         except RuntimeError as error:

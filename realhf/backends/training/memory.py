@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from realhf.backends.embedded.shortage import naming_shortage
@@ -13,6 +14,12 @@ from realhf.backends.embedded.shortage import naming_shortage
 FREE_HEAP_BYTES = 1 << 26
 """The C library keeps this much freed memory for the next pass. Tensors of a size that changes from pass to pass leave
 holes in its heap, which would grow with the number of passes."""
+
+
+def _of_an_engine() -> str:
+    if not torch.cuda.is_available():
+        return ""
+    return "; generation on the same GPU takes less with engine.gpu_memory_utilization (vllm), engine.kv_cache_gib"
 
 
 class _HeapUse(ctypes.Structure):
@@ -52,7 +59,7 @@ def named_shortage(positions: int, rows: int, budget: int | None) -> contextlib.
         lambda: (
             f"in a micro-batch of {positions} positions in {rows} rows: lower mb_spec.max_tokens_per_mb "
             f"(it is {'not set, which means 4096' if budget is None else budget}), or set gradient_checkpointing=true "
-            "of its role"
+            f"of its role{_of_an_engine()}"
         )
     )
 
@@ -70,6 +77,6 @@ def named_update_shortage(
             ways.insert(0, f"set {role}.lora.rank, which trains few weights")
         if offload:
             ways.insert(0, f"set {role}.optimizer.offload=true")
-        return f"in the update of {role}, whose moments take {moments:.3g} GiB: {', or '.join(ways)}"
+        return f"in the update of {role}, whose moments take {moments:.3g} GiB: {', or '.join(ways)}{_of_an_engine()}"
 
     return naming_shortage(said)

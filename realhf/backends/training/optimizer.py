@@ -130,14 +130,14 @@ class PolicyOptimizer:
         """Have moments, 0 at first, for these parameters and no others: ``tensors`` then has a place for saved ones."""
         self._adamw.state.clear()
         for parameter, master in zip(self._parameters, self._masters, strict=True):
-            if parameter in of:
+            if parameter in of and self._resting is not None:
+                self._resting.begin(master)
+            elif parameter in of:
                 self._adamw.state[master] = {
                     "step": torch.zeros((), device=master.device),
                     "exp_avg": torch.zeros_like(master, requires_grad=False),
                     "exp_avg_sq": torch.zeros_like(master, requires_grad=False),
                 }
-                if self._resting is not None:
-                    self._resting.rest(master)
 
     @torch.no_grad()
     def publish(self) -> None:

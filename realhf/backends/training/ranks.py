@@ -11,8 +11,8 @@ from torch import Tensor, nn
 class Ranks(Protocol):
     """Joins the engines of one role, which all get the same calls with the same batch, in the same order.
 
-    Every method but ``own`` and ``abort`` is a collective: all ranks call it with tensors of the same shape. One that
-    cannot end because a rank is lost raises within the deadline of the implementation.
+    Every method but ``own``, ``settle`` and ``abort`` is a collective: all ranks call it with tensors of the same
+    shape. One that cannot end because a rank is lost raises within the deadline of the implementation.
     """
 
     @property
@@ -49,6 +49,11 @@ class Ranks(Protocol):
         compute; it counts as 0."""
         ...
 
+    def settle(self) -> None:
+        """Wait until what this rank has begun with the others is complete on its device. Raises where it was broken
+        off meanwhile: a collective of a GPU that is broken off ends without an error, with a part of its sums."""
+        ...
+
     def abort(self, reason: str = "") -> None:
         """Give up what the ranks have in common, so that nobody waits for this one."""
         ...
@@ -74,6 +79,9 @@ class SingleRank:
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Leave the gradients as they are."""
         del parameters
+
+    def settle(self) -> None:
+        """Do nothing: there are no others."""
 
     def abort(self, reason: str = "") -> None:
         """Do nothing: nobody waits."""

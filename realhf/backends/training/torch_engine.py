@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -113,7 +111,8 @@ class TorchEngine:
     def _tried_out(self, adapters: Callable[[], LoraAdapters | None]) -> PackedForward:
         """Make the forward pass, which tries the model out, with the weights where they train and with its
         ``adapters``; before there is an optimizer."""
-        use_onednn(self.model)
+        if not self._compiles:  # Inductor asserts that oneDNN's product gets a constant for its weight.
+            use_onednn(self.model)
         use_few_pass_norms(self.model)
         self.adapters = adapters()
         return PackedForward(self.model, pieces=not self._checkpointing and not self._compiles)
@@ -180,6 +179,7 @@ class TorchEngine:
             stats, backward, kept = account.summed(self._ranks)
             self._ranks.sum_gradients(optimizer.masters)
         norm = optimizer.gradient_norm() if math.isfinite(stats["loss"]) else math.nan
+        self._ranks.settle()  # Sums that were broken off are no reason to step, nor to skip.
         if not math.isfinite(norm):
             optimizer.zero_grad()
             return TrainResult(stats, norm, skipped=True, kept=kept)
@@ -356,26 +356,13 @@ class TorchEngine:
             )
 
     def export_hf(self, folder: Path) -> None:
-        """Write model, config and tokenizer for ``from_pretrained``; ``folder`` appears, or is replaced, only when
-        complete. Adapters are merged, and lie beside in ``adapter`` as peft has them."""
-        folder = Path(folder)
-        fresh = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
-        shutil.rmtree(fresh, ignore_errors=True)
-        try:
-            self._whole_model().save_pretrained(fresh)
-            if self.adapters is not None:
-                self.adapters.save(fresh / ADAPTER)
-            if self.tokenizer is not None:
-                self.tokenizer.save_pretrained(fresh)
-            if folder.exists():
-                old = folder.with_name(f".{folder.name}.{os.getpid()}.old")
-                os.replace(folder, old)
-                os.replace(fresh, folder)
-                shutil.rmtree(old)
-            else:
-                os.replace(fresh, folder)
-        finally:
-            shutil.rmtree(fresh, ignore_errors=True)
+        """Write model, config and tokenizer for ``from_pretrained``. Adapters are merged, and lie beside in ``adapter``
+        as peft has them."""
+        self._whole_model().save_pretrained(folder)
+        if self.adapters is not None:
+            self.adapters.save(folder / ADAPTER)
+        if self.tokenizer is not None:
+            self.tokenizer.save_pretrained(folder)
 
 
 @contextlib.contextmanager

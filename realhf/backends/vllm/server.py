@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -19,6 +20,8 @@ from realhf.base.paths import PACKAGE
 _EXTENSION = "realhf.backends.vllm.extension.WeightExtension"
 _POLL_S = 0.25
 _STOP_TIMEOUT_S = 20.0
+_OF_MEMORY = re.compile(r"gpu.memory.utilization|out of memory|cache blocks", re.IGNORECASE)
+"""What vLLM's last words say when it found too little memory, among them the name of an option that is not ours."""
 _WORDS = 3000
 """Number of characters at the end of its log that are reported when the server fails."""
 
@@ -113,7 +116,11 @@ class VllmServer:
     def failure(self) -> str | None:
         """Return why the server ended, with the end of its log; None while it runs."""
         code = self.process.poll()
-        return None if code is None else f"the vLLM server at {self.url} ended (code {code}): {self._last_words()}"
+        if code is None:
+            return None
+        words = self._last_words()
+        advice = "; engine.gpu_memory_utilization is its share of the GPU" if _OF_MEMORY.search(words) else ""
+        return f"the vLLM server at {self.url} ended (code {code}): {words}{advice}"
 
     def stop(self) -> None:
         """End the server and all of its processes; a second call does no harm."""

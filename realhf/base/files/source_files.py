@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import hashlib
 import os
 import re
 from collections.abc import Iterable, Iterator
@@ -10,6 +11,19 @@ from functools import cache
 from pathlib import Path
 
 _MODULE = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+")
+
+
+def digest_of(root: Path, folders: Iterable[str]) -> str:
+    """Return a digest of the names and contents of all files in these folders of ``root``, but for compiled and hidden
+    ones."""
+    digest = hashlib.sha256()
+    for folder in sorted(folders):
+        for path in sorted((root / folder).rglob("*")):
+            hidden = any(part.startswith(".") for part in path.relative_to(root).parts)
+            if path.is_file() and path.suffix != ".pyc" and not hidden:
+                data = path.read_bytes()
+                digest.update(f"{path.relative_to(root)}\0{len(data)}\0".encode() + data)
+    return digest.hexdigest()
 
 
 def imported_files(package: Path, roots: Iterable[str]) -> list[Path]:

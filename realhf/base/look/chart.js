@@ -6,6 +6,7 @@ const WIDTH = 560;
 const HEIGHT = 210;
 const INSET = { left: 54, right: 12, top: 10, bottom: 24 };
 const MOST_POINTS = 700;
+const LEAST_DRAG = 8;
 const listeners = new Set();
 let cursor = null;
 
@@ -30,11 +31,13 @@ export function smoothed(values, weight) {
 
 /**
  * A chart. `spec`: {title, unit, about, series: [{label, x, y, kind}], points: [{label, x, y, low, high, kind}],
- * stacked, from0, along}; `kind` is the number of a colour, `along` the word for x (step). `y` may hold null and texts (no
- * number), which are left out.
+ * stacked, from0, along, log, range}; `kind` is the number of a colour, `along` the word for x (step), `log` a logarithmic
+ * axis, which leaves out what is not positive, `range` the part of x that is drawn. `y` may hold null and texts (no
+ * number), which are left out. `zoom`, if given, is called with the part of x that was dragged over; null for all of it.
  */
 export class Chart {
-  constructor() {
+  constructor(zoom = null) {
+    this.zoom = zoom;
     this.spec = { title: "", series: [], points: [] };
     this.heading = h("h3");
     this.readout = h("p", { class: "readout" });
@@ -46,8 +49,21 @@ export class Chart {
     this.node.addEventListener("blur", () => this.readout.removeAttribute("aria-live"));
     this.drawing.addEventListener("pointermove", (event) => this.onPointer(event));
     this.drawing.addEventListener("pointerleave", () => setCursor(null));
+    if (zoom) this.zoomable();
     this.onCursor = () => this.drawCursor();
     listeners.add(this.onCursor);
+  }
+
+  zoomable() {
+    let from = null;
+    this.drawing.addEventListener("pointerdown", (event) => {
+      from = event.button === 0 && this.places ? event : null;
+    });
+    this.drawing.addEventListener("pointerup", (event) => {
+      if (from && Math.abs(event.clientX - from.clientX) >= LEAST_DRAG) this.zoom([this.placeOf(from), this.placeOf(event)].sort((a, b) => a - b));
+      from = null;
+    });
+    this.drawing.addEventListener("dblclick", () => this.zoom(null));
   }
 
   close() {
@@ -58,8 +74,11 @@ export class Chart {
     this.spec = spec;
     this.heading.replaceChildren(shown(spec.title), ...(spec.unit ? [h("span", { class: "muted" }, spec.unit)] : []));
     if (spec.about) this.heading.title = spec.about;
-    const lines = spec.stacked ? stack(spec.series) : spec.series;
-    const places = extent(lines, spec.points ?? [], spec.stacked || spec.from0);
+    const drawn = spec.log && !spec.stacked;
+    const series = spec.series.map((line) => part(line, spec.range, drawn));
+    const points = (spec.points ?? []).filter((one) => within(one.x, spec.range) && (!drawn || one.y > 0));
+    const lines = spec.stacked ? stack(series) : series;
+    const places = extent(lines, points, (spec.stacked || spec.from0) && !drawn, drawn);
     this.places = places;
     this.drawing.replaceChildren();
     this.node.setAttribute("aria-label", `${spec.title}; arrows move the cursor`);
@@ -74,7 +93,7 @@ export class Chart {
       if (line.below) this.drawing.append(s("path", { d: area(line, places), class: `fill k${line.kind % 8}` }));
       else this.drawing.append(...curve(line, places));
     }
-    for (const point of spec.points ?? []) this.drawing.append(...whisker(point, places));
+    for (const point of points) this.drawing.append(...whisker(point, places));
     this.mark = s("line", { y1: INSET.top, y2: HEIGHT - INSET.bottom, class: "mark", visibility: "hidden" });
     this.drawing.append(this.mark);
     this.drawCursor();
@@ -82,9 +101,8 @@ export class Chart {
 
   /** The steps that a cursor may stand on, in order. */
   steps() {
-    return [...new Set([...this.spec.series.flatMap((one) => one.x), ...(this.spec.points ?? []).map((one) => one.x)])].sort(
-      (a, b) => a - b,
-    );
+    const all = new Set([...this.spec.series.flatMap((one) => one.x), ...(this.spec.points ?? []).map((one) => one.x)]);
+    return [...all].filter((x) => within(x, this.spec.range)).sort((a, b) => a - b);
   }
 
   onKey(event) {
@@ -98,11 +116,15 @@ export class Chart {
 
   onPointer(event) {
     if (!this.places) return;
-    const box = this.drawing.getBoundingClientRect();
-    const x = ((event.clientX - box.left) / box.width) * WIDTH;
-    const wanted = this.places.left + ((x - INSET.left) / (WIDTH - INSET.left - INSET.right)) * this.places.wide;
+    const wanted = this.placeOf(event);
     const steps = this.steps();
     setCursor(steps.reduce((best, step) => (Math.abs(step - wanted) < Math.abs(best - wanted) ? step : best), steps[0]));
+  }
+
+  placeOf(event) {
+    const box = this.drawing.getBoundingClientRect();
+    const x = ((event.clientX - box.left) / box.width) * WIDTH;
+    return this.places.left + ((x - INSET.left) / (WIDTH - INSET.left - INSET.right)) * this.places.wide;
   }
 
   drawCursor() {
@@ -119,8 +141,18 @@ export class Chart {
       return entry(line, value ?? null);
     });
     labels.push(...held.map((one) => entry({ ...one, label: `${one.label}, held out` }, one.y)));
-    this.readout.replaceChildren(h("span", { class: "muted" }, shown ? `${this.spec.along ?? "step"} ${cursor}` : "last"), ...labels);
+    this.readout.replaceChildren(h("span", { class: "muted" }, shown ? `${this.spec.along ?? "step"} ${number(cursor)}` : "last"), ...labels);
   }
+}
+
+const within = (x, range) => !range || (x >= range[0] && x <= range[1]);
+
+/** What is drawn of a series. */
+function part(line, range, log) {
+  if (!range && !log) return line;
+  const kept = line.x.map((_, at) => at).filter((at) => within(line.x[at], range));
+  const value = (y) => (log && typeof y === "number" && y <= 0 ? null : y);
+  return { ...line, x: kept.map((at) => line.x[at]), y: kept.map((at) => value(line.y[at])) };
 }
 
 const last = (values) => values.findLast((value) => value !== null);
@@ -139,10 +171,10 @@ function stack(series) {
   });
 }
 
-function extent(lines, points, from0) {
+function extent(lines, points, from0, log) {
   let left = Infinity, right = -Infinity, low = from0 ? 0 : Infinity, high = from0 ? 0 : -Infinity;
   const take = (x, y) => {
-    if (typeof y !== "number") return;
+    if (typeof y !== "number" || (log && y <= 0)) return;
     left = Math.min(left, x);
     right = Math.max(right, x);
     low = Math.min(low, y);
@@ -151,13 +183,18 @@ function extent(lines, points, from0) {
   for (const line of lines) line.x.forEach((x, at) => take(x, line.y[at]));
   for (const one of points) for (const y of [one.low, one.y, one.high]) take(one.x, y);
   if (left > right) return null;
+  if (log) {
+    const [least, most] = [Math.log10(low), Math.log10(high)];
+    const spare = (most - least) * 0.05 || 0.2;
+    return { left, wide: right - left || 1, low: least - spare, tall: most - least + 2 * spare, log };
+  }
   const spare = (high - low) * 0.05 || Math.abs(high) * 0.05 || 0.5;
   const bottom = from0 && low === 0 ? 0 : low - spare;
   return { left, wide: right - left || 1, low: bottom, tall: high + spare - bottom };
 }
 
 const across = (x, p) => INSET.left + ((x - p.left) / p.wide) * (WIDTH - INSET.left - INSET.right);
-const down = (y, p) => HEIGHT - INSET.bottom - ((y - p.low) / p.tall) * (HEIGHT - INSET.top - INSET.bottom);
+const down = (y, p) => HEIGHT - INSET.bottom - (((p.log ? Math.log10(Math.max(y, 1e-300)) : y) - p.low) / p.tall) * (HEIGHT - INSET.top - INSET.bottom);
 
 function ticks(low, wide, most, whole) {
   const rough = wide / most;
@@ -169,14 +206,24 @@ function ticks(low, wide, most, whole) {
   return found;
 }
 
+/** Powers of ten; where there are fewer than two, what a linear axis would have. */
+function logTicks(p) {
+  const [low, high] = [10 ** p.low, 10 ** (p.low + p.tall)];
+  const every = Math.max(1, Math.ceil(p.tall / 5));
+  const powers = [];
+  for (let power = Math.floor(p.low); power <= p.low + p.tall; power += every) powers.push(10 ** power);
+  const found = powers.filter((y) => y >= low && y <= high);
+  return found.length > 1 ? found : ticks(low, high - low, 4, false);
+}
+
 function axes(p) {
   const parts = [];
-  for (const y of ticks(p.low, p.tall, 4, false)) {
+  for (const y of p.log ? logTicks(p) : ticks(p.low, p.tall, 4, false)) {
     parts.push(s("line", { x1: INSET.left, x2: WIDTH - INSET.right, y1: down(y, p), y2: down(y, p), class: "grid" }));
     parts.push(s("text", { x: INSET.left - 6, y: down(y, p) + 4, class: "tick left" }, number(y)));
   }
-  for (const x of ticks(p.left, p.wide, 6, true)) {
-    parts.push(s("text", { x: across(x, p), y: HEIGHT - 6, class: "tick" }, String(x)));
+  for (const x of ticks(p.left, p.wide, 6, p.wide >= 6)) {
+    parts.push(s("text", { x: across(x, p), y: HEIGHT - 6, class: "tick" }, number(x)));
   }
   return parts;
 }

@@ -8,7 +8,9 @@ The cluster needs JobSet (jobset.x-k8s.io/v1alpha2). The keys that all pods shar
     python -m realhf.cluster keys cluster.key
     kubectl create secret generic NAME --from-file=cluster.key && rm cluster.key
 
-CLAIM is a persistent volume claim that all pods mount at /runs, the run's fileroot. IMAGE has this package installed.
+CLAIM is a persistent volume claim that all pods mount at /runs, the run's fileroot: where they are on several nodes its
+access mode is ReadWriteMany. IMAGE has this package installed; it need not run as root. The arguments of the launch are
+checked here, unless --no-check says that they name files of the image. Each JobSet has a secret of its own.
 The manifest was checked against the schemas of JobSet and Kubernetes, not tried on a cluster.
 """
 
@@ -17,11 +19,15 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
+import subprocess
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 DOOR = 7788
+GROUP = 65532
+"""Files of the secret and of the claim belong to this group, which a user of the image other than root has, too."""
+CHECK_S = 120.0
 RUNS, SECRET, KEY = "/runs", "/etc/realhf", "/tmp/cluster.key"
 NAME = re.compile(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?")
 OWN_KEY = f"install -m 600 {SECRET}/cluster.key {KEY}"
@@ -32,7 +38,9 @@ def manifest(
     name: str, image: str, claim: str, hosts: int, arguments: Sequence[str], *, cpus: str, memory: str, gpus: int
 ) -> dict[str, Any]:
     """Return the JobSet. A host that fails is started again; when the launcher fails, all are, and the run goes on
-    after its last checkpoint."""
+    after its last checkpoint. A pod that its node puts out is started again without counting as failed."""
+    if not any(text.startswith("trial_name=") for text in arguments):
+        arguments = [*arguments, f"trial_name={name}"]  # a launcher that is started again goes on with the run
     launch = [
         *("python", "-m", "realhf.launch", *arguments, "scheduler=join", f"fileroot={RUNS}", "recover_mode=auto"),
         *(f"scheduler.key_file={KEY}", f"scheduler.port={DOOR}", f"scheduler.min_hosts={hosts}"),
@@ -81,15 +89,19 @@ def _job(
         "volumeMounts": [
             {"name": "runs", "mountPath": RUNS},
             {"name": "keys", "mountPath": SECRET, "readOnly": True},
+            {"name": "memory", "mountPath": "/dev/shm"},
         ],
     }
     template = {
-        "restartPolicy": "OnFailure" if retries else "Never",
+        "restartPolicy": "Never",
         "terminationGracePeriodSeconds": 60,
+        "securityContext": {"fsGroup": GROUP, "fsGroupChangePolicy": "OnRootMismatch"},
         "containers": [container],
         "volumes": [
             {"name": "runs", "persistentVolumeClaim": {"claimName": claim}},
-            {"name": "keys", "secret": {"secretName": secret, "defaultMode": 0o400}},
+            {"name": "keys", "secret": {"secretName": secret, "defaultMode": 0o440}},
+            # Tensors go from process to process through it; a container has 64 MB otherwise.
+            {"name": "memory", "emptyDir": {"medium": "Memory"}},
         ],
     }
     job = {
@@ -97,9 +109,20 @@ def _job(
         "parallelism": pods,
         "completionMode": "Indexed",
         "backoffLimit": retries,
+        "podFailurePolicy": {
+            "rules": [{"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}]
+        },
         "template": {"spec": template},
     }
     return {"name": role, "replicas": 1, "template": {"spec": job}}
+
+
+def _problem(arguments: Sequence[str]) -> str:
+    """Return what a launch with these arguments says against them, "" if nothing."""
+    given = [text for text in arguments if not text.startswith("fileroot=")]
+    command = [sys.executable, "-m", "realhf.launch", *given, "scheduler=join", "network.bind=10.0.0.1", "mode=check"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=CHECK_S, check=False)
+    return done.stderr.strip() or "the launch cannot be checked" if done.returncode else ""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -116,6 +139,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--cpus", default="8", help="cores of each pod (%(default)s)")
     parser.add_argument("--memory", default="32Gi", help="memory of each pod (%(default)s)")
     parser.add_argument("--gpus", type=int, default=0, help="GPUs of each host (%(default)s)")
+    parser.add_argument("--no-check", action="store_true", help="the arguments name files that only the image has")
     parser.epilog = "Behind -- stand the arguments of realhf.launch."
     words = list(sys.argv[1:] if argv is None else argv)
     end = words.index("--") if "--" in words else len(words)
@@ -124,6 +148,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"{given.name!r}: at most 40 small letters, digits and '-'")
     if not 1 <= given.hosts <= 4096 or given.gpus < 0:
         parser.error("--hosts must be between 1 and 4096, --gpus at least 0")
+    if not given.no_check and (problem := _problem(words[end + 1 :])):
+        print(problem, file=sys.stderr)
+        return 2
     import yaml
 
     resources = {"cpus": given.cpus, "memory": given.memory, "gpus": given.gpus}

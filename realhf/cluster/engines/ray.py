@@ -12,7 +12,7 @@ from realhf.api.config.option import option
 from realhf.cluster.engines.engine_process import EngineProcess
 from realhf.cluster.engines.ray_address import ADDRESS, NO_RAY, reach
 from realhf.cluster.errors import ClusterError
-from realhf.cluster.options import ClusterOptions, elsewhere, placement_problems
+from realhf.cluster.options import EngineOptions, elsewhere, placement_problems
 from realhf.cluster.scheduler import ClusterScheduler
 from realhf.scheduler.base import SchedulerDefinition
 from realhf.transport.network.keys import RunKeys
@@ -21,7 +21,7 @@ TRAINER, PLAYER = "trainer", "player"
 
 
 @dataclass
-class RayOptions(ClusterOptions):
+class RayOptions(EngineOptions):
     """Which Ray cluster, and what is asked of it. Its hosts take part as ``trainer`` and ``player-0``, ``player-1``,
     ..."""
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 import socket
 
+from realhf.base.extras import install_command
 from realhf.cluster.errors import ClusterError
 
 ADDRESS = re.compile(r"[A-Za-z0-9._-]+:[0-9]{1,5}")
 REACH_S = 5.0
-NO_RAY = "scheduler=ray: Ray is not installed here: pip install 'realhf[ray]'"
+NO_RAY = f"scheduler=ray: Ray is not installed here: {install_command('ray')}"
 
 
 def reach(address: str) -> None:

@@ -26,11 +26,9 @@ class RayAgent:
 
     def start(self, endpoint: str, keys: dict[str, str]) -> str:
         """Start the agent, which joins the door at ``endpoint``; return the host's own name."""
-        key_file = self._folder / "cluster.key"
-        RunKeys(**keys).write(key_file)
-        argv = ("--join", endpoint, "--key-file", str(key_file), "--host-agent", "--name", self._name)
-        folder = ("--folder", str(self._folder / "run"))
-        self._local.start(WorkerSpec(self._name, "realhf.worker", argv + folder, self._folder / "agent.log"))
+        argv = ("--join", endpoint, "--key-file", str(RunKeys(**keys).in_memory()), "--host-agent", "--temporary")
+        name = ("--name", self._name)
+        self._local.start(WorkerSpec(self._name, "realhf.worker", argv + name, self._folder / "agent.log"))
         return os.uname().nodename
 
     def problem(self) -> str:

@@ -17,7 +17,7 @@ from realhf.api.config.option import option
 from realhf.cluster.engines.engine_process import EngineProcess
 from realhf.cluster.engines.slurm_driver import NO_SRUN
 from realhf.cluster.errors import ClusterError
-from realhf.cluster.options import ClusterOptions, elsewhere, placement_problems
+from realhf.cluster.options import EngineOptions, elsewhere, placement_problems
 from realhf.cluster.scheduler import ClusterScheduler
 from realhf.scheduler.base import SchedulerDefinition
 from realhf.transport.network.keys import RunKeys
@@ -30,7 +30,7 @@ GIVEN_HERE = ("mode=", "scheduler=", "scheduler.address=", "network.bind=", "rec
 
 
 @dataclass
-class SlurmOptions(ClusterOptions):
+class SlurmOptions(EngineOptions):
     """What the batch job asks for. Its nodes take part as ``node-0``, ``node-1``, ...; the launcher runs on the
     first."""
 
@@ -60,7 +60,7 @@ SCRIPT = """\
 {more}#SBATCH --time={time}
 #SBATCH --requeue
 #SBATCH --open-mode=append
-#SBATCH --signal=B:TERM@{notice}
+#SBATCH --signal=B:USR1@{notice}
 # Each attempt goes on after the last checkpoint of the one before it.
 set -u
 cd {folder}
@@ -73,11 +73,16 @@ fi
 again=no
 {launch} &
 launcher=$!
-trap 'again=yes; kill -TERM "$launcher"' TERM
+# USR1 says that the time is nearly over; TERM comes with scancel too, and a job that was cancelled is gone.
+trap 'again=yes; kill -TERM "$launcher"' USR1
+trap 'again=no; kill -TERM "$launcher"' TERM
 wait "$launcher"
 code=$?
-if [ "$again" = yes ]; then
+while kill -0 "$launcher" 2> /dev/null; do  # a signal has ended the wait
     wait "$launcher"
+    code=$?
+done
+if [ "$again" = yes ] && [ "$code" -ne 0 ]; then
     scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$code"
@@ -98,6 +103,8 @@ def script(options: SlurmOptions, arguments: Sequence[str]) -> str:
     kept = [text for text in arguments if not text.lstrip("+").startswith(GIVEN_HERE)]
     words = [sys.executable, "-m", "realhf.launch", *kept, "scheduler=slurm", "recover_mode=auto"]
     found = ' network.bind="$address"'
+    if not any(text.startswith("trial_name=") for text in kept):
+        found += ' trial_name="job-$SLURM_JOB_ID"'  # the job is queued again under the same number
     return SCRIPT.format(
         nodes=options.nodes,
         cpus=options.cpus_per_node,

@@ -14,27 +14,19 @@ from realhf.cluster.engines.engine_process import serve
 from realhf.cluster.errors import ClusterError
 from realhf.scheduler.failure import FATAL
 
-STOP_S = 12.0
+LEAVE_S, STOP_S = 6.0, 6.0
+"""How long agents that have heard of the end may take to leave, and srun to end them after that."""
 TAIL_BYTES = 8000
 NO_SRUN = (
     "scheduler=slurm: srun cannot be run here ({}); this launch belongs into a batch job, whose script mode=check "
     "prints"
 )
 TASK = """\
-umask 077
-folder=$(mktemp -d) || exit 1
-trap 'rm -rf "$folder"' EXIT
-cat > "$folder/cluster.key"
-trap 'kill -TERM "$agent"' TERM
-{python} -m realhf.worker --join {endpoint} --key-file "$folder/cluster.key" --host-agent \\
-    --name "node-$SLURM_PROCID" --folder "$folder/run" < /dev/null &
-agent=$!
-wait "$agent"; code=$?
-wait "$agent" 2> /dev/null
-exit "$code"
+exec {python} -m realhf.worker --join {endpoint} --key-file - --host-agent --name "node-$SLURM_PROCID" --temporary \\
+    --linger-s 0
 """
 """What runs on each node. The keys come over the standard input, which srun gives to all tasks: they are on no command
-line, and in no folder that others share."""
+line and on no disk."""
 
 
 class SlurmEngine:
@@ -75,12 +67,12 @@ class SlurmEngine:
         """See ``Engine``."""
         if self._srun is None:
             return
-        self._srun.terminate()
-        try:
-            self._srun.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            self._srun.kill()
-            self._srun.wait()
+        # Asked to end, srun kills its tasks at once, which could then leave files behind.
+        for end, limit_s in ((lambda: None, LEAVE_S), (self._srun.terminate, STOP_S), (self._srun.kill, None)):
+            end()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._srun.wait(limit_s)
+                break
         self._srun = None
         self._said.close()
 

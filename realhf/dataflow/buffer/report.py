@@ -26,7 +26,6 @@ def stats(buffer: AsyncIOSequenceBuffer) -> dict[str, Any]:
         "oldest_age_s": oldest,
         "put": buffer.put_total,
         "evicted": buffer.evicted_total,
-        "dropped": dict(buffer.dropped),
         "released": dict(buffer.released),
         "calls": {
             s.name: {"ready": s.ready, "leased": s.leased, "waiting": len(s.waiters)} for s in buffer.stations.values()
@@ -58,8 +57,7 @@ def check_invariants(buffer: AsyncIOSequenceBuffer) -> None:
     table, slots = buffer.table, buffer.table.resident()
     _check(len(slots) == len(table) == sum(buffer.step_batch_sizes.values()), 11, "resident count")
     _check(all(table.ids[s] == i for i, s in table.slot_of.items()), 11, "index of ids")
-    left = buffer.evicted_total + sum(buffer.dropped.values())
-    _check(buffer.put_total == len(slots) + left, 1, "put = resident + evicted + dropped")
+    _check(buffer.put_total == len(slots) + buffer.evicted_total, 1, "put = resident + evicted")
     _check(len(slots) + buffer.space.reserved <= buffer.max_size, 8, "resident exceeds max_size")
     everyone = sum(s.bit for s in buffer.stations.values())
     _check(not (table.done[slots] == everyone).any(), 6, "a sample stays after all calls are done")
@@ -86,7 +84,7 @@ def _check_station(buffer: AsyncIOSequenceBuffer, station: Station, slots: np.nd
         queue = station.queues.get(step_batch)
         _check(queue is not None, 11, f"{name}: no queue for step batch {step_batch}")
         if queue is not None:
-            held = sorted(queue.live_slots(table.serial).tolist())
+            held = sorted(queue.slots().tolist())
             _check(held == sorted(slots[inside & free & ready].tolist()), 11, f"{name}: queue {step_batch}")
             _check(queue.live == len(held), 11, f"{name}: live counter of {step_batch}")
             _check(queue.not_issued == int((inside & free).sum()), 11, f"{name}: not_issued of {step_batch}")

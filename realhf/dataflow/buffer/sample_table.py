@@ -89,13 +89,12 @@ def _distinct(parts: np.ndarray) -> list[SequenceSample]:
 
 class SampleTable:
     """Arrays with one entry per slot: ``birth``, ``serial`` (unique, -1 in a free slot), ``step_batch``,
-    ``version``, ``put_time`` and the bit masks ``keys``, ``ready``, ``leased`` and ``done``."""
+    ``put_time`` and the bit masks ``keys``, ``ready``, ``leased`` and ``done``."""
 
     def __init__(self, capacity: int) -> None:
         self.birth = np.zeros(capacity, np.int64)
         self.serial = np.full(capacity, -1, np.int64)
         self.step_batch = np.zeros(capacity, np.int64)
-        self.version = np.zeros(capacity, np.int64)
         self.put_time = np.zeros(capacity, np.float64)
         self.keys = np.zeros(capacity, np.int64)
         self.ready = np.zeros(capacity, np.int64)
@@ -134,7 +133,7 @@ class SampleTable:
         """Return the keys whose bits are set in ``mask``, the inverse of ``key_mask``."""
         return [key for key, bit in self._key_bits.items() if mask & bit]
 
-    def add(self, ids: Sequence[str], births: np.ndarray, step_batch: int, version: int, now: float) -> np.ndarray:
+    def add(self, ids: Sequence[str], births: np.ndarray, step_batch: int, now: float) -> np.ndarray:
         """Give each id a slot; int64 slots in the order of ``ids``, which must be new."""
         count = len(ids)
         if count > self._n_free:
@@ -145,7 +144,6 @@ class SampleTable:
         self.serial[slots] = np.arange(self._next_serial, self._next_serial + count)
         self._next_serial += count
         self.step_batch[slots] = step_batch
-        self.version[slots] = version
         self.put_time[slots] = now
         for column in (self.keys, self.ready, self.leased, self.done):
             column[slots] = 0
@@ -167,7 +165,7 @@ class SampleTable:
     def _grow(self, at_least: int) -> None:
         old = self.capacity
         new = max(2 * old, old + at_least)
-        for name in ("birth", "step_batch", "version", "put_time", "keys", "ready", "leased", "done"):
+        for name in ("birth", "step_batch", "put_time", "keys", "ready", "leased", "done"):
             setattr(self, name, _grown(getattr(self, name), new, 0))
         self.serial = _grown(self.serial, new, -1)
         self.ids = np.concatenate([self.ids, np.full(new - old, None, dtype=object)])

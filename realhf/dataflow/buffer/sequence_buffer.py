@@ -29,10 +29,8 @@ from realhf.dataflow.buffer.types import (
     BatchLease,
     BatchTooLarge,
     BufferClosed,
-    BufferFull,
     DuplicateSampleError,
     EndOfData,
-    NotDroppable,
     Retired,
     Station,
     Waiter,
@@ -40,31 +38,24 @@ from realhf.dataflow.buffer.types import (
 
 
 class AsyncIOSequenceBuffer:
-    """``max_size`` bounds the resident samples. ``partial_final`` decides about a tail smaller than a call's
-    ``n_seqs`` after ``close_input``: ``serve`` it or ``drop`` it. ``remembered`` bounds the ids of samples that left
-    and are still known as duplicates. ``on_retire`` is called with every set of samples that leaves, evicted or
-    dropped. The attributes are for reports; change state by the methods."""
+    """``max_size`` bounds the resident samples. ``remembered`` bounds the ids of samples that left and are still known
+    as duplicates. ``on_retire`` is called with every set of samples that leaves. The attributes are for reports; change
+    state by the methods."""
 
     def __init__(
         self,
         graph: DataFlowGraph,
         *,
         max_size: int,
-        steps_in_flight: int = 1,
-        partial_final: str = "serve",
         remembered: int | None = None,
         on_retire: Callable[[Retired], None] | None = None,
     ) -> None:
-        if max_size < steps_in_flight * graph.n_seqs:
-            need = steps_in_flight * graph.n_seqs
-            raise ValueError(f"max_size={max_size} cannot hold {steps_in_flight} step(s): needs {need}")
-        if partial_final not in ("serve", "drop"):
-            raise ValueError(f"partial_final is {partial_final!r}, not 'serve' or 'drop'")
+        if max_size < graph.n_seqs:
+            raise ValueError(f"max_size={max_size} cannot hold a step: needs {graph.n_seqs}")
         if remembered is not None and remembered < max_size:
             raise ValueError(f"remembered={remembered} is less than max_size={max_size}")
         self.graph = graph
         self.max_size = max_size
-        self.partial_final = partial_final
         self._on_retire = on_retire
         self.table = SampleTable(min(max_size, 1024))
         self.stations = {
@@ -86,7 +77,6 @@ class AsyncIOSequenceBuffer:
         self.failure: BaseException | None = None
         self.put_total = 0
         self.evicted_total = 0
-        self.dropped: Counter[str] = Counter()
         self.released: Counter[str] = Counter()
 
     def __len__(self) -> int:
@@ -97,38 +87,26 @@ class AsyncIOSequenceBuffer:
 
     # ---- putting
 
-    async def put_batch(
-        self,
-        meta: SequenceSample,
-        *,
-        births: Sequence[int] | None = None,
-        step_batch: int | None = None,
-        version: int = 0,
-        wait: bool = True,
-    ) -> None:
-        """Admit a batch, all or nothing. ``births`` gives the order of admission (default: order of put),
-        ``version`` the policy version at admission (see ``drop_stale``).
+    async def put_batch(self, meta: SequenceSample, *, step_batch: int | None = None) -> None:
+        """Admit a batch, all or nothing; waits for room, in order.
 
-        Raises BatchTooLarge at once if it never fits, BufferFull if it does not fit now and ``wait`` is
-        False, DuplicateSampleError, BufferClosed after ``close_input``, ValueError on data or missing keys.
-        A put that is cancelled while it waits has put nothing.
+        Raises BatchTooLarge at once if it never fits, DuplicateSampleError, BufferClosed after ``close_input``,
+        ValueError on data or missing keys. A put that is cancelled while it waits has put nothing.
         """
-        self._check_put(meta, births, step_batch)
+        self._check_put(meta, step_batch)
         count = len(meta)
         where = NO_STEP_BATCH if step_batch is None else step_batch
         if not self.space.busy and self.space.fits(count):
-            self._insert(meta, births, where, version)
+            self._insert(meta, where)
             return
-        if not wait:
-            raise BufferFull(f"{count} samples do not fit: {len(self)} of {self.max_size} resident")
         await self.space.wait(count)
         try:
-            self._check_put(meta, births, step_batch)
-            self._insert(meta, births, where, version)
+            self._check_put(meta, step_batch)
+            self._insert(meta, where)
         finally:
             self.space.settle(count)
 
-    def _check_put(self, meta: SequenceSample, births: Sequence[int] | None, step_batch: int | None) -> None:
+    def _check_put(self, meta: SequenceSample, step_batch: int | None) -> None:
         if self.failure is not None:
             raise self.failure
         if self.closed is not None:
@@ -137,8 +115,6 @@ class AsyncIOSequenceBuffer:
             raise ValueError("the buffer holds metadata only; put sample.meta()")
         if len(meta) > self.max_size:
             raise BatchTooLarge(f"{len(meta)} samples never fit a buffer of {self.max_size}")
-        if births is not None and len(births) != len(meta):
-            raise ValueError(f"{len(births)} births for {len(meta)} samples")
         if step_batch is not None and step_batch < 0:
             raise ValueError(f"step batch {step_batch} is negative")
         missing = sorted(set(self.graph.required_dataset_keys()) - meta.keys)
@@ -149,15 +125,12 @@ class AsyncIOSequenceBuffer:
             known = [i for i in ids if i in self.table.slot_of or i in self._retired]
             raise DuplicateSampleError(f"{len(known)} samples were put before: {known[:5]}")
 
-    def _insert(self, meta: SequenceSample, births: Sequence[int] | None, step_batch: int, version: int) -> None:
+    def _insert(self, meta: SequenceSample, step_batch: int) -> None:
         count, table = len(meta), self.table
         mask = table.key_mask(meta.keys)
-        if births is None:
-            order = np.arange(self._next_birth, self._next_birth + count)
-        else:
-            order = np.asarray(births, np.int64)
-        self._next_birth = max(self._next_birth, int(order.max()) + 1)
-        slots = table.add(meta.ids, order, step_batch, version, time.monotonic())
+        order = np.arange(self._next_birth, self._next_birth + count)
+        self._next_birth += count
+        slots = table.add(meta.ids, order, step_batch, time.monotonic())
         table.write(slots, meta, mask)
         self.put_total += count
         self.step_batch_sizes[step_batch] += count
@@ -219,20 +192,10 @@ class AsyncIOSequenceBuffer:
                 station.waiters.append(waiter)
 
     def _settle_tail(self, station: Station, waiter: Waiter, queues: list[ReadyQueue], available: int) -> None:
-        """No more input will come: serve or drop what is smaller than a batch, or say that it is over."""
+        """No more input will come: serve what is smaller than a batch, or say that it is over."""
         left = sum(queue.not_issued for queue in queues)
         if left and (left >= station.n_seqs or available < left):
             return
-        if left and self.partial_final == "drop":
-            slots = station.take(queues, left, self.table.serial)
-            if self._droppable(slots).all():
-                self._issue_back(station, slots)
-                self._tell(self._retire(slots, "dropped_tail"))
-                left = 0
-            else:
-                self._issue_back(station, slots)
-                if (self.table.leased[slots] & ~station.bit).any():
-                    return
         if left:
             waiter.future.set_result(self._issue(station, station.eligible(waiter.step_batch), left))
         else:
@@ -245,13 +208,13 @@ class AsyncIOSequenceBuffer:
 
     def _issue(self, station: Station, queues: list[ReadyQueue], count: int) -> BatchLease:
         table = self.table
-        slots = station.take(queues, count, table.serial)
+        slots = station.take(queues, count)
         self._count_not_issued(station, slots, -1)
         table.leased[slots] |= station.bit
         station.leased += len(slots)
         self._next_lease += 1
         view = table.view(slots, station.inputs)
-        lease = BatchLease(self._next_lease, station.name, view, table.birth[slots].tolist(), slots)
+        lease = BatchLease(self._next_lease, station.name, view, slots)
         self.leases[lease.lease_id] = lease
         return lease
 
@@ -304,9 +267,10 @@ class AsyncIOSequenceBuffer:
         if outputs is not None:
             self._amend(slots, outputs)
         finished = slots[table.done[slots] == self._all_done]
-        retired = self._retire(finished, None) if len(finished) else None
+        retired = self._retire(finished) if len(finished) else None
         self._serve_closed()
-        self._tell(retired)
+        if retired is not None and self._on_retire is not None:
+            self._on_retire(retired)
 
     def release(self, lease: BatchLease, reason: str) -> None:
         """Give the batch back, births unchanged (the call failed or was cancelled)."""
@@ -325,69 +289,21 @@ class AsyncIOSequenceBuffer:
             raise ValueError(f"lease {lease.lease_id} of {lease.mfc} is not active (completed or released)")
         return self.stations[lease.mfc]
 
-    # ---- leaving
-
-    def drop(self, ids: Sequence[str], reason: str) -> None:
-        """Remove samples unprocessed, all or nothing. Raises NotDroppable when one is leased or was already
-        taken by a training call."""
-        slots = self.table.slots(ids)
-        droppable = self._droppable(slots)
-        if not droppable.all():
-            busy = [ids[i] for i in np.flatnonzero(~droppable).tolist()]
-            raise NotDroppable(f"{len(busy)} samples are leased or trained on: {busy[:5]}")
-        retired = self._retire(slots, reason)
-        self._serve_closed()
-        self._tell(retired)
-
-    def drop_stale(self, min_version: int) -> tuple[str, ...]:
-        """Drop what was admitted below ``min_version`` and may be dropped; returns the ids."""
-        slots = self.table.resident()
-        slots = slots[self.table.version[slots] < min_version]
-        ids = tuple(self.table.ids[slots[self._droppable(slots)]])
-        if ids:
-            self.drop(ids, "stale")
-        return ids
-
-    def _droppable(self, slots: np.ndarray) -> np.ndarray:
-        trained = sum(s.bit for s in self.stations.values() if s.trains)
-        return (self.table.leased[slots] == 0) & (self.table.done[slots] & trained == 0)
-
-    def _retire(self, slots: np.ndarray, dropped: str | None) -> Retired:
+    def _retire(self, slots: np.ndarray) -> Retired:
+        """Let samples leave that every call has done."""
         table = self.table
-        retired = Retired(table.view(slots), table.birth[slots].tolist(), table.step_batch[slots].tolist(), dropped)
-        dead = [] if dropped is None else self._waiting_entries(slots)
+        retired = Retired(table.view(slots), table.birth[slots].tolist(), table.step_batch[slots].tolist())
         for step_batch, count in zip(*_counts(table.step_batch[slots]), strict=True):
             self.step_batch_sizes[step_batch] -= count
         table.remove(slots)
-        for queue, open_count, queued in dead:
-            queue.not_issued -= open_count
-            queue.discard(queued, table.serial)
         for step_batch in {c for c in retired.step_batches if self.step_batch_sizes[c] == 0}:
             del self.step_batch_sizes[step_batch]
             for station in self.stations.values():
                 station.queues.pop(step_batch, None)
         self._retired.add(retired.ids)
-        if dropped is None:
-            self.evicted_total += len(slots)
-        else:
-            self.dropped[dropped] += len(slots)
+        self.evicted_total += len(slots)
         self.space.wake()
         return retired
-
-    def _tell(self, retired: Retired | None) -> None:
-        if retired is not None and self._on_retire is not None:
-            self._on_retire(retired)
-
-    def _waiting_entries(self, slots: np.ndarray) -> list[tuple[ReadyQueue, int, int]]:
-        """Per queue: how many of these samples it still counts as not issued, and how many it holds."""
-        found = []
-        for station in self.stations.values():
-            open_slots = slots[self.table.done[slots] & station.bit == 0]
-            for step_batch, count in zip(*_counts(self.table.step_batch[open_slots]), strict=True):
-                part = open_slots[self.table.step_batch[open_slots] == step_batch]
-                queued = int(np.count_nonzero(self.table.ready[part] & station.bit))
-                found.append((station.queue(step_batch), count, queued))
-        return found
 
     # ---- ending
 

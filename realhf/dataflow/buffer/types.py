@@ -9,16 +9,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from realhf.api.mfc import InterfaceType, MFCDef
+from realhf.api.mfc import MFCDef
 from realhf.api.sample import SequenceSample
 from realhf.dataflow.buffer.ready_queue import Order, ReadyQueue
 from realhf.dataflow.buffer.sample_table import MetaView, SampleTable
 
 NO_STEP_BATCH = -1
-
-
-class BufferFull(RuntimeError):
-    """A put with ``wait=False`` does not fit now."""
 
 
 class BatchTooLarge(ValueError):
@@ -37,10 +33,6 @@ class EndOfData(Exception):
     """The input is closed and this call has nothing left to do."""
 
 
-class NotDroppable(ValueError):
-    """A sample to drop is leased or was trained on."""
-
-
 @dataclass(eq=False)
 class BatchLease:
     """One call's claim on a batch. ``meta`` (its input keys and all metadata so far) is a snapshot, put
@@ -49,7 +41,6 @@ class BatchLease:
     lease_id: int
     mfc: str
     view: MetaView = field(repr=False)
-    births: list[int] = field(repr=False)
     slots: np.ndarray = field(repr=False)
 
     @property
@@ -65,12 +56,11 @@ class BatchLease:
 
 @dataclass(eq=False)
 class Retired:
-    """Samples that left the buffer: evicted after the last call, or ``dropped`` for the given reason."""
+    """Samples that left the buffer after their last call."""
 
     view: MetaView = field(repr=False)
     births: list[int]
     step_batches: list[int]
-    dropped: str | None
 
     @property
     def ids(self) -> tuple[str, ...]:
@@ -95,7 +85,6 @@ class Station:
     bit: int
     inputs: tuple[str, ...]
     required: int
-    trains: bool
     queues: dict[int, ReadyQueue] = field(default_factory=dict)
     waiters: deque[Waiter] = field(default_factory=deque)
     leased: int = 0
@@ -103,8 +92,7 @@ class Station:
     @classmethod
     def of(cls, mfc: MFCDef, index: int, inputs: Sequence[str], table: SampleTable) -> Station:
         """Return the station of a call that reads ``inputs`` and has the bit ``index``."""
-        trains = mfc.interface_type is InterfaceType.TRAIN_STEP
-        return cls(mfc.name, mfc.n_seqs, 1 << index, tuple(inputs), table.key_mask(inputs), trains)
+        return cls(mfc.name, mfc.n_seqs, 1 << index, tuple(inputs), table.key_mask(inputs))
 
     @property
     def ready(self) -> int:
@@ -124,10 +112,10 @@ class Station:
             return list(self.queues.values())
         return [self.queues[step_batch]] if step_batch in self.queues else []
 
-    def take(self, queues: Sequence[ReadyQueue], count: int, serial_of: np.ndarray) -> np.ndarray:
+    def take(self, queues: Sequence[ReadyQueue], count: int) -> np.ndarray:
         """Slots of the ``count`` oldest samples over these queues, oldest first."""
         if len(queues) == 1:
-            return queues[0].take(count, serial_of)
+            return queues[0].take(count)
         parts: list[np.ndarray] = []
         while count > 0:
             heads: list[tuple[Order, int]] = []
@@ -137,6 +125,6 @@ class Station:
                     heads.append((head, index))
             heads.sort()
             limit = heads[1][0] if len(heads) > 1 else None
-            parts.append(queues[heads[0][1]].take(count, serial_of, limit))
+            parts.append(queues[heads[0][1]].take(count, limit))
             count -= len(parts[-1])
         return np.concatenate(parts)

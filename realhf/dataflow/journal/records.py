@@ -9,10 +9,13 @@ from typing import Any, TypeAlias
 
 import msgspec
 
+DIED = "worker_died"
+
 
 class Admit(msgspec.Struct, frozen=True, tag="admit", array_like=True):
     """Attempt ``attempt`` at a sample was given to ``worker`` at policy version ``version``. ``order`` counts
-    admissions; ``item`` is all that is needed to play it again."""
+    admissions; ``item`` is all that is needed to play it again. Of the attempts before, ``failures`` failed, and in
+    ``deaths`` the process died that played them."""
 
     id: str
     attempt: int
@@ -20,6 +23,8 @@ class Admit(msgspec.Struct, frozen=True, tag="admit", array_like=True):
     order: int
     worker: str
     item: dict[str, Any]
+    failures: int = 0
+    deaths: int = 0
 
 
 class Accept(msgspec.Struct, frozen=True, tag="accept", array_like=True):
@@ -33,7 +38,8 @@ class Accept(msgspec.Struct, frozen=True, tag="accept", array_like=True):
 
 
 class Reject(msgspec.Struct, frozen=True, tag="reject", array_like=True):
-    """An attempt ended without a sample. ``final``: there will be no other attempt."""
+    """An attempt ended without a sample. ``final``: there will be no other attempt. ``outcome`` is ``DIED`` where the
+    process died that played it."""
 
     id: str
     attempt: int

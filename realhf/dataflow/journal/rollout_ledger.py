@@ -8,7 +8,7 @@ from typing import Any
 from realhf.api.streaming import rank_of
 from realhf.dataflow.journal.records import Accept, Ckpt, End, Record, Resume
 from realhf.dataflow.journal.state import JournalState, Recovery, fold
-from realhf.dataflow.journal.writer import Journal
+from realhf.dataflow.journal.writer import Journal, JournalError
 
 
 class RolloutLedger:
@@ -26,12 +26,20 @@ class RolloutLedger:
         cls, folder: Path, *, completed_steps: int, archive: bool = False
     ) -> tuple[RolloutLedger, Recovery | None]:
         """The journal in ``folder`` and, unless it is new, what a run that goes on after ``completed_steps`` has to do
-        with what was open. Raises JournalError, or ValueError where the journal is of another history."""
+        with what was open. Raises JournalError, also where journal and checkpoint are not of one history."""
         journal, records = Journal.open(folder, archive=archive)
-        ledger = cls(journal, fold(records))
-        if not records:
-            return ledger, None
-        recovery = ledger._state.resume(completed_steps - 1)
+        try:
+            ledger = cls(journal, fold(records))
+            if not records:
+                return ledger, None
+            recovery = ledger._state.resume(completed_steps - 1)
+        except ValueError as error:
+            journal.close()
+            start = f"its checkpoint after step {completed_steps}" if completed_steps else "its beginning"
+            raise JournalError(
+                f"{folder}: {error}; the run would go on from {start}, because there is no later checkpoint that is "
+                "whole. Put its checkpoints back where they were, or begin anew with recover_mode=disabled"
+            ) from None
         ledger.append(Resume(completed_steps - 1))
         return ledger, recovery
 

@@ -6,7 +6,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from msgspec.structs import replace
+
 from realhf.dataflow.journal.records import (
+    DIED,
     Accept,
     Admit,
     Ckpt,
@@ -172,6 +175,11 @@ class JournalState:
         if record.final:
             del self.outstanding[record.id], self._admits[record.id]
             self._rejected += 1
+            return
+        # Else a sample that kills who plays it would have all its attempts again after each recovery.
+        admit, died = self._admits[record.id], record.outcome == DIED
+        counted = replace(admit, failures=admit.failures + (not died), deaths=admit.deaths + died)
+        self.outstanding[record.id] = self._admits[record.id] = counted
 
     def _on_drop(self, record: Drop) -> None:
         if record.id not in self.accepted:
@@ -229,9 +237,9 @@ class JournalState:
         """Consumed steps that a restart after ``step`` undoes, and the step batches from ``step + 1`` on to repeat,
         up to the first that is unknown or has lost a sample."""
         if step < self._settled:
-            raise ValueError(f"steps up to {self._settled} are final; the run cannot go on from step {step}")
+            raise ValueError(f"the samples up to step {self._settled + 1} are used up for good")
         if step > self._settled and step not in self.consumed:
-            raise ValueError(f"the journal does not know which samples step {step} consumed; an earlier step is needed")
+            raise ValueError(f"the journal does not know which samples step {step + 1} consumed")
         voided = sorted(number for number in self.consumed if number > step)
         known = {**self.planned, **{number: self.consumed[number] for number in voided}}
         available = self.accepted.keys() | {id for number in voided for id in self.consumed[number]}

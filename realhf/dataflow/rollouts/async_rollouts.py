@@ -116,12 +116,17 @@ class AsyncRollouts:
         warn: Callable[[str], None] = _log.warning,
     ) -> AsyncRollouts:
         """Go on from the journal in ``plan.folder``, if there is one. ``warn`` is told what a person has to know.
-        Raises JournalError, RpcError, or ValueError where the journal and the checkpoint are of different histories."""
+        Raises JournalError, also where the journal and the checkpoint are of different histories, and RpcError."""
         ledger, recovery = RolloutLedger.open(plan.folder, completed_steps=plan.completed_steps, archive=plan.archive)
         rollouts = cls(plan, caller, source, ledger, warn)
         await rollouts._open_stream()
         if recovery is not None:
             await rollouts._recover(recovery)
+        elif plan.completed_steps:
+            warn(
+                f"{plan.folder} holds no journal: samples that had arrived after step {plan.completed_steps} are lost, "
+                "and tasks are drawn as at the beginning of the run"
+            )
         return rollouts
 
     async def _open_stream(self) -> None:
@@ -146,6 +151,11 @@ class AsyncRollouts:
                 lost.append(Drop(admit.id, "payload_lost"))
             else:
                 staged[admit.id] = (admit, decode_sample(arrival.meta))
+        if lost:
+            self._warn(
+                f"{len(lost)} of the {len(arrivals)} samples that had arrived are lost, because what was written of "
+                f"them is damaged or gone (the log names each): {', '.join(drop.id for drop in lost[:4])}"
+            )
         self._staleness.restore_accepted(len(staged))
         replay = {}
         for step, ids in recovery.replay:
@@ -158,8 +168,18 @@ class AsyncRollouts:
         self._queue.recorded |= {sample_id for _, ids in recovery.replay for sample_id in ids}
         if lost:
             self._ledger.append(*lost, Draw(self._queue.state()))
-        tasks = [Task(item_of(admit.item), admit.attempt + 1, order=admit.order) for admit in recovery.requeue]
+        tasks = [
+            Task(item_of(admit.item), admit.attempt + 1, admit.failures, admit.order, admit.deaths)
+            for admit in recovery.requeue
+        ]
         self.control.restore(tasks, staged, replay, recovery.order)
+        if late := self.control.overdue(self._plan.completed_steps):
+            eta = self._plan.spec.options.max_head_offpolicyness
+            fate = "dropped" if self._plan.drops_stale else "trained all the same"
+            self._warn(
+                f"{late} of the {len(staged)} samples that had arrived will be older than "
+                f"async_rl.max_head_offpolicyness={eta} allows when their step comes; they are {fate}"
+            )
         _log.info(
             "journal: %d samples had arrived, %d were in play and are played again, %d steps are repeated",
             len(staged),

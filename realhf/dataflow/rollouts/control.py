@@ -18,7 +18,7 @@ from realhf.api.calls import EvaluatedRequest
 from realhf.api.sample import SequenceSample
 from realhf.api.source import SampleResult
 from realhf.api.streaming import ACCEPTED, DUPLICATE, REFUSED, Arrival, EvaluationPart, RolloutLease
-from realhf.dataflow.journal.records import Accept, Admit, Commit, Consume, Draw, Drop, Record, Reject
+from realhf.dataflow.journal.records import DIED, Accept, Admit, Commit, Consume, Draw, Drop, Record, Reject
 from realhf.dataflow.journal.rollout_ledger import RolloutLedger
 from realhf.dataflow.rollouts.askers import Askers
 from realhf.dataflow.rollouts.evaluation_board import EvaluationBoard
@@ -52,6 +52,10 @@ class RolloutRules:
     fail_fast: bool = False
     drop: bool = False
     max_deaths: int = 3
+
+    def judged(self, task: Task) -> Task:
+        """Return a task that comes back, marked as a suspect where the next death would be its last."""
+        return replace(task, suspect=task.deaths >= max(1, self.max_deaths - 1))
 
 
 @dataclass
@@ -115,7 +119,7 @@ class RolloutControl:
         self.board.worker_left(worker, reason)
         for sample_id in self._hands.of(worker):
             self.lost_attempts += 1
-            self._return(sample_id, "worker_died", f"{worker}: {reason}", died=True)
+            self._return(sample_id, DIED, f"{worker}: {reason}")
         self._askers.wake_worker(worker)
         self._wake()
 
@@ -214,7 +218,7 @@ class RolloutControl:
                 records.append(self._draw_with(task))
             suspected = suspected or task.suspect
             lease = self._lease(task, worker)
-            records.append(Admit(lease.id, lease.attempt, lease.version, lease.order, worker, item_map(task.item)))
+            records.append(_admission(lease, worker, task))
             leases.append(lease)
         if records:
             self._ledger.append(*records)
@@ -266,15 +270,15 @@ class RolloutControl:
             self._return(sample_id, "timeout", f"no answer from {self._open[sample_id].worker}")
         self._wake()
 
-    def _return(self, sample_id: str, outcome: str, message: str, *, died: bool = False) -> None:
-        entry = self._close(sample_id)
-        deaths = entry.task.deaths + died
-        task = replace(
-            entry.task,
-            attempt=entry.attempt + 1,
-            failures=entry.task.failures + (not died),
-            deaths=deaths,
-            suspect=deaths >= max(1, self._rules.max_deaths - 1),
+    def _return(self, sample_id: str, outcome: str, message: str) -> None:
+        entry, died = self._close(sample_id), outcome == DIED
+        task = self._rules.judged(
+            replace(
+                entry.task,
+                attempt=entry.attempt + 1,
+                failures=entry.task.failures + (not died),
+                deaths=entry.task.deaths + died,
+            )
         )
         final = task.failures >= self._rules.max_attempts or task.deaths >= self._rules.max_deaths
         self.staleness.reject()
@@ -421,12 +425,17 @@ class RolloutControl:
         """Continue from a journal: samples that were in play are played again, what had arrived is there."""
         self._next_order = next_order
         for task in open_tasks:
-            self._queue.give_back(task)
+            self._queue.give_back(self._rules.judged(task))
         for sample_id, (admit, meta) in staged.items():
             self._gate.admit(sample_id, admit.version, admit.order)
             self._gate.stage(sample_id)
             self._staged[sample_id] = with_metadata(meta, admit.item["metadata"])
         self._replay = {step: list(ids) for step, ids in replay.items()}
+
+    def overdue(self, step: int) -> int:
+        """How many of the samples that have arrived will be too old for the steps that come to them, from ``step`` on,
+        as after a restart with a lower bound."""
+        return self._gate.overdue(step)
 
     def fail(self, error: BaseException) -> None:
         """Every waiter raises ``error``, or gets nothing more."""
@@ -447,3 +456,16 @@ class RolloutControl:
         self._changed = asyncio.Event()
         everybody = self.paused or self._failure is not None or self.board.waiting or self._queue.suspects
         self._askers.wake(None if everybody else self.capacity)
+
+
+def _admission(lease: RolloutLease, worker: str, task: Task) -> Admit:
+    return Admit(
+        lease.id,
+        lease.attempt,
+        lease.version,
+        lease.order,
+        worker,
+        item_map(task.item),
+        task.failures,
+        task.deaths,
+    )

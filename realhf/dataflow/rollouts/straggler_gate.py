@@ -102,18 +102,26 @@ class StragglerGate:
             self.forget(id)
         return stale
 
+    def overdue(self, step: int) -> int:
+        """How many arrived samples will be too old when their step comes, if those from ``step`` on take them alone."""
+        versions = [version for version in sorted(self._staged) for _ in self._staged[version]]
+        return sum(step + i // self._batch_size - version > self._eta for i, version in enumerate(versions))
+
     def _blocked_at(self, step: int) -> int | None:
         """The first admission version up to which more samples would be left behind than the steps that remain to
-        them can take; None: the step batch may go. Between versions that occur, the count stays and the bound grows."""
+        them can take, some of which run; None: the step batch may go. Between versions that occur, the count stays and
+        the bound grows. Nobody waits for samples that have all arrived: a run that goes on with a lower bound has some
+        that are too old already, and waiting makes them no younger."""
         if not self._wait:
             return None
-        left, room = 0, self._batch_size
+        left, running, room = 0, 0, self._batch_size
         for version in sorted(self._running.keys() | self._staged.keys()):
             here = len(self._staged.get(version, ()))
             taken = min(room, here)
             room -= taken
+            running += len(self._running.get(version, ()))
             left += here - taken + len(self._running.get(version, ()))
-            if left > max(0, version + self._eta - step) * self._batch_size:
+            if running and left > max(0, version + self._eta - step) * self._batch_size:
                 return version
         return None
 

@@ -35,12 +35,11 @@ class StreamLoader:
         *,
         held_by: Callable[[Sequence[str]], Mapping[str, Sequence[str]]],
         keys: Sequence[str],
-        steps_in_flight: int = 1,
         busy: Callable[[], bool] = lambda: False,
     ) -> None:
         self._source, self._buffer, self._storage = source, buffer, storage
         self._held_by, self._keys = held_by, tuple(keys)
-        self._free = asyncio.Semaphore(steps_in_flight)
+        self._free = asyncio.Semaphore()
         self._waits_for: int | None = None
         self._busy = busy
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import importlib
 from types import ModuleType
 
+from realhf.base.extras import install_command
+
 
 def needed(module: str, extra: str) -> ModuleType:
     """Import a module that an extra of this package installs. Raises ValueError that names the extra when it is
     missing or cannot be imported."""
-    install = f"pip install 'realhf[{extra}]'"
+    install = install_command(extra)
     package = module.partition(".")[0]
     try:
         return importlib.import_module(module)

@@ -52,11 +52,15 @@ class GymnasiumOptions:
         1.0, "An episode that terminates with at least this reward is a success, where the environment does not say."
     )
     most_wrong: int = option(10, "An episode ends after this many turns in a row that are no action.", at_least=1)
-    instances: int = option(32, "At most this many instances live in one process, each with a thread.", at_least=1)
+    instances: int = option(
+        32, "At most this many instances live in one process, each with a thread.", at_least=1, on_resume="free"
+    )
     deterministic: bool = option(
         True, "The same seed and actions bring the same answers, so that a lost episode is resumed by replay."
     )
-    timeout_s: float = option(60.0, "A reset or a step returns within this time (s).", above=0, at_most=3600)
+    timeout_s: float = option(
+        60.0, "A reset or a step returns within this time (s).", above=0, at_most=3600, on_resume="free"
+    )
 
 
 @dataclass(frozen=True)

@@ -40,14 +40,17 @@ class OpenEnvOptions(RowOptions):
 
     needs: ClassVar[str] = "url"
 
-    url: Any = option("", "The server's address, http(s):// or ws(s)://; several, as a list, are used in turn.")
+    url: Any = option(
+        "", "The server's address, http(s):// or ws(s)://; several, as a list, are used in turn.", on_resume="free"
+    )
     sessions: int | None = option(
         None,
         "Each server serves this many sessions at once to one process; without it what its metadata say, or 1, as "
         "stock servers do.",
         at_least=1,
+        on_resume="free",
     )
-    token_file: str = option("", "This file holds the bearer token of the server.")
+    token_file: str = option("", "This file holds the bearer token of the server.", on_resume="free")
     action: str = option(
         "auto",
         "text: the policy's text fills one field of the action; tool: a tool takes all fields; auto: text where the "
@@ -78,8 +81,12 @@ class OpenEnvOptions(RowOptions):
         "The same seed and actions bring the same answers, so that a lost episode is resumed by replay; without it "
         "what the server's metadata say, or not.",
     )
-    connect_timeout_s: float = option(10.0, "A server opens a session within this time (s).", above=0, at_most=600)
-    timeout_s: float = option(300.0, "A server answers a reset or a step within this time (s).", above=0, at_most=3600)
+    connect_timeout_s: float = option(
+        10.0, "A server opens a session within this time (s).", above=0, at_most=600, on_resume="free"
+    )
+    timeout_s: float = option(
+        300.0, "A server answers a reset or a step within this time (s).", above=0, at_most=3600, on_resume="free"
+    )
 
 
 class Served(NamedTuple):
@@ -167,7 +174,7 @@ def urls_of(given: Any) -> list[str]:
         raise ValueError(f"env.url must be an address or a list of addresses, not {shown(given)}")
     urls = [url for part in parts for url in _unlisted(part).replace(",", " ").split()]
     if not urls:
-        raise ValueError("env.url is missing: the address of an OpenEnv server, such as env.url=http://127.0.0.1:8000")
+        raise ValueError("env.url is missing: the address of an OpenEnv server, such as env.url=http://127.0.0.1:8100")
     for url in urls:
         try:
             websocket_url(url)

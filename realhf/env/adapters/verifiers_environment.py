@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 
 from realhf.api.config.option import option
 from realhf.api.environment import HELD_OUT, SPLITS, EnvironmentDefinition, EnvironmentSpec, Task, TaskSet
+from realhf.base.extras import install_command
 from realhf.env.adapters.extras import needed
 from realhf.env.adapters.verifiers_episode import Stage, VerifiersEnvironment
 from realhf.env.adapters.verifiers_harness import offer_harness
@@ -45,7 +46,9 @@ class VerifiersOptions:
         at_least=1,
     )
     success_reward: float = option(1.0, "An episode with at least this reward is a success.")
-    sessions: int = option(8, "At most this many episodes are played at once by one process.", at_least=1)
+    sessions: int = option(
+        8, "At most this many episodes are played at once by one process.", at_least=1, on_resume="free"
+    )
     deterministic: bool = option(
         False, "The same task and turns bring the same answers, so that a lost episode is resumed by replay."
     )
@@ -75,7 +78,7 @@ class _Package:
         self._verifiers = needed("verifiers.v1", EXTRA)
         self._loaders = needed("verifiers.v1.utils.loaders", EXTRA)
         if not hasattr(self._verifiers.Env, "run_episode"):
-            raise ValueError(f"env.path={EXTRA} needs verifiers {_OLDEST} or later: pip install 'realhf[{EXTRA}]'")
+            raise ValueError(f"env.path={EXTRA} needs verifiers {_OLDEST} or later: {install_command(EXTRA)}")
         self._config = self._configured(self._verifiers, self._loaders, offer_harness(self._verifiers))
         self._stages: WeakKeyDictionary[asyncio.AbstractEventLoop, Stage] = WeakKeyDictionary()
         self._lock = threading.Lock()

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from types import FunctionType
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 from realhf.api.environment import AssistantMessage, Environment, EnvironmentSpec, Opening, Turn
 from realhf.env.check.calls import Caller, CallFailed
@@ -16,6 +17,8 @@ from realhf.env.check.scripts import policy_turn, trying
 from realhf.env.check.shapes import ends, opening_problems, plain, tool_problems, turn_problems
 from realhf.env.check.task_sets import Sampled
 from realhf.env.check.user_code import UserCode
+from realhf.env.doors.tool_class import ToolClassEnvironment
+from realhf.env.doors.tool_play import TOOL_ERRORS
 
 _TRIED_TURNS = 6
 _MOST_SEEN = 200
@@ -27,8 +30,11 @@ _MEND = {
     "reset": "Let reset begin an episode of every task; for a service that is down raise "
     "EnvironmentFailure('unavailable', why)",
     "step": "Answer a message that is wrong by a turn whose message says what is wrong; an exception loses the episode",
+    "get_reward": "Let get_reward say what the state is worth, whenever it is asked",
     "close": "Let close return at any time after the instance was made, also without or within an episode",
 }
+
+_MEND_WORTH = "It says what the state is worth so far, and changes nothing; what turns earn is added up in the instance"
 
 
 class Broken(Exception):
@@ -74,6 +80,7 @@ class Arena:
         """Whether the check that is running left something out because its time was up."""
         self._late_at = math.inf
         self._places: dict[str, str] = {}
+        self._worth: WeakKeyDictionary[Environment, float] = WeakKeyDictionary()
         self._address = address
         self._caller = caller
 
@@ -107,6 +114,7 @@ class Arena:
             raise self._broken("reset", error, task.id, environment) from None
         problems = [*opening_problems(opening, self.spec.system_prompt)]
         wrong_tools = [] if problems else [*tool_problems(opening.tools)]
+        self._worth.pop(environment, None)
         for problem in problems:
             self._fault("reset", f"the opening is wrong: {problem}", environment, task.id)
         for problem in wrong_tools:
@@ -134,7 +142,29 @@ class Arena:
             self._fault("step", f"the turn is wrong: {problem}", environment, task.id, said=said)
         if problems:
             raise Broken()
+        if isinstance(environment, ToolClassEnvironment):
+            await self._judge_reward(environment, task.id, turn)
         return turn
+
+    async def _judge_reward(self, environment: ToolClassEnvironment, task: str, turn: Turn) -> None:
+        """The state is worth the same when it is asked again, and hardly nothing after it was worth something: else the
+        author adds up what turns earn. What tools raise by mistake is noted. Raises Broken."""
+        try:
+            again = await self._caller.call("get_reward", task, environment.reward_again)
+        except CallFailed as error:
+            raise self._broken("get_reward", error, task, environment) from None
+        place, before = self.place(environment, "get_reward"), self._worth.get(environment, 0.0)
+        now = self._worth[environment] = turn.reward or 0.0
+        if again != now:
+            what = f"get_reward says {now:g} and, asked again, {again:g}"
+            self.add(Finding("rewards", what, _MEND_WORTH, place, task, kind="asked again"))
+        elif now <= 0 < before:
+            what = f"get_reward falls from {before:g} to {now:g}, and its last answer alone counts"
+            self.add(Finding("rewards", what, _MEND_WORTH, place, task, is_fault=False, kind="falls"))
+        for told in turn.info.get(TOOL_ERRORS, ()):
+            what = f"a tool that was called rightly fails, {told}, and the policy reads it as its own mistake"
+            mend = "Mend it, or raise ValueError with a text for the policy"
+            self.add(Finding("tools", what, mend, task=task, is_fault=False, kind=told))
 
     async def close(self, environment: Environment, task: str = "") -> None:
         """Close an instance; a fault in it is reported and ends nothing."""

@@ -1,9 +1,10 @@
 """Starts processes fast and cheaply: a zygote imports what its children need and forks them on request.
 
 The owner (``ForkServer``) and the zygote speak JSON datagrams over a socketpair; descriptors travel beside them. A
-request has a number and its reply repeats it: a late reply is never taken for another's. Children are born
-single-threaded, share the zygote's memory copy-on-write, and die with it; the zygote ends when the owner's end of the
-socketpair closes, so SIGKILL of the owner leaves nothing behind.
+request has a number and its reply repeats it: a late reply is never taken for another's. A child begins once the owner
+says that it holds its descriptor, and ends where anything fails before, so there is none that nobody can end. Children
+are born single-threaded, share the zygote's memory copy-on-write, and die with it; the zygote ends when the owner's end
+of the socketpair closes, so SIGKILL of the owner leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ from realhf.env.containment import sandbox
 
 _MAX_DATAGRAM = 64 * 1024
 _RESTART_S = 30.0
+_BEGIN = b"b"
+_NOBODY = -1
+"""Number of no request: a child that waits for its beginning ends."""
 
 Child = Callable[[dict[str, Any], list[int]], None]
 """Runs in the forked process with its request and descriptors; the process ends when it returns."""
@@ -42,8 +46,15 @@ class ForkedProcess:
     name: str
 
     def alive(self) -> bool:
-        """Whether the process runs."""
-        return self.pidfd >= 0 and not _readable(self.pidfd, 0)
+        """Whether the process runs, and nobody killed it: one with threads needs milliseconds to end."""
+        if self.pidfd < 0 or _readable(self.pidfd, 0):
+            return False
+        try:
+            with open(f"/proc/{self.pid}/status", "rb") as status:
+                killed = _is_ending(status.read())
+        except OSError:
+            killed = False
+        return not killed and not _readable(self.pidfd, 0)
 
     def kill(self, timeout_s: float = 2.0) -> None:
         """Send SIGKILL and wait until the process is gone. Idempotent. Raises TimeoutError naming the process."""
@@ -101,8 +112,8 @@ class ForkServer:
         return self._receive(timeout_s)[0]
 
     def fork(self, request: dict[str, Any], fds: Sequence[int], name: str, timeout_s: float = 15.0) -> ForkedProcess:
-        """Fork a child with ``request`` and copies of ``fds``. Raises TimeoutError, after which such a child may still
-        come up: the next call, or the end of the zygote, kills it."""
+        """Fork a child with ``request`` and copies of ``fds``. Raises TimeoutError, or RuntimeError with the reason; no
+        child runs then."""
         with self._lock:
             if self._process is None or self._control is None:
                 raise RuntimeError(f"{self._module} is not running")
@@ -111,26 +122,39 @@ class ForkServer:
                 self.start()
                 self.wait_ready(_RESTART_S)
             self._number += 1
+            child: ForkedProcess | None = None
             try:
-                socket.send_fds(self._control, [json.dumps([self._number, request]).encode()], list(fds))
-            except OSError as error:
-                raise RuntimeError(f"{self._module} ended: {error}") from error
-            reply, received = self._reply(timeout_s)
-        if not received:
-            raise RuntimeError(f"{self._module} could not fork {name}: {reply.get('error')}")
-        return ForkedProcess(pid=_pid_of(received[0]), pidfd=received[0], name=name)
+                socket.send_fds(self._control, [json.dumps([self._number, len(fds), request]).encode()], list(fds))
+                child = self._child(name, timeout_s)
+                self._control.send(json.dumps([self._number]).encode())
+            except BaseException as error:
+                if child is not None:
+                    os.close(child.pidfd)  # it never begins
+                with contextlib.suppress(OSError):
+                    self._control.send(json.dumps([_NOBODY]).encode())
+                if isinstance(error, OSError) and not isinstance(error, TimeoutError):
+                    raise RuntimeError(f"{self._module} could not fork {name}: {error}") from error
+                raise
+        return child
 
-    def _reply(self, timeout_s: float) -> tuple[dict[str, Any], list[int]]:
-        """Return the reply to the latest request. A child that answers an older one, given up meanwhile, is killed."""
+    def _child(self, name: str, timeout_s: float) -> ForkedProcess:
+        """Return the child of the latest request, which does not run yet. Answers to older ones, given up meanwhile,
+        are thrown away: their children never run."""
         deadline = time.monotonic() + timeout_s
         while True:
             reply, received = self._receive(max(0.0, deadline - time.monotonic()))
             if reply.get("number") == self._number:
-                return reply, received
+                break
             for pidfd in received:
-                with contextlib.suppress(ProcessLookupError):
-                    signal.pidfd_send_signal(pidfd, signal.SIGKILL)
                 os.close(pidfd)
+        if not received:
+            reason = reply.get("error") or "its descriptor was lost: this process has too many files open"
+            raise RuntimeError(f"{self._module} could not fork {name}: {reason}")
+        try:
+            return ForkedProcess(pid=_pid_of(received[0]), pidfd=received[0], name=name)
+        except BaseException:
+            os.close(received[0])
+            raise
 
     def _receive(self, timeout_s: float) -> tuple[dict[str, Any], list[int]]:
         assert self._control is not None
@@ -172,6 +196,14 @@ def _readable(fd: int, timeout_s: float) -> bool:
     return bool(poll.poll(timeout_s * 1000))
 
 
+def _is_ending(status: bytes) -> bool:
+    """Return whether a process, by its status in /proc, has a SIGKILL before it or behind it. The kernel turns every
+    signal that ends a process into one."""
+    fields = dict(line.split(b":", 1) for line in status.splitlines() if b":" in line)
+    pending = int(fields.get(b"SigPnd", b"0"), 16) | int(fields.get(b"ShdPnd", b"0"), 16)
+    return bool(pending >> (signal.SIGKILL - 1) & 1) or fields.get(b"State", b"").split()[:1] in ([b"Z"], [b"X"])
+
+
 def _pid_of(pidfd: int) -> int:
     """Return the pid of the process as the owner sees it: the zygote may live in a pid namespace of its own. -1 when it
     ended."""
@@ -187,30 +219,52 @@ def serve_forks(control: socket.socket, greeting: dict[str, Any], child: Child) 
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     control.send(json.dumps(greeting).encode())
-    zygote = os.getpid()
+    go: tuple[int, int] | None = None
     while True:
         data, fds, _, _ = socket.recv_fds(control, _MAX_DATAGRAM, 8)
+        number, *asked = json.loads(data) if data else (_NOBODY,)
+        if go is not None:  # a child waits for its beginning; whatever else comes, it ends
+            if (number, asked) == (go[0], []):
+                with contextlib.suppress(BrokenPipeError):
+                    os.write(go[1], _BEGIN)
+            os.close(go[1])
+            go = None
         if not data:
             return
-        number, request = json.loads(data)
-        # The child begins when there is a descriptor of it: nobody collects it, so one that ended before would be gone.
-        wait, go = os.pipe()
+        if asked:
+            go = _forked(control, number, asked[1], fds, asked[0], child)
+        for fd in fds:
+            os.close(fd)
+
+
+def _forked(
+    control: socket.socket, number: int, request: dict[str, Any], fds: list[int], expected: int, child: Child
+) -> tuple[int, int] | None:
+    """Fork a child and send its descriptor; returns the number of the request and the pipe that the child waits at.
+    A child that nobody could end does not stay."""
+    pipe: tuple[int, ...] = ()
+    try:
+        if len(fds) != expected:
+            raise OSError("descriptors were lost: the zygote has too many files open")
+        zygote = os.getpid()
+        pipe = wait, go = os.pipe()
         pid = os.fork()
         if pid == 0:
             os.close(go)
             _become_child(control, zygote, request, fds, child, wait)
-        os.close(wait)
-        for fd in fds:
-            os.close(fd)
+        pidfd = os.pidfd_open(pid)
         try:
-            pidfd = os.pidfd_open(pid)
-        except OSError as error:
-            control.send(json.dumps({"number": number, "error": f"the child cannot be watched: {error}"}).encode())
-            continue
+            socket.send_fds(control, [json.dumps({"number": number}).encode()], [pidfd])
         finally:
-            os.close(go)
-        socket.send_fds(control, [json.dumps({"number": number}).encode()], [pidfd])
-        os.close(pidfd)
+            os.close(pidfd)
+    except OSError as error:
+        for fd in pipe:
+            os.close(fd)
+        with contextlib.suppress(OSError):
+            control.send(json.dumps({"number": number, "error": str(error)}).encode())
+        return None
+    os.close(wait)
+    return number, go
 
 
 def _become_child(
@@ -219,9 +273,9 @@ def _become_child(
     code = 1
     try:
         sandbox.die_with_parent()
-        os.read(wait, 1)
+        begun = os.read(wait, 1) == _BEGIN
         os.close(wait)
-        if os.getppid() == zygote:
+        if begun and os.getppid() == zygote:
             os.setpgid(0, 0)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             control.close()

@@ -146,7 +146,8 @@ def _fork() -> None:
 
 def _limited(guard: ProcessGuard, unlinked: int) -> Iterator[Attempt]:
     acts: Mapping[str, tuple[Callable[[], Any], int]] = {
-        "take more memory": (lambda: mmap.mmap(-1, guard.address_bytes), errno.ENOMEM),
+        "take more memory": (lambda: mmap.mmap(-1, guard.memory_bytes, flags=mmap.MAP_PRIVATE), errno.ENOMEM),
+        "share more memory": (lambda: mmap.mmap(-1, guard.address_bytes), errno.ENOMEM),
         "open more files": (lambda: os.dup2(unlinked, guard.open_files), errno.EBADF),
         "write a longer file": (lambda: os.pwrite(unlinked, b"x", guard.file_bytes), errno.EFBIG),
     }

@@ -14,6 +14,7 @@ import signal
 import socket
 import sys
 import sysconfig
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -99,20 +100,21 @@ def prove_containment() -> None:
         raise RuntimeError(f"not contained: could {name}")
 
 
-def limit_resources(*, file_bytes: int, open_files: int, address_bytes: int, cpu_s: int = 0) -> None:
-    """Lower this process's resource limits for good. ``cpu_s`` 0 sets no limit of CPU time."""
+def limit_resources(*, file_bytes: int, open_files: int, memory_bytes: int, address_bytes: int, cpu_s: int) -> None:
+    """Lower this process's resource limits for good. ``memory_bytes`` bounds its private memory."""
     limits = {
         resource.RLIMIT_FSIZE: file_bytes,
         resource.RLIMIT_NOFILE: open_files,
+        resource.RLIMIT_DATA: memory_bytes,
         resource.RLIMIT_AS: address_bytes,
+        resource.RLIMIT_CPU: cpu_s,
         resource.RLIMIT_CORE: 0,
     }
-    if cpu_s:
-        limits[resource.RLIMIT_CPU] = cpu_s
     for kind, value in limits.items():
         hard = resource.getrlimit(kind)[1]
         ceiling = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(kind, (ceiling, ceiling))
+    threading.stack_size(8 << 20)  # else ``ulimit -s``, which may be large, and each thread's counts as private memory
 
 
 def redirect_standard_streams(stderr_fd: int | None = None) -> None:
@@ -140,14 +142,22 @@ def own_package() -> str:
 
 @dataclass
 class WriteBudget:
-    """Counts the files that may still be opened for writing."""
+    """Counts the files that may still be opened for writing and the folders that may still be made, none of them below
+    ``depth`` others."""
 
-    left: int
+    files: int = 0
+    folders: int = 0
+    depth: int = 0
 
-    def take(self) -> bool:
+    def take_file(self) -> bool:
         """Use up one file; returns False when none was left."""
-        self.left -= 1
-        return self.left >= 0
+        self.files -= 1
+        return self.files >= 0
+
+    def take_folder(self, depth: int) -> bool:
+        """Use up one folder that lies below ``depth`` others; returns False when none was left, or it is too deep."""
+        self.folders -= 1
+        return self.folders >= 0 and depth < self.depth
 
 
 @dataclass(frozen=True)
@@ -156,9 +166,9 @@ class AuditGuard:
 
     ``read_roots``: folders whose files may be opened for reading (packages, time zones), this package's own excepted.
     ``write_roots``: folders that may be read and written. Paths are compared after resolving symbolic links.
-    ``on_denied`` is called with the rule and text of everything that was stopped. ``writes``: how many files may be
-    opened for writing; the holder may fill it up again. ``egress`` is asked about network events, which are all stopped
-    without it.
+    ``on_denied`` is called with the rule and text of everything that was stopped. ``writes``: how many files and
+    folders may be made; the holder may fill it up again. ``egress`` is asked about network events, which are all
+    stopped without it.
     """
 
     read_roots: tuple[str, ...]
@@ -183,6 +193,11 @@ class AuditGuard:
             resolved = os.path.realpath(os.fsdecode(path)) + "/"  # type: ignore[arg-type]
             return resolved.startswith(roots) and not resolved.startswith(hidden)
 
+        def depth(path: object) -> int:
+            resolved = os.path.realpath(os.fsdecode(path))  # type: ignore[arg-type]
+            root = next(root for root in write_roots if f"{resolved}/".startswith(root))
+            return resolved[len(root) :].count("/")
+
         def deny(rule: str, text: str) -> None:
             if self.on_denied is not None:
                 self.on_denied(rule, text)
@@ -198,7 +213,7 @@ class AuditGuard:
                 writes = _opens_for_writing(args[1], args[2])
                 if not inside(args[0], write_roots if writes else read_roots) and (writes or args[0] != os.devnull):
                     deny("local-file", "this path cannot be opened here")
-                if writes and self.writes is not None and not self.writes.take():
+                if writes and self.writes is not None and not self.writes.take_file():
                     deny("local-file", "one command may write only so many files")
             elif verdict == "read":
                 if not inside(args[0], read_roots):
@@ -206,6 +221,8 @@ class AuditGuard:
             elif verdict == "write":
                 if not all(inside(args[i], write_roots) for i in _WRITE_EVENTS[event] if i < len(args)):
                     deny("local-file", "this path cannot be changed here")
+                if event == "os.mkdir" and self.writes is not None and not self.writes.take_folder(depth(args[0])):
+                    deny("local-file", "there may be only so many folders, and only so deep")
             elif verdict != "egress" or self.egress is None or not self.egress(event, args):
                 deny(verdict, "not allowed here")
 

@@ -15,8 +15,8 @@ from realhf.env.doors.load import build_environment
 class TaskSource:
     """Draws tasks of the training split from a curriculum, without end.
 
-    Ids are ``<task id>@<n>`` with n counting from 0. Metadata holds what ``task_of`` reads, and ``template`` and
-    ``group``. There are no values: the task travels as metadata.
+    Ids are ``<task id>@<n>`` with n counting from 0. Metadata holds what ``task_of`` reads, and ``template``, the
+    id in the curriculum. There are no values: the task travels as metadata.
     """
 
     def __init__(
@@ -71,6 +71,7 @@ def _item(template: str, task: Task, number: int) -> SourceItem:
             "task_id": task.id,
             "task_seed": task.seed,
             "template": template,
+            "template_name": task.template or template,
             "group": task.group,
         },
     )

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from realhf.api.environment import ChatMessage
+from realhf.api.environment import ChatMessage, finite_number
 from realhf.env.doors.values import shown
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -81,16 +80,10 @@ def checked_messages(found: Any, what: str) -> Sequence[ChatMessage]:
 
 def checked_number(found: Any, what: str) -> float:
     """Return a finite number as float; true and false are 1 and 0. Raises BrokenContract that begins with ``what``."""
-    if type(found) is float and math.isfinite(found):
-        return found
-    if isinstance(found, numbers.Real) or type(found).__name__ in ("bool", "bool_"):
-        try:
-            number = float(found)
-        except OverflowError:
-            number = math.inf
-        if math.isfinite(number):
-            return number
-    raise BrokenContract(f"{what} must be a finite number, not {shown(found)}")
+    number = finite_number(found)
+    if number is None:
+        raise BrokenContract(f"{what} must be a finite number, not {shown(found)}")
+    return number
 
 
 def checked_numbers(found: Any, what: str) -> dict[str, float]:

@@ -2,7 +2,8 @@
 that are the tools, and ``get_reward()``. Such a class imports nothing of this project.
 
 Source: TRL 1.16, GRPOTrainer, ``environment_factory``. What an author may add here: a dataclass ``Options``, ``done``,
-``metrics``, ``close()``, ``tasks(split)``, ``system_prompt``, ``deterministic``, ``concurrency``, ``demonstrate``.
+``metrics``, ``close()``, ``user_reply(text)``, ``tasks(split)``, ``system_prompt``, ``deterministic``, ``concurrency``,
+``demonstrate``.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from realhf.env.doors.checks import BrokenContract
 from realhf.env.doors.tasks import Row
 from realhf.env.doors.threads import MOST_THREADS, Threads
 from realhf.env.doors.tool_play import ToolClass, ToolPlay, messages_of
-from realhf.env.doors.tools import tools_of
+from realhf.env.doors.tools import USER_REPLY, tools_of
 
 
 def tool_class(kind: type[Any]) -> EnvironmentDefinition:
@@ -47,18 +48,27 @@ def tool_class(kind: type[Any]) -> EnvironmentDefinition:
 
 
 def read_class(kind: type[Any]) -> ToolClass:
-    """Look at the methods of a class. Raises ValueError as ``tool_class`` does."""
+    """Look at the methods of a class. Raises ValueError as ``tool_class`` does, and for a ``user_reply`` of another
+    form."""
     tools = tools_of(kind)
     try:
         inspect.signature(kind.get_reward).bind(None)
     except TypeError as error:
         place = place_of(kind.get_reward)
         raise ValueError(f"{kind.__name__}.get_reward must take no arguments: {error} ({place})") from None
+    if reply := getattr(kind, USER_REPLY, None):
+        try:
+            inspect.signature(reply).bind(None, text="")
+        except TypeError as error:
+            raise ValueError(
+                f"{kind.__name__}.{USER_REPLY} must be {USER_REPLY}(self, text): {error} ({place_of(reply)})"
+            ) from None
     methods = [tool.function for tool in tools.values()]
-    methods += [getattr(kind, name, None) for name in ("reset", "get_reward", "close", "metrics") if name not in tools]
+    others = ("reset", "get_reward", "close", "metrics", USER_REPLY)
+    methods += [getattr(kind, name, None) for name in others if name not in tools]
     blocking = not any(inspect.iscoroutinefunction(inspect.unwrap(each)) for each in methods if callable(each))
     schemas = tuple(tool.schema for tool in tools.values())
-    return ToolClass(kind, tools, schemas, blocking, takes(kind.reset, "seed"))
+    return ToolClass(kind, tools, schemas, blocking, takes(kind.reset, "seed"), set())
 
 
 class ToolClassEnvironment:
@@ -81,12 +91,16 @@ class ToolClassEnvironment:
         return await self._play.open(task, seed)
 
     async def step(self, message: AssistantMessage) -> Turn:
-        """Answer the tool calls of a turn. A turn without any ends the episode."""
+        """Answer the tool calls of a turn. A turn without any is answered by the class's user, or ends the episode."""
         if self._play.lost:
             raise EnvironmentFailure(
                 "lost", "the call before was cancelled and may still be running; reset begins anew"
             )
         return await self._play.turn(message)
+
+    async def reward_again(self) -> float:
+        """Ask the class once more what the state is worth; it must say the same."""
+        return await self._play.reward_again()
 
     async def close(self) -> None:
         """Close the instance if there is one that can be closed."""

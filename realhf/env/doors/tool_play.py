@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from realhf.api.environment import AssistantMessage, ChatMessage, EnvironmentFailure, Opening, ToolCall, Turn
+from realhf.env.doors.author import raised
 from realhf.env.doors.checks import (
     BrokenContract,
     checked_messages,
@@ -18,26 +20,41 @@ from realhf.env.doors.checks import (
 )
 from realhf.env.doors.faults import failure_of, of_task
 from realhf.env.doors.threads import Threads
-from realhf.env.doors.tools import Tool, arguments_for, short, unknown_tool
+from realhf.env.doors.tools import USER_REPLY, Tool, arguments_for, short, unknown_tool
 from realhf.env.doors.values import copied, shown
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
 
+TOOL_ERRORS = "tool_errors"
+"""The errors of the author's tools so far, in the info of a turn, and their number in its metrics."""
 LONGEST_RESULT = 1 << 18
 """Characters of a tool's result that the policy gets to read."""
+MISTAKES = (
+    AttributeError,
+    ImportError,
+    LookupError,
+    NameError,
+    NotImplementedError,
+    RecursionError,
+    TypeError,
+    ZeroDivisionError,
+)
+"""What a tool that was called rightly does not raise on purpose: the mistake is its author's and not the policy's."""
 SOLVED = 1 - 1e-9
 """An episode that ends with at least this reward is a success, unless the class says otherwise."""
 
 
 class ToolClass(NamedTuple):
     """A class with tools, read once. ``schemas`` are those of its tools; ``blocking``: it has no async method, so that
-    all of a turn runs in one thread job; ``seeded``: its reset takes a seed."""
+    all of a turn runs in one thread job; ``seeded``: its reset takes a seed; ``told``: mistakes that the log has."""
 
     kind: type[Any]
     tools: Mapping[str, Tool]
     schemas: Sequence[Mapping[str, Any]]
     blocking: bool
     seeded: bool
+    told: set[str]
 
 
 class ToolPlay:
@@ -50,17 +67,23 @@ class ToolPlay:
         self._task: Mapping[str, Any] = {}
         self._seed, self._method = 0, "reset"
         self._calls = self._failures = 0
+        self._mistakes: list[str] = []
         self.lost = False
 
     async def open(self, task: Mapping[str, Any], seed: int) -> Opening:
         """Begin an episode; the first one also makes the instance."""
         self._task, self._seed = task, seed
         self._calls = self._failures = 0
+        self._mistakes = []
         return await self._run(partial(self._opening, task, seed))
 
     async def turn(self, message: AssistantMessage) -> Turn:
         """Make the calls of a turn, and ask for the reward."""
         return await self._run(partial(self._turn, message))
+
+    async def reward_again(self) -> float:
+        """Ask for the reward of the state that the last turn left."""
+        return await self._run(self._reward_again)
 
     async def close(self) -> None:
         """Close the instance if there is one that can be closed."""
@@ -89,19 +112,35 @@ class ToolPlay:
         if self._instance is None:
             raise BrokenContract("there is no episode: reset comes first")
         answers = [await self._answer(call) for call in message.tool_calls]
+        if not message.tool_calls and (said := await self._user_reply(message)) is not None:
+            answers = [{"role": "user", "content": said}]
         reward, components = checked_rewards(await self._call("get_reward", {}), "the reward")
         self._method = "done"
         done = getattr(self._instance, "done", False)
-        ended = not message.tool_calls or (not callable(done) and bool(done))
+        ended = not answers or (not callable(done) and bool(done))
         metrics = {
             "success": float(ended and reward >= SOLVED),  # said earlier, it would end what goes on
             "tool_calls": float(self._calls),
             "tool_failures": float(self._failures),
+            TOOL_ERRORS: float(len(self._mistakes)),
         }
         self._method = "metrics"
         if (own := self._own("metrics")) is not None:
             metrics |= checked_numbers(await self._call("metrics", {}) if callable(own) else own, "metrics")
-        return Turn(answers, ended, reward, components, metrics, final=True)
+        info = {TOOL_ERRORS: [*self._mistakes]} if self._mistakes else {}
+        return Turn(answers, ended, reward, components, metrics, info, final=True)
+
+    async def _user_reply(self, message: AssistantMessage) -> str | None:
+        """What the author's user says to a turn without a call; None where there is no user, or where they leave."""
+        if not callable(self._own(USER_REPLY)):
+            return None
+        said = await self._call(USER_REPLY, {"text": message.content})
+        if said is not None and not isinstance(said, str):
+            raise BrokenContract(f"{USER_REPLY} must return text, or None to end the episode, not {shown(said)}")
+        return None if said is None else whole_text(said)
+
+    async def _reward_again(self) -> float:
+        return checked_rewards(await self._call("get_reward", {}), "the reward")[0]
 
     async def _answer(self, call: ToolCall) -> ChatMessage:
         """Make one call. Whatever is wrong with it, the policy reads the reason, in the form of TRL."""
@@ -114,7 +153,11 @@ class ToolPlay:
             tool = self._class.tools[call.name]
             arguments = arguments_for(tool, call.arguments)
             self._method = call.name
-            result = str(await self._called(tool.bound(self._instance), arguments))
+            try:
+                result = str(await self._called(tool.bound(self._instance), arguments))
+            except MISTAKES as error:
+                self._note(error)
+                raise
         except (EnvironmentFailure, MemoryError, BrokenContract):
             raise
         except Exception as error:
@@ -125,6 +168,21 @@ class ToolPlay:
         name = whole_text(short(call.name)) or "unknown"
         message = {"role": "tool", "name": name, "content": whole_text(result)}
         return message | {"tool_call_id": call.id} if call.id else message
+
+    def _note(self, error: Exception) -> None:
+        """Keep what a tool raised by mistake; the log has it once for each line."""
+        told = f"{self._class.kind.__name__}.{self._method}: {raised(error, self._class.kind)}"
+        self._mistakes.append(told)
+        line = error.__traceback__
+        while line is not None and line.tb_next is not None:
+            line = line.tb_next
+        place = f"{self._method} {type(error).__name__} {line.tb_lineno if line else 0}"
+        if place not in self._class.told:
+            self._class.told.add(place)
+            logger.warning("%s; the policy is told so as if the mistake were its own %s", told, self._of_task())
+
+    def _of_task(self) -> str:
+        return of_task(self._task, self._seed)
 
     async def _call(self, name: str, arguments: Mapping[str, Any]) -> Any:
         """Call a method of the instance that is no tool."""
@@ -182,7 +240,7 @@ class ToolPlay:
 
     def _failure(self, error: BaseException, *, on_loop: bool) -> EnvironmentFailure | None:
         kind = self._class.kind
-        where = f"{kind.__name__}.{self._method} {of_task(self._task, self._seed)}"
+        where = f"{kind.__name__}.{self._method} {self._of_task()}"
         return failure_of(error, where, kind, getattr(kind, self._method, None), on_loop=on_loop)
 
 

@@ -12,7 +12,9 @@ from realhf.env.doors.checks import json_problem
 from realhf.env.doors.schemas import Signature, json_schema, signature_of
 from realhf.env.doors.values import coerced
 
-NOT_TOOLS = frozenset({"reset", "get_reward", "tasks", "demonstrate"})
+USER_REPLY = "user_reply"
+"""The method that answers a turn without a call as the user would."""
+NOT_TOOLS = frozenset({"reset", "get_reward", "tasks", "demonstrate", USER_REPLY})
 """Public methods that are no tools: what the door itself calls."""
 NOT_TOOLS_ALONE = frozenset({"close", "metrics"})
 """The same for methods without arguments; one that takes an argument, such as ``close(door)``, is a tool."""
@@ -46,6 +48,11 @@ def tools_of(kind: type[Any]) -> dict[str, Tool]:
             continue
         if name in NOT_TOOLS_ALONE and len(inspect.signature(function).parameters) < 2:
             continue
+        if name == "done":
+            raise ValueError(
+                f"{kind.__name__}.done is a method, so it would be a tool and end no episode: set self.done = True, or "
+                f"make it a property; a tool needs another name ({place_of(function)})"
+            )
         try:
             signature = signature_of(function)
             schema = json_schema(function, signature)

@@ -62,7 +62,7 @@ def _commands(file: Path, title: str, door: str) -> tuple[str, ...]:
     reference = f"{file}:{'reward' if door == 'dataset' else title}"
     train = f"python -m realhf.launch experiment=grpo env.path={reference}"
     if door == "agent":
-        train = f"python -m realhf.launch experiment=grpo_async env.path={reference} rollout.agent={file.stem}:solve"
+        train = f"python -m realhf.launch experiment=grpo_async env.path={reference} rollout.agent={file}:solve"
     return (f"python -m realhf.env check {reference}", f"python -m realhf.env play {reference}", train)
 
 

@@ -51,7 +51,7 @@ class ServerConfig:
     FOREIGN: ClassVar[frozenset[str]] = frozenset()
 
     host: str = setting("127.0.0.1", "address to listen on; other than loopback it needs a token")
-    port: int = setting(8000, "port of the server; 0: any free port", limits=(0, 65535))
+    port: int = setting(8100, "port of the server; 0: any free port", limits=(0, 65535))
     pool_size: int = setting(64, "sessions that can be open at once", limits=(1, 1024))
     capacity_mode: str = setting(
         "reject",

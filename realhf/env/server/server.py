@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import os
 import socket
+import stat
 import threading
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import uvicorn
 
+from realhf.base.http_guard import guarded_http
 from realhf.env.server import wire
 from realhf.env.server.capacity import SlotLeases, watch_loop_lag
 from realhf.env.server.config import ServerConfig
@@ -41,7 +46,24 @@ def listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         raise PortTaken(f"cannot listen on {host}:{port} (--port): {error.strerror}") from None
+    ours = weakref.ref(listener)
+    os.register_at_fork(after_in_child=lambda: _leave_port(ours()))
     return listener
+
+
+def _leave_port(listener: socket.socket | None) -> None:
+    """Close what belongs to the server's port, in a process that an environment's code forked: the port would stay
+    taken as long as that lives, and a client would not see that its session ended."""
+    if listener is None or listener.fileno() < 0:
+        return
+    port = listener.getsockname()[1]
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                with socket.socket(fileno=os.dup(int(name))) as probe:
+                    inherited = probe.family == listener.family and probe.getsockname()[1] == port
+                if inherited:
+                    os.close(int(name))
 
 
 class EnvServer:
@@ -63,7 +85,7 @@ class EnvServer:
             uvicorn.Config(
                 app,
                 loop="uvloop",
-                http="h11",
+                http=guarded_http("h11"),
                 ws="websockets-sansio",
                 ws_max_size=wire.MAX_FRAME_BYTES,
                 ws_ping_interval=config.ws_ping_interval_s,

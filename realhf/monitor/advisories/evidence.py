@@ -39,7 +39,7 @@ class Advisory:
 
 @dataclass(frozen=True)
 class Evidence:
-    """Holds what rules judge: rows of metrics in order, index lines of rollouts (``task``, ``group``, ``failure``,
+    """Holds what rules judge: rows of metrics in order, index lines of rollouts (``template``, ``group``, ``failure``,
     ``step``, ``split``), evaluation reports by step, and the bound on staleness where there is one."""
 
     rows: Sequence[Row]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from realhf.monitor.advisories.advise import advise
 from realhf.monitor.advisories.evidence import Advisory, Row
 from realhf.monitor.rollouts.reader import RolloutStore
+from realhf.monitor.rollouts.reader import Row as RolloutRow
 
 
 def advise_run(
@@ -16,17 +17,30 @@ def advise_run(
     rows: Sequence[Row],
     evaluations: Sequence[tuple[int, Mapping[str, Any]]],
     staleness_bound: float | None,
+    effective: Collection[str] | None,
 ) -> list[Advisory]:
     """Return what is to be said about the run in a folder; see ``advise``. A run that kept no rollouts is judged
     without them."""
     store = RolloutStore(run_dir)
     store.refresh()
-    return advise(rows, index_of(store), evaluations=evaluations, staleness_bound=staleness_bound)
+    return advise(
+        rows,
+        index_of(store.rows()),
+        evaluations=evaluations,
+        staleness_bound=staleness_bound,
+        effective=effective,
+    )
 
 
-def index_of(store: RolloutStore) -> list[dict[str, Any]]:
-    """Return the lines that rules judge of the rollouts that a store has read."""
+def index_of(rollouts: Iterable[RolloutRow]) -> list[dict[str, Any]]:
+    """Return what rules judge of the lines of rollouts. Each counts once, however many conversations it had."""
     return [
-        {"task": row.play.task, "group": row.play.group, "failure": row.play.failure, "step": row.step}
-        for row in store.rows()
+        {
+            "template": row.play.template or row.play.task,
+            "group": row.play.group,
+            "failure": row.play.failure,
+            "step": row.step,
+        }
+        for row in rollouts
+        if row.play.branch is None
     ]

@@ -72,7 +72,7 @@ def task_fails(run: Evidence) -> Iterator[Advisory]:
     failed: Counter[str] = Counter()
     first: dict[str, int] = {}
     for line in run.index:
-        task, failure, step = line.get("task"), line.get("failure"), line.get("step")
+        task, failure, step = line.get("template"), line.get("failure"), line.get("step")
         if not isinstance(task, str) or not task or not isinstance(step, int):
             continue
         played[task] += 1
@@ -88,7 +88,7 @@ def task_fails(run: Evidence) -> Iterator[Advisory]:
             + (f" ({len(bad)} tasks fail like that)." if len(bad) > 1 else "."),
             first[task],
             "A failure is the environment's or the agent's, not the policy's: play this task alone, or leave it out.",
-            {"task": task, "outcome": "failed"},
+            {"template": task, "outcome": "failed"},
         )
 
 

@@ -58,7 +58,10 @@ REWARDS = Section(
         ),
         _policy("reward/std", "reward", "standard deviation of the rewards that were trained on", "reward_std"),
         _policy(
-            "reward/trained_mean", "reward", "mean reward that was trained on: scaled, shifted, clipped", "reward_mean"
+            "reward/trained_mean",
+            "reward",
+            "mean reward of a rollout that was trained on: scaled, shifted, clipped",
+            "reward_mean",
         ),
         _rollouts("reward/part/<name>", "reward", "mean of a named part of the reward", "reward/<name>"),
         _rollouts(f"success/{OVERALL}", "fraction", "rollouts that reached the goal", "success"),
@@ -76,11 +79,11 @@ REWARDS = Section(
 
 LENGTHS = Section(
     "Length",
-    "Tokens that the policy sampled in one trained sequence; observations do not count.",
+    "Tokens that the policy sampled in one trained rollout; observations do not count.",
     (
         _policy("length/mean", "tokens", "mean", "response_tokens_mean"),
         _policy("length/max", "tokens", "longest", "response_tokens_max"),
-        _policy("length/truncated", "fraction", "sequences that a token limit ended", "too_long_fraction"),
+        _policy("length/truncated", "fraction", "rollouts that a token limit ended", "too_long_fraction"),
         _rollouts("length/turns", "turns", "mean number of turns of a rollout", "turns"),
     ),
 )
@@ -129,7 +132,10 @@ POLICY = Section(
             "entropy",
         ),
         _policy("policy/kl_ref", "nats", "KL divergence from the reference (k3 estimate), with a reference only"),
-        _policy("policy/kl_sequence", "nats", "KL term of the reward, a sequence, with `ppo.kl_ctl`", "kl_of_sequence"),
+        _policy(
+            "policy/kl_ref_clamped_fraction", "fraction", "tokens that lie further off and enter that mean with 10 nats"
+        ),
+        _policy("policy/kl_sequence", "nats", "KL term of the reward, a rollout, with `ppo.kl_ctl`", "kl_of_sequence"),
         _policy("policy/kl_coefficient", "", "weight of the KL term in the reward at this step", "kl_ctl"),
         _policy("policy/ratio_mean", "", "mean ratio of new to old probability"),
         _policy("policy/ratio_max", "", "largest ratio"),
@@ -165,12 +171,12 @@ OFF_POLICY = Section(
         Metric(
             "staleness/mean",
             "versions",
-            "versions between the weights that sampled a sequence's oldest token and those that train: mean",
+            "versions between the weights that sampled a rollout's oldest token and those that train: mean",
             ("staleness/head_mean",),
         ),
         Metric("staleness/max", "versions", "the same: maximum", ("staleness/head_max",)),
-        Metric("staleness/tail_mean", "versions", "of a sequence's newest token: mean"),
-        Metric("staleness/hist_<lag>", "fraction", "sequences by the staleness of their oldest token"),
+        Metric("staleness/tail_mean", "versions", "of a rollout's newest token: mean"),
+        Metric("staleness/hist_<lag>", "fraction", "rollouts by the staleness of their oldest token"),
     ),
 )
 
@@ -178,9 +184,11 @@ BATCH = Section(
     "Batch",
     "What the train step was made of.",
     (
-        _policy("batch/sequences", "count", "sequences", "n_sequences"),
+        _policy("batch/rollouts", "count", "rollouts", "n_rollouts"),
+        _policy("batch/sequences", "count", "sequences: rows of rollouts, mostly one of each", "n_sequences"),
         _policy("batch/invalid", "count", "sequences of failed rollouts: masked", "n_invalid"),
         _policy("batch/trainable", "count", "sequences with at least one trainable token", "n_trainable"),
+        _policy("batch/trainable_rollouts", "count", "rollouts with such a sequence", "n_trainable_rollouts"),
         _policy("batch/tokens", "tokens", "trainable tokens", "n_tokens"),
         _policy("batch/trained_tokens", "tokens", "tokens of all updates together", "n_trained_tokens"),
         _policy("batch/positions_per_token", "", "positions computed for each trainable token", "positions_per_token"),

@@ -81,6 +81,7 @@ class PlayLine(Place, kw_only=True, omit_defaults=True):
 
     version: int | None = None
     task: str = ""
+    template: str = ""
     group: str = ""
     env: str = ""
     split: str = "train"

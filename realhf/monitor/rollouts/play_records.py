@@ -39,6 +39,7 @@ def _line(sample: PlayedSample, outcome: RolloutOutcome, row: int, branch: int |
         step=sample.step,
         version=min((version for version in set(outcome.versions) if version >= 0), default=None),
         task=readable(outcome.task_id),
+        template=readable(outcome.template),
         group=readable(outcome.group),
         env=readable(sample.env),
         split=sample.split,

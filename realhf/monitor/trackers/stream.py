@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from realhf.base.extras import install_command
 from realhf.monitor.trackers.to_mlflow import MlflowTracker
 from realhf.monitor.trackers.to_tensorboard import TensorBoardTracker
 from realhf.monitor.trackers.to_trackio import TrackioTracker
@@ -53,7 +54,7 @@ class TrackerStream:
         names = list(dict.fromkeys(names))
         for name in names:
             if adapters is ADAPTERS and importlib.util.find_spec(name) is None:
-                raise RuntimeError(f"monitor.trackers has {name}, which is not installed: pip install 'realhf[{name}]'")
+                raise RuntimeError(f"monitor.trackers has {name}, which is not installed: {install_command(name)}")
         self._warn = warn
         kept = [(step, finite(values)) for step, values in past] if completed_steps > 0 else []
         facts = facts_of(run_dir, completed_steps, kept) if names else None

@@ -33,7 +33,7 @@ from realhf.rollout.openai_endpoint.sessions import (
     Session,
     SessionLimits,
     Sessions,
-    reward_problem,
+    read_reward,
 )
 
 AgentFunction = Callable[[Mapping[str, Any], str, AgentSession], Awaitable[Reward | None]]
@@ -96,8 +96,8 @@ class BlackBoxAgent:
     async def play(self, env: Environment, wanted: EpisodeRequest, llm: TokenSource, slot: int) -> RolloutOutcome:
         """See ``EpisodeAgent``. The main trajectory is the outcome, the others are its ``branches``
         (``Session.outcomes``): every sampled token is in one of them. An exception of the agent makes the episode a
-        failure of the agent (of the policy, where its tokens could not be had), unless it is the agent's way to report
-        that a limit was reached. Raises RuntimeError when the endpoint cannot be served."""
+        failure of the agent (of the policy, where its tokens could not be had), unless it is the endpoint's refusal of
+        a turn beyond a limit, or was raised from that. Raises RuntimeError when the endpoint cannot be served."""
         began = time.perf_counter()
         async with self._starting:
             await self._server.start()
@@ -121,7 +121,7 @@ class BlackBoxAgent:
         )
 
     async def _ending(self, world: AgentSession, progress: Progress, session: Session) -> Ending:
-        reward, problem = None, ""
+        reward, problem, limit = None, "", ""
         try:
             await world.open()
         except EnvironmentFailure as error:
@@ -137,16 +137,18 @@ class BlackBoxAgent:
                 raise
             problem = "the agent cancelled itself"
         except (Exception, SystemExit) as error:
-            problem = f"{type(error).__name__}: {error}"[:500]
+            problem, limit = f"{type(error).__name__}: {error}"[:500], session.limit_told_by(error)
         if world.failure is not None:
             return Ending(world.failure.kind, message=str(world.failure))
-        limit = session.ledger.limit_hit
         if problem and not limit:
             if session.engine_error is not None:
                 return Ending(POLICY_FAILED, message=str(session.engine_error))
             return Ending(AGENT_FAILED, message=problem)
-        if reward is not None and (problem := reward_problem(reward)):
-            return Ending(AGENT_FAILED, message=f"the agent returned {problem}")
+        try:
+            reward = None if reward is None else read_reward(reward)
+        except ValueError as error:
+            return Ending(AGENT_FAILED, message=f"the agent returned {error}")
+        limit = limit or session.ledger.limit_hit
         reward = progress.reward if reward is None and session.reward is None else reward
         status = "achieved" if progress.achieved else limit or "finished"
         return Ending(status, reward, progress.achieved, progress.share)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from realhf.api.config import GenConfig
 from realhf.api.env import RolloutOutcome
@@ -20,7 +21,8 @@ def held_out_tasks(spec: EnvironmentSpec, split: str, episodes_per_task: int, te
     names = [*tasks.group_of]
     if len(names) > templates:
         names = [names[place * len(names) // templates] for place in range(templates)]
-    return [tasks.instantiate(name, seed) for name in names for seed in range(episodes_per_task)]
+    drawn = [(name, tasks.instantiate(name, seed)) for name in names for seed in range(episodes_per_task)]
+    return [replace(task, template=task.template or name) for name, task in drawn]
 
 
 def evaluated_sample(

@@ -106,6 +106,7 @@ class Progress:
             task_id=task.id,
             group=task.group,
             seed=task.seed,
+            template=task.template,
             task_text=self.task_text,
             message=self.message,
             timings={"wall_s": time.perf_counter() - self._began},

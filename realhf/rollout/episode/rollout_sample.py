@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from realhf.api.env import RolloutOutcome
+from realhf.api.keys import ROLLOUT_KEY
 from realhf.api.lengths import Lengths
 from realhf.api.sample import SequenceSample
 
@@ -27,6 +28,7 @@ _KEYS = {
     "env_rewards": ("f32", "1"),
     "seq_no_eos_mask": ("bool", "1"),
     "outcome": ("u8", "1"),
+    "rollout_index": ("i32", "1"),
 }
 """Dtype and length rule of every key."""
 _TURN_KEYS = {"turn_ids": ("i32", "L"), "turn_rewards": ("f32", "turns")}
@@ -43,9 +45,10 @@ def outcomes_to_sample(
     Keys, one inner sequence of L tokens per rollout, and after it one for each of its branches: ``packed_input_ids``
     i64 [L], ``prompt_mask`` and ``loss_mask`` bool [L], ``packed_logprobs`` f32 [L-1], ``packed_versions`` i32 [L-1],
     ``env_rewards`` f32 [1], ``seq_no_eos_mask`` bool [1] (ended by a limit of tokens, not of turns), ``outcome`` u8
-    [1]. With ``turns`` also ``turn_ids`` i32 [L], the number of each sampled token's turn and -1 elsewhere, and
-    ``turn_rewards`` f32 [turns of the episode, at least one]. A failed rollout keeps its tokens but has no loss mask.
-    Metadata ``rewards`` and ``achieved`` are JSON lists, an entry per rollout, with null where a rollout failed.
+    [1], ``rollout_index`` i32 [1] (its number in the group, which its branches have too). With ``turns`` also
+    ``turn_ids`` i32 [L], the number of each sampled token's turn and -1 elsewhere, and ``turn_rewards``
+    f32 [turns of the episode, at least one]. A failed rollout keeps its tokens but has no loss mask. Metadata
+    ``rewards`` and ``achieved`` are JSON lists, an entry per rollout, with null where a rollout failed.
     """
     import torch
 
@@ -65,6 +68,10 @@ def outcomes_to_sample(
         "env_rewards": np.array([outcome.reward or 0.0 for outcome in rollouts], dtype=np.float32),
         "seq_no_eos_mask": np.array(cut, dtype=np.bool_),
         "outcome": np.array(packed.codes, dtype=np.uint8),
+        ROLLOUT_KEY: np.array(
+            [number for group in groups for number, one in enumerate(group) for _ in (one, *one.branches)],
+            dtype=np.int32,
+        ),
     }
     offsets = np.cumsum([0, *(len(rows) for rows in coded)], dtype=np.int64)
     values = np.array(packed.lengths, dtype=np.int64)

@@ -7,7 +7,8 @@ process itself, never over HTTP.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Coroutine
 from typing import Any, Self
 
 from fastapi import FastAPI, Request, Response
@@ -56,7 +57,9 @@ def build_app(sessions: Sessions) -> FastAPI:
     @app.post("/sessions/{key}/v1/chat/completions")
     async def complete(key: str, body: ChatRequest, request: Request) -> Response:
         session, messages = sessions.find(key), body.conversation()
-        turn = await session.sample(messages, body.toolbox())
+        turn = await _while_connected(session.sample(messages, body.toolbox()), request)
+        if turn is None:
+            return Response(status_code=499)
         if await request.is_disconnected():
             session.ledger.discard(turn)
             return Response(status_code=499)
@@ -72,6 +75,23 @@ def build_app(sessions: Sessions) -> FastAPI:
         return {"trajectories": len(session.ledger.branches), "turns": session.ledger.turns}
 
     return app
+
+
+async def _while_connected(sampling: Coroutine[Any, Any, OpenTurn], request: Request) -> OpenTurn | None:
+    """Return the turn; None, and the sampling is cancelled, when the client goes away before."""
+    work, gone = asyncio.ensure_future(sampling), asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
+        return work.result() if work.done() else None
+    finally:
+        work.cancel()
+        gone.cancel()
+        await asyncio.wait((work, gone))
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 async def _streamed(turn: OpenTurn, body: ChatRequest, sessions: Sessions) -> AsyncIterator[str]:

@@ -10,6 +10,7 @@ from types import TracebackType
 
 import uvicorn
 
+from realhf.base.http_guard import guarded_http
 from realhf.rollout.openai_endpoint.app import build_app
 from realhf.rollout.openai_endpoint.sessions import Session, Sessions
 
@@ -33,7 +34,7 @@ class OpenAiServer:
         self._server = _Server(
             uvicorn.Config(
                 build_app(sessions),
-                http="h11",
+                http=guarded_http("h11"),
                 ws="none",
                 lifespan="off",
                 log_level="warning",

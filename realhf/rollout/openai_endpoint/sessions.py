@@ -6,15 +6,14 @@ The id of a session is a capability: whoever knows it speaks for that session, a
 from __future__ import annotations
 
 import asyncio
-import math
+import contextlib
 import secrets
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from realhf.api.chat import TemplateChat
 from realhf.api.env import AGENT_FAILED, VALID_STATUSES, RolloutOutcome
-from realhf.api.environment import Task
+from realhf.api.environment import Task, finite_number
 from realhf.api.generation import GenerationFailed, TokenSource
 from realhf.rollout.episode.token_buffer import TokenBuffer
 from realhf.rollout.openai_endpoint.chat_request import ApiError
@@ -27,7 +26,6 @@ MAX_AT_ONCE = 16
 Reward = float | Mapping[str, float]
 """The reward of all trajectories of a session; or of each, named by the id of a completion in it. Of several
 completions of one trajectory the latest counts; a trajectory that no id names is left out."""
-_LARGEST = sys.float_info.max
 
 
 @dataclass(frozen=True)
@@ -98,9 +96,10 @@ class Session:
         that is no reward."""
         if self.ended.is_set():
             raise _gone("this session is over")
-        if problem := reward_problem(reward) or _unknown_reply(reward, self.ledger.branches):
-            raise ApiError(400, "invalid_reward", problem)
-        self.reward = reward
+        try:
+            self.reward = _known(read_reward(reward), self.ledger.branches)
+        except ValueError as error:
+            raise ApiError(400, "invalid_reward", str(error)) from None
         self.end()
 
     def end(self) -> None:
@@ -110,14 +109,31 @@ class Session:
             work.cancel()
         self._llm.free(self.ledger.slots)
 
+    def limit_told_by(self, error: BaseException) -> str:
+        """Return the limit of whose refusal an exception of the agent tells: by the words of the refusal, or by status
+        400 and the address of this session, in its own text or in that of what it was raised from. "" for any other,
+        such as one that was raised while the agent dealt with a refusal."""
+        if isinstance(error, BaseExceptionGroup):
+            limits = [self.limit_told_by(each) for each in error.exceptions]
+            return limits[-1] if all(limits) else ""
+        told = f"{error} {getattr(error, 'url', '')} "
+        with contextlib.suppress(Exception):  # Of any client: a body that was not read, or that is no text.
+            told += str(error.response.text)  # type: ignore[attr-defined]
+        for words, status in self.ledger.refusals.items():
+            if words in told or (self.key in told and "400" in told):
+                return status
+        return self.limit_told_by(error.__cause__) if error.__cause__ is not None else ""
+
     def outcomes(self, ending: Ending) -> list[RolloutOutcome]:
         """Return the trajectories of the session, the main one first; there is one without tokens if the agent never
         spoke. All have the same reward, unless there is one for each (see ``Reward``)."""
         branches = self.ledger.ordered()
         reward = self.reward if ending.reward is None else ending.reward
         if ending.status in VALID_STATUSES and reward is not None:
-            problem = reward_problem(reward) or _unknown_reply(reward, branches)
-            ending = replace(ending, status=AGENT_FAILED, message=problem) if problem else ending
+            try:
+                reward = _known(read_reward(reward), branches)
+            except ValueError as error:
+                ending = replace(ending, status=AGENT_FAILED, message=str(error))
         if isinstance(reward, Mapping) and ending.status in VALID_STATUSES:
             named = [(branch, _named_reward(reward, branch)) for branch in branches]
             chosen = [(branch, value) for branch, value in named if value is not None]
@@ -147,6 +163,7 @@ class Session:
             task_id=task.id,
             group=task.group,
             seed=task.seed,
+            template=task.template,
             task_text=ending.task_text,
             message=message,
             timings={"branches": float(len(self.ledger.branches))},
@@ -200,23 +217,31 @@ class Sessions:
             session.end()
 
 
-def reward_problem(reward: object) -> str:
-    """Return why ``reward`` is no ``Reward``, "" if it is one."""
-    values = list(reward.values()) if isinstance(reward, Mapping) else [reward]
-    if not values:
-        return "the map of rewards is empty"
-    for value in values:
-        if isinstance(value, int) and not -_LARGEST <= value <= _LARGEST:
-            return "an integer that is not a reward: it is too large"
-        if not isinstance(value, int | float) or not math.isfinite(value):
-            return f"{str(value)[:100]!r} is not a reward, which is a finite number"
-    return ""
+def read_reward(found: object) -> Reward:
+    """Return a reward with plain numbers. Raises ValueError that says why ``found`` is none."""
+    if isinstance(found, Mapping):
+        if not found:
+            raise ValueError("the map of rewards is empty")
+        return {reply: _number(value) for reply, value in found.items()}
+    return _number(found)
 
 
-def _unknown_reply(reward: Reward, branches: Sequence[Branch]) -> str:
+def _number(value: object) -> float:
+    number = finite_number(value)
+    if number is None and isinstance(value, int):
+        raise ValueError("an integer that is not a reward: it is too large")
+    if number is None:
+        raise ValueError(f"{str(value)[:100]!r} is not a reward, which is a finite number")
+    return number
+
+
+def _known(reward: Reward, branches: Sequence[Branch]) -> Reward:
+    """The reward. Raises ValueError where it names a completion that there was none."""
     known = {mark.reply for branch in branches for mark in branch.marks}
-    unknown = [reply for reply in reward if reply not in known] if isinstance(reward, Mapping) else []
-    return f"{str(unknown[0])[:100]!r} is the id of no completion of this session" if unknown else ""
+    for reply in reward if isinstance(reward, Mapping) else ():
+        if reply not in known:
+            raise ValueError(f"{str(reply)[:100]!r} is the id of no completion of this session")
+    return reward
 
 
 def _named_reward(rewards: Mapping[str, float], branch: Branch) -> float | None:

@@ -138,6 +138,9 @@ class TokenLedger:
         self.slots: list[int] = []
         self.turns = 0
         self.limit_hit = ""
+        """The limit beyond which the last turn was refused, until another turn is kept."""
+        self.refusals: dict[str, str] = {}
+        """Every limit of which a refusal has spoken, by the words of the refusal: its code and its message."""
         self._chat = chat
         self._first_slot = slot
         self._seed = seed
@@ -192,7 +195,7 @@ class TokenLedger:
 
     def keep(self, turn: OpenTurn) -> None:
         """Make the turn part of the trajectory: the agent gets it."""
-        branch = turn.branch
+        branch, self.limit_hit = turn.branch, ""
         if turn.between:
             branch.tokens.append_environment(turn.between)
         for number, part in enumerate(turn.parts):
@@ -260,6 +263,7 @@ class TokenLedger:
 
     def _over(self, status: str, code: str, message: str) -> ApiError:
         self.limit_hit = status
+        self.refusals |= {code: status, message: status}
         return ApiError(400, code, message)
 
 

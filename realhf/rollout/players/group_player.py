@@ -158,7 +158,8 @@ def _too_late(wanted: EpisodeRequest, deadline_s: float) -> RolloutOutcome:
     task = wanted.task
     return RolloutOutcome(
         TIMEOUT, [], [], [], [], [], None, False, 0.0, (), task.id, task.group, task.seed,
-        message=f"the sample was not over after {deadline_s:g} s", timings={"wall_s": deadline_s},
+        template=task.template, message=f"the sample was not over after {deadline_s:g} s",
+        timings={"wall_s": deadline_s},
     )  # fmt: skip
 
 

@@ -40,14 +40,15 @@ class StateOptions:
     lease_timeout_s: float = 600.0
     send_timeout_s: float = 60.0
     delivery: str = "at_least_once"
-    max_queue_groups: int = 0
+    max_queue_groups: int = 1_000_000
     max_queue_bytes: int = DEFAULT_QUEUE_BYTES
     quarantine_bytes: int = DEFAULT_QUARANTINE_BYTES
     max_quarantine_groups: int = 100_000
     buffer_expiry_s: float = 3600.0
     max_buffered_groups: int = 4096
     replay_ttl_s: float = 3600.0
-    max_replays: int = 1_000_000
+    max_replays: int = 250_000
+    env_expiry_s: float = 86_400.0
     max_staleness: int | None = None
     stale_policy: str = "quarantine"
     min_rounding: str = "floor"
@@ -56,7 +57,10 @@ class StateOptions:
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; choose one of {', '.join(choices)}")
-        for name in ("heartbeat_timeout_s", "lease_timeout_s", "send_timeout_s", "buffer_expiry_s", "replay_ttl_s"):
+        for name in (
+            "heartbeat_timeout_s", "lease_timeout_s", "send_timeout_s", "buffer_expiry_s", "replay_ttl_s",
+            "env_expiry_s",
+        ):  # fmt: skip
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be more than 0 seconds")
 

@@ -34,6 +34,10 @@ PayloadRef: TypeAlias = int | bytes
 """Where a group's bytes are: the bytes themselves (memory store) or a number that the store understands."""
 
 
+PAYLOAD_LOST = "payload_lost"
+"""Reason of a group in quarantine whose bytes were read and are not what was written."""
+
+
 class Place(IntEnum):
     """Says where a group is. Every stored group is in exactly one place."""
 
@@ -189,3 +193,20 @@ TABLES: dict[str, type] = {
     "replays": Replay,
 }
 """Name of each table and the record of its rows. Keys: "run", env_id, group id, lease_id, lease_id, key."""
+
+
+def place_of(record: Record) -> tuple[str, int | str]:
+    """Return the table and the key of a record."""
+    match record:
+        case RunRecord():
+            return "run", "run"
+        case EnvRecord():
+            return "envs", record.env_id
+        case GroupRecord():
+            return "groups", record.id
+        case LeaseRecord():
+            return "leases", record.lease_id
+        case ClosedLease():
+            return "closed", record.lease_id
+        case Replay():
+            return "replays", record.key

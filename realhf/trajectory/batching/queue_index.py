@@ -9,6 +9,7 @@ from collections import Counter, deque
 from collections.abc import Iterator, KeysView, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from operator import attrgetter
 from typing import Protocol
 
 from realhf.trajectory.base.records import GroupRecord
@@ -69,9 +70,16 @@ class Lane:
         backwards = (unit for unit in reversed(self._units) if unit.order not in self._dead)
         return list(islice(backwards, count))[::-1]
 
-    def append(self, unit: Unit) -> None:
-        """Add a unit at the end."""
-        self._units.append(unit)
+    def add(self, unit: Unit) -> None:
+        """Add a unit where its order belongs: at the end, unless a change is undone."""
+        units = self._units
+        if not units or unit.order > units[-1].order:
+            units.append(unit)
+        elif unit.order < units[0].order:
+            units.appendleft(unit)
+        else:
+            self._units = deque(sorted((*self, unit), key=attrgetter("order")))
+            self._dead.clear()
 
     def discard(self, order: int) -> None:
         """Delete the unit of this order."""
@@ -105,11 +113,11 @@ class QueueIndex:
         self._bundles: dict[int, Bundle] = {}
 
     def add(self, record: GroupRecord) -> None:
-        """Add a group at the tail. Orders grow from call to call; a bundle becomes a unit when its last member is
+        """Add a group, at the tail if its order is the highest; a bundle becomes a unit when its last member is
         here."""
         self._count(record, 1)
         if record.bundle is None:
-            self._lane(record.env_id, record.size).append(record)
+            self._lane(record.env_id, record.size).add(record)
             return
         first, members = record.bundle
         held = self._open.setdefault(first, [])
@@ -117,8 +125,8 @@ class QueueIndex:
         if len(held) == members:
             del self._open[first]
             size = sum(member.size for member in held)
-            self._bundles[first] = Bundle(first, size, record.env_id, tuple(held))
-            self._lane(record.env_id, size).append(self._bundles[first])
+            self._bundles[first] = Bundle(first, size, record.env_id, tuple(sorted(held, key=attrgetter("order"))))
+            self._lane(record.env_id, size).add(self._bundles[first])
 
     def remove(self, record: GroupRecord) -> None:
         """Remove a group from the queue; the first member that leaves ends its bundle."""

@@ -27,19 +27,32 @@ class Role(Flag):
 OPEN_PATHS = frozenset({"/", "/healthz", *UI_FILES, "/docs", "/openapi.json"})
 """Paths that need no token: signs of life, and pages that show nothing until they are given one."""
 _BY_PATH = {
+    **dict.fromkeys(
+        ("/wandb_info", "/info", "/status", "/latest_example", "/reset_data", "/envs", "/buffers", "/leases",
+         "/quarantine", "/readyz", "/metrics", "/ui/data", "/redoc", "/docs/oauth2-redirect"), Role.ANY,
+    ),
     "/register": Role.TRAINER, "/batch": Role.TRAINER, "/batch/ack": Role.TRAINER, "/batch/nack": Role.TRAINER,
     "/batch/renew": Role.TRAINER, "/policy_version": Role.TRAINER, "/register-env": Role.PRODUCER,
     "/disconnect-env": Role.PRODUCER, "/status-env": Role.PRODUCER, "/scored_data": Role.PRODUCER,
     "/scored_data_list": Role.PRODUCER, "/quarantine/requeue": Role.ADMIN,
 }  # fmt: skip
-"""Roles that each path is for; the administrator may use all of them. Other paths may be read with any token."""
+"""Roles that each path is for; the administrator may use all of them. No other path is served."""
 
 
-def needed(method: str, path: str) -> Role:
-    """Return the roles of which one is needed."""
+def route_path(scope: Scope) -> str:
+    """Return the path by which a route is found, without what a proxy or ``--root-path`` put before it."""
+    path, root = scope["path"], scope.get("root_path", "")
+    return path[len(root) :] if root and path.startswith(f"{root}/") else path
+
+
+def needed(method: str, path: str) -> Role | None:
+    """Return the roles of which one is needed; None for a path that there is not."""
+    path = path.rstrip("/") or "/"  # with a slash it is redirected
+    if path in OPEN_PATHS:
+        return Role.ANY
     if path == "/quarantine" and method == "DELETE":
         return Role.ADMIN
-    return _BY_PATH.get(path, Role.ANY) | Role.ADMIN
+    return _BY_PATH[path] | Role.ADMIN if path in _BY_PATH else None
 
 
 class Tokens:
@@ -82,9 +95,12 @@ class AuthMiddleware:
             return
         roles = self._tokens.roles(Headers(scope=scope).get("authorization", ""))
         scope["traj.roles"] = roles
-        free = scope["path"] in OPEN_PATHS or scope["method"] == "OPTIONS"
-        if free or roles & needed(scope["method"], scope["path"]):
+        path = route_path(scope)
+        wanted = needed(scope["method"], path)
+        if path in OPEN_PATHS or scope["method"] == "OPTIONS" or (wanted and roles & wanted):
             await self._app(scope, receive, send)
+        elif roles and wanted is None:
+            await JSONResponse({"detail": "Not Found"}, 404)(scope, receive, send)
         elif not roles:
             answer = JSONResponse({"detail": "a bearer token is needed"}, 401, {"WWW-Authenticate": "Bearer"})
             await answer(scope, receive, send)

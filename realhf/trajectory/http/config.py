@@ -44,7 +44,11 @@ class TrajectoryConfig:
 
     host: str = _setting("127.0.0.1", "address to listen on; other than loopback it needs a token or --insecure")
     port: int = _setting(8000, "port; 0: any free one", int)
-    store: str = _setting("sqlite:trajectory_data", "sqlite:DIR, memory, or redis://host:port for several instances")
+    store: str = _setting(
+        "",
+        "sqlite:DIR, memory, or redis://host:port for several instances; default sqlite:trajectory in the folder "
+        "realhf of $XDG_STATE_HOME (~/.local/state)",
+    )
     durable: bool = _setting(False, "sqlite: survive the loss of power too, for a disk flush a commit", bool)
     insecure: bool = _setting(False, "listen on other than loopback without a token", bool)
     allowed_hosts: str = _setting(
@@ -105,12 +109,19 @@ class TrajectoryConfig:
     buffer_expiry_s: float | None = _row("seconds that a group of an odd size waits for others", float)
     max_buffered_groups: int | None = _row("groups of odd sizes held for one environment", int)
     replay_ttl_s: float | None = _row("seconds that idempotency keys and ended leases are remembered", float)
-    max_replays: int | None = _row("idempotency keys remembered; beyond that the oldest are forgotten early", int)
+    env_expiry_s: float | None = _row(
+        "seconds of silence after which an environment is forgotten, if nothing of it waits", float
+    )
+    max_replays: int | None = _row(
+        "idempotency keys, and ended leases, remembered; beyond that the oldest are forgotten early", int
+    )
     max_staleness: int | None = _row("policy versions that a group may lie behind (default: no bound)", int)
     stale_policy: str | None = _row("too stale groups: quarantine, or last (only when nothing fresher fills)", str)
     min_rounding: str | None = _row("minimum allocations in sequences: floor or ceil", str)
 
     def __post_init__(self) -> None:
+        if not self.store:
+            object.__setattr__(self, "store", f"sqlite:{_state_home() / 'realhf' / 'trajectory'}")
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"--port is {self.port}; give 0 to 65535")
         if not 0 <= self.gzip_level <= 3:
@@ -231,6 +242,12 @@ def resolve(
         if given is not None:
             chosen[item.name] = given
     return TrajectoryConfig(**chosen)
+
+
+def _state_home() -> Path:
+    """Return where programs of this user keep what must survive them."""
+    given = Path(os.environ.get("XDG_STATE_HOME", ""))
+    return given if given.is_absolute() else Path.home() / ".local" / "state"
 
 
 def _flag(name: str) -> str:

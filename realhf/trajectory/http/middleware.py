@@ -11,6 +11,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from realhf.trajectory.base.refusal import Refusal
+from realhf.trajectory.http.auth import route_path
 from realhf.trajectory.wire.body import read_body
 from realhf.trajectory.wire.body_budget import BodyBudget, BodyShare
 from realhf.trajectory.wire.encode import GZIP_FROM_BYTES
@@ -124,5 +125,5 @@ class CompressMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve the request, through gzip unless it is for a batch."""
-        chosen = self._app if scope["type"] != "http" or scope["path"] == "/batch" else self._gzip
+        chosen = self._app if scope["type"] != "http" or route_path(scope) == "/batch" else self._gzip
         await chosen(scope, receive, send)

@@ -5,12 +5,12 @@ Source: docs/reference/trajectory.md 2.3, 2.8, 3.9, 3.10.
 
 from __future__ import annotations
 
-from dataclasses import replace
+import logging
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from realhf.trajectory.base.records import Payload
+from realhf.trajectory.base.records import PAYLOAD_LOST, Payload
 from realhf.trajectory.base.refusal import Refusal, invalid
 from realhf.trajectory.http.auth import Role
 from realhf.trajectory.http.batch_response import BatchResponse
@@ -23,6 +23,7 @@ from realhf.trajectory.store.base import PayloadLost
 from realhf.trajectory.wire.encode import encode_batch
 from realhf.trajectory.wire.intake import MSGPACK_TYPES
 
+logger = logging.getLogger(__name__)
 _NOT_REGISTERED = {"status": "error", "message": "Trainer not registered. Call /register first.", "batch": []}
 
 
@@ -38,7 +39,7 @@ def router(service: Service) -> APIRouter:
         join, anew = (request.headers.get(name) == "1" for name in ("x-join", "x-reset"))
         if join and anew:
             raise invalid(["header", "x-reset"], "X-Join and X-Reset contradict each other")
-        options = (registration.model_dump(), join, _may_reset(service, request), anew)
+        options = (registration.model_dump(), join, _may_reset(service, request), anew, _identity(request))
         (body, headers), _ = await engine.write(replays.once, key, fingerprint, registry.register, *options)
         return answer(body, headers | handed_out(request))
 
@@ -49,18 +50,17 @@ def router(service: Service) -> APIRouter:
             if not request.scope.get("traj.drained"):
                 raise Refusal(501, "this ASGI server does not tell when a batch has left it: use run-api, or uvicorn")
             await engine.read(registry.check_epoch, request.headers.get("x-epoch"))
-            wanted = _pull_request(request)
-            while True:
-                pulled = await engine.write(delivery.pull, wanted)
-                if isinstance(pulled, NoBatch):
-                    body = _NOT_REGISTERED if pulled.unregistered else {"batch": None}
-                    cookie = {} if pulled.holding else handed_out(request)
-                    return answer(body, {"X-Batch-Reason": pulled.reason} | cookie)
-                try:
-                    return await _respond(service, request, pulled)
-                except PayloadLost as error:
-                    await engine.write(delivery.give_up_lost, pulled, error.refs)
-                    wanted = replace(wanted, ack=None)
+            pulled = await engine.write(delivery.pull, _pull_request(request))
+            if isinstance(pulled, NoBatch):
+                body = _NOT_REGISTERED if pulled.unregistered else {"batch": None}
+                cookie = {} if pulled.holding else handed_out(request)
+                return answer(body, {"X-Batch-Reason": pulled.reason} | cookie)
+            try:
+                return await _respond(service, request, pulled)
+            except PayloadLost as error:  # one batch at a time: whoever asks again gets the next one
+                logger.error("step %d: %s; these groups go to quarantine", pulled.step, error)
+                await engine.write(delivery.give_up_lost, pulled, error.refs)
+                return answer({"batch": None}, {"X-Batch-Reason": PAYLOAD_LOST})
 
     @routes.post("/batch/ack")
     async def ack(lease: Lease) -> Response:
@@ -91,13 +91,20 @@ def _may_reset(service: Service, request: Request) -> bool:
     return resets == "open" or (resets == "token" and Role.ADMIN in request.scope["traj.roles"])
 
 
-def _pull_request(request: Request) -> PullRequest:
-    name = request.headers.get("x-trainer-id") or request.query_params.get("trainer_id")
+def _name(request: Request) -> str | None:
+    return request.headers.get("x-trainer-id") or request.query_params.get("trainer_id")
+
+
+def _identity(request: Request) -> str:
+    """Return the name that the leases of a client belong to."""
     cookie, peer = cookie_name(request), request.client.host if request.client else "unknown"
-    identity = name or (f"cookie {cookie}" if cookie else f"peer {peer}")
+    return _name(request) or (f"cookie {cookie}" if cookie else f"peer {peer}")
+
+
+def _pull_request(request: Request) -> PullRequest:
     return PullRequest(
-        identity,
-        anonymous=not name,
+        _identity(request),
+        anonymous=not _name(request),
         ack=request.headers.get("x-ack"),
         explicit=request.headers.get("x-ack-mode", "").lower() == "explicit",
     )
@@ -114,7 +121,7 @@ async def _respond(service: Service, request: Request, batch: Batch) -> BatchRes
     except PayloadLost:
         raise
     except BaseException:
-        await service.engine.write(delivery.mark_lost, batch)
+        service.engine.write_surely(delivery.mark_lost, batch)
         raise
     oldest, newest = batch.versions
     if not batch.redelivered:
@@ -132,7 +139,7 @@ async def _respond(service: Service, request: Request, batch: Batch) -> BatchRes
     } | ({"Content-Encoding": used} if used else {})
 
     def report(sent: bool) -> None:
-        service.start(service.engine.write(delivery.mark_sent if sent else delivery.mark_lost, batch))
+        service.engine.write_surely(delivery.mark_sent if sent else delivery.mark_lost, batch)
 
     return BatchResponse(pieces, headers, report)
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import gc
 import logging
+import resource
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -18,7 +19,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from realhf.trajectory.base.refusal import Refusal
 from realhf.trajectory.http import routes_producer, routes_trainer, routes_watch, status_page
@@ -44,7 +45,17 @@ class TrajectoryApp(FastAPI):
         """Serve a request; batches are written so that a send counts only when the kernel has it."""
         if scope["type"] == "http" and scope["path"].endswith("/batch"):
             scope["traj.drained"] = drain_writes(send)
-        await super().__call__(scope, receive, send)
+        await super().__call__(scope, receive, self._told_in_one_line(send) if scope["type"] == "lifespan" else send)
+
+    def _told_in_one_line(self, send: Send) -> Send:
+        """Leave the traceback out where the store does not open: its error names the cause."""
+
+        async def told(message: Message) -> None:
+            if message["type"] == "lifespan.startup.failed" and self.state.start_failure:
+                message = {**message, "message": self.state.start_failure}
+            await send(message)
+
+        return told
 
     def openapi(self) -> dict[str, Any]:
         """Return the description of the API; where tokens are used, its page can be given one."""
@@ -56,7 +67,7 @@ class TrajectoryApp(FastAPI):
 
 
 def create_app(config: TrajectoryConfig) -> FastAPI:
-    """Make the server of one configuration; the store is opened when it starts."""
+    """Make the server of one configuration; the store is opened when it starts. Raises ConfigError."""
     service = Service(config)
 
     @asynccontextmanager
@@ -64,8 +75,13 @@ def create_app(config: TrajectoryConfig) -> FastAPI:
         interval = sys.getswitchinterval()
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
         keep_buffers()
+        _use_all_descriptors()
         try:
-            await service.open()
+            try:
+                await service.open()
+            except StoreFailure as error:
+                app.state.start_failure = f"the store does not open: {error}"
+                raise
             gc.freeze()  # a full collection through all imported modules makes every request wait 30 ms and more
             yield
         finally:
@@ -81,11 +97,20 @@ def create_app(config: TrajectoryConfig) -> FastAPI:
         middleware=_middlewares(service),
         description="Atropos-compatible buffer of scored trajectories.",
     )
+    app.state.start_failure = ""
     app.state.tokens_required = service.tokens.required
     for module in (routes_producer, routes_trainer, routes_watch, status_page):
         app.include_router(module.router(service))
     _handle_errors(app, service)
     return app
+
+
+def _use_all_descriptors() -> None:
+    """Raise the limit of open descriptors to what the host allows: idle connections exhaust the usual 1,024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _middlewares(service: Service) -> list[Middleware]:

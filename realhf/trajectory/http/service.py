@@ -14,7 +14,7 @@ from starlette.responses import Response
 from realhf.trajectory.base.records import GroupRecord
 from realhf.trajectory.base.refusal import invalid
 from realhf.trajectory.http.auth import Tokens
-from realhf.trajectory.http.config import TrajectoryConfig
+from realhf.trajectory.http.config import ConfigError, TrajectoryConfig
 from realhf.trajectory.http.metrics import Metrics
 from realhf.trajectory.state import replays, views
 from realhf.trajectory.state.engine import Engine
@@ -32,7 +32,11 @@ class Service:
     def __init__(self, config: TrajectoryConfig) -> None:
         self.config = config
         self.tokens = Tokens(config)
-        self.engine = Engine(open_store(config.store, durable=config.durable), config.state_options())
+        try:
+            store = open_store(config.store, durable=config.durable)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        self.engine = Engine(store, config.state_options())
         self.offload = Offload()
         self.bodies = BodyBudget(config.all_bodies_bytes)
         self.metrics = Metrics(self.engine, self.bodies)

@@ -13,14 +13,15 @@ from urllib.parse import SplitResult, urlsplit
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from realhf.trajectory.http.auth import route_path
 from realhf.trajectory.http.config import TrajectoryConfig, is_loopback
 
 READ_PATHS = frozenset({
-    "", "/wandb_info", "/info", "/status", "/latest_example", "/envs", "/buffers", "/leases", "/quarantine", "/healthz",
-    "/readyz", "/metrics", "/ui", "/ui/data", "/docs", "/redoc", "/openapi.json",
+    "", "/wandb_info", "/info", "/status", "/envs", "/buffers", "/leases", "/quarantine", "/healthz", "/readyz",
+    "/metrics", "/ui", "/docs", "/redoc", "/openapi.json",
 })  # fmt: skip
-"""Paths that a GET does not change. ``/batch``, ``/status-env`` and ``/reset_data`` are not among them, because a GET
-changes something there."""
+"""Paths that any page may read: a GET changes nothing there (as it does at ``/batch``, ``/status-env`` and
+``/reset_data``), and shows nothing of what is trained on (as ``/latest_example`` and ``/ui/data`` do)."""
 _READ_METHODS = ("GET", "HEAD", "OPTIONS")
 _LOOKED_AT = (b"host", b"origin", b"sec-fetch-site", b"referer", b"user-agent")
 _REMEMBERED_HOSTS = 64
@@ -55,7 +56,7 @@ class WebGuard:
             return "without a token this server is for its own machine only: set --token, or say --insecure"
         if not self._is_good(host):
             return f"this server is not known as {host[:80]!r}; --allowed-hosts names it"
-        if scope["method"] in _READ_METHODS and scope["path"].rstrip("/") in READ_PATHS:
+        if scope["method"] in _READ_METHODS and route_path(scope).rstrip("/") in READ_PATHS:
             return None
         if _is_foreign(found, host):
             return "only the server's own pages may do this without a token, not those of another site"

@@ -76,7 +76,7 @@ class Compactor:
         except PayloadLost as error:
             self._give_up(files, [group.payload for group in groups if group.payload.ref in error.refs])
             return 0
-        refs = await store.stage(data)
+        refs = await store.stage(data, reserve=False)
         moves = [(group.id, group.payload.ref, ref) for group, ref in zip(groups, refs, strict=True)]
         try:
             return await self._engine.write(move_payloads, moves)

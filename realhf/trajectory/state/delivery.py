@@ -12,11 +12,11 @@ from typing import Any
 
 import msgspec
 
-from realhf.trajectory.base.records import ClosedLease, GroupRecord, LeaseRecord, PayloadRef, Place
+from realhf.trajectory.base.records import PAYLOAD_LOST, ClosedLease, GroupRecord, LeaseRecord, PayloadRef, Place
 from realhf.trajectory.base.refusal import Refusal
 from realhf.trajectory.batching.packs import NotSelected
 from realhf.trajectory.state.formation import form
-from realhf.trajectory.state.quarantine import isolate
+from realhf.trajectory.state.quarantine import isolate, unservable_reason
 from realhf.trajectory.state.server_state import TrajectoryState
 
 
@@ -116,16 +116,20 @@ def present_groups(state: TrajectoryState, now: float, batch: Batch) -> list[Gro
 
 
 def give_up_lost(state: TrajectoryState, now: float, batch: Batch, lost: frozenset[PayloadRef]) -> None:
-    """Put groups of a batch whose payloads cannot be read any more into quarantine, and the others back into the queue,
-    so that the damaged ones do not hold up anyone for ever."""
+    """Put groups of a batch whose payloads are damaged into quarantine, and the others back into the queue, so that the
+    damaged ones do not hold up anyone for ever. A step that nobody got is taken back."""
     lease = state.leases.get(batch.lease_id)
     if lease is None:
         return
     state.delete("leases", lease.lease_id)
     state.put("closed", lease.lease_id, ClosedLease(lease.lease_id, "superseded", now))
+    if not batch.redelivered and state.run.step == lease.step + 1:
+        state.put_run(msgspec.structs.replace(state.run, step=lease.step))
     for group in [state.groups[key] for key in lease.groups]:
         if group.payload.ref in lost:
-            isolate(state, group, "payload_lost")
+            isolate(state, group, PAYLOAD_LOST)
+        elif reason := unservable_reason(state, group.size):  # it was one of a set that is broken up
+            isolate(state, group, reason)
         else:
             state.put("groups", group.id, msgspec.structs.replace(group, place=Place.QUEUE, order=state.next_order()))
 
@@ -150,11 +154,11 @@ def nack(state: TrajectoryState, now: float, lease_id: str) -> dict[str, Any]:
 
 
 def renew(state: TrajectoryState, now: float, lease_id: str) -> dict[str, Any]:
-    """Hold a batch for another lease timeout. Raises Refusal 404 or 409."""
+    """Hold a batch for another lease timeout; who renews it has received it. Raises Refusal 404 or 409."""
     lease = _held(state, lease_id)
     if lease.returned:
         raise Refusal(409, f"lease {lease_id} was given back")
-    lease = _update(state, lease, expires_at=now + state.options.lease_timeout_s)
+    lease = _update(state, lease, sent=True, expires_at=now + state.options.lease_timeout_s)
     return {"status": "success", "lease_id": lease_id, "expires_in_s": lease.expires_at - now}
 
 

@@ -20,7 +20,7 @@ from realhf.trajectory.base.refusal import Refusal
 from realhf.trajectory.state import maintenance, registry
 from realhf.trajectory.state.compaction import Compactor
 from realhf.trajectory.state.server_state import TrajectoryState
-from realhf.trajectory.store.base import OutcomeUnknown, StateLost, Store, StoreFailure
+from realhf.trajectory.store.base import OutcomeUnknown, Snapshot, StateLost, Store, StoreFailure
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -39,23 +39,42 @@ class _Waiting:
     command: Callable[..., Any]
     args: tuple[Any, ...]
     changes_state: bool
+    repeated: bool = False
     answer: asyncio.Future[Any] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+
+class SteadyClock:
+    """Tells the time in seconds since 1970, and goes on evenly where the machine's clock is set."""
+
+    def __init__(self) -> None:
+        self._offset = time.time() - time.monotonic()
+
+    def __call__(self) -> float:
+        """Return the time."""
+        return time.monotonic() + self._offset
+
+    def go_on_from(self, last: float) -> None:
+        """Be no earlier than what was recorded before the start."""
+        self._offset = max(self._offset, last - time.monotonic())
 
 
 class Engine:
     """Runs one state over one store. ``write`` and ``read`` are called from the event loop that called ``open``."""
 
-    def __init__(
-        self, store: Store, options: StateOptions, *, tidy_every_s: float = 2.0, clock: Callable[[], float] = time.time
-    ) -> None:
+    def __init__(self, store: Store, options: StateOptions, *, tidy_every_s: float = 2.0) -> None:
         self.store = store
         self.state = TrajectoryState(options)
-        self._clock = clock
+        self._clock = SteadyClock()
         self._tidy_every_s = tidy_every_s
         self._waiting: list[_Waiting] = []
+        self._again: list[_Waiting] = []
+        """Commands without a request, to be repeated before all others because the store failed."""
         self._wake = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._closing = False
+        self._readers: list[_Waiting] = []
+        """Who wants to read while a round is being committed."""
+        self._committing = False
         self._failure: tuple[float, StoreFailure] | None = None
         self._must_reload = False
         self._outlived: int | None = None
@@ -63,7 +82,8 @@ class Engine:
 
     async def open(self) -> None:
         """Restore what the store holds. Raises StoreFailure."""
-        self.state.load(await self.store.open())
+        self._take(await self.store.open())
+        self._clock.go_on_from(self.state.newest_time())
         self._tasks.append(asyncio.create_task(self._run_rounds(), name="trajectory-rounds"))
         if not self.store.shared:
             await self.write(maintenance.restart)
@@ -99,15 +119,27 @@ class Engine:
         return await self._submit(command, args, True)
 
     async def read(self, command: Callable[..., T], *args: Any) -> T:
-        """Return the result of a command that changes nothing; on a shared store it is as new as the last commit."""
-        if not self.store.shared:
-            return command(self.state, self._clock(), *args)
-        return await self._submit(command, args, False)
+        """Return the result of a command that changes nothing; it sees what is kept, and no round that may still
+        fail."""
+        if self.store.shared:
+            return await self._submit(command, args, False)
+        if self._committing:
+            waiting = _Waiting(command, args, False)
+            self._readers.append(waiting)
+            return await waiting.answer
+        return command(self.state, self._clock(), *args)
+
+    def write_surely(self, command: Callable[..., Any], *args: Any) -> None:
+        """Run a command that no request waits for, and repeat it until its changes are kept."""
+        waiting = _Waiting(command, args, True, repeated=True)
+        waiting.answer.add_done_callback(_log_failure)
+        self._waiting.append(waiting)
+        self._wake.set()
 
     async def _submit(self, command: Callable[..., T], args: tuple[Any, ...], changes_state: bool) -> T:
         if self._closing:
             raise StoreFailure("the server is stopping")
-        if self._failure and self._clock() < self._failure[0]:
+        if self._failure and time.monotonic() < self._failure[0]:
             raise self._failure[1]
         waiting = _Waiting(command, args, changes_state)
         self._waiting.append(waiting)
@@ -117,11 +149,14 @@ class Engine:
     async def _run_rounds(self) -> None:
         while self._waiting or not self._closing:
             if not self._waiting:
-                await self._wake.wait()
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._wake.wait(), PAUSE_AFTER_FAILURE_S if self._again else None)
             self._wake.clear()
-            batch, self._waiting = self._waiting, []
+            batch, self._waiting, self._again = [*self._again, *self._waiting], [], []
             if batch:
                 await self._round(batch)
+        if self._again:
+            await self._round(self._again)
 
     async def _round(self, batch: Sequence[_Waiting]) -> None:
         try:
@@ -134,20 +169,33 @@ class Engine:
                     self._must_reload = True
             else:
                 raise StoreFailure(f"{self.store.name}: the write lock was lost {ATTEMPTS} times in a row")
+            self._failure = None
         except StoreFailure as error:
-            self._failure = (self._clock() + PAUSE_AFTER_FAILURE_S, error)
-            self._must_reload = True
+            self._failure = (time.monotonic() + PAUSE_AFTER_FAILURE_S, error)
+            self._undo_round(certain=not isinstance(error, OutcomeUnknown))
+            self._again = [waiting for waiting in batch if waiting.repeated]
+            batch = [waiting for waiting in batch if not waiting.repeated]
             kept = "it is not known what" if isinstance(error, OutcomeUnknown) else "nothing"
             logger.error("%s of %d requests was kept: %s", kept, len(batch), error)
             results = [error] * len(batch)
         except Exception as error:
             logger.exception("a round of %d requests failed", len(batch))
-            self._must_reload = True
+            self._undo_round(certain=True)
             results = [error] * len(batch)
         except asyncio.CancelledError:
-            self._answer(batch, [StoreFailure("the server is stopping")] * len(batch))
+            waiting, self._committing = [*batch, *self._readers], False
+            self._answer(waiting, [StoreFailure("the server is stopping")] * len(waiting))
             raise
+        self._committing, readers, self._readers = False, self._readers, []
         self._answer(batch, results)
+        self._answer(readers, self._execute(readers, {}) if readers else [])
+
+    def _undo_round(self, *, certain: bool) -> None:
+        """Bring the state back to what is kept. Where others may have written meanwhile, or it is not ``certain`` that
+        nothing was kept, that is what the store says."""
+        self.state.undo()
+        if self.store.shared or not certain:
+            self._must_reload = True
 
     def _answer(self, batch: Sequence[_Waiting], results: Sequence[Any]) -> None:
         for waiting, result in zip(batch, results, strict=True):
@@ -167,20 +215,25 @@ class Engine:
             others = await (self.store.begin() if changing else self.store.follow())
             for changes in others:
                 self.state.follow(changes)
-        results = await self._execute_whole(batch)
+        results = self._execute_whole(batch)
         changes = self.state.take_changes()
         if changes:
+            self._committing = True
             await self.store.commit(changes)
         elif self.store.shared and changing:
             await self.store.abandon()
+        self.state.settle()
         self._outlived = None
         return results
 
     async def _reload(self) -> None:
+        self._take(await self.store.reload())
+        self._must_reload = False
+
+    def _take(self, snapshot: Snapshot) -> None:
         """Load what the medium holds; if it forgot something, begin a new epoch so that clients can notice."""
         known = max(self.state.run.epoch, self._outlived or 0)
-        self.state.load(await self.store.reload())
-        self._must_reload = False
+        self.state.load(snapshot)
         if loss := self.store.take_loss():
             logger.critical(
                 "%s: %s. What was acknowledged before may be lost; epoch %d has ended, and clients have to "
@@ -192,9 +245,9 @@ class Engine:
             self.state.counters["store_losses"] += 1
             self._outlived = known
 
-    async def _execute_whole(self, batch: Sequence[_Waiting]) -> list[Any]:
+    def _execute_whole(self, batch: Sequence[_Waiting]) -> list[Any]:
         """Return the results of the commands. A command that fails in the middle by a fault of its own leaves no
-        half-made changes behind: the state is loaded anew, and the others are run without it."""
+        half-made changes behind: all are undone, and the others are run without it."""
         failed: dict[int, Exception] = {}
         while True:
             results = self._execute(batch, failed)
@@ -204,13 +257,14 @@ class Engine:
                 if isinstance(result, Exception) and not isinstance(result, Refusal)
             }
             new = {index: error for index, error in unexpected.items() if index not in failed}
-            if not new or not self.store.reloads:
+            if not new:
                 return results
             failed |= new
-            await self._reload()
+            self.state.undo()
 
     def _execute(self, batch: Sequence[_Waiting], failed: Mapping[int, Exception]) -> list[Any]:
-        now, results = self._clock(), []
+        shared_now = self.store.now()
+        now, results = self._clock() if shared_now is None else shared_now, []
         if self._outlived is not None:
             registry.outlive_epoch(self.state, now, self._outlived)
         for index, waiting in enumerate(batch):
@@ -228,9 +282,14 @@ class Engine:
             try:
                 while await self.read(maintenance.due):
                     await self.write(maintenance.tidy)
-                if self._clock() >= compact_from:
-                    compact_from = self._clock() + PAUSE_AFTER_FAILED_COMPACTION_S
+                if time.monotonic() >= compact_from:
+                    compact_from = time.monotonic() + PAUSE_AFTER_FAILED_COMPACTION_S
                     await compactor.run()
                     compact_from = 0.0
             except StoreFailure as error:
                 logger.warning("housekeeping waits: %s", error)
+
+
+def _log_failure(answer: asyncio.Future[Any]) -> None:
+    if not answer.cancelled() and (error := answer.exception()):
+        logger.warning("a report was not recorded: %s", error)

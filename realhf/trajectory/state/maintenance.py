@@ -29,16 +29,17 @@ def restart(state: TrajectoryState, now: float) -> None:
             close_lease(state, now, lease, "acked")
         elif not lease.sent:
             state.put("leases", lease.lease_id, msgspec.structs.replace(lease, returned=True))
+    quarantine.reconsider_queue(state)
 
 
 def due(state: TrajectoryState, now: float) -> bool:
     """Return whether there is anything to tidy."""
-    tasks = (_expired_buffers, _old_replays, _old_leases, _ended_for_good)
+    tasks = (_expired_buffers, _old_replays, _old_leases, _ended_for_good, _gone_envs)
     return any(next(task(state, now), None) is not None for task in tasks)
 
 
 def tidy(state: TrajectoryState, now: float) -> None:
-    """Move leftovers of the mix buffers to quarantine; forget old answers and ended leases."""
+    """Move leftovers of the mix buffers to quarantine; forget old answers, ended leases and environments long gone."""
     for group in list(_expired_buffers(state, now)):
         quarantine.isolate(state, group, "buffer_leftover_expired")
     for key in list(_old_replays(state, now)):
@@ -49,6 +50,20 @@ def tidy(state: TrajectoryState, now: float) -> None:
         state.delete("closed", key)
     for lease in list(_ended_for_good(state, now)):
         close_lease(state, now, lease, "acked")
+    for env_id in list(_gone_envs(state, now)):
+        state.delete("envs", env_id)
+
+
+def _gone_envs(state: TrajectoryState, now: float) -> Iterator[int]:
+    """Yield environments that were silent too long and have nothing here. The newest one, and the newest of each name,
+    stay: numbers count on from them."""
+    limit = now - state.options.env_expiry_s
+    silent = [env for env in state.envs.values() if env.last_seen < limit]
+    if not silent:
+        return
+    newest = {env.desired_name: env.env_id for env in state.envs.values()}
+    kept = {*newest.values(), *state.buffers, *state.queue.env_sequences()}
+    yield from islice((env.env_id for env in silent if env.env_id not in kept), PER_ROUND)
 
 
 def _expired_buffers(state: TrajectoryState, now: float) -> Iterator[GroupRecord]:
@@ -67,9 +82,11 @@ def _old_replays(state: TrajectoryState, now: float) -> Iterator[str]:
 
 
 def _old_leases(state: TrajectoryState, now: float) -> Iterator[str]:
-    limit = now - state.options.replay_ttl_s
-    old = takewhile(lambda closed: closed.closed_at < limit, state.closed.values())
-    return (closed.lease_id for closed in islice(old, PER_ROUND))
+    limit, surplus = now - state.options.replay_ttl_s, len(state.closed) - state.options.max_replays
+    for index, closed in enumerate(islice(state.closed.values(), PER_ROUND)):
+        if closed.closed_at >= limit and index >= surplus:
+            return
+        yield closed.lease_id
 
 
 def _ended_for_good(state: TrajectoryState, now: float) -> Iterator[LeaseRecord]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from realhf.trajectory.base.records import GroupRecord, Place
+from realhf.trajectory.base.records import PAYLOAD_LOST, GroupRecord, Place
 from realhf.trajectory.batching.exact_selection import unservable
 from realhf.trajectory.state.server_state import TrajectoryState
 
@@ -53,10 +53,13 @@ def make_room(state: TrajectoryState, groups: int, nbytes: int) -> None:
 
 
 def _drop_oldest(state: TrajectoryState, groups: int, nbytes: int) -> None:
-    """Delete at least so many groups and bytes from quarantine, as far as there are, and count them."""
+    """Delete at least so many groups and bytes from quarantine, as far as there are, and count them. What came here
+    because its payload is damaged was good when it was taken, so it stays until somebody deletes it."""
     dropped, freed = 0, 0
-    while state.quarantine and (dropped < groups or freed < nbytes):
-        group = next(iter(state.quarantine.values()))
+    while dropped < groups or freed < nbytes:
+        group = next((group for group in state.quarantine.values() if group.reason != PAYLOAD_LOST), None)
+        if group is None:
+            break
         state.delete("groups", group.id)
         dropped, freed = dropped + 1, freed + group.payload.nbytes
     if dropped:
@@ -65,10 +68,11 @@ def _drop_oldest(state: TrajectoryState, groups: int, nbytes: int) -> None:
 
 
 def reconsider_queue(state: TrajectoryState) -> None:
-    """Isolate queued groups that can never be served, now that a registration fixed the batch size."""
+    """Isolate queued groups that can never be served: a registration fixed the batch size, or a start broke up sets
+    whose other members are gone."""
     if not any(unservable_reason(state, size) for size in state.queue.sizes()):
         return
-    for group in [group for group in state.groups.values() if group.place is Place.QUEUE]:
+    for group in [group for group in state.groups.values() if group.place is Place.QUEUE and group.bundle is None]:
         reason = unservable_reason(state, group.size)
         if reason:
             isolate(state, group, reason)
@@ -100,7 +104,7 @@ def _still(state: TrajectoryState, group: GroupRecord) -> str | None:
     bound = state.max_staleness
     if bound is not None and state.run.current_version - group.policy_version > bound:
         return "too_stale"
-    return "payload_lost" if group.reason == "payload_lost" else None
+    return None
 
 
 def clear(state: TrajectoryState, now: float) -> dict[str, Any]:

@@ -37,12 +37,13 @@ def register(
     join: bool,
     may_reset: bool = True,
     anew: bool = False,
+    trainer: str = "",
 ) -> Answer:
     """Register a trainer.
 
     A trainer that names the run that is going on was started again or is another rank of it, and continues that run;
     any other one begins a new epoch. ``join`` continues whatever run there is; ``anew`` begins a new one even so.
-    Raises Refusal 403 when a run would end that must not.
+    ``trainer``: under this name it pulls. Raises Refusal 403 when a run would end that must not.
     """
     number = uuid.uuid4().int
     headers = {"X-Trainer-Id": str(number)}
@@ -53,6 +54,7 @@ def register(
             return {"uuid": number}, headers
         if state.options.reregister == "continue" and not anew and _is_same_run(state.run, request):
             _continue(state, request)
+            _give_back(state, trainer)
             return {"uuid": number}, headers | {"X-Run-Continued": "1"}
         if not may_reset:
             raise Refusal(403, "another run is registered; to replace it, send the admin token (or X-Join: 1 to join)")
@@ -101,6 +103,14 @@ def _continue(state: TrajectoryState, request: Mapping[str, Any]) -> None:
     )
 
 
+def _give_back(state: TrajectoryState, trainer: str) -> None:
+    """Give back the batches that a trainer held before it was started again: it may not have trained on them, and its
+    next pull would acknowledge them."""
+    for lease in list(state.leases.values()):
+        if lease.owner == trainer and lease.mode == "implicit" and not lease.returned:
+            state.put("leases", lease.lease_id, msgspec.structs.replace(lease, returned=True))
+
+
 def reset(state: TrajectoryState, now: float) -> None:
     """Forget everything; the epoch grows (docs/reference/trajectory.md 2.9). Strict mode keeps what the original
     keeps."""
@@ -133,8 +143,9 @@ def register_env(state: TrajectoryState, now: float, request: Mapping[str, Any])
     run = state.run
     if not run.started:
         return NotYet({"status": "wait for trainer to start"}, {})
-    env_id, wanted = len(state.envs), request["desired_name"]
-    name = f"{wanted}_{sum(env.desired_name == wanted for env in state.envs.values())}"
+    env_id, wanted = max(state.envs, default=-1) + 1, request["desired_name"]
+    names = [env.name for env in state.envs.values() if env.desired_name == wanted]
+    name = f"{wanted}_{int(names[-1].rpartition('_')[2]) + 1 if names else 0}"  # older ones may be forgotten
     env = EnvRecord(
         env_id,
         wanted,

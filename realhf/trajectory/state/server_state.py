@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from operator import attrgetter
 from typing import Any
 
@@ -26,9 +26,18 @@ from realhf.trajectory.base.records import (
     Record,
     Replay,
     RunRecord,
+    place_of,
 )
 from realhf.trajectory.batching.queue_index import QueueIndex
 from realhf.trajectory.store.base import Changes, Key, Snapshot
+
+_Undo = tuple[str, Any, Any] | Callable[[], Any]
+"""One step back: a row as it was (None: there was none), or what brings everything else back."""
+_INDEXES = (
+    "tables", "queue", "with_stale", "stale", "buffers", "quarantine", "quarantine_bytes", "leased_groups",
+    "waiting_bytes", "_versions",
+)  # fmt: skip
+"""Attributes that ``_empty`` makes anew, but for the numbers that are never used twice."""
 
 
 class TrajectoryState:
@@ -44,6 +53,7 @@ class TrajectoryState:
         self.options = options
         self.counters: Counter[str] = Counter()
         self._changes = Changes()
+        self._undo: list[_Undo] = []
         self._recording = True
         self._empty()
 
@@ -130,6 +140,7 @@ class TrajectoryState:
             self._run_changed(old or RunRecord(), record)
         if self._recording:
             self._changes.rows[(table, key)] = record
+            self._undo.append((table, key, old))
 
     def put_run(self, record: RunRecord) -> None:
         """Write the registration and its counters."""
@@ -145,6 +156,7 @@ class TrajectoryState:
                 self.discard(old.payload.ref)
         if self._recording:
             self._changes.rows[(table, key)] = None
+            self._undo.append((table, key, old))
 
     def move_payload(self, key: int, old: PayloadRef, new: PayloadRef) -> bool:
         """Record that a payload lies elsewhere now; the group keeps its place in every order.
@@ -160,7 +172,9 @@ class TrajectoryState:
             for held in (self.quarantine, self.stale, self.buffers.get(group.env_id, {})):
                 if key in held:
                     held[key] = moved
-            self._changes.rows[("groups", key)] = moved
+            if self._recording:
+                self._changes.rows[("groups", key)] = moved
+                self._undo.append(lambda: self.move_payload(key, new, old))
         elif not is_latest:
             return False
         if latest is not None and is_latest:
@@ -179,22 +193,64 @@ class TrajectoryState:
         latest = self.run.latest
         if latest is not None and latest.id not in self.groups and latest.id != kept:
             refs.append(latest.payload.ref)
-        next_id, next_order = self._next_id, self._next_order
+        next_id, next_order, indexes = self._next_id, self._next_order, _INDEXES
+        before = {name: getattr(self, name) for name in indexes}
         self._empty()
         self._next_id, self._next_order = next_id, next_order
         if self._recording:
             self._changes = Changes(freed=[*self._changes.freed, *refs], cleared=True)
+            self._undo.append(lambda: self.__dict__.update(before))
         self.put_run(run)
 
     def take_changes(self) -> Changes:
-        """Return the changes since the last call and begin to collect new ones."""
+        """Return the changes since the last call and begin to collect new ones. They can be undone until the next
+        ``settle``."""
         changes, self._changes = self._changes, Changes()
         return changes
+
+    def settle(self) -> None:
+        """Forget how to undo the changes so far: they are kept."""
+        self._undo = []
+
+    def undo(self) -> None:
+        """Undo all changes since the last ``settle``, the last one first. It costs what they cost, however much the
+        state holds."""
+        steps, self._undo, self._changes = self._undo, [], Changes()
+        self._recording, touched = False, set[str | int | None]()
+        try:
+            for step in reversed(steps):
+                if callable(step):
+                    step()
+                    continue
+                table, key, old = step
+                if old is not None:
+                    self.put(table, key, old)
+                elif key in self.tables[table]:
+                    self.delete(table, key)
+                touched.add(table)
+                if isinstance(old, GroupRecord) and old.place is Place.BUFFER:
+                    touched.add(old.env_id)
+                if isinstance(old, GroupRecord) and old.place is Place.QUARANTINE:
+                    touched.add("quarantine")
+        finally:
+            self._recording, self._undo = True, []
+        self._sort_again(touched)
+
+    def _sort_again(self, touched: set[str | int | None]) -> None:
+        """Bring what came back into the order in which it is looked through: the oldest first."""
+        by_order = attrgetter("order")
+        for env_id in touched & self.buffers.keys():
+            held = sorted(self.buffers[env_id].values(), key=by_order)  # type: ignore[index]
+            self.buffers[env_id] = {group.id: group for group in held}  # type: ignore[index]
+        if "quarantine" in touched:
+            self.quarantine = {group.id: group for group in sorted(self.quarantine.values(), key=by_order)}
+        if "envs" in touched:
+            self.tables["envs"] = dict(sorted(self.envs.items()))
 
     def load(self, snapshot: Snapshot) -> None:
         """Replace the state by what was committed."""
         self._empty()
-        self._changes = Changes()
+        self._changes, self._undo = Changes(), []
         groups: list[GroupRecord] = [record for record in snapshot["groups"] if isinstance(record, GroupRecord)]
         records: Iterable[Record] = (
             *snapshot["run"],
@@ -207,7 +263,7 @@ class TrajectoryState:
         self._recording = False
         try:
             for record in records:
-                self.put(*_place_of(record), record)
+                self.put(*place_of(record), record)
             self.tables["envs"] = dict(sorted(self.envs.items()))
         finally:
             self._recording = True
@@ -238,6 +294,17 @@ class TrajectoryState:
             if group is not None and group.place is Place.QUEUE and group.order == order:
                 found.append(group)
         return found, bool(self._versions) and self._versions[0][0] < oldest
+
+    def newest_time(self) -> float:
+        """Return the latest time in any record, in seconds since 1970."""
+        times = (
+            *(env.last_seen for env in self.envs.values()),
+            *(group.arrived_at for group in self.groups.values()),
+            *(lease.created_at for lease in self.leases.values()),
+            *(closed.closed_at for closed in self.closed.values()),
+            *(replay.stored_at for replay in self.replays.values()),
+        )
+        return max(times, default=0.0)
 
     def _enter(self, group: GroupRecord) -> None:
         self._next_id = max(self._next_id, group.id)
@@ -298,19 +365,3 @@ class TrajectoryState:
 
 def _moved(group: GroupRecord, ref: PayloadRef) -> GroupRecord:
     return msgspec.structs.replace(group, payload=msgspec.structs.replace(group.payload, ref=ref))
-
-
-def _place_of(record: Record) -> tuple[str, Key]:
-    match record:
-        case RunRecord():
-            return "run", "run"
-        case EnvRecord():
-            return "envs", record.env_id
-        case GroupRecord():
-            return "groups", record.id
-        case LeaseRecord():
-            return "leases", record.lease_id
-        case ClosedLease():
-            return "closed", record.lease_id
-        case Replay():
-            return "replays", record.key

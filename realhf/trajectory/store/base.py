@@ -26,7 +26,8 @@ class OutcomeUnknown(StoreFailure):
 
 
 class PayloadLost(StoreFailure):
-    """Is raised for payloads that cannot be read any more, or are not what was stored. ``refs`` names them."""
+    """Is raised for payloads that were read and are not what was stored, or that the medium says it does not have.
+    Never for a failure to read. ``refs`` names them."""
 
     def __init__(self, store: str, refs: Sequence[PayloadRef]) -> None:
         super().__init__(f"{store}: {len(refs)} payloads are missing or damaged")
@@ -83,12 +84,10 @@ class Store(Protocol):
     """Stores rows and payloads on one medium.
 
     Every method is called from the event loop and does its slow work elsewhere. ``shared``: other processes may write
-    too, so the engine wraps each round in ``begin`` and ``commit`` or ``abandon``. ``reloads``: the state can be read
-    again, so what was not committed can be undone.
+    too, so the engine wraps each round in ``begin`` and ``commit`` or ``abandon``.
     """
 
     shared: bool
-    reloads: bool
     name: str
 
     @property
@@ -100,8 +99,9 @@ class Store(Protocol):
         """Return everything that was committed. Raises StoreFailure (unreachable, or a second server on one folder)."""
         ...
 
-    async def stage(self, payloads: Sequence[bytes]) -> list[PayloadRef]:
-        """Keep payloads; they are durable once a commit that was begun afterwards returns. Raises StoreFailure."""
+    async def stage(self, payloads: Sequence[bytes], *, reserve: bool = True) -> list[PayloadRef]:
+        """Keep payloads; they are durable once a commit that was begun afterwards returns. Raises StoreFailure, also
+        where there is room for the payloads and too little for what has to follow; not so without ``reserve``."""
         ...
 
     async def unstage(self, refs: Sequence[PayloadRef]) -> None:
@@ -111,11 +111,13 @@ class Store(Protocol):
 
     async def commit(self, changes: Changes) -> None:
         """Make changes durable, in the order of the calls. Raises StoreFailure (nothing kept), OutcomeUnknown or
-        StateLost; the engine calls ``reload`` after each of them. Once the changes are durable it raises nothing."""
+        StateLost; the engine undoes the changes after the first, and calls ``reload`` after the others and wherever
+        the store is shared. Once the changes are durable it raises nothing."""
         ...
 
     async def read(self, payloads: Sequence[Payload]) -> list[bytes]:
-        """Return the bytes of staged payloads, checked against their CRC. Raises PayloadLost, StoreFailure."""
+        """Return the bytes of staged payloads, checked against their CRC. Raises PayloadLost, and StoreFailure where
+        they cannot be read at present."""
         ...
 
     async def begin(self) -> list[Changes]:
@@ -133,6 +135,11 @@ class Store(Protocol):
 
     async def reload(self) -> Snapshot:
         """Return everything that was committed to a store that is open. Raises StoreFailure."""
+        ...
+
+    def now(self) -> float | None:
+        """Return the time, in seconds since 1970, that all servers of a shared store go by; None where there is but
+        one server."""
         ...
 
     def take_loss(self) -> str:

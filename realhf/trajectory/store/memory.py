@@ -12,7 +12,6 @@ class MemoryStore:
     """Implements ``Store`` in memory: everything is lost with the process."""
 
     shared = False
-    reloads = False
     files = None
     name = "memory"
 
@@ -20,7 +19,7 @@ class MemoryStore:
         """See ``Store``."""
         return empty_snapshot()
 
-    async def stage(self, payloads: Sequence[bytes]) -> list[PayloadRef]:
+    async def stage(self, payloads: Sequence[bytes], *, reserve: bool = True) -> list[PayloadRef]:
         """See ``Store``."""
         return list(payloads)
 
@@ -49,6 +48,9 @@ class MemoryStore:
     async def reload(self) -> Snapshot:
         """Raise StoreFailure: memory cannot be read again."""
         raise StoreFailure("memory cannot be read again")
+
+    def now(self) -> None:
+        """See ``Store``."""
 
     def take_loss(self) -> str:
         """See ``Store``. Nothing is ever forgotten."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from realhf.base.extras import install_command
 from realhf.trajectory.store.base import Store
 from realhf.trajectory.store.memory import MemoryStore
 from realhf.trajectory.store.sqlite import SqliteStore
@@ -20,6 +21,6 @@ def open_store(url: str, *, durable: bool = False) -> Store:
         try:
             from realhf.trajectory.store.redis import RedisStore
         except ModuleNotFoundError as error:
-            raise ValueError(f"--store {url} needs the extra 'redis': pip install 'realhf[redis]' ({error})") from error
+            raise ValueError(f"--store {url} needs redis ({error}): {install_command('redis')}") from error
         return RedisStore(url)
     raise ValueError(f"--store is {url!r}; give sqlite:DIR, memory or redis://host:port")

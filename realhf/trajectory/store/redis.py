@@ -24,7 +24,7 @@ from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import NoScriptError, RedisError
+from redis.exceptions import NoScriptError, ReadOnlyError, RedisError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from realhf.trajectory.base.records import TABLES, GroupRecord, Payload, PayloadRef, RunRecord
@@ -55,12 +55,13 @@ _BROKEN = (RedisConnectionError, RedisTimeoutError, OSError, RuntimeError)
 the client passes that on."""
 _FAILED = (RedisError, *_BROKEN)
 
-# Returns what was logged after the commit of number ARGV[1], and which server made that one.
+# Returns what was logged after the commit of number ARGV[1], which server made that one, and the time: the servers'
+# clocks may differ, so none of them goes by its own.
 _FOLLOW = """
 local known = redis.call('XRANGE', KEYS[3], ARGV[1] .. '-0', ARGV[1] .. '-0')
 local by = known[1] and known[1][2][2] or ''
 local log = redis.call('XRANGE', KEYS[3], string.format('%d-0', ARGV[1] + 1), '+')
-return {redis.call('GET', KEYS[2]) or '0', redis.call('GET', KEYS[4]) or '', by, log}
+return {redis.call('TIME'), redis.call('GET', KEYS[2]) or '0', redis.call('GET', KEYS[4]) or '', by, log}
 """
 # Does the same under the lock, which it takes: ARGV[2] is the token, ARGV[3] the milliseconds.
 _BEGIN = f"""
@@ -116,7 +117,6 @@ class RedisStore:
     """Implements ``Store`` for one of several servers over the Redis at ``url``; ``?prefix=name`` keeps runs apart."""
 
     shared = True
-    reloads = True
     files = None
 
     def __init__(self, url: str) -> None:
@@ -134,6 +134,7 @@ class RedisStore:
         self._keys = [f"{self._prefix}:{name}" for name in ("lock", "version", "log", "last")]
         self._scripts = {script: self._redis.register_script(script) for script in (_FOLLOW, _BEGIN, _COMMIT, _SETTLE)}
         self._version = 0
+        self._now = 0.0
         self._token = b""
         self._last = b""
         self._refs = _new_refs()
@@ -158,7 +159,7 @@ class RedisStore:
                     together.hvals(self._table(table))
                 _, born, (version, last), known, *tables = await together.execute()
         except _FAILED as error:
-            raise self._failure(error) from error
+            raise await self._refused(error) from error
         version, last = int(version or 0), last or b""
         self._loss = self._loss or self._missing(born, version, last, known)
         self._born, self._version, self._last = born, version, last
@@ -166,6 +167,10 @@ class RedisStore:
             table: [self._decoders[table].decode(row) for row in rows]
             for table, rows in zip(TABLES, tables, strict=True)
         }
+
+    def now(self) -> float:
+        """Return the time of Redis, as the last ``begin`` or ``follow`` read it; it never goes back."""
+        return self._now
 
     def take_loss(self) -> str:
         """See ``Store``."""
@@ -188,7 +193,7 @@ class RedisStore:
             same = _number(name) != self._version or _fields(fields)[b"t"] == self._last
         return "" if same else f"Redis went back behind commit {self._version}, and others took its number"
 
-    async def stage(self, payloads: Sequence[bytes]) -> list[PayloadRef]:
+    async def stage(self, payloads: Sequence[bytes], *, reserve: bool = True) -> list[PayloadRef]:
         """See ``Store``. A number that any server has used is never written over."""
         for _ in range(_STAGE_ATTEMPTS):
             refs = [next(self._refs) for _ in payloads]
@@ -200,7 +205,7 @@ class RedisStore:
                         self._staged.update(refs)
                         return [*refs]
             except _FAILED as error:
-                raise self._failure(error) from error
+                raise await self._refused(error) from error
             self._refs = _new_refs()
         raise StoreFailure(f"{self.name}: no free payload numbers in {_STAGE_ATTEMPTS} attempts")
 
@@ -302,12 +307,15 @@ class RedisStore:
             except NoScriptError as error:
                 raise StateLost(f"{self.name} was restarted: {error}") from error
             except RedisError as error:
-                raise self._failure(error) from error
+                raise await self._refused(error) from error
         raise AssertionError("unreachable")
 
-    def _seen(self, version: bytes, last: bytes, by: bytes, entries: Sequence[Any]) -> list[Changes]:
+    def _seen(
+        self, at: Sequence[bytes], version: bytes, last: bytes, by: bytes, entries: Sequence[Any]
+    ) -> list[Changes]:
         """Return the changes of log entries that follow what is known. Raises StateLost where some are missing, or
         where Redis lost commits and others took their numbers; ``by``: the token of the last commit that is known."""
+        self._now = max(self._now, int(at[0]) + int(at[1]) / 1e6)
         if self._version and by != self._last:
             raise StateLost(f"{self.name}: commit {self._version} is no longer in the log, or is another one")
         found = []
@@ -335,6 +343,13 @@ class RedisStore:
 
     def _payload(self, ref: PayloadRef) -> str:
         return f"{self._prefix}:p:{ref}"
+
+    async def _refused(self, error: Exception) -> StoreFailure:
+        """Leave connections to a Redis that was a master and is a replica now: the address may lead to the new one."""
+        if isinstance(error, ReadOnlyError) or "READONLY" in str(error):
+            await self._redis.connection_pool.disconnect()
+            return StoreFailure(f"{self.name}: it is a replica now, and the next try connects anew ({error})")
+        return self._failure(error)
 
     def _failure(self, error: Exception) -> StoreFailure:
         return StoreFailure(f"{self.name}: {error}")

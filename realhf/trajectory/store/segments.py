@@ -10,6 +10,7 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from realhf.trajectory.base.records import Payload
@@ -23,9 +24,13 @@ _MAX_BUFFERS = 512
 """Number of payloads in one write at most; the system limits the buffers of one call."""
 _SLACK_FILES = 2
 """Number of files that may be mostly empty before compaction is worth it."""
-_SPARE_FILES = 4
+_SPARE_FILES = 1
 """Number of emptied files that are kept and written again instead of new ones, because their pages are there
-already."""
+already. With the file that is being written they make up the slack."""
+
+
+class PlaceGone(LookupError):
+    """Is raised for a payload whose file was given up: the payload has moved, or nobody needs it any more."""
 
 
 class Segments:
@@ -44,22 +49,36 @@ class Segments:
         self._n_staged: Counter[int] = Counter()
         self._sizes: dict[int, int] = {}
         self._handles: dict[int, int] = {}
+        self._readers: Counter[int] = Counter()
+        self._retired: set[int] = set()
         self._waiting: dict[int, bytes] = {}
+        self.waiting_bytes = 0
+        """Size of the payloads that are staged and not written."""
+        self.tight = False
+        """Whether there is so little room that no file may be mostly empty."""
         self._files = threading.Lock()
         self._spare: list[tuple[Path, int]] = []
         self._new_names = False
         self._active = 0
         self._end = 0
 
-    def restore(self, payloads: Iterable[Payload]) -> None:
-        """Count what is referred to, and delete files without any reference; writing continues in a new segment."""
+    def restore(self, payloads: Sequence[Payload], *, keep_unused: bool) -> None:
+        """Count what is referred to, open those files, and delete the others unless ``keep_unused``; writing continues
+        in a new segment. Raises OSError only where the folder itself cannot be read."""
         self.recount(payloads)
         found = {int(path.stem): path for path in self._folder.glob("*.seg") if path.stem.isdigit()}
-        unused = [path for segment, path in found.items() if not self._live[segment]]
+        unused = [path for segment, path in found.items() if not self._live[segment] and not keep_unused]
         for path in (*unused, *self._folder.glob("*.spare")):
             path.unlink(missing_ok=True)
-        self._sizes = {segment: path.stat().st_size for segment, path in found.items() if self._live[segment]}
-        self._active, self._end = max([self._active, *found], default=0) + 1, 0
+        for segment in [segment for segment in found if self._live[segment]]:
+            try:  # now, while there are descriptors: a read should not need one
+                self._handles[segment] = os.open(found[segment], os.O_RDWR | os.O_CLOEXEC)
+                self._sizes[segment] = os.fstat(self._handles[segment]).st_size
+            except OSError as error:
+                logger.error("%s cannot be opened now, and is left as it is: %s", found[segment], error)
+                places = [(*self._locate(payload), payload.nbytes) for payload in payloads]
+                self._sizes[segment] = max(offset + nbytes for held, offset, nbytes in places if held == segment)
+        self._active, self._end = max([self._active, *found, *self._live]) + 1, 0  # a number is never used again
         self._sizes[self._active] = 0
 
     def recount(self, payloads: Iterable[Payload]) -> None:
@@ -70,12 +89,9 @@ class Segments:
             self._settle(self._ref(payload))
 
     def holds(self, payload: Payload) -> bool:
-        """Return whether the payload lies within its file; one in a torn tail does not."""
+        """Return whether the payload lies within its file, as it was at the start; one in a torn tail does not."""
         segment, offset = self._locate(payload)
-        try:
-            return self._path(segment).stat().st_size >= offset + payload.nbytes
-        except FileNotFoundError:
-            return False
+        return self._sizes.get(segment, 0) >= offset + payload.nbytes
 
     def stage(self, payloads: Sequence[bytes]) -> list[int]:
         """Assign references to payloads, which the next ``write`` puts there."""
@@ -85,6 +101,7 @@ class Segments:
                 self._active, self._end = self._active + 1, 0
             ref = self._active << _OFFSET_BITS | self._end
             self._waiting[ref] = payload
+            self.waiting_bytes += len(payload)
             self._end += len(payload)
             self._sizes[self._active] = self._end
             self._staged.add(ref)
@@ -118,11 +135,14 @@ class Segments:
     def written(self, staged: dict[int, bytes]) -> None:
         """Drop these payloads from memory, because they are written."""
         for ref in staged:
-            self._waiting.pop(ref, None)
+            self._no_longer_waits(ref)
 
-    def waiting_bytes(self, ref: int) -> bytes | None:
+    def bytes_waiting(self, ref: int) -> bytes | None:
         """Return the bytes of a payload that waits to be written, or None."""
         return self._waiting.get(ref)
+
+    def _no_longer_waits(self, ref: int) -> None:
+        self.waiting_bytes -= len(self._waiting.pop(ref, b""))
 
     def kept(self, payloads: Iterable[Payload]) -> None:
         """Take note that a commit holds these payloads; those that were staged are live from now on."""
@@ -135,7 +155,7 @@ class Segments:
         stay."""
         for ref in refs:
             if self._settle(ref):
-                self._waiting.pop(ref, None)
+                self._no_longer_waits(ref)
 
     def _settle(self, ref: int) -> bool:
         """End the staging of a reference; return whether it was staged."""
@@ -146,33 +166,57 @@ class Segments:
         return True
 
     def read(self, payload: Payload) -> bytes:
-        """Read one payload from its file. Raises OSError. Writers do not wait for the disk meanwhile."""
+        """Read one payload from its file; less where the file ends. Raises PlaceGone, and OSError where it cannot be
+        read at present. Writers do not wait for the disk meanwhile."""
         segment, offset = self._locate(payload)
-        handle = self._own_handle(segment)
-        try:
-            return os.pread(handle, payload.nbytes, offset)
-        finally:
-            os.close(handle)
+        pieces, missing = [], payload.nbytes
+        with self._shared_handle(segment) as handle:
+            while missing and (piece := os.pread(handle, missing, offset)):
+                pieces.append(piece)
+                offset, missing = offset + len(piece), missing - len(piece)
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
-    def _own_handle(self, segment: int) -> int:
-        """Return a handle that the reader closes itself: the shared one may be closed while it reads."""
+    @contextmanager
+    def _shared_handle(self, segment: int) -> Iterator[int]:
+        """Lend the handle of a file; it stays open until its last reader is done, though the file may go meanwhile."""
         with self._files:
             handle = self._handles.get(segment)
             if handle is not None:
-                return os.dup(handle)
+                self._readers[handle] += 1
+        if handle is None:
+            handle = self._opened_for_reading(segment)
+        try:
+            yield handle
+        finally:
+            with self._files:
+                self._readers[handle] -= 1
+                if not self._readers[handle]:
+                    del self._readers[handle]
+                    if handle in self._retired:
+                        self._retired.remove(handle)
+                        os.close(handle)
+
+    def _opened_for_reading(self, segment: int) -> int:
+        """Open a file that could not be opened at the start; return its handle, lent."""
+        if segment not in self._sizes:
+            raise PlaceGone(segment)
         opened = os.open(self._path(segment), os.O_RDWR | os.O_CLOEXEC)
         with self._files:
-            if segment in self._handles:
-                return opened
-            self._handles[segment] = opened
-            return os.dup(opened)
+            if segment not in self._sizes:
+                os.close(opened)
+                raise PlaceGone(segment)
+            handle = self._handles.setdefault(segment, opened)
+            if handle != opened:
+                os.close(opened)
+            self._readers[handle] += 1
+            return handle
 
     def free(self, refs: Iterable[int]) -> list[int]:
         """Drop references that no record holds any more. Returns the files without any reference left, for
         ``remove``."""
         for ref in refs:
             if self._settle(ref):
-                self._waiting.pop(ref, None)
+                self._no_longer_waits(ref)
             else:
                 self._live[ref >> _OFFSET_BITS] -= 1
         empty = [
@@ -185,9 +229,17 @@ class Segments:
             del self._live[segment], self._n_staged[segment]
         return empty
 
+    def end_active(self) -> list[int]:
+        """Continue in a new file, so that the present one can go or be compacted. Returns the files without any
+        reference, for ``remove``."""
+        if self._end:
+            self._active, self._end = self._active + 1, 0
+            self._sizes[self._active] = 0
+        return self.free(())
+
     def wasteful(self, held_bytes: int) -> bool:
         """Return whether the files take more than twice what is in use, and a few files beyond that."""
-        return sum(self._sizes.values()) > 2 * held_bytes + _SLACK_FILES * self._limit
+        return sum(self._sizes.values()) > 2 * held_bytes + (0 if self.tight else _SLACK_FILES * self._limit)
 
     def file_of(self, payload: Payload) -> int:
         """Return the number of the file that holds a payload."""
@@ -206,23 +258,40 @@ class Segments:
     def remove(self, segments: Sequence[int]) -> None:
         """Put files aside to be written again, or delete them. That takes a while, so call it off the event loop."""
         for segment in segments:
+            path = self._path(segment)
             with self._files:
                 handle = self._handles.pop(segment, None)
-            path = self._path(segment)
-            if handle is not None and len(self._spare) < _SPARE_FILES:
-                self._spare.append((path.rename(path.with_suffix(".spare")), handle))
-                continue
-            if handle is not None:
-                os.close(handle)
+                if handle is not None and not self._readers[handle] and len(self._spare) < _SPARE_FILES:
+                    self._spare.append((path.rename(path.with_suffix(".spare")), handle))
+                    continue
+                if handle is not None:
+                    self._retire(handle)
             path.unlink(missing_ok=True)
+
+    def give_up_spares(self) -> bool:
+        """Delete the files that were put aside; return whether there were any."""
+        with self._files:
+            spare, self._spare = self._spare, []
+        for path, handle in spare:
+            os.close(handle)
+            path.unlink(missing_ok=True)
+        return bool(spare)
 
     def close(self) -> None:
         """Close all files."""
         with self._files:
             for handle in (*self._handles.values(), *(handle for _, handle in self._spare)):
-                os.close(handle)
+                self._retire(handle)
             self._handles.clear()
             self._spare.clear()
+
+    def _retire(self, handle: int) -> None:
+        """Close a handle now, or when its last reader is done."""
+        if self._readers[handle]:
+            self._retired.add(handle)
+        else:
+            del self._readers[handle]
+            os.close(handle)
 
     def _path(self, segment: int) -> Path:
         return self._folder / f"{segment:08d}.seg"

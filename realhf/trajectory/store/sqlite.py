@@ -3,28 +3,53 @@
 A commit is one transaction, after the payloads it refers to were written. It survives the death of the process; with
 ``durable`` also that of the machine. Without a flush a small transaction takes some 30 microseconds, less than a switch
 to another thread, so it runs on the event loop. Payloads, large transactions and checkpoints, which may wait for the
-disk, go to the writer thread. Source: docs/reference/trajectory.md 3.11.
+disk, go to the writer thread.
+
+What is kept must also come out of a full disk: pushes are refused while there is still room for the rows of pulls and
+acknowledgements, and a ballast file is given up when even those find none. Source: docs/reference/trajectory.md 3.11.
 """
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import fcntl
 import logging
 import os
 import sqlite3
-from collections.abc import Iterable, Sequence
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from isal import isal_zlib
 
-from realhf.trajectory.base.records import TABLES, GroupRecord, LeaseRecord, Payload, PayloadRef, Place, RunRecord
-from realhf.trajectory.store.base import Changes, Files, PayloadLost, Snapshot, StoreFailure, empty_snapshot
-from realhf.trajectory.store.segments import SEGMENT_BYTES, Segments
+from realhf.trajectory.base.records import (
+    PAYLOAD_LOST,
+    TABLES,
+    GroupRecord,
+    LeaseRecord,
+    Payload,
+    PayloadRef,
+    Place,
+    Record,
+    RunRecord,
+    place_of,
+)
+from realhf.trajectory.store.base import (
+    Changes,
+    Files,
+    OutcomeUnknown,
+    PayloadLost,
+    Snapshot,
+    StoreFailure,
+    empty_snapshot,
+)
+from realhf.trajectory.store.segments import SEGMENT_BYTES, PlaceGone, Segments
 
 logger = logging.getLogger(__name__)
 _INTEGER_KEYS = ("envs", "groups")
@@ -38,6 +63,16 @@ _LOGGED_BYTES_PER_ROW = 4096
 """Bytes that a row adds to the log: one page of the database."""
 _WAIT_FOR_CHECKPOINT_BYTES = 128 << 20
 """Size of the log of changes from which it is merged before the next commit."""
+_FORMAT = 1
+"""Version of the tables: since 1 every row begins with a checksum of its table, its key and itself."""
+_RESERVE_BYTES, _RESERVE_SHARE = 64 << 20, 16
+"""Room on the disk below which pushes are refused, at most, and that share of a small disk."""
+_BALLAST_BYTES, _BALLAST_SHARE = 16 << 20, 32
+"""Size of the ballast file, likewise."""
+_MOST_UNREADABLE = 20
+"""Number of groups after which the check at the start gives up on a disk that cannot be read."""
+_LOOK_EVERY_S, _LOOK_EVERY_BYTES = 0.05, 4 << 20
+"""Time and bytes of pushes after which it is looked again how much room there is."""
 _CHECKED_BYTES = 64 << 20
 """How many bytes of payloads at the end of what was written are checked when the store opens; the others are checked
 when they are read."""
@@ -47,7 +82,6 @@ class SqliteStore:
     """Keeps one folder, locked to one process. ``durable``: every commit reaches the disk before it returns."""
 
     shared = False
-    reloads = True
 
     def __init__(self, folder: Path, *, durable: bool = False, segment_bytes: int = SEGMENT_BYTES) -> None:
         self.name = f"sqlite:{folder}"
@@ -59,6 +93,9 @@ class SqliteStore:
         self._database: sqlite3.Connection | None = None
         self._logged = 0
         self._checkpoint: asyncio.Future[None] | None = None
+        self._has_ballast = False
+        self._loss = ""
+        self._room, self._look_again_at = 0, 0.0
 
     @property
     def files(self) -> Files:
@@ -70,7 +107,13 @@ class SqliteStore:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._take_lock()
-            return await self._on_writer(self._restore)
+            self._has_ballast = self._ballast.exists()
+            try:
+                return await self._on_writer(self._restore)
+            except (OSError, sqlite3.Error) as error:
+                if not (_is_full(error) and await self._on_writer(self._make_room)):
+                    raise
+                return await self._on_writer(self._restore)
         except (OSError, sqlite3.Error) as error:
             raise StoreFailure(f"{self.name}: {error}") from error
 
@@ -83,8 +126,10 @@ class SqliteStore:
         self._segments.recount(_payloads(snapshot))
         return snapshot
 
-    async def stage(self, payloads: Sequence[bytes]) -> list[PayloadRef]:
-        """See ``Store``."""
+    async def stage(self, payloads: Sequence[bytes], *, reserve: bool = True) -> list[PayloadRef]:
+        """See ``Store``. Raises StoreFailure when the disk would be too full for what has to follow."""
+        if reserve:
+            self._refuse_when_full(sum(map(len, payloads)))
         return list(self._segments.stage(payloads))
 
     async def unstage(self, refs: Sequence[PayloadRef]) -> None:
@@ -92,20 +137,13 @@ class SqliteStore:
         self._segments.unstage(ref for ref in refs if isinstance(ref, int))
 
     async def commit(self, changes: Changes) -> None:
-        """Write the payloads, then the rows. Raises StoreFailure, and then nothing of the commit is kept. After the
-        rows comes housekeeping, whose failure does not fail the commit."""
+        """Write the payloads, then the rows. Raises StoreFailure, and then nothing of the commit is kept, or
+        OutcomeUnknown. After the rows comes housekeeping, whose failure does not fail the commit."""
         staged = self._segments.waiting()
-        small = not self._durable and len(changes.rows) <= _INLINE_ROWS and not changes.cleared
-        try:
-            if staged and (self._durable or sum(map(len, staged.values())) > _INLINE_BYTES):
-                await self._on_writer(self._segments.write, staged, self._durable)
-            elif staged:
-                self._segments.write(staged, self._durable)
-            if small:
-                self._write(changes)
-            else:
-                await self._on_writer(self._write, changes)
-        except (OSError, sqlite3.Error) as error:
+        error = await self._attempt(staged, changes)
+        if error is not None and _is_full(error) and await self._on_writer(self._make_room):
+            error = await self._attempt(staged, changes)
+        if error is not None:
             raise StoreFailure(f"{self.name}: {error}") from error
         self._segments.written(staged)
         self._segments.kept(_new_payloads(changes))
@@ -117,14 +155,43 @@ class SqliteStore:
         except (OSError, sqlite3.Error) as error:
             logger.error("%s: the log of changes could not be merged, and grows until it can: %s", self.name, error)
 
+    async def _attempt(self, staged: dict[int, bytes], changes: Changes) -> Exception | None:
+        """Write payloads and rows; return the error if nothing was kept. Raises OutcomeUnknown."""
+        try:
+            if staged and (self._durable or sum(map(len, staged.values())) > _INLINE_BYTES):
+                await self._on_writer(self._segments.write, staged, self._durable)
+            elif staged:
+                self._segments.write(staged, self._durable)
+        except OSError as error:
+            return error
+        try:
+            if self._durable or len(changes.rows) > _INLINE_ROWS or changes.cleared:
+                await self._on_writer(self._write, changes)
+            else:
+                self._write(changes)
+        except (OSError, sqlite3.Error) as error:
+            return None if await self._was_kept(changes, error) else error
+        return None
+
+    async def _was_kept(self, changes: Changes, error: Exception) -> bool:
+        """Look in the database itself whether a transaction that failed was made after all. Raises OutcomeUnknown."""
+        try:
+            return await self._on_writer(self._holds, changes)
+        except (OSError, sqlite3.Error) as unknown:
+            raise OutcomeUnknown(f"{self.name}: {error}; then, looking what was kept: {unknown}") from unknown
+
     async def read(self, payloads: Sequence[Payload]) -> list[bytes]:
-        """Return the bytes of payloads, checked. Raises PayloadLost."""
+        """Return the bytes of payloads, checked. Raises PayloadLost only for bytes that were read and are others than
+        were written, and StoreFailure where they cannot be read at present."""
         return await asyncio.to_thread(self._read, payloads)
 
+    def now(self) -> None:
+        """See ``Store``."""
+
     def take_loss(self) -> str:
-        """Return an empty text: the folder is locked to this process, so no other process can take anything away from
-        it."""
-        return ""
+        """See ``Store``. Rows of groups and leases that are damaged are told in the log; the run itself is a loss."""
+        loss, self._loss = self._loss, ""
+        return loss
 
     async def begin(self) -> list[Changes]:
         """Raise AssertionError: one server has this store for itself."""
@@ -141,6 +208,7 @@ class SqliteStore:
     async def close(self) -> None:
         """See ``Store``. The lock of the folder is released last."""
         await self._on_writer(self._close_database)
+        await self._on_writer(self._drop_needless_ballast)
         await asyncio.to_thread(self._writer.shutdown)
         self._segments.close()
         if self._lock is not None:
@@ -159,8 +227,70 @@ class SqliteStore:
             os.close(self._lock)
             self._lock = None
             raise StoreFailure(f"{self.name} is in use by another server (pid {owner})") from None
-        os.ftruncate(self._lock, 0)
-        os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
+        with suppress(OSError):  # the number only helps a person, and a full disk must not stop the start
+            os.ftruncate(self._lock, 0)
+            os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
+
+    @property
+    def _ballast(self) -> Path:
+        return self._folder / "ballast"
+
+    def _refuse_when_full(self, nbytes: int) -> None:
+        """Raise StoreFailure for a push that would leave too little room on the disk for the way out of it."""
+        self._room -= nbytes
+        if self._room > 0 and time.monotonic() < self._look_again_at:
+            return
+        free, total = self._disk()
+        reserve = min(_RESERVE_BYTES, total // _RESERVE_SHARE)
+        self._room = min(_LOOK_EVERY_BYTES, free - self._segments.waiting_bytes - nbytes - reserve)
+        self._look_again_at = time.monotonic() + _LOOK_EVERY_S
+        self._segments.tight = self._room < 0
+        if self._segments.tight:
+            self._writer.submit(self._remove, self._segments.end_active())
+            self._writer.submit(self._segments.give_up_spares)
+            raise StoreFailure(
+                f"{self.name}: the disk has {free >> 20} MiB left, and {reserve >> 20} MiB are kept for pulls and "
+                "acknowledgements; pushes are refused until there is room"
+            )
+        if not self._has_ballast and free > 4 * reserve:
+            self._has_ballast = True
+            self._writer.submit(self._take_ballast, min(_BALLAST_BYTES, total // _BALLAST_SHARE))
+
+    def _disk(self) -> tuple[int, int]:
+        """Return the bytes that are free on the disk, and its size."""
+        try:
+            found = os.statvfs(self._folder)
+        except OSError as error:
+            raise StoreFailure(f"{self.name}: {error}") from error
+        return found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
+
+    def _take_ballast(self, nbytes: int) -> None:
+        """Occupy room that a full disk can be drained with."""
+        try:
+            with self._ballast.open("wb") as file:
+                os.posix_fallocate(file.fileno(), 0, nbytes)
+        except OSError as error:
+            logger.warning("%s: no ballast of %d MiB: %s", self.name, nbytes >> 20, error)
+            self._ballast.unlink(missing_ok=True)
+
+    def _drop_needless_ballast(self) -> None:
+        """Leave no ballast behind where there is room without it, so that it need not be taken again in need."""
+        with suppress(OSError, StoreFailure):
+            free, total = self._disk()
+            if free > 4 * min(_RESERVE_BYTES, total // _RESERVE_SHARE):
+                self._ballast.unlink(missing_ok=True)
+
+    def _make_room(self) -> bool:
+        """Give up everything that is not needed; return whether there was anything."""
+        had_ballast, self._has_ballast = self._ballast.exists(), False
+        self._ballast.unlink(missing_ok=True)
+        found = self._segments.give_up_spares() or had_ballast
+        if found:
+            logger.warning("%s: the disk is full; what was kept in reserve is used to drain it", self.name)
+        if self._database is not None:
+            with suppress(sqlite3.Error):
+                self._run_checkpoint("TRUNCATE")
+        return found
 
     def _connect(self) -> sqlite3.Connection:
         database = sqlite3.connect(self._folder / "state.sqlite", isolation_level=None, check_same_thread=False)
@@ -168,62 +298,89 @@ class SqliteStore:
         database.execute(f"PRAGMA synchronous={'FULL' if self._durable else 'NORMAL'}")
         database.execute("PRAGMA busy_timeout=5000")
         database.execute("PRAGMA wal_autocheckpoint=0")
-        for table in TABLES:
-            key = "INTEGER PRIMARY KEY" if table in _INTEGER_KEYS else "TEXT PRIMARY KEY"
-            database.execute(
-                f'CREATE TABLE IF NOT EXISTS "{table}" (key {key}, row BLOB NOT NULL) WITHOUT ROWID'
-                if key.startswith("TEXT")
-                else f'CREATE TABLE IF NOT EXISTS "{table}" (key {key}, row BLOB NOT NULL)'
+        (version,) = database.execute("PRAGMA user_version").fetchone()
+        if version > _FORMAT:
+            database.close()
+            raise StoreFailure(
+                f"{self.name} has format {version}, this program knows up to {_FORMAT}; take a newer one"
             )
+        if version < _FORMAT:
+            database.execute("BEGIN IMMEDIATE")
+            for table in TABLES:
+                if table in _INTEGER_KEYS:
+                    columns = "(key INTEGER PRIMARY KEY, row BLOB NOT NULL)"
+                else:
+                    columns = "(key TEXT PRIMARY KEY, row BLOB NOT NULL) WITHOUT ROWID"
+                database.execute(f'CREATE TABLE IF NOT EXISTS "{table}" {columns}')
+                rows = database.execute(f'SELECT key, row FROM "{table}"').fetchall()  # of format 0, if there are any
+                sealed = [(_seal(table, key, row), key) for key, row in rows]
+                database.executemany(f'UPDATE "{table}" SET row = ? WHERE key = ?', sealed)
+            database.execute("CREATE TABLE IF NOT EXISTS damaged (name TEXT NOT NULL, key NOT NULL, row BLOB)")
+            database.execute(f"PRAGMA user_version={_FORMAT}")
+            database.execute("COMMIT")
         return database
 
     def _load(self) -> Snapshot:
+        """Read all rows. Damaged ones are moved aside, into the table ``damaged``, for a person to look at."""
         self._close_database()
         self._database = self._connect()
-        snapshot = empty_snapshot()
+        snapshot, damaged = empty_snapshot(), list[tuple[str, Any, Any]]()
         for table, kind in TABLES.items():
-            decode = msgspec.msgpack.Decoder(kind).decode
-            snapshot[table] = [decode(row) for (row,) in self._database.execute(f'SELECT row FROM "{table}"')]
+            decoder = msgspec.msgpack.Decoder(kind)
+            for key, row in self._database.execute(f'SELECT key, row FROM "{table}"'):
+                record = _unsealed(table, key, row, decoder)
+                if record is None:
+                    damaged.append((table, key, row))
+                else:
+                    snapshot[table].append(record)
+        if damaged:
+            counts = ", ".join(f"{table} {count}" for table, count in Counter(row[0] for row in damaged).items())
+            logger.error("%s: damaged rows were set aside, in the table 'damaged': %s", self.name, counts)
+            if any(table == "run" for table, _, _ in damaged):
+                self._loss = "the record of the run is damaged, and was set aside"
+            self._database.execute("BEGIN IMMEDIATE")
+            self._database.executemany("INSERT INTO damaged VALUES (?, ?, ?)", damaged)
+            for table, key, _ in damaged:
+                self._database.execute(f'DELETE FROM "{table}" WHERE key IS ?', (key,))
+            self._database.execute("COMMIT")
         return snapshot
 
     def _restore(self) -> Snapshot:
         snapshot = self._load()
-        self._segments.restore(_payloads(snapshot))
-        return self._without_torn(snapshot)
+        assert self._database is not None
+        (set_aside,) = self._database.execute("SELECT count(*) FROM damaged").fetchone()
+        self._segments.restore(list(_payloads(snapshot)), keep_unused=set_aside > 0)
+        changes = _repairs(snapshot, self._torn(snapshot))
+        if not changes:
+            return snapshot
+        self._write(changes)
+        return self._load()
 
-    def _without_torn(self, snapshot: Snapshot) -> Snapshot:
-        """Drop groups whose payload did not reach the disk; only the newest ones can be among them."""
+    def _torn(self, snapshot: Snapshot) -> set[int]:
+        """Return the groups whose payload is not what was written. After the loss of power without ``durable`` the
+        newest ones may not have reached the disk, so those are read."""
         groups = sorted(
             (record for record in snapshot["groups"] if isinstance(record, GroupRecord)),
             key=lambda group: _position(group.payload),
             reverse=True,
         )
-        torn, seen = set(), 0
+        torn, seen, unreadable = set(), 0, 0
         for group in groups:
             if not self._segments.holds(group.payload):
                 torn.add(group.id)
             elif seen < _CHECKED_BYTES:
                 seen += group.payload.nbytes
-                if isal_zlib.crc32(self._segments.read(group.payload)) != group.payload.crc:
-                    torn.add(group.id)
+                try:
+                    if isal_zlib.crc32(self._segments.read(group.payload)) != group.payload.crc:
+                        torn.add(group.id)
+                except OSError as error:
+                    unreadable += 1
+                    logger.error("%s: group %d cannot be read now, and stays: %s", self.name, group.id, error)
+                    if unreadable >= _MOST_UNREADABLE:
+                        break
         if torn:
-            logger.error("%s: the payloads of %d groups are torn, they are lost", self.name, len(torn))
-            self._forget(torn, snapshot)
-        return self._load() if torn else snapshot
-
-    def _forget(self, torn: set[int], snapshot: Snapshot) -> None:
-        """Delete torn groups; the other groups of their batches go back to the queue."""
-        changes = Changes(rows={("groups", key): None for key in torn})
-        for run in snapshot["run"]:
-            if isinstance(run, RunRecord) and run.latest is not None and run.latest.id in torn:
-                changes.rows["run", "run"] = msgspec.structs.replace(run, latest=None)
-        groups = {group.id: group for group in snapshot["groups"] if isinstance(group, GroupRecord)}
-        for lease in snapshot["leases"]:
-            if isinstance(lease, LeaseRecord) and torn & set(lease.groups):
-                changes.rows[("leases", lease.lease_id)] = None
-                for key in set(lease.groups) - torn:
-                    changes.rows[("groups", key)] = msgspec.structs.replace(groups[key], place=Place.QUEUE)
-        self._write(changes)
+            logger.error("%s: the payloads of %d groups are damaged; they go to quarantine", self.name, len(torn))
+        return torn
 
     async def _merge_log(self) -> None:
         """Merge the log into the database now and then, beside the commits that follow."""
@@ -255,14 +412,14 @@ class SqliteStore:
     def _write(self, changes: Changes) -> None:
         assert self._database is not None
         self._logged += _LOGGED_BYTES_PER_ROW * len(changes.rows)
-        database, encode = self._database, msgspec.msgpack.Encoder().encode
+        database = self._database
         puts: dict[str, list[tuple[Any, bytes]]] = {}
         deletes: dict[str, list[tuple[Any]]] = {}
         for (table, key), record in changes.rows.items():
             if record is None:
                 deletes.setdefault(table, []).append((key,))
             else:
-                puts.setdefault(table, []).append((key, encode(record)))
+                puts.setdefault(table, []).append((key, _seal(table, key, _ENCODER.encode(record))))
         database.execute("BEGIN IMMEDIATE")
         try:
             for table in TABLES if changes.cleared else ():
@@ -277,15 +434,31 @@ class SqliteStore:
                 database.execute("ROLLBACK")
             raise
 
+    def _holds(self, changes: Changes) -> bool:
+        """Return whether all of these changes are in the database, as a new connection finds it."""
+        self._close_database()
+        self._database = self._connect()
+        for (table, key), record in changes.rows.items():
+            found = self._database.execute(f'SELECT row FROM "{table}" WHERE key = ?', (key,)).fetchone()
+            wanted = None if record is None else (_seal(table, key, _ENCODER.encode(record)),)
+            if found != wanted:
+                return False
+        for table in TABLES if changes.cleared else ():
+            (found,) = self._database.execute(f'SELECT count(*) FROM "{table}"').fetchone()
+            if found != sum(record is not None and name == table for (name, _), record in changes.rows.items()):
+                return False
+        return True
+
     def _read(self, payloads: Sequence[Payload]) -> list[bytes]:
         found, lost = [], []
         for payload in payloads:
+            assert isinstance(payload.ref, int)
             try:
-                assert isinstance(payload.ref, int)
-                data = self._segments.waiting_bytes(payload.ref) or self._segments.read(payload)
-            except OSError as error:
-                logger.error("%s: %s", self.name, error)
+                data = self._segments.bytes_waiting(payload.ref) or self._segments.read(payload)
+            except PlaceGone:
                 data = b""
+            except OSError as error:
+                raise StoreFailure(f"{self.name}: a payload cannot be read now: {error}") from error
             found.append(data)
             if isal_zlib.crc32(data) != payload.crc:
                 lost.append(payload.ref)
@@ -297,6 +470,65 @@ class SqliteStore:
         if self._database is not None:
             self._database.close()
             self._database = None
+
+
+_ENCODER = msgspec.msgpack.Encoder()
+_CRC_BYTES = 4
+
+
+def _seal(table: str, key: Any, row: bytes) -> bytes:
+    """Put a checksum before a row, so that no damaged row, and none under another key, is taken for a record."""
+    return isal_zlib.crc32(row, isal_zlib.crc32(f"{table} {key}".encode())).to_bytes(_CRC_BYTES, "little") + row
+
+
+def _unsealed(table: str, key: Any, row: Any, decoder: msgspec.msgpack.Decoder[Any]) -> Record | None:
+    """Return the record of a row; None for a damaged one."""
+    if not isinstance(row, bytes) or _seal(table, key, row[_CRC_BYTES:]) != row:
+        return None
+    try:
+        record = decoder.decode(row[_CRC_BYTES:])
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return None
+    return record if place_of(record) == (table, key) else None
+
+
+def _is_full(error: Exception) -> bool:
+    """Return whether an error means that the disk has no room."""
+    if isinstance(error, OSError):
+        return error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL
+
+
+def _repairs(snapshot: Snapshot, torn: set[int]) -> Changes:
+    """Return what has to change where payloads are damaged or rows are missing, so that everything else is served:
+    damaged groups go to quarantine, the other groups of their batches and sets stand for themselves."""
+    groups = {group.id: group for group in snapshot["groups"] if isinstance(group, GroupRecord)}
+    changes, leased = Changes(), set[int]()
+    for lease in snapshot["leases"]:
+        if isinstance(lease, LeaseRecord):
+            if torn.isdisjoint(lease.groups) and groups.keys() >= set(lease.groups):
+                leased.update(lease.groups)
+            else:
+                changes.rows["leases", lease.lease_id] = None
+    whole = _whole_bundles(groups, torn)
+    for group in groups.values():
+        changed = group
+        if group.id in torn:
+            changed = msgspec.structs.replace(group, place=Place.QUARANTINE, bundle=None, reason=PAYLOAD_LOST)
+        elif group.place is Place.LEASED and group.id not in leased:
+            changed = msgspec.structs.replace(group, place=Place.QUEUE)
+        elif group.bundle is not None and group.place is Place.QUEUE and group.bundle not in whole:
+            changed = msgspec.structs.replace(group, bundle=None)
+        if changed != group:
+            changes.rows["groups", group.id] = changed
+    return changes
+
+
+def _whole_bundles(groups: Mapping[int, GroupRecord], torn: set[int]) -> set[tuple[int, int]]:
+    """Return the sets of groups that must leave together and are still complete."""
+    queued = (group for group in groups.values() if group.place is Place.QUEUE and group.id not in torn)
+    counts = Counter(group.bundle for group in queued if group.bundle is not None)
+    return {bundle for bundle, count in counts.items() if count == bundle[1]}
 
 
 def _payloads(snapshot: Snapshot) -> Iterable[Payload]:

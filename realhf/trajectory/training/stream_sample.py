@@ -10,11 +10,12 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from realhf.api.keys import ROLLOUT_KEY
 from realhf.api.sample import SequenceSample
 
 if TYPE_CHECKING:
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 NOT_TRAINED = -100
 """Mask of a token that is not trained."""
+LARGEST_SCORE = 1e18
+"""Size up to which the square of a score is a number in fp32, in which advantages are computed."""
 VALID, FILTERED = 0, 2
 """Codes of the key ``outcome``."""
 
@@ -41,12 +44,13 @@ class Row:
     truncated: bool
     version: int
     outcome: int = VALID
+    rollout: int = 0
 
 
 @dataclass(frozen=True)
 class RowLimits:
     """Says what the model can take: ids below ``vocab_size``, at most ``max_tokens`` a sequence; and how many valid
-    sequences a group needs to teach anything."""
+    rollouts a group needs to teach anything."""
 
     vocab_size: int
     max_tokens: int
@@ -77,7 +81,9 @@ def groups_to_sample(
 
     Keys, one inner sequence for each of L tokens: ``packed_input_ids`` i64 [L], ``prompt_mask`` and ``loss_mask`` bool
     [L], ``packed_logprobs`` f32 [L-1], ``packed_versions`` i32 [L-1], ``env_rewards`` f32 [1], ``seq_no_eos_mask`` bool
-    [1], ``outcome`` u8 [1]. Metadata ``rewards`` and ``achieved`` are JSON lists; what was achieved is not known here.
+    [1], ``outcome`` u8 [1], ``rollout_index`` i32 [1]. Sequences of a group whose ``overrides`` name the
+    same ``rollout`` are rows of one rollout; each other one is a rollout by itself. Metadata ``rewards`` and
+    ``achieved`` are JSON lists; what was achieved is not known here.
     """
     problems: Counter[str] = Counter()
     rows = [
@@ -95,15 +101,24 @@ def groups_to_sample(
 
 def _rows(group: Mapping[str, Any], limits: RowLimits, version: int, problems: Counter[str]) -> list[Row]:
     rows: list[Row] = []
+    numbers = _rollouts(group)
     for index in range(len(group["tokens"])):
         try:
             rows.append(_row(group, index, limits, version))
         except RowProblem as problem:
             problems[str(problem)] += 1
             rows.append(_nothing(version))
-    if sum(row.outcome == VALID for row in rows) < limits.min_group_size:
-        return [_nothing(version) for _ in rows]
-    return rows
+    if len({number for row, number in zip(rows, numbers, strict=True) if row.outcome == VALID}) < limits.min_group_size:
+        rows = [_nothing(version) for _ in rows]
+    return [replace(row, rollout=number) for row, number in zip(rows, numbers, strict=True)]
+
+
+def _rollouts(group: Mapping[str, Any]) -> list[int]:
+    """Return the number of each sequence's rollout in the group."""
+    named = [(_of(group, "overrides", index) or {}).get("rollout") for index in range(len(group["tokens"]))]
+    owners = [index if name is None else f"{name!r}" for index, name in enumerate(named)]
+    numbers = {owner: number for number, owner in enumerate(dict.fromkeys(owners))}
+    return [numbers[owner] for owner in owners]
 
 
 def _nothing(version: int) -> Row:
@@ -111,7 +126,10 @@ def _nothing(version: int) -> Row:
 
 
 def _row(group: Mapping[str, Any], index: int, limits: RowLimits, version: int) -> Row:
-    tokens = np.asarray(group["tokens"][index], np.int64)
+    try:
+        tokens = np.asarray(group["tokens"][index], np.int64)
+    except OverflowError:
+        raise RowProblem("unknown_tokens") from None
     masks, logprobs = _of(group, "masks", index), _of(group, "inference_logprobs", index)
     overrides = _of(group, "overrides", index) or {}
     if not len(tokens) or len(tokens) > limits.max_tokens:
@@ -124,6 +142,8 @@ def _row(group: Mapping[str, Any], index: int, limits: RowLimits, version: int) 
         raise RowProblem("wrong_logprobs")
     if index >= len(group["scores"]):
         raise RowProblem("no_score")
+    if not abs(group["scores"][index]) <= LARGEST_SCORE:
+        raise RowProblem("wrong_score")
     trained = np.asarray(masks) != NOT_TRAINED
     if overrides.get("set_advantage_to_zero"):
         trained = np.zeros(len(tokens), bool)
@@ -168,6 +188,7 @@ def _packed(
         "env_rewards": torch.tensor([row.score for row in flat], dtype=torch.float32),
         "seq_no_eos_mask": torch.tensor([row.truncated for row in flat], dtype=torch.bool),
         "outcome": torch.tensor([row.outcome for row in flat], dtype=torch.uint8),
+        ROLLOUT_KEY: torch.tensor([row.rollout for row in flat], dtype=torch.int32),
     }
     if any(row.logprobs is None for row in flat):
         own = {"packed_input_ids": tokens, "loss_mask": trained}
@@ -178,7 +199,7 @@ def _packed(
         name: shifted
         if name in ("packed_logprobs", "packed_versions")
         else ones
-        if name in ("env_rewards", "seq_no_eos_mask", "outcome")
+        if name in ("env_rewards", "seq_no_eos_mask", "outcome", ROLLOUT_KEY)
         else lengths
         for name in tensors
     }

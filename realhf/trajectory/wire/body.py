@@ -19,6 +19,8 @@ INLINE_BYTES = 256 << 10
 """Size up to which compressed bodies are tried on the event loop; larger ones go to a thread, without the GIL."""
 INLINE_PLAIN_BYTES = 1 << 20
 """Size of the plain body from which inflating is begun again in a thread."""
+GRACE_S, LEAST_BYTES_PER_S = 30.0, 16 << 10
+"""How long a body may take, and the rate that gives it more time than that."""
 MOST_MEMBERS = 10_000
 """Largest number of members of a stream: each costs a new decoder and a copy of the slice that it began in."""
 _SLICE = 256 << 10
@@ -74,7 +76,7 @@ async def read_body(
 
     ``encoding`` is the Content-Encoding header; gzip counts wherever it is contained. ``take`` is called, from any
     thread, with the bytes that are held. Raises Refusal 413 above ``max_bytes``, compressed or not, 400 for a damaged
-    stream, and what ``take`` raises.
+    stream, 503 for one that stalls, and what ``take`` raises.
     """
     body = await _received(chunks, max_bytes, take)
     encoding = encoding.lower()
@@ -96,13 +98,22 @@ async def read_body(
 
 
 async def _received(chunks: AsyncIterator[bytes], max_bytes: int, take: Take) -> bytes:
-    """Return the body as it was sent. Its buffer is not held any longer when it is inflated."""
-    pieces = _Pieces()
-    async for chunk in chunks:
-        if pieces.size + len(chunk) > max_bytes:
-            raise _too_large(max_bytes)
-        take(len(chunk))
-        pieces.add(chunk)
+    """Return the body as it was sent. Its buffer is not held any longer when it is inflated. Raises Refusal 503 for one
+    that hardly arrives: what there is of it holds room that others want."""
+    pieces, loop = _Pieces(), asyncio.get_running_loop()
+    began = loop.time()
+    try:
+        async with asyncio.timeout(GRACE_S) as limit:
+            async for chunk in chunks:
+                if pieces.size + len(chunk) > max_bytes:
+                    raise _too_large(max_bytes)
+                take(len(chunk))
+                pieces.add(chunk)
+                limit.reschedule(began + GRACE_S + pieces.size / LEAST_BYTES_PER_S)
+    except TimeoutError:
+        raise Refusal(
+            503, f"only {pieces.size} bytes of the body came in {loop.time() - began:.0f} s", {"Retry-After": "1"}
+        ) from None
     return pieces.whole()
 
 

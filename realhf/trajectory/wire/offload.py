@@ -38,14 +38,16 @@ class Offload:
         before. Raises Refusal 503 when the next one died too, or took too long."""
         try:
             return await self._attempt(function, *args)
-        except BrokenProcessPool:
-            pass
         except TimeoutError as error:
             raise _failed("it took too long") from error
+        except (BrokenProcessPool, OSError):
+            pass
         try:
             return await self._attempt(function, *args)
         except (BrokenProcessPool, TimeoutError) as error:
             raise _failed("it died") from error
+        except OSError as error:  # no descriptor or memory for it at present
+            raise _failed(str(error)) from error
 
     async def close(self) -> None:
         """End the child; one that still works is left to end by itself after a few seconds."""
@@ -60,7 +62,7 @@ class Offload:
         try:
             work = asyncio.get_running_loop().run_in_executor(pool, function, *args)
             return await asyncio.wait_for(work, DEADLINE_S)
-        except (BrokenProcessPool, TimeoutError):
+        except (BrokenProcessPool, OSError):  # TimeoutError is one, too
             self._give_up(pool)
             raise
 

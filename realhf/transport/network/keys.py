@@ -8,6 +8,7 @@ import os
 import re
 import secrets
 import stat
+import sys
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
@@ -20,6 +21,7 @@ KEY_CHARACTERS = 40
 """Length of a key in the printable form that ZeroMQ takes (Z85)."""
 MOST_BYTES = 16 << 10
 """A file of keys has at most so many."""
+STDIN = Path("-")
 _TOKEN = re.compile(r"[A-Za-z0-9_-]{16,256}")
 
 
@@ -57,11 +59,21 @@ class RunKeys:
             path.unlink(missing_ok=True)  # half a file would be refused by every launcher to come
             raise
 
+    def in_memory(self) -> Path:
+        """Keep the keys in memory of this process, and return a path by which processes of the same user on this
+        machine read them as long as this one lives: they are on no disk, and gone however it ends. The descriptor is
+        the last part of the path; ``forget`` closes it. Raises OSError."""
+        descriptor = os.memfd_create("keys", os.MFD_CLOEXEC)
+        with os.fdopen(os.dup(descriptor), "w", encoding="ascii") as file:
+            os.fchmod(descriptor, 0o600)
+            json.dump(asdict(self), file)
+        return Path(f"/proc/{os.getpid()}/fd/{descriptor}")
+
     @staticmethod
     def read(path: Path) -> RunKeys:
         """Read a file of keys. Raises NetworkError naming the file and what is wrong: it is missing or no ordinary
         file, it is not the user's own, others may read it, or it holds something else. Waits for nobody, also where
-        the path is that of a pipe."""
+        the path is that of a pipe; but ``-`` is the standard input up to its end."""
         try:
             found = json.loads(_content(path))
             names = [each.name for each in fields(RunKeys)]
@@ -101,9 +113,16 @@ class RunKeys:
         return ""
 
 
+def forget(path: Path) -> None:
+    """Give up what ``RunKeys.in_memory`` has returned in this process."""
+    os.close(int(path.name))
+
+
 def _content(path: Path) -> str:
     """Return the text of an ordinary private file. Raises NetworkError, or ValueError for what is no ASCII."""
     try:
+        if path == STDIN:
+            return sys.stdin.buffer.read(MOST_BYTES).decode("ascii")
         # A pipe or a device would otherwise be waited for; what is open here is what is looked at.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
         try:

@@ -20,7 +20,7 @@ from realhf.transport.network.addresses import (
     own_addresses,
     resolved,
 )
-from realhf.transport.network.doorkeeper import Doorkeeper
+from realhf.transport.network.doorkeeper import Doorkeeper, StrangersBound
 from realhf.transport.network.keys import RunKeys
 
 
@@ -116,6 +116,7 @@ class Network:
             socket.setsockopt(zmq.ZAP_DOMAIN, b"run")
             # Without this a context that has no doorkeeper would take everybody.
             socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+            StrangersBound(socket)
         try:
             socket.bind(address)
         except zmq.ZMQError as error:

@@ -18,11 +18,11 @@ from typing import Any
 
 import zmq
 
+from realhf.base.process_id import host_token, open_process
 from realhf.transport.envelope import field, pack_header, unpack_header
 from realhf.transport.errors import MasterLost, ProtocolError
 from realhf.transport.network.network import Network
 from realhf.transport.own_pauses import OwnPauses, excused
-from realhf.transport.process_id import host_token, open_process
 from realhf.transport.waker import Waker
 
 _log = logging.getLogger(__name__)

@@ -17,6 +17,7 @@ from typing import Any
 
 import zmq
 
+from realhf.base.process_id import host_token, start_time
 from realhf.transport import envelope
 from realhf.transport.envelope import pack_header, pack_payload, unpack_payload
 from realhf.transport.errors import (
@@ -31,7 +32,6 @@ from realhf.transport.errors import (
 from realhf.transport.inbox import take_all
 from realhf.transport.network.network import LOOPBACK, Network, require_loopback
 from realhf.transport.network.versions import differences
-from realhf.transport.process_id import host_token, start_time
 from realhf.transport.rpc.call_lane import CallLane, PendingCall, remote_error
 from realhf.transport.rpc.heartbeat import HeartbeatServer
 from realhf.transport.rpc.roster import WorkerInfo
@@ -376,15 +376,14 @@ class RpcMaster:
 
     def _register(self, identity: bytes, header: dict[str, Any], session: bytes, info: WorkerInfo) -> str:
         """Add the worker to the roster; return the reason when it is refused."""
-        if info.name in self._peers:
-            return f"a worker named {info.name!r} is registered already"
         ordered = self._ordered_lanes.pop(session, None)
         if ordered is None:
             return "its ordered lane is not connected"
+        # Whoever starts workers gives a name again only when its process has ended, or cannot be reached any more.
+        self.dismiss(info.name, "its successor has registered")
         lanes = envelope.field(header, "lanes", dict)
-        started, host = envelope.field(header, "started", int), envelope.field(header, "host", str)
         try:
-            self._heartbeat.watch(info.name, session, pid=info.pid, started=started, host=host)
+            self._heartbeat.watch(info.name, session, pid=info.pid, started=info.started, host=info.machine)
         except ProcessLookupError:
             return "its process ended"
         calls = {lane: CallLane(self._loop, self._expire) for lane in ("ordered", "immediate")}

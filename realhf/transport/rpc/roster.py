@@ -11,7 +11,8 @@ from realhf.transport.errors import ProtocolError
 @dataclass(frozen=True)
 class WorkerInfo:
     """Describes one registered worker. ``endpoints`` maps a service to its address, e.g. ``{"env": "http://..."}``;
-    ``machine`` is the same for workers of one host (``host_token``), whose names may be the same on several."""
+    ``machine`` is the same for workers of one host (``host_token``), whose names may be the same on several, and
+    ``started`` (``start_time``) tells its process from others that had its number."""
 
     name: str
     kind: str
@@ -21,6 +22,7 @@ class WorkerInfo:
     data_endpoint: str = ""
     endpoints: dict[str, str] = field(default_factory=dict)
     machine: str = ""
+    started: int = 0
 
     def to_map(self, *, listed: bool = True) -> dict[str, Any]:
         """Return the worker as plain data, without the addresses of its services unless ``listed``."""
@@ -34,7 +36,7 @@ class WorkerInfo:
         except TypeError as error:
             raise ProtocolError(f"not a worker description: {error}") from None
         texts = (info.name, info.kind, info.host, info.data_endpoint, info.machine)
-        numbers = (info.index, info.pid)
+        numbers = (info.index, info.pid, info.started)
         if not (
             all(isinstance(t, str) for t in texts)
             and all(isinstance(n, int) for n in numbers)

@@ -20,13 +20,13 @@ from typing import Any
 
 import zmq
 
+from realhf.base.process_id import host_token, start_time
 from realhf.transport import envelope
 from realhf.transport.envelope import pack_header, pack_payload, unpack_header, unpack_payload
 from realhf.transport.errors import CallCancelled, MasterLost, ProtocolError, RpcTimeout
 from realhf.transport.network.greeting import greeted
 from realhf.transport.network.network import LOOPBACK, Network
 from realhf.transport.network.versions import own_versions
-from realhf.transport.process_id import host_token, start_time
 from realhf.transport.rpc.heartbeat import HeartbeatClient
 from realhf.transport.rpc.roster import WorkerInfo
 from realhf.transport.waker import Waker
@@ -70,7 +70,15 @@ class RpcWorker:
         leave_within_s: float | None = None,
     ) -> None:
         self._info = WorkerInfo(
-            name, kind, index, os.uname().nodename, os.getpid(), data_endpoint, dict(endpoints or {}), host_token()
+            name,
+            kind,
+            index,
+            os.uname().nodename,
+            os.getpid(),
+            data_endpoint,
+            dict(endpoints or {}),
+            host_token(),
+            start_time(os.getpid()),
         )
         self._run_id, self._endpoint, self._network = run_id, master_endpoint, network
         self._ordered, self._immediate = dict(ordered), dict(immediate or {})
@@ -122,8 +130,6 @@ class RpcWorker:
                 control,
                 lane="control",
                 info=self._info.to_map(),
-                started=start_time(os.getpid()),
-                host=host_token(),
                 lanes={h: "ordered" for h in self._ordered} | {h: "immediate" for h in self._immediate},
             )
             self._serve(context, ordered, control, welcome)

@@ -30,9 +30,14 @@ GetPiece = Callable[[bytes, int, int, int], memoryview | None]
 
 class BulkDoor:
     """Listens on a port of its own, and gives each connection a thread. A connection asks for one piece after another;
-    what it does not read stays where it is, so a slow consumer costs no memory."""
+    what it does not read stays where it is, so a slow consumer costs no memory. Without ``tls``, for which there have
+    to be keys, connections are plain, and on the loopback. ``most`` connections are taken, ``strangers`` of them before
+    they have shown the certificate; 0: as many as the constants say."""
 
-    def __init__(self, name: str, network: Network, tls: RunTls, piece: GetPiece) -> None:
+    def __init__(
+        self, name: str, network: Network, tls: RunTls | None, piece: GetPiece, *, most: int = 0, strangers: int = 0
+    ) -> None:
+        self._most, self._most_strangers = most or MOST_CONNECTIONS, strangers or MOST_STRANGERS
         self._name, self._network, self._tls, self._piece = name, network, tls, piece
         self._lock = threading.Lock()
         # Second handles of the same connections: TLS takes the first one away, and any of them can end it.
@@ -81,9 +86,9 @@ class BulkDoor:
     def _begin(self, number: int, connection: socket.socket, host: str) -> None:
         """Give a connection its thread. Raises OSError or RuntimeError where there is no descriptor or thread left."""
         with self._lock:
-            if self._stopping or len(self._strangers) + len(self._guests) >= MOST_CONNECTIONS:
-                raise OSError(f"there are {MOST_CONNECTIONS} of them")
-            for handle in list(self._strangers.values())[: max(0, len(self._strangers) + 1 - MOST_STRANGERS)]:
+            if self._stopping or len(self._strangers) + len(self._guests) >= self._most:
+                raise OSError(f"there are {self._most} of them")
+            for handle in list(self._strangers.values())[: max(0, len(self._strangers) + 1 - self._most_strangers)]:
                 _cut(handle)
             self._strangers[number] = connection.dup()
         threading.Thread(target=self._serve, args=(number, connection, host), name="bulk", daemon=True).start()
@@ -92,7 +97,7 @@ class BulkDoor:
         plain.settimeout(bulk_wire.HANDSHAKE_S)
         try:
             plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            with contextlib.closing(self._tls.accept(plain)) as connection:
+            with contextlib.closing(self._tls.accept(plain) if self._tls else plain) as connection:
                 with self._lock:
                     self._guests[number] = self._strangers.pop(number)
                 connection.settimeout(bulk_wire.STALL_S)

@@ -15,10 +15,10 @@ from realhf.transport.tensors.pieces import Piece
 
 
 class BulkLane:
-    """Is one connection to the ``BulkDoor`` at ``host`` and ``port``, made at the first request. One thread uses it. An
-    error breaks it off; the next request makes another one."""
+    """Is one connection to the ``BulkDoor`` at ``host`` and ``port``, made at the first request; plain without ``tls``.
+    One thread uses it. An error breaks it off; the next request makes another one."""
 
-    def __init__(self, tls: RunTls, host: str, port: int) -> None:
+    def __init__(self, tls: RunTls | None, host: str, port: int) -> None:
         self._tls, self._address = tls, (host, port)
         self._name = f"{host}:{port}"
         self._connection: Connection | None = None
@@ -58,7 +58,7 @@ class BulkLane:
             limit_s = _time_left(deadline, bulk_wire.HANDSHAKE_S)
             plain = socket.create_connection(self._address, timeout=limit_s)
             plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._connection = self._tls.connect(plain)
+            self._connection = self._tls.connect(plain) if self._tls is not None else plain
         self._connection.settimeout(_time_left(deadline, bulk_wire.STALL_S))
         return self._connection
 

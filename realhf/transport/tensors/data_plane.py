@@ -20,6 +20,7 @@ from typing import Any
 import zmq
 
 from realhf.api.sample import SequenceSample
+from realhf.base.process_id import host_token
 from realhf.transport import envelope
 from realhf.transport.codec import MAX_MESSAGE_BYTES, decode_sample, encode_sample
 from realhf.transport.envelope import pack_header, pack_payload, unpack_header, unpack_payload
@@ -27,7 +28,6 @@ from realhf.transport.errors import AddressTaken, DataError, DataMissing, Protoc
 from realhf.transport.network.addresses import host_of
 from realhf.transport.network.network import LOOPBACK, Network, require_loopback
 from realhf.transport.network.tls import RunTls
-from realhf.transport.process_id import host_token
 from realhf.transport.tensors.bulk_door import BulkDoor
 from realhf.transport.tensors.bulk_lane import BulkLane
 from realhf.transport.tensors.outgoing import NUMBER_BYTES, Outgoing

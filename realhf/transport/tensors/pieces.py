@@ -45,6 +45,11 @@ def fetch_pieces(sizes: Sequence[Any], ask: Ask, take: Take = _fresh) -> list[me
     return _Fetch(_checked(sizes), ask, take).run()
 
 
+def fetch_whole(nbytes: int, ask: Ask) -> memoryview:
+    """Return one frame of any size; otherwise as ``fetch_pieces``."""
+    return _Fetch([nbytes], ask, _fresh).run()[0]
+
+
 def _checked(sizes: Sequence[Any]) -> list[int]:
     if not all(type(size) is int and 0 <= size <= MAX_FRAME_BYTES for size in sizes) or len(sizes) > MAX_FRAMES:
         raise ProtocolError("bad frame sizes in an answer")

@@ -20,7 +20,7 @@ import numpy as np
 from realhf.api.generation import TensorSlot, WeightsManifest
 from realhf.api.keys import ITEMSIZE
 from realhf.base.files.whole_file import whole_file
-from realhf.transport.process_id import host_token, start_time
+from realhf.base.process_id import host_token, start_time
 from realhf.transport.weights.errors import WeightsError, WeightsGone
 from realhf.transport.weights.flat_buffer import Buffer, checksum
 

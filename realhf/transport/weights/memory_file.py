@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from realhf.api.generation import TensorSlot, WeightsManifest
+from realhf.base.process_id import host_token
 from realhf.base.tensor_digest import joint_digest
-from realhf.transport.process_id import host_token
 from realhf.transport.weights.errors import WeightsError, WeightsGone
 from realhf.transport.weights.flat_buffer import Buffer, pack
 

@@ -2,7 +2,7 @@
 
 import { Chart, setCursor, smoothed } from "./chart.js";
 import { h, number, percent, renew, table } from "./dom.js";
-import { PANELS, panelOfRun, panelOfRuns, wayOf } from "./panels.js";
+import { ALONG, PANELS, panelOfRun, panelOfRuns, wayOf } from "./panels.js";
 
 export async function show(place, context) {
   const page = new Overview(place, context);
@@ -14,9 +14,16 @@ class Overview {
   constructor(place, context) {
     this.context = context;
     this.weight = Number(context.params.get("smooth") ?? 0);
-    this.charts = PANELS.map((panel) => ({ panel, chart: new Chart() }));
+    this.along = ALONG.some(([name]) => name === context.params.get("x")) ? context.params.get("x") : "step";
+    this.log = context.params.get("log") === "1";
+    this.range = null;
+    this.zoom = (range) => {
+      this.range = range;
+      this.draw();
+    };
+    this.charts = PANELS.map((panel) => ({ panel, chart: new Chart(this.zoom) }));
     this.others = new Map();
-    this.keys = [["← →", "in a chart: step back and on, in all charts"], ["s", "more smoothing"], ["/", "find a metric"]];
+    this.keys = [["← →", "in a chart: step back and on, in all charts"], ["s", "more smoothing"], ["x", "over steps, hours or tokens"], ["l", "logarithmic axis"], ["z", "all of it again, after a part was dragged over"], ["/", "find a metric"]];
     this.figures = h("div", { class: "cards" });
     this.smoothing = h("input", { type: "range", min: 0, max: 0.95, step: 0.05, value: this.weight, id: "smooth" });
     this.smoothing.addEventListener("input", () => this.smooth(Number(this.smoothing.value)));
@@ -28,7 +35,11 @@ class Overview {
     this.all.addEventListener("toggle", () => this.drawOthers());
     this.about = h("section", { class: "about" });
     this.evaluated = h("section", {});
-    const tools = h("div", { class: "bar" }, h("label", { for: "smooth" }, "Smoothing"), this.smoothing);
+    this.over = h("select", { id: "along", onchange: () => this.drawOver(this.over.value) }, ALONG.map(([name, label]) => h("option", { value: name, selected: name === this.along }, label)));
+    this.logged = h("input", { type: "checkbox", id: "log", checked: this.log, onchange: () => this.drawLog(this.logged.checked) });
+    this.whole = h("button", { type: "button", hidden: true, onclick: () => this.zoom(null) }, "All of it", h("kbd", {}, "z"));
+    const tools = h("div", { class: "bar" }, h("label", { for: "smooth" }, "Smoothing"), this.smoothing, h("label", { for: "along" }, "Over"), this.over,
+      h("label", { for: "log" }, "Logarithmic"), this.logged, this.whole);
     const charts = h("div", { class: "charts" }, this.charts.map((one) => one.chart.node));
     place.append(this.figures, tools, charts, this.evaluated, this.all, this.about);
   }
@@ -57,20 +68,41 @@ class Overview {
     else if (event.key === "/") {
       this.all.open = true;
       this.search.focus();
-    } else return false;
+    } else if (event.key === "x") this.drawOver(ALONG[(ALONG.findIndex(([name]) => name === this.along) + 1) % ALONG.length][0]);
+    else if (event.key === "l") this.drawLog(!this.log);
+    else if (event.key === "z") this.zoom(null);
+    else return false;
     return true;
+  }
+
+  drawOver(along) {
+    this.along = this.over.value = along;
+    this.range = null; // hours are no steps
+    setCursor(null);
+    this.keep();
+  }
+
+  drawLog(log) {
+    this.log = this.logged.checked = log;
+    this.keep();
+  }
+
+  /** The address names what is shown. */
+  keep() {
+    this.context.go("overview", { smooth: this.weight, x: this.along, log: this.log ? 1 : 0 }, true);
+    this.draw();
   }
 
   smooth(weight) {
     this.weight = weight;
     this.smoothing.value = weight;
-    this.context.go("overview", { smooth: weight }, true);
-    this.draw();
+    this.keep();
   }
 
   draw() {
     const { runs } = this.context;
     this.drawFigures();
+    this.whole.hidden = !this.range;
     for (const { panel, chart } of this.charts) this.drawPanel(panel, chart);
     this.drawEvaluations();
     if (this.all.open) this.drawOthers();
@@ -82,9 +114,9 @@ class Overview {
     const { runs } = this.context;
     const line = (one) =>
       this.weight ? [{ ...one, faint: true, label: one.label }, { ...one, y: smoothed(one.y, this.weight) }] : [one];
-    const spec = runs.length > 1 ? panelOfRuns(panel, runs, line) : panelOfRun(panel, runs[0], line);
+    const spec = runs.length > 1 ? panelOfRuns(panel, runs, line, this.along) : panelOfRun(panel, runs[0], line, this.along);
     chart.node.hidden = !spec;
-    if (spec) chart.draw(spec);
+    if (spec) chart.draw({ ...spec, along: ALONG.find(([name]) => name === this.along)[1], log: this.log, range: this.range });
   }
 
   drawFigures() {
@@ -136,7 +168,7 @@ class Overview {
       }
     }
     for (const name of shown) {
-      if (!this.others.has(name)) this.others.set(name, { chart: new Chart(), panel: { title: name, names: [name] } });
+      if (!this.others.has(name)) this.others.set(name, { chart: new Chart(this.zoom), panel: { title: name, names: [name] } });
       const { panel, chart } = this.others.get(name);
       this.drawPanel(panel, chart);
     }

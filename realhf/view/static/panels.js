@@ -7,7 +7,7 @@
 export const PANELS = [
   { title: "Reward", names: ["reward/mean", "reward/std"], held: "reward", about: "mean over the rollouts of a step" },
   { title: "Success", start: "success/", first: "success/overall", held: "success", from0: true, about: "share of rollouts that reached the goal; points: held-out tasks with 95 % intervals" },
-  { title: "Where the time goes", unit: "s", times: true, about: "calls of a step; what overlaps adds up to more than the step" },
+  { title: "Where the time goes", unit: "s", times: true, about: "calls of a step, those that play by environment and generation; what overlaps adds up to more than the step" },
   { title: "Length", unit: "tokens", names: ["length/mean", "length/max"], from0: true },
   { title: "Truncated", unit: "share", names: ["length/truncated"], from0: true },
   { title: "Entropy", unit: "nats", names: ["policy/entropy", "policy/entropy_exact"], from0: true },
@@ -29,30 +29,51 @@ const TIME = /^time\/(?!step$|fetch\/|queue\/|part\/|episode\/)[^/]+$/;
 
 /** Names of the metrics of a panel that a run has. */
 export function namesOf(panel, columns) {
-  if (panel.times) return Object.keys(columns).filter((name) => TIME.test(name));
+  if (panel.times) return Object.keys(columns).filter((name) => TIME.test(name)).flatMap((name) => partsOf(name, columns));
   const named = (panel.names ?? []).filter((name) => name in columns);
   return panel.start ? [...named, ...Object.keys(columns).filter((name) => name.startsWith(panel.start)).sort()] : named;
 }
 
-/** What a chart of one run draws. */
-export function panelOfRun(panel, run, smooth) {
+/** A call that plays episodes, by what it does meanwhile: the policy's time and the environment's are no one figure. */
+function partsOf(name, columns) {
+  const parts = ["environment", "generation"].map((part) => `time/part/${name.split("/")[1]}/${part}`).filter((part) => part in columns);
+  return parts.length ? parts : [name];
+}
+
+/** What curves may be drawn over: name, its word at the axis, the metric that adds up to it, and how much of that is one. */
+export const ALONG = [["step", "step"], ["hours", "hours", "time/step", 3600], ["tokens", "trained tokens", "batch/tokens", 1]];
+
+/** Places of the steps of a run along an axis, and that of a single step. */
+function placesOf(run, along) {
   const { steps, columns } = run.metrics;
-  const series = namesOf(panel, columns).map((name, kind) => ({ label: short(name), x: steps, y: columns[name], kind }));
-  const points = panel.held ? held(panel, run, series) : [];
+  const [, , name, unit] = ALONG.find(([one]) => one === along) ?? ALONG[0];
+  if (!name || !columns[name]) return { x: steps, of: (step) => step };
+  let sum = 0;
+  const x = columns[name].map((value) => (sum += (typeof value === "number" ? value : 0) / unit));
+  return { x, of: (step) => x[steps.findLastIndex((one) => one <= step)] ?? 0 };
+}
+
+/** What a chart of one run draws, over `along`. */
+export function panelOfRun(panel, run, smooth, along) {
+  const { columns } = run.metrics;
+  const { x, of } = placesOf(run, along);
+  const series = namesOf(panel, columns).map((name, kind) => ({ label: short(name), x, y: columns[name], kind }));
+  const points = (panel.held ? held(panel, run, series) : []).map((one) => ({ ...one, x: of(one.x) }));
   if (!series.length && !points.length) return null;
   if (panel.times) return { ...panel, series, points, stacked: true };
   return { ...panel, series: series.flatMap((line) => smooth(line)), points };
 }
 
 /** What a chart of several runs draws: of each the panel's first metric, on the same axes. */
-export function panelOfRuns(panel, runs, smooth) {
+export function panelOfRuns(panel, runs, smooth, along) {
   const name = panel.times ? "time/step" : panel.first ?? panel.names[0];
   const series = [];
   const points = [];
   runs.forEach((run, kind) => {
-    const { steps, columns } = run.metrics;
-    if (columns[name]) series.push(...smooth({ label: run.name, x: steps, y: columns[name], kind }));
-    if (panel.held) points.push(...evaluated(run, panel.held, "overall").map((one) => ({ ...one, label: run.name, kind })));
+    const { columns } = run.metrics;
+    const { x, of } = placesOf(run, along);
+    if (columns[name]) series.push(...smooth({ label: run.name, x, y: columns[name], kind }));
+    if (panel.held) points.push(...evaluated(run, panel.held, "overall").map((one) => ({ ...one, x: of(one.x), label: run.name, kind })));
   });
   return series.length || points.length ? { ...panel, title: panel.times ? "Time of a step" : panel.title, series, points } : null;
 }
@@ -81,4 +102,4 @@ function evaluated(run, figure, group) {
     }));
 }
 
-const short = (name) => name.split("/").slice(1).join("/") || name;
+const short = (name) => (name.startsWith("time/part/") ? name.split("/")[3] : name.split("/").slice(1).join("/") || name);

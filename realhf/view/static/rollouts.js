@@ -179,16 +179,21 @@ class Rollouts {
   }
 
   drawCount(spent) {
-    const { count, columns, tables } = this.table;
-    let failed = 0, zero = 0, good = 0;
+    const { columns, tables } = this.table;
+    const count = columns.branch.reduce((sum, branch) => sum + !branch, 0);
+    let shown = 0, failed = 0, zero = 0, good = 0;
     for (const at of this.order) {
+      if (columns.branch[at]) continue;
+      shown++;
       if (tables.failure[columns.failure[at]]) failed++;
       else if (columns.success[at]) good++;
       else if (columns.reward[at] === 0) zero++;
     }
     const part = (text) => h("span", { class: "entry" }, text);
+    const only = ["template", "sample", "env"].filter((name) => this.filters[name]).map((name) => part(`${name} ${this.filters[name]}`)); // these have no field
     renew(this.said, h("p", { class: "readout", role: "status", id: "count" },
-      h("b", {}, `${this.order.length.toLocaleString("en")} of ${count.toLocaleString("en")} rollouts`),
+      h("b", {}, `${shown.toLocaleString("en")} of ${count.toLocaleString("en")} rollouts`), ...only,
+      this.order.length > shown ? part(`${(this.order.length - shown).toLocaleString("en")} further conversations of them`) : "",
       part(`${good.toLocaleString("en")} succeeded`), part(`${zero.toLocaleString("en")} played with reward 0`), part(`${failed.toLocaleString("en")} failed`),
       h("span", { class: "muted", title: "filter and order" }, `${spent.toFixed(0)} ms`), h("span", { id: "searched", class: "muted" }, this.searched ?? ""),
     ));

@@ -11,7 +11,7 @@ const BOUNDS = [
   ["staleness_min", "staleness", true], ["mismatch_min", "mismatch", true], ["ratio_min", "ratio_max", true],
   ["clip_min", "clip_fraction", true], ["advantage_min", "advantage", true], ["advantage_max", "advantage", false],
 ];
-const EXACT = ["group", "env", "failure", "sample"];
+const EXACT = ["template", "group", "env", "failure", "sample"];
 export const OUTCOMES = [
   ["", "every outcome"], ["success", "success"], ["unsolved", "played, no success"], ["zero", "reward 0, no failure"],
   ["failed", "failure"], ["truncated", "truncated"],

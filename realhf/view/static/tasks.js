@@ -1,4 +1,5 @@
-// Every task over time: which are hard, which were learned, which were forgotten.
+// Every task over time: which are hard, which were learned, which were forgotten. A task is a template of the
+// curriculum; what was drawn from it are its instances, shown on a click.
 
 import { h, percent, renew, s } from "./dom.js";
 import { Later } from "./store.js";
@@ -13,6 +14,7 @@ const ORDERS = [
   ["hardest", "hardest first"], ["learned", "newly solved first"], ["forgotten", "forgotten first"], ["name", "by name"], ["most", "most played first"],
 ];
 const SHOWN = 500;
+const INSTANCES = 200;
 const WAIT_MS = 1000;
 
 export async function show(place, context) {
@@ -25,13 +27,14 @@ class Tasks {
   constructor(place, context) {
     this.context = context;
     this.later = new Later(() => this.again());
-    this.keys = [["o", "another order"], ["/", "find a task"], ["e", "evaluations or training"], ["Tab, Enter", "to a task's rollouts"]];
+    this.keys = [["o", "another order"], ["/", "find a task"], ["e", "evaluations or training"], ["Tab, Enter", "to a task's rollouts, or its instances"]];
     this.order = h("select", { id: "order", "aria-label": "Order", onchange: () => this.draw() }, ORDERS.map(([value, text]) => h("option", { value, selected: value === context.params.get("order") }, text)));
     this.part = h("select", { id: "part", "aria-label": "Which rollouts", onchange: () => this.count() }, h("option", { value: "train" }, "training"), h("option", { value: "eval" }, "evaluations"));
     this.search = h("input", { type: "search", id: "task-search", placeholder: "Find a task", "aria-label": "Find a task", autocomplete: "off", oninput: () => this.draw() });
+    this.open = new Set();
     this.said = h("p", { class: "readout", role: "status" });
     this.rows = h("tbody");
-    const heads = ["task", "group", "success over time", "first", "lately", "change", "played", "failed", ""];
+    const heads = ["task", "instances", "group", "success over time", "first", "lately", "change", "played", "failed", ""];
     const made = h("div", { class: "scroll" }, h("table", { id: "tasks" }, h("thead", {}, h("tr", {}, heads.map((head) => h("th", { scope: "col" }, head)))), this.rows));
     place.append(h("div", { class: "bar tasks-bar" }, this.search, this.order, this.part), this.said, made);
   }
@@ -65,19 +68,25 @@ class Tasks {
       high = Math.max(high, columns.step[at]);
     }
     const wide = Math.max(1, high - low + 1);
-    const tasks = tables.task.map((name) => ({ name, group: "", played: 0, failed: 0, good: new Uint32Array(BINS), all: new Uint32Array(BINS) }));
+    const tasks = tables.template.map((name) => ({ name, group: "", played: 0, failed: 0, instances: new Map(), good: new Uint32Array(BINS), all: new Uint32Array(BINS) }));
     for (let at = 0; at < count; at++) {
-      if (!wanted[columns.split[at]]) continue;
-      const task = tasks[columns.task[at]];
+      if (!wanted[columns.split[at]] || columns.branch[at]) continue; // a further conversation is no further rollout
+      const task = tasks[columns.template[at]];
+      const name = tables.task[columns.task[at]];
+      if (!task.instances.has(name)) task.instances.set(name, { name, played: 0, failed: 0, good: 0 });
+      const instance = task.instances.get(name);
+      instance.played++;
       task.group = tables.group[columns.group[at]];
       task.played++;
       if (tables.failure[columns.failure[at]]) {
         task.failed++;
+        instance.failed++;
         continue;
       }
       const bin = Math.floor(((columns.step[at] - low) / wide) * BINS);
       task.all[bin]++;
       task.good[bin] += columns.success[at];
+      instance.good += columns.success[at];
     }
     this.tasks = tasks.filter((task) => task.played).map(judged);
     this.draw();
@@ -85,25 +94,48 @@ class Tasks {
 
   draw() {
     const wanted = this.search.value.trim().toLowerCase();
-    const found = this.tasks.filter((task) => task.name.toLowerCase().includes(wanted)).sort(orderOf(this.order.value));
+    const found = this.tasks.filter((task) => [task.name, ...task.instances.keys()].some((name) => name.toLowerCase().includes(wanted))).sort(orderOf(this.order.value));
     const learned = this.tasks.filter((task) => task.note === "newly solved").length;
     const forgotten = this.tasks.filter((task) => task.note === "forgotten").length;
     const never = this.tasks.filter((task) => task.note === "never solved").length;
     this.said.textContent = `${this.tasks.length} tasks: ${learned} newly solved, ${forgotten} forgotten, ${never} never solved${found.length > SHOWN ? `; the first ${SHOWN} are shown` : ""}`;
-    const held = this.rows.contains(document.activeElement) ? document.activeElement.getAttribute("href") : null;
-    renew(this.rows, h("tbody", {}, found.slice(0, SHOWN).map((task) => this.row(task))));
+    const held = this.rows.contains(document.activeElement) ? document.activeElement.dataset.place : null;
+    renew(this.rows, h("tbody", {}, found.slice(0, SHOWN).flatMap((task) => [this.row(task), ...(this.open.has(task.name) ? this.instances(task) : [])])));
     // The task that has the focus may stand in another line now.
-    if (held !== null) [...this.rows.querySelectorAll("a")].find((one) => one.getAttribute("href") === held)?.focus({ preventScroll: true });
+    if (held) [...this.rows.querySelectorAll("[data-place]")].find((one) => one.dataset.place === held)?.focus({ preventScroll: true });
   }
 
   row(task) {
-    const query = new URLSearchParams({ runs: this.context.runs.map((run) => run.number).join(","), task: task.name, split: this.part.value });
     const cells = [
-      h("a", { href: `#/rollouts?${query}` }, task.name || "(no name)"), task.group, spark(task), percent(task.first), percent(task.lately),
+      this.link("template", task.name), this.toggle(task), task.group, spark(task), percent(task.first), percent(task.lately),
       task.first === null || task.lately === null ? "–" : `${task.lately >= task.first ? "+" : "−"}${(100 * Math.abs(task.lately - task.first)).toFixed(0)}`,
       String(task.played), String(task.failed), h("span", { class: `tag ${task.note === "newly solved" ? "good" : task.note ? "failed" : ""}` }, task.note),
     ];
     return h("tr", {}, cells.map((cell) => h("td", {}, cell)));
+  }
+
+  /** To the rollouts of a template, or of a task. */
+  link(kind, name) {
+    const query = new URLSearchParams({ runs: this.context.runs.map((run) => run.number).join(","), [kind]: name, split: this.part.value });
+    return h("a", { href: `#/rollouts?${query}`, "data-place": `${kind} ${name}` }, name || "(no name)");
+  }
+
+  toggle(task) {
+    const { size } = task.instances;
+    if (size === 1 && task.instances.has(task.name)) return "";
+    const turn = () => {
+      if (!this.open.delete(task.name)) this.open.add(task.name);
+      this.draw();
+    };
+    return h("button", { type: "button", class: "instances", "data-place": `open ${task.name}`, "aria-expanded": String(this.open.has(task.name)), "aria-label": `${size} instances of ${task.name}`, onclick: turn }, String(size));
+  }
+
+  instances(task) {
+    const solved = (one) => (one.played > one.failed ? one.good / (one.played - one.failed) : null);
+    const all = [...task.instances.values()].sort((a, b) => (solved(a) ?? 2) - (solved(b) ?? 2) || b.played - a.played);
+    const rows = all.slice(0, INSTANCES).map((one) => [this.link("task", one.name), "", "", "", "", percent(solved(one)), "", String(one.played), String(one.failed), ""]);
+    if (all.length > INSTANCES) rows.push([`and ${all.length - INSTANCES} more`, "", "", "", "", "", "", "", "", ""]);
+    return rows.map((cells) => h("tr", { class: "instance" }, cells.map((cell) => h("td", {}, cell))));
   }
 
   key(event) {

@@ -54,10 +54,11 @@ class Tokens {
     this.said = h("dl", { class: "facts", id: "token", "aria-live": "polite" });
     this.texts = h("div", { class: "texts", tabindex: "0", "aria-label": "Texts of the tokens" });
     this.texts.addEventListener("click", (event) => event.target.dataset.at !== undefined && this.move(Number(event.target.dataset.at)));
-    const legend = h("span", { class: "muted" }, "dimmed: not trained · underlined: clipped");
-    bar.append(h("label", { for: "colour" }, "Colour by"), this.choice, legend);
+    this.legend = h("span", { class: "legend", id: "legend" });
+    this.names = h("div", { class: "strip-names", "aria-hidden": "true" });
+    bar.append(h("label", { for: "colour" }, "Colour by"), this.choice, this.legend, h("span", { class: "muted" }, "dimmed: not trained · underlined: clipped"));
     this.note = h("p", { class: "muted" }, noteOn(train));
-    this.place.replaceChildren(bar, this.canvas, this.said, this.note, this.texts);
+    this.place.replaceChildren(bar, h("div", { class: "strips-frame" }, this.names, this.canvas), this.said, this.note, this.texts);
     this.resized = new ResizeObserver(() => this.drawStrips());
     this.resized.observe(this.canvas);
     this.paint(this.colour);
@@ -93,6 +94,7 @@ class Tokens {
     if (!this.strips.some(([name]) => name === this.colour)) this.colour = this.strips[0][0];
     this.choice.replaceChildren(...this.choices());
     this.choice.value = this.colour;
+    this.drawLegend();
     tell(this.note, noteOn(train));
     for (const one of this.texts.querySelectorAll(".token")) this.dress(one, Number(one.dataset.at));
     this.say();
@@ -141,9 +143,27 @@ class Tokens {
   paint(name) {
     this.colour = name;
     this.choice.value = name;
+    this.drawLegend();
     this.first = -1;
     this.drawStrips();
     this.move(this.at);
+  }
+
+  /** What the colours mean: the values at both ends of the chosen quantity's scale. */
+  drawLegend() {
+    const { low, high } = this.ranges[this.colour];
+    if (!(low <= high)) return this.legend.replaceChildren();
+    const kind = STRIPS.find(([one]) => one === this.colour)[2];
+    const mixed = (colour, share) => `color-mix(in srgb, var(--${colour}) ${share}%, transparent)`;
+    const most = Math.max(Math.abs(low), Math.abs(high));
+    const [from, to, colours] = {
+      low: [Math.min(low, 0), 0, [mixed("bad", 60), "transparent"]],
+      both: [-most, most, [mixed("bad", 60), "transparent", mixed("k2", 60)]],
+      scale: [low, high, low === high ? [mixed("k2", 24), mixed("k2", 24)] : [mixed("k2", 9), mixed("k2", 60)]],
+    }[kind];
+    const bar = h("i", {});
+    bar.style.background = `linear-gradient(to right, ${colours.join(", ")})`;
+    this.legend.replaceChildren(number(from), bar, number(to));
   }
 
   move(at) {
@@ -213,6 +233,7 @@ class Tokens {
     const colours = ["--bad", "--k2", "--ink", "--line"].map(colour);
     const key = [width, scale, ...colours].join(" ");
     if (this.drawn?.key !== key) this.drawn = { key, image: this.strip(width, height, scale, colours) };
+    if (this.names.textContent !== this.strips.map(([name]) => name).join("")) this.names.replaceChildren(...this.strips.map(([name]) => h("span", {}, name)));
     this.canvas.style.height = `${height}px`;
     this.canvas.width = width * scale;
     this.canvas.height = height * scale;
@@ -223,7 +244,7 @@ class Tokens {
     pen.fillRect((this.at / this.size) * width, 0, 2, height);
   }
 
-  strip(width, height, scale, [bad, good, ink, line]) {
+  strip(width, height, scale, [bad, good, , line]) {
     const image = h("canvas", { width: width * scale, height: height * scale });
     const pen = image.getContext("2d");
     pen.scale(scale, scale);
@@ -244,10 +265,6 @@ class Tokens {
         pen.fillStyle = sign < 0 ? bad : good;
         pen.fillRect((column * width) / columns, y, Math.ceil(width / columns), HEIGHT);
       }
-      pen.globalAlpha = 0.9;
-      pen.fillStyle = ink;
-      pen.font = "10px system-ui, sans-serif";
-      pen.fillText(name, 3, y + 10);
     });
     return image;
   }

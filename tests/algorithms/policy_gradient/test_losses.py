@@ -13,6 +13,7 @@ from realhf.algorithms.policy_gradient.losses import (
     LossTerms,
     cispo_loss,
     kl_estimate,
+    kl_penalty,
     ppo_loss,
     reinforce_loss,
 )
@@ -153,6 +154,19 @@ def test_empty_mask_gives_zero_with_graph() -> None:
     loss = weighted_sum(x, token_weights(mask, sequence, 1, "seq_mean_token_mean"), mask)
     (grad,) = torch.autograd.grad(loss, x)
     assert float(loss.detach()) == 0 and grad.tolist() == [0.0] * 3
+
+
+@pytest.mark.parametrize("estimator", ["k2", "k3"])
+def test_a_penalty_pulls_harder_the_further_a_token_lies_below_the_reference(estimator: str) -> None:
+    """A clamped value used to have no gradient: k3 pulled with -12.5 at 2.6 nats and with exactly 0 at 2.7."""
+    apart = torch.tensor([-2.6, -2.7, -4.5, -15.0, -19.9, -20.1, -200.0, 0.0, 3.0, 50.0], requires_grad=True)
+    value, cut = kl_penalty(apart, torch.zeros(10), estimator)
+    (pull,) = torch.autograd.grad(value.sum(), apart)
+    expected = apart.detach() if estimator == "k2" else 1 - (-apart.detach()).clamp(max=20).exp()
+    torch.testing.assert_close(pull, expected)
+    assert cut == (2 if estimator == "k3" else 0) and bool(value.isfinite().all())
+    far = value.detach()[:7].tolist()
+    assert far == sorted(far) and far[0] == pytest.approx(0.5 * 2.6**2 if estimator == "k2" else math.exp(2.6) - 3.6)
 
 
 def test_kl_estimators() -> None:

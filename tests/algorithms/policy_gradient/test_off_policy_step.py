@@ -177,7 +177,9 @@ def test_staleness_equals_loop() -> None:
         sequence = torch.repeat_interleave(torch.arange(20), lengths)
         mask = torch.rand(len(sequence), generator=g) < 0.7
         versions = torch.randint(-1, u + 1, (len(sequence),), generator=g, dtype=torch.int32)
-        got = staleness_statistics(versions, PredictedTokens(mask, sequence, torch.zeros(20, dtype=torch.int64)), u)
+        got = staleness_statistics(
+            versions, PredictedTokens(mask, sequence, torch.zeros(20, dtype=torch.int64), torch.arange(20)), u
+        )
         rows = [
             [int(v) for v, s, m in zip(versions, sequence, mask, strict=True) if s == i and m and v >= 0]
             for i in range(20)

@@ -1,6 +1,9 @@
 """A conversation grows by ids around what the policy sampled, through any chat template."""
 
+from pathlib import Path
+
 import pytest
+from transformers import AutoTokenizer
 
 from realhf.api.chat import ChatTemplateError, TemplateChat
 from tests.api.chat.templates import tokenizer
@@ -54,6 +57,32 @@ def test_a_tokenizer_without_template_is_named() -> None:
 def test_the_system_prompt_reaches_the_first_ids() -> None:
     tok = tokenizer(CHATML, "<|im_end|>")
     assert "be brief" in tok.decode(TemplateChat(tok, system_prompt="be brief").first("hello"))
+
+
+GLM_LIKE = (
+    "{% for m in messages %}<|{{ m['role'] }}|>\n{{ m['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+
+
+def test_a_turn_ends_with_every_id_that_the_models_authors_name(tmp_path: Path) -> None:
+    """The list of generation_config.json used to be read nowhere, so a policy went on after the end of its call."""
+    tok = tokenizer(CHATML, "<|im_end|>")
+    tok.save_pretrained(tmp_path)
+    own = TemplateChat(AutoTokenizer.from_pretrained(tmp_path)).stop_ids
+    for named, further in (("5", [5]), ("[7, 5]", [7, 5]), ("null", []), (str(own[0]), []), ("[true, 2.5]", [])):
+        (tmp_path / "generation_config.json").write_text(f'{{"eos_token_id": {named}}}')
+        chat = TemplateChat(AutoTokenizer.from_pretrained(tmp_path), stop_ids=[9])
+        assert chat.stop_ids == (*own, *further, 9)
+        assert chat.decode([*chat.encode("ls"), 9]) == "ls"
+    with pytest.raises(ChatTemplateError, match=r"gen\.stop_ids: the tokenizer has no token 123456"):
+        TemplateChat(tok, stop_ids=[123456])
+
+
+def test_a_template_that_ends_a_turn_with_nothing_is_refused() -> None:
+    """The next message used to follow at once, and nothing ended a turn but the end of the sequence."""
+    with pytest.raises(ChatTemplateError, match="writes nothing after a policy turn"):
+        TemplateChat(tokenizer(GLM_LIKE, "<|im_end|>"))
 
 
 THINKING = (

@@ -86,7 +86,7 @@ def test_the_walk_goes_through_sections_and_reasons_are_those_of_the_field_or_th
     found = {name: (about, value) for name, about, value in walk(Outer())}
     inner = ["inner.share", "inner.words", "inner.loss", "inner.low", "inner.high"]
     assert [*found] == ["count", "port", "bare", *inner]
-    assert found["bare"] == (Option(), -3)
+    assert found["bare"] == (Option(on_resume="refuses"), -3)
     assert found["inner.low"][0].idle == "nobody looks inside" and found["inner.loss"][0].idle == "there is no loss"
     assert [name for name, _ in sections(Outer())] == ["", "inner"]
 

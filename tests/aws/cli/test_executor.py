@@ -10,6 +10,7 @@ import time
 import pytest
 
 from realhf.aws.cli.executor import SentRequest
+from realhf.aws.cli.virtual_folder import MAX_FOLDERS
 from realhf.aws.cli.worker import CappedSink
 from realhf.aws.server.config import AwsServerConfig
 from realhf.aws.service.program import make_pool
@@ -61,6 +62,44 @@ def test_the_virtual_folder_has_limits(slot: Slot) -> None:
         slot.files.put(f"f{number}", b"x")
     slot.executor.run("aws s3 ls")
     assert len(slot.files.names()) <= 64
+
+
+def test_folders_are_few_and_not_deep(pool: MiniStackPool, slot: Slot) -> None:
+    """Keys of a thousand folders used to make a folder that no scrub could remove: the slot was lost for good."""
+    slot.state.call("s3", "CreateBucket", {"Bucket": "deep"})
+    download = "aws s3 cp s3://deep/ . --recursive"
+    for depth in (8, 850, 1060):
+        slot.state.call("s3", "PutObject", {"Bucket": "deep", "Key": "a/" * depth + "f"})
+        done = slot.executor.run(download)
+        assert done.success == (depth == 8), done
+    assert done.refusal == "local-file" and (slot.files.path / ("a/" * 8) / "f").exists()
+    for number in range(80):
+        slot.state.call("s3", "PutObject", {"Bucket": "deep", "Key": f"b{number}/f"})
+    assert not slot.executor.run(download).success
+    assert sum(len(folders) for _, folders, _ in os.walk(slot.files.path)) <= MAX_FOLDERS
+    slot.reset()
+    assert slot.files.names() == []
+
+
+MANY = (
+    "kinesis create-stream --stream-name s --shard-count 3000000",
+    "kinesis create-stream --stream-name s --shard-c=3000000",
+    "ec2 run-instances --image-id ami-1 --count 40000",
+    "ec2 run-instances --image-id ami-1 --count 1:40000",
+    "opensearch create-domain --domain-name d --cluster-config InstanceCount=5000",
+    "opensearch create-domain --domain-name d --cluster-config '{\"InstanceCount\": 5000}'",
+    "ecs create-service --service-name s --task-definition t --desired-count file://number",
+)
+
+
+def test_counts_are_bounded_in_every_spelling(slot: Slot) -> None:
+    """A command line used to make a simulator take gigabytes."""
+    slot.files.put("number", b"5000")
+    for command in MANY:
+        result = slot.executor.run(f"aws {command}")
+        assert result.refusal == "too-many" and " may be 100 at most here" in result.stderr, (command, result)
+        assert not any(request.ok for request in result.requests)
+    assert slot.executor.run("aws ec2 run-instances --image-id ami-1 --count 20").success
 
 
 def test_options_do_not_stick(slot: Slot) -> None:

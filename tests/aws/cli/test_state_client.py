@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import json
+import re
 
 import pytest
 
-from realhf.aws.cli.state_client import StateCallError
+from realhf.aws.cli import pinned_http
+from realhf.aws.cli.state_client import StateCallError, UnreadableAnswer
+from realhf.aws.grading.inventory import Inventory
 from realhf.aws.simulator.pool import MiniStackPool, Slot
 
 pytestmark = pytest.mark.sim
@@ -21,6 +26,36 @@ def test_bytes_in_and_out(slot: Slot) -> None:
     slot.state.call("s3", "CreateBucket", {"Bucket": "b-1"})
     slot.state.call("s3", "PutObject", {"Bucket": "b-1", "Key": "a/ü 1", "Body": b"\x00\xff"})
     assert slot.state.call("s3", "GetObject", {"Bucket": "b-1", "Key": "a/ü 1"})["Body"].read() == b"\x00\xff"
+
+
+def _addresses() -> set[tuple[str, str]]:
+    """First and further parts of every path that MiniStack's routing names, where the first could be a bucket."""
+    found = {("icebergs", ""), ("login", ""), ("health", "")}
+    for name in ("app", "core.router"):
+        source = inspect.getsource(importlib.import_module(f"ministack.{name}"))
+        for path in re.findall(r"[\"'`r(^|](/[A-Za-z0-9_.{}-]+(?:/[A-Za-z0-9_.{}-]+)*)", source):
+            bucket, _, key = re.sub(r"\{[^}]*\}?", "x", path).strip("/").lower().partition("/")
+            if re.fullmatch(r"[a-z0-9][a-z0-9.-]+[a-z0-9]", bucket):
+                found.add((bucket, key.strip("/")))
+    return found
+
+
+@pytest.mark.slow
+def test_no_bucket_is_answered_by_another_service(slot: Slot) -> None:
+    """Buckets named like addresses (iceberg, health, logout) were made and read somewhere else than in S3."""
+    addresses = _addresses()
+    assert len(addresses) > 60 and ("v20180820", "mrap/instances") in addresses
+    refused = set()
+    for bucket, key in sorted(addresses):
+        try:
+            slot.state.call("s3", "CreateBucket", {"Bucket": bucket})
+            slot.state.call("s3", "PutObject", {"Bucket": bucket, "Key": key or "k", "Body": b"mine"})
+            assert slot.state.call("s3", "GetObject", {"Bucket": bucket, "Key": key or "k"})["Body"].read() == b"mine"
+        except StateCallError as error:
+            assert "would not be answered by S3" in str(error) or "InvalidBucketName" in str(error), (bucket, key)
+            refused.add(bucket)
+    assert refused >= {"health", "iceberg", "icebergs", "login", "logout", "oauth2", "v20180820"}
+    assert len(refused) < 12, "a route is refused, not every name"
 
 
 def test_policy_documents_are_decoded(slot: Slot) -> None:
@@ -86,3 +121,14 @@ def test_a_replaced_simulator_is_found_again(pool: MiniStackPool) -> None:
     slot.respawn()
     assert slot.state.call("sqs", "ListQueues").get("QueueUrls", []) == []
     pool.release(slot)
+
+
+def test_an_answer_that_is_too_large_is_unreadable(slot: Slot, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It used to count as a simulator that does not answer, which hid all that the account holds."""
+    slot.state.call("s3", "CreateBucket", {"Bucket": "b-1"})
+    for number in range(12):
+        slot.state.call("ssm", "PutParameter", {"Name": f"p{number}", "Value": "x" * 100, "Type": "String"})
+    monkeypatch.setattr(pinned_http, "_MAX_RESPONSE_BYTES", 1000)
+    with pytest.raises(UnreadableAnswer, match="1000 can be read"):
+        slot.state.call("ssm", "DescribeParameters")
+    assert Inventory(slot.state, ("s3", "ssm")).read() == {"s3": {"bucket": ["b-1"]}}

@@ -7,7 +7,7 @@ from realhf.aws.client.trainer_settings import pool_arguments, pool_from_environ
 
 def test_defaults() -> None:
     assert pool_arguments({}) == {
-        "base_url": "http://127.0.0.1:8000",
+        "base_url": "http://127.0.0.1:8100",
         "token": None,
         "size": 8,
         "max_turns": 6,

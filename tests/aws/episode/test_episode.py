@@ -1,8 +1,15 @@
 """Episodes on a real simulator: the shape of what is returned, endings, failures, hints."""
 
+import os
+import signal
+import socket
+from functools import partial
+
 import pytest
 
-from realhf.aws.episode.episode import FINISHED, Episode, EpisodeError, masked_task
+from realhf.aws.cli.executor import SimulatorLost
+from realhf.aws.episode.episode import FINISHED, LOST, Episode, EpisodeError, masked_task
+from realhf.aws.grading.grader import Grader
 from realhf.aws.simulator.pool import Slot
 from realhf.aws.tasks import instantiate, solve
 from realhf.aws.tasks.task import Task, TaskError
@@ -34,6 +41,58 @@ def test_an_episode_from_reset_to_achievement(episode: Episode) -> None:
     after = episode.step("aws s3api list-buckets")
     assert (after.reward, after.done, after.observation["step_count"]) == (0.0, True, 2)
     assert after.observation["error"] == FINISHED and after.observation["command_output"] == ""
+
+
+@pytest.mark.parametrize(("mode", "rewards"), [("potential", (0.45, 0.0)), ("level", (0.5, 0.5))])
+def test_a_command_that_ends_the_simulator_ends_the_episode_with_its_score(
+    slot: Slot, mode: str, rewards: tuple[float, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It used to count as a failure of the environment, so that an episode that went badly could be had anew."""
+    episode = Episode(slot, reward_mode=mode)
+    task = instantiate(VERSIONED, 1)
+    episode.reset(task)
+    first, second = solve(task)
+    steps = [episode.step(first)]
+    connect = slot.ministack.connect
+
+    def killed_while_it_runs(timeout_s: float = 10.0) -> socket.socket:
+        connection = connect(timeout_s)
+        os.kill(slot.ministack.pid, signal.SIGKILL)
+        return connection
+
+    monkeypatch.setattr(slot.executor, "_spawn", partial(slot._spawn_worker, slot.files, killed_while_it_runs))
+    slot.executor.stop()
+    steps.append(episode.step(second))
+    assert [step.reward for step in steps] == [pytest.approx(reward) for reward in rewards]
+    last = steps[-1].observation
+    assert steps[-1].done and last["simulator_lost"] and last["truncated"] and last["error"] == LOST
+    assert episode.inventory() == {} and episode.step(second).observation["error"] == FINISHED
+    monkeypatch.undo()
+    assert "simulator_lost" not in episode.reset(task).observation, "the next episode has another simulator"
+    assert [episode.step(command).done for command in (first, second)] == [False, True]
+
+
+@pytest.mark.parametrize("error", [ConnectionError("no answer"), SimulatorLost("simulator lost")])
+def test_a_simulator_that_cannot_be_read_after_a_command_ends_the_episode(
+    episode: Episode, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    task = instantiate(VERSIONED, 1)
+    episode.reset(task)
+
+    def silent() -> None:
+        raise error
+
+    monkeypatch.setattr(Grader, "evaluate", lambda grader, added, lost: silent())
+    step = episode.step(solve(task)[0])
+    assert step.done and step.reward == 0.0 and step.observation["simulator_lost"]
+
+
+def test_a_simulator_that_was_lost_before_the_command_is_the_environments(episode: Episode, slot: Slot) -> None:
+    episode.reset(instantiate(VERSIONED, 1))
+    os.kill(slot.ministack.pid, signal.SIGKILL)  # its threads need milliseconds to end; the next command comes sooner
+    with pytest.raises(SimulatorLost) as caught:
+        episode.step("aws s3 ls")
+    assert not caught.value.by_command and not episode.done
 
 
 def test_steps_run_out(slot: Slot) -> None:

@@ -176,7 +176,7 @@ async def test_its_simulator_is_started_once_after_a_failed_try_and_set_free_whe
         return made[-1]
 
     playground = Playground(
-        PlaygroundSession(make_pool, lambda slot: EpisodePlayer(slot, 15), summed=True), idle_release_s=5.0
+        PlaygroundSession(make_pool, lambda slot: EpisodePlayer(slot, 15), summed=True), 5.0, away_release_s=0.5
     )
     try:
         with socket.socket() as occupant:
@@ -203,6 +203,19 @@ async def test_its_simulator_is_started_once_after_a_failed_try_and_set_free_whe
         await playground.reset("bob", {"task_id": 101, "seed": 1})
         assert "anns" not in (await playground.step("bob", "aws s3api list-buckets"))["command_output"]
         assert len(made) == 2
+        await playground.away("ann")
+        assert (await playground.state("ann"))["free_in_s"] > 4, "only the player's own page sets the seat free"
+        await playground.away("bob")
+        assert (await playground.state("ann"))["free_in_s"] <= 0.5, (
+            "a closed page used to keep its seat for ten minutes"
+        )
+        assert (await playground.state("bob"))["log"], "it was loaded anew"
+        assert (await playground.state("ann"))["free_in_s"] > 4
+        await playground.away("bob")
+        deadline = time.monotonic() + 60
+        while (await playground.state("ann"))["busy"]:
+            assert time.monotonic() < deadline, "the seat of a closed page was not set free"
+            await asyncio.sleep(0.05)
     finally:
         playground.close()
     assert gone(simulators, 60)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from urllib.parse import quote
 
+import httpx
 import pytest
 
 from realhf.aws.server.process import EnvServerProcess
@@ -114,7 +116,7 @@ def test_a_warmup_task_played_to_its_end_with_the_keyboard(page: Chromium) -> No
     assert focused(page) == "command" and text(page, "#score") == "0.00"
 
 
-def test_hints_cards_and_a_reload(page: Chromium) -> None:
+def test_hints_cards_and_a_reload(page: Chromium, visit: Callable[[], httpx.Client]) -> None:
     begin(page, 201, 3)
     assert "0.85" in text(page, "#hint") and "1/3" in text(page, "#hint")
     page.press("Escape")
@@ -122,7 +124,16 @@ def test_hints_cards_and_a_reload(page: Chromium) -> None:
     page.wait("document.querySelector('.hint-text')")
     assert text(page, ".hint-text") == "services: s3api" and "2/3" in text(page, "#hint")
     page.press("/")
+    page.press("/")
     assert focused(page) == "command"
+    assert page.js("document.getElementById('command').value") == "", "pressed twice it used to be typed"
+    other = visit()
+    assert other.get("/web/state").json()["free_in_s"] > 60
+    page.js("window.dispatchEvent(new PageTransitionEvent('pagehide'))")
+    deadline = time.monotonic() + 60
+    while other.get("/web/state").json()["free_in_s"] > 30:
+        assert time.monotonic() < deadline, "nobody heard that the page was closed"
+        time.sleep(0.05)
     bucket = instantiate(201, 3).params["name"]
     run(page, solve(instantiate(201, 3))[0])
     assert text(page, ".card h3").split() == ["s3", "1"] and text(page, ".card li.new").split() == [bucket, "new"]

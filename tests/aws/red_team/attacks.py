@@ -318,6 +318,8 @@ def _admin() -> Iterator[Attack]:
         "s3api copy-object --bucket survivor --key k --copy-source _ministack/health",
     ):
         yield Attack(10, f"aws {words}", "internal-path")
+    for words in ("s3 mb s3://iceberg", "s3api create-bucket --bucket health", "s3 ls s3://logout/"):
+        yield Attack(10, f"aws {words}", "internal-path")
     yield Attack(10, "aws --endpoint-url http://localhost:4566/_ministack/reset s3 ls", "global-option")
     yield Attack(10, "aws lambda get-function --function-name ../../../_ministack/reset", "internal-path")
     yield Attack(10, "aws sqs purge-queue --queue-url http://localhost:4566/_ministack/reset", HARMLESS)
@@ -437,6 +439,12 @@ def _floods() -> Iterator[Attack]:
         "cloudformation wait change-set-create-complete --change-set-name c",
     ):
         yield Attack(15, f"aws {words}", "operation")
+    yield Attack(15, "aws kinesis create-stream --stream-name s --shard-count 3000000", "too-many")
+    yield Attack(15, "aws ec2 run-instances --image-id ami-1 --count 1:300000", "too-many")
+    bomb = "a: &a [x, x]\n" + "".join(
+        f"{c}: &{c} [{f'*{b}, ' * 9}]\n" for b, c in zip("abcdefgh", "bcdefghi", strict=True)
+    )
+    yield Attack(15, f"aws cloudformation create-stack --stack-name s --template-body '{bomb}'", "too-many")
     yield Attack(15, "aws s3 cp - s3://survivor/k", "stdin")
     yield Attack(15, "aws s3 cp s3://survivor/k -", "stdin")
     yield Attack(15, "aws s3 ls --debug", "global-option")

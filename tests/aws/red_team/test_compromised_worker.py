@@ -139,8 +139,8 @@ def test_a_second_reply_is_not_taken_for_the_next_commands(slot: Slot, compromis
     assert slot.executor.run("aws s3 ls").stopped
 
 
-def test_a_lost_check_is_an_environment_failure_and_no_grade(slot: Slot, episode: Episode) -> None:
-    """A check for something absent must not hold because its worker died."""
+def test_a_lost_check_ends_the_episode_and_is_no_grade(slot: Slot, episode: Episode) -> None:
+    """A check for something absent must not hold because its worker died; what it read is of the agent's making."""
     check = {"command": "aws s3api get-bucket-policy --bucket ledger", "absent": True}
     task = versioning_task(
         success_criteria={"state_checks": [check]},
@@ -149,11 +149,13 @@ def test_a_lost_check_is_an_environment_failure_and_no_grade(slot: Slot, episode
     episode.reset(task)
     worker = CompromisedWorker(slot.own_executor, framed({}))
     try:
-        with pytest.raises(RuntimeError, match="cannot be read"):
-            episode.step("aws s3 mb s3://some-other")
+        lost = episode.step("aws s3 mb s3://some-other")
     finally:
         worker.close()
-    assert not episode.step("aws s3 mb s3://another").observation["task_achieved"]
+    assert lost.done and lost.reward == 0.0 and lost.observation["simulator_lost"]
+    after = episode.step("aws s3 mb s3://another")
+    assert not lost.observation["task_achieved"] and not after.observation["task_achieved"]
+    assert slot.ministack.alive()
 
 
 def test_a_flooded_answer_shows_no_absence(slot: Slot, episode: Episode) -> None:

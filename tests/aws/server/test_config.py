@@ -56,7 +56,7 @@ def test_defaults_of_the_design() -> None:
     assert (config.idle_timeout_s, config.ws_ping_interval_s, config.ws_ping_timeout_s) == (3600, 20, 600)
     assert (config.web, config.web_ministack_port, config.lambda_mode) == ("auto", 4565, "stub")
     assert (config.sandbox, config.enable_chaos, config.reward_mode) == ("auto", True, "potential")
-    assert (config.host, config.port, config.token, config.allow_real_aws) == ("127.0.0.1", 8000, "", "")
+    assert (config.host, config.port, config.token, config.allow_real_aws) == ("127.0.0.1", 8100, "", "")
 
 
 def test_variables_set_every_kind_of_setting() -> None:

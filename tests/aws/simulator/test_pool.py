@@ -15,7 +15,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from realhf.aws.cli import virtual_folder
 from realhf.aws.cli.executor import OutputLimits, SimulatorLost
+from realhf.aws.cli.state_client import StateCallError
 from realhf.aws.simulator import pool as pool_module
 from realhf.aws.simulator.pool import MiniStackPool, Slot
 from tests.process_family import freeze, lives
@@ -219,6 +221,55 @@ def test_a_taken_port_is_named_and_nothing_is_left(small_pool: MiniStackPool) ->
         with pytest.raises(OSError, match=f"port {port} for MiniStack is taken"):
             MiniStackPool(1, base_port=port).start()
     assert not _left(before, small_pool)
+
+
+def test_memory_is_bounded_and_a_simulator_that_grew_is_replaced(small_pool: MiniStackPool) -> None:
+    """It used to take gigabytes, and to keep most of them over resets."""
+    slot = small_pool.acquire()
+    pid = slot.ministack.pid
+    slot.reset()
+    assert slot.ministack.pid == pid
+    with pytest.raises((StateCallError, ConnectionError)):
+        slot.state.call("kinesis", "CreateStream", {"StreamName": "s", "ShardCount": 3_000_000})
+    body = b"x" * (8 << 20)
+    slot.state.call("s3", "CreateBucket", {"Bucket": "large"})
+    for number in range(9):
+        slot.state.call("s3", "PutObject", {"Bucket": "large", "Key": str(number), "Body": body})
+    slot.reset()
+    assert slot.ministack.pid != pid and not psutil.pid_exists(pid)
+    assert slot.executor.run("aws s3 ls").stdout == ""
+    small_pool.release(slot)
+
+
+def test_a_port_that_is_taken_meanwhile_costs_no_slot(small_pool: MiniStackPool) -> None:
+    """Whoever has it, the next simulator of the slot listens elsewhere; every respawn used to fail."""
+    slot = small_pool.acquire()
+    port = slot.port
+    slot.ministack.stop()
+    with socket.create_server(("127.0.0.1", port)):
+        slot.reset()
+    assert slot.port != port and str(slot.port) in slot.endpoint
+    assert slot.executor.run("aws s3 mb s3://elsewhere").success and _bucket_names(slot) == ["elsewhere"]
+    small_pool.release(slot)
+
+
+def test_a_folder_that_cannot_be_emptied_costs_no_slot(
+    small_pool: MiniStackPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(path: Path) -> None:
+        raise PermissionError("not today")
+
+    slot = small_pool.acquire()
+    slot.files.put("old.txt", b"x")
+    monkeypatch.setattr(virtual_folder, "empty_folder", broken)
+    slot.reset()
+    assert slot.files.names() == []
+    assert slot.executor.run("aws s3 mb s3://box").success
+    (slot.files.path / "new.txt").write_text("new")
+    assert slot.executor.run("aws s3 cp new.txt s3://box/").success, "the worker is in the new folder"
+    small_pool.release(slot)
+    monkeypatch.undo()
+    assert small_pool.free_count == 2
 
 
 def test_a_simulator_that_does_not_come_up_shows_its_log(

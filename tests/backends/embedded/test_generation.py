@@ -298,6 +298,8 @@ def test_the_size_of_a_cache_is_an_option_or_a_share_of_what_is_free(monkeypatch
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: of[device][1])
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: of[device][2])
     assert cache_bytes(None, second, shared=True) == 700 and cache_bytes(None, second, shared=False) == 1120
+    assert cache_bytes(None, second, shared=True, taken=4400) == 300, "a trainer has no gradients and moments yet"
+    assert cache_bytes(None, second, shared=True, taken=6000) == 0
 
 
 def test_a_cache_that_finds_no_memory_says_what_to_lower(tiny_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:

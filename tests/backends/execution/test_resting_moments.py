@@ -14,29 +14,57 @@ from realhf.backends.execution import resting_moments
 from realhf.backends.execution.resting_moments import HostMemory
 from realhf.backends.training.optimizer import PolicyOptimizer
 
+PIECE = 2 * 4 * 200
 SHAPES = [(16, 8), (8, 16), (4,), (32, 4), (4,), (64,)]
 
 
 class Elsewhere:
-    """A memory of its own on the CPU: what lies there is not-a-number to whoever computes with it unfetched."""
+    """A memory of its own on the CPU, whose copies are made as soon as they may be, or as late as they must. A room is
+    not-a-number until its piece is in."""
 
-    def __init__(self) -> None:
-        self.values: dict[int, Tensor] = {}
-        self.out = self.most_out = 0
+    def __init__(self, late: bool = False) -> None:
+        self.late, self.rooms = late, [0, 0]
+        self.coming: dict[int, tuple[Tensor, Tensor]] = {}
+        self.going: dict[int, tuple[Tensor, Tensor]] = {}
+        self.log: list[str] = []
 
-    def place_for(self, tensor: Tensor) -> Tensor:
-        held = torch.full_like(tensor, float("nan"))
-        self.values[id(held)] = tensor.clone()
-        return held
+    def slab(self, nbytes: int) -> Tensor:
+        self.held = torch.zeros(nbytes, dtype=torch.uint8)
+        return self.held
 
-    def fetched(self, held: Tensor, device: torch.device) -> Tensor:
-        self.out += held.numel()
-        self.most_out = max(self.most_out, self.out)
-        return self.values[id(held)].to(device, copy=True)
+    def fetch(self, number: int, held: Tensor, room: Tensor) -> None:
+        self.log.append(f"fetch {number}")
+        self._store(number % 2)
+        self.rooms[number % 2] = len(room)
+        room.fill_(255)
+        self.coming[number] = held, room
+        if not self.late:
+            self._come(number)
 
-    def store(self, held: Tensor, tensor: Tensor) -> None:
-        self.out -= held.numel()
-        self.values[id(held)] = tensor.clone()
+    def _come(self, number: int) -> None:
+        held, room = self.coming.pop(number)
+        room[: len(held)] = held
+
+    def await_fetched(self, number: int) -> None:
+        self.log.append(f"await {number}")
+        if self.late:
+            self._come(number)
+
+    def store(self, number: int, held: Tensor, room: Tensor) -> None:
+        self.log.append(f"store {number}")
+        self.going[number % 2] = held, room
+        if not self.late:
+            self._store(number % 2)
+
+    def _store(self, place: int) -> None:
+        if place in self.going:
+            held, room = self.going.pop(place)
+            held.copy_(room[: len(held)])
+
+    def finish(self) -> None:
+        self.coming.clear()
+        for place in (0, 1):
+            self._store(place)
 
 
 def module_of(dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -63,18 +91,46 @@ def pair(dtype: torch.dtype = torch.float32, memory: Any = None) -> tuple[Policy
     return PolicyOptimizer(module, OptimizerConfig(lr=1e-2, offload=memory is not None), 10, memory=memory), module
 
 
+@pytest.mark.parametrize("late", [False, True], ids=["early copies", "late copies"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_no_bit_differs_and_one_piece_is_there_at_a_time(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resting_moments.RestingMoments.__init__, "__defaults__", (2 * 4 * 200,))
-    memory = Elsewhere()
+def test_no_bit_differs_and_two_pieces_are_there_at_a_time(
+    dtype: torch.dtype, late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However early or late the copies are made. The next piece comes while one is computed and the last one goes."""
+    monkeypatch.setattr(resting_moments.RestingMoments.__init__, "__defaults__", (PIECE,))
+    memory = Elsewhere(late)
     resting, plain = pair(dtype, memory), pair(dtype)
     for one, other in zip(trained(*resting, range(4)), trained(*plain, range(4)), strict=True):
         assert torch.equal(one, other)
-    assert memory.out == 0 and 0 < memory.most_out <= 2 * 200
+    steps = " ".join(memory.log).split("fetch 0 ")[1:]
+    assert len(steps) == 4
+    assert (
+        steps[-1].strip() == "fetch 1 await 0 store 0 fetch 2 await 1 store 1 fetch 3 await 2 store 2 await 3 store 3"
+    )
+    assert max(memory.rooms) <= PIECE
 
 
-def test_saved_moments_are_read_with_and_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was loaded rests before the first step, and a state goes from a plain optimizer to a resting one."""
+def test_one_slab_holds_the_moments_of_a_parameter_beside_each_other_and_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Pinned one by one, each was rounded up to a power of two."""
+    monkeypatch.setattr(resting_moments.RestingMoments.__init__, "__defaults__", (PIECE,))
+    memory = Elsewhere()
+    resting, module = pair(memory=memory)
+    trained(resting, module, range(2))
+    names = {p: str(number) for number, p in enumerate(module.parameters())}
+    held = resting.tensors(names)
+    moments = sorted((t.data_ptr() - memory.held.data_ptr(), name) for name, t in held.items() if "exp_avg" in name)
+    assert moments[0][0] == 0 and all(place % 256 == 0 for place, _ in moments)
+    order = [name.partition("/") for _, name in moments]
+    assert [kind for kind, _, _ in order] == ["exp_avg", "exp_avg_sq"] * len(SHAPES)
+    assert [number for _, _, number in order[::2]] == ["0", "1", "3", "2", "4", "5"], "as the optimizer has them"
+    assert len(memory.held) == 2 * sum(-(-4 * p.numel() // 256) * 256 for p in module.parameters())
+
+
+def test_saved_moments_are_read_with_and_without() -> None:
+    """What was loaded rests before the first step, and a state goes from a plain optimizer to a resting one. The device
+    has none of them meanwhile: a run that fits by offloading did not fit when it was continued."""
     plain, module = pair()
     trained(plain, module, range(2))
     state, weights = copy.deepcopy(plain.state_dict()), [p.detach().clone() for p in module.parameters()]
@@ -86,34 +142,37 @@ def test_saved_moments_are_read_with_and_without(monkeypatch: pytest.MonkeyPatch
             parameter.copy_(saved)
     resting.load_state_dict(state)
     names = {p: str(number) for number, p in enumerate(again.parameters())}
-    held = resting.tensors(names)
-    assert len(memory.values) == 2 * len(SHAPES) and held["exp_avg/0"].isnan().all()
+
+    def rests() -> bool:
+        place, held = memory.held.untyped_storage().data_ptr(), resting.tensors(names)
+        moments = [tensor for name, tensor in held.items() if name.startswith("exp_avg")]
+        return len(moments) == 2 * len(SHAPES) and all(t.untyped_storage().data_ptr() == place for t in moments)
+
+    assert rests() and not memory.log
     assert all(torch.equal(a, b) for a, b in zip(trained(resting, again, range(2, 4)), expected, strict=True))
+    assert rests() and resting.tensors(names)["exp_avg_sq/0"].any()
     resting.begin_moments(again.parameters())  # type: ignore[arg-type]
-    assert resting.tensors(names)["exp_avg_sq/0"].isnan().all()
+    assert rests() and not resting.tensors(names)["exp_avg_sq/0"].any()
+    (first, *_) = state["adamw"]["state"].values()
+    first["exp_avg"] = torch.zeros(3)
+    with pytest.raises(ValueError, match=r"moments of shape \(3,\), the parameter \(16, 8\)"):
+        resting.load_state_dict(state)
 
 
-def test_the_device_holds_the_moments_of_one_parameter_while_a_state_is_made_or_read() -> None:
-    """All of them were there at once, so a run that fits by offloading did not fit when it was continued."""
-    resting, module = pair(memory=(memory := Elsewhere()))
+def test_a_step_that_fails_leaves_the_moments_at_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the values that they had: where memory is short the engine says so and goes on."""
+    monkeypatch.setattr(resting_moments.RestingMoments.__init__, "__defaults__", (PIECE,))
+    memory = Elsewhere(late=True)
+    resting, module = pair(memory=memory)
     trained(resting, module, range(1))
-    saved, most = copy.deepcopy(resting.state_dict()), 0
-    for moments in saved["adamw"]["state"].values():
-        moments["exp_avg"], moments["exp_avg_sq"] = (torch.ones(moments["exp_avg"].shape) for _ in "ab")
-    names = {p: str(number) for number, p in enumerate(module.parameters())}
-    place = memory.place_for
-
-    def watched(tensor: Tensor) -> Tensor:
-        nonlocal most
-        moments = [t for name, t in resting.tensors(names).items() if name.startswith("exp_avg")]
-        most = max(most, sum(t.numel() for t in moments if not t.isnan().any()))
-        return place(tensor)
-
-    memory.place_for = watched  # type: ignore[method-assign]
-    resting.load_state_dict(saved)
-    assert most == 0 and all(t.isnan().all() for n, t in resting.tensors(names).items() if n.startswith("exp_avg"))
-    resting.begin_moments(module.parameters())  # type: ignore[arg-type]
-    assert 0 < most <= 2 * 128, "two moments of the largest parameter"
+    before = memory.held.clone()
+    monkeypatch.setattr(resting._adamw, "step", lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        trained(resting, module, range(1, 2))
+    assert torch.equal(memory.held, before)
+    place = memory.held.untyped_storage().data_ptr()
+    held = resting.tensors({p: str(number) for number, p in enumerate(module.parameters())})
+    assert all(t.untyped_storage().data_ptr() == place for name, t in held.items() if name.startswith("exp_avg"))
 
 
 def test_the_memory_of_the_host_is_refused_where_it_is_that_of_the_device() -> None:

@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import pytest
+import torch
+from torch import Tensor
 
-from tests.backends.parallel import jobs
+from realhf.api.model import ForwardOutputs
+from realhf.api.parallel import CollectiveBroken
+from realhf.api.sample import SequenceSample
+from realhf.backends.parallel.group_ranks import GroupRanks
+from realhf.backends.parallel.world import Meeting, World
+from realhf.backends.training.torch_engine import TorchEngine
+from tests.backends.parallel import jobs, training
 from tests.backends.parallel.rank_processes import results, run_ranks
 
 
@@ -38,6 +47,42 @@ def test_a_failure_of_one_rank_breaks_off_all(how: str) -> None:
     for outcome in outcomes[:2]:
         assert outcome.error == "CollectiveBroken" and "broke off the step" in outcome.text
     assert outcomes[2].error == own.get(how, "CollectiveBroken")
+
+
+@pytest.fixture
+def lonely_world() -> Iterator[World]:
+    """A world of one rank, whose collectives do nothing: so nothing fails in them when it is broken off."""
+    meeting = Meeting(1, 60.0)
+    world = World(meeting.address, 0, [0], join_s=60.0, timeout_s=60.0)
+    world.found([[0]])
+    yield world
+    world.close()
+
+
+@pytest.mark.parametrize("loss", ["finite", "not finite"])
+def test_a_rank_that_is_broken_off_without_an_error_neither_steps_nor_answers(lonely_world: World, loss: str) -> None:
+    """A GPU ends a collective that is broken off with a part of its sums and says nothing: the optimizer used to step
+    on them, or to skip the step, and the rank answered success."""
+    ranks = GroupRanks(lonely_world, [0], sharded=False, device=torch.device("cpu"))
+    options = {"optimizer": training.OptimizerConfig(lr=1e-2), "total_train_steps": 10}
+    engine = TorchEngine(training.tiny_model(), None, ranks=ranks, **options)
+    before = torch.cat([weight.reshape(-1).clone() for weight in engine.weights().values()])
+
+    def broken(outputs: ForwardOutputs, part: SequenceSample) -> tuple[Tensor, dict[str, float]]:
+        lonely_world.abort("rank 2 failed")
+        return -outputs.logprobs()[0].sum() * (1 if loss == "finite" else math.nan), {}
+
+    with pytest.raises(CollectiveBroken, match="broken off: rank 2 failed"), ranks.together("step 1"):
+        engine.train_batch(training.batch(0), broken, mb_spec=training.SPEC)
+    assert torch.equal(torch.cat([weight.reshape(-1) for weight in engine.weights().values()]), before)
+
+
+def test_a_call_that_was_broken_off_at_its_very_end_has_failed(lonely_world: World) -> None:
+    ranks = GroupRanks(lonely_world, [0], sharded=True, device=torch.device("cpu"))
+    with ranks.together("step 1"):
+        pass
+    with pytest.raises(CollectiveBroken, match="rank 0 of 1 broke off step 2"), ranks.together("step 2"):
+        lonely_world.abort("rank 1 failed")
 
 
 def test_groups_may_share_members_without_being_equal() -> None:

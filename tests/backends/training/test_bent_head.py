@@ -51,7 +51,7 @@ def scored(kind: str, sample: Any, *, known: bool) -> tuple[Tensor, Tensor, Tens
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_chunks_score_as_the_model_itself(kind: str, ragged_sample: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Log-probabilities, entropies and the gradient of every weight."""
-    monkeypatch.setattr(module, "chunk_rows", lambda vocabulary: 7)
+    monkeypatch.setattr(module, "chunk_rows", lambda *_: 7)
     for found, expected in zip(
         scored(kind, ragged_sample(GROUPS), known=True), scored(kind, ragged_sample(GROUPS), known=False), strict=True
     ):
@@ -79,7 +79,7 @@ def test_the_graph_holds_no_logits(
     ragged_sample: Any, monkeypatch: pytest.MonkeyPatch, known: bool, share: float
 ) -> None:
     """What scoring keeps for the backward pass is a small part of the logits, not several times as much."""
-    monkeypatch.setattr(module, "chunk_rows", lambda vocabulary: 16)
+    monkeypatch.setattr(module, "chunk_rows", lambda *_: 16)
     forward = PackedForward(made("granite"))
     forward.heads = forward.heads if known else Heads()
     sample, held = ragged_sample([[300, 300]]).select(["packed_input_ids"]), {}

@@ -169,6 +169,9 @@ class ThreadRanks:
         self._barrier.wait(DEADLINE_S)
         return found
 
+    def settle(self) -> None:
+        """Threads have no device to wait for."""
+
     def sum_(self, tensor: Tensor) -> None:
         """Add up in the order of ranks."""
         tensor.copy_(sum(self._all(tensor.clone())))  # type: ignore[arg-type]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from realhf.backends.training.selected_logprobs import chunk_rows, selected_logprobs
+from realhf.backends.training import selected_logprobs as module
+from realhf.backends.training.selected_logprobs import BentHead, chunk_rows, selected_logprobs
 
 VOCABULARY, WIDTH = 131, 24
 
@@ -83,7 +85,87 @@ def test_a_temperature_that_cannot_be_is_refused() -> None:
 
 
 def test_chunks_are_bounded_by_bytes() -> None:
+    """On a GPU they have thousands of rows, as far as its memory goes."""
     assert chunk_rows(49_152) == 256 and chunk_rows(10**9) == 1
+    assert chunk_rows(151_936, 80 << 30) == 1766 and chunk_rows(49_152, 80 << 30) == 5461
+    assert (
+        chunk_rows(151_936, 8 << 30) == (8 << 30) // 64 // (4 * 151_936) == 220 and chunk_rows(49_152, 1 << 30) == 256
+    )
+
+
+class Counted:
+    """How often each product with fp32 sums was made."""
+
+    mm = addmm = 0
+
+
+@pytest.fixture
+def gpu_products(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counted]:
+    """torch has these products for GPUs alone: here they are, for the CPU. A product of two bf16 numbers is exact in
+    fp32, so this is what a GPU computes but for the order of its sums."""
+    count, library = Counted(), torch.library.Library("aten", "IMPL")
+
+    def mm(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+        assert a.dtype == b.dtype == torch.bfloat16 and dtype == torch.float32
+        count.mm += 1
+        return a.float() @ b.float()
+
+    def addmm(total: Tensor, a: Tensor, b: Tensor, dtype: torch.dtype, *, out: Tensor) -> Tensor:
+        assert total.data_ptr() == out.data_ptr() and dtype == out.dtype
+        count.addmm += 1
+        return out.copy_(total + a.float() @ b.float())
+
+    library.impl("mm.dtype", mm, "CPU")
+    library.impl("addmm.dtype_out", addmm, "CPU")
+    monkeypatch.setattr(module, "multiplies_bf16", lambda device: True)
+    yield count
+    library._destroy()
+
+
+@pytest.mark.parametrize("with_entropy", [True, False])
+def test_bf16_products_give_the_logits_of_fp32_and_gradients_of_the_type_of_the_model(
+    gpu_products: Counted, with_entropy: bool
+) -> None:
+    """And the gradient of the head adds up in fp32 in one place: a second one of its size is never made."""
+    hidden, weight, ids = drawn(200, torch.bfloat16)
+    slope = torch.linspace(-1, 1, 200)
+    found, entropy = selected_logprobs(hidden, weight, ids, 0.8, 64, with_entropy=with_entropy)
+    expected, of_plain = plain(hidden, weight, ids, 0.8)
+    torch.testing.assert_close(found.double(), expected, atol=2e-5, rtol=1e-5)
+    total = (expected * slope).sum()
+    if with_entropy:
+        torch.testing.assert_close(entropy.double(), of_plain, atol=2e-5, rtol=1e-5)
+        total = total + (of_plain * slope.flip(0)).sum()
+    ((found * slope).sum() + (entropy * slope.flip(0)).sum()).backward()
+    assert (gpu_products.mm, gpu_products.addmm) == (4 + 4 + 1, 3), "logits twice, and a gradient of the first chunk"
+    for grad, wanted in zip((hidden.grad, weight.grad), torch.autograd.grad(total, (hidden, weight)), strict=True):
+        assert grad is not None and grad.dtype == torch.bfloat16
+        off = (grad.double() - wanted.double()).norm() / wanted.double().norm()
+        assert off < 4e-3, "as much as bf16 rounds"
+
+
+def test_bf16_products_of_a_head_that_does_more(gpu_products: Counted) -> None:
+    hidden, weight, ids = drawn(40, torch.bfloat16)
+    layer = torch.nn.Linear(WIDTH, VOCABULARY, dtype=torch.bfloat16)
+    layer.weight.data.copy_(weight.detach())
+    head = BentHead(lambda: layer, factor=0.5, cap=20.0)
+    found = []
+    for narrow in (True, False):
+        own = hidden.detach() if narrow else hidden.detach().float()
+        own.requires_grad_()
+        logprobs, entropy = head.score(own, ids, 0.8, with_entropy=True, chunk=16)
+        grads = torch.autograd.grad((logprobs + 0.1 * entropy).sum(), (own, layer.weight, layer.bias))
+        found.append((logprobs, entropy, *grads))
+    assert gpu_products.mm == 3 * 2 + 3
+    for grad, wanted, bound in zip(*found, (1e-5, 1e-5, 6e-3, 6e-3, 6e-3), strict=True):
+        assert (grad.float() - wanted.float()).norm() <= bound * wanted.float().norm()
+
+
+def test_a_device_without_such_products_computes_in_fp32_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    assert not module._tried(torch.device("cpu"))
+    assert "are computed in fp32: torch cannot sum bf16 there (Could not run 'aten::mm.dtype'" in caplog.text
+    hidden, weight, _ = drawn(5, torch.bfloat16)
+    assert isinstance(module._products_of(hidden, weight), module._InFp32)
 
 
 _PROGRAM = """

@@ -194,6 +194,15 @@ def test_a_server_that_ends_is_told_with_its_words(tmp_path: Path):
     assert (tmp_path / "run" / "vllm_imports" / "realhf" / "backends" / "vllm" / "extension.py").exists()
 
 
+def test_a_server_without_memory_names_our_option(tmp_path: Path):
+    executable = tmp_path / "vllm"
+    executable.write_text("#!/bin/sh\necho 'ValueError: No available memory for the cache blocks.'\nexit 1\n")
+    executable.chmod(0o755)
+    server = VllmServer("org/model", executable=executable, log=tmp_path / "log.txt")
+    with pytest.raises(RuntimeError, match=r"cache blocks\.\s+; engine\.gpu_memory_utilization is its share"):
+        server.wait_until_up(60)
+
+
 def test_a_server_that_does_not_come_up_is_stopped(tmp_path: Path):
     executable = tmp_path / "vllm"
     executable.write_text("#!/bin/sh\nexec sleep 300\n")

@@ -15,7 +15,17 @@ import yaml
 from realhf.cluster.engines import jobset
 
 VALIDATE = Path(__file__).resolve().parents[3] / ".venv-kubernetes" / "bin" / "kubernetes-validate"
-OPTIONS = ("run-1", "--hosts", "3", "--gpus", "8", "--", "experiment=grpo_async", "actor.path=/x y/$(touch hacked)';z")
+OPTIONS = (
+    "run-1",
+    "--no-check",
+    "--hosts",
+    "3",
+    "--gpus",
+    "8",
+    "--",
+    "experiment=grpo_async",
+    "actor.path=/x y/$(touch hacked)';z",
+)
 
 
 @pytest.fixture

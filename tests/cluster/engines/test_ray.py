@@ -108,7 +108,7 @@ def test_a_launch_without_ray_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setattr(engine, "find_spec", lambda name: None)
     scheduler = made(tmp_path)
     try:
-        with pytest.raises(ClusterError, match=r"Ray is not installed here: pip install 'realhf\[ray\]'"):
+        with pytest.raises(ClusterError, match=r"Ray is not installed here: pip install -e '.*\[ray\]'"):
             scheduler.start(master(tmp_path))
     finally:
         scheduler.stop(1.0)

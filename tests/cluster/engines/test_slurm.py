@@ -1,4 +1,4 @@
-"""The batch job: its script, and the host agents that ``srun`` starts; ``stand_in_srun.py`` is no Slurm."""
+"""The batch job: its script, and what a launch outside a job says."""
 
 from __future__ import annotations
 
@@ -14,10 +14,7 @@ from realhf.cluster.engines.slurm import SlurmOptions, script
 from realhf.cluster.errors import ClusterError
 from realhf.scheduler.base import WorkerSpec
 from realhf.scheduler.failure import describe
-from tests.cluster.engines.bench_of_one import run_folder, started
-from tests.process_family import family, gone
-
-STAND_IN = Path(__file__).with_name("stand_in_srun.py")
+from tests.cluster.engines.bench_of_one import run_folder
 
 
 def test_the_script_is_short_and_has_what_was_asked_for():
@@ -30,12 +27,22 @@ def test_the_script_is_short_and_has_what_was_asked_for():
     subprocess.run(["bash", "-n"], input=text, text=True, check=True, timeout=300)
 
 
-def test_the_job_launches_with_the_arguments_as_they_were_given_and_is_queued_again_when_its_time_is_over(tmp_path):
-    """The script runs under bash with stand-ins for the launcher and ``scontrol``. The first is told to end after its
-    first words, as Slurm does before the time is over."""
+@pytest.mark.parametrize(
+    ("signals", "requeued"),
+    [(["USR1"], True), (["TERM"], False), (["USR1", "TERM"], False)],
+    ids=["its time is over", "cancelled", "cancelled while it ends"],
+)
+def test_the_job_launches_with_the_arguments_given_and_only_the_end_of_its_time_queues_it_again(
+    tmp_path, signals, requeued
+):
+    """The script runs under bash with a launcher that sends it what Slurm would. It used to be queued again after
+    ``scancel`` too, which also sends TERM: no job could be cancelled at once."""
     hostile = "actor.path=/x y/$(touch hacked)';z"
+    first, *later = [f"kill -{name} $PPID" for name in signals]
+    ends = "; ".join(("trap : TERM", *later, "sleep 0.3; exit 143"))
+    lives = f'trap "{ends}" TERM; sleep 0.5; {first}; while :; do sleep 0.1; done'
     for name, text in {
-        "launcher": 'printf "%s\\n" "$@" > launched; kill -TERM $PPID; trap "exit 143" TERM; while :; do sleep 1; done',
+        "launcher": f'printf "%s\\n" "$@" > launched; {lives}',
         "scontrol": 'echo "$@" > requeued',
         "getent": "echo 10.1.2.3 STREAM",
     }.items():
@@ -46,8 +53,9 @@ def test_the_job_launches_with_the_arguments_as_they_were_given_and_is_queued_ag
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "17"}
     done = subprocess.run(["bash"], input=text, text=True, env=environment, timeout=300, check=False)
     launched = (tmp_path / "launched").read_text().splitlines()
-    assert launched == ["-m", "realhf.launch", hostile, "scheduler=slurm", "recover_mode=auto", "network.bind=10.1.2.3"]
-    assert (tmp_path / "requeued").read_text() == "requeue 17\n"
+    given = ["-m", "realhf.launch", hostile, "scheduler=slurm", "recover_mode=auto", "network.bind=10.1.2.3"]
+    assert launched == [*given, "trial_name=job-17"], "queued again, it goes on with the same run"
+    assert (tmp_path / "requeued").exists() == requeued
     assert done.returncode == 143 and not (tmp_path / "hacked").exists()
 
 
@@ -57,34 +65,10 @@ def test_options_that_are_no_words_of_a_script_are_refused(options):
     assert problem.startswith(f"scheduler.{next(iter(options))}=")
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_the_nodes_of_a_job_join_and_leave_with_the_run(tmp_path, monkeypatch):
-    """Two agents come by one srun; a worker runs below one of them, and nothing is left in the end."""
-    (tmp_path / "srun").symlink_to(STAND_IN)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    keys = str(tmp_path / "cluster.key")
-    scheduler = slurm.make(SlurmOptions(address="127.0.0.1", port=0, key_file=keys, nodes=2, wait_s=200.0))
-    run = run_folder(tmp_path)
-    try:
-        said, end = started(scheduler, run, "node-1")
-        assert end.exit_code == 3 and said.startswith("pid ")
-        assert {*scheduler._table.hosts} == {"node-0", "node-1"}
-        helpers = [found for found, line in family(os.getpid()).items() if "slurm_driver" in " ".join(line)]
-        lines = [" ".join(line) for line in family(os.getpid()).values()]
-        assert any("--name node-1" in line for line in lines)
-        key = scheduler.key_file.read_text()
-        assert not any(secret in line for line in lines for secret in key.split('"') if len(secret) >= 40)
-    finally:
-        scheduler.stop(3.0)
-    assert helpers and gone(helpers, 0.0), "the process that starts agents ends with the scheduler"
-    assert not [*tmp_path.glob("tmp*")], "the folder of each node's keys is removed"
-
-
 @pytest.mark.parametrize("name", ["job/demonstrations", "master"])
-def test_outside_a_job_the_launch_says_so_at_once(tmp_path, name):
+def test_outside_a_job_the_launch_says_so_at_once(tmp_path, monkeypatch, name):
     """What comes before the run may take an hour."""
+    monkeypatch.setenv("PATH", str(tmp_path))
     scheduler = slurm.make(SlurmOptions(address="127.0.0.1", port=0, key_file=str(tmp_path / "k"), nodes=1))
     try:
         with pytest.raises(ClusterError, match=r"srun cannot be run here .*mode=check prints"):

@@ -15,10 +15,8 @@ from realhf.dataflow.buffer.types import (
     BatchLease,
     BatchTooLarge,
     BufferClosed,
-    BufferFull,
     DuplicateSampleError,
     EndOfData,
-    NotDroppable,
     Retired,
 )
 from tests.dataflow.buffer.toy_buffer import buffer_graph, meta_of, outputs_of
@@ -55,19 +53,20 @@ async def test_a_sample_leaves_when_its_last_call_has_completed_not_when_it_was_
     assert len(buffer) == 4 and not gone
     buffer.complete(lease)
     assert len(buffer) == 0
-    assert (gone[0].ids, gone[0].step_batches, gone[0].dropped) == (tuple(ids(0, 4)), [3] * 4, None)
+    assert (gone[0].ids, gone[0].step_batches) == (tuple(ids(0, 4)), [3] * 4)
     assert gone[0].view.metadata == {"task": ["bucket"] * 4}
 
 
 async def test_a_lease_shows_exactly_its_inputs_in_the_order_of_birth() -> None:
     buffer = make(n_seqs={"gen": 2, "rew": 6, "ref": 2, "train": 6})
-    await buffer.put_batch(meta_of(["a", "b", "c", "d"]), births=[40, 10, 30, 20])
-    await buffer.put_batch(meta_of(["e", "f"]), births=[15, 35])
-    assert (await through(buffer, "gen")).ids == ("b", "e")
-    assert (await through(buffer, "gen")).ids == ("d", "c")
-    assert (await through(buffer, "gen")).ids == ("f", "a")
+    await buffer.put_batch(meta_of(["d", "c", "b", "a"]))
+    await buffer.put_batch(meta_of(["f", "e"]))
+    leases = [await buffer.get_batch_for_rpc("gen") for _ in range(3)]
+    assert [lease.ids for lease in leases] == [("d", "c"), ("b", "a"), ("f", "e")]
+    for lease in reversed(leases):
+        buffer.complete(lease, outputs_of(buffer.graph, lease))
     lease = await buffer.get_batch_for_rpc("rew")
-    assert lease.ids == ("b", "e", "d", "c", "f", "a")
+    assert lease.ids == ("d", "c", "b", "a", "f", "e")
     assert lease.meta.keys == {"ids", "prompt"} and lease.meta.data is None
     assert lease.meta.seqlens == meta_of(lease.ids, ("ids", "prompt")).seqlens
 
@@ -101,8 +100,6 @@ async def test_back_pressure_is_first_come_first_served_and_cancellable() -> Non
     buffer = make(max_size=8)
     await buffer.put_batch(meta_of(ids(0, 4)))
     await buffer.put_batch(meta_of(ids(4, 8)))
-    with pytest.raises(BufferFull):
-        await buffer.put_batch(meta_of(["x"]), wait=False)
     with pytest.raises(BatchTooLarge):
         await buffer.put_batch(meta_of(ids(100, 109)))
     big, cancelled, small = [
@@ -166,28 +163,24 @@ async def test_step_batches_do_not_mix() -> None:
     assert (await waiting).ids == ("s0", "s4")
 
 
-@pytest.mark.parametrize("partial", ["serve", "drop"])
-async def test_the_tail_is_served_or_dropped_and_then_it_ends(partial: str) -> None:
-    buffer = make(partial_final=partial)
+async def test_the_tail_is_served_and_then_it_ends() -> None:
+    buffer = make()
     await buffer.put_batch(meta_of(ids(0, 6)))
     waiting = asyncio.create_task(buffer.get_batch_for_rpc("train"))
     buffer.close_input("no more rows")
     with pytest.raises(BufferClosed, match="no more rows"):
         await buffer.put_batch(meta_of(["x"]))
     await through(buffer, "gen")
-    if partial == "serve":
-        assert (await through(buffer, "gen")).ids == ("s4", "s5")
+    assert (await through(buffer, "gen")).ids == ("s4", "s5")
     with pytest.raises(EndOfData, match="no more rows"):
         await asyncio.wait_for(buffer.get_batch_for_rpc("gen"), 60)
     for mfc in ("ref", "rew"):
-        for _ in range(2 if partial == "serve" else 1):
+        for _ in range(2):
             await through(buffer, mfc)
     buffer.complete(await asyncio.wait_for(waiting, 60))
-    if partial == "serve":
-        assert (await through(buffer, "train")).ids == ("s4", "s5")
+    assert (await through(buffer, "train")).ids == ("s4", "s5")
     stats = buffer.stats()
-    assert (stats["resident"], stats["evicted"]) == (0, 6 if partial == "serve" else 4)
-    assert stats["dropped"] == ({} if partial == "serve" else {"dropped_tail": 2})
+    assert (stats["resident"], stats["evicted"]) == (0, 6)
 
 
 async def test_abort_reaches_present_and_future_waiters() -> None:
@@ -205,20 +198,6 @@ async def test_abort_reaches_present_and_future_waiters() -> None:
         await buffer.get_batch_for_rpc("gen")
     with pytest.raises(OSError, match="network"):
         await buffer.put_batch(meta_of(["x"]))
-
-
-async def test_stale_samples_are_dropped_unless_in_use() -> None:
-    buffer = make(n_seqs={"gen": 1, "train": 4})
-    for version in range(3):
-        await buffer.put_batch(meta_of([f"v{version}"]), version=version)
-    lease = await buffer.get_batch_for_rpc("gen")
-    assert lease.ids == ("v0",)
-    assert buffer.drop_stale(2) == ("v1",)
-    with pytest.raises(NotDroppable, match="v0"):
-        buffer.drop(["v0"], "test")
-    buffer.check_invariants()
-    assert buffer.stats()["dropped"] == {"stale": 1}
-    assert (await buffer.get_batch_for_rpc("gen")).ids == ("v2",)
 
 
 async def test_what_must_not_be_put_or_amended() -> None:
@@ -241,14 +220,21 @@ async def test_what_must_not_be_put_or_amended() -> None:
         buffer.amend_batch(["s1", "s2"], meta_of(["s2", "s1"], ("ids",)))
     buffer.check_invariants()
     with pytest.raises(ValueError, match="cannot hold"):
-        make(max_size=7, steps_in_flight=2)
+        make(max_size=3)
+
+
+async def leave(buffer: AsyncIOSequenceBuffer, first: int, last: int) -> None:
+    """Put samples and have every call complete them."""
+    await buffer.put_batch(meta_of(ids(first, last)))
+    for mfc in ("gen", "ref", "rew", "train"):
+        lease = await buffer.get_batch_for_rpc(mfc)
+        buffer.complete(lease, outputs_of(buffer.graph, lease))
 
 
 async def test_what_is_kept_of_retired_samples_is_bounded_and_what_may_come_again_is_a_duplicate() -> None:
     buffer = make(max_size=8, remembered=24)
     for first in range(0, 400, 4):
-        await buffer.put_batch(meta_of(ids(first, first + 4)))
-        buffer.drop(ids(first, first + 4), "test")
+        await leave(buffer, first, first + 4)
         assert len(buffer._retired) <= 24
     for known in ("s399", "s380"):
         with pytest.raises(DuplicateSampleError):
@@ -258,10 +244,9 @@ async def test_what_is_kept_of_retired_samples_is_bounded_and_what_may_come_agai
 
 
 async def test_the_ids_of_very_many_samples_are_remembered() -> None:
-    buffer = make(max_size=2048)
+    buffer = make(max_size=2048, n_seqs=dict.fromkeys(("gen", "ref", "rew", "train"), 2048))
     for first in range(0, 20_480, 2048):
-        await buffer.put_batch(meta_of(ids(first, first + 2048)))
-        buffer.drop(ids(first, first + 2048), "test")
+        await leave(buffer, first, first + 2048)
     with pytest.raises(DuplicateSampleError):
         await buffer.put_batch(meta_of(["s0"]))
 

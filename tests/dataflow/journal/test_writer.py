@@ -25,6 +25,7 @@ from realhf.dataflow.journal.records import (
     Resume,
     Totals,
 )
+from realhf.dataflow.journal.rollout_ledger import RolloutLedger
 from realhf.dataflow.journal.state import JournalState, fold
 from realhf.dataflow.journal.writer import ARCHIVE, SEGMENT_BYTES, Journal, JournalError, read_segment, segments
 
@@ -82,7 +83,7 @@ def test_a_snapshot_makes_an_equal_state() -> None:
     copy = fold(state.snapshot())
     assert copy.totals() == state.totals()
     assert [copy.resume(step) for step in (0, 1)] == [state.resume(step) for step in (0, 1)]
-    with pytest.raises(ValueError, match="final"):
+    with pytest.raises(ValueError, match="samples up to step 1 are used up"):
         copy.resume(-1)
 
 
@@ -342,5 +343,24 @@ def test_payloads_are_kept_as_long_as_a_recovery_may_need_them() -> None:
 
 
 def test_a_checkpoint_that_the_journal_does_not_know_is_refused() -> None:
-    with pytest.raises(ValueError, match="does not know which samples step 2"):
+    with pytest.raises(ValueError, match="does not know which samples step 3"):
         fold(STORY).resume(2)
+
+
+async def test_a_journal_without_the_checkpoints_it_belongs_to_says_what_to_do(tmp_path: Path) -> None:
+    """The message used to say that steps up to 5 are final and the run cannot go on from step -1."""
+    ledger, _ = RolloutLedger.open(tmp_path, completed_steps=0)
+    for record in STORY:
+        ledger.append(record)
+    ledger.checkpointed(1, "ckpt-00000001")
+    ledger.checkpointed(2, "ckpt-00000002")
+    ledger.close()
+    for completed, start in ((0, "its beginning"), (7, "its checkpoint after step 7")):
+        with pytest.raises(JournalError) as refused:
+            RolloutLedger.open(tmp_path, completed_steps=completed)
+        told = str(refused.value)
+        assert told.startswith(f"{tmp_path}: ") and start in told and "step -1" not in told
+        assert "Put its checkpoints back" in told and "recover_mode=disabled" in told
+    ledger, recovery = RolloutLedger.open(tmp_path, completed_steps=1)
+    assert recovery is not None and recovery.replay == [(1, ["d", "e"])], "a refusal leaves the journal as it was"
+    ledger.close()

@@ -33,10 +33,11 @@ class Scene:
     def __init__(self, folder: Path) -> None:
         self.folder, self.workers = folder, FakeWorkers()
         self.source = CountingSource(10**6)
+        self.warned: list[str] = []
 
     async def open(self, completed: int = 0, **options: Any) -> AsyncRollouts:
         plan = plan_of(self.folder, batch=2, steps=4, completed=completed, **options)
-        self.rollouts = await AsyncRollouts.open(plan, self.workers, self.source)
+        self.rollouts = await AsyncRollouts.open(plan, self.workers, self.source, self.warned.append)
         for info in (
             worker_info("rollout_worker", 0),
             worker_info("rollout_worker", 1),
@@ -254,6 +255,32 @@ async def test_a_run_begins_again_from_its_checkpoint_with_everything_that_had_a
     assert await scene.train(2) == ["s4", "s5"]
 
 
+async def test_deaths_of_a_sample_count_over_recoveries(scene: Scene) -> None:
+    """Each recovery forgot them: a sample that kills or hangs whoever plays it had all its attempts again."""
+    rollouts = await scene.open()
+    await rollouts.start()
+    for _ in range(2):
+        await scene.play(W1)
+    await scene.train(0)
+    rollouts.control.set_version(1)
+    for compacted in (True, False, False):
+        assert rollouts.control.given_up == 0
+        (lease,) = (await rollouts.control.allocate(W0, 1, 0.0))[0] or []
+        assert lease.id == "s2"
+        rollouts.control.worker_left(W0, "killed: no heartbeat for 8.1 s")
+        if compacted:
+            await rollouts.before_checkpoint()
+            await rollouts.checkpointed(1, "ckpt-1")
+        elif rollouts.control.given_up:
+            break
+        await rollouts.close()
+        scene.source = CountingSource(10**6)
+        rollouts = await scene.open(completed=1)
+        rollouts.control.set_version(1)
+        rollouts.control.worker_joined(W0)
+    assert rollouts.control.given_up == 1
+
+
 async def test_a_payload_that_is_lost_is_given_up_for_good(scene: Scene) -> None:
     rollouts = await scene.open()
     await rollouts.start()
@@ -261,10 +288,13 @@ async def test_a_payload_that_is_lost_is_given_up_for_good(scene: Scene) -> None
         await scene.play(W0)
     await rollouts.close()
     scene.workers.payloads.clear()
+    scene.warned.clear()
     for _ in range(2):
         scene.source = CountingSource(10**6)
         rollouts = await scene.open()
         await rollouts.close()
+    (told,) = scene.warned
+    assert told.startswith("2 of the 2 samples that had arrived are lost") and "s0, s1" in told
     rollouts = await scene.open()
     rollouts.control.worker_joined(W0)
     for _ in range(2):
@@ -296,3 +326,35 @@ async def test_requests_reach_the_control_through_the_service_of_the_run(scene: 
     waiting = asyncio.create_task(client.request("allocate", {"count": 8, "hold_s": 60}, timeout_s=60))
     assert len((await waiting)["leases"]) == 4, "two batches at version 0 and staleness 1"
     client.close()
+
+
+async def test_samples_that_are_too_old_for_a_lower_bound_are_trained_and_counted_aloud(scene: Scene) -> None:
+    """They used to stop the run for ever."""
+    rollouts = await scene.open(max_head_offpolicyness=2)
+    await rollouts.start()
+    for _ in range(6):
+        await scene.play(W0)
+    trained = await scene.train(0)
+    await rollouts.before_checkpoint()
+    await rollouts.checkpointed(1, "ckpt")
+    await rollouts.close()
+    scene.warned.clear()
+    rollouts = await scene.open(1, max_head_offpolicyness=0)
+    (told,) = scene.warned
+    assert told.startswith("4 of the 4 samples that had arrived will be older than async_rl.max_head_offpolicyness=0")
+    assert rollouts.control.capacity == 0, "nothing new is played before they are trained"
+    trained += await scene.train(1) + await scene.train(2)
+    assert len(set(trained)) == 6
+    rollouts.control.set_version(3)
+    assert rollouts.control.capacity == 2
+
+
+async def test_a_journal_that_is_gone_is_told(scene: Scene) -> None:
+    await scene.open(1)
+    assert (
+        len(scene.warned) == 1 and "holds no journal: samples that had arrived after step 1 are lost" in scene.warned[0]
+    )
+    scene.warned.clear()
+    await scene.rollouts.close()
+    await scene.open(1)
+    assert "holds no journal" in scene.warned[0], "nothing was written in it yet"

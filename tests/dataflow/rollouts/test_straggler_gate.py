@@ -106,7 +106,8 @@ def test_what_cannot_be_is_refused() -> None:
 
 
 def test_the_rule_is_the_one_of_the_reference() -> None:
-    """For every a >= u - eta: the sum over a' <= a of (out[a'] - S[a']) is at most (a + eta - u) * B."""
+    """For every a >= u - eta: the sum over a' <= a of (out[a'] - S[a']) is at most (a + eta - u) * B, or no sample of
+    the versions up to a runs."""
     verdicts = Counter(_gate_agrees_with_the_reference(Random(seed)) for seed in range(1000))
     assert min(verdicts["opens"], verdicts["too few"], verdicts["waits"]) > 100
 
@@ -124,6 +125,7 @@ def _gate_agrees_with_the_reference(random: Random) -> str:
     left = Counter(versions.values()) - Counter(versions[id] for id in chosen)
     fits = all(
         sum(count for version, count in left.items() if version <= a) <= (a + eta - step) * batch_size
+        or all(id in arrived for id, version in versions.items() if version <= a)
         for a in range(step - eta, step + 1)
     )
     if len(chosen) == batch_size and fits:
@@ -149,6 +151,19 @@ def test_no_sample_is_older_than_the_bound_and_nothing_stops(crashes: int) -> No
         assert max(run.ages, default=0) <= conditions.eta, f"seed {seed}: {conditions}"
         oldest[conditions.eta] = max([*run.ages, oldest.get(conditions.eta, 0)])
     assert oldest == {eta: eta for eta in range(5)}
+
+
+def test_a_run_that_goes_on_with_another_bound_does_not_stop_and_loses_nothing() -> None:
+    """Samples that had arrived and are too old for a lower bound used to close the gate for ever."""
+    too_old = 0
+    for seed in range(300):
+        random = Random(seed)
+        run = Simulation(Conditions.draw(random, crashes=3, changes=True), random)
+        run.run()
+        trained = [id for ids in run.trained.values() for id in ids]
+        assert len(trained) == len(set(trained)) == run.drawn - run.lost
+        too_old += max(run.ages, default=0) > run.on.eta
+    assert too_old > 10
 
 
 def test_without_the_gate_samples_get_older_than_the_bound() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 
 from realhf.dataflow.rollouts.staleness import StalenessManager
@@ -14,7 +14,7 @@ from realhf.dataflow.rollouts.straggler_gate import StragglerGate
 @dataclass(frozen=True)
 class Conditions:
     """``total`` samples are to be drawn; ``ahead`` step batches may wait for the trainer; ``crashes`` restarts happen
-    at random times, each from a checkpoint up to two steps back."""
+    at random times, each from a checkpoint up to two steps back, with other options if ``changes``."""
 
     batch_size: int
     eta: int
@@ -23,13 +23,14 @@ class Conditions:
     ahead: int
     crashes: int
     wait: bool = True
+    changes: bool = False
 
     @staticmethod
-    def draw(random: Random, *, wait: bool = True, crashes: int = 0) -> Conditions:
+    def draw(random: Random, *, wait: bool = True, crashes: int = 0, changes: bool = False) -> Conditions:
         batch_size, eta = random.randint(1, 5), random.randint(0, 4)
         concurrent = random.randint(1, (eta + 2) * batch_size)
         total = random.randint(1, 14 * batch_size)
-        return Conditions(batch_size, eta, concurrent, total, random.randint(0, 2), crashes, wait)
+        return Conditions(batch_size, eta, concurrent, total, random.randint(0, 2), crashes, wait, changes)
 
 
 @dataclass
@@ -157,6 +158,9 @@ class Simulation:
     def _crash(self) -> None:
         """The last steps are undone and will be repeated as they were; what runs is to be played again."""
         self.life += 1
+        if self.on.changes:
+            eta, concurrent = self.random.randint(0, 4), self.random.randint(1, 10)
+            self.on = replace(self.on, eta=eta, max_concurrent=concurrent)
         kept = max(0, len(self.trained) - self.random.randint(0, 2))
         undone = {step: self.trained.pop(step) for step in range(kept, len(self.trained))}
         waiting = [id for ids in undone.values() for id in ids] + self.arrived

@@ -224,7 +224,7 @@ def test_a_package_that_is_missing_is_named_with_the_extra(
     missing: dict[str, ModuleType | None] = {name: None, f"{name}.v1": None}
     for module, nothing in missing.items():
         monkeypatch.setitem(sys.modules, module, nothing)
-    with pytest.raises(ValueError, match=rf"needs the package {name}: pip install 'realhf\[{name}\]'"):
+    with pytest.raises(ValueError, match=rf"needs the package {name}: pip install -e '.*\[{name}\]'"):
         build_environment(name, {option: "Anything-v1"})
     with pytest.raises(ValueError, match=rf"env\.{option} is missing"):
         build_environment(name, {})

@@ -32,6 +32,7 @@ NAMED = {
     "crashes": ("dies: the process of the environment died by signal SIGSEGV in step, at ", "crashes.py:13 in step"),
     "depends_on_hashes": ("determinism: another process answers otherwise: the opening is ", "the order of a set"),
     "dies": ("dies: the process of the environment died by os._exit(7) in step, at ", "dies.py:14 in step"),
+    "done_is_a_method": ("load: ", "Broken.done is a method, so it would be a tool and end no episode", "line 20"),
     "forgets_its_seed": (
         "determinism: the same task, seed and messages give other turns: the opening differs: messages[0].content is ",
         "forgets_its_seed.py:9 in reset",
@@ -62,6 +63,11 @@ NAMED = {
         "Make threads daemons",
     ),
     "pays_for_silence": ("rewards: the task is solved by an empty message, at ", "pays_for_silence.py:10 in step"),
+    "pays_increments": (
+        "rewards: get_reward says 0.25 and, asked again, 0, at ",
+        "pays_increments.py:18 in get_reward",
+        "what turns earn is added up in the instance",
+    ),
     "raises_in_reset": (
         "reset: reset raised IndexError: tuple index out of range, at ",
         "raises_in_reset.py:10 in reset",
@@ -152,6 +158,27 @@ def test_a_sound_environment_has_no_findings() -> None:
     assert found["ok"] and found["groups"]["train"] == {"small": 1, "large": 1}
     assert [tool["function"]["name"] for tool in found["tools"]] == ["add"]
     assert ("demonstrations", "ok", "4 scripts") in report.verdicts
+
+
+def test_what_may_be_meant_is_noted(tmp_path: Path) -> None:
+    """A mistake in a tool, which the policy reads as its own, and a reward that falls to nothing: what the last turn
+    earned and not what the state is worth."""
+    text = (BROKEN / "pays_increments.py").read_text()
+    mend = {
+        "earned, self.earned = self.earned, 0.0\n        return earned": "return self.earned",
+        "self.earned = 0.25": "self.earned = 0.25 * (self.count == 1)",
+        "return str(self.count)": 'return self.cuont if self.count == 2 else "counted"',
+    }
+    for old, new in mend.items():
+        assert old in text
+        text = text.replace(old, new)
+    (tmp_path / "mine.py").write_text(text)
+    report = checked(f"{tmp_path / 'mine.py'}:Broken")
+    lines = [finding.line() for finding in report.findings]
+    assert not any(finding.is_fault for finding in report.findings), lines
+    assert any("a tool that was called rightly fails, Broken.add: AttributeError" in line for line in lines), lines
+    assert any("get_reward falls from 0.25 to 0" in line for line in lines), lines
+    assert len(lines) == 2
 
 
 def test_the_limit_of_the_whole_check_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import tempfile
 from collections.abc import Iterator
@@ -58,3 +59,49 @@ def test_a_child_that_ends_at_once_has_a_handle_too(server: ForkServer) -> None:
             word, pid = written.read().split()
         assert word == "brief" and child.pid in (int(pid), -1), "-1: it has ended"
         child.kill()
+
+
+def test_a_child_that_was_killed_is_not_alive_while_its_threads_end(server: ForkServer) -> None:
+    """Its descriptor says so milliseconds later, and a command that came sooner was blamed for its death."""
+    for _ in range(10):
+        read, write = os.pipe()
+        child = fork(server, "threads", write)
+        with open(read) as written:
+            assert written.readline() == f"threads {child.pid}\n" and child.alive()
+            os.kill(child.pid, signal.SIGKILL)
+            assert not any(child.alive() for _ in range(20))
+            child.kill()
+
+
+@pytest.mark.parametrize("room", [0, 1, 3], ids=["of the request", "of the pipe", "of the child"])
+def test_a_child_that_the_zygote_cannot_watch_never_runs(server: ForkServer, room: int) -> None:
+    """It used to live on without anybody who could end it, with the descriptors it was given. The zygote survives, with
+    ``room`` descriptors beside the standard streams and its socket, which has a higher number."""
+    limits = resource.prlimit(server.pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(server.pid, resource.RLIMIT_NOFILE, (3 + room, limits[1]))
+    read, write = os.pipe()
+    with open(read) as written:
+        with pytest.raises(RuntimeError, match=r"could not fork orphan: .*[tT]oo many (open )?files"):
+            fork(server, "orphan", write)
+        assert written.read() == "", "nobody holds the other end any more"
+    resource.prlimit(server.pid, resource.RLIMIT_NOFILE, limits)
+    read, write = os.pipe()
+    child = fork(server, "after", write)
+    with open(read) as written:
+        assert written.readline() == f"after {child.pid}\n"
+    child.kill()
+
+
+def test_a_child_whose_descriptor_the_owner_cannot_take_never_runs(server: ForkServer) -> None:
+    read, write = os.pipe()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.dup(read)
+    os.close(free)
+    with open(read) as written:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
+        try:
+            with pytest.raises(RuntimeError, match="too many files open"):
+                fork(server, "orphan", write)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert written.read() == ""

@@ -35,7 +35,7 @@ if without == "limits":
     sandbox.limit_resources = lambda **limits: None
 if without != "network" and not sandbox.leave_network():
     sys.exit("no network namespace")
-run_probe(ProcessGuard(1 << 20, 64, 4 << 30), request, [channel])
+run_probe(ProcessGuard(1 << 20, 64, 1 << 30, 60), request, [channel])
 """
 
 
@@ -116,7 +116,7 @@ import sys
 from realhf.env.containment import bubblewrap, seccomp
 from realhf.env.containment.process_guard import ProcessGuard
 seccomp.install = lambda: False
-guard = ProcessGuard(1 << 20, 64, 4 << 30, may_lack=frozenset(sys.argv[1:]))
+guard = ProcessGuard(1 << 20, 64, 1 << 30, 60, may_lack=frozenset(sys.argv[1:]))
 try:
     guard.apply("/tmp")
 except RuntimeError as error:

@@ -15,7 +15,7 @@ import ctypes, tempfile
 inside = sys.argv[1]
 secret = sys.argv[2]
 sandbox.forbid_new_privileges()
-sandbox.limit_resources(file_bytes=1000, open_files=64, address_bytes=4 << 30)
+sandbox.limit_resources(file_bytes=1000, open_files=64, memory_bytes=1 << 30, address_bytes=4 << 30, cpu_s=60)
 denied = []
 sandbox.AuditGuard(roots, (inside,), lambda rule, text: denied.append(rule)).install()
 def attempt(action):

@@ -29,6 +29,7 @@ def test_items() -> None:
         assert item.id.startswith(f"{task.template}-{task.seed}@")
         assert task == instantiate(task.task_id, item.metadata["task_seed"])
         assert (item.metadata["template"], item.metadata["group"]) == (str(task.task_id), task.tier)
+        assert asked.template == task.template, "people read the name of a template, and not its number"
         assert item.metadata["group"] in ("warmup", "beginner")
         assert dict(item.values) == {}, "a tensor that nobody reads would be stored by a call in every step"
         json.dumps(dict(item.metadata))

@@ -56,7 +56,7 @@ async def test_an_episode_is_played_as_in_trl(build: Build) -> None:
     assert (turn.done, turn.reward, turn.metrics["success"]) == (False, 1.0, 0.0)
     turn = await environment.step(says(content="4"))
     assert (turn.done, turn.reward, turn.messages) == (True, 1.0, [])
-    assert turn.metrics == {"success": 1.0, "tool_calls": 3.0, "tool_failures": 0.0}
+    assert turn.metrics == {"success": 1.0, "tool_calls": 3.0, "tool_failures": 0.0, "tool_errors": 0.0}
     await environment.reset({}, seed=0)
     turn = await environment.step(says(call("stop")))
     assert turn.done and turn.messages[0]["content"] == "None"
@@ -141,6 +141,8 @@ async def test_async_methods_run_on_the_event_loop_and_others_beside_it(build: B
         ("__import__('numpy').float32(0.5)", 0.5, {}),
         ("__import__('numpy').bool_(True)", 1.0, {}),
         ("__import__('fractions').Fraction(1, 4)", 0.25, {}),
+        ("__import__('numpy').array(0.5)", 0.5, {}),
+        ("{'a': __import__('torch').tensor(0.5), 'b': __import__('numpy').float32(0.25)}", 0.75, {"a": 0.5, "b": 0.25}),
     ],
 )
 async def test_a_reward_is_a_number_or_named_components(
@@ -306,6 +308,41 @@ async def test_deep_and_large_arguments_are_refused_or_taken_but_never_break_any
     for name in ("secret", "helper", "_hidden", "close", "metrics", "seen", "__dict__"):
         assert f"Tool {name} not found." in (await answer(environment, call(name)))[0]
     assert (await environment.step(says())).reward == 1.0
+
+
+@pytest.mark.parametrize("word", ["def", "async def"])
+async def test_a_user_answers_a_turn_without_a_call(build: Build, word: str) -> None:
+    """In words of theirs until they leave; what is no text breaks the contract, and another signature is refused."""
+    reply = f"    {word} user_reply(self, text):\n        return {{}}"
+    answer = reply.format('None if text == "bye" else 3 if text == "three" else f"You said {text}."')
+    environment = build(COUNTER + answer).make("")
+    opening = await environment.reset({}, seed=1)
+    assert "user_reply" not in str(opening.tools)
+    turn = await environment.step(says(content="hm"))
+    assert (turn.messages, turn.done) == ([{"role": "user", "content": "You said hm."}], False)
+    assert (await environment.step(says(call("add", amount=1), content="bye"))).messages[0]["role"] == "tool"
+    turn = await environment.step(says(content="bye"))
+    assert (turn.messages, turn.done, turn.metrics["tool_calls"]) == ([], True, 1)
+    with pytest.raises(EnvironmentFailure, match=r"Counter\.user_reply .*must return text, or None .*, not 3"):
+        await environment.step(says(content="three"))
+    with pytest.raises(ValueError, match=r"Counter\.user_reply must be user_reply\(self, text\)"):
+        build(COUNTER + reply.format("text").replace("self, text", "self"), "other.py")
+
+
+async def test_a_mistake_of_the_author_is_counted_and_told(build: Build, caplog: pytest.LogCaptureFixture) -> None:
+    """An AttributeError in a tool that was called rightly is no failure of the policy alone: it is in the metrics and
+    the info of the turn, and once in the log. What a tool raises on purpose and a call that is wrong are not."""
+    environment = build(COUNTER.replace("self.count += amount", "self.cuont += amount")).make("")
+    for _ in range(2):
+        await environment.reset({}, seed=1)
+        for wrong in (call("add", amount="x"), call("add", amount=-1), call("none")):
+            turn = await environment.step(says(wrong))
+            assert turn.metrics["tool_errors"] == 0 and turn.info == {}
+        turn = await environment.step(says(call("add", amount=1)))
+        assert turn.metrics["tool_errors"] == 1 and turn.metrics["tool_failures"] == 4
+        [told] = turn.info["tool_errors"]
+        assert "Counter.add: AttributeError: 'Counter' object has no attribute 'cuont'" in told and "line 19" in told
+    assert caplog.text.count("Counter.add: AttributeError") == 1
 
 
 @pytest.mark.parametrize(

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import runpy
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from realhf.api.environment import Task
 from realhf.env.__main__ import main
+from realhf.env.doors.load import build_environment
 from realhf.env.init.scaffold import DOORS
 from realhf.env.play.listing import about
+from realhf.launch.__main__ import main as launch
+from realhf.rollout.agents.black_box_agent import BlackBoxAgent, load_agent
+from realhf.rollout.episode.request import EpisodeRequest, Limits
+from tests.rollout.black_box import FakeTokens, chat
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -33,6 +40,7 @@ def test_what_it_writes_passes_the_check_and_its_own_tests(
     assert told[1].strip() == f"python -m realhf.env check first_game.py:{name}"
     assert told[2].strip() == f"python -m realhf.env play first_game.py:{name}"
     assert f"env.path=first_game.py:{name}" in told[3] and len(told) == 4
+    assert launch([*shlex.split(told[3])[3:], "mode=check"]) == 0, capsys.readouterr().err
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setattr(sys, "path", [*sys.path])
     try:
@@ -41,6 +49,40 @@ def test_what_it_writes_passes_the_check_and_its_own_tests(
     finally:
         sys.modules.pop("first_game", None)
     assert len(run) >= 2 and "test_the_check_finds_no_fault" in tests
+
+
+def test_the_lines_for_another_folder_find_their_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The agent is named by its file: it was named as a module, which is found in the working directory alone."""
+    (tmp_path / "games").mkdir()
+    assert main(["init", "agent_game", "--door", "agent", "--folder", "games"]) == 0
+    words = shlex.split(capsys.readouterr().out.splitlines()[-1])
+    assert launch([*words[3:], "mode=check"]) == 0
+    [agent] = [word.partition("=")[2] for word in words if word.startswith("rollout.agent=")]
+    assert load_agent(agent).__module__
+
+
+async def test_the_agent_plays_as_it_would_in_a_run(tmp_path: Path) -> None:
+    """With the session and the endpoint of a run, up to its end and to a limit. It was written for another contract
+    once, which its own tests stood in for."""
+    assert main(["init", "agent_play", "--door", "agent"]) == 0
+    spec = build_environment(f"{tmp_path / 'agent_play.py'}:AgentPlay", {})
+    heard: list[str] = []
+
+    def speak(prompt: str) -> str:
+        heard.append(prompt)
+        return str(prompt.count("<|user|>"))
+
+    for turns, status in ((8, "finished"), (2, "max_turns")):
+        limits = Limits(max_turns=turns, max_total_tokens=2000, turn_tokens=10)
+        agent = BlackBoxAgent(load_agent(f"{tmp_path / 'agent_play.py'}:solve"), chat(), limits, timeout_s=60)
+        try:
+            wanted = EpisodeRequest(0, Task("1", seed=9), sampling_seed=5)
+            outcome = await agent.play(spec.make(""), wanted, FakeTokens(speak), 2)
+        finally:
+            await agent.close()
+        assert outcome.valid and len(outcome.turns) == turns, outcome.message
+        assert outcome.status in (status, "max_turns") and "I think of a number" in heard[0]
+        assert "The number is higher" in heard[-1] or "The number is lower" in heard[-1]
 
 
 @pytest.mark.slow

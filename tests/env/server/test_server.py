@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import socket
 import subprocess
 import sys
@@ -20,6 +22,7 @@ from websockets.sync.client import ClientConnection, connect
 from realhf.aws.server.process import EnvServerProcess
 from realhf.aws.tasks.loader import instantiate, solve
 from realhf.aws.tasks.task import Task
+from realhf.env.server.server import listen
 from tests.process_family import family, gone
 
 pytestmark = pytest.mark.sim
@@ -244,11 +247,38 @@ def test_http_routes(server: EnvServerProcess) -> None:
     assert get(server.url + "/health") == (200, '{"status":"healthy"}')
     status, schema = get(server.url + "/schema")
     assert status == 200 and set(json.loads(schema)) == {"action", "observation", "state"}
-    assert set(json.loads(schema)["observation"]["properties"]) == OBSERVATION_KEYS | {"account_changes"}
+    rare = {"account_changes", "simulator_lost"}
+    assert set(json.loads(schema)["observation"]["properties"]) == OBSERVATION_KEYS | rare
     assert json.loads(get(server.url + "/metadata")[1])["max_concurrent_envs"] == POOL
     page = get(server.url + "/metrics")[1]
     assert "realhf_env_step_seconds_count" in page and f"realhf_env_pool_size {float(POOL)}" in page
     assert get(server.url + "/web")[0] == 404
+
+
+def test_a_fork_of_an_environment_leaves_the_port() -> None:
+    """It used to keep the port taken, and the server's connections open, as long as it lived."""
+    listener = listen("127.0.0.1", 0)
+    port = listener.getsockname()[1]
+    read, write = os.pipe()
+    with socket.create_connection(("127.0.0.1", port)) as client:
+        session = listener.accept()[0]
+        child = os.fork()
+        if child == 0:
+            os.write(write, b"forked")
+            time.sleep(60)
+            os._exit(0)
+        try:
+            assert os.read(read, 6) == b"forked", "the child has its pipe"
+            session.close()
+            listener.close()
+            client.settimeout(60)
+            assert client.recv(1) == b"", "the client sees the end of its session"
+            listen("127.0.0.1", port).close()
+        finally:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            os.close(read)
+            os.close(write)
 
 
 def test_sigterm_closes_sessions_and_leaves_nothing() -> None:
@@ -277,5 +307,5 @@ def test_a_taken_port_is_one_clear_message(option: str) -> None:
         others = {"--port": "0", "--ministack-base-port": "0", option: port}
         command = [sys.executable, "-m", "workers.env_worker", *(word for pair in others.items() for word in pair)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert port in done.stderr and len(done.stderr.strip().splitlines()) == 1, done.stderr

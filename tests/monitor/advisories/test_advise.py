@@ -13,10 +13,13 @@ import pytest
 
 from realhf.monitor.advisories.advise import RULES, advise, as_json
 from realhf.monitor.advisories.evidence import SEVERITIES
+from realhf.monitor.advisories.of_run import index_of
+from realhf.monitor.rollouts.format import PlayLine
+from realhf.monitor.rollouts.reader import Row
 
 STEPS = 30
 OPTIONS = (Path(__file__).resolve().parents[3] / "docs" / "reference" / "options.md").read_text(encoding="utf-8")
-FILTERS = {"split", "outcome", "task", "group", "step_min", "step_max"}
+FILTERS = {"split", "outcome", "template", "group", "step_min", "step_max"}
 FILTERS |= {"length_min", "length_max", "mismatch_min", "clip_min", "staleness_min"}
 HEALTHY = {
     "reward/mean": lambda step: 0.3 + 0.01 * step,
@@ -69,8 +72,8 @@ def evaluation(success: float, n: float = 0.05) -> Mapping[str, Any]:
     return {"sampled": {"overall": {"success": success, "low": success - n, "high": success + n, "episodes": 100}}}
 
 
-LINES = [{"task": "t/1", "failure": "timeout" if n % 3 else None, "step": n, "split": "train"} for n in range(9)]
-FINE = [{"task": "t/2", "failure": "lost" if n == 5 else None, "step": n} for n in range(9)]
+LINES = [{"template": "t/1", "failure": "timeout" if n % 3 else None, "step": n, "split": "train"} for n in range(9)]
+FINE = [{"template": "t/2", "failure": "lost" if n == 5 else None, "step": n} for n in range(9)]
 ILL: dict[str, tuple[int, dict[str, Course], dict[str, Any]]] = {
     "all_groups_zero": (
         20,
@@ -172,6 +175,16 @@ def test_advice_names_options_that_exist() -> None:
     assert len(named) > 20 and not {name for name in named if f"`{name}`" not in OPTIONS}
 
 
+def test_advice_says_which_of_its_options_do_nothing_in_the_run() -> None:
+    """It named options that the algorithm or environment does not have, and the launcher refused them."""
+    ill = run(**ILL["truncation"][1])
+    (plain,) = advise(ill, effective=["gen.max_new_tokens", "rollout.max_total_tokens", "ppo.mask_too_long"])
+    (other,) = advise(ill, effective=["gen.max_new_tokens", "rollout.max_total_tokens"])
+    assert "Without effect" not in plain.advice
+    assert other.advice == f"{plain.advice} (Without effect in this run: ppo.mask_too_long.)"
+    assert advise(ill, effective=None) == [plain], "a run of earlier versions does not say what has an effect"
+
+
 def test_what_is_over_is_not_told_as_if_it_went_on() -> None:
     """A condition counts that holds at the end; only what cannot be undone, an update that was left out, stays."""
     assert advise(run(length__truncated=lambda step: 0.5 if step < 20 else 0.05)) == []
@@ -184,13 +197,13 @@ def test_the_gravest_comes_first() -> None:
 
 def test_a_task_that_fails_is_found_by_its_rollouts() -> None:
     (advisory,) = advise(run(), [*LINES, *FINE])
-    assert advisory.filter == {"task": "t/1", "outcome": "failed"} and "6 of 9" in advisory.text
+    assert advisory.filter == {"template": "t/1", "outcome": "failed"} and "6 of 9" in advisory.text
 
 
 @pytest.mark.parametrize("value", [None, "text", [1], {"a": 1}, True, math.nan, math.inf])
 def test_rows_that_hold_anything_break_nothing(value: Any) -> None:
     rows = [{"step": value, **{name: value for name in HEALTHY}} for _ in range(STEPS)]
-    index = [{"task": value, "failure": value, "step": value}, {}]
+    index = [{"template": value, "failure": value, "step": value}, {}]
     found = advise(rows, index, evaluations=[(0, {"sampled": value}), (1, {"sampled": {"overall": value}})])
     assert {one.id for one in found} <= {"policy_not_finite", "clip_fraction_high", "ratio_large", "truncation"}
 
@@ -198,3 +211,11 @@ def test_rows_that_hold_anything_break_nothing(value: Any) -> None:
 @pytest.mark.parametrize("steps", [0, 1, 2, 4, 9])
 def test_a_run_that_has_just_begun_is_not_judged_by_its_beginning(steps: int) -> None:
     assert advise(run()[:steps]) == []
+
+
+def test_a_rollout_with_several_conversations_is_judged_once():
+    """A rule that counts the plays of a task used to count its branches, too."""
+    plays = [
+        PlayLine(id=f"s@0/{row}", time=0.0, step=1, task="t", branch=branch) for row, branch in enumerate((None, 0, 0))
+    ]
+    assert len(index_of([Row(play, None) for play in plays])) == 1

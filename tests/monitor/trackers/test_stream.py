@@ -111,7 +111,7 @@ def test_a_package_that_is_missing_is_said_before_the_first_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stream.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(RuntimeError, match=r"monitor\.trackers has mlflow.*pip install 'realhf\[mlflow\]'"):
+    with pytest.raises(RuntimeError, match=r"monitor\.trackers has mlflow.*pip install -e '.*\[mlflow\]'"):
         TrackerStream(tmp_path, ["mlflow"], completed_steps=0, warn=print)
 
 

@@ -10,7 +10,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
+import torch
 
 from experiments.agents.openai_agent import rollout
 from realhf.api.config import GenConfig
@@ -171,6 +173,69 @@ async def test_an_engine_that_fails_is_named_and_a_limit_is_no_failure(fake: Fak
     assert outcome.status == "policy" and outcome.message == "no generation worker is there"
     chatty = await play(fake, rollout, FakeTokens(lambda prompt: "hm"))
     assert (chatty.status, chatty.reward, len(chatty.turns)) == ("max_turns", 0.0, 5)
+
+
+async def test_a_limit_excuses_its_own_exception_alone(fake: FakeEnvServer) -> None:
+    """An error of the agent after a refused turn is its own; a refusal counts whatever client raises it, also behind
+    another exception. An agent that goes on after a refusal was not cut."""
+
+    async def refused(base_url: str) -> httpx.Response:
+        await ask(base_url)
+        return await ask(base_url, "word " * 300)
+
+    async def raises_the_refusal(task: Any, base_url: str, session: AgentSession) -> None:
+        (await refused(base_url)).raise_for_status()
+
+    async def wraps_the_refusal(task: Any, base_url: str, session: AgentSession) -> None:
+        try:
+            await raises_the_refusal(task, base_url, session)
+        except httpx.HTTPStatusError as error:
+            raise RuntimeError("no answer") from error
+
+    async def is_wrong_itself(task: Any, base_url: str, session: AgentSession) -> None:
+        try:
+            await raises_the_refusal(task, base_url, session)
+        except httpx.HTTPStatusError:
+            raise KeyError("answer") from None
+
+    async def is_slow(task: Any, base_url: str, session: AgentSession) -> None:
+        await refused(base_url)
+        await asyncio.sleep(60)
+
+    async def gives_up(task: Any, base_url: str, session: AgentSession) -> float:
+        return 0.25 if (await refused(base_url)).status_code == 400 else 1.0
+
+    async def goes_on(task: Any, base_url: str, session: AgentSession) -> float:
+        await refused(base_url)
+        await ask(base_url)
+        return 0.25
+
+    for function, status in [
+        (raises_the_refusal, "token_budget"),
+        (wraps_the_refusal, "token_budget"),
+        (is_wrong_itself, "agent"),
+        (is_slow, "agent"),
+        (gives_up, "token_budget"),
+        (goes_on, "finished"),
+    ]:
+        outcome = await play(fake, function, FakeTokens(commands), timeout_s=0.3 if function is is_slow else 20.0)
+        assert outcome.status == status, (function.__name__, outcome.status, outcome.message)
+
+
+async def test_a_reward_may_be_any_number(fake: FakeEnvServer) -> None:
+    """Of numpy or torch, in a map too; text and arrays of several are none."""
+
+    async def pays(task: Any, base_url: str, session: AgentSession, *, reward: Any, named: bool) -> Any:
+        reply = (await ask(base_url)).json()["id"]
+        return {reply: reward} if named else reward
+
+    for reward in (np.float32(0.25), np.array(0.25), torch.tensor(0.25), torch.tensor(0.25, requires_grad=True)):
+        for named in (False, True):
+            outcome = await play(fake, partial(pays, reward=reward, named=named), FakeTokens(commands))
+            assert outcome.reward == 0.25 and type(outcome.reward) is float, (reward, outcome.message)
+    for reward in (np.array([0.25, 0.5]), "0.25", np.float32("nan"), torch.tensor([0.25])):
+        outcome = await play(fake, partial(pays, reward=reward, named=False), FakeTokens(commands))
+        assert outcome.status == "agent" and "is not a reward" in outcome.message
 
 
 async def test_after_the_end_nothing_is_executed(fake: FakeEnvServer) -> None:

@@ -96,6 +96,7 @@ def test_turns_are_numbered_where_the_policy_spoke() -> None:
     none = [-1] * 9
     one = [-1, -1, -1, 0, 0, -1, -1, 1, 1]
     assert sample["turn_ids"].tolist() == [*one, *none, *one, -1, -1, -1, 2, 2]
+    assert sample["rollout_index"].tolist() == [0, 1, 0, 0], "a branch has the number of its rollout"
     assert sample.seqlens["turn_rewards"] == [[2, 1], [2, 3]]
     assert sample["turn_rewards"].tolist() == [0.25, 0.75, 0.0, 0.25, 0.75, 0.5, 0.0, 1.0]
     assert torch.equal(sample["turn_ids"] >= 0, sample["loss_mask"])

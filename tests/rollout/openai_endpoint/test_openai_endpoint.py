@@ -231,6 +231,22 @@ async def test_the_end_cancels_what_is_under_way(endpoint: Endpoint) -> None:
     assert nothing.status == "agent" and nothing.reward is None and nothing.message == "the agent asked for nothing"
 
 
+async def test_a_client_that_goes_away_stops_the_sampling(endpoint: Endpoint) -> None:
+    """Its turn is dropped, and the conversation goes on from where it was."""
+    tokens = FakeTokens(heard)
+    async with served(endpoint, tokens) as (_, session, client):
+        tokens.hold = asyncio.Event()
+        asking = asyncio.ensure_future(say(client, [USER]))
+        while not tokens.requests:
+            await asyncio.sleep(0.005)
+        asking.cancel()
+        async with asyncio.timeout(20):
+            while not tokens.cancelled:
+                await asyncio.sleep(0.005)
+        tokens.hold = None
+        assert not session.ledger.turns and await say(client, [USER]) == "aws 1"
+
+
 async def test_limits_are_told_in_the_words_of_the_api(endpoint: Endpoint) -> None:
     async with served(endpoint, FakeTokens(heard)) as (_, session, client):
         first = {"role": "assistant", "content": await say(client, [USER])}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 from pathlib import Path
 
 import httpx
@@ -9,7 +11,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from realhf.trajectory.cli import command_line, main
+from realhf.trajectory.http.auth import OPEN_PATHS, needed
 from realhf.trajectory.http.config import ConfigError, TrajectoryConfig, resolve
+from realhf.trajectory.http.server import create_app
 from tests.trajectory.conftest import REGISTRATION, register_env, running_server, start
 from tests.trajectory.groups import group
 
@@ -131,14 +135,54 @@ def test_flags_win_over_variables_and_unknown_ones_are_refused():
             resolve(None, bad)
 
 
-def test_the_command_says_what_is_wrong(capsys: pytest.CaptureFixture[str]):
-    assert main(["--host", "0.0.0.0"]) == 1
-    assert "run-api: --host 0.0.0.0 is not loopback" in capsys.readouterr().err
+def test_the_command_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """In a line, without a traceback."""
+    (tmp_path / "file").touch()
+    for flags, said in (
+        (["--host", "0.0.0.0"], "run-api: --host 0.0.0.0 is not loopback"),
+        (["--store", "/etc/passwd"], "run-api: --store is '/etc/passwd'; give sqlite:DIR"),
+        (["--store", f"sqlite:{tmp_path / 'file'}", "--port", "0"], "the store does not open: sqlite:"),
+        (["--store", "redis://127.0.0.1:1", "--port", "0"], "the store does not open: redis://127.0.0.1:1"),
+    ):
+        assert main(flags) == 2
+        told = capsys.readouterr().err
+        assert said in told
+        assert "Traceback" not in told
     with pytest.raises(SystemExit):
         main(["--help"])
     text = capsys.readouterr().out
     assert "--store" in text
     assert "REALHF_TRAJ_STRICT" in text
+
+
+def test_the_queue_is_kept_where_programs_of_a_user_keep_theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Not in whatever folder the server was started in."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    assert TrajectoryConfig().store == f"sqlite:{tmp_path}/realhf/trajectory"
+    monkeypatch.setenv("XDG_STATE_HOME", "relative")
+    assert TrajectoryConfig().store == f"sqlite:{Path.home()}/.local/state/realhf/trajectory"
+    assert resolve(None, {"REALHF_TRAJ_STORE": "memory"}).store == "memory"
+
+
+def test_every_route_says_who_may_use_it():
+    """Also behind a proxy that puts something before the path; what has no route is nobody's."""
+    app = create_app(TrajectoryConfig(store="memory", producer_token="p", admin_token="a"))
+    paths = [path for path in app.openapi()["paths"] if path not in OPEN_PATHS]
+    assert len(paths) > 20
+    assert [path for path in paths if needed("GET", path) is None] == []
+    assert needed("GET", "/batch/more") is None
+    calls = [("POST", "/register"), ("GET", "/batch"), ("DELETE", "/quarantine"), ("POST", "/quarantine/requeue")]
+
+    async def asked(root_path: str) -> list[int]:
+        transport = httpx.ASGITransport(app, root_path=root_path)
+        async with httpx.AsyncClient(transport=transport, base_url="http://x", headers=bearer("p")) as client:
+            statuses = [(await client.request(method, root_path + path)).status_code for method, path in calls]
+            unknown = [(await client.get(root_path + path)).status_code for path in ("/nothing", "/batch/more")]
+            slash = await client.get(root_path + "/status/")
+            return [*statuses, *unknown, slash.status_code]
+
+    for root_path in ("", "/traj"):
+        assert asyncio.run(asked(root_path)) == [403, 403, 403, 403, 404, 404, 307], root_path
 
 
 def test_strict_mode_over_http():
@@ -204,3 +248,12 @@ def test_the_status_page_shows_the_latest_example_as_text(tmp_path: Path):
     assert data["example"]["texts"] == ["hello cloud", "cloud"]
     assert data["example"]["lengths"] == [2, 1]
     assert data["queue_size"] == 1
+
+
+def test_a_server_for_development_is_started_anew_at_changes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """uvicorn starts it in processes of its own, which read the settings from variables."""
+    started: list[tuple[str, dict[str, object]]] = []
+    monkeypatch.setattr("uvicorn.run", lambda app, **more: started.append((app, more)))
+    monkeypatch.setattr("os.environ", dict(os.environ))
+    assert main(["--reload", "--port", "0", "--store", f"sqlite:{tmp_path / 'store'}"]) == 0
+    assert [app for app, _ in started] == ["realhf.trajectory.http.server:app"] and started[0][1]["reload"] is True

@@ -248,7 +248,10 @@ def test_a_damaged_payload_goes_to_quarantine_and_the_others_are_served(tmp_path
         with segment.open("r+b") as file:
             file.seek(10)
             file.write(b"?")
-        assert sorted(ids(api.get("/batch"))) == [1, 2]
+        refused = api.get("/batch")
+        assert (refused.json(), refused.headers["x-batch-reason"]) == ({"batch": None}, "payload_lost")
+        served = api.get("/batch")
+        assert (sorted(ids(served)), served.headers["x-batch-step"]) == ([1, 2], "0")
         assert api.get("/quarantine").json()["by_reason"] == {"payload_lost": 1}
 
 

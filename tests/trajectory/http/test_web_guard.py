@@ -73,11 +73,15 @@ def test_the_servers_own_pages_and_programs_may_do_everything(url: str, api: htt
         assert api.get("/reset_data", headers=headers).status_code == 200, headers
 
 
-def test_reading_stays_open_to_any_origin(api: httpx.Client):
-    for path in ("/", "/status", "/info", "/metrics", "/docs", "/openapi.json", "/ui", "/ui/data", "/latest_example"):
-        answer = api.get(path, headers={"Origin": "http://somewhere", "Sec-Fetch-Site": "cross-site"})
+def test_numbers_stay_open_to_any_origin_and_examples_do_not(api: httpx.Client):
+    elsewhere = {"Origin": "http://somewhere", "Sec-Fetch-Site": "cross-site"}
+    for path in ("/", "/status", "/info", "/metrics", "/docs", "/openapi.json", "/ui"):
+        answer = api.get(path, headers=elsewhere)
         assert answer.status_code == 200, path
         assert answer.headers["access-control-allow-origin"] in ("*", "http://somewhere")
+    for path in ("/latest_example", "/ui/data"):
+        assert api.get(path, headers=elsewhere).status_code == 403, "what is trained on is nobody else's"
+        assert api.get(path).status_code == 200
 
 
 def test_names_of_the_server_can_be_allowed():

@@ -305,7 +305,7 @@ def test_payloads_that_are_lost_hold_nobody_up():
     delivery.give_up_lost(state, driver.now, batch, frozenset([b"gone"]))
     assert reasons(driver) == {"payload_lost": 1}
     assert sorted(ids(driver.batch())) == sorted([batch.groups[1].id, *(set(state.groups) - set(ids(batch)))])
-    assert quarantine.requeue(state, driver.now, [lost.id])["refused"] == {str(lost.id): "payload_lost"}
+    assert quarantine.requeue(state, driver.now, [lost.id])["requeued"] == [lost.id], "somebody repaired the disk"
 
 
 def test_stale_groups_may_fill_what_nothing_fresher_fills():
@@ -368,8 +368,7 @@ def test_keys_expire_in_the_order_of_their_age_after_a_restart_too():
 
 async def test_housekeeping_goes_on_until_nothing_is_left_to_do():
     """However many keys expire at once, they are gone before the next pause."""
-    now = 1000.0
-    engine = Engine(MemoryStore(), StateOptions(replay_ttl_s=60.0), tidy_every_s=0.3, clock=lambda: now)
+    engine = Engine(MemoryStore(), StateOptions(replay_ttl_s=60.0), tidy_every_s=0.3)
     await engine.open()
 
     def remember(state: TrajectoryState, at: float) -> None:
@@ -377,10 +376,25 @@ async def test_housekeeping_goes_on_until_nothing_is_left_to_do():
             state.put("replays", f"k{number}", Replay(f"k{number}", "f", b"{}", {}, at))
 
     await engine.write(remember)
-    now += 61.0
+    engine._clock.go_on_from(engine.state.newest_time() + 61.0)
     while len(engine.state.replays) == 5000:
         await asyncio.sleep(0.01)
     for _ in range(100):
         await asyncio.sleep(0)
     assert not engine.state.replays
     await engine.close()
+
+
+def test_what_was_good_when_it_was_taken_stays_until_somebody_deletes_it():
+    """Damaged payloads used to fall out of a full quarantine."""
+    driver = started(quarantine_bytes=25, max_quarantine_groups=3, max_queue_bytes=60)
+    for _ in range(4):
+        driver.push(4)
+    for batch in (driver.batch("a", sent=False), driver.batch("b", sent=False)):
+        delivery.give_up_lost(driver.state, driver.now, batch, frozenset(group.payload.ref for group in batch.groups))
+    for _ in range(5):
+        driver.push(5)
+    driver.push(4, 4)
+    assert reasons(driver)["payload_lost"] == 4
+    quarantine.clear(driver.state, driver.now)
+    assert not driver.state.quarantine

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from realhf.trajectory.base.refusal import Refusal
-from realhf.trajectory.state import registry, views
+from realhf.trajectory.state import maintenance, registry, views
 from realhf.trajectory.state.delivery import NoBatch
 from tests.trajectory.driver import TRAINER, Driver, sizes
 
@@ -252,3 +252,22 @@ def test_an_environment_that_returns_gets_no_burst():
         driver.push(2, env=late)
     owners = [driver.batch().groups[0].env_id for _ in range(20)]
     assert abs(owners.count(late) - 10) <= 1
+
+
+def test_environments_that_are_long_gone_are_forgotten():
+    """Each one costs every poll a little. Numbers are never used twice all the same."""
+    driver = Driver(env_expiry_s=1000.0)
+    driver.start()
+    for _ in range(4):
+        driver.env()
+    driver.env(desired_name="other")
+    driver.push(4, env=1)
+    driver.push(2, env=2)
+    driver.now += 1001
+    alive = driver.env()
+    assert maintenance.due(driver.state, driver.now)
+    maintenance.tidy(driver.state, driver.now)
+    assert not maintenance.due(driver.state, driver.now)
+    assert list(driver.state.envs) == [1, 2, 4, alive], "what waits, and the newest of each name"
+    assert [driver.env(), driver.env(desired_name="other")] == [6, 7]
+    assert [driver.state.envs[number].name for number in (alive, 6, 7)] == ["env_4", "env_5", "other_1"]

@@ -6,10 +6,12 @@ Source: docs/reference/trajectory.md 3.8, 3.11.
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import random
 import sqlite3
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,11 +22,12 @@ from isal import isal_zlib
 from realhf.trajectory.base.incoming import Incoming
 from realhf.trajectory.base.options import StateOptions
 from realhf.trajectory.base.records import Encoding, GroupRecord, Payload, PayloadRef, Place
+from realhf.trajectory.state import delivery, push, registry, views
 from realhf.trajectory.state import engine as engine_module
-from realhf.trajectory.state import push, registry
+from realhf.trajectory.state.delivery import Batch, PullRequest
 from realhf.trajectory.state.engine import Engine
 from realhf.trajectory.state.server_state import TrajectoryState
-from realhf.trajectory.store.base import Changes, StoreFailure
+from realhf.trajectory.store.base import Changes, Snapshot, StoreFailure
 from realhf.trajectory.store.memory import MemoryStore
 from realhf.trajectory.store.sqlite import SqliteStore
 from tests.trajectory.driver import TRAINER
@@ -115,14 +118,13 @@ async def test_everything_acknowledged_can_be_read_after_failures_at_random(tmp_
 
 
 async def test_an_error_after_the_transaction_does_not_free_what_it_kept(tmp_path: Path):
+    """Whether it was kept is looked up, so it is neither refused to its producer nor freed later."""
     store = FailingStore(tmp_path, segment_bytes=300)
     await store.open()
     refs = await store.stage([data_of(1)])
     store.after = True
-    with pytest.raises(StoreFailure):
-        await store.commit(Changes(rows={("groups", 1): record(1, refs[0], data_of(1))}))
+    await store.commit(Changes(rows={("groups", 1): record(1, refs[0], data_of(1))}))
     store.after = False
-    await store.unstage(refs)
     [kept] = (await store.reload())["groups"]
     assert isinstance(kept, GroupRecord)
     for number in range(2, 40):
@@ -243,4 +245,125 @@ async def test_a_read_that_waits_for_the_disk_holds_up_no_commit(tmp_path: Path,
     disk.set()
     assert await read == [data_of(1)]
     assert slow == [False], "the commit did not wait for the read"
+    await store.close()
+
+
+class RefusingStore(SqliteStore):
+    """A SQLite store that refuses rows while ``refuses``, and counts how often it is read anew."""
+
+    refuses, reloads = False, 0
+
+    async def commit(self, changes: Changes) -> None:
+        await asyncio.sleep(0.01)
+        await super().commit(changes)
+
+    def _write(self, changes: Changes) -> None:
+        if self.refuses:
+            raise sqlite3.OperationalError("disk I/O error (set off by a test)")
+        super()._write(changes)
+
+    async def reload(self) -> Snapshot:
+        self.reloads += 1
+        return await super().reload()
+
+
+async def refusing(folder: Path) -> tuple[RefusingStore, Engine]:
+    """An engine with a registered trainer and five groups in its queue."""
+    store = RefusingStore(folder)
+    engine = Engine(store, StateOptions())
+    await engine.open()
+    await engine.write(registry.register, TRAINER, False)
+    group = Incoming(b"x", Encoding.JSON, 7, isal_zlib.crc32(b"x"), 8, None, None)
+    await engine.write(push.push, [group] * 5, await store.stage([b"x"] * 5), True)
+    return store, engine
+
+
+async def test_a_failed_round_is_undone_without_reading_everything_anew(tmp_path: Path):
+    """Reading 100,000 groups anew used to stop the event loop for most of a second."""
+    store, engine = await refusing(tmp_path)
+    before = {table: dict(rows) for table, rows in engine.state.tables.items()}
+    store.refuses = True
+    pulling = asyncio.create_task(engine.write(delivery.pull, PullRequest("t", anonymous=False)))
+    while not engine._committing:
+        await asyncio.sleep(0)
+    assert (await engine.read(views.status))["current_step"] == 0, "nobody is shown what was not kept"
+    with pytest.raises(StoreFailure):
+        await pulling
+    assert engine.state.tables == before
+    store.refuses = False
+    await asyncio.sleep(engine_module.PAUSE_AFTER_FAILURE_S)
+    batch = await engine.write(delivery.pull, PullRequest("t", anonymous=False))
+    assert isinstance(batch, Batch)
+    assert [group.id for group in batch.groups] == [1]
+    assert store.reloads == 0
+    await engine.close()
+
+
+async def test_that_a_batch_was_sent_is_recorded_as_soon_as_the_store_recovers(tmp_path: Path):
+    """It was tried once, and when that failed the trainer was given the same batch again."""
+    store, engine = await refusing(tmp_path)
+    trainer = PullRequest("t", anonymous=False)
+    first = await engine.write(delivery.pull, trainer)
+    store.refuses = True
+    engine.write_surely(delivery.mark_sent, first)
+    while engine._failure is None:
+        await asyncio.sleep(0)
+    store.refuses = False
+    await asyncio.sleep(engine_module.PAUSE_AFTER_FAILURE_S)
+    second = await engine.write(delivery.pull, trainer)
+    assert isinstance(second, Batch)
+    assert (second.step, second.redelivered) == (1, False)
+    store.refuses = True
+    engine.write_surely(delivery.mark_sent, second)
+    while not engine._again:
+        await asyncio.sleep(0)
+    store.refuses = False
+    await engine.close()
+    assert [lease.sent for lease in engine.state.leases.values()] == [True], "at the latest when it stops"
+
+
+async def test_the_machines_clock_may_be_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Back two days: an error of yesterday used to be told for as long. On 700 seconds: all leases used to end."""
+    store, engine = await refusing(tmp_path)
+    batch = await engine.write(delivery.pull, PullRequest("t", anonymous=False))
+    await engine.write(delivery.mark_sent, batch)
+    store.refuses = True
+    with pytest.raises(StoreFailure):
+        await engine.write(registry.set_policy_version, 1)
+    store.refuses, real = False, time.time()
+    monkeypatch.setattr(time, "time", lambda: real - 2 * 86400)
+    await asyncio.sleep(engine_module.PAUSE_AFTER_FAILURE_S)
+    await engine.write(registry.set_policy_version, 1)
+    monkeypatch.setattr(time, "time", lambda: real + 700)
+    other = await engine.write(delivery.pull, PullRequest("other", anonymous=False))
+    assert isinstance(other, Batch)
+    assert other.step == 1, "a batch of its own"
+    await engine.close()
+    monkeypatch.setattr(time, "time", lambda: real - 2 * 86400)
+    again = Engine(SqliteStore(tmp_path), StateOptions())
+    await again.open()
+    [one, _] = await again.read(lambda state, now: [lease.expires_at - now for lease in state.leases.values()])
+    assert 0 < one <= 600, "leases end in time also where a server starts with another clock"
+    await again.close()
+
+
+async def test_payloads_that_were_not_written_wait_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The rows of the commit that failed are in the database already, by chance: that says nothing of payloads."""
+    store = SqliteStore(tmp_path)
+    await store.open()
+    rows = {("groups", 1): None}
+    [ref] = await store.stage([data_of(2)])
+
+    def full(handle: int, buffers: Any, offset: int) -> int:
+        raise OSError(errno.EIO, "input/output error (set off by a test)")
+
+    with monkeypatch.context() as patched, pytest.raises(StoreFailure):
+        patched.setattr(os, "pwritev", full)
+        await store.commit(Changes(rows=rows))
+    await store.commit(Changes(rows={("groups", 2): record(2, ref, data_of(2))}))
+    await store.close()
+    store = SqliteStore(tmp_path)
+    [kept] = (await store.open())["groups"]
+    assert isinstance(kept, GroupRecord)
+    assert await store.read([kept.payload]) == [data_of(2)]
     await store.close()

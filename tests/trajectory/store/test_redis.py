@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import random
 import shutil
+import time
 import zlib
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import redis
@@ -16,9 +18,10 @@ from realhf.trajectory.base.options import StateOptions
 from realhf.trajectory.base.records import Encoding, RunRecord
 from realhf.trajectory.state import delivery, push, registry, views
 from realhf.trajectory.state.delivery import Batch, PullRequest
-from realhf.trajectory.state.engine import Engine
+from realhf.trajectory.state.engine import PAUSE_AFTER_FAILURE_S, Engine
 from realhf.trajectory.store.base import Changes, StateLost, StoreFailure
 from realhf.trajectory.store.redis import RedisStore
+from tests.trajectory.cutting_relay import cutting_relay
 from tests.trajectory.driver import TRAINER
 from tests.trajectory.redis_server import RedisServer
 
@@ -321,3 +324,54 @@ async def test_redis_away_is_a_clear_failure_and_passes(server: RedisServer, add
 async def test_nothing_listens():
     with pytest.raises(StoreFailure, match=r"redis://127\.0\.0\.1:1"):
         await RedisStore("redis://127.0.0.1:1").open()
+
+
+async def test_servers_whose_clocks_differ_keep_each_others_leases(address: str, monkeypatch: pytest.MonkeyPatch):
+    """70 seconds apart used to be enough to take a batch out of a trainer's hands."""
+    one = Engine(RedisStore(address), StateOptions(lease_timeout_s=60))
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() + 70)
+    two = Engine(RedisStore(address), StateOptions(lease_timeout_s=60))
+    monkeypatch.undo()
+    await one.open()
+    await two.open()
+    await one.write(registry.register, TRAINER, False)
+    group = Incoming(b"x", Encoding.JSON, 7, zlib.crc32(b"x"), 8, None, None)
+    await one.write(push.push, [group] * 2, await one.store.stage([b"x"] * 2), True)
+    batch = await one.write(delivery.pull, PullRequest("a", anonymous=False))
+    await one.write(delivery.mark_sent, batch)
+    other = await two.write(delivery.pull, PullRequest("b", anonymous=False))
+    assert isinstance(other, Batch)
+    assert (other.step, other.redelivered) == (1, False)
+    for engine in (one, two):
+        await engine.close()
+
+
+async def test_after_a_failover_the_new_master_is_found(address: str, server: RedisServer, tmp_path: Path):
+    """The old master lives on as a replica, and its connections with it: everything was refused for ever."""
+    heir = RedisServer(tmp_path)
+    with (
+        redis.Redis(port=server.port) as old,
+        redis.Redis(port=heir.port) as new,
+        cutting_relay(server.url) as relay,
+    ):
+        engine = Engine(RedisStore(f"redis://{relay.url.removeprefix('http://')}"), StateOptions())
+        await engine.open()
+        await engine.write(registry.register, TRAINER, False)
+        old.config_set("repl-diskless-sync-delay", 0)
+        new.replicaof("127.0.0.1", server.port)  # type: ignore[no-untyped-call]
+        while new.info("replication")["master_link_status"] != "up" or new.get("realhf:version") != b"1":
+            await asyncio.sleep(0.05)
+        new.replicaof("NO", "ONE")  # type: ignore[no-untyped-call]
+        old.replicaof("127.0.0.1", heir.port)  # type: ignore[no-untyped-call]
+        try:
+            with pytest.raises(StoreFailure, match="replica"):
+                await engine.write(views.status)
+            relay.port = heir.port
+            await asyncio.sleep(PAUSE_AFTER_FAILURE_S)
+            await engine.write(registry.set_policy_version, 7)
+            assert (engine.state.run.registered, engine.state.run.policy_version) == (True, 7)
+            await engine.close()
+        finally:
+            old.replicaof("NO", "ONE")  # type: ignore[no-untyped-call]
+            heir.stop()

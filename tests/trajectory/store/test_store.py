@@ -6,22 +6,31 @@ Source: docs/reference/trajectory.md 3.11.
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
+import random
 import resource
 import signal
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from realhf.trajectory.base.options import StateOptions
 from realhf.trajectory.base.records import Encoding, EnvRecord, GroupRecord, LeaseRecord, Payload, Place, RunRecord
-from realhf.trajectory.store.base import Changes, StoreFailure
+from realhf.trajectory.state import registry
+from realhf.trajectory.state.engine import Engine
+from realhf.trajectory.store.base import Changes, PayloadLost, StoreFailure
 from realhf.trajectory.store.memory import MemoryStore
 from realhf.trajectory.store.open import open_store
 from realhf.trajectory.store.sqlite import SqliteStore
+from tests.trajectory.driver import TRAINER
 
 
 @pytest.fixture
@@ -62,6 +71,11 @@ async def put(store: Any, numbers: range | list[int], size: int = 1000, **more: 
 
 def ids(snapshot: dict[str, list[Any]]) -> list[int]:
     return sorted(group.id for group in snapshot["groups"])
+
+
+def aside(snapshot: dict[str, list[Any]]) -> list[tuple[int, str]]:
+    """Ids and reasons of the groups in quarantine."""
+    return sorted((group.id, group.reason) for group in snapshot["groups"] if group.place is Place.QUARANTINE)
 
 
 @pytest.mark.parametrize("durable", [False, True])
@@ -160,7 +174,7 @@ async def test_a_folder_has_one_server(tmp_path: Path):
     await again.close()
 
 
-async def test_a_torn_or_damaged_tail_is_dropped_and_the_rest_served(tmp_path: Path):
+async def test_a_torn_or_damaged_tail_goes_to_quarantine_and_the_rest_is_served(tmp_path: Path):
     store = SqliteStore(tmp_path)
     await store.open()
     groups = await put(store, range(10))
@@ -175,12 +189,13 @@ async def test_a_torn_or_damaged_tail_is_dropped_and_the_rest_served(tmp_path: P
         file.write(b"?")
     store = SqliteStore(tmp_path)
     snapshot = await store.open()
-    assert ids(snapshot) == list(range(8)), "9 is cut off, 8 is damaged"
+    assert aside(snapshot) == [(8, "payload_lost"), (9, "payload_lost")], "9 is cut off, 8 is damaged"
     assert snapshot["leases"] == []
-    assert all(group.place is Place.QUEUE for group in snapshot["groups"]), "the other group of the lost batch"
+    rest = [group for group in snapshot["groups"] if group.id < 8]
+    assert all(group.place is Place.QUEUE for group in rest), "the other group of the lost batch"
     await store.close()
     again = SqliteStore(tmp_path)
-    assert ids(await again.open()) == list(range(8))
+    assert aside(await again.open()) == aside(snapshot)
     await again.close()
 
 
@@ -294,3 +309,138 @@ async def test_emptied_files_are_written_again_and_never_mistaken(tmp_path: Path
     assert ids(await again.open()) == [9, 10, 11, *range(20, 24)]
     assert not list(tmp_path.glob("*.spare"))
     await again.close()
+
+
+async def test_damaged_rows_are_set_aside_and_everything_else_is_served(tmp_path: Path):
+    """One flipped bit used to stop the start, or to make another record of the row."""
+    store = SqliteStore(tmp_path)
+    await store.open()
+    groups = await put(store, range(60))
+    leased = [GroupRecord(n, n, Place.LEASED, None, 4, groups[n].payload, 0, 1.5) for n in range(4)]
+    rows: dict[Any, Any] = {("groups", group.id): group for group in leased}
+    rows |= {("leases", name): LeaseRecord(name, "t", 0, ids, 1.0, 2.0) for name, ids in (("x", (0, 1)), ("y", (2, 3)))}
+    rows["envs", 0] = EnvRecord(0, "a", "a_0", 10, 1.0, 4, None, True, 5.0)
+    await store.commit(Changes(rows=rows))
+    await store.close()
+    rng, flipped = random.Random(3), [1, *range(10, 60, 2)]
+    with closing(sqlite3.connect(tmp_path / "state.sqlite")) as database:
+        for key in flipped:
+            (row,) = database.execute("SELECT row FROM groups WHERE key = ?", (key,)).fetchone()
+            changed = bytearray(row)
+            changed[rng.randrange(len(row))] ^= 1 << rng.randrange(8)
+            database.execute("UPDATE groups SET row = ? WHERE key = ?", (bytes(changed), key))
+        database.execute("UPDATE envs SET key = 9")  # a whole row, under a key that is not its own
+        database.commit()
+    for _ in range(2):
+        store = SqliteStore(tmp_path)
+        snapshot = await store.open()
+        assert ids(snapshot) == [number for number in range(60) if number not in flipped]
+        assert snapshot["envs"] == []
+        assert [lease.lease_id for lease in snapshot["leases"]] == ["y"]
+        places = {group.id: group.place for group in snapshot["groups"]}
+        assert [places[number] for number in (0, 2, 3)] == [Place.QUEUE, Place.LEASED, Place.LEASED]
+        assert list(tmp_path.glob("*.seg")), "their payloads are kept, too"
+        await store.close()
+    with closing(sqlite3.connect(tmp_path / "state.sqlite")) as database:
+        assert database.execute("SELECT count(*) FROM damaged").fetchone() == (len(flipped) + 1,)
+
+
+async def test_a_damaged_record_of_the_run_begins_a_new_epoch(tmp_path: Path):
+    engine = Engine(SqliteStore(tmp_path), StateOptions())
+    await engine.open()
+    await engine.write(registry.register, TRAINER, False)
+    await engine.close()
+    with closing(sqlite3.connect(tmp_path / "state.sqlite")) as database:
+        database.execute("UPDATE run SET row = x'00'")
+        database.commit()
+    engine = Engine(SqliteStore(tmp_path), StateOptions())
+    await engine.open()
+    assert not engine.state.run.registered
+    assert engine.state.run.epoch > 1, "clients of the old one notice"
+    await engine.close()
+
+
+async def test_folders_of_other_formats(tmp_path: Path):
+    """One without checksums is taken over, one of a newer program is left alone."""
+    store = SqliteStore(tmp_path)
+    await store.open()
+    await put(store, range(3))
+    await store.close()
+    with closing(sqlite3.connect(tmp_path / "state.sqlite")) as database:
+        database.execute("UPDATE groups SET row = substr(row, 5)")
+        database.execute("PRAGMA user_version = 0")
+        database.commit()
+    store = SqliteStore(tmp_path)
+    assert ids(await store.open()) == [0, 1, 2]
+    await store.close()
+    with closing(sqlite3.connect(tmp_path / "state.sqlite")) as database:
+        database.execute("PRAGMA user_version = 2")
+    with pytest.raises(StoreFailure, match="format 2"):
+        await SqliteStore(tmp_path).open()
+
+
+async def test_what_cannot_be_read_now_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Neither while the server runs nor when it starts."""
+    store = SqliteStore(tmp_path)
+    await store.open()
+    await put(store, range(3))
+    real = os.pread
+
+    def broken(handle: int, nbytes: int, offset: int) -> bytes:
+        raise OSError(errno.EIO, "input/output error (set off by a test)")
+
+    for _ in range(2):
+        monkeypatch.setattr(os, "pread", broken)
+        await store.close()
+        store = SqliteStore(tmp_path)
+        groups = (await store.open())["groups"]
+        with pytest.raises(StoreFailure, match="cannot be read now") as failure:
+            await store.read([group.payload for group in groups])
+        assert not isinstance(failure.value, PayloadLost)
+        monkeypatch.setattr(os, "pread", real)
+        assert await store.read([group.payload for group in groups]) == [data(number) for number in range(3)]
+        assert aside({"groups": groups}) == []
+    await store.close()
+
+
+async def test_a_file_that_somebody_deleted_takes_only_its_own_groups_along(tmp_path: Path):
+    store = SqliteStore(tmp_path, segment_bytes=3000)
+    await store.open()
+    await put(store, range(9))
+    await store.close()
+    first, _, last = sorted(tmp_path.glob("*.seg"))
+    for path in (first, last):
+        path.unlink()
+    store = SqliteStore(tmp_path, segment_bytes=3000)
+    snapshot = await store.open()
+    assert aside(snapshot) == [(number, "payload_lost") for number in (0, 1, 2, 6, 7, 8)]
+    later = await put(store, range(10, 12))
+    refs = {group.payload.ref for group in later}
+    assert refs.isdisjoint(group.payload.ref for group in snapshot["groups"]), "its places are not used again"
+    await store.close()
+
+
+async def test_the_rest_of_a_broken_set_stands_alone(tmp_path: Path):
+    """A set of which a group was damaged could never be complete again, and stayed queued for ever."""
+    engine = Engine(SqliteStore(tmp_path), StateOptions())
+    await engine.open()
+    await engine.write(registry.register, TRAINER, False)
+    groups = await put(engine.store, range(1, 7))
+    rows: dict[Any, Any] = {}
+    for group, size, first in zip(groups, (4, 4, 3, 5, 8, 8), (1, 1, 3, 3, 5, 5), strict=True):
+        rows["groups", group.id] = msgspec.structs.replace(group, size=size, bundle=(first, 2))
+    await engine.store.commit(Changes(rows=rows))
+    await engine.close()
+    with closing(sqlite3.connect(tmp_path / "state.sqlite")) as database:
+        database.execute("UPDATE groups SET row = x'00' WHERE key IN (1, 3)")
+        database.commit()
+    engine = Engine(SqliteStore(tmp_path), StateOptions())
+    await engine.open()
+    found = {group.id: (group.place, group.bundle) for group in engine.state.groups.values()}
+    assert found == {
+        2: (Place.QUEUE, None),
+        4: (Place.QUARANTINE, None),  # 5 does not divide 8
+        5: (Place.QUEUE, (5, 2)),
+        6: (Place.QUEUE, (5, 2)),
+    }
+    await engine.close()

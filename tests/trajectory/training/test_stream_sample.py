@@ -107,7 +107,10 @@ def test_places_without_a_group_hold_nothing():
         ({"tokens": [[], [1, 2], [1, 2]]}, "no_tokens"),
         ({"tokens": [[1, 100], [1, 2], [1, 2]]}, "unknown_tokens"),
         ({"tokens": [[-1, 1], [1, 2], [1, 2]]}, "unknown_tokens"),
+        ({"tokens": [[2**70, 1], [1, 2], [1, 2]]}, "unknown_tokens"),
         ({"masks": [[1], [1, 2], [1, 2]]}, "wrong_masks"),
+        ({"scores": [1e39, 1.0, 0.5]}, "wrong_score"),
+        ({"scores": [-1e20, 1.0, 0.5]}, "wrong_score"),
         ({"inference_logprobs": [[-1.0]] + [[-1.0] * 2] * 2}, "wrong_logprobs"),
         ({"inference_logprobs": [[-1e300] * 2] + [[-1.0] * 2] * 2}, "wrong_logprobs"),
     ],
@@ -141,6 +144,14 @@ def test_overrides_of_a_sequence():
     assert found.sample["seq_no_eos_mask"].tolist() == [False, True]
     assert found.sample["outcome"].tolist() == [0, 0]
     assert found.sample["packed_versions"].tolist() == [-1, -1, -1, -1, 2**31 - 1, 2**31 - 1]
+
+
+def test_a_producer_says_which_sequences_are_rows_of_one_rollout():
+    """They are one member of their group, which then is too small; without a word each is a rollout."""
+    rows = [{"rollout": "a"}, {}, {"rollout": "a"}, {"rollout": 1}, {"rollout": "1"}]
+    assert converted(plain(5, overrides=rows)).sample["rollout_index"].tolist() == [0, 1, 0, 2, 3]
+    found = converted(plain(2), plain(2, overrides=[{"rollout": 3}] * 2)).sample
+    assert found["rollout_index"].tolist() == [0, 1, 0, 0] and found["outcome"].tolist() == [0, 0, 2, 2]
 
 
 def test_missing_log_probabilities_are_computed_and_others_kept():

@@ -12,6 +12,7 @@ import pytest
 import zstandard
 
 from realhf.trajectory.base.refusal import Refusal
+from realhf.trajectory.wire import body as body_module
 from realhf.trajectory.wire.body import gunzip, unzstd
 from realhf.trajectory.wire.body_budget import BodyBudget, BodyShare
 from tests.trajectory.conftest import running_server, start
@@ -104,3 +105,17 @@ def test_inflating_stops_at_the_budget_and_gives_everything_back(inflate: object
         share.take(0)
     other.release()
     assert budget.held == 0
+
+
+def test_a_body_that_stalls_gives_its_room_back(small: str, monkeypatch: pytest.MonkeyPatch):
+    """Three of them used to hold the room of all bodies for as long as they liked."""
+    monkeypatch.setattr(body_module, "GRACE_S", 0.3)
+    with httpx.Client(base_url=small) as api, ExitStack() as stack:
+        start(api)
+        stalled = [stack.enter_context(half_a_body(small, CAP - 1000)) for _ in range(2)]
+        for connection in stalled:
+            head = connection.recv(4096)
+            assert b" 503 " in head.splitlines()[0]
+            assert b"of the body came in" in head + connection.recv(4096)
+        wait_until_held(api, 0)
+        assert api.post("/scored_data", content=encoded(group(4, 5_000))).status_code == 200

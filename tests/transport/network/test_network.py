@@ -15,7 +15,6 @@ from realhf.transport.network.keys import RunKeys
 from realhf.transport.network.network import LOOPBACK, Network
 from realhf.transport.rpc.master import RpcMaster
 from realhf.transport.stream.producer import StreamProducer
-from realhf.transport.weights.served import WeightServer
 
 KEYS = RunKeys.make()
 ELSEWHERE = "192.0.2.7"
@@ -185,9 +184,7 @@ async def test_a_master_that_cannot_listen_leaves_no_context_open(monkeypatch, w
             await master.start()
         assert made[-1].closed
         await master.close()
-    with pytest.raises(NetworkError, match=ELSEWHERE):
-        WeightServer(Network(keys=KEYS))
     if where == "its address":
         with pytest.raises(NetworkError, match=ELSEWHERE):
             StreamProducer("tcp://127.0.0.1:1", "producer", "run")
-    assert all(each.closed for each in made) and len(made) >= 3
+    assert all(each.closed for each in made) and len(made) >= 2

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.network.hosts import Host, NoNamespaces, two_hosts
+from realhf.base.process_id import host_token
 from realhf.transport.network.keys import RunKeys
 from realhf.transport.network.network import Network
-from realhf.transport.process_id import host_token
 from realhf.transport.rpc.master import RpcMaster
 from tests.process_family import gone
 from tests.transport.network.listeners import listeners, takes_a_stranger

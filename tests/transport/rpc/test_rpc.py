@@ -323,12 +323,24 @@ async def test_one_that_hangs_when_it_is_sent_away_is_ended(cluster):
 
 async def test_refusals_say_why(cluster):
     await cluster.join("w")
-    stranger, twin = cluster.launch("x", run_id="another"), cluster.launch("w")
-    for process, reason in ((stranger, "this is run 'run'"), (twin, "registered already")):
-        _, stderr = await asyncio.to_thread(process.communicate, timeout=300)
-        assert process.returncode == 1
-        assert reason in stderr
+    stranger = cluster.launch("x", run_id="another")
+    _, stderr = await asyncio.to_thread(stranger.communicate, timeout=300)
+    assert stranger.returncode == 1
+    assert "this is run 'run'" in stderr
     assert list(cluster.master.roster) == ["w"]
+
+
+async def test_a_successor_takes_the_place_of_one_that_is_out_of_reach_and_that_one_leaves(cluster):
+    """A worker whose host agent hangs is lost for the launcher and lives on for the master, who used to refuse the one
+    that was started elsewhere in its place."""
+    (before,) = await cluster.join("w")
+    pid = cluster.master.roster["w"].pid
+    after = cluster.launch("w")
+    assert await asyncio.to_thread(before.wait, 60) == 0
+    assert cluster.deaths == ["w"]
+    await cluster.master.wait_for(["w"], timeout_s=60)
+    assert cluster.master.roster["w"].pid == after.pid != pid
+    assert await cluster.master.call("w", "echo", 7, timeout_s=60) == 7
 
 
 async def test_waiting_for_workers_names_the_missing(cluster):

@@ -19,7 +19,7 @@ from realhf.transport.network import certificate
 from realhf.transport.network.keys import RunKeys
 from realhf.transport.network.network import Network
 from realhf.transport.network.tls import RunTls
-from realhf.transport.tensors import bulk_door, bulk_wire
+from realhf.transport.tensors import bulk_wire
 from realhf.transport.tensors.bulk_door import BulkDoor
 from realhf.transport.tensors.bulk_lane import BulkLane
 from realhf.transport.tensors.outgoing import Outgoing
@@ -174,7 +174,7 @@ def test_a_stranger_without_tls_is_sent_away(owner, greeting):
 
 def test_silent_strangers_do_not_keep_the_run_out(owner, monkeypatch):
     """The one that has been silent for longest makes room, long before its handshake has to be over."""
-    monkeypatch.setattr(bulk_door, "MOST_STRANGERS", 2)
+    monkeypatch.setattr(owner.door, "_most_strangers", 2)
     silent = [socket.create_connection((HOST, owner.door.port), timeout=LIMIT_S) for _ in range(3)]
     try:
         assert silent[0].recv(1) == b""
@@ -185,7 +185,7 @@ def test_silent_strangers_do_not_keep_the_run_out(owner, monkeypatch):
 
 
 def test_connections_have_a_limit(owner, monkeypatch):
-    monkeypatch.setattr(bulk_door, "MOST_CONNECTIONS", 1)
+    monkeypatch.setattr(owner.door, "_most", 1)
     first = owner.lane()
     got(first, owner.number)
     with pytest.raises(PeerLost):

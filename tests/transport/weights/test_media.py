@@ -15,11 +15,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import msgpack
 import numpy as np
 import pytest
 import torch
-import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -28,12 +26,15 @@ from safetensors.torch import load_file, save_file
 from realhf.api.generation import WeightsManifest
 from realhf.api.keys import ITEMSIZE, TORCH_NAMES
 from realhf.base.messages import from_payload, to_payload
+from realhf.transport.errors import PeerLost
 from realhf.transport.network.keys import RunKeys
 from realhf.transport.network.network import Network
+from realhf.transport.tensors import bulk_wire
+from realhf.transport.tensors.bulk_lane import BulkLane
+from realhf.transport.tensors.pieces import Piece
 from realhf.transport.weights.errors import WeightsError, WeightsGone, WeightsTimeout
 from realhf.transport.weights.publisher import Medium, WeightPublisher
 from realhf.transport.weights.receiver import receive
-from realhf.transport.weights.served import PIECE_BYTES
 from tests.transport.shared_segments import named_segments
 
 torch.set_num_threads(1)
@@ -283,34 +284,66 @@ def test_a_broadcast_that_nobody_serves_ends_at_the_deadline() -> None:
             receive(replace(manifest, location=location), 0.1)
 
 
-def test_fetched_weights_come_in_pieces_with_the_keys_of_the_run_only(tmp_path: Path) -> None:
-    """A piece of the largest size is a little larger when it is encrypted, which used to end the connection."""
-    network = Network("127.0.0.1", "127.0.0.1", RunKeys.make())
+@pytest.mark.parametrize("trusted", [False, True], ids=["encrypted", "trusted"])
+def test_fetched_weights_come_in_pieces_over_the_bulk_lanes_with_the_keys_of_the_run_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trusted: bool
+) -> None:
+    """They came through sockets that encrypt 0.3 GB in a second."""
+    monkeypatch.setattr("realhf.transport.tensors.pieces.PIECE_BYTES", 100_000)
+    keys = RunKeys.make()
+    network = Network("127.0.0.1", "127.0.0.1", keys, trusted=trusted)
     publisher = WeightPublisher("run", "w", tmp_path, "fetch", network=network)
-    sent = {"a": torch.arange(5 * PIECE_BYTES // 8, dtype=torch.int64), "b": torch.ones(3)}
+    sent = {"a": torch.arange(100_001, dtype=torch.int64), "b": torch.ones(3)}
+    lanes: set[int] = set()
+    fetch = BulkLane.fetch
+    monkeypatch.setattr(BulkLane, "fetch", lambda self, *given: (lanes.add(id(self)), fetch(self, *given))[1])
     try:
         manifest = publisher.publish(1, sent)
         assert_same(receive(manifest, 30.0, network=network), sent)
-        with pytest.raises(WeightsError):
-            receive(manifest, 60.0, network=Network("127.0.0.1", "127.0.0.1", RunKeys.make()))
+        assert len(lanes) > 1, "several connections share the pieces"
+        for other in (Network(keys=RunKeys.make()), Network()):
+            with pytest.raises(WeightsError):
+                receive(manifest, 60.0, network=other)
         with pytest.raises(WeightsGone, match="serves it no more"):
             publisher.retire(1)
             receive(manifest, 30.0, network=network)
     finally:
         publisher.close()
-    with pytest.raises(WeightsGone, match="nobody serves it at tcp://127"):
+    with pytest.raises(WeightsGone, match=r"nobody serves it at 127\.0\.0\.1:"):
         receive(manifest, 30.0, network=network)
+
+
+def test_a_fetch_goes_on_after_a_connection_broke(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It asks for the pieces that are missing, and not for all of them again."""
+    monkeypatch.setattr("realhf.transport.tensors.pieces.PIECE_BYTES", 50_000)
+    asked: list[int] = []
+    fetch = BulkLane.fetch
+
+    def breaks(self: BulkLane, ticket: bytes, piece: Piece, *given: Any) -> None:
+        asked.append(piece.start)
+        if len(asked) % 5 == 0:
+            self.close()
+            raise PeerLost("cut")
+        fetch(self, ticket, piece, *given)
+
+    monkeypatch.setattr(BulkLane, "fetch", breaks)
+    sent = {"a": torch.arange(125_000, dtype=torch.int64)}
+    with publishing("fetch") as publisher:
+        assert_same(receive(publisher.publish(1, sent), 30.0), sent)
+    assert len(set(asked)) == 20 and 20 < len(asked) <= 26
 
 
 def test_a_server_of_weights_goes_on_after_nonsense(tmp_path: Path) -> None:
     with publishing("fetch") as publisher:
         manifest = publisher.publish(1, TENSORS)
         endpoint, _, ticket = manifest.location.partition("#")
-        context = zmq.Context()
-        socket = context.socket(zmq.DEALER)
-        socket.connect(endpoint)
-        asked = [{}, {"ticket": ticket}, {"ticket": ticket, "start": -2}, {"ticket": ticket, "start": 10**12}]
-        for frames in ([b""], [b"\xc1"], [b"a", b"b"], *([msgpack.packb(each)] for each in asked)):
-            socket.send_multipart(frames)
+        host, _, port = endpoint.rpartition(":")
+        number = bytes.fromhex(ticket)
+        asked = [(number, 1, 0, 8), (number, 0, 1 << 60, 8), (number, 0, 0, 0), (number, 0, 0, manifest.nbytes + 1)]
+        for each in (b"", b"\xff" * 99, *(bulk_wire.REQUEST.pack(*said) for said in asked)):
+            with socket.create_connection((host, int(port)), timeout=30.0) as stranger:
+                stranger.sendall(each)
+        for location in ("", "#", f"{endpoint}#00", f"{endpoint}#{'z' * 32}", f"192.0.2.1:7#{ticket}"):
+            with pytest.raises(WeightsError, match=r"location|no such"):
+                receive(replace(manifest, location=location), 1.0)
         assert_same(receive(manifest, 30.0), TENSORS)
-        context.destroy(0)

@@ -5,7 +5,7 @@ import { skipLink } from "./dom.js";
 import { readLog } from "./episode_log.js";
 import { offer } from "./offer.js";
 import { Picker } from "./picker.js";
-import { ask, beginSession } from "./server.js";
+import { ask, beginSession, sayAway } from "./server.js";
 import { themeOf } from "./theme.js";
 import { element, entry, percent, prose } from "./transcript.js";
 
@@ -24,6 +24,9 @@ const page = {
   place: 0, // in history; its length: the line that is being written
   draft: "",
 };
+
+/** Between the tabs of a browser, which share one visitor: a tab that goes tells the others, and they keep the seat. */
+const tabs = new BroadcastChannel("playground");
 
 const shownLog = () => page.replay ?? page.live;
 const shownSteps = () => (page.replay ? page.at : page.live?.steps.length ?? 0);
@@ -268,6 +271,7 @@ function recall(step) {
 function commandKey(event) {
   if (event.isComposing) return;
   const box = event.target;
+  if (event.key === "/" && box.value === "") return event.preventDefault(); // the shortcut that leads here, pressed here
   const above = box.value.slice(0, box.selectionStart).includes("\n");
   const below = box.value.slice(box.selectionEnd).includes("\n");
   if (event.key === "Enter" && !event.shiftKey) submit();
@@ -404,6 +408,13 @@ function listen() {
     if (page.session.login) byId("login").showModal();
   });
   document.addEventListener("keydown", key);
+  window.addEventListener("pagehide", () => {
+    if (page.live === null) return;
+    sayAway();
+    tabs.postMessage("gone");
+  });
+  window.addEventListener("pageshow", (event) => event.persisted && page.live && ask("state").catch(() => {}));
+  tabs.addEventListener("message", () => page.live && ask("state").catch(() => {}));
   window.addEventListener("hashchange", () => page.session && !page.session.login && offerRecorded());
 }
 

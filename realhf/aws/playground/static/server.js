@@ -27,6 +27,11 @@ export async function ask(path, body) {
   return data;
 }
 
+/** Say that this page goes, so that its seat becomes free. Nobody waits for the answer. */
+export function sayAway() {
+  fetch("/web/away", { method: "POST", keepalive: true, credentials: "same-origin", headers: { "Content-Type": "application/json", "X-CSRF-Token": csrf }, body: "{}" }).catch(() => {});
+}
+
 export async function beginSession() {
   const session = await ask("session");
   csrf = session.csrf ?? "";

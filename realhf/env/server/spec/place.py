@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import threading
 import traceback
 from collections.abc import Awaitable, Callable
 from concurrent.futures import CancelledError, Future
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from realhf.api.environment import Environment, EnvironmentFailure
 from realhf.base.loop_thread import LoopThread
@@ -117,6 +119,7 @@ class Place:
 
     async def _guarded(self, what: str, call: Callable[[Environment], Awaitable[T]]) -> T:
         """Call the environment; whatever it raises becomes an EnvironmentFailure."""
+        server = os.getpid()
         try:
             if self._env is None:
                 self._env = self._make()
@@ -128,6 +131,21 @@ class Place:
         except BaseException as error:
             text = f"environment {self._name}: {what}: {told(error)}"
             raise EnvironmentFailure("internal", text) from error
+        finally:
+            if os.getpid() != server:  # the environment forked, and its child must not serve in the server's place
+                os._exit(1)
+
+
+def keep_this_process() -> None:
+    """Have ``os._exit`` in a thread of an environment end the call it is in, and not the server with all sessions."""
+    leave, server = os._exit, os.getpid()
+
+    def exits(status: int) -> NoReturn:
+        if os.getpid() == server and threading.current_thread() is not threading.main_thread():
+            raise SystemExit(f"os._exit({status}) would end the server with all its sessions")
+        leave(status)
+
+    os._exit = exits
 
 
 async def _within(name: str, what: str, work: Awaitable[T], timeout_s: float) -> T:

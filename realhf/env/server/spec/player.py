@@ -8,7 +8,6 @@ from typing import Any
 
 from realhf.api.environment import AssistantMessage, Environment, EnvironmentFailure, Turn
 from realhf.base.text import shorten
-from realhf.env.doors.values import shown
 from realhf.env.server import wire
 from realhf.env.server.served import Reply
 from realhf.env.server.spec.observations import of_opening, of_turn
@@ -101,8 +100,9 @@ class SpecPlayer:
             raise WireError(code, str(told), kind=failure.kind, retryable=again) from None
 
     def _of_task(self) -> str:
-        """Which episode it was, for a message."""
+        """Which episode it was, for a message; never its payload, which may hold the answer."""
         if self._chosen is None:
             return ""
         task = self._chosen.task
-        return f" (task {task.id or shown(dict(task.payload))}, seed {task.seed})"
+        name = task.id or (f"of template {self._chosen.template}" if self._chosen.template else "without an id")
+        return f" (task {name}, seed {task.seed})"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import islice
 from pathlib import Path
 
+from realhf.base.extras import install_command
 from realhf.base.files.whole_file import whole_file
 from realhf.monitor.rollouts.export.rows import Exported, flat, records, rows_in_order
 from realhf.monitor.rollouts.format import encode_record, readable
@@ -27,7 +28,7 @@ def write_parquet(store: RolloutStore, out: Path) -> Exported:
         import pyarrow as arrow  # type: ignore[import-not-found]
         import pyarrow.parquet as parquet  # type: ignore[import-not-found]
     except ImportError:
-        raise ImportError("pyarrow is not installed: pip install 'realhf[parquet]'") from None
+        raise ImportError(f"pyarrow is not installed: {install_command('parquet')}") from None
     schema = arrow.schema([(name, getattr(arrow, kind)()) for kind, names in _TYPES for name in names.split()])
     counted = Exported()
     found = records(store, rows_in_order(store), counted)

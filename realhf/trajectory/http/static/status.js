@@ -55,7 +55,7 @@ function draw(data) {
   $("cards").replaceChildren(
     card("step", rounded(data.current_step)), card("groups queued", rounded(data.queue_size)),
     card("sequences queued", rounded(data.queued_sequences)), card("held", bytes(data.held_bytes)),
-    card("batch size", rounded(data.batch_size)), card("policy version", rounded(data.policy_version)),
+    card("batch size", data.batch_size < 0 ? "–" : rounded(data.batch_size)), card("policy version", rounded(data.policy_version)),
     card("sequences in / s", rounded(into.at(-1) ?? 0)), card("sequences out / s", rounded(from.at(-1) ?? 0)),
   );
   const buffered = new Map(data.buffers.map((held) => [held.env_id, held.groups]));

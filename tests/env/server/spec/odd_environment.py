@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,10 @@ class FakeOddEnvironment:
             raise KeyError("mistake of the author")
         elif mode == "exit":
             raise SystemExit(3)
+        elif mode == "exit hard":
+            os._exit(3)
+        elif mode == "fork":
+            os.fork()
         elif mode == "unavailable" and self._steps < 2:
             raise EnvironmentFailure("unavailable", "the backend is away")
 

@@ -211,6 +211,15 @@ async def test_a_client_that_is_killed_frees_its_place(odd: ServerProcess) -> No
         await wait_until(lambda: metric(odd, "realhf_env_pool_free") == 3)
 
 
+async def test_a_fork_of_the_environment_does_not_serve(odd: ServerProcess) -> None:
+    """A child that comes back out of the environment's code used to answer beside the server."""
+    async with session(odd) as ask:
+        await ask("reset", {"task": {"step": "fork"}, "seed": 9})
+        for _ in range(2):
+            assert (await ask("step", {"content": "on"}))["data"]["reward"] == 0.25
+        assert (await ask("state"))["data"]["step_count"] == 2
+
+
 @pytest.mark.parametrize(
     ("mode", "kind", "named"),
     [
@@ -220,6 +229,7 @@ async def test_a_client_that_is_killed_frees_its_place(odd: ServerProcess) -> No
         ("stubborn", "timeout", "no end within 0.5 s, nor when it was cancelled"),
         ("raise", "internal", "KeyError: 'mistake of the author' ("),
         ("exit", "internal", "SystemExit"),
+        ("exit hard", "internal", "os._exit(3) would end the server"),
         ("nan", "internal", "reward must be a finite number"),
         ("not messages", "internal", "messages[0] must be a map"),
     ],
@@ -238,6 +248,7 @@ async def test_a_failure_has_a_kind_and_costs_its_own_session_alone(
         assert (answer["code"], answer["kind"]) == ("EXECUTION_ERROR", kind)
         assert "environment odd: step" in answer["message"] and named in answer["message"]
         assert "seed 9" in answer["message"] and "reward" not in answer
+        assert pipe.name not in answer["message"], "a payload, which may hold the answer, is not quoted"
         late = (await ask("step", {"content": "go"}))["data"]
         assert late["code"] == "VALIDATION_ERROR" and "send a reset" in late["message"]
         assert (await ask("reset", {"seed": 2}))["data"]["observation"]["messages"][-1]["content"] == "seed 2"
@@ -418,6 +429,6 @@ def test_a_wrong_start_is_one_line(
     from workers import env_worker
 
     monkeypatch.setattr(signal, "signal", lambda *_: None)
-    assert env_worker.main([*arguments, "--port", "0"] if "--port" not in arguments else [*arguments]) == 1
+    assert env_worker.main([*arguments, "--port", "0"] if "--port" not in arguments else [*arguments]) == 2
     error = capsys.readouterr().err
     assert error.startswith("env_worker: ") and told in error and error.count("\n") == 1

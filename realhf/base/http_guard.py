@@ -1,0 +1,96 @@
+"""Bounds what strangers can hold of an HTTP server by uvicorn: how long a connection may wait for the head of its
+request, and how many connections there are, so that descriptors are left for the work of the process."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import resource
+import time
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+_log = logging.getLogger(__name__)
+HEAD_S = 10.0
+"""From the first byte of a request, or the connection before it, to the end of its head."""
+SHARE, FEWEST = 2, 32
+"""Connections hold at most one of so many of the descriptors of this process, and so many in any case."""
+
+
+def guarded_http(kind: str = "auto", *, head_s: float = HEAD_S, most: int = 0) -> Any:
+    """Return what ``uvicorn.Config(http=...)`` takes in place of ``kind`` (h11, httptools or auto). A connection that
+    sends no whole head within ``head_s`` ends. One more than ``most`` (0: what the limit of descriptors allows) ends
+    the oldest whose request has not come as a whole, or is not taken where all are at work."""
+    if kind == "auto":
+        kind = "httptools" if find_spec("httptools") else "h11"
+    name = {"h11": "H11Protocol", "httptools": "HttpToolsProtocol"}[kind]
+    protocol = getattr(import_module(f"uvicorn.protocols.http.{kind}_impl"), name)
+    return type(f"Guarded{name}", (_Guarded, protocol), {"head_s": head_s, "most": most, "ended": 0})
+
+
+class _Guarded:
+    """Comes before a protocol of uvicorn, of which it uses ``loop``, ``transport``, ``connections`` and ``cycle``, the
+    request that is at work or was the last."""
+
+    head_s: float
+    most: int
+    ended = 0
+    since = 0
+    timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self: Any, transport: asyncio.Transport) -> None:
+        """Begin to wait for a request."""
+        super().connection_made(transport)  # pyright: ignore[reportAttributeAccessIssue]
+        self.since = time.monotonic_ns()
+        self.timer = self.loop.call_later(self.head_s, self.late)
+        most = self.most or max(FEWEST, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // SHARE)
+        if len(self.connections) > most:
+            unheard: list[Any] = [each for each in self.connections if isinstance(each, _Guarded) and each.unheard()]
+            oldest = min(unheard, key=lambda each: each.since, default=self)
+            kind = type(self)
+            kind.ended += 1
+            if kind.ended & (kind.ended - 1) == 0:  # strangers shall not fill the log
+                _log.warning("more than %d connections: %d without a whole request were ended", most, kind.ended)
+            oldest.transport.abort()
+            self.connections.discard(oldest)  # it ends a little later; the next one must not choose it again
+
+    def data_received(self: Any, data: bytes) -> None:
+        """Wait no longer when a whole head has come, and again when a part of the next has."""
+        super().data_received(data)  # pyright: ignore[reportAttributeAccessIssue]
+        if not self.waits():
+            self.wait_no_longer()
+        elif self.timer is None:
+            self.since = time.monotonic_ns()
+            self.timer = self.loop.call_later(self.head_s, self.late)
+
+    def handle_websocket_upgrade(self: Any, *event: Any) -> None:
+        """Leave the connection to another protocol."""
+        super().handle_websocket_upgrade(*event)  # pyright: ignore[reportAttributeAccessIssue]
+        self.head_s = float("inf")
+        self.wait_no_longer()
+
+    def connection_lost(self: Any, exc: Exception | None) -> None:
+        """Wait no longer."""
+        self.wait_no_longer()
+        super().connection_lost(exc)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def waits(self: Any) -> bool:
+        """Return whether no request is at work on the connection."""
+        return self.head_s < float("inf") and (self.cycle is None or self.cycle.response_complete)
+
+    def unheard(self: Any) -> bool:
+        """Return whether a request on the connection has not come as a whole: a body that stalls keeps nobody out."""
+        return self.waits() or (self.cycle is not None and self.cycle.more_body)
+
+    def wait_no_longer(self) -> None:
+        """Stop the clock."""
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
+
+    def late(self: Any) -> None:
+        """End a connection whose request did not come."""
+        self.timer = None
+        if self.waits():
+            self.transport.abort()
