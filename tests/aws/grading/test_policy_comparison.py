@@ -1,0 +1,234 @@
+"""Policies are compared by what they mean: against every request there is, and as people write them."""
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from realhf.aws.grading.iam_policy import Names, Request, Statement, parse_policy
+from realhf.aws.grading.pattern_sets import Budget, TooManySteps
+from realhf.aws.grading.policy_comparison import Gain, Policies, compare_policies
+
+
+def equal(one: Policies, other: Policies, budget: Budget) -> bool:
+    return compare_policies(one, other, budget).equal
+
+
+def gains(one: Policies, other: Policies, budget: Budget) -> tuple[Gain, ...]:
+    return compare_policies(one, other, budget).gains
+
+
+NAMES = ["".join(chars) for size in range(1, 5) for chars in itertools.product("abz", repeat=size)]
+WHO = ["AWS:a", "AWS:b", "Service:a"]
+CONTEXTS: list[dict[str, str]] = [{}, {"k": "1"}, {"k": "2"}, {"k": "11"}, {"k": "3"}]
+CONDITIONS = [
+    ("stringequals", "k", ("1",)),
+    ("stringequals", "k", ("1", "2")),
+    ("stringlike", "k", ("1*",)),
+    ("stringnotequals", "k", ("1",)),
+    ("stringequalsifexists", "k", ("2",)),
+    ("numericgreaterthan", "n", ("1",)),
+]
+some_names = st.builds(
+    Names,
+    st.lists(st.text("ab*?", min_size=1, max_size=2), min_size=1, max_size=2).map(tuple),
+    st.sampled_from([False, False, True]),
+)
+principals = st.sampled_from([Names(), Names(), Names(("AWS:a",)), Names(("AWS:a", "AWS:b")), Names(("AWS:a",), True)])
+
+
+def policies(conditions: int, boundaries: bool = True) -> st.SearchStrategy[Policies]:
+    held = st.lists(st.sampled_from(CONDITIONS[:5]), max_size=conditions).map(tuple)
+    statements = st.lists(
+        st.builds(Statement, st.sampled_from([True, True, False]), principals, some_names, some_names, held), max_size=3
+    ).map(tuple)
+    return st.builds(Policies, statements, st.none() | statements if boundaries else st.none())
+
+
+def kinds(names: list[Names], tried: list[str]) -> set[tuple[bool, ...]]:
+    return {tuple(one.has(name) for one in names) for name in tried}
+
+
+def every_answer(one: Policies, other: Policies) -> Iterator[tuple[str, str]]:
+    """The answers of both to every request of short names, by way of what each statement says to it alone."""
+    parts = [one.statements, one.boundary or (), other.statements, other.boundary or ()]
+    statements = [statement for part in parts for statement in part]
+    starts = [0, *itertools.accumulate(map(len, parts))]
+    each = [
+        kinds([s.principals for s in statements], WHO),
+        kinds([s.actions for s in statements], NAMES),
+        kinds([s.resources for s in statements], NAMES),
+        {tuple(conditions_met(s, context) for s in statements) for context in CONTEXTS},
+    ]
+    for chosen in itertools.product(*each):
+        about = [all(dimension[n] for dimension in chosen) for n in range(len(statements))]
+        effects = [
+            {statements[n].allow for n in range(begin, end) if about[n]} for begin, end in itertools.pairwise(starts)
+        ]
+        yield answer(effects[0], effects[1], one), answer(effects[2], effects[3], other)
+
+
+def conditions_met(statement: Statement, context: dict[str, str]) -> bool:
+    return Statement(True, conditions=statement.conditions).applies(Request("", "a", "a", context))
+
+
+def answer(effects: set[bool], limits: set[bool], of: Policies) -> str:
+    if False in effects | limits:
+        return "deny"
+    return "allow" if True in effects and (of.boundary is None or True in limits) else "nothing"
+
+
+@settings(max_examples=150, deadline=None)
+@given(policies(0), policies(0))
+def test_without_conditions_the_comparison_is_exact(one: Policies, other: Policies) -> None:
+    answers = list(every_answer(one, other))
+    assert equal(one, other, Budget(100_000)) is all(first == second for first, second in answers)
+    found = gains(one, other, Budget(100_000))
+    assert bool(gains(other, one, Budget(100_000))) is compare_policies(one, other, Budget(100_000)).loses
+    assert bool(found) is any(first != "allow" and second == "allow" for first, second in answers)
+    for gain in found:
+        request = Request(*gain.example)
+        assert says(other, request) == "allow"
+        assert says(one, request) != "allow"
+
+
+def says(of: Policies, request: Request) -> str:
+    effects = {statement.allow for statement in of.statements if statement.applies(request)}
+    return answer(effects, {statement.allow for statement in of.boundary or () if statement.applies(request)}, of)
+
+
+@settings(max_examples=150, deadline=None)
+@given(policies(2), policies(2))
+def test_under_conditions_nothing_is_overlooked(one: Policies, other: Policies) -> None:
+    answers = list(every_answer(one, other))
+    if equal(one, other, Budget(100_000)):
+        assert all(first == second for first, second in answers)
+    if not gains(one, other, Budget(100_000)):
+        assert not any(first != "allow" and second == "allow" for first, second in answers)
+
+
+@settings(max_examples=60, deadline=None)
+@given(policies(2), st.randoms(use_true_random=False))
+def test_order_repetition_and_lists_change_nothing(one: Policies, random: Any) -> None:
+    pieces = [
+        Statement(s.allow, s.principals, Names((action,)), s.resources, s.conditions)
+        for s in one.statements
+        if not s.actions.inverted
+        for action in s.actions.patterns
+    ] + [s for s in one.statements if s.actions.inverted]
+    random.shuffle(pieces)
+    assert equal(one, Policies((*pieces, *pieces[:1]), one.boundary), Budget(100_000))
+
+
+QUEUE = "arn:aws:sqs:us-east-1:000000000000:q"
+TOPIC = "arn:aws:sns:us-east-1:000000000000:t"
+ROOT = "arn:aws:iam::000000000000:root"
+READ = {"Effect": "Allow", "Action": "s3:GetObject", "Resource": "arn:aws:s3:::data/*"}
+SEND: dict[str, Any] = {
+    "Effect": "Allow",
+    "Principal": {"Service": "sns.amazonaws.com"},
+    "Action": "sqs:SendMessage",
+    "Resource": QUEUE,
+    "Condition": {"ArnEquals": {"aws:SourceArn": TOPIC}},
+}
+INSECURE = {"Bool": {"aws:SecureTransport": "false"}}
+
+
+def of(statements: Any, owner: str = "") -> Policies:
+    return Policies(parse_policy({"Version": "2012-10-17", "Statement": statements}), None, owner)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "found", "owner"),
+    [
+        (READ, [{**READ, "Sid": "x", "Action": ["S3:getobject"], "Resource": ["arn:aws:s3:::data/*"]}], ""),
+        (READ, [READ, {**READ, "Resource": "arn:aws:s3:::data/reports/*"}], ""),
+        (
+            {**READ, "Action": ["s3:GetObject", "s3:PutObject"]},
+            [{**READ, "Action": "s3:PutObject"}, READ],
+            "",
+        ),
+        (READ, [READ, {**READ, "Effect": "Deny", "Action": "s3:*", "Condition": INSECURE}], ""),
+        (SEND, {**SEND, "Resource": "*"}, QUEUE),
+        (SEND, {**SEND, "Condition": {"StringEquals": {"AWS:sourcearn": [TOPIC]}}}, QUEUE),
+        (SEND, {**SEND, "Condition": {"ArnLike": {"aws:SourceArn": TOPIC}}}, QUEUE),
+        ({**SEND, "Action": "*"}, {**SEND, "Action": "SQS:*"}, QUEUE),
+        (
+            {**SEND, "Condition": {"StringEquals": {"k": ["x", "y"]}}},
+            [{**SEND, "Condition": {"StringEquals": {"k": one}}} for one in ("y", "x")],
+            QUEUE,
+        ),
+        ({**SEND, "Principal": "*"}, {**SEND, "Principal": {"AWS": ["*"]}}, QUEUE),
+        ({**SEND, "Principal": {"AWS": "000000000000"}}, {**SEND, "Principal": {"AWS": ROOT}}, QUEUE),
+    ],
+)
+def test_one_policy_written_twice(wanted: Any, found: Any, owner: str) -> None:
+    assert equal(of(wanted, owner), of(found, owner), Budget(10_000))
+    assert not gains(of(wanted, owner), of(found, owner), Budget(10_000))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "found", "more"),
+    [
+        (READ, {**READ, "Action": "s3:Get*"}, True),
+        (READ, {**READ, "Resource": "arn:aws:s3:::data*"}, True),
+        (READ, {**READ, "Resource": "arn:aws:s3:::data/?*"}, False),
+        (READ, [READ, {**READ, "Effect": "Deny", "Resource": "arn:aws:s3:::data/secret"}], False),
+        ([READ, {**READ, "Effect": "Deny", "Condition": INSECURE}], READ, True),
+        (READ, {**READ, "Condition": {"IpAddress": {"aws:SourceIp": "10.0.0.0/8"}}}, False),
+        (READ, {**READ, "NotAction": "iam:*", "Action": None}, True),
+        (READ, {**READ, "Resource": "arn:aws:s3:::data/${aws:username}/*"}, False),
+        ({**READ, "Resource": "arn:aws:s3:::data/${aws:username}/*"}, READ, True),
+        (SEND, {**SEND, "Condition": {"ArnLike": {"aws:SourceArn": TOPIC[:-1] + "*"}}}, True),
+        (SEND, {**SEND, "Condition": {"StringEquals": {"aws:SourceArn": [TOPIC, TOPIC + "2"]}}}, True),
+        ({**SEND, "Principal": {"AWS": ROOT}}, {**SEND, "Principal": {"AWS": ROOT[:-4] + "user/x"}}, True),
+        ({**SEND, "Principal": {"AWS": ROOT[:-4] + "role/x"}}, {**SEND, "Principal": {"AWS": ROOT}}, True),
+    ],
+)
+def test_policies_that_differ(wanted: Any, found: Any, more: bool) -> None:
+    found = {key: value for key, value in found.items() if value is not None} if isinstance(found, dict) else found
+    assert not equal(of(wanted), of(found), Budget(10_000))
+    assert bool(gains(of(wanted), of(found), Budget(10_000))) is more
+
+
+def test_a_denial_of_an_account_is_one_of_its_members() -> None:
+    """A user of an account that was shut out gains by another denial that names somebody else."""
+    user = {**SEND, "Principal": {"AWS": ROOT[:-4] + "user/x"}}
+    shut = {**SEND, "Effect": "Deny", "Condition": {}, "Principal": {"AWS": ROOT}}
+    other = {**shut, "Principal": {"AWS": ROOT[:-4] + "user/y"}}
+    assert gains(of([user, shut]), of([user, other]), Budget(10_000))
+    session = {**SEND, "Principal": {"AWS": "arn:aws:sts::000000000000:assumed-role/r/s"}}
+    role = {**shut, "Principal": {"AWS": ROOT[:-4] + "role/r"}}
+    assert not gains(of([session, role]), of([role]), Budget(10_000))
+    assert gains(of([session, role]), of([session]), Budget(10_000))
+
+
+def test_a_gain_says_who_may_do_what() -> None:
+    found = gains(of(SEND, QUEUE), of([SEND, {**SEND, "Principal": "*", "Action": "sqs:Send*"}], QUEUE), Budget(10_000))
+    (gain,) = found
+    assert gain.principal == "*"
+    assert str(gain) == f"sqs:send* on {QUEUE} where aws:sourcearn equals {TOPIC}"
+    assert gain.example[1].startswith("sqs:send")
+    assert gain.example[2] == QUEUE
+
+
+def test_a_long_policy_of_plain_names_is_answered() -> None:
+    many = {**READ, "Action": [f"s3:{i}" for i in range(400)], "Resource": [f"arn:{i}*" for i in range(400)]}
+    assert not equal(of(READ), of(many), Budget(20_000))
+
+
+@pytest.mark.parametrize(
+    "statements",
+    [
+        [{**READ, "Action": f"s3:{i}", "Resource": f"arn:{i}"} for i in range(200)],
+        [{**READ, "Action": f"*{i}*", "Resource": f"*{i}?"} for i in range(200)],
+        [{**READ, "Condition": {"StringLike": {f"k{i}": ["x", "y"]}}} for i in range(150)],
+        [{**READ, "Resource": "*".join("abcdefgh") * 80}, {**READ, "Resource": "*" + "?*" * 400}],
+    ],
+)
+def test_policies_that_take_long_are_given_up(statements: list[Any]) -> None:
+    with pytest.raises(TooManySteps):
+        equal(of(READ), of(statements), Budget(20_000))
