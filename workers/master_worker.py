@@ -32,6 +32,7 @@ from realhf.api.graph import build_graph
 from realhf.api.mfc import InterfaceType
 from realhf.api.source import DataSource
 from realhf.base.garbage import settle
+from realhf.base.host_load import LoadOfSteps
 from realhf.base.messages import Call
 from realhf.base.plugin import load_plugin
 from realhf.builtins import sources
@@ -87,6 +88,7 @@ class MasterWorker:
         plays = [mfc.name for mfc in self._spec.mfcs if mfc.interface_type is InterfaceType.GENERATE]
         self._named_calls = calls_of(self._trains, plays)
         self._roles = Roles(plan.spec, self._rpc, timeout_s=plan.rpc.call_timeout_s, trusted=plan.network.trusted)
+        self._loads = LoadOfSteps()
         self._wall_before = 0.0
         self._saved_step = 0
         self._drawing: asyncio.Task[None] | None = None
@@ -254,6 +256,7 @@ class MasterWorker:
 
     async def _train_steps(self, done: int, total: int) -> None:
         owed = False
+        self._loads.figures(self._rpc.loads())  # what was before the first step counts for none
         for step in range(done, total):
             try:
                 report = await self._executor.execute_step(step)
@@ -301,6 +304,7 @@ class MasterWorker:
         episodes = [text for stats in report.stats.values() for text in stats.get("episodes", [])]
         metrics |= await self._steps.step_metrics(report)
         episodes += self._steps.episodes(report)
+        metrics |= self._loads.figures(self._rpc.loads())
         self._log.step(step, public_names(metrics, **self._named_calls), episodes)
         for call in report.calls:
             if call.stats.get("skipped"):

@@ -7,6 +7,7 @@ What follows when a worker or the launcher itself is killed is shown by runs wit
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -84,6 +85,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
 def losses(run: Path) -> dict[int, float]:
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
+    assert all(0 < row[f"host/{os.uname().nodename}/memory"] < 1 for row in rows), "of the host, with every step"
     return {row["step"]: row["policy/loss"] for row in rows}
 
 

@@ -246,6 +246,15 @@ TIME = Section(
     ),
 )
 
+HOSTS = Section(
+    "Hosts",
+    "Of the whole machine, whoever uses it, since the step before; of several hosts each, by the name it calls itself.",
+    (
+        Metric("host/<name>/cpu", "fraction", "its cores that worked, mean"),
+        Metric("host/<name>/memory", "fraction", "its memory that is in use, at the end of the step"),
+    ),
+)
+
 ASYNCHRONOUS = Section(
     "Asynchronous runs",
     "Counters of admission count from the start of the run (`accepted`, `consumed`) or its last resumption. Between "
@@ -328,6 +337,7 @@ SECTIONS = (
     BATCH,
     CRITIC,
     TIME,
+    HOSTS,
     ASYNCHRONOUS,
     EVALUATIONS,
     STREAM,

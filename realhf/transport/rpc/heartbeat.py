@@ -18,6 +18,7 @@ from typing import Any
 
 import zmq
 
+from realhf.base.host_load import HostLoad
 from realhf.base.process_id import host_token, open_process
 from realhf.transport.envelope import field, pack_header, unpack_header
 from realhf.transport.errors import MasterLost, ProtocolError
@@ -35,6 +36,7 @@ class _Watched:
     process: int | None
     state: str = "starting"
     suspected: bool = False
+    load: HostLoad | None = None
 
 
 class HeartbeatServer:
@@ -92,6 +94,13 @@ class HeartbeatServer:
                 return "it is not connected"
             return f"{time.monotonic() - watched.seen:.1f} s ago it was {watched.state}"
 
+    def load(self, session: bytes) -> HostLoad | None:
+        """Return the load of the worker's host as its last sign of life had it; None where it says none, as on this
+        host."""
+        with self._lock:
+            watched = self._watched.get(session)
+            return watched.load if watched else None
+
     def close(self) -> None:
         """Stop the thread and release the socket and all descriptors."""
         self._stopping = True
@@ -145,6 +154,7 @@ class HeartbeatServer:
                 if watched is None or header.get("run") != self._run_id:
                     continue
                 watched.seen, watched.state, watched.suspected = time.monotonic(), state, False
+                watched.load = HostLoad.from_list(header.get("load"))
             self._socket.send_multipart([identity, pack_header("pong", self._run_id, session)], zmq.NOBLOCK)
 
     def _excuse(self, paused_s: float) -> None:
@@ -180,8 +190,8 @@ class HeartbeatServer:
 
 
 class HeartbeatClient:
-    """Pings the master for a worker. ``on_lost(reason)`` is called once, on the heartbeat thread. Raises MasterLost
-    when the master is gone already."""
+    """Pings the master for a worker; from another host with its load. ``on_lost(reason)`` is called once, on the
+    heartbeat thread. Raises MasterLost when the master is gone already."""
 
     def __init__(
         self,
@@ -203,6 +213,7 @@ class HeartbeatClient:
         self._endpoint, self._network = endpoint, network
         self._context = context
         pid, started, host = master
+        self._elsewhere = not host or host != host_token()
         try:
             self._process = open_process(pid, started) if host and host == host_token() and started else None
         except ProcessLookupError:
@@ -239,7 +250,8 @@ class HeartbeatClient:
             now = time.monotonic()
             if now >= next_ping:
                 next_ping = now + self._interval_s
-                ping = pack_header("ping", self._run_id, self._session, state=self._state())
+                load = {"load": HostLoad.read().to_list()} if self._elsewhere else {}
+                ping = pack_header("ping", self._run_id, self._session, state=self._state(), **load)
                 if socket.poll(0, zmq.POLLOUT):
                     socket.send(ping, zmq.NOBLOCK)
             ready = dict(poller.poll(int(max(0.0, next_ping - time.monotonic()) * 1000) + 1))

@@ -17,6 +17,7 @@ from typing import Any
 
 import zmq
 
+from realhf.base.host_load import HostLoad
 from realhf.base.process_id import host_token, start_time
 from realhf.transport import envelope
 from realhf.transport.envelope import pack_header, pack_payload, unpack_payload
@@ -229,6 +230,11 @@ class RpcMaster:
             return
         (self._unlisted.discard if listed else self._unlisted.add)(worker)
         self.news.changed(self.roster[worker])
+
+    def loads(self) -> list[tuple[str, str, HostLoad]]:
+        """Return name, ``host_token`` and load of the host of every worker that has said it: those of other hosts."""
+        said = [(peer.info, self._heartbeat.load(peer.session)) for peer in self._peers.values()]
+        return [(info.host, info.machine, load) for info, load in said if load is not None]
 
     def expect(self, name: str) -> None:
         """Announce that a new process is being started under this name, and forget the death of the previous one."""

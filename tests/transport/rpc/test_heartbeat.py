@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 import time
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 import pytest
 import zmq
 
+from realhf.base.process_id import host_token, start_time
 from realhf.transport.network.network import LOOPBACK
 from realhf.transport.own_pauses import LATE_S, OwnPauses
 from realhf.transport.rpc.heartbeat import HeartbeatClient, HeartbeatServer
@@ -103,4 +105,38 @@ def test_a_worker_is_found_dead_though_the_master_stood_still_for_long(context: 
         server._excuse(1000.0)  # pyright: ignore[reportPrivateUsage]
         assert dead.get(timeout=WAIT_S / 3)
     finally:
+        server.close()
+
+
+def test_a_worker_of_another_host_says_how_busy_it_is(context: zmq.Context[zmq.Socket[bytes]]):
+    """The load of its host comes with its signs of life; one beside the master says none, and nonsense is none."""
+    server = HeartbeatServer("run", context, LOOPBACK, interval_s=0.05, dead_after_s=60.0, on_death=lambda *_: None)
+    clients: list[HeartbeatClient] = []
+    try:
+        for session, host in ((b"far", "another host"), (b"near", host_token())):
+            server.watch("w", session, pid=0, started=0, host="")
+            clients.append(
+                HeartbeatClient(
+                    "run",
+                    session,
+                    context,
+                    server.endpoint,
+                    LOOPBACK,
+                    interval_s=0.05,
+                    lost_after_s=60.0,
+                    master=(os.getpid(), start_time(os.getpid()), host),
+                    state=lambda: "idle",
+                    on_lost=lambda _: None,
+                )
+            )
+        deadline = time.monotonic() + WAIT_S
+        while server.load(b"far") is None or "idle" not in server.state(b"near"):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        load = server.load(b"far")
+        assert load is not None and 0 < load.busy_s < load.whole_s and 0 < load.memory < 1
+        assert server.load(b"near") is None
+    finally:
+        for client in clients:
+            client.close()
         server.close()
