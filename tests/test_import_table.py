@@ -102,7 +102,7 @@ ROOMS: dict[str, str] = {
     "monitor": "api api/config base base/files monitor/advisories monitor/metrics monitor/rollouts monitor/trackers",
     "cluster": "api/config base base/files monitor scheduler transport transport/network",
     "cluster/engines": "api/config base cluster scheduler transport/network",
-    "view": "api base monitor monitor/advisories monitor/metrics monitor/rollouts",
+    "view": "api base base/files monitor monitor/advisories monitor/metrics monitor/rollouts",
     "launch": "api api/chat api/config base builtins dataflow env/doors monitor scheduler transport/network",
 }
 """Every folder of the product that holds modules, with the folders that it may import from. A row names rows above it

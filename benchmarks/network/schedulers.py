@@ -148,8 +148,9 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def losses(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What each step has computed: everything but how long it took."""
-    return [{key: value for key, value in row.items() if not key.startswith(("time/", "host/", "throughput/"))} for row in rows]
+    """What each step has computed: everything but how long it took and what its hosts did meanwhile."""
+    clocked = ("time/", "host/", "throughput/")
+    return [{key: value for key, value in row.items() if not key.startswith(clocked)} for row in rows]
 
 
 def main() -> int:

@@ -26,6 +26,7 @@ RUN_FILES = (
     RunFile("plan.json", "launcher", "whole"),
     RunFile(".lock", "launcher", "whole", kept=True),
     RunFile(".keys-*", "launcher", "whole", kept=True),
+    RunFile("note.json", "python -m realhf.view note", "whole", kept=True),
     RunFile("logs", "every process", "folder"),
     RunFile("warm_start-*", "master of the warm start", "folder", kept=True),
     RunFile("placements.jsonl", "launcher", "appended"),

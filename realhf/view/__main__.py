@@ -1,6 +1,7 @@
 """Shows runs on a local page: python -m realhf.view RUN_OR_FOLDER [...] [--follow] [--port 8765]
 
 python -m realhf.view export RUN --to jsonl|parquet|inspect OUT writes a run's rollouts for other programs.
+python -m realhf.view note RUN ["text"] [--tag TAG] writes down what you have to say about a run, or prints it.
 
 A run that goes on is followed with --follow; one that ended or was killed is read as it is. Several runs, or a folder
 of runs, are compared. Nothing is written, and the page is served to this machine only.
@@ -11,26 +12,27 @@ from __future__ import annotations
 import argparse
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from realhf.base.http_guard import guarded_http
 from realhf.monitor.rollouts.export.command import export_command
 from realhf.view.folder_state import MARKS, is_run
+from realhf.view.note import note_command
 from realhf.view.run import Run
 from realhf.view.run_list import RunList
 from realhf.view.server import create_app
 
 PORT = 8765
-EXPORT = "export"
-"""The first word of another command: a run of this name is given as ./export."""
+COMMANDS: Mapping[str, Callable[[Sequence[str]], int]] = {"export": export_command, "note": note_command}
+"""First words of other commands: a run of such a name is given as ./note."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Serve the page until interrupted, or do what ``export`` says; return the exit code."""
+    """Serve the page until interrupted, or do what another command says; return the exit code."""
     given_words = sys.argv[1:] if arguments is None else list(arguments)
-    if given_words[:1] == [EXPORT]:
-        return export_command(given_words[1:])
+    if given_words and (command := COMMANDS.get(given_words[0])):
+        return command(given_words[1:])
     parser = argparse.ArgumentParser(
         prog="python -m realhf.view", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -12,6 +12,7 @@ from realhf.monitor.advisories.of_run import index_of
 from realhf.monitor.provenance import PROVENANCE_FILE, effective_options
 from realhf.monitor.run_files import EVALUATIONS_FILE
 from realhf.view.folder_state import FolderState, read_json, state_of
+from realhf.view.note import NOTE_FILE, read_note
 from realhf.view.rollout_table import RunRollouts
 from realhf.view.run_config import run_config, run_origin
 from realhf.view.run_metrics import RunMetrics, cell
@@ -20,7 +21,7 @@ from realhf.view.spans import RunSpans
 PARTS = {
     "metrics": ("metrics.jsonl",),
     "evaluations": (EVALUATIONS_FILE,),
-    "about": ("config.yaml", "provenance.json", "summary.json"),
+    "about": ("config.yaml", "provenance.json", "summary.json", NOTE_FILE),
     "spans": ("trace",),
     "rollouts": ("rollouts",),
 }
@@ -51,8 +52,9 @@ class Run:
         return state_of(self.folder, self.metrics.steps, max(times, default=None))
 
     def about(self) -> dict[str, Any]:
-        """Return what the run was started with and where it came from."""
-        return {"config": run_config(self.folder), "origin": run_origin(self.folder)}
+        """Return what the run was started with, where it came from, and what a person has written about it."""
+        note = read_note(self.folder).to_map()
+        return {"config": run_config(self.folder), "origin": run_origin(self.folder), "note": note}
 
     def advisories(self) -> list[dict[str, Any]]:
         """Return what is to be said about the run, as ``realhf.monitor.advisories`` judges it: {id, severity, text,

@@ -18,6 +18,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
+from realhf.view.note import read_note
 from realhf.view.packed import MEDIA_TYPE
 from realhf.view.rollout_routes import RolloutRoutes
 from realhf.view.run import Run
@@ -149,6 +150,7 @@ def _described(number: int, run: Run) -> dict[str, Any]:
         "state": state.kind,
         "text": state.text,
         "steps": run.metrics.steps,
+        "tags": list(read_note(run.folder).tags),
     }
 
 

@@ -223,7 +223,9 @@ def test_what_a_run_wrote_goes_when_it_begins_anew_and_nothing_else(tmp_path: Pa
         (tmp_path / name).touch()
     assert unknown_files(tmp_path) == [".policy.7.tmp", "metrics.jsonl.partial", "notes.txt"]
     gone = {path.name for path in removable(tmp_path)}
-    assert set(made) - gone == {"notes.txt", ".lock", ".keys-x", "warm_start-x"} and "weights.jsonl" in gone
+    assert (
+        set(made) - gone == {"notes.txt", "note.json", ".lock", ".keys-x", "warm_start-x"} and "weights.jsonl" in gone
+    )
 
 
 def test_every_file_of_a_run_is_in_the_docs() -> None:

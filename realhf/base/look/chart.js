@@ -30,10 +30,10 @@ export function smoothed(values, weight) {
 }
 
 /**
- * A chart. `spec`: {title, unit, about, series: [{label, x, y, kind}], points: [{label, x, y, low, high, kind}],
- * stacked, from0, along, log, range}; `kind` is the number of a colour, `along` the word for x (step), `log` a logarithmic
+ * A chart. `spec`: {title, unit, about, series: [{label, x, y, low, high, kind}], points: [{label, x, y, low, high,
+ * kind}], stacked, from0, along, log, range}; `kind` is the number of a colour, `along` the word for x (step), `log` a logarithmic
  * axis, which leaves out what is not positive, `range` the part of x that is drawn. `y` may hold null and texts (no
- * number), which are left out. `zoom`, if given, is called with the part of x that was dragged over; null for all of it.
+ * number), which are left out; with `low` and `high` of each `y` there is a band behind the curve. `zoom`, if given, is called with the part of x that was dragged over; null for all of it.
  */
 export class Chart {
   constructor(zoom = null) {
@@ -90,6 +90,9 @@ export class Chart {
     }
     this.drawing.append(...axes(places));
     for (const line of lines) {
+      if (line.low && !line.faint) this.drawing.append(s("path", { d: area({ ...line, y: line.high, below: line.low }, places), class: `band k${line.kind % 8}` }));
+    }
+    for (const line of lines) {
       if (line.below) this.drawing.append(s("path", { d: area(line, places), class: `fill k${line.kind % 8}` }));
       else this.drawing.append(...curve(line, places));
     }
@@ -137,8 +140,8 @@ export class Chart {
     }
     const held = (this.spec.points ?? []).filter((one) => one.x === cursor);
     const labels = this.spec.series.filter((line) => !line.faint).map((line) => {
-      const value = shown ? line.y[line.x.indexOf(cursor)] : last(line.y);
-      return entry(line, value ?? null);
+      const at = shown ? line.x.indexOf(cursor) : line.y.findLastIndex((value) => value !== null);
+      return entry(line, line.y[at] ?? null, line.low ? [line.low[at], line.high[at]] : null);
     });
     labels.push(...held.map((one) => entry({ ...one, label: `${one.label}, held out` }, one.y)));
     this.readout.replaceChildren(h("span", { class: "muted" }, shown ? `${this.spec.along ?? "step"} ${number(cursor)}` : "last"), ...labels);
@@ -152,13 +155,13 @@ function part(line, range, log) {
   if (!range && !log) return line;
   const kept = line.x.map((_, at) => at).filter((at) => within(line.x[at], range));
   const value = (y) => (log && typeof y === "number" && y <= 0 ? null : y);
-  return { ...line, x: kept.map((at) => line.x[at]), y: kept.map((at) => value(line.y[at])) };
+  const band = line.low ? { low: kept.map((at) => line.low[at]), high: kept.map((at) => line.high[at]) } : {};
+  return { ...line, ...band, x: kept.map((at) => line.x[at]), y: kept.map((at) => value(line.y[at])) };
 }
 
-const last = (values) => values.findLast((value) => value !== null);
-
-function entry(line, value) {
-  return h("span", { class: "entry" }, h("i", { class: `dot k${line.kind % 8}` }), `${line.label} `, h("b", {}, number(value)));
+function entry(line, value, band = null) {
+  const spread = band && band[0] !== undefined ? ` ${number(band[0])} to ${number(band[1])}` : "";
+  return h("span", { class: "entry" }, h("i", { class: `dot k${line.kind % 8}` }), `${line.label} `, h("b", {}, number(value)), spread);
 }
 
 function stack(series) {
@@ -180,7 +183,7 @@ function extent(lines, points, from0, log) {
     low = Math.min(low, y);
     high = Math.max(high, y);
   };
-  for (const line of lines) line.x.forEach((x, at) => take(x, line.y[at]));
+  for (const line of lines) for (const ys of [line.y, line.low ?? [], line.high ?? []]) line.x.forEach((x, at) => take(x, ys[at]));
   for (const one of points) for (const y of [one.low, one.y, one.high]) take(one.x, y);
   if (left > right) return null;
   if (log) {
@@ -267,8 +270,9 @@ function curve(line, p) {
 
 function area(line, p) {
   const kept = thinned(line);
-  const top = kept.map((at) => `${across(line.x[at], p).toFixed(1)},${down(line.y[at], p).toFixed(1)}`);
-  const bottom = kept.map((at) => `${across(line.x[at], p).toFixed(1)},${down(line.below[at], p).toFixed(1)}`).reverse();
+  const edge = (y) => Math.min(HEIGHT - INSET.bottom, down(y, p)).toFixed(1); // of a logarithmic axis 0 is far below
+  const top = kept.map((at) => `${across(line.x[at], p).toFixed(1)},${edge(line.y[at])}`);
+  const bottom = kept.map((at) => `${across(line.x[at], p).toFixed(1)},${edge(line.below[at])}`).reverse();
   return `M${[...top, ...bottom].join("L")}Z`;
 }
 

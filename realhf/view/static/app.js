@@ -185,12 +185,13 @@ async function openRuns() {
   const line = (run) =>
     h(
       "li",
-      { "data-name": run.name.toLowerCase() },
+      { "data-name": [run.name, ...run.tags].join(" ").toLowerCase() },
       h(
         "label",
         {},
         h("input", { type: "checkbox", value: run.number, checked: chosen.has(run.number) }),
         h("span", {}, run.name),
+        h("span", {}, run.tags.map((tag) => h("span", { class: "tag" }, tag))),
         h("span", { class: "muted" }, `${run.state}, ${run.steps} ${run.steps === 1 ? "step" : "steps"}`),
       ),
     );

@@ -3,11 +3,20 @@
 import { Chart, setCursor, smoothed } from "./chart.js";
 import { h, number, percent, renew, table } from "./dom.js";
 import { ALONG, PANELS, panelOfRun, panelOfRuns, wayOf } from "./panels.js";
+import { SAID, alone, bySeeds } from "./seeds.js";
 
 export async function show(place, context) {
   const page = new Overview(place, context);
   await page.load();
   return page;
+}
+
+const NOTHING = { config: {}, origin: {}, note: { text: "", tags: [] } };
+
+/** What a person has written about a run, if anything. */
+function noteOf({ note }, name) {
+  if (!note.text && !note.tags.length) return null;
+  return h("aside", { class: "note" }, name ? h("b", {}, name) : "", note.tags.map((tag) => h("span", { class: "tag" }, tag)), note.text ? h("p", {}, note.text) : "");
 }
 
 class Overview {
@@ -16,6 +25,8 @@ class Overview {
     this.weight = Number(context.params.get("smooth") ?? 0);
     this.along = ALONG.some(([name]) => name === context.params.get("x")) ? context.params.get("x") : "step";
     this.log = context.params.get("log") === "1";
+    this.asOne = context.params.get("seeds") !== "0";
+    this.abouts = context.runs.map(() => NOTHING);
     this.range = null;
     this.zoom = (range) => {
       this.range = range;
@@ -23,8 +34,9 @@ class Overview {
     };
     this.charts = PANELS.map((panel) => ({ panel, chart: new Chart(this.zoom) }));
     this.others = new Map();
-    this.keys = [["← →", "in a chart: step back and on, in all charts"], ["s", "more smoothing"], ["x", "over steps, hours or tokens"], ["l", "logarithmic axis"], ["z", "all of it again, after a part was dragged over"], ["/", "find a metric"]];
+    this.keys = [["← →", "in a chart: step back and on, in all charts"], ["s", "more smoothing"], ["x", "over steps, hours or tokens"], ["l", "logarithmic axis"], ["z", "all of it again, after a part was dragged over"], ["b", "seeds as one: mean and band, or each run"], ["/", "find a metric"]];
     this.figures = h("div", { class: "cards" });
+    this.note = h("div", { class: "notes" });
     this.smoothing = h("input", { type: "range", min: 0, max: 0.95, step: 0.05, value: this.weight, id: "smooth" });
     this.smoothing.addEventListener("input", () => this.smooth(Number(this.smoothing.value)));
     this.search = h("input", { type: "search", id: "metric-search", placeholder: "Find a metric, e.g. ratio", "aria-label": "Find a metric", autocomplete: "off" });
@@ -37,17 +49,25 @@ class Overview {
     this.evaluated = h("section", {});
     this.over = h("select", { id: "along", onchange: () => this.drawOver(this.over.value) }, ALONG.map(([name, label]) => h("option", { value: name, selected: name === this.along }, label)));
     this.logged = h("input", { type: "checkbox", id: "log", checked: this.log, onchange: () => this.drawLog(this.logged.checked) });
+    this.seeds = h("input", { type: "checkbox", id: "seeds", checked: this.asOne, onchange: () => this.drawSeeds(this.seeds.checked) });
+    this.seedsLabel = h("label", { for: "seeds" }, "Seeds as one");
+    this.seedsSaid = h("p", { class: "muted", id: "seeds-said" }, SAID);
     this.whole = h("button", { type: "button", hidden: true, onclick: () => this.zoom(null) }, "All of it", h("kbd", {}, "z"));
     const tools = h("div", { class: "bar" }, h("label", { for: "smooth" }, "Smoothing"), this.smoothing, h("label", { for: "along" }, "Over"), this.over,
-      h("label", { for: "log" }, "Logarithmic"), this.logged, this.whole);
+      h("label", { for: "log" }, "Logarithmic"), this.logged, this.seedsLabel, this.seeds, this.whole);
     const charts = h("div", { class: "charts" }, this.charts.map((one) => one.chart.node));
-    place.append(this.figures, tools, charts, this.evaluated, this.all, this.about);
+    place.append(this.note, this.figures, tools, this.seedsSaid, charts, this.evaluated, this.all, this.about);
   }
 
   async load() {
-    await Promise.all(this.context.runs.map((run) => run.isGone || run.refreshMetrics()));
+    const metrics = this.context.runs.map((run) => run.isGone || run.refreshMetrics());
+    await Promise.all([this.learnAbout(), ...metrics]);
     this.draw();
-    await this.drawAbout();
+    this.drawAbout();
+  }
+
+  async learnAbout() {
+    this.abouts = await Promise.all(this.context.runs.map((run) => run.about().catch(() => NOTHING)));
   }
 
   async update(parts) {
@@ -55,7 +75,11 @@ class Overview {
       await Promise.all(this.context.runs.map((run) => run.isGone || run.refreshMetrics()));
       this.draw();
     }
-    if (parts.has("about")) await this.drawAbout();
+    if (parts.has("about")) {
+      await this.learnAbout();
+      this.draw();
+      this.drawAbout();
+    }
   }
 
   close() {
@@ -71,6 +95,7 @@ class Overview {
     } else if (event.key === "x") this.drawOver(ALONG[(ALONG.findIndex(([name]) => name === this.along) + 1) % ALONG.length][0]);
     else if (event.key === "l") this.drawLog(!this.log);
     else if (event.key === "z") this.zoom(null);
+    else if (event.key === "b" && !this.seeds.hidden) this.drawSeeds(!this.asOne);
     else return false;
     return true;
   }
@@ -87,9 +112,14 @@ class Overview {
     this.keep();
   }
 
+  drawSeeds(asOne) {
+    this.asOne = this.seeds.checked = asOne;
+    this.keep();
+  }
+
   /** The address names what is shown. */
   keep() {
-    this.context.go("overview", { smooth: this.weight, x: this.along, log: this.log ? 1 : 0 }, true);
+    this.context.go("overview", { smooth: this.weight, x: this.along, log: this.log ? 1 : 0, seeds: this.asOne ? 1 : 0 }, true);
     this.draw();
   }
 
@@ -101,6 +131,10 @@ class Overview {
 
   draw() {
     const { runs } = this.context;
+    const groups = bySeeds(runs, this.abouts.map((one) => one.config));
+    this.seeds.hidden = this.seedsLabel.hidden = groups.length === runs.length;
+    this.groups = this.asOne ? groups : alone(runs);
+    this.seedsSaid.hidden = this.groups.length === runs.length;
     this.drawFigures();
     this.whole.hidden = !this.range;
     for (const { panel, chart } of this.charts) this.drawPanel(panel, chart);
@@ -114,14 +148,14 @@ class Overview {
     const { runs } = this.context;
     const line = (one) =>
       this.weight ? [{ ...one, faint: true, label: one.label }, { ...one, y: smoothed(one.y, this.weight) }] : [one];
-    const spec = runs.length > 1 ? panelOfRuns(panel, runs, line, this.along) : panelOfRun(panel, runs[0], line, this.along);
+    const spec = runs.length > 1 ? panelOfRuns(panel, this.groups, line, this.along) : panelOfRun(panel, runs[0], line, this.along);
     chart.node.hidden = !spec;
     if (spec) chart.draw({ ...spec, along: ALONG.find(([name]) => name === this.along)[1], log: this.log, range: this.range });
   }
 
   drawFigures() {
     const card = (label, value, note = "") => h("div", { class: "card" }, h("span", {}, label), h("b", {}, value), h("small", {}, note));
-    const cards = this.context.runs.flatMap((run, kind) => {
+    const cards = this.context.runs.flatMap((run) => {
       const { steps, columns } = run.metrics;
       const at = steps.length - 1;
       const value = (name) => columns[name]?.[at];
@@ -136,6 +170,7 @@ class Overview {
         card("held-out success", percent(final?.success), final ? [`step ${final.step}`, wayOf(run) === "sampled" ? "" : wayOf(run), change].filter(Boolean).join("; ") : "none yet"),
         card("a step takes", value("time/step") === undefined ? "–" : `${number(value("time/step"))} s`),
       ];
+      const { kind } = this.groups.find((group) => group.runs.includes(run));
       if (this.context.runs.length > 1) own[0].classList.add("named", `k${kind % 8}`);
       return own;
     });
@@ -182,9 +217,10 @@ class Overview {
     });
   }
 
-  async drawAbout() {
+  drawAbout() {
     const { runs } = this.context;
-    const abouts = await Promise.all(runs.map((run) => run.about().catch(() => ({ config: {}, origin: {} }))));
+    const { abouts } = this;
+    renew(this.note, h("div", { class: "notes" }, runs.map((run, at) => noteOf(abouts[at], runs.length > 1 ? run.name : ""))));
     const parts = [h("h2", {}, runs.length > 1 ? "What they were told differently" : "What it was started with")];
     if (runs.length > 1) {
       const options = [...new Set(abouts.flatMap((one) => Object.keys(one.config)))];

@@ -1,8 +1,10 @@
 // Which metrics the overview shows, in which charts. Names as in docs/metrics.md.
 
+import { meanOf, meanOfPoints } from "./seeds.js";
+
 /**
  * Each panel: title, unit, about; `names` in the order of their weight (a comparison of runs shows the first that there
- * is), or `start`: all metrics that begin so. `held`: the figure of held-out evaluations that belongs to it.
+ * is), or `start` and `end`: all metrics that begin, and end, so. `held`: the figure of held-out evaluations that belongs to it.
  */
 export const PANELS = [
   { title: "Reward", names: ["reward/mean", "reward/std"], held: "reward", about: "mean over the rollouts of a step" },
@@ -22,6 +24,8 @@ export const PANELS = [
   { title: "Occupancy", unit: "share", names: ["generation/occupancy", "training/occupancy"], from0: true },
   { title: "Throughput", unit: "tokens/s", names: ["throughput/tokens_per_second"], from0: true },
   { title: "Failures", start: "failures/", first: "rollouts/failed", names: ["rollouts/failed"], from0: true, about: "rollouts without a result; they are no zeros" },
+  { title: "CPU of the hosts", unit: "share", start: "host/", end: "/cpu", from0: true, about: "cores that worked, of the whole machine" },
+  { title: "Memory of the hosts", unit: "share", start: "host/", end: "/memory", from0: true, about: "memory in use, of the whole machine" },
   { title: "Critic", names: ["critic/explained_variance", "critic/loss"] },
 ];
 
@@ -31,7 +35,7 @@ const TIME = /^time\/(?!step$|fetch\/|queue\/|part\/|episode\/)[^/]+$/;
 export function namesOf(panel, columns) {
   if (panel.times) return Object.keys(columns).filter((name) => TIME.test(name)).flatMap((name) => partsOf(name, columns));
   const named = (panel.names ?? []).filter((name) => name in columns);
-  return panel.start ? [...named, ...Object.keys(columns).filter((name) => name.startsWith(panel.start)).sort()] : named;
+  return panel.start ? [...named, ...Object.keys(columns).filter((name) => name.startsWith(panel.start) && name.endsWith(panel.end ?? "")).sort()] : named;
 }
 
 /** A call that plays episodes, by what it does meanwhile: the policy's time and the environment's are no one figure. */
@@ -56,27 +60,37 @@ function placesOf(run, along) {
 /** What a chart of one run draws, over `along`. */
 export function panelOfRun(panel, run, smooth, along) {
   const { columns } = run.metrics;
-  const { x, of } = placesOf(run, along);
-  const series = namesOf(panel, columns).map((name, kind) => ({ label: short(name), x, y: columns[name], kind }));
-  const points = (panel.held ? held(panel, run, series) : []).map((one) => ({ ...one, x: of(one.x) }));
+  const { x } = placesOf(run, along);
+  const series = namesOf(panel, columns).map((name, kind) => ({ label: short(name, panel), x, y: columns[name], kind }));
+  const points = placed(run, panel.held ? held(panel, run, series) : [], along);
   if (!series.length && !points.length) return null;
   if (panel.times) return { ...panel, series, points, stacked: true };
   return { ...panel, series: series.flatMap((line) => smooth(line)), points };
 }
 
-/** What a chart of several runs draws: of each the panel's first metric, on the same axes. */
-export function panelOfRuns(panel, runs, smooth, along) {
-  const name = panel.times ? "time/step" : panel.first ?? panel.names[0];
+/** What a chart of several runs draws, groups of them on the same axes: of each run the panel's first metric, of several
+ * in a group their mean. */
+export function panelOfRuns(panel, groups, smooth, along) {
   const series = [];
   const points = [];
-  runs.forEach((run, kind) => {
-    const { columns } = run.metrics;
-    const { x, of } = placesOf(run, along);
-    if (columns[name]) series.push(...smooth({ label: run.name, x, y: columns[name], kind }));
-    if (panel.held) points.push(...evaluated(run, panel.held, "overall").map((one) => ({ ...one, x: of(one.x), label: run.name, kind })));
-  });
+  for (const { label, kind, runs } of groups) {
+    const lines = runs.map((run) => lineOf(panel, run, along)).filter((line) => line.y).map(smooth);
+    if (lines.length === 1) series.push(...lines[0].map((line) => ({ ...line, label, kind })));
+    else if (lines.length) series.push(...lines[0].map((line, which) => ({ faint: line.faint, label, kind, ...meanOf(lines.map((own) => own[which])) })));
+    const tested = panel.held ? runs.map((run) => placed(run, evaluated(run, panel.held, "overall"), along)).filter((own) => own.length) : [];
+    points.push(...(tested.length > 1 ? meanOfPoints(tested) : tested.flat()).map((one) => ({ ...one, label, kind })));
+  }
   return series.length || points.length ? { ...panel, title: panel.times ? "Time of a step" : panel.title, series, points } : null;
 }
+
+/** The line of a run in a comparison; without `y` where it has no such metric. */
+function lineOf(panel, run, along) {
+  const { columns, steps } = run.metrics;
+  const named = panel.times ? "time/step" : panel.first ?? panel.names?.[0];
+  return { steps, x: placesOf(run, along).x, y: columns[named ?? namesOf(panel, columns)[0]] };
+}
+
+const placed = (run, points, along) => points.map((one) => ({ ...one, step: one.x, x: placesOf(run, along).of(one.x) }));
 
 function held(panel, run, series) {
   const groups = [...new Set(run.evaluations.map((one) => one.group))];
@@ -102,4 +116,7 @@ function evaluated(run, figure, group) {
     }));
 }
 
-const short = (name) => (name.startsWith("time/part/") ? name.split("/")[3] : name.split("/").slice(1).join("/") || name);
+function short(name, panel) {
+  if (name.startsWith("time/part/")) return name.split("/")[3];
+  return name.slice(0, name.length - (panel.end ?? "").length).split("/").slice(1).join("/") || name;
+}
