@@ -4,11 +4,16 @@ MiniStack's own server spends more time in HTTP than in answering. Here a reques
 write of its answer; bodies arrive whole. A client waits for each answer before it sends the next request: bytes that
 come earlier are an attempt to hide one request in another, and end the connection, as does everything that the grammar
 does not allow.
+
+A process that has no memory left answers some requests and fails others, reads of its owner among them, and what it
+keeps may be half written: it ends itself, which its owner notices.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 from collections.abc import Awaitable, Callable
 from http import HTTPStatus
 from typing import Any, cast
@@ -18,6 +23,8 @@ from realhf.aws.cli.http_grammar import BadHttp, RequestHead, check_field, parse
 from realhf.aws.simulator.parsed_requests import ParsedRequests
 
 MAX_HEAD_BYTES = 256 * 1024
+_SPARE_BYTES = 8 << 20
+"""What a process can still take after a request failed, or else has no memory left."""
 _REASONS = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _PIPELINED = "bytes behind a request, before its answer"
@@ -62,6 +69,9 @@ class HttpConnection(asyncio.Protocol):
             self._take()
         except BadHttp as error:
             self._refuse(str(error))
+        except MemoryError:
+            _end_if_exhausted()
+            self._refuse("no memory for the request")
 
     def _take(self) -> None:
         """Start to answer the request in the buffer once it is whole. Raises BadHttp."""
@@ -119,13 +129,25 @@ class HttpConnection(asyncio.Protocol):
         except BadHttp as error:
             self._parsed.refuse(f"an answer: {error}")
             data = _REASONS[500] + b"content-length: 0\r\n\r\n"
-        except Exception:
-            data = _REASONS[500] + b"content-length: 0\r\n\r\n"
+        except Exception as error:
+            said = f"{type(error).__name__}: {error}".encode() if self._entrance == "owner" else b""
+            data = _REASONS[500] + b"content-length: %d\r\n\r\n" % len(said) + said
+        if data.startswith(b"HTTP/1.1 5"):
+            _end_if_exhausted()
         self._task = None
         if self._transport is not None:
             self._transport.write(data)
             if head.field(b"connection").lower() == b"close":
                 self._transport.close()
+
+
+def _end_if_exhausted() -> None:
+    try:
+        bytearray(_SPARE_BYTES)
+    except MemoryError:
+        with contextlib.suppress(OSError):
+            os.write(2, b"no memory is left; this process ends itself\n")
+        os._exit(1)
 
 
 class _Response:

@@ -31,6 +31,7 @@ _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _BACKLOG = 64
 _LOG_TAIL_BYTES = 2000
+_SAID_BYTES = 300
 logger = logging.getLogger(__name__)
 _CREDENTIAL = (
     "AWS4-HMAC-SHA256 Credential=000000000000/20260101/us-east-1/{}/aws4_request, SignedHeaders=host, Signature=0"
@@ -143,6 +144,7 @@ class MiniStackProcess:
         if channel is not None:
             fds.append(channel.fileno())
         before, self._starts = self._folder(), self._starts + 1
+        self._fresh_bytes = 0
         request = {"folder": self._folder(), "before": before}
         try:
             self._process = self._zygote.fork(request, fds, f"MiniStack on port {self.port}")
@@ -174,7 +176,7 @@ class MiniStackProcess:
         while True:
             try:
                 self._request("GET", "/_ministack/health", max(0.05, deadline - time.monotonic()))
-                self._fresh_bytes = self.used()[0]
+                self._fresh_bytes = self._fresh_bytes or self.used()[0]  # it may have grown when it is asked again
                 return
             except OSError as error:
                 reason = error
@@ -292,6 +294,12 @@ class MiniStackProcess:
         size = os.fstat(self._log.fileno()).st_size
         return os.pread(self._log.fileno(), _LOG_TAIL_BYTES, max(0, size - _LOG_TAIL_BYTES)).decode("utf-8", "replace")
 
+    def last_words(self) -> str:
+        """Return the last line of its log, quoted: an agent may have written it. "no word in its log" without one."""
+        lines = self.log_tail().split("\n")
+        last = next((line for line in reversed(lines) if line.strip()), "")
+        return repr(last[:_SAID_BYTES]) if last else "no word in its log"
+
     def stop(self) -> None:
         """Kill the simulator, free the port. Idempotent. A process that does not end is left to itself and reported."""
         if self._http is not None:
@@ -332,5 +340,6 @@ class MiniStackProcess:
             self._http = None
             raise OSError(f"{method} {path} on port {self.port}: {error}") from error
         if not 200 <= answer.status < 300:
-            raise OSError(f"{method} {path} on port {self.port}: status {answer.status}")
+            said = body[:_SAID_BYTES].decode("utf-8", "replace")
+            raise OSError(f"{method} {path} on port {self.port}: status {answer.status} {said!r}")
         return body

@@ -153,6 +153,13 @@ def _metadata(loader: Any, service: str) -> dict[str, Any] | None:
     return None
 
 
+def _know_service_names() -> None:
+    """Name the services of AWS before the fork: over a request for one that MiniStack lacks it reads all of botocore's
+    models for their names, 400 MB and 5 s, and forgets them with the next reset."""
+    router = importlib.import_module("ministack.core.router")
+    router._KNOWN_AWS_SERVICE_NAMES = frozenset(botocore.session.get_session().get_available_services())  # type: ignore[attr-defined]
+
+
 def _readable_app(app: AsgiApp) -> AsgiApp:
     """Repair answers of the services that speak XML, which names that a policy made up must not break. S3 is left
     alone: it answers with objects of any content. The server sets the length."""
@@ -217,6 +224,7 @@ def main() -> None:
     gate.install()
     app = _readable_app(app_module.app)
     _keep_only_metadata(MINISTACK_SERVICES)
+    _know_service_names()
     isolated = sandbox.without_network(mode)
     gc.freeze()
     gc.enable()

@@ -6,6 +6,7 @@ Source: docs/reference/environment.md 1 and 3.
 from __future__ import annotations
 
 import copy
+import logging
 import os
 import socket
 import sys
@@ -27,6 +28,7 @@ USABLE_S = 3.0
 which costs little; whoever asked for it waits meanwhile, and a client of a server for ten seconds only."""
 _CHECKED_BYTES = 1 << 20
 """Bytes kept of what a command of the environment's own prints: a check must see the whole answer."""
+_LOG = logging.getLogger(__name__)
 
 
 class Slot:
@@ -151,6 +153,8 @@ class Slot:
         """Replace simulator and worker. Raises SimulatorLost with the reason."""
         try:
             self._stop_workers()
+            if not self.ministack.alive():
+                _LOG.warning("slot %d: its simulator had ended: %s", self.index, self.ministack.last_words())
             self.ministack.stop()
             self._clear_files()
             self.ministack.start()

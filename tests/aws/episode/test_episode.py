@@ -1,15 +1,18 @@
 """Episodes on a real simulator: the shape of what is returned, endings, failures, hints."""
 
+import itertools
 import os
 import signal
 import socket
 from functools import partial
+from pathlib import Path
 
 import pytest
 
 from realhf.aws.cli.executor import SimulatorLost
 from realhf.aws.episode.episode import FINISHED, LOST, Episode, EpisodeError, masked_task
 from realhf.aws.grading.grader import Grader
+from realhf.aws.simulator.ministack_process import SIMULATOR_MEMORY_MB
 from realhf.aws.simulator.pool import Slot
 from realhf.aws.tasks import instantiate, solve
 from realhf.aws.tasks.task import Task, TaskError
@@ -70,6 +73,31 @@ def test_a_command_that_ends_the_simulator_ends_the_episode_with_its_score(
     monkeypatch.undo()
     assert "simulator_lost" not in episode.reset(task).observation, "the next episode has another simulator"
     assert [episode.step(command).done for command in (first, second)] == [False, True]
+
+
+def test_a_simulator_without_memory_ends_and_the_episode_with_it(
+    episode: Episode, slot: Slot, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It used to go on: some answers came, others were errors, and its owner's own reads failed for good."""
+    task, limit = instantiate(VERSIONED, 1), SIMULATOR_MEMORY_MB << 20
+    episode.reset(task)
+    slot.state.call("s3", "CreateBucket", {"Bucket": "large"})
+    number = itertools.count()
+    for size in (32 << 20, 4 << 20, 1 << 19):
+        while private_bytes(slot.ministack.pid) < limit - 3 * size:
+            content = {"Bucket": "large", "Key": str(next(number)), "Body": b"x" * size}
+            slot.state.call("s3", "PutObject", content)
+    slot.files.put("b", b"y" * (1 << 20))
+    step = episode.step("aws s3api put-object --bucket large --key last --body b")
+    assert step.done and step.reward == 0.0 and step.observation["simulator_lost"]
+    episode.reset(task)
+    assert "its simulator had ended: 'no memory is left; this process ends itself'" in caplog.text
+    assert episode.step(solve(task)[0]).reward > 0
+
+
+def private_bytes(pid: int) -> int:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmData"))
 
 
 @pytest.mark.parametrize("error", [ConnectionError("no answer"), SimulatorLost("simulator lost")])

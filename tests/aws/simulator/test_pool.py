@@ -235,9 +235,27 @@ def test_memory_is_bounded_and_a_simulator_that_grew_is_replaced(small_pool: Min
     slot.state.call("s3", "CreateBucket", {"Bucket": "large"})
     for number in range(9):
         slot.state.call("s3", "PutObject", {"Bucket": "large", "Key": str(number), "Body": body})
+    slot.ministack.wait_healthy(60.0)  # which is not the moment that it is compared with
     slot.reset()
     assert slot.ministack.pid != pid and not psutil.pid_exists(pid)
     assert slot.executor.run("aws s3 ls").stdout == ""
+    small_pool.release(slot)
+
+
+def test_a_service_that_the_simulator_lacks_costs_nothing(small_pool: MiniStackPool) -> None:
+    """It used to read all of botocore's models to find out, 400 MB and five seconds, again after every reset."""
+    slot = small_pool.acquire()
+    with pytest.raises(OSError, match="Unsupported service: polly"):
+        slot.ministack.ask("POST", "/v1/speech", "polly", timeout_s=60.0, body=b"{}")
+    assert not slot.ministack.spent()
+    small_pool.release(slot)
+
+
+def test_a_control_request_that_fails_says_why(small_pool: MiniStackPool) -> None:
+    slot = small_pool.acquire()
+    with pytest.raises(OSError, match=r"status 500 .ValueError: invalid literal"):
+        slot.ministack._request("GET", "/_realhf/requests?x", 60.0)
+    assert slot.ministack.requests()["count"] > 0
     small_pool.release(slot)
 
 
