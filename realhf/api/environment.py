@@ -87,7 +87,8 @@ class Turn:
     (1 when the task is solved, which also ends the episode) and ``progress`` (0 to 1) are read by evaluation and
     curriculum, others are charted. ``info`` is for people: anything JSON. Under ``view`` it may describe the state of
     the environment as it is now: ``{title, columns, rows, note}``, a table of texts, or ``{title, text}``; the last one
-    of an episode is shown with it. Under ``did`` it may say what was done in this turn, as ``replay`` takes it.
+    of an episode is shown with it, and ``check --mutate`` compares it with a demonstration's. Under ``did`` it may
+    say what was done in this turn, as ``replay`` takes it.
     """
 
     messages: Sequence[ChatMessage] = ()

@@ -9,6 +9,7 @@ import os
 import queue
 import random
 import re
+import shlex
 import subprocess
 import sys
 import threading
@@ -37,6 +38,7 @@ from realhf.backends import streaming_engines
 from realhf.base.plugin import load_plugin
 from realhf.base.tensor_digest import digests
 from realhf.builtins import advantage_estimators, policy_losses
+from realhf.env.__main__ import main as environment_command
 from realhf.env.client.openenv_client import OpenEnvClient
 from realhf.env.doors.author import Traits
 from realhf.env.doors.dataset import DatasetOptions
@@ -414,10 +416,10 @@ async def test_the_class_with_messages_is_played() -> None:
 
 async def test_the_customer_of_the_support_desk_answers_and_leaves() -> None:
     """A turn without a call is answered by the user; half is paid for the deed and half for telling of it; the user
-    leaves when they hear that it is done, or when nothing comes of it."""
+    leaves when they hear that it is done, not when they hear that it is not, or when nothing comes of it."""
     spec = build_environment(str(EXAMPLES / "support_desk.py"), {})
-    for told, reward in ((True, 1.0), (False, 0.5)):
-        environment = spec.make("")
+    for said, told in (("It is done.", True), ("Hm.", False), ("It is not done.", False)):
+        environment, reward = spec.make(""), 1.0 if told else 0.5
         await environment.reset({"wish": "move", "split": "heldout"}, seed=4)
         number = await environment.step(AssistantMessage("What is the number of the order?"))
         city = await environment.step(AssistantMessage("And which city?"))
@@ -427,9 +429,32 @@ async def test_the_customer_of_the_support_desk_answers_and_leaves() -> None:
         assert not moved.done and moved.messages[0]["role"] == "tool" and moved.reward == 0.5
         turn, turns = moved, 0
         while not turn.done:
-            turn, turns = await environment.step(AssistantMessage("It is done." if told else "Hm.")), turns + 1
+            turn, turns = await environment.step(AssistantMessage(said)), turns + 1
         assert (turn.reward, turn.metrics["success"], turn.messages) == (reward, float(told), [])
         assert turns == (1 if told else 3)
+
+
+def test_the_reward_that_the_page_shows_is_bought_until_it_is_mended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command is typed, and every line that the page shows is in the answer; with the other reward none is."""
+    part = page("environment").partition("### Can its reward be bought?")[2]
+    code = re.findall(r"```python\n(.*?)```", part, re.DOTALL)[0]
+    command, *shown = [line[4:] for line in part.replace(code, "").splitlines() if line.startswith("    ")]
+    (tmp_path / "shelf.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    words = shlex.split(command.removeprefix("$ python -m realhf.env"))
+    assert environment_command(words) == 1
+    told = iter(capsys.readouterr().out.splitlines())
+    for line in shown:
+        beginning, more, _ = line.partition("[...]")
+        found = any(each == line or (more and each.startswith(beginning)) for each in told)
+        assert found, f"the page shows {line!r}, and the command does not"
+    assert len(shown) > 6
+    [mended] = re.findall(r"`(return float\(.*?\))` nothing is found", part)
+    [bought] = re.findall(r"return float\(.*\)\n", code)
+    (tmp_path / "shelf.py").write_text(code.replace(bought, f"{mended}\n"))
+    assert environment_command(words) == 0
 
 
 async def test_the_verifier_judges_the_last_word(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 
 WISHES = {
     "refund": "My {item} came broken.",
@@ -57,7 +58,8 @@ class SupportDesk:
     def user_reply(self, text):
         """What the customer says to a turn without a call; None when they leave."""
         self.replies += 1
-        self.told = "done" in text.lower()
+        said = set(re.findall("[a-z']+", text.lower()))
+        self.told = "done" in said and not said & {"not", "never", "no"}
         if self.told or self.replies > MOST_REPLIES:
             return None
         if "number" in text.lower():
@@ -94,6 +96,12 @@ class SupportDesk:
         wanted = ("move", self.number, self.city) if self.wish == "move" else (self.wish, self.number)
         right = self.did == [wanted]
         return {"right": 0.5 * right, "told": 0.5 * (right and self.told)}
+
+    @property
+    def view(self):
+        """What the desk has done so far, for people and for ``check --mutate``."""
+        rows = [[str(value) for value in deed] for deed in self.did]
+        return {"title": "Deeds", "columns": ["tool", "number", "city"], "rows": rows, "note": f"told: {self.told}"}
 
     def _do(self, *deed):
         self.did.append(deed)

@@ -44,6 +44,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--limit", type=seconds, default=600.0, metavar="S", help="seconds for everything (600)")
     parser.add_argument("--turns", type=_positive, default=100, help="turns within which an episode must end (100)")
     parser.add_argument("--tasks", type=_positive, default=8, help="tasks that are played, over all groups (8)")
+    about = "play mutants of the demonstrations and list those that are paid in full, and check nothing else"
+    parser.add_argument("--mutate", action="store_true", help=about)
+    parser.add_argument("--most", type=_positive, default=2000, metavar="N", help="mutants in all (2000)")
+    parser.add_argument("--seed", type=int, default=0, help="draws demonstrations and mutants (0)")
     parser.add_argument("--address", default="", help="address of the service that the environment is played on")
 
 
@@ -59,6 +63,8 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
         most_turns=arguments.turns,
         most_tasks=arguments.tasks,
         address=arguments.address,
+        mutants=arguments.most if arguments.mutate else 0,
+        seed=arguments.seed,
     )
     screen = Screen(Console(quiet=True) if arguments.json else console)
     report = Report(order.reference)

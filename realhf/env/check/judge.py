@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from realhf.api.environment import Demonstration, DemonstrationRequest, Environm
 from realhf.env.check.calls import Caller, described
 from realhf.env.check.episodes import Arena, Broken
 from realhf.env.check.finding import Finding, Findings, quoted
+from realhf.env.check.mutation import MUTANTS, Mutation, missing, scripts_of
 from realhf.env.check.order import (
     ABOUT,
     FAULT,
@@ -36,6 +38,7 @@ from realhf.env.doors.load import build_environment
 
 LOAD, TASKS = "load", "tasks"
 _LONG = 1000
+_SERVICE = "it is played on the service {}; start it and give its --address"
 _MOST_SCRIPTS = 10_000
 _ONCE_S = 1.0
 """A block that was seen a single time, and shorter than this, is a note: importing a module, reading a word list."""
@@ -55,7 +58,9 @@ class Judge:
         """Load the environment, judge its tasks, play it, and report all findings."""
         spec = self._load()
         if spec is None:
-            self._skip((TASKS, *PLAYED), "it does not load")
+            self._skip((MUTANTS,) if self._order.mutants else (TASKS, *PLAYED), "it does not load")
+        elif self._order.mutants:
+            self._mutate(spec)
         else:
             self._run(spec)
         for index, finding in enumerate(self._findings.all):
@@ -69,7 +74,7 @@ class Judge:
         self._end(TASKS, judge.remark())
         tasks = choose(judge.instances, judge.sets, self._order.most_tasks)
         if spec.launch is not None and not self._order.address:
-            self._skip(PLAYED, f"it is played on the service {spec.launch.module}; start it and give its --address")
+            self._skip(PLAYED, _SERVICE.format(spec.launch.module))
         elif not tasks:
             self._skip(PLAYED, "there is no task to play")
         else:
@@ -80,6 +85,33 @@ class Judge:
             # Whatever loop the environment's modules ask for, the watchdog knows this one.
             with asyncio.Runner(loop_factory=asyncio.SelectorEventLoop) as runner:
                 runner.run(self._play_again(stages) if self._order.again else self._play(arena, stages))
+
+    def _mutate(self, spec: EnvironmentSpec) -> None:
+        """Play mutants of demonstrations and say what became of them."""
+        self._begin(MUTANTS, self._order.slow_s)
+        if (nothing := missing(spec)) is not None:
+            self._findings.add(nothing)
+            self._end(MUTANTS, "")
+            return
+        if spec.launch is not None and not self._order.address:
+            self._skip((MUTANTS,), _SERVICE.format(spec.launch.module))
+            return
+        try:
+            scripts = scripts_of(spec, self._order.seed)
+        except (Exception, SystemExit) as error:
+            self._blame_solver(error)
+            self._end(MUTANTS, "")
+            return
+        caller = Caller(self.code, self._order.timeout_s, self._announce)
+        arena = Arena(spec, self._order.address, caller, self.code, self._add_fault)
+        mutation = Mutation(arena, self._order.mutants, self._order.seed, self._findings.add)
+        begin, end = partial(self._tell, STAGE), partial(self._tell, VERDICT)
+        try:
+            with asyncio.Runner(loop_factory=asyncio.SelectorEventLoop) as runner:
+                runner.run(mutation.play(scripts, lambda what: begin(what, self._order.slow_s), end))
+        except Broken:
+            self._skip((MUTANTS,), "an answer did not come")
+        self._tell(ABOUT, {MUTANTS: mutation.outcome.to_json()})
 
     def _announce(self, call: str, task: str) -> None:
         self._tell(NOW, call, task, self._order.timeout_s)
@@ -118,12 +150,20 @@ class Judge:
                 for script in islice(spec.demonstrate(request), _MOST_SCRIPTS):
                     chosen.setdefault((script.task.id, script.kind), script)
         except (Exception, SystemExit) as error:
-            what = f"demonstrate raised {described(error)}"
-            mend = "It yields a Demonstration for every template, whatever the seed"
-            self._findings.add(Finding(DEMONSTRATIONS, what, mend, self.code.of_exception(error)))
+            self._blame_solver(error)
         if not chosen and not self._findings.faults(DEMONSTRATIONS):
             self._findings.add(Finding(DEMONSTRATIONS, "demonstrate yields nothing", "Yield a script per template"))
         return [*chosen.values()]
+
+    def _add_fault(self, finding: Finding) -> None:
+        """Take in what breaks an episode; what the check without mutants notes, it notes there."""
+        if finding.is_fault:
+            self._findings.add(finding)
+
+    def _blame_solver(self, error: BaseException) -> None:
+        what = f"demonstrate raised {described(error)}"
+        mend = "It yields a Demonstration for every template, whatever the seed"
+        self._findings.add(Finding(DEMONSTRATIONS, what, mend, self.code.of_exception(error)))
 
     async def _play_again(self, stages: Stages) -> None:
         try:

@@ -29,7 +29,7 @@ process (status, place); ``crash``: the check itself failed (text); ``end``: all
 
 ORDER, DUMP = "order.json", "dump"
 """Files of a check: what the child is to do, and where it writes the stacks of its threads."""
-OK, FAULT, SKIPPED = "ok", "fault", "not run"
+OK, FAULT, SKIPPED, READ = "ok", "fault", "not run", "read"
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,8 @@ class Order:
     """What is checked. ``timeout_s`` bounds one call of the environment, ``slow_s`` loading it and making its tasks;
     ``instances`` live at once; ``most_turns`` must end an episode; ``most_tasks`` are played. ``address`` is that of
     the environment's service. ``again``: the cases that another process played; if there are some, only their
-    fingerprints are wanted."""
+    fingerprints are wanted. ``mutants``: if not 0, at most so many mutants of demonstrations are played, which ``seed``
+    draws, and nothing else."""
 
     reference: str
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -48,6 +49,8 @@ class Order:
     most_tasks: int = 8
     address: str = ""
     again: tuple[str, ...] = ()
+    mutants: int = 0
+    seed: int = 0
 
     def to_text(self) -> str:
         """Return the order as JSON."""

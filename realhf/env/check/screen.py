@@ -12,11 +12,11 @@ from rich.status import Status
 from rich.text import Text
 
 from realhf.env.check.finding import Finding, counted, quoted
-from realhf.env.check.order import FAULT, NOW, SKIPPED, STAGE, VERDICT
+from realhf.env.check.order import FAULT, NOW, READ, SKIPPED, STAGE, VERDICT
 from realhf.env.check.report import Report
 
 _NAME = 16
-_STYLES = {FAULT: "red", SKIPPED: "yellow"}
+_STYLES = {FAULT: "red", READ: "yellow", SKIPPED: "yellow"}
 
 
 class Screen:

@@ -180,8 +180,9 @@ class Supervisor:
             what = f"the process does not end within {_EXIT_S:g} s after everything was closed"
             self._add(Finding("exit", what, "Make threads daemons, or end them in close", where))
         elif late:
+            fewer = "a smaller --most" if self._order.mutants else "fewer --instances"
             what = f"the check was not finished by its limit, in {self._stage}"
-            self._add(Finding("limit", what, "Give it a larger --limit, or fewer --instances", where, self._task))
+            self._add(Finding("limit", what, f"Give it a larger --limit, or {fewer}", where, self._task))
         else:
             what = f"{self._call} blocks the event loop and gave no answer within {self._order.timeout_s:g} s"
             mend = "Await what waits, with a deadline; nothing else can go on, and nothing can end it"

@@ -2,8 +2,8 @@
 that are the tools, and ``get_reward()``. Such a class imports nothing of this project.
 
 Source: TRL 1.16, GRPOTrainer, ``environment_factory``. What an author may add here: a dataclass ``Options``, ``done``,
-``metrics``, ``close()``, ``user_reply(text)``, ``tasks(split)``, ``system_prompt``, ``deterministic``, ``concurrency``,
-``demonstrate``.
+``metrics``, ``view``, ``close()``, ``user_reply(text)``, ``tasks(split)``, ``system_prompt``, ``deterministic``,
+``concurrency``, ``demonstrate``.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from realhf.env.doors.checks import (
     checked_messages,
     checked_numbers,
     checked_rewards,
+    json_problem,
     whole_text,
 )
 from realhf.env.doors.faults import failure_of, of_task
@@ -127,7 +128,12 @@ class ToolPlay:
         self._method = "metrics"
         if (own := self._own("metrics")) is not None:
             metrics |= checked_numbers(await self._call("metrics", {}) if callable(own) else own, "metrics")
-        info = {TOOL_ERRORS: [*self._mistakes]} if self._mistakes else {}
+        info: dict[str, Any] = {TOOL_ERRORS: [*self._mistakes]} if self._mistakes else {}
+        self._method = "view"
+        if isinstance(view := self._own("view"), Mapping):
+            if problem := json_problem(view):
+                raise BrokenContract(f"view: {problem}")
+            info["view"] = copied(view)
         return Turn(answers, ended, reward, components, metrics, info, final=True)
 
     async def _user_reply(self, message: AssistantMessage) -> str | None:

@@ -10,6 +10,7 @@ This module imports nothing of ours: copy it to use it elsewhere.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -166,6 +167,16 @@ class FilesWorkspace:
         """The part of the task that is done, from 0 to 1."""
         return {"progress": max(0.0, self.get_reward())}
 
+    @property
+    def view(self) -> dict[str, Any]:
+        """The folder and the answer as they are now, for people. A long text and many files are told by a digest."""
+        files = sorted(self._files.items())
+        rows = [[path, text if len(text) <= LONGEST_LINE_SHOWN else _digest(text)] for path, text in files]
+        if len(rows) > MOST_LINES_SHOWN:
+            rows[MOST_LINES_SHOWN:] = [["...", _digest(repr(files))]]
+        found = {"title": "The folder", "columns": ["path", "text"], "rows": rows}
+        return found if self._answer is None else found | {"note": f"answer: {self._answer[:LONGEST_LINE_SHOWN]}"}
+
     def get_reward(self) -> float:
         """Return what the folder and the answer are worth now, from -1 to 1.
 
@@ -257,6 +268,10 @@ def _text(value: object) -> str:
     if "\0" in value:
         raise ValueError("a text holds no NUL")
     return value
+
+
+def _digest(text: str) -> str:
+    return f"{text[:40]}... ({len(text)} characters, sha256 {hashlib.sha256(text.encode()).hexdigest()[:16]})"
 
 
 def _lines(found: list[str]) -> str:

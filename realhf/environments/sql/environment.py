@@ -81,5 +81,5 @@ class SqlEnvironment:
             done=done,
             reward=reward,
             metrics={"success": float(solved), "progress": max(0.0, potential)},
-            info=self._goal.difference(),
+            info=self._goal.info(),
         )

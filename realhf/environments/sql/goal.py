@@ -7,11 +7,12 @@ so that what should have stayed counts too; farther away than at the beginning i
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
 from realhf.environments.sql.database import Database, Result, Rows
 from realhf.environments.sql.instance import Instance
-from realhf.environments.sql.reply import is_right, row_text
+from realhf.environments.sql.reply import is_right, read_value, row_text
 
 FOUND = 0.5
 """What an answer that was found but not given is worth."""
@@ -19,6 +20,8 @@ HARM = -0.2
 """The least potential: a database that is farther from what is wanted than it was."""
 MOST_LINES, MOST_LINE_CHARS = 8, 120
 """How much of the difference people see: wrong rows, and characters of each."""
+MOST_ROWS = 40
+"""Rows of a database that people see."""
 
 
 class QuestionGoal:
@@ -28,6 +31,7 @@ class QuestionGoal:
     def __init__(self, instance: Instance) -> None:
         assert instance.answer is not None
         self._expected, self._needed = instance.answer, instance.reads
+        self._given = ""
         self.potential, self.solved = 0.0, False
 
     def take_result(self, result: Result, database: Database) -> None:
@@ -38,14 +42,15 @@ class QuestionGoal:
 
     def take_answer(self, answer: str) -> tuple[str, bool]:
         """Take the answer, the only one there is. Returns what the policy is told, and whether the episode ends."""
+        self._given = read_value(answer)
         self.solved = is_right(answer, self._expected)
         if self.solved:
             self.potential = 1.0
         return ("right" if self.solved else "wrong"), True
 
-    def difference(self) -> dict[str, Any]:
-        """Return nothing: a question changes no rows."""
-        return {}
+    def info(self) -> dict[str, Any]:
+        """Return for people what was answered; a question changes no rows."""
+        return {"view": {"title": "The answer", "text": self._given[:MOST_LINE_CHARS]}}
 
 
 class ChangeGoal:
@@ -74,11 +79,13 @@ class ChangeGoal:
         """Refuse an answer; the episode goes on."""
         return "error: the task asks for a change, not for an answer; reply with one SQL statement", False
 
-    def difference(self) -> dict[str, Any]:
-        """Return rows that are missing and rows that should not be there, as lines ``table|value|...``, a few."""
+    def info(self) -> dict[str, Any]:
+        """Return for people all rows, and those that are missing and that should not be there, as lines
+        ``table|value|...``, a few."""
         wrong = self._wrong_keys()[:MOST_LINES]
         sides = {"missing": self._wanted, "surplus": self._rows}
-        return {
+        found: dict[str, Any] = {"view": {"title": "The rows", "columns": ["table", "row"], "rows": _shown(self._rows)}}
+        return found | {
             side: [row_text((name, *rows[name][key]))[:MOST_LINE_CHARS] for name, key in wrong if key in rows[name]]
             for side, rows in sides.items()
         }
@@ -91,3 +98,13 @@ class ChangeGoal:
             for key in dict.fromkeys((*wanted, *self._rows[name]))
             if wanted.get(key) != self._rows[name].get(key)
         ]
+
+
+def _shown(tables: Rows) -> list[list[str]]:
+    """Return all rows as (table, row); where the policy made many or long ones, the beginning and a digest of all."""
+    rows = [[name, row_text(row)] for name, kept in tables.items() for row in kept.values()]
+    if len(rows) <= MOST_ROWS and all(len(text) <= MOST_LINE_CHARS for _, text in rows):
+        return rows
+    digest = hashlib.sha256(repr(rows).encode()).hexdigest()[:16]
+    cut = [[name, text[:MOST_LINE_CHARS]] for name, text in rows[:MOST_LINES]]
+    return [*cut, ["...", f"{len(rows)} rows, sha256 {digest}"]]

@@ -30,10 +30,17 @@ def read_statement(content: str) -> str:
 
 def is_right(given: str, expected: int | str) -> bool:
     """Whether an answer says what is expected: the number, or the text but for case, quotes and a full stop."""
-    plain = given.strip().rstrip(".").strip("'\"` ")
+    plain = read_value(given)
     if isinstance(expected, str):
-        return plain.casefold() == expected.casefold()
+        return plain == expected.casefold()
     return bool(_NUMBER.fullmatch(plain)) and abs(float(plain) - expected) <= _TOLERANCE
+
+
+def read_value(given: str) -> str:
+    """Return the value that an answer means, in the only spelling of it: without quotes and a full stop, in lower case,
+    and a whole number without its zeros."""
+    plain = given.strip().rstrip(".").strip("'\"` ").casefold()
+    return f"{float(plain):.0f}" if _NUMBER.fullmatch(plain) and float(plain).is_integer() else plain
 
 
 def result_text(result: Result, most_chars: int) -> str:

@@ -72,7 +72,7 @@ def test_the_class_imports_nothing_of_ours():
             imported |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             imported.add(str(node.module))
-    assert imported == {"__future__", "collections.abc", "typing"}
+    assert imported == {"__future__", "collections.abc", "hashlib", "typing"}
 
 
 def test_the_tools_are_what_trl_takes():
@@ -356,3 +356,21 @@ def test_a_row_that_is_no_task_is_refused(files: dict[str, str], wanted: dict | 
 def test_a_row_with_a_file_twice_is_refused():
     with pytest.raises(ValueError, match=r"two files 'a\.txt'"):
         FilesWorkspace().reset("x", [*listed(START), *listed({"a.txt": "other"})], None, "1")
+
+
+def test_people_see_the_folder_and_the_answer_in_bounded_room() -> None:
+    """A policy that writes much makes the view no longer; two folders that differ have views that differ."""
+    workspace = FilesWorkspace()
+    workspace.reset("?", [{"path": "a.txt", "text": "one"}], answer="two")
+    assert workspace.view == {"title": "The folder", "columns": ["path", "text"], "rows": [["a.txt", "one"]]}
+    workspace.write_file("b.txt", "x" * 8000)
+    long = workspace.view
+    workspace.write_file("b.txt", "x" * 7999 + "y")
+    assert long != workspace.view and len(str(long)) < 400
+    for number in range(100):
+        workspace.write_file(f"{number}.txt", "x" * 200)
+    many = workspace.view
+    workspace.write_file("99.txt", "z")
+    assert many != workspace.view and len(str(many)) < 20_000
+    workspace.answer("two")
+    assert workspace.view["note"] == "answer: two"

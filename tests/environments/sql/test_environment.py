@@ -107,7 +107,9 @@ async def test_people_see_which_rows_are_wrong():
     await environment.reset(CHANGE.payload, seed=0)
     turn = await environment.step(AssistantMessage("SELECT 1"))
     lines = ["|".join(map(str, (table.name, *row))) for row in (wanted, found)]
-    assert turn.info == {"missing": lines[:1], "surplus": lines[1:]}
+    rows = [[each.name, "|".join(map(str, row))] for each in instance.tables for row in each.rows]
+    view = {"title": "The rows", "columns": ["table", "row"], "rows": rows}
+    assert turn.info == {"missing": lines[:1], "surplus": lines[1:], "view": view}
     flooded = await environment.step(AssistantMessage(f"UPDATE {table.name} SET name = x'00' || name || '{'x' * 500}'"))
     assert len(json.dumps(flooded.info)) < 3000
     await environment.close()

@@ -1,0 +1,244 @@
+"""Plays mutants of an environment's demonstrations and lists those that are paid in full.
+
+A mutant is a demonstration with something changed: an argument, a word, the order, another name, a call too many. One
+that is paid in full leaves either the same state as the demonstration, or the reward can be bought. An environment that
+describes its state (``view`` in the info of a turn) has the two told apart; for others a person reads the list.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple
+
+from realhf.api.environment import SOLUTION, TRAIN, Demonstration, DemonstrationRequest, EnvironmentSpec
+from realhf.env.check.episodes import Arena, Broken
+from realhf.env.check.finding import Finding, counted, quoted
+from realhf.env.check.mutants import Action, mutants_of, read_action
+from realhf.env.check.order import FAULT, OK, READ
+from realhf.env.check.scripts import policy_turn
+from realhf.env.check.shapes import ends, solved
+from realhf.env.check.task_sets import Sampled
+from realhf.env.mutation.sequences import Change, drawn
+from realhf.env.mutation.values import words_of
+
+MUTANTS = "mutants"
+_EPISODES_PER_TASK = 2
+_ALIKE = 1e-6
+"""Rewards that differ by less are the same."""
+_SHOWN_ACTIONS = 600
+_NO_SCRIPT = (
+    "Give the class, or the module of a verifier, demonstrate(request) that yields Demonstration(task, turns), as "
+    "docs/extend/environment.md shows"
+)
+_BOUGHT = "Pay for the state that the episode leaves, or describe in `view` only what the task is about"
+_NO_VIEW = (
+    "It is right if the task asks no more; else a policy finds it, too. What an episode leaves may be described under "
+    "`view`: in a class with tools a property, in a class that speaks messages in the info of its turns"
+)
+
+
+class Episode(NamedTuple):
+    """What became of an episode: the turns that were said until its end, what was paid, whether it was solved, the
+    ``view`` of its last state (None for an environment that describes none), and the texts that the policy read."""
+
+    said: tuple[str, ...]
+    paid: float
+    solved: bool
+    view: Any
+    texts: tuple[str, ...]
+    tools: Sequence[Mapping[str, Any]]
+
+
+@dataclass
+class Tally:
+    """Counts the mutants of one task: ``paid`` in full; of those, ``unequal`` leave another state; ``underpaid`` leave
+    the same state and earn less."""
+
+    mutants: int = 0
+    paid: int = 0
+    unequal: int = 0
+    underpaid: int = 0
+
+    def remark(self, *, described: bool) -> str:
+        """Return the counts as a line for people."""
+        paid = f"{counted(self.mutants, 'mutant')}, {self.paid:,} paid in full"
+        if not described:
+            return f"{paid}{': read them' if self.paid else ''}"
+        told = f"{paid}, {self.unequal:,} of them for another state" if self.paid else paid
+        return f"{told}; {self.underpaid:,} leave the same state and earn less" if self.underpaid else told
+
+
+@dataclass
+class Outcome:
+    """Is what ``--json`` prints: the counts by template, and every mutant that was paid in full and is not known to
+    leave the same state."""
+
+    seed: int
+    described: bool = False
+    tasks: dict[str, Tally] = field(default_factory=dict)
+    listed: list[dict[str, Any]] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return everything as a map for JSON."""
+        return asdict(self)
+
+
+def missing(spec: EnvironmentSpec) -> Finding | None:
+    """Return why there is nothing to change, None where there are demonstrations."""
+    if spec.demonstrate is not None:
+        return None
+    if spec.demonstrations is not None:
+        module = spec.demonstrations.module
+        what = f"its demonstrations are played by the program {module}, so there are no scripts to change"
+        return Finding(MUTANTS, what, "Its own tests mutate it")
+    return Finding(MUTANTS, "it has no scripted solver, so there is nothing to change", _NO_SCRIPT)
+
+
+def scripts_of(spec: EnvironmentSpec, seed: int) -> dict[str, list[Demonstration]]:
+    """Return a few solutions by template. Raises what the environment's own solver raises."""
+    assert spec.demonstrate is not None
+    tasks, found = spec.tasks(TRAIN), {}
+    for script in spec.demonstrate(DemonstrationRequest(_EPISODES_PER_TASK, seed)):
+        if script.succeeds and script.kind == SOLUTION:
+            template = next((t for t in tasks.group_of if tasks.instantiate(t, script.task.seed) == script.task), "")
+            found.setdefault(template or script.task.id, []).append(script)
+    order = [*tasks.group_of]
+    return dict(sorted(found.items(), key=lambda item: order.index(item[0]) if item[0] in order else len(order)))
+
+
+class Mutation:
+    """Plays at most ``most`` mutants in all. ``add`` takes what is found."""
+
+    def __init__(self, arena: Arena, most: int, seed: int, add: Callable[[Finding], None]) -> None:
+        self._arena, self._most, self._add = arena, most, add
+        self.outcome = Outcome(seed)
+
+    async def play(
+        self,
+        scripts: Mapping[str, Sequence[Demonstration]],
+        begin: Callable[[str], None],
+        end: Callable[[str, str, str], None],
+    ) -> None:
+        """Play the mutants of all scripts. ``begin`` is told what comes next, ``end`` the verdict on each template:
+        name, outcome, remark. Raises Broken when an answer did not come."""
+        played, scripted = 0, sum(map(len, scripts.values()))
+        for template, solutions in scripts.items():
+            tally, faults = self.outcome.tasks.setdefault(template, Tally()), 0
+            for number, script in enumerate(solutions):
+                rng = random.Random(f"mutants {self.outcome.seed} {template} {number}")
+                begin(f"{played + tally.mutants:,} of at most {self._most:,} mutants, {template}")
+                faults += await self._script(template, script, max(1, self._most // scripted), rng, tally)
+            played += tally.mutants
+            described = self.outcome.described
+            reads = bool(tally.paid) and not described
+            outcome = FAULT if faults or tally.unequal else READ if reads else OK
+            end(template, outcome, tally.remark(described=described))
+        if not self.outcome.described and self.outcome.listed:
+            what = "it does not describe the state that an episode leaves, so what is paid in full is for you to judge"
+            self._add(Finding(MUTANTS, what, _NO_VIEW, is_fault=False))
+
+    async def _script(self, template: str, script: Demonstration, most: int, rng: random.Random, tally: Tally) -> int:
+        """Play a demonstration and its mutants. Returns how many faults were found in playing the former."""
+        whole = await self._episode(script, script.turns)
+        if whole is None or not (whole.solved or whole.paid > 0):
+            fate = "cannot be played" if whole is None else f"is not solved and earns {whole.paid:g}"
+            what = f"a demonstration {fate}, so its mutants say nothing"
+            self._add(Finding(MUTANTS, what, "`check` without --mutate says more", task=script.task.id))
+            return 1
+        self.outcome.described = self.outcome.described or whole.view is not None
+        actions = [read_action(text, whole.tools) for text in script.turns]
+        words = words_of([*_shown(whole.view), *_said(actions), *whole.texts[::-1]])
+        sent, seen = {script.turns}, {whole.said, tuple(action.text() for action in actions[: len(whole.said)])}
+        for change in drawn(_texts(mutants_of(actions, whole.tools, words, rng)), 2 * most, rng):
+            if change.value in sent:
+                continue
+            sent.add(change.value)
+            mutant = await self._episode(script, change.value)
+            if mutant is None or mutant.said in seen:  # it was over before what was changed
+                continue
+            seen.add(mutant.said)
+            tally.mutants += 1
+            self._judge(template, script, whole, mutant, change, tally)
+            if len(seen) > most:
+                break
+        return 0
+
+    def _judge(
+        self,
+        template: str,
+        script: Demonstration,
+        whole: Episode,
+        mutant: Episode,
+        change: Change[tuple[str, ...]],
+        tally: Tally,
+    ) -> None:
+        described = whole.view is not None
+        equal = described and mutant.view == whole.view
+        # Another state that counts as a success is bought, though a turn too many may have cost something.
+        paid = mutant.paid >= whole.paid - _ALIKE or (described and mutant.solved and whole.solved)
+        tally.paid += paid
+        tally.underpaid += equal and not paid
+        if not paid or equal:
+            return
+        tally.unequal += described
+        actions = [_line(read_action(text, whole.tools)) for text in mutant.said]
+        told = {"template": template, "task": script.task.id, "change": f"{change.kind}: {change.what}"}
+        self.outcome.listed.append(told | {"actions": actions, "paid": mutant.paid, "success": mutant.solved})
+        did = quoted("; ".join(actions), _SHOWN_ACTIONS)
+        if described:
+            what = f"{mutant.paid:g} is paid though another state is left ({change.what}): {did}"
+            self._add(Finding(MUTANTS, what, _BOUGHT, task=script.task.id))
+        else:
+            what = f"{mutant.paid:g} is paid ({change.what}): {did}"
+            kind = f"{template} {change.kind}"
+            self._add(Finding(MUTANTS, what, task=script.task.id, is_fault=False, kind=kind))
+
+    async def _episode(self, script: Demonstration, turns: Sequence[str]) -> Episode | None:
+        """Play turns until the episode is over; None when the environment failed, which has been reported then. Raises
+        Broken when it hung."""
+        sampled, environment = Sampled(TRAIN, "", script.task), self._arena.make()
+        paid, success, view, said, texts = 0.0, False, None, [], []
+        try:
+            opening = await self._arena.reset(environment, sampled)
+            texts += [str(message["content"]) for message in opening.messages]
+            for text in turns:
+                said.append(text)
+                turn = await self._arena.step(environment, sampled, policy_turn(text, opening.tools))
+                paid = (turn.reward or 0.0) + (0.0 if turn.final else paid)
+                success = success or solved(turn)
+                view = turn.info.get("view", view)
+                texts += [str(message["content"]) for message in turn.messages]
+                if ends(turn):
+                    break
+            return Episode((*said,), paid, success, view, (*texts,), opening.tools)
+        except Broken as error:
+            if error.hung:
+                raise
+            return None
+        finally:
+            await self._arena.close(environment, script.task.id)
+
+
+def _texts(changes: Iterable[Change[tuple[Action, ...]]]) -> Iterator[Change[tuple[str, ...]]]:
+    return (Change(kind, what, tuple(action.text() for action in actions)) for kind, what, actions in changes)
+
+
+def _said(actions: Iterable[Action]) -> Iterator[str]:
+    """The texts that a demonstration sends, without the names of arguments."""
+    for action in actions:
+        yield action.content
+        yield from (str(value) for _, given in action.calls for value in given.values())
+
+
+def _shown(view: Any) -> list[str]:
+    """The texts of a described state: what else is there has names, too."""
+    rows = view.get("rows", ()) if isinstance(view, Mapping) else ()
+    return [str(cell) for row in rows if isinstance(row, Sequence) for cell in row]
+
+
+def _line(action: Action) -> str:
+    """Return an action for people."""
+    calls = [f"{name}({', '.join(f'{key}={value!r}' for key, value in given.items())})" for name, given in action.calls]
+    return " ".join([*([quoted(action.content, 200)] if action.content else []), *calls]) or "(nothing)"
