@@ -78,6 +78,11 @@ class Episode:
         self._episode_id = ""
 
     @property
+    def slot(self) -> Slot:
+        """The slot that it plays in."""
+        return self._slot
+
+    @property
     def done(self) -> bool:
         """Whether the episode is over: the task is achieved, a command was the end of the simulator, or the steps are
         used up."""

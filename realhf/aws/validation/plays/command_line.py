@@ -98,11 +98,15 @@ def _restore(text: str, captures: Sequence[str]) -> str:
 
 
 @functools.cache
+def _session() -> botocore.session.Session:
+    return botocore.session.Session()
+
+
+@functools.cache
 def _service(service: str) -> tuple[ServiceModel | None, Mapping[str, str]]:
     """Return the model of a service and its operations by the names that the command line gives them."""
-    loader = botocore.session.Session()
     try:
-        model = loader.get_service_model(_API_SERVICES.get(service, service))
+        model = _session().get_service_model(_API_SERVICES.get(service, service))
     except UnknownServiceError:
         return None, {}
     return model, {xform_name(name, "-"): name for name in cast(Iterable[str], model.operation_names)}
@@ -121,10 +125,11 @@ def option_shapes(service: str, operation: str) -> Mapping[str, Shape]:
     model = operation_model(service, operation)
     shape = cast(StructureShape | None, model.input_shape) if model else None
     members = cast(Mapping[str, Shape], shape.members) if shape else {}
-    return {_option(service, operation, member): member_shape for member, member_shape in members.items()}
+    return {option_of(service, operation, member): member_shape for member, member_shape in members.items()}
 
 
-def _option(service: str, operation: str, member: str) -> str:
+def option_of(service: str, operation: str, member: str) -> str:
+    """Return the option that stands for a member of an operation's input."""
     name = xform_name(member, "-")
     for key in (f"{service}.{operation}.{name}", f"{service}.*.{name}"):
         name = ARGUMENT_RENAMES.get(key, name)
@@ -140,7 +145,7 @@ def line_of(command: SetupCommand) -> str:
     shapes = option_shapes(service, operation)
     words = ["aws", service, operation]
     for member, value in command.params.items():
-        option = _option(service, operation, member)
+        option = option_of(service, operation, member)
         if option in shapes and shapes[option].type_name == "blob":
             continue
         words += _words(service, option, value)

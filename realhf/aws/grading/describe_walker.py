@@ -1,0 +1,344 @@
+"""Reads an account by its list and describe calls, guided by botocore's models alone: no table of attributes.
+
+First the calls that need no argument; then, again and again, the calls whose arguments stand in an answer that is
+already there, together with the arguments that led to it, until nothing new comes. What two accounts say is compared
+without regard to generated ids: each stands for what is said of its owner.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, cast
+
+import botocore.session
+from botocore import xform_name
+from botocore.exceptions import UnknownServiceError
+from botocore.model import ListShape, OperationModel, ServiceModel, Shape, StringShape, StructureShape
+
+from realhf.aws.cli.command_table import ALLOWED
+from realhf.aws.cli.state_client import StateCallError
+
+MAX_CALLS = 2000
+"""Most calls of one walk; an account that needs more is read in part."""
+_CLI_SERVICES = {"s3": "s3api"}
+_READS = re.compile(r"(Get|List|Describe|Head|BatchGet|Scan)(?=[A-Z]|$)")
+_IDENTITY = re.compile(r"(name|id|arn|url|identifier|key|bucket)$", re.IGNORECASE)
+_PARTS = ("name", "id", "arn", "identifier", "url")
+_ID = re.compile(
+    r"\b[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}\b|(?<=-)[0-9a-f]{8,17}\b|\b[0-9a-f]{16,64}\b"
+    r"|\bA[KIRSGN][A-Z]{2}[A-Z0-9]{12,17}\b|\b(?=[a-z]*\d)[a-z0-9]{10}\b|\b(?=[A-Z]*\d)Z[A-Z0-9]{10,}\b"
+)
+_TIME = re.compile(r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d[\d.:+Z]*|\d{8}T\d{6}Z")
+_VOLATILE = re.compile(
+    r"(date|time|timestamp|token|lastmodified|created|createdat|lastupdated|etag|revisionid|clientrequesttoken)$",
+    re.IGNORECASE,
+)
+
+_HARMLESS = re.compile(r"\.(tags?|taglist|tagset|description)\b", re.IGNORECASE)
+
+Call = Callable[[str, str, dict[str, Any]], Mapping[str, Any]]
+Answers = Mapping[str, Any]
+"""By ``service:Operation {arguments}`` the answer; of an error its code."""
+
+
+def walk(call: Call, services: Iterable[str]) -> Answers:
+    """Return what every permitted read of these services (botocore's names) answers. ``call(service, operation,
+    arguments)`` returns an answer or raises StateCallError. Raises what else it raises, such as ConnectionError."""
+    answers: dict[str, Any] = {}
+    for service in sorted(set(services)):
+        _Walk(call, service, answers).run()
+    return answers
+
+
+@functools.cache
+def _session() -> botocore.session.Session:
+    return botocore.session.Session()
+
+
+@functools.cache
+def _operations(service: str) -> tuple[OperationModel, ...]:
+    """Return the models of the reads that are permitted in a service."""
+    try:
+        model: ServiceModel = _session().get_service_model(service)
+    except UnknownServiceError:
+        return ()
+    permitted = ALLOWED.get(_CLI_SERVICES.get(service, service), frozenset())
+    names = [name for name in cast(Iterable[str], model.operation_names) if xform_name(name, "-") in permitted]
+    return tuple(model.operation_model(name) for name in sorted(names) if _READS.match(name))
+
+
+class _Walk:
+    """Walks one service. A *record* is what is known of one thing: the scalars of a structure in an answer, those
+    around it, and the arguments of the call, by lower-case name; "" holds the kind of thing, "bucket"."""
+
+    def __init__(self, call: Call, service: str, answers: dict[str, Any]) -> None:
+        self._call = call
+        self._service = service
+        self._answers = answers
+        self._records: list[dict[str, Any]] = []
+
+    def run(self) -> None:
+        """Call until no answer gives the arguments of another call."""
+        for model in _operations(self._service):
+            arguments = _arguments(model, {})
+            if arguments is not None:
+                self._ask(model, arguments)
+        done = 0
+        while done < len(self._records) and len(self._answers) < MAX_CALLS:
+            record = self._records[done]
+            done += 1
+            for model in _operations(self._service):
+                arguments = _arguments(model, record)
+                if arguments is not None:
+                    self._ask(model, arguments)
+
+    def _ask(self, model: OperationModel, arguments: dict[str, Any]) -> None:
+        key = f"{self._service}:{model.name} {json.dumps(arguments, sort_keys=True)}"
+        if key in self._answers:
+            return
+        try:
+            answer = plain(self._call(self._service, model.name, arguments))
+        except StateCallError as error:
+            self._answers[key] = {"error": error.code}
+            return
+        self._answers[key] = answer
+        given = {name.lower(): value for name, value in arguments.items() if isinstance(value, str)}
+        noun = _noun(model.name)
+        for record in _records(answer, noun, given):
+            if record not in self._records and not _of_amazon(record):
+                self._records.append(record)
+
+
+def plain(value: Any) -> Any:
+    """Return an answer as plain data: times as text, contents by their digest."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, datetime):
+        return value.isoformat()
+    if hasattr(value, "read"):
+        value = value.read()
+    if isinstance(value, bytes):
+        return f"sha256:{hashlib.sha256(value).hexdigest()[:7]}"
+    return value
+
+
+def _of_amazon(record: Mapping[str, Any]) -> bool:
+    """Return whether a record is of a policy that every account has."""
+    return str(record.get("arn", "")).startswith("arn:aws:iam::aws:")
+
+
+def _noun(name: str) -> str:
+    """Return what a member or an operation is about: "secret" of "SecretList" and "DescribeSecret"."""
+    word = _READS.sub("", name).lower()
+    for ending in ("summarylist", "summaries", "list", "items"):
+        word = word.removesuffix(ending) or word
+    if word.endswith("ies"):
+        return f"{word[:-3]}y"
+    return word[:-1] if word.endswith("s") and not word.endswith("ss") else word
+
+
+def _records(value: Any, noun: str, around: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield a record of each thing in an answer."""
+    if isinstance(value, Mapping):
+        own = {key.lower(): item for key, item in value.items() if isinstance(item, str) and _IDENTITY.search(key)}
+        record = {**around, **own, "": noun}
+        if own:
+            yield record
+        for key, item in value.items():
+            yield from _records(
+                item, _inner(key, noun), {name: one for name, one in record.items() if name not in _PARTS}
+            )
+    elif isinstance(value, list):
+        for item in value:
+            if isinstance(item, str):
+                yield {**around, noun: item, "": re.sub("(name|arn|url|id)$", "", noun)}
+            else:
+                yield from _records(item, noun, around)
+
+
+def _arguments(model: OperationModel, record: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the arguments of a call out of a record, {} standing for none; None where the call needs others, or
+    nothing of the record."""
+    shape = model.input_shape
+    members = cast(Mapping[str, Shape], shape.members) if isinstance(shape, StructureShape) else {}
+    required = shape.required_members if isinstance(shape, StructureShape) else []
+    kind = record.get("", "")
+    if record and not required and kind == _noun(model.name):
+        return None  # it stands in the list of all
+    arguments: dict[str, Any] = {}
+    taken = False
+    for name, member in members.items():
+        asked = name in required or (kind and name.lower().startswith(kind)) or (required and _IDENTITY.search(name))
+        found = _argument(name, member, _noun(model.name), record) if asked else None
+        if found is not None:
+            arguments[name], taken = found, True
+        elif name in required:
+            least = _least(member)
+            if least is None:
+                return None
+            arguments[name] = least
+        elif (everything := _everything(member)) is not None:
+            arguments[name] = everything
+    return arguments if taken or not record else None
+
+
+def _argument(name: str, shape: Shape, noun: str, record: Mapping[str, Any]) -> Any:
+    lower, kind = name.lower(), record.get("")
+    if isinstance(shape, ListShape):
+        inner = cast(Shape, shape.member)
+        if inner.type_name != "string" or not lower.endswith("s"):
+            return None
+        single = _argument(name.removesuffix("s"), inner, noun, record)
+        return None if single is None else [single]
+    if shape.type_name != "string" or not record:
+        return None
+    if lower in _PARTS:
+        return record.get(lower) if kind == noun else None
+    if lower in record and lower:
+        return record[lower]
+    if kind and lower == kind:
+        return record.get(f"{kind}name") or record.get("name") or record.get("arn")
+    if lower in ("resourcearn", "resourcename", "resource", "resourceid"):
+        return record.get("arn") or record.get(f"{kind}arn")
+    for part in _PARTS:
+        if lower == f"{kind}{part}":
+            return record.get(part) or (
+                record.get("name") or record.get("arn") if part in ("id", "identifier") else None
+            )
+    return None
+
+
+def _least(shape: Shape) -> Any:
+    """Return a value for a required member that no record gives: the first of an enumeration, or the most that is
+    listed at once."""
+    if isinstance(shape, StringShape) and shape.enum:
+        return "REGIONAL" if "REGIONAL" in shape.enum else cast(list[str], shape.enum)[0]
+    return shape.metadata.get("max", 60) if shape.type_name in ("integer", "long") else None
+
+
+def _everything(shape: Shape) -> Any:
+    """Return ["All"] for an optional list of what is wanted, where the model knows that word."""
+    inner = cast(Shape, shape.member) if isinstance(shape, ListShape) else None
+    if isinstance(inner, StringShape):
+        return next(([word] for word in ("All", "ALL") if word in (inner.enum or ())), None)
+    return None
+
+
+@dataclass(frozen=True)
+class Said:
+    """Is one leaf of an answer, in a form that two accounts share when they differ in times and generated ids alone: an
+    id is written as a digest of what is said of its owner. ``subject`` names what the leaf belongs to."""
+
+    operation: str
+    subject: str
+    path: str
+    value: str
+
+    def __str__(self) -> str:
+        return f"{self.operation} {self.subject} {self.path} = {self.value}"
+
+
+def told(answers: Answers) -> frozenset[Said]:
+    """Return all that the answers say."""
+    marks = _marks(answers)
+
+    def known(text: str) -> str:
+        return _ID.sub(lambda match: f"#{marks.get(match[0], '')}", text)
+
+    return frozenset(
+        Said(key.split(" ", 1)[0], known(subject), known(path), known(json.dumps(value)))
+        for key, answer in answers.items()
+        for subject, path, value in _leaves(answer, _noun(key.split(":")[1].split(" ")[0]), key.split(" ", 1)[1], "")
+    )
+
+
+def disagreements(target: frozenset[Said], end: frozenset[Said]) -> list[str]:
+    """Say what an account tells otherwise than the target: everything that it lacks, and what it has more of things
+    that the target has as well. Tags, descriptions and things of one's own are left out."""
+    subjects = {(one.operation, one.subject) for one in target}
+    more = [one for one in end - target if (one.operation, one.subject) in subjects and not _HARMLESS.search(one.path)]
+    return sorted([f"- {one}" for one in target - end] + [f"+ {one}" for one in more])
+
+
+def _marks(answers: Answers) -> dict[str, str]:
+    """Return for each generated id a digest of what is said of its owner; of one without, of who mentions it."""
+    owned: dict[str, list[tuple[str, str]]] = {}
+    mentioned: dict[str, list[tuple[str, str]]] = {}
+    for key, answer in answers.items():
+        operation = key.split(" ", 1)[0]
+        for noun, part in _structures(answer, _noun(operation.split(":")[1])):
+            text = json.dumps(part, sort_keys=True)
+            own = {name for _, value in _own(part, noun) for name in _ID.findall(value)}
+            for name in set(_ID.findall(text)):
+                (owned if name in own else mentioned).setdefault(name, []).append((operation, text))
+    marks: dict[str, str] = {}
+    for _ in range(3):
+        marks = {name: _digest(said, marks) for name, said in {**mentioned, **owned}.items()}
+    return marks
+
+
+def _digest(said: Iterable[tuple[str, str]], marks: Mapping[str, str]) -> str:
+    lines = {f"{where} {_ID.sub(lambda match: marks.get(match[0], ''), text)}" for where, text in said}
+    return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()[:7]
+
+
+def _own(part: Mapping[str, Any], noun: str) -> list[tuple[str, str]]:
+    """Return the (kind of name, value) pairs by which a structure names itself, the best first."""
+    found = []
+    for key, value in part.items():
+        match = _IDENTITY.search(key)
+        if match is None or not isinstance(value, str) or not value:
+            continue
+        base = key.lower()[: match.start()]
+        if not base or (noun and (noun.endswith(base) or base.endswith(noun))):
+            found.append((match[1].lower(), value))
+    order = ("key", "name", "bucket", "id", "identifier", "arn", "url")
+    return sorted(found, key=lambda pair: order.index(pair[0]) if pair[0] in order else len(order))
+
+
+def _structures(value: Any, noun: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield (what it is about, scalars) of every structure, volatile ones left out."""
+    if isinstance(value, Mapping):
+        yield (
+            noun,
+            {key: item for key, item in value.items() if not isinstance(item, Mapping | list) and _lasts(key, item)},
+        )
+        for key, item in value.items():
+            yield from _structures(item, _inner(key, noun))
+    elif isinstance(value, list):
+        for item in value:
+            yield from _structures(item, noun)
+
+
+def _inner(key: str, noun: str) -> str:
+    return noun if key in ("Items", "items", "Item") else _noun(key)
+
+
+def _lasts(key: str, value: Any) -> bool:
+    return not _VOLATILE.search(key) and not (isinstance(value, str) and _TIME.search(value))
+
+
+def _leaves(value: Any, noun: str, subject: str, path: str) -> Iterator[tuple[str, str, Any]]:
+    """Yield (subject, path, value) of every leaf; a structure that names itself is the subject of what it holds."""
+    if isinstance(value, Mapping):
+        own = _own(value, noun)
+        subject = f"{subject}[{own[0][1]}]" if own else subject
+        for key, item in value.items():
+            if isinstance(item, Mapping | list) or _lasts(key, item):
+                yield from _leaves(item, _inner(key, noun), subject, f"{path}.{key}")
+    elif isinstance(value, list):
+        for item in value:
+            if isinstance(item, Mapping | list):
+                yield from _leaves(item, noun, subject, path)
+            else:
+                yield f"{subject}[{item}]", path, item
+    else:
+        yield subject, path, value

@@ -1,0 +1,130 @@
+"""Mutants of a solution: which are generated, that they are a balanced sample, and that one seed gives one list."""
+
+from collections import Counter
+
+import pytest
+
+from realhf.aws.cli.policy import check_command
+from realhf.aws.tasks import instantiate
+from realhf.aws.tasks.loader import load_templates, whole_state
+from realhf.aws.tasks.task import TIERS, Task
+from realhf.aws.validation.field_changes import Words, line_changes
+from realhf.aws.validation.mutants import KINDS, Mutant, inserted, mutants_of
+from realhf.aws.validation.resource_deeds import Request, deeds
+
+NOTHING = Words((), (), ())
+EVERYTHING = 1_000_000
+
+
+def changed(line: str, words: Words = NOTHING) -> set[str]:
+    return {text for _, _, text in line_changes(line, words)}
+
+
+def mutants(task_id: int) -> list[Mutant]:
+    return mutants_of(instantiate(task_id, 0), EVERYTHING, 0)
+
+
+def test_every_member_of_the_operation_is_removed_added_and_changed() -> None:
+    line = "aws scheduler create-schedule --name a --flexible-time-window Mode=OFF --schedule-expression 'rate(1 day)'"
+    found = changed(line)
+    start = "aws scheduler create-schedule --name a --flexible-time-window"
+    rest = "--schedule-expression 'rate(1 day)'"
+    assert f'{start} \'{{"Mode": "OFF"}}\' {rest} --state DISABLED' in found, "an enumeration's values are all added"
+    assert f'{start} \'{{"Mode": "FLEXIBLE"}}\' {rest}' in found, "and exchanged, within a structure in shorthand"
+    assert f"aws scheduler create-schedule --name a {rest}" in found, "an option is removed"
+    assert any("DeadLetterConfig" in text for text in found), "members of members are added"
+
+
+def test_numbers_lists_and_flags_are_changed() -> None:
+    found = changed("aws lambda create-event-source-mapping --function-name f --batch-size 5 --enabled")
+    line = "aws lambda create-event-source-mapping --function-name f --batch-size"
+    assert {f"{line} {number} --enabled" for number in (0, 1, 10, 10000)} <= found, "twice, and the model's bounds"
+    assert "aws lambda create-event-source-mapping --function-name f --batch-size 5 --no-enabled" in found
+    found = changed("aws elbv2 create-load-balancer --name b --subnets one two")
+    for value in ('["two", "one"]', '["one"]', '["one", "two", "two"]', "[]"):
+        assert f"aws elbv2 create-load-balancer --name b --subnets '{value}'" in found
+
+
+def test_documents_inside_texts_are_changed() -> None:
+    policy = '{"Statement":[{"Effect":"Allow","Principal":{"AWS":"arn:aws:iam::000000000000:root"},"Action":"sqs:*"}]}'
+    found = changed(f"aws sqs set-queue-attributes --queue-url u --attributes '{{\"Policy\":{quoted(policy)}}}'")
+    assert any('\\"Effect\\": \\"Deny\\"' in text for text in found)
+    assert any('\\"Principal\\": \\"*\\"' in text for text in found), "a statement for anybody stands beside it"
+    assert any("444455556666" in text for text in found), "another account"
+
+
+def quoted(text: str) -> str:
+    return '"' + text.replace('"', '\\"') + '"'
+
+
+def test_texts_are_exchanged_for_other_resources_and_captures_stay_whole() -> None:
+    words = Words(("one", "two"), (), ("${step1:A[?b=='c d'].Id | [0]}", "${setup2:Id}"))
+    line = "aws ec2 create-subnet --vpc-id ${step1:A[?b=='c d'].Id | [0]} --cidr-block 10.0.0.0/24"
+    found = changed(line, words)
+    assert "aws ec2 create-subnet --vpc-id ${setup2:Id} --cidr-block 10.0.0.0/24" in found
+    assert "aws ec2 create-subnet --vpc-id ${step1:A[?b=='c d'].Id | [0]} --cidr-block 0.0.0.0/0" in found
+    assert "aws s3api create-bucket --bucket two" in changed("aws s3api create-bucket --bucket one", words)
+
+
+def test_what_can_be_done_to_a_resource_comes_from_the_models() -> None:
+    queue = Request("sqs", "create-queue", {"QueueName": "q"}, "setup1")
+    found = {line: kind for kind, _, line in deeds(queue, NOTHING)}
+    assert found["aws sqs delete-queue --queue-url ${setup1:QueueUrl}"] == "undone"
+    assert any(line.startswith("aws sqs set-queue-attributes") and "Policy" in line for line in found)
+    attached = Request("iam", "attach-role-policy", {"RoleName": "r", "PolicyArn": "arn:aws:iam::aws:policy/P"}, "step2")
+    lines = [line for kind, _, line in deeds(attached, NOTHING) if kind == "undone"]
+    assert "aws iam detach-role-policy --role-name r --policy-arn arn:aws:iam::aws:policy/P" in lines
+    assert not list(deeds(Request("ec2", "describe-vpcs", {}, "step1"), NOTHING)), "a look leaves nothing to undo"
+
+
+def test_captures_follow_their_commands() -> None:
+    lines = ("aws a b", "aws c d --e ${step1:X}")
+    assert inserted(lines, 1, ["aws x y"]) == ("aws a b", "aws x y", "aws c d --e ${step1:X}")
+    assert inserted(lines, 0, ["aws x y"])[2].endswith("${step2:X}")
+
+
+def test_the_kinds_of_a_task_with_a_set_up() -> None:
+    task = instantiate(416, 0)
+    found = mutants(416)
+    assert {one.kind for one in found} == set(KINDS) - {"blind"}
+    assert task.solution not in {one.commands for one in found}
+    damage = [one for one in found if one.kind == "damage"]
+    assert any(one.commands[0].startswith("aws logs delete-log-group") for one in damage)
+    assert any(one.commands[1].startswith("aws logs create-log-group") for one in damage), "deleted and made again"
+    assert all(one.commands[-1].split()[:3] == task.solution[-1].split()[:3] for one in damage), "then it is solved"
+
+
+def test_drift_tasks_are_solved_blind() -> None:
+    task = instantiate(505, 0)
+    blind = {one.commands for one in mutants(505) if one.kind == "blind"}
+    whole = tuple(whole_state(task))
+    assert whole in blind and whole[::-1] in blind
+    assert any(commands[1:] == whole and commands[0] != whole[0] for commands in blind), "after a dirty write"
+
+
+def test_namesakes_and_copies_are_neighbours() -> None:
+    name = instantiate(311, 0).params["name"]
+    found = [one for one in mutants(311) if one.kind == "neighbour"]
+    assert any(all(f"{name}-2" in line for line in one.commands if name in line) for one in found)
+    assert any(one.commands[0] == "aws ec2 describe-subnets" for one in found), "another subnet: of the default VPC too"
+
+
+@pytest.mark.parametrize("task_id", [101, 216, 422, 505])
+def test_a_sample_is_balanced_and_one_seed_gives_one_list(task_id: int) -> None:
+    task = instantiate(task_id, 0)
+    sample = mutants_of(task, 40, 7)
+    assert sample == mutants_of(task, 40, 7) != mutants_of(task, 40, 8)
+    assert len(sample) == 40 == len({one.commands for one in sample})
+    kinds = Counter(one.kind for one in sample)
+    possible = {one.kind for one in mutants(task_id)}
+    assert set(kinds) == possible and min(kinds.values()) >= 2
+
+
+def test_mutants_of_every_tier_can_be_sent() -> None:
+    templates = load_templates(TIERS[1:])
+    for template in templates[::30]:
+        task: Task = instantiate(template.task_id, 0)
+        sample = mutants_of(task, 100, 0)
+        assert len(sample) >= 30, template.name
+        unparsed = [line for one in sample for line in one.commands if check_command(line).rule == "malformed"]
+        assert not unparsed
