@@ -22,7 +22,7 @@ FREEZES ?= 100
 # The tests start hundreds of Python processes; without bytecode each compiles the tree again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: check-all test-all model train-real validate-adversarial test-atropos bench-trajectory crash-ledger screenshots red-team install train test test-fast lint help clean-venv test-openenv test-trackers test-trl test-verifiers test-vllm test-compile test-architectures test-cluster test-freezes test-gpu test-inspect test-view test-docs
+.PHONY: check-all test-all model train-real mutation validate-adversarial test-atropos bench-trajectory crash-ledger screenshots red-team install train test test-fast lint help clean-venv test-openenv test-trackers test-trl test-verifiers test-vllm test-compile test-architectures test-cluster test-freezes test-gpu test-inspect test-view test-docs
 
 help:
 	@echo "make train    install, then run the main job: GRPO on AWS tasks (SEED=1, ARGS='key=value ...')"
@@ -32,6 +32,7 @@ help:
 	@echo "make test-fast  run the tests that need no simulator and are not slow: the inner loop"
 	@echo "make validate play every task against MiniStack and print the verdicts (SEEDS=3 instances of each, and one with held-out names)"
 	@echo "make validate-adversarial  play against the grader: what does nothing, harms or overdoes must not pay"
+	@echo "make mutation  play generated mutants of every solution and count the wrongly paid and the wrongly refused (MOST=100 of each template, SEED=0, ARGS='--output FILE ..')"
 	@echo "make red-team play every attack of the table, then FUZZ_COMMANDS=20000 drawn ones and EXTREMES=4000 that ask for too much, and print what was observed"
 	@echo "make screenshots  play in the playground, train two short runs and take the pictures of docs/images anew with Chromium (RUNS='folder ..')"
 	@echo "make bench-trajectory  install the original Atropos server beside it and measure both"
@@ -112,6 +113,11 @@ test-fast: install
 validate: SEEDS = 3
 validate: install
 	$(BIN)/python -m realhf.aws.tasks validate --seeds $(SEEDS)
+
+mutation: MOST = 100
+mutation: SEED = 0
+mutation: install
+	$(BIN)/python -m realhf.aws.validation.mutation --most $(MOST) --seed $(SEED) $(ARGS)
 
 validate-adversarial: install
 	$(BIN)/python -m realhf.aws.tasks validate --adversarial

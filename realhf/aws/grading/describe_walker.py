@@ -16,12 +16,11 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, cast
 
-import botocore.session
 from botocore import xform_name
-from botocore.exceptions import UnknownServiceError
-from botocore.model import ListShape, OperationModel, ServiceModel, Shape, StringShape, StructureShape
+from botocore.model import OperationModel, Shape
 
 from realhf.aws.cli.command_table import ALLOWED
+from realhf.aws.cli.models import bounds, element, members, operation_models, required_members, words
 from realhf.aws.cli.state_client import StateCallError
 
 MAX_CALLS = 2000
@@ -57,20 +56,15 @@ def walk(call: Call, services: Iterable[str]) -> Answers:
 
 
 @functools.cache
-def _session() -> botocore.session.Session:
-    return botocore.session.Session()
-
-
-@functools.cache
-def _operations(service: str) -> tuple[OperationModel, ...]:
+def _reads(service: str) -> tuple[OperationModel, ...]:
     """Return the models of the reads that are permitted in a service."""
-    try:
-        model: ServiceModel = _session().get_service_model(service)
-    except UnknownServiceError:
-        return ()
     permitted = ALLOWED.get(_CLI_SERVICES.get(service, service), frozenset())
-    names = [name for name in cast(Iterable[str], model.operation_names) if xform_name(name, "-") in permitted]
-    return tuple(model.operation_model(name) for name in sorted(names) if _READS.match(name))
+    found = sorted(operation_models(service).items())
+    return tuple(model for name, model in found if _READS.match(name) and xform_name(name, "-") in permitted)
+
+
+def _name(model: OperationModel) -> str:
+    return cast(str, model.name)
 
 
 class _Walk:
@@ -85,7 +79,7 @@ class _Walk:
 
     def run(self) -> None:
         """Call until no answer gives the arguments of another call."""
-        for model in _operations(self._service):
+        for model in _reads(self._service):
             arguments = _arguments(model, {})
             if arguments is not None:
                 self._ask(model, arguments)
@@ -93,23 +87,23 @@ class _Walk:
         while done < len(self._records) and len(self._answers) < MAX_CALLS:
             record = self._records[done]
             done += 1
-            for model in _operations(self._service):
+            for model in _reads(self._service):
                 arguments = _arguments(model, record)
                 if arguments is not None:
                     self._ask(model, arguments)
 
     def _ask(self, model: OperationModel, arguments: dict[str, Any]) -> None:
-        key = f"{self._service}:{model.name} {json.dumps(arguments, sort_keys=True)}"
+        key = f"{self._service}:{_name(model)} {json.dumps(arguments, sort_keys=True)}"
         if key in self._answers:
             return
         try:
-            answer = plain(self._call(self._service, model.name, arguments))
+            answer = plain(self._call(self._service, _name(model), arguments))
         except StateCallError as error:
             self._answers[key] = {"error": error.code}
             return
         self._answers[key] = answer
         given = {name.lower(): value for name, value in arguments.items() if isinstance(value, str)}
-        noun = _noun(model.name)
+        noun = _noun(_name(model))
         for record in _records(answer, noun, given):
             if record not in self._records and not _of_amazon(record):
                 self._records.append(record)
@@ -167,17 +161,15 @@ def _records(value: Any, noun: str, around: Mapping[str, Any]) -> Iterator[dict[
 def _arguments(model: OperationModel, record: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the arguments of a call out of a record, {} standing for none; None where the call needs others, or
     nothing of the record."""
-    shape = model.input_shape
-    members = cast(Mapping[str, Shape], shape.members) if isinstance(shape, StructureShape) else {}
-    required = shape.required_members if isinstance(shape, StructureShape) else []
+    required = required_members(model.input_shape)
     kind = record.get("", "")
-    if record and not required and kind == _noun(model.name):
+    if record and not required and kind == _noun(_name(model)):
         return None  # it stands in the list of all
     arguments: dict[str, Any] = {}
     taken = False
-    for name, member in members.items():
+    for name, member in members(model.input_shape).items():
         asked = name in required or (kind and name.lower().startswith(kind)) or (required and _IDENTITY.search(name))
-        found = _argument(name, member, _noun(model.name), record) if asked else None
+        found = _argument(name, member, _noun(_name(model)), record) if asked else None
         if found is not None:
             arguments[name], taken = found, True
         elif name in required:
@@ -192,9 +184,9 @@ def _arguments(model: OperationModel, record: Mapping[str, Any]) -> dict[str, An
 
 def _argument(name: str, shape: Shape, noun: str, record: Mapping[str, Any]) -> Any:
     lower, kind = name.lower(), record.get("")
-    if isinstance(shape, ListShape):
-        inner = cast(Shape, shape.member)
-        if inner.type_name != "string" or not lower.endswith("s"):
+    if shape.type_name == "list":
+        inner = element(shape)
+        if inner is None or inner.type_name != "string" or not lower.endswith("s"):
             return None
         single = _argument(name.removesuffix("s"), inner, noun, record)
         return None if single is None else [single]
@@ -219,17 +211,15 @@ def _argument(name: str, shape: Shape, noun: str, record: Mapping[str, Any]) -> 
 def _least(shape: Shape) -> Any:
     """Return a value for a required member that no record gives: the first of an enumeration, or the most that is
     listed at once."""
-    if isinstance(shape, StringShape) and shape.enum:
-        return "REGIONAL" if "REGIONAL" in shape.enum else cast(list[str], shape.enum)[0]
-    return shape.metadata.get("max", 60) if shape.type_name in ("integer", "long") else None
+    if choice := words(shape):
+        return "REGIONAL" if "REGIONAL" in choice else choice[0]
+    return bounds(shape).get("max", 60) if shape.type_name in ("integer", "long") else None
 
 
 def _everything(shape: Shape) -> Any:
     """Return ["All"] for an optional list of what is wanted, where the model knows that word."""
-    inner = cast(Shape, shape.member) if isinstance(shape, ListShape) else None
-    if isinstance(inner, StringShape):
-        return next(([word] for word in ("All", "ALL") if word in (inner.enum or ())), None)
-    return None
+    choice = words(element(shape)) if shape.type_name == "list" else ()
+    return next(([word] for word in ("All", "ALL") if word in choice), None)
 
 
 @dataclass(frozen=True)

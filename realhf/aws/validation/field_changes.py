@@ -13,11 +13,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any
 
 from awscli.shorthand import BackCompatVisitor, ShorthandParseError, ShorthandParser
-from botocore.model import ListShape, MapShape, Shape, StringShape, StructureShape
+from botocore.model import Shape
 
+from realhf.aws.cli.models import bounds, element, members, required_members
+from realhf.aws.cli.models import words as choices
 from realhf.aws.tasks.task import ACCOUNT_ID
 from realhf.aws.validation.plays.command_line import CommandLine, captured_steps, option_shapes, quoted
 from realhf.aws.validation.plays.documents import parsed
@@ -108,13 +110,14 @@ def _value(shape: Shape, values: Sequence[str]) -> Any:
     document = parsed(values[0])
     if document is not None:
         return document
-    if isinstance(shape, ListShape) and cast(Shape, shape.member).type_name not in ("structure", "list", "map"):
+    inner = element(shape) if kind == "list" else None
+    if inner is not None and inner.type_name not in ("structure", "list", "map"):
         return list(values)
     try:
         found = [ShorthandParser().parse(value) for value in values]
     except ShorthandParseError:
         return values[0]
-    whole: Any = found if isinstance(shape, ListShape) else found[0]
+    whole: Any = found if kind == "list" else found[0]
     BackCompatVisitor().visit(whole, shape)
     return whole
 
@@ -169,11 +172,9 @@ def changes(path: str, shape: Shape | None, value: Any, words: Words, depth: int
 def _map_changes(
     path: str, shape: Shape | None, value: Mapping[str, Any], words: Words, depth: int
 ) -> Iterator[Change]:
-    if isinstance(shape, MapShape):
-        keys: Iterable[str] = _enum(cast(Shape, shape.key)) or ("other",)
-        known = {key: cast(Shape, shape.value) for key in [*value, *keys]}
-    else:
-        known = cast(Mapping[str, Shape], shape.members) if isinstance(shape, StructureShape) else {}
+    known = members(shape)
+    if shape is not None and shape.type_name == "map" and (inner := element(shape)) is not None:
+        known = dict.fromkeys([*value, *(choices(shape) or ("other",))], inner)
     yield from _members(path, known, value, words, depth)
     if shape is None and "Statement" in value:
         statements = value["Statement"] if isinstance(value["Statement"], list) else [value["Statement"]]
@@ -188,7 +189,7 @@ def _open_statement(policy: Mapping[str, Any]) -> list[Any]:
 
 
 def _list_changes(path: str, shape: Shape | None, value: list[Any], words: Words, depth: int) -> Iterator[Change]:
-    inner = cast(Shape, shape.member) if isinstance(shape, ListShape) else None
+    inner = element(shape)
     yield path, "emptied", []
     if value:
         yield path, "its last element twice", [*value, value[-1]]
@@ -203,19 +204,15 @@ def _list_changes(path: str, shape: Shape | None, value: list[Any], words: Words
                 yield where, f"beside it, {what}", [*value, new]
 
 
-def _enum(shape: Shape | None) -> list[str]:
-    return list(cast(Sequence[str], shape.enum)) if isinstance(shape, StringShape) else []
-
-
 def _numbers(shape: Shape | None, value: int | float) -> list[int | float]:
-    bounds = shape.metadata if shape is not None else {}
-    found = [0, 1, value * 2, value + 1, bounds.get("min"), bounds.get("max")]
+    known = bounds(shape)
+    found = [0, 1, value * 2, value + 1, known.get("min"), known.get("max")]
     return list(dict.fromkeys(number for number in found if number is not None and number != value))
 
 
 def _strings(shape: Shape | None, value: str, words: Words) -> list[str]:
-    if enum := _enum(shape):
-        return [other for other in enum if other != value]
+    if known := choices(shape):
+        return [other for other in known if other != value]
     found: list[str] = [_OPPOSITES[value]] if value in _OPPOSITES else []
     if value.lstrip("-").isdecimal():
         found += [str(number) for number in _numbers(shape, int(value))]
@@ -240,33 +237,34 @@ def samples(name: str, shape: Shape, words: Words, depth: int = 0) -> list[Any]:
     if depth > _DEPTH:
         return []
     kind = shape.type_name
-    if isinstance(shape, StructureShape):
+    inner = element(shape)
+    if kind == "structure":
         return _structures(shape, words, depth)
-    if isinstance(shape, ListShape):
-        return [[item] for item in samples(name.removesuffix("s"), cast(Shape, shape.member), words, depth + 1)[:3]]
-    if isinstance(shape, MapShape):
-        keys = _enum(cast(Shape, shape.key)) or ["other"]
-        return [{key: item} for key in keys for item in samples(key, cast(Shape, shape.value), words, depth + 1)[:2]]
+    if kind == "list" and inner is not None:
+        return [[item] for item in samples(name.removesuffix("s"), inner, words, depth + 1)[:3]]
+    if inner is not None:
+        keys = choices(shape) or ["other"]
+        return [{key: item} for key in keys for item in samples(key, inner, words, depth + 1)[:2]]
     if kind == "boolean":
         return [True, False]
     if kind in ("integer", "long", "float", "double"):
-        return list(dict.fromkeys([shape.metadata.get("min", 0), 1, shape.metadata.get("max", 2)]))
+        return list(dict.fromkeys([bounds(shape).get("min", 0), 1, bounds(shape).get("max", 2)]))
     if kind == "timestamp":
         return ["2031-01-01T00:00:00Z"]
-    return list(_enum(shape)) or _texts(name.lower(), shape, words)
+    return list(choices(shape)) or _texts(name.lower(), shape, words)
 
 
-def _structures(shape: StructureShape, words: Words, depth: int) -> list[Any]:
-    members = cast(Mapping[str, Shape], shape.members)
+def _structures(shape: Shape, words: Words, depth: int) -> list[Any]:
+    known = members(shape)
     least: dict[str, Any] = {}
-    for required in shape.required_members:
-        found = samples(required, members[required], words, depth + 1)
+    for required in required_members(shape):
+        found = samples(required, known[required], words, depth + 1)
         if not found:
             return []
         least[required] = found[0]
     rest = [
         {**least, name: sample}
-        for name, member in members.items()
+        for name, member in known.items()
         if name not in least
         for sample in samples(name, member, words, depth + 1)[:2]
     ]
@@ -284,7 +282,7 @@ def _texts(name: str, shape: Shape, words: Words) -> list[str]:
         return [*words.captures[:1], *words.names[:2], "other"]
     if name == "path":
         return ["/other/"]
-    return ["other".ljust(int(shape.metadata.get("min", 0)), "x"), "1"]
+    return ["other".ljust(int(bounds(shape).get("min", 0)), "x"), "1"]
 
 
 def _short(value: Any) -> str:

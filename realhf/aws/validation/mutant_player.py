@@ -1,8 +1,5 @@
-"""Plays a mutant as an agent would and asks three judges: the grader, the comparison of whole states, and a walk over
-every describe call.
-
-The grader's verdict is that of the played episode. The state is compared with the *target*, the account as the solution
-leaves it, made once for each instance.
+"""Plays a mutant as an agent would, and says what the grader paid and whether the mutant reached the *target*: the
+account as the solution leaves it, made once for each instance.
 """
 
 from __future__ import annotations
@@ -31,9 +28,8 @@ _API_SERVICES: Mapping[str, str] = {"s3api": "s3"}
 
 @dataclass(frozen=True)
 class Played:
-    """Records what came of one mutant. ``differences``: of the whole states; ``answers``: of the describe calls, told
-    apart only for a mutant that was paid; both are cut short. ``sent`` counts commands, ``failed`` those that failed.
-    """
+    """Records what came of one mutant. ``equal``: it reached the target; ``needless``: it wrote more than the solution
+    does; ``differences`` from the target, cut short. ``sent`` counts commands, ``failed`` those that failed."""
 
     task_id: int
     seed: int
@@ -41,16 +37,18 @@ class Played:
     says: str
     commands: tuple[str, ...]
     achieved: bool
+    score: float
     equal: bool
+    needless: bool
     differences: tuple[str, ...]
-    answers: tuple[str, ...]
     sent: int
     failed: int
 
     @property
     def wrongly_paid(self) -> bool:
-        """Return whether the grader paid for another state."""
-        return self.achieved and not self.equal
+        """Return whether the grader paid for another state, or in full for a repair that was made blind."""
+        blind = self.kind == "blind" and self.needless and self.score >= 1.0
+        return self.achieved and (not self.equal or blind)
 
     @property
     def wrongly_refused(self) -> bool:
@@ -64,15 +62,19 @@ class Played:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Played:
         """Return the record that plain data holds. Raises TypeError or KeyError for other data."""
-        return cls(**{key: tuple(value) if isinstance(value, list) else value for key, value in data.items()})
+        fields: dict[str, Any] = {
+            key: tuple(value) if isinstance(value, list) else value for key, value in data.items()
+        }
+        return cls(**fields)
 
 
 @dataclass(frozen=True)
 class _Target:
-    """Holds what the solution leaves, as the describe calls tell it: of ``services``."""
+    """Holds what the solution leaves, as the describe calls tell it of ``services``, and its writes."""
 
     services: frozenset[str]
     said: frozenset[Said]
+    writes: tuple[str, ...]
 
 
 class Targets:
@@ -101,38 +103,64 @@ class Targets:
 def play_mutant(episode: Episode, task: Task, mutant: Mutant, targets: Targets) -> Played:
     """Play one mutant in an episode. Raises what ``Episode.reset`` and ``step`` raise."""
     target: _Target = targets.get((task.task_id, task.seed), lambda: _target(episode, task))
-    achieved, sent, failed, lost = perform(episode, task, mutant.commands)
-    said = frozenset() if lost else _said(episode, target.services | _services(mutant.commands))
-    differences = disagreements(target.said, said)[:_SHOWN]
+    run = perform(episode, task, mutant.commands)
+    differences = ["the simulator was lost"]
+    if not run.lost:
+        differences = disagreements(target.said, _said(episode, target.services | _services(mutant.commands)))
     return Played(
-        task.task_id,
-        task.seed,
-        mutant.kind,
-        str(mutant),
-        mutant.commands,
-        achieved,
-        not differences and not lost,
-        tuple(differences),
-        (),
-        sent,
-        failed,
+        task_id=task.task_id,
+        seed=task.seed,
+        kind=mutant.kind,
+        says=str(mutant),
+        commands=mutant.commands,
+        achieved=run.achieved,
+        score=run.score,
+        equal=not differences,
+        needless=run.writes != target.writes,
+        differences=tuple(differences[:_SHOWN]),
+        sent=run.sent,
+        failed=run.failed,
     )
 
 
-def perform(episode: Episode, task: Task, commands: Sequence[str]) -> tuple[bool, int, int, bool]:
-    """Set the task up without chaos and send commands until it is done; returns (achieved, commands sent, commands that
-    failed, whether the simulator was lost over one)."""
-    achieved = episode.reset(task, chaos=False).observation["task_achieved"]
+@dataclass
+class Run:
+    """Records an episode: whether it was achieved, its return, the writes that succeeded, how many commands were sent
+    and failed, and whether the simulator was lost over one."""
+
+    achieved: bool = False
+    score: float = 0.0
+    writes: tuple[str, ...] = ()
+    sent: int = 0
+    failed: int = 0
+    lost: bool = False
+
+
+def perform(episode: Episode, task: Task, commands: Sequence[str]) -> Run:
+    """Set the task up without chaos and send commands until it is done."""
+    run = Run(achieved=episode.reset(task, chaos=False).observation["task_achieved"])
     outputs: list[str] = []
-    failed, lost = 0, False
     for command in commands:
         if episode.done:
             break
-        seen = episode.step(resolve(_filled(episode, command), outputs)).observation
+        line = resolve(_filled(episode, command), outputs)
+        step = episode.step(line)
+        seen = step.observation
         outputs.append(seen["command_output"])
-        failed += not seen["command_success"]
-        achieved, lost = seen["task_achieved"], lost or seen.get("simulator_lost", False)
-    return achieved, len(outputs), failed, lost
+        run.sent += 1
+        run.achieved, run.score = seen["task_achieved"], run.score + step.reward
+        run.lost = run.lost or seen.get("simulator_lost", False)
+        if not seen["command_success"]:
+            run.failed += 1
+        elif not is_look(line):
+            run.writes = (*run.writes, line)
+    return run
+
+
+def is_look(line: str) -> bool:
+    """Return whether a command only looks."""
+    words = line.split()
+    return len(words) > 2 and words[2].startswith(("describe-", "get-", "list-", "head-", "ls", "batch-get-"))
 
 
 def _filled(episode: Episode, command: str) -> str:
@@ -144,8 +172,8 @@ def _filled(episode: Episode, command: str) -> str:
 
 def _target(episode: Episode, task: Task) -> _Target:
     services = _services(task.solution) | {command.service for command in task.setup if command.service}
-    perform(episode, task, task.solution)
-    return _Target(services, _said(episode, services))
+    run = perform(episode, task, task.solution)
+    return _Target(services, _said(episode, services), run.writes)
 
 
 def _services(commands: Iterable[str]) -> frozenset[str]:

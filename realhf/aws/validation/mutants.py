@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice, zip_longest
 from types import MappingProxyType
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from botocore import xform_name
-from botocore.model import Shape, StructureShape
 
+from realhf.aws.cli.models import members
 from realhf.aws.tasks.loader import get_template, whole_state
 from realhf.aws.tasks.names import is_name
 from realhf.aws.tasks.task import SetupCommand, Task
@@ -124,9 +124,8 @@ def request_of(line: str, answer: str) -> Request:
     command = CommandLine.parse(line)
     options = parsed_options(command, option_shapes(command.service, command.operation))
     model = operation_model(command.service, command.operation)
-    shape = model.input_shape if model else None
-    members = cast(Mapping[str, Shape], shape.members) if isinstance(shape, StructureShape) else {}
-    named = {option_of(command.service, command.operation, member): member for member in members}
+    known = members(model.input_shape) if model else ()
+    named = {option_of(command.service, command.operation, member): member for member in known}
     params = {named[option]: value for option, value in options.items() if option in named}
     return Request(command.service, command.operation, params, answer)
 

@@ -55,15 +55,10 @@ class Tally:
         """Those not paid for the wanted state."""
         return [one for one in self.played if one.wrongly_refused]
 
-    @property
-    def doubted(self) -> list[Played]:
-        """Those paid, of equal state, of which a describe call tells something else."""
-        return [one for one in self.played if one.achieved and one.equal and one.answers]
-
     def cells(self) -> tuple[str, ...]:
         """Return the numbers of a row of the table."""
         equal = sum(one.equal for one in self.played)
-        numbers = (len(self.played), equal, len(self.paid), len(self.refused), len(self.doubted), self.broken)
+        numbers = (len(self.played), equal, len(self.paid), len(self.refused), self.broken)
         return tuple(map(str, numbers))
 
     def shares(self) -> tuple[float, float]:
@@ -90,7 +85,7 @@ def play_all(turns: Sequence[Turn], pool_size: int, console: Console) -> Iterato
 
 def table(tallies: Mapping[str, Tally], title: str) -> Table:
     """Return a table with one row per name and one for all."""
-    found = Table(title, "mutants", "equal", "wrongly paid", "wrongly refused", "to be read", "not played")
+    found = Table(title, "mutants", "equal", "wrongly paid", "wrongly refused", "not played")
     whole = Tally()
     for name, tally in tallies.items():
         found.add_row(name, *tally.cells())
@@ -227,15 +222,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _report(console: Console, templates: Sequence[Template], results: Sequence[Played], broken: Sequence[int]) -> None:
     tallies = _by_template(templates, results, broken)
     for name, tally in tallies.items():
-        for wrong, listed in (
-            ("wrongly paid", tally.paid),
-            ("wrongly refused", tally.refused),
-            ("to be read", tally.doubted),
-        ):
+        for wrong, listed in (("paid", tally.paid), ("refused", tally.refused)):
             for one in listed:
-                console.print(f"[red]{escape(name)}, {wrong}: {escape(one.says)}")
-                for line in (*one.commands, *(f"  differs: {text}" for text in (*one.differences, *one.answers))):
-                    console.print(f"    {line}", markup=False, highlight=False)
+                console.print(f"[red]{escape(name)}, wrongly {wrong}: {escape(one.says)}")
+                for line in (*one.commands, *(f"  differs: {text}" for text in one.differences)):
+                    console.print(f"    {line}", markup=False, highlight=False, soft_wrap=True)
     console.print(table(tallies, "template"))
     console.print(table(_grouped(results), "kind"))
 

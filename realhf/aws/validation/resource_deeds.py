@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Literal, cast
 
-from botocore.model import ListShape, OperationModel, Shape, StructureShape
+from botocore.model import OperationModel, Shape
 
 from realhf.aws.cli.command_table import ALLOWED
+from realhf.aws.cli.models import element, members, required_members
 from realhf.aws.validation.field_changes import OPEN_POLICY, Words, option_words, samples
 from realhf.aws.validation.plays.command_line import operation_model, option_of
 
@@ -55,7 +56,7 @@ def deeds(request: Request, words: Words) -> Iterator[tuple[Deed, str, str]]:
     known = _known(model, request)
     if not known:
         return
-    noun = _VERB.sub("", model.name)
+    noun = _VERB.sub("", cast(str, model.name))
     for operation in sorted(ALLOWED.get(request.service, ())):
         other = operation_model(request.service, operation)
         if other is None or other.input_shape is None or _READS.match(operation) or _MAKES.match(operation):
@@ -78,16 +79,12 @@ def _known(model: OperationModel, request: Request) -> dict[str, Any]:
 
 def identities(model: OperationModel) -> Iterator[tuple[str, str]]:
     """Yield (member, path) of what identifies something in an operation's answer, two levels deep."""
-    shape = model.output_shape
-    if not isinstance(shape, StructureShape):
-        return
-    for name, member in cast(Mapping[str, Shape], shape.members).items():
+    for name, member in members(model.output_shape).items():
         if member.type_name == "string" and _IDENTITY.search(name):
             yield name, name
-        elif isinstance(member, StructureShape):
-            for inner, deeper in cast(Mapping[str, Shape], member.members).items():
-                if deeper.type_name == "string" and _IDENTITY.search(inner):
-                    yield inner, f"{name}.{inner}"
+        for inner, deeper in members(member).items():
+            if deeper.type_name == "string" and _IDENTITY.search(inner):
+                yield inner, f"{name}.{inner}"
 
 
 def _filled(
@@ -95,19 +92,18 @@ def _filled(
 ) -> Iterator[dict[str, Any]]:
     """Yield parameters for the operation: what identifies the resource out of ``known``, and for an update one more
     member, made up. None where the operation is not about it."""
-    shape = cast(StructureShape, model.input_shape)
-    members = cast(Mapping[str, Shape], shape.members)
+    every, required = members(model.input_shape), required_members(model.input_shape)
     given: dict[str, Any] = {}
     made_up: dict[str, list[Any]] = {}
-    for name, member in members.items():
+    for name, member in every.items():
         value = _identity(name, member, noun, known)
-        if value is not None and (name in shape.required_members or _IDENTITY.search(name)):
+        if value is not None and (name in required or _IDENTITY.search(name)):
             given[name] = value
-        elif name in shape.required_members:
+        elif name in required:
             made_up[name] = [known[name.lower()]] if kind == "undone" and name.lower() in known else []
             made_up[name] += [OPEN_POLICY] if "policy" in name.lower() and member.type_name == "string" else []
             made_up[name] += samples(name, member, words)
-    if not any(name in shape.required_members or not shape.required_members for name in given):
+    if not any(name in required or not required for name in given):
         return
     if not all(made_up.values()):
         return
@@ -117,20 +113,21 @@ def _filled(
         return
     for name, values in made_up.items():
         yield from ({**base, name: value} for value in values)
-    for name, member in members.items():
+    for name, member in every.items():
         if name not in base:
             yield from ({**base, name: value} for value in samples(name, member, words)[:6])
             if name.lower() in known:
                 yield {**base, name: known[name.lower()]}
-    if made_up or (kind == "updated" and len(members) == len(given)):
+    if made_up or (kind == "updated" and len(every) == len(given)):
         yield base
 
 
 def _identity(name: str, shape: Shape, noun: str, known: Mapping[str, Any]) -> Any:
     """Return what ``known`` gives a member that identifies the resource; None where it is another thing."""
     lower, noun = name.lower(), noun.lower()
-    if isinstance(shape, ListShape) and cast(Shape, shape.member).type_name == "string":
-        single = _identity(name.removesuffix("List").removesuffix("s"), cast(Shape, shape.member), noun, known)
+    inner = element(shape) if shape.type_name == "list" else None
+    if inner is not None and inner.type_name == "string":
+        single = _identity(name.removesuffix("List").removesuffix("s"), inner, noun, known)
         return None if single is None else [single]
     if shape.type_name != "string":
         return None

@@ -71,7 +71,9 @@ def test_what_can_be_done_to_a_resource_comes_from_the_models() -> None:
     found = {line: kind for kind, _, line in deeds(queue, NOTHING)}
     assert found["aws sqs delete-queue --queue-url ${setup1:QueueUrl}"] == "undone"
     assert any(line.startswith("aws sqs set-queue-attributes") and "Policy" in line for line in found)
-    attached = Request("iam", "attach-role-policy", {"RoleName": "r", "PolicyArn": "arn:aws:iam::aws:policy/P"}, "step2")
+    attached = Request(
+        "iam", "attach-role-policy", {"RoleName": "r", "PolicyArn": "arn:aws:iam::aws:policy/P"}, "step2"
+    )
     lines = [line for kind, _, line in deeds(attached, NOTHING) if kind == "undone"]
     assert "aws iam detach-role-policy --role-name r --policy-arn arn:aws:iam::aws:policy/P" in lines
     assert not list(deeds(Request("ec2", "describe-vpcs", {}, "step1"), NOTHING)), "a look leaves nothing to undo"

@@ -9,17 +9,16 @@ import functools
 import json
 import re
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any
 
-import botocore.session
 from awscli.customizations.argrename import ARGUMENT_RENAMES
 from botocore import xform_name
-from botocore.exceptions import UnknownServiceError
-from botocore.model import OperationModel, ServiceModel, Shape, StructureShape
+from botocore.model import OperationModel, Shape
 
+from realhf.aws.cli.models import members, operation_models
 from realhf.aws.tasks.task import SetupCommand
 
 _CAPTURE = re.compile(r"\$\{(?:step|setup)\d+:[^}]+\}")
@@ -98,34 +97,24 @@ def _restore(text: str, captures: Sequence[str]) -> str:
 
 
 @functools.cache
-def _session() -> botocore.session.Session:
-    return botocore.session.Session()
-
-
-@functools.cache
-def _service(service: str) -> tuple[ServiceModel | None, Mapping[str, str]]:
-    """Return the model of a service and its operations by the names that the command line gives them."""
-    try:
-        model = _session().get_service_model(_API_SERVICES.get(service, service))
-    except UnknownServiceError:
-        return None, {}
-    return model, {xform_name(name, "-"): name for name in cast(Iterable[str], model.operation_names)}
+def _operations(service: str) -> Mapping[str, OperationModel]:
+    """Return the operations of a service by the names that the command line gives them."""
+    models = operation_models(_API_SERVICES.get(service, service))
+    return {xform_name(name, "-"): model for name, model in models.items()}
 
 
 def operation_model(service: str, operation: str) -> OperationModel | None:
     """Return the model of an operation as the command line calls it ("s3api", "create-bucket"), None where there is
     none."""
-    model, names = _service(service)
-    return None if model is None or operation not in names else model.operation_model(names[operation])
+    return _operations(service).get(operation)
 
 
 @functools.lru_cache(maxsize=512)
 def option_shapes(service: str, operation: str) -> Mapping[str, Shape]:
     """Return the shape of what each option of an operation takes."""
     model = operation_model(service, operation)
-    shape = cast(StructureShape | None, model.input_shape) if model else None
-    members = cast(Mapping[str, Shape], shape.members) if shape else {}
-    return {option_of(service, operation, member): member_shape for member, member_shape in members.items()}
+    known = members(model.input_shape) if model else {}
+    return {option_of(service, operation, member): shape for member, shape in known.items()}
 
 
 def option_of(service: str, operation: str, member: str) -> str:

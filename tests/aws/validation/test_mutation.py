@@ -1,0 +1,77 @@
+"""The command that plays mutants: its verdicts, its sample within the tests, what it keeps and how it ends."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from realhf.aws.episode.episode import Episode
+from realhf.aws.simulator.pool import Slot
+from realhf.aws.tasks import instantiate
+from realhf.aws.validation.mutant_player import Played, Targets, is_look, play_mutant
+from realhf.aws.validation.mutants import Kind, Mutant
+from realhf.aws.validation.mutation import main
+
+
+def record(kind: str = "field", *, achieved: bool, equal: bool, score: float = 1.0, needless: bool = True) -> Played:
+    return Played(101, 0, kind, "m", ("aws s3 ls",), achieved, score, equal, needless, (), 1, 0)
+
+
+def test_wrong_verdicts() -> None:
+    assert record(achieved=True, equal=False).wrongly_paid and record(achieved=False, equal=True).wrongly_refused
+    right = record(achieved=True, equal=True)
+    assert not right.wrongly_paid and not right.wrongly_refused
+    assert record("blind", achieved=True, equal=True).wrongly_paid, "a blind repair is not paid in full"
+    assert not record("blind", achieved=True, equal=True, score=0.9).wrongly_paid
+    assert not record("blind", achieved=True, equal=True, needless=False).wrongly_paid, "its dirty write was refused"
+    assert is_look("aws ec2 describe-vpcs") and not is_look("aws sqs create-queue --queue-name describe-it")
+
+
+@pytest.mark.sim
+def test_a_mutant_is_compared_with_what_the_solution_leaves(slot: Slot) -> None:
+    task, targets, episode = instantiate(305, 0), Targets(), Episode(slot, 64)
+
+    def played(kind: Kind, *commands: str) -> Played:
+        return play_mutant(episode, task, Mutant(kind, "test", "", "", commands), targets)
+
+    same = played("order", "aws sts get-caller-identity", *task.solution)
+    assert (same.achieved, same.equal, same.needless, same.sent) == (True, True, False, len(task.solution) + 1)
+    disabled = played("field", *task.solution[:-1], f"{task.solution[-1]} --state DISABLED")
+    assert not disabled.equal and any("DISABLED" in text for text in disabled.differences)
+    failing = played("field", "aws sqs create-queue", *task.solution[1:])
+    assert not failing.equal and failing.failed and not failing.achieved
+
+
+def run(*arguments: str) -> int:
+    return main(["--templates", "101", "--pool-size", "1", *arguments])
+
+
+@pytest.mark.sim
+def test_a_run_is_kept_gone_on_with_and_judged_by_its_bounds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "mutation.jsonl"
+    bounds = ("--wrongly-paid", "1", "--wrongly-refused", "1")
+    assert run("--most", "4", "--output", str(file), "--markdown", *bounds) == 0
+    printed = capsys.readouterr().out
+    assert "4 mutants, 4 played now" in printed and "| beginner | 1 | 4 |" in printed
+    kept = file.read_text().splitlines()
+    assert len(kept) == 4
+    wrong = json.loads(kept[1]) | {"achieved": True, "equal": False, "differences": ["- a thing"]}
+    file.write_text("\n".join([kept[0], json.dumps(wrong), kept[2], kept[3][:20]]))
+    assert run("--most", "4", "--output", str(file), "--wrongly-refused", "1") == 1, "one of four is wrongly paid"
+    printed = capsys.readouterr().out
+    assert "4 mutants, 1 played now" in printed and "wrongly paid" in printed and "differs: - a thing" in printed
+
+
+def test_impossible_options_and_records_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    broken = tmp_path / "x.jsonl"
+    broken.write_text('{"task_id": 1}\n{}\n')
+    for arguments, text in (
+        (("--most", "0"), "--most is at least 1"),
+        (("--templates", "99999"), "no task template has the id 99999"),
+        (("--templates", "101", "--most", "1", "--output", str(broken)), "line 1"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main([*arguments])
+        assert ended.value.code == 2 and text in capsys.readouterr().err
