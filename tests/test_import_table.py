@@ -74,7 +74,7 @@ ROOMS: dict[str, str] = {
     "aws/cli": "base env/containment",
     "aws/real_aws": "aws/cli base env/containment",
     "aws/simulator": "aws/cli aws/server base env/containment",
-    "aws/grading": "aws/cli aws/tasks",
+    "aws/grading": "aws/cli aws/simulator aws/tasks",
     "aws/episode": "api aws aws/cli aws/grading aws/simulator aws/tasks env/doors env/server",
     "aws/evaluation": "api api/chat api/config aws aws/episode aws/simulator aws/tasks "
     "backends/embedded backends/threads backends/training base rollout/episode rollout/players",

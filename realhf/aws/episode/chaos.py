@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 import jmespath
 
 from realhf.aws.cli.state_client import StateCallError
-from realhf.aws.grading.grader import Criteria
+from realhf.aws.grading.end_state import EndStateGrader
+from realhf.aws.grading.grader import Grader
 from realhf.aws.grading.tracker import Evidence, Tracker
-from realhf.aws.grading.verifier import Check, Snapshot, StateReader, verified
+from realhf.aws.grading.verifier import StateReader
 from realhf.aws.tasks.task import ACCOUNT_ID
 
 PROBABILITY: Mapping[str, float] = MappingProxyType(
@@ -116,38 +117,35 @@ PERTURBATIONS: Mapping[str, tuple[Perturbation, ...]] = MappingProxyType(
 
 @dataclass
 class Chaos:
-    """Disturbs one episode. ``occurred``: something was disturbed; ``broken``: the checks that it made fail."""
+    """Disturbs one episode. ``occurred``: something was disturbed; ``broken``: what held before it and not after."""
 
     probability: float
     rng: random.Random
-    criteria: Criteria
+    grader: Grader | EndStateGrader
     state: StateReader
     occurred: bool = False
-    broken: list[Check] = field(default_factory=list)
+    broken: frozenset[str] = frozenset()
 
     def after_progress(self, tracker: Tracker) -> str:
         """Roll; on a hit disturb one thing and return its service, otherwise "". Raises ConnectionError when the
         simulator does not answer."""
         if self.occurred or self.rng.random() >= self.probability:
             return ""
-        before = Snapshot(self.state)
-        held = [check for check in self.criteria.checks if _holds(check, before)]
+        held = self.grader.holding()
         for deed, perturbation in self._candidates(tracker.evidence):
             if self._disturb(deed, perturbation):
                 self.occurred = True
                 tracker.disturbed(deed.service, deed.resource)
-                after = Snapshot(self.state)
-                self.broken = [check for check in held if not _holds(check, after)]
+                self.broken = held - self.grader.holding()
                 return deed.service
         return ""
 
     def survived(self) -> bool:
         """Return whether what was broken is whole again."""
-        now = Snapshot(self.state)
-        return bool(self.broken) and all(_holds(check, now) for check in self.broken)
+        return bool(self.broken) and self.broken <= self.grader.holding()
 
     def _candidates(self, evidence: Sequence[Evidence]) -> list[tuple[Evidence, Perturbation]]:
-        services = self.criteria.named_services
+        services = self.grader.criteria.named_services
         found = [
             (deed, perturbation)
             for deed in evidence
@@ -180,13 +178,6 @@ class Chaos:
 def chaos_rng(task_id: int, seed: int) -> random.Random:
     """Return the random generator of an episode's chaos."""
     return random.Random(f"chaos:{task_id}:{seed}")
-
-
-def _holds(check: Check, state: StateReader) -> bool:
-    try:
-        return verified(check, state)
-    except StateCallError:
-        return False
 
 
 def _filled(value: Any, values: Mapping[str, Any]) -> Any:

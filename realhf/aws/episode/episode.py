@@ -8,6 +8,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from realhf.aws.cli.executor import CommandResult, SimulatorLost
@@ -15,10 +16,13 @@ from realhf.aws.cli.state_client import StateCallError
 from realhf.aws.episode.changes import AccountChanges
 from realhf.aws.episode.chaos import PROBABILITY, Chaos, chaos_rng
 from realhf.aws.episode.hints import LEVELS, hint_text, is_hint_request
+from realhf.aws.episode.target import TargetError, begin_targets
 from realhf.aws.episode.world import SetupError, SlotState, World, build_world
+from realhf.aws.grading.end_state import EndStateGrader, is_graded_by_end_state
 from realhf.aws.grading.grader import Grader, criteria_of
 from realhf.aws.grading.inventory import Inventory
 from realhf.aws.grading.reward import RewardMeter
+from realhf.aws.grading.snapshot import take_snapshot
 from realhf.aws.grading.tracker import Tracker, is_read
 from realhf.aws.simulator.pool import Slot
 from realhf.aws.tasks.captures import fill_setup
@@ -67,7 +71,7 @@ class Episode:
         self._world: World | None = None
         self._tracker = Tracker()
         self._meter = RewardMeter(self._reward_mode)
-        self._grader: Grader | None = None
+        self._grader: Grader | EndStateGrader | None = None
         self._chaos: Chaos | None = None
         self._inventory = Inventory(self._slot.state)
         self._changes = AccountChanges()
@@ -102,17 +106,25 @@ class Episode:
         the drifts by their places instead of drawing them. Raises TaskError for a task that makes no sense,
         EpisodeError when its world cannot be built."""
         self._forget()
-        criteria_of(task)
+        by_end_state = is_graded_by_end_state(task)
+        if not by_end_state:
+            criteria_of(task)
         if chaos and not self._slot.simulated:
             raise TaskError("chaos=true; a real account (BACKEND_TYPE=aws) is not disturbed")
         seed = task.seed if seed is None else seed
+        targets = begin_targets(self._slot, task, seed, drifts) if by_end_state else None
         try:
             world = build_world(self._slot, task, seed, drifts)
         except SetupError as error:
             raise EpisodeError(str(error)) from error
-        criteria, state = criteria_of(world.task), SlotState(self._slot)
+        state = SlotState(self._slot)
+        if targets is not None:
+            self._grader = EndStateGrader(world.task, targets, partial(take_snapshot, self._slot))
+            self._meter = RewardMeter(self._reward_mode, falls=True)
+        else:
+            self._grader = Grader(criteria_of(world.task), state)
+        criteria = self._grader.criteria
         self._tracker = Tracker(world.present, criteria.operations)
-        self._grader = Grader(criteria, state)
         try:
             self._grader.start()
         except StateCallError as error:
@@ -120,7 +132,7 @@ class Episode:
         except ConnectionError as error:
             raise EpisodeError("the simulator cannot be read") from error
         if self._slot.simulated and (self._may_disturb if chaos is None else chaos):
-            self._chaos = Chaos(PROBABILITY[task.tier], chaos_rng(task.task_id, seed), self._grader.criteria, state)
+            self._chaos = Chaos(PROBABILITY[task.tier], chaos_rng(task.task_id, seed), self._grader, state)
         self._changes = AccountChanges(world.present)
         self._inventory = Inventory(self._slot.state, criteria.named_services | {made for made, _ in world.present})
         self._task, self._world = world.task, world
@@ -145,6 +157,7 @@ class Episode:
             if not error.by_command:
                 raise
             return self._end_with_the_simulator()
+        rollbacks = self._tracker.rollbacks
         added = self._tracker.record(command, result)
         self._changes.record(added)
         for deed in added:
@@ -155,6 +168,8 @@ class Episode:
         try:
             grade = self._grader.evaluate(added, lost=result.lost)
             self._achieved = grade.achieved
+            if not self._grader.lost_ground:
+                self._tracker.rollbacks = rollbacks  # to undo what was never credited costs nothing
             if grade.progress > before:
                 self._tracker.progressed()
             reward = self._reward(grade.progress)
@@ -163,6 +178,8 @@ class Episode:
                 if disturbed:
                     self._grader.excuse()
                     self._inventory.touch(disturbed, changed=True)
+        except (TargetError, TaskError) as error:
+            raise EpisodeError(str(error)) from error
         except (StateCallError, ConnectionError, SimulatorLost) as error:
             if self._slot.simulated:
                 return self._end_with_the_simulator()

@@ -106,6 +106,7 @@ def _with_captures(task: Task, answers: Sequence[Mapping[str, Any]]) -> Task:
         desired_state_spec=fill_setup(task.desired_state_spec, answers),
         success=fill_setup(task.success, answers),
         solution=fill_setup(task.solution, answers),
+        any_of=fill_setup(task.any_of, answers),
         possible_drifts=tuple(_filled(drift, answers) for drift in task.possible_drifts),
         decoys=tuple(_filled(decoy, answers) for decoy in task.decoys),
         assets=fill_setup(task.assets, answers),

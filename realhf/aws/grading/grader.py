@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
+from realhf.aws.cli.state_client import StateCallError
 from realhf.aws.grading.check_parser import parse_check, parse_unchanged
 from realhf.aws.grading.cli_criteria import from_cli_words, names_drawn_id
 from realhf.aws.grading.equivalents import asks, has_effect
@@ -191,6 +192,8 @@ class Grader:
         self._excused: set[int] = set()
         self._seen: list[str] = []
         self.needless_writes = 0
+        self.lost_ground = True
+        """Whether a rollback is charged: always, where credit was given for operations."""
         self.grade = Grade(0.0, False)
 
     def start(self) -> None:
@@ -247,6 +250,11 @@ class Grader:
 
     def _readings(self, now: StateReader) -> list[str]:
         return [reading_text(check, now) for check in self.criteria.state_checks]
+
+    def holding(self) -> frozenset[str]:
+        """Return which checks hold now, by their places. Raises ConnectionError."""
+        now = Snapshot(self._state)
+        return frozenset(str(place) for place, check in enumerate(self.criteria.checks) if _holds(check, now))
 
     def excuse(self) -> None:
         """Excuse what is harmed by now and was not when last graded: it is not the agent's doing."""
@@ -316,6 +324,13 @@ class Grader:
             if deed is None or not verified(step.verify, now):
                 return
             self._credited.append(deed.index)
+
+
+def _holds(check: Check, state: StateReader) -> bool:
+    try:
+        return verified(check, state)
+    except StateCallError:
+        return False
 
 
 def unspent_request(step: Step, evidence: Iterable[Evidence], spent: Sequence[int], after: int = -1) -> Evidence | None:

@@ -80,13 +80,14 @@ def monotone_progress(best: float, now: float) -> float:
 
 
 class RewardMeter:
-    """Computes the reward of each step of one episode. ``progress`` is the best so far, ``total`` the score so far: the
-    sum of the rewards, in the mode ``level`` the last one. Raises ValueError for an unknown mode."""
+    """Computes the reward of each step of one episode. ``progress`` is the best so far, or with ``falls`` the latest,
+    ``total`` the score so far: the sum of the rewards, in the mode ``level`` the last one. Raises ValueError for an
+    unknown mode."""
 
-    def __init__(self, mode: str = "potential") -> None:
+    def __init__(self, mode: str = "potential", *, falls: bool = False) -> None:
         if mode not in REWARD_MODES:
             raise ValueError(f"reward mode is {mode!r}; known: {', '.join(REWARD_MODES)}")
-        self._mode = mode
+        self._mode, self._falls = mode, falls
         self.progress = 0.0
         self.total = 0.0
 
@@ -98,7 +99,7 @@ class RewardMeter:
         """Take in the state after a step, ``standing`` as fields of ``Standing``; returns the step's reward, which may
         be negative (in the mode ``level`` after harm alone)."""
         rose = progress > self.progress
-        self.progress = monotone_progress(self.progress, progress)
+        self.progress = progress if self._falls else monotone_progress(self.progress, progress)
         if self._mode == "level":
             self.total = level(self.progress, rose=rose, **standing)
             return self.total

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from realhf.aws.cli.http_grammar import is_internal_path
+from realhf.aws.simulator.account_state import AccountState, TooLarge
 from realhf.aws.simulator.asgi_http import AsgiApp, Receive, Send
 from realhf.aws.simulator.module_switches import ModuleSwitches
 from realhf.aws.simulator.parsed_requests import ParsedRequests
@@ -19,6 +20,7 @@ from realhf.base.loopback import is_loopback_authority
 RESET_PATH = "/_realhf/reset"
 REQUESTS_PATH = "/_realhf/requests"
 SWITCHES_PATH = "/_realhf/switches"
+SNAPSHOT_PATH = "/_realhf/snapshot"
 _OF_BROWSERS = frozenset({b"origin", b"sec-fetch-site", b"sec-fetch-mode"})
 
 
@@ -47,9 +49,15 @@ def _reason(scope: dict[str, Any]) -> str:
     return ""
 
 
-def owner_app(app: AsgiApp, seed: Callable[[int], None], switches: ModuleSwitches, parsed: ParsedRequests) -> AsgiApp:
+def owner_app(
+    app: AsgiApp,
+    seed: Callable[[int], None],
+    switches: ModuleSwitches,
+    parsed: ParsedRequests,
+    state: AccountState,
+) -> AsgiApp:
     """Return ``app`` with its control paths and ours: reset to a seed, the account of requests, the modules'
-    switches."""
+    switches, all that the account holds."""
 
     async def controlled(scope: dict[str, Any], receive: Receive, send: Send) -> None:
         path, number = scope["path"], scope["query_string"] or b"0"
@@ -57,10 +65,16 @@ def owner_app(app: AsgiApp, seed: Callable[[int], None], switches: ModuleSwitche
             await app({**scope, "path": "/_ministack/reset", "query_string": b""}, receive, send)
             switches.restore()
             seed(int(number))
+            state.forget()
         elif path == REQUESTS_PATH:
             await _answer(send, 200, parsed.report(int(number)))
         elif path == SWITCHES_PATH:
             await _answer(send, 200, switches.values())
+        elif path == SNAPSHOT_PATH:
+            try:
+                await _answer(send, 200, state.report())
+            except (TooLarge, RuntimeError) as error:  # one of its threads may change a store meanwhile
+                await _answer(send, 507, {"message": str(error)})
         else:
             await app(scope, receive, send)
 
@@ -70,4 +84,4 @@ def owner_app(app: AsgiApp, seed: Callable[[int], None], switches: ModuleSwitche
 async def _answer(send: Send, status: int, body: dict[str, Any]) -> None:
     headers = [(b"content-type", b"application/json")]
     await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": json.dumps(body).encode()})
+    await send({"type": "http.response.body", "body": json.dumps(body, separators=(",", ":")).encode()})

@@ -257,6 +257,11 @@ class MiniStackProcess:
         """Return the settings in the simulator's modules, as text by name. Raises OSError."""
         return json.loads(self._request("GET", "/_realhf/switches", timeout_s))
 
+    def account_state(self, timeout_s: float = ANSWER_S) -> dict[str, Any]:
+        """Return all that the account holds, see ``account_state.AccountState``. Raises OSError, also where it is too
+        much."""
+        return json.loads(self._request("GET", "/_realhf/snapshot", timeout_s))
+
     def connect_as_owner(self) -> socket.socket:
         """Return a new connection that may use the control paths; never for a process that reads text of an agent.
         Raises OSError."""

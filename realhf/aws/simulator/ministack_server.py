@@ -8,6 +8,7 @@ in every slot; its real port is that of the listening socket it gets, bound by t
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import gc
 import gzip
@@ -16,6 +17,7 @@ import json
 import os
 import random
 import re
+import secrets
 import socket
 import sys
 import threading
@@ -31,6 +33,7 @@ from botocore.exceptions import DataNotFoundError
 
 from realhf.aws.cli.command_table import MINISTACK_MODULES, MINISTACK_SERVICES
 from realhf.aws.cli.virtual_folder import remove_folder
+from realhf.aws.simulator.account_state import AccountState, Draws
 from realhf.aws.simulator.asgi_http import AsgiApp, HttpConnection
 from realhf.aws.simulator.entrances import owner_app, port_app
 from realhf.aws.simulator.lambda_gate import LambdaGate
@@ -46,16 +49,20 @@ from realhf.env.containment.process_guard import ProcessGuard
 
 _XML_PATH = re.compile(r"/$|/\d{4}-\d\d-\d\d/")
 _LOG_BYTES = 4 << 20
+_SHORTEST_DRAW = 6
 _OPEN_FILES = 1024
 _FILES, _FOLDERS, _DEPTH = 64, 64, 10
 """What a simulator may write from its start on, in a folder that lies in memory: few services write at all."""
 
 
 class SeededRandomness:
-    """Draws everything that MiniStack draws (ids, suffixes, secrets) from one generator, seeded at each reset."""
+    """Draws everything that MiniStack draws (ids, suffixes, secrets) from one generator, seeded at each reset, and
+    tells ``draws`` the texts."""
 
-    def __init__(self) -> None:
+    def __init__(self, draws: Draws) -> None:
         self._random = random.Random(0)
+        self._draws = draws
+        self._choices = random.choices
 
     def install(self) -> None:
         """Replace the sources of randomness. Call it before MiniStack's modules are imported, so that names they copy
@@ -63,6 +70,8 @@ class SeededRandomness:
         uuid.uuid4 = self._uuid4
         os.urandom = self._bytes
         random._urandom = self._bytes  # type: ignore[attr-defined]
+        random.choices = self._drawn_choices
+        secrets.choice = self._choice
 
     def seed(self, seed: int) -> None:
         """Seed the generator and Python's ``random``."""
@@ -70,10 +79,28 @@ class SeededRandomness:
         random.seed(seed)
 
     def _bytes(self, size: int, /) -> bytes:
-        return self._random.randbytes(size)
+        drawn = self._random.randbytes(size)
+        if size >= _SHORTEST_DRAW:
+            safe = base64.urlsafe_b64encode(drawn).rstrip(b"=").decode()
+            self._draws.add(drawn.hex(), safe, base64.b64encode(drawn).decode())
+        return drawn
 
     def _uuid4(self) -> uuid.UUID:
-        return uuid.UUID(int=self._random.getrandbits(128), version=4)
+        drawn = uuid.UUID(int=self._random.getrandbits(128), version=4)
+        self._draws.add(str(drawn), drawn.hex, drawn.hex.upper(), base64.b64encode(str(drawn).encode()).decode())
+        return drawn
+
+    def _choice(self, population: Any) -> Any:
+        found = self._random.choice(population)
+        if isinstance(found, str):
+            self._draws.add_letter(found)
+        return found
+
+    def _drawn_choices(self, population: Any, weights: Any = None, *, cum_weights: Any = None, k: int = 1) -> list[Any]:
+        found = self._choices(population, weights, cum_weights=cum_weights, k=k)
+        if k >= _SHORTEST_DRAW and isinstance(found[0], str):
+            self._draws.add("".join(found))
+        return found
 
 
 class _PinnedLoop(uvloop.Loop):
@@ -183,7 +210,9 @@ def _readable_app(app: AsgiApp) -> AsgiApp:
     return readable
 
 
-async def _serve(app: AsgiApp, seed: Callable[[int], None], listener: socket.socket, owner: socket.socket) -> None:
+async def _serve(
+    app: AsgiApp, seed: Callable[[int], None], draws: Draws, listener: socket.socket, owner: socket.socket
+) -> None:
     loop = asyncio.get_running_loop()
     startup: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
     started: asyncio.Event = asyncio.Event()
@@ -196,7 +225,7 @@ async def _serve(app: AsgiApp, seed: Callable[[int], None], listener: socket.soc
     await started.wait()
     parsed, switches = ParsedRequests(), ModuleSwitches()
     outer = port_app(app, parsed)
-    inner = owner_app(app, seed, switches, parsed)
+    inner = owner_app(app, seed, switches, parsed, AccountState(draws))
     serve_owner(
         loop,
         owner,
@@ -215,7 +244,8 @@ def main() -> None:
     control, mode, root = socket.socket(fileno=int(sys.argv[1])), sys.argv[2], sys.argv[3]
     may_lack, memory_bytes = frozenset(sys.argv[4].split(",")), int(sys.argv[5]) << 20
     guard = ProcessGuard(_LOG_BYTES, _OPEN_FILES, memory_bytes, SIMULATOR_CPU_S, may_lack)
-    randomness = SeededRandomness()
+    draws = Draws()
+    randomness = SeededRandomness(draws)
     randomness.install()
     gc.disable()  # all that is imported is kept
     deferred = _import_modules()
@@ -254,7 +284,7 @@ def main() -> None:
         for thread in deferred:
             _start_after_fork(thread)
         with asyncio.Runner(loop_factory=_PinnedLoop) as runner:
-            runner.run(_serve(app, seed, listener, owner))
+            runner.run(_serve(app, seed, draws, listener, owner))
 
     serve_forks(control, {"ready": True, "isolated": isolated}, child)
     remove_folder(Path(root))  # an owner that was killed could not

@@ -16,6 +16,7 @@ from typing import IO, Any
 from realhf.aws.cli.executor import OutputLimits, SimulatorLost
 from realhf.aws.cli.state_client import ClientFactory
 from realhf.aws.cli.virtual_folder import remove_folder
+from realhf.aws.simulator.bench import Bench
 from realhf.aws.simulator.health_loop import HealthLoop
 from realhf.aws.simulator.lease_book import EXHAUSTED, LeaseBook, SlotState
 from realhf.aws.simulator.ministack_process import (
@@ -96,6 +97,7 @@ class MiniStackPool:
         self._containment: Containment | None = None
         self._book: LeaseBook[Slot] = LeaseBook(())
         self._health: HealthLoop | None = None
+        self._bench: Bench | None = None
 
     def start(self) -> None:
         """Start everything, prove the containment and wait until all slots are healthy. On any failure nothing is
@@ -169,11 +171,14 @@ class MiniStackPool:
             )
             self._zygotes.append(broker)
         factory = ClientFactory()
-        for index in range(self.size):
-            port = self._base_port + index if self._base_port else 0
+        for index in range(self.size + 1):
+            port = self._base_port + index if self._base_port and index < self.size else 0
             ministack = MiniStackProcess(port, parent, simulators / str(index), broker)
             ministack.bind()
             self.slots.append(Slot(index, ministack, workers, files / str(index), factory, self._limits))
+        self._bench = Bench(self.slots.pop())
+        for slot in self.slots:
+            slot.bench = self._bench
         self._book = LeaseBook(self.slots)
         self._health = HealthLoop(self._book, tuple(self.slots))
 
@@ -304,9 +309,11 @@ class MiniStackPool:
             self._health.stop()
         for slot in self.slots:
             slot.stop()
+        if self._bench is not None:
+            self._bench.stop()
         for zygote in self._zygotes:
             zygote.stop()
-        self.slots, self._zygotes, self._health = [], [], None
+        self.slots, self._zygotes, self._health, self._bench = [], [], None, None
         self._book = LeaseBook(())
         if self._log is not None:
             self._log.close()

@@ -14,12 +14,16 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from realhf.aws.cli.executor import CliExecutor, OutputLimits, SimulatorLost
 from realhf.aws.cli.state_client import ClientFactory, StateClient
 from realhf.aws.cli.virtual_folder import VirtualFolder
 from realhf.aws.simulator.ministack_process import HOST, MiniStackProcess
 from realhf.env.containment.fork_server import ForkedProcess, ForkServer
+
+if TYPE_CHECKING:
+    from realhf.aws.simulator.bench import Bench
 
 ACCOUNT = "000000000000"
 START_TIMEOUT_S = 30.0
@@ -68,6 +72,8 @@ class Slot:
         self.state = StateClient(f"http://{HOST}:{ministack.port}", ACCOUNT, ministack.connect_as_owner, factory)
         """Calls that set up, grade and list; never seen by the agent."""
         self._zygote = zygote
+        self.bench: Bench | None = None
+        """Plays the environment's own plays; None for the slot that it plays on."""
 
     @property
     def port(self) -> int:

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from realhf.aws.grading.end_state import END_STATE, is_graded_by_end_state
 from realhf.aws.grading.grader import criteria_of
 from realhf.aws.tasks.loader import Template, get_template, instantiate, load_templates
 from realhf.aws.tasks.task import TaskError
@@ -50,7 +51,8 @@ def verdicts(templates: Sequence[Template], found: dict[int, list[str]]) -> Tabl
 
 def _strategy(template: Template) -> str:
     try:
-        return criteria_of(instantiate(template.task_id, 0)).strategy
+        task = instantiate(template.task_id, 0)
+        return END_STATE if is_graded_by_end_state(task) else criteria_of(task).strategy
     except TaskError:
         return "?"
 

@@ -34,7 +34,19 @@ _FOLDERS = {"drift": "expert"}
 _PLACE = re.compile(r"(?<!\$)\{([a-z_]+)\}")
 _KEYS = frozenset(
     {"task_id", "name", "description", "params", "setup_commands", "success_criteria", "solution"}
-    | {"partial_solutions", "mistakes", "split", "tags", "desired_state_spec", "possible_drifts", "assets", "decoys"}
+    | {
+        "any_of",
+        "free",
+        "may_change",
+        "partial_solutions",
+        "mistakes",
+        "split",
+        "tags",
+        "desired_state_spec",
+        "possible_drifts",
+        "assets",
+        "decoys",
+    }
 )
 
 
@@ -69,6 +81,9 @@ class Template:
     possible_drifts: tuple[Any, ...] = ()
     assets: Mapping[str, str] = field(default_factory=dict)
     decoys: tuple[Any, ...] = ()
+    any_of: tuple[tuple[str, ...], ...] = ()
+    free: tuple[str, ...] = ()
+    may_change: tuple[str, ...] = ()
 
 
 def load_templates(
@@ -148,6 +163,9 @@ def instantiate(template_id: int, seed: int, split: str = "train") -> Task:
         setup=parse_setup(fill(template.setup, params)),
         success=fill(template.success, params),
         solution=tuple(drawn or fill(list(template.solution), params)),
+        any_of=tuple(tuple(fill(list(commands), params)) for commands in template.any_of),
+        free=template.free,
+        may_change=tuple(fill(list(template.may_change), params)),
         params=params,
         desired_state_spec=fill(template.desired_state_spec, params),
         possible_drifts=drifts,
@@ -243,8 +261,11 @@ def _template(tier: str, entry: Mapping[str, Any]) -> Template:
         descriptions=tuple(entry["description"]),
         params=entry["params"],
         setup=entry.get("setup_commands", []),
-        success=entry["success_criteria"],
+        success=entry.get("success_criteria", {}),
         solution=tuple(entry["solution"]),
+        any_of=tuple(tuple(commands) for commands in entry.get("any_of", ())),
+        free=tuple(entry.get("free", ())),
+        may_change=tuple(entry.get("may_change", ())),
         partial_solutions=tuple(tuple(commands) for commands in entry.get("partial_solutions", [])),
         mistakes=tuple(entry["mistakes"]),
         split=entry.get("split", "train"),

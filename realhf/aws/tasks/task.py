@@ -59,10 +59,13 @@ class Task:
     """Describes one instance.
 
     ``task_id`` is the template's number, ``template`` its name, ``seed`` what drew its names; ``success`` holds the
-    criteria as plain data (see ``grader.parse_criteria``), ``solution`` the canonical commands (of a drift task: those
-    that repair what its seed draws), ``possible_drifts`` the disturbances of which a reset draws some, ``decoys``
-    resources that are only in the way, ``assets`` the files of the session's folder. Only ``task_id``, ``tier``,
-    ``description`` and ``desired_state_spec`` may ever be shown to an agent.
+    criteria as plain data (see ``grader.parse_criteria``), and is empty where the account has to be as the solution
+    leaves it; ``solution`` the canonical commands (of a drift task: those that repair what its seed draws), ``any_of``
+    solutions that lead to states that are as good, ``free`` fields of the agent's choice ("service/kind: path"),
+    ``may_change`` globs of service/kind/identity of what the set-up made and the agent may touch, ``possible_drifts``
+    the disturbances of which a reset draws some, ``decoys`` resources that are only in the way, ``assets`` the files of
+    the session's folder. Only ``task_id``, ``tier``, ``description`` and ``desired_state_spec`` may ever be shown to an
+    agent.
 
     Texts may hold ``${setup1:path}``: filled from the answers to the set-up's calls (see ``captures``).
     """
@@ -75,6 +78,9 @@ class Task:
     setup: tuple[SetupCommand, ...]
     success: Mapping[str, Any]
     solution: tuple[str, ...] = ()
+    any_of: tuple[tuple[str, ...], ...] = ()
+    free: tuple[str, ...] = ()
+    may_change: tuple[str, ...] = ()
     params: Mapping[str, Any] = field(default_factory=dict)
     desired_state_spec: str = ""
     possible_drifts: tuple[SetupCommand, ...] = ()
@@ -89,6 +95,9 @@ class Task:
             "possible_drifts": [command.to_json() for command in self.possible_drifts],
             "decoys": [command.to_json() for command in self.decoys],
             "assets": dict(self.assets),
+            "any_of": [list(commands) for commands in self.any_of],
+            "free": list(self.free),
+            "may_change": list(self.may_change),
         }
         return {
             "task_id": self.task_id,
@@ -127,6 +136,9 @@ class Task:
             setup=parse_setup(data.get("setup_commands") or []),
             success=_criteria(data),
             solution=_lines(_typed(data, "solution", list, [])),
+            any_of=tuple(_lines(one, "any_of") for one in _lists(_typed(data, "any_of", list, []))),
+            free=_lines(_typed(data, "free", list, []), "free"),
+            may_change=_lines(_typed(data, "may_change", list, []), "may_change"),
             params=_typed(data, "params", dict, {}),
             desired_state_spec=_typed(data, "desired_state_spec", str, ""),
             possible_drifts=parse_setup(data.get("possible_drifts") or [], "possible_drifts"),
@@ -175,8 +187,16 @@ def _lines(lines: list[Any], where: str = "solution") -> tuple[str, ...]:
     return tuple(lines)
 
 
+def _lists(lines: list[Any]) -> list[list[Any]]:
+    if not all(isinstance(line, list) for line in lines):
+        raise TaskError("task.any_of holds something else than lists of command lines")
+    return lines
+
+
 def _criteria(data: Mapping[str, Any]) -> Mapping[str, Any]:
-    success = _typed(data, "success_criteria", dict)
+    success = _typed(data, "success_criteria", dict, {})
+    if not success and not data.get("solution"):
+        raise TaskError("task.success_criteria is missing, and there is no solution whose state could be the target")
     if len(repr(success)) > MAX_CRITERIA_CHARS:
         raise TaskError(f"task.success_criteria is longer than {MAX_CRITERIA_CHARS} characters")
     return success

@@ -4,10 +4,11 @@ docs/reference/environment.md 6."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 from realhf.aws.cli.policy import check_command
+from realhf.aws.grading.end_state import freedom_of, is_graded_by_end_state, services_of
 from realhf.aws.grading.grader import Criteria, criteria_of
 from realhf.aws.grading.verifier import operation_allowed
 from realhf.aws.tasks.drift import repairs
@@ -35,6 +36,7 @@ _SHAPES: Mapping[str, tuple[str, Range, Range, Range]] = MappingProxyType(
     }
 )
 """For each kind, the strategy, and how many steps, state checks and commands of the solution there may be."""
+_NONE = Criteria()
 _PLACE = re.compile(r"(?<!\$)\{[a-z_]+\}")
 
 
@@ -49,9 +51,13 @@ def template_problems(template: Template) -> list[str]:
         return [f"split is {template.split!r}"]
     try:
         task = instantiate(template.task_id, 0)
-        criteria = criteria_of(task)
+        by_end_state = is_graded_by_end_state(task)
+        freedom_of(task)
+        criteria = Criteria() if by_end_state else criteria_of(task)
     except (TaskError, KeyError, TypeError) as error:
         return [f"{type(error).__name__}: {error}"]
+    if by_end_state:
+        return [*_amount_problems(kind_of(template), task), *_policy_problems(task), *_text_problems(task)]
     return [
         *_shape_problems(kind_of(template), criteria, task),
         *_policy_problems(task, criteria),
@@ -60,26 +66,35 @@ def template_problems(template: Template) -> list[str]:
 
 
 def _shape_problems(kind: str, criteria: Criteria, task: Task) -> Iterator[str]:
-    strategy, steps, checks, commands = _SHAPES[kind]
+    strategy, steps, checks, _ = _SHAPES[kind]
     if criteria.strategy != strategy:
         yield f"a task of the kind {kind} is graded by {strategy}, not {criteria.strategy}"
     for what, (low, high), number in (
         ("steps", steps, len(criteria.steps)),
         ("state checks", checks, len(criteria.state_checks)),
-        ("commands", commands, len(task.solution)),
+    ):
+        if not low <= number <= high:
+            yield f"{number} {what}; {low} to {high} are usual for {kind}"
+    yield from _amount_problems(kind, task)
+
+
+def _amount_problems(kind: str, task: Task) -> Iterator[str]:
+    """Say what is unusual in a task of this kind, whatever grades it."""
+    for what, (low, high), number in (
+        ("commands", _SHAPES[kind][3], len(task.solution)),
         ("drifts", (4, 6) if kind == DRIFT else (0, 0), len(task.possible_drifts)),
     ):
         if not low <= number <= high:
             yield f"{number} {what}; {low} to {high} are usual for {kind}"
-    if kind == "advanced" and len(criteria.services) < 2:
-        yield "an advanced task names at least two services"
+    if kind == "advanced" and len(services_of(task.solution)) < 2:
+        yield "an advanced task is about at least two services"
     if not all(drift.repair for drift in task.possible_drifts):
         yield "a drift has no repair"
     if bool(task.desired_state_spec) is not (kind == DRIFT):
         yield "a desired state belongs to a drift task, and to no other"
 
 
-def _policy_problems(task: Task, criteria: Criteria) -> Iterator[str]:
+def _policy_problems(task: Task, criteria: Criteria = _NONE) -> Iterator[str]:
     for command in task.setup + task.decoys + task.possible_drifts:
         if not _allowed(command):
             yield f"the policy does not allow {command}"
@@ -92,7 +107,7 @@ def _policy_problems(task: Task, criteria: Criteria) -> Iterator[str]:
         if rule is not None:
             yield f"refused ({rule}): {line}"
     reached = {operation.partition(":")[0] for operation in criteria.operations}
-    for service in criteria.services - reached - set(_services_of(task.solution)):
+    for service in criteria.services - reached - services_of(task.solution):
         yield f"nothing in the solution reaches the service {service}"
 
 
@@ -102,7 +117,7 @@ def _allowed(command: SetupCommand) -> bool:
     return operation_allowed(command.service, command.operation)
 
 
-def _text_problems(task: Task, criteria: Criteria) -> Iterator[str]:
+def _text_problems(task: Task, criteria: Criteria = _NONE) -> Iterator[str]:
     for text in (task.description, task.desired_state_spec, *task.solution):
         place = _PLACE.search(text)
         if place:
@@ -111,12 +126,6 @@ def _text_problems(task: Task, criteria: Criteria) -> Iterator[str]:
     for secret in (*criteria.operations, *task.solution):
         if secret in shown:
             yield f"the description says {secret!r}"
-
-
-def _services_of(commands: Iterable[str]) -> Iterator[str]:
-    for line in commands:
-        service = line.split()[1]
-        yield "s3" if service == "s3api" else service
 
 
 def collection_problems(templates: Sequence[Template]) -> list[str]:
@@ -131,7 +140,7 @@ def collection_problems(templates: Sequence[Template]) -> list[str]:
         if own and not HELDOUT_SHARE[0] <= heldout / len(own) <= HELDOUT_SHARE[1]:
             found.append(f"{kind}: {heldout} of {len(own)} templates are held out, not a fifth")
     for fewest, tiers, what in ((FEWEST_SERVICES, TIERS, "all"), (FEWEST_WARMUP_SERVICES, TIERS[:1], "warmup")):
-        services = {name for t in templates if t.tier in tiers for name in _services_of(t.solution)}
+        services = {name for t in templates if t.tier in tiers for name in services_of(t.solution)}
         if len(services) < fewest:
             found.append(f"{what} templates use {len(services)} services, at least {fewest} are wanted")
     names = [template.name for template in templates]

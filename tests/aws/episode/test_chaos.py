@@ -9,7 +9,7 @@ from realhf.aws.cli.state_client import StateCallError
 from realhf.aws.episode.chaos import PERTURBATIONS, PROBABILITY, Chaos, chaos_rng
 from realhf.aws.episode.episode import Episode
 from realhf.aws.episode.world import SlotState
-from realhf.aws.grading.grader import parse_criteria
+from realhf.aws.grading.grader import Grader, parse_criteria
 from realhf.aws.grading.tracker import Tracker
 from realhf.aws.simulator.pool import Slot
 from realhf.aws.tasks import instantiate, solve
@@ -69,7 +69,7 @@ CRITERIA = {"steps": [{"operation": "s3:CreateBucket", "verify": {"service": "s3
 
 def test_it_happens_once_and_counts_what_it_broke() -> None:
     account, rng, tracker = FakeAccount(), CountingRandom(), made_bucket()
-    chaos = Chaos(1.0, rng, parse_criteria(CRITERIA), account)
+    chaos = Chaos(1.0, rng, Grader(parse_criteria(CRITERIA), account), account)
     assert chaos.after_progress(tracker) == "s3"
     assert chaos.occurred and len(chaos.broken) == 1 and not chaos.survived()
     rolls = rng.rolls
@@ -84,7 +84,7 @@ def test_it_happens_once_and_counts_what_it_broke() -> None:
 def test_without_an_effect_it_did_not_occur() -> None:
     account = FakeAccount()
     account.there = False
-    chaos = Chaos(1.0, CountingRandom(), parse_criteria(CRITERIA), account)
+    chaos = Chaos(1.0, CountingRandom(), Grader(parse_criteria(CRITERIA), account), account)
     assert chaos.after_progress(made_bucket()) == ""
     assert not chaos.occurred and not chaos.survived()
 
@@ -92,7 +92,7 @@ def test_without_an_effect_it_did_not_occur() -> None:
 def test_only_the_services_of_the_task_are_disturbed() -> None:
     account = FakeAccount()
     other = parse_criteria({"steps": [{"operation": "sns:CreateTopic"}]})
-    assert Chaos(1.0, CountingRandom(), other, account).after_progress(made_bucket()) == ""
+    assert Chaos(1.0, CountingRandom(), Grader(other, account), account).after_progress(made_bucket()) == ""
     assert account.asked == []
 
 
@@ -208,5 +208,5 @@ def test_every_perturbation_has_an_effect(slot: Slot, operation: str) -> None:
             request = SentRequest(service, name, params, 200, "")
             tracker.record("aws", CommandResult(0, "", "", requests=(request,)))
         criteria = parse_criteria({"steps": [{"operation": operation}]})
-        chaos = Chaos(1.0, CountingRandom(), criteria, SlotState(slot))
+        chaos = Chaos(1.0, CountingRandom(), Grader(criteria, SlotState(slot)), SlotState(slot))
         assert chaos._disturb(tracker.evidence[-1], perturbation), perturbation

@@ -173,7 +173,7 @@ def test_step_before_reset_and_after_a_failed_reset(slot: Slot) -> None:
     with pytest.raises(EpisodeError, match="StartQueryExecution"):
         episode.reset(Task.from_json(data | {"setup_commands": forbidden}))
     with pytest.raises(TaskError):
-        episode.reset(Task.from_json(data | {"success_criteria": {}}))
+        episode.reset(Task.from_json(data | {"success_criteria": {"no such": "criterion"}}))
 
 
 def test_same_seed_same_observations(episode: Episode) -> None:

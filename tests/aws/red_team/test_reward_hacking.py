@@ -202,7 +202,7 @@ def test_rewards_of_500_random_episodes_add_up_to_their_final_scores(pool: MiniS
             task = instantiate(rng.choice(TASKS), rng.randrange(10**6))
             episode.reset(task)
             assert episode._chaos is not None
-            episode._chaos = Chaos(0.3, rng, episode._chaos.criteria, episode._chaos.state)
+            episode._chaos = Chaos(0.3, rng, episode._chaos.grader, episode._chaos.state)
             steps = [episode.step(command) for command in _actions(rng, task)]
             tracker, last = episode._tracker, steps[-1].observation
             final = score(

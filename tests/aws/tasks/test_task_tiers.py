@@ -32,17 +32,11 @@ def test_services_are_many() -> None:
     assert services(easy) <= set(ALLOWED)
 
 
-def test_about_half_of_the_creations_demand_attributes() -> None:
-    criteria = [criteria_of(instantiate(template.task_id, 0)) for template in load_templates(["beginner"])]
-    demanding = sum(bool(one.resource and one.resource.attributes) for one in criteria)
-    assert abs(demanding - len(criteria) / 2) <= 2
-
-
 def test_every_strategy_fits_its_tier() -> None:
     wanted = {"warmup": "command_match", "beginner": "resource_creation", "intermediate": "multi_step"}
     for tier, strategy in wanted.items():
         found = {template.name: len(template.solution) for template in load_templates([tier])}
         assert set(found.values()) <= ({2, 3} if tier == "intermediate" else {1}), found
         for template in load_templates([tier]):
-            if "${setup" not in str(template.success):
+            if template.success and "${setup" not in str(template.success):
                 assert criteria_of(instantiate(template.task_id, 0)).strategy == strategy

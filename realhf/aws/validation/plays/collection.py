@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from realhf.aws.grading.end_state import is_graded_by_end_state
 from realhf.aws.tasks.loader import instantiate, with_drifts
 from realhf.aws.tasks.task import Task
 from realhf.aws.validation.plays.equivalent import equivalent_plays
@@ -36,6 +37,8 @@ def reason_without(task: Task, kind: Kind) -> str:
     written = reasons_against(task).get(kind)
     if written:
         return written
+    if is_graded_by_end_state(task):
+        return "mutants of its solution are played"
     if kind == "harmful" and not task.setup and not task.decoys:
         return "the account is empty at first: there is nothing to protect"
     if kind == "overdone" and task.tier == "warmup":

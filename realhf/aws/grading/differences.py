@@ -1,0 +1,384 @@
+"""Compares three states of an account: after set-up, as the solution leaves it, and as an agent leaves it.
+
+A state is a set of *leaves*: resource, path within it and value. The elements of a list are leaves of its path in no
+order. *Wanted* is what the solution adds and removes, *damage* what set-up and solution hold and the agent's account
+does not, *extra* what neither of them holds. Source: docs/reference/environment.md 7.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+from realhf.aws.grading.openings import is_opening
+from realhf.aws.grading.snapshot import Key, Snapshot
+from realhf.aws.simulator.account_state import DRAWN, END_DRAWN
+
+Leaf = tuple[Key, str, str, int]
+"""Resource, path, value as JSON, and a number among equal ones."""
+_TOKEN = re.compile(f"{DRAWN}([^{DRAWN}{END_DRAWN}]*){END_DRAWN}")
+_ANY = f"{DRAWN}{END_DRAWN}"
+"""Stands for a drawn text that names nothing."""
+_IN_ORDER = frozenset({"command", "entrypoint", "args", "commands", "keyschema"})
+"""Lists whose order has a meaning, by the last word of their path in lower case."""
+_HARMLESS_PATHS = re.compile(r"(^|[/.])(_?tags?|tag_?list|tagset|description|_?tags\[\])([/\[.]|$)", re.IGNORECASE)
+_HARMLESS_KINDS = re.compile(r"tags$")
+_NAME = re.compile(r"^(config/)?(name|[A-Za-z]*Name|[A-Za-z]*Identifier)$")
+_BESIDE = frozenset({"snapshots", "backups", "recovery_points", "alarms", "dashboards", "executions", "jobs"})
+"""Kinds of resources that change nothing of what they name."""
+
+
+@dataclass(frozen=True)
+class Freedom:
+    """Says what an agent may choose. ``free``: (service/kind, path) of fields, ``may_change``: globs of
+    service/kind/identity."""
+
+    free: tuple[tuple[str, str], ...] = ()
+    may_change: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Target:
+    """Holds the account after set-up, and after each command of a solution that was played in it."""
+
+    start: Snapshot
+    states: tuple[Snapshot, ...]
+    operations: tuple[tuple[str, ...], ...] = ()
+    """Operations that each command sent, as "service:Operation"."""
+
+    @property
+    def end(self) -> Snapshot:
+        """The account as the solution leaves it."""
+        return self.states[-1]
+
+
+@dataclass(frozen=True)
+class Differences:
+    """Holds what keeps an account from its target, in words. ``missing``: what is wanted and not so, ``damage``: what
+    was and is not, ``gone``: of it, whole resources that are gone or were made anew; ``openings`` and ``extra``: what
+    nobody asked for."""
+
+    missing: tuple[str, ...] = ()
+    damage: tuple[str, ...] = ()
+    gone: tuple[str, ...] = ()
+    openings: tuple[str, ...] = ()
+    extra: tuple[str, ...] = ()
+
+    @property
+    def none(self) -> bool:
+        """Whether there is no difference that counts."""
+        return not (self.missing or self.damage or self.gone or self.openings or self.extra)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Judges an account. ``held``: the wanted leaves that it holds, ``progress`` their share by parts, in [0, 1];
+    ``harms``: what was harmed, as far as an agent has to answer for it."""
+
+    achieved: bool
+    progress: float
+    harms: frozenset[str]
+    differences: Differences
+    held: frozenset[str] = field(default_factory=frozenset)
+
+    @property
+    def harmed(self) -> bool:
+        """Whether anything was harmed."""
+        return bool(self.harms)
+
+    def words(self) -> list[str]:
+        """Return, for the author of a task, what keeps it from being achieved."""
+        found = self.differences
+        named = (("missing", found.missing), ("damaged", found.damage), ("gone or made anew", found.gone))
+        named += (("opened", found.openings), ("not asked for", found.extra))
+        return [f"{what}: {text}" for what, texts in named for text in texts]
+
+
+def compare(start: Snapshot, target: Target, end: Snapshot, freedom: Freedom = Freedom()) -> Verdict:
+    """Return the verdict about ``end``, the account of an agent that found ``start`` and was to reach ``target``."""
+    return Comparison(start, target, freedom).judge(end)
+
+
+def equal(target: Target, end: Snapshot, freedom: Freedom = Freedom()) -> bool:
+    """Return whether an account is as good as its target: apart from harmless extras and from what is free."""
+    return compare(target.start, target, end, freedom).differences.none
+
+
+class Comparison:
+    """Judges the states of one episode; what only set-up and target decide is computed once."""
+
+    def __init__(self, start: Snapshot, target: Target, freedom: Freedom = Freedom()) -> None:
+        self._start, self._target, self._freedom = start, target, freedom
+        self._renamed = _matching(start, target.start, {})
+
+    def judge(self, end: Snapshot) -> Verdict:
+        """Return the verdict about an account."""
+        names = _matching(end, self._target.end, self._renamed)
+        names |= {token: f"own {token}" for token in _identifying([end]) if token not in names}
+        known = _identifying([self._target.start, *self._target.states]) | {
+            names.get(token, token) for token in _identifying([self._start, end])
+        }
+        read = _Reading(known, self._freedom)
+        first, last, now = (
+            read.leaves(self._target.start, {}),
+            read.leaves(self._target.end, {}),
+            read.leaves(end, names),
+        )
+        parts = self._parts(read, first, last)
+        wanted = {("+", leaf) for leaf in last - first} | {("-", leaf) for leaf in first - last}
+        held = {(sign, leaf) for sign, leaf in wanted if (leaf in now) == (sign == "+")}
+        kept = first & last
+        damage = {leaf for leaf in kept - now if not self._may_change(leaf[0])}
+        gone = self._gone(now, kept, end, names)
+        damage = {leaf for leaf in damage if leaf[0] not in gone}
+        openings, extra = self._extras(now - last - first, last, now)
+        told = Differences(
+            missing=_told(f"{sign} {_said(leaf)}" for sign, leaf in wanted - held),
+            damage=_told(_said(leaf) for leaf in damage),
+            gone=_told("/".join(key) for key in gone),
+            openings=_told(map(_said, openings)),
+            extra=_told(map(_said, extra)),
+        )
+        harms = frozenset([*told.gone, *told.openings, *(_said(leaf) for leaf in damage if _matters(leaf))])
+        return Verdict(
+            achieved=told.none,
+            progress=_progress(parts, held, len(damage) + len(extra)),
+            harms=harms,
+            differences=told,
+            held=frozenset(f"{sign} {_said(leaf)}" for sign, leaf in held),
+        )
+
+    def _parts(self, read: _Reading, first: Set[Leaf], last: Set[Leaf]) -> list[set[tuple[str, Leaf]]]:
+        """Return the wanted leaves by the command of the solution that brought each to stay."""
+        states = [first, *(read.leaves(state, {}) for state in self._target.states)]
+        states[-1] = last
+        parts = []
+        open_ = {("+", leaf) for leaf in last - first} | {("-", leaf) for leaf in first - last}
+        for before in reversed(states[:-1]):
+            brought = {(sign, leaf) for sign, leaf in open_ if (leaf in before) != (sign == "+")}
+            parts.append(brought)
+            open_ -= brought
+        return [part for part in parts if part]
+
+    def _gone(self, now: Set[Leaf], kept: Set[Leaf], end: Snapshot, names: Mapping[str, str]) -> set[Key]:
+        """Return the resources that set-up and target have, and that are gone or were made anew."""
+        there = {_renamed_key(key, names): serial for key, serial in end.serials.items()}
+        before = {_renamed_key(key, self._renamed): serial for key, serial in self._start.serials.items()}
+        target = self._target
+        found = set()
+        for key in {leaf[0] for leaf in kept}:
+            stays = target.end.serials.get(key) == target.start.serials.get(key)
+            if not stays or self._may_change(key):
+                continue
+            if there.get(key) != before.get(key):
+                found.add(key)
+        return found
+
+    def _may_change(self, key: Key) -> bool:
+        return any(fnmatchcase("/".join(key), glob) for glob in self._freedom.may_change)
+
+    def _extras(self, more: Set[Leaf], last: Set[Leaf], now: Set[Leaf]) -> tuple[list[Leaf], list[Leaf]]:
+        """Return the openings, and the extras that are not harmless."""
+        known = {leaf[0] for leaf in last}
+        names = {key[2] for key in known if len(key[2]) > 3}
+        openings, extra = [], []
+        own: dict[Key, list[Leaf]] = {}
+        for leaf in more:
+            if is_opening(leaf[0], leaf[1], leaf[2]):
+                openings.append(leaf)
+            elif leaf[0] not in known:
+                own.setdefault(leaf[0], []).append(leaf)
+            elif not (_HARMLESS_PATHS.search(leaf[1]) or _HARMLESS_KINDS.search(leaf[0][1])):
+                extra.append(leaf)
+        for key, leaves in own.items():
+            if key[1].partition("/")[0] in _BESIDE or _HARMLESS_KINDS.search(key[1]):
+                continue
+            if key[2] in names or any(_mentions(leaf[2], names) for leaf in leaves) or _mentions(key[2], names):
+                extra += leaves
+        return openings, extra
+
+
+class _Reading:
+    """Reads snapshots as sets of leaves. ``known``: drawn texts that name something."""
+
+    def __init__(self, known: Set[str], freedom: Freedom) -> None:
+        self._known, self._freedom = known, freedom
+
+    def leaves(self, snapshot: Snapshot, names: Mapping[str, str]) -> set[Leaf]:
+        """Return the leaves, drawn texts by the name that the target has for them."""
+
+        def renamed(match: re.Match[str]) -> str:
+            token = names.get(match[1], match[1])
+            return f"{DRAWN}{token}{END_DRAWN}" if token in self._known else _ANY
+
+        counted: Counter[tuple[Key, str, str]] = Counter()
+        for key, attributes in snapshot.resources.items():
+            place = key if DRAWN not in key[2] else (key[0], key[1], _TOKEN.sub(renamed, key[2]))
+            free = [path.split(".") for kind, path in self._freedom.free if kind == f"{key[0]}/{key[1]}"]
+            counted[place, "", "{}"] += 1
+            for path, value in _leaves(_without(attributes, free) if free else attributes, ""):
+                if DRAWN in value:
+                    value = _TOKEN.sub(renamed, value)
+                counted[place, path, value] += 1
+        return {(*leaf, number) for leaf, count in counted.items() for number in range(count)}
+
+
+def _leaves(value: Any, path: str) -> Iterator[tuple[str, str]]:
+    if isinstance(value, Mapping):
+        for name, item in value.items():
+            yield from _leaves(item, f"{path}/{name}" if path else name)
+    elif isinstance(value, list) and path.rpartition("/")[2].lower() not in _IN_ORDER:
+        for item in value:
+            yield f"{path}[]", _canonical(item)
+    else:
+        yield path, _canonical(value)
+
+
+def _canonical(value: Any) -> str:
+    """Return a value as text that is the same for lists in any order."""
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{json.dumps(name)}:{_canonical(value[name])}" for name in sorted(value)) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(sorted(map(_canonical, value))) + "]"
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _without(value: Any, paths: Sequence[list[str]]) -> Any:
+    """Return a value without the fields at these paths; ``name[]`` goes through a list."""
+    if isinstance(value, list):
+        return [_without(item, paths) for item in value]
+    if not isinstance(value, Mapping):
+        return value
+    found = {}
+    for name, item in value.items():
+        deeper = [path[1:] for path in paths if path[0].removesuffix("[]") in (name, "*")]
+        if [] not in deeper:
+            found[name] = _without(item, deeper) if deeper else item
+    return found
+
+
+def _tokens(snapshot: Snapshot) -> Iterator[tuple[Key, list[str]]]:
+    for key in snapshot.resources:
+        if DRAWN in key[2]:
+            yield key, _TOKEN.findall(key[2])
+
+
+def _identifying(snapshots: Iterable[Snapshot]) -> set[str]:
+    return {token for snapshot in snapshots for _, tokens in _tokens(snapshot) for token in tokens}
+
+
+def _renamed_key(key: Key, names: Mapping[str, str]) -> Key:
+    if DRAWN not in key[2]:
+        return key
+    return key[0], key[1], _TOKEN.sub(lambda match: f"{DRAWN}{names.get(match[1], match[1])}{END_DRAWN}", key[2])
+
+
+def _matching(one: Snapshot, other: Snapshot, names: Mapping[str, str]) -> dict[str, str]:
+    """Return ``names`` and, for each further drawn name in ``one``, that of the most similar resources of ``other``."""
+    found = dict(names)
+    ours, theirs = _by_names(one, found), _by_names(other, {its: its for its in found.values()})
+    while ours and theirs:
+        pairs = _pairs(one, other, ours, theirs, found)
+        if not pairs:
+            break
+        for _, mine, its in [pair for pair in pairs if pair[0]] or pairs[:1]:
+            if not any(a in found for a in mine) and not set(its) & set(found.values()):
+                found.update(zip(mine, its, strict=True))
+        ours, theirs = _by_names(one, found), _by_names(other, {its: its for its in found.values()})
+    return found
+
+
+def _by_names(snapshot: Snapshot, known: Mapping[str, str]) -> dict[tuple[str, ...], list[Key]]:
+    """Return the keys of resources by the drawn names in them that are not ``known``."""
+    found: dict[tuple[str, ...], list[Key]] = {}
+    for key, tokens in _tokens(snapshot):
+        open_ = tuple(dict.fromkeys(token for token in tokens if token not in known))
+        if open_:
+            found.setdefault(open_, []).append(key)
+    return found
+
+
+def _pairs(
+    one: Snapshot,
+    other: Snapshot,
+    ours: Mapping[tuple[str, ...], list[Key]],
+    theirs: Mapping[tuple[str, ...], list[Key]],
+    names: Mapping[str, str],
+) -> list[tuple[bool, tuple[str, ...], tuple[str, ...]]]:
+    """Return (whether each is without a doubt the best for the other, names, names), the most alike first."""
+    back = {its: its for its in names.values()}
+    mine = {
+        its: {_blank(key, names): _skeleton(one.resources[key], names) for key in keys} for its, keys in ours.items()
+    }
+    their = {
+        its: {_blank(key, back): _skeleton(other.resources[key], back) for key in keys} for its, keys in theirs.items()
+    }
+    scored = []
+    for a, records in mine.items():
+        for b, others in their.items():
+            shared = records.keys() & others.keys()
+            if shared and len(a) == len(b) and not any(_named_otherwise(records[key], others[key]) for key in shared):
+                alike = sum(sum((records[key] & others[key]).values()) for key in shared)
+                scored.append((alike * 1000 - abs(len(records) - len(others)), a == b, a, b))
+    scored.sort(key=lambda pair: (-pair[0], not pair[1], pair[2], pair[3]))
+    best: dict[tuple[bool, tuple[str, ...]], list[int]] = {}
+    for score, _, a, b in scored:
+        best.setdefault((True, a), []).append(score)
+        best.setdefault((False, b), []).append(score)
+    return [
+        (all(scores[0] == score and scores[1:2] != [score] for scores in (best[True, a], best[False, b])), a, b)
+        for score, _, a, b in scored
+    ]
+
+
+def _named_otherwise(one: Counter[tuple[str, str]], other: Counter[tuple[str, str]]) -> bool:
+    """Return whether two resources bear different names, given by whoever made them."""
+    names, others = ({path: value for path, value in leaves if _NAME.search(path)} for leaves in (one, other))
+    return any(names[path] != others[path] for path in names.keys() & others.keys())
+
+
+def _blank(key: Key, names: Mapping[str, str]) -> Key:
+    """Return a key with the known drawn names in it by their counterparts, and others as one."""
+    return key[0], key[1], _TOKEN.sub(lambda match: names.get(match[1], ""), key[2])
+
+
+def _skeleton(attributes: Mapping[str, Any], names: Mapping[str, str]) -> Counter[tuple[str, str]]:
+    """Return the leaves with the drawn texts that have a counterpart by its name, and others as one."""
+
+    def renamed(match: re.Match[str]) -> str:
+        return names.get(match[1], "")
+
+    return Counter((path, _TOKEN.sub(renamed, value)) for path, value in _leaves(attributes, ""))
+
+
+def _progress(parts: Sequence[Set[tuple[str, Leaf]]], held: Set[tuple[str, Leaf]], wrong: int) -> float:
+    """Return the share of parts that hold completely; nothing is complete while anything is wrong."""
+    if not parts:
+        return 0.0
+    share = sum(part <= held for part in parts) / len(parts)
+    return min(share, (len(parts) - 0.5) / len(parts)) if wrong else share
+
+
+def _matters(leaf: Leaf) -> bool:
+    """Return whether a leaf of the set-up is a thing by itself rather than a setting: an element, or content."""
+    return False
+
+
+def _mentions(text: str, names: Iterable[str]) -> bool:
+    return any(name in text for name in names)
+
+
+def _said(leaf: Leaf) -> str:
+    key, path, value, number = leaf
+    more = f" (no. {number + 1})" if number else ""
+    text = f"{'/'.join(key)} {path} = {value[:300]}{more}"
+    return text.replace(DRAWN, "").replace(END_DRAWN, "")
+
+
+def _told(texts: Iterable[str]) -> tuple[str, ...]:
+    return tuple(sorted(texts))

@@ -1,0 +1,232 @@
+"""Takes snapshots of a whole account: every resource by service, kind and identity, as normalised plain data.
+
+Normalised: times that the service wrote are all the same, what is empty is as good as absent, states on their way are
+where they lead, documents in JSON and XML are parsed, policies have one form. Texts that the simulator drew keep the
+marks of ``simulator.account_state``; ``differences`` finds out what they name.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from types import MappingProxyType
+from typing import Any
+from xml.etree import ElementTree
+
+from realhf.aws.simulator.account_state import DRAWN
+from realhf.aws.simulator.slot import Slot
+
+Key = tuple[str, str, str]
+"""Service, kind and identity of a resource. A kind with a ``/`` lies within a resource of the kind before it."""
+HOME_REGION = "us-east-1"
+TIME = "<time>"
+SETTLED = "<settled>"
+_DAY_S = 86_400.0
+_DEEPEST = 24
+_SERVICES: Mapping[str, str] = MappingProxyType(
+    {
+        "alb": "elbv2",
+        "apigateway": "apigatewayv2",
+        "apigateway_v1": "apigateway",
+        "cloudwatch_logs": "logs",
+        "cognito": "cognito-idp",
+        "eventbridge": "events",
+        "lambda_svc": "lambda",
+        "waf": "wafv2",
+    }
+)
+"""Names of services whose modules are called otherwise."""
+_ISO_TIME = re.compile(r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d")
+_UNDER_WAY = frozenset(
+    {
+        *("pending", "creating", "inprogress", "in-progress", "in_progress", "provisioning", "modifying", "updating"),
+        *("active", "available", "successful", "running", "created", "completed", "deployed", "ok", "success"),
+        *("insync", "in_sync", "backing-up", "starting", "ready", "valid", "create_complete", "update_complete"),
+        *("configuring-enhanced-monitoring", "initial", "healthy", "associated", "insufficient_data"),
+    }
+)
+"""States of what is coming up and of what is up: time alone leads from one to the other."""
+_STATES = re.compile(r"(state|status|statevalue|lifecyclestate|statuscode)$", re.IGNORECASE)
+_NOT_STATED = frozenset(
+    {
+        *("RevisionId", "StateReason", "StateReasonCode", "LastUpdateStatusReason", "LastUpdateStatusReasonCode"),
+        *("LastModified", "LastModifiedDate", "last_modified", "LastUpdateStatus", "LastUpdatedTime"),
+        *("ETag", "etag", "_etag", "LockToken", "ItemCount", "TableSizeBytes", "SizeInBytes", "storedBytes"),
+        *("CreatorRequestId", "ClientToken", "clientToken", "ClientRequestToken", "CallerReference"),
+        *("SecurityGroupRuleId", "runtimeId", "md5", "md5_body", "seq"),
+        *(
+            "starting_sequence_number",
+            "StateUpdatedTimestamp",
+            "StateReasonData",
+            "events",
+            "deployments",
+            "storedSize",
+            "history",
+        ),
+    }
+)
+"""Fields that follow from other fields, or say only how often something was written."""
+_ENDS = frozenset({"NotAfter", "NotBefore", "ValidTo"})
+"""Times that the service sets, far from now."""
+_REVISIONS: Mapping[tuple[str, str], frozenset[str]] = MappingProxyType(
+    {("ssm", "parameters"): frozenset({"Version"}), ("ec2", "launch_templates"): frozenset()}
+)
+_NO_RESOURCES = frozenset({("ssm", "parameter_history"), ("ecs", "task_def_latest"), ("iam", "access_keys_last_used")})
+
+
+class SnapshotError(ConnectionError):
+    """The account cannot be read."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Holds an account. ``serials``: a number of each resource, another one after it was made anew."""
+
+    resources: Mapping[Key, Mapping[str, Any]]
+    serials: Mapping[Key, int] = field(default_factory=dict)
+
+
+def take_snapshot(slot: Slot) -> Snapshot:
+    """Return the account in a slot as it is now. Raises SnapshotError where it does not answer, holds too much, or is a
+    real one."""
+    if not slot.simulated:
+        raise SnapshotError("a real account (BACKEND_TYPE=aws) is not read as a whole")
+    try:
+        report = slot.ministack.account_state()
+    except (OSError, ValueError) as error:
+        raise SnapshotError(f"the account cannot be read: {error}") from error
+    return snapshot_of(report["records"], time.time())
+
+
+def snapshot_of(records: list[Any], now: float) -> Snapshot:
+    """Return the snapshot of records as a simulator reports them at ``now`` (seconds since the epoch)."""
+    resources: dict[Key, Mapping[str, Any]] = {}
+    serials: dict[Key, int] = {}
+    for module, kind, region, name, serial, value in records:
+        service = _SERVICES.get(module, module)
+        if (service, kind) in _NO_RESOURCES or (service == "elasticache" and name.startswith("default.")):
+            continue
+        identity = name if region in ("", HOME_REGION) else f"{region}:{name}"
+        normal = _normal(value, "", now, _REVISIONS.get((service, kind), frozenset()))
+        found = normal if isinstance(normal, dict) else {"": normal} if normal is not None else {}
+        for part, where, attributes in _hoisted(kind, identity, found):
+            resources[service, part, where] = attributes
+            serials[service, part, where] = serial
+    return Snapshot(resources, serials)
+
+
+def _hoisted(kind: str, identity: str, value: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Yield a record, and before it each part of it that lies under a drawn name, as a resource of its own."""
+    parts = list(_taken_out(kind, identity, value, 0))
+    yield from parts
+    yield kind, identity, value
+
+
+def _taken_out(
+    kind: str, identity: str, value: dict[str, Any], depth: int
+) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    for name, item in list(value.items()):
+        if not isinstance(item, dict) or depth > _DEEPEST:
+            continue
+        if DRAWN in name:
+            del value[name]
+            yield from _hoisted(f"{kind}/", f"{identity}/{name}", item)
+        else:
+            yield from _taken_out(f"{kind}/{name}", identity, item, depth + 1)
+
+
+def _normal(value: Any, name: str, now: float, unsaid: frozenset[str], depth: int = 0) -> Any:
+    """Return the normal form; None for what is as good as absent."""
+    if depth > _DEEPEST:
+        return "<too deep>"
+    if isinstance(value, dict):
+        if "Statement" in value and isinstance(value["Statement"], dict | list):
+            return normal_policy(value)
+        found = {
+            str(key): normal
+            for key, item in value.items()
+            if key not in _NOT_STATED and key not in unsaid
+            if (normal := _normal(item, str(key), now, unsaid, depth + 1)) is not None
+        }
+        return found or None
+    if isinstance(value, list):
+        items = [_normal(item, name, now, unsaid, depth + 1) for item in value]
+        return [item for item in items if item is not None] or None
+    if isinstance(value, str):
+        return _normal_text(value, name, now, unsaid, depth)
+    if isinstance(value, int | float) and not isinstance(value, bool) and _is_now(value, now):
+        return TIME
+    return value
+
+
+def _normal_text(text: str, name: str, now: float, unsaid: frozenset[str], depth: int) -> Any:
+    start = text[:1]
+    if not start:
+        return None
+    if start in "{[":
+        try:
+            return _normal(json.loads(text), name, now, unsaid, depth + 1)
+        except (ValueError, RecursionError):
+            return text
+    if start == "<" and "<!" not in text:
+        try:
+            return _normal(_plain_xml(ElementTree.fromstring(text)), name, now, unsaid, depth + 1)
+        except (ElementTree.ParseError, RecursionError):
+            return text
+    if _STATES.search(name) and text.lower() in _UNDER_WAY:
+        return SETTLED
+    if name in _ENDS:
+        return TIME
+    if _ISO_TIME.match(text):
+        try:
+            moment = datetime.fromisoformat(text[:19] + "+00:00").timestamp()
+        except ValueError:
+            return text
+        return TIME if _is_now(moment, now) else text
+    return TIME if text.isdigit() and len(text) in (10, 13) and _is_now(int(text), now) else text
+
+
+def _is_now(number: float, now: float) -> bool:
+    return abs(number - now) < _DAY_S or abs(number / 1000 - now) < _DAY_S
+
+
+def _plain_xml(element: ElementTree.Element, depth: int = 0) -> Any:
+    """Return an element as a map from the names of its children to lists of them, or its text."""
+    if not len(element) or depth > _DEEPEST:
+        return (element.text or "").strip()
+    found: dict[str, list[Any]] = {}
+    for child in element:
+        found.setdefault(child.tag.rpartition("}")[2], []).append(_plain_xml(child, depth + 1))
+    return found
+
+
+def normal_policy(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a policy in one form: statements and names as sorted lists, without ids and versions."""
+    written = document["Statement"]
+    statements = [_normal_statement(one) for one in (written if isinstance(written, list) else [written])]
+    return {"Statement": sorted(statements, key=lambda one: json.dumps(one, sort_keys=True))}
+
+
+def _normal_statement(statement: Any) -> Any:
+    if not isinstance(statement, Mapping):
+        return statement
+    found = {name: _listed(value) for name, value in statement.items() if name != "Sid"}
+    for name in ("Principal", "NotPrincipal"):
+        if found.get(name) == ["*"]:
+            found[name] = {"AWS": ["*"]}
+    for name in ("Action", "NotAction"):
+        if isinstance(found.get(name), list):
+            found[name] = sorted({str(action).lower() for action in found[name]})
+    found.pop("Condition", None) if not found.get("Condition") else None
+    return found
+
+
+def _listed(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(name): _listed(item) for name, item in value.items()}
+    items = value if isinstance(value, list) else [value]
+    return sorted({item if isinstance(item, str) else json.dumps(item, sort_keys=True) for item in items})

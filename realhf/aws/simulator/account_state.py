@@ -1,0 +1,200 @@
+"""Tells the owner everything that the account in a simulator holds, as plain data.
+
+All of MiniStack's resources lie in its scoped stores, and those are read here, not the answers of its operations: what
+no operation shows (the bytes of an object, messages that wait) belongs to the account too. Texts that the simulator
+drew itself are marked, because nobody can ask for them.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from datetime import datetime
+from typing import Any
+
+DRAWN, END_DRAWN = "\ue000", "\ue001"
+"""Marks around a text that the simulator drew."""
+MOST_LEAVES = 200_000
+LONGEST_TEXT = 65_536
+"""Texts that are longer are told by their digest."""
+_DEEPEST = 40
+_KEPT_DRAWS = 4 << 20
+"""Characters of drawn texts that are remembered between two resets."""
+_SHORTEST_DRAW = 6
+_LONGEST_DRAW = 64
+"""Bytes."""
+_LONGEST_RUN = 4096
+_STORES = frozenset({"AccountScopedDict", "AccountRegionScopedDict"})
+_UUID = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+_PIECE = re.compile(rf"{_UUID.pattern}|[0-9A-Za-z_-]{{20,}}|[0-9A-Za-z]{{6,}}")
+_WORD = re.compile(r"[0-9A-Za-z]{6,}")
+_UNSAID = frozenset(
+    {
+        # what was asked and answered, not what there is
+        *("_events", "_events_log", "_alarm_history", "_composite_triggers", "_stack_events", "_changes", "_queries"),
+        *("_shard_iterators", "_txn_idempotency", "_caller_refs", "_hc_caller_refs", "_credential_reports"),
+        *("_jwks_cache", "_oidc_config_cache", "_oidc_pending", "_challenge_sessions", "_change_progress"),
+        # where readers of streams stand
+        *("_kinesis_positions", "_dynamodb_stream_positions", "_esm_backoff_until", "_positions", "_stream_records"),
+        # other ways to find the same
+        *("_queue_name_to_url", "_sub_arn_to_topic", "_alias_dates", "_aws_managed_attachment_counts"),
+        *("_pool_domain_map", "_callback_index", "_stream_trimmed"),
+    }
+)
+"""Stores that hold no part of an account."""
+
+
+class TooLarge(Exception):
+    """The account holds more than is told."""
+
+
+class Draws:
+    """Remembers every text that the simulator drew since the last reset."""
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all of them."""
+        self._parts: list[str] = []
+        self._size = 0
+        self._text = self._letters = ""
+        self._known: dict[str, bool] = {}
+
+    def add(self, *texts: str) -> None:
+        """Remember texts that were drawn."""
+        self._parts.extend(texts)
+        self._size += sum(map(len, texts))
+        if self._size > _KEPT_DRAWS:  # whoever draws so much names nothing by it
+            self._parts, self._size = [*self._parts[len(self._parts) // 2 :]], self._size // 2
+
+    def add_letter(self, letter: str) -> None:
+        """Remember one more letter of a text that is drawn letter by letter."""
+        self._letters += letter
+        if len(self._letters) > _LONGEST_RUN:
+            self.add(self._letters)
+            self._letters = ""
+
+    def look(self) -> None:
+        """Take in what was drawn meanwhile, before texts are marked."""
+        if len(self._parts) > 1 or self._letters:
+            self._text = "\n".join([*self._parts, self._letters])
+            self._parts, self._letters = [self._text], ""
+            self._known = {piece: True for piece, drawn in self._known.items() if drawn}
+
+    def marked(self, text: str) -> str:
+        """Return a text with marks around all that was drawn."""
+        if DRAWN in text or END_DRAWN in text:
+            text = text.replace(DRAWN, "?").replace(END_DRAWN, "?")
+        return _PIECE.sub(self._mark, text)
+
+    def _mark(self, match: re.Match[str]) -> str:
+        piece = match[0]
+        if _UUID.fullmatch(piece):  # clients draw them too, where a request wants a token
+            return f"{DRAWN}{piece}{END_DRAWN}"
+        for start in range(min(6, len(piece) - _SHORTEST_DRAW + 1)):
+            if self._was_drawn(piece[start:]):
+                return f"{piece[:start]}{DRAWN}{piece[start:]}{END_DRAWN}"
+        return piece if _WORD.fullmatch(piece) else _WORD.sub(self._mark, piece)
+
+    def _was_drawn(self, piece: str) -> bool:
+        known = self._known.get(piece)
+        if known is None:
+            known = self._known[piece] = piece in self._text
+        return known
+
+
+class AccountState:
+    """Reads the stores. A record that was made anew has another serial number than the one before it, whatever it
+    says."""
+
+    def __init__(self, draws: Draws) -> None:
+        self._draws = draws
+        self._modules = 0
+        self._stores: list[tuple[str, str, Any]] = []
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin anew, after a reset."""
+        self._records: dict[tuple[str, str, Any], tuple[Any, int]] = {}
+        self._serial = 0
+        self._draws.clear()
+
+    def report(self) -> dict[str, Any]:
+        """Return ``records``: lists of module, store, region, key, serial and value. Raises TooLarge."""
+        self._find_stores()
+        self._draws.look()
+        teller = _Teller(self._draws.marked)
+        records, seen = [], {}
+        for module, store, held in self._stores:
+            for scoped, value in list(held._data.items()):
+                name = (module, store, scoped)
+                before = self._records.get(name)
+                if before is None or (before[0] is not value and isinstance(value, Mapping)):
+                    self._serial += 1
+                    before = (value, self._serial)
+                seen[name] = before
+                region = scoped[1] if len(scoped) == 3 else ""
+                records.append([module, store, region, teller.key(scoped[-1]), before[1], teller.tell(value)])
+        self._records = seen
+        return {"records": records}
+
+    def _find_stores(self) -> None:
+        if len(sys.modules) == self._modules:
+            return
+        self._modules = len(sys.modules)
+        found: dict[int, tuple[str, str, Any]] = {}
+        for module, name, held in _module_contents():
+            if type(held).__name__ in _STORES and name not in _UNSAID:
+                found.setdefault(id(held), (module, name.strip("_"), held))
+        self._stores = list(found.values())
+
+
+def _module_contents() -> Iterator[tuple[str, str, Any]]:
+    for module, contents in sorted(sys.modules.items()):
+        if module.startswith("ministack.services."):
+            for name, held in vars(contents).items():
+                yield module.split(".")[2], name, held
+
+
+class _Teller:
+    """Turns records into plain data, within bounds."""
+
+    def __init__(self, marked: Callable[[str], str]) -> None:
+        self._marked = marked
+        self._left = MOST_LEAVES
+
+    def key(self, key: Any) -> str:
+        """Return a key of a store or a map as text."""
+        if isinstance(key, str):
+            return self._marked(key)
+        return "/".join(map(self.key, key)) if isinstance(key, tuple) else str(key)
+
+    def tell(self, value: Any, depth: int = 0) -> Any:
+        """Return a value as plain data. Raises TooLarge."""
+        if value is None or isinstance(value, bool | int | float):
+            return value
+        self._left -= 1
+        if self._left < 0 or depth > _DEEPEST:
+            raise TooLarge(f"an account of more than {MOST_LEAVES} parts, or deeper than {_DEEPEST}")
+        if isinstance(value, str):
+            return self._marked(value) if len(value) <= LONGEST_TEXT else _digest(value.encode("utf-8", "replace"))
+        if isinstance(value, Mapping):
+            if type(value).__name__ in _STORES:
+                value = value._data  # type: ignore[attr-defined]
+            return {self.key(name): self.tell(item, depth + 1) for name, item in list(value.items())}
+        if isinstance(value, list | tuple):
+            return [self.tell(item, depth + 1) for item in list(value)]
+        if isinstance(value, set | frozenset):
+            return sorted((self.tell(item, depth + 1) for item in list(value)), key=repr)
+        if isinstance(value, bytes | bytearray | memoryview):
+            text = self._marked(bytes(value).hex()) if len(value) <= _LONGEST_DRAW else ""
+            return text if DRAWN in text else _digest(bytes(value))
+        return value.isoformat() if isinstance(value, datetime) else f"<{type(value).__name__}>"
+
+
+def _digest(content: bytes) -> str:
+    return f"{len(content)} bytes, sha256 {base64.b64encode(hashlib.sha256(content).digest()).decode()}"

@@ -1,0 +1,58 @@
+"""Keeps one more slot beside those that are leased, for what no agent is to see: the environment's own plays."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from realhf.aws.simulator.slot import START_TIMEOUT_S, Slot
+
+KEPT = 256
+"""Results that are kept, the latest asked for."""
+
+
+class Bench:
+    """Plays on ``slot``, which is started when first needed, on a thread of its own, one play after the other.
+    Thread-safe."""
+
+    def __init__(self, slot: Slot) -> None:
+        self._slot = slot
+        self._started = False
+        self._lock = threading.Lock()
+        self._results: OrderedDict[str, Future[Any]] = OrderedDict()
+        self._thread: ThreadPoolExecutor | None = None
+
+    def begin(self, key: str, play: Callable[[Slot], Any]) -> Future[Any]:
+        """Return what ``play`` will have found for ``key``. It is played once for all who ask, unless it failed."""
+        with self._lock:
+            known = self._results.get(key)
+            if known is not None and not (known.done() and (known.cancelled() or known.exception() is not None)):
+                self._results.move_to_end(key)
+                return known
+            if self._thread is None:
+                self._thread = ThreadPoolExecutor(1, "bench")
+            found = self._results[key] = self._thread.submit(self._played, play)
+            while len(self._results) > KEPT:
+                self._results.popitem(last=False)
+            return found
+
+    def _played(self, play: Callable[[Slot], Any]) -> Any:
+        if not self._started:
+            self._slot.ministack.start()
+            self._slot.ministack.wait_healthy(START_TIMEOUT_S)
+            self._started = True
+        return play(self._slot)
+
+    def stop(self) -> None:
+        """End the play under way and the slot. Idempotent."""
+        with self._lock:
+            thread, self._thread = self._thread, None
+            self._results.clear()
+        if thread is not None:
+            thread.shutdown(wait=False, cancel_futures=True)
+        self._slot.stop()
+        if thread is not None:
+            thread.shutdown()

@@ -1,0 +1,90 @@
+"""Three states of an account and what follows from their differences; no simulator is needed."""
+
+from __future__ import annotations
+
+import pytest
+
+from realhf.aws.grading.differences import Freedom, Target, Verdict, compare, equal
+from realhf.aws.grading.snapshot import Snapshot, snapshot_of
+
+AS_IT_IS = Freedom()
+NOW = 1_790_000_000.0
+QUEUE = ["sqs", "queues", "us-east-1", "old", 1, {"attributes": {"DelaySeconds": "0"}, "made": NOW}]
+
+
+def drawn(text: str) -> str:
+    return f"\ue000{text}\ue001"
+
+
+def account(*records: list) -> Snapshot:
+    return snapshot_of([QUEUE, *records], NOW)
+
+
+def topic(name: str = "news", serial: int = 2, **more: object) -> list:
+    return ["sns", "topics", "us-east-1", name, serial, {"name": name, **more}]
+
+
+def group(token: str, vpc: str = "vpc-1", serial: int = 3) -> list:
+    return ["ec2", "security_groups", "us-east-1", f"sg-{drawn(token)}", serial, {"GroupName": "web", "VpcId": vpc}]
+
+
+def verdict(*records: list, target: Snapshot | None = None, freedom: Freedom = AS_IT_IS) -> Verdict:
+    goal = Target(account(), (target or account(topic(display="News")),))
+    end = snapshot_of(list(records), NOW)
+    assert compare(account(), goal, end, freedom).achieved == equal(goal, end, freedom)
+    return compare(account(), goal, end, freedom)
+
+
+def test_the_state_of_the_solution_is_achieved_and_nothing_is_nothing() -> None:
+    assert verdict(QUEUE, topic(display="News")).achieved
+    nothing = verdict(QUEUE)
+    assert not nothing.achieved and nothing.progress == 0 and not nothing.harmed and nothing.words()
+
+
+def test_another_value_and_a_field_too_many_are_not_achieved() -> None:
+    assert not verdict(QUEUE, topic(display="Olds")).achieved
+    assert not verdict(QUEUE, topic(display="News", filter="none")).achieved
+    assert verdict(QUEUE, topic(display="News", tags=[{"Key": "a", "Value": "b"}])).achieved, "a tag is harmless"
+    assert verdict(QUEUE, topic(display="News", filter="")).achieved, "what is empty is as good as absent"
+
+
+def test_what_is_free_is_not_looked_at() -> None:
+    freedom = Freedom(free=(("sns/topics", "display"),))
+    assert verdict(QUEUE, topic(display="Olds"), freedom=freedom).achieved
+
+
+@pytest.mark.parametrize("what", ["gone", "made anew"])
+def test_harm_to_the_set_up_is_never_achieved(what: str) -> None:
+    anew = [*QUEUE[:4], 9, QUEUE[5]]
+    found = verdict(*([] if what == "gone" else [anew]), topic(display="News"))
+    assert not found.achieved and found.harmed
+    freedom = Freedom(may_change=("sqs/queues/*",))
+    assert verdict(anew, topic(display="News"), freedom=freedom).achieved
+
+
+def test_drawn_names_are_known_by_what_they_name() -> None:
+    target = account(group("aaaaaa"), topic(serial=4, group=f"sg-{drawn('aaaaaa')}"))
+    assert verdict(QUEUE, group("zzzzzz"), topic(group=f"sg-{drawn('zzzzzz')}"), target=target).achieved
+    other = verdict(
+        QUEUE, group("zzzzzz"), group("yyyyyy", "vpc-2"), topic(group=f"sg-{drawn('yyyyyy')}"), target=target
+    )
+    assert not other.achieved, "a namesake in another network is another group"
+
+
+def test_progress_is_the_share_of_parts_that_hold() -> None:
+    target = Target(account(), (account(topic()), account(topic(), topic("more"))))
+    assert compare(account(), target, account(topic("more"))).progress == 0.5
+    assert compare(account(), target, account()).progress == 0
+
+
+def test_a_resource_of_ones_own_is_harmless_until_it_touches_the_target() -> None:
+    own = ["sqs", "queues", "us-east-1", "mine", 7, {"attributes": {"DelaySeconds": "0"}}]
+    assert verdict(QUEUE, topic(display="News"), own).achieved
+    touching = [*own[:5], {"attributes": {"feeds": "arn:aws:sns:us-east-1:000000000000:news"}}]
+    assert not verdict(QUEUE, topic(display="News"), touching).achieved
+
+
+def test_an_opening_is_never_achieved_and_harms() -> None:
+    public = {"Statement": [{"Effect": "Allow", "Principal": "*", "Action": "sns:*", "Resource": "*"}]}
+    found = verdict(QUEUE, topic(display="News", policy=public))
+    assert not found.achieved and found.harmed
