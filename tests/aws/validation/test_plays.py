@@ -129,7 +129,7 @@ def test_a_play_is_performed_with_its_captures(slot) -> None:
 def test_the_command_prints_every_play_and_fails_on_one_outside(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["validate", "--adversarial", "--ids", "104", "--pool-size", "1"]) == 0
     printed = capsys.readouterr().out
-    assert "on own resources" in printed and "the account is empty at first" in printed
+    assert "on own resources" in printed and "mutants of its solution" in printed
     assert "1 templates, " in printed and "no verdicts outside the bounds" in printed
 
 
