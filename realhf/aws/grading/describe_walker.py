@@ -11,7 +11,8 @@ import functools
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, cast
@@ -23,6 +24,8 @@ from realhf.aws.cli.command_table import ALLOWED
 from realhf.aws.cli.models import bounds, element, members, operation_models, required_members, words
 from realhf.aws.cli.state_client import StateCallError
 
+_VARIANTS = 8
+"""Most calls that differ in a word of an enumeration."""
 MAX_CALLS = 2000
 """Most calls of one walk; an account that needs more is read in part."""
 _CLI_SERVICES = {"s3": "s3api"}
@@ -31,14 +34,13 @@ _IDENTITY = re.compile(r"(name|id|arn|url|identifier|key|bucket)$", re.IGNORECAS
 _PARTS = ("name", "id", "arn", "identifier", "url")
 _ID = re.compile(
     r"\b[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}\b|(?<=-)[0-9a-f]{8,17}\b|\b[0-9a-f]{16,64}\b"
-    r"|\bA[KIRSGN][A-Z]{2}[A-Z0-9]{12,17}\b|\b(?=[a-z]*\d)[a-z0-9]{10}\b|\b(?=[A-Z]*\d)Z[A-Z0-9]{10,}\b"
+    r"|\b(?=\d*[a-f])(?=[a-f]*\d)[0-9a-f]{8}\b|\bA[KIRSGN][A-Z]{2}[A-Z0-9]{12,17}\b|\b(?=[a-z]*\d)[a-z0-9]{10}\b"
+    r"|\b(?=[A-Z]*\d)Z[A-Z0-9]{10,}\b|\b(?=\w*[a-z])(?=\w*[A-Z])(?=\w*\d)\w{20,}={0,2}"
 )
-_TIME = re.compile(r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d[\d.:+Z]*|\d{8}T\d{6}Z")
-_VOLATILE = re.compile(
-    r"(date|time|timestamp|token|lastmodified|created|createdat|lastupdated|etag|revisionid|clientrequesttoken)$",
-    re.IGNORECASE,
-)
-
+"""Ids by their looks: what a service made up, and no person would."""
+_TIME = re.compile(r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d|\d{8}T\d{6}Z")
+_DAY_S = 86_400.0
+_VOLATILE = frozenset({"etag", "revisionid", "clientrequesttoken", "creationtoken", "callerreference", "locktoken"})
 _HARMLESS = re.compile(r"\.(tags?|taglist|tagset|description)\b", re.IGNORECASE)
 
 Call = Callable[[str, str, dict[str, Any]], Mapping[str, Any]]
@@ -80,29 +82,36 @@ class _Walk:
     def run(self) -> None:
         """Call until no answer gives the arguments of another call."""
         for model in _reads(self._service):
-            arguments = _arguments(model, {})
-            if arguments is not None:
-                self._ask(model, arguments)
+            self._ask(model, {})
         done = 0
         while done < len(self._records) and len(self._answers) < MAX_CALLS:
             record = self._records[done]
             done += 1
             for model in _reads(self._service):
-                arguments = _arguments(model, record)
-                if arguments is not None:
-                    self._ask(model, arguments)
+                self._ask(model, record)
 
-    def _ask(self, model: OperationModel, arguments: dict[str, Any]) -> None:
-        key = f"{self._service}:{_name(model)} {json.dumps(arguments, sort_keys=True)}"
+    def _ask(self, model: OperationModel, record: Mapping[str, Any]) -> None:
+        """Call an operation with the arguments that a record gives, {} standing for none, unless it needs others."""
+        taken = _taken(model, record)
+        if bool(taken) is not bool(record):
+            return
+        for always in _always(model):
+            if {*required_members(model.input_shape)} <= {*taken, *always}:
+                self._call_once(model, taken, always)
+
+    def _call_once(self, model: OperationModel, taken: dict[str, Any], always: Mapping[str, Any]) -> None:
+        chosen = {name: value for name, value in always.items() if isinstance(value, str)}
+        operation = f"{self._service}:{_name(model)}{'/' if chosen else ''}{'/'.join(chosen.values())}"
+        key = f"{operation} {json.dumps(taken, sort_keys=True)}"
         if key in self._answers:
             return
         try:
-            answer = plain(self._call(self._service, _name(model), arguments))
+            answer = plain(self._call(self._service, _name(model), {**always, **taken}))
         except StateCallError as error:
             self._answers[key] = {"error": error.code}
             return
         self._answers[key] = answer
-        given = {name.lower(): value for name, value in arguments.items() if isinstance(value, str)}
+        given = {name.lower(): value for name, value in taken.items() if isinstance(value, str)}
         noun = _noun(_name(model))
         for record in _records(answer, noun, given):
             if record not in self._records and not _of_amazon(record):
@@ -158,32 +167,39 @@ def _records(value: Any, noun: str, around: Mapping[str, Any]) -> Iterator[dict[
                 yield from _records(item, noun, around)
 
 
-def _arguments(model: OperationModel, record: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the arguments of a call out of a record, {} standing for none; None where the call needs others, or
-    nothing of the record."""
+def _taken(model: OperationModel, record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments that a record gives to a call: all that it must have, and of others what names the record's
+    own thing."""
+    required, noun, kind = required_members(model.input_shape), _noun(_name(model)), record.get("", "")
+    if not record or (not required and _same(kind, noun)):
+        return {}  # it stands in the list of all
+    found = {
+        name: _argument(name, member, noun, record)
+        for name, member in members(model.input_shape).items()
+        if name in required or name.lower().startswith(kind.removesuffix("e")) or (required and _IDENTITY.search(name))
+    }
+    return {name: value for name, value in found.items() if value is not None}
+
+
+@functools.cache
+def _always(model: OperationModel) -> tuple[Mapping[str, Any], ...]:
+    """Return the arguments that a call has in any account, how much is listed at once and the like; one set for each
+    word of an enumeration."""
     required = required_members(model.input_shape)
-    kind = record.get("", "")
-    if record and not required and kind == _noun(_name(model)):
-        return None  # it stands in the list of all
-    arguments: dict[str, Any] = {}
-    taken = False
+    found: list[dict[str, Any]] = [{}]
     for name, member in members(model.input_shape).items():
-        asked = name in required or (kind and name.lower().startswith(kind)) or (required and _IDENTITY.search(name))
-        found = _argument(name, member, _noun(_name(model)), record) if asked else None
-        if found is not None:
-            arguments[name], taken = found, True
-        elif name in required:
-            least = _least(member)
-            if least is None:
-                return None
-            arguments[name] = least
-        elif (everything := _everything(member)) is not None:
-            arguments[name] = everything
-    return arguments if taken or not record else None
+        values = _choices(member) if name in required else _everything(member)
+        if values:
+            found = [{**one, name: value} for one in found for value in values]
+    return tuple(found[:_VARIANTS])
+
+
+def _same(kind: str, noun: str) -> bool:
+    return kind.removesuffix("e") == noun.removesuffix("e")
 
 
 def _argument(name: str, shape: Shape, noun: str, record: Mapping[str, Any]) -> Any:
-    lower, kind = name.lower(), record.get("")
+    lower, kind = name.lower(), record.get("", "")
     if shape.type_name == "list":
         inner = element(shape)
         if inner is None or inner.type_name != "string" or not lower.endswith("s"):
@@ -193,47 +209,49 @@ def _argument(name: str, shape: Shape, noun: str, record: Mapping[str, Any]) -> 
     if shape.type_name != "string" or not record:
         return None
     if lower in _PARTS:
-        return record.get(lower) if kind == noun else None
+        return (record.get(lower) or record.get(kind)) if kind and noun.startswith(kind.removesuffix("e")) else None
     if lower in record and lower:
         return record[lower]
-    if kind and lower == kind:
+    if kind and _same(lower, kind):
         return record.get(f"{kind}name") or record.get("name") or record.get("arn")
     if lower in ("resourcearn", "resourcename", "resource", "resourceid"):
         return record.get("arn") or record.get(f"{kind}arn")
     for part in _PARTS:
-        if lower == f"{kind}{part}":
+        if lower in (f"{kind}{part}", f"{kind.removesuffix('e')}{part}"):
             return record.get(part) or (
                 record.get("name") or record.get("arn") if part in ("id", "identifier") else None
             )
     return None
 
 
-def _least(shape: Shape) -> Any:
-    """Return a value for a required member that no record gives: the first of an enumeration, or the most that is
-    listed at once."""
+def _choices(shape: Shape) -> Sequence[Any]:
+    """Return the values for a required member that no record gives: each of an enumeration, or the most that is listed
+    at once."""
     if choice := words(shape):
-        return "REGIONAL" if "REGIONAL" in choice else choice[0]
-    return bounds(shape).get("max", 60) if shape.type_name in ("integer", "long") else None
+        return choice
+    return [bounds(shape).get("max", 60)] if shape.type_name in ("integer", "long") else []
 
 
-def _everything(shape: Shape) -> Any:
+def _everything(shape: Shape) -> Sequence[Any]:
     """Return ["All"] for an optional list of what is wanted, where the model knows that word."""
     choice = words(element(shape)) if shape.type_name == "list" else ()
-    return next(([word] for word in ("All", "ALL") if word in choice), None)
+    return [[word] for word in ("All", "ALL") if word in choice][:1]
 
 
 @dataclass(frozen=True)
 class Said:
     """Is one leaf of an answer, in a form that two accounts share when they differ in times and generated ids alone: an
-    id is written as a digest of what is said of its owner. ``subject`` names what the leaf belongs to."""
+    id is written as a digest of what is said of its owner. ``arguments`` is JSON, ``subject`` names what in the answer
+    the leaf belongs to."""
 
     operation: str
+    arguments: str
     subject: str
     path: str
     value: str
 
     def __str__(self) -> str:
-        return f"{self.operation} {self.subject} {self.path} = {self.value}"
+        return f"{self.operation} {self.arguments} {self.subject}{self.path} = {self.value}"
 
 
 def told(answers: Answers) -> frozenset[Said]:
@@ -243,19 +261,36 @@ def told(answers: Answers) -> frozenset[Said]:
     def known(text: str) -> str:
         return _ID.sub(lambda match: f"#{marks.get(match[0], '')}", text)
 
-    return frozenset(
-        Said(key.split(" ", 1)[0], known(subject), known(path), known(json.dumps(value)))
-        for key, answer in answers.items()
-        for subject, path, value in _leaves(answer, _noun(key.split(":")[1].split(" ")[0]), key.split(" ", 1)[1], "")
-    )
+    found: set[Said] = set()
+    for key, answer in answers.items():
+        operation, arguments = key.split(" ", 1)
+        for subject, path, value in _leaves(answer, _noun(operation.split(":")[1].split("/")[0]), "", ""):
+            texts = (arguments, subject, path, json.dumps(value))
+            found.add(Said(operation, *map(known, texts)))
+    return frozenset(found)
 
 
-def disagreements(target: frozenset[Said], end: frozenset[Said]) -> list[str]:
-    """Say what an account tells otherwise than the target: everything that it lacks, and what it has more of things
-    that the target has as well. Tags, descriptions and things of one's own are left out."""
-    subjects = {(one.operation, one.subject) for one in target}
-    more = [one for one in end - target if (one.operation, one.subject) in subjects and not _HARMLESS.search(one.path)]
+def disagreements(start: frozenset[Said], target: frozenset[Said], end: frozenset[Said]) -> list[str]:
+    """Say what an account tells otherwise than the target: everything that it lacks, what should be gone, and what it
+    has more of things that ``start``, the account before, or the target has as well. Tags, descriptions and things of
+    one's own are left out."""
+    known = start | target
+    subjects = {(one.operation, one.subject) for one in known if one.arguments == "{}"}
+    things = {value for one in known for value in _values(one.arguments)}
+
+    def counts(one: Said) -> bool:
+        if one in start or one.arguments == "{}":
+            return one in start or (one.operation, one.subject) in subjects
+        return not things.isdisjoint(_values(one.arguments))
+
+    more = [one for one in end - target if counts(one) and not _HARMLESS.search(one.path)]
     return sorted([f"- {one}" for one in target - end] + [f"+ {one}" for one in more])
+
+
+@functools.lru_cache(maxsize=4096)
+def _values(arguments: str) -> tuple[str, ...]:
+    values = json.loads(arguments).values()
+    return tuple(item for value in values for item in (value if isinstance(value, list) else [value]))
 
 
 def _marks(answers: Answers) -> dict[str, str]:
@@ -264,7 +299,7 @@ def _marks(answers: Answers) -> dict[str, str]:
     mentioned: dict[str, list[tuple[str, str]]] = {}
     for key, answer in answers.items():
         operation = key.split(" ", 1)[0]
-        for noun, part in _structures(answer, _noun(operation.split(":")[1])):
+        for noun, part in _structures(answer, _noun(operation.split(":")[1].split("/")[0])):
             text = json.dumps(part, sort_keys=True)
             own = {name for _, value in _own(part, noun) for name in _ID.findall(value)}
             for name in set(_ID.findall(text)):
@@ -313,7 +348,20 @@ def _inner(key: str, noun: str) -> str:
 
 
 def _lasts(key: str, value: Any) -> bool:
-    return not _VOLATILE.search(key) and not (isinstance(value, str) and _TIME.search(value))
+    """Return whether a value says something of the account, rather than when or how often something was done."""
+    if key.lower() in _VOLATILE:
+        return False
+    if isinstance(value, str):
+        found = _TIME.search(value)
+        if found:
+            return "X-Amz-Date" not in value and not _is_now(datetime.fromisoformat(found[0]).timestamp())
+        return not (value.isdecimal() and len(value) in (10, 13) and _is_now(int(value)))
+    return isinstance(value, bool) or not isinstance(value, int | float) or not _is_now(value)
+
+
+def _is_now(number: float) -> bool:
+    now = time.time()
+    return abs(number - now) < _DAY_S or abs(number / 1000 - now) < _DAY_S
 
 
 def _leaves(value: Any, noun: str, subject: str, path: str) -> Iterator[tuple[str, str, Any]]:
@@ -326,9 +374,7 @@ def _leaves(value: Any, noun: str, subject: str, path: str) -> Iterator[tuple[st
                 yield from _leaves(item, _inner(key, noun), subject, f"{path}.{key}")
     elif isinstance(value, list):
         for item in value:
-            if isinstance(item, Mapping | list):
-                yield from _leaves(item, noun, subject, path)
-            else:
-                yield f"{subject}[{item}]", path, item
+            names_itself = not path.count(".") > 1 and not isinstance(item, Mapping | list)
+            yield from _leaves(item, noun, f"{subject}[{item}]" if names_itself else subject, path)
     else:
         yield subject, path, value

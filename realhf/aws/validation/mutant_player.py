@@ -70,9 +70,11 @@ class Played:
 
 @dataclass(frozen=True)
 class _Target:
-    """Holds what the solution leaves, as the describe calls tell it of ``services``, and its writes."""
+    """Holds what the set-up and what the solution leaves, as the describe calls tell it of ``services``, and the
+    solution's writes."""
 
     services: frozenset[str]
+    start: frozenset[Said]
     said: frozenset[Said]
     writes: tuple[str, ...]
 
@@ -106,7 +108,9 @@ def play_mutant(episode: Episode, task: Task, mutant: Mutant, targets: Targets) 
     run = perform(episode, task, mutant.commands)
     differences = ["the simulator was lost"]
     if not run.lost:
-        differences = disagreements(target.said, _said(episode, target.services | _services(mutant.commands)))
+        differences = disagreements(
+            target.start, target.said, _said(episode, target.services | _services(mutant.commands))
+        )
     return Played(
         task_id=task.task_id,
         seed=task.seed,
@@ -172,8 +176,10 @@ def _filled(episode: Episode, command: str) -> str:
 
 def _target(episode: Episode, task: Task) -> _Target:
     services = _services(task.solution) | {command.service for command in task.setup if command.service}
+    episode.reset(task, chaos=False)
+    start = _said(episode, services)
     run = perform(episode, task, task.solution)
-    return _Target(services, _said(episode, services), run.writes)
+    return _Target(services, start, _said(episode, services), run.writes)
 
 
 def _services(commands: Iterable[str]) -> frozenset[str]:

@@ -12,6 +12,7 @@ from realhf.aws.tasks import instantiate
 from realhf.aws.validation.mutant_player import perform
 from realhf.aws.validation.plays.command_line import renumbered
 
+NOTHING: frozenset[Any] = frozenset()
 POLICY = '{"Version":"2012-10-17","Statement":{"Effect":"Allow","Action":"s3:*","Resource":"*"}}'
 
 
@@ -42,11 +43,11 @@ def test_two_accounts_that_differ_in_ids_and_times_alone_say_the_same(slot: Slot
     target = told(walk(slot.state.call, ["ec2", "rds"]))
     later = ["aws ec2 create-volume --size 1 --availability-zone us-east-1a", *task.solution]
     perform(episode, task, [renumbered(line, {number: number + 1 for number in range(7)}) for line in later])
-    assert not disagreements(target, told(walk(slot.state.call, ["ec2", "rds"]))), (
+    assert not disagreements(NOTHING, target, told(walk(slot.state.call, ["ec2", "rds"]))), (
         "other ids, and a volume of one's own"
     )
     perform(episode, task, task.solution[:-1])
-    lacking = disagreements(target, told(walk(slot.state.call, ["ec2", "rds"])))
+    lacking = disagreements(NOTHING, target, told(walk(slot.state.call, ["ec2", "rds"])))
     assert any(line.startswith("- ec2:DescribeSecurityGroups") and "5432" in line for line in lacking)
 
 
@@ -77,7 +78,9 @@ def test_an_id_stands_for_what_is_said_of_its_owner() -> None:
 
     first, second = "vpc-0123456789abcdef0", "vpc-aaaabbbbccccdddd0"
     assert vpcs(first, second, first) == vpcs(second, first, second), "other ids, the same account"
-    assert disagreements(vpcs(first, second, first), vpcs(first, second, second)), "a namesake in another network"
+    assert disagreements(NOTHING, vpcs(first, second, first), vpcs(first, second, second)), (
+        "a namesake in another network"
+    )
 
 
 def test_own_resources_and_tags_are_no_disagreement_and_more_rules_are() -> None:
@@ -86,9 +89,10 @@ def test_own_resources_and_tags_are_no_disagreement_and_more_rules_are() -> None
 
     target = groups(group("sg-0123456789abcdef0", 443))
     own = {**group("sg-aaaabbbbccccdddd0", 22), "GroupName": "own"}
-    assert not disagreements(target, groups(group("sg-0123456789abcdef0", 443, Tags=[{"Key": "a"}]), own))
+    assert not disagreements(NOTHING, target, groups(group("sg-0123456789abcdef0", 443, Tags=[{"Key": "a"}]), own))
     more = group("sg-0123456789abcdef0", 443)
     more["IpPermissions"].append({"FromPort": 22})
-    (line,) = disagreements(target, groups(more))
+    (line,) = disagreements(NOTHING, target, groups(more))
     assert line.startswith("+ ec2:DescribeSecurityGroups") and line.endswith("FromPort = 22")
-    assert disagreements(target, groups(own)), "the group is gone"
+    assert disagreements(NOTHING, target, groups(own)), "the group is gone"
+    assert disagreements(groups(own), target, groups(group("sg-0123456789abcdef0", 443), own)), "one that was to go"
