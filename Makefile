@@ -34,7 +34,7 @@ help:
 	@echo "make validate-adversarial  play against the grader: what does nothing, harms or overdoes must not pay"
 	@echo "make mutation  play generated mutants of every solution and count the wrongly paid and the wrongly refused (MOST=100 of each template, SEED=0, ARGS='--output FILE ..')"
 	@echo "make red-team play every attack of the table, then FUZZ_COMMANDS=20000 drawn ones and EXTREMES=4000 that ask for too much, and print what was observed"
-	@echo "make screenshots  play in the playground, train two short runs and take the pictures of docs/images anew with Chromium (RUNS='folder ..')"
+	@echo "make screenshots  play in the playground, train some short runs and take the pictures of docs/images anew with Chromium (RUNS='folder ..')"
 	@echo "make bench-trajectory  install the original Atropos server beside it and measure both"
 	@echo "make test-atropos  let the original's real clients and its own API tests talk to our server"
 	@echo "make crash-ledger  kill trajectory servers, and let their stores fail, for five minutes while clients push and pull; balance the books"

@@ -53,6 +53,7 @@ PARSED = {
 SERVERS = ("aws-env", "run-api", "realhf.trajectory", "workers.env_worker")
 SMALLER = (
     "total_train_steps=2",
+    "critic.warmup_steps=1",
     "dataset.train_bs_n_seqs=2",
     "ppo.group_size=2",
     "rollout.sessions=4",

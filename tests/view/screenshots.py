@@ -1,10 +1,10 @@
 """The pictures of the page over runs in ``docs/images``, light and dark, taken of real runs: ``make screenshots``, with
 Chromium.
 
-    python -m tests.view.screenshots [RUN RUN [CUT_OFF [AWS [KILLED]]]]
+    python -m tests.view.screenshots [RUN RUN RUN [CUT_OFF [AWS [KILLED]]]]
 
-Runs that are not named are trained first, which takes minutes: two on the SQL environment with the built-in policy; one
-whose answers are cut off, for the advisories; one on AWS by a policy that knows two commands, for the state of the
+Runs that are not named are trained first, which takes minutes: three on the SQL environment with the built-in policy;
+one whose answers are cut off, for the advisories; one on AWS by a policy that knows two commands, for the state of the
 account; and one that is killed and goes on.
 """
 
@@ -24,11 +24,12 @@ from tests.process_family import family, gone
 from tests.view.runs import served
 
 IMAGES = Path(__file__).resolve().parents[2] / "docs" / "images"
-FIRST, SECOND, CUT_OFF, AWS, KILLED = range(5)
+FIRST, SECOND, THIRD, CUT_OFF, AWS, KILLED = range(6)
 DIFFERENCE = "difference"
 PAGES = (
     ("overview", f"#/overview?runs={FIRST}", ()),
     ("compare", f"#/overview?runs={FIRST},{SECOND}&smooth=0.6", ()),
+    ("seeds", f"#/overview?runs={FIRST},{THIRD},{SECOND}", ()),
     (DIFFERENCE, f"#/overview?runs={FIRST},{SECOND}", ()),
     ("killed", f"#/overview?runs={KILLED}", ()),
     ("advisories", f"#/advisories?runs={CUT_OFF}", ("j",)),
@@ -56,7 +57,7 @@ def main() -> None:
     """Photograph every page."""
     with tempfile.TemporaryDirectory() as folder:
         named = [Path(name) for name in sys.argv[1:]]
-        makers = (first, second, cut_off, aws, killed)
+        makers = (first, second, third, cut_off, aws, killed)
         runs = [*named, *(make(Path(folder)) for make in makers[len(named) :])]
         with served(*runs, follow=False) as url, closing(Chromium()) as page:
             for name, place, keys in PAGES:
@@ -92,6 +93,11 @@ def first(folder: Path) -> Path:
 def second(folder: Path) -> Path:
     """The same with another seed and twice the learning rate."""
     return trained(folder, "seed2", *SQL, "seed=2", "total_train_steps=12", "actor.optimizer.lr=2e-3")
+
+
+def third(folder: Path) -> Path:
+    """The first one with the second one's seed."""
+    return trained(folder, "seed2-same", *SQL, "seed=2", "total_train_steps=12")
 
 
 def cut_off(folder: Path) -> Path:
