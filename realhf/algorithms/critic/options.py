@@ -51,6 +51,7 @@ class CriticOptimizerConfig(OptimizerConfig):
         f"The learning rate after the warm-up; by default {BUILTIN_RATE:g} for the critic of the built-in policy, and "
         "actor.optimizer.lr for every other one.",
         above=0,
+        on_resume="warns",
     )
 
     def at(self, rate: float) -> OptimizerConfig:

@@ -23,7 +23,7 @@ class LRSchedule(Enum):
 class OptimizerConfig:
     """AdamW. Warm-up and decay are fractions of total_train_steps."""
 
-    lr: float = option(1e-6, "The learning rate after the warm-up.", above=0)
+    lr: float = option(1e-6, "The learning rate after the warm-up.", above=0, on_resume="warns")
     weight_decay: float = option(0.05, "Every update shrinks the weights by this times the learning rate.", at_least=0)
     beta1: float = option(
         0.9, "This much of the running mean of the gradients stays in every update.", at_least=0, at_most=1

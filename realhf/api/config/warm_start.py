@@ -9,6 +9,13 @@ from realhf.api.config.option import option, section
 
 
 @dataclass
+class WarmStartOptimizerConfig(OptimizerConfig):
+    """AdamW, over before the run begins: with another learning rate it would have begun elsewhere."""
+
+    lr: float = option(1e-5, "The learning rate after the warm-up.", above=0, on_resume="refuses")
+
+
+@dataclass
 class WarmStartConfig:
     """Supervised warm start of a policy on episodes that a scripted solver really played.
 
@@ -25,9 +32,8 @@ class WarmStartConfig:
     )
     train_steps: int = option(400, "The warm start makes this many train steps.", at_least=1)
     batch_size: int = option(32, "Every step of the warm start trains on this many demonstrations.", at_least=1)
-    optimizer: OptimizerConfig = section(
-        OptimizerConfig,
-        lr=1e-5,
+    optimizer: WarmStartOptimizerConfig = section(
+        WarmStartOptimizerConfig,
         weight_decay=0.01,
         warmup_steps_proportion=0.05,
         lr_scheduler_type=LRSchedule.cosine,
