@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import subprocess
 import sys
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -272,6 +274,24 @@ def test_what_is_not_installed_or_cannot_be_written_is_told_at_the_check(capsys,
     elsewhere = ("scheduler=join", "scheduler.hosts=[a]", "network.bind=10.0.0.1")
     there = compose_config(["experiment=grpo_aws_async", "engine.name=vllm", "engine.vllm_executable=none", *elsewhere])
     check_config(there.config)
+
+
+def test_a_folder_of_somebody_else_cannot_be_written_and_nothing_is_made_there():
+    """A root that is no folder of this user's, or does not exist below one that is not."""
+    with tempfile.TemporaryDirectory() as name:
+        folder, user = Path(name), os.geteuid()
+        (folder / "theirs").mkdir()
+        folder.chmod(0o755), (folder / "theirs").chmod(0o555)
+        for root in (folder / "theirs", folder / "theirs" / "runs"):
+            config = compose_config(["experiment=grpo", "env=sql", "mode=check", f"fileroot={root}"]).config
+            if user == 0:
+                os.seteuid(65534)  # root writes anywhere
+            try:
+                with pytest.raises(ConfigError, match=f"fileroot: cannot write to {folder / 'theirs'}: Permission"):
+                    check_config(config)
+            finally:
+                os.seteuid(user)
+        assert not [*(folder / "theirs").iterdir()]
 
 
 def test_choices_win_over_the_experiment_and_the_command_line_over_both():

@@ -87,17 +87,26 @@ def picture(page: Chromium, url: str, name: str, scheme: str, place: str, keys: 
 
 def first(folder: Path) -> Path:
     """Train for some steps."""
-    return trained(folder, "seed1", *SQL, "seed=1", "total_train_steps=12")
+    return on_sql(folder, "seed1", "seed=1")
 
 
 def second(folder: Path) -> Path:
     """The same with another seed and twice the learning rate."""
-    return trained(folder, "seed2", *SQL, "seed=2", "total_train_steps=12", "actor.optimizer.lr=2e-3")
+    return on_sql(folder, "seed2", "seed=2", "actor.optimizer.lr=6e-4")
 
 
 def third(folder: Path) -> Path:
     """The first one with the second one's seed."""
-    return trained(folder, "seed2-same", *SQL, "seed=2", "total_train_steps=12")
+    return on_sql(folder, "seed2-same", "seed=2")
+
+
+def on_sql(folder: Path, name: str, *options: str) -> Path:
+    """Train on SQL from a policy that is taught once."""
+    taught = [*(folder / "warm_start").glob("policy-*")]
+    if not taught:
+        trained(folder, "taught", *SQL, "seed=1", "total_train_steps=1", "evaluation.episodes_per_task=0")
+        taught = [*(folder / "warm_start").glob("policy-*")]
+    return trained(folder, name, *SQL, f"actor.path={taught[0]}", "total_train_steps=12", *options)
 
 
 def cut_off(folder: Path) -> Path:
