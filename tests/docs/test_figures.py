@@ -91,7 +91,7 @@ def test_the_learning_table_is_one() -> None:
     assert len(table) == 6 and learned("README.md") == table
     number = r"([\d.]+) \| "
     row = rf"^\| ([123]) \| {number}[\d.]+ \| {number}{number}[\d.]+ \| ([\d.]+) \|$"
-    beside = re.findall(row, read("docs/reference/ppo.md"), re.MULTILINE)
+    beside = re.findall(row, read(str(Path("docs", "reference", "ppo.md"))), re.MULTILINE)
     assert len(beside) == 3
     for seed, sampled_before, sampled, greedy_before, greedy in beside:
         own = [row.split(" | ")[2] for row in table if row.startswith(f"| {seed} ")]
