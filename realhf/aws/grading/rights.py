@@ -35,7 +35,8 @@ MOST_STEPS = 200_000
 _AWS_POLICIES = "arn:aws:iam::aws:policy/"
 _DEEPEST = 12
 _LITERAL = "\uf8ff{"
-"""Stands for the beginning of a variable in policies of a time without variables."""
+"""Stands for the beginning of a variable in policies of a language without variables, the one of 2008, which is meant
+where no version is said."""
 
 
 @dataclass(frozen=True)
@@ -190,8 +191,8 @@ class _Managed:
 
 
 def read_document(document: Any) -> tuple[Statement, ...]:
-    """Return the statements of a policy, given as an object or as text; none where there is no document. What cannot
-    be read as a policy is a statement that may allow anything."""
+    """Return the statements of a policy, given as an object or as text; none where there is no document. All parts of
+    a statement may be lists. What cannot be read as a policy is a statement that may allow anything."""
     if document in (None, "", {}):
         return ()
     return _statements_of(document if isinstance(document, str) else json.dumps(document, sort_keys=True, default=str))
@@ -203,11 +204,25 @@ def _statements_of(text: str) -> tuple[Statement, ...]:
         document = json.loads(text)
         if isinstance(document, dict) and document.get("Statement") == []:
             return ()
-        if "${" in text and isinstance(document, dict) and document.get("Version") == "2008-10-17":
+        if "${" in text and isinstance(document, dict) and document.get("Version") != "2012-10-17":
             text = text.replace("${", _LITERAL)
-        return parse_policy(text)
+        return parse_policy(_with_single_effects(json.loads(text)) if '"Effect": [' in text else text)
     except (PolicyError, ValueError, RecursionError):
         return _unknown(f"a policy that cannot be read ({len(text)} characters)", text)
+
+
+def _with_single_effects(document: Any) -> Any:
+    """Return a policy with each effect that is a list of one as that one."""
+    statements = document.get("Statement") if isinstance(document, Mapping) else None
+    listed = statements if isinstance(statements, list) else [statements]
+    return {
+        "Statement": [
+            {**one, "Effect": one["Effect"][0]}
+            if isinstance(one, Mapping) and isinstance(one.get("Effect"), list) and len(one["Effect"]) == 1
+            else one
+            for one in listed
+        ]
+    }
 
 
 def _unknown(name: str, content: str = "") -> tuple[Statement, ...]:

@@ -136,6 +136,9 @@ SEND: dict[str, Any] = {
 }
 INSECURE = {"Bool": {"aws:SecureTransport": "false"}}
 
+ARNS = [("ArnLike", "arn:aws:sns:*:t"), ("ArnEquals", "arn:aws:sns:us-east-1:1:t")]
+"""A star of ArnLike stays within its part of the name."""
+
 
 def of(statements: Any, owner: str = "") -> Policies:
     return Policies(parse_policy({"Version": "2012-10-17", "Statement": statements}), None, owner)
@@ -161,6 +164,11 @@ def of(statements: Any, owner: str = "") -> Policies:
             [{**SEND, "Condition": {"StringEquals": {"k": one}}} for one in ("y", "x")],
             QUEUE,
         ),
+        (
+            {**SEND, "Condition": {"ArnLike": {"aws:SourceArn": TOPIC[:-1] + "*"}}},
+            [SEND, {**SEND, "Condition": {"ArnLike": {"aws:SourceArn": TOPIC[:-1] + "*"}}}],
+            QUEUE,
+        ),
         ({**SEND, "Principal": "*"}, {**SEND, "Principal": {"AWS": ["*"]}}, QUEUE),
         ({**SEND, "Principal": {"AWS": "000000000000"}}, {**SEND, "Principal": {"AWS": ROOT}}, QUEUE),
     ],
@@ -184,6 +192,16 @@ def test_one_policy_written_twice(wanted: Any, found: Any, owner: str) -> None:
         ({**READ, "Resource": "arn:aws:s3:::data/${aws:username}/*"}, READ, True),
         (SEND, {**SEND, "Condition": {"ArnLike": {"aws:SourceArn": TOPIC[:-1] + "*"}}}, True),
         (SEND, {**SEND, "Condition": {"StringEquals": {"aws:SourceArn": [TOPIC, TOPIC + "2"]}}}, True),
+        (
+            {**SEND, "Condition": {"StringLike": {"k": "a*"}}},
+            [{**SEND, "Condition": {"StringLike": {"k": one}}} for one in ("a*", "b")],
+            True,
+        ),
+        (
+            {**SEND, "Condition": {"ArnLike": {"k": "arn:aws:sns:*:t"}}},
+            [{**SEND, "Condition": {operator: {"k": one}}} for operator, one in ARNS],
+            True,
+        ),
         ({**SEND, "Principal": {"AWS": ROOT}}, {**SEND, "Principal": {"AWS": ROOT[:-4] + "user/x"}}, True),
         ({**SEND, "Principal": {"AWS": ROOT[:-4] + "role/x"}}, {**SEND, "Principal": {"AWS": ROOT}}, True),
     ],

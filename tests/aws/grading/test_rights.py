@@ -194,12 +194,13 @@ def test_policies_are_found_wherever_they_hang() -> None:
 
 def test_documents_are_the_same_when_they_mean_the_same() -> None:
     assert same_policy(READ, json.dumps({"Version": "2012-10-17", "Statement": [READ["Statement"]] * 2}))
+    assert same_policy(READ, {"Statement": [{**READ["Statement"], "Effect": ["Allow"], "Action": ["s3:getobject"]}]})
     assert not same_policy(READ, ALL)
     assert not same_policy(READ, None)
     assert same_policy(None, {"Statement": []})
     home = {"Effect": "Allow", "Action": "s3:GetObject", "Resource": "arn:aws:s3:::home/${aws:username}/*"}
-    assert same_policy({"Statement": home}, {"Version": "2012-10-17", "Statement": home})
-    assert not same_policy({"Statement": home}, {"Version": "2008-10-17", "Statement": home})
+    assert same_policy({"Statement": home}, {"Version": "2008-10-17", "Statement": home})
+    assert not same_policy({"Statement": home}, {"Version": "2012-10-17", "Statement": home}), "a variable"
 
 
 def hostile(kind: str) -> dict[str, Any]:
