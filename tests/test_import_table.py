@@ -55,7 +55,7 @@ ROOMS: dict[str, str] = {
     "env/init": "",
     "env/play": "api base builtins env/check env/doors",
     "env/server": "base",
-    "env/server/spec": "api api/chat base env/doors env/server",
+    "env/server/spec": "api api/chat base builtins env/containment env/doors env/server",
     "env/client": "api",
     "env/adapters": "api api/config base env/client env/doors",
     "environments/countdown": "api api/config env/doors",

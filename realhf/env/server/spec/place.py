@@ -137,12 +137,12 @@ class Place:
 
 
 def keep_this_process() -> None:
-    """Have ``os._exit`` in a thread of an environment end the call it is in, and not the server with all sessions."""
+    """Have ``os._exit`` in a thread of an environment end the call it is in, and not the process with all sessions."""
     leave, server = os._exit, os.getpid()
 
     def exits(status: int) -> NoReturn:
         if os.getpid() == server and threading.current_thread() is not threading.main_thread():
-            raise SystemExit(f"os._exit({status}) would end the server with all its sessions")
+            raise SystemExit(f"os._exit({status}) would end its process with all sessions")
         leave(status)
 
     os._exit = exits

@@ -22,7 +22,7 @@ class Places:
     ``make`` returns an instance of the environment ``name``; ``timeout_s`` bounds each of its calls."""
 
     def __init__(self, name: str, make: Callable[[], Environment], size: int, timeout_s: float) -> None:
-        self._name, self._make, self._size, self._timeout_s = name, make, size, timeout_s
+        self._name, self._make, self.size, self._timeout_s = name, make, size, timeout_s
         self._lock = threading.Lock()
         self._taken: set[Place] = set()
         self._left: list[LoopThread] = []
@@ -71,7 +71,7 @@ class Places:
         with self._lock:
             self._forget_ended()
             return {
-                "size": self._size,
+                "size": self.size,
                 "free": self._free,
                 "acquired": self._acquired,
                 "stuck_threads": len(self._left),
@@ -81,7 +81,7 @@ class Places:
     @property
     def _free(self) -> int:
         self._forget_ended()
-        return 0 if len(self._left) >= MOST_STUCK else self._size - len(self._taken)
+        return 0 if len(self._left) >= MOST_STUCK else self.size - len(self._taken)
 
     def _forget_ended(self) -> None:
         self._left = [thread for thread in self._left if thread.alive]

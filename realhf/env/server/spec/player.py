@@ -6,13 +6,14 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from realhf.api.environment import AssistantMessage, Environment, EnvironmentFailure, Turn
+from realhf.api.environment import Environment, EnvironmentFailure, Turn
 from realhf.base.text import shorten
 from realhf.env.server import wire
 from realhf.env.server.served import Reply
 from realhf.env.server.spec.observations import of_opening, of_turn
 from realhf.env.server.spec.place import Place
 from realhf.env.server.spec.places import Places
+from realhf.env.server.spec.requests import message_of
 from realhf.env.server.spec.task_choice import ChosenTask, TaskChoice
 from realhf.env.server.wire import WireError
 
@@ -47,9 +48,10 @@ class SpecPlayer:
         self._playing, self._tools = True, seen["tools"]
         return self._shown(seen), None, False
 
-    def step(self, message: AssistantMessage) -> Reply:
-        """Take a turn of the policy. Raises WireError."""
+    def step(self, action: dict[str, Any]) -> Reply:
+        """Take a turn of the policy, as a checked action says it. Raises WireError."""
         self._check_playing()
+        message = message_of(action)
 
         async def taken(env: Environment) -> Reply:
             turn: Turn = await env.step(message)

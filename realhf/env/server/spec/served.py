@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from fastapi import FastAPI
 from pydantic import BaseModel
 
-from realhf.api.environment import AssistantMessage, EnvironmentSpec
-from realhf.env.server.served import McpDoor, SlotPool
+from realhf.env.server.served import McpDoor, Player, SlotPool
 from realhf.env.server.spec.config import SpecServerConfig
+from realhf.env.server.spec.host import Facts
 from realhf.env.server.spec.models import SpecAction, SpecObservation, SpecState
-from realhf.env.server.spec.place import Place
 from realhf.env.server.spec.places import Places
-from realhf.env.server.spec.player import SpecPlayer
-from realhf.env.server.spec.requests import checked_action, checked_reset, message_of
-from realhf.env.server.spec.task_choice import TaskChoice
+from realhf.env.server.spec.processes import Processes
+from realhf.env.server.spec.requests import checked_action, checked_reset
 from realhf.env.server.spec.tool_door import ToolDoor
 
 
 class SpecServed:
-    """Implements ``realhf.env.server.served.ServedEnvironment`` for a specification. Raises ValueError for an
-    environment that has no tasks, or that lives on a service of its own."""
+    """Implements ``realhf.env.server.served.ServedEnvironment`` for an environment of which ``facts`` are known, and
+    whose sessions take a slot of ``pool``; ``player`` makes of a slot what plays in it."""
 
     slots_are: str = "environment"
     slot_label: str = "kind"
@@ -30,17 +28,13 @@ class SpecServed:
     own_guard: str = ""
     home: str = "/health"
 
-    def __init__(self, spec: EnvironmentSpec, config: SpecServerConfig) -> None:
-        if spec.launch is not None:
-            raise ValueError(
-                f"the environment {spec.name} is played on a server of its own: python -m {spec.launch.module}"
-            )
-        self.title: str = f"realhf environment {spec.name}"
-        self.about: str = f"Episodes of {spec.name} over the OpenEnv wire"
-        self._spec, self._config = spec, config
-        self._choice = TaskChoice(spec)
-        self._places = Places(spec.name, lambda: spec.make(""), config.pool_size, config.call_timeout_s)
-        self.pool: SlotPool = self._places
+    def __init__(
+        self, facts: Facts, pool: Places | Processes, player: Callable[[Any], Player], config: SpecServerConfig
+    ) -> None:
+        self.title: str = f"realhf environment {facts.name}"
+        self.about: str = f"Episodes of {facts.name} over the OpenEnv wire"
+        self._facts, self._config, self._pool, self._player = facts, config, pool, player
+        self.pool: SlotPool = pool
         self.mcp: McpDoor = ToolDoor()
 
     def start(self) -> None:
@@ -48,16 +42,16 @@ class SpecServed:
 
     def stop(self) -> None:
         """Break off every call of the environment."""
-        self._places.stop()
+        self._pool.stop()
 
     def announcement(self) -> list[str]:
         """Say how many tasks there are."""
-        counts = ", ".join(f"{count} templates of the split {split}" for split, count in self._choice.counts().items())
-        return [f"{self._spec.name}: {counts}"]
+        counts = (f"{count} templates of the split {split}" for split, count in self._facts.templates.items())
+        return [f"{self._facts.name}: {', '.join(counts)}"]
 
-    def make_player(self, slot: Place) -> SpecPlayer:
+    def make_player(self, slot: Any) -> Player:
         """See ``ServedEnvironment``."""
-        return SpecPlayer(slot, self._places, self._choice, self._spec.system_prompt, info=self._config.info)
+        return self._player(slot)
 
     def check_reset(self, data: Any) -> dict[str, Any]:
         """See ``ServedEnvironment``."""
@@ -67,9 +61,9 @@ class SpecServed:
         """See ``ServedEnvironment``."""
         return checked_action(data)
 
-    def step_argument(self, action: dict[str, Any]) -> AssistantMessage:
-        """Return what the policy said."""
-        return message_of(action)
+    def step_argument(self, action: dict[str, Any]) -> dict[str, Any]:
+        """Return the action: a player reads what the policy said."""
+        return action
 
     def outcome(self, observation: Mapping[str, Any]) -> str:
         """Say whether the task was solved, where the environment says so."""
@@ -84,15 +78,15 @@ class SpecServed:
     def metadata(self) -> dict[str, Any]:
         """See ``ServedEnvironment``."""
         return {
-            "name": f"realhf-{self._spec.name}",
+            "name": f"realhf-{self._facts.name}",
             "description": self.about,
-            "environment": self._spec.name,
+            "environment": self._facts.name,
             "messages": True,
             "max_concurrent_envs": self._config.pool_size,
             "call_timeout_s": self._config.call_timeout_s,
-            "deterministic": self._spec.deterministic,
-            "templates": self._choice.counts(),
-            "groups": self._choice.groups(),
+            "deterministic": self._facts.deterministic,
+            "templates": self._facts.templates,
+            "groups": self._facts.groups,
             "correlation": True,
             "simulated": self._config.injected.described(),
         }

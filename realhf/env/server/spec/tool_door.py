@@ -7,6 +7,7 @@ from typing import Any
 
 from realhf.env.server.served import Player
 from realhf.env.server.spec.player import SpecPlayer
+from realhf.env.server.spec.processes import ProcessPlayer
 
 _NO_ARGUMENTS = {"type": "object", "properties": {}}
 
@@ -16,7 +17,7 @@ class ToolDoor:
 
     def tools(self, player: Player | None) -> Sequence[Mapping[str, Any]] | None:
         """Return the tools of the player's episode; None without a player. Raises WireError without an episode."""
-        if not isinstance(player, SpecPlayer):
+        if not isinstance(player, SpecPlayer | ProcessPlayer):
             return None
         functions = [tool["function"] for tool in player.tools()]
         return [

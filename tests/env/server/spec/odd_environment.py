@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import os
+import signal
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -69,6 +72,13 @@ class FakeOddEnvironment:
             os._exit(3)
         elif mode == "fork":
             os.fork()
+        elif mode == "crash":
+            if self._task.get("fork") and os.fork() == 0:  # a child that stays holds what the process held
+                time.sleep(60)
+                os._exit(0)
+            faulthandler._sigsegv()  # type: ignore[attr-defined]
+        elif mode == "freeze":
+            os.kill(os.getpid(), signal.SIGSTOP)
         elif mode == "unavailable" and self._steps < 2:
             raise EnvironmentFailure("unavailable", "the backend is away")
 

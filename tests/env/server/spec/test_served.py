@@ -28,7 +28,6 @@ from realhf.env.server.process import ServerProcess
 from realhf.env.server.server import EnvServer, listen
 from realhf.env.server.spec.config import SpecServerConfig
 from realhf.env.server.spec.program import prepare
-from realhf.env.server.spec.served import SpecServed
 from tests.process_family import family, gone
 
 ODD = f"{Path(__file__).with_name('odd_environment.py')}:ODD"
@@ -229,7 +228,8 @@ async def test_a_fork_of_the_environment_does_not_serve(odd: ServerProcess) -> N
         ("stubborn", "timeout", "no end within 0.5 s, nor when it was cancelled"),
         ("raise", "internal", "KeyError: 'mistake of the author' ("),
         ("exit", "internal", "SystemExit"),
-        ("exit hard", "internal", "os._exit(3) would end the server"),
+        ("exit hard", "internal", "os._exit(3) would end its process"),
+        ("crash", "lost", "its process has crashed: Segmentation fault ("),
         ("nan", "internal", "reward must be a finite number"),
         ("not messages", "internal", "messages[0] must be a map"),
     ],
@@ -382,7 +382,7 @@ async def test_sigterm_lets_a_step_end_and_leaves_nothing(tmp_path: Path) -> Non
 async def test_a_silent_session_gives_its_place_back() -> None:
     """And a server that was asked for it sends ``info``."""
     config = SpecServerConfig(port=0, pool_size=1, idle_timeout_s=0.3, info=True)
-    served = SpecServed(build_environment("sql", {}), config)
+    served, _ = prepare(argparse.Namespace(env="sql", option=[]), config)
     server = EnvServer(served, config, listen("127.0.0.1", 0))
     server.start()
     try:
@@ -410,6 +410,7 @@ def test_there_are_no_more_sessions_than_instances(tmp_path: Path) -> None:
     arguments = argparse.Namespace(env=f"{file}:Narrow", option=[])
     served, config = prepare(arguments, SpecServerConfig(pool_size=8))
     assert config.pool_size == served.pool.free_count == served.metadata()["max_concurrent_envs"] == 3
+    served.stop()
 
 
 @pytest.mark.parametrize(
