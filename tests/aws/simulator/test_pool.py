@@ -421,3 +421,20 @@ def test_metrics_know_every_state(small_pool: MiniStackPool) -> None:
     before = figures["scrubs"]
     small_pool.release(slot)
     assert small_pool.metrics()["scrubs"] == before + 1 and small_pool.metrics()["scrub_seconds"] > 0
+
+
+def test_a_record_is_the_same_however_its_name_is_spelt(small_pool: MiniStackPool) -> None:
+    """As with AWS: an agent that spells a name otherwise changes the record and makes no second one."""
+    slot = small_pool.acquire()
+    zone = slot.state.call("route53", "CreateHostedZone", {"Name": "Shop.example", "CallerReference": "1"})[
+        "HostedZone"
+    ]
+    assert zone["Name"] == "shop.example."
+    for name, address in (("www.shop.example", "192.0.2.1"), ("WWW.Shop.example", "192.0.2.2")):
+        record = {"Name": name, "Type": "A", "TTL": 60, "ResourceRecords": [{"Value": address}]}
+        changes = {"Changes": [{"Action": "UPSERT", "ResourceRecordSet": record}]}
+        slot.state.call("route53", "ChangeResourceRecordSets", {"HostedZoneId": zone["Id"], "ChangeBatch": changes})
+    records = slot.state.call("route53", "ListResourceRecordSets", {"HostedZoneId": zone["Id"]})["ResourceRecordSets"]
+    found = [(one["Name"], one["ResourceRecords"]) for one in records if one["Type"] == "A"]
+    assert found == [("www.shop.example.", [{"Value": "192.0.2.2"}])]
+    small_pool.release(slot)
