@@ -1,9 +1,13 @@
 """Plays a mutant as an agent would, and says what the grader paid and whether the mutant reached the *target*: the
 account as the solution leaves it, made once for each instance.
+
+Two judges say so, who share nothing: the comparison of snapshots of the whole state, which grades as well, and a walk
+over every describe call, which sees what an agent sees.
 """
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,7 +16,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from realhf.aws.episode.episode import Episode
-from realhf.aws.grading.describe_walker import Said, disagreements, told, walk
+from realhf.aws.episode.target import make_targets
+from realhf.aws.grading.describe_walker import Said, disagreements, walk
+from realhf.aws.grading.describe_walker import told as told_by
+from realhf.aws.grading.differences import Target, compare
+from realhf.aws.grading.end_state import freedom_of
+from realhf.aws.grading.snapshot import Snapshot, take_snapshot
 from realhf.aws.tasks.captures import CaptureError, resolve
 from realhf.aws.tasks.task import Task
 from realhf.aws.validation.mutants import Mutant
@@ -28,8 +37,9 @@ _API_SERVICES: Mapping[str, str] = {"s3api": "s3"}
 
 @dataclass(frozen=True)
 class Played:
-    """Records what came of one mutant. ``equal``: it reached the target; ``needless``: it wrote more than the solution
-    does; ``differences`` from the target, cut short. ``sent`` counts commands, ``failed`` those that failed."""
+    """Records what came of one mutant. ``equal``: its snapshot is as good as the target's; ``needless``: it wrote more
+    than the solution does, or less; ``differences`` of the snapshots and ``told``, of the describe calls' answers, both
+    cut short. ``sent`` counts commands, ``failed`` those that failed."""
 
     task_id: int
     seed: int
@@ -41,6 +51,7 @@ class Played:
     equal: bool
     needless: bool
     differences: tuple[str, ...]
+    told: tuple[str, ...]
     sent: int
     failed: int
 
@@ -54,6 +65,11 @@ class Played:
     def wrongly_refused(self) -> bool:
         """Return whether the grader did not pay for the wanted state."""
         return self.equal and not self.achieved
+
+    @property
+    def doubtful(self) -> bool:
+        """Return whether the describe calls are of another opinion than the grader."""
+        return self.achieved is bool(self.told)
 
     def to_json(self) -> dict[str, Any]:
         """Return the record as plain data, as ``from_json`` reads it."""
@@ -69,10 +85,11 @@ class Played:
 
 
 @dataclass(frozen=True)
-class _Target:
-    """Holds what the set-up and what the solution leaves, as the describe calls tell it of ``services``, and the
-    solution's writes."""
+class Goal:
+    """Holds what the solutions leave, as snapshots and as the describe calls tell it of ``services`` (``start``: what
+    the set-up leaves), and the writes of the first."""
 
+    targets: tuple[Target, ...]
     services: frozenset[str]
     start: frozenset[Said]
     said: frozenset[Said]
@@ -83,10 +100,10 @@ class Targets:
     """Makes the target of each instance once, whoever asks first. Thread-safe."""
 
     def __init__(self) -> None:
-        self._made: dict[tuple[int, int], Future[Any]] = {}
+        self._made: dict[tuple[int, int], Future[Goal]] = {}
         self._lock = threading.Lock()
 
-    def get(self, key: tuple[int, int], make: Callable[[], Any]) -> Any:
+    def get(self, key: tuple[int, int], make: Callable[[], Goal]) -> Goal:
         """Return the target with this key; ``make`` it where there is none. Raises what ``make`` raises."""
         with self._lock:
             mine = key not in self._made
@@ -104,13 +121,17 @@ class Targets:
 
 def play_mutant(episode: Episode, task: Task, mutant: Mutant, targets: Targets) -> Played:
     """Play one mutant in an episode. Raises what ``Episode.reset`` and ``step`` raise."""
-    target: _Target = targets.get((task.task_id, task.seed), lambda: _target(episode, task))
+    goal = targets.get((task.task_id, task.seed), lambda: make_goal(episode, task))
     run = perform(episode, task, mutant.commands)
-    differences = ["the simulator was lost"]
+    differences = told = ["the simulator was lost"]
     if not run.lost:
-        differences = disagreements(
-            target.start, target.said, _said(episode, target.services | _services(mutant.commands))
-        )
+        end, freedom = take_snapshot(episode.slot), freedom_of(task)
+        verdicts = [compare(run.start, target, end, freedom) for target in goal.targets]
+        differences = min((verdict.words() for verdict in verdicts), key=len)
+        told = []
+        if run.failed or run.writes != goal.writes:
+            said = _said(episode, goal.services | _services(mutant.commands))
+            told = [line for line in disagreements(goal.start, goal.said, said) if not _is_free(line, task)]
     return Played(
         task_id=task.task_id,
         seed=task.seed,
@@ -120,18 +141,26 @@ def play_mutant(episode: Episode, task: Task, mutant: Mutant, targets: Targets) 
         achieved=run.achieved,
         score=run.score,
         equal=not differences,
-        needless=run.writes != target.writes,
+        needless=run.writes != goal.writes,
         differences=tuple(differences[:_SHOWN]),
+        told=tuple(told[:_SHOWN]),
         sent=run.sent,
         failed=run.failed,
     )
 
 
+def _is_free(line: str, task: Task) -> bool:
+    """Return whether what the describe calls tell is of a field that the task leaves to the agent."""
+    names = (path.replace("[]", "").rpartition(".")[2] for _, path in freedom_of(task).free)
+    return any(re.search(rf"\.{re.escape(name)} = ", line, re.IGNORECASE) for name in names)
+
+
 @dataclass
 class Run:
-    """Records an episode: whether it was achieved, its return, the writes that succeeded, how many commands were sent
-    and failed, and whether the simulator was lost over one."""
+    """Records an episode: the account after set-up, whether it was achieved, its return, the writes that succeeded, how
+    many commands were sent and failed, and whether the simulator was lost over one."""
 
+    start: Snapshot
     achieved: bool = False
     score: float = 0.0
     writes: tuple[str, ...] = ()
@@ -142,7 +171,8 @@ class Run:
 
 def perform(episode: Episode, task: Task, commands: Sequence[str]) -> Run:
     """Set the task up without chaos and send commands until it is done."""
-    run = Run(achieved=episode.reset(task, chaos=False).observation["task_achieved"])
+    achieved = episode.reset(task, chaos=False).observation["task_achieved"]
+    run = Run(take_snapshot(episode.slot), achieved)
     outputs: list[str] = []
     for command in commands:
         if episode.done:
@@ -174,12 +204,14 @@ def _filled(episode: Episode, command: str) -> str:
         return command
 
 
-def _target(episode: Episode, task: Task) -> _Target:
+def make_goal(episode: Episode, task: Task) -> Goal:
+    """Play the solutions and look at what they leave. Raises what ``make_targets`` raises."""
+    targets = make_targets(episode.slot, task, task.seed)
     services = _services(task.solution) | {command.service for command in task.setup if command.service}
     episode.reset(task, chaos=False)
     start = _said(episode, services)
     run = perform(episode, task, task.solution)
-    return _Target(services, start, _said(episode, services), run.writes)
+    return Goal(targets, services, start, _said(episode, services), run.writes)
 
 
 def _services(commands: Iterable[str]) -> frozenset[str]:
@@ -190,7 +222,7 @@ def _services(commands: Iterable[str]) -> frozenset[str]:
 def _said(episode: Episode, services: Iterable[str]) -> frozenset[Said]:
     """Return what the describe calls tell of the account once it is settled."""
     for _ in range(_SETTLE_TRIES):
-        said = told(walk(episode.slot.state.call, services))
+        said = told_by(walk(episode.slot.state.call, services))
         if not any(one.value.strip('"').lower() in _UNDER_WAY for one in said):
             break
         time.sleep(_SETTLE_S)

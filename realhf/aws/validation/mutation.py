@@ -1,7 +1,8 @@
 """``python -m realhf.aws.validation.mutation``: prove the grader with generated mutants of every solution.
 
 Each mutant is played as an agent would play it. A mutant that reaches another state than the solution and is paid is
-*wrongly paid*; one that reaches the same state and is not paid is *wrongly refused*. Both are counted by template and
+*wrongly paid*; one that reaches the same state and is not paid is *wrongly refused*. *Doubtful* is one of which the
+describe calls tell another story than the grader: to be read, not counted as wrong. All are counted by template and
 listed with their commands."""
 
 from __future__ import annotations
@@ -55,10 +56,15 @@ class Tally:
         """Those not paid for the wanted state."""
         return [one for one in self.played if one.wrongly_refused]
 
+    @property
+    def doubtful(self) -> list[Played]:
+        """Those right by their states, of which the describe calls tell otherwise."""
+        return [one for one in self.played if one.doubtful and not one.wrongly_paid and not one.wrongly_refused]
+
     def cells(self) -> tuple[str, ...]:
         """Return the numbers of a row of the table."""
         equal = sum(one.equal for one in self.played)
-        numbers = (len(self.played), equal, len(self.paid), len(self.refused), self.broken)
+        numbers = (len(self.played), equal, len(self.paid), len(self.refused), len(self.doubtful), self.broken)
         return tuple(map(str, numbers))
 
     def shares(self) -> tuple[float, float]:
@@ -85,7 +91,7 @@ def play_all(turns: Sequence[Turn], pool_size: int, console: Console) -> Iterato
 
 def table(tallies: Mapping[str, Tally], title: str) -> Table:
     """Return a table with one row per name and one for all."""
-    found = Table(title, "mutants", "equal", "wrongly paid", "wrongly refused", "not played")
+    found = Table(title, "mutants", "equal", "wrongly paid", "wrongly refused", "doubtful", "not played")
     whole = Tally()
     for name, tally in tallies.items():
         found.add_row(name, *tally.cells())
@@ -99,13 +105,13 @@ def table(tallies: Mapping[str, Tally], title: str) -> Table:
 def markdown(tallies: Mapping[str, Tally]) -> str:
     """Return the table as a page of the documentation holds it."""
     rows = [
-        "| tier | templates | mutants | equal to the target | wrongly paid | wrongly refused |",
-        "| --- | --- | --- | --- | --- | --- |",
+        "| tier | templates | mutants | equal to the target | wrongly paid | wrongly refused | doubtful |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     whole = Tally(played=[one for tally in tallies.values() for one in tally.played])
     for name, tally in {**tallies, "all": whole}.items():
         templates = len({one.task_id for one in tally.played})
-        rows.append(f"| {name} | {templates} | {' | '.join(tally.cells()[:4])} |")
+        rows.append(f"| {name} | {templates} | {' | '.join(tally.cells()[:5])} |")
     return "\n".join(rows)
 
 
@@ -222,10 +228,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _report(console: Console, templates: Sequence[Template], results: Sequence[Played], broken: Sequence[int]) -> None:
     tallies = _by_template(templates, results, broken)
     for name, tally in tallies.items():
-        for wrong, listed in (("paid", tally.paid), ("refused", tally.refused)):
+        for wrong, listed in (
+            ("wrongly paid", tally.paid),
+            ("wrongly refused", tally.refused),
+            ("doubtful, paid", [one for one in tally.doubtful if one.achieved]),
+            ("doubtful, refused", [one for one in tally.doubtful if not one.achieved]),
+        ):
             for one in listed:
-                console.print(f"[red]{escape(name)}, wrongly {wrong}: {escape(one.says)}")
-                for line in (*one.commands, *(f"  differs: {text}" for text in one.differences)):
+                console.print(f"[red]{escape(name)}, {wrong}: {escape(one.says)}")
+                reasons = [f"  state: {text}" for text in one.differences] + [f"  told: {text}" for text in one.told]
+                for line in (*one.commands, *reasons):
                     console.print(f"    {line}", markup=False, highlight=False, soft_wrap=True)
     console.print(table(tallies, "template"))
     console.print(table(_grouped(results), "kind"))

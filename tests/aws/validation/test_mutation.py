@@ -13,8 +13,16 @@ from realhf.aws.validation.mutants import Kind, Mutant
 from realhf.aws.validation.mutation import main
 
 
-def record(kind: str = "field", *, achieved: bool, equal: bool, score: float = 1.0, needless: bool = True) -> Played:
-    return Played(101, 0, kind, "m", ("aws s3 ls",), achieved, score, equal, needless, (), 1, 0)
+def record(
+    kind: str = "field",
+    *,
+    achieved: bool,
+    equal: bool,
+    score: float = 1.0,
+    needless: bool = True,
+    told: tuple[str, ...] = (),
+) -> Played:
+    return Played(101, 0, kind, "m", ("aws s3 ls",), achieved, score, equal, needless, (), told, 1, 0)
 
 
 def test_wrong_verdicts() -> None:
@@ -24,6 +32,8 @@ def test_wrong_verdicts() -> None:
     assert record("blind", achieved=True, equal=True).wrongly_paid, "a blind repair is not paid in full"
     assert not record("blind", achieved=True, equal=True, score=0.9).wrongly_paid
     assert not record("blind", achieved=True, equal=True, needless=False).wrongly_paid, "its dirty write was refused"
+    assert record(achieved=True, equal=True, told=("- a",)).doubtful and record(achieved=False, equal=False).doubtful
+    assert not right.doubtful and not record(achieved=False, equal=False, told=("- a",)).doubtful
     assert is_look("aws ec2 describe-vpcs") and not is_look("aws sqs create-queue --queue-name describe-it")
 
 
@@ -37,7 +47,9 @@ def test_a_mutant_is_compared_with_what_the_solution_leaves(slot: Slot) -> None:
     same = played("order", "aws sts get-caller-identity", *task.solution)
     assert (same.achieved, same.equal, same.needless, same.sent) == (True, True, False, len(task.solution) + 1)
     disabled = played("field", *task.solution[:-1], f"{task.solution[-1]} --state DISABLED")
-    assert not disabled.equal and any("DISABLED" in text for text in disabled.differences)
+    assert not disabled.equal and all(
+        any("DISABLED" in text for text in texts) for texts in (disabled.differences, disabled.told)
+    )
     failing = played("field", "aws sqs create-queue", *task.solution[1:])
     assert not failing.equal and failing.failed and not failing.achieved
 
@@ -61,7 +73,7 @@ def test_a_run_is_kept_gone_on_with_and_judged_by_its_bounds(
     file.write_text("\n".join([kept[0], json.dumps(wrong), kept[2], kept[3][:20]]))
     assert run("--most", "4", "--output", str(file), "--wrongly-refused", "1") == 1, "one of four is wrongly paid"
     printed = capsys.readouterr().out
-    assert "4 mutants, 1 played now" in printed and "wrongly paid" in printed and "differs: - a thing" in printed
+    assert "4 mutants, 1 played now" in printed and "wrongly paid" in printed and "state: - a thing" in printed
 
 
 def test_impossible_options_and_records_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
