@@ -114,7 +114,7 @@ class _Walk:
         given = {name.lower(): value for name, value in taken.items() if isinstance(value, str)}
         noun = _noun(_name(model))
         for record in _records(answer, noun, given):
-            if record not in self._records and not _of_amazon(record):
+            if record not in self._records and not _is_no_thing(record):
                 self._records.append(record)
 
 
@@ -133,9 +133,9 @@ def plain(value: Any) -> Any:
     return value
 
 
-def _of_amazon(record: Mapping[str, Any]) -> bool:
-    """Return whether a record is of a policy that every account has."""
-    return str(record.get("arn", "")).startswith("arn:aws:iam::aws:")
+def _is_no_thing(record: Mapping[str, Any]) -> bool:
+    """Return whether a record is of a tag, or of a policy that every account has."""
+    return record[""] in ("tag", "tagset") or str(record.get("arn", "")).startswith("arn:aws:iam::aws:")
 
 
 def _noun(name: str) -> str:

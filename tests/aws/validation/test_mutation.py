@@ -8,9 +8,13 @@ import pytest
 from realhf.aws.episode.episode import Episode
 from realhf.aws.simulator.pool import Slot
 from realhf.aws.tasks import instantiate
-from realhf.aws.validation.mutant_player import Played, Targets, is_look, play_mutant
-from realhf.aws.validation.mutants import Kind, Mutant
+from realhf.aws.tasks.loader import Template, load_templates
+from realhf.aws.validation.mutant_player import MAX_STEPS, Played, Targets, is_look, play_mutant
+from realhf.aws.validation.mutants import Kind, Mutant, mutants_of
 from realhf.aws.validation.mutation import main
+
+BY_END_STATE = [template for template in load_templates() if not template.success]
+SAMPLE = 6
 
 
 def record(
@@ -39,19 +43,32 @@ def test_wrong_verdicts() -> None:
 
 @pytest.mark.sim
 def test_a_mutant_is_compared_with_what_the_solution_leaves(slot: Slot) -> None:
-    task, targets, episode = instantiate(305, 0), Targets(), Episode(slot, 64)
+    task, targets, episode = instantiate(203, 0), Targets(), Episode(slot, MAX_STEPS)
 
     def played(kind: Kind, *commands: str) -> Played:
         return play_mutant(episode, task, Mutant(kind, "test", "", "", commands), targets)
 
-    same = played("order", "aws sts get-caller-identity", *task.solution)
+    same = played("order", *task.solution[:-1], "aws sts get-caller-identity", task.solution[-1])
     assert (same.achieved, same.equal, same.needless, same.sent) == (True, True, False, len(task.solution) + 1)
-    disabled = played("field", *task.solution[:-1], f"{task.solution[-1]} --state DISABLED")
-    assert not disabled.equal and all(
-        any("DISABLED" in text for text in texts) for texts in (disabled.differences, disabled.told)
-    )
+    raw = played("field", *task.solution[:-1], f"{task.solution[-1]} --attributes RawMessageDelivery=true")
+    assert not raw.equal and not raw.achieved
+    for texts in (raw.differences, raw.told):
+        assert any("RawMessageDelivery" in text for text in texts), "both judges see it"
     failing = played("field", "aws sqs create-queue", *task.solution[1:])
     assert not failing.equal and failing.failed and not failing.achieved
+
+
+@pytest.mark.sim
+@pytest.mark.slow
+@pytest.mark.parametrize("template", BY_END_STATE[:: max(1, len(BY_END_STATE) // 6)], ids=lambda one: one.name)
+def test_a_sample_of_mutants_is_judged_by_grader_snapshots_and_describe_calls_alike(
+    template: Template, slot: Slot
+) -> None:
+    task, targets, episode = instantiate(template.task_id, 0), Targets(), Episode(slot, MAX_STEPS)
+    results = [play_mutant(episode, task, mutant, targets) for mutant in mutants_of(task, SAMPLE, 0)]
+    assert not [one for one in results if one.wrongly_paid or one.wrongly_refused]
+    assert not [one for one in results if one.achieved and one.told], "paid, and an agent sees another account"
+    assert any(one.told for one in results), "a sample of right plays alone proves nothing"
 
 
 def run(*arguments: str) -> int:
