@@ -26,18 +26,20 @@ from tests.view.runs import served
 IMAGES = Path(__file__).resolve().parents[2] / "docs" / "images"
 FIRST, SECOND, THIRD, CUT_OFF, AWS, KILLED = range(6)
 DIFFERENCE = "difference"
+TELLING = "split=train&sort=advantage"
+"""First the rollout that was better than its group."""
 PAGES = (
     ("overview", f"#/overview?runs={FIRST}", ()),
     ("compare", f"#/overview?runs={FIRST},{SECOND}&smooth=0.6", ()),
-    ("seeds", f"#/overview?runs={FIRST},{THIRD},{SECOND}", ()),
+    ("seeds", f"#/overview?runs={FIRST},{THIRD}", ()),
     (DIFFERENCE, f"#/overview?runs={FIRST},{SECOND}", ()),
     ("killed", f"#/overview?runs={KILLED}", ()),
     ("advisories", f"#/advisories?runs={CUT_OFF}", ("j",)),
     ("timeline", f"#/timeline?runs={FIRST}", ("n",)),
     ("rollouts", f"#/rollouts?runs={FIRST}&split=train", ("ArrowDown",)),
-    ("rollout", f"#/rollout?runs={FIRST}", ("g",)),
+    ("rollout", f"#/rollouts?runs={FIRST}&{TELLING}", ("Enter", "g")),
     ("account", f"#/rollout?runs={AWS}", ("e",)),
-    ("tokens", f"#/tokens?runs={FIRST}", ("ArrowRight",)),
+    ("tokens", f"#/rollouts?runs={FIRST}&{TELLING}", ("Enter", "t", "ArrowRight")),
     ("tasks", f"#/tasks?runs={FIRST}", ()),
 )
 SIZE_LIMIT = 200_000
@@ -74,6 +76,7 @@ def picture(page: Chromium, url: str, name: str, scheme: str, place: str, keys: 
     page.wait(f"document.documentElement.dataset.page === '{place[2:].partition('?')[0]}'")
     for key in keys:
         page.press(key)
+        time.sleep(_SETTLED_S)
     if name == DIFFERENCE:
         page.js("document.getElementById('difference').scrollIntoView({block: 'end'})")
     time.sleep(_SETTLED_S)
