@@ -181,7 +181,7 @@ class Supervisor:
             self._add(Finding("exit", what, "Make threads daemons, or end them in close", where))
         elif late:
             fewer = "a smaller --most" if self._order.mutants else "fewer --instances"
-            what = f"the check was not finished by its limit, in {self._stage}"
+            what = f"the check was not finished by its limit, in {self._stage or 'its start'}"
             self._add(Finding("limit", what, f"Give it a larger --limit, or {fewer}", where, self._task))
         else:
             what = f"{self._call} blocks the event loop and gave no answer within {self._order.timeout_s:g} s"

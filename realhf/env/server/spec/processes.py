@@ -41,7 +41,7 @@ _LOAD_S = 300.0
 _LATE_S = 2 * GRACE_S + CLOSE_S + 3.0
 """How much longer than a call may take its answer is waited for: the process itself ends the call in this time."""
 _SEND_S = 5.0
-_CRASH = re.compile(r"^(?:Fatal Python error|Windows fatal exception): (.+)$", re.M)
+_CRASH = re.compile(r"^Fatal Python error: (.+)$", re.M)
 _FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.M)
 _LOG = logging.getLogger(__name__)
 
@@ -64,6 +64,7 @@ class _Process:
             if self._ready is None:
                 self._ready = self._greeted()
         if isinstance(self._ready, str):
+            self.end()  # so that no other session is sent to it
             raise ValueError(self._ready)
         return self._ready
 
@@ -187,7 +188,11 @@ class Processes:
             self._over = True
             processes = [*self._processes]
         for process in processes:
+            process.counted = True
             process.end()
+            with self._lock:
+                if not process.sessions and process in self._processes:
+                    self._forget(process)
         self._zygote.stop()
         self._log.close()
 
