@@ -183,6 +183,7 @@ class _Kind:
 
 def _kinds(before: Policies, after: Policies, budget: Budget) -> Iterator[_Kind]:
     """Yield every kind of request that the policies of the two tell apart."""
+    budget.spend(len(_all(before)) + len(_all(after)))
     if not any(one[1] == _TLS for statement in _all(before) for one in statement.conditions):
         after = _with_tls(after)
     clauses: list[_Clause] = []
