@@ -7,6 +7,7 @@ import re
 from realhf.base.shell_quotes import quote_states
 
 _THINK = re.compile(r"<think>.*?</think>", re.DOTALL)
+_QUOTING = re.compile(r"""['"\\]""")
 
 
 def extract_command(text: str) -> str | None:
@@ -58,6 +59,8 @@ def _join(line: str, rest: list[str]) -> str:
 def _scan(text: str) -> tuple[str, bool]:
     """Return (quote character open at the end or "", whether the text ends in an escaping backslash)."""
     quote, escaped = "", False
+    if not _QUOTING.search(text):
+        return quote, escaped
     for _, quote, escaped in quote_states(text):  # noqa: B007
         pass
     return quote, escaped

@@ -6,6 +6,7 @@ A name that merely resolves to the loopback address does not count, because a fo
 from __future__ import annotations
 
 import ipaddress
+from functools import lru_cache
 from urllib.parse import urlsplit
 
 
@@ -27,6 +28,7 @@ def host_of(authority: str) -> str:
     return (parts.hostname or "") if parts.netloc == authority and "@" not in authority else ""
 
 
+@lru_cache(maxsize=16)
 def is_loopback_authority(authority: str) -> bool:
     """Return whether ``host[:port]`` is the loopback."""
     return is_loopback_host(host_of(authority))

@@ -145,7 +145,7 @@ class PinnedConnection:
         _check_silent(self._socket)
         self._socket.sendall(data)
         self.sent += 1
-        return _AnswerReader(self._socket).read(method)
+        return AnswerReader(self._socket).read(method)
 
     def close(self) -> None:
         """Do nothing: clients close their session when garbage collected, but the connection is shared and stays."""
@@ -214,7 +214,7 @@ def _body_bytes(body: Any) -> bytes:
     return content.encode("utf-8") if isinstance(content, str) else content
 
 
-class _AnswerReader:
+class AnswerReader:
     """Reads one answer, whole, and nothing behind it."""
 
     def __init__(self, connection: socket.socket) -> None:

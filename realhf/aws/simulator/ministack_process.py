@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import http.client
 import json
 import logging
 import os
@@ -11,10 +10,11 @@ import re
 import socket
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
+from realhf.aws.cli.pinned_http import AnswerReader
 from realhf.aws.simulator.owner_channel import ENVIRONMENT, OWNER, OwnerChannel
 from realhf.base.paths import IMPORT_ROOT
 from realhf.env.containment.fork_server import ForkedProcess, ForkServer
@@ -73,17 +73,21 @@ def not_up(name: str, reason: object, log: str) -> str:
     return f"{name} did not come up: {reason}{last}"
 
 
-class _OwnerHttp(http.client.HTTPConnection):
-    """Is the standard library's client over a connection of the owner."""
-
-    def __init__(self, dial: Callable[[], socket.socket], timeout_s: float) -> None:
-        super().__init__("localhost:4566", timeout=timeout_s)
-        self._dial = dial
-
-    def connect(self) -> None:
-        """Connect through the owner's channel."""
-        self.sock = self._dial()
-        self.sock.settimeout(self.timeout)
+def _asked(
+    connection: socket.socket,
+    method: str,
+    path: str,
+    timeout_s: float,
+    headers: Mapping[str, str] | None = None,
+    body: bytes | None = None,
+) -> tuple[int, bytes]:
+    """Return status and body of the answer to a request over a connection of the owner. Raises OSError, ValueError."""
+    lines = [f"{method} {path} HTTP/1.1", "Host: localhost:4566", f"Content-Length: {len(body or b'')}"]
+    lines += [f"{name}: {value}" for name, value in (headers or {}).items()]
+    connection.settimeout(timeout_s)
+    connection.sendall("\r\n".join([*lines, "", ""]).encode("ascii") + (body or b""))
+    status, _, content = AnswerReader(connection).read(method)
+    return status, content
 
 
 class MiniStackProcess:
@@ -107,7 +111,7 @@ class MiniStackProcess:
         self._log: IO[bytes] | None = None
         self._process: ForkedProcess | None = None
         self._owner: OwnerChannel | None = None
-        self._http: http.client.HTTPConnection | None = None
+        self._control: socket.socket | None = None
 
     def bind(self) -> None:
         """Take the port. Raises OSError naming the port when another process has it."""
@@ -199,14 +203,11 @@ class MiniStackProcess:
     def answers(self, timeout_s: float) -> bool:
         """Return what ``healthy`` does, for an onlooker: over a connection of its own, while another thread may use the
         slot."""
-        connection = _OwnerHttp(self.connect_as_owner, timeout_s)
         try:
-            connection.request("GET", "/_ministack/health")
-            return connection.getresponse().status == 200
-        except (OSError, http.client.HTTPException):
+            with self.connect_as_owner() as connection:
+                return _asked(connection, "GET", "/_ministack/health", timeout_s)[0] == 200
+        except (OSError, ValueError):
             return False
-        finally:
-            connection.close()
 
     def leftovers(self, timeout_s: float = ANSWER_S) -> str:
         """Return what a reset left: bucket and table names as the simulator lists them, or "". Raises OSError."""
@@ -307,9 +308,7 @@ class MiniStackProcess:
 
     def stop(self) -> None:
         """Kill the simulator, free the port. Idempotent. A process that does not end is left to itself and reported."""
-        if self._http is not None:
-            self._http.close()
-            self._http = None
+        self._hang_up()
         ending = [process for process in (self._process, self._runner, *self._unended) if process is not None]
         self._process = self._runner = None
         self._unended = []
@@ -332,19 +331,19 @@ class MiniStackProcess:
     def _request(
         self, method: str, path: str, timeout_s: float, headers: dict[str, str] | None = None, data: bytes | None = None
     ) -> bytes:
-        if self._http is None:
-            self._http = _OwnerHttp(self.connect_as_owner, timeout_s)
         try:
-            if self._http.sock is not None:
-                self._http.sock.settimeout(timeout_s)
-            self._http.request(method, path, data, headers or {})
-            answer = self._http.getresponse()
-            body = answer.read()
-        except (OSError, http.client.HTTPException) as error:
-            self._http.close()
-            self._http = None
+            if self._control is None:
+                self._control = self.connect_as_owner()
+            status, body = _asked(self._control, method, path, timeout_s, headers, data)
+        except (OSError, ValueError) as error:
+            self._hang_up()
             raise OSError(f"{method} {path} on port {self.port}: {error}") from error
-        if not 200 <= answer.status < 300:
+        if not 200 <= status < 300:
             said = body[:_SAID_BYTES].decode("utf-8", "replace")
-            raise OSError(f"{method} {path} on port {self.port}: status {answer.status} {said!r}")
+            raise OSError(f"{method} {path} on port {self.port}: status {status} {said!r}")
         return body
+
+    def _hang_up(self) -> None:
+        if self._control is not None:
+            self._control.close()
+            self._control = None

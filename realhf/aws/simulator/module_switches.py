@@ -21,37 +21,43 @@ class ModuleSwitches:
     """Remembers the plain values (numbers, texts, flags) that MiniStack's modules hold at the moment this is made."""
 
     def __init__(self) -> None:
-        self._taken = dict(_settings())
+        self._taken: dict[str, dict[str, Any]] = {}
+        for module, name, value in _settings():
+            self._taken.setdefault(module, {})[name] = value
 
     def restore(self) -> list[str]:
         """Put back what changed; returns its names. Where there was nothing and is an object now (a thread, a lock),
         that was made when first needed, and stays."""
         changed = []
-        for (module, name), value in self._taken.items():
+        for module, settings in self._taken.items():
             names = vars(sys.modules[module])
-            now = names.get(name)
-            if now is value or (value is None and not _is_plain(now)):
-                continue
-            if type(now) is not type(value) or now != value:
-                changed.append(f"{module}.{name}")
-            names[name] = value
+            for name, value in settings.items():
+                now = names.get(name)
+                if now is value or (value is None and not _is_plain(now)):
+                    continue
+                if type(now) is not type(value) or now != value:
+                    changed.append(f"{module}.{name}")
+                names[name] = value
         return changed
 
     def values(self) -> dict[str, str]:
         """Return the present values, as text, by name: for comparing two moments."""
-        return {f"{module}.{name}": repr(vars(sys.modules[module]).get(name))[:200] for module, name in self._taken}
+        return {
+            f"{module}.{name}": repr(vars(sys.modules[module]).get(name))[:200]
+            for module, settings in self._taken.items()
+            for name in settings
+        }
 
 
-def _settings() -> list[tuple[tuple[str, str], Any]]:
+def _settings() -> list[tuple[str, str, Any]]:
     found = []
     for module, contents in list(sys.modules.items()):
         if module == _PACKAGE or module.startswith(f"{_PACKAGE}."):
             for name, value in vars(contents).items():
-                key = (module, name)
                 if name.startswith("__") or _RUNNING.search(name):
                     continue
-                if _is_plain(value) or key in _SWITCHES_THAT_ARE_OBJECTS:
-                    found.append((key, value))
+                if _is_plain(value) or (module, name) in _SWITCHES_THAT_ARE_OBJECTS:
+                    found.append((module, name, value))
     return found
 
 

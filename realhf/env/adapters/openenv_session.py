@@ -47,15 +47,9 @@ class Session:
         self, action: Mapping[str, Any], told: Callable[[EnvError], bool] = lambda error: False
     ) -> StepResult:
         """Take an action. Raises EnvironmentFailure, or the EnvError for which ``told`` holds."""
-        client = self._client
-        if client is None:
+        if self._client is None:
             raise EnvironmentFailure("lost", "there is no session: reset comes first")
-
-        async def round_trip() -> StepResult:
-            await client.send_step(action)
-            return await client.receive()
-
-        return _checked(await _asked(round_trip(), told))
+        return _checked(await _asked(self._client.step(action), told))
 
     async def close(self) -> None:
         """End the session."""
@@ -65,12 +59,7 @@ class Session:
 
     async def _begun(self, data: Mapping[str, Any]) -> StepResult:
         client = await self._connected()
-
-        async def round_trip() -> StepResult:
-            await client.send_reset({**data})
-            return await client.receive()
-
-        return _checked(await _asked(round_trip()))
+        return _checked(await _asked(client.reset(**data)))
 
     async def _connected(self) -> OpenEnvClient:
         """The session, or a new one on the first server that has one."""

@@ -12,8 +12,8 @@ import asyncio
 import contextlib
 import itertools
 import json
-from collections.abc import Awaitable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from typing import Any
 
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
@@ -28,7 +28,6 @@ _ARITHMETIC = (
     "a trainer opens one session per episode of its generation batch (per-device batch x accumulation steps x "
     "devices), and the server must have at least as many (--pool-size)"
 )
-T = TypeVar("T")
 
 
 class ConnectError(ConnectionError):
@@ -102,14 +101,13 @@ class OpenEnvClient:
         self._ping = (ping_interval_s, ping_timeout_s)
         self._headers = {"Authorization": f"Bearer {token}"} if token else None
         self._numbers = itertools.count() if correlate else None
-        self._request_id: int | None = None
         self._connection: ClientConnection | None = None
-        self._deadline: float | None = None
+        self._asking = False
 
     @property
     def usable(self) -> bool:
         """Whether a request may be sent now."""
-        return self._connection is not None and self._deadline is None
+        return self._connection is not None and not self._asking
 
     async def connect(self) -> None:
         """Open the socket and make one state round trip. Raises CapacityError or ConnectError."""
@@ -144,20 +142,18 @@ class OpenEnvClient:
             self.abort()
             raise
 
-    async def reset(self, **kwargs: Any) -> StepResult:
+    async def reset(self, /, **kwargs: Any) -> StepResult:
         """Start an episode. Raises EnvError, ConnectionLost, ConnectionPoisoned or MessageTimeout."""
-        await self.send_reset(kwargs)
-        return await self.receive()
+        return await self._result({"type": "reset", "data": kwargs})
 
     async def step(self, command: str | Mapping[str, Any]) -> StepResult:
         """Run a command (or send another environment's action). Raises as ``reset``."""
-        await self.send_step(command)
-        return await self.receive()
+        action = {"command": command} if isinstance(command, str) else dict(command)
+        return await self._result({"type": "step", "data": action})
 
     async def state(self) -> dict[str, Any]:
         """Return the state of the session. Raises as ``reset``."""
-        await self._send({"type": "state"})
-        return (await self._reply("state"))["data"]
+        return (await self._reply({"type": "state"}, "state"))["data"]
 
     async def _first_state(self, connection: ClientConnection) -> dict[str, Any]:
         """Probe the state. A full server says so and closes, perhaps before it is asked; that answer counts all the
@@ -170,19 +166,8 @@ class OpenEnvClient:
                 raise EnvError(words["code"], words["message"]) from None
             raise
 
-    async def send_reset(self, kwargs: dict[str, Any]) -> None:
-        """Send a reset, the first half of ``reset``: the message timeout runs from here, ``receive`` takes the
-        reply."""
-        await self._send({"type": "reset", "data": kwargs})
-
-    async def send_step(self, command: str | Mapping[str, Any]) -> None:
-        """Send a step, the first half of ``step``."""
-        action = {"command": command} if isinstance(command, str) else dict(command)
-        await self._send({"type": "step", "data": action})
-
-    async def receive(self) -> StepResult:
-        """Wait for the reply, the second half of ``reset`` and ``step``."""
-        data = (await self._reply("observation"))["data"]
+    async def _result(self, message: dict[str, Any]) -> StepResult:
+        data = (await self._reply(message, "observation"))["data"]
         try:
             return StepResult(data["observation"], data["reward"], data["done"])
         except (KeyError, TypeError) as error:
@@ -194,7 +179,7 @@ class OpenEnvClient:
         if connection is None:
             return
         try:
-            if self._deadline is None:
+            if not self._asking:
                 async with asyncio.timeout(_CLOSE_S):
                     await connection.send('{"type":"close"}')
                     await connection.wait_closed()
@@ -205,44 +190,25 @@ class OpenEnvClient:
 
     def abort(self) -> None:
         """Drop the connection without a word; call it on the loop."""
-        connection, self._connection, self._deadline = self._connection, None, None
+        connection, self._connection, self._asking = self._connection, None, False
         if connection is not None:
             connection.transport.abort()
 
-    async def _send(self, message: dict[str, Any]) -> None:
-        if self._connection is None:
+    async def _reply(self, message: dict[str, Any], kind: str) -> dict[str, Any]:
+        """Send a request and return its reply."""
+        connection = self._connection
+        if connection is None:
             raise ConnectionPoisoned(f"no usable connection to {self.url}")
-        if self._deadline is not None:
+        if self._asking:
             raise RuntimeError("the reply to the previous request was not taken")
         if self._numbers is not None:
-            self._request_id = message["id"] = next(self._numbers)
-        text = _ENCODE(message)
-        self._deadline = asyncio.get_running_loop().time() + self._message_timeout
-        await self._or_poison(self._connection.send(text), self._deadline)
-
-    async def _reply(self, kind: str) -> dict[str, Any]:
-        if self._connection is None or self._deadline is None:
-            raise ConnectionPoisoned(f"no request is under way at {self.url}")
-        text = await self._or_poison(self._connection.recv(), self._deadline)
+            message["id"] = next(self._numbers)
+        request = _ENCODE(message)
+        self._asking = True
         try:
-            reply = json.loads(text)
-            if reply["type"] not in (kind, "error"):
-                raise ValueError(f"a {kind} reply was due, not {reply['type']!r}")
-            if reply.get("id") != self._request_id:
-                raise ValueError(f"the reply to request {self._request_id} was due, not to {reply.get('id')!r}")
-            data = reply["data"]
-            failure = _said(data) if reply["type"] == "error" else None
-        except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
-            raise self._not_the_wire(error) from error
-        self._deadline = None
-        if failure is not None:
-            raise failure
-        return reply
-
-    async def _or_poison(self, operation: Awaitable[T], deadline: float) -> T:
-        try:
-            async with asyncio.timeout_at(deadline):
-                return await operation
+            async with asyncio.timeout(self._message_timeout):
+                await connection.send(request)
+                text = await connection.recv()
         except TimeoutError as error:
             self.abort()
             raise MessageTimeout(f"no reply from {self.url} within {self._message_timeout:g} s") from error
@@ -252,6 +218,20 @@ class OpenEnvClient:
         except BaseException:
             self.abort()
             raise
+        try:
+            reply = json.loads(text)
+            if reply["type"] not in (kind, "error"):
+                raise ValueError(f"a {kind} reply was due, not {reply['type']!r}")
+            if reply.get("id") != message.get("id"):
+                raise ValueError(f"the reply to request {message.get('id')} was due, not to {reply.get('id')!r}")
+            data = reply["data"]
+            failure = _said(data) if reply["type"] == "error" else None
+        except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+            raise self._not_the_wire(error) from error
+        self._asking = False
+        if failure is not None:
+            raise failure
+        return reply
 
     def _not_the_wire(self, error: Exception) -> ConnectionLost:
         self.abort()

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import select
 import signal
 import socket
@@ -29,6 +30,7 @@ from realhf.env.containment import sandbox
 
 _MAX_DATAGRAM = 64 * 1024
 _RESTART_S = 30.0
+_STATUS_BYTES = 8192
 _BEGIN = b"b"
 _NOBODY = -1
 """Number of no request: a child that waits for its beginning ends."""
@@ -50,8 +52,11 @@ class ForkedProcess:
         if self.pidfd < 0 or _readable(self.pidfd, 0):
             return False
         try:
-            with open(f"/proc/{self.pid}/status", "rb") as status:
-                killed = _is_ending(status.read())
+            status = os.open(f"/proc/{self.pid}/status", os.O_RDONLY)
+            try:
+                killed = _is_ending(os.read(status, _STATUS_BYTES))
+            finally:
+                os.close(status)
         except OSError:
             killed = False
         return not killed and not _readable(self.pidfd, 0)
@@ -196,12 +201,14 @@ def _readable(fd: int, timeout_s: float) -> bool:
     return bool(poll.poll(timeout_s * 1000))
 
 
+_ENDING = re.compile(rb"^(?:State:\s+[ZX]|S(?:ig|hd)Pnd:\s+[0-9a-f]*[13579bdf][0-9a-f]{2}$)", re.MULTILINE)
+"""A state that is an end, or pending signals with the ninth bit, SIGKILL's."""
+
+
 def _is_ending(status: bytes) -> bool:
     """Return whether a process, by its status in /proc, has a SIGKILL before it or behind it. The kernel turns every
     signal that ends a process into one."""
-    fields = dict(line.split(b":", 1) for line in status.splitlines() if b":" in line)
-    pending = int(fields.get(b"SigPnd", b"0"), 16) | int(fields.get(b"ShdPnd", b"0"), 16)
-    return bool(pending >> (signal.SIGKILL - 1) & 1) or fields.get(b"State", b"").split()[:1] in ([b"Z"], [b"X"])
+    return _ENDING.search(status) is not None
 
 
 def _pid_of(pidfd: int) -> int:
