@@ -79,7 +79,7 @@ ROOMS: dict[str, str] = {
     "aws/evaluation": "api api/chat api/config aws aws/episode aws/simulator aws/tasks "
     "backends/embedded backends/threads backends/training base rollout/episode rollout/players",
     "aws/playground": "aws/episode aws/grading aws/server aws/simulator aws/tasks env/server",
-    "aws/service": "aws/episode aws/playground aws/real_aws aws/server aws/simulator env/server",
+    "aws/service": "aws/episode aws/playground aws/real_aws aws/server aws/simulator aws/tasks env/server",
     "aws/training": "api aws aws/cli aws/episode aws/simulator aws/tasks base/files rollout/episode rollout/players",
     "aws/validation/plays": "aws/cli aws/episode aws/grading aws/tasks",
     "aws/validation": "aws/cli aws/episode aws/grading aws/simulator aws/tasks aws/validation/plays",

@@ -83,7 +83,12 @@ def command_turn(
         [{"role": "user", "content": observation_text(observation, max_chars=observation_chars)}],
         done=done,
         reward=reward,
-        metrics={"success": float(observation["task_achieved"]), "progress": float(observation["partial_progress"])},
+        metrics={
+            "success": float(observation["task_achieved"]),
+            "progress": float(observation["partial_progress"]),
+            "simulator_lost": float(bool(observation.get("simulator_lost"))),
+            "account_unreadable": float(bool(observation.get("account_unreadable"))),
+        },
         info=info or {},
         final=final,
     )

@@ -49,6 +49,7 @@ class AwsObservation(BaseModel):
     steps_left: int = 0
     account_changes: list[dict[str, Any]] = Field(default_factory=list)
     simulator_lost: bool = False
+    account_unreadable: str = ""
 
 
 class AwsState(BaseModel):

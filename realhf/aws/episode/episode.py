@@ -5,6 +5,7 @@ Source: docs/reference/environment.md 2.1 (observation), 6 (set-up) and 7 (end o
 
 from __future__ import annotations
 
+import logging
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from typing import Any
 
 from realhf.aws.cli.executor import CommandResult, SimulatorLost
 from realhf.aws.cli.state_client import StateCallError
+from realhf.aws.episode.blame import Blame, Watch, unreadable_kind
 from realhf.aws.episode.changes import AccountChanges
 from realhf.aws.episode.chaos import PROBABILITY, Chaos, chaos_rng
 from realhf.aws.episode.hints import LEVELS, hint_text, is_hint_request
@@ -30,6 +32,7 @@ from realhf.aws.tasks.task import Task, TaskError
 
 DEFAULT_MAX_STEPS = 15
 FINISHED = "episode finished; call reset"
+_LOG = logging.getLogger(__name__)
 LOST = "the account does not answer any more after this command; the episode is over"
 
 
@@ -79,6 +82,8 @@ class Episode:
         self._hints = 0
         self._achieved = False
         self._lost = False
+        self._unreadable = ""
+        self._unread = False
         self._episode_id = ""
 
     @property
@@ -140,10 +145,10 @@ class Episode:
         return StepData(self._observation(None, ""), 0.0, False)
 
     def step(self, command: str) -> StepData:
-        """Run one command and grade it. After the end nothing is executed. A command that is the end of the simulator,
-        or after which it cannot be read, ends the episode with the score it had: it is the agent's doing. Raises
-        EpisodeError before the first reset or when a real account cannot be read, SimulatorLost for a simulator that
-        was lost before the command."""
+        """Run one command and grade it. After the end nothing is executed. A command that is the end of the simulator
+        ends the episode with the score it had; after one that leaves an account which cannot be read, the score stays
+        and the task is not achieved (``blame`` decides). Raises EpisodeError before the first reset or when a real
+        account cannot be read, SimulatorLost for a simulator that was lost before the command."""
         if self._task is None or self._grader is None:
             raise EpisodeError("no episode is running; call reset first")
         if self.done:
@@ -151,10 +156,11 @@ class Episode:
         self._steps += 1
         if is_hint_request(command):
             return self._hint()
+        watch = Watch(self._slot)
         try:
             result = self._slot.executor.run(command)
         except SimulatorLost as error:
-            if not error.by_command:
+            if watch.blame(error, begun=error.by_command) is Blame.ENVIRONMENT:
                 raise
             return self._end_with_the_simulator()
         rollbacks = self._tracker.rollbacks
@@ -164,9 +170,11 @@ class Episode:
             self._inventory.touch(deed.service, changed=not is_read(deed.operation))
         if result.lost:
             self._inventory.forget()
-        before = self._meter.progress
+        before, reward = self._meter.progress, None
+        watch = Watch(self._slot)
         try:
-            grade = self._grader.evaluate(added, lost=result.lost)
+            grade = self._grader.evaluate(added, lost=result.lost or self._unread)
+            self._unread = False
             self._achieved = grade.achieved
             if not self._grader.lost_ground:
                 self._tracker.rollbacks = rollbacks  # to undo what was never credited costs nothing
@@ -180,11 +188,21 @@ class Episode:
                     self._inventory.touch(disturbed, changed=True)
         except (TargetError, TaskError) as error:
             raise EpisodeError(str(error)) from error
-        except (StateCallError, ConnectionError, SimulatorLost) as error:
-            if self._slot.simulated:
+        except Exception as error:
+            blame = watch.blame(error)
+            if blame is Blame.ENVIRONMENT:
+                raise EpisodeError(f"the account cannot be read: {type(error).__name__}") from error
+            if blame is Blame.AGENT:
                 return self._end_with_the_simulator()
-            raise EpisodeError(f"the account cannot be read: {type(error).__name__}") from error
+            self._note_unreadable(error)
+            reward = self._reward(before) if reward is None else reward
         return StepData(self._observation(result, ""), reward, self.done)
+
+    def _note_unreadable(self, error: Exception) -> None:
+        """Note that nobody knows what the account is now: it is read again after the next command, whatever that is."""
+        self._unread, self._achieved, self._unreadable = True, False, unreadable_kind(error)
+        fault = error if self._unreadable == "grader" else None
+        _LOG.warning("an account cannot be graded (%s): %s", self._unreadable, type(error).__name__, exc_info=fault)
 
     def _end_with_the_simulator(self) -> StepData:
         self._lost, self._achieved = True, False
@@ -272,7 +290,11 @@ class Episode:
             "refusal": result.refusal if result else None,
             "steps_left": 0 if self._lost else max(0, self._max_steps - self._steps),
         }
-        rarely = {"account_changes": changes, "simulator_lost": self._lost}
+        rarely = {
+            "account_changes": changes,
+            "simulator_lost": self._lost,
+            "account_unreadable": self._unreadable,
+        }
         return observation | {name: value for name, value in rarely.items() if value}
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol
 
 from fastapi import FastAPI
@@ -33,7 +33,8 @@ class StartedPool(SlotPool, Protocol):
 
 class AwsServed:
     """Implements ``realhf.env.server.served.ServedEnvironment``. ``make_player`` returns the player of a slot of
-    ``pool``, whose ``step`` takes a command. ``mount`` adds the playground, where ``config`` wants one."""
+    ``pool``, whose ``step`` takes a command. ``mount`` adds the playground, where ``config`` wants one.
+    ``templates`` are the numbers under which episodes are counted."""
 
     title: str = "realhf AWS environment"
     about: str = "AWS tasks on MiniStack over the OpenEnv wire"
@@ -48,6 +49,8 @@ class AwsServed:
         pool: StartedPool,
         make_player: Callable[[Any], Player],
         mount: Callable[[FastAPI, AwsServerConfig], Page] | None = None,
+        *,
+        templates: Collection[int] = (),
     ) -> None:
         self.pool: SlotPool = pool
         self._started_pool = pool
@@ -56,6 +59,7 @@ class AwsServed:
         self.home: str = "/web" if config.web_mounted else "/health"
         self._config = config
         self._mount = mount
+        self._templates = templates
 
     def make_player(self, slot: Any) -> Player:
         """See ``ServedEnvironment``."""
@@ -74,10 +78,18 @@ class AwsServed:
         return action["command"]
 
     def outcome(self, observation: Mapping[str, Any]) -> str:
-        """Say whether the task was achieved, or the simulator lost over a command."""
+        """Say whether the task was achieved, the simulator lost over a command, or the account not to be read."""
         if observation.get("simulator_lost"):
             return "simulator_lost"
-        return "achieved" if observation["task_achieved"] else "truncated"
+        if observation["task_achieved"]:
+            return "achieved"
+        kind = observation.get("account_unreadable")
+        return f"unreadable_{kind}" if kind else "truncated"
+
+    def template(self, observation: Mapping[str, Any]) -> str:
+        """Return the number of the template, "other" for a task that a client wrote."""
+        number = (observation.get("task") or {}).get("task_id")
+        return str(number) if number in self._templates else "other"
 
     def schema(self) -> dict[str, Any]:
         """See ``ServedEnvironment``."""

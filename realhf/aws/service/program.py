@@ -12,6 +12,7 @@ from realhf.aws.server.config import AwsServerConfig, aws_endpoints
 from realhf.aws.server.served import AwsServed
 from realhf.aws.simulator.configured_pool import output_limits, simulator_pool
 from realhf.aws.simulator.pool import MiniStackPool
+from realhf.aws.tasks.loader import load_templates
 from realhf.env.server.config import ConfigError, ServerConfig
 
 ABOUT = "Serve AWS episodes on MiniStack over the OpenEnv wire, one simulator per session."
@@ -35,4 +36,5 @@ def prepare(arguments: argparse.Namespace, config: ServerConfig) -> tuple[AwsSer
     def make_player(slot: Any) -> EpisodePlayer:
         return EpisodePlayer(slot, config.max_steps, reward_mode=config.reward_mode, chaos=chaos)
 
-    return AwsServed(config, make_pool(config), make_player, mount), config
+    templates = frozenset(template.task_id for template in load_templates())
+    return AwsServed(config, make_pool(config), make_player, mount, templates=templates), config

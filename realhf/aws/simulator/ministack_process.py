@@ -28,6 +28,8 @@ SIMULATOR_CPU_S = 60
 _GROWN_BYTES = 64 << 20
 _WORN_S = SIMULATOR_CPU_S / 3
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+_CPU_CLOCK = 2
+"""With a pid before it, the clock of that process (clock_getcpuclockid of the C library)."""
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _BACKLOG = 64
 _LOG_TAIL_BYTES = 2000
@@ -194,6 +196,8 @@ class MiniStackProcess:
 
     def healthy(self, timeout_s: float = ANSWER_S) -> bool:
         """Return whether the simulator answers right now."""
+        if self.stopped():
+            return False
         try:
             self._request("GET", "/_ministack/health", timeout_s)
         except OSError:
@@ -242,6 +246,18 @@ class MiniStackProcess:
         with open(f"/proc/{self.pid}/stat", "rb") as status:
             fields = status.read().rpartition(b")")[2].split()
         return int(fields[21]) * _PAGE_BYTES, (int(fields[11]) + int(fields[12])) * _TICK_S
+
+    def worked_s(self) -> float:
+        """Return the seconds of CPU that the simulator took, to the nanosecond: while they stay the same it does not
+        run. -1.0 for one that is gone."""
+        try:
+            return time.clock_gettime(~self.pid << 3 | _CPU_CLOCK)
+        except OSError:
+            return -1.0
+
+    def stopped(self) -> bool:
+        """Whether a signal keeps the process from running."""
+        return self._process is not None and self._process.stopped()
 
     def spent(self) -> bool:
         """Return whether the simulator grew, or took much of its CPU time: an empty world does not bring that back.

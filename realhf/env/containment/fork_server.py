@@ -51,15 +51,24 @@ class ForkedProcess:
         """Whether the process runs, and nobody killed it: one with threads needs milliseconds to end."""
         if self.pidfd < 0 or _readable(self.pidfd, 0):
             return False
+        return not _is_ending(self._status()) and not _readable(self.pidfd, 0)
+
+    def stopped(self) -> bool:
+        """Whether a signal keeps the process from running, until another one lets it go on."""
+        return _STOPPED.search(self._status()) is not None
+
+    def _status(self) -> bytes:
+        """Return what /proc says of the process, nothing of one that is gone."""
         try:
             status = os.open(f"/proc/{self.pid}/status", os.O_RDONLY)
-            try:
-                killed = _is_ending(os.read(status, _STATUS_BYTES))
-            finally:
-                os.close(status)
         except OSError:
-            killed = False
-        return not killed and not _readable(self.pidfd, 0)
+            return b""
+        try:
+            return os.read(status, _STATUS_BYTES)
+        except OSError:
+            return b""
+        finally:
+            os.close(status)
 
     def kill(self, timeout_s: float = 2.0) -> None:
         """Send SIGKILL and wait until the process is gone. Idempotent. Raises TimeoutError naming the process."""
@@ -203,6 +212,10 @@ def _readable(fd: int, timeout_s: float) -> bool:
 
 _ENDING = re.compile(rb"^(?:State:\s+[ZX]|S(?:ig|hd)Pnd:\s+[0-9a-f]*[13579bdf][0-9a-f]{2}$)", re.MULTILINE)
 """A state that is an end, or pending signals with the ninth bit, SIGKILL's."""
+
+
+_STOPPED = re.compile(rb"^State:\s+T", re.MULTILINE)
+"""A stop by a signal; a debugger's, ``t``, is over in a moment."""
 
 
 def _is_ending(status: bytes) -> bool:

@@ -56,7 +56,9 @@ class ServerMetrics:
         self.injected_faults = Counter(
             "realhf_env_injected_faults", "simulated faults of steps", ["kind"], registry=self._registry
         )
-        self.episodes = Counter("realhf_env_episodes", "finished episodes", ["outcome"], registry=self._registry)
+        self.episodes = Counter(
+            "realhf_env_episodes", "episodes that ended", ["outcome", "template"], registry=self._registry
+        )
         self.reset_seconds = Histogram(
             "realhf_env_reset_seconds", "time of a reset", buckets=_LATENCY_BUCKETS, registry=self._registry
         )

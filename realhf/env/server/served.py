@@ -121,6 +121,10 @@ class ServedEnvironment(Protocol):
         """Return the word that an episode with this last observation is counted under."""
         ...
 
+    def template(self, observation: Mapping[str, Any]) -> str:
+        """Return what the task of an episode was made of, one of a bounded number of words; "" where that is open."""
+        ...
+
     def schema(self) -> dict[str, Any]:
         """Return the JSON schemas of ``action``, ``observation`` and ``state``."""
         ...

@@ -28,6 +28,8 @@ _WATCH_AFTER_S = 0.25
 _GRACE_S = 1.0
 _KILL_AGAIN_S = 0.2
 KILLED_WAIT_S = 10.0
+FAILED = "environment_failed"
+"""Outcome of an episode that the environment could not go on with."""
 _LOG = logging.getLogger(__name__)
 
 
@@ -66,6 +68,7 @@ class Session:
         self._receiving: asyncio.Future[Message] | None = None
         self._idle = False
         self._stopping = False
+        self._template = ""
 
     def stop(self) -> None:
         """End the session for the server's shutdown: now if it is idle, else after the command in flight. Call on the
@@ -230,6 +233,7 @@ class Session:
             return wire.encode_reply("mcp", self._mcp(request.data), request.request_id)
         if request.kind == "reset":
             observation, reward, done = self._player.reset(request.data)
+            self._template = self._served.template(observation)
             self._metrics.reset_seconds.observe(time.perf_counter() - began)
         else:
             observation, reward, done = self._step(request.data)
@@ -237,10 +241,15 @@ class Session:
 
     def _step(self, action: dict[str, Any]) -> Reply:
         began = time.perf_counter()
-        observation, reward, done = self._player.step(self._served.step_argument(action))
+        try:
+            observation, reward, done = self._player.step(self._served.step_argument(action))
+        except WireError as error:
+            if error.code == wire.EXECUTION_ERROR:
+                self._metrics.episodes.labels(FAILED, self._template).inc()
+            raise
         self._metrics.step_seconds.observe(time.perf_counter() - began)
         if done:
-            self._metrics.episodes.labels(self._served.outcome(observation)).inc()
+            self._metrics.episodes.labels(self._served.outcome(observation), self._template).inc()
         return observation, reward, done
 
     def _mcp(self, message: dict[str, Any]) -> dict[str, Any]:

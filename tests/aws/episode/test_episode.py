@@ -9,9 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from realhf.aws.cli.executor import SimulatorLost
 from realhf.aws.episode.episode import FINISHED, LOST, Episode, EpisodeError, masked_task
-from realhf.aws.grading.grader import Grader
 from realhf.aws.simulator.ministack_process import SIMULATOR_MEMORY_MB
 from realhf.aws.simulator.pool import Slot
 from realhf.aws.tasks import instantiate, solve
@@ -98,29 +96,6 @@ def test_a_simulator_without_memory_ends_and_the_episode_with_it(
 def private_bytes(pid: int) -> int:
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmData"))
-
-
-@pytest.mark.parametrize("error", [ConnectionError("no answer"), SimulatorLost("simulator lost")])
-def test_a_simulator_that_cannot_be_read_after_a_command_ends_the_episode(
-    episode: Episode, monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
-    task = instantiate(VERSIONED, 1)
-    episode.reset(task)
-
-    def silent() -> None:
-        raise error
-
-    monkeypatch.setattr(Grader, "evaluate", lambda grader, added, lost: silent())
-    step = episode.step(solve(task)[0])
-    assert step.done and step.reward == 0.0 and step.observation["simulator_lost"]
-
-
-def test_a_simulator_that_was_lost_before_the_command_is_the_environments(episode: Episode, slot: Slot) -> None:
-    episode.reset(instantiate(VERSIONED, 1))
-    os.kill(slot.ministack.pid, signal.SIGKILL)  # its threads need milliseconds to end; the next command comes sooner
-    with pytest.raises(SimulatorLost) as caught:
-        episode.step("aws s3 ls")
-    assert not caught.value.by_command and not episode.done
 
 
 def test_steps_run_out(slot: Slot) -> None:

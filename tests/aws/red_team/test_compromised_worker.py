@@ -139,7 +139,7 @@ def test_a_second_reply_is_not_taken_for_the_next_commands(slot: Slot, compromis
     assert slot.executor.run("aws s3 ls").stopped
 
 
-def test_a_lost_check_ends_the_episode_and_is_no_grade(slot: Slot, episode: Episode) -> None:
+def test_a_lost_check_is_no_grade(slot: Slot, episode: Episode) -> None:
     """A check for something absent must not hold because its worker died; what it read is of the agent's making."""
     check = {"command": "aws s3api get-bucket-policy --bucket ledger", "absent": True}
     task = versioning_task(
@@ -152,7 +152,7 @@ def test_a_lost_check_ends_the_episode_and_is_no_grade(slot: Slot, episode: Epis
         lost = episode.step("aws s3 mb s3://some-other")
     finally:
         worker.close()
-    assert lost.done and lost.reward == 0.0 and lost.observation["simulator_lost"]
+    assert not lost.done and lost.reward == 0.0 and lost.observation["account_unreadable"] == "silence"
     after = episode.step("aws s3 mb s3://another")
     assert not lost.observation["task_achieved"] and not after.observation["task_achieved"]
     assert slot.ministack.alive()

@@ -70,6 +70,10 @@ class SpecServed:
         success = observation["metrics"].get("success")
         return "finished" if success is None else "achieved" if success >= 1 else "failed"
 
+    def template(self, observation: Mapping[str, Any]) -> str:
+        """Return "": what a task was made of is not said over the wire."""
+        return ""
+
     def schema(self) -> dict[str, Any]:
         """See ``ServedEnvironment``."""
         models = {"action": SpecAction, "observation": SpecObservation, "state": SpecState}
