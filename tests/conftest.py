@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import gc
 import json
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -39,7 +40,10 @@ settings.load_profile("same")
 
 def pytest_configure() -> None:
     """Read the certificates of this machine once: httpx does so for every client, which takes 27 ms. Let its clients be
-    patient."""
+    patient. Heed Ctrl-C, also in processes that tests start and interrupt: what a shell starts in the background ignores
+    it, and so would they."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     httpx_transports.create_ssl_context = functools.cache(httpx_transports.create_ssl_context)
     for name in ("connect", "read", "write", "pool"):
         setattr(httpx_config.DEFAULT_TIMEOUT_CONFIG, name, PATIENCE_S)

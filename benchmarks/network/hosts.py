@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import os
 import secrets
 import shutil
@@ -45,6 +46,16 @@ class Host:
             yield
         finally:
             command_output("ip", "-n", self.name, "route", "del", "blackhole", f"{other.address}/32")
+
+    def slow_down(self, mbit_s: float) -> None:
+        """Send no faster than this from now on."""
+        shape = ["root", "tbf", "rate", f"{mbit_s:g}mbit", "burst", "32kbit", "latency", "400ms"]
+        command_output("tc", "-n", self.name, "qdisc", "add", "dev", "cable", *shape)
+
+    def received_bytes(self) -> int:
+        """Return how much has come over the cable."""
+        (link,) = json.loads(command_output("ip", "-n", self.name, "-s", "-j", "link", "show", "cable"))
+        return int(link["stats64"]["rx"]["bytes"])
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:

@@ -27,7 +27,8 @@ from typing import Any
 
 from benchmarks.network.hosts import two_hosts
 from realhf.base.free_port import free_port
-from realhf.transport.network.keys import RunKeys
+from realhf.cluster.cluster_keys import add_hosts, make_keys
+from realhf.transport.network.keys import write_private
 
 STEP_SECONDS = "time/step"
 RUN_S = 900
@@ -106,13 +107,15 @@ def _joined(
     *,
     apart: bool = False,
 ) -> Way:
-    RunKeys.make().write(key)
+    make_keys(key)
+    own = key.with_name(f"{key.name}-{TRAINER}")
+    write_private(own, add_hosts(key, [TRAINER]).text())
     options = (
         *("scheduler=join", f"network.bind={address}", f"scheduler.port={port}", f"scheduler.key_file={key}"),
         f"scheduler.hosts=[{TRAINER}]",
         f"scheduler.placement={{model_worker{'/1' if apart else ''}:{TRAINER}}}",
     )
-    agent = ("--join", f"tcp://{address}:{port}", "--key-file", str(key), "--host-agent", "--name", TRAINER)
+    agent = ("--join", f"tcp://{address}:{port}", "--key-file", str(own), "--host-agent")
     agent += ("--folder", str(folder / "host"), "--linger-s", "2")
     return Way(options, tuple(enter), agent, tuple(agent_enter))
 

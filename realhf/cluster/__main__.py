@@ -1,6 +1,6 @@
 """Look at a running job and change its hosts, or make the keys that hosts need.
 
-python -m realhf.cluster keys FILE
+python -m realhf.cluster keys FILE --host NAME ...
 python -m realhf.cluster status --join tcp://HOST:PORT --key-file FILE
 python -m realhf.cluster add    --join tcp://HOST:PORT --key-file FILE --host NAME --kind rollout_worker --count 2
 python -m realhf.cluster remove --join tcp://HOST:PORT --key-file FILE --host NAME
@@ -14,11 +14,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from realhf.base.text import printable
+from realhf.cluster.cluster_keys import HostKeys, add_hosts, make_keys
 from realhf.cluster.messages import Order
 from realhf.cluster.operator import asked
-from realhf.cluster.options import ELASTIC
-from realhf.transport.errors import TransportError
-from realhf.transport.network.keys import RunKeys
+from realhf.cluster.options import ELASTIC, HOST_NAME
+from realhf.cluster.placement import LAUNCHER
+from realhf.transport.errors import NetworkError, TransportError
+from realhf.transport.network.keys import write_private
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -26,12 +28,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = _command_line().parse_args(argv)
     try:
         if given.command == "keys":
-            RunKeys.make().write(given.file)
-            print(f"{given.file}: keys of a cluster; copy it to every host, mode 600")
+            _make_keys(given.file, given.host, given.into)
             return 0
         order = None
         if given.command != "status":
-            order = Order(given.host, getattr(given, "kind", ""), getattr(given, "count", 0))
+            more = getattr(given, "kind", ""), getattr(given, "count", 0), getattr(given, "new_keys", False)
+            order = Order(given.host, *more)
         report = asked(given.join, given.key_file, given.command, order)
     except (TransportError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -40,26 +42,56 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(report.failed)
 
 
+def _make_keys(file: Path, hosts: Sequence[str], into: Path | None) -> None:
+    """Draw keys for hosts, and say where they are. Raises NetworkError or OSError."""
+    for host in hosts:
+        if not HOST_NAME.fullmatch(host) or host == LAUNCHER:
+            raise NetworkError(f"--host {host!r}: no host can have this name")
+    if into is not None and into.exists():
+        raise FileExistsError(f"--into {into}: the file exists")
+    if make_keys(file):
+        print(f"{file}: keys of a cluster; they stay on this machine")
+    if not hosts:
+        return
+    drawn = add_hosts(file, dict.fromkeys(hosts))
+    one_each = {host: file.with_name(f"{file.stem}-{host}{file.suffix}") for host in drawn.hosts}
+    for host, target in one_each.items() if into is None else ():
+        target.unlink(missing_ok=True)  # the key in it is worth nothing any more
+        write_private(target, HostKeys(drawn.server_public, {host: drawn.hosts[host]}).text())
+        print(f"{target}: the key of host {host}; copy it there, mode 600")
+    if into is not None:
+        write_private(into, drawn.text())
+        print(f"{into}: the keys of {', '.join(drawn.hosts)}")
+
+
 def _command_line() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m realhf.cluster", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(dest="command", required=True)
     keys = commands.add_parser("keys", help="make the keys of a cluster")
-    keys.add_argument("file", type=Path, help="a new file, mode 600")
+    keys.add_argument("file", type=Path, help="the launcher's own file, mode 600; made when it does not exist")
+    keys.add_argument("--host", nargs="+", default=[], metavar="NAME", help="draw new keys for these hosts")
+    keys.add_argument("--into", type=Path, help="write them into this one file; else each into one beside FILE")
     for name, about in (
         ("status", "print hosts and workers"),
         ("add", "start more workers on a host"),
-        ("remove", "let a host leave: its workers end"),
+        ("remove", "let a host leave: its workers end, and its key is taken away"),
     ):
         command = commands.add_parser(name, help=about)
         command.add_argument("--join", required=True, metavar="tcp://HOST:PORT", help="the launcher's door")
-        command.add_argument("--key-file", type=Path, required=True, help="a copy of the cluster's keys")
+        command.add_argument("--key-file", type=Path, required=True, help="the launcher's own file of keys")
         if name != "status":
             command.add_argument("--host", required=True, help="name of the host")
         if name == "add":
             command.add_argument("--kind", required=True, choices=ELASTIC)
             command.add_argument("--count", type=int, default=1)
+        if name == "remove":
+            command.add_argument(
+                "--new-keys",
+                action="store_true",
+                help="the run begins again from its last checkpoint, with new keys: those that the host knows are void",
+            )
     return parser
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import zmq
 
 from realhf.cluster.agent_folder import held
+from realhf.cluster.cluster_keys import HostKey
 from realhf.cluster.kept_files import HeldKeys, keep
 from realhf.cluster.messages import (
     LINE_CHARACTERS,
@@ -43,8 +44,8 @@ from realhf.scheduler.prepared import PreparedWorkers
 from realhf.transport import envelope
 from realhf.transport.envelope import unpack_header
 from realhf.transport.errors import NetworkError, ProtocolError
+from realhf.transport.network.curve import connect_encrypted
 from realhf.transport.network.handshake import REACHED_WITHIN_S, HandshakeWatch, unreached
-from realhf.transport.network.network import Network
 from realhf.transport.network.versions import own_versions
 from realhf.transport.own_pauses import OwnPauses
 
@@ -73,7 +74,7 @@ class Dismissed(Exception):
 
 
 class HostAgent:
-    """Serves the launcher whose door is at ``door`` (tcp://HOST:PORT) as the host ``name``.
+    """Serves the launcher whose door is at ``door`` (tcp://HOST:PORT) as the host ``name``, whose key it has.
 
     ``folder`` is private to the agent and holds what a run brings; ``wants`` says how many workers of each kind the
     host is to get beside what the launcher decides. ``linger_s`` is how long the agent waits for another run after one.
@@ -83,7 +84,7 @@ class HostAgent:
     def __init__(
         self,
         door: str,
-        network: Network,
+        key: HostKey,
         name: str,
         folder: Path,
         *,
@@ -92,7 +93,7 @@ class HostAgent:
         linger_s: float = 30.0,
         prepare: bool = True,
     ) -> None:
-        self._door, self._network, self._name, self._folder, self._wants = door, network, name, folder, wants
+        self._door, self._key, self._name, self._folder, self._wants = door, key, name, folder, wants
         self._patience_s, self._linger_s, self._prepare = patience_s, linger_s, prepare
         self._prepared = PreparedWorkers(PREPARED)
         self._local = LocalScheduler(orphans_are_ours=True, prepared=self._prepared)
@@ -178,7 +179,7 @@ class HostAgent:
         socket.setsockopt(zmq.MAXMSGSIZE, envelope.MAX_PAYLOAD_BYTES)
         socket.setsockopt(zmq.RECONNECT_IVL, 100)
         socket.setsockopt(zmq.IMMEDIATE, 1)
-        self._network.connect(socket, self._door)
+        connect_encrypted(socket, self._door, self._key.server_public, self._key.own)
         self._session = os.urandom(16)
         return socket
 

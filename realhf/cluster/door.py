@@ -1,4 +1,5 @@
-"""Is where host agents and operators reach a launcher: one ROUTER socket with the cluster's keys, on its own thread.
+"""Is where host agents and operators reach a launcher: one ROUTER socket, which knows each host by its key, on a thread
+of its own.
 
 The thread answers signs of life, so that a busy launcher is not a dead one, and hands everything else to the thread
 that owns the scheduler. A host is lost when it has said nothing for ``dead_after_s``.
@@ -18,6 +19,7 @@ from typing import Any
 
 import zmq
 
+from realhf.cluster.cluster_keys import KnownHosts
 from realhf.cluster.messages import (
     DOOR,
     OF_AGENT,
@@ -33,7 +35,8 @@ from realhf.cluster.placement import LAUNCHER
 from realhf.transport import envelope
 from realhf.transport.errors import ProtocolError
 from realhf.transport.inbox import take_all
-from realhf.transport.network.network import Network
+from realhf.transport.network.curve import listen_encrypted
+from realhf.transport.network.doorkeeper import Doorkeeper
 from realhf.transport.network.versions import differences
 from realhf.transport.own_pauses import OwnPauses, excused
 from realhf.transport.waker import Waker
@@ -112,32 +115,33 @@ class _Host:
 
 
 class Door:
-    """Listens at ``bind`` (tcp://HOST:PORT; port 0: any) of ``network``, whose keys are the cluster's. Raises
-    AddressTaken or NetworkError. ``fileno`` becomes readable when ``events`` has something. ``refusal`` says of a host
-    why it may not take part, "" if it may; it is called on the door's own thread."""
+    """Listens at ``bind`` (tcp://HOST:PORT; port 0: any) for the ``known`` hosts and operators. Raises AddressTaken or
+    NetworkError. ``fileno`` becomes readable when ``events`` has something. ``refusal`` says of a host why it may not
+    take part, "" if it may; it is called on the door's own thread."""
 
     def __init__(
         self,
-        network: Network,
+        known: KnownHosts,
         bind: str,
         dead_after_s: float,
         refusal: Callable[[HostHello], str] = lambda hello: "",
     ) -> None:
-        self._network, self._dead_after_s, self._refusal = network, dead_after_s, refusal
+        self._known, self._dead_after_s, self._refusal = known, dead_after_s, refusal
         self._refused: set[bytes] = set()
-        self._context = network.context()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        Doorkeeper(self._context, known.knows)
+        self._key = self._sender = ""
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 500)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.SNDHWM, envelope.HIGH_WATER_MARK)
         self._socket.setsockopt(zmq.MAXMSGSIZE, envelope.MAX_PAYLOAD_BYTES)
         try:
-            self.endpoint = network.listen(self._socket, bind)
+            self.endpoint = listen_encrypted(self._socket, bind, known.keys.server)
         except BaseException:
             self._context.destroy(0)
             raise
         self._hosts: dict[str, _Host] = {}
-        self._banned: set[str] = set()
         self._doubles: dict[bytes, float] = {}
         self._events: queue.SimpleQueue[DoorEvent] = queue.SimpleQueue()
         self._outgoing: deque[tuple[bytes, list[bytes]]] = deque()
@@ -180,11 +184,11 @@ class Door:
         self._waker.wake()
 
     def send_away(self, host: str) -> None:
-        """Let a host leave for good: its agent ends, and another one of its name is not taken any more."""
+        """Let a host leave for good: its agent ends, and its key is taken away."""
         self.send(host, "leave")
+        self._known.take_away(host)
         with self._lock:
             self._hosts.pop(host, None)
-            self._banned.add(host)
 
     def close(self) -> None:
         """Tell all hosts that the run is over, and release the port."""
@@ -212,7 +216,7 @@ class Door:
                 if paused_s := pauses.look():
                     self._excuse(paused_s)
                 self._waker.clear()
-                take_all(self._socket, self._take, self._drop, self._of_other_protocol, most=AT_ONCE)
+                take_all(self._socket, self._take, self._drop, self._of_other_protocol, AT_ONCE, self._comes)
                 self._look_for_silence()
                 with self._lock:
                     outgoing, closing = [*self._outgoing], self._closing
@@ -234,6 +238,10 @@ class Door:
             poller.poll(int(left * 1000))
             self._waker.clear()
             take_all(self._socket, self._parted, self._drop, most=AT_ONCE)
+
+    def _comes(self, key: str) -> None:
+        """Note who says what comes next: a host, an operator (``LAUNCHER``), or one whose key was taken away ("")."""
+        self._key, self._sender = key, self._known.name_of(key)
 
     def _parted(self, identity: bytes, header: dict[str, Any], payload: list[bytes]) -> None:
         del identity, payload
@@ -262,6 +270,9 @@ class Door:
         kind, session = envelope.field(header, "kind", str), envelope.field(header, "session", bytes)[:16]
         if header.get("run") != DOOR:
             raise ProtocolError("a message that is not for the door of a launcher")
+        if not self._sender or (kind == "hello" and not self._known.knows(self._key)):
+            self._post(identity, packed("leave", session))
+            return
         try:
             message = unpacked(kind, payload, OF_AGENT)
         except ProtocolError as error:
@@ -272,6 +283,9 @@ class Door:
                 self._post(identity, packed("refused", session, Refused(f"versions differ: {different}"[:4000])))
                 return
             self._hello(identity, session, message)
+        elif kind in OPERATOR and self._sender != LAUNCHER:
+            text = f"the key of host {self._sender} is none of an operator: take the launcher's own file of keys"
+            self._post(identity, packed("report", session, Report([text], failed=True)))
         elif kind in OPERATOR:
             self._happened(FromOperator(kind, message, (identity, session)))
         else:
@@ -298,6 +312,10 @@ class Door:
             text = f"{LAUNCHER!r} is the launcher's own machine; name this host otherwise with --name"
             self._post(identity, packed("refused", session, Refused(text)))
             return
+        if hello.name != self._sender:
+            text = f"its key is that of {self._sender}, and not of a host {hello.name!r} (--name, --key-file)"
+            self._post(identity, packed("refused", session, Refused(text)))
+            return
         if reason := self._refusal(hello):
             self._post(identity, packed("refused", session, Refused(reason[:4000])))
             if session not in self._refused:
@@ -307,9 +325,6 @@ class Door:
         with self._lock:
             if self._closing:
                 return  # it would not be told that the run is over; there may be another door soon
-            if hello.name in self._banned:
-                self._post(identity, packed("leave", session))
-                return
             known = self._hosts.get(hello.name)
             if known is not None and known.session == session:
                 return  # the welcome is on its way
@@ -328,7 +343,7 @@ class Door:
     def _from_host(self, identity: bytes, session: bytes, kind: str, message: Message) -> None:
         with self._lock:
             name = self._name_of(session)
-            if name is None:
+            if name is None or name != self._sender:
                 self._post(identity, packed("again", session))
                 return
             # ZeroMQ connects anew by itself. What was under way is lost then, and the way back is another one.

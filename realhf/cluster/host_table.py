@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 import time
 from collections import Counter
@@ -56,15 +57,21 @@ class Running:
 @dataclass
 class Host:
     """A host that takes part. ``dock``: what is on the way to it; ``shared``: whether it has the run folder, None
-    before it was asked; ``there``: paths that look the same on it; ``strange``: it has talked nonsense."""
+    before it was asked; ``there``: paths that look the same on it; ``leave_by``: when it is sent away at the latest
+    (``time.monotonic``), if it was told to leave; ``strange``: it has talked nonsense."""
 
     hello: HostHello
     dock: Dock
     shared: bool | None = None
     there: set[str] = field(default_factory=set)
     since: float = field(default_factory=time.monotonic)
-    leaving: bool = False
+    leave_by: float = math.inf
     strange: bool = False
+
+    @property
+    def leaving(self) -> bool:
+        """Whether it was told to leave."""
+        return self.leave_by != math.inf
 
 
 class HostTable:

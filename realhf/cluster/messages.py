@@ -161,11 +161,13 @@ class Ended(Message, frozen=True):
 
 
 class Order(Message, frozen=True):
-    """Asks a running job, for an operator, to add workers of a kind to a host, or to remove a host."""
+    """Asks a running job, for an operator, to add workers of a kind to a host, or to remove a host; with ``new_keys``
+    the run begins again without it, with keys that it does not know."""
 
     host: Name
     kind: Annotated[str, Meta(max_length=64)]
     count: Count
+    new_keys: bool = False
 
 
 class Report(Message, frozen=True):

@@ -8,28 +8,30 @@ from pathlib import Path
 
 import zmq
 
+from realhf.cluster.cluster_keys import LauncherKeys
 from realhf.cluster.messages import OF_DOOR, Message, Nothing, Report, packed, unpacked
 from realhf.transport.envelope import field, unpack_header
 from realhf.transport.errors import NetworkError, ProtocolError
+from realhf.transport.network.addresses import host_of
+from realhf.transport.network.curve import connect_encrypted
 from realhf.transport.network.handshake import REACHED_WITHIN_S, HandshakeWatch, unreached
-from realhf.transport.network.keys import RunKeys
-from realhf.transport.network.network import LOOPBACK_ADDRESS, Network
 
 ANSWER_S = 30.0
 LOOK_MS = 100
 
 
 def asked(door: str, key_file: Path, kind: str, message: Message | None = None) -> Report:
-    """Return the answer of the launcher at ``door``. Raises NetworkError when it is not reached or refuses the keys,
-    and ProtocolError when it does not answer within ``ANSWER_S``."""
-    network = Network(LOOPBACK_ADDRESS, LOOPBACK_ADDRESS, RunKeys.read(key_file.expanduser()))
+    """Return the answer of the launcher at ``door``, whose own file of keys is ``key_file``. Raises NetworkError when
+    it is not reached or refuses the keys, and ProtocolError when it does not answer within ``ANSWER_S``."""
+    host_of(door)
+    key = LauncherKeys.read(key_file.expanduser()).of_operator
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.LINGER, 0)
     watch = HandshakeWatch(socket)
     session, began = os.urandom(16), time.monotonic()
     try:
-        network.connect(socket, door)
+        connect_encrypted(socket, door, key.server_public, key.own)
         socket.send_multipart(packed(kind, session, message or Nothing()))
         while not socket.poll(LOOK_MS):
             watch.look()

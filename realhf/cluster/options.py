@@ -23,7 +23,7 @@ class ClusterOptions:
     port: int = option(7788, "The door for host agents listens on this port; 0: any.", at_least=0, at_most=65535)
     key_file: str = option(
         "~/.realhf/cluster.key",
-        "File with the cluster's keys, which every host agent has a copy of; made when it does not exist.",
+        "The launcher's own file of keys: its door's, and whose hosts' it knows; made when it does not exist.",
     )
     hosts: list[str] = option([], "The run begins when these hosts have joined, by their names.")
     min_hosts: int = option(1, "The run begins when at least so many hosts have joined.", at_least=0)
@@ -78,8 +78,8 @@ class EngineOptions(ClusterOptions):
     port: int = option(0, "The door for host agents listens on this port; 0: any.", at_least=0, at_most=65535)
     key_file: str = option(
         "",
-        "File with the cluster's keys, for hosts that join beside those of the engine; empty: keys are drawn for each "
-        "run, and lie on no disk.",
+        "The launcher's own file of keys, for hosts that join beside those of the engine; empty: keys are drawn for "
+        "each run, and lie on no disk.",
     )
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
 from realhf.cluster import placement
 from realhf.cluster.carried import cargo, key_file_in, needed_paths, prints_of, takes_more, weights_problem
+from realhf.cluster.cluster_keys import HostKeys, KnownHosts, make_keys
 from realhf.cluster.delivery import Dock
 from realhf.cluster.door import Door, DoorEvent, FromHost, FromOperator, HostCame, HostGone, HostRefused, Nonsense
 from realhf.cluster.errors import ClusterError
@@ -45,8 +46,6 @@ from realhf.scheduler.base import (
 from realhf.scheduler.failure import failure_cause
 from realhf.scheduler.local import LocalScheduler
 from realhf.transport.descriptors import allow_many_connections
-from realhf.transport.network.keys import RunKeys, forget
-from realhf.transport.network.network import Network
 
 JOB, MASTER = "job", "master"
 REJOIN_S = 15.0
@@ -60,14 +59,20 @@ class AgentStarter(Protocol):
     """Starts host agents when nobody else does, e.g. by Ray or Slurm. An agent is ``python -m realhf.worker --join
     ENDPOINT --key-file FILE --host-agent --name NAME`` on its host."""
 
+    @property
+    def hosts(self) -> Sequence[str]:
+        """The names of the hosts that it starts agents on."""
+        ...
+
     def check(self) -> None:
         """Raise OSError with one line where agents can never be started; called when the launcher starts, which may be
         long before hosts are waited for."""
         ...
 
-    def start_agents(self, endpoint: str, key_file: Path) -> None:
-        """Begin to start agents that join the door at ``endpoint``; called each time before hosts are waited for.
-        Raises OSError with one line that says what is wrong."""
+    def start_agents(self, endpoint: str, keys: HostKeys) -> None:
+        """Begin to start agents that join the door at ``endpoint``, each with its key of ``keys``; called each time
+        before hosts are waited for. One that was removed has none, and need not be started. Raises OSError with one
+        line that says what is wrong."""
         ...
 
     def problem(self) -> str:
@@ -97,6 +102,7 @@ class ClusterScheduler:
         self._later: dict[str, WorkerSpec] = {}
         self._refused: dict[str, str] = {}
         self._door: Door | None = None
+        self._known: KnownHosts | None = None
         self._backlog: list[WorkerEvent] = []
         self._answers: dict[tuple[str, int], Probed] = {}
         self._probes = 0
@@ -227,15 +233,13 @@ class ClusterScheduler:
                     self._pump()
         finally:
             if door is not None:
-                self._before = {*self._table.hosts} if self._running else self._before
+                stay = {name for name, host in self._table.hosts.items() if not host.leaving}
+                self._before = stay if self._running else self._before
                 self._local.unwatch(door.fileno())
                 door.close()
                 self._door = None
                 if self._starter is not None:
                     self._starter.stop_agents()
-                if not self._options.key_file and self.key_file is not None:
-                    forget(self.key_file)
-                    self.key_file = None
             self._table, self._backlog = HostTable(self._table.troubles), []
             self._later.clear()
 
@@ -254,8 +258,11 @@ class ClusterScheduler:
             options = self._options
             bind = f"tcp://{options.address}:{options.port}"
             try:
-                network = Network(options.address, options.address, RunKeys.read(self._keys()))
-                self._door = Door(network, bind, options.dead_after_s, self._refusal)
+                if self._known is None:
+                    if self.key_file is not None:
+                        make_keys(self.key_file)
+                    self._known = KnownHosts(self.key_file)
+                self._door = Door(self._known, bind, options.dead_after_s, self._refusal)
             except Exception as error:
                 raise ClusterError(
                     f"the door for host agents (scheduler.address, scheduler.port, scheduler.key_file): {error}"
@@ -267,22 +274,13 @@ class ClusterScheduler:
         different = unlike(hello.made_of) if self._options.differing_hosts == "refuse" else ""
         return different and f"it has {different} (scheduler.differing_hosts=warn takes it)"
 
-    def _keys(self) -> Path:
-        """Return where the cluster's keys are read. Without a file for them they are drawn for this door alone."""
-        if self.key_file is None:
-            self.key_file = RunKeys.make().in_memory()
-        elif not self.key_file.exists():
-            self.key_file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            with contextlib.suppress(FileExistsError):
-                RunKeys.make().write(self.key_file)
-        return self.key_file
-
     def _wait_for_hosts(self, door: Door) -> None:
         """Wait until the hosts that were asked for are there, and when the run begins again, those of before or what is
         left of them after ``REJOIN_S``. Raises ClusterError."""
+        assert self._known is not None
         if self._starter is not None:
             with self._local.beside():
-                self._starter.start_agents(door.endpoint, self._keys())
+                self._starter.start_agents(door.endpoint, self._known.draw(self._starter.hosts))
         options = self._options
         again = self._before is not None
         wanted = self._before if self._before is not None else set(options.hosts)
@@ -295,11 +293,7 @@ class ClusterScheduler:
             if not missing and short <= 0:
                 return
             if not told:
-                here = f"--join {door.endpoint} --key-file {self.key_file}"
-                name = " --name NAME" * bool(missing)
-                does = f"on each: python -m realhf.worker {here} --host-agent{name}"
-                looks = f"who is there: python -m realhf.cluster status {here}"
-                self._say(f"waiting {limit_s:g} s for {_who(missing, short)}; {looks if self._starter else does}")
+                self._say(f"waiting {limit_s:g} s for {_who(missing, short)}; {self._what_helps(door, missing)}")
                 told = True
             problem = self._starter.problem() if self._starter is not None else ""
             for name in sorted(missing & set(self._refused)):
@@ -314,6 +308,17 @@ class ClusterScheduler:
                     + f"; joined so far: {there} (scheduler.hosts, scheduler.min_hosts, scheduler.wait_s)"
                 )
             self._wait_here(min(0.5, max(0.01, deadline - time.monotonic())))
+
+    def _what_helps(self, door: Door, missing: set[str]) -> str:
+        """Return in one line what a person can do for hosts to join."""
+        assert self._known is not None
+        at, file = f"--join {door.endpoint} --key-file", self._known.file
+        if self._starter is not None:
+            return f"who is there: python -m realhf.cluster status {at} {file}"
+        keyless = sorted(host for host in missing if not self._known.has(host))
+        names = " ".join(keyless) if missing else "NAME"
+        makes = f"; a key for it: python -m realhf.cluster keys {file} --host {names}" if keyless or not missing else ""
+        return f"on each: python -m realhf.worker {at} ITS_KEY --host-agent{makes}"
 
     def _look_at_folders(self, door: Door, spec: WorkerSpec) -> None:
         """Ask hosts that have come whether they share the run folder. One that does not answer is lost soon anyway."""
@@ -398,6 +403,9 @@ class ClusterScheduler:
             self._happened(event)
         for name, host in [*self._table.hosts.items()]:
             self._advance(name, host)
+            if host.leave_by < time.monotonic() and self._door is not None:
+                self._door.send_away(name)
+                self._gone(name, f"its host {name} was removed, and did not say how its workers ended")
 
     def _advance(self, name: str, host: Host) -> None:
         """Bring a host more of what it needs; workers that it has no room for end before they start."""
@@ -416,7 +424,8 @@ class ClusterScheduler:
         elif isinstance(event, HostGone):
             self._gone(event.name, f"its host {event.name} was lost: {event.reason}")
         elif isinstance(event, FromOperator) and self._door is not None:
-            desk = OperatorDesk(self._door, self._table, running=self._running, elastic=self._elastic)
+            assert self._known is not None
+            desk = OperatorDesk(self._door, self._table, self._known, running=self._running, elastic=self._elastic)
             self._backlog += desk.serve(event)
         elif isinstance(event, Nonsense):
             self._strange(event)
@@ -447,6 +456,9 @@ class ClusterScheduler:
         ]
 
     def _gone(self, name: str, cause: str) -> None:
+        assert self._known is not None
+        if (host := self._table.hosts.get(name)) is not None and host.leaving:
+            self._known.take_away(name)
         left = self._table.take(name)
         self._note(name, lost=cause.partition(": ")[2])
         self._backlog.append(Notice(f"{cause.removeprefix('its ')}; {len(left)} workers were there"))

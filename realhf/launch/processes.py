@@ -28,7 +28,16 @@ from realhf.launch.supervision import MASTER, Supervisor
 from realhf.monitor.deaths import note_death
 from realhf.monitor.display import Display
 from realhf.monitor.events import parse_event
-from realhf.scheduler.base import Notice, Scheduler, WorkerExit, WorkerLine, WorkerSpec, WorkerStarts, WorkersWanted
+from realhf.scheduler.base import (
+    BeginAgain,
+    Notice,
+    Scheduler,
+    WorkerExit,
+    WorkerLine,
+    WorkerSpec,
+    WorkerStarts,
+    WorkersWanted,
+)
 from realhf.scheduler.failure import failure_cause, log_tail
 from realhf.scheduler.memory_kills import WANT_OF_MEMORY
 from realhf.transport.network.keys import RunKeys, forget
@@ -54,6 +63,10 @@ SECTIONS = {"env": "env", "trajectory": "stream"}
 
 class LaunchError(RuntimeError):
     """A process failed. The message names it, the cause and its log."""
+
+
+class RunsAgain(Exception):
+    """Is raised inside when a run is to begin again though nothing has failed; the message says why."""
 
 
 class WorkerFailed(LaunchError):
@@ -117,8 +130,9 @@ def run_workers(plan: RunPlan, scheduler: Scheduler, display: Display) -> dict[s
             # has it twice.
             watch = Supervisor(replaces=rollout is not None, join_s=2 * plan.rpc.connect_timeout_s)
             return _run_once(plan, scheduler, display, watch)
-        except WorkerFailed as error:
-            if rollout is None or not _may_begin_again(failures, rollout.options):
+        except (WorkerFailed, RunsAgain) as error:
+            failed = isinstance(error, WorkerFailed)
+            if failed and (rollout is None or not _may_begin_again(failures, rollout.options)):
                 raise
             display.show({"kind": "warning", "text": f"{error}\n{BEGINS_AGAIN}"})
             plan = replace(plan, recover_mode=RecoverMode.auto, started_at=time.time())
@@ -155,6 +169,8 @@ def _run_once(plan: RunPlan, scheduler: Scheduler, display: Display, supervisor:
                     display.show({"kind": "warning", "text": event.text})
                 elif isinstance(event, WorkersWanted):
                     more.wanted.append(event)
+                elif isinstance(event, BeginAgain) and summary is None:
+                    raise RunsAgain(event.why)
                 message = parse_event(event.text) if isinstance(event, WorkerLine) and event.name == MASTER else None
                 if message is None or supervisor.told(message):
                     continue

@@ -85,7 +85,14 @@ class WorkerStarts:
     name: str
 
 
-WorkerEvent = WorkerLine | WorkerExit | Notice | WorkersWanted | WorkerStarts
+@dataclass(frozen=True)
+class BeginAgain:
+    """Says why the run is to begin again from its last checkpoint, with other keys."""
+
+    why: str
+
+
+WorkerEvent = WorkerLine | WorkerExit | Notice | WorkersWanted | WorkerStarts | BeginAgain
 
 
 class Scheduler(Protocol):

@@ -21,16 +21,23 @@ def take_all(
     drop: Callable[[str], None],
     other: Callable[[bytes, dict[str, Any]], None] | None = None,
     most: int | None = None,
+    whose: Callable[[str], None] | None = None,
 ) -> None:
     """Hand every message that waits to ``take``, until there is none or ``take`` closes the socket. A message without
     a header, and one for which ``take`` raises ProtocolError, goes to ``drop`` with the reason. Before that one of
     another version of the protocol goes to ``other``, where there is that. Who polls the socket again anyway gives
-    ``most``, the number of messages after which others have a turn: some may come faster than they are taken."""
+    ``most``, the number of messages after which others have a turn: some may come faster than they are taken.
+    ``whose`` is told before each message with which key (Z85) its sender came; the context has a ``Doorkeeper``."""
     for _ in range(most) if most is not None else itertools.repeat(None):
         if socket.closed:
             return
         try:
-            identity, frame, *payload = socket.recv_multipart(zmq.NOBLOCK)
+            if whose is None:
+                identity, frame, *payload = socket.recv_multipart(zmq.NOBLOCK)
+            else:
+                frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                whose(str(frames[0].get("User-Id")))
+                identity, frame, *payload = (each.bytes for each in frames)
         except zmq.Again:
             return
         except ValueError:

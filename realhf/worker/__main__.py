@@ -18,13 +18,12 @@ from pathlib import Path
 
 from realhf.cluster.agent import HostAgent
 from realhf.cluster.agent_folder import temporary
+from realhf.cluster.cluster_keys import HostKey, HostKeys
 from realhf.cluster.options import ELASTIC, HOST_NAME
 from realhf.cluster.own_host import host_name
 from realhf.scheduler.failure import run_guarded
 from realhf.scheduler.process_control import orphans_adopted
 from realhf.transport.network.addresses import host_of
-from realhf.transport.network.keys import RunKeys
-from realhf.transport.network.network import LOOPBACK_ADDRESS, Network
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,9 +34,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--join", required=True, metavar="tcp://HOST:PORT", help="the launcher's door for hosts")
     parser.add_argument(
-        "--key-file", type=Path, required=True, help="a copy of the cluster's keys (mode 600); -: standard input"
+        "--key-file", type=Path, required=True, help="the key of this host (mode 600); -: standard input"
     )
-    parser.add_argument("--name", default=host_name(), help="name of this host in the run (%(default)s)")
+    parser.add_argument(
+        "--name", help=f"name of this host in the run (that of its key; {host_name()} where the file has several)"
+    )
     kind = parser.add_mutually_exclusive_group(required=True)
     kind.add_argument("--host-agent", action="store_true", help="the launcher decides what runs here")
     kind.add_argument("--kind", choices=ELASTIC, help="this host gets more workers of this kind")
@@ -52,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="workers import what they need themselves: they begin later, and no memory is held between runs",
     )
     given = parser.parse_args(argv)
-    if not HOST_NAME.fullmatch(given.name):
+    if given.name is not None and not HOST_NAME.fullmatch(given.name):
         parser.error(f"--name {given.name!r}: use letters, digits, '_', '-' and '.'; at most 63")
     if not 1 <= given.count <= 4096:
         parser.error(f"--count {given.count}: must be between 1 and 4096")
@@ -65,17 +66,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _serve(given: argparse.Namespace) -> None:
     host_of(given.join)
-    network = Network(LOOPBACK_ADDRESS, LOOPBACK_ADDRESS, RunKeys.read(given.key_file.expanduser()))
-    own = given.folder or Path("~/.realhf/hosts").expanduser() / given.name
+    keys = HostKeys.read(given.key_file.expanduser())
+    name = given.name or (next(iter(keys.hosts)) if len(keys.hosts) == 1 else host_name())
+    key = keys.of(name)
+    own = given.folder or Path("~/.realhf/hosts").expanduser() / name
     with temporary() if given.temporary else contextlib.nullcontext(own.absolute()) as folder:
-        _serve_from(folder, network, given)
+        _serve_from(folder, name, key, given)
 
 
-def _serve_from(folder: Path, network: Network, given: argparse.Namespace) -> None:
+def _serve_from(folder: Path, name: str, key: HostKey, given: argparse.Namespace) -> None:
     agent = HostAgent(
         given.join,
-        network,
-        given.name,
+        key,
+        name,
         folder,
         wants={given.kind: given.count} if given.kind else {},
         patience_s=given.patience_s,

@@ -24,7 +24,7 @@ from realhf.monitor.pictures import TIMELINE
 from realhf.monitor.report import REPORT_FILE
 from realhf.monitor.timeline import last_steps, work_of
 from realhf.monitor.trace_format import TRACE_FILE
-from realhf.transport.network.keys import RunKeys
+from tests.cluster.key_ring import KeyRing
 from tests.process_family import family
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -71,7 +71,7 @@ class ClusterRun:
         self.enter, self.bind = [*self.first.enter], self.first.address
         self.door = f"tcp://{self.first.address}:{PORT}"
         self.keys = folder / "cluster.key"
-        RunKeys.make().write(self.keys)
+        self.ring = KeyRing(self.keys)
         self.log = folder / "launcher.log"
         self.launcher: subprocess.Popen[bytes] | None = None
         self.agents: dict[str, subprocess.Popen[bytes]] = {}
@@ -98,7 +98,7 @@ class ClusterRun:
 
     def join(self, name: str, *options: str, before: tuple[str, ...] = ()) -> None:
         """Start the agent of a host; ``before`` are words before its command."""
-        given = ["--join", self.door, "--key-file", str(self.keys), "--name", name, "--linger-s", "5"]
+        given = ["--join", self.door, "--key-file", str(self.ring.file_of(name)), "--name", name, "--linger-s", "5"]
         given += ["--folder", str(self.folder / f"host-{name}"), *(options or ("--host-agent",))]
         command = [*self.lan.hosts[name].enter, *before, sys.executable, "-m", "realhf.worker", *given]
         self.agents[name] = self._started(command, self.folder / f"agent-{name}.log")

@@ -9,30 +9,34 @@ from typing import Any, TypeVar
 
 import zmq
 
+from realhf.cluster.cluster_keys import HostKey
 from realhf.cluster.messages import OF_DOOR, HostHello, Message, Welcome, packed, unpacked
 from realhf.cluster.own_host import made_of
 from realhf.transport.envelope import pack_header, pack_payload, unpack_header
-from realhf.transport.network.keys import RunKeys
-from realhf.transport.network.network import Network
+from realhf.transport.network.curve import connect_encrypted
 from realhf.transport.network.versions import own_versions
+from tests.cluster.key_ring import KeyRing
 
 ANSWER_S = 60.0
 M = TypeVar("M", bound=Message)
 
 
 class StrangeAgent:
-    """Has the cluster's keys and a connection to the door."""
+    """Has the key of a host and a connection to the door."""
 
-    def __init__(self, door: str, keys: RunKeys, name: str = "a", *, context: zmq.Context[Any] | None = None) -> None:
+    def __init__(
+        self, door: str, keys: KeyRing | HostKey, name: str = "a", *, context: zmq.Context[Any] | None = None
+    ) -> None:
         self.name, self.session = name, os.urandom(16)
-        self._door, self._keys, self._context = door, keys, context or zmq.Context.instance()
+        self._key = keys.of(name) if isinstance(keys, KeyRing) else keys
+        self._door, self._context = door, context or zmq.Context.instance()
         self.connect()
 
     def connect(self) -> None:
         """Connect to the door, as the same agent when this is done again."""
         self.socket = self._context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, 0)
-        Network("127.0.0.1", "127.0.0.1", self._keys).connect(self.socket, self._door)
+        connect_encrypted(self.socket, self._door, self._key.server_public, self._key.own)
 
     def say(self, kind: str, message: Message | None = None, **fields: object) -> None:
         """Send a message of the protocol."""
@@ -53,7 +57,7 @@ class StrangeAgent:
         """Say hello, without waiting for the welcome. ``gpus``: so many that no other host has, or their names."""
         names = [f"machine of {self.name}/{number}" for number in range(gpus)] if isinstance(gpus, int) else [*gpus]
         here = HostHello(
-            self.name, 2, 1.0, names, "127.0.0.1", "m", time.time(), "/nowhere", dict(wants), made_of() | unlike
+            self.name, 2, 1.0, names, "127.0.0.1", "m", time.time(), "/nowhere", dict(wants), {**made_of(), **unlike}
         )
         self.say("hello", here, versions={**own_versions(), **versions}, node="its-node")
 

@@ -10,14 +10,15 @@ import pytest
 from realhf.cluster.agent import HostAgent
 from realhf.cluster.agent_folder import MARK, PREFIX, held, temporary
 from realhf.cluster.errors import ClusterError
-from realhf.transport.network.network import LOOPBACK
+from tests.cluster.key_ring import KeyRing
 
 
 def test_a_folder_with_files_of_others_is_refused_and_they_stay(tmp_path: Path):
     """Somebody's home, for instance, with keys of theirs."""
     (tmp_path / "keys").mkdir()
     (tmp_path / "keys" / "id_rsa").write_text("mine")
-    agent = HostAgent("tcp://127.0.0.1:1", LOOPBACK, "a", tmp_path, patience_s=0.1, prepare=False)
+    key = KeyRing(tmp_path / "key").of("a")
+    agent = HostAgent("tcp://127.0.0.1:1", key, "a", tmp_path, patience_s=0.1, prepare=False)
     with pytest.raises(ClusterError, match=rf"--folder {tmp_path}: it holds files that are no host agent's"):
         agent.run()
     assert (tmp_path / "keys" / "id_rsa").read_text() == "mine"

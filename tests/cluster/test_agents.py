@@ -20,8 +20,8 @@ from realhf.cluster.messages import Order
 from realhf.cluster.options import ClusterOptions
 from realhf.cluster.scheduler import ClusterScheduler
 from realhf.scheduler.base import Notice, WorkerEvent, WorkerExit, WorkerLine, WorkerSpec, WorkersWanted
-from realhf.transport.network.keys import RunKeys
-from realhf.transport.network.network import Network
+from realhf.transport.network.curve import connect_encrypted
+from tests.cluster.key_ring import KeyRing
 from tests.process_family import gone
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -46,7 +46,7 @@ class Cluster:
 
     def __init__(self, folder: Path, **options: object) -> None:
         self.folder, self.keys = folder, folder / "cluster.key"
-        RunKeys.make().write(self.keys)
+        self.ring = KeyRing(self.keys)
         (folder / "sleeper.py").write_text(SLEEPER)
         (folder / "exp" / "run" / "logs").mkdir(parents=True)
         rollout = {"options": {"weights": "fetch"}}
@@ -67,7 +67,16 @@ class Cluster:
         self, name: str, *options: str, keys: Path | None = None, before: Sequence[str] = (), folder: str = ""
     ) -> subprocess.Popen[bytes]:
         """Start an agent; ``before`` are words before its command, ``folder`` is its own if another has its name."""
-        given = ["--join", self.door, "--key-file", str(keys or self.keys), "--name", name, "--linger-s", "2"]
+        given = [
+            "--join",
+            self.door,
+            "--key-file",
+            str(keys or self.ring.file_of(name)),
+            "--name",
+            name,
+            "--linger-s",
+            "2",
+        ]
         given += [
             "--folder",
             str(self.folder / f"host-{folder or name}"),
@@ -224,8 +233,7 @@ def test_who_does_not_join_is_named_and_how_to_join(clusters: Callable[..., Clus
 
 def test_an_agent_with_other_keys_says_so_and_takes_no_part(clusters: Callable[..., Cluster]):
     cluster = clusters()
-    RunKeys.make().write(cluster.folder / "other.key")
-    agent = cluster.join("a", keys=cluster.folder / "other.key")
+    agent = cluster.join("a", keys=KeyRing(cluster.folder / "other.key").file_of("a"))
     assert agent.wait(LONG_S) == 1
     assert "FATAL: host a: the launcher at tcp://127.0.0.1:" in (cluster.folder / "a.log").read_text()
     assert cluster.scheduler.wait(0.0) == []
@@ -236,7 +244,8 @@ def test_a_door_goes_on_after_nonsense_and_a_second_host_of_a_name_is_refused(cl
     first = cluster.join("a")
     context = zmq.Context()
     socket = context.socket(zmq.DEALER)
-    Network("127.0.0.1", "127.0.0.1", RunKeys.read(cluster.keys)).connect(socket, cluster.door)
+    key = cluster.ring.of("babbler")
+    connect_encrypted(socket, cluster.door, key.server_public, key.own)
     for frames in ([b""], [b"\x81"], [b"\xff" * 100], [b"a", b"b", b"c"], [b"\x80", b"\x80"]):
         socket.send_multipart(frames)
     cluster.start("master")

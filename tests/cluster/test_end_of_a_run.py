@@ -15,12 +15,12 @@ import pytest
 
 from realhf.cluster import door as door_module
 from realhf.cluster import scheduler as scheduler_module
+from realhf.cluster.cluster_keys import KnownHosts
 from realhf.cluster.door import Door, HostGone
 from realhf.cluster.messages import EndWorker, Welcome
 from realhf.cluster.options import ClusterOptions
 from realhf.cluster.scheduler import ClusterScheduler
-from realhf.transport.network.keys import RunKeys
-from realhf.transport.network.network import Network
+from tests.cluster.key_ring import KeyRing
 from tests.cluster.strange_agent import ANSWER_S, StrangeAgent
 
 SOON_S = 30.0
@@ -29,9 +29,9 @@ FLOOD = """
 import sys
 from pathlib import Path
 from realhf.cluster.messages import packed
-from realhf.transport.network.keys import RunKeys
+from realhf.cluster.cluster_keys import HostKeys
 from tests.cluster.strange_agent import StrangeAgent
-agent = StrangeAgent(sys.argv[1], RunKeys.read(Path(sys.argv[2])), "flood")
+agent = StrangeAgent(sys.argv[1], HostKeys.read(Path(sys.argv[2])).of("flood"), "flood")
 agent.join()
 frames = packed("ping", agent.session)
 agent.socket.sndhwm = 100_000
@@ -45,9 +45,8 @@ class OpenDoor:
     """A door on the loopback, and agents by hand."""
 
     def __init__(self, folder: Path) -> None:
-        self.keys, self.key_file = RunKeys.make(), folder / "cluster.key"
-        self.keys.write(self.key_file)
-        self.door = Door(Network("127.0.0.1", "127.0.0.1", self.keys), "tcp://127.0.0.1:0", 7.0)
+        self.keys = KeyRing(folder / "cluster.key")
+        self.door = Door(KnownHosts(self.keys.file), "tcp://127.0.0.1:0", 7.0)
         self.agents: list[StrangeAgent] = []
 
     def agent(self, name: str) -> StrangeAgent:
@@ -122,7 +121,7 @@ def test_a_host_that_sends_faster_than_the_door_reads_does_not_hold_it_open(
     for name in ("_take", "_parted"):
         slowed(monkeypatch, name)
     quiet = opened.agent("a").join()
-    words = [sys.executable, "-c", FLOOD, opened.door.endpoint, str(opened.key_file)]
+    words = [sys.executable, "-c", FLOOD, opened.door.endpoint, str(opened.keys.file_of("flood"))]
     floods = subprocess.Popen(words, stdout=subprocess.PIPE, cwd=Path(__file__).resolve().parents[2])
     try:
         assert floods.stdout is not None and floods.stdout.readline() == b"begins\n"
@@ -163,8 +162,7 @@ def test_who_comes_when_the_door_closes_is_not_welcomed(opened: OpenDoor):
 def test_who_comes_while_the_workers_of_a_run_end_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Nothing runs there; it was waited for until the time of all was over."""
     monkeypatch.setattr(scheduler_module, "STOP_LATE_S", 3 * ANSWER_S)
-    keys = RunKeys.make()
-    keys.write(tmp_path / "key")
+    keys = KeyRing(tmp_path / "key")
     options = ClusterOptions(address="127.0.0.1", port=0, key_file=str(tmp_path / "key"), dead_after_s=40.0)
     scheduler = ClusterScheduler(options, say=lambda text: None)
     endpoint = scheduler._opened().endpoint  # pyright: ignore[reportPrivateUsage]

@@ -21,7 +21,6 @@ from realhf.cluster.placement import LAUNCHER, choose, gpu_of
 from realhf.cluster.scheduler import ClusterScheduler
 from realhf.scheduler.base import Notice, WorkerSpec
 from realhf.scheduler.gpus import VISIBLE, gpus_anywhere
-from realhf.transport.network.keys import RunKeys
 
 DOOR = "tcp://127.0.0.1:1"
 Sees = Callable[..., None]
@@ -59,7 +58,6 @@ class Bench:
         rollout = {"options": {"weights": "fetch"}} if asynchronous else None
         plan = {"spec": {"models": {}, "source": {}, "rollout": rollout}, "plugins": []}
         (self._logs.parent / "plan.json").write_text(json.dumps(plan))
-        RunKeys.make().write(folder / "key")
         given = {"address": "127.0.0.1", "port": 0, "key_file": str(folder / "key"), "min_hosts": 0, **options}
         self.scheduler = ClusterScheduler(ClusterOptions(**given), say=lambda text: None)  # pyright: ignore
         self.table = self.scheduler._table  # pyright: ignore[reportPrivateUsage]

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from realhf.base.free_port import free_port
-from realhf.transport.network.keys import RunKeys
 from tests.cluster.bed import OPTIONS, ROOT
+from tests.cluster.key_ring import KeyRing
 from tests.process_family import family, gone
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -28,8 +28,7 @@ class Bench:
     """A launcher and an agent on the loopback."""
 
     def __init__(self, folder: Path, policy: Path) -> None:
-        self.folder, self._policy, self.keys = folder, policy, folder / "key"
-        RunKeys.make().write(self.keys)
+        self.folder, self._policy, self.ring = folder, policy, KeyRing(folder / "key")
         self.port = free_port()
         self.running: list[subprocess.Popen[bytes]] = []
 
@@ -42,13 +41,13 @@ class Bench:
 
     def launch(self) -> subprocess.Popen[bytes]:
         given = (*OPTIONS, "scheduler=join", "network.bind=127.0.0.1", f"scheduler.port={self.port}")
-        given += (f"scheduler.key_file={self.keys}", f"fileroot={self.folder / 'runs'}", "scheduler.hosts=[a]")
+        given += (f"scheduler.key_file={self.ring.file}", f"fileroot={self.folder / 'runs'}", "scheduler.hosts=[a]")
         return self._started(
             "launch.log", "realhf.launch", *given, f"actor.path={self._policy}", "total_train_steps=50"
         )
 
     def join(self) -> subprocess.Popen[bytes]:
-        given = ("--join", f"tcp://127.0.0.1:{self.port}", "--key-file", str(self.keys), "--name", "a", "--host-agent")
+        given = ("--join", f"tcp://127.0.0.1:{self.port}", "--key-file", str(self.ring.file_of("a")), "--host-agent")
         given += ("--folder", str(self.folder / "a"), "--linger-s", "2", "--no-prepare")
         return self._started("agent.log", "realhf.worker", *given)
 

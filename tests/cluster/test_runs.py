@@ -10,7 +10,9 @@ import pytest
 
 from benchmarks.network.hosts import Host
 from realhf.monitor.report import REPORT_FILE
+from realhf.transport.network.keys import RunKeys
 from tests.cluster.bed import PORT, ClusterRun, busy_lanes, check_books, hosts, running
+from tests.process_family import family
 from tests.transport.network.listeners import listeners, takes_a_stranger
 
 pytestmark = [pytest.mark.several_hosts, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -152,6 +154,39 @@ def test_the_host_of_the_trainer_is_lost(tmp_path: Path, tiny_policy: Path):
         check_books(run, 12)
 
 
+def key_file_of_the_run(run: ClusterRun) -> Path:
+    """Where processes of the run on the launcher's machine read its keys."""
+    assert run.launcher is not None
+    (master,) = [words for words in family(run.launcher.pid).values() if "workers.master_worker" in words]
+    return Path(master[master.index("--key-file") + 1])
+
+
+def test_a_host_that_is_not_trusted_any_more_can_do_nothing(tmp_path: Path, tiny_policy: Path):
+    """It is removed, and what it knew of the cluster and of the run is void: it joins no more, and the run begins again
+    with other keys. It used to be taken back under another name, and could act as the launcher."""
+    with hosts("a", "b", "c") as lan, running(lan, tmp_path, tiny_policy) as run:
+        for name in ("b", "c"):
+            run.join(name)
+        run.launch(f"total_train_steps={FEW + 8}", "scheduler.hosts=[b,c]", "scheduler.placement.generation=b")
+        run.until(lambda: len(run.rows()) >= 3, RUN_S)
+        known = RunKeys.read(key_file_of_the_run(run))
+        said = run.operator("remove", "--host", "c", "--new-keys")
+        assert said.strip() == "c leaves, and the run begins again with new keys"
+        assert run.agents["c"].wait(60) == 0
+        run.join("c")
+        assert run.agents["c"].wait(60) == 1
+        run.until(lambda: run.said().count(" training") >= 2, RUN_S)
+        others = RunKeys.read(key_file_of_the_run(run))
+        run.ended(RUN_S)
+        check_books(run, FEW + 8)
+        tally = run.tally()
+    assert "refused the key of this process" in (tmp_path / "agent-c.log").read_text()
+    assert "host c was removed, and the run gets new keys" in run.said()
+    assert tally.resumes == 1
+    for name in ("server_secret", "client_secret", "client_public", "token", "certificate_key"):
+        assert getattr(known, name) != getattr(others, name)
+
+
 class Fate:
     """What befalls hosts of a run at random: links are cut and mended, hosts killed and started anew."""
 
@@ -196,7 +231,7 @@ class Fate:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "seed" in metafunc.fixturenames:
-        metafunc.parametrize("seed", range(metafunc.config.getoption("--schedules", default=2)))
+        metafunc.parametrize("seed", range(int(metafunc.config.getoption("--schedules", default=2) or 0)))
 
 
 def test_the_books_balance_whatever_befalls_the_hosts(tmp_path: Path, tiny_policy: Path, seed: int):

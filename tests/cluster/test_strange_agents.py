@@ -18,16 +18,17 @@ import pytest
 import zmq
 
 from realhf.base.files.source_files import digest_of
-from realhf.cluster import delivery, door, own_host
+from realhf.cluster import delivery, door, operator_desk, own_host
 from realhf.cluster import scheduler as scheduler_module
+from realhf.cluster.cluster_keys import LauncherKeys
 from realhf.cluster.errors import ClusterError
 from realhf.cluster.messages import Exited, FilePiece, Kept, Lines, Order, Probe, Probed, Refused, Report, StartWorker
 from realhf.cluster.options import ClusterOptions
 from realhf.cluster.scheduler import ClusterScheduler
 from realhf.monitor.host_lanes import HostLanes
-from realhf.scheduler.base import Notice, WorkerEvent, WorkerExit, WorkerLine, WorkerSpec, WorkersWanted
+from realhf.scheduler.base import BeginAgain, Notice, WorkerEvent, WorkerExit, WorkerLine, WorkerSpec, WorkersWanted
 from realhf.transport.descriptors import allow_many_connections
-from realhf.transport.network.keys import RunKeys
+from tests.cluster.key_ring import KeyRing
 from tests.cluster.strange_agent import ANSWER_S, StrangeAgent
 
 SILENT = {"dead_after_s": 40.0}
@@ -42,8 +43,7 @@ class Bench:
         (folder / "exp" / "run" / "logs").mkdir(parents=True)
         plan = {"spec": {"models": {}, "source": {}, "rollout": rollout}, "plugins": []}
         (folder / "exp" / "run" / "plan.json").write_text(json.dumps(plan))
-        self.folder, self.keys = folder, RunKeys.make()
-        self.keys.write(folder / "cluster.key")
+        self.folder, self.keys = folder, KeyRing(folder / "cluster.key")
         given = {"address": "127.0.0.1", "port": 0, "key_file": str(folder / "cluster.key"), **SILENT, **more}
         self.scheduler = ClusterScheduler(ClusterOptions(**given), say=lambda text: None)
         self.agents: list[StrangeAgent] = []
@@ -51,6 +51,12 @@ class Bench:
 
     def agent(self, name: str = "a") -> StrangeAgent:
         self.agents.append(StrangeAgent(self.scheduler._opened().endpoint, self.keys, name))
+        return self.agents[-1]
+
+    def operator(self) -> StrangeAgent:
+        """Who has the launcher's own keys."""
+        key = LauncherKeys.read(self.keys.file).of_operator
+        self.agents.append(StrangeAgent(self.scheduler._opened().endpoint, key, "operator"))
         return self.agents[-1]
 
     def begin(self) -> None:
@@ -260,7 +266,7 @@ def test_a_port_that_is_taken_is_named_with_its_option_when_the_launch_begins(tm
 
 
 def test_an_order_that_cannot_be_understood_is_answered(bench: Bench):
-    operator = bench.agent("operator")
+    operator = bench.operator()
     operator.say("add", Order("a/b", "generation", 1))
     report = operator.hears(Report)
     assert report.failed and "field host" in report.lines[0]
@@ -343,7 +349,7 @@ def test_workers_of_a_host_that_is_lost_while_files_come_are_told_of(bench: Benc
 
 def test_a_host_is_removed_while_files_come(bench: Bench, monkeypatch: pytest.MonkeyPatch):
     """The worker that waits for them never begins."""
-    agent, operator = bench.agent().join(), bench.agent("operator")
+    agent, operator = bench.agent().join(), bench.operator()
     bench.begin()
     bench.start("rollout_worker/0", "none", "--key-file", large_file(bench, monkeypatch))
     operator.say("remove", Order("a", "", 0))
@@ -358,6 +364,46 @@ def test_a_host_is_removed_while_files_come(bench: Bench, monkeypatch: pytest.Mo
 
     bench.served_until(left)
     assert "start" not in heard
+
+
+def test_a_removed_host_that_does_not_say_how_its_workers_end_is_sent_away(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+):
+    """It would keep its key and a place in the run for as long as it liked."""
+    monkeypatch.setattr(operator_desk, "LEAVE_S", 0.3)
+    agent, operator = bench.agent().join(), bench.operator()
+    bench.begin()
+    bench.scheduler._table.hosts["a"].shared = True
+    bench.start("rollout_worker/0")
+    operator.say("remove", Order("a", "", 0))
+    assert "was removed, and did not say how" in str(bench.until(WorkerExit, "rollout_worker/0"))
+    assert operator.hears(Report).lines == ["a leaves; its workers end: rollout_worker/0"]
+    agent.say("ping")
+    heard: list[str] = []
+
+    def left() -> bool:
+        while (found := agent.heard()) is not None:
+            heard.append(found[0])
+        return "leave" in heard
+
+    bench.served_until(left)
+    assert not bench.scheduler._table.hosts
+
+
+def test_a_host_that_leaves_for_new_keys_makes_the_run_begin_again(bench: Bench):
+    """Also the host of the trainer, which a run cannot do without otherwise."""
+    bench.agent().join()
+    operator = bench.operator()
+    bench.begin()
+    bench.scheduler._table.hosts["a"].shared = True
+    bench.scheduler._options.placement["model_worker"] = "a"
+    bench.start("model_worker/0")
+    operator.say("remove", Order("a", "", 0))
+    bench.served_until(lambda: operator.socket.poll(0))
+    assert "which the run cannot do without" in operator.hears(Report).lines[0]
+    operator.say("remove", Order("a", "", 0, new_keys=True))
+    assert "a was removed, and the run gets new keys" in str(bench.until(BeginAgain))
+    assert not bench.scheduler._table.hosts
 
 
 def test_a_worker_is_not_started_in_the_next_life_of_a_host(bench: Bench, monkeypatch: pytest.MonkeyPatch):
@@ -410,7 +456,7 @@ def test_a_synchronous_run_says_that_it_takes_no_more_workers(tmp_path: Path):
         bench.agent("b").join(wants={"generation": 1})
         bench.until(Notice, "host b: a synchronous run takes no more workers")
         assert not [event for event in bench.events if isinstance(event, WorkersWanted) and event.host == "b"]
-        operator = bench.agent("operator")
+        operator = bench.operator()
         operator.say("add", Order("a", "generation", 1))
         bench.scheduler.wait(1.0)
         report = operator.hears(Report)
@@ -438,8 +484,7 @@ print(len(scheduler._table.hosts), flush=True)
 def test_a_launcher_takes_more_agents_than_a_process_usually_has_descriptors(tmp_path: Path):
     """All at once, and each goes on to say hello until it is welcome."""
     many = 300
-    keys = RunKeys.make()
-    keys.write(tmp_path / "key")
+    keys = KeyRing(tmp_path / "key")
     words = [sys.executable, "-c", MANY_AGENTS, str(tmp_path / "key"), str(many), str(3 * ANSWER_S)]
     launcher = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
     context = zmq.Context()

@@ -11,7 +11,7 @@ from realhf.cluster.agent import HostAgent
 from realhf.cluster.messages import OF_AGENT, EndWorker, Exited, StartWorker, unpacked
 from realhf.scheduler.base import WorkerSpec
 from realhf.transport.envelope import unpack_header
-from realhf.transport.network.network import LOOPBACK
+from tests.cluster.key_ring import KeyRing
 
 
 class Wire:
@@ -27,7 +27,7 @@ class Wire:
 def test_workers_wait_for_imports_and_one_that_is_not_wanted_any_more_never_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    agent, wire, started = HostAgent("tcp://127.0.0.1:1", LOOPBACK, "a", tmp_path), Wire(), []
+    agent, wire, started = HostAgent("tcp://127.0.0.1:1", KeyRing(tmp_path / "key").of("a"), "a", tmp_path), Wire(), []
     importing = True
 
     def start(spec: WorkerSpec) -> None:

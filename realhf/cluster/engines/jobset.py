@@ -3,10 +3,11 @@
     python -m realhf.cluster.engines.jobset NAME --image IMAGE --claim CLAIM --hosts 2 -- experiment=NAME key=value \\
         | kubectl apply -f -
 
-The cluster needs JobSet (jobset.x-k8s.io/v1alpha2). The keys that all pods share come from a secret of the same name:
+The cluster needs JobSet (jobset.x-k8s.io/v1alpha2). The keys come from a secret of the same name; pods of hosts get
+those of all hosts, and not those of the launcher:
 
-    python -m realhf.cluster keys cluster.key
-    kubectl create secret generic NAME --from-file=cluster.key && rm cluster.key
+    python -m realhf.cluster keys cluster.key --host host-0 host-1 --into hosts.key
+    kubectl create secret generic NAME --from-file=cluster.key --from-file=hosts.key && rm cluster.key hosts.key
 
 CLAIM is a persistent volume claim that all pods mount at /runs, the run's fileroot: where they are on several nodes its
 access mode is ReadWriteMany. IMAGE has this package installed; it need not run as root. The arguments of the launch are
@@ -29,8 +30,10 @@ GROUP = 65532
 """Files of the secret and of the claim belong to this group, which a user of the image other than root has, too."""
 CHECK_S = 120.0
 RUNS, SECRET, KEY = "/runs", "/etc/realhf", "/tmp/cluster.key"
+KEYS = {"launcher": "cluster.key", "host": "hosts.key"}
+"""What pods of each kind have of the secret."""
 NAME = re.compile(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?")
-OWN_KEY = f"install -m 600 {SECRET}/cluster.key {KEY}"
+OWN_KEY = f"install -m 600 {SECRET}/{{}} {KEY}"
 """A mounted secret is a link to a file whose mode its pod does not choose; the keys have to be their reader's alone."""
 
 
@@ -51,8 +54,8 @@ def manifest(
     join = ["python", "-m", "realhf.worker", "--join", door, "--key-file", KEY, "--host-agent"]
     indexed = ' --name "host-$JOB_COMPLETION_INDEX"'
     pod = {"image": image, "claim": claim, "secret": name, "cpus": cpus, "memory": memory}
-    launcher = _job("launcher", 1, f"{OWN_KEY} && exec {shlex.join(launch)}{found}", gpus=0, retries=0, **pod)
-    host = _job("host", hosts, f"{OWN_KEY} && exec {shlex.join(join)}{indexed}", gpus=gpus, retries=6, **pod)
+    launcher = _job("launcher", 1, f"{shlex.join(launch)}{found}", gpus=0, retries=0, **pod)
+    host = _job("host", hosts, f"{shlex.join(join)}{indexed}", gpus=gpus, retries=6, **pod)
     return {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
         "kind": "JobSet",
@@ -80,10 +83,11 @@ def _job(
     retries: int,
 ) -> dict[str, Any]:
     resources: dict[str, str] = {"cpu": cpus, "memory": memory} | ({"nvidia.com/gpu": str(gpus)} if gpus else {})
+    key = {"key": KEYS[role], "path": KEYS[role]}
     container = {
         "name": role,
         "image": image,
-        "command": ["/bin/sh", "-c", command],
+        "command": ["/bin/sh", "-c", f"{OWN_KEY.format(KEYS[role])} && exec {command}"],
         "env": [{"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}],
         "resources": {"requests": resources, "limits": resources},
         "volumeMounts": [
@@ -99,7 +103,7 @@ def _job(
         "containers": [container],
         "volumes": [
             {"name": "runs", "persistentVolumeClaim": {"claimName": claim}},
-            {"name": "keys", "secret": {"secretName": secret, "defaultMode": 0o440}},
+            {"name": "keys", "secret": {"secretName": secret, "defaultMode": 0o440, "items": [key]}},
             # Tensors go from process to process through it; a container has 64 MB otherwise.
             {"name": "memory", "emptyDir": {"medium": "Memory"}},
         ],

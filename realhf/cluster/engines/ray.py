@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 from realhf.api.config.option import option
+from realhf.cluster.cluster_keys import HostKeys
 from realhf.cluster.engines.engine_process import EngineProcess
 from realhf.cluster.engines.ray_address import ADDRESS, NO_RAY, reach
 from realhf.cluster.errors import ClusterError
 from realhf.cluster.options import EngineOptions, elsewhere, placement_problems
 from realhf.cluster.scheduler import ClusterScheduler
 from realhf.scheduler.base import SchedulerDefinition
-from realhf.transport.network.keys import RunKeys
 
 TRAINER, PLAYER = "trainer", "player"
 
@@ -69,6 +68,7 @@ class RayStarter:
     def __init__(self, options: RayOptions) -> None:
         self._options = options
         self._engine = EngineProcess("realhf.cluster.engines.ray_driver")
+        self.hosts = [name for _, bundles in options.domains() for name in bundles]
 
     def check(self) -> None:
         """See ``AgentStarter``. Raises ClusterError where there is no Ray, or no cluster at the address."""
@@ -77,13 +77,13 @@ class RayStarter:
         if find_spec("ray") is None:
             raise ClusterError(NO_RAY)
 
-    def start_agents(self, endpoint: str, key_file: Path) -> None:
+    def start_agents(self, endpoint: str, keys: HostKeys) -> None:
         """See ``AgentStarter``. Raises ClusterError that names what does not fit, or the cluster that is not there."""
         options = self._options
         plan: dict[str, Any] = {
             "address": options.ray,
             "endpoint": endpoint,
-            "keys": asdict(RunKeys.read(key_file)),
+            "keys": {name: HostKeys(keys.server_public, {name: own}).text() for name, own in keys.hosts.items()},
             "limit_s": options.wait_s,
             "domains": options.domains(),
         }

@@ -10,7 +10,7 @@ from pathlib import Path
 from realhf.scheduler.base import WorkerExit, WorkerSpec
 from realhf.scheduler.failure import failure_cause
 from realhf.scheduler.local import LocalScheduler
-from realhf.transport.network.keys import RunKeys
+from realhf.transport.network.keys import kept_in_memory
 
 GRACE_S = 6.0
 
@@ -24,9 +24,9 @@ class RayAgent:
         self._local = LocalScheduler()
         self._end = ""
 
-    def start(self, endpoint: str, keys: dict[str, str]) -> str:
+    def start(self, endpoint: str, keys: str) -> str:
         """Start the agent, which joins the door at ``endpoint``; return the host's own name."""
-        argv = ("--join", endpoint, "--key-file", str(RunKeys(**keys).in_memory()), "--host-agent", "--temporary")
+        argv = ("--join", endpoint, "--key-file", str(kept_in_memory(keys)), "--host-agent", "--temporary")
         name = ("--name", self._name)
         self._local.start(WorkerSpec(self._name, "realhf.worker", argv + name, self._folder / "agent.log"))
         return os.uname().nodename

@@ -40,8 +40,9 @@ class RayEngine:
         self._folder = ""
 
     def start(self, plan: Mapping[str, Any]) -> None:
-        """Run the agents of ``plan``: ``address``, ``endpoint``, ``keys``, ``limit_s`` and ``domains``, a list of
-        (strategy, {agent: resources}). Raises ClusterError; nothing runs then."""
+        """Run the agents of ``plan``: ``address``, ``endpoint``, ``keys`` (by agent, what a file of them holds),
+        ``limit_s`` and ``domains``, a list of (strategy, {agent: resources}). Raises ClusterError; nothing runs
+        then."""
         address = str(plan["address"])
         if not address:
             self._folder = _kept_to_oneself()
@@ -52,7 +53,9 @@ class RayEngine:
             self._connect(address, deadline)
             for strategy, bundles in plan["domains"]:
                 self._place(strategy, bundles, deadline)
-            calls = {name: agent.start.remote(plan["endpoint"], plan["keys"]) for name, agent in self._agents.items()}
+            calls = {
+                name: self._agents[name].start.remote(plan["endpoint"], keys) for name, keys in plan["keys"].items()
+            }
             ray.get([*calls.values()], timeout=max(1.0, deadline - time.monotonic()))
         except ray.exceptions.GetTimeoutError:
             self.stop()

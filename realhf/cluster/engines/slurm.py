@@ -10,17 +10,17 @@ import shlex
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from realhf.api.config.option import option
+from realhf.cluster.cluster_keys import HostKeys
 from realhf.cluster.engines.engine_process import EngineProcess
 from realhf.cluster.engines.slurm_driver import NO_SRUN
 from realhf.cluster.errors import ClusterError
 from realhf.cluster.options import EngineOptions, elsewhere, placement_problems
 from realhf.cluster.scheduler import ClusterScheduler
 from realhf.scheduler.base import SchedulerDefinition
-from realhf.transport.network.keys import RunKeys
 
 WORD = re.compile(r"[A-Za-z0-9._,@%+:=-]*")
 TIME = re.compile(r"(\d+-)?\d{1,2}:\d\d:\d\d")
@@ -122,17 +122,18 @@ class SlurmStarter:
     def __init__(self, options: SlurmOptions) -> None:
         self._options = options
         self._engine = EngineProcess("realhf.cluster.engines.slurm_driver")
+        self.hosts = [f"node-{index}" for index in range(options.nodes)]
 
     def check(self) -> None:
         """See ``AgentStarter``. Raises ClusterError where there is no ``srun``."""
         if shutil.which("srun") is None:
             raise ClusterError(NO_SRUN.format("there is none"))
 
-    def start_agents(self, endpoint: str, key_file: Path) -> None:
+    def start_agents(self, endpoint: str, keys: HostKeys) -> None:
         """See ``AgentStarter``. Raises ClusterError where there is no ``srun``."""
         plan = {
             "endpoint": endpoint,
-            "keys": asdict(RunKeys.read(key_file)),
+            "keys": keys.text(),
             "nodes": self._options.nodes,
             "python": sys.executable,
         }
@@ -150,8 +151,7 @@ class SlurmStarter:
 def make(options: SlurmOptions) -> ClusterScheduler:
     """Return a scheduler that waits for all nodes of the job."""
     starter = SlurmStarter(options)
-    names = [f"node-{index}" for index in range(options.nodes)]
-    return ClusterScheduler(replace(options, hosts=[*names, *options.hosts]), starter)
+    return ClusterScheduler(replace(options, hosts=[*starter.hosts, *options.hosts]), starter)
 
 
 DEFINITION = SchedulerDefinition(

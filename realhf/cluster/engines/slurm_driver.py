@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import shlex
 import subprocess
 import tempfile
@@ -25,8 +24,8 @@ TASK = """\
 exec {python} -m realhf.worker --join {endpoint} --key-file - --host-agent --name "node-$SLURM_PROCID" --temporary \\
     --linger-s 0
 """
-"""What runs on each node. The keys come over the standard input, which srun gives to all tasks: they are on no command
-line and on no disk."""
+"""What runs on each node. The keys come over the standard input, which srun gives to all tasks, so that each node has
+those of all: they are on no command line and on no disk."""
 
 
 class SlurmEngine:
@@ -50,7 +49,7 @@ class SlurmEngine:
             raise ClusterError(NO_SRUN.format(error.strerror)) from None
         assert self._srun.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it has ended at once; what it said tells why
-            self._srun.stdin.write(json.dumps(plan["keys"]).encode())
+            self._srun.stdin.write(plan["keys"].encode())
             self._srun.stdin.close()
 
     def problem(self) -> str:

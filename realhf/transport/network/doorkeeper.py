@@ -4,13 +4,13 @@ connections those may hold that have not shown one."""
 from __future__ import annotations
 
 import contextlib
-import hmac
 import logging
 import os
 import resource
 import socket
 import struct
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import zmq
@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 ENDPOINT = "inproc://zeromq.zap.01"
 """Where ZeroMQ asks, in each context of its own."""
 _VERSION = b"1.0"
-_FIELDS = 7
+_FIELDS, _KEY_BYTES = 7, 32
 HANDSHAKE_S = 8.0
 """How long a connection may take to show its key."""
 SHARE, FEWEST = 8, 16
@@ -35,13 +35,14 @@ _WATCHED = zmq.EVENT_ACCEPTED | zmq.EVENT_ACCEPT_FAILED | zmq.EVENT_DISCONNECTED
 
 
 class Doorkeeper:
-    """Lets in whoever connects with the key ``client_public``. It ends with its context.
+    """Lets in whoever connects with a public key (Z85) that ``knows`` knows, which is asked on the doorkeeper's own
+    thread. Each message carries its sender's key as ``User-Id``. It ends with its context.
 
     It has to be there before a socket of the context listens: until then, the context refuses everybody.
     """
 
-    def __init__(self, context: zmq.Context[Any], client_public: str) -> None:
-        self._key = z85.decode(client_public)
+    def __init__(self, context: zmq.Context[Any], knows: Callable[[str], bool]) -> None:
+        self._knows = knows
         self.refused = 0
         # A shadow's sockets are not closed by the context's ``destroy``, which may run on another thread than this one.
         self._socket = zmq.Context.shadow(context.underlying).socket(zmq.REP)
@@ -60,8 +61,9 @@ class Doorkeeper:
     def _answer(self, request: list[bytes]) -> list[bytes]:
         number = request[1] if len(request) > 1 else b""
         asked = len(request) == _FIELDS and request[0] == _VERSION and request[5] == b"CURVE"
-        if asked and hmac.compare_digest(request[6], self._key):
-            return [_VERSION, number, b"200", b"OK", b"run", b""]
+        key = z85.encode(request[6]) if asked and len(request[6]) == _KEY_BYTES else b""
+        if key and self._knows(key.decode("ascii")):
+            return [_VERSION, number, b"200", b"OK", key, b""]
         self.refused += 1
         if self.refused & (self.refused - 1) == 0:
             address = request[3].decode("ascii", "replace") if len(request) > 3 else "an unknown address"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import re
@@ -12,13 +11,10 @@ import sys
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
-import zmq
-
 from realhf.transport.errors import NetworkError
 from realhf.transport.network.certificate import make_certificate
+from realhf.transport.network.curve import CurvePair
 
-KEY_CHARACTERS = 40
-"""Length of a key in the printable form that ZeroMQ takes (Z85)."""
 MOST_BYTES = 16 << 10
 """A file of keys has at most so many."""
 STDIN = Path("-")
@@ -41,33 +37,28 @@ class RunKeys:
     @staticmethod
     def make() -> RunKeys:
         """Draw new keys. Raises NetworkError where ZeroMQ was built without encryption, or there is no ``openssl``."""
-        if not zmq.has("curve"):
-            raise NetworkError("network.bind: this installation of ZeroMQ has no CURVE, so it cannot encrypt")
-        pairs = (*zmq.curve_keypair(), *zmq.curve_keypair())
-        curve = (key.decode("ascii") for key in pairs)
+        server, client = CurvePair.make(), CurvePair.make()
         certificate, key = make_certificate()
+        curve = (server.public, server.secret, client.public, client.secret)
         return RunKeys(*curve, token=secrets.token_urlsafe(32), certificate=certificate, certificate_key=key)
+
+    @property
+    def server(self) -> CurvePair:
+        """The key pair of all that listen."""
+        return CurvePair(self.server_public, self.server_secret)
+
+    @property
+    def client(self) -> CurvePair:
+        """The key pair of all that connect."""
+        return CurvePair(self.client_public, self.client_secret)
 
     def write(self, path: Path) -> None:
         """Write the keys into a new file that only its owner can read. Raises OSError, also when it exists."""
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        try:
-            with os.fdopen(descriptor, "w", encoding="ascii") as file:
-                os.fchmod(descriptor, 0o600)
-                json.dump(asdict(self), file)
-        except OSError:
-            path.unlink(missing_ok=True)  # half a file would be refused by every launcher to come
-            raise
+        write_private(path, json.dumps(asdict(self)))
 
     def in_memory(self) -> Path:
-        """Keep the keys in memory of this process, and return a path by which processes of the same user on this
-        machine read them as long as this one lives: they are on no disk, and gone however it ends. The descriptor is
-        the last part of the path; ``forget`` closes it. Raises OSError."""
-        descriptor = os.memfd_create("keys", os.MFD_CLOEXEC)
-        with os.fdopen(os.dup(descriptor), "w", encoding="ascii") as file:
-            os.fchmod(descriptor, 0o600)
-            json.dump(asdict(self), file)
-        return Path(f"/proc/{os.getpid()}/fd/{descriptor}")
+        """Keep the keys in memory of this process, see ``kept_in_memory``. Raises OSError."""
+        return kept_in_memory(json.dumps(asdict(self)))
 
     @staticmethod
     def read(path: Path) -> RunKeys:
@@ -75,7 +66,7 @@ class RunKeys:
         file, it is not the user's own, others may read it, or it holds something else. Waits for nobody, also where
         the path is that of a pipe; but ``-`` is the standard input up to its end."""
         try:
-            found = json.loads(_content(path))
+            found = json.loads(private_text(path))
             names = [each.name for each in fields(RunKeys)]
             if not isinstance(found, dict) or sorted(found) != sorted(names):
                 raise ValueError("other fields")
@@ -92,15 +83,9 @@ class RunKeys:
 
     def _fault(self) -> str:
         """Return what is wrong with the values, without showing them, or ""."""
-        for side in ("server", "client"):
-            public, secret = getattr(self, f"{side}_public"), getattr(self, f"{side}_secret")
-            for name, key in ((f"{side}_public", public), (f"{side}_secret", secret)):
-                if len(key) != KEY_CHARACTERS:
-                    return f"a key {name} of another length than {KEY_CHARACTERS}"
-                if not _is_z85(key):
-                    return f"a key {name} that is no Z85"
-            if zmq.curve_public(secret.encode("ascii")) != public.encode("ascii"):
-                return f"keys {side}_public and {side}_secret that do not belong together"
+        for name, pair in (("server", self.server), ("client", self.client)):
+            if fault := pair.fault(name):
+                return fault
         if not _TOKEN.fullmatch(self.token):
             return "a token with other characters than letters, digits, - and _"
         for name, text, kind in (
@@ -113,27 +98,51 @@ class RunKeys:
         return ""
 
 
+def write_private(path: Path, text: str) -> None:
+    """Write a new file that only its owner can read. Raises OSError, also when it exists."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        with os.fdopen(descriptor, "w", encoding="ascii") as file:
+            os.fchmod(descriptor, 0o600)
+            file.write(text)
+    except OSError:
+        path.unlink(missing_ok=True)  # half a file would be refused by every launcher to come
+        raise
+
+
+def kept_in_memory(text: str) -> Path:
+    """Keep keys in memory of this process, and return a path by which processes of the same user on this machine read
+    them as long as this one lives: they are on no disk, and gone however it ends. The descriptor is the last part of
+    the path; ``forget`` closes it. Raises OSError."""
+    descriptor = os.memfd_create("keys", os.MFD_CLOEXEC)
+    with os.fdopen(os.dup(descriptor), "w", encoding="ascii") as file:
+        os.fchmod(descriptor, 0o600)
+        file.write(text)
+    return Path(f"/proc/{os.getpid()}/fd/{descriptor}")
+
+
 def forget(path: Path) -> None:
-    """Give up what ``RunKeys.in_memory`` has returned in this process."""
+    """Give up what ``kept_in_memory`` has returned in this process."""
     os.close(int(path.name))
 
 
-def _content(path: Path) -> str:
-    """Return the text of an ordinary private file. Raises NetworkError, or ValueError for what is no ASCII."""
+def private_text(path: Path, most_bytes: int = MOST_BYTES) -> str:
+    """Return the text of an ordinary file that only its owner, this user, can read; of ``-`` the standard input. Raises
+    NetworkError, or ValueError for what is no ASCII."""
     try:
         if path == STDIN:
-            return sys.stdin.buffer.read(MOST_BYTES).decode("ascii")
+            return sys.stdin.buffer.read(most_bytes).decode("ascii")
         # A pipe or a device would otherwise be waited for; what is open here is what is looked at.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
         try:
             _check_owner(path, os.fstat(descriptor))
-            read = os.read(descriptor, MOST_BYTES + 1)
+            read = os.read(descriptor, most_bytes + 1)
         finally:
             os.close(descriptor)
     except OSError as error:
         raise NetworkError(f"keys of the run: cannot read {path}: {error.strerror}") from None
-    if len(read) > MOST_BYTES:
-        raise NetworkError(f"keys of the run: {path} is not a file of keys: it has more than {MOST_BYTES} bytes")
+    if len(read) > most_bytes:
+        raise NetworkError(f"keys of the run: {path} is not a file of keys: it has more than {most_bytes} bytes")
     return read.decode("ascii")
 
 
@@ -147,13 +156,3 @@ def _check_owner(path: Path, status: os.stat_result) -> None:
         )
     if stat.S_IMODE(status.st_mode) & 0o077:
         raise NetworkError(f"keys of the run: others may read {path}; chmod 600 it, or start the run anew")
-
-
-def _is_z85(key: str) -> bool:
-    try:
-        zmq.curve_public(key.encode("ascii"))
-    except zmq.ZMQError as error:
-        if error.errno == errno.EINVAL:
-            return False
-        raise NetworkError("network.bind: this installation of ZeroMQ has no CURVE, so it cannot encrypt") from None
-    return True

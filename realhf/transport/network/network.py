@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import errno
+import hmac
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -11,7 +11,7 @@ import zmq
 
 from realhf.api.config.network import WILDCARD, NetworkConfig
 from realhf.base.loopback import is_loopback_host
-from realhf.transport.errors import AddressTaken, NetworkError
+from realhf.transport.errors import NetworkError
 from realhf.transport.network.addresses import (
     LOOPBACK_ADDRESS,
     address_towards,
@@ -20,7 +20,8 @@ from realhf.transport.network.addresses import (
     own_addresses,
     resolved,
 )
-from realhf.transport.network.doorkeeper import Doorkeeper, StrangersBound
+from realhf.transport.network.curve import bound, connect_encrypted, listen_encrypted
+from realhf.transport.network.doorkeeper import Doorkeeper
 from realhf.transport.network.keys import RunKeys
 
 
@@ -99,7 +100,8 @@ class Network:
         if sockets:
             context.set(zmq.MAX_SOCKETS, sockets)  # counts until the first socket is made
         if self.keys is not None:
-            Doorkeeper(context, self.keys.client_public)
+            known = self.keys.client_public
+            Doorkeeper(context, lambda key: hmac.compare_digest(key, known))
         return context
 
     def listen(self, socket: zmq.Socket[Any], bind: str = "") -> str:
@@ -108,23 +110,9 @@ class Network:
         of this host, and for one other than loopback without keys."""
         address = bind or f"tcp://{self.host}:0"
         if self.keys is None:
-            require_loopback(address)
+            endpoint = bound(socket, require_loopback(address))
         else:
-            socket.setsockopt(zmq.CURVE_SERVER, 1)
-            socket.setsockopt_string(zmq.CURVE_PUBLICKEY, self.keys.server_public)
-            socket.setsockopt_string(zmq.CURVE_SECRETKEY, self.keys.server_secret)
-            socket.setsockopt(zmq.ZAP_DOMAIN, b"run")
-            # Without this a context that has no doorkeeper would take everybody.
-            socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
-            StrangersBound(socket)
-        try:
-            socket.bind(address)
-        except zmq.ZMQError as error:
-            if error.errno in (errno.EADDRNOTAVAIL, errno.ENODEV):
-                there = ", ".join(own_addresses()) or "none but the loopback"
-                raise NetworkError(f"{address}: no address of this host, which has {there} (network.bind)") from None
-            raise AddressTaken(f"cannot listen on {address}: {error}") from None
-        endpoint = socket.getsockopt_string(zmq.LAST_ENDPOINT)
+            endpoint = listen_encrypted(socket, address, self.keys.server)
         return endpoint if bind or self.host == self.advertised else self._told(endpoint)
 
     def _told(self, endpoint: str) -> str:
@@ -139,12 +127,10 @@ class Network:
                     f"{endpoint!r:.80} is not on the loopback, and this process has no keys of the run "
                     "(network.bind makes them, --key-file names them)"
                 )
+            socket.connect(endpoint)
         else:
             host_of(endpoint)
-            socket.setsockopt_string(zmq.CURVE_SERVERKEY, self.keys.server_public)
-            socket.setsockopt_string(zmq.CURVE_PUBLICKEY, self.keys.client_public)
-            socket.setsockopt_string(zmq.CURVE_SECRETKEY, self.keys.client_secret)
-        socket.connect(endpoint)
+            connect_encrypted(socket, endpoint, self.keys.server_public, self.keys.client)
 
 
 LOOPBACK = Network()

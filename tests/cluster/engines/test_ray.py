@@ -6,13 +6,14 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 
 from realhf.base.free_port import free_port
+from realhf.cluster.cluster_keys import KnownHosts
 from realhf.cluster.door import Door
 from realhf.cluster.engines import ray as engine
 from realhf.cluster.engines.ray import RayOptions
@@ -20,9 +21,8 @@ from realhf.cluster.engines.ray_agent import RayAgent
 from realhf.cluster.errors import ClusterError
 from realhf.cluster.scheduler import ClusterScheduler
 from realhf.scheduler.base import WorkerSpec
-from realhf.transport.network.keys import RunKeys
-from realhf.transport.network.network import Network
 from tests.cluster.engines.bench_of_one import LIMIT_S, run_folder, started
+from tests.cluster.key_ring import KeyRing
 
 own_cluster = pytest.mark.several_hosts
 """Ray takes seconds to start, a minute where others compute."""
@@ -117,11 +117,11 @@ def test_a_launch_without_ray_says_what_to_install(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_an_agent_that_cannot_serve_is_told_in_one_line(tmp_path):
     """Its keys are not those of the door."""
-    keys, others = RunKeys.make(), RunKeys.make()
-    door = Door(Network("127.0.0.1", "127.0.0.1", keys), "tcp://127.0.0.1:0", 7.0)
+    others = KeyRing(tmp_path / "others").keys_of("player-0")
+    door = Door(KnownHosts(None), "tcp://127.0.0.1:0", 7.0)
     agent = RayAgent("player-0")
     try:
-        node = agent.start(door.endpoint, asdict(others))
+        node = agent.start(door.endpoint, others.text())
         until(agent.problem)
         line = agent.problem()
         assert line.startswith(f"host agent player-0 on {node} failed: host player-0: the launcher at {door.endpoint} ")
@@ -179,9 +179,9 @@ def test_a_host_that_is_never_there_is_named_with_what_there_is(tmp_path):
 def test_an_agent_that_cannot_serve_is_named_with_its_last_words(tmp_path, monkeypatch):
     """Its keys are not those of the door, as if another run had answered."""
     pytest.importorskip("ray")
-    others = RunKeys.make()
+    others = KeyRing(tmp_path / "others").keys_of("player-0")
     scheduler = made(tmp_path)
-    monkeypatch.setattr(engine, "asdict", lambda keys: asdict(others))
+    monkeypatch.setattr(KnownHosts, "draw", lambda self, names: others)
     try:
         with pytest.raises(ClusterError, match=r"player-0 did not join .*host agent player-0 on .* failed: host "):
             scheduler.start(master(tmp_path))

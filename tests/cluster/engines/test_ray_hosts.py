@@ -29,6 +29,8 @@ RUN_S = 600.0
 OWN_FOLDER = 'mkdir -p /tmp/ray && mount -t tmpfs none /tmp/ray && exec "$@"'
 """Before a command: nodes of one machine would take each other's files for their own."""
 PACKAGE = ROOT / "realhf"
+KEY = 'secret\\\\*": '
+"""In every file of keys, also where its text was quoted into another one."""
 ABSENT = 'raise ModuleNotFoundError("No module named realhf")'
 WITHOUT_PACKAGE = f"mount -t tmpfs none '{PACKAGE}' && echo '{ABSENT}' > '{PACKAGE}/__init__.py' && {OWN_FOLDER}"
 
@@ -107,6 +109,15 @@ class RayHosts:
         target = str(self.nodes[name].process.pid)
         return ["nsenter", "--target", target, "--mount", "--net", f"--wd={ROOT}"]
 
+    def with_keys(self) -> list[str]:
+        """Files with keys among the temporary ones of a node, and in the folder that Ray has there."""
+        found: list[str] = []
+        for name in self.nodes:
+            words = ["grep", "-rlaE", KEY, str(self._folder / "node-tmp"), "/tmp/ray"]
+            done = subprocess.run([*self.inside(name), *words], capture_output=True, text=True, check=False, timeout=60)
+            found += [f"{name}: {line}" for line in done.stdout.splitlines()]
+        return found
+
     def end(self) -> None:
         """Leave nothing running."""
         for node in reversed(self.nodes.values()):
@@ -124,6 +135,8 @@ def ray_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayHosts]:
         (folder / "token").write_text(secrets.token_hex(32))
         environment.setenv("RAY_AUTH_MODE", "token")
         environment.setenv("RAY_AUTH_TOKEN_PATH", str(folder / "token"))
+        (folder / "node-tmp").mkdir()
+        environment.setenv("TMPDIR", str(folder / "node-tmp"))
         made = RayHosts(lan, folder)
         stack.callback(made.end)
         made.begin()
@@ -165,6 +178,38 @@ def test_ten_steps_on_a_running_ray_cluster_of_three_hosts(tmp_path: Path, tiny_
     assert sorted(players.values()) == sorted(ray_hosts.lan.hosts[name].address for name in ("b", "c")), status
     assert len(agents) == 2 and gone(agents, 60)
     assert all(node.process.poll() is None for node in ray_hosts.nodes.values())
+
+
+def test_two_runs_at_once_on_one_cluster(tmp_path: Path, tiny_policy: Path, ray_hosts: RayHosts):
+    """The second one used to end with "cannot listen": the door of each had the same port."""
+    folders = [tmp_path / name for name in ("one", "other")]
+    for folder in folders:
+        folder.mkdir()
+    with contextlib.ExitStack() as stack:
+        runs = [stack.enter_context(running(ray_hosts.lan, folder, tiny_policy)) for folder in folders]
+        for run in runs:
+            launch(run, ray_hosts, "total_train_steps=30")
+        for run in runs:
+            run.until(lambda run=run: len(run.rows()) >= 1, RUN_S)
+        assert not any(run.launcher and run.launcher.poll() is not None for run in runs), "both train at that time"
+        for run in runs:
+            run.ended(RUN_S)
+            check_books(run, 30)
+
+
+def test_a_launcher_that_is_killed_leaves_no_key_on_a_node_and_no_agent(
+    tmp_path: Path, tiny_policy: Path, ray_hosts: RayHosts
+):
+    """The agents' key used to be a file there, which nobody removed."""
+    with running(ray_hosts.lan, tmp_path, tiny_policy) as run:
+        launch(run, ray_hosts, "total_train_steps=500", "scheduler.players=2")
+        run.until(lambda: len(run.rows()) >= 1, RUN_S)
+        agents = [agent for name in ("b", "c") for agent in ray_hosts.nodes[name].agents()]
+        assert run.launcher is not None and len(agents) == 2
+        helpers = [*family(run.launcher.pid)]
+        run.launcher.kill()
+        assert gone([*helpers, *agents], 120)
+    assert not ray_hosts.with_keys()
 
 
 def test_a_node_without_the_package_is_named(tmp_path: Path, tiny_policy: Path, ray_hosts: RayHosts):

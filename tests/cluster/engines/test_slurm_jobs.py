@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from tests.cluster.engines.real_slurm import Slurm, real_slurm
 
 pytestmark = [pytest.mark.several_hosts, pytest.mark.slow, pytest.mark.timeout(900)]
 RUN_S = 400.0
+KEY = re.compile(rb'secret"\s*: ')
+"""In every file of keys of a run, a launcher or a host."""
 ENDED = ("COMPLETED", "CANCELLED", "FAILED", "TIMEOUT")
 
 
@@ -49,7 +52,7 @@ class Job:
         """Files with keys of a run or a cluster, of all that the job may have written."""
         files = [path for path in self._folder.rglob("*") if path.is_file()]
         assert any(path.name == "config.yaml" for path in files)
-        return [path for path in files if b"server_secret" in path.read_bytes()]
+        return [path for path in files if KEY.search(path.read_bytes())]
 
     def of_agents(self) -> list[Path]:
         """What agents have left among the temporary files of the node."""
@@ -71,6 +74,22 @@ def test_a_run_whose_time_is_over_is_queued_again_and_goes_on_to_its_end(
     (summary,) = job.runs.rglob("summary.json")
     assert json.loads(summary.read_text())["steps"] == 12
     assert not job.with_keys() and not job.of_agents()
+
+
+def test_two_runs_at_once_on_one_node(slurm: Slurm, tmp_path: Path, tiny_policy: Path):
+    """The second one used to end with "cannot listen": the door of each had the same port."""
+    jobs = []
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+        jobs.append(Job(slurm, tmp_path / name, tiny_policy, 30))
+    for job in jobs:
+        job.trained(1)
+    assert [slurm.job(job.number)["JobState"] for job in jobs] == ["RUNNING", "RUNNING"]
+    for job in jobs:
+        found = slurm.until(job.number, lambda found: found["JobState"] in ENDED, RUN_S)
+        assert found["JobState"] == "COMPLETED", slurm.said()[-4000:]
+        (summary,) = job.runs.rglob("summary.json")
+        assert json.loads(summary.read_text())["steps"] == 30
 
 
 def test_a_run_that_is_cancelled_is_gone_and_never_queued_again(slurm: Slurm, tmp_path: Path, tiny_policy: Path):

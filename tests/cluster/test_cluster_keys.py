@@ -1,0 +1,180 @@
+"""Each host has a key of its own: with it nobody is the launcher, another host or an operator, and it can be taken
+away."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+import zmq
+
+from realhf.cluster.__main__ import main
+from realhf.cluster.cluster_keys import HostKey, HostKeys, KnownHosts, LauncherKeys, add_hosts, make_keys
+from realhf.cluster.door import Door, FromOperator, HostCame, HostGone
+from realhf.cluster.messages import Nothing, Refused, Report
+from realhf.transport.errors import NetworkError
+from realhf.transport.network.curve import connect_encrypted
+from realhf.transport.network.handshake import HandshakeWatch
+from realhf.transport.network.keys import RunKeys
+from tests.cluster.key_ring import KeyRing
+from tests.cluster.strange_agent import ANSWER_S, StrangeAgent
+
+AT = "tcp://127.0.0.1:0"
+
+
+class OpenDoor:
+    """A door on the loopback, and agents by hand."""
+
+    def __init__(self, folder: Path) -> None:
+        self.ring = KeyRing(folder / "cluster.key")
+        self.known = KnownHosts(self.ring.file)
+        self.door = Door(self.known, AT, 40.0)
+        self.agents: list[StrangeAgent] = []
+
+    def agent(self, key: HostKey, name: str) -> StrangeAgent:
+        self.agents.append(StrangeAgent(self.door.endpoint, key, name))
+        return self.agents[-1]
+
+
+@pytest.fixture
+def opened(tmp_path: Path):
+    made = OpenDoor(tmp_path)
+    yield made
+    for agent in made.agents:
+        agent.close()
+    made.door.close()
+
+
+def refused(door: Door, key: HostKey) -> str:
+    """What the door says to who connects with a key; "" when it lets them in."""
+    socket = zmq.Context.instance().socket(zmq.DEALER)
+    socket.setsockopt(zmq.LINGER, 0)
+    watch, end = HandshakeWatch(socket), time.monotonic() + ANSWER_S
+    try:
+        connect_encrypted(socket, door.endpoint, key.server_public, key.own)
+        while not (watch.greeted or watch.refused):
+            assert time.monotonic() < end
+            watch.monitor.poll(100)
+            watch.look()
+        return watch.refused
+    finally:
+        watch.close()
+        socket.close(0)
+
+
+def test_a_host_has_no_secret_of_the_launcher_and_none_of_another_host(tmp_path: Path):
+    """All hosts used to have one file, with the secret key of the launcher's door."""
+    ring = KeyRing(tmp_path / "cluster.key")
+    mine, other = ring.file_of("a").read_text(), ring.of("b").own
+    launcher = LauncherKeys.read(ring.file)
+    assert launcher.server.public in mine
+    for secret in (launcher.server.secret, launcher.operator.secret, other.secret):
+        assert secret not in mine
+    assert other.secret not in ring.file.read_text(), "the launcher needs no secret of a host"
+    assert (ring.file.stat().st_mode & 0o777, ring.file_of("a").stat().st_mode & 0o777) == (0o600, 0o600)
+    shown = f"{launcher!r} {ring.of('a')!r} {ring.keys_of('a')!r}"
+    assert launcher.server.secret not in shown and ring.of("a").own.secret not in shown
+
+
+def test_with_the_key_of_a_host_nobody_is_another_host_or_an_operator(opened: OpenDoor):
+    pretender = opened.agent(opened.ring.of("a"), "b")
+    pretender.hello()
+    assert pretender.hears(Refused).reason.startswith("its key is that of a, and not of a host 'b'")
+    for kind in ("status", "remove"):
+        pretender.say(kind, Nothing())
+    said = pretender.hears(Report)
+    assert said.failed and "the key of host a is none of an operator" in said.lines[0]
+    victim = opened.agent(opened.ring.of("b"), "b").join()
+    pretender.session = victim.session
+    pretender.say("leave")
+    pretender.hello()
+    pretender.hears(Refused)
+    assert not [event for event in opened.door.events() if isinstance(event, HostGone | FromOperator)]
+
+
+def test_a_key_that_was_taken_away_is_worth_nothing_also_on_a_connection_that_is_there(opened: OpenDoor):
+    """And after a new one was drawn for the same name, the old one is not."""
+    old = opened.ring.of("a")
+    there = opened.agent(old, "a").join()
+    opened.known.let_leave("a")
+    assert refused(opened.door, old) == "refused the key of this process", "before it has left"
+    opened.door.send_away("a")
+    assert "a" not in LauncherKeys.read(opened.ring.file).hosts
+    opened.door.events()
+    there.say("ping")
+    there.hello()
+    assert refused(opened.door, old) == "refused the key of this process"
+    fresh = add_hosts(opened.ring.file, ["a"]).of("a")
+    assert not refused(opened.door, fresh)
+    opened.agent(fresh, "a").join()
+    there.hello()
+    assert refused(opened.door, old), "the old one, also beside a new one of the same name"
+    assert [type(event) for event in opened.door.events()] == [HostCame]
+
+
+def test_a_host_that_gets_its_key_while_the_launcher_waits_may_join(opened: OpenDoor):
+    agent = opened.agent(add_hosts(opened.ring.file, ["late"]).of("late"), "late")
+    assert agent.join()
+
+
+def test_hosts_of_an_engine_have_keys_in_memory_and_one_that_was_removed_gets_no_other(tmp_path: Path):
+    known = KnownHosts(None)
+    drawn = known.draw(["player-0", "player-1"])
+    assert {*drawn.hosts} == {"player-0", "player-1"}
+    assert known.name_of(drawn.hosts["player-0"].public) == "player-0"
+    known.take_away("player-0")
+    assert not known.knows(drawn.hosts["player-0"].public)
+    again = known.draw(["player-0", "player-1"])
+    assert [*again.hosts] == ["player-1"], "not when the run begins again either"
+    assert not known.knows(drawn.hosts["player-1"].public), "and what the other had before is not taken any more"
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_file_that_is_for_somebody_else_is_named_with_what_to_do(tmp_path: Path):
+    make_keys(tmp_path / "cluster.key")
+    (tmp_path / "a.key").write_text(add_hosts(tmp_path / "cluster.key", ["a"]).text())
+    RunKeys.make().write(tmp_path / "old.key")
+    (tmp_path / "a.key").chmod(0o600)
+    for read, file, said in (
+        (HostKeys.read, "cluster.key", "has the keys of the launcher; a host has one of its own: python -m"),
+        (LauncherKeys.read, "a.key", "has the keys of hosts; the launcher and its operators need the file"),
+        (LauncherKeys.read, "old.key", "has one key for all hosts, as before; move it away and make new ones"),
+        (HostKeys.read, "old.key", "has one key for all hosts, as before"),
+    ):
+        with pytest.raises(NetworkError, match=f"keys of the cluster: .*{file} {said}"):
+            read(tmp_path / file)
+    with pytest.raises(NetworkError, match="there is no key of host 'b', only of a"):
+        HostKeys.read(tmp_path / "a.key").of("b")
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"server_public": 3, "hosts": {}}', '{"server_public": "", "hosts": 3}']
+)
+def test_what_is_no_file_of_keys_is_named(tmp_path: Path, text: str):
+    path = tmp_path / "key"
+    path.write_text(text)
+    path.chmod(0o600)
+    for read in (HostKeys.read, LauncherKeys.read):
+        with pytest.raises(NetworkError, match=f"{path}"):
+            read(path)
+
+
+def test_the_command_makes_a_file_for_each_host_or_one_for_several(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    file = tmp_path / "cluster.key"
+    assert main(["keys", str(file), "--host", "a", "b"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said == [
+        f"{file}: keys of a cluster; they stay on this machine",
+        f"{tmp_path}/cluster-a.key: the key of host a; copy it there, mode 600",
+        f"{tmp_path}/cluster-b.key: the key of host b; copy it there, mode 600",
+    ]
+    before = HostKeys.read(tmp_path / "cluster-a.key").of("a").own.public
+    assert main(["keys", str(file), "--host", "a", "c", "--into", str(tmp_path / "both.key")]) == 0
+    hosts = LauncherKeys.read(file).hosts
+    assert {*hosts} == {"a", "b", "c"} and hosts["a"] != before, "the key that it had is worth nothing any more"
+    assert {*HostKeys.read(tmp_path / "both.key").hosts} == {"a", "c"}
+    assert main(["keys", str(file), "--host", "launcher"]) == 1
+    assert main(["keys", str(file), "--host", "d", "--into", str(tmp_path / "both.key")]) == 1
+    assert "d" not in LauncherKeys.read(file).hosts
+    assert "Traceback" not in capsys.readouterr().err
