@@ -40,8 +40,8 @@ def graph(batch: int) -> DataFlowGraph:
     kinds = InterfaceType
 
     def mfc(name: str, kind: InterfaceType, inputs: str, outputs: str = "") -> MFCDef:
-        keys = {"input_keys": tuple(inputs.split()), "output_keys": tuple(outputs.split())}
-        return MFCDef(name, name, kind, "none", n_seqs=batch, **keys)
+        given, made = tuple(inputs.split()), tuple(outputs.split())
+        return MFCDef(name, name, kind, "none", n_seqs=batch, input_keys=given, output_keys=made)
 
     generated = "packed_input_ids loss_mask packed_logprobs packed_versions env_rewards"
     return build_graph(
@@ -74,7 +74,7 @@ class Cycle:
             m.name: [self._meta(ids, m.output_keys) for ids in self._ids] if m.output_keys else []
             for m in self.graph.mfcs
         }
-        self._taken = dict.fromkeys(ORDER, 0)
+        self._taken: dict[str, int] = dict.fromkeys(ORDER, 0)
 
     def _meta(self, ids: Sequence[str], keys: Sequence[str]) -> SequenceSample:
         lens = {key: [[len(key)] * 8] * len(ids) for key in keys}

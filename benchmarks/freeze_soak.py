@@ -9,24 +9,22 @@ all steps are done, its journal balances from the first record on, and nothing o
 exit code 1 where one failed.
 
     python benchmarks/freeze_soak.py [--runs 100] [--jobs 2] [--first 0] [--limit 30] [--json FILE] [--keep FOLDER]
+
+With ``--json`` it can be stopped by Ctrl-C and started again: runs that the file holds are not repeated.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import random
-import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from harness.killed_run import AWS, VERIFIER, KilledRun, Stuck, Verdict, freeze_for, make_policy
+from harness.killed_run import AWS, VERIFIER, KilledRun, freeze_for
+from harness.soak import Entry, bad, command_line, entry, soak, total, watched
 
 SECONDS = (5, 15, 60)
 STUCK_S = 240.0
@@ -41,7 +39,7 @@ PLANS = [
 """(environment, kind, seconds), in turn."""
 
 
-def play(runs: Path, policy: Path, number: int, options: argparse.Namespace) -> dict[str, Any]:
+def play(runs: Path, policy: Path, number: int, options: argparse.Namespace) -> Entry:
     """One run from its start to its balance. What is frozen for how long is decided by the number, the moment by
     chance."""
     environment, kind, seconds = PLANS[number % len(PLANS)]
@@ -51,102 +49,66 @@ def play(runs: Path, policy: Path, number: int, options: argparse.Namespace) -> 
     run = KilledRun(
         runs, f"run{number}", policy, *given, seed=choice.randrange(1 << 20), steps=steps, environment=environment
     )
-    stood = start_s = 0.0
+    started_s = stood_still_s = 0.0
     began = time.monotonic()
-    run.start()
-    try:
+
+    def freezes(run: KilledRun) -> None:
+        nonlocal started_s, stood_still_s
         run.wait_for_progress(0, STUCK_S)
-        start_s = time.monotonic() - began
+        started_s = time.monotonic() - began
         until = time.monotonic() + choice.uniform(0.0, 6.0)
         while run.running and time.monotonic() < until:
             run.processes()
             time.sleep(0.1)
-        stood = freeze_for(run, kind, seconds, choice, timeout_s=start_s + options.limit)
-        verdict = run.verdict(run.wait(STUCK_S))
-    except Stuck as error:
-        verdict = Verdict(None, run.kills, problems=[str(error)])
-    finally:
-        run.end()
-    return {
-        "run": number,
-        "environment": environment,
-        "frozen": kind,
-        "seconds": seconds,
-        "started_s": round(start_s, 1),
-        "stood_still_s": round(stood, 1),
-        "took_s": round(verdict.seconds),
-        "hit": bool(run.kills) or kind == VERIFIER,
-        "deaths": run.deaths(),
-        "tally": asdict(verdict.tally) if verdict.tally else None,
-        "problems": verdict.problems,
-    }
+        stood_still_s = freeze_for(run, kind, seconds, choice, timeout_s=started_s + options.limit)
 
-
-def line(entry: dict[str, Any]) -> str:
-    """What is printed about a run."""
-    tally = entry["tally"] or {}
-    books = " ".join(f"{name} {tally.get(name)}" for name in ("consumed", "lost", "twice", "resumes"))
-    return (
-        f"run {entry['run']}: {'BAD' if entry['problems'] else 'ok' if entry['hit'] else 'ended before'} "
-        f"{entry['environment']}: {entry['frozen']} {entry['seconds']} s, stood still {entry['stood_still_s']} s "
-        f"(start {entry['started_s']})  "
-        f"{books}  {'; '.join(entry['deaths'])}"
+    verdict = watched(run, freezes, STUCK_S)
+    return entry(
+        number,
+        verdict,
+        environment=environment,
+        frozen=kind,
+        frozen_s=seconds,
+        started_s=round(started_s, 1),
+        stood_still_s=round(stood_still_s, 1),
+        hit=bool(run.kills) or kind == VERIFIER,
+        deaths=run.deaths(),
     )
 
 
-def summary(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def line(found: Entry) -> str:
+    """What is printed about a run."""
+    tally = found["tally"] or {}
+    books = " ".join(f"{name} {tally.get(name)}" for name in ("consumed", "lost", "twice", "resumes"))
+    return (
+        f"run {found['run']}: {'BAD' if found['problems'] else 'ok' if found['hit'] else 'ended before'} "
+        f"{found['environment']}: {found['frozen']} {found['frozen_s']} s, stood still {found['stood_still_s']} s "
+        f"(start {found['started_s']})  {books}  {'; '.join(found['deaths'])}"
+    )
+
+
+def summary(entries: Sequence[Entry]) -> dict[str, Any]:
     """Sums over all runs."""
-    hit = [entry for entry in entries if entry["hit"]]
+    hit = [found for found in entries if found["hit"]]
     return {
         "runs": len(entries),
         "hit": len(hit),
-        "bad": sorted(entry["run"] for entry in entries if entry["problems"]),
-        "lost": sum((entry["tally"] or {}).get("lost", 0) for entry in entries),
-        "twice": sum((entry["tally"] or {}).get("twice", 0) for entry in entries),
+        "bad": bad(entries),
+        "lost": total(entries, "lost"),
+        "twice": total(entries, "twice"),
         "longest_still_s": {
-            seconds: max((entry["stood_still_s"] for entry in hit if entry["seconds"] == seconds), default=0.0)
+            seconds: max((found["stood_still_s"] for found in hit if found["frozen_s"] == seconds), default=0.0)
             for seconds in SECONDS
         },
     }
 
 
-def command_line() -> argparse.ArgumentParser:
-    """Return the parser of the options."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=int, default=100)
-    parser.add_argument("--first", type=int, default=0, help="number of the first one")
-    parser.add_argument("--jobs", type=int, default=2, help="runs at the same time: frozen time is waiting")
-    parser.add_argument("--limit", type=float, default=30.0, help="seconds in which a run has to go on")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--json", type=Path, help="write the result here")
-    parser.add_argument("--keep", type=Path, help="folder for the runs that failed")
-    return parser
-
-
 def main() -> int:
     """Run the benchmark. Return the exit status: 1 when a run failed."""
-    options = command_line().parse_args()
-    entries: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory(prefix="freeze-soak-") as folder:
-        policy = make_policy(Path(folder) / "policy")
-
-        def one(number: int) -> None:
-            runs = Path(folder) / f"runs{number}"
-            runs.mkdir()
-            entry = play(runs, policy, number, options)
-            entries.append(entry)
-            print(line(entry), *(f"  {text}" for text in entry["problems"]), sep="\n", flush=True)
-            if options.json is not None:
-                options.json.write_text(json.dumps({"summary": summary(entries), "entries": entries}, indent=1) + "\n")
-            if entry["problems"] and options.keep is not None:
-                shutil.copytree(runs, options.keep / f"run{number}", dirs_exist_ok=True)
-            shutil.rmtree(runs, ignore_errors=True)
-
-        with ThreadPoolExecutor(options.jobs) as jobs:
-            for ended in [jobs.submit(one, number) for number in range(options.first, options.first + options.runs)]:
-                ended.result()
-    print(json.dumps(summary(entries)))
-    return 1 if summary(entries)["bad"] or not entries else 0
+    parser = command_line(__doc__, runs=100, jobs=2)
+    parser.add_argument("--limit", type=float, default=30.0, help="seconds in which a run has to go on (%(default)s)")
+    options = parser.parse_args()
+    return soak(options, lambda runs, policy, number: play(runs, policy, number, options), line, summary)
 
 
 if __name__ == "__main__":

@@ -40,8 +40,8 @@ settings.load_profile("same")
 
 def pytest_configure() -> None:
     """Read the certificates of this machine once: httpx does so for every client, which takes 27 ms. Let its clients be
-    patient. Heed Ctrl-C, also in processes that tests start and interrupt: what a shell starts in the background ignores
-    it, and so would they."""
+    patient. Heed Ctrl-C, also in processes that tests start: what a shell starts in the background ignores it, and so
+    would they."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     httpx_transports.create_ssl_context = functools.cache(httpx_transports.create_ssl_context)

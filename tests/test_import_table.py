@@ -104,7 +104,7 @@ ROOMS: dict[str, str] = {
     "cluster": "api/config base base/files monitor scheduler transport transport/network",
     "cluster/engines": "api/config base cluster scheduler transport/network",
     "view": "api base base/files monitor monitor/advisories monitor/metrics monitor/rollouts",
-    "launch": "api api/chat api/config base builtins dataflow env/doors monitor scheduler transport/network",
+    "launch": "api api/chat api/config base builtins dataflow env/doors monitor scheduler transport transport/network",
 }
 """Every folder of the product that holds modules, with the folders that it may import from. A row names rows above it
 only, so no two rooms import each other, not even in a circle."""
@@ -132,6 +132,7 @@ PROGRAMS = {"realhf/aws/evaluate.py"}
 called ``__main__``."""
 STATEMENTS = (ast.stmt, ast.excepthandler, ast.match_case)
 READS_ENVIRONMENT = {
+    "realhf/cluster/engines/slurm.py",  # whether it runs in a job, which Slurm says in no other way
     "realhf/env/server/config.py",
     "realhf/aws/server/config.py",
     "realhf/aws/trl/aws_tool.py",

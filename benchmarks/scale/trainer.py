@@ -16,7 +16,7 @@ import sys
 import threading
 from collections import deque
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgpack
 import zmq
@@ -147,7 +147,7 @@ class FakeImmediateTrainer:
         for identity, _ in finished:
             by_sender[identity] = by_sender.get(identity, 0) + 1
         for identity, count in by_sender.items():
-            self._socket.send_multipart([identity, msgpack.packb(count)])
+            self._socket.send_multipart([identity, cast(bytes, msgpack.packb(count))])
 
     def _arrival(self, sample_id: str, attempt: int, order: int, version: int) -> Arrival:
         number = order % len(self._templates)

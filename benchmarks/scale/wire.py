@@ -73,7 +73,7 @@ class Lines:
         if socket is not None:
             socket.send_multipart(frames, zmq.NOBLOCK)
             # Sending may consume the event by which the descriptor announces an incoming message.
-            if socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+            if socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:  # pyright: ignore[reportOperatorIssue]
                 self._wires.due.add(socket.FD)
 
     def cut(self, user: int) -> None:

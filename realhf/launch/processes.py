@@ -40,6 +40,7 @@ from realhf.scheduler.base import (
 )
 from realhf.scheduler.failure import failure_cause, log_tail
 from realhf.scheduler.memory_kills import WANT_OF_MEMORY
+from realhf.transport.errors import LOST_MASTER
 from realhf.transport.network.keys import RunKeys, forget
 
 STOP_GRACE_S = 4.0
@@ -48,7 +49,8 @@ BEGINS_AGAIN = "the run begins again from its last checkpoint"
 PUNCTUAL_S = 5.0
 """A launcher that was away for longer than this reads what the master has said before it judges who is late."""
 MASTER_GRACE_S = 5.0
-"""A worker that leaves in peace was sent away by its master, who ends after it and can say why."""
+"""A worker that leaves in peace was sent away by its master, who ends after it and can say why; one that has lost the
+master may be the first of all."""
 TAIL_LINES = 8
 LESS_MEMORY = {
     "model_worker": WAYS,
@@ -188,7 +190,7 @@ def _run_once(plan: RunPlan, scheduler: Scheduler, display: Display, supervisor:
                 scheduler.kill(sentence.name, sentence.cause, pid=sentence.pid, started=sentence.started)
             if exits:
                 ended += exits
-                judge_at = time.monotonic() + (MASTER_GRACE_S if all(map(_peaceful, ended)) else 0.0)
+                judge_at = time.monotonic() + (MASTER_GRACE_S if all(map(_may_be_the_master, ended)) else 0.0)
             if ended and summary is None and time.monotonic() >= judge_at:
                 _replace(sorted(ended, key=_blame), scheduler, display, supervisor, plan.spec.run_dir)
                 ended.clear()
@@ -210,9 +212,16 @@ def _replace(
     exits: Sequence[WorkerExit], scheduler: Scheduler, display: Display, supervisor: Supervisor, run_dir: Path
 ) -> None:
     """Start successors of the workers that ended, and say so, also in the run folder. Raises WorkerFailed for the first
-    that cannot have one and that the run cannot do without."""
+    that cannot have one and that the run cannot do without; nobody who ended together with that one is started."""
+    successors = {exit_.name: supervisor.successor(exit_) for exit_ in exits}
+    vital = [name for name, spec in successors.items() if spec is None and not supervisor.dispensable(name)]
     for exit_ in exits:
-        spec, message, refused = supervisor.successor(exit_), failure_message(exit_), ""
+        spec, message, refused = successors[exit_.name], failure_message(exit_), ""
+        if vital and exit_.name not in vital:
+            then = f"the run cannot go on without {vital[0]}"
+            note_death(run_dir, exit_.name, message.splitlines()[0], then)
+            display.show({"kind": "warning", "text": f"{message}; {then}"})
+            continue
         if spec is not None:
             try:
                 scheduler.start(spec)
@@ -256,6 +265,12 @@ def _as_options(text: str, section: str) -> str:
 
 def _peaceful(exit_: WorkerExit) -> bool:
     return exit_.exit_code == 0 and exit_.name != MASTER
+
+
+def _may_be_the_master(exit_: WorkerExit) -> bool:
+    """Return whether a worker ended because of its master, as far as itself can tell."""
+    cause = failure_cause(exit_.log, exit_.log_from) if exit_.exit_code > 0 and exit_.name != MASTER else None
+    return _peaceful(exit_) or (cause is not None and LOST_MASTER in cause)
 
 
 def _blame(exit_: WorkerExit) -> tuple[bool, bool, bool]:

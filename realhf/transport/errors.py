@@ -46,6 +46,10 @@ class CallCancelled(RpcError):
     """Answers a call that was cancelled before the worker began it, so that it never ran."""
 
 
+LOST_MASTER = "lost the master at"
+"""Stands in the message of every MasterLost."""
+
+
 class MasterLost(RpcError):
     """Is raised in a worker when the master is gone."""
 

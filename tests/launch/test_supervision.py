@@ -17,6 +17,7 @@ from realhf.launch.supervision import LEAVE_S, MAX_ERRORS, MAX_QUICK_DEATHS, QUI
 from realhf.monitor.deaths import deaths
 from realhf.monitor.display import PlainDisplay
 from realhf.scheduler.base import WorkerEvent, WorkerExit, WorkerSpec, WorkersWanted
+from realhf.transport.errors import LOST_MASTER
 
 
 class FakeClock:
@@ -208,6 +209,31 @@ def test_a_successor_without_a_place_is_left_out_while_others_of_its_kind_run(cl
         ("generation/0", "it cannot be started again: generation/0: no host has room; the run goes on without it"),
         ("generation/1", "it cannot be started again: generation/1: no host has room"),
     ]
+
+
+def test_nobody_gets_a_successor_where_the_run_ends_anyway(clock: FakeClock, tmp_path: Path) -> None:
+    """A master that stood still is lost by all its workers: rollout workers used to be started once, for nothing."""
+    watch, display = supervisor("generation/0", "rollout_worker/0", "model_worker/0"), PlainDisplay(Console(quiet=True))
+    scheduler = FullScheduler()
+    with pytest.raises(WorkerFailed, match="model_worker/0 ended"):
+        processes._replace(
+            [end("generation/0"), end("rollout_worker/0"), end("model_worker/0")], scheduler, display, watch, tmp_path
+        )
+    assert scheduler.started == []
+    assert [(death.process, death.then) for death in deaths(tmp_path)] == [
+        ("generation/0", "the run cannot go on without model_worker/0"),
+        ("rollout_worker/0", "the run cannot go on without model_worker/0"),
+        ("model_worker/0", "the run cannot go on without it"),
+    ]
+
+
+def test_who_lost_the_master_is_judged_when_others_may_have_lost_it_too(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text(f"FATAL: worker 'rollout_worker/0' {LOST_MASTER} tcp://10.0.0.1:1: no answer for 10.0 s\n")
+    assert processes._may_be_the_master(WorkerExit("rollout_worker/0", 1, log))
+    log.write_text("FATAL: no space left\n")
+    assert not processes._may_be_the_master(WorkerExit("rollout_worker/0", 1, log))
+    assert not processes._may_be_the_master(WorkerExit("rollout_worker/0", -9, log))
 
 
 @pytest.mark.slow

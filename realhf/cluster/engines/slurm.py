@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import shutil
@@ -24,6 +25,8 @@ from realhf.scheduler.base import SchedulerDefinition
 
 WORD = re.compile(r"[A-Za-z0-9._,@%+:=-]*")
 TIME = re.compile(r"(\d+-)?\d{1,2}:\d\d:\d\d")
+JOB = "SLURM_JOB_ID"
+"""Is set in a job, and in the shell of ``salloc``."""
 NOTICE_S = 120
 """How long before the end of its time a job is told, so that it ends in order and is queued again."""
 GIVEN_HERE = ("mode=", "scheduler=", "scheduler.address=", "network.bind=", "recover_mode=")
@@ -125,9 +128,12 @@ class SlurmStarter:
         self.hosts = [f"node-{index}" for index in range(options.nodes)]
 
     def check(self) -> None:
-        """See ``AgentStarter``. Raises ClusterError where there is no ``srun``."""
+        """See ``AgentStarter``. Raises ClusterError where there is no ``srun``, and outside a job: there srun would
+        take nodes by itself, while launcher, master and trainer computed on the login node."""
         if shutil.which("srun") is None:
             raise ClusterError(NO_SRUN.format("there is none"))
+        if not os.environ.get(JOB):
+            raise ClusterError(NO_SRUN.format(f"this is no job of Slurm, {JOB} is not set"))
 
     def start_agents(self, endpoint: str, keys: HostKeys) -> None:
         """See ``AgentStarter``. Raises ClusterError where there is no ``srun``."""

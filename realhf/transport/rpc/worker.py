@@ -23,7 +23,7 @@ import zmq
 from realhf.base.process_id import host_token, start_time
 from realhf.transport import envelope
 from realhf.transport.envelope import pack_header, pack_payload, unpack_header, unpack_payload
-from realhf.transport.errors import CallCancelled, MasterLost, ProtocolError, RpcTimeout
+from realhf.transport.errors import LOST_MASTER, CallCancelled, MasterLost, ProtocolError, RpcTimeout
 from realhf.transport.network.greeting import greeted
 from realhf.transport.network.network import LOOPBACK, Network
 from realhf.transport.network.versions import own_versions
@@ -169,7 +169,7 @@ class RpcWorker:
         if self._control_failure is not None:
             raise self._control_failure
         if self._lost:
-            raise MasterLost(f"worker {self._info.name!r} lost the master at {self._endpoint}: {self._lost}")
+            raise MasterLost(f"worker {self._info.name!r} {LOST_MASTER} {self._endpoint}: {self._lost}")
 
     # ---- connecting
 

@@ -8,6 +8,7 @@ import os
 import secrets
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -113,8 +114,9 @@ class RayHosts:
         """Files with keys among the temporary ones of a node, and in the folder that Ray has there."""
         found: list[str] = []
         for name in self.nodes:
-            words = ["grep", "-rlaE", KEY, str(self._folder / "node-tmp"), "/tmp/ray"]
-            done = subprocess.run([*self.inside(name), *words], capture_output=True, text=True, check=False, timeout=60)
+            folders = ["/tmp/ray", *map(str, Path(tempfile.gettempdir()).glob("realhf-agent-*"))]
+            words = [*self.inside(name), "grep", "-rlaE", KEY, *folders]
+            done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=60)
             found += [f"{name}: {line}" for line in done.stdout.splitlines()]
         return found
 
@@ -135,8 +137,6 @@ def ray_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayHosts]:
         (folder / "token").write_text(secrets.token_hex(32))
         environment.setenv("RAY_AUTH_MODE", "token")
         environment.setenv("RAY_AUTH_TOKEN_PATH", str(folder / "token"))
-        (folder / "node-tmp").mkdir()
-        environment.setenv("TMPDIR", str(folder / "node-tmp"))
         made = RayHosts(lan, folder)
         stack.callback(made.end)
         made.begin()

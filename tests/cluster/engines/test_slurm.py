@@ -65,10 +65,16 @@ def test_options_that_are_no_words_of_a_script_are_refused(options):
     assert problem.startswith(f"scheduler.{next(iter(options))}=")
 
 
+@pytest.mark.parametrize("where", ["no srun", "login node"])
 @pytest.mark.parametrize("name", ["job/demonstrations", "master"])
-def test_outside_a_job_the_launch_says_so_at_once(tmp_path, monkeypatch, name):
-    """What comes before the run may take an hour."""
+def test_outside_a_job_the_launch_says_so_at_once(tmp_path, monkeypatch, name, where):
+    """What comes before the run may take an hour. Where there is srun it took nodes by itself, and the run trained on
+    the login node."""
     monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    if where == "login node":
+        (tmp_path / "srun").write_text("#!/bin/bash\ntouch taken\n")
+        (tmp_path / "srun").chmod(0o755)
     scheduler = slurm.make(SlurmOptions(address="127.0.0.1", port=0, key_file=str(tmp_path / "k"), nodes=1))
     try:
         with pytest.raises(ClusterError, match=r"srun cannot be run here .*mode=check prints"):
@@ -91,6 +97,7 @@ def test_why_srun_has_ended_is_in_the_one_line_that_a_person_sees(tmp_path, monk
     (tmp_path / "srun").write_text(f"#!/bin/bash\nexec 0<&-\necho '{said}' >&2\nexit 1\n")
     (tmp_path / "srun").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
     scheduler = slurm.make(SlurmOptions(address="127.0.0.1", port=0, key_file=str(tmp_path / "k"), nodes=1))
     try:
         with pytest.raises(ClusterError) as found:

@@ -15,8 +15,8 @@ def buffer_graph(gen: int = 4, ref: int = 4, rew: int = 4, train: int = 4) -> Da
     kind = InterfaceType
 
     def mfc(name: str, method: InterfaceType, n: int, inputs: str, outputs: str = "") -> MFCDef:
-        keys = {"input_keys": tuple(inputs.split()), "output_keys": tuple(outputs.split())}
-        return MFCDef(name, "actor", method, "none", n_seqs=n, **keys)
+        given, made = tuple(inputs.split()), tuple(outputs.split())
+        return MFCDef(name, "actor", method, "none", n_seqs=n, input_keys=given, output_keys=made)
 
     mfcs = [
         mfc("gen", kind.GENERATE, gen, "prompt", "ids logprobs"),
