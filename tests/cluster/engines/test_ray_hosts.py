@@ -19,7 +19,7 @@ import pytest
 
 from benchmarks.network.hosts import Host
 from benchmarks.network.lan import Lan
-from tests.cluster.bed import ROOT, ClusterRun, busy_lanes, check_books, hosts, running
+from tests.cluster.bed import PORT, ROOT, ClusterRun, busy_lanes, check_books, hosts, running
 from tests.process_family import family, gone
 
 pytestmark = [pytest.mark.several_hosts, pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -163,6 +163,7 @@ def test_ten_steps_on_a_running_ray_cluster_of_three_hosts(tmp_path: Path, tiny_
             ray_hosts,
             f"total_train_steps={STEPS}",
             "scheduler.players=2",
+            f"scheduler.port={PORT}",
             "scheduler.placement.generation=player-0",
             "scheduler.placement.rollout_worker=player-1",
         )
