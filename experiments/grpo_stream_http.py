@@ -81,6 +81,7 @@ def stream_gen(config: Config) -> MFCDef:
         "wait_s": stream.wait_s,
         "url": stream.url or "",
         "token_file": stream.token_file or "",
+        "ca_file": stream.ca_file or "",
         "max_staleness": stream.max_staleness,
         "fresh": config.recover_mode is RecoverMode.disabled,
         "transcripts": config.monitor.episodes_per_step,

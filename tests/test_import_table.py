@@ -87,7 +87,7 @@ ROOMS: dict[str, str] = {
     "aws/trl": "api api/chat aws aws/client env/client",
     "trajectory/base": "",
     "trajectory/batching": "trajectory/base",
-    "trajectory/client": "api trajectory/base",
+    "trajectory/client": "api base trajectory/base",
     "trajectory/store": "base trajectory/base",
     "trajectory/state": "trajectory/base trajectory/batching trajectory/store",
     "trajectory/training": "api trajectory/client",

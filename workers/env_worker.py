@@ -13,11 +13,13 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from typing import NamedTuple
 
 import realhf
 from realhf.base.loopback import is_loopback_host
+from realhf.base.tls import in_memory
 from realhf.env.server.config import ConfigError, ServerConfig, add_arguments, resolve
 from realhf.env.server.served import ServedEnvironment
 from realhf.env.server.server import EnvServer, listen
@@ -111,15 +113,16 @@ def serve(program: Program, arguments: argparse.Namespace) -> None:
     keys = keys_in(arguments.key_file)
     network = reachable(arguments.master, keys)
     config = resolve(arguments, program.kind)
-    if keys is not None:
-        host = network.host if is_loopback_host(config.host) else config.host
-        config = replace(config, host=host, token=keys.token)
-    listener = listen(config.host, config.port)
-    try:
+    with ExitStack() as stack:
+        if keys is not None:
+            host = network.host if is_loopback_host(config.host) else config.host
+            config = replace(config, host=host, token=keys.token)
+            if not is_loopback_host(host):
+                path = stack.enter_context(in_memory(keys.certificate + keys.certificate_key))
+                config = replace(config, tls_cert=path, tls_key=path)
+        listener = stack.enter_context(closing(listen(config.host, config.port)))
         served, config = program.prepare(arguments, config)
         _serve(program.name, served, EnvServer(served, config, listener), config, arguments, network)
-    finally:
-        listener.close()
 
 
 def _serve(

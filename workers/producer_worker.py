@@ -148,6 +148,11 @@ def command_line() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--server", required=True, help="URL of the trajectory server")
     add("--token-file", default="", help="file with the server's bearer token")
+    add(
+        "--ca-file",
+        default="",
+        help="PEM file with whom an https server is checked by (the environment's: SSL_CERT_FILE)",
+    )
     add("--env-url", required=True, help="URL of an environment server (aws-env)")
     add("--policy", required=True, help="folder or hub id of a policy with the trainer's tokenizer")
     add("--name", default="aws", help="name of this environment at the server")
@@ -182,7 +187,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         token = Path(options.token_file).read_text(encoding="utf-8").strip() if options.token_file else ""
         with (
             Episodes(options) as episodes,
-            TrajectoryClient(options.server, token=token, retry_for_s=options.patience_s) as client,
+            TrajectoryClient(
+                options.server, token=token, retry_for_s=options.patience_s, ca_file=options.ca_file
+            ) as client,
         ):
             print(f"pushed {Producer(client, episodes.play, options).run()} groups", flush=True)
 

@@ -23,6 +23,7 @@ from realhf.api.sample import MicroBatchSpec
 from realhf.backends.training.tokenizer_loading import check_context, load_tokenizer
 from realhf.base.garbage import settle
 from realhf.base.loop_watch import LoopWatch
+from realhf.base.tls import with_certificate
 from realhf.env.doors.load import build_environment
 from realhf.monitor.rollouts.opening import open_rollouts
 from realhf.monitor.trace import open_trace
@@ -197,9 +198,11 @@ class RolloutWorker:
         )
 
     def _address(self, number: int) -> str:
-        """Return where a player finds the service of its environment; "" for one without."""
-        urls = self._served_at
-        return self._network.with_token(urls[number % len(urls)]) if urls else ""
+        """Return where a player finds the service of its environment, with the token and certificate of the run; "" for
+        one without."""
+        urls, keys = self._served_at, self._network.keys
+        url = self._network.with_token(urls[number % len(urls)]) if urls else ""
+        return url if keys is None else with_certificate(url, keys.certificate)
 
     def _on_roster(self, roster: Mapping[str, WorkerInfo]) -> None:
         urls = tuple(info.endpoints["env"] for _, info in sorted(roster.items()) if "env" in info.endpoints)

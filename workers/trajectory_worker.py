@@ -81,7 +81,8 @@ def serve(config: TrajectoryConfig, master: str, run_id: str, name: str, network
         _wait_until_started(server, thread)
         host, port = listener.getsockname()[:2]
         host = str(REACHED_AT.get(host, host))
-        url = network.reached_at(f"http://{f'[{host}]' if ':' in host else host}:{port}")
+        scheme = "https" if server.config.is_ssl else "http"
+        url = network.reached_at(f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}")
         print(f"trajectory server at {url}", flush=True)
         endpoints = {"trajectory": url}
         worker = RpcWorker(

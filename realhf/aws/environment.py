@@ -29,6 +29,7 @@ from realhf.aws.tasks.task_set import TrainingTasks
 from realhf.base.files.source_files import matching_files
 from realhf.base.paths import PACKAGE
 from realhf.base.text import shorten
+from realhf.base.tls import without_certificate
 from realhf.env.client.openenv_client import CapacityError, EnvError, OpenEnvClient
 from realhf.env.client.server_metadata import fetch_metadata, without_token
 
@@ -72,6 +73,7 @@ class AwsEnvironment:
         level: bool = False,
         observation_chars: int = OBSERVATION_CHARS,
     ) -> None:
+        address, self._tls = without_certificate(address)
         self._address, self._token = without_token(address)
         self._client, self._own = client, client is None
         self._reopen = reopen or _reopened
@@ -112,11 +114,11 @@ class AwsEnvironment:
     async def _connected(self) -> OpenEnvClient:
         if self._client is None or (self._own and not self._client.usable):
             await self.close()
-            metadata = await fetch_metadata(self._address, self._token, _METADATA_S)
+            metadata = await fetch_metadata(self._address, self._token, _METADATA_S, self._tls)
             self._level = metadata.get("reward_mode") == "level"
             correlate = metadata.get("correlation") is True
             self._client = OpenEnvClient(
-                self._address, message_timeout_s=_NEVER_S, token=self._token, correlate=correlate
+                self._address, message_timeout_s=_NEVER_S, token=self._token, tls=self._tls, correlate=correlate
             )
         if not self._client.usable:
             await _asked(self._reopen(self._client))

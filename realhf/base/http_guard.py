@@ -29,6 +29,15 @@ def guarded_http(kind: str = "auto", *, head_s: float = HEAD_S, most: int = 0) -
     return type(f"Guarded{name}", (_Guarded, protocol), {"head_s": head_s, "most": most, "ended": 0})
 
 
+class HandshakeLoop(asyncio.SelectorEventLoop):
+    """For ``uvicorn.Config(loop=...)``: its servers end a connection without a TLS handshake as early as one without a
+    request, and show what waits to be sent (uvloop's do not)."""
+
+    async def create_server(self, *args: Any, **kwargs: Any) -> Any:
+        """Listen with TLS."""
+        return await super().create_server(*args, ssl_handshake_timeout=HEAD_S, **kwargs)
+
+
 class _Guarded:
     """Comes before a protocol of uvicorn, of which it uses ``loop``, ``transport``, ``connections`` and ``cycle``, the
     request that is at work or was the last."""

@@ -14,10 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import realhf
 from realhf.base.http_guard import guarded_http
-from realhf.trajectory.http.config import ConfigError, TrajectoryConfig, add_arguments, resolve
+from realhf.base.tls import in_the_clear, server_files
+from realhf.trajectory.http.config import TLS_FLAGS, ConfigError, TrajectoryConfig, add_arguments, resolve
 
 if TYPE_CHECKING:
     import uvicorn
+
+_LOG = logging.getLogger(__name__)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,7 +34,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             os.environ.update(config.to_environment())
             uvicorn.run(
-                "realhf.trajectory.http.server:app", host=config.host, port=config.port, reload=True, access_log=False
+                "realhf.trajectory.http.server:app",
+                host=config.host,
+                port=config.port,
+                reload=True,
+                access_log=False,
+                **server_files(config.tls_cert, config.tls_key),  # pyright: ignore[reportArgumentType]
             )
             return 0
         return serve(config)
@@ -55,9 +63,12 @@ def serve(config: TrajectoryConfig) -> int:
 
 
 def uvicorn_config(config: TrajectoryConfig, app: Any) -> uvicorn.Config:
-    """Return the uvicorn settings that every program of this project runs the app with."""
+    """Return the uvicorn settings that every program of this project runs the app with; warn of a server that others
+    reach and may overhear."""
     import uvicorn
 
+    if warning := in_the_clear(config.host, config.tls_cert, TLS_FLAGS):
+        _LOG.warning(warning)
     return uvicorn.Config(
         app,
         host=config.host,
@@ -67,6 +78,7 @@ def uvicorn_config(config: TrajectoryConfig, app: Any) -> uvicorn.Config:
         lifespan="on",
         timeout_graceful_shutdown=5,
         log_level="info",
+        **server_files(config.tls_cert, config.tls_key),  # pyright: ignore[reportArgumentType]
     )
 
 

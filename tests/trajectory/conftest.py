@@ -43,7 +43,7 @@ def running_server(**options: Any) -> Iterator[str]:
         while not server.started:
             assert thread.is_alive() and time.monotonic() < deadline, "the server does not come up"
             time.sleep(0.005)
-        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+        yield f"{'https' if server.config.is_ssl else 'http'}://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
     finally:
         server.should_exit = True
         thread.join(60)

@@ -21,6 +21,11 @@ class StreamConfig:
         None, "Groups come from the server at this URL; without one the launcher starts a server.", on_resume="free"
     )
     token_file: str | None = option(None, "This file holds the bearer token of the server.", on_resume="free")
+    ca_file: str | None = option(
+        None,
+        "An https server is checked by the certificates in this file; without it as this machine does.",
+        on_resume="free",
+    )
     host: str = option("127.0.0.1", "A server of this run listens on this address.", idle=_OURS, on_resume="free")
     port: int = option(
         8000,
@@ -42,5 +47,7 @@ class StreamConfig:
         """A URL that is none, and a file that is not there."""
         if self.url is not None and not re.match(r"https?://[^/]", self.url):
             yield f"{name}.url={self.url}: give http://host:port"
-        if self.token_file is not None and not Path(self.token_file).expanduser().is_file():
-            yield f"{name}.token_file={self.token_file}: no such file"
+        for option_name in ("token_file", "ca_file"):
+            file = getattr(self, option_name)
+            if file is not None and not Path(file).expanduser().is_file():
+                yield f"{name}.{option_name}={file}: no such file"

@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 from realhf.api.env import StepResult
 from realhf.aws.models import AwsAction, AwsObservation, AwsState, AwsStepResult
 from realhf.base.loop_thread import LoopThread
+from realhf.base.tls import believing
 from realhf.env.client.openenv_client import OpenEnvClient
 from realhf.env.client.server_metadata import fetch_metadata
 
@@ -36,6 +37,7 @@ class AwsEnv:
 
     Args:
         base_url: ``http(s)://`` or ``ws(s)://`` address of the server. token: its bearer token, if it wants one.
+        ca_file: PEM file with whom an https server is checked by ("": as this machine does, or SSL_CERT_FILE).
         connect_timeout_s: handshake and state probe. message_timeout_s: each request.
         session: an open session to use instead of one of its own.
 
@@ -51,6 +53,7 @@ class AwsEnv:
         connect_timeout_s: float = 10.0,
         message_timeout_s: float = 60.0,
         session: OpenEnvClient | None = None,
+        ca_file: str = "",
     ) -> None:
         self.metadata: dict[str, Any] = {}
         self._base_url = base_url
@@ -58,6 +61,7 @@ class AwsEnv:
         self._connect_timeout_s = connect_timeout_s
         self._message_timeout_s = message_timeout_s
         self._session = session
+        self._tls = believing(ca_file) if ca_file else None
 
     @property
     def usable(self) -> bool:
@@ -68,12 +72,15 @@ class AwsEnv:
         """Open the session: handshake and a state round trip. Does nothing when it is open. Raises CapacityError or
         ConnectError."""
         if self._session is None:
-            self.metadata = await fetch_metadata(self._base_url, self._token, min(20.0, self._connect_timeout_s))
+            self.metadata = await fetch_metadata(
+                self._base_url, self._token, min(20.0, self._connect_timeout_s), self._tls
+            )
             self._session = OpenEnvClient(
                 self._base_url,
                 connect_timeout_s=self._connect_timeout_s,
                 message_timeout_s=self._message_timeout_s,
                 token=self._token,
+                tls=self._tls,
                 correlate=self.metadata.get("correlation") is True,
             )
         await self._session.connect()

@@ -45,7 +45,7 @@ class GrpoPool:
     """Runs groups of rollouts on its sessions. ``envs`` are the sessions, [] until connected. Use it on one event loop.
 
     Args:
-        base_url, token: of the environment server. size: sessions, at most the server's.
+        base_url, token, ca_file: of the environment server, see ``AwsEnv``. size: sessions, at most the server's.
         curriculum: gets the result of a group from ``record_group_result``, and from nothing else.
         connect_timeout_s: opening all sessions. message_timeout_s: reset or step, each.
         retry_capacity_s: keep trying to connect that long while the server is full.
@@ -64,6 +64,7 @@ class GrpoPool:
         retry_capacity_s: float = 0.0,
         on_failure: str = "drop",
         token: str | None = None,
+        ca_file: str = "",
     ) -> None:
         check_on_failure(on_failure)
         self.size = size
@@ -77,6 +78,7 @@ class GrpoPool:
             message_timeout_s=message_timeout_s,
             retry_capacity_s=retry_capacity_s,
             token=token,
+            ca_file=ca_file,
         )
         self._on_failure = on_failure
         self._reset_arguments: Mapping[str, Any] | None = None

@@ -50,7 +50,7 @@ class MultiTurnEnvPool:
     """Plays groups of episodes over ``size`` sessions.
 
     Args:
-        base_url, token: of the environment server.
+        base_url, token, ca_file: of the environment server, see ``AwsEnv``.
         curriculum: gets the result of a group from ``record_group_result``, and by nothing else.
         max_turns: policy turns of an episode. max_total_tokens: prompt and completion of an episode.
         turn_tokens: the engine's ``max_new_tokens``; an episode without room for a turn ends (token_budget).
@@ -79,6 +79,7 @@ class MultiTurnEnvPool:
         retry_capacity_s: float = 0.0,
         on_failure: str = "retry",
         token: str | None = None,
+        ca_file: str = "",
     ) -> None:
         check_on_failure(on_failure)
         self.size = size
@@ -100,6 +101,7 @@ class MultiTurnEnvPool:
             message_timeout_s=message_timeout_s,
             retry_capacity_s=retry_capacity_s,
             token=token,
+            ca_file=ca_file,
         )
         self._on_failure = on_failure
         self._thread: LoopThread | None = None

@@ -20,6 +20,7 @@ from realhf.aws.client.failures import (
     as_failure,
     failed_ones,
 )
+from realhf.base.tls import believing
 from realhf.env.client.openenv_client import CapacityError, ConnectError, OpenEnvClient
 from realhf.env.client.server_metadata import fetch_metadata
 
@@ -46,6 +47,7 @@ class SessionGroup:
         message_timeout_s: float,
         retry_capacity_s: float,
         token: str | None = None,
+        ca_file: str = "",
     ) -> None:
         if size < 1:
             raise ValueError(f"a pool needs at least one session, not {size}")
@@ -58,6 +60,7 @@ class SessionGroup:
         self._connect_timeout_s = connect_timeout_s
         self._retry_capacity_s = retry_capacity_s
         self._token = token
+        self._tls = believing(ca_file) if ca_file else None
 
     @property
     def reward_mode(self) -> str:
@@ -79,7 +82,7 @@ class SessionGroup:
             raise PoolClosed("the pool is closed")
         if self.clients:
             return
-        self.metadata = await fetch_metadata(self._base_url, self._token, min(20.0, self._connect_timeout_s))
+        self.metadata = await fetch_metadata(self._base_url, self._token, min(20.0, self._connect_timeout_s), self._tls)
         self.clients = await _until_capacity(self._open_all, self._retry_capacity_s)
 
     async def _open_all(self) -> list[OpenEnvClient]:
@@ -102,6 +105,7 @@ class SessionGroup:
             connect_timeout_s=self._connect_timeout_s,
             message_timeout_s=self.message_timeout_s,
             token=self._token,
+            tls=self._tls,
             correlate=self.metadata.get("correlation") is True,
         )
 

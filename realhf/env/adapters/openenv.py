@@ -16,10 +16,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
+from ssl import SSLContext
 from typing import Any, ClassVar, NamedTuple
 
 from realhf.api.config.option import option
 from realhf.api.environment import Environment, EnvironmentDefinition, EnvironmentSpec, TaskSet
+from realhf.base.tls import believing
 from realhf.env.adapters.openenv_action import form_of
 from realhf.env.adapters.openenv_episode import OpenEnvEnvironment, Reading
 from realhf.env.adapters.openenv_messages import MessagesEnvironment, ServedTaskSet, speaks_messages
@@ -51,6 +53,11 @@ class OpenEnvOptions(RowOptions):
         on_resume="free",
     )
     token_file: str = option("", "This file holds the bearer token of the server.", on_resume="free")
+    ca_file: str = option(
+        "",
+        "An https server is checked by the certificates in this file; without it as this machine does.",
+        on_resume="free",
+    )
     action: str = option(
         "auto",
         "text: the policy's text fills one field of the action; tool: a tool takes all fields; auto: text where the "
@@ -110,7 +117,8 @@ def build(options: OpenEnvOptions) -> EnvironmentSpec:
     token = _token(options.token_file)
     if problem := idle_options(RowOptions(**{each.name: getattr(options, each.name) for each in fields(RowOptions)})):
         raise ValueError(problem)
-    servers = _answered(partial(_described, urls, token, options.connect_timeout_s))
+    tls = _tls(options.ca_file)
+    servers = _answered(partial(_described, urls, token, options.connect_timeout_s, tls))
     messages = speaks_messages(servers[0].action, servers[0].metadata)
     player = _player_of_messages(options) if messages else _player(servers[0], options)
     turns = itertools.count()
@@ -122,6 +130,7 @@ def build(options: OpenEnvOptions) -> EnvironmentSpec:
             connect_timeout_s=options.connect_timeout_s,
             message_timeout_s=options.timeout_s,
             token=token,
+            tls=tls,
             correlate=server.metadata.get("correlation") is True,
         )
 
@@ -205,6 +214,13 @@ def _token(file: str) -> str | None:
     return token
 
 
+def _tls(file: str) -> SSLContext | None:
+    try:
+        return believing(file) if file else None
+    except ValueError as error:
+        raise ValueError(f"env.ca_file: {error}") from None
+
+
 def _tasks(options: OpenEnvOptions) -> Callable[[str], TaskSet]:
     if not options.data:
         return partial(SeedTaskSet, NAME)
@@ -236,9 +252,9 @@ def _answered(ask: Callable[[], Any]) -> Any:
     return result
 
 
-async def _described(urls: Sequence[str], token: str | None, limit_s: float) -> list[Served]:
+async def _described(urls: Sequence[str], token: str | None, limit_s: float, tls: SSLContext | None) -> list[Served]:
     """Ask all servers, each for as long as a session may take to open."""
-    servers = list(await asyncio.gather(*(_ask(url, token, limit_s) for url in urls)))
+    servers = list(await asyncio.gather(*(_ask(url, token, limit_s, tls) for url in urls)))
     for server in servers[1:]:
         if _plain(server.action) != _plain(servers[0].action):
             raise ValueError(
@@ -247,11 +263,11 @@ async def _described(urls: Sequence[str], token: str | None, limit_s: float) -> 
     return servers
 
 
-async def _ask(url: str, token: str | None, limit_s: float) -> Served:
+async def _ask(url: str, token: str | None, limit_s: float, tls: SSLContext | None) -> Served:
     end = time.monotonic() + limit_s
     for left_s in _left(end):
         try:
-            schema = await fetch_page(url, "schema", token, left_s)
+            schema = await fetch_page(url, "schema", token, left_s, tls)
             break
         except OSError as error:
             if time.monotonic() + _PAUSE_S > end:
@@ -264,7 +280,7 @@ async def _ask(url: str, token: str | None, limit_s: float) -> Served:
         await asyncio.sleep(_PAUSE_S)
     if not isinstance(schema, Mapping) or "action" not in schema:
         raise ValueError(f"env.url={url}: this is no OpenEnv server: its page /schema names no action")
-    return Served(url, schema["action"], await fetch_metadata(url, token, limit_s))
+    return Served(url, schema["action"], await fetch_metadata(url, token, limit_s, tls))
 
 
 def _left(end: float) -> Iterator[float]:

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import ssl
 from collections.abc import Mapping
 from typing import Any
 
@@ -77,8 +78,10 @@ class OpenEnvClient:
         base_url: ``http(s)://`` or ``ws(s)://`` address of the server.
         connect_timeout_s: handshake and probe together. message_timeout_s: each request.
         ping_interval_s, ping_timeout_s: the timeout tolerates a peer that is busy for minutes.
-        token: sent as ``Authorization: Bearer``. correlate: number the requests and check the ids of the replies
-            (for servers whose ``/metadata`` says ``"correlation": true``).
+        token: sent as ``Authorization: Bearer``. tls: what an https server is checked by (None: the authorities that
+            this machine believes, or those in the file that the variable SSL_CERT_FILE names).
+        correlate: number the requests and check the ids of the replies (for servers whose ``/metadata`` says
+            ``"correlation": true``).
 
     After a loss ``connect`` opens a new session. ``probe`` is the state that the server showed at connecting.
     """
@@ -92,6 +95,7 @@ class OpenEnvClient:
         ping_interval_s: float = 20.0,
         ping_timeout_s: float = 600.0,
         token: str | None = None,
+        tls: ssl.SSLContext | None = None,
         correlate: bool = False,
     ) -> None:
         self.probe: dict[str, Any] = {}
@@ -100,6 +104,7 @@ class OpenEnvClient:
         self._message_timeout = message_timeout_s
         self._ping = (ping_interval_s, ping_timeout_s)
         self._headers = {"Authorization": f"Bearer {token}"} if token else None
+        self._tls: dict[str, Any] = {} if tls is None else {"ssl": tls}
         self._numbers = itertools.count() if correlate else None
         self._connection: ClientConnection | None = None
         self._asking = False
@@ -125,6 +130,7 @@ class OpenEnvClient:
                     close_timeout=_CLOSE_S,
                     ping_interval=self._ping[0],
                     ping_timeout=self._ping[1],
+                    **self._tls,
                 )
                 self.probe = await self._first_state(self._connection)
         except InvalidStatus as error:

@@ -8,6 +8,7 @@ import asyncio
 import io
 import json
 from http.client import HTTPException, HTTPResponse
+from ssl import SSLContext
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -26,27 +27,31 @@ def without_token(url: str) -> tuple[str, str | None]:
     return f"{scheme}{separator}{host}", before.removeprefix(":") or None
 
 
-async def fetch_metadata(base_url: str, token: str | None = None, timeout_s: float = 20.0) -> dict[str, Any]:
+async def fetch_metadata(
+    base_url: str, token: str | None = None, timeout_s: float = 20.0, tls: SSLContext | None = None
+) -> dict[str, Any]:
     """Return the JSON object at ``/metadata``; {} when the server has none or does not answer in time (connecting tells
     why). Raises ValueError for a bad address."""
     websocket_url(base_url)
     try:
-        found = await fetch_page(base_url, "metadata", token, timeout_s)
+        found = await fetch_page(base_url, "metadata", token, timeout_s, tls)
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
 
 
-async def fetch_page(base_url: str, page: str, token: str | None = None, timeout_s: float = 20.0) -> Any:
-    """Return the JSON at ``/page`` of a server. Raises OSError when nobody answers in time, and ValueError for a bad
-    address, another status than 200, and what is not JSON."""
+async def fetch_page(
+    base_url: str, page: str, token: str | None = None, timeout_s: float = 20.0, tls: SSLContext | None = None
+) -> Any:
+    """Return the JSON at ``/page`` of a server. ``tls``: as of ``OpenEnvClient``. Raises OSError when nobody answers in
+    time, and ValueError for a bad address, another status than 200, and what is not JSON."""
     address = urlsplit(websocket_url(base_url))
     path = f"{address.path.removesuffix('/ws')}/{page}"
     lines = [f"GET {path} HTTP/1.1", f"Host: {address.netloc}", "Accept: application/json", "Connection: close"]
     if token:
         lines.append(f"Authorization: Bearer {token}")
     request = "\r\n".join([*lines, "", ""]).encode()
-    secure = address.scheme == "wss"
+    secure: SSLContext | bool | None = (tls or True) if address.scheme == "wss" else None
     try:
         async with asyncio.timeout(timeout_s):
             raw = await _exchange(str(address.hostname), address.port or (443 if secure else 80), secure, request)
@@ -58,8 +63,8 @@ async def fetch_page(base_url: str, page: str, token: str | None = None, timeout
         raise ValueError(f"{path} is not an HTTP answer with JSON: {error!r:.200}") from None
 
 
-async def _exchange(host: str, port: int, secure: bool, request: bytes) -> bytes:
-    reader, writer = await asyncio.open_connection(host, port, ssl=True if secure else None)
+async def _exchange(host: str, port: int, secure: SSLContext | bool | None, request: bytes) -> bytes:
+    reader, writer = await asyncio.open_connection(host, port, ssl=secure)
     try:
         writer.write(request)
         chunks, size = [], 0

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar
 
 from realhf.base.loopback import is_loopback_host
+from realhf.base.tls import certificate_problem
 from realhf.env.server.injected_faults import DEFAULT_KINDS, InjectedFaults
 
 _BOOLEANS = {
@@ -70,6 +71,8 @@ class ServerConfig:
     ws_ping_interval_s: float = setting(20.0, "seconds between pings", limits=(0.1, 1e5))
     ws_ping_timeout_s: float = setting(600.0, "seconds a busy client may leave a ping unanswered", limits=(0.1, 1e6))
     token: str = setting("", "bearer token that clients must send")
+    tls_cert: str = setting("", "file with the certificate (PEM) of the server, which speaks https with it")
+    tls_key: str = setting("", "file with the private key of the certificate")
     allowed_hosts: str = setting(
         "",
         "names (with commas) that clients may call the server by, beside its host, the "
@@ -96,10 +99,17 @@ class ServerConfig:
         if not is_loopback_host(self.host) and not self.token:
             where = f"{self.named('host')} is {self.host!r}, not a loopback address"
             raise ConfigError(f"{where}; it needs {self.named('token')}")
+        if problem := certificate_problem(self.tls_cert, self.tls_key, self.tls_names):
+            raise ConfigError(problem)
         try:
             self.injected.described()
         except ValueError as error:
             raise ConfigError(f"{self.named('fault_kinds')}: {error}") from None
+
+    @property
+    def tls_names(self) -> tuple[str, str]:
+        """How messages name the settings of certificate and key."""
+        return self.named("tls_cert"), self.named("tls_key")
 
     @property
     def injected(self) -> InjectedFaults:

@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 import uvicorn
 
 from realhf.base.http_guard import guarded_http
+from realhf.base.tls import in_the_clear, server_files
 from realhf.env.server import wire
 from realhf.env.server.capacity import SlotLeases, watch_loop_lag
 from realhf.env.server.config import ServerConfig
@@ -79,12 +80,13 @@ class EnvServer:
         stateless = StatelessPlayer(leases, served.make_player, self._threads)
         app = build_app(served, leases, self._endpoint, stateless, config, self._metrics)
         self._page = served.mount(app)
+        if warning := in_the_clear(config.host, config.tls_cert, config.tls_names):
+            _LOG.warning(warning)
         self._listener = listener
         self._address = listener.getsockname()[:2]
         self._server = uvicorn.Server(
             uvicorn.Config(
                 app,
-                loop="uvloop",
                 http=guarded_http("h11"),
                 ws="websockets-sansio",
                 ws_max_size=wire.MAX_FRAME_BYTES,
@@ -95,6 +97,7 @@ class EnvServer:
                 log_level="warning",
                 access_log=False,
                 timeout_graceful_shutdown=2,
+                **{"loop": "uvloop", **server_files(config.tls_cert, config.tls_key)},  # pyright: ignore[reportArgumentType]
             )
         )
         self.ended = threading.Event()
@@ -105,7 +108,8 @@ class EnvServer:
     def url(self) -> str:
         """Base address of the server."""
         host, port = self._address
-        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        scheme = "https" if self._server.config.is_ssl else "http"
+        return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
     def start(self, timeout_s: float = 10.0) -> None:
         """Start to serve. Raises RuntimeError when the server does not come up."""

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import httpx
 
+from realhf.base.tls import believing
 from realhf.trajectory.client.answers import Batch, EnvRegistration, EnvStatus, PushReceipt, TrainerRegistration
 from realhf.trajectory.client.calls import Calls, ClientOptions
 from realhf.trajectory.client.exchange import Failed, Pause, Request, Response, Retry, Steps
@@ -32,11 +33,14 @@ class AsyncTrajectoryClient:
         retry_for_s: float = 120.0,
         request_timeout_s: float = 60.0,
         explicit_acks: bool = False,
+        ca_file: str = "",
     ) -> None:
         self._calls = Calls(
             ClientOptions(url.rstrip("/"), token, trainer_id, binary, compression, Retry(retry_for_s), explicit_acks)
         )
-        self._http = httpx.AsyncClient(base_url=url.rstrip("/"), timeout=request_timeout_s)
+        self._http = httpx.AsyncClient(
+            base_url=url.rstrip("/"), timeout=request_timeout_s, verify=believing(ca_file) if ca_file else True
+        )
 
     @property
     def url(self) -> str:

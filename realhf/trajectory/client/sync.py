@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import httpx
 
+from realhf.base.tls import believing
 from realhf.trajectory.client.answers import Batch, EnvRegistration, EnvStatus, PushReceipt, TrainerRegistration
 from realhf.trajectory.client.calls import Calls, ClientOptions
 from realhf.trajectory.client.exchange import Failed, Pause, Request, Response, Retry, Steps
@@ -39,6 +40,7 @@ class TrajectoryClient:
         retry_for_s: connection errors, 5xx and full queues are retried that long.
         request_timeout_s: of one attempt.
         explicit_acks: a batch ends by ``ack`` only; else the next pull acknowledges it.
+        ca_file: PEM file with whom an https server is checked by ("": as this machine does, or SSL_CERT_FILE).
 
     Every method raises a ``TrajectoryError``: Unreachable, Denied, StaleEpoch (register again), Refused, BadAnswer.
     """
@@ -54,11 +56,14 @@ class TrajectoryClient:
         retry_for_s: float = 120.0,
         request_timeout_s: float = 60.0,
         explicit_acks: bool = False,
+        ca_file: str = "",
     ) -> None:
         self._calls = Calls(
             ClientOptions(url.rstrip("/"), token, trainer_id, binary, compression, Retry(retry_for_s), explicit_acks)
         )
-        self._http = httpx.Client(base_url=url.rstrip("/"), timeout=request_timeout_s)
+        self._http = httpx.Client(
+            base_url=url.rstrip("/"), timeout=request_timeout_s, verify=believing(ca_file) if ca_file else True
+        )
 
     @property
     def url(self) -> str:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from realhf.base.tls import certificate_problem
 from realhf.trajectory.base.options import StateOptions, strict
 
 PREFIX = "REALHF_TRAJ_"
@@ -23,6 +24,7 @@ _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
 
 SECRETS = ("token", "producer_token", "trainer_token", "admin_token")
 """Settings that hold a token; ``<name>_file`` may hold it in its place."""
+TLS_FLAGS = ("--tls-cert", "--tls-key")
 
 
 class ConfigError(ValueError):
@@ -64,6 +66,8 @@ class TrajectoryConfig:
     producer_token_file: str = _setting("", "file with the producer token")
     trainer_token_file: str = _setting("", "file with the trainer token")
     admin_token_file: str = _setting("", "file with the admin token")
+    tls_cert: str = _setting("", "file with the certificate (PEM) of the server, which speaks https with it")
+    tls_key: str = _setting("", "file with the private key of the certificate")
     reset_policy: str = _setting(
         "", "who may reset: open, token (admin only) or off; default: open without tokens, token with them"
     )
@@ -142,6 +146,8 @@ class TrajectoryConfig:
                 f"--host {self.host} is not loopback: set --token (or --producer-token and "
                 "--trainer-token), or say --insecure"
             )
+        if problem := certificate_problem(self.tls_cert, self.tls_key, TLS_FLAGS):
+            raise ConfigError(problem)
         if self.durable and not self.store.startswith("sqlite:"):
             raise ConfigError(f"--durable needs --store sqlite:DIR; it is {self.store!r}")
         try:

@@ -26,7 +26,7 @@ from realhf.trajectory.http import routes_producer, routes_trainer, routes_watch
 from realhf.trajectory.http.allocator import keep_buffers
 from realhf.trajectory.http.auth import AuthMiddleware
 from realhf.trajectory.http.config import TrajectoryConfig, resolve
-from realhf.trajectory.http.drained_send import drain_writes
+from realhf.trajectory.http.drained_send import drained_send
 from realhf.trajectory.http.middleware import BodyMiddleware, CompressMiddleware, EpochMiddleware
 from realhf.trajectory.http.service import Service
 from realhf.trajectory.http.web_guard import WebGuard
@@ -44,8 +44,12 @@ class TrajectoryApp(FastAPI):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request; batches are written so that a send counts only when the kernel has it."""
         if scope["type"] == "http" and scope["path"].endswith("/batch"):
-            scope["traj.drained"] = drain_writes(send)
-        await super().__call__(scope, receive, self._told_in_one_line(send) if scope["type"] == "lifespan" else send)
+            drained = drained_send(send)
+            scope["traj.drained"], send = drained is not None, drained or send
+        with suppress(ConnectionResetError):
+            await super().__call__(
+                scope, receive, self._told_in_one_line(send) if scope["type"] == "lifespan" else send
+            )
 
     def _told_in_one_line(self, send: Send) -> Send:
         """Leave the traceback out where the store does not open: its error names the cause."""

@@ -31,7 +31,8 @@ class TrajectoryStreamInterface:
         max_tokens: longest sequence. min_group_size: fewer valid sequences give a group no gradient.
         temperature: at which producers sample; for log-probabilities that they did not send.
         wait_s: how long a step waits for its batch.
-        url: of the server (empty: the one of this run); token_file: holds the bearer token.
+        url: of the server (empty: the one of this run); token_file: holds the bearer token. ca_file: whom an
+            https server is checked by.
         max_staleness: policy versions that a group may lie behind. fresh: begin the server's run anew.
         transcripts: how many sequences of a step are returned as text.
     """
@@ -49,13 +50,15 @@ class TrajectoryStreamInterface:
         wait_s: float,
         url: str = "",
         token_file: str = "",
+        ca_file: str = "",
         max_staleness: int | None = None,
         fresh: bool = False,
         transcripts: int = 2,
     ) -> None:
         self._run = StreamRun(group, project, batch_size, max_tokens, num_steps, max_staleness, fresh)
         self._min_group_size, self._temperature = min_group_size, temperature
-        self._wait_s, self._url, self._token_file = wait_s, url, token_file
+        self._wait_s, self._url = wait_s, url
+        self._token_file, self._ca_file = token_file, ca_file
         self._transcripts = transcripts
         self._dataset: TrajectoryDataset | None = None
         self._saved: list[str] = []
@@ -110,7 +113,7 @@ class TrajectoryStreamInterface:
         if parts.password:  # the token of a server of this run
             url, token = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl(), token or parts.password
         name = quote(f"{self._run.group}/{self._run.project}")
-        return TrajectoryClient(url, token=token, trainer_id=name, explicit_acks=True)
+        return TrajectoryClient(url, token=token, trainer_id=name, explicit_acks=True, ca_file=self._ca_file)
 
     def _texts(self, sample: SequenceSample, tokenizer: Any, step: int) -> Sequence[str]:
         texts, start = [], 0

@@ -7,11 +7,10 @@ the package ``cryptography``, they go on in larger records after the handshake (
 
 from __future__ import annotations
 
-import os
 import socket
 import ssl
-from pathlib import Path
 
+from realhf.base.tls import in_memory
 from realhf.transport.errors import NetworkError
 from realhf.transport.network.keys import RunKeys
 from realhf.transport.network.sealed import SECRET_BYTES, Connection, SealedSocket, cipher, new_secret
@@ -92,13 +91,9 @@ class RunTls:
         context.check_hostname = False
         context.verify_mode = ssl.CERT_REQUIRED
         context.verify_flags |= _NO_CHECK_TIME
-        # The library reads key and certificate from a file only; this one has no name and no place on a disk.
-        descriptor = os.memfd_create("certificate", os.MFD_CLOEXEC)
-        with os.fdopen(descriptor, "w", encoding="ascii") as file:
-            file.write(keys.certificate + keys.certificate_key)
-            file.flush()
+        with in_memory(keys.certificate + keys.certificate_key) as path:  # the library reads files only
             try:
-                context.load_cert_chain(Path("/proc/self/fd") / str(descriptor))
+                context.load_cert_chain(path)
                 context.load_verify_locations(cadata=keys.certificate)
             except (ssl.SSLError, ValueError) as error:
                 raise NetworkError(f"keys of the run: the certificate cannot be used: {error}") from None

@@ -18,7 +18,7 @@ import uvicorn
 from starlette.types import Message
 
 from realhf.trajectory.http.config import TrajectoryConfig
-from realhf.trajectory.http.drained_send import drain_writes
+from realhf.trajectory.http.drained_send import drained_send
 from realhf.trajectory.http.server import create_app
 from tests.chromium import ABSENT, PROGRAM, Chromium
 from tests.trajectory.conftest import REGISTRATION, running_server, start
@@ -188,9 +188,9 @@ async def test_writes_count_when_they_have_left_the_process():
     server = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0)
     _, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
     assert writer.transport.get_write_buffer_limits() != (0, 0)
-    assert drain_writes(Cycle(writer.transport).send)
+    assert drained_send(Cycle(writer.transport).send)
     assert writer.transport.get_write_buffer_limits() == (0, 0)
-    assert not drain_writes(Cycle(asyncio.BaseTransport()).send)
+    assert drained_send(Cycle(asyncio.BaseTransport()).send) is None
     writer.close()
     server.close()
 
