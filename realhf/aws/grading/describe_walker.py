@@ -7,6 +7,7 @@ without regard to generated ids: each stands for what is said of its owner.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -40,7 +41,9 @@ _ID = re.compile(
 """Ids by their looks: what a service made up, and no person would."""
 _TIME = re.compile(r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d|\d{8}T\d{6}Z")
 _DAY_S = 86_400.0
-_VOLATILE = frozenset({"etag", "revisionid", "clientrequesttoken", "creationtoken", "callerreference", "locktoken"})
+_VOLATILE = frozenset(
+    {"sid", "etag", "revisionid", "clientrequesttoken", "creationtoken", "callerreference", "locktoken"}
+)
 _HARMLESS = re.compile(r"\.(tags?|taglist|tagset|description)\b", re.IGNORECASE)
 
 Call = Callable[[str, str, dict[str, Any]], Mapping[str, Any]]
@@ -119,7 +122,7 @@ class _Walk:
 
 
 def plain(value: Any) -> Any:
-    """Return an answer as plain data: times as text, contents by their digest."""
+    """Return an answer as plain data: times as text, contents by their digest, documents in texts taken apart."""
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -128,6 +131,9 @@ def plain(value: Any) -> Any:
         return value.isoformat()
     if hasattr(value, "read"):
         value = value.read()
+    if isinstance(value, str) and value[:1] in ("{", "["):
+        with contextlib.suppress(ValueError, RecursionError):
+            return plain(json.loads(value))
     if isinstance(value, bytes):
         return f"sha256:{hashlib.sha256(value).hexdigest()[:7]}"
     return value
