@@ -270,7 +270,8 @@ def told(answers: Answers) -> frozenset[Said]:
     found: set[Said] = set()
     for key, answer in answers.items():
         operation, arguments = key.split(" ", 1)
-        for subject, path, value in _leaves(answer, _noun(operation.split(":")[1].split("/")[0]), "", ""):
+        leaves = _leaves(answer, _noun(operation.split(":")[1].split("/")[0]), "", "")
+        for subject, path, value in [("", "", "an answer"), *leaves]:
             texts = (arguments, subject, path, json.dumps(value))
             found.add(Said(operation, *map(known, texts)))
     return frozenset(found)
@@ -343,7 +344,8 @@ def _structures(value: Any, noun: str) -> Iterator[tuple[str, Mapping[str, Any]]
             {key: item for key, item in value.items() if not isinstance(item, Mapping | list) and _lasts(key, item)},
         )
         for key, item in value.items():
-            yield from _structures(item, _inner(key, noun))
+            if not _HARMLESS.search(f".{key}"):
+                yield from _structures(item, _inner(key, noun))
     elif isinstance(value, list):
         for item in value:
             yield from _structures(item, noun)
@@ -355,8 +357,10 @@ def _inner(key: str, noun: str) -> str:
 
 def _lasts(key: str, value: Any) -> bool:
     """Return whether a value says something of the account, rather than when or how often something was done."""
-    if key.lower() in _VOLATILE:
+    if key.lower() in _VOLATILE or value in ("", None):
         return False
+    if key == "Version" and isinstance(value, int):
+        return False  # how often it was written
     if isinstance(value, str):
         found = _TIME.search(value)
         if found:

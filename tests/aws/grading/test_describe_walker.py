@@ -96,3 +96,14 @@ def test_own_resources_and_tags_are_no_disagreement_and_more_rules_are() -> None
     assert line.startswith("+ ec2:DescribeSecurityGroups") and line.endswith("FromPort = 22")
     assert disagreements(NOTHING, target, groups(own)), "the group is gone"
     assert disagreements(groups(own), target, groups(group("sg-0123456789abcdef0", 443), own)), "one that was to go"
+
+
+def test_a_part_of_a_known_thing_counts_though_nothing_like_it_was_there() -> None:
+    def filters(*found: Any) -> Any:
+        answers = {"DescribeLogGroups": {"logGroups": [{"logGroupName": "app"}]}}
+        answers["DescribeSubscriptionFilters {'logGroupName': 'app'}"] = {"subscriptionFilters": list(found)}
+        return told(walk(answering(answers), ["logs"]))
+
+    lines = disagreements(NOTHING, filters(), filters({"filterName": "f", "destinationArn": "arn:aws:sqs:::q"}))
+    assert any("destinationArn" in line for line in lines)
+    assert not disagreements(NOTHING, filters(), filters())
