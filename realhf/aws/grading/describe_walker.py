@@ -30,7 +30,8 @@ _VARIANTS = 8
 MAX_CALLS = 2000
 """Most calls of one walk; an account that needs more is read in part."""
 _CLI_SERVICES = {"s3": "s3api"}
-_READS = re.compile(r"(Get|List|Describe|Head|BatchGet|Scan)(?=[A-Z]|$)")
+_READS = re.compile(r"(Get|List|Describe|Head|BatchGet|Scan)(?=[A-Z]|$)(?!.*History$)")
+"""Operations that tell what there is, not what there was."""
 _IDENTITY = re.compile(r"(name|id|arn|url|identifier|key|bucket)$", re.IGNORECASE)
 _PARTS = ("name", "id", "arn", "identifier", "url")
 _ID = re.compile(
@@ -261,7 +262,7 @@ class Said:
 
 
 def told(answers: Answers) -> frozenset[Said]:
-    """Return all that the answers say."""
+    """Return all that the answers say. An error says nothing."""
     marks = _marks(answers)
 
     def known(text: str) -> str:
@@ -269,6 +270,8 @@ def told(answers: Answers) -> frozenset[Said]:
 
     found: set[Said] = set()
     for key, answer in answers.items():
+        if set(answer) == {"error"}:
+            continue
         operation, arguments = key.split(" ", 1)
         leaves = _leaves(answer, _noun(operation.split(":")[1].split("/")[0]), "", "")
         for subject, path, value in [("", "", "an answer"), *leaves]:

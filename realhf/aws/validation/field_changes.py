@@ -222,7 +222,7 @@ def _strings(shape: Shape | None, value: str, words: Words) -> list[str]:
     if value.startswith("arn:"):
         found += islice((arn for arn in words.arns if arn != value), 3)
     elif value.startswith("__capture"):
-        found += [*islice((capture for capture in words.captures if capture != value), 3), *words.names[:1]]
+        return [*islice((capture for capture in words.captures if capture != value), 3), *words.names[:1], ""]
     else:
         found += islice((name for name in words.names if name != value), 3)
         others = [*words.names[1:], "other"]

@@ -63,6 +63,7 @@ def test_texts_are_exchanged_for_other_resources_and_captures_stay_whole() -> No
     found = changed(line, words)
     assert "aws ec2 create-subnet --vpc-id ${setup2:Id} --cidr-block 10.0.0.0/24" in found
     assert "aws ec2 create-subnet --vpc-id ${step1:A[?b=='c d'].Id | [0]} --cidr-block 0.0.0.0/0" in found
+    assert not any("__" in text for text in found), "a capture is never changed within"
     assert "aws s3api create-bucket --bucket two" in changed("aws s3api create-bucket --bucket one", words)
 
 
