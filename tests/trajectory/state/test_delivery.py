@@ -138,6 +138,18 @@ def test_an_expired_explicit_batch_goes_to_anyone():
     assert again.lease_id != first.lease_id
 
 
+@pytest.mark.parametrize("explicit", [False, True])
+def test_who_renews_a_batch_has_received_it(explicit: bool):
+    """Also where the server could not note that it was sent: the same trainer used to be given it again."""
+    driver = started()
+    driver.push(4, 4, 4, 4)
+    first = driver.batch("a", sent=False, explicit=explicit)
+    assert ids(driver.batch("a", sent=False, explicit=explicit)) == ids(first), "nobody knows that it arrived"
+    (lease,) = driver.state.leases
+    delivery.renew(driver.state, driver.now, lease)
+    assert not set(ids(driver.batch("a", explicit=explicit))) & set(ids(first))
+
+
 def test_nack_gives_a_batch_back_at_once():
     driver = started()
     driver.push(4, 4)
