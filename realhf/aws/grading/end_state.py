@@ -66,7 +66,7 @@ class EndStateGrader:
     @property
     def credited_operations(self) -> list[str]:
         """Return the operations of the solution whose part of the target is there."""
-        return self._operations if self._verdict else []
+        return self._operations
 
     def missing(self) -> list[str]:
         """Return in words what keeps the task from being achieved."""
@@ -106,7 +106,10 @@ class EndStateGrader:
                 raise TaskError("the account is as its solution leaves it before the first command")
         now = self._read()
         verdicts = [comparison.judge(now) for comparison in self._comparisons]
-        return max(verdicts, key=lambda verdict: (verdict.achieved, verdict.progress, -len(verdict.harms)))
+        best = max(verdicts, key=lambda verdict: (verdict.achieved, verdict.progress, -len(verdict.harms)))
+        operations = self._targets()[verdicts.index(best)].operations
+        self._operations = [name for place in best.parts for name in operations[place]]
+        return best
 
 
 def services_of(commands: Iterable[str]) -> frozenset[str]:

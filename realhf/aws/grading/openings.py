@@ -1,4 +1,5 @@
-"""Recognises settings that open an account: to the public, to strangers, or by a protection that is off."""
+"""Recognises settings that open an account: to the public, to strangers, or by a protection that is off. What policies
+allow is compared in ``rights``."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import re
 
 from realhf.aws.grading.snapshot import Key
 
-_ANYBODY = re.compile(r'"AWS":\["\*"\]|"AWS":"\*"|global/AllUsers|AuthenticatedUsers')
+_ANYBODY = re.compile(r"global/AllUsers|AuthenticatedUsers|public-read|authenticated-read")
 _ANYWHERE = re.compile(r'"(0\.0\.0\.0/0|::/0)"')
 _OPEN_WHEN_TRUE = re.compile(r"(PubliclyAccessible|publiclyAccessible|MapPublicIpOnLaunch|privilegedMode)$")
 _OPEN_WHEN_FALSE = re.compile(
@@ -18,10 +19,12 @@ _OPEN_WHEN_FALSE = re.compile(
 def is_opening(key: Key, path: str, value: str) -> bool:
     """Return whether a value (as JSON) at a path of a resource opens something."""
     field = path.removesuffix("[]").rpartition("/")[2]
+    if key[0] == "iam" and path in ("AttachedPolicies[]", "Users[]"):
+        return True
     if _OPEN_WHEN_TRUE.search(field):
         return value in ("true", '"true"')
     if _OPEN_WHEN_FALSE.search(field):
         return value in ("false", '"false"')
     if _ANYWHERE.search(value):
         return key[1] == "security_groups" and path == "IpPermissions[]"
-    return _ANYBODY.search(value) is not None and '"Condition"' not in value and '"Effect":["Deny"]' not in value
+    return _ANYBODY.search(value) is not None

@@ -10,14 +10,14 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from types import MappingProxyType
 from typing import Any
 from xml.etree import ElementTree
 
-from realhf.aws.simulator.account_state import DRAWN
+from realhf.aws.simulator.account_state import DRAWN, END_DRAWN
 from realhf.aws.simulator.slot import Slot
 
 Key = tuple[str, str, str]
@@ -70,11 +70,17 @@ _NOT_STATED = frozenset(
     }
 )
 """Fields that follow from other fields, or say only how often something was written."""
+_ENDING = re.compile(r"delet|expir|end|disab|revo", re.IGNORECASE)
 _ENDS = frozenset({"NotAfter", "NotBefore", "ValidTo"})
 """Times that the service sets, far from now."""
-_REVISIONS: Mapping[tuple[str, str], frozenset[str]] = MappingProxyType(
-    {("ssm", "parameters"): frozenset({"Version"}), ("ec2", "launch_templates"): frozenset()}
+_UNSAID: Mapping[tuple[str, str], frozenset[str]] = MappingProxyType(
+    {
+        ("ssm", "parameters"): frozenset({"Version"}),
+        ("lambda", "functions"): frozenset({"next_version"}),
+        ("cognito-idp", "user_pools"): frozenset({"_password"}),
+    }
 )
+"""Fields of one kind that count writes, or that the service draws letter by letter and mixes."""
 _NO_RESOURCES = frozenset({("ssm", "parameter_history"), ("ecs", "task_def_latest"), ("iam", "access_keys_last_used")})
 
 
@@ -108,15 +114,54 @@ def snapshot_of(records: list[Any], now: float) -> Snapshot:
     serials: dict[Key, int] = {}
     for module, kind, region, name, serial, value in records:
         service = _SERVICES.get(module, module)
-        if (service, kind) in _NO_RESOURCES or (service == "elasticache" and name.startswith("default.")):
+        if (service, kind) in _NO_RESOURCES:
             continue
+        if (service, kind) in _NUMBERED:
+            name, value = _NUMBERED[service, kind](name, value)
         identity = name if region in ("", HOME_REGION) else f"{region}:{name}"
-        normal = _normal(value, "", now, _REVISIONS.get((service, kind), frozenset()))
+        normal = _normal(value, "", now, _UNSAID.get((service, kind), frozenset()))
         found = normal if isinstance(normal, dict) else {"": normal} if normal is not None else {}
         for part, where, attributes in _hoisted(kind, identity, found):
             resources[service, part, where] = attributes
             serials[service, part, where] = serial
     return Snapshot(resources, serials)
+
+
+def _numbered(name: str, number: str) -> str:
+    """Return the number that a service gave to a version of something as a drawn text: by what it names."""
+    return f"{DRAWN}{name} no. {number}{END_DRAWN}"
+
+
+def _function(name: str, value: Any) -> tuple[str, Any]:
+    """Return a Lambda function with its versions under numbers that are drawn texts."""
+    versions = dict(value.get("versions") or {})
+    for number, version in versions.items():
+        config = {**version.get("config", {}), "Version": _numbered(name, number)}
+        config["FunctionArn"] = str(config.get("FunctionArn", "")).removesuffix(f":{number}")
+        versions[number] = {**version, "config": config}
+    aliases = {
+        alias: {**held, "FunctionVersion": _numbered(name, held["FunctionVersion"])}
+        if held.get("FunctionVersion") in versions
+        else held
+        for alias, held in (value.get("aliases") or {}).items()
+    }
+    named = {_numbered(name, number): version for number, version in versions.items()}
+    return name, {**value, "versions": named, "aliases": aliases}
+
+
+def _secret(name: str, value: Any) -> tuple[str, Any]:
+    """Return a secret without the versions that were replaced."""
+    versions = {
+        number: version
+        for number, version in (value.get("Versions") or {}).items()
+        if set(version.get("Stages") or ()) - {"AWSPREVIOUS"}
+    }
+    return name, {**value, "Versions": versions}
+
+
+_NUMBERED: Mapping[tuple[str, str], Callable[[str, Any], tuple[str, Any]]] = MappingProxyType(
+    {("lambda", "functions"): _function, ("secretsmanager", "secrets"): _secret}
+)
 
 
 def _hoisted(kind: str, identity: str, value: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
@@ -159,8 +204,13 @@ def _normal(value: Any, name: str, now: float, unsaid: frozenset[str], depth: in
     if isinstance(value, str):
         return _normal_text(value, name, now, unsaid, depth)
     if isinstance(value, int | float) and not isinstance(value, bool) and _is_now(value, now):
-        return TIME
+        return _moment(name)
     return value
+
+
+def _moment(name: str) -> str | None:
+    """Return what a time that the service noted says: that something has an end, or nothing."""
+    return TIME if _ENDING.search(name) else None
 
 
 def _normal_text(text: str, name: str, now: float, unsaid: frozenset[str], depth: int) -> Any:
@@ -180,14 +230,14 @@ def _normal_text(text: str, name: str, now: float, unsaid: frozenset[str], depth
     if _STATES.search(name) and text.lower() in _UNDER_WAY:
         return SETTLED
     if name in _ENDS:
-        return TIME
+        return None
     if _ISO_TIME.match(text):
         try:
             moment = datetime.fromisoformat(text[:19] + "+00:00").timestamp()
         except ValueError:
             return text
-        return TIME if _is_now(moment, now) else text
-    return TIME if text.isdigit() and len(text) in (10, 13) and _is_now(int(text), now) else text
+        return _moment(name) if _is_now(moment, now) else text
+    return _moment(name) if text.isdigit() and len(text) in (10, 13) and _is_now(int(text), now) else text
 
 
 def _is_now(number: float, now: float) -> bool:
@@ -205,16 +255,17 @@ def _plain_xml(element: ElementTree.Element, depth: int = 0) -> Any:
 
 
 def normal_policy(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a policy in one form: statements and names as sorted lists, without ids and versions."""
+    """Return a policy in one form: statements and names as sorted lists, without ids."""
     written = document["Statement"]
     statements = [_normal_statement(one) for one in (written if isinstance(written, list) else [written])]
-    return {"Statement": sorted(statements, key=lambda one: json.dumps(one, sort_keys=True))}
+    old = {"Version": document["Version"]} if isinstance(document.get("Version"), str) else {}
+    return old | {"Statement": sorted(statements, key=lambda one: json.dumps(one, sort_keys=True))}
 
 
 def _normal_statement(statement: Any) -> Any:
     if not isinstance(statement, Mapping):
         return statement
-    found = {name: _listed(value) for name, value in statement.items() if name != "Sid"}
+    found = {name: value if name == "Effect" else _listed(value) for name, value in statement.items() if name != "Sid"}
     for name in ("Principal", "NotPrincipal"):
         if found.get(name) == ["*"]:
             found[name] = {"AWS": ["*"]}

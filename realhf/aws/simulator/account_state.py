@@ -11,8 +11,10 @@ import base64
 import hashlib
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
+from functools import wraps
 from typing import Any
 
 DRAWN, END_DRAWN = "\ue000", "\ue001"
@@ -45,6 +47,10 @@ _UNSAID = frozenset(
     }
 )
 """Stores that hold no part of an account."""
+
+
+_OF_AWS = "default."
+"""Begins the names of ElastiCache's many parameter groups that belong to AWS."""
 
 
 class TooLarge(Exception):
@@ -108,19 +114,40 @@ class Draws:
 
 
 class AccountState:
-    """Reads the stores. A record that was made anew has another serial number than the one before it, whatever it
-    says."""
+    """Reads the stores. The serial number of a record counts how often one of its name was deleted before it: what was
+    made anew is known, whatever it says."""
 
     def __init__(self, draws: Draws) -> None:
         self._draws = draws
         self._modules = 0
         self._stores: list[tuple[str, str, Any]] = []
-        self.forget()
+        self._deleted: Counter[tuple[int, Any]] = Counter()
+
+    def watch(self, store: type) -> None:
+        """Count what is deleted from stores of a class."""
+
+        def counted(deletes: Callable[..., Any], scoped: Callable[..., Any]) -> Callable[..., Any]:
+            @wraps(deletes)
+            def delete(held: Any, *arguments: Any) -> Any:
+                name = scoped(held, *arguments)
+                if name in held._data:
+                    self._deleted[id(held), name] += 1
+                return deletes(held, *arguments)
+
+            return delete
+
+        inner = store._scoped  # type: ignore[attr-defined]
+        for method in ("__delitem__", "pop"):
+            setattr(store, method, counted(getattr(store, method), lambda held, name, *_: inner(held, name)))
+        regional = len(inner.__get__(store())("")) == 3
+        store.pop_scoped = counted(  # type: ignore[attr-defined]
+            store.pop_scoped,  # type: ignore[attr-defined]
+            lambda held, account, region, name, *_: (account, region, name) if regional else (account, name),
+        )
 
     def forget(self) -> None:
         """Begin anew, after a reset."""
-        self._records: dict[tuple[str, str, Any], tuple[Any, int]] = {}
-        self._serial = 0
+        self._deleted.clear()
         self._draws.clear()
 
     def report(self) -> dict[str, Any]:
@@ -128,18 +155,13 @@ class AccountState:
         self._find_stores()
         self._draws.look()
         teller = _Teller(self._draws.marked)
-        records, seen = [], {}
+        records = []
         for module, store, held in self._stores:
             for scoped, value in list(held._data.items()):
-                name = (module, store, scoped)
-                before = self._records.get(name)
-                if before is None or (before[0] is not value and isinstance(value, Mapping)):
-                    self._serial += 1
-                    before = (value, self._serial)
-                seen[name] = before
-                region = scoped[1] if len(scoped) == 3 else ""
-                records.append([module, store, region, teller.key(scoped[-1]), before[1], teller.tell(value)])
-        self._records = seen
+                if module == "elasticache" and str(scoped[-1]).startswith(_OF_AWS):
+                    continue
+                region, serial = scoped[1] if len(scoped) == 3 else "", self._deleted[id(held), scoped]
+                records.append([module, store, region, teller.key(scoped[-1]), serial, teller.tell(value)])
         return {"records": records}
 
     def _find_stores(self) -> None:

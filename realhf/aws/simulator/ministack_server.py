@@ -143,6 +143,13 @@ def _start_after_fork(thread: threading.Thread) -> None:
     thread.start()
 
 
+def _account_state(draws: Draws) -> AccountState:
+    state, responses = AccountState(draws), importlib.import_module("ministack.core.responses")
+    state.watch(responses.AccountScopedDict)
+    state.watch(responses.AccountRegionScopedDict)
+    return state
+
+
 def _keep_only_metadata(services: Sequence[str]) -> None:
     """Read the few words that matter of each service's model once, before the fork: MiniStack looks up a protocol in
     botocore's full model, tens of megabytes and 0.1 s per service in every simulator."""
@@ -218,7 +225,7 @@ def _readable_app(app: AsgiApp) -> AsgiApp:
 
 
 async def _serve(
-    app: AsgiApp, seed: Callable[[int], None], draws: Draws, listener: socket.socket, owner: socket.socket
+    app: AsgiApp, seed: Callable[[int], None], state: AccountState, listener: socket.socket, owner: socket.socket
 ) -> None:
     loop = asyncio.get_running_loop()
     startup: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
@@ -232,7 +239,7 @@ async def _serve(
     await started.wait()
     parsed, switches = ParsedRequests(), ModuleSwitches()
     outer = port_app(app, parsed)
-    inner = owner_app(app, seed, switches, parsed, AccountState(draws))
+    inner = owner_app(app, seed, switches, parsed, state)
     serve_owner(
         loop,
         owner,
@@ -259,7 +266,7 @@ def main() -> None:
     app_module = importlib.import_module("ministack.app")
     gate = LambdaGate()
     gate.install()
-    app = _readable_app(app_module.app)
+    app, state = _readable_app(app_module.app), _account_state(draws)
     _keep_only_metadata(MINISTACK_SERVICES)
     _know_service_names()
     _keep_dns_names_in_lower_case()
@@ -292,7 +299,7 @@ def main() -> None:
         for thread in deferred:
             _start_after_fork(thread)
         with asyncio.Runner(loop_factory=_PinnedLoop) as runner:
-            runner.run(_serve(app, seed, draws, listener, owner))
+            runner.run(_serve(app, seed, state, listener, owner))
 
     serve_forks(control, {"ready": True, "isolated": isolated}, child)
     remove_folder(Path(root))  # an owner that was killed could not

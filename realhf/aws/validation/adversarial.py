@@ -14,8 +14,8 @@ from rich.table import Table
 
 from realhf.aws.tasks.loader import Template
 from realhf.aws.tasks.task import Task
-from realhf.aws.validation.plays.collection import instance_to_play, plays_of, reason_without
-from realhf.aws.validation.plays.play import ASKED, KINDS, Kind, Outcome, Play, perform
+from realhf.aws.validation.plays.collection import instance_to_play, plays_of
+from realhf.aws.validation.plays.play import ASKED, KINDS, Outcome, Play, perform
 from realhf.aws.validation.static_checks import kind_of
 from realhf.aws.validation.validation import Failure, played
 
@@ -25,20 +25,17 @@ MAX_STEPS = 64
 
 @dataclass
 class Report:
-    """Reports what the plays of one template earned. ``without``: classes without a play, with the reason ("": none is
-    known, which is a problem); ``broken``: plays that could not be played, with the error."""
+    """Reports what the plays of one template earned. ``broken``: plays that could not be played, with the error."""
 
     template: Template
     outcomes: list[Outcome] = field(default_factory=list)
-    without: dict[Kind, str] = field(default_factory=dict)
     broken: list[tuple[Play, str]] = field(default_factory=list)
 
     @property
     def problems(self) -> list[str]:
         """Return everything outside the bounds, in words."""
         found = [f"{one.play.kind}, {one.play.name}: {one.problem}" for one in self.outcomes if one.problem]
-        found += [f"{play.kind}, {play.name}: {error}" for play, error in self.broken]
-        return found + [f"{kind}: no play and no reason why" for kind, reason in self.without.items() if not reason]
+        return found + [f"{play.kind}, {play.name}: {error}" for play, error in self.broken]
 
 
 def play_against(templates: Sequence[Template], seeds: int, pool_size: int, console: Console) -> list[Report]:
@@ -49,10 +46,7 @@ def play_against(templates: Sequence[Template], seeds: int, pool_size: int, cons
     for template in templates:
         for seed in range(seeds):
             task = instance_to_play(template.task_id, seed)
-            plays = plays_of(task)
-            turns += [(task, play) for play in plays]
-            missing: list[Kind] = [kind for kind in KINDS if not any(play.kind == kind for play in plays)]
-            reports[template.task_id].without |= {kind: reason_without(task, kind) for kind in missing}
+            turns += [(task, play) for play in plays_of(task)]
     results = played(turns, lambda episode, turn: perform(episode, *turn), pool_size, console, MAX_STEPS)
     for (task, play), result in zip(turns, results, strict=True):
         if isinstance(result, Failure):
@@ -63,7 +57,7 @@ def play_against(templates: Sequence[Template], seeds: int, pool_size: int, cons
 
 
 def play_table(reports: Sequence[Report]) -> Table:
-    """Return a table with one row per play, and per class that a template has no play of."""
+    """Return a table with one row per play."""
     table = Table("id", "tier", "class", "play", "origin", "score", "asked", "verdict")
     for report in reports:
         head = (str(report.template.task_id), kind_of(report.template))
@@ -74,9 +68,6 @@ def play_table(reports: Sequence[Report]) -> Table:
             table.add_row(*head, *_play_cells(one.play), f"{one.score:.3f}", ASKED[one.play.kind], verdict)
         for play, error in report.broken:
             table.add_row(*head, *_play_cells(play), "", ASKED[play.kind], f"[red]{escape(error)}")
-        for kind, reason in report.without.items():
-            verdict = f"none: {escape(reason)}" if reason else "[red]no play and no reason why"
-            table.add_row(*head, kind, "", "", "", ASKED[kind], verdict)
         table.add_section()
     return table
 
@@ -87,13 +78,12 @@ def _play_cells(play: Play) -> tuple[str, str, str]:
 
 def summary_table(reports: Sequence[Report]) -> Table:
     """Return a table with one row per class: how many plays, of which origin, and how many outside the bounds."""
-    table = Table("class", "asked", "plays", "generated", "written", "skipped", "templates without", "outside")
+    table = Table("class", "asked", "plays", "generated", "written", "skipped", "outside")
     for kind in KINDS:
         outcomes = [one for report in reports for one in report.outcomes if one.play.kind == kind]
         broken = [play for report in reports for play, _ in report.broken if play.kind == kind]
         counts = Counter(play.written for play in [*(one.play for one in outcomes), *broken])
-        reasons = [report.without[kind] for report in reports if kind in report.without]
-        outside = sum(bool(one.problem) for one in outcomes) + len(broken) + reasons.count("")
+        outside = sum(bool(one.problem) for one in outcomes) + len(broken)
         numbers = (sum(counts.values()), counts[False], counts[True], sum(one.skipped for one in outcomes))
-        table.add_row(kind, ASKED[kind], *map(str, (*numbers, len(reasons), outside)))
+        table.add_row(kind, ASKED[kind], *map(str, (*numbers, outside)))
     return table

@@ -29,10 +29,10 @@ SEED = 0
 
 def chosen(template: Template, play: Play) -> bool:
     """A repair is tried with what is beside the point or harms; the other tiers where they were broken."""
-    if template.task_id in WHOLE or play.name in ("policies with single values", "policy: deny for allow"):
+    if template.task_id in WHOLE or play.name == "policies with single values":
         return True
     if template.tier == "expert":
-        return play.kind == "unrelated" or (play.kind == "harmful" and play.written)
+        return play.kind in ("nothing", "harmful")
     return template.tier == "warmup" and (play.name == "ARN for name" or (play.written and play.kind == "equivalent"))
 
 

@@ -9,10 +9,9 @@ from realhf.aws.tasks import instantiate, load_templates
 from realhf.aws.tasks.__main__ import main
 from realhf.aws.tasks.task import SetupCommand, TaskError
 from realhf.aws.validation.plays import written
-from realhf.aws.validation.plays.collection import instance_to_play, plays_of, reason_without
+from realhf.aws.validation.plays.collection import plays_of
 from realhf.aws.validation.plays.command_line import CommandLine, line_of
-from realhf.aws.validation.plays.play import KINDS, Outcome, Play, perform
-from realhf.aws.validation.plays.unrelated import own_names
+from realhf.aws.validation.plays.play import Outcome, Play, perform
 
 TEMPLATES = load_templates()
 
@@ -20,15 +19,6 @@ TEMPLATES = load_templates()
 def commands(task_id: int, kind: str, name: str) -> list[str]:
     task = instantiate(task_id, 0)
     return [line for play in plays_of(task) if (play.kind, play.name) == (kind, name) for line in play.commands]
-
-
-@pytest.mark.parametrize("template", TEMPLATES, ids=lambda template: template.name)
-def test_every_template_has_plays_of_every_class_or_a_reason(template) -> None:
-    task = instance_to_play(template.task_id, 0)
-    plays = plays_of(task)
-    without = [kind for kind in KINDS if not any(play.kind == kind for play in plays)]
-    assert all(reason_without(task, kind) for kind in without), without
-    assert len({(play.kind, play.name) for play in plays}) == len(plays), "a row of the table names one play"
 
 
 def test_written_plays_belong_to_templates_and_are_no_task_files() -> None:
@@ -58,36 +48,13 @@ def test_a_set_up_request_becomes_a_line() -> None:
     assert line_of(SetupCommand(command="aws s3 ls")) == "aws s3 ls"
 
 
-def test_unrelated_plays_build_a_world_of_their_own() -> None:
-    task = instantiate(413, 0)
-    (own,) = own_names(task).values()
-    lines = commands(413, "unrelated", "on own resources")
-    assert not any(task.params["name"] in line for line in lines)
-    assert f"--group-name {own}-front" in lines[1] and "${step1:Vpc.VpcId}" in lines[1]
-    assert lines[-1].startswith("aws ec2 revoke-security-group-ingress --group-id ${step6:")
-
-
-def test_spellings_and_orders_are_generated() -> None:
+def test_spellings_are_generated() -> None:
     assert commands(103, "equivalent", "--option=value")[0].split()[-1].startswith("--attributes=VisibilityTimeout=")
     assert '\'{"VisibilityTimeout": "' in commands(103, "equivalent", "JSON for shorthand")[0]
     assert commands(201, "equivalent", "s3 mb for create-bucket")[0].startswith("aws s3 mb s3://")
     assert "arn:aws:lambda:" in commands(6, "equivalent", "ARN for name")[0]
     assert '"Statement": {' in commands(415, "equivalent", "policies with single values")[0]
     assert '"Action": ["s3:GetObject"]' in commands(415, "equivalent", "policies with lists")[0]
-    swapped = commands(311, "equivalent", "command 3 before 2")
-    assert "${step3:Subnet.SubnetId} ${step2:Subnet.SubnetId}" in swapped[3], "captures follow their commands"
-    assert not commands(316, "equivalent", "command 6 before 5"), "the task says that this order counts"
-    assert not any(play.name.startswith("command") for play in plays_of(instantiate(217, 0))), "nor where a step does"
-
-
-def test_what_goes_too_far_is_generated() -> None:
-    assert '"Action": ["s3:GetObject", "*"]' in commands(415, "overdone", "policy: any action as well")[0]
-    assert '"Effect": "Deny"' in commands(415, "overdone", "policy: deny for allow")[0]
-    assert commands(216, "overdone", "ingress: open to everybody")[1].endswith("--cidr 0.0.0.0/0")
-    assert commands(216, "overdone", "ingress: all ports")[1].split()[-3] == "1-65535"
-    name = instantiate(302, 0).params["name"]
-    assert "AdministratorAccess" in commands(302, "overdone", f"role {name}: AdministratorAccess attached")[3]
-    assert "delete-volume --volume-id ${setup3:VolumeId}" in commands(422, "harmful", "deletes what the set-up made")[0]
 
 
 def judged(kind, score: float, *failures: str, achieved: bool = False, needs="all", sent: int = 2) -> str:
@@ -129,7 +96,7 @@ def test_a_play_is_performed_with_its_captures(slot) -> None:
 def test_the_command_prints_every_play_and_fails_on_one_outside(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["validate", "--adversarial", "--ids", "104", "--pool-size", "1"]) == 0
     printed = capsys.readouterr().out
-    assert "on own resources" in printed and "mutants of its solution" in printed
+    assert "looks in between" in printed and "equivalent" in printed
     assert "1 templates, " in printed and "no verdicts outside the bounds" in printed
 
 

@@ -1,4 +1,4 @@
-"""Generates other right ways: the canonical solution in other spellings, in another order, by ARN instead of name."""
+"""Generates other right ways: the canonical solution in other spellings, by ARN instead of name."""
 
 from __future__ import annotations
 
@@ -11,13 +11,10 @@ from typing import Any, cast
 from awscli.shorthand import BackCompatVisitor, ShorthandParseError, ShorthandParser
 from botocore.model import ListShape, Shape
 
-from realhf.aws.grading.grader import criteria_of
 from realhf.aws.tasks.task import ACCOUNT_ID, Task
-from realhf.aws.validation.plays.command_line import CommandLine, captured_steps, option_shapes, quoted, renumbered
+from realhf.aws.validation.plays.command_line import CommandLine, option_shapes, quoted, renumbered
 from realhf.aws.validation.plays.documents import each_document, rewritten
 from realhf.aws.validation.plays.play import Needs, Play
-from realhf.aws.validation.plays.unrelated import LOOK
-from realhf.aws.validation.plays.written import ordered_places
 
 Rewrite = Callable[[CommandLine], CommandLine | None]
 
@@ -35,11 +32,13 @@ _ARNS: Mapping[tuple[str, str], str] = MappingProxyType(
 )
 """Options that take the name or the ARN, where the request is about something that exists."""
 _ARN_OPTIONS: Mapping[tuple[str, str], str] = MappingProxyType({("kinesis", "--stream-name"): "--stream-arn"})
+LOOK = "aws sts get-caller-identity"
+"""Changes nothing."""
 _MAKES = ("create-", "put-parameter", "register-")
 
 
 def equivalent_plays(task: Task) -> Iterator[Play]:
-    """Yield the solution in each other spelling that changes at least one of its commands, and in other orders."""
+    """Yield the solution in each other spelling that changes one of its commands, and with looks in between."""
     lines = list(task.solution)
     spellings: tuple[tuple[str, Rewrite, Needs], ...] = (
         ("--option=value", _with_equals, "all"),
@@ -59,7 +58,6 @@ def equivalent_plays(task: Task) -> Iterator[Play]:
     looks = [word for line in lines for word in (LOOK, line)]
     places = {number + 1: 2 * number + 2 for number in range(len(lines))}
     yield Play("equivalent", "looks in between", tuple(renumbered(line, places) for line in looks))
-    yield from _other_orders(task)
 
 
 def _rewritten(line: str, rewrite: Rewrite) -> str:
@@ -67,22 +65,6 @@ def _rewritten(line: str, rewrite: Rewrite) -> str:
     differs."""
     command = CommandLine.parse(line)
     return str(rewrite(command) or command)
-
-
-def _other_orders(task: Task) -> Iterator[Play]:
-    """Exchange two neighbours, unless one uses the other's output or the task says that their order counts. An order
-    that the simulator refuses is left out."""
-    steps = criteria_of(task).steps if task.success and not task.possible_drifts else ()
-    if any(step.ordered for step in steps):
-        return
-    for place in range(1, len(task.solution)):
-        if place in captured_steps(task.solution[place]) or place + 1 in ordered_places(task):
-            continue
-        lines = list(task.solution)
-        lines[place - 1], lines[place] = lines[place], lines[place - 1]
-        places = {number: number for number in range(1, len(lines) + 1)} | {place: place + 1, place + 1: place}
-        ordered = tuple(renumbered(line, places) for line in lines)
-        yield Play("equivalent", f"command {place + 1} before {place}", ordered, needs="all or skip")
 
 
 def _with_equals(command: CommandLine) -> CommandLine | None:

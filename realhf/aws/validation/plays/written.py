@@ -5,10 +5,6 @@
         - name: revokes the live rule
           commands: [...]
           needs: one
-      none:
-        overdone: why this class makes no sense for the task
-      order:
-        6: why the sixth command of the solution may not come before the fifth, though both succeed
 
 Places and captures are as in a task's solution; ``needs`` is as in ``play.Play``, "all" unless said.
 """
@@ -42,16 +38,6 @@ def written_plays(task: Task) -> list[Play]:
     return found
 
 
-def reasons_against(task: Task) -> Mapping[str, str]:
-    """Return the classes for which nothing makes sense in this task, each with the reason."""
-    return _entries().get(task.task_id, {}).get("none", {})
-
-
-def ordered_places(task: Task) -> Mapping[int, str]:
-    """Return the commands of the solution, counted from 1, that may not come before the one above them, and why."""
-    return _entries().get(task.task_id, {}).get("order", {})
-
-
 def written_ids() -> frozenset[int]:
     """Return the tasks that have an entry."""
     return frozenset(_entries())
@@ -63,7 +49,7 @@ def _entries() -> dict[int, Mapping[str, Any]]:
     for file in sorted(resources.files("realhf.aws.validation.plays").iterdir(), key=lambda file: file.name):
         if file.name.endswith(".yaml"):
             for task_id, entry in (yaml.load(file.read_text(), Loader=yaml.CSafeLoader) or {}).items():
-                unknown = set(entry) - {*KINDS, "none", "order"} | (set(entry.get("none", {})) - set(KINDS))
+                unknown = set(entry) - set(KINDS)
                 if unknown or task_id in entries:
                     raise TaskError(f"{file.name}: task {task_id} is there twice or has an unknown class {unknown}")
                 entries[task_id] = entry
