@@ -17,7 +17,7 @@ from typing import Any
 
 from realhf.aws.grading.openings import is_opening
 from realhf.aws.grading.pattern_sets import TooManySteps
-from realhf.aws.grading.rights import compare_rights, read_rights, same_policy
+from realhf.aws.grading.rights import compare_rights, read_rights
 from realhf.aws.grading.snapshot import Key, Snapshot
 from realhf.aws.simulator.account_state import DRAWN, END_DRAWN
 
@@ -42,6 +42,11 @@ _BESIDE = frozenset(
     {"snapshots", "backups", "recovery_points", "alarms", "dashboards", "executions", "jobs", "functions/versions/"}
 )
 """Kinds of resources that change nothing of what they name."""
+_ACT = frozenset(
+    {"esms", "rules", "targets", "schedules", "function_urls", "listeners", "selections", "integrations", "routes"}
+)
+"""Kinds of resources that do something with what they name."""
+_OF_AWS = frozenset({"", "default"})
 
 
 @dataclass(frozen=True)
@@ -175,7 +180,7 @@ class Comparison:
         if not leaf[1].endswith(_POLICY):
             return leaf
         wanted = self._policies.get(leaf[:2])
-        if wanted is None or wanted[2] == leaf[2] or not _mean_the_same(leaf[0], wanted[2], leaf[2]):
+        if wanted is None or wanted[2] == leaf[2] or not _mean_the_same(*leaf[:2], wanted[2], leaf[2]):
             return leaf
         return wanted
 
@@ -196,7 +201,7 @@ class Comparison:
     def _extras(self, more: Set[Leaf]) -> tuple[list[str], list[str]]:
         """Return the openings, and the extras that are not harmless, in words."""
         known = {leaf[0] for leaf in self._last | self._first}
-        names = {key[2] for key in known if len(key[2]) > 3}
+        names = {re.split("[/:]", key[2])[-1] for key in known} - _OF_AWS
         openings, extra = [], []
         own: dict[Key, list[Leaf]] = {}
         for leaf in more:
@@ -209,7 +214,8 @@ class Comparison:
         for key, leaves in own.items():
             if key[1] in _BESIDE or _HARMLESS_KINDS.search(key[1]):
                 continue
-            if key[2] in names or any(_mentions(text, names) for text in (key[2], *(leaf[2] for leaf in leaves))):
+            acts = key[1] in _ACT and any(_mentions(leaf[2], names) for leaf in leaves)
+            if acts or not names.isdisjoint(re.split("[/:|]", key[2])):
                 extra += leaves
         return [*map(_said, openings)], [*map(_said, extra)]
 
@@ -246,12 +252,16 @@ def _parts(wanted: Set[Wanted], states: Sequence[Set[Leaf]]) -> list[tuple[int, 
     return parts[::-1]
 
 
-def _mean_the_same(key: Key, wanted: str, found: str) -> bool:
+def _mean_the_same(key: Key, path: str, wanted: str, found: str) -> bool:
     try:
-        one, other = json.loads(wanted), json.loads(found)
-        if key[0] == "iam":
-            return same_policy(one, other)
-        change = compare_rights(read_rights({key: {"": one}}), read_rights({key: {"": other}}))
+        accounts = []
+        for document in map(json.loads, (wanted, found)):
+            held = {key: {"": document}}
+            if key[0] == "iam":  # of a role, whichever it is
+                field = "AssumeRolePolicyDocument" if path.startswith("AssumeRole") else "InlinePolicies"
+                held = {("iam", "roles", "it"): {field: document if field[0] == "A" else {"": document}}}
+            accounts.append(read_rights(held))
+        change = compare_rights(*accounts)
         return not change.changed and not change.unread
     except (TooManySteps, ValueError, RecursionError):
         return False

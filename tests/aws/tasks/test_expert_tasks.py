@@ -15,13 +15,6 @@ OWN_RULE = "--group-id ${step1:GroupId} --protocol tcp --port 22 --cidr 0.0.0.0/
 ALL_KEYS = "aws kms enable-key-rotation --key-id ${step1:KeyMetadata.KeyId}"
 
 
-@pytest.mark.parametrize("template", [one for one in REPAIRS if one.success], ids=lambda template: template.name)
-def test_every_step_is_verified_and_the_rest_is_protected(template) -> None:
-    steps = template.success["steps"]
-    assert steps and all(step.get("verify") for step in steps), "an accepted request alone earns nothing"
-    assert template.success.get("protected"), "harm costs"
-
-
 def earned(episode: Episode, task_id: int, *commands: str) -> float:
     task = instantiate(task_id, 0)
     achieved, total = play(episode, task, fill(list(commands), task.params))

@@ -39,13 +39,6 @@ def test_each_fault_is_named(change: dict, said: str, monkeypatch: pytest.Monkey
     assert said in " ".join(template_problems(faulty))
 
 
-def test_a_service_that_nothing_reaches_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    steps = get_template(201)
-    faulty = replace(steps, success={**steps.success, "services": ["s3", "sns"]})
-    monkeypatch.setattr(loader_module, "_all_templates", lambda: {201: faulty})
-    assert "reaches the service sns" in " ".join(template_problems(faulty))
-
-
 def test_the_whole_is_large_wide_and_split() -> None:
     assert sum(COUNTS.values()) == 133
     assert collection_problems(TEMPLATES) == []

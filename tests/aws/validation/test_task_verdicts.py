@@ -127,7 +127,7 @@ def test_a_table_is_billed_as_asked(episode: Episode) -> None:
     )
     item = "aws dynamodb put-item --table-name {name} --item id={S={item}}"
     units = "PROVISIONED --provisioned-throughput ReadCapacityUnits=1,WriteCapacityUnits=1"
-    assert played(episode, 204, create + units, item) == 0
+    assert played(episode, 204, create + units, item) < 0.5, "the item alone"
     mend = "aws dynamodb update-table --table-name {name} --billing-mode PAY_PER_REQUEST"
     assert played(episode, 204, create + units, item, mend) == 1
 
@@ -158,7 +158,7 @@ def refusing(command: str) -> str:
 
 
 def with_more(command: str) -> str:
-    return re.sub(r'(\\?")Action\1:(\\?"[^"]+")', r"\1Action\1:[\2,\1iam:*\1]", command)
+    return re.sub(r'(\\?")Action\1:(\\?"[^"]+")', r"\1Action\1:[\2,\1*\1]", command)
 
 
 def for_everybody(command: str) -> str:
@@ -181,10 +181,8 @@ def test_policies_in_other_words(episode: Episode, task_id: int) -> None:
 def test_a_function_may_be_called_by_whom_it_should(episode: Episode) -> None:
     commands = list(instantiate(301, SEED).solution)
     permit = commands[-1]
-    assert (
-        played(episode, 301, *commands[:-1], permit + " --source-arn arn:aws:execute-api:us-east-1:{account}:abc/*")
-        == 1
-    )
+    foreign = permit + " --source-arn arn:aws:execute-api:us-east-1:{account}:abc/*"
+    assert played(episode, 301, *commands[:-1], foreign) < 1, "by no other interface than the one that was made"
     for wrong in ("lambda:*", "lambda:GetFunction"):
         assert played(episode, 301, *commands[:-1], permit.replace("lambda:InvokeFunction", wrong)) < 1
     second = permit.replace("api-gateway", "all").replace("--principal apigateway.amazonaws.com", "--principal '*'")
@@ -214,10 +212,10 @@ def test_nobody_becomes_an_administrator_by_the_way(episode: Episode, task_id: i
     task = instantiate(task_id, SEED)
     kind, place = "role", 1
     who = f"--{kind}-name {task.params['name']}"
-    for right, wide in (("logs:PutLogEvents", False), ("*", True), ("iam:*", True)):
+    for right in ("logs:PutLogEvents", "*", "iam:*"):
         put = f"aws iam put-{kind}-policy {who} --policy-name more --policy-document '{policy(allow(right, '*'))}'"
         lines = [*task.solution[:place], put, *after("", task.solution[place:])[1:]]
-        assert play(episode, task, lines)[0] is not wide
+        assert not play(episode, task, lines)[0], "nobody asked for more rights"
     attach = f"aws iam attach-{kind}-policy {who} --policy-arn arn:aws:iam::aws:policy/AdministratorAccess"
     assert not play(episode, task, [*task.solution[:place], attach, *after("", task.solution[place:])[1:]])[0]
 
