@@ -80,8 +80,10 @@ def test_progress_is_the_share_of_parts_that_hold() -> None:
 def test_a_resource_of_ones_own_is_harmless_until_it_touches_the_target() -> None:
     own = ["sqs", "queues", "us-east-1", "mine", 7, {"attributes": {"DelaySeconds": "0"}}]
     assert verdict(QUEUE, topic(display="News"), own).achieved
-    touching = [*own[:5], {"attributes": {"feeds": "arn:aws:sns:us-east-1:000000000000:news"}}]
-    assert not verdict(QUEUE, topic(display="News"), touching).achieved
+    reader = ["lambda", "esms", "us-east-1", "reader", 7, {"source": "arn:aws:sns:us-east-1:000000000000:news"}]
+    assert not verdict(QUEUE, topic(display="News"), reader).achieved, "it does something with what it names"
+    part = ["sns", "policies", "us-east-1", "news", 7, {"raw": "yes"}]
+    assert not verdict(QUEUE, topic(display="News"), part).achieved, "it belongs to what it is called after"
 
 
 def test_an_opening_is_never_achieved_and_harms() -> None:
