@@ -193,6 +193,7 @@ class RealAwsSlot:
 
     index = 0
     simulated = False
+    bench = None
 
     def __init__(
         self,

@@ -86,11 +86,15 @@ def test_an_episode_on_the_confirmed_account(tmp_path: Path) -> None:
     with server("--allow-real-aws", ACCOUNT, "--allow-file", str(allow)) as process:
         url = process.url.replace("http", "ws") + "/ws"
         with connect(url, additional_headers={"Authorization": f"Bearer {TOKEN}"}, proxy=None) as session:
-            ask(session, "reset", task=task.to_json())
+            answer = ask(session, "reset", task=task.to_json())
+            assert answer["code"] == "VALIDATION_ERROR" and "end state" in answer["message"]
+            bucket = {"service": "s3", "type": "bucket", "name": task.params["name"]}
+            made = {"operation": "s3:CreateBucket", "resource_exists": bucket}
+            ask(session, "reset", task=task.to_json() | {"success_criteria": made})
             done = ask(session, "step", command=task.solution[0])
             assert done["observation"]["task_achieved"] and done["reward"] == 1.0
             name = task.params["name"]
-            ask(session, "reset", task=instantiate(102, 1).to_json())
+            ask(session, "reset", task=task.to_json() | {"success_criteria": {"operation": "s3:ListBuckets"}})
             still = ask(session, "step", command="aws s3api list-buckets --query Buckets[].Name")
             assert name in still["observation"]["command_output"], "a reset empties nothing"
             refused = ask(session, "step", command="aws dynamodb delete-table --table-name x")

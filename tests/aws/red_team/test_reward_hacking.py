@@ -18,7 +18,7 @@ from realhf.aws.episode.episode import Episode, masked_task
 from realhf.aws.episode.hints import HINT_COMMAND
 from realhf.aws.episode.world import SlotState
 from realhf.aws.grading.check_parser import parse_check
-from realhf.aws.grading.grader import Step, earns_credit, final_state_holds, parse_criteria, unspent_request
+from realhf.aws.grading.grader import Step, earns_credit, parse_criteria, unspent_request
 from realhf.aws.grading.reward import monotone_progress, score
 from realhf.aws.grading.tracker import Evidence, same_resource
 from realhf.aws.grading.verifier import verified
@@ -141,7 +141,7 @@ def test_layer_6_create_and_delete_loops_do_not_pay(episode: Episode) -> None:
     name = task.params["name"]
     loop = [f"aws s3api create-bucket --bucket {name}", f"aws s3api delete-bucket --bucket {name}"]
     achieved, total = play(episode, task, loop * 5)
-    assert not achieved and total == pytest.approx(0.35), "one create less one rollback"
+    assert not achieved and total == 0, "the state is worth nothing in the end"
     assert monotone_progress(0.5, 0.2) == 0.5
 
 
@@ -165,7 +165,6 @@ def test_layer_8_what_was_undone_does_not_count(episode: Episode) -> None:
     episode._slot.state.call("s3", "DeleteBucket", {"Bucket": name})
     last = episode.step(enable)
     assert not last.observation["task_achieved"], "the bucket is gone"
-    assert not final_state_holds(parse_criteria(task.success), SlotState(episode._slot))
     suspended = enable.replace("Enabled", "Suspended")
     assert play(episode, task, [create, suspended]) == (False, pytest.approx(0.45))
 
