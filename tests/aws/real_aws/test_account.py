@@ -94,7 +94,7 @@ def test_an_episode_on_the_confirmed_account(tmp_path: Path) -> None:
             done = ask(session, "step", command=task.solution[0])
             assert done["observation"]["task_achieved"] and done["reward"] == 1.0
             name = task.params["name"]
-            ask(session, "reset", task=task.to_json() | {"success_criteria": {"operation": "s3:ListBuckets"}})
+            ask(session, "reset", task=task.to_json() | {"success_criteria": {"operation": "iam:ListUsers"}})
             still = ask(session, "step", command="aws s3api list-buckets --query Buckets[].Name")
             assert name in still["observation"]["command_output"], "a reset empties nothing"
             refused = ask(session, "step", command="aws dynamodb delete-table --table-name x")
