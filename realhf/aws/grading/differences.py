@@ -38,6 +38,8 @@ _OWN = "own "
 """Begins the name of what has no counterpart in the target."""
 _NAME = re.compile(r"^(config/)?(name|[A-Za-z]*Name|[A-Za-z]*Identifier|CreationToken)$")
 _NAME_TAG = '{"Key":"Name",'
+_SETTINGS = re.compile(r"^bucket_|_policies$|tags$")
+"""Kinds of records that are settings of a resource: what they say counts, and not whether they were made anew."""
 _BESIDE = frozenset(
     {"snapshots", "backups", "recovery_points", "alarms", "dashboards", "executions", "jobs", "functions/versions/"}
 )
@@ -192,7 +194,8 @@ class Comparison:
         return {
             key
             for key, serial in made.items()
-            if kept.get(key) == serial and there.get(key) != before.get(key) and not self._may_change(key)
+            if kept.get(key) == serial and there.get(key) != before.get(key)
+            if not (_SETTINGS.search(key[1]) or self._may_change(key))
         }
 
     def _may_change(self, key: Key) -> bool:

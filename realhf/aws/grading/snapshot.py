@@ -219,7 +219,7 @@ def _normal_text(text: str, name: str, now: float, unsaid: frozenset[str], depth
         return None
     if start in "{[":
         try:
-            return _normal(json.loads(text), name, now, unsaid, depth + 1)
+            return _normal(json.loads(text), name, now, unsaid, depth + 1) or text
         except (ValueError, RecursionError):
             return text
     if start == "<" and "<!" not in text:

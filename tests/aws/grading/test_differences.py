@@ -46,6 +46,7 @@ def test_another_value_and_a_field_too_many_are_not_achieved() -> None:
     assert not verdict(QUEUE, topic(display="News", filter="none")).achieved
     assert verdict(QUEUE, topic(display="News", tags=[{"Key": "a", "Value": "b"}])).achieved, "a tag is harmless"
     assert verdict(QUEUE, topic(display="News", filter="")).achieved, "what is empty is as good as absent"
+    assert not verdict(QUEUE, topic(display="News", input="{}")).achieved, "a document without content is one"
 
 
 def test_what_is_free_is_not_looked_at() -> None:
@@ -60,6 +61,22 @@ def test_harm_to_the_set_up_is_never_achieved(what: str) -> None:
     assert not found.achieved and found.harmed
     freedom = Freedom(may_change=("sqs/queues/*",))
     assert verdict(anew, topic(display="News"), freedom=freedom).achieved
+
+
+def test_a_policy_that_was_put_anew_counts_by_what_it_means() -> None:
+    """It is a setting of the bucket, and none of its resources."""
+    read = {"Effect": "Allow", "Principal": {"AWS": "1" * 12}, "Action": "s3:GetObject", "Resource": "arn:aws:s3:::b/*"}
+
+    def kept(serial: int, **more: object) -> list:
+        return ["s3", "bucket_policies", "", "b", serial, {"Statement": [{**read, **more}]}]
+
+    goal = Target(account(kept(5)), (account(kept(5), topic()),))
+    for policy, right in (
+        (kept(7, Action=["S3:getobject"], Sid="x"), True),
+        (kept(7, Action="s3:*"), False),
+        (kept(7, Resource="arn:aws:s3:::b/x"), False),
+    ):
+        assert compare(account(kept(5)), goal, account(policy, topic())).achieved is right
 
 
 def test_drawn_names_are_known_by_what_they_name() -> None:

@@ -1,12 +1,14 @@
 """Drift tasks ask to look first: a write that changes nothing costs, so the whole desired state is no solution."""
 
+import itertools
+
 import pytest
 
 from realhf.aws.episode.episode import Episode
 from realhf.aws.tasks import Template, instantiate, load_templates
 from realhf.aws.tasks.drift import choose_drifts
 from realhf.aws.tasks.loader import whole_state, with_drifts
-from realhf.aws.validation.acceptance import play
+from realhf.aws.validation.acceptance import BLIND_RETURN, play
 
 DRIFTS = [template for template in load_templates(["expert"]) if template.possible_drifts]
 
@@ -31,6 +33,21 @@ def test_a_write_that_changes_nothing_costs_and_a_look_does_not(episode: Episode
     gone = look.replace("describe-table", "untag-resource").replace("--table-name", "--resource-arn") + " --tag-keys x"
     achieved, total = play(episode, task, [gone, protect, recover], [0, 1])
     assert achieved and total == pytest.approx(0.9), "an attempt that was refused is a blind one too"
+
+
+@pytest.mark.sim
+def test_a_wrong_value_written_first_does_not_make_a_blind_repair_one_with_a_look(episode: Episode) -> None:
+    """Whatever drifted: everything is spoilt, and then the whole desired state is written."""
+    task = instantiate(505, 0)
+    name = task.params["name"]
+    spoilt = [
+        f"aws events put-rule --name {name} --schedule-expression 'rate(7 minutes)' --state DISABLED",
+        f"aws logs put-retention-policy --log-group-name /jobs/{name} --retention-in-days 7",
+        f"aws ssm put-parameter --name /jobs/{name}/mode --value none --type String --overwrite",
+    ]
+    for pair in itertools.combinations(range(len(task.possible_drifts)), 2):
+        assert play(episode, task, [*spoilt, *whole_state(task)], pair)[1] <= BLIND_RETURN, pair
+        assert play(episode, task, with_drifts(task, pair).solution, pair) == (True, 1.0)
 
 
 def test_the_solution_of_an_instance_repairs_what_its_seed_draws() -> None:
