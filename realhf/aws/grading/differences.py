@@ -158,11 +158,12 @@ class Comparison:
         gone = self._gone(end, names)
         damage = {leaf for leaf in (first & last) - now if leaf[0] not in gone and not self._may_change(leaf[0])}
         openings, extra = self._extras(now - last - first)
+        still: list[str] = []
         if now != last:
-            opened, more = self._rights(end, names)
+            still, opened, more = self._rights(end, names)
             openings, extra = openings + opened, extra + more
         told = Differences(
-            missing=_told(f"{sign} {_said(leaf)}" for sign, leaf in self._wanted - held),
+            missing=_told([*(f"{sign} {_said(leaf)}" for sign, leaf in self._wanted - held), *still]),
             damage=_told(map(_said, damage)),
             gone=_told("/".join(key) for key in gone),
             openings=_told(openings),
@@ -222,9 +223,10 @@ class Comparison:
                 extra += leaves
         return [*map(_said, openings)], [*map(_said, extra)]
 
-    def _rights(self, end: Snapshot, names: Mapping[str, str]) -> tuple[list[str], list[str]]:
-        """Return who may do more than in the target and than before: who was there before, and users and roles that are
-        new. What a new resource allows is its own matter."""
+    def _rights(self, end: Snapshot, names: Mapping[str, str]) -> tuple[list[str], list[str], list[str]]:
+        """Return who may do more than in the target: by what was so before, by whatever way it stays so, and who gained
+        it since, those who were there before and users and roles that are new. What a new resource allows is its own
+        matter. Whose rights take too long to be compared counts among the first."""
         known = tuple("/".join(leaf[0]) for leaf in self._first | self._last if not leaf[1])
         known = tuple(_TOKEN.sub(r"\1", name) for name in known)
         now = read_rights(end.resources, lambda text: _TOKEN.sub(lambda match: names.get(match[1], match[1]), text))
@@ -233,12 +235,15 @@ class Comparison:
             for state in (self._target.start, self._target.end)
         )
         if now in (wanted, before):
-            return [], []
+            return [], [], []
         had = compare_rights(before, now)
         more = {one.holder for one in had.more} | set(had.unread)
-        found = [one for one in compare_rights(wanted, now).more if one.holder in more]
+        beyond = compare_rights(wanted, now)
+        found = [one for one in beyond.more if one.holder in more]
         own = [one for one in found if one.new and not one.holder.startswith(known)]
+        still = [f"still: {one}" for one in beyond.more if one.holder not in more]
         return (
+            [*still, *(f"too much to compare: {holder}" for holder in beyond.unread)],
             [f"{one}" for one in found if one not in own],
             [f"{one}" for one in own if not one.gain.principal],
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from realhf.aws.grading.differences import Freedom, Target, Verdict, compare, equal
@@ -107,3 +109,32 @@ def test_an_opening_is_never_achieved_and_harms() -> None:
     public = {"Statement": [{"Effect": "Allow", "Principal": "*", "Action": "sns:*", "Resource": "*"}]}
     found = verdict(QUEUE, topic(display="News", policy=public))
     assert not found.achieved and found.harmed
+
+
+def test_a_right_that_was_to_go_must_not_stay_by_another_way() -> None:
+    """The administrator's policy is detached as was asked for, and comes back with a group of the agent's own."""
+    admin = "arn:aws:iam::aws:policy/AdministratorAccess"
+
+    def user(*attached: str) -> list:
+        return ["iam", "users", "", "ann", 5, {"Arn": "arn:aws:iam::0:user/ann", "AttachedPolicies": [*attached]}]
+
+    team = ["iam", "groups", "", "team", 6, {"GroupName": "team", "Users": ["ann"], "AttachedPolicies": [admin]}]
+    goal = Target(account(user(admin)), (account(user()),))
+    assert compare(account(user(admin)), goal, account(user())).achieved
+    found = compare(account(user(admin)), goal, account(user(), team))
+    assert not found.achieved
+    assert "missing: still: arn:aws:iam::0:user/ann may * on *" in found.words()
+
+
+def test_policies_that_are_too_much_to_compare_are_never_achieved() -> None:
+    def role(*documents: str) -> list:
+        inline = {f"p{number}": document for number, document in enumerate(documents)}
+        trust = {"Statement": []}
+        attributes = {"Arn": "arn:aws:iam::0:role/r", "AssumeRolePolicyDocument": trust, "InlinePolicies": inline}
+        return ["iam", "roles", "", "r", 5, attributes]
+
+    statements = [{"Effect": "Allow", "Action": f"*{n}*", "Resource": f"*{n}?"} for n in range(200)]
+    goal = Target(account(role()), (account(role(), topic()),))
+    found = compare(account(role()), goal, account(role(json.dumps({"Statement": statements})), topic()))
+    assert not found.achieved
+    assert "missing: too much to compare: arn:aws:iam::0:role/r" in found.words()
