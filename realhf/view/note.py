@@ -43,8 +43,13 @@ def read_note(run_dir: Path) -> Note:
     if not isinstance(content, dict):
         return Note()
     text, tags = content.get("text"), content.get("tags")
-    known = [tag[:MOST_OF_TAG] for tag in tags if isinstance(tag, str)] if isinstance(tags, list) else []
-    return Note(text[:MOST_CHARACTERS] if isinstance(text, str) else "", tuple(dict.fromkeys(known))[:MOST_TAGS])
+    known = [_told(tag, MOST_OF_TAG) for tag in tags if isinstance(tag, str)] if isinstance(tags, list) else []
+    return Note(_told(text, MOST_CHARACTERS) if isinstance(text, str) else "", tuple(dict.fromkeys(known))[:MOST_TAGS])
+
+
+def _told(text: str, most: int) -> str:
+    """Return the beginning of a text; of halves of characters, which JSON can name and no page can be sent, a "?"."""
+    return text[:most].encode(errors="replace").decode()
 
 
 def note_command(arguments: Sequence[str]) -> int:

@@ -67,6 +67,17 @@ def test_a_file_that_somebody_spoilt_is_no_note(tmp_path: Path, content: str) ->
     assert read_note(tmp_path) == Note()
 
 
+def test_half_a_character_takes_nobody_the_page(tmp_path: Path) -> None:
+    """JSON can name one, and so can bytes of a command line that are no UTF-8; neither the run nor the list of all runs
+    is lost over it."""
+    run = write_run(tmp_path / "run")
+    assert main(["note", str(run), "caf\udce9"]) == 0
+    page = client(run)
+    assert page.get("/api/runs/0/about").json()["note"]["text"] == "caf?"
+    (run / "note.json").write_text(json.dumps({"text": "\ud800", "tags": ["\ud800 draft"]}))
+    assert page.get("/api/runs").json()["runs"][0]["tags"] == ["? draft"]
+
+
 def test_a_huge_file_is_cut_and_a_terminal_is_not_driven(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = write_run(tmp_path / "run")
     (run / "note.json").write_text(json.dumps({"text": "\x1b]0;owned\x07" + "x" * 10**6, "tags": ["t" * 999] * 999}))
