@@ -130,7 +130,8 @@ class HttpConnection(asyncio.Protocol):
             self._parsed.refuse(f"an answer: {error}")
             data = _REASONS[500] + b"content-length: 0\r\n\r\n"
         except Exception as error:
-            said = f"{type(error).__name__}: {error}".encode() if self._entrance == "owner" else b""
+            told = self._entrance == "owner" and head.method != "HEAD"
+            said = f"{type(error).__name__}: {error}".encode(errors="replace") if told else b""
             data = _REASONS[500] + b"content-length: %d\r\n\r\n" % len(said) + said
         if data.startswith(b"HTTP/1.1 5"):
             _end_if_exhausted()

@@ -104,9 +104,12 @@ class _Echo:
         self.release = asyncio.Event()
         self.release.set()
         self.headers: list[tuple[bytes, bytes]] = []
+        self.failure: Exception | None = None
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
         self.paths.append(scope["path"])
+        if self.failure is not None:
+            raise self.failure
         await self.release.wait()
         await send({"type": "http.response.start", "status": 200, "headers": self.headers})
         await send({"type": "http.response.body", "body": (await receive())["body"] or scope["path"].encode()})
@@ -115,11 +118,13 @@ class _Echo:
 class _Server:
     """The server on one end of a socket pair; the other end is ``reader`` and ``writer``."""
 
+    def __init__(self, entrance: str = "port") -> None:
+        self.app, self.parsed, self._entrance = _Echo(), ParsedRequests(), entrance
+
     async def __aenter__(self) -> _Server:
-        self.app, self.parsed = _Echo(), ParsedRequests()
         loop = asyncio.get_running_loop()
         ours, theirs = socket.socketpair()
-        await loop.connect_accepted_socket(lambda: HttpConnection(self.app, loop, self.parsed, "port"), theirs)
+        await loop.connect_accepted_socket(lambda: HttpConnection(self.app, loop, self.parsed, self._entrance), theirs)
         self.reader, self.writer = await asyncio.open_connection(sock=ours)
         return self
 
@@ -131,6 +136,7 @@ class _Server:
             return await self.reader.read()
 
 
+INTERNAL = b"HTTP/1.1 500 Internal Server Error\r\n"
 REQUEST = b"POST /%s HTTP/1.1" + HOST + b"\r\nContent-Length: 2\r\n\r\nab"
 
 
@@ -145,6 +151,17 @@ async def test_requests_one_after_the_other_are_counted() -> None:
         assert (report["count"], report["refused"]) == (2, {})
         assert [each["target"] for each in report["requests"]] == ["/one", "/two"]
         assert [each["number"] for each in server.parsed.report(after=1)["requests"]] == [2]
+
+
+async def test_the_owner_is_told_of_every_failure_whatever_words_it_has() -> None:
+    """An agent may have named half a character, which the error repeats: an answer that cannot be encoded would leave
+    the owner waiting. To HEAD there is no body: it would be taken for the next answer."""
+    async with _Server("owner") as server, asyncio.timeout(20):
+        server.app.failure = KeyError("\ud800")
+        server.writer.write(b"HEAD / HTTP/1.1" + HOST + b"\r\n\r\n")
+        assert await server.reader.readuntil(b"\r\n\r\n") == INTERNAL + b"content-length: 0\r\n\r\n"
+        server.writer.write(b"GET / HTTP/1.1" + HOST + b"\r\nConnection: close\r\n\r\n")
+        assert (await server.until_closed()).startswith(INTERNAL)
 
 
 async def test_a_second_request_in_the_same_bytes_ends_it_all() -> None:
