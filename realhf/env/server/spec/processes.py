@@ -18,6 +18,7 @@ import socket
 import sys
 import threading
 import time
+from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -69,21 +70,23 @@ class _Process:
         return self._ready
 
     def open(self) -> tuple[int, socket.socket]:
-        """Return number and channel of a new session. Raises OSError for a process that ended."""
+        """Return number and channel of a new session. Raises OSError for a process that ended, or has read nothing for
+        so long that it takes no more."""
         number = next(self._numbers)
         ours, theirs = socket.socketpair()
         try:
-            with theirs, self._lock:
-                socket.send_fds(self._control, [json.dumps([OPEN, number]).encode()], [theirs.fileno()])
+            with theirs:
+                sent = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", [theirs.fileno()]))]
+                self._control.sendmsg([json.dumps([OPEN, number]).encode()], sent, socket.MSG_DONTWAIT)
         except BaseException:
             ours.close()
             raise
         return number, ours
 
     def break_off(self, number: int) -> None:
-        """Have the call of a session end."""
-        with suppress(OSError), self._lock:
-            self._control.send(json.dumps([KILL, number]).encode())
+        """Have the call of a session end. Waits for nobody: it is called on the server's event loop."""
+        with suppress(OSError):
+            self._control.send(json.dumps([KILL, number]).encode(), socket.MSG_DONTWAIT)
 
     @property
     def alive(self) -> bool:
@@ -146,7 +149,7 @@ class Processes:
         self._request = {"reference": reference, "options": dict(options), "timeout_s": timeout_s, "info": info}
         self._request["size"] = size
         self._count, self.size, self.limit_s = count, size, timeout_s + _LATE_S
-        self._lock = threading.Lock()
+        self._lock, self._choosing = threading.Lock(), threading.Lock()
         self._processes: list[_Process] = []
         self._taken: set[ProcessPlayer] = set()
         self._failures: Counter[str] = Counter()
@@ -233,6 +236,21 @@ class Processes:
         """Return a channel for a session, with its process and number: the process with the fewest sessions, or a new
         one while there are fewer than there may be. Raises RuntimeError or ValueError when there is none."""
         for _ in range(2):  # a process may end just now
+            process = self._chosen()
+            try:
+                process.facts()
+                return process, *process.open()
+            except OSError:
+                self.left(process)
+            except BaseException:
+                self.left(process)
+                raise
+        raise RuntimeError("no process of it stays alive, or takes a session")
+
+    def _chosen(self) -> _Process:
+        """Return a process that counts one more session. One at a time chooses: sessions that begin at once would each
+        start a process."""
+        with self._choosing:
             with self._lock:
                 for ended in [each for each in self._processes if not each.alive and not each.sessions]:
                     self._forget(ended)
@@ -240,13 +258,9 @@ class Processes:
                 process = min(living, key=lambda each: each.sessions, default=None)
             if process is None or (process.sessions and len(living) < self._count):
                 process = self._started()
-            process.facts()
-            with suppress(OSError):
-                number, channel = process.open()
-                with self._lock:
-                    process.sessions += 1
-                return process, number, channel
-        raise RuntimeError("no process of it stays alive")
+            with self._lock:
+                process.sessions += 1
+            return process
 
     def left(self, process: _Process) -> None:
         """Forget a session of a process; one that has ended is let go with its last."""

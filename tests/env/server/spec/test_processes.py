@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import threading
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from realhf.env.server.spec.processes import Processes
+from realhf.env.server.spec.processes import Processes, ProcessPlayer
 from realhf.env.server.wire import WireError
 
 ODD = f"{Path(__file__).with_name('odd_environment.py')}:ODD"
@@ -77,6 +78,31 @@ def test_a_call_is_broken_off_from_another_thread(pool: Processes) -> None:
     pool.release(player)
 
 
+def test_nobody_waits_until_a_frozen_process_reads(pool: Processes) -> None:
+    """The event loop breaks calls off, again and again while they do not end; a new session takes another process."""
+    player = pool.acquire()
+    player.reset({})
+    (process,) = [each for each in pool._processes if each.sessions]
+    os.kill(process.forked.pid, signal.SIGSTOP)
+    found: list[Exception] = []
+
+    def ask() -> None:
+        for _ in range(3000):
+            player.kill()
+        try:
+            process.open()
+        except OSError as error:
+            found.append(error)
+
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(20)
+    told = [*found]
+    process.end()
+    pool.release(player)
+    assert [type(error) for error in told] == [BlockingIOError]
+
+
 def test_os_exit_ends_a_call_and_not_its_process(pool: Processes) -> None:
     deaths = pool.metrics()["process_deaths"]
     player = pool.acquire()
@@ -96,6 +122,26 @@ def test_resets_that_name_nothing_play_the_next_of_all_processes() -> None:
         assert pool.metrics()["processes"] == 2 and pool.free_count == 0
         with pytest.raises(RuntimeError, match="no place is free"):
             pool.acquire()
+    finally:
+        pool.stop()
+
+
+def test_sessions_that_begin_at_once_get_no_more_processes_than_there_may_be() -> None:
+    """A trainer opens all its sessions in one moment; each process loads the environment, which may be large."""
+    pool = Processes(ODD, {}, 2, 16, 5.0, info=False)
+    players, begin = [pool.acquire() for _ in range(16)], threading.Barrier(16)
+
+    def play(player: ProcessPlayer) -> None:
+        begin.wait(30)
+        player.reset({})
+
+    threads = [threading.Thread(target=play, args=(player,)) for player in players]
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert pool.metrics()["processes"] == 2
     finally:
         pool.stop()
 
