@@ -12,6 +12,7 @@ import fcntl
 import json
 import os
 import secrets
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -133,7 +134,7 @@ class KnownHosts:
     OSError. Thread-safe."""
 
     def __init__(self, file: Path | None) -> None:
-        self._in_memory = file is None
+        self._lock, self._in_memory = threading.RLock(), file is None
         self.file = file if file is not None else kept_in_memory(LauncherKeys.make().text())
         self.keys = LauncherKeys.read(self.file)
         self._looked = self._look()
@@ -155,7 +156,7 @@ class KnownHosts:
     def name_of(self, key: str) -> str:
         """Return whose key it is: a host's name, ``LAUNCHER`` for an operator, "" for nobody's. A file that cannot be
         read at the moment counts as it was before."""
-        with contextlib.suppress(OSError, NetworkError):
+        with self._lock, contextlib.suppress(OSError, NetworkError):
             if not self._in_memory and (looked := self._look()) != self._looked:
                 self.keys = LauncherKeys.read(self.file)
                 self._looked = looked
@@ -171,22 +172,27 @@ class KnownHosts:
         return host in self._names.values()
 
     def draw(self, names: Iterable[str]) -> HostKeys:
-        """Draw keys for hosts on which agents are started from here; one whose key was taken away gets none."""
-        pairs = {name: CurvePair.make() for name in names if self._drawn.get(name) not in self._gone}
-        self._drawn |= {name: pair.public for name, pair in pairs.items()}
-        self._note()
+        """Draw keys for hosts on which agents are started from here; one whose key was taken away, or that is about to
+        leave, gets none."""
+        with self._lock:
+            void = {*self._gone, *self._leaving}
+            pairs = {name: CurvePair.make() for name in names if self._drawn.get(name) not in void}
+            self._drawn |= {name: pair.public for name, pair in pairs.items()}
+            self._note()
         return HostKeys(self.keys.server.public, pairs)
 
     def take_away(self, host: str) -> None:
         """Know nobody any more by the keys that a host has had."""
-        self._gone |= {key for key, name in self._names.items() if name == host}
-        self._note()
+        with self._lock:
+            self._gone |= {key for key, name in self._names.items() if name == host}
+            self._note()
 
     def let_leave(self, host: str) -> None:
         """Let nobody come with the keys of a host, and strike it from the launcher's file. On a connection that is
         there it is known by them until ``take_away``, so that it can say how its workers end. Raises OSError or
         NetworkError where the file cannot be changed; nobody comes with them to this launcher in any case."""
-        self._leaving |= {key: name for key, name in self._names.items() if name == host}
+        with self._lock:
+            self._leaving |= {key: name for key, name in self._names.items() if name == host}
         if host in self.keys.hosts:
             with _alone(self.file):
                 keys = LauncherKeys.read(self.file)

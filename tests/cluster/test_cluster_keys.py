@@ -3,6 +3,7 @@ away."""
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 
@@ -129,6 +130,36 @@ def test_hosts_of_an_engine_have_keys_in_memory_and_one_that_was_removed_gets_no
     assert [*again.hosts] == ["player-1"], "not when the run begins again either"
     assert not known.knows(drawn.hosts["player-1"].public), "and what the other had before is not taken any more"
     assert not [*tmp_path.iterdir()]
+
+
+def test_a_host_that_is_about_to_leave_gets_no_other_key_when_its_engine_starts_again(tmp_path: Path):
+    """A run may begin again before a host that was removed has said how its workers ended."""
+    known = KnownHosts(KeyRing(tmp_path / "cluster.key").file)
+    assert set(known.draw(["node-0", "node-1"]).hosts) == {"node-0", "node-1"}
+    known.let_leave("node-1")
+    assert set(known.draw(["node-0", "node-1"]).hosts) == {"node-0"}
+
+
+def test_a_key_that_is_taken_away_while_the_file_is_read_anew_stays_away():
+    """The door reads it on threads of its own."""
+    known = KnownHosts(None)
+    key = known.draw(["a"]).hosts["a"].public
+    taking = threading.Thread(target=known.take_away, args=("a",))
+
+    class Meanwhile(set[str]):
+        """Is looked into, and has something new a moment later."""
+
+        def __contains__(self, one: object) -> bool:
+            found = super().__contains__(one)
+            if one == key and taking.ident is None:
+                taking.start()
+                taking.join(0.2)  # as long as the names are put together, it waits
+            return found
+
+    known._gone = Meanwhile()
+    known.draw(["b"])
+    taking.join(20)
+    assert not known.name_of(key)
 
 
 def test_a_file_that_is_for_somebody_else_is_named_with_what_to_do(tmp_path: Path):
