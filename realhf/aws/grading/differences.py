@@ -26,6 +26,8 @@ Leaf = tuple[Key, str, str, int]
 Wanted = tuple[str, Leaf]
 """``+`` and a leaf that should be there, or ``-`` and one that should not."""
 _TOKEN = re.compile(f"{DRAWN}([^{DRAWN}{END_DRAWN}]*){END_DRAWN}")
+References = Mapping[str, Sequence[tuple[Key, str, str]]]
+"""Leaves, by the drawn names in them."""
 _ANY = f"{DRAWN}{END_DRAWN}"
 """Stands for a drawn text that names nothing."""
 _IN_ORDER = frozenset({"command", "entrypoint", "args", "commands", "keyschema"})
@@ -48,6 +50,8 @@ _ACT = frozenset(
     {"esms", "rules", "targets", "schedules", "function_urls", "listeners", "selections", "integrations", "routes"}
 )
 """Kinds of resources that do something with what they name."""
+_SUBSCRIPTIONS = "subscriptions[]"
+"""Path of what topics do something with."""
 _OF_AWS = frozenset({"", "default"})
 
 
@@ -206,6 +210,7 @@ class Comparison:
         """Return the openings, and the extras that are not harmless, in words."""
         known = {leaf[0] for leaf in self._last | self._first}
         names = {re.split("[/:]", key[2])[-1] for key in known} - _OF_AWS
+        users = {key[2] for key in known if key[:2] == ("iam", "users")}
         openings, extra = [], []
         own: dict[Key, list[Leaf]] = {}
         for leaf in more:
@@ -218,7 +223,10 @@ class Comparison:
         for key, leaves in own.items():
             if key[1] in _BESIDE or _HARMLESS_KINDS.search(key[1]):
                 continue
-            acts = key[1] in _ACT and any(_mentions(leaf[2], names) for leaf in leaves)
+            if key[:2] == ("iam", "access_keys") and any(_mentions(leaf[2], users) for leaf in leaves):
+                openings += leaves
+                continue
+            acts = any((key[1] in _ACT or leaf[1] == _SUBSCRIPTIONS) and _mentions(leaf[2], names) for leaf in leaves)
             if acts or not names.isdisjoint(re.split("[/:|]", key[2])):
                 extra += leaves
         return [*map(_said, openings)], [*map(_said, extra)]
@@ -358,9 +366,10 @@ def _renamed_key(key: Key, names: Mapping[str, str]) -> Key:
 def _matching(one: Snapshot, other: Snapshot, names: Mapping[str, str]) -> dict[str, str]:
     """Return ``names`` and, for each further drawn name in ``one``, that of the most similar resources of ``other``."""
     found = dict(names)
+    references = _references(one), _references(other)
     ours, theirs = _by_names(one, found), _by_names(other, {its: its for its in found.values()})
     while ours and theirs:
-        pairs = _pairs(one, other, ours, theirs, found)
+        pairs = _pairs(one, other, ours, theirs, found, references)
         if not pairs:
             break
         for _, mine, its in [pair for pair in pairs if pair[0]] or pairs[:1]:
@@ -386,6 +395,7 @@ def _pairs(
     ours: Mapping[tuple[str, ...], list[Key]],
     theirs: Mapping[tuple[str, ...], list[Key]],
     names: Mapping[str, str],
+    references: tuple[References, References],
 ) -> list[tuple[bool, tuple[str, ...], tuple[str, ...]]]:
     """Return (whether each is without a doubt the best for the other, names, names), the most alike first."""
     back = {its: its for its in names.values()}
@@ -395,12 +405,15 @@ def _pairs(
     their = {
         its: {_blank(key, back): _skeleton(other.resources[key], back) for key in keys} for its, keys in theirs.items()
     }
+    named = {its: _named_by(references[0], its[0], names) for its in ours}
+    others_named = {its: _named_by(references[1], its[0], back) for its in theirs}
     scored = []
     for a, records in mine.items():
         for b, others in their.items():
             shared = records.keys() & others.keys()
             if shared and len(a) == len(b) and not any(_named_otherwise(records[key], others[key]) for key in shared):
                 alike = sum(sum((records[key] & others[key]).values()) for key in shared)
+                alike += sum((named[a] & others_named[b]).values())
                 scored.append((alike * 1000 - abs(len(records) - len(others)), a == b, a, b))
     scored.sort(key=lambda pair: (-pair[0], not pair[1], pair[2], pair[3]))
     best: dict[tuple[bool, tuple[str, ...]], list[int]] = {}
@@ -411,6 +424,27 @@ def _pairs(
         (all(scores[0] == score and scores[1:2] != [score] for scores in (best[True, a], best[False, b])), a, b)
         for score, _, a, b in scored
     ]
+
+
+def _references(snapshot: Snapshot) -> References:
+    """Return, by drawn name, the leaves of other resources that have it."""
+    found: dict[str, list[tuple[Key, str, str]]] = {}
+    for key, attributes in snapshot.resources.items():
+        own = set(_TOKEN.findall(key[2]))
+        for path, value in _leaves(attributes, ""):
+            if DRAWN in value:
+                for token in set(_TOKEN.findall(value)) - own:
+                    found.setdefault(token, []).append((key, path, value))
+    return found
+
+
+def _named_by(references: References, token: str, names: Mapping[str, str]) -> Counter[tuple[Key, str, str]]:
+    """Return what refers to a drawn name, as ``_skeleton`` does but for the name itself."""
+    told = {**names, token: _OWN}
+    return Counter(
+        (_blank(key, names), path, _TOKEN.sub(lambda match: told.get(match[1], ""), value))
+        for key, path, value in references.get(token, ())
+    )
 
 
 def _named_otherwise(one: Counter[tuple[str, str]], other: Counter[tuple[str, str]]) -> bool:
@@ -447,7 +481,8 @@ def _progress(parts: Sequence[bool], wrong: bool) -> float:
 
 
 def _mentions(text: str, names: Iterable[str]) -> bool:
-    return any(name in text for name in names)
+    """Return whether one of the names stands in a text, and not as a part of a longer one."""
+    return any(name in text and re.search(rf"(?<![\w.-]){re.escape(name)}(?![\w-])", text) for name in names)
 
 
 def _said(leaf: Leaf) -> str:

@@ -58,6 +58,7 @@ _NOT_STATED = frozenset(
         *("ETag", "etag", "_etag", "LockToken", "ItemCount", "TableSizeBytes", "SizeInBytes", "storedBytes"),
         *("CreatorRequestId", "ClientToken", "clientToken", "ClientRequestToken", "CallerReference"),
         *("SecurityGroupRuleId", "runtimeId", "md5", "md5_body", "seq"),
+        *(f"ApproximateNumberOfMessages{which}" for which in ("", "Delayed", "NotVisible")),
         *(
             "starting_sequence_number",
             "StateUpdatedTimestamp",
@@ -81,6 +82,8 @@ _UNSAID: Mapping[tuple[str, str], frozenset[str]] = MappingProxyType(
     }
 )
 """Fields of one kind that count writes, or that the service draws letter by letter and mixes."""
+_DEFAULTS = frozenset({("ObjectOwnership", "BucketOwnerEnforced")})
+"""Fields with the value that they have where nobody gives one."""
 _NO_RESOURCES = frozenset({("ssm", "parameter_history"), ("ecs", "task_def_latest"), ("iam", "access_keys_last_used")})
 
 
@@ -229,7 +232,7 @@ def _normal_text(text: str, name: str, now: float, unsaid: frozenset[str], depth
             return text
     if _STATES.search(name) and text.lower() in _UNDER_WAY:
         return SETTLED
-    if name in _ENDS:
+    if name in _ENDS or (name, text) in _DEFAULTS:
         return None
     if _ISO_TIME.match(text):
         try:
