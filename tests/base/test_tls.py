@@ -6,6 +6,7 @@ import asyncio
 import socket
 import ssl
 import threading
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,25 @@ def test_an_address_may_name_the_one_certificate_of_its_server(pair: tuple[str, 
             server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             server.load_cert_chain(path)
         assert _shaken(server, context) is believed
+
+
+def test_the_certificate_of_a_run_is_believed_whatever_the_clock_says() -> None:
+    """That of a host may be minutes behind the launcher's, which has just made it."""
+    pytest.importorskip("cryptography")
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    key, name = ec.generate_private_key(ec.SECP256R1()), x509.Name([])
+    begins = datetime.now(UTC) + timedelta(hours=1)
+    made = x509.CertificateBuilder(name, name, key.public_key(), 1, begins, begins + timedelta(days=1))
+    certificate = made.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM).decode()
+    private = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    with in_memory(certificate + key.private_bytes(serialization.Encoding.PEM, *private).decode()) as path:
+        server.load_cert_chain(path)
+    _, context = without_certificate(with_certificate("https://h:1", certificate))
+    assert context is not None and _shaken(server, context)
 
 
 def test_a_client_that_shakes_no_hands_is_let_go(pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:

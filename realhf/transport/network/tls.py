@@ -10,13 +10,11 @@ from __future__ import annotations
 import socket
 import ssl
 
-from realhf.base.tls import in_memory
+from realhf.base.tls import NO_CHECK_TIME, in_memory
 from realhf.transport.errors import NetworkError
 from realhf.transport.network.keys import RunKeys
 from realhf.transport.network.sealed import SECRET_BYTES, Connection, SealedSocket, cipher, new_secret
 
-_NO_CHECK_TIME = ssl.VerifyFlags(0x200000)
-"""X509_V_FLAG_NO_CHECK_TIME: the certificate is as old as its run, whatever the clock of a host says."""
 _READY, _CAN_SEAL = b"+", b"="
 """What the listener says first: it is ready, and can go on in large records if the caller can."""
 
@@ -90,7 +88,7 @@ class RunTls:
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.check_hostname = False
         context.verify_mode = ssl.CERT_REQUIRED
-        context.verify_flags |= _NO_CHECK_TIME
+        context.verify_flags |= NO_CHECK_TIME
         with in_memory(keys.certificate + keys.certificate_key) as path:  # the library reads files only
             try:
                 context.load_cert_chain(path)
