@@ -22,6 +22,7 @@ from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from realhf.env.containment.fork_server import ForkedProcess, ForkServer
@@ -48,12 +49,16 @@ _LOG = logging.getLogger(__name__)
 
 
 class _Process:
-    """Is one process, as the server sees it. ``sessions``: how many have a channel to it; ``counted``: its death is."""
+    """Is one process, as the server sees it. ``session``: the one of the kernel that it and what it forks are in;
+    ``sessions``: how many have a channel to it; ``counted``: its death is."""
 
-    def __init__(self, forked: ForkedProcess, control: socket.socket, crash: int, shared: mmap.mmap) -> None:
+    def __init__(
+        self, forked: ForkedProcess, control: socket.socket, crash: int, shared: mmap.mmap, session: int
+    ) -> None:
         self.forked, self._control, self._crash, self._shared = forked, control, crash, shared
         self._lock = threading.Lock()
         self._numbers = itertools.count()
+        self._session = session
         self._ready: Facts | str | None = None
         self.sessions = 0
         self.counted = False
@@ -112,7 +117,7 @@ class _Process:
     def end(self) -> None:
         """Kill it and whatever it forked, and wait until it is gone. What the server holds of it stays: a session may
         be waiting at its descriptor."""
-        if self.alive:
+        if self.alive or self._has_left():
             with suppress(OSError):
                 os.killpg(self.forked.pid, signal.SIGKILL)
         poll = select.poll()
@@ -121,10 +126,21 @@ class _Process:
 
     def close(self) -> None:
         """Let go of a process that ended and that no session is in."""
+        self.end()
         self.forked.kill()
         self._control.close()
         os.close(self._crash)
         self._shared.close()
+
+    def _has_left(self) -> bool:
+        """Return whether a process that has ended left others in its group. They are known by the session, too: where
+        none is left, the number may be that of a stranger."""
+        for each in Path("/proc").glob("[0-9]*/stat"):
+            with suppress(OSError):
+                _, _, group, session, *_ = each.read_bytes().rpartition(b")")[2].split()
+                if int(group) == self.forked.pid and int(session) == self._session:
+                    return True
+        return False
 
     def _greeted(self) -> Facts | str:
         poll = select.poll()
@@ -299,7 +315,7 @@ class Processes:
             raise
         else:
             ours.settimeout(None)
-            process = _Process(forked, ours, crash, mmap.mmap(shared, mmap.PAGESIZE))
+            process = _Process(forked, ours, crash, mmap.mmap(shared, mmap.PAGESIZE), self._zygote.pid)
         finally:
             os.close(shared)
         with self._lock:

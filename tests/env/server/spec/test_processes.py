@@ -7,6 +7,7 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -26,6 +27,14 @@ def pool() -> Iterator[Processes]:
     found.stop()
 
 
+def _of_group(group: int) -> list[psutil.Process]:
+    found = []
+    for each in psutil.process_iter():
+        with suppress(OSError):
+            found += [each] * (os.getpgid(each.pid) == group)
+    return found
+
+
 @pytest.mark.parametrize("fork", [False, True])
 def test_a_crash_ends_the_sessions_of_one_process_with_one_clear_error(pool: Processes, fork: bool) -> None:
     """Two sessions share a process and one is in the other: the error names cause and line, also in the session that
@@ -36,6 +45,7 @@ def test_a_crash_ends_the_sessions_of_one_process_with_one_clear_error(pool: Pro
     for number, player in enumerate(players):
         player.reset({"task": {"step": "crash" if number == 0 else "", "fork": fork}, "seed": number})
     assert pool.metrics()["processes"] == 2
+    group = players[0]._seat[0].forked.pid  # type: ignore[index]
     with pytest.raises(WireError) as crashed:
         players[0].step(GO)
     told = crashed.value
@@ -46,6 +56,7 @@ def test_a_crash_ends_the_sessions_of_one_process_with_one_clear_error(pool: Pro
     with pytest.raises(WireError, match="step: its process has crashed: Segmentation fault"):
         players[2].step(GO)
     assert pool.metrics()["process_deaths"] == deaths + 1
+    assert not psutil.wait_procs(_of_group(group), timeout=20)[1]
     with pytest.raises(WireError, match="no episode is open"):
         players[0].step(GO)
     for player in (players[0], players[2]):
