@@ -15,6 +15,8 @@ from realhf.trajectory.state import quarantine
 from realhf.trajectory.state.delivery import close_lease
 from realhf.trajectory.state.server_state import TrajectoryState
 
+NAMES_KEPT = 256
+"""Number of names of environments that are remembered when nobody has them any more."""
 PER_ROUND = 1000
 """Largest number of rows that one round of housekeeping removes."""
 
@@ -55,14 +57,14 @@ def tidy(state: TrajectoryState, now: float) -> None:
 
 
 def _gone_envs(state: TrajectoryState, now: float) -> Iterator[int]:
-    """Yield environments that were silent too long and have nothing here. The newest one, and the newest of each name,
-    stay: numbers count on from them."""
+    """Yield environments that were silent too long and have nothing here. The newest one, and the newest of each of the
+    latest names, stay: numbers count on from them. Names that are older count from 0 again."""
     limit = now - state.options.env_expiry_s
     silent = [env for env in state.envs.values() if env.last_seen < limit]
     if not silent:
         return
     newest = {env.desired_name: env.env_id for env in state.envs.values()}
-    kept = {*newest.values(), *state.buffers, *state.queue.env_sequences()}
+    kept = {*sorted(newest.values())[-NAMES_KEPT:], *state.buffers, *state.queue.env_sequences()}
     yield from islice((env.env_id for env in silent if env.env_id not in kept), PER_ROUND)
 
 

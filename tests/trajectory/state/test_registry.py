@@ -254,6 +254,21 @@ def test_an_environment_that_returns_gets_no_burst():
     assert abs(owners.count(late) - 10) <= 1
 
 
+def test_environments_that_each_had_a_name_of_their_own_are_forgotten_too():
+    """The latest names count on, so that a name stays unique; a name for each process must not cost for ever."""
+    driver = Driver(env_expiry_s=1000.0)
+    driver.start()
+    for number in range(maintenance.NAMES_KEPT + 50):
+        driver.env(desired_name=f"env-{number}")
+    driver.now += 1001
+    alive = driver.env()
+    while maintenance.due(driver.state, driver.now):
+        maintenance.tidy(driver.state, driver.now)
+    assert len(driver.state.envs) == maintenance.NAMES_KEPT
+    assert list(driver.state.envs)[-1] == alive
+    assert driver.env() == alive + 1, "no number is used twice"
+
+
 def test_environments_that_are_long_gone_are_forgotten():
     """Each one costs every poll a little. Numbers are never used twice all the same."""
     driver = Driver(env_expiry_s=1000.0)
