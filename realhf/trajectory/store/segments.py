@@ -261,7 +261,7 @@ class Segments:
             path = self._path(segment)
             with self._files:
                 handle = self._handles.pop(segment, None)
-                if handle is not None and not self._readers[handle] and len(self._spare) < _SPARE_FILES:
+                if handle is not None and self._may_wait(handle):
                     self._spare.append((path.rename(path.with_suffix(".spare")), handle))
                     continue
                 if handle is not None:
@@ -284,6 +284,13 @@ class Segments:
                 self._retire(handle)
             self._handles.clear()
             self._spare.clear()
+
+    def _may_wait(self, handle: int) -> bool:
+        """Return whether an emptied file may be kept to be written again; one that a single large payload filled is
+        more than was promised to be taken."""
+        if self._readers[handle] or len(self._spare) >= _SPARE_FILES:
+            return False
+        return os.fstat(handle).st_size <= self._limit
 
     def _retire(self, handle: int) -> None:
         """Close a handle now, or when its last reader is done."""
