@@ -6,6 +6,7 @@ Source: docs/reference/trajectory.md 2.6, 2.7, 3.5, 3.8, 3.10.
 from __future__ import annotations
 
 import asyncio
+import math
 
 import msgspec
 import pytest
@@ -350,6 +351,14 @@ def test_more_keys_than_are_remembered_forgets_the_oldest():
     assert list(driver.state.replays) == [f"k{number}" for number in range(4, 9)]
     assert driver.state.counters["replays_forgotten_early"] == 4
     assert not maintenance.due(driver.state, driver.now)
+
+
+def test_what_is_held_in_memory_is_bounded_unless_told_otherwise():
+    """A queued group takes some 500 bytes of memory and a key some 400, however small they are."""
+    options = StateOptions()
+    assert 0 < options.max_queue_groups * 500 + options.max_replays * 400 <= 1 << 30
+    assert 0 < options.max_quarantine_groups <= options.max_queue_groups
+    assert options.env_expiry_s < math.inf
 
 
 def test_keys_expire_in_the_order_of_their_age_after_a_restart_too():
