@@ -154,4 +154,5 @@ def _health(routes: APIRouter, service: Service) -> None:
     @routes.get("/metrics")
     async def metrics() -> Response:
         """Return the metrics for Prometheus."""
-        return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        text = await engine.peek(lambda state, now: service.metrics.text())
+        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")

@@ -120,7 +120,7 @@ def _use_all_descriptors() -> None:
 def _middlewares(service: Service) -> list[Middleware]:
     config = service.config
     return [
-        Middleware(EpochMiddleware, epoch=lambda: service.engine.state.run.epoch),
+        Middleware(EpochMiddleware, epoch=lambda: service.engine.epoch),
         Middleware(
             CORSMiddleware,
             allow_origin_regex=".*",

@@ -64,6 +64,8 @@ class Engine:
     def __init__(self, store: Store, options: StateOptions, *, tidy_every_s: float = 2.0) -> None:
         self.store = store
         self.state = TrajectoryState(options)
+        self.epoch = self.state.run.epoch
+        """Epoch that is kept; the state may show a later one while a round is being committed."""
         self._clock = SteadyClock()
         self._tidy_every_s = tidy_every_s
         self._waiting: list[_Waiting] = []
@@ -123,11 +125,15 @@ class Engine:
         fail."""
         if self.store.shared:
             return await self._submit(command, args, False)
+        return await self.peek(command, *args)
+
+    async def peek(self, command: Callable[..., T], *args: Any) -> T:
+        """Do the same with what this server knows to be kept, also while a shared store does not answer."""
         if self._committing:
             waiting = _Waiting(command, args, False)
             self._readers.append(waiting)
             return await waiting.answer
-        return command(self.state, self._clock(), *args)
+        return command(self.state, self._now(), *args)
 
     def write_surely(self, command: Callable[..., Any], *args: Any) -> None:
         """Run a command that no request waits for, and repeat it until its changes are kept."""
@@ -223,6 +229,7 @@ class Engine:
         elif self.store.shared and changing:
             await self.store.abandon()
         self.state.settle()
+        self.epoch = self.state.run.epoch
         self._outlived = None
         return results
 
@@ -234,6 +241,7 @@ class Engine:
         """Load what the medium holds; if it forgot something, begin a new epoch so that clients can notice."""
         known = max(self.state.run.epoch, self._outlived or 0)
         self.state.load(snapshot)
+        self.epoch = self.state.run.epoch
         if loss := self.store.take_loss():
             logger.critical(
                 "%s: %s. What was acknowledged before may be lost; epoch %d has ended, and clients have to "
@@ -250,6 +258,8 @@ class Engine:
         half-made changes behind: all are undone, and the others are run without it."""
         failed: dict[int, Exception] = {}
         while True:
+            if self._outlived is not None:
+                registry.outlive_epoch(self.state, self._now(), self._outlived)
             results = self._execute(batch, failed)
             unexpected = {
                 index: result
@@ -263,10 +273,7 @@ class Engine:
             self.state.undo()
 
     def _execute(self, batch: Sequence[_Waiting], failed: Mapping[int, Exception]) -> list[Any]:
-        shared_now = self.store.now()
-        now, results = self._clock() if shared_now is None else shared_now, []
-        if self._outlived is not None:
-            registry.outlive_epoch(self.state, now, self._outlived)
+        now, results = self._now(), []
         for index, waiting in enumerate(batch):
             try:
                 known = failed.get(index)
@@ -274,6 +281,10 @@ class Engine:
             except Exception as error:
                 results.append(error)
         return results
+
+    def _now(self) -> float:
+        shared = self.store.now()
+        return self._clock() if shared is None else shared
 
     async def _tidy(self) -> None:
         compactor, compact_from = Compactor(self), 0.0

@@ -22,6 +22,7 @@ from isal import isal_zlib
 from realhf.trajectory.base.incoming import Incoming
 from realhf.trajectory.base.options import StateOptions
 from realhf.trajectory.base.records import Encoding, GroupRecord, Payload, PayloadRef, Place
+from realhf.trajectory.http.metrics import Metrics
 from realhf.trajectory.state import delivery, push, registry, views
 from realhf.trajectory.state import engine as engine_module
 from realhf.trajectory.state.delivery import Batch, PullRequest
@@ -30,6 +31,7 @@ from realhf.trajectory.state.server_state import TrajectoryState
 from realhf.trajectory.store.base import Changes, Snapshot, StoreFailure
 from realhf.trajectory.store.memory import MemoryStore
 from realhf.trajectory.store.sqlite import SqliteStore
+from realhf.trajectory.wire.body_budget import BodyBudget
 from tests.trajectory.driver import TRAINER
 
 
@@ -296,6 +298,29 @@ async def test_a_failed_round_is_undone_without_reading_everything_anew(tmp_path
     assert isinstance(batch, Batch)
     assert [group.id for group in batch.groups] == [1]
     assert store.reloads == 0
+    await engine.close()
+
+
+async def test_no_view_shows_what_a_round_did_not_keep(tmp_path: Path):
+    """Neither metrics nor the epoch in each answer's header tell of a round that may still fail."""
+    store, engine = await refusing(tmp_path)
+    metrics, epoch = Metrics(engine, BodyBudget(1 << 20)), engine.epoch
+    assert epoch == engine.state.run.epoch
+    store.refuses = True
+    resetting = asyncio.create_task(engine.write(registry.reset))
+    while not engine._committing:
+        await asyncio.sleep(0)
+    assert engine.state.run.epoch != epoch, "the round is under way"
+    assert engine.epoch == epoch
+    text = (await engine.peek(lambda state, now: metrics.text())).decode()
+    assert f"trajectory_epoch {epoch:.1f}\n" in text
+    assert 'trajectory_queue_groups{env="none"} 5.0\n' in text
+    with pytest.raises(StoreFailure):
+        await resetting
+    store.refuses = False
+    await asyncio.sleep(engine_module.PAUSE_AFTER_FAILURE_S)
+    await engine.write(registry.reset)
+    assert engine.epoch == engine.state.run.epoch > epoch
     await engine.close()
 
 
