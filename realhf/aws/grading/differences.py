@@ -18,7 +18,7 @@ from typing import Any
 from realhf.aws.grading.openings import is_opening
 from realhf.aws.grading.pattern_sets import TooManySteps
 from realhf.aws.grading.rights import compare_rights, read_rights
-from realhf.aws.grading.snapshot import Key, Snapshot
+from realhf.aws.grading.snapshot import DOCUMENT, Key, Snapshot
 from realhf.aws.simulator.account_state import DRAWN, END_DRAWN
 
 Leaf = tuple[Key, str, str, int]
@@ -43,15 +43,25 @@ _NAME_TAG = '{"Key":"Name",'
 _SETTINGS = re.compile(r"^bucket_|_policies$|tags$")
 """Kinds of records that are settings of a resource: what they say counts, and not whether they were made anew."""
 _BESIDE = frozenset(
-    {"snapshots", "backups", "recovery_points", "alarms", "dashboards", "executions", "jobs", "functions/versions/"}
+    {
+        "snapshots",
+        "backups",
+        "recovery_points",
+        "alarms",
+        "dashboards",
+        "executions",
+        "jobs",
+        "functions/versions/",
+        "log_groups",
+    }
 )
 """Kinds of resources that change nothing of what they name."""
 _ACT = frozenset(
     {"esms", "rules", "targets", "schedules", "function_urls", "listeners", "selections", "integrations", "routes"}
 )
 """Kinds of resources that do something with what they name."""
-_SUBSCRIPTIONS = "subscriptions[]"
-"""Path of what topics do something with."""
+_ACTS = re.compile(r"^subscriptions\[\]$|Actions\[\]$")
+"""Paths of what topics and alarms do something with."""
 _OF_AWS = frozenset({"", "default"})
 
 
@@ -218,16 +228,15 @@ class Comparison:
                 own.setdefault(leaf[0], []).append(leaf)
             elif is_opening(leaf[0], leaf[1], leaf[2]):
                 openings.append(leaf)
-            elif not (_HARMLESS_PATHS.search(leaf[1]) or _HARMLESS_KINDS.search(leaf[0][1])):
+            elif not (_HARMLESS_PATHS.search(leaf[1].split(DOCUMENT)[0]) or _HARMLESS_KINDS.search(leaf[0][1])):
                 extra.append(leaf)
         for key, leaves in own.items():
-            if key[1] in _BESIDE or _HARMLESS_KINDS.search(key[1]):
-                continue
             if key[:2] == ("iam", "access_keys") and any(_mentions(leaf[2], users) for leaf in leaves):
                 openings += leaves
                 continue
-            acts = any((key[1] in _ACT or leaf[1] == _SUBSCRIPTIONS) and _mentions(leaf[2], names) for leaf in leaves)
-            if acts or not names.isdisjoint(re.split("[/:|]", key[2])):
+            acts = any((key[1] in _ACT or _ACTS.search(leaf[1])) and _mentions(leaf[2], names) for leaf in leaves)
+            beside = not _BESIDE.isdisjoint((key[1], key[1].split("/")[0])) or _HARMLESS_KINDS.search(key[1])
+            if acts or not (beside or names.isdisjoint(re.split("[/:|]", key[2]))):
                 extra += leaves
         return [*map(_said, openings)], [*map(_said, extra)]
 

@@ -25,6 +25,11 @@ Key = tuple[str, str, str]
 HOME_REGION = "us-east-1"
 TIME = "<time>"
 SETTLED = "<settled>"
+DOCUMENT = "{document}"
+"""Stands, in paths, before what somebody wrote in words of their own: none of it is the service's."""
+_OWN_WORDS = frozenset({"Variables", "items", "metadata"})
+"""Maps whose names are chosen by whoever writes them."""
+_LARGEST_TIME = 1e15
 _DAY_S = 86_400.0
 _DEEPEST = 24
 _SERVICES: Mapping[str, str] = MappingProxyType(
@@ -72,6 +77,8 @@ _NOT_STATED = frozenset(
 )
 """Fields that follow from other fields, or say only how often something was written."""
 _ENDING = re.compile(r"delet|expir|end|disab|revo", re.IGNORECASE)
+_GIVEN = frozenset({"StartDate", "EndDate"})
+"""Times that no service sets."""
 _ENDS = frozenset({"NotAfter", "NotBefore", "ValidTo"})
 """Times that the service sets, far from now."""
 _UNSAID: Mapping[tuple[str, str], frozenset[str]] = MappingProxyType(
@@ -79,9 +86,10 @@ _UNSAID: Mapping[tuple[str, str], frozenset[str]] = MappingProxyType(
         ("ssm", "parameters"): frozenset({"Version"}),
         ("lambda", "functions"): frozenset({"next_version"}),
         ("cognito-idp", "user_pools"): frozenset({"_password"}),
+        ("cloudwatch", "alarms"): frozenset({"StateValue"}),
     }
 )
-"""Fields of one kind that count writes, or that the service draws letter by letter and mixes."""
+"""Fields of one kind that count writes, that are readings, or that the service draws letter by letter and mixes."""
 _DEFAULTS = frozenset({("ObjectOwnership", "BucketOwnerEnforced")})
 """Fields with the value that they have where nobody gives one."""
 _NO_RESOURCES = frozenset({("ssm", "parameter_history"), ("ecs", "task_def_latest"), ("iam", "access_keys_last_used")})
@@ -105,10 +113,9 @@ def take_snapshot(slot: Slot) -> Snapshot:
     if not slot.simulated:
         raise SnapshotError("a real account (BACKEND_TYPE=aws) is not read as a whole")
     try:
-        report = slot.ministack.account_state()
-    except (OSError, ValueError) as error:
+        return snapshot_of(slot.ministack.account_state()["records"], time.time())
+    except (OSError, ValueError, OverflowError, RecursionError) as error:
         raise SnapshotError(f"the account cannot be read: {error}") from error
-    return snapshot_of(report["records"], time.time())
 
 
 def snapshot_of(records: list[Any], now: float) -> Snapshot:
@@ -198,7 +205,7 @@ def _normal(value: Any, name: str, now: float, unsaid: frozenset[str], depth: in
             str(key): normal
             for key, item in value.items()
             if key not in _NOT_STATED and key not in unsaid
-            if (normal := _normal(item, str(key), now, unsaid, depth + 1)) is not None
+            if (normal := _normal_item(item, str(key), now, unsaid, depth + 1)) is not None
         }
         return found or None
     if isinstance(value, list):
@@ -206,8 +213,33 @@ def _normal(value: Any, name: str, now: float, unsaid: frozenset[str], depth: in
         return [item for item in items if item is not None] or None
     if isinstance(value, str):
         return _normal_text(value, name, now, unsaid, depth)
-    if isinstance(value, int | float) and not isinstance(value, bool) and _is_now(value, now):
+    if name not in _GIVEN and isinstance(value, int | float) and not isinstance(value, bool) and _is_now(value, now):
         return _moment(name)
+    return value
+
+
+def _normal_item(value: Any, name: str, now: float, unsaid: frozenset[str], depth: int) -> Any:
+    if name in _OWN_WORDS and isinstance(value, dict):
+        return {DOCUMENT: _as_written(value, depth)} if value else None
+    return _normal(value, name, now, unsaid, depth)
+
+
+def _as_written(value: Any, depth: int) -> Any:
+    """Return what somebody wrote: nothing in it is the service's, whatever it is called. Policies and documents within
+    are parsed."""
+    if depth > _DEEPEST:
+        return "<too deep>"
+    if isinstance(value, dict):
+        if isinstance(value.get("Statement"), dict | list):
+            return normal_policy(value)
+        return {str(key): _as_written(item, depth + 1) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_as_written(item, depth + 1) for item in value]
+    if isinstance(value, str) and value[:1] in ("{", "["):
+        try:
+            return _as_written(json.loads(value), depth + 1)
+        except (ValueError, RecursionError):
+            return value
     return value
 
 
@@ -221,10 +253,11 @@ def _normal_text(text: str, name: str, now: float, unsaid: frozenset[str], depth
     if not start:
         return None
     if start in "{[":
-        try:
-            return _normal(json.loads(text), name, now, unsaid, depth + 1) or text
-        except (ValueError, RecursionError):
+        written = _as_written(text, depth)
+        if not written or isinstance(written, str):
             return text
+        policy = isinstance(written, dict) and isinstance(written.get("Statement"), list)
+        return written if policy else {DOCUMENT: written}
     if start == "<" and "<!" not in text:
         try:
             return _normal(_plain_xml(ElementTree.fromstring(text)), name, now, unsaid, depth + 1)
@@ -234,17 +267,21 @@ def _normal_text(text: str, name: str, now: float, unsaid: frozenset[str], depth
         return SETTLED
     if name in _ENDS or (name, text) in _DEFAULTS:
         return None
-    if _ISO_TIME.match(text):
+    if _ISO_TIME.match(text) and name not in _GIVEN:
         try:
             moment = datetime.fromisoformat(text[:19] + "+00:00").timestamp()
         except ValueError:
             return text
         return _moment(name) if _is_now(moment, now) else text
-    return _moment(name) if text.isdigit() and len(text) in (10, 13) and _is_now(int(text), now) else text
+    return (
+        _moment(name)
+        if text.isascii() and text.isdecimal() and len(text) in (10, 13) and _is_now(int(text), now)
+        else text
+    )
 
 
 def _is_now(number: float, now: float) -> bool:
-    return abs(number - now) < _DAY_S or abs(number / 1000 - now) < _DAY_S
+    return abs(number) < _LARGEST_TIME and (abs(number - now) < _DAY_S or abs(number / 1000 - now) < _DAY_S)
 
 
 def _plain_xml(element: ElementTree.Element, depth: int = 0) -> Any:
