@@ -11,10 +11,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 
-from realhf.aws.cli.executor import SimulatorLost
-from realhf.aws.episode.world import SetupError, build_world
+from realhf.aws.episode.world import build_world
 from realhf.aws.grading.differences import Target
-from realhf.aws.grading.snapshot import SnapshotError, take_snapshot
+from realhf.aws.grading.snapshot import take_snapshot
 from realhf.aws.grading.tracker import is_read
 from realhf.aws.simulator.pool import Slot
 from realhf.aws.tasks.captures import CaptureError, fill_setup, resolve
@@ -43,10 +42,12 @@ def begin_targets(
     def wait() -> tuple[Target, ...]:
         try:
             return found.result(WAIT_S)
-        except TimeoutError as error:
-            raise TargetError(f"the target of task {task.task_id} was not ready after {WAIT_S:g} s") from error
-        except (SetupError, TaskError, SnapshotError, SimulatorLost, OSError) as error:
-            raise TargetError(f"task {task.task_id}: {error}") from error
+        except TargetError:
+            raise
+        except Exception as error:  # whatever it is, it is not the agent's doing
+            if not found.done():
+                raise TargetError(f"the target of task {task.task_id} was not ready after {WAIT_S:g} s") from error
+            raise TargetError(f"task {task.task_id}: {type(error).__name__}: {error}") from error
 
     return wait
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+from realhf.aws.cli.executor import SimulatorLost
 from realhf.aws.simulator.slot import START_TIMEOUT_S, Slot
 
 KEPT = 256
@@ -15,8 +16,8 @@ KEPT = 256
 
 
 class Bench:
-    """Plays on ``slot``, which is started when first needed, on a thread of its own, one play after the other.
-    Thread-safe."""
+    """Plays on ``slot``, which is started when first needed, on a thread of its own, one play after the other. A play
+    over which its simulator is lost is played once more. Thread-safe."""
 
     def __init__(self, slot: Slot) -> None:
         self._slot = slot
@@ -40,11 +41,25 @@ class Bench:
             return found
 
     def _played(self, play: Callable[[Slot], Any]) -> Any:
-        if not self._started:
+        self._start()
+        try:
+            return play(self._slot)
+        except Exception:
+            if self._thread is None or self._slot.ministack.alive():
+                raise
+        self._slot.respawn()  # it was lost over the play, and many sessions may wait for it
+        return play(self._slot)
+
+    def _start(self) -> None:
+        if self._started:
+            return
+        try:
             self._slot.ministack.start()
             self._slot.ministack.wait_healthy(START_TIMEOUT_S)
-            self._started = True
-        return play(self._slot)
+        except (OSError, RuntimeError) as error:
+            self._slot.ministack.stop()
+            raise SimulatorLost(f"the slot for the environment's own plays: {error}") from error
+        self._started = True
 
     def stop(self) -> None:
         """End the play under way and the slot. Idempotent."""
@@ -56,3 +71,4 @@ class Bench:
         self._slot.stop()
         if thread is not None:
             thread.shutdown()
+            self._slot.stop()  # the play may have begun a new simulator meanwhile

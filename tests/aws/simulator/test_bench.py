@@ -1,0 +1,106 @@
+"""The bench with real processes: what it plays is there for all who ask, whatever happens to its simulator."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+
+from realhf.aws.cli.executor import SimulatorLost
+from realhf.aws.episode import target
+from realhf.aws.episode.episode import Episode, EpisodeError
+from realhf.aws.simulator.bench import Bench
+from realhf.aws.simulator.slot import Slot
+from realhf.aws.tasks.loader import instantiate
+
+pytestmark = pytest.mark.sim
+_UNUSED_SEED = 77_001
+"""No other test asks for this target."""
+
+
+@pytest.fixture
+def bench(slot: Slot) -> Bench:
+    assert slot.bench is not None
+    return slot.bench
+
+
+def _kill(slot: Slot) -> None:
+    os.kill(slot.ministack.pid, signal.SIGKILL)
+    while slot.ministack.alive():
+        time.sleep(0.01)
+
+
+def test_a_play_whose_simulator_dies_in_the_middle_is_played_again(bench: Bench) -> None:
+    """All sessions of a group wait for the same play: none of their episodes is lost with the simulator."""
+    lives: list[int] = []
+
+    def play(slot: Slot) -> int:
+        lives.append(slot.ministack.pid)
+        if len(lives) == 1:
+            _kill(slot)
+        slot.reset(1) if len(lives) > 1 else slot.ministack.reset(1)
+        return slot.ministack.pid
+
+    waiting = [bench.begin("killed in the middle", play) for _ in range(8)]
+    assert {one.result(30) for one in waiting} == {lives[1]} != {lives[0]}
+
+
+def test_a_play_that_fails_in_a_simulator_that_works_is_not_played_again(bench: Bench) -> None:
+    plays: list[int] = []
+
+    def play(slot: Slot) -> None:
+        plays.append(slot.ministack.pid)
+        raise ValueError("a task that makes no sense")
+
+    with pytest.raises(ValueError, match="makes no sense"):
+        bench.begin("fails", play).result(30)
+    assert len(plays) == 1
+
+
+def test_a_play_that_ends_its_simulator_each_time_is_given_up(bench: Bench) -> None:
+    plays: list[int] = []
+
+    def play(slot: Slot) -> None:
+        plays.append(slot.ministack.pid)
+        _kill(slot)
+        slot.ministack.reset(1)
+
+    with pytest.raises(OSError, match=r"No such process|reset"):
+        bench.begin("fatal", play).result(30)
+    assert len(plays) == 2
+    assert bench.begin("the next", lambda slot: slot.reset(0)).result(30) is None
+
+
+def test_a_bench_that_does_not_come_up_says_so_and_is_started_anew_for_the_next(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def does_not_come_up(timeout_s: float) -> None:
+        raise RuntimeError("MiniStack did not come up")
+
+    bench.begin("it runs", lambda slot: None).result(30)
+    ministack, bench._started = bench._slot.ministack, False
+    ministack.stop()
+    monkeypatch.setattr(ministack, "wait_healthy", does_not_come_up)
+    with pytest.raises(SimulatorLost, match="own plays: MiniStack did not come up"):
+        bench.begin("first", lambda slot: None).result(30)
+    assert not ministack.alive()
+    monkeypatch.undo()
+    assert bench.begin("first", lambda slot: slot.ministack.alive()).result(30)
+
+
+@pytest.mark.parametrize("error", [ValueError("a fault of the grader"), RuntimeError("no thread"), TimeoutError()])
+def test_whatever_keeps_a_target_from_being_made_ends_the_episode_as_no_episode(
+    slot: Slot, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """It is not graded as if the agent had done nothing, and what it did counts for nothing."""
+
+    def fails(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(target, "make_targets", fails)
+    episode, task = Episode(slot), instantiate(204, 0, "train")
+    episode.reset(task, seed=_UNUSED_SEED)
+    with pytest.raises(EpisodeError, match=f"task 204: {type(error).__name__}"):
+        episode.step(task.solution[0])
