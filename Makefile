@@ -118,10 +118,10 @@ validate: install
 mutation: MOST = 100
 mutation: SEED = 0
 mutation: install
-	$(BIN)/python -m realhf.aws.validation.mutation --most $(MOST) --seed $(SEED) $(ARGS)
+	$(BIN)/python -m tests.aws.validation.mutation --most $(MOST) --seed $(SEED) $(ARGS)
 
 validate-adversarial: install
-	$(BIN)/python -m realhf.aws.tasks validate --adversarial
+	$(BIN)/python -m tests.aws.validation.adversarial
 
 test-openenv: install
 	@test -x .venv-openenv/bin/openenv || { $(BIN)/python -m venv .venv-openenv && .venv-openenv/bin/python -m pip install --quiet openenv==0.10.0; }

@@ -81,8 +81,6 @@ ROOMS: dict[str, str] = {
     "aws/playground": "aws/episode aws/grading aws/server aws/simulator aws/tasks env/server",
     "aws/service": "aws/episode aws/playground aws/real_aws aws/server aws/simulator aws/tasks env/server",
     "aws/training": "api aws aws/cli aws/episode aws/simulator aws/tasks base/files rollout/episode rollout/players",
-    "aws/validation/plays": "aws/cli aws/episode aws/tasks",
-    "aws/validation": "aws/cli aws/episode aws/grading aws/simulator aws/tasks aws/validation/plays",
     "aws/client": "api aws base env/client rollout/episode rollout/players",
     "aws/trl": "api api/chat aws aws/client env/client",
     "trajectory/base": "",

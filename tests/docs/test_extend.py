@@ -31,9 +31,8 @@ from realhf.api.experiment import ModelSpec
 from realhf.api.model import GenOutput, GenRequest
 from realhf.api.trace import NoTrace
 from realhf.aws.environment import AwsEnvironment
+from realhf.aws.episode.validation import template_problems, validate
 from realhf.aws.tasks import loader
-from realhf.aws.validation.static_checks import template_problems
-from realhf.aws.validation.validation import validate
 from realhf.backends import streaming_engines
 from realhf.base.plugin import load_plugin
 from realhf.base.tensor_digest import digests

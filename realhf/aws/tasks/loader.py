@@ -85,6 +85,11 @@ class Template:
     free: tuple[str, ...] = ()
     may_change: tuple[str, ...] = ()
 
+    @property
+    def kind(self) -> str:
+        """The tier, or "drift"."""
+        return "drift" if self.possible_drifts else self.tier
+
 
 def load_templates(
     tiers: Iterable[str] | None = None, *, tags: Iterable[str] = (), split: str | None = None

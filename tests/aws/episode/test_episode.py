@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from realhf.aws.episode.episode import FINISHED, LOST, Episode, EpisodeError, masked_task
+from realhf.aws.episode.validation import play
 from realhf.aws.simulator.ministack_process import SIMULATOR_MEMORY_MB
 from realhf.aws.simulator.pool import Slot
 from realhf.aws.tasks import instantiate, solve
 from realhf.aws.tasks.task import Task, TaskError
-from realhf.aws.validation.acceptance import play
 
 pytestmark = pytest.mark.sim
 

@@ -6,9 +6,9 @@ import json
 import pytest
 
 from realhf.aws.episode.episode import Episode, EpisodeError, masked_task
+from realhf.aws.episode.validation import play, problems
 from realhf.aws.tasks.drift import choose_drifts
 from realhf.aws.tasks.task import Task, TaskError
-from realhf.aws.validation.acceptance import play, problems
 
 pytestmark = pytest.mark.sim
 

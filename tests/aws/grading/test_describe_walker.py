@@ -9,8 +9,8 @@ from realhf.aws.episode.episode import Episode
 from realhf.aws.grading.describe_walker import disagreements, told, walk
 from realhf.aws.simulator.pool import Slot
 from realhf.aws.tasks import instantiate
-from realhf.aws.validation.mutant_player import perform
-from realhf.aws.validation.plays.command_line import renumbered
+from tests.aws.validation.command_line import renumbered
+from tests.aws.validation.mutant_player import perform
 
 NOTHING: frozenset[Any] = frozenset()
 POLICY = '{"Version":"2012-10-17","Statement":{"Effect":"Allow","Action":"s3:*","Resource":"*"}}'

@@ -16,6 +16,7 @@ from realhf.aws.cli.policy import check_command
 from realhf.aws.episode.chaos import Chaos
 from realhf.aws.episode.episode import Episode, masked_task
 from realhf.aws.episode.hints import HINT_COMMAND
+from realhf.aws.episode.validation import play
 from realhf.aws.episode.world import SlotState
 from realhf.aws.grading.check_parser import parse_check
 from realhf.aws.grading.grader import Step, earns_credit, parse_criteria, unspent_request
@@ -25,7 +26,6 @@ from realhf.aws.grading.verifier import verified
 from realhf.aws.simulator.pool import MiniStackPool
 from realhf.aws.tasks import instantiate, load_templates, mistakes, solve
 from realhf.aws.tasks.task import Task
-from realhf.aws.validation.acceptance import play
 
 pytestmark = pytest.mark.sim
 CREATE_BUCKET, VERSIONED, ECR, RETENTION, FAN_OUT = 101, 201, 110, 205, 203

@@ -5,10 +5,10 @@ import itertools
 import pytest
 
 from realhf.aws.episode.episode import Episode
+from realhf.aws.episode.validation import BLIND_RETURN, play
 from realhf.aws.tasks import Template, instantiate, load_templates
 from realhf.aws.tasks.drift import choose_drifts
 from realhf.aws.tasks.loader import whole_state, with_drifts
-from realhf.aws.validation.acceptance import BLIND_RETURN, play
 
 DRIFTS = [template for template in load_templates(["expert"]) if template.possible_drifts]
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from realhf.aws.cli.command_table import ALLOWED
 from realhf.aws.episode.episode import Episode
+from realhf.aws.episode.validation import problems
 from realhf.aws.grading.end_state import freedom_of, is_graded_by_end_state
 from realhf.aws.grading.grader import criteria_of
 from realhf.aws.simulator.pool import ACCOUNT
@@ -32,7 +33,6 @@ from realhf.aws.tasks.__main__ import main
 from realhf.aws.tasks.loader import fill
 from realhf.aws.tasks.names import ADJECTIVES, NOUNS, SUFFIXES, draw_name, is_heldout_pair, words
 from realhf.aws.tasks.task import ACCOUNT_ID, Task, TaskError
-from realhf.aws.validation.acceptance import problems
 
 TEMPLATES = load_templates()
 STARTERS = load_templates(tags=["starter"])

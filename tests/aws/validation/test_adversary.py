@@ -1,6 +1,6 @@
 """Plays against the grader, a sample of every tier and all that ever paid or was refused wrongly.
 
-``python -m realhf.aws.tasks validate --adversarial`` plays every play of every template.
+``python -m tests.aws.validation.adversarial`` plays every play of every template.
 """
 
 import pytest
@@ -10,9 +10,8 @@ from realhf.aws.simulator.slot import Slot
 from realhf.aws.tasks import get_template, load_templates
 from realhf.aws.tasks.loader import Template
 from realhf.aws.tasks.task import TIERS
-from realhf.aws.validation.adversarial import MAX_STEPS
-from realhf.aws.validation.plays.collection import instance_to_play, plays_of
-from realhf.aws.validation.plays.play import Play, perform
+from tests.aws.validation.adversarial import MAX_STEPS, plays_of
+from tests.aws.validation.play import Play, instance_to_play, perform
 
 pytestmark = pytest.mark.sim
 

@@ -8,9 +8,9 @@ from realhf.aws.cli.policy import check_command
 from realhf.aws.tasks import instantiate
 from realhf.aws.tasks.loader import load_templates, whole_state
 from realhf.aws.tasks.task import TIERS, Task
-from realhf.aws.validation.field_changes import Words, line_changes
-from realhf.aws.validation.mutants import KINDS, Mutant, inserted, mutants_of
-from realhf.aws.validation.resource_deeds import Request, deeds
+from tests.aws.validation.field_changes import Words, line_changes
+from tests.aws.validation.mutants import KINDS, Mutant, inserted, mutants_of
+from tests.aws.validation.resource_deeds import Request, deeds
 
 NOTHING = Words((), (), ())
 EVERYTHING = 1_000_000

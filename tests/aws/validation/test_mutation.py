@@ -9,9 +9,9 @@ from realhf.aws.episode.episode import Episode
 from realhf.aws.simulator.pool import Slot
 from realhf.aws.tasks import instantiate
 from realhf.aws.tasks.loader import Template, load_templates
-from realhf.aws.validation.mutant_player import MAX_STEPS, Played, Targets, is_look, play_mutant
-from realhf.aws.validation.mutants import Kind, Mutant, mutants_of
-from realhf.aws.validation.mutation import main
+from tests.aws.validation.mutant_player import MAX_STEPS, Played, Targets, is_look, play_mutant
+from tests.aws.validation.mutants import Kind, Mutant, mutants_of
+from tests.aws.validation.mutation import main
 
 BY_END_STATE = [template for template in load_templates() if not template.success]
 SAMPLE = 6

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from realhf.aws.episode.episode import Episode
+from realhf.aws.episode.validation import play
 from realhf.aws.tasks import instantiate
 from realhf.aws.tasks.loader import fill
-from realhf.aws.validation.acceptance import play
 
 pytestmark = pytest.mark.sim
 SEED = 0

@@ -1,15 +1,31 @@
-"""Describes a play, the score that its class may earn, and what came of it when it was played."""
+"""Plays against the grader: what a person wrote, the score that its class may earn, and what came of it when played.
+
+What goes wrong is generated in ``mutants``, other spellings of a solution in ``equivalent``. What a person wrote is in
+``plays/<tier>.yaml``, by the task's number.
+
+    413:
+      harmful:
+        - name: revokes the live rule
+          commands: [...]
+          needs: one
+
+Places and captures are as in a task's solution; ``needs`` is as in ``Play``, "all" unless said."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal, get_args
+
+import yaml
 
 from realhf.aws.episode.episode import Episode
 from realhf.aws.tasks.captures import resolve
-from realhf.aws.tasks.task import Task
+from realhf.aws.tasks.loader import fill, instantiate, with_drifts
+from realhf.aws.tasks.task import Task, TaskError
 
 Kind = Literal["nothing", "unrelated", "harmful", "overdone", "equivalent"]
 KINDS: tuple[Kind, ...] = ("nothing", "unrelated", "harmful", "overdone", "equivalent")
@@ -19,6 +35,9 @@ ASKED: Mapping[Kind, str] = MappingProxyType(
 """For each class of plays, the score that it must earn."""
 
 Needs = Literal["all", "one", "none", "all or skip"]
+
+
+_KEYS = frozenset({"name", "commands", "needs"})
 
 
 @dataclass(frozen=True)
@@ -98,3 +117,39 @@ def perform(episode: Episode, task: Task, play: Play) -> Outcome:
             failures.append(f"{line}: {' '.join(seen['error'].split())[:160]}")
         achieved, score = seen["task_achieved"], score + step.reward
     return Outcome(play, achieved, score, len(outputs), tuple(failures))
+
+
+def written_plays(task: Task) -> list[Play]:
+    """Return the plays written for this task, places filled. Raises TaskError for a malformed entry."""
+    found = []
+    for kind in KINDS:
+        for entry in _entries().get(task.task_id, {}).get(kind, ()):
+            needs = entry.get("needs", "all")
+            if set(entry) - _KEYS or not entry.get("commands") or needs not in get_args(Needs):
+                raise TaskError(f"plays of task {task.task_id}: malformed {kind} play {entry.get('name')!r}")
+            commands = tuple(fill(list(entry["commands"]), task.params))
+            found.append(Play(kind, entry["name"], commands, needs, written=True))
+    return found
+
+
+def written_ids() -> frozenset[int]:
+    """Return the tasks that have an entry."""
+    return frozenset(_entries())
+
+
+@cache
+def _entries() -> dict[int, Mapping[str, Any]]:
+    entries: dict[int, Mapping[str, Any]] = {}
+    for file in sorted(Path(__file__).with_name("plays").glob("*.yaml")):
+        for task_id, entry in (yaml.load(file.read_text(), Loader=yaml.CSafeLoader) or {}).items():
+            unknown = set(entry) - set(KINDS)
+            if unknown or task_id in entries:
+                raise TaskError(f"{file.name}: task {task_id} is there twice or has an unknown class {unknown}")
+            entries[task_id] = entry
+    return entries
+
+
+def instance_to_play(template_id: int, seed: int) -> Task:
+    """Return the instance that plays are made of: a drift task with every drift that it may have, and their repairs."""
+    task = instantiate(template_id, seed)
+    return with_drifts(task, range(len(task.possible_drifts)))

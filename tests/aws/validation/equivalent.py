@@ -12,9 +12,8 @@ from awscli.shorthand import BackCompatVisitor, ShorthandParseError, ShorthandPa
 from botocore.model import ListShape, Shape
 
 from realhf.aws.tasks.task import ACCOUNT_ID, Task
-from realhf.aws.validation.plays.command_line import CommandLine, option_shapes, quoted, renumbered
-from realhf.aws.validation.plays.documents import each_document, rewritten
-from realhf.aws.validation.plays.play import Needs, Play
+from tests.aws.validation.command_line import CommandLine, each_document, option_shapes, quoted, renumbered, rewritten
+from tests.aws.validation.play import Needs, Play
 
 Rewrite = Callable[[CommandLine], CommandLine | None]
 

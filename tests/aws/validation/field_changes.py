@@ -21,8 +21,7 @@ from botocore.model import Shape
 from realhf.aws.cli.models import bounds, element, members, required_members
 from realhf.aws.cli.models import words as choices
 from realhf.aws.tasks.task import ACCOUNT_ID
-from realhf.aws.validation.plays.command_line import CommandLine, captured_steps, option_shapes, quoted
-from realhf.aws.validation.plays.documents import parsed
+from tests.aws.validation.command_line import CommandLine, captured_steps, option_shapes, parsed, quoted
 
 OPEN_POLICY = '{"Version":"2012-10-17","Statement":[{"Effect":"Allow","Principal":"*","Action":"*","Resource":"*"}]}'
 """A policy that lets anybody do anything."""

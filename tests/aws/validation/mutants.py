@@ -22,8 +22,7 @@ from realhf.aws.cli.models import members
 from realhf.aws.tasks.loader import get_template, whole_state
 from realhf.aws.tasks.names import is_name
 from realhf.aws.tasks.task import SetupCommand, Task
-from realhf.aws.validation.field_changes import OTHER_REGION, Words, line_changes, parsed_options
-from realhf.aws.validation.plays.command_line import (
+from tests.aws.validation.command_line import (
     CommandLine,
     as_steps,
     line_of,
@@ -33,7 +32,8 @@ from realhf.aws.validation.plays.command_line import (
     option_shapes,
     renumbered,
 )
-from realhf.aws.validation.resource_deeds import Request, cli_service, deeds, identities
+from tests.aws.validation.field_changes import OTHER_REGION, Words, line_changes, parsed_options
+from tests.aws.validation.resource_deeds import Request, cli_service, deeds, identities
 
 Kind = Literal["field", "order", "neighbour", "damage", "blind"]
 KINDS: tuple[Kind, ...] = ("field", "order", "neighbour", "damage", "blind")

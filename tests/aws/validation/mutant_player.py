@@ -24,7 +24,7 @@ from realhf.aws.grading.end_state import freedom_of
 from realhf.aws.grading.snapshot import Snapshot, take_snapshot
 from realhf.aws.tasks.captures import CaptureError, resolve
 from realhf.aws.tasks.task import Task
-from realhf.aws.validation.mutants import Mutant
+from tests.aws.validation.mutants import Mutant
 
 MAX_STEPS = 64
 """Largest number of commands of a mutant: a second set-up takes more than an agent has."""

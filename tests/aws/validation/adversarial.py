@@ -1,9 +1,11 @@
-"""Plays every play of many templates against the grader and reports which earned more or less than its class may.
-
-``python -m realhf.aws.tasks validate --adversarial`` prints the report."""
+"""``python -m tests.aws.validation.adversarial``: play against the grader, with a look, other spellings of every
+solution and what a person wrote, and print which play earned more or less than its class may."""
 
 from __future__ import annotations
 
+import argparse
+import sys
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,12 +14,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from realhf.aws.episode.validation import Failure, played
+from realhf.aws.tasks.__main__ import choose
 from realhf.aws.tasks.loader import Template
-from realhf.aws.tasks.task import Task
-from realhf.aws.validation.plays.collection import instance_to_play, plays_of
-from realhf.aws.validation.plays.play import ASKED, KINDS, Outcome, Play, perform
-from realhf.aws.validation.static_checks import kind_of
-from realhf.aws.validation.validation import Failure, played
+from realhf.aws.tasks.task import Task, TaskError
+from tests.aws.validation.equivalent import LOOK, equivalent_plays
+from tests.aws.validation.play import ASKED, KINDS, Outcome, Play, instance_to_play, perform, written_plays
 
 MAX_STEPS = 64
 """Largest number of steps of an episode with a play: to build a second set-up takes more commands than an agent has."""
@@ -36,6 +38,12 @@ class Report:
         """Return everything outside the bounds, in words."""
         found = [f"{one.play.kind}, {one.play.name}: {one.problem}" for one in self.outcomes if one.problem]
         return found + [f"{play.kind}, {play.name}: {error}" for play, error in self.broken]
+
+
+def plays_of(task: Task) -> list[Play]:
+    """Return every play of an ``instance_to_play``, in the order of the classes."""
+    everything = [Play("nothing", "looks", (LOOK,)), *equivalent_plays(task), *written_plays(task)]
+    return sorted(everything, key=lambda play: KINDS.index(play.kind))
 
 
 def play_against(templates: Sequence[Template], seeds: int, pool_size: int, console: Console) -> list[Report]:
@@ -60,7 +68,7 @@ def play_table(reports: Sequence[Report]) -> Table:
     """Return a table with one row per play."""
     table = Table("id", "tier", "class", "play", "origin", "score", "asked", "verdict")
     for report in reports:
-        head = (str(report.template.task_id), kind_of(report.template))
+        head = (str(report.template.task_id), report.template.kind)
         for one in report.outcomes:
             verdict = f"[red]{escape(one.problem)}" if one.problem else "[green]ok"
             if one.skipped:
@@ -87,3 +95,35 @@ def summary_table(reports: Sequence[Report]) -> Table:
         numbers = (sum(counts.values()), counts[False], counts[True], sum(one.skipped for one in outcomes))
         table.add_row(kind, ASKED[kind], *map(str, (*numbers, outside)))
     return table
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the program. Returns the exit status: 0 when every play earned what its class may, else 1."""
+    parser = argparse.ArgumentParser(prog="python -m tests.aws.validation.adversarial", description=__doc__)
+    parser.add_argument("--tiers", nargs="+", help="default: all")
+    parser.add_argument("--ids", nargs="+", type=int, help="templates by number, instead of tiers")
+    parser.add_argument("--seeds", type=int, default=1, help="instances per template (default 1)")
+    parser.add_argument("--pool-size", type=int, default=4, help="simulators that play in parallel")
+    options = parser.parse_args(argv)
+    for name in ("seeds", "pool_size"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} is at least 1")
+    try:
+        templates = choose(options.ids, options.tiers)
+    except TaskError as error:
+        parser.error(str(error))
+    console, began = Console(width=None if sys.stdout.isatty() else 160), time.monotonic()
+    reports = play_against(templates, options.seeds, options.pool_size, console)
+    console.print(play_table(reports))
+    console.print(summary_table(reports))
+    plays = sum(len(report.outcomes) + len(report.broken) for report in reports)
+    wrong = [f"{report.template.task_id}: {text}" for report in reports for text in report.problems]
+    for text in wrong:
+        console.print(f"[red]{escape(text)}")
+    seconds = time.monotonic() - began
+    console.print(f"{len(reports)} templates, {plays} plays, {len(wrong)} outside the bounds, {seconds:.0f} s")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,4 +1,4 @@
-"""``python -m realhf.aws.validation.mutation``: prove the grader with generated mutants of every solution.
+"""``python -m tests.aws.validation.mutation``: prove the grader with generated mutants of every solution.
 
 Each mutant is played as an agent would play it. A mutant that reaches another state than the solution and is paid is
 *wrongly paid*; one that reaches the same state and is not paid is *wrongly refused*. *Doubtful* is one of which the
@@ -21,12 +21,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from realhf.aws.episode.validation import Failure, played
 from realhf.aws.tasks.loader import Template, get_template, instantiate, load_templates
 from realhf.aws.tasks.task import TIERS, Task, TaskError
-from realhf.aws.validation.mutant_player import MAX_STEPS, Played, Targets, play_mutant
-from realhf.aws.validation.mutants import KINDS, Mutant, mutants_of
-from realhf.aws.validation.static_checks import kind_of
-from realhf.aws.validation.validation import Failure, played
+from tests.aws.validation.mutant_player import MAX_STEPS, Played, Targets, play_mutant
+from tests.aws.validation.mutants import KINDS, Mutant, mutants_of
 
 ABOVE_WARMUP = TIERS[1:]
 MOST = 100
@@ -160,7 +159,7 @@ def _known(path: Path | None) -> dict[Key, Played]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m realhf.aws.validation.mutation", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.aws.validation.mutation", description=__doc__)
     parser.add_argument("--templates", nargs="+", type=int, metavar="ID", help="default: all above warm-up")
     parser.add_argument("--tiers", nargs="+", help="instead of templates")
     parser.add_argument("--most", type=int, default=MOST, help="mutants of a template (default %(default)s)")
@@ -216,7 +215,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"{sent / seconds:.1f} commands a second"
     )
     if options.markdown:
-        tiers = {template.task_id: kind_of(template) for template in templates}
+        tiers = {template.task_id: template.kind for template in templates}
         console.print(markdown(_grouped(results, tiers)), markup=False)
     if interrupted:
         console.print(f"interrupted: {len(turns) - len(results)} mutants were not played")

@@ -1,4 +1,5 @@
-"""Handles command lines as data: words, options and values, and the lines that send the requests of a set-up.
+"""Handles command lines as data: words, options and values, JSON in them (documents inside documents included: a
+queue's policy is a text in its attributes), and the lines that send the requests of a set-up.
 
 Captures (``${step1:Items[0].Id}``) are whole words here, whatever blanks and quotes they hold.
 """
@@ -9,7 +10,7 @@ import functools
 import json
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -167,3 +168,34 @@ def captured_steps(text: str) -> set[int]:
 def renumbered(text: str, places: Mapping[int, int]) -> str:
     """Return a command whose captures follow the commands to their new places."""
     return _STEP.sub(lambda match: f"${{step{places[int(match[1])]}:", text)
+
+
+def parsed(text: str) -> Any:
+    """Return the object or list that a text holds, None for any other text."""
+    if not text.lstrip().startswith(("{", "[")):
+        return None
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
+
+
+def each_document(text: str) -> Iterator[Mapping[str, Any]]:
+    """Yield every policy-like map in a value: the value itself, and texts inside it that hold one."""
+    document = parsed(text)
+    if isinstance(document, Mapping):
+        yield document
+        for item in document.values():
+            if isinstance(item, str):
+                yield from each_document(item)
+
+
+def rewritten(text: str, change: Callable[[Any], Any]) -> str:
+    """Return the value with ``change`` applied to each policy in it."""
+    document = parsed(text)
+    if not isinstance(document, Mapping):
+        return text
+    if "Statement" in document:
+        return json.dumps(change(dict(document)))
+    changed = {key: rewritten(item, change) if isinstance(item, str) else item for key, item in document.items()}
+    return json.dumps(changed)
