@@ -86,16 +86,7 @@ class ModelWorker:
         self._stream = StreamHost(run_id, name, run_dir / "stream", self._store, network)
         medium = cast(Medium, rollout.options.weights) if rollout else "shm"
         self._trial, self._stack = WeightTrial(), ExitStack()
-        open_host = network.advertised if medium == "broadcast" and network.beyond_loopback else ""
-        self._publisher = WeightPublisher(
-            run_id,
-            name,
-            run_dir / "weights",
-            medium,
-            host=open_host,
-            insecure=network.trusted and bool(open_host),
-            network=network,
-        )
+        self._publisher = WeightPublisher(run_id, name, run_dir / "weights", medium, network=network)
         self._rpc = RpcWorker(
             name,
             "model_worker",
@@ -215,7 +206,6 @@ class ModelWorker:
             manifest = self._publisher.publish(
                 request.version,
                 tensors,
-                receivers=request.receivers,
                 trial=request.trial,
                 changed=self._trial.names,
             )

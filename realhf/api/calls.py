@@ -196,13 +196,11 @@ class ExportRequest(Message, frozen=True):
 
 
 class PublishWeightsRequest(Message, frozen=True):
-    """Make the weights of ``role`` available to so many receivers; they must be of this policy version. In a self-test
-    (``trial``) they are changed before, by ``TRIAL_CHANGE``, and
-    changed back by ``TRIAL_RESTORE``."""
+    """Make the weights of ``role`` available; they must be of this policy version. In a self-test (``trial``) they are
+    changed before, by ``TRIAL_CHANGE``, and changed back by ``TRIAL_RESTORE``."""
 
     role: str
     version: int
-    receivers: int
     trial: int = 0
     probes: list[Probe] = field(default_factory=list)
 

@@ -121,11 +121,10 @@ class HeldTensor(Message, frozen=True, array_like=True):
 
 class WeightsManifest(Message, frozen=True):
     """Describes one version of a policy's weights and how to get it. ``medium``: ``shm`` (``location``: name of a
-    segment), ``disk`` (a safetensors file), ``fetch`` (address and ticket) or ``broadcast`` (address of a rendezvous).
-    ``checksum``: hex digest (blake2b, 16 bytes) of the flat buffer, tensors in the order of ``slots``, each at its
-    offset; for ``shm``, whose buffer nobody can change, of the tensors' digests. ``trial``: weights of a self-test,
-    which an engine loads though
-    it has this version."""
+    segment), ``disk`` (a safetensors file) or ``fetch`` (address and ticket). ``checksum``: hex digest (blake2b, 16
+    bytes) of the flat buffer, tensors in the order of ``slots``, each at its offset; for ``shm``, whose buffer nobody
+    can change, of the tensors' digests. ``trial``: weights of a self-test, which an engine loads though it has this
+    version."""
 
     version: int
     medium: str

@@ -11,7 +11,6 @@ from realhf.api.config import ConfigError, ExperimentConfig, Mode
 from realhf.api.experiment import ExperimentSpec, ModelSpec, RunPlan, is_made
 from realhf.api.mfc import InterfaceType
 from realhf.base.dataclass_json import from_json_value, to_json_value
-from realhf.base.loopback import is_loopback_host
 from realhf.launch.allocation import allocate
 from realhf.launch.chosen_scheduler import definition_of, options_of
 from realhf.launch.compose import Composed
@@ -75,7 +74,6 @@ def build_experiment(composed: Composed) -> BuiltExperiment:
         _allocated(every, config)
         _check_heads(every)
         _check_served(every)
-        _check_network(every, config)
     _check_hosts(config, everything)
     *_, graph = [spec_graph(every) for every in everything]
     return BuiltExperiment(
@@ -213,18 +211,6 @@ def _check_heads(spec: ExperimentSpec) -> None:
                 f"{mfc.model_role}.head={model.head}: the call {mfc.name} asks for values, which only a model with a "
                 "value head gives: ModelSpec(head='value')"
             )
-
-
-def _check_network(spec: ExperimentSpec, config: ExperimentConfig) -> None:
-    """What is sent without encryption leaves a host only where the network is trusted."""
-    network = config.network
-    plain = spec.rollout is not None and spec.rollout.options.weights == "broadcast"
-    if plain and network.bind and not is_loopback_host(network.bind) and not network.trusted:
-        raise ConfigError(
-            "async_rl.weights=broadcast: weights are broadcast without encryption, and with "
-            f"network.bind={network.bind} not on the loopback; say network.trusted=true where nobody else can read on "
-            "that network, or choose async_rl.weights=disk (a folder that all hosts have) or shm (workers of one host)"
-        )
 
 
 def _check_hosts(config: ExperimentConfig, everything: Sequence[ExperimentSpec]) -> None:

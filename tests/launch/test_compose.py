@@ -82,6 +82,7 @@ def test_mistakes_in_names_and_types(capsys, arguments: list[str], expected: str
             "env.fault_rate=2": "env.fault_rate=2.0: must be between 0 and 1",
             "env.tiers=[warmup,hard]": "env.tiers=hard: unknown (known: warmup, beginner,",
             "rollout.on_failure=ignore": "on_failure=ignore: unknown (known: minimum_group, retry, fail_fast)",
+            "async_rl.weights=broadcast": "async_rl.weights=broadcast: is gone; fetch reaches the same hosts",
             "dataset.curriculum=random": "dataset.curriculum=random: unknown (known: learnability, priority)",
             "actor.path=/nowhere/model": "actor.path=/nowhere/model: no such folder",
             "trial_name=a/b": "trial_name='a/b'",

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from realhf.api.config import ConfigError
 from realhf.launch import run as launch_run
 from realhf.launch.build import BuiltExperiment, build_experiment
 from realhf.launch.compose import compose_config
@@ -199,12 +198,3 @@ def test_keys_are_in_the_launchers_memory_and_on_no_disk_or_command_line(tmp_pat
             RunKeys.read(file)
     workers = worker_specs(built.plan(built.spec, 0.0), "run", "tcp://10.0.0.1:1", Path("/file"))
     assert all(worker.argv[-2:] == ("--key-file", "/file") for worker in workers)
-
-
-@pytest.mark.slow
-def test_weights_are_broadcast_without_encryption_on_a_trusted_network_only():
-    options = ["experiment=grpo_aws_async", "async_rl.weights=broadcast"]
-    for fine in ([], ["network.bind=127.0.0.1"], ["network.bind=10.0.0.1", "network.trusted=true"]):
-        build_experiment(compose_config([*options, *fine]))
-    with pytest.raises(ConfigError, match=r"async_rl\.weights=broadcast: .* network\.trusted=true"):
-        build_experiment(compose_config([*options, "network.bind=10.0.0.1"]))

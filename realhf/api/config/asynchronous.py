@@ -43,8 +43,9 @@ class AsyncConfig:
     )
     weights: str = option(
         "shm",
-        "New weights travel through shared memory, files, the sockets of the run (fetch), or a broadcast.",
-        choices=("shm", "disk", "fetch", "broadcast"),
+        "New weights travel through shared memory, files, or the sockets of the run (fetch).",
+        choices=("shm", "disk", "fetch"),
+        retired={"broadcast": "fetch reaches the same hosts, encrypted with the keys of the run"},
         on_resume="free",
     )
     rollout_deadline_s: float = option(

@@ -29,8 +29,8 @@ class NetworkConfig:
     advertise: str = option("", "Workers reach the master at this address or name; empty: at the one it listens on.")
     trusted: bool = option(
         False,
-        "Nobody but the run can read or write on its network: large tensors go over it without encryption, weights may "
-        "be broadcast, and workers that train one role together may be on several hosts.",
+        "Nobody but the run can read or write on its network: large tensors go over it without encryption, and "
+        "workers that train one role together may be on several hosts.",
     )
 
     def problems(self, name: str) -> Iterator[str]:

@@ -39,7 +39,8 @@ _ON_RESUME = "on_resume"
 @dataclass(frozen=True)
 class Option:
     """What a field says about itself beside its default. ``about``: one sentence; ``registry``: the values are the
-    names of a registry in ``realhf.builtins``; ``idle``: why the option may have been set and read by nobody;
+    names of a registry in ``realhf.builtins``; ``retired``: values that are refused now, and what to take instead;
+    ``idle``: why the option may have been set and read by nobody;
     ``on_resume``: None for what its section says."""
 
     about: str = ""
@@ -48,6 +49,7 @@ class Option:
     at_most: float | None = None
     choices: tuple[str, ...] = ()
     registry: str = ""
+    retired: Mapping[str, str] = field(default_factory=dict)
     idle: str = ""
     on_resume: OnResume | None = None
 
@@ -98,12 +100,13 @@ def option(
     at_most: float | None = None,
     choices: Sequence[str] = (),
     registry: str = "",
+    retired: Mapping[str, str] = {},
     idle: str = "",
     on_resume: OnResume | None = None,
 ) -> Any:
     """A dataclass field. A list or mapping is copied for every instance; bounds and choices hold for each item of a
     list, and None is always allowed where the type allows it."""
-    about_it = Option(about, at_least, above, at_most, tuple(choices), registry, idle, on_resume)
+    about_it = Option(about, at_least, above, at_most, tuple(choices), registry, retired, idle, on_resume)
     metadata = {_KEY: about_it}
     if isinstance(default, (list, dict)):
         return field(default_factory=lambda: copy.deepcopy(default), metadata=metadata)
@@ -180,6 +183,8 @@ def _problem(found: Found, known: Callable[[str], Iterable[str]] | None) -> str:
     for item in value if isinstance(value, (list, tuple)) else [value]:
         if item is None or isinstance(item, (bool, Enum, Mapping)):
             continue
+        if item in about.retired:
+            return f"{name}={item}: is gone; {about.retired[item]} (known: {', '.join(allowed)})"
         if allowed and item not in allowed:
             return f"{name}={item}: {_unknown(str(item), allowed)}"
         if isinstance(item, (int, float)) and not about.holds(item):

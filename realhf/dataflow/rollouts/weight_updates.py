@@ -124,7 +124,7 @@ class WeightUpdates:
         """Take the trainer's weights as ``version`` and have them loaded; returns before they are. Waits until the
         version before has been loaded by those who are current. Raises RpcError when the trainer cannot publish."""
         await self.settled()
-        manifest = (await self._published(PublishWeightsRequest(self._role, version, len(self._versions)))).manifest
+        manifest = (await self._published(PublishWeightsRequest(self._role, version))).manifest
         self._take(manifest)
 
     async def _published(self, request: PublishWeightsRequest) -> PublishWeightsAnswer:
@@ -149,7 +149,7 @@ class WeightUpdates:
         Raises RpcError, or WrongWeights where one does not hold what it was given."""
         await self.settled()
         self._testing = True
-        request = PublishWeightsRequest(self._role, self.published, len(self._current), trial, list(probes))
+        request = PublishWeightsRequest(self._role, self.published, trial, list(probes))
         answer = await self._published(request)
         workers = sorted(self._current)
         loads = [self._load(worker, answer.manifest) for worker in workers]

@@ -2,9 +2,12 @@
 
 TLS cuts what it encrypts into records of 16 KiB, and Python takes each of them by itself, which costs more than the
 cipher. Here a record holds up to 256 KiB, and the package ``cryptography`` encrypts it with AES-256-GCM, for which it
-uses vector instructions that the OpenSSL beside Python may lack. What TLS does is kept where it matters: the handshake
-proves both ends, and the keys are random numbers that one end draws for this connection and sends through TLS, so they
-are as secret as TLS makes them, also when the certificate's key is found later.
+uses vector instructions that the OpenSSL beside Python may lack. Between two network namespaces of one host, four
+connections and 512 MB in turns, that was 2.4 times as fast as TLS alone on a busy machine, with 2.4 times less CPU of
+both ends for a GB (medians of 11 rounds), and 1.5 times as fast on a quiet one (docs/measured.md). What TLS does is
+kept where it matters: the handshake proves both ends, and the keys are random numbers that one end draws for this
+connection and sends through TLS, so they are as secret as TLS makes them, also when the certificate's key is found
+later.
 
 - Each direction of each connection has a key of its own, and numbers its records from 0. That number is the nonce, so
   none occurs twice under a key, and a record that is changed, left out, repeated, sent back or moved to another

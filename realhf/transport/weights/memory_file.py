@@ -69,8 +69,7 @@ def read_memory_file(manifest: WeightsManifest) -> Buffer:
     if host != host_token():
         raise WeightsError(
             manifest,
-            "its publisher is on another host, which memory does not reach; set async_rl.weights=fetch (or disk, or "
-            "broadcast)",
+            "its publisher is on another host, which memory does not reach; set async_rl.weights=fetch (or disk)",
         )
     path = f"/proc/{pid}/fd/{number}"
     try:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
-import time
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol, get_args
@@ -12,7 +10,6 @@ import numpy as np
 
 from realhf.api.generation import TensorSlot, WeightsManifest
 from realhf.transport.network.network import LOOPBACK, Network
-from realhf.transport.weights.broadcast import Broadcast
 from realhf.transport.weights.disk import WeightFile, file_stem, sweep
 from realhf.transport.weights.flat_buffer import Buffer, layout, pack
 from realhf.transport.weights.memory_file import MemoryFile
@@ -22,10 +19,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 KEPT_VERSIONS = 2
-CLOSE_S = 1.0
-"""How long ``close`` waits for broadcasts under way."""
 
-Medium = Literal["shm", "disk", "fetch", "broadcast"]
+Medium = Literal["shm", "disk", "fetch"]
 
 
 class _Published(Protocol):
@@ -42,9 +37,8 @@ class WeightPublisher:
     """Publishes the versions of one policy and keeps the last two, each complete or not there at all.
 
     ``shm`` reaches the processes of this host, ``disk`` every host that has ``folder`` under the same path (only this
-    medium uses it), ``fetch`` every process of the run that reaches ``network``, ``broadcast`` every process that
-    reaches ``host``. Not thread-safe. Raises ValueError on an unknown medium, on an address for a medium that has none,
-    and on an address other than loopback without ``insecure``, because the broadcast is not protected.
+    medium uses it), ``fetch`` every process of the run that reaches ``network``. Not thread-safe. Raises ValueError on
+    an unknown medium.
     """
 
     def __init__(
@@ -54,25 +48,14 @@ class WeightPublisher:
         folder: Path,
         medium: Medium = "shm",
         *,
-        host: str = "",
-        insecure: bool = False,
         network: Network = LOOPBACK,
     ) -> None:
         if medium not in get_args(Medium):
             raise ValueError(f"medium {medium!r} of weights, one of {', '.join(get_args(Medium))}")
-        if medium != "broadcast" and (host or insecure):
-            raise ValueError(f"host and insecure are settings of the medium broadcast, not of {medium}")
-        self._host = host or "127.0.0.1"
-        if not _is_loopback(self._host) and (not insecure or self._host in ("0.0.0.0", "::")):
-            raise ValueError(
-                f"broadcasting weights at {self._host!r} needs insecure=True and the address of one "
-                "interface: there is neither password nor encryption"
-            )
         self._medium: Medium = medium
         self._folder = folder
         self._stem = file_stem(run_id, worker)
         self._versions: dict[int, tuple[_Published, WeightsManifest]] = {}
-        self._closing: list[Broadcast] = []
         self._last = -1
         self._server = WeightServer(network) if medium == "fetch" else None
         if medium == "disk":
@@ -89,14 +72,12 @@ class WeightPublisher:
         self,
         version: int,
         tensors: Mapping[str, Tensor],
-        receivers: int = 1,
         *,
         trial: int = 0,
         changed: Collection[str] = (),
     ) -> WeightsManifest:
         """Copy tensors (any device, any strides) and make them available; versions before the previous one are retired.
 
-        ``receivers``: how many a broadcast waits for, for a short while, before it begins; more or fewer may come.
         ``trial``: a step of a self-test, which takes the place of the last version; only ``changed`` tensors differ
         from it. Raises ValueError on a version that is not above the last, or (trial) not the last, or on a tensor that
         cannot travel, and OSError when the medium is full: then nothing is published.
@@ -106,7 +87,7 @@ class WeightPublisher:
         latest = self.latest if trial else None
         known = {slot.name: slot.digest for slot in latest.slots if slot.name not in changed} if latest else {}
         slots, nbytes = layout(tensors, known)
-        published = self._store(version, tensors, slots, nbytes, receivers)
+        published = self._store(version, tensors, slots, nbytes)
         manifest = WeightsManifest(version, self._medium, published.location, nbytes, published.checksum, slots, trial)
         self.retire(version)
         self._versions[version] = (published, manifest)
@@ -116,7 +97,7 @@ class WeightPublisher:
         return manifest
 
     def _store(
-        self, version: int, tensors: Mapping[str, Tensor], slots: tuple[TensorSlot, ...], nbytes: int, receivers: int
+        self, version: int, tensors: Mapping[str, Tensor], slots: tuple[TensorSlot, ...], nbytes: int
     ) -> _Published:
         if self._medium == "shm":
             return MemoryFile(tensors, slots, nbytes)
@@ -124,15 +105,8 @@ class WeightPublisher:
         pack(tensors, slots, buffer)
         if self._medium == "disk":
             return WeightFile(self._folder, self._stem, version, slots, buffer)
-        if self._server is not None:
-            return ServedVersion(self._server, buffer)
-        return Broadcast(version, buffer, self._host, receivers)
-
-    def unconfirmed(self, version: int) -> list[str]:
-        """Return the receivers of a broadcast that asked for this version and have not confirmed it: on their way, or
-        dead."""
-        entry = self._versions.get(version)
-        return entry[0].unconfirmed if entry and isinstance(entry[0], Broadcast) else []
+        assert self._server is not None
+        return ServedVersion(self._server, buffer)
 
     def retire(self, version: int) -> None:
         """Stop serving a version; receivers that are reading it finish. An unknown version counts as retired
@@ -140,24 +114,11 @@ class WeightPublisher:
         published, _ = self._versions.pop(version, (None, None))
         if published is not None:
             published.close()
-        if isinstance(published, Broadcast):
-            self._closing = [*(closed for closed in self._closing if not closed.join(0.0)), published]
 
     def close(self) -> None:
-        """Retire all versions, so that nothing is left behind. Waits a second for broadcasts under way."""
+        """Retire all versions, so that nothing is left behind."""
         for version in list(self._versions):
             self.retire(version)
-        deadline = time.monotonic() + CLOSE_S
-        for broadcast in self._closing:
-            broadcast.join(max(deadline - time.monotonic(), 0.0))
-        self._closing.clear()
         if self._server is not None:
             self._server.close()
             self._server = None
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

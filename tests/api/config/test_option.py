@@ -18,6 +18,7 @@ class Inner:
 
     share: float = option(0.5, "A share of the whole.", above=0, at_most=1)
     words: list[str] = option(["a"], "These words are taken.", choices=("a", "b"))
+    medium: str = option("a", "The way.", choices=("a", "b"), retired={"c": "b does the same"})
     loss: str | None = option(None, "This loss is used.", registry="losses", idle="there is no loss")
     low: int = option(0, "The lower end.")
     high: int = option(9, "The upper end.")
@@ -59,6 +60,7 @@ def test_a_list_is_not_shared_between_configurations():
         ({"share": 0.0}, "inner.share=0.0: must be positive and at most 1. A share of the whole."),
         ({"share": float("nan")}, "inner.share=nan: must be positive and at most 1. A share of the whole."),
         ({"words": ["a", "c"]}, "inner.words=c: unknown (known: a, b)"),
+        ({"medium": "c"}, "inner.medium=c: is gone; b does the same (known: a, b)"),
         ({"loss": "pop"}, "inner.loss=pop: unknown (known: losses, ppo); did you mean 'ppo'?"),
         ({"low": 8, "high": 7}, "inner.low=8: above inner.high=7"),
     ],
@@ -84,7 +86,7 @@ def test_all_that_is_wrong_is_told_under_its_dotted_name():
 
 def test_the_walk_goes_through_sections_and_reasons_are_those_of_the_field_or_the_section():
     found = {name: (about, value) for name, about, value in walk(Outer())}
-    inner = ["inner.share", "inner.words", "inner.loss", "inner.low", "inner.high"]
+    inner = ["inner.share", "inner.words", "inner.medium", "inner.loss", "inner.low", "inner.high"]
     assert [*found] == ["count", "port", "bare", *inner]
     assert found["bare"] == (Option(on_resume="refuses"), -3)
     assert found["inner.low"][0].idle == "nobody looks inside" and found["inner.loss"][0].idle == "there is no loss"

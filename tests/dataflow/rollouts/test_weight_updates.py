@@ -32,7 +32,7 @@ class FakeCaller:
     ) -> asyncio.Future[Any]:
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         if handler == "publish_weights":
-            manifest = WeightsManifest(payload["version"], "shm", f"for {payload['receivers']}", 0, "")
+            manifest = WeightsManifest(payload["version"], "shm", "here", 0, "")
             self.answer = {"manifest": to_payload(manifest)}
             if self.held is not None:
                 return self.held

@@ -9,7 +9,6 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -38,7 +37,7 @@ from realhf.transport.weights.receiver import receive
 from tests.transport.shared_segments import named_segments
 
 torch.set_num_threads(1)
-MEDIA: list[Medium] = ["shm", "disk", "fetch", "broadcast"]
+MEDIA: list[Medium] = ["shm", "disk", "fetch"]
 TENSORS = {"a": torch.arange(24.0).reshape(4, 6), "b": torch.arange(7, dtype=torch.int16), "c": torch.ones(300).half()}
 
 
@@ -87,7 +86,7 @@ def tensors(draw: Any) -> torch.Tensor:
 @pytest.mark.slow
 @pytest.mark.parametrize("medium", MEDIA)
 def test_any_tensors_arrive_bit_by_bit(medium: Medium) -> None:
-    @settings(max_examples=12 if medium == "broadcast" else 40, deadline=None)
+    @settings(max_examples=40, deadline=None)
     @given(st.dictionaries(st.text(max_size=8), tensors(), max_size=6))
     def check(sent: dict[str, torch.Tensor]) -> None:
         nonlocal version
@@ -132,11 +131,10 @@ def test_a_closed_publisher_leaves_nothing_behind(medium: Medium, tmp_path: Path
         receive(publisher.publish(version, TENSORS), 60.0)
     publisher.close()
     assert not [thread for thread in set(threading.enumerate()) - threads if thread.name.startswith("weights-")]
-    if medium != "broadcast":  # gloo closes its connections when it likes
-        deadline = time.monotonic() + 60
-        while held() - before and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert held() <= before  # fewer, where an earlier test's threads were still closing what it had open
+    deadline = time.monotonic() + 60
+    while held() - before and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert held() <= before  # fewer, where an earlier test's threads were still closing what it had open
 
 
 @pytest.mark.parametrize("medium", ["shm", "disk"])
@@ -172,14 +170,8 @@ def test_versions_only_rise_and_settings_have_an_effect(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="__metadata__"):
             publisher.publish(4, {"__metadata__": torch.zeros(2)})
         assert publisher.publish(4, TENSORS).version == 4
-    with pytest.raises(ValueError, match="medium 'pigeon' of weights, one of shm, disk, fetch, broadcast"):
+    with pytest.raises(ValueError, match="medium 'pigeon' of weights, one of shm, disk, fetch"):
         WeightPublisher("run", "w", tmp_path, "pigeon")  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match="settings of the medium broadcast"):
-        WeightPublisher("run", "w", tmp_path, "disk", host="127.0.0.1")
-    for host, insecure in (("10.0.0.7", False), ("0.0.0.0", True)):
-        with pytest.raises(ValueError, match="neither password nor encryption"):
-            WeightPublisher("run", "w", tmp_path, "broadcast", host=host, insecure=insecure)
-    WeightPublisher("run", "w", tmp_path, "broadcast", host="10.0.0.7", insecure=True).close()
 
 
 @pytest.mark.parametrize("medium", MEDIA)
@@ -197,7 +189,6 @@ def test_a_manifest_that_contradicts_itself_or_the_bytes_is_refused(medium: Medi
         ):
             with pytest.raises(WeightsError, match=f"version 1 by {medium}: .*tensor"):
                 receive(replace(good, slots=(slot, *good.slots[1:])), 60.0)
-        # Another version's checksum: over a broadcast that is another version.
         with pytest.raises(WeightsError, match="version 1 by"):
             receive(replace(good, checksum="0" * 32), 60.0)
         for location in ("", "nowhere", "1:2:3:4", "-1:0:0", "127.0.0.1:99999999"):
@@ -264,30 +255,12 @@ def test_files_are_safetensors_both_ways(tmp_path: Path) -> None:
         assert_same(theirs, {slot.name: loaded[slot.name] for slot in manifest.slots})
 
 
-def test_receivers_of_a_broadcast_share_it_and_late_ones_are_served_too() -> None:
-    with publishing("broadcast") as publisher, ThreadPoolExecutor(4) as pool:
-        manifest = publisher.publish(1, TENSORS, receivers=4)
-        for got in pool.map(lambda i: receive(manifest, 60.0, f"generation/{i}"), range(4)):
-            assert_same(got, TENSORS)
-        assert_same(receive(manifest, 60.0, "generation/4"), TENSORS)
-        alone = publisher.publish(2, TENSORS, receivers=4)
-        assert_same(receive(alone, 60.0, "generation/0"), TENSORS)
-
-
-def test_the_deadline_of_a_broadcast_grows_with_its_bytes() -> None:
-    large = {"weight": torch.zeros(5_000_000)}
-    with publishing("broadcast") as publisher:
-        # The publisher waits half a second for the second receiver, as it would send to others meanwhile.
-        manifest = publisher.publish(1, large, receivers=2)
-        assert_same(receive(manifest, 0.1), large)
-
-
-def test_a_broadcast_that_nobody_serves_ends_at_the_deadline() -> None:
-    with publishing("broadcast") as publisher:
+def test_a_fetch_from_somebody_who_says_nothing_ends_at_the_deadline() -> None:
+    with publishing("fetch") as publisher:
         manifest = publisher.publish(1, TENSORS)
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        location = f"127.0.0.1:{silent.getsockname()[1]}"
-        with pytest.raises(WeightsTimeout, match=f"version 1 by broadcast: the publisher at {location} did not finish"):
+        location = f"127.0.0.1:{silent.getsockname()[1]}#{'0' * 32}"
+        with pytest.raises(WeightsTimeout, match=f"version 1 by fetch: {location[:-33]} sent nothing"):
             receive(replace(manifest, location=location), 0.1)
 
 

@@ -15,9 +15,7 @@ import torch
 
 from realhf.api.generation import WeightsManifest
 from realhf.base.messages import from_payload, to_payload
-from realhf.transport.weights.control_link import ControlLink
 from realhf.transport.weights.errors import WeightsError
-from realhf.transport.weights.gloo_group import GlooGroup
 from realhf.transport.weights.publisher import WeightPublisher
 from realhf.transport.weights.receiver import receive
 
@@ -34,33 +32,16 @@ def publish(medium: Any, folder: str, version: int) -> dict[str, Any]:
     return to_payload(publisher.publish(version, values(version)))
 
 
-def take(manifest: dict[str, Any], name: str) -> str:
+def take(manifest: dict[str, Any]) -> str:
     """``same``, ``other`` or the error."""
     try:
-        tensors = receive(from_payload(WeightsManifest, manifest), 60.0, name)
+        tensors = receive(from_payload(WeightsManifest, manifest), 60.0)
     except WeightsError as error:
         return f"{type(error).__name__}: {error}"
     held.append(tensors)
     expected = values(manifest["version"])
     same = list(tensors) == list(expected) and all(torch.equal(tensors[k], expected[k]) for k in expected)
     return "same" if same else "other"
-
-
-def die(manifest: dict[str, Any], moment: str) -> None:
-    """Take part in a broadcast and die: ``seated``, or once ``met`` with the others."""
-    host, _, port = manifest["location"].rpartition(":")
-    link = ControlLink(socket.create_connection((host, int(port))))
-    link.send(5.0, checksum=manifest["checksum"], name="generation/dead")
-    rank, size = link.receive(60.0)["seat"]
-
-    def exchange(own: bytes) -> list[bytes]:
-        if moment == "seated":
-            os.kill(os.getpid(), signal.SIGKILL)
-        link.send(5.0, address=own)
-        return link.receive(60.0)["addresses"]
-
-    GlooGroup(rank, size, "127.0.0.1", exchange)
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def serve(path: str) -> None:
@@ -70,7 +51,7 @@ def serve(path: str) -> None:
         with connection.makefile("rw") as lines:
             for line in lines:
                 name, *arguments = json.loads(line)
-                answer = {"publish": publish, "take": take, "die": die}[name](*arguments)
+                answer = {"publish": publish, "take": take}[name](*arguments)
                 lines.write(json.dumps(answer) + "\n")
                 lines.flush()
 
