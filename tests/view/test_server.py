@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import re
 import shlex
 import shutil
 import time
+from importlib import resources
 from pathlib import Path
 
 import pytest
@@ -222,3 +225,10 @@ def test_what_is_not_there_is_not_found(tmp_path: Path, path: str):
 
 def test_nothing_can_be_sent(tmp_path: Path):
     assert client(write_run(tmp_path / "run")).post("/api/runs").status_code == 405
+
+
+def test_the_charts_are_drawn_by_the_library_that_the_readme_beside_it_names():
+    look = resources.files("realhf.base").joinpath("look")
+    told = re.findall(r"`(\S+)` \| `dist/\S+` \| `([0-9a-f]{64})`", look.joinpath("uplot.README.md").read_text())
+    found = [(name, hashlib.sha256(look.joinpath(name).read_bytes()).hexdigest()) for name, _ in told]
+    assert len(told) == 2 and found == told

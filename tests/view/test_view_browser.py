@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.view.made_up_run import HOSTILE, MadeUpRun
 from tests.chromium import ABSENT, PROGRAM, Chromium
-from tests.view.page import PAGES, follow_advisory, shows, text
+from tests.view.page import PAGES, chart, follow_advisory, shows, text
 from tests.view.runs import served
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(PROGRAM is None, reason=ABSENT)]
@@ -120,8 +120,8 @@ def test_two_runs_are_compared_and_the_options_listed_in_which_they_differ(chrom
         page.wait("document.getElementById('difference')")
         rows = [line.split("\t") for line in text(page, "#difference tbody").splitlines()]
         assert rows == [["seed", "1", "2"], ["ppo.lr", "0.001", "0.002"]]
-        assert text(page, ".card.named small").splitlines() == ["finished", "stopped"]
-        assert page.js("document.querySelectorAll('.chart:not([hidden]) .curve.k1').length") >= 2, "on the same axes"
+        assert text(page, "#compared td:nth-child(2) small").splitlines() == ["finished", "stopped"]
+        assert page.js(f"{chart('Reward')}.columns.map((one) => one.kind)") == [0, 1], "on the same axes"
         page.press("c")
         page.wait("document.querySelector('dialog[open]')")
         for key in ("Tab", " ", "Enter"):

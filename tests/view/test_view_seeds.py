@@ -8,11 +8,13 @@ import pytest
 
 from realhf.view.__main__ import main
 from tests.chromium import ABSENT, PROGRAM, Chromium
-from tests.view.page import shows, text
+from tests.view.page import painted, shows, text
 from tests.view.runs import add_step, served, write_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(PROGRAM is None, reason=ABSENT)]
-FIRST = "document.querySelectorAll('.chart')[0]"
+FIRST = "document.querySelector('.chart').chart"
+BANDS = f"{FIRST}.plot.bands.length"
+CURVES = f"{FIRST}.columns.filter((one) => one.role === 'curve').length"
 CHARTS = """
     [...document.querySelectorAll('.chart:not([hidden])')].map((one) => [
         one.querySelector('h3').innerText, one.querySelector('.readout').innerText])"""
@@ -38,20 +40,19 @@ def test_runs_that_differ_only_in_their_seeds_are_a_mean_and_a_band(chromium: Ch
     with served(tmp_path, follow=False) as url:
         page.open(url + "/#/overview?runs=0,1,2,3,4,5")
         shows(page, "overview")
-        assert page.js(f"{FIRST}.querySelectorAll('.curve').length") == 2
-        assert page.js(f"{FIRST}.querySelectorAll('.band').length") == 2
+        assert page.js(CURVES) == 2 and page.js(BANDS) == 2
+        assert page.js(painted(FIRST, "--k0")) > 100 and page.js(painted(FIRST, "--k1")) > 100
         told = page.js(READOUT)
         assert "ppo.lr=0.001 (3 seeds)" in told and "ppo.lr=0.002 (3 seeds)" in told
         assert "6 2 to 12" in told and "40 20 to 60" in told, "at step 2, the last one that all have"
         said = text(page, "#seeds-said")
         assert "mean" in said and "from the lowest to the highest" in said
-        assert page.js("[...document.querySelectorAll('.card.named')].map((one) => one.classList[2]).join(' ')") == (
-            "k0 k0 k0 k1 k1 k1"
-        )
+        colours = "[...document.querySelectorAll('#compared .dot')].map((one) => one.classList[1]).join(' ')"
+        assert page.js(colours) == "k0 k0 k0 k1 k1 k1"
         page.js("document.getElementById('page').focus()")
         page.press("b")
-        page.wait(f"{FIRST}.querySelectorAll('.curve').length === 6")
-        assert page.js("document.querySelectorAll('.band').length") == 0
+        page.wait(f"{CURVES} === 6")
+        assert page.js(BANDS) == 0
         assert "seeds=0" in page.js("location.hash") and page.js("document.getElementById('seeds-said').hidden")
         page.open(url + "/?other#/overview?runs=0,3")
         shows(page, "overview")
@@ -67,10 +68,11 @@ def test_the_band_of_smoothed_curves_over_hours_on_a_logarithmic_axis(chromium: 
     with served(tmp_path, follow=False) as url:
         page.open(url + "/#/overview?runs=0,1,2&smooth=0.6&x=hours&log=1")
         shows(page, "overview")
-        shapes = page.js(f"[...{FIRST}.querySelectorAll('.band, .curve')].map((one) => one.getAttribute('d'))")
-        assert len(shapes) == 3 and not any("NaN" in shape or "Infinity" in shape for shape in shapes)
-        heights = [float(pair.split(",")[1]) for pair in shapes[0].strip("MZ").split("L")]
-        assert max(heights) <= 210 and len(heights) == 8
+        assert page.js(CURVES) == 2 and page.js(BANDS) == 1, "as measured, faint, and smoothed"
+        assert page.js(f"{FIRST}.data[0].length") == 4, "as far as all have come"
+        low, high = page.js(f"{FIRST}.extent.y")
+        assert 1 < low < 2 and 12 < high < 20, "the lowest run, which is always 0, is below the axis"
+        assert page.js(painted(FIRST, "--k0")) > 100
         page.open("about:blank")
         assert page.problems == []
 

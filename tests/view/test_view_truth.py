@@ -10,11 +10,11 @@ import pytest
 
 from benchmarks.view.made_up_run import MadeUpRun
 from tests.chromium import ABSENT, PROGRAM, Chromium
-from tests.view.page import shows, text
+from tests.view.page import chart, drag, painted, shows, text, ticks
 from tests.view.runs import add_step, served, write_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(PROGRAM is None, reason=ABSENT)]
-CURVE = "document.querySelector('.chart .curve').getAttribute('d')"
+CURVE = f"{chart('Reward')}.data"
 
 
 def test_another_server_on_the_port_is_noticed_and_no_run_mixed_with_another(chromium: Chromium, tmp_path: Path):
@@ -33,7 +33,7 @@ def test_another_server_on_the_port_is_noticed_and_no_run_mixed_with_another(chr
     with served(tmp_path / "seed2", port=urlsplit(url).port or 0):
         page.wait("document.querySelector('.card b')?.innerText === '7'", 60)
         assert text(page, "#title").endswith("seed2")
-        page.wait(CURVE)
+        page.wait(f"{CURVE}[0].length === 7")
         found = page.js(CURVE)
         page.open(url + "/?fresh")
         shows(page, "overview")
@@ -78,36 +78,45 @@ def test_what_was_said_of_unreadable_lines_stays_when_rollouts_arrive(chromium: 
     run.close()
 
 
-def test_a_metric_of_some_steps_is_drawn_and_a_long_one_keeps_its_lows(chromium: Chromium, tmp_path: Path):
-    """A value between gaps has no line; and in a curve that is thinned out a gap is no 0."""
+def test_a_metric_of_some_steps_is_a_curve_and_one_that_is_no_number_breaks_it(chromium: Chromium, tmp_path: Path):
+    """Steps that a metric leaves out are no gaps; a value between gaps is drawn as a point."""
     run, page = write_run(tmp_path / "run", steps=1), chromium
     played = {"time/actor_gen": 3.0, "time/part/actor_gen/environment": 1.0, "time/part/actor_gen/generation": 2.0}
     for step in range(2, 12):
-        add_step(
-            run, {"step": step, "time/actor_train": 1.0} | played | ({"policy/entropy": step} if step % 4 == 0 else {})
-        )
-    long = write_run(tmp_path / "long", steps=1)
-    rows = [
-        {"step": step} | ({"policy/kl_ref": 0.5 if step == 1501 else 9.0} if step % 2 else {})
-        for step in range(2, 4000)
-    ]
-    with (long / "metrics.jsonl").open("a") as file:
-        file.write("".join(json.dumps(row) + "\n" for row in rows))
-    chart = "[...document.querySelectorAll('.chart')].find((one) => one.innerText.startsWith('{}'))"
-    with served(run, long, follow=False) as url:
+        found = {"policy/entropy": step} if step % 4 == 0 else {}
+        broken = {"policy/kl_ref": 1.0 if step in (5, 8, 9) else float("nan")}
+        add_step(run, {"step": step, "time/actor_train": 1.0} | played | found | broken)
+    with served(run, follow=False) as url:
         page.open(url + "/")
         shows(page, "overview")
-        times = page.js(chart.format("Where the time goes") + ".innerText")
+        times = page.js(chart("Where the time goes") + ".node.innerText")
         assert all(name in times for name in ("environment", "generation", "actor_train")), times
         assert "actor_gen" not in times, "a call that plays is shown by its parts, as in the terminal"
-        assert page.js(chart.format("Entropy") + ".querySelectorAll('.point').length") == 2
-        page.open(url + "/?long#/overview?runs=1")
+        entropy, kl = chart("Entropy"), chart("KL")
+        lone = "{0}.plot.series[1].points.filter({0}.plot, 1)"
+        assert page.js(lone.format(entropy)) == []
+        assert page.js(painted(entropy, "--k0")) > 100
+        assert len(page.js(lone.format(kl))) == 1, "of the steps 5, 8 and 9 the first stands alone"
+        assert page.js(painted(kl, "--k0")) > 20
+        page.open("about:blank")
+        assert page.problems == []
+
+
+def test_a_hundred_thousand_steps_are_drawn_with_their_one_low(chromium: Chromium, tmp_path: Path):
+    """Many steps share a column of pixels; the lowest and the highest of them are drawn."""
+    long, page = write_run(tmp_path / "long", steps=0), chromium
+    rows = [{"step": step, "policy/kl_ref": 0.5 if step == 30_001 else 9.0} for step in range(1, 100_001)]
+    (long / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    kl = chart("KL")
+    with served(long, follow=False) as url:
+        page.open(url + "/")
         shows(page, "overview")
-        heights = (
-            page.js(chart.format("KL") + ".querySelector('.curve').getAttribute('d')").replace("M", "L").split("L")
-        )
-        lows = {float(part.split(",")[1]) for part in heights if part}
-        assert len(lows) == 2, "the one low value is drawn"
+        assert page.js(f"{kl}.data[0].length") == 100_000
+        low = page.js(f"[{kl}.plot.valToPos(30001, 'x', true), {kl}.plot.valToPos(1, 'y', true)].map(Math.round)")
+        drawn = f"[...{kl}.plot.ctx.getImageData({low[0] - 2}, {low[1]}, 5, 1).data].some((one) => one > 0)"
+        assert page.js(drawn), "the one low value is drawn"
+        page.open("about:blank")
+        assert page.problems == []
 
 
 def test_evaluations_that_are_greedy_alone_count_as_evaluations(chromium: Chromium, tmp_path: Path):
@@ -191,37 +200,111 @@ def test_a_task_is_a_template_and_its_instances_come_with_a_click(chromium: Chro
         assert text(page, "#count").startswith(f"{own.count(name)} of {len(own)} rollouts\ntemplate {name}")
 
 
-def test_curves_are_drawn_over_hours_or_tokens_on_a_logarithmic_axis_and_in_part(chromium: Chromium, tmp_path: Path):
-    run, page = write_run(tmp_path / "run", steps=1), chromium
+def measured(folder: Path) -> Path:
+    """A run of eleven steps of half an hour and 500 tokens each."""
+    run = write_run(folder, steps=1)
     for step in range(2, 12):
         add_step(run, {"step": step, "time/step": 1800, "batch/tokens": 500, "policy/kl_ref": 10.0 ** -(step % 4)})
-    chart = "[...document.querySelectorAll('.chart')].find((one) => one.innerText.startsWith('KL'))"
-    ticks = f"[...{chart}.querySelectorAll('.tick.left')].map((one) => one.textContent)"
-    steps = f"[...{chart}.querySelectorAll('.tick:not(.left)')].map((one) => Number(one.textContent.replace(',', '')))"
+    return run
+
+
+def test_curves_are_drawn_over_hours_or_tokens_on_a_logarithmic_axis(chromium: Chromium, tmp_path: Path):
+    run, page, kl = measured(tmp_path / "run"), chromium, chart("KL")
+    farthest = f"Math.max(...{ticks(kl, 0)}.map((one) => Number(one.replace(',', ''))))"
     with served(run, follow=False) as url:
         page.open(url + "/")
         shows(page, "overview")
-        assert max(page.js(steps)) >= 10
+        assert page.js(farthest) == 10
         page.press("x")
-        assert 4 < max(page.js(steps)) <= 5.1, "ten steps of half an hour"
+        assert 4 < page.js(farthest) <= 5.1, "ten steps of half an hour"
         page.press("l")
-        assert page.js(ticks) == ["0.001", "0.01", "0.1", "1"]
+        assert page.js(ticks(kl, 1)) == ["0.001", "0.01", "0.1", "1"]
         assert "x=hours" in page.js("location.hash") and "log=1" in page.js("location.hash")
         page.call("Page.reload")
         page.wait("document.documentElement?.dataset.page === 'overview'")
         assert page.js("document.getElementById('along').value") == "hours"
         page.press("x")
-        assert max(page.js(steps)) == 5000
-        page.press("x")
-        page.js(f"{chart}.scrollIntoView()")
-        left, top, wide = page.js(
-            f"(({{x, y, width}}) => [x, y, width])({chart}.querySelector('svg').getBoundingClientRect())"
-        )
-        for kind, x in (("mousePressed", 0.5), ("mouseMoved", 0.7), ("mouseReleased", 0.9)):
-            place = {"x": left + x * wide, "y": top + 60, "button": "left", "clickCount": 1}
-            page.call("Input.dispatchMouseEvent", type=kind, **place)
-        assert min(page.js(steps)) >= 5, "the part that was dragged over"
+        assert page.js(farthest) == 5000
+        page.open("about:blank")
+        assert page.problems == []
+
+
+def test_a_part_is_zoomed_into_by_pointer_keys_and_buttons(chromium: Chromium, tmp_path: Path):
+    """All charts show the same part; the address keeps it, and a key shows all of it again."""
+    run, page, kl, reward = measured(tmp_path / "run"), chromium, chart("KL"), chart("Reward")
+    span = f"(({{min, max}}) => [min, max])({kl}.plot.scales.x)"
+    with served(run, follow=False) as url:
+        page.open(url + "/")
+        shows(page, "overview")
+        whole = page.js(span)
+        drag(page, f"{kl}.plot.over", 0.5, 0.9)
+        assert page.js(span) == pytest.approx([6, 10], abs=0.01), "from step to step"
+        assert page.js(f"{reward}.extent?.x ?? null") in (None, page.js(span))
+        part = page.js(span)
+        page.call("Page.reload")
+        page.wait("document.documentElement?.dataset.page === 'overview'")
+        assert page.js(span) == pytest.approx(part, rel=1e-4)
         page.press("z")
-        assert min(page.js(steps)) <= 2
+        assert page.js(span) == whole and "range" not in page.js("location.hash")
+        page.js(f"{kl}.node.focus()")
+        for key in ("Home", "ArrowRight", "ArrowRight", "+"):
+            page.press(key)
+        begin, end = page.js(span)
+        assert (begin, end) == pytest.approx((2.0, 6.5), abs=0.6), "about the cursor, which is on the fourth step"
+        assert page.js(f"{kl}.readout.innerText").startswith("step 4")
+        page.press("-")
+        page.press("-")
+        assert page.js(span) == whole
+        page.js("document.querySelector('.bar [aria-label=\"Zoom in\"]').click()")
+        assert page.js(span)[1] < whole[1]
+        page.press("Enter")
+        assert page.js("document.activeElement.classList.contains('wide')")
+        assert page.js(f"{kl}.plot.height") > 300 and page.js(f"{kl}.plot.width") > 1000
+        page.open("about:blank")
+        assert page.problems == []
+
+
+def test_a_metric_that_is_chosen_stays_in_the_address(chromium: Chromium, tmp_path: Path):
+    """Any metric has a chart that can be pinned before all others, and be let go again."""
+    run, page = measured(tmp_path / "run"), chromium
+    first = "document.querySelector('.chart h3').innerText"
+    with served(run, follow=False) as url:
+        page.open(url + "/")
+        shows(page, "overview")
+        assert page.js(first) == "Reward"
+        page.press("/")
+        page.js("document.activeElement.value = 'tokens'")
+        page.js("document.activeElement.dispatchEvent(new Event('input'))")
+        names = "[...document.querySelectorAll('.all .chart h3')].map((one) => one.innerText)"
+        assert page.js(names) == ["batch/tokens"]
+        for key in ("Tab", "Tab", "Enter"):
+            page.press(key)
+        pinned = "[...document.querySelectorAll('.pins h3')].map((one) => one.innerText)"
+        assert page.js(pinned) == ["batch/tokens"]
+        assert page.js("document.activeElement.ariaPressed") == "true"
+        assert "pins=batch" in page.js("location.hash")
+        page.call("Page.reload")
+        page.wait("document.documentElement?.dataset.page === 'overview'")
+        assert page.js(pinned) == ["batch/tokens"]
+        assert page.js(painted("document.querySelector('.pins .chart').chart", "--k0")) > 100
+        page.js("document.querySelector('.pins button').click()")
+        assert page.js(pinned) == [] and "pins" not in page.js("location.hash")
+        page.open("about:blank")
+        assert page.problems == []
+
+
+def test_a_theme_that_changes_changes_the_colours_of_the_charts(chromium: Chromium, tmp_path: Path):
+    run, page, reward = write_run(tmp_path / "run"), chromium, chart("Reward")
+    with served(run, follow=False) as url:
+        page.look(1280, 800, "light")
+        page.open(url + "/")
+        shows(page, "overview")
+        light = page.js(f"{reward}.colour('--k0')()")
+        assert page.js(painted(reward, "--k0")) > 100
+        page.press("d")
+        page.press("d")
+        page.wait(f"{reward}.colour('--k0')() !== {json.dumps(light)}")
+        page.wait(f"{painted(reward, '--k0')} > 100")
+        page.press("d")
         page.open("about:blank")
         assert page.problems == []

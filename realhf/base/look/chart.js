@@ -1,20 +1,25 @@
-// Curves over the steps: several series on one pair of axes, points with intervals, stacked areas, a shared cursor.
+// Curves over the steps, drawn by uPlot: several series on one pair of axes, bands, points with intervals, stacked areas,
+// a shared cursor. uPlot is a plain script that the page loads before its modules.
 
-import { h, number, s, shown } from "./dom.js";
+import { h, number, shown } from "./dom.js";
 
-const WIDTH = 560;
-const HEIGHT = 210;
-const INSET = { left: 54, right: 12, top: 10, bottom: 24 };
-const MOST_POINTS = 700;
+const { uPlot } = window;
+const TALL = 196;
+const TALLER = 420;
 const LEAST_DRAG = 8;
-const listeners = new Set();
+const WHOLE = Array.from({ length: 13 }, (_, power) => [1, 2, 5].map((one) => one * 10 ** power)).flat();
+const charts = new Set();
 let cursor = null;
 
 /** Set the step that all charts mark and read out; null for none. */
 export function setCursor(step) {
   cursor = step;
-  for (const one of listeners) one();
+  for (const one of charts) one.drawCursor();
 }
+
+const repaint = () => charts.forEach((one) => one.plot?.redraw(false));
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", repaint);
+new MutationObserver(repaint).observe(document.documentElement, { attributeFilter: ["data-theme"] });
 
 /** A running mean that leans on the past by `weight` (0 to below 1), the start corrected for having none. */
 export function smoothed(values, weight) {
@@ -30,133 +35,287 @@ export function smoothed(values, weight) {
 }
 
 /**
- * A chart. `spec`: {title, unit, about, series: [{label, x, y, low, high, kind}], points: [{label, x, y, low, high,
+ * A chart. `spec`: {title, unit, about, series: [{label, x, y, low, high, kind, faint}], points: [{label, x, y, low, high,
  * kind}], stacked, from0, along, log, range}; `kind` is the number of a colour, `along` the word for x (step), `log` a logarithmic
- * axis, which leaves out what is not positive, `range` the part of x that is drawn. `y` may hold null and texts (no
- * number), which are left out; with `low` and `high` of each `y` there is a band behind the curve. `zoom`, if given, is called with the part of x that was dragged over; null for all of it.
+ * axis, which leaves out what is not positive, `range` the part of x that is drawn. `y` may hold null, where there is no
+ * value and the curve goes on, and texts (no number), where it breaks; with `low` and `high` of each `y` there is a band
+ * behind the curve. `zoom`, if given, is called with the part of x that was dragged over; null for all of it. `tools` are
+ * buttons beside the title.
  */
 export class Chart {
-  constructor(zoom = null) {
+  constructor(zoom = null, ...tools) {
     this.zoom = zoom;
     this.spec = { title: "", series: [], points: [] };
     this.heading = h("h3");
     this.readout = h("p", { class: "readout" });
-    this.drawing = s("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img" });
-    this.node = h("figure", { class: "chart", tabindex: "0" }, this.heading, this.drawing, this.readout);
+    this.place = h("div", { class: "plot", role: "img" });
+    this.none = h("p", { class: "none" }, "no values yet");
+    this.larger = h("button", { type: "button", class: "quiet", "aria-label": "Larger", title: "Larger (Enter)", "aria-pressed": "false", onclick: () => this.enlarge() }, "⤢");
+    this.node = h("figure", { class: "chart", tabindex: "0" }, h("div", { class: "chart-head" }, this.heading, tools, this.larger), this.place, this.none, this.readout);
+    this.node.chart = this;
     this.node.addEventListener("keydown", (event) => this.onKey(event));
     // All charts follow one cursor; the one in which it is moved reads its values out.
     this.node.addEventListener("focus", () => this.readout.setAttribute("aria-live", "polite"));
     this.node.addEventListener("blur", () => this.readout.removeAttribute("aria-live"));
-    this.drawing.addEventListener("pointermove", (event) => this.onPointer(event));
-    this.drawing.addEventListener("pointerleave", () => setCursor(null));
-    if (zoom) this.zoomable();
-    this.onCursor = () => this.drawCursor();
-    listeners.add(this.onCursor);
-  }
-
-  zoomable() {
-    let from = null;
-    this.drawing.addEventListener("pointerdown", (event) => {
-      from = event.button === 0 && this.places ? event : null;
-    });
-    this.drawing.addEventListener("pointerup", (event) => {
-      if (from && Math.abs(event.clientX - from.clientX) >= LEAST_DRAG) this.zoom([this.placeOf(from), this.placeOf(event)].sort((a, b) => a - b));
-      from = null;
-    });
-    this.drawing.addEventListener("dblclick", () => this.zoom(null));
+    this.resized = new ResizeObserver(() => this.paint());
+    this.resized.observe(this.place);
+    charts.add(this);
   }
 
   close() {
-    listeners.delete(this.onCursor);
+    charts.delete(this);
+    this.resized.disconnect();
+    this.plot?.destroy();
   }
 
   draw(spec) {
     this.spec = spec;
     this.heading.replaceChildren(shown(spec.title), ...(spec.unit ? [h("span", { class: "muted" }, spec.unit)] : []));
     if (spec.about) this.heading.title = spec.about;
-    const drawn = spec.log && !spec.stacked;
-    const series = spec.series.map((line) => part(line, spec.range, drawn));
-    const points = (spec.points ?? []).filter((one) => within(one.x, spec.range) && (!drawn || one.y > 0));
-    const lines = spec.stacked ? stack(series) : series;
-    const places = extent(lines, points, (spec.stacked || spec.from0) && !drawn, drawn);
-    this.places = places;
-    this.drawing.replaceChildren();
     this.node.setAttribute("aria-label", `${spec.title}; arrows move the cursor`);
-    this.drawing.setAttribute("aria-label", `${spec.title}, over: ${spec.along ?? "step"}`);
-    if (!places) {
-      this.drawing.append(s("text", { x: WIDTH / 2, y: HEIGHT / 2, class: "none" }, "no values yet"));
-      this.readout.replaceChildren();
-      return;
+    this.place.setAttribute("aria-label", `${spec.title}, over: ${spec.along ?? "step"}`);
+    this.log = Boolean(spec.log && !spec.stacked);
+    this.columns = columnsOf(spec, this.log);
+    const points = (spec.points ?? []).map((one) => one.x);
+    const tables = [...this.columns.map((one) => [one.x, one.y]), ...(points.length ? [[points]] : [])];
+    this.data = tables.length ? uPlot.join(tables) : [[]];
+    this.extent = this.extentOf();
+    this.place.hidden = !this.extent;
+    this.none.hidden = Boolean(this.extent);
+    this.paint();
+  }
+
+  /** Draw what `draw` was given, in the size that the chart has; nothing where it is not seen. */
+  paint() {
+    const width = this.place.clientWidth;
+    if (!width || !this.extent) return this.drawCursor();
+    const size = { width, height: this.node.classList.contains("wide") ? TALLER : TALL };
+    const { spec } = this;
+    const whole = (spec.along ?? "step") === "step" && this.extent.x[1] - this.extent.x[0] >= 2;
+    const form = JSON.stringify([this.log, whole, this.columns.map((one) => [one.role, one.kind, one.faint, one.over])]);
+    if (form !== this.form) {
+      this.form = form;
+      this.plot?.destroy();
+      this.plot = new uPlot(this.options(size, whole), this.data, this.place);
+    } else {
+      if (size.width !== this.plot.width || size.height !== this.plot.height) this.plot.setSize(size);
+      this.plot.setData(this.data);
     }
-    this.drawing.append(...axes(places));
-    for (const line of lines) {
-      if (line.low && !line.faint) this.drawing.append(s("path", { d: area({ ...line, y: line.high, below: line.low }, places), class: `band k${line.kind % 8}` }));
-    }
-    for (const line of lines) {
-      if (line.below) this.drawing.append(s("path", { d: area(line, places), class: `fill k${line.kind % 8}` }));
-      else this.drawing.append(...curve(line, places));
-    }
-    for (const point of points) this.drawing.append(...whisker(point, places));
-    this.mark = s("line", { y1: INSET.top, y2: HEIGHT - INSET.bottom, class: "mark", visibility: "hidden" });
-    this.drawing.append(this.mark);
     this.drawCursor();
   }
 
-  /** The steps that a cursor may stand on, in order. */
-  steps() {
-    const all = new Set([...this.spec.series.flatMap((one) => one.x), ...(this.spec.points ?? []).map((one) => one.x)]);
-    return [...all].filter((x) => within(x, this.spec.range)).sort((a, b) => a - b);
+  options(size, whole) {
+    const drawn = this.columns.map((one) => one.role === "curve" && !one.faint);
+    const axis = { stroke: this.colour("--muted"), font: "12px system-ui, sans-serif", ticks: { show: false }, values: (_, splits) => splits.map((one) => (one === null ? "" : number(one))) };
+    const grid = { stroke: this.colour("--line"), width: 1 };
+    return {
+      ...size,
+      legend: { show: false },
+      padding: [8, 14, 0, 0],
+      scales: { x: { time: false, range: () => this.extent.x }, y: { distr: this.log ? 3 : 1, range: () => this.extent.y } },
+      axes: [{ ...axis, size: 28, gap: 6, space: 52, incrs: whole ? WHOLE : undefined, grid: { show: false } }, { ...axis, size: 56, gap: 6, space: 36, grid, ...(this.log && { splits: (_, at, low, high) => logTicks(low, high), filter: (_, splits) => splits }) }],
+      series: [{}, ...this.columns.map((one, at) => this.seriesOf(one, at))],
+      bands: this.columns.flatMap(({ over, kind, role }, at) => (over === null ? [] : [{ series: [at + 1, over + 1], fill: this.colour(`--k${kind % 8}`, role === "curve" ? 0.7 : 0.18) }])),
+      cursor: {
+        y: false,
+        move: (u, left, top) => (left < 0 ? [left, top] : [u.valToPos(u.data[0][u.posToIdx(left)], "x"), top]),
+        points: { size: 7, show: (_, at) => drawn[at - 1] },
+        drag: { x: Boolean(this.zoom), y: false, setScale: false, dist: LEAST_DRAG },
+        bind: { dblclick: () => () => this.zoom?.(null) },
+      },
+      hooks: {
+        draw: [(u) => this.drawPoints(u)],
+        setCursor: [(u) => this.onPointer(u)],
+        setSelect: [(u) => this.onSelect(u)],
+      },
+    };
+  }
+
+  seriesOf({ role, kind, faint }, at) {
+    const colour = this.colour(`--k${kind % 8}`, faint ? 0.3 : 1);
+    const curve = role === "curve";
+    const fill = this.spec.stacked && at === 0 ? this.colour(`--k${kind % 8}`, 0.7) : undefined;
+    return { stroke: colour, width: curve ? (faint ? 1.2 : 2) : 0, fill, fillTo: 0, points: curve ? { show: true, size: 6, fill: colour, filter: (u, own) => lone(u.data[own]) } : { show: false } };
+  }
+
+  /** What gives a colour of the page to a canvas, which knows no variables, at the time of drawing. */
+  colour(name, alpha = 1) {
+    return () => {
+      this.place.style.color = `var(${name})`;
+      const [red, green, blue] = getComputedStyle(this.place).color.match(/[\d.]+/g);
+      return `rgba(${red}, ${green}, ${blue}, ${alpha})`;
+    };
+  }
+
+  /** Follow the pointer. What moves the cursor of the plot otherwise, such as new data, has no event. */
+  onPointer({ cursor: own, data }) {
+    if (!own.event) return;
+    own.event = null;
+    setCursor(own.left >= 0 ? (data[0][own.idx] ?? null) : null);
+  }
+
+  onSelect(u) {
+    const { left, width } = u.select;
+    if (width < LEAST_DRAG) return;
+    u.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
+    this.zoom([u.posToVal(left, "x"), u.posToVal(left + width, "x")]);
+  }
+
+  /** Zoom by a factor, about the cursor if it is seen. */
+  zoomBy(factor) {
+    if (!this.zoom || !this.extent) return;
+    const { whole, x } = this.extent;
+    const middle = cursor !== null && within(cursor, x) ? cursor : (x[0] + x[1]) / 2;
+    const wide = (x[1] - x[0]) * factor;
+    const begin = Math.max(whole[0], Math.min(middle - wide / 2, whole[1] - wide));
+    this.zoom(wide >= whole[1] - whole[0] ? null : [begin, begin + wide]);
+  }
+
+  enlarge() {
+    const wide = this.node.classList.toggle("wide");
+    this.larger.setAttribute("aria-pressed", String(wide));
+    this.paint();
+    this.node.scrollIntoView({ block: "nearest" });
   }
 
   onKey(event) {
+    if (event.target !== this.node || event.ctrlKey || event.metaKey || event.altKey) return;
     const move = { ArrowLeft: -1, ArrowRight: 1, Home: -Infinity, End: Infinity }[event.key];
-    if (!move || !this.places) return;
-    const steps = this.steps();
-    const at = cursor === null ? (move > 0 ? -1 : steps.length) : steps.findIndex((step) => step >= cursor);
-    setCursor(steps[Math.max(0, Math.min(steps.length - 1, (at < 0 ? steps.length : at) + move))]);
+    if (move) this.moveCursor(move);
+    else if (event.key === "Enter") this.enlarge();
+    else if (event.key === "+" || event.key === "=") this.zoomBy(0.5);
+    else if (event.key === "-") this.zoomBy(2);
+    else return;
     event.preventDefault();
   }
 
-  onPointer(event) {
-    if (!this.places) return;
-    const wanted = this.placeOf(event);
-    const steps = this.steps();
-    setCursor(steps.reduce((best, step) => (Math.abs(step - wanted) < Math.abs(best - wanted) ? step : best), steps[0]));
-  }
-
-  placeOf(event) {
-    const box = this.drawing.getBoundingClientRect();
-    const x = ((event.clientX - box.left) / box.width) * WIDTH;
-    return this.places.left + ((x - INSET.left) / (WIDTH - INSET.left - INSET.right)) * this.places.wide;
+  moveCursor(by) {
+    if (!this.extent) return;
+    const steps = this.data[0].filter((x) => within(x, this.extent.x));
+    const at = cursor === null ? (by > 0 ? -1 : steps.length) : steps.findIndex((step) => step >= cursor);
+    setCursor(steps[Math.max(0, Math.min(steps.length - 1, (at < 0 ? steps.length : at) + by))]);
   }
 
   drawCursor() {
-    if (!this.places) return;
-    const shown = cursor !== null && cursor >= this.places.left && cursor <= this.places.left + this.places.wide;
-    this.mark.setAttribute("visibility", shown ? "visible" : "hidden");
-    if (shown) {
-      this.mark.setAttribute("x1", across(cursor, this.places));
-      this.mark.setAttribute("x2", across(cursor, this.places));
-    }
-    const held = (this.spec.points ?? []).filter((one) => one.x === cursor);
-    const labels = this.spec.series.filter((line) => !line.faint).map((line) => {
-      const at = shown ? line.x.indexOf(cursor) : line.y.findLastIndex((value) => value !== null);
+    if (!this.extent) return this.readout.replaceChildren();
+    const seen = cursor !== null && within(cursor, this.extent.x);
+    this.plot?.setCursor({ left: seen ? this.plot.valToPos(cursor, "x") : -10, top: seen ? 0 : -10 }, false);
+    const entries = this.spec.series.filter((line) => !line.faint).map((line) => {
+      const at = seen ? placeBefore(line, cursor) : line.y.findLastIndex((value) => value !== null);
       return entry(line, line.y[at] ?? null, line.low ? [line.low[at], line.high[at]] : null);
     });
-    labels.push(...held.map((one) => entry({ ...one, label: `${one.label}, held out` }, one.y)));
-    this.readout.replaceChildren(h("span", { class: "muted" }, shown ? `${this.spec.along ?? "step"} ${number(cursor)}` : "last"), ...labels);
+    const held = seen ? (this.spec.points ?? []).filter((one) => one.x === cursor) : [];
+    entries.push(...held.map((one) => entry({ ...one, label: `${one.label}, held out` }, one.y)));
+    this.readout.replaceChildren(h("span", { class: "muted" }, seen ? `${this.spec.along ?? "step"} ${number(cursor)}` : "last"), ...entries);
+  }
+
+  /** Draw held-out points with their intervals over the curves. */
+  drawPoints({ ctx, valToPos }) {
+    ctx.save();
+    const ratio = devicePixelRatio;
+    for (const { x, y, low, high, kind } of this.pointsSeen()) {
+      const [across, down] = [valToPos(x, "x", true), valToPos(y, "y", true)];
+      ctx.strokeStyle = ctx.fillStyle = this.colour(`--k${kind % 8}`)();
+      ctx.lineWidth = 2 * ratio;
+      ctx.beginPath();
+      for (const end of [low, high]) if (typeof end === "number" && !(this.log && end <= 0)) (ctx.moveTo(across, down), ctx.lineTo(across, valToPos(end, "y", true)));
+      ctx.stroke();
+      ctx.beginPath();
+      ctx.arc(across, down, 3.5 * ratio, 0, 2 * Math.PI);
+      ctx.fill();
+      ctx.lineWidth = ratio;
+      ctx.strokeStyle = this.colour("--surface")();
+      ctx.stroke();
+    }
+    ctx.restore();
+  }
+
+  pointsSeen() {
+    return (this.spec.points ?? []).filter(({ x, y }) => within(x, this.spec.range) && typeof y === "number" && !(this.log && y <= 0));
+  }
+
+  /** The axes {x, y, whole}, `whole` being x without zoom; null where there is nothing to draw. */
+  extentOf() {
+    const { spec, data } = this;
+    const points = this.pointsSeen();
+    const [xs, ...ys] = data;
+    const has = (_, at) => ys.some((y) => typeof y[at] === "number");
+    const ends = [xs.findIndex(has), xs.findLastIndex(has)].filter((at) => at >= 0).map((at) => xs[at]);
+    const all = [...ends, ...(spec.points ?? []).map((one) => one.x)];
+    if (!all.length) return null;
+    const whole = [Math.min(...all), Math.max(...all)];
+    const from0 = (spec.stacked || spec.from0) && !this.log;
+    let [low, high] = from0 ? [0, 0] : [Infinity, -Infinity];
+    const take = (y) => {
+      if (typeof y !== "number" || (this.log && y <= LOWEST)) return;
+      low = Math.min(low, y);
+      high = Math.max(high, y);
+    };
+    for (let at = 0; at < xs.length; at++) if (within(xs[at], spec.range)) for (const y of ys) take(y[at]);
+    points.forEach((one) => [one.low, one.y, one.high].forEach(take));
+    if (low > high) return null;
+    const x = spec.range ?? (whole[0] < whole[1] ? whole : [whole[0] - 0.5, whole[1] + 0.5]);
+    if (this.log) {
+      const spare = (high / low) ** 0.05 > 1 ? (high / low) ** 0.05 : 1.5;
+      return { x, whole, y: [low / spare, high * spare] };
+    }
+    const spare = (high - low) * 0.05 || Math.abs(high) * 0.05 || 0.5;
+    return { x, whole, y: [from0 && low === 0 ? 0 : low - spare, high + spare] };
   }
 }
 
+/** Powers of ten on a logarithmic axis; where there are fewer than two, their multiples, or what a linear axis would have. */
+function logTicks(low, high) {
+  const [least, most] = [Math.floor(Math.log10(low)), Math.floor(Math.log10(high))];
+  const powers = Array.from({ length: most - least + 1 }, (_, at) => 10 ** (least + at));
+  for (const multiples of [[1], [1, 2, 5], [1, 2, 3, 4, 5, 6, 7, 8, 9]]) {
+    const found = powers.flatMap((power) => multiples.map((one) => Number((one * power).toPrecision(3)))).filter((y) => y >= low && y <= high);
+    const every = Math.ceil(found.length / 6);
+    if (found.length > 1) return found.filter((_, at) => at % every === 0);
+  }
+  return [0.1, 0.5, 0.9].map((share) => Number((low + share * (high - low)).toPrecision(4)));
+}
+
+const LOWEST = 1e-300; // of a logarithmic axis 0 is far below
 const within = (x, range) => !range || (x >= range[0] && x <= range[1]);
 
-/** What is drawn of a series. */
-function part(line, range, log) {
-  if (!range && !log) return line;
-  const kept = line.x.map((_, at) => at).filter((at) => within(line.x[at], range));
-  const value = (y) => (log && typeof y === "number" && y <= 0 ? null : y);
-  const band = line.low ? { low: kept.map((at) => line.low[at]), high: kept.map((at) => line.high[at]) } : {};
-  return { ...line, ...band, x: kept.map((at) => line.x[at]), y: kept.map((at) => value(line.y[at])) };
+/** The columns of a plot {x, y, kind, faint, role, over}, `over` being the number of the column down to which it is filled. */
+function columnsOf(spec, log) {
+  const found = [];
+  const add = (line, y, role, over = null) => found.push({ x: line.x, y: y.map((value) => drawable(value, log, role)), kind: line.kind, faint: Boolean(line.faint), role, over }) - 1;
+  if (spec.stacked) {
+    stack(spec.series).forEach((line, at) => add(line, line.y, "curve", at ? at - 1 : null));
+    return found;
+  }
+  for (const line of spec.series) if (line.low && !line.faint) add(line, line.high, "edge", add(line, line.low, "edge"));
+  for (const line of spec.series) add(line, line.y, "curve");
+  return found;
+}
+
+/** A value as uPlot knows it: undefined where the curve goes on without one, null where it breaks. */
+function drawable(value, log, role) {
+  if (typeof value !== "number") return value === null || value === undefined ? undefined : null;
+  return log && value <= 0 ? (role === "edge" ? LOWEST : null) : value;
+}
+
+/** Places of values that have no neighbour to draw a line to. */
+function lone(values) {
+  const known = values.map((_, at) => at).filter((at) => values[at] !== undefined);
+  const breaks = (at) => at === undefined || values[at] === null;
+  return known.filter((at, place) => values[at] !== null && breaks(known[place - 1]) && breaks(known[place + 1]));
+}
+
+/** Where a line is at x: at the last of its places up to there that has a value or breaks. */
+function placeBefore(line, x) {
+  let [at, end] = [0, line.x.length];
+  if (end === 0 || x > line.x[end - 1]) return -1;
+  while (at < end) {
+    const middle = (at + end) >> 1;
+    if (line.x[middle] <= x) at = middle + 1;
+    else end = middle;
+  }
+  while (--at > 0 && (line.y[at] ?? null) === null);
+  return at;
 }
 
 function entry(line, value, band = null) {
@@ -167,122 +326,8 @@ function entry(line, value, band = null) {
 function stack(series) {
   const below = new Map();
   return series.map((line) => {
-    const low = line.x.map((step) => below.get(step) ?? 0);
-    const high = line.y.map((value, at) => low[at] + (typeof value === "number" ? value : 0));
-    line.x.forEach((step, at) => below.set(step, high[at]));
-    return { ...line, y: high, below: low };
+    const y = line.x.map((step, at) => (below.get(step) ?? 0) + (typeof line.y[at] === "number" ? line.y[at] : 0));
+    line.x.forEach((step, at) => below.set(step, y[at]));
+    return { ...line, y };
   });
-}
-
-function extent(lines, points, from0, log) {
-  let left = Infinity, right = -Infinity, low = from0 ? 0 : Infinity, high = from0 ? 0 : -Infinity;
-  const take = (x, y) => {
-    if (typeof y !== "number" || (log && y <= 0)) return;
-    left = Math.min(left, x);
-    right = Math.max(right, x);
-    low = Math.min(low, y);
-    high = Math.max(high, y);
-  };
-  for (const line of lines) for (const ys of [line.y, line.low ?? [], line.high ?? []]) line.x.forEach((x, at) => take(x, ys[at]));
-  for (const one of points) for (const y of [one.low, one.y, one.high]) take(one.x, y);
-  if (left > right) return null;
-  if (log) {
-    const [least, most] = [Math.log10(low), Math.log10(high)];
-    const spare = (most - least) * 0.05 || 0.2;
-    return { left, wide: right - left || 1, low: least - spare, tall: most - least + 2 * spare, log };
-  }
-  const spare = (high - low) * 0.05 || Math.abs(high) * 0.05 || 0.5;
-  const bottom = from0 && low === 0 ? 0 : low - spare;
-  return { left, wide: right - left || 1, low: bottom, tall: high + spare - bottom };
-}
-
-const across = (x, p) => INSET.left + ((x - p.left) / p.wide) * (WIDTH - INSET.left - INSET.right);
-const down = (y, p) => HEIGHT - INSET.bottom - (((p.log ? Math.log10(Math.max(y, 1e-300)) : y) - p.low) / p.tall) * (HEIGHT - INSET.top - INSET.bottom);
-
-function ticks(low, wide, most, whole) {
-  const rough = wide / most;
-  const power = 10 ** Math.floor(Math.log10(rough));
-  let step = [1, 2, 5, 10].map((one) => one * power).find((one) => one >= rough);
-  if (whole) step = Math.max(1, Math.round(step));
-  const found = [];
-  for (let at = Math.ceil(low / step) * step; at <= low + wide + step * 1e-6; at += step) found.push(Number(at.toPrecision(12)));
-  return found;
-}
-
-/** Powers of ten; where there are fewer than two, what a linear axis would have. */
-function logTicks(p) {
-  const [low, high] = [10 ** p.low, 10 ** (p.low + p.tall)];
-  const every = Math.max(1, Math.ceil(p.tall / 5));
-  const powers = [];
-  for (let power = Math.floor(p.low); power <= p.low + p.tall; power += every) powers.push(10 ** power);
-  const found = powers.filter((y) => y >= low && y <= high);
-  return found.length > 1 ? found : ticks(low, high - low, 4, false);
-}
-
-function axes(p) {
-  const parts = [];
-  for (const y of p.log ? logTicks(p) : ticks(p.low, p.tall, 4, false)) {
-    parts.push(s("line", { x1: INSET.left, x2: WIDTH - INSET.right, y1: down(y, p), y2: down(y, p), class: "grid" }));
-    parts.push(s("text", { x: INSET.left - 6, y: down(y, p) + 4, class: "tick left" }, number(y)));
-  }
-  for (const x of ticks(p.left, p.wide, 6, p.wide >= 6)) {
-    parts.push(s("text", { x: across(x, p), y: HEIGHT - 6, class: "tick" }, number(x)));
-  }
-  return parts;
-}
-
-function thinned(line) {
-  const size = line.x.length;
-  if (size <= 2 * MOST_POINTS) return Array.from({ length: size }, (_, at) => at);
-  const kept = [];
-  for (let part = 0; part < MOST_POINTS; part++) {
-    const from = Math.floor((part * size) / MOST_POINTS), to = Math.floor(((part + 1) * size) / MOST_POINTS);
-    let low = -1, high = -1;
-    for (let at = from; at < to; at++) {
-      if (typeof line.y[at] !== "number") continue; // a gap is no 0
-      if (low < 0 || line.y[at] < line.y[low]) low = at;
-      if (high < 0 || line.y[at] > line.y[high]) high = at;
-    }
-    if (low < 0) kept.push(from);
-    else kept.push(Math.min(low, high), ...(low === high ? [] : [Math.max(low, high)]));
-  }
-  return kept;
-}
-
-function curve(line, p) {
-  let path = "";
-  let pen = "M";
-  const lone = [];
-  const kept = thinned(line);
-  const has = (place) => place >= 0 && place < kept.length && typeof line.y[kept[place]] === "number";
-  kept.forEach((at, place) => {
-    if (!has(place)) {
-      pen = "M";
-      return;
-    }
-    path += `${pen}${across(line.x[at], p).toFixed(1)},${down(line.y[at], p).toFixed(1)}`;
-    pen = "L";
-    // A value between gaps has no line: a metric of every eighth step would be drawn as nothing.
-    if (!has(place - 1) && !has(place + 1)) lone.push(s("circle", { cx: across(line.x[at], p), cy: down(line.y[at], p), r: 3, class: `point k${line.kind % 8}` }));
-  });
-  return [s("path", { d: path, class: `curve k${line.kind % 8}${line.faint ? " faint" : ""}${line.dashed ? " dashed" : ""}` }), ...lone];
-}
-
-function area(line, p) {
-  const kept = thinned(line);
-  const edge = (y) => Math.min(HEIGHT - INSET.bottom, down(y, p)).toFixed(1); // of a logarithmic axis 0 is far below
-  const top = kept.map((at) => `${across(line.x[at], p).toFixed(1)},${edge(line.y[at])}`);
-  const bottom = kept.map((at) => `${across(line.x[at], p).toFixed(1)},${edge(line.below[at])}`).reverse();
-  return `M${[...top, ...bottom].join("L")}Z`;
-}
-
-function whisker(point, p) {
-  if (typeof point.y !== "number") return [];
-  const x = across(point.x, p);
-  const parts = [];
-  if (typeof point.low === "number" && typeof point.high === "number") {
-    parts.push(s("line", { x1: x, x2: x, y1: down(point.low, p), y2: down(point.high, p), class: `whisker k${point.kind % 8}` }));
-  }
-  parts.push(s("circle", { cx: x, cy: down(point.y, p), r: 3.5, class: `point k${point.kind % 8}` }));
-  return parts;
 }

@@ -19,6 +19,37 @@ function noteOf({ note }, name) {
   return h("aside", { class: "note" }, name ? h("b", {}, name) : "", note.tags.map((tag) => h("span", { class: "tag" }, tag)), note.text ? h("p", {}, note.text) : "");
 }
 
+/** What is said of a run at a glance: [label, value, note] of each figure. */
+function figuresOf(run) {
+  const { steps, columns } = run.metrics;
+  const at = steps.length - 1;
+  const value = (name) => columns[name]?.[at];
+  const held = run.evaluations.filter((one) => one.way === wayOf(run) && one.group === "overall");
+  const [first, final] = [held[0], held.at(-1)];
+  const change = first && final && first !== final ? `from ${percent(first.success)} ${first.step ? `at step ${first.step}` : "before"}` : "";
+  return [
+    ["step", number(steps[at] ?? 0), run.state],
+    ["reward", number(value("reward/mean")), ""],
+    ["success", percent(value("success/overall")), ""],
+    ["held-out success", percent(final?.success), final ? [`step ${final.step}`, wayOf(run) === "sampled" ? "" : wayOf(run), change].filter(Boolean).join("; ") : "none yet"],
+    ["a step takes", value("time/step") === undefined ? "–" : `${number(value("time/step"))} s`, ""],
+  ];
+}
+
+/** The part of x that an address names; null for all of it. */
+function rangeOf(text) {
+  const ends = (text ?? "").split(",").map(Number);
+  return ends.length === 2 && ends[0] < ends[1] ? ends : null;
+}
+
+/** Let a place hold these nodes. Those that stay may have the focus. */
+function inOrder(place, nodes) {
+  for (const old of [...place.children]) if (!nodes.includes(old)) old.remove();
+  nodes.forEach((node, at) => {
+    if (place.children[at] !== node) place.insertBefore(node, place.children[at] ?? null);
+  });
+}
+
 class Overview {
   constructor(place, context) {
     this.context = context;
@@ -27,14 +58,15 @@ class Overview {
     this.log = context.params.get("log") === "1";
     this.asOne = context.params.get("seeds") !== "0";
     this.abouts = context.runs.map(() => NOTHING);
-    this.range = null;
+    this.range = rangeOf(context.params.get("range"));
     this.zoom = (range) => {
       this.range = range;
-      this.draw();
+      this.keep();
     };
     this.charts = PANELS.map((panel) => ({ panel, chart: new Chart(this.zoom) }));
     this.others = new Map();
-    this.keys = [["← →", "in a chart: step back and on, in all charts"], ["s", "more smoothing"], ["x", "over steps, hours or tokens"], ["l", "logarithmic axis"], ["z", "all of it again, after a part was dragged over"], ["b", "seeds as one: mean and band, or each run"], ["/", "find a metric"]];
+    this.pinned = new Map((context.params.get("pins") ?? "").split(",").filter(Boolean).map((name) => [name, this.single(name)]));
+    this.keys = [["← →", "in a chart: step back and on, in all charts"], ["s", "more smoothing"], ["x", "over steps, hours or tokens"], ["l", "logarithmic axis"], ["+ − z", "in a chart: zoom in and out, all of it; or drag over a part"], ["Enter", "in a chart: larger"], ["b", "seeds as one: mean and band, or each run"], ["/", "choose metrics"]];
     this.figures = h("div", { class: "cards" });
     this.note = h("div", { class: "notes" });
     this.smoothing = h("input", { type: "range", min: 0, max: 0.95, step: 0.05, value: this.weight, id: "smooth" });
@@ -43,7 +75,8 @@ class Overview {
     this.search.addEventListener("input", () => this.drawOthers());
     this.rest = h("div", { class: "charts" });
     this.left = h("p", { class: "muted" });
-    this.all = h("details", { class: "all" }, h("summary", {}, "Every metric"), this.search, this.rest);
+    this.pins = h("div", { class: "charts pins" });
+    this.all = h("details", { class: "all" }, h("summary", {}, "Every metric"), h("p", { class: "muted" }, "A pinned chart stands before all others, and the address keeps it."), this.search, this.rest);
     this.all.addEventListener("toggle", () => this.drawOthers());
     this.about = h("section", { class: "about" });
     this.evaluated = h("section", {});
@@ -53,10 +86,41 @@ class Overview {
     this.seedsLabel = h("label", { for: "seeds" }, "Seeds as one");
     this.seedsSaid = h("p", { class: "muted", id: "seeds-said" }, SAID);
     this.whole = h("button", { type: "button", hidden: true, onclick: () => this.zoom(null) }, "All of it", h("kbd", {}, "z"));
-    const tools = h("div", { class: "bar" }, h("label", { for: "smooth" }, "Smoothing"), this.smoothing, h("label", { for: "along" }, "Over"), this.over,
-      h("label", { for: "log" }, "Logarithmic"), this.logged, this.seedsLabel, this.seeds, this.whole);
+    const button = (label, title, does) => h("button", { type: "button", "aria-label": title, title, onclick: does }, label);
+    const tools = h("div", { class: "bar" }, h("button", { type: "button", onclick: () => this.find() }, "Choose metrics", h("kbd", {}, "/")), h("label", { for: "smooth" }, "Smoothing"), this.smoothing, h("label", { for: "along" }, "Over"), this.over,
+      h("label", { for: "log" }, "Logarithmic"), this.logged, this.seedsLabel, this.seeds,
+      button("+", "Zoom in", () => this.zoomBy(0.5)), button("−", "Zoom out", () => this.zoomBy(2)), this.whole);
     const charts = h("div", { class: "charts" }, this.charts.map((one) => one.chart.node));
-    place.append(this.note, this.figures, tools, this.seedsSaid, charts, this.evaluated, this.all, this.about);
+    place.append(this.note, this.figures, tools, this.seedsSaid, this.all, this.pins, charts, this.evaluated, this.about);
+  }
+
+  /** The chart of a metric alone, which can be pinned. */
+  single(name) {
+    const pin = h("button", { type: "button", class: "quiet", "aria-pressed": String(this.pinned?.has(name) ?? true), onclick: () => this.pin(name) }, "Pin");
+    return { panel: { title: name, names: [name] }, chart: new Chart(this.zoom, pin), pin };
+  }
+
+  /** Put a metric before all panels, or away from there. */
+  pin(name) {
+    if (!this.pinned.has(name)) this.pinned.set(name, this.single(name));
+    else {
+      this.pinned.get(name).chart.close();
+      this.pinned.delete(name);
+    }
+    for (const [own, { pin }] of [...this.others, ...this.pinned]) pin.setAttribute("aria-pressed", String(this.pinned.has(own)));
+    this.keep();
+  }
+
+  /** Show all metrics, and let them be searched. */
+  find() {
+    this.all.open = true;
+    this.drawOthers();
+    this.search.focus();
+  }
+
+  zoomBy(factor) {
+    const wide = ({ chart: { node, extent } }) => (node.hidden || !extent ? 0 : extent.whole[1] - extent.whole[0]);
+    this.charts.reduce((best, one) => (wide(one) > wide(best) ? one : best)).chart.zoomBy(factor);
   }
 
   async load() {
@@ -83,16 +147,14 @@ class Overview {
   }
 
   close() {
-    for (const { chart } of [...this.charts, ...this.others.values()]) chart.close();
+    for (const { chart } of [...this.charts, ...this.others.values(), ...this.pinned.values()]) chart.close();
     setCursor(null);
   }
 
   key(event) {
     if (event.key === "s") this.smooth(this.weight >= 0.9 ? 0 : Number((this.weight + 0.3).toFixed(2)));
-    else if (event.key === "/") {
-      this.all.open = true;
-      this.search.focus();
-    } else if (event.key === "x") this.drawOver(ALONG[(ALONG.findIndex(([name]) => name === this.along) + 1) % ALONG.length][0]);
+    else if (event.key === "/") this.find();
+    else if (event.key === "x") this.drawOver(ALONG[(ALONG.findIndex(([name]) => name === this.along) + 1) % ALONG.length][0]);
     else if (event.key === "l") this.drawLog(!this.log);
     else if (event.key === "z") this.zoom(null);
     else if (event.key === "b" && !this.seeds.hidden) this.drawSeeds(!this.asOne);
@@ -119,7 +181,8 @@ class Overview {
 
   /** The address names what is shown. */
   keep() {
-    this.context.go("overview", { smooth: this.weight, x: this.along, log: this.log ? 1 : 0, seeds: this.asOne ? 1 : 0 }, true);
+    const { weight, along, log, asOne, range, pinned } = this;
+    this.context.go("overview", { smooth: weight, x: along, log: log ? 1 : 0, seeds: asOne ? 1 : 0, ...(range && { range: range.map((end) => Number(end.toPrecision(6))) }), ...(pinned.size && { pins: [...pinned.keys()] }) }, true);
     this.draw();
   }
 
@@ -138,6 +201,8 @@ class Overview {
     this.drawFigures();
     this.whole.hidden = !this.range;
     for (const { panel, chart } of this.charts) this.drawPanel(panel, chart);
+    inOrder(this.pins, [...this.pinned.values()].map(({ chart }) => chart.node));
+    for (const { panel, chart } of this.pinned.values()) this.drawPanel(panel, chart);
     this.drawEvaluations();
     if (this.all.open) this.drawOthers();
     const unreadable = runs.filter((run) => run.metrics.unreadable).map((run) => `${run.name}: ${run.metrics.unreadable}`);
@@ -154,27 +219,13 @@ class Overview {
   }
 
   drawFigures() {
-    const card = (label, value, note = "") => h("div", { class: "card" }, h("span", {}, label), h("b", {}, value), h("small", {}, note));
-    const cards = this.context.runs.flatMap((run) => {
-      const { steps, columns } = run.metrics;
-      const at = steps.length - 1;
-      const value = (name) => columns[name]?.[at];
-      const held = run.evaluations.filter((one) => one.way === wayOf(run) && one.group === "overall");
-      const [first, final] = [held[0], held.at(-1)];
-      const change = first && final && first !== final ? `from ${percent(first.success)} ${first.step ? `at step ${first.step}` : "before"}` : "";
-      const name = this.context.runs.length > 1 ? `${run.name}: ` : "";
-      const own = [
-        card(`${name}step`, number(steps[at] ?? 0), run.state),
-        card("reward", number(value("reward/mean"))),
-        card("success", percent(value("success/overall"))),
-        card("held-out success", percent(final?.success), final ? [`step ${final.step}`, wayOf(run) === "sampled" ? "" : wayOf(run), change].filter(Boolean).join("; ") : "none yet"),
-        card("a step takes", value("time/step") === undefined ? "–" : `${number(value("time/step"))} s`),
-      ];
-      const { kind } = this.groups.find((group) => group.runs.includes(run));
-      if (this.context.runs.length > 1) own[0].classList.add("named", `k${kind % 8}`);
-      return own;
-    });
-    renew(this.figures, h("div", { class: "cards" }, cards));
+    const { runs } = this.context;
+    const found = runs.map((run) => figuresOf(run));
+    const card = ([label, value, note]) => h("div", { class: "card" }, h("span", {}, label), h("b", {}, value), h("small", {}, note));
+    const dot = (run) => h("i", { class: `dot k${this.groups.find((group) => group.runs.includes(run)).kind % 8}` });
+    const row = (run, at) => [h("span", {}, dot(run), run.name), ...found[at].map(([, value, note]) => h("span", {}, value, note ? h("small", {}, note) : ""))];
+    const made = runs.length === 1 ? found[0].map(card) : table(["run", ...found[0].map(([label]) => label)], runs.map(row), { id: "compared" });
+    renew(this.figures, h("div", { class: runs.length === 1 ? "cards" : "" }, made));
   }
 
   drawEvaluations() {
@@ -202,19 +253,12 @@ class Overview {
         this.others.delete(name);
       }
     }
-    for (const name of shown) {
-      if (!this.others.has(name)) this.others.set(name, { chart: new Chart(this.zoom), panel: { title: name, names: [name] } });
-      const { panel, chart } = this.others.get(name);
-      this.drawPanel(panel, chart);
-    }
+    for (const name of shown) if (!this.others.has(name)) this.others.set(name, this.single(name));
     const left = names.filter((name) => name.toLowerCase().includes(wanted)).length - shown.length;
     this.left.hidden = left <= 0;
     this.left.textContent = left > 0 ? `and ${left} more: say more of the name` : "";
-    const nodes = [...shown.map((name) => this.others.get(name).chart.node), this.left];
-    for (const old of [...this.rest.children]) if (!nodes.includes(old)) old.remove();
-    nodes.forEach((node, at) => {
-      if (this.rest.children[at] !== node) this.rest.insertBefore(node, this.rest.children[at] ?? null); // those that stay may have the focus
-    });
+    inOrder(this.rest, [...shown.map((name) => this.others.get(name).chart.node), this.left]);
+    for (const name of shown) this.drawPanel(this.others.get(name).panel, this.others.get(name).chart);
   }
 
   drawAbout() {
