@@ -55,6 +55,19 @@ _BROKEN = (RedisConnectionError, RedisTimeoutError, OSError, RuntimeError)
 the client passes that on."""
 _FAILED = (RedisError, *_BROKEN)
 
+# Redis without memory refuses a script whose first write may take some, and lets one go on whose first write takes
+# none: so pulls and acknowledgements, which free much, still work.
+_ALSO_WHEN_FULL = "redis.call('PERSIST', KEYS[2])"
+# Returns the mark of this Redis' data, which the first server makes, version and token of the last commit, the entry of
+# commit ARGV[2], and the rows of the tables, all of one moment. It is no transaction: those queue nothing then.
+_LOAD = f"""
+{_ALSO_WHEN_FULL}
+redis.call('SET', KEYS[5], ARGV[1], 'NX')
+local known = redis.call('XRANGE', KEYS[3], ARGV[2] .. '-0', '+', 'COUNT', 1)
+local tables = {{}}
+for i = 6, #KEYS do tables[i - 5] = redis.call('HVALS', KEYS[i]) end
+return {{redis.call('GET', KEYS[5]), redis.call('GET', KEYS[2]), redis.call('GET', KEYS[4]), known, tables}}
+"""
 # Returns what was logged after the commit of number ARGV[1], which server made that one, and the time: the servers'
 # clocks may differ, so none of them goes by its own.
 _FOLLOW = """
@@ -65,14 +78,16 @@ return {redis.call('TIME'), redis.call('GET', KEYS[2]) or '0', redis.call('GET',
 """
 # Does the same under the lock, which it takes: ARGV[2] is the token, ARGV[3] the milliseconds.
 _BEGIN = f"""
+{_ALSO_WHEN_FULL}
 if not redis.call('SET', KEYS[1], ARGV[2], 'NX', 'PX', ARGV[3]) then return false end
 {_FOLLOW}"""
 # Commits under the lock: checks that new payloads are there and keeps them, writes and deletes rows, deletes payloads,
 # appends the log entry, and releases the lock. ARGV: token, log entry, prefix, log length, cleared, then counted lists
 # of new refs, (table, key, row), (table, key), freed refs. Returns 0 when the lock was lost and -1 when a payload is no
 # longer there; then nothing is written.
-_COMMIT = """
-if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
+_COMMIT = (
+    f"if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end {_ALSO_WHEN_FULL}"
+    + """
 local prefix, at = ARGV[3], 6
 for i = 1, tonumber(ARGV[6]) do
   if redis.call('EXISTS', prefix .. ':p:' .. ARGV[6 + i]) == 0 then
@@ -99,6 +114,7 @@ redis.call('SET', KEYS[4], ARGV[1])
 redis.call('DEL', KEYS[1])
 return version
 """
+)
 # Releases the lock if it is still ours, and looks whether our commit is in the log.
 _SETTLE = """
 if redis.call('GET', KEYS[1]) == ARGV[1] then redis.call('DEL', KEYS[1]) end
@@ -149,24 +165,25 @@ class RedisStore:
 
     async def reload(self) -> Snapshot:
         """See ``Store``."""
+        keys = [*self._keys, f"{self._prefix}:born", *map(self._table, TABLES)]
         try:
-            async with self._redis.pipeline(transaction=True) as together:
-                together.set(f"{self._prefix}:born", uuid.uuid4().hex, nx=True)
-                together.get(f"{self._prefix}:born")
-                together.mget(self._keys[1], self._keys[3])
-                together.execute_command("XRANGE", self._keys[2], f"{self._version}-0", "+", "COUNT", 1)
-                for table in TABLES:
-                    together.hvals(self._table(table))
-                _, born, (version, last), known, *tables = await together.execute()
+            born, version, last, known, tables = await self._redis.eval(
+                _LOAD, len(keys), *keys, uuid.uuid4().hex, self._version
+            )
         except _FAILED as error:
             raise await self._refused(error) from error
         version, last = int(version or 0), last or b""
         self._loss = self._loss or self._missing(born, version, last, known)
         self._born, self._version, self._last = born, version, last
-        return {
-            table: [self._decoders[table].decode(row) for row in rows]
-            for table, rows in zip(TABLES, tables, strict=True)
-        }
+        try:
+            return {
+                table: [self._decoders[table].decode(row) for row in rows]
+                for table, rows in zip(TABLES, tables, strict=True)
+            }
+        except msgspec.MsgspecError as error:
+            raise StoreFailure(
+                f"{self.name}: a row is damaged, or another version wrote it; take that one, or ?prefix=... ({error})"
+            ) from error
 
     def now(self) -> float:
         """Return the time of Redis, as the last ``begin`` or ``follow`` read it; it never goes back."""

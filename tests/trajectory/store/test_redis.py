@@ -72,6 +72,10 @@ async def test_prefixes_keep_runs_apart(address: str):
     assert not (await two.open())["run"]
     with pytest.raises(ValueError, match="unknown option"):
         RedisStore(address + "?nonsense=1")
+    with redis.Redis(port=int(address.rpartition(":")[2])) as client:
+        client.hset("a:t:run", "run", b"nonsense")
+    with pytest.raises(StoreFailure, match="a row is damaged, or another version wrote it"):
+        await RedisStore(address + "?prefix=a").open()
     for store in (one, two):
         await store.close()
 
@@ -344,6 +348,32 @@ async def test_servers_whose_clocks_differ_keep_each_others_leases(address: str,
     assert isinstance(other, Batch)
     assert (other.step, other.redelivered) == (1, False)
     for engine in (one, two):
+        await engine.close()
+
+
+async def test_a_redis_without_memory_can_be_drained(address: str):
+    """Pulls and acknowledgements write a little before they free much: they were refused with the pushes, and a server
+    that was started again did not come up."""
+    with redis.Redis(port=int(address.rpartition(":")[2])) as client:
+        engine = Engine(RedisStore(address), StateOptions())
+        await engine.open()
+        await engine.write(registry.register, TRAINER, False)
+        group = Incoming(b"x", Encoding.JSON, 7, zlib.crc32(b"x"), 8, None, None)
+        await engine.write(push.push, [group], await engine.store.stage([b"x"]), True)
+        client.config_set("maxmemory", 1)
+        try:
+            with pytest.raises(StoreFailure, match="maxmemory"):
+                await engine.store.stage([b"x"])
+            await engine.close()
+            engine = Engine(RedisStore(address), StateOptions())
+            await engine.open()
+            batch = await engine.write(delivery.pull, PullRequest("a", anonymous=False))
+            assert isinstance(batch, Batch)
+            await engine.write(delivery.ack, batch.lease_id)
+            assert not engine.state.groups
+        finally:
+            client.config_set("maxmemory", 0)
+        await engine.store.stage([b"x"])
         await engine.close()
 
 
