@@ -9,10 +9,10 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from realhf.api.environment import AssistantMessage, Demonstration, Environment
+from realhf.api.environment import Demonstration, Environment
 from realhf.env.check.episodes import Arena, Broken, Case, first_difference
 from realhf.env.check.finding import Finding, quoted
-from realhf.env.check.scripts import policy_turn, talking, trying, wrong_messages
+from realhf.env.check.scripts import Said, policy_turn, talking, trying, wrong_messages
 from realhf.env.check.shapes import ends, plain, solved
 from realhf.env.check.task_sets import Sampled
 
@@ -55,11 +55,13 @@ async def check_openings(arena: Arena, tasks: Sequence[Sampled]) -> list[Sampled
     return playable
 
 
-async def check_wrong_messages(arena: Arena, tasks: Sequence[Sampled]) -> int:
-    """Send everything that a policy can get wrong. An episode goes on until it is over or broken. Returns how many
-    messages were sent."""
+async def check_wrong_messages(arena: Arena, tasks: Sequence[Sampled], scripts: Sequence[Demonstration]) -> int:
+    """Send everything that a policy can get wrong. An episode goes on until it is over or broken. ``scripts``: where
+    one of them solves a task by saying nothing, that is right there. Returns how many messages were sent."""
+    quiet = [script.task for script in scripts if script.succeeds and not "".join(script.turns).strip()]
     patience, before = _Patience(), arena.turns
     for sampled in tasks[:_WRONG_TASKS]:
+        meant = any(sampled.task.id == task.id or sampled.task.payload == task.payload for task in quiet)
         environment, opening = None, None
         try:
             for said in wrong_messages([*arena.tools.values()]):
@@ -72,7 +74,7 @@ async def check_wrong_messages(arena: Arena, tasks: Sequence[Sampled]) -> int:
                     elif opening is None:
                         opening = await arena.reset(environment, sampled)
                     turn = await arena.step(environment, sampled, said.message, said.name)
-                    _judge_payment(arena, environment, sampled, said.name, said.message, turn)
+                    _judge_payment(arena, environment, sampled, said, turn, meant=meant)
                     if ends(turn):
                         opening = None
                 except Broken as error:
@@ -88,15 +90,17 @@ async def check_wrong_messages(arena: Arena, tasks: Sequence[Sampled]) -> int:
 
 
 def _judge_payment(
-    arena: Arena, environment: Environment, sampled: Sampled, name: str, message: AssistantMessage, turn: Any
+    arena: Arena, environment: Environment, sampled: Sampled, said: Said, turn: Any, *, meant: bool
 ) -> None:
-    """Nothing that says nothing may be paid."""
+    """Nothing that says nothing may be paid, unless that is ``meant``."""
+    name, message = said
     if message.tool_calls or (message.content.strip() and message.content.isprintable()):
         return
     place, task = arena.place(environment, "step"), sampled.task.id
     if solved(turn):
-        mend = "Success is for a solution; look at what the grader takes for one"
-        arena.add(Finding("rewards", f"the task is solved by {name}", mend, place, task, kind="solved"))
+        mend = "Look at what the grader takes for a solution; where nothing is to be done, let a demonstration say so"
+        what = f"the task is solved by {name}"
+        arena.add(Finding("rewards", what, mend, place, task, is_fault=not meant, kind="solved"))
     elif turn.reward is not None and turn.reward > 0:
         mend = "A policy finds such rewards first; pay for what the task asks"
         what = f"{turn.reward:g} is earned by {name}"

@@ -120,7 +120,7 @@ class Stages:
         return max(2, int(min(half_s / max(self._busy_s, 1e-6), waiting)))
 
     async def _wrong(self) -> str:
-        sent = await check_wrong_messages(self._arena, self.playable)
+        sent = await check_wrong_messages(self._arena, self.playable, self._scripts)
         return counted(sent, "message")
 
     async def _end(self) -> str:

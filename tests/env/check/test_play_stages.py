@@ -13,7 +13,14 @@ from realhf.api.environment import Demonstration, EnvironmentSpec, Opening, Task
 from realhf.env.check.calls import Caller
 from realhf.env.check.episodes import Arena, Case, first_difference
 from realhf.env.check.finding import Finding
-from realhf.env.check.play_stages import check_demonstrations, check_determinism, check_end, check_openings, check_twins
+from realhf.env.check.play_stages import (
+    check_demonstrations,
+    check_determinism,
+    check_end,
+    check_openings,
+    check_twins,
+    check_wrong_messages,
+)
 from realhf.env.check.task_sets import Sampled
 from realhf.env.check.user_code import UserCode
 
@@ -70,6 +77,21 @@ def test_a_demonstration_ends_as_it_is_labelled(turns: Sequence[str], succeeds: 
     lines = [finding.line() for finding in found(quirk, lambda arena: check_demonstrations(arena, [script]))]
     assert len(lines) == bool(says)
     assert not says or lines[0].startswith(f"demonstrations: a demonstration of the kind 'sort' {says}")
+
+
+def test_silence_that_solves_a_task_is_a_fault_unless_a_demonstration_is_silent_there() -> None:
+    """A task may have nothing that is to be done, and the check could not be told so."""
+    task = replace(TASK, payload={"word": ""})
+    silent = Demonstration(replace(task, id="as it was drawn for the solver"), ("",))
+    for scripts, is_fault in (
+        ([], True),
+        ([silent], False),
+        ([replace(silent, turns=("", "xyzzy"))], True),
+        ([replace(silent, succeeds=False)], True),
+        ([replace(silent, task=replace(TASK, id="another"))], True),
+    ):
+        check = lambda arena, known=scripts: check_wrong_messages(arena, [SAMPLED._replace(task=task)], known)
+        assert {finding.is_fault for finding in found("ends by success", check)} == {is_fault}
 
 
 def test_one_id_may_not_open_two_episodes() -> None:
