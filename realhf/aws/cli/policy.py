@@ -10,11 +10,14 @@ Source: docs/reference/environment.md 5.
 
 from __future__ import annotations
 
+import functools
 import re
 import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from urllib.parse import unquote
+
+from botocore import xform_name
 
 from realhf.aws.cli.command_table import ALLOWED
 from realhf.aws.cli.command_words import (
@@ -76,6 +79,13 @@ def check_command(command: str, max_bytes: int = MAX_COMMAND_BYTES) -> Verdict:
         return _checked(_words(command, max_bytes))
     except RefusedRequest as refused:
         return Verdict(rule=refused.rule, message=refusal_text(refused.rule, refused.message))
+
+
+@functools.lru_cache(maxsize=1024)
+def operation_allowed(service: str, operation: str) -> bool:
+    """Return whether a task may have this request sent on its behalf, by botocore's names: the table that binds agents
+    binds tasks too."""
+    return xform_name(operation, "-") in ALLOWED.get("s3api" if service == "s3" else service, ())
 
 
 def _words(command: str, max_bytes: int) -> list[str]:

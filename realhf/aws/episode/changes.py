@@ -13,7 +13,6 @@ from functools import cache
 from typing import Any
 
 from realhf.aws.grading.inventory import LISTINGS
-from realhf.aws.grading.resource_table import RESOURCES
 from realhf.aws.grading.tracker import Evidence, identifying, is_read
 
 MOST_RESOURCES = 40
@@ -116,8 +115,7 @@ def _kind(service: str, key: str) -> str:
 
 @cache
 def _kinds(service: str) -> frozenset[str]:
-    listed = {row[0] for row in LISTINGS.get(service, ())}
-    return frozenset(listed | {kind for known, kind in RESOURCES if known == service})
+    return frozenset(row[0] for row in LISTINGS.get(service, ()))
 
 
 def _said(operation: str, params: Mapping[str, Any], key: str) -> str:

@@ -16,10 +16,10 @@ from typing import Any
 import jmespath
 
 from realhf.aws.cli.state_client import StateCallError
+from realhf.aws.grading.criteria import StateReader
 from realhf.aws.grading.end_state import EndStateGrader
 from realhf.aws.grading.grader import Grader
 from realhf.aws.grading.tracker import Evidence, Tracker
-from realhf.aws.grading.verifier import StateReader
 from realhf.aws.tasks.task import ACCOUNT_ID
 
 PROBABILITY: Mapping[str, float] = MappingProxyType(

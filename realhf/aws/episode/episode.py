@@ -20,8 +20,9 @@ from realhf.aws.episode.chaos import PROBABILITY, Chaos, chaos_rng
 from realhf.aws.episode.hints import LEVELS, hint_text, is_hint_request
 from realhf.aws.episode.target import TargetError, begin_targets
 from realhf.aws.episode.world import SetupError, SlotState, World, build_world
+from realhf.aws.grading.criteria import criteria_of
 from realhf.aws.grading.end_state import EndStateGrader, is_graded_by_end_state
-from realhf.aws.grading.grader import Grader, criteria_of
+from realhf.aws.grading.grader import Grader
 from realhf.aws.grading.inventory import Inventory
 from realhf.aws.grading.reward import RewardMeter
 from realhf.aws.grading.snapshot import take_snapshot

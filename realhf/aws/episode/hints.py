@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from botocore import xform_name
 
-from realhf.aws.grading.grader import Criteria
+from realhf.aws.grading.criteria import Criteria
 
 HINT_COMMAND = "aws help --task-hint"
 LEVELS = 3
@@ -61,6 +61,5 @@ def _from_criteria(criteria: Criteria) -> list[str]:
         skeletons.append(f"aws {'s3api' if service == 's3' else service} {xform_name(name, '-')} ...")
     if skeletons:
         return skeletons
-    checks = (criteria.resource, *criteria.state_checks)
-    services = dict.fromkeys(check.service for check in checks if check is not None)
+    services = dict.fromkeys(check.service for check in criteria.checks)
     return [f"aws {'s3api' if service == 's3' else service} help" for service in services]

@@ -17,11 +17,10 @@ from typing import TypeVar
 from rich.console import Console
 from rich.progress import track
 
-from realhf.aws.cli.policy import check_command
+from realhf.aws.cli.policy import check_command, operation_allowed
 from realhf.aws.episode.episode import DEFAULT_MAX_STEPS, Episode
+from realhf.aws.grading.criteria import criteria_of
 from realhf.aws.grading.end_state import freedom_of, is_graded_by_end_state
-from realhf.aws.grading.grader import criteria_of
-from realhf.aws.grading.verifier import operation_allowed
 from realhf.aws.simulator.pool import MiniStackPool
 from realhf.aws.tasks.captures import resolve
 from realhf.aws.tasks.drift import FEWEST, MOST, repairs

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from realhf.aws.cli.executor import CommandResult
+from realhf.aws.cli.policy import operation_allowed
 from realhf.aws.cli.state_client import StateCallError
 from realhf.aws.grading.tracker import resource_name
-from realhf.aws.grading.verifier import operation_allowed
 from realhf.aws.simulator.pool import Slot
 from realhf.aws.tasks.captures import CaptureError, fill_setup, has_setup_captures
 from realhf.aws.tasks.drift import choose_drifts, repairs

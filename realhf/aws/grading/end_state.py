@@ -8,14 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
+from realhf.aws.grading.criteria import Criteria
 from realhf.aws.grading.differences import Comparison, Freedom, Target, Verdict
-from realhf.aws.grading.grader import Criteria, Grade
+from realhf.aws.grading.grader import Grade
 from realhf.aws.grading.snapshot import Snapshot
 from realhf.aws.grading.tracker import Evidence, is_read
 from realhf.aws.tasks.task import Task, TaskError
-
-END_STATE = "end_state"
-"""Name of this way of grading, beside the strategies of ``grader``."""
 
 
 def is_graded_by_end_state(task: Task) -> bool:

@@ -1,4 +1,4 @@
-"""Lists what there is in a simulated account, by service and type, read with the services' own list calls.
+"""Lists what there is in an account, by service and type, read with the services' own list calls.
 
 The simulator has no inventory of its own. Source: docs/reference/environment.md 2.1 (infra_state) and 3.
 """
@@ -6,16 +6,21 @@ The simulator has no inventory of its own. Source: docs/reference/environment.md
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import cache
 from types import MappingProxyType
 from typing import Any, Protocol
 
+import botocore.loaders
 import jmespath
+from botocore.exceptions import UnknownServiceError
 
 from realhf.aws.cli.state_client import StateCallError
 from realhf.aws.grading.resource_identity import plain_name
 
 MAX_NAMES = 100
 """Most names of one type; more are not shown."""
+MAX_PAGES = 50
+"""Most pages of one list that are read."""
 
 
 class Caller(Protocol):
@@ -62,6 +67,7 @@ LISTINGS: Mapping[str, tuple[Listing, ...]] = MappingProxyType(
         "dynamodb": (("table", "ListTables", _NONE, "TableNames"),),
         "ec2": (
             ("instance", "DescribeInstances", _NONE, "Reservations[].Instances[].InstanceId"),
+            ("launch-template", "DescribeLaunchTemplates", _NONE, "LaunchTemplates[].LaunchTemplateName"),
             ("security-group", "DescribeSecurityGroups", _NONE, "SecurityGroups[].GroupName"),
             ("subnet", "DescribeSubnets", _NONE, "Subnets[].SubnetId"),
             ("volume", "DescribeVolumes", _NONE, "Volumes[].VolumeId"),
@@ -72,8 +78,12 @@ LISTINGS: Mapping[str, tuple[Listing, ...]] = MappingProxyType(
             ("cluster", "ListClusters", _NONE, "clusterArns"),
             ("task-definition", "ListTaskDefinitionFamilies", _NONE, "families"),
         ),
-        "efs": (("file-system", "DescribeFileSystems", _NONE, "FileSystems[].FileSystemId"),),
-        "elasticache": (("cluster", "DescribeCacheClusters", _NONE, "CacheClusters[].CacheClusterId"),),
+        "efs": (("file-system", "DescribeFileSystems", _NONE, "FileSystems[].CreationToken"),),
+        "elasticache": (
+            ("cluster", "DescribeCacheClusters", _NONE, "CacheClusters[].CacheClusterId"),
+            ("parameter-group", "DescribeCacheParameterGroups", _NONE,
+             "CacheParameterGroups[?!starts_with(CacheParameterGroupName, 'default.')].CacheParameterGroupName"),
+        ),
         "elbv2": (
             ("load-balancer", "DescribeLoadBalancers", _NONE, "LoadBalancers[].LoadBalancerName"),
             ("target-group", "DescribeTargetGroups", _NONE, "TargetGroups[].TargetGroupName"),
@@ -84,11 +94,13 @@ LISTINGS: Mapping[str, tuple[Listing, ...]] = MappingProxyType(
         ),
         "firehose": (("delivery-stream", "ListDeliveryStreams", _NONE, "DeliveryStreamNames"),),
         "glue": (
+            ("crawler", "GetCrawlers", _NONE, "Crawlers[].Name"),
             ("database", "GetDatabases", _NONE, "DatabaseList[].Name"),
             ("job", "GetJobs", _NONE, "Jobs[].Name"),
         ),
         "iam": (
             ("group", "ListGroups", _NONE, "Groups[].GroupName"),
+            ("instance-profile", "ListInstanceProfiles", _NONE, "InstanceProfiles[].InstanceProfileName"),
             ("policy", "ListPolicies", _LOCAL, "Policies[].PolicyName"),
             ("role", "ListRoles", _NONE, "Roles[].RoleName"),
             ("user", "ListUsers", _NONE, "Users[].UserName"),
@@ -101,7 +113,11 @@ LISTINGS: Mapping[str, tuple[Listing, ...]] = MappingProxyType(
         "lambda": (("function", "ListFunctions", _NONE, "Functions[].FunctionName"),),
         "logs": (("log-group", "DescribeLogGroups", _NONE, "logGroups[].logGroupName"),),
         "opensearch": (("domain", "ListDomainNames", _NONE, "DomainNames[].DomainName"),),
-        "rds": (("db-instance", "DescribeDBInstances", _NONE, "DBInstances[].DBInstanceIdentifier"),),
+        "rds": (
+            ("db-instance", "DescribeDBInstances", _NONE, "DBInstances[].DBInstanceIdentifier"),
+            ("db-parameter-group", "DescribeDBParameterGroups", _NONE, "DBParameterGroups[].DBParameterGroupName"),
+            ("db-subnet-group", "DescribeDBSubnetGroups", _NONE, "DBSubnetGroups[].DBSubnetGroupName"),
+        ),
         "route53": (("hosted-zone", "ListHostedZones", _NONE, "HostedZones[].Name"),),
         "s3": (("bucket", "ListBuckets", _NONE, "Buckets[].Name"),),
         "scheduler": (
@@ -158,12 +174,38 @@ class Inventory:
 
     def _list(self, service: str) -> dict[str, list[str]]:
         found = {}
-        for kind, operation, params, path in LISTINGS[service]:
+        for kind, *_ in LISTINGS[service]:
             try:
-                answer = self._caller.call(service, operation, dict(params))
+                names = sorted(names_of(self._caller, service, kind, most=MAX_NAMES))
             except StateCallError:
                 continue
-            names = sorted({plain_name(name) for name in jmespath.search(path, answer) or () if name})
             if names:
                 found[kind] = names[:MAX_NAMES]
         return found
+
+
+def names_of(caller: Caller, service: str, kind: str, most: int | None = None) -> set[str]:
+    """Return the names that the account lists of one of the ``LISTINGS``, page by page until there are ``most`` (None:
+    until MAX_PAGES). Raises StateCallError or ConnectionError."""
+    _, operation, params, path = next(row for row in LISTINGS[service] if row[0] == kind)
+    asked, told = _page_tokens(service, operation)
+    page, names = dict(params), set()
+    for _ in range(MAX_PAGES):
+        answer = caller.call(service, operation, page)
+        names |= {plain_name(name) for name in jmespath.search(path, answer) or () if name}
+        token = answer.get(told)
+        if not token or (most is not None and len(names) >= most):
+            break
+        page = {**page, asked: token}
+    return names
+
+
+@cache
+def _page_tokens(service: str, operation: str) -> tuple[str, str]:
+    """Return the parameter that asks for the next page, and the field of an answer that says how."""
+    try:
+        pages = botocore.loaders.create_loader().load_service_model(service, "paginators-1")["pagination"]
+    except UnknownServiceError:
+        return "", ""
+    row = pages.get(operation, {})
+    return row.get("input_token", ""), row.get("output_token", "")

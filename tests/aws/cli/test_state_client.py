@@ -6,15 +6,25 @@ import importlib
 import inspect
 import json
 import re
+from urllib.parse import quote
 
 import pytest
 
 from realhf.aws.cli import pinned_http
+from realhf.aws.cli.policy_documents import decoded
 from realhf.aws.cli.state_client import StateCallError, UnreadableAnswer
 from realhf.aws.grading.inventory import Inventory
 from realhf.aws.simulator.pool import MiniStackPool, Slot
 
 pytestmark = pytest.mark.sim
+
+
+def test_a_document_is_decoded_or_stays_as_it_is() -> None:
+    deep, trust = "[" * 1500 + "]" * 1500, {"Version": "2012-10-17", "Statement": []}
+    assert decoded(quote(json.dumps(trust))) == trust
+    for text in (deep, quote(deep), "no json"):
+        assert decoded(text) == text
+    assert decoded(None) is None
 
 
 def test_answers_come_without_metadata(slot: Slot) -> None:

@@ -9,7 +9,8 @@ from realhf.aws.cli.state_client import StateCallError
 from realhf.aws.episode.chaos import PERTURBATIONS, PROBABILITY, Chaos, chaos_rng
 from realhf.aws.episode.episode import Episode
 from realhf.aws.episode.world import SlotState
-from realhf.aws.grading.grader import Grader, parse_criteria
+from realhf.aws.grading.criteria import parse_criteria
+from realhf.aws.grading.grader import Grader
 from realhf.aws.grading.tracker import Tracker
 from realhf.aws.simulator.pool import Slot
 from realhf.aws.tasks import instantiate, solve
@@ -51,7 +52,7 @@ class FakeAccount:
             self.there = False
         elif operation == "HeadBucket" and not self.there:
             raise StateCallError("404", "absent")
-        return {}
+        return {"Buckets": [{"Name": "a"}] if self.there else []}
 
     def run(self, command: str) -> CommandResult:
         raise AssertionError(command)
@@ -64,7 +65,7 @@ def made_bucket() -> Tracker:
     return tracker
 
 
-CRITERIA = {"steps": [{"operation": "s3:CreateBucket", "verify": {"service": "s3", "type": "bucket", "name": "a"}}]}
+CRITERIA = {"operation": "s3:CreateBucket", "resource_exists": {"service": "s3", "name": "a"}}
 
 
 def test_it_happens_once_and_counts_what_it_broke() -> None:

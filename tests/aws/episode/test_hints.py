@@ -4,7 +4,7 @@ import pytest
 
 from realhf.aws.episode.episode import Episode
 from realhf.aws.episode.hints import HINT_COMMAND, hint_text, is_hint_request
-from realhf.aws.grading.grader import Criteria, parse_criteria
+from realhf.aws.grading.criteria import Criteria, parse_criteria
 from realhf.aws.simulator.pool import Slot
 from realhf.aws.tasks import instantiate, load_templates, solve
 
@@ -37,7 +37,7 @@ def test_no_value_is_told() -> None:
     [
         ({"steps": [{"operation": "s3:CreateBucket"}, {"operation": "sns:CreateTopic"}]}, 1, "services: s3api, sns"),
         ({"operation": "iam:CreateUser"}, 3, "commands: aws iam create-user ..."),
-        ({"state_checks": [{"service": "sns", "type": "topic", "name": "secret"}]}, 3, "commands: aws sns help"),
+        ({"state_checks": [{"command": "aws sns list-topics"}]}, 3, "commands: aws sns help"),
     ],
 )
 def test_a_task_without_a_solution_is_hinted_at_from_its_criteria(criteria: dict, level: int, text: str) -> None:

@@ -19,7 +19,7 @@ def wire_task(**fields: object) -> Task:
         "task_id": 9002,
         "difficulty": "expert",
         "description": "The queue jobs must be there.",
-        "success_criteria": {"state_checks": [{"service": "sqs", "type": "queue", "name": "jobs"}]},
+        "success_criteria": {"operation": "create-queue", "resource_exists": {"service": "sqs", "name": "jobs"}},
         "solution": ["aws sqs create-queue --queue-name jobs"],
     }
     return Task.from_json(json.dumps(data | fields))
@@ -74,11 +74,7 @@ def test_captures_of_set_up_and_of_steps(episode: Episode) -> None:
         success_criteria={
             "state_checks": [
                 {
-                    "call": {
-                        "service": "ec2",
-                        "operation": "DescribeSubnets",
-                        "params": {"SubnetIds": ["${setup2:Subnet.SubnetId}"]},
-                    },
+                    "command": "aws ec2 describe-subnets --subnet-ids ${setup2:Subnet.SubnetId}",
                     "json_path": "Subnets[0].Tags[0].Value",
                     "expected": "core",
                 }
@@ -119,9 +115,9 @@ def drifting_task(**fields: object) -> Task:
     queue = "http://localhost/000000000000/jobs"
     attributes = {"VisibilityTimeout": "30", "DelaySeconds": "0", "MaximumMessageSize": "1024"}
     changes = {"VisibilityTimeout": "5", "DelaySeconds": "60", "MaximumMessageSize": "2048"}
+    look = f"aws sqs get-queue-attributes --queue-url {queue} --attribute-names All"
     checks = [
-        {"service": "sqs", "type": "queue", "name": "jobs", "attributes": {key: value}}
-        for key, value in attributes.items()
+        {"command": look, "json_path": f"Attributes.{key}", "expected": value} for key, value in attributes.items()
     ]
     line = "aws sqs set-queue-attributes --queue-url " + queue + " --attributes "
     return wire_task(

@@ -1,16 +1,15 @@
-"""Strategies on boundary values, with a fake state; the tracker's bookkeeping; parsing of criteria."""
+"""Strategies on boundary values, with a fake state; the tracker's bookkeeping."""
 
 from typing import Any
 
 import pytest
 
 from realhf.aws.cli.executor import CommandResult, SentRequest
-from realhf.aws.cli.state_client import StateCallError
-from realhf.aws.grading.check_parser import parse_check
-from realhf.aws.grading.grader import Grader, Step, parse_criteria, unspent_request
+from realhf.aws.cli.state_client import StateCallError, UnreadableAnswer
+from realhf.aws.grading.criteria import Step, parse_criteria
+from realhf.aws.grading.grader import Grader, unspent_request
 from realhf.aws.grading.resource_identity import plain_name, same_meaning
 from realhf.aws.grading.tracker import Tracker, is_read, resource_name, same_resource
-from realhf.aws.grading.verifier import equal
 from realhf.aws.tasks.task import TaskError
 
 
@@ -29,8 +28,7 @@ class FakeState:
         return answer
 
     def run(self, command: str) -> CommandResult:
-        self.calls += 1
-        return self.answers["run"]
+        raise AssertionError(command)
 
 
 class Play:
@@ -49,7 +47,8 @@ class Play:
         return self.grader.evaluate(self.tracker.record(f"aws {operation}", result)).progress
 
 
-BUCKET = {"service": "s3", "type": "bucket", "name": "a"}
+BUCKET = {"service": "s3", "name": "a"}
+LISTED = {"Buckets": [{"Name": "a-2"}, {"Name": "a"}]}
 
 
 def test_command_match_wants_operation_parameters_and_acceptance() -> None:
@@ -63,43 +62,31 @@ def test_command_match_wants_operation_parameters_and_acceptance() -> None:
     assert play.grader.grade.achieved
 
 
-def test_creation_is_half_done_without_its_attributes() -> None:
-    state = FakeState(DescribeStreamSummary={"StreamDescriptionSummary": {"StreamName": "a", "OpenShardCount": 1}})
-    check = {"service": "kinesis", "name": "a", "attributes": {"OpenShardCount": 2}}
-    play = Play({"operation": "kinesis:CreateStream", "resource_exists": check}, state)
-    assert play.send("kinesis:CreateStream", {"StreamName": "b"}) == 0
-    assert play.send("kinesis:CreateStream", {"StreamName": "a"}) == 0.5
-    state.answers["DescribeStreamSummary"] = {"StreamDescriptionSummary": {"StreamName": "a", "OpenShardCount": 2}}
-    assert play.send("kinesis:UpdateShardCount", {"StreamName": "a"}) == 1
+def test_creation_is_half_done_until_it_is_there() -> None:
+    state = FakeState(ListBuckets={"Buckets": [{"Name": "a-2"}]})
+    play = Play({"operation": "s3:CreateBucket", "resource_exists": BUCKET}, state)
+    assert play.send("s3:CreateBucket", {"Bucket": "b"}) == 0
+    assert play.send("s3:CreateBucket", {"Bucket": "a"}) == 0.5
+    state.answers["ListBuckets"] = LISTED
+    assert play.send("s3:PutBucketTagging", {"Bucket": "a"}) == 1
     assert play.grader.grade.achieved
 
 
-def two_steps(**second: Any) -> dict:
-    steps = [{"operation": "s3:CreateBucket", "resource": "a", "verify": BUCKET}]
-    return {"steps": [*steps, {"operation": "s3:PutObject", "resource": "a", **second}]}
+TWO_STEPS: dict[str, Any] = {
+    "steps": [{"operation": "s3:CreateBucket", "resource": "a"}, {"operation": "s3:PutObject", "resource": "a"}]
+}
 
 
 def test_steps_are_credited_by_prefix() -> None:
-    play = Play(two_steps(), FakeState(HeadBucket={}))
+    play = Play(TWO_STEPS, FakeState())
     assert play.send("s3:PutObject", {"Bucket": "a", "Key": "k"}) == 0
     assert play.send("s3:CreateBucket", {"Bucket": "a"}) == 1, "an earlier request may pay for the second step"
     assert play.grader.credited_operations == ["s3:CreateBucket", "s3:PutObject"]
-
-
-def test_an_ordered_step_wants_a_later_request() -> None:
-    play = Play(two_steps(ordered=True), FakeState(HeadBucket={}))
-    assert play.send("s3:PutObject", {"Bucket": "a", "Key": "k"}) == 0
-    assert play.send("s3:CreateBucket", {"Bucket": "a"}) == 0.5
-    assert play.send("s3:PutObject", {"Bucket": "a", "Key": "k"}) == 1
-
-
-def test_a_step_whose_verification_fails_is_not_credited() -> None:
-    play = Play(two_steps(), FakeState())
-    assert play.send("s3:CreateBucket", {"Bucket": "a"}) == 0
+    assert play.grader.grade.achieved
 
 
 def test_missing_service_caps_progress() -> None:
-    play = Play(two_steps() | {"services": ["s3", "sns"]}, FakeState(HeadBucket={}))
+    play = Play(TWO_STEPS | {"services": ["s3", "sns"]}, FakeState())
     play.send("s3:CreateBucket", {"Bucket": "a"})
     assert play.send("s3:PutObject", {"Bucket": "a", "Key": "k"}) == 0.5
     assert not play.grader.grade.achieved
@@ -107,28 +94,37 @@ def test_missing_service_caps_progress() -> None:
     assert play.grader.grade.achieved
 
 
-def test_state_checks_count_from_the_baseline() -> None:
-    def head(name: str) -> dict:
-        return {"call": {"service": "s3", "operation": name, "params": {}}}
+class Printing(FakeState):
+    """Commands print what is kept by the last word of the command; others fail."""
 
-    checks = [head("HeadBucket"), head("HeadObject"), {**head("GetBucketPolicy"), "absent": True}]
-    state = FakeState(GetBucketPolicy={"Policy": "{}"}, HeadBucket={})
+    def run(self, command: str) -> CommandResult:
+        self.calls += 1
+        output = self.answers.get(command.split()[-1])
+        return CommandResult(255, "", "absent") if output is None else CommandResult(0, output, "")
+
+
+def asks_for(name: str, text: str = "") -> dict[str, Any]:
+    return {"command": f"aws s3api get-bucket-tagging --bucket {name}", "output_contains": text}
+
+
+def test_state_checks_count_from_the_baseline() -> None:
+    state = Printing(one="there", two="old")
+    checks = [asks_for("one"), asks_for("two", "new"), asks_for("three")]
     play = Play({"state_checks": checks, "steps": [{"operation": "s3:PutObject"}]}, state)
-    state.answers["HeadObject"] = {}
+    state.answers["three"] = ""
     assert play.send("s3:PutObject", {"Bucket": "a"}) == pytest.approx(0.7 + 0.3 * 0.5)
-    del state.answers["GetBucketPolicy"]
-    assert play.send("s3:DeleteBucketPolicy", {"Bucket": "a"}) == 1
+    state.answers["two"] = "new"
+    assert play.send("s3:PutBucketTagging", {"Bucket": "a"}) == 1
     assert play.grader.grade.achieved
 
 
 def test_a_task_that_is_solved_from_the_start_is_an_error() -> None:
-    checks = [{"call": {"service": "s3", "operation": "HeadBucket", "params": {}}}]
     with pytest.raises(TaskError, match="every state check"):
-        Play({"state_checks": checks}, FakeState(HeadBucket={}))
+        Play({"state_checks": [asks_for("one")]}, Printing(one="x"))
 
 
 def test_reads_and_failures_cost_no_verification() -> None:
-    state = FakeState(HeadBucket={})
+    state = FakeState(ListBuckets=LISTED)
     play = Play({"operation": "s3:CreateBucket", "resource_exists": BUCKET}, state)
     play.send("s3:ListBuckets", {})
     play.send("s3:CreateBucket", {"Bucket": "a"}, 409, "BucketAlreadyExists")
@@ -136,9 +132,18 @@ def test_reads_and_failures_cost_no_verification() -> None:
 
 
 def test_a_broken_simulator_is_no_failed_task() -> None:
-    play = Play({"operation": "s3:CreateBucket", "resource_exists": BUCKET}, FakeState(HeadBucket=ConnectionError()))
+    play = Play({"operation": "s3:CreateBucket", "resource_exists": BUCKET}, FakeState(ListBuckets=ConnectionError()))
     with pytest.raises(ConnectionError):
         play.send("s3:CreateBucket", {"Bucket": "a"})
+
+
+def test_what_cannot_be_read_is_no_success_and_no_end_of_the_episode() -> None:
+    """An agent can write what nobody can decode."""
+    state = FakeState(ListBuckets=UnreadableAnswer("nested"))
+    play = Play({"operation": "s3:CreateBucket", "resource_exists": BUCKET}, state)
+    assert play.send("s3:CreateBucket", {"Bucket": "a"}) == 0.5 and not play.grader.grade.achieved
+    state.answers["ListBuckets"] = LISTED
+    assert play.send("s3:CreateBucket", {"Bucket": "a"}) == 1.0
 
 
 def test_one_request_pays_for_one_step() -> None:
@@ -156,15 +161,8 @@ def test_one_request_pays_for_one_step() -> None:
 def test_only_the_exact_name_counts(other: str) -> None:
     """Exploit of layer 7: prefixes, suffixes and substrings."""
     assert not same_resource(other, "a")
-    play = Play({"operation": "s3:CreateBucket", "resource_exists": BUCKET}, FakeState())
+    play = Play({"operation": "s3:CreateBucket", "resource_exists": BUCKET}, FakeState(ListBuckets={}))
     assert play.send("s3:CreateBucket", {"Bucket": other}) == 0
-
-
-def test_lists_are_searched_for_the_exact_name() -> None:
-    """Exploit of layer 7: a log group whose name only begins with the wanted one."""
-    check = parse_check({"service": "logs", "name": "web"})
-    assert not check.holds(FakeState(DescribeLogGroups={"logGroups": [{"logGroupName": "web-2"}]}))
-    assert check.holds(FakeState(DescribeLogGroups={"logGroups": [{"logGroupName": "web-2"}, {"logGroupName": "web"}]}))
 
 
 @pytest.mark.parametrize(
@@ -221,7 +219,7 @@ def test_reads(operation: str, read: bool) -> None:
 
 
 def test_rollbacks_count_once_per_pair_and_not_when_wanted() -> None:
-    play = Play({"operation": "s3:CreateBucket", "resource_exists": BUCKET}, FakeState())
+    play = Play({"operation": "s3:CreateBucket", "resource_exists": BUCKET}, FakeState(ListBuckets={}))
     play.send("s3:DeleteBucket", {"Bucket": "a"})
     assert play.tracker.rollbacks == 0, "nothing of the agent's was deleted"
     for _ in range(2):
@@ -236,13 +234,13 @@ def test_rollbacks_count_once_per_pair_and_not_when_wanted() -> None:
 
 def test_retries_count_for_what_the_setup_made_and_at_most_three() -> None:
     present = frozenset(("s3", name) for name in "abcdef")
-    play = Play({"operation": "s3:CreateBucket", "resource_exists": BUCKET}, FakeState(), present)
+    play = Play({"operation": "s3:CreateBucket", "resource_exists": BUCKET}, FakeState(ListBuckets={}), present)
     for name in "aabcdefz":
         play.send("s3:CreateBucket", {"Bucket": name}, 409, "BucketAlreadyOwnedByYou")
         play.send("s3:ListBuckets", {})
         play.tracker.progressed()
     assert play.tracker.idempotent_retries == 3
-    other = Play({"operation": "s3:CreateBucket", "resource_exists": BUCKET}, FakeState())
+    other = Play({"operation": "s3:CreateBucket", "resource_exists": BUCKET}, FakeState(ListBuckets={}))
     other.send("s3:CreateBucket", {"Bucket": "a"}, 409, "BucketAlreadyOwnedByYou")
     other.send("s3:ListBuckets", {})
     other.tracker.progressed()
@@ -250,7 +248,8 @@ def test_retries_count_for_what_the_setup_made_and_at_most_three() -> None:
 
 
 def test_a_harmless_command_after_a_collision_is_no_retry() -> None:
-    play = Play({"operation": "s3:CreateBucket", "resource_exists": BUCKET}, FakeState(), frozenset({("s3", "b")}))
+    criteria, present = {"operation": "s3:CreateBucket", "resource_exists": BUCKET}, frozenset({("s3", "b")})
+    play = Play(criteria, FakeState(ListBuckets={}), present)
     play.send("s3:CreateBucket", {"Bucket": "b"}, 409, "BucketAlreadyOwnedByYou")
     play.send("s3:ListBuckets", {})
     assert play.tracker.idempotent_retries == 0
@@ -261,99 +260,11 @@ def test_a_harmless_command_after_a_collision_is_no_retry() -> None:
     assert play.tracker.idempotent_retries == 1
 
 
-def test_equality_minds_types() -> None:
-    assert equal({"a": [1, "x"]}, {"a": [1, "x"]})
-    for found, expected in [(1, "1"), (True, 1), ([1], [1, 2]), ({"a": 1, "b": 2}, {"a": 1}), (None, {})]:
-        assert not equal(found, expected)
-
-
-@pytest.mark.parametrize(
-    "criteria",
-    [
-        {},
-        {"operation": "", "steps": []},
-        {"resource_exists": {"service": "s3", "type": "bucket"}},
-        {"resource_exists": {"service": "moon", "name": "a"}},
-        {"resource_exists": {**BUCKET, "colour": "red"}},
-        {"resource_exists": {**BUCKET, "attributes": {"][": 1}}},
-        {"steps": [{"resource": "a"}]},
-        {"steps": ["s3:CreateBucket"]},
-        {"steps": [{"operation": 5}]},
-        {"steps": [{"operation": "s3:CreateBucket", "resource": ["a"]}]},
-        {"steps": {"operation": "s3:CreateBucket"}},
-        {"operation": ["s3:CreateBucket"]},
-        {"operation": "s3:CreateBucket", "services": "s3"},
-        {"resource_exists": {**BUCKET, "name": 1}},
-        {"resource_exists": {**BUCKET, "attributes": ["a"]}},
-        {"state_checks": [{"call": {"service": "s3", "operation": "HeadBucket"}, "output_contains": 1}]},
-        {"state_checks": [{"call": {"service": "s3", "operation": "HeadBucket", "params": [1]}}]},
-        {"state_checks": [{"call": "s3"}]},
-        {"state_checks": [{"command": 1}]},
-        {"state_checks": ["s3"]},
-        {"state_checks": [{"call": {"service": "s3", "operation": "DeleteBucket", "params": {}}}]},
-        {"state_checks": [{"call": {"service": "lambda", "operation": "Invoke", "params": {}}}]},
-        {"state_checks": [{"call": {"service": "athena", "operation": "GetQueryResults", "params": {}}}]},
-    ],
-)
-def test_malformed_criteria_are_task_errors(criteria: dict) -> None:
-    with pytest.raises(TaskError):
-        parse_criteria(criteria)
-
-
 def test_a_text_that_the_command_must_contain_needs_an_accepted_request() -> None:
     play = Play({"command_contains": "sns:ListTopics"}, FakeState())
     assert play.send("sns:ListTopics", {}, 403, "AccessDenied") == 0
     assert play.send("sns:ListSubscriptions", {}) == 0
     assert play.send("sns:ListTopics", {}) == 1
-
-
-LIST = "aws sqs list-queues"
-
-
-@pytest.mark.parametrize(
-    ("wanted", "output", "holds"),
-    [
-        ({"output_contains": "jobs"}, '{"QueueUrls": ["http://x/jobs"]}', True),
-        ({"output_contains": "jobs", "not_contains": "old"}, '{"QueueUrls": ["http://x/jobs-old"]}', False),
-        ({"json_path": "length(QueueUrls)", "expected": 1}, '{"QueueUrls": ["a"]}', True),
-        ({"json_path": "length(QueueUrls)", "expected": "1"}, '{"QueueUrls": ["a"]}', False),
-        ({"json_path": "length(QueueUrls)", "expected": "1", "loose": True}, '{"QueueUrls": ["a"]}', True),
-        ({"json_path": "QueueUrls", "absent": True}, "", True),
-        ({"json_path": "QueueUrls"}, "no JSON", False),
-        ({"absent": True}, None, True),
-        ({}, None, False),
-    ],
-)
-def test_checks_by_command(wanted: dict, output: str | None, holds: bool) -> None:
-    result = CommandResult(255, "", "absent") if output is None else CommandResult(0, output, "")
-    assert parse_check({"command": LIST, "description": "x"} | wanted).holds(FakeState(run=result)) is holds
-
-
-@pytest.mark.parametrize(
-    "command", ["aws sqs create-queue --queue-name x", "aws configure list", "rm x", "aws s3 rm s3://b", ""]
-)
-def test_a_check_by_command_may_only_look(command: str) -> None:
-    with pytest.raises(TaskError):
-        parse_check({"command": command})
-
-
-def test_texts_of_an_answer_are_compared_without_escapes() -> None:
-    state = FakeState(GetBucketPolicy={"Policy": '{"Principal": "*"}'})
-    call = {"service": "s3", "operation": "GetBucketPolicy", "params": {}}
-    assert parse_check({"call": call, "output_contains": '"Principal": "*"'}).holds(state)
-    assert not parse_check({"call": call, "output_contains": "P", "not_contains": '"Principal": "*"'}).holds(state)
-
-
-def test_an_expression_that_does_not_fit_the_answer_finds_nothing() -> None:
-    call = {"service": "s3", "operation": "GetBucketTagging", "params": {}}
-    check = parse_check({"call": call, "json_path": "length(TagSet)", "expected": 2})
-    assert not check.holds(FakeState(GetBucketTagging={}))
-    assert check.holds(FakeState(GetBucketTagging={"TagSet": [1, 2]}))
-
-
-def test_too_many_checks_are_refused() -> None:
-    with pytest.raises(TaskError, match="more than 40"):
-        parse_criteria({"state_checks": [BUCKET] * 41})
 
 
 def test_a_generated_id_or_a_secret_arn_names_what_was_made() -> None:
@@ -377,17 +288,3 @@ def test_a_generated_id_or_a_secret_arn_names_what_was_made() -> None:
     assert tracker.rollbacks == 2
     send("iam:DetachRolePolicy", {"RoleName": "r", "PolicyArn": "p1"})
     assert tracker.rollbacks == 3
-
-
-def test_one_grading_sends_each_request_once() -> None:
-    state = FakeState(HeadBucket={}, GetBucketVersioning={"Status": "Enabled"})
-    verify = {**BUCKET, "attributes": {"Versioning.Status": "Enabled"}}
-    steps = [
-        {"operation": "s3:CreateBucket", "verify": BUCKET},
-        {"operation": "s3:PutBucketVersioning", "verify": verify},
-    ]
-    play = Play({"steps": steps}, state)
-    play.send("s3:CreateBucket", {"Bucket": "a"})
-    assert state.calls == 1
-    play.send("s3:PutBucketVersioning", {"Bucket": "a"})
-    assert play.grader.grade.achieved and state.calls == 3

@@ -3,10 +3,10 @@
 import pytest
 
 from realhf.aws.cli.command_table import ALLOWED
+from realhf.aws.cli.policy import operation_allowed
 from realhf.aws.cli.state_client import StateCallError
 from realhf.aws.episode.episode import Episode
-from realhf.aws.grading.inventory import LISTINGS, Inventory
-from realhf.aws.grading.verifier import operation_allowed
+from realhf.aws.grading.inventory import LISTINGS, Inventory, names_of
 from realhf.aws.simulator.pool import Slot
 from realhf.aws.tasks import instantiate, load_templates, solve
 
@@ -35,6 +35,19 @@ def test_it_is_kept_until_something_changed() -> None:
     inventory.touch("sns", changed=True)
     inventory.read()
     assert account.calls.count("ListTopics") == 2
+
+
+class PagedAccount:
+    """Three parameters on three pages."""
+
+    def call(self, service: str, operation: str, params: dict) -> dict:
+        page = int(params.get("NextToken", "0"))
+        return {"Parameters": [{"Name": f"p{page}"}], **({"NextToken": str(page + 1)} if page < 2 else {})}
+
+
+def test_every_page_of_a_list_is_read_as_far_as_needed() -> None:
+    assert names_of(PagedAccount(), "ssm", "parameter") == {"p0", "p1", "p2"}
+    assert names_of(PagedAccount(), "ssm", "parameter", most=2) == {"p0", "p1"}
 
 
 def test_only_services_that_were_touched_or_named_are_listed() -> None:

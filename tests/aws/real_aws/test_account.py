@@ -88,7 +88,7 @@ def test_an_episode_on_the_confirmed_account(tmp_path: Path) -> None:
         with connect(url, additional_headers={"Authorization": f"Bearer {TOKEN}"}, proxy=None) as session:
             answer = ask(session, "reset", task=task.to_json())
             assert answer["code"] == "VALIDATION_ERROR" and "end state" in answer["message"]
-            bucket = {"service": "s3", "type": "bucket", "name": task.params["name"]}
+            bucket = {"service": "s3", "name": task.params["name"]}
             made = {"operation": "s3:CreateBucket", "resource_exists": bucket}
             ask(session, "reset", task=task.to_json() | {"success_criteria": made})
             done = ask(session, "step", command=task.solution[0])
@@ -311,6 +311,6 @@ def _task(**fields: object) -> Task:
         "task_id": 9200,
         "difficulty": "expert",
         "description": "List the buckets.",
-        "success_criteria": {"state_checks": [{"service": "s3", "type": "bucket", "name": "b"}]},
+        "success_criteria": {"state_checks": [{"command": "aws s3api head-bucket --bucket b"}]},
     }
     return Task.from_json(data | fields)

@@ -140,13 +140,8 @@ def test_a_second_reply_is_not_taken_for_the_next_commands(slot: Slot, compromis
 
 
 def test_a_lost_check_is_no_grade(slot: Slot, episode: Episode) -> None:
-    """A check for something absent must not hold because its worker died; what it read is of the agent's making."""
-    check = {"command": "aws s3api get-bucket-policy --bucket ledger", "absent": True}
-    task = versioning_task(
-        success_criteria={"state_checks": [check]},
-        setup_commands=["aws s3 mb s3://ledger", "aws s3api put-bucket-policy --bucket ledger --policy '{}'"],
-    )
-    episode.reset(task)
+    """A check must not fail or hold because its worker died; what it read is of the agent's making."""
+    episode.reset(versioning_task())
     worker = CompromisedWorker(slot.own_executor, framed({}))
     try:
         lost = episode.step("aws s3 mb s3://some-other")
@@ -158,10 +153,10 @@ def test_a_lost_check_is_no_grade(slot: Slot, episode: Episode) -> None:
     assert slot.ministack.alive()
 
 
-def test_a_flooded_answer_shows_no_absence(slot: Slot, episode: Episode) -> None:
-    """What was cut off an answer may be just what must not be there."""
+def test_a_flooded_answer_shows_nothing(slot: Slot, episode: Episode) -> None:
+    """Of what was cut off nobody knows what it said."""
     slot.own_executor._limits = replace(slot.own_executor._limits, stdout_bytes=64)
-    check = {"command": "aws s3api list-buckets", "not_contains": "ledger"}
+    check = {"command": "aws s3api list-buckets", "output_contains": "aaaa"}
     try:
         episode.reset(versioning_task(success_criteria={"state_checks": [check]}))
         assert not episode.step("aws s3 mb s3://aaaaaaaaaaaaaaaaaaaaaaaa").observation["task_achieved"]

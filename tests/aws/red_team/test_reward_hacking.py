@@ -18,11 +18,10 @@ from realhf.aws.episode.episode import Episode, masked_task
 from realhf.aws.episode.hints import HINT_COMMAND
 from realhf.aws.episode.validation import play
 from realhf.aws.episode.world import SlotState
-from realhf.aws.grading.check_parser import parse_check
-from realhf.aws.grading.grader import Step, earns_credit, parse_criteria, unspent_request
+from realhf.aws.grading.criteria import ListedResource, Step, parse_criteria
+from realhf.aws.grading.grader import earns_credit, unspent_request, verified
 from realhf.aws.grading.reward import monotone_progress, score
 from realhf.aws.grading.tracker import Evidence, same_resource
-from realhf.aws.grading.verifier import verified
 from realhf.aws.simulator.pool import MiniStackPool
 from realhf.aws.tasks import instantiate, load_templates, mistakes, solve
 from realhf.aws.tasks.task import Task
@@ -40,12 +39,13 @@ def two_subscriptions(name: str) -> Task:
 
 
 def open_bucket(name: str) -> Task:
-    """A wire task with state checks: versioning on, and the open policy gone."""
+    """A wire task with state checks: versioning on, and the policy no longer for everybody."""
     bucket = {"Bucket": name}
     policy = json.dumps({"Statement": [{"Effect": "Allow", "Principal": "*", "Action": "s3:*", "Resource": "*"}]})
+    look = f"aws s3api get-bucket-versioning --bucket {name}"
     checks = [
-        {"service": "s3", "type": "bucket", "name": name, "attributes": {"Versioning.Status": "Enabled"}},
-        {"call": {"service": "s3", "operation": "GetBucketPolicy", "params": bucket}, "absent": True},
+        {"command": look, "json_path": "$.Status", "expected": "Enabled"},
+        {"command": f"aws s3api get-bucket-policy --bucket {name}", "output_contains": "Deny"},
     ]
     return Task.from_json(
         {
@@ -73,8 +73,7 @@ def test_layer_1_printed_or_unsent_success_is_no_success(episode: Episode) -> No
         f"aws ec2 create-volume --availability-zone us-east-1a --size 1 --dry-run --query \"'{name}'\"",
     ]
     assert play(episode, task, fakes) == (False, 0.0)
-    check = parse_check({"service": "s3", "type": "bucket", "name": name})
-    assert not verified(check, SlotState(episode._slot))
+    assert not verified(ListedResource("s3", "bucket", name), SlotState(episode._slot))
 
 
 def test_layer_2_one_request_pays_once(episode: Episode) -> None:
@@ -111,8 +110,8 @@ def test_layer_3_nothing_shown_holds_criteria_seed_or_solution(episode: Episode)
         "solution",
         '"seed"',
         "state_checks",
-        "GetBucketPolicy",
-        "Versioning.Status",
+        "get-bucket-policy",
+        "$.Status",
         "json_path",
     ):
         assert secret not in text and secret not in changes
@@ -171,7 +170,8 @@ def test_layer_8_what_was_undone_does_not_count(episode: Episode) -> None:
 
 def test_layer_8_good_added_and_bad_left_is_half_a_repair(episode: Episode) -> None:
     enable = "aws s3api put-bucket-versioning --bucket ajar --versioning-configuration Status=Enabled"
-    close = "aws s3api delete-bucket-policy --bucket ajar"
+    refusal = {"Effect": "Deny", "Principal": "*", "Action": "s3:*", "Resource": "*"}
+    close = f"aws s3api put-bucket-policy --bucket ajar --policy '{json.dumps({'Statement': [refusal]})}'"
     task = open_bucket("ajar")
     assert play(episode, task, [enable]) == (False, pytest.approx(0.45))
     assert play(episode, task, [enable, close]) == (True, 1.0)

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from realhf.aws.cli.command_table import ALLOWED
 from realhf.aws.episode.episode import Episode
 from realhf.aws.episode.validation import problems
+from realhf.aws.grading.criteria import criteria_of
 from realhf.aws.grading.end_state import freedom_of, is_graded_by_end_state
-from realhf.aws.grading.grader import criteria_of
 from realhf.aws.simulator.pool import ACCOUNT
 from realhf.aws.tasks import (
     get_template,

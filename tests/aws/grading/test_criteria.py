@@ -1,4 +1,4 @@
-"""Tasks of other makers, whose criteria are in the words of the CLI: solved as they are meant, or refused aloud."""
+"""Success criteria: of tasks of other makers, in the words of the CLI, solved as they are meant, or refused aloud."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 
+from realhf.aws.cli.executor import CommandResult
 from realhf.aws.episode.episode import Episode
-from realhf.aws.grading.cli_criteria import from_cli_words, names_drawn_id
-from realhf.aws.grading.grader import parse_criteria
+from realhf.aws.grading.criteria import CommandCheck, parse_criteria
 from realhf.aws.grading.tracker import mentions
-from realhf.aws.tasks import load_tasks
 from realhf.aws.tasks.task import Task, TaskError
 
 _TRUST = (
@@ -113,7 +112,7 @@ def test_an_id_that_aws_draws_and_nobody_made_is_refused_at_the_start(episode: E
     setup = ["aws cognito-idp create-user-pool --pool-name chosen"]
     with pytest.raises(TaskError, match="id that AWS draws"):
         episode.reset(task({"state_checks": [check]}, "expert", setup_commands=setup), chaos=False)
-    assert not names_drawn_id("aws iam get-role --role-name group-id")
+    assert not CommandCheck("aws iam get-role --role-name group-id").asks_for_drawn_id()
 
 
 @pytest.mark.parametrize(
@@ -150,6 +149,109 @@ def test_a_name_counts_wherever_it_stands_as_a_word_of_its_own() -> None:
     assert not mentions({"TableName": "shop-2", "Tags": [{"Key": "my-shop"}]}, "shop")
 
 
-def test_criteria_in_our_own_words_are_left_as_they_are() -> None:
-    for one in load_tasks():
-        assert from_cli_words(one.success) is one.success
+@pytest.mark.sim
+def test_a_resource_is_looked_for_by_its_exact_name_on_every_page(episode: Episode) -> None:
+    """The thing that is wanted may stand on a later page of a list, among longer names."""
+    exists = {"operation": "put-parameter", "resource_exists": {"service": "ssm", "name": "x"}}
+    setup = [f"aws ssm put-parameter --name {name} --value v --type String" for name in ("x-2", "ax")]
+    one = task(exists, "beginner", setup_commands=setup)
+    assert reward(episode, one, "aws ssm put-parameter --name x2 --value v --type String") == (0.0, False)
+    assert reward(episode, one, "aws ssm put-parameter --name x --value v --type String") == (1.0, True)
+
+
+BUCKET = {"service": "s3", "name": "a"}
+LOOK = "aws sqs list-queues"
+
+
+@pytest.mark.parametrize(
+    ("criteria", "said"),
+    [
+        ({}, "names no operation"),
+        ({"operation": "", "steps": []}, "names no operation"),
+        ({"services": ["s3"]}, "names no operation"),
+        ({"operation": ["s3:CreateBucket"]}, "operation is not of type str"),
+        ({"operation": "s3:CreateBucket", "services": "s3"}, "services is not of type list"),
+        ({"resource_exists": {"service": "s3"}}, "needs a service and a name"),
+        ({"resource_exists": {"service": "moon", "name": "a"}}, "'moon' is not available"),
+        ({"resource_exists": {**BUCKET, "name": 1}}, "needs a service and a name"),
+        ({"resource_exists": {**BUCKET, "attributes": {"Versioning": 1}}}, "unknown key 'attributes'.*end state"),
+        ({"steps": [{"resource": "a"}]}, "operation and resource of a step"),
+        ({"steps": ["s3:CreateBucket"]}, "no object"),
+        ({"steps": [{"operation": 5}]}, "operation and resource of a step"),
+        ({"steps": [{"operation": "s3:CreateBucket", "verify": BUCKET}]}, "unknown key 'verify'.*end state"),
+        ({"steps": {"operation": "s3:CreateBucket"}}, "steps is not of type list"),
+        ({"state_checks": [{"command": 1}]}, "command is not of type str"),
+        ({"state_checks": ["s3"]}, "has no command"),
+        ({"state_checks": [{"call": {"service": "s3", "operation": "HeadBucket"}}]}, "has no command"),
+        ({"state_checks": [{"command": LOOK, "json_path": "]["}]}, "json_path"),
+        ({"state_checks": [{"command": LOOK, "absent": True}]}, "unknown key 'absent'.*end state"),
+        ({"state_checks": [{"command": LOOK}], "protected": [BUCKET]}, "unknown key 'protected'.*end state"),
+        ({"state_checks": [{"command": LOOK}] * 41}, "more than 40"),
+    ],
+)
+def test_what_is_wrong_or_belongs_to_the_end_state_is_named(criteria: dict[str, Any], said: str) -> None:
+    with pytest.raises(TaskError, match=said):
+        parse_criteria(criteria)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "aws s3api delete-bucket --bucket b",
+        "aws s3api --query get-x delete-bucket --bucket b",
+        "aws --region us-east-1 s3api delete-bucket --bucket b",
+        "aws s3 rm s3://b/k",
+        "aws s3api help",
+        "aws configure list",
+        "rm x",
+    ],
+)
+def test_the_command_of_a_check_may_only_look(command: str) -> None:
+    with pytest.raises(TaskError, match="may only look"):
+        parse_criteria({"state_checks": [{"command": command}]})
+
+
+@pytest.mark.parametrize(
+    ("command", "service"),
+    [
+        ("aws s3api get-bucket-policy --bucket b", "s3"),
+        ("aws --output json dynamodb scan --table-name t", "dynamodb"),
+        ("aws s3api --query delete-bucket list-buckets", "s3"),
+        ("aws s3 ls", "s3"),
+    ],
+)
+def test_a_check_is_about_the_service_that_its_command_reads(command: str, service: str) -> None:
+    assert parse_criteria({"state_checks": [{"command": command}]}).named_services == {service}
+
+
+class Printing:
+    """A slot whose commands print this; None: they fail."""
+
+    def __init__(self, output: str | None) -> None:
+        self.result = CommandResult(255, "", "absent") if output is None else CommandResult(0, output, "")
+
+    def call(self, service: str, operation: str, params: dict[str, Any]) -> dict[str, Any]:
+        raise AssertionError(operation)
+
+    def run(self, command: str) -> CommandResult:
+        return self.result
+
+
+@pytest.mark.parametrize(
+    ("wanted", "output", "holds"),
+    [
+        ({"output_contains": "jobs"}, '{"QueueUrls": ["http://x/jobs"]}', True),
+        ({"output_contains": "jobs"}, '{"QueueUrls": []}', False),
+        ({"json_path": "$.QueueUrls[0]", "expected": "A"}, '{"QueueUrls": ["a"]}', True),
+        ({"json_path": "length(QueueUrls)", "expected": "1"}, '{"QueueUrls": ["a"]}', True),
+        ({"json_path": "length(QueueUrls)", "expected": 1}, "{}", False),
+        ({"json_path": "QueueUrls[0]", "expected": "a", "output_contains": "b"}, '{"QueueUrls": ["a"]}', False),
+        ({"json_path": "QueueUrls", "expected": 1}, "no JSON", False),
+        ({"json_path": "QueueUrls", "expected": 1}, "[" * 100_000, False),
+        ({}, "", True),
+        ({}, None, False),
+    ],
+)
+def test_checks_by_command(wanted: dict[str, Any], output: str | None, holds: bool) -> None:
+    (check,) = parse_criteria({"state_checks": [{"command": LOOK, "description": "x"} | wanted]}).checks
+    assert check.holds(Printing(output)) is holds
