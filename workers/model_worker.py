@@ -39,7 +39,7 @@ from realhf.api.mfc import InterfaceType
 from realhf.api.model import Model
 from realhf.api.parallel import SHARDED
 from realhf.api.trace import WEIGHTS
-from realhf.base.cores import usable_cores
+from realhf.base.control_groups import usable_cores
 from realhf.base.garbage import settle
 from realhf.base.loopback import is_loopback_host
 from realhf.builtins import backends, datasets

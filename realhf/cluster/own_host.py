@@ -6,12 +6,13 @@ import hashlib
 import os
 import platform
 import re
+import sys
 import time
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
-from realhf.base.cores import usable_cores
+from realhf.base.control_groups import memory_limit, usable_cores
 from realhf.base.files.source_files import digest_of
 from realhf.base.paths import IMPORT_ROOT
 from realhf.base.process_id import boot_id, host_token
@@ -65,7 +66,7 @@ def describe(name: str, door: str, folder: Path, wants: Mapping[str, int]) -> Ho
     return HostHello(
         name=name,
         cores=usable_cores(),
-        memory_gib=psutil.virtual_memory().total / 2**30,
+        memory_gib=min(psutil.virtual_memory().total, memory_limit() or sys.maxsize) / 2**30,
         gpus=[*own_gpus()],
         address=own,
         machine=host_token(),

@@ -5,13 +5,13 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import psutil
 
 from realhf.api.config import ExperimentConfig
 from realhf.api.experiment import ExperimentSpec, ModelSpec
 from realhf.api.mfc import InterfaceType
+from realhf.base.control_groups import memory_left
 from realhf.base.model_size import (
     ModelSize,
     activation_bytes,
@@ -27,7 +27,6 @@ PROGRAM_BYTES = GIB * 2 // 5
 """Python, torch and transformers themselves take about this much of the host's memory in each process."""
 MICRO_BATCH_TOKENS = 4096
 """Tokens of a micro-batch where mb_spec.max_tokens_per_mb is not set."""
-CGROUP = Path("/sys/fs/cgroup")
 WAYS = (
     "lower mb_spec.max_tokens_per_mb, rollout.sessions or rollout.max_total_tokens, set "
     "actor.gradient_checkpointing=true, actor.lora.rank or ppo.kl_loss_coef=0 (no reference), or take a smaller model"
@@ -108,7 +107,8 @@ def shortages(needs: list[Need], free: Mapping[int | None, int]) -> Iterator[str
 def free_bytes(there: int) -> dict[int | None, int]:
     """Return the bytes that are free now: on the host (None), within the limit of this process's group, and on each of
     the ``there`` GPUs as far as their driver says it."""
-    found: dict[int | None, int] = {None: min(psutil.virtual_memory().available, _left_in_group())}
+    available, left = psutil.virtual_memory().available, memory_left()
+    found: dict[int | None, int] = {None: available if left is None else min(available, left)}
     if there:
         query = ("nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits")
         try:
@@ -123,15 +123,6 @@ def _sum(needs: list[Need], device: int | None) -> int:
     here = [need for need in needs if need.device == device]
     programs = PROGRAM_BYTES * len({need.process for need in here}) if device is None else 0
     return sum(need.total for need in here) + programs
-
-
-def _left_in_group() -> int:
-    """What the memory limit of a container or job leaves; very much where there is none."""
-    try:
-        most, used = ((CGROUP / name).read_text(encoding="ascii").strip() for name in ("memory.max", "memory.current"))
-        return max(0, int(most) - int(used))
-    except (OSError, ValueError):
-        return 1 << 62
 
 
 def _size(model: ModelSpec, config: ExperimentConfig) -> ModelSize | None:
