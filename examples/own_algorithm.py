@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from experiments import grpo_aws
+from experiments import policy_gradient
 from realhf.algorithms.policy_gradient.interface import PolicyGradientInterface
 from realhf.algorithms.policy_gradient.objective import ADVANTAGES
 from realhf.algorithms.sequences import replace_keys
@@ -22,6 +22,7 @@ from realhf.api.experiment import ExperimentSpec
 from realhf.api.sample import SequenceSample
 from realhf.base.dataclass_json import to_json_value
 from realhf.builtins import interfaces
+from realhf.env.doors.section import with_environment
 
 
 @dataclass
@@ -34,8 +35,8 @@ class LenientOptions:
 
 
 @dataclass
-class Config(grpo_aws.Config):
-    """All options of GRPO on AWS tasks, and the section ``algorithm``."""
+class Config(policy_gradient.Config):
+    """All options of policy-gradient training, and the section ``algorithm``."""
 
     algorithm: LenientOptions = section(LenientOptions)
 
@@ -56,9 +57,14 @@ class LenientInterface(PolicyGradientInterface):
         return replace_keys(prepared, shifted={ADVANTAGES: lenient}), stats | {"n_failed": float(failed.sum())}
 
 
+def config_class(environment: str) -> type[Config]:
+    """The configuration of this experiment on the environment that was chosen, here by the YAML."""
+    return with_environment(Config, environment)
+
+
 def build(config: Config) -> ExperimentSpec:
     """GRPO's graph of calls, with this train step in it."""
-    spec = grpo_aws.build(config)
+    spec = policy_gradient.build(config)
     own = {"algorithm": to_json_value(config.algorithm)}
     calls = [
         replace(call, interface="lenient_policy_gradient", interface_args={**call.interface_args, **own})

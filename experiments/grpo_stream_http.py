@@ -7,23 +7,37 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from experiments.grpo import EPISODE_KEYS, policy_gradient, without_critic
-from experiments.grpo_aws import Config
+from experiments import policy_gradient
+from experiments.policy_gradient import EPISODE_KEYS
 from experiments.sft import first_weights
 from realhf.algorithms.policy_gradient.resolve import resolve
 from realhf.api.config import ConfigError, RecoverMode, run_folder
+from realhf.api.config.option import section
 from realhf.api.experiment import ExperimentSpec, ServiceSpec, SourceSpec
 from realhf.api.keys import ROLLOUT_KEY
 from realhf.api.mfc import InterfaceType, MFCDef
+from realhf.aws.options import AwsOptions
+
+
+@dataclass
+class Config(policy_gradient.Config):
+    """With the AWS environment: demonstrations of it warm up the built-in policy."""
+
+    env: AwsOptions = section(AwsOptions)
 
 
 def build(config: Config) -> ExperimentSpec:
     """Return the experiment that ``config`` describes. Raises ConfigError or ValueError for options that contradict."""
     # Who samples is not known here, and neither is how much: the longest sequence bounds it.
-    ppo = without_critic(resolve(config.ppo, loss_scale_len=config.rollout.max_total_tokens, sampler_differs=True))
+    ppo = resolve(config.ppo, loss_scale_len=config.rollout.max_total_tokens, sampler_differs=True)
+    if ppo.needs_values:
+        raise ConfigError(
+            f"ppo.adv_estimator={ppo.adv_estimator} (ppo.algo={ppo.algo}) takes the values of a critic, which "
+            "grpo_stream_http has not: use experiment=ppo"
+        )
     if ppo.turn_keys:
         raise ConfigError("ppo.credit=turn: groups that others push to a trajectory server have no rewards per turn")
     if len(config.actor.workers) > 1:
@@ -32,7 +46,7 @@ def build(config: Config) -> ExperimentSpec:
             "batches from the server; set actor.workers=[0], or take experiment=grpo_async for several"
         )
     first = first_weights(config)
-    models, mfcs = policy_gradient(config, ppo, first)
+    models, mfcs = policy_gradient.policy_gradient(config, ppo, first)
     # Others sample: a server of vLLM would have nothing to do.
     models["actor"] = replace(models["actor"], engine=replace(models["actor"].engine, name="embedded"))
     n_places = places(config)

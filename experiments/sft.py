@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from experiments.untrained_policy import untrained_policy
 from realhf.api.config import ConfigError, ExperimentConfig, LoraConfig, OptimizerConfig, run_folder
 from realhf.api.config.option import option
 from realhf.api.environment import DemonstrationRequest, EnvironmentSpec
@@ -242,6 +241,22 @@ def _untrained_model(config: Config, demonstrations: Path) -> JobSpec:
         "realhf.backends.builtin_policy",
         artifact=_cache(config) / f"untrained-{key}",
         argv=("--demonstrations", str(demonstrations), "--out", "{artifact}", "--seed", str(config.seed), *options),
+    )
+
+
+def untrained_policy(config: Config) -> JobSpec:
+    """Return the job that makes the policy of ``actor.path=builtin_tiny``: random weights, a token for each byte. With
+    it any environment can be tried at once. Its artifact is the folder of the model, found again by the content of all
+    that it depends on."""
+    builtin = to_json_value(config.builtin)
+    versions = package_versions(("torch", "transformers", "tokenizers"))
+    key = content_key([builtin, config.seed, versions], [PACKAGE / "backends" / "builtin_policy.py"])
+    options = [text for name, value in builtin.items() for text in (f"--{name.replace('_', '-')}", str(value))]
+    return JobSpec(
+        "builtin_policy",
+        "realhf.backends.builtin_policy",
+        artifact=_cache(config) / f"bytes-{key}",
+        argv=("--out", "{artifact}", "--seed", str(config.seed), *options),
     )
 
 

@@ -62,6 +62,8 @@ def compose_config(arguments: Sequence[str], config_dir: Path = CONFIGS) -> Comp
     _check_choices(given, config_dir)
     environment = _chosen_path("env", given, config_dir, own)
     scheduler = _chosen_path("scheduler", given, config_dir, own)
+    typed = next((f"{key}={value}" for key, value in reversed(pairs) if key in ("env.path", "env")), "")
+    _check_environment(name, typed, environment, _path_in(own, "env", config_dir / "experiment"), config_dir)
     file = load_experiment(config_dir, name, user_file, environment)
     if environment is None and hasattr(file.module, "config_class"):
         raise ConfigError(
@@ -75,9 +77,9 @@ def compose_config(arguments: Sequence[str], config_dir: Path = CONFIGS) -> Comp
             raise ConfigError(f"scheduler.path: {error}") from None
     schema = Schema(file.config_class)
     _check_names(pairs, name, schema, config_dir)
-    if environment is not None:
-        typed = next((f"{key}={value}" for key, value in reversed(pairs) if key in ("env.path", "env")), "")
-        _check_environment(environment, typed, file, schema, config_dir)
+    if "env" in schema.sections and not hasattr(file.module, "config_class"):
+        has = str(schema.options["env.path"].value) if "env.path" in schema.options else ""
+        _check_environment(name, typed, environment, has, config_dir)
     if given.get("env") not in (None, *_files("env", config_dir)):  # It has no settings to be read from a file.
         given["env.path"] = given.pop("env")
     # Options that hold a mapping have no fixed names inside, so Hydra has to be told that new ones are meant.
@@ -195,37 +197,35 @@ def _chosen_path(section: str, given: dict[str, str], config_dir: Path, own: Pat
         return given[option]
     choice = given.get(section, "")
     registered = choice if section == "env" and choice in environments else None
-    return _path_in(config_dir / section / f"{choice}.yaml", section) or registered or _path_in(own, section)
+    return (
+        _path_in(config_dir / section / f"{choice}.yaml", section)
+        or registered
+        or _path_in(own, section, config_dir / "experiment")
+    )
 
 
-def _check_environment(chosen: str, typed: str, file: ExperimentFile, schema: Schema, config_dir: Path) -> None:
+def _check_environment(experiment: str, typed: str, chosen: str | None, has: str | None, config_dir: Path) -> None:
     """Raise ConfigError where an environment was chosen, by the argument ``typed``, for an experiment that has one of
-    its own."""
-    own = schema.options.get("env.path")
-    if (
-        not typed
-        or hasattr(file.module, "config_class")
-        or "env" not in schema.sections
-        or (own and own.value == chosen)
-    ):
+    its own: ``has``, empty for one without a name, None where there is none."""
+    if not typed or has in (None, chosen):
         return
-    has = f"has the environment {own.value}" if own else "has an environment of its own"
-    general = file.name.replace(f"_{own.value}", "") if own else ""
-    general = general if general != file.name and general in experiment_names(config_dir) else "grpo"
-    raise ConfigError(f"{typed}: experiment {file.name} {has}; type experiment={general} {typed}")
+    general = experiment.replace(f"_{has}", "") if has else ""
+    general = general if general != experiment and general in experiment_names(config_dir) else "grpo"
+    owned = f"the environment {has}" if has else "an environment of its own"
+    raise ConfigError(f"{typed}: experiment {experiment} has {owned}; type experiment={general} {typed}")
 
 
 def _check_scheduler(config: ExperimentConfig, chosen: str | None, own: Path) -> None:
     """Raise ConfigError for a scheduler that was set where nobody looked for its options."""
     if absolute(config.scheduler.path) != absolute(chosen or ExperimentConfig().scheduler.path):
         raise ConfigError(
-            f"scheduler.path={config.scheduler.path}: set it in {own.name} or on the command line; what {own.name} "
-            "builds on cannot choose the scheduler"
+            f"scheduler.path={config.scheduler.path}: set it in {own.name} or on the command line; no "
+            "other choice (model=, env=) can make this one"
         )
 
 
-def _path_in(path: Path, section: str) -> str | None:
-    """What a YAML file sets as ``section.path``."""
+def _path_in(path: Path, section: str, bases: Path | None = None) -> str | None:
+    """What a YAML file sets as ``section.path``, or what it builds on, which lies in the folder ``bases``."""
     import yaml
 
     try:
@@ -234,7 +234,13 @@ def _path_in(path: Path, section: str) -> str | None:
         return None
     part = content.get(section) if isinstance(content, dict) else None
     found = part.get("path") if isinstance(part, dict) else None
-    return found if isinstance(found, str) else None
+    if isinstance(found, str) or bases is None or not isinstance(content, dict):
+        return found if isinstance(found, str) else None
+    for base in reversed(content.get("defaults") or ()):
+        named = isinstance(base, str) and base not in ("_self_", path.stem)
+        if named and (given := _path_in(bases / f"{base}.yaml", section, bases)) is not None:
+            return given
+    return None
 
 
 def _user_file(text: str | None) -> Path | None:

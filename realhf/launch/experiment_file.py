@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import typing
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -85,7 +86,8 @@ def _evaluated(annotation: Any, names: Mapping[str, Any]) -> Any:
 
 
 def _named(config_dir: Path, name: str) -> str:
-    """The experiment that the YAML of this name is about: it may say so, or build on one that does."""
+    """The module of the experiment that the YAML of this name is about: one of its own name, of the name that it gives,
+    or that of what it builds on."""
     import yaml
 
     path = config_dir / "experiment" / f"{name}.yaml"
@@ -95,7 +97,8 @@ def _named(config_dir: Path, name: str) -> str:
         return name
     if not isinstance(content, dict):
         return name
-    if isinstance(content.get("experiment"), str):
-        return content["experiment"]
     bases = [base for base in content.get("defaults") or () if isinstance(base, str) and base not in ("_self_", name)]
+    given = content.get("experiment")
+    if isinstance(given, str) and (not bases or find_spec(f"experiments.{given}")):
+        return given
     return _named(config_dir, bases[-1]) if bases else name

@@ -78,17 +78,17 @@ def options_reference(config_dir: Path = CONFIGS) -> str:
 
 
 def environment_schemas() -> Mapping[str, Schema]:
-    """The section ``env`` of every registered environment that no experiment has as its own."""
-    shown = {"aws"}
-    return {name: Schema(with_environment(ExperimentConfig, name)) for name in environments if name not in shown}
+    """The section ``env`` of every registered environment."""
+    return {name: Schema(with_environment(ExperimentConfig, name)) for name in environments}
 
 
 def _own_sections(config_dir: Path) -> Mapping[str, tuple[list[str], Schema]]:
-    """The sections that shipped experiments add: who has each of them, and where it is described."""
+    """The sections that shipped experiments add, other than their environment's: who has each of them, and where it is
+    described."""
     common, found = Schema().sections, {}
     for name, schema in shipped_schemas(config_dir).items():
         for section in schema.sections:
-            if section not in common:
+            if section not in common and section != "env":
                 found.setdefault(section, ([], schema))[0].append(name)
     return found
 

@@ -27,7 +27,7 @@ def run_dir(tmp_path: Path) -> Path:
     (tmp_path / "mine.py").write_text("x = 1\n")
     (folder / ".keys-1").write_text("secret")
     plan = {
-        "plugins": ["experiments.grpo_async"],
+        "plugins": ["experiments.policy_gradient"],
         "spec": {
             "run_dir": str(folder),
             "models": {"actor": {"path": str(model)}, "ref": {"path": "org/name"}},

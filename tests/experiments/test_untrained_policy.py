@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from experiments.untrained_policy import untrained_policy
-from realhf.api.config import BuiltinModelConfig, ExperimentConfig
+from experiments.sft import Config, untrained_policy
+from realhf.api.config import BuiltinModelConfig
 
 TINY = BuiltinModelConfig(hidden_size=16, num_layers=1, num_heads=1, intermediate_size=16)
 
 
 def test_the_job_makes_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = ExperimentConfig(fileroot=str(tmp_path), builtin=TINY, seed=3)
+    config = Config(fileroot=str(tmp_path), builtin=TINY, seed=3)
     job = untrained_policy(config)
     assert job.artifact.parent == tmp_path / "warm_start" and job == untrained_policy(config)
     others = (replace(config, seed=4), replace(config, builtin=replace(TINY, num_layers=2)))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.grpo_aws import Config
+from experiments.policy_gradient import config_class
 from realhf.api.config import ConfigError, ExperimentConfig, LRSchedule
 from realhf.api.environment import SPLITS
 from realhf.api.rollout import RolloutOptions
@@ -418,7 +418,7 @@ def test_help_names_every_option_and_neither_help_nor_an_error_imports_torch():
 
     help_ = run("--help")
     assert help_.returncode == 0, help_.stderr
-    assert all(f"  {name}=" in help_.stdout for name in [*Schema().options, *Schema(Config).options])
+    assert all(f"  {name}=" in help_.stdout for name in [*Schema().options, *Schema(config_class("aws")).options])
     assert run("experiment=grpo_aws", "seed=x").returncode == 2
     assert run("experiment=grpo_aws", "mode=check", "ref.workers=[3]").returncode == 2
     assert run("experiment=grpo_aws", "mode=graph").returncode == 0

@@ -77,9 +77,13 @@ def test_a_type_that_no_option_can_have_is_named(tmp_path: Path):
 
 def test_a_yaml_names_the_experiment_that_it_varies_or_builds_on_one_that_does(tmp_path: Path):
     (tmp_path / "experiment").mkdir()
-    for name, text in (("named", "experiment: sft_aws\n"), ("built", "defaults: [named, _self_]\nseed: 2\n")):
+    for name, text in (
+        ("named", "experiment: sft\n"),
+        ("built", "defaults: [named, _self_]\nseed: 2\n"),
+        ("named_anew", "defaults: [built, _self_]\nexperiment: named_anew\n"),
+    ):
         (tmp_path / "experiment" / f"{name}.yaml").write_text(text)
-        assert load_experiment(tmp_path, name, None).plugin == "experiments.sft_aws"
+        assert load_experiment(tmp_path, name, None).plugin == "experiments.sft"
 
 
 def test_a_choice_about_a_section_that_the_experiment_lacks_is_refused(tmp_path: Path):

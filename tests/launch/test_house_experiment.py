@@ -62,7 +62,7 @@ def test_a_name_that_nobody_registered_is_refused_and_its_own_is_among_the_known
 def test_a_file_outside_the_tree_is_held_to_the_names_that_it_registers(tmp_path: Path):
     user = tmp_path / "mine.py"
     user.write_text(
-        (HERE / "toy_experiment.py").read_text() + "\nfrom experiments.grpo_aws import Config\n"
+        (HERE / "toy_experiment.py").read_text() + "\nfrom experiments.policy_gradient import Config\n"
         "from realhf.builtins import policy_losses\npolicy_losses.register('my_loss')(len)\n_toy = build\n\n\n"
         "def build(config: Config):\n    assert config.ppo.loss == 'my_loss'\n    return _toy(config)\n"
     )

@@ -106,16 +106,20 @@ def test_a_choice_on_the_command_line_wins_over_the_yaml(folder: Path, capsys):
     )
 
 
-def test_what_a_yaml_builds_on_cannot_choose(folder: Path, tmp_path: Path):
-    """A scheduler is looked for in the experiment's own YAML; one that comes with another file is refused."""
+def test_what_a_yaml_builds_on_may_choose_and_another_choice_may_not(folder: Path, tmp_path: Path):
+    """A scheduler is looked for in the experiment's own YAML and those that it builds on; one that comes with a
+    model is refused."""
     shutil.copytree(CONFIGS, tmp_path / "configs", ignore=shutil.ignore_patterns("*.py", "__pycache__"))
-    (tmp_path / "configs" / "experiment" / "base.yaml").write_text(
-        f"# @package _global_\nscheduler: {{path: '{folder / 'diary.py'}:DIARY'}}\n"
-    )
+    base, own = tmp_path / "configs" / "experiment" / "base.yaml", tmp_path / "mine.yaml"
+    base.write_text(f"# @package _global_\nscheduler: {{path: '{folder / 'diary.py'}:DIARY'}}\n")
     (tmp_path / "mine.py").write_text("def build(config):\n    raise NotImplementedError\n")
-    (tmp_path / "mine.yaml").write_text("defaults: [base, _self_]\n")
-    with pytest.raises(ConfigError, match=r"diary.py:DIARY: set it in mine.yaml or on the command line"):
-        compose_config([f"+experiment_path={tmp_path / 'mine.py'}"], tmp_path / "configs")
+    own.write_text("defaults: [base, _self_]\n")
+    chosen = compose_config([f"+experiment_path={tmp_path / 'mine.py'}"], tmp_path / "configs").config.scheduler
+    assert chosen.path.endswith("diary.py:DIARY") and hasattr(chosen, "copies")
+    own.write_text("seed: 2\n")
+    (tmp_path / "configs" / "model" / "far.yaml").write_text("# @package _global_\nscheduler: {path: slurm}\n")
+    with pytest.raises(ConfigError, match=r"scheduler.path=slurm: set it in mine.yaml or on the command line"):
+        compose_config([f"+experiment_path={tmp_path / 'mine.py'}", "model=far"], tmp_path / "configs")
 
 
 @pytest.mark.parametrize(

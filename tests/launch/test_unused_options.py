@@ -35,13 +35,12 @@ def build(configs: Path, *arguments: str) -> None:
 
 
 def test_in_the_yaml_of_an_experiment_of_the_house(configs: Path):
-    write(configs, "sft_aws", "rollout:\n  max_turns: 3\nstream: {port: 8000}\n")
+    write(configs, "sft", "rollout:\n  max_turns: 3\nstream: {port: 8000}\n")
     with pytest.raises(ConfigError) as refused:
-        build(configs, "experiment=sft_aws")
+        build(configs, "experiment=sft", "env.path=aws")
     assert str(refused.value).splitlines() == [
-        "option rollout.max_turns has no effect in experiment sft_aws (set in sft_aws.yaml)",
-        "option stream.port has no effect in experiment sft_aws: this run starts no trajectory server (set in "
-        "sft_aws.yaml)",
+        "option rollout.max_turns has no effect in experiment sft (set in sft.yaml)",
+        "option stream.port has no effect in experiment sft: this run starts no trajectory server (set in sft.yaml)",
     ]
 
 
@@ -68,12 +67,12 @@ def test_in_a_yaml_that_it_builds_on_unless_it_is_set_back(configs: Path):
     said = "option stream.wait_s has no effect in experiment reinforce_aws (set in reinforce_aws.yaml)"
     assert str(refused.value) == said
     (configs / "experiment" / "other.yaml").write_text("# @package _global_\nstream: {wait_s: 9}\n")
-    text = "# @package _global_\ndefaults: [other, _self_]\nexperiment: sft_aws\n"
-    (configs / "experiment" / "sft_aws.yaml").write_text(text)
-    with pytest.raises(ConfigError, match=r"stream\.wait_s has no effect .* \(set in what sft_aws.yaml builds on\)"):
-        build(configs, "experiment=sft_aws")
-    (configs / "experiment" / "sft_aws.yaml").write_text(text + "stream: {wait_s: 900.0}\n")
-    build(configs, "experiment=sft_aws")
+    text = "# @package _global_\ndefaults: [other, _self_]\nexperiment: sft\nenv: {path: aws}\n"
+    (configs / "experiment" / "sft.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=r"stream\.wait_s has no effect .* \(set in what sft.yaml builds on\)"):
+        build(configs, "experiment=sft")
+    (configs / "experiment" / "sft.yaml").write_text(text + "stream: {wait_s: 900.0}\n")
+    build(configs, "experiment=sft")
 
 
 def test_a_choice_of_which_nothing_is_read(configs: Path):

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from experiments.grpo import actor_gen, actor_model
-from experiments.grpo_aws import Config
+from experiments.policy_gradient import actor_gen, actor_model, config_class
 from realhf.algorithms.policy_gradient.options import PolicyGradientOptions
 from realhf.api.config import GenConfig, RolloutConfig
 from realhf.api.sample import SequenceSample
@@ -28,7 +27,7 @@ Played = tuple[SequenceSample, dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def bench(make_bench: Callable[..., MfcBench], policy: Path) -> MfcBench:
-    config = Config(
+    config = config_class("aws")(
         experiment="grpo_aws",
         env=AwsOptions(pool_size=SESSIONS),
         ppo=PolicyGradientOptions(group_size=G),

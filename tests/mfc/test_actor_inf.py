@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from experiments.grpo import actor_inf, actor_model
-from experiments.grpo_aws import Config
+from experiments.policy_gradient import actor_inf, actor_model, config_class
 from realhf.api.config import GenConfig
 from realhf.api.sample import SequenceSample
 from tests.mfc.mfc_bench import MfcBench, as_lists, sequences
@@ -23,7 +22,7 @@ GROUPS = [[12, 7], [9, 20]]
 
 @pytest.fixture(scope="module")
 def bench(make_bench: Callable[..., MfcBench], policy: Path) -> MfcBench:
-    config = Config(experiment="grpo_aws", gen=GenConfig(temperature=TEMPERATURE))
+    config = config_class("aws")(experiment="grpo_aws", gen=GenConfig(temperature=TEMPERATURE))
     return make_bench(actor_inf(config), actor_model(config, str(policy)))
 
 

@@ -11,8 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from experiments.grpo import actor_model, actor_train, policy_options
-from experiments.grpo_aws import Config
+from experiments.policy_gradient import actor_model, actor_train, config_class, policy_options
 from realhf.algorithms.policy_gradient.options import PolicyGradientOptions
 from realhf.api.config import ModelConfig, OptimizerConfig
 from realhf.api.sample import SequenceSample
@@ -31,7 +30,7 @@ OUTCOME = [0, 0, 0, 3, 0, 0, 0, 0]
 @pytest.fixture(scope="module")
 def bench(make_bench: Callable[..., MfcBench], policy: Path) -> MfcBench:
     actor = ModelConfig(optimizer=OptimizerConfig(lr=LR, weight_decay=0.0, gradient_clipping=0.0))
-    config = Config(
+    config = config_class("aws")(
         experiment="grpo_aws",
         actor=actor,
         ppo=PolicyGradientOptions(group_size=4, kl_loss_coef=0.0, loss_agg="token_mean"),

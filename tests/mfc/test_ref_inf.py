@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from experiments.grpo import ref_inf
-from experiments.grpo_aws import Config
+from experiments.policy_gradient import config_class, ref_inf
 from realhf.api.config import GenConfig, MicroBatchConfig
 from realhf.api.experiment import ModelSpec
 from realhf.api.sample import SequenceSample
@@ -24,7 +23,7 @@ GROUPS = [[9, 30, 2], [17, 17, 5]]
 
 @pytest.fixture(scope="module")
 def bench(make_bench: Callable[..., MfcBench], policy: Path) -> MfcBench:
-    config = Config(
+    config = config_class("aws")(
         experiment="grpo_aws", gen=GenConfig(temperature=TEMPERATURE), mb_spec=MicroBatchConfig(max_tokens_per_mb=32)
     )
     return make_bench(ref_inf(config), ModelSpec("ref", str(policy)))

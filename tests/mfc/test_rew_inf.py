@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from experiments.grpo import rew_inf
-from experiments.grpo_aws import Config
+from experiments.policy_gradient import config_class, rew_inf
 from realhf.algorithms.policy_gradient.options import PolicyGradientOptions
 from realhf.api.experiment import ModelSpec
 from realhf.api.sample import SequenceSample
@@ -24,7 +23,7 @@ ENV_ERROR, FILTERED = 3, 2
 @pytest.fixture(scope="module")
 def bench(make_bench: Callable[..., MfcBench], policy: Path) -> MfcBench:
     ppo = PolicyGradientOptions(reward_scaling=2.0, reward_bias=-0.25, max_reward_clip=1.25)
-    return make_bench(rew_inf(Config(experiment="grpo_aws", ppo=ppo)), ModelSpec("actor", str(policy)))
+    return make_bench(rew_inf(config_class("aws")(experiment="grpo_aws", ppo=ppo)), ModelSpec("actor", str(policy)))
 
 
 def scored(scores: list[list[float]], outcome: list[list[int]]) -> SequenceSample:

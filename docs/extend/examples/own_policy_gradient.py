@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from experiments.grpo import Config, build, config_class
+from experiments.policy_gradient import Config, build, config_class
 from realhf.builtins import advantage_estimators, policy_losses
 
 __all__ = ["Config", "build", "config_class"]

@@ -11,6 +11,10 @@ from realhf.api.config.option import option
 class AsyncConfig:
     """Asynchronous training: rollout workers play while the trainer trains (docs/asynchronous.md)."""
 
+    enabled: bool = option(
+        False,
+        "Rollout workers play while the trainer trains; without it each step waits for the episodes it trains on.",
+    )
     max_head_offpolicyness: int = option(
         1,
         "The oldest token of a sample lies at most this many versions (eta) behind the weights it trains; 0 is "

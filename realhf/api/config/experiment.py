@@ -87,7 +87,7 @@ class ExperimentConfig:
     mb_spec: MicroBatchConfig = section(MicroBatchConfig, on_resume="free")
     rollout: RolloutConfig = section(RolloutConfig)
     stream: StreamConfig = section(StreamConfig)
-    async_rl: AsyncConfig = section(AsyncConfig)
+    async_rl: AsyncConfig = section(AsyncConfig, idle="it belongs to async_rl.enabled=true, as grpo_async sets it")
     evaluation: EvaluationConfig = section(EvaluationConfig, on_resume="warns")
     exp_ctrl: CheckpointConfig = section(CheckpointConfig, on_resume="free")
     scheduler: SchedulerConfig = section(SchedulerConfig, on_resume="free")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from experiments.grpo_aws import Config
+from experiments.policy_gradient import config_class
 from realhf.api.config import ExperimentConfig
 from realhf.api.config.option import Option, option, problems, section, sections, walk
 
@@ -93,7 +93,7 @@ def test_the_walk_goes_through_sections_and_reasons_are_those_of_the_field_or_th
     assert [name for name, _ in sections(Outer())] == ["", "inner"]
 
 
-@pytest.mark.parametrize("kind", [ExperimentConfig, Config])
+@pytest.mark.parametrize("kind", [ExperimentConfig, config_class("aws")])
 def test_every_option_of_the_house_has_a_sentence_and_every_section_a_docstring(kind: type[ExperimentConfig]):
     found = [*walk(kind())]
     assert len(found) > 80

@@ -1,35 +1,52 @@
-"""GRPO on the tasks of any environment: env=NAME, or env.path=FILE.py:Name for one of your own.
+"""Policy-gradient training on the tasks of any environment: env=NAME, or env.path=FILE.py:Name for one of your own.
 
-(tasks) ──► actor_gen ──┬─ env_rewards, outcome ─► rew_inf ─┬─► actor_train
-                       ├─ packed_input_ids ─────► ref_inf ─┤   (ref_inf only with a KL term,
-                       ├─ packed_input_ids ───► actor_inf ─┤    actor_inf only for a proximal policy)
-                       └─ tokens, masks, logprobs ─────────┘
+GRPO, PPO, REINFORCE and their kin are settings of it (ppo.algo); which calls there are follows from what they need.
+
+(tasks) ──► actor_gen ──┬─ env_rewards, outcome ─► rew_inf ────┬──┬─► actor_train
+                       ├─ packed_input_ids ─────► ref_inf ────┤  │   (ref_inf only with a KL term,
+                       ├─ packed_input_ids ───► actor_inf ────┤  │    actor_inf only for a proximal policy,
+                       ├─ packed_input_ids ──► critic_inf ────┘  │    critic_* only where advantages take values)
+                       └─ tokens, masks, logprobs ───────────────┴─► critic_train
+
+With async_rl.enabled rollout workers take the place of actor_gen and rew_inf, and play while the trainer trains:
+
+rollout workers ── packed_input_ids, rewards, ... ──► StreamDataset ──► ref_inf, actor_inf, critic_inf ──► *_train
+  (tokens from generation workers)  ▲──────────────── weights of every step ───────────────────────────────┘
+
+The inference calls need nothing of each other, and neither do the two train calls: on different workers they run side
+by side. Both train calls compute the same advantages from the same inputs. Values are those of the critic as it is when
+the batch arrives, whatever weights sampled it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from experiments import sft
-from experiments.sft import FirstWeights, first_weights
+from experiments.sft import BUILTIN, UNTRAINED, FirstWeights, first_weights
+from realhf.algorithms.critic.options import ACTOR, BUILTIN_RATE, CriticConfig
 from realhf.algorithms.policy_gradient.options import PolicyGradientOptions, ResolvedOptions, batch_problems
 from realhf.algorithms.policy_gradient.resolve import resolve
 from realhf.api.config import ConfigError, run_folder
 from realhf.api.config.option import section
 from realhf.api.environment import HELD_OUT
-from realhf.api.experiment import EvaluationSpec, ExperimentSpec, ModelSpec, SourceSpec
+from realhf.api.experiment import EvaluationSpec, ExperimentSpec, ModelSpec, RolloutSpec, SourceSpec
+from realhf.api.graph import to_async
 from realhf.api.keys import ROLLOUT_KEY, TURN_KEYS
 from realhf.api.mfc import InterfaceType, MFCDef
 from realhf.api.parallel import alone, parallel_of
 from realhf.api.rollout import HeldOutOptions, RolloutOptions
 from realhf.api.sample import MicroBatchSpec
 from realhf.base.dataclass_json import to_json_value
+from realhf.base.plugin import absolute
 from realhf.env.doors.section import chosen_environment, with_environment
 
 SESSIONS = 32
 """Episodes at once where neither the configuration nor the environment sets a number."""
+NO_CRITIC = "only advantages that take values have a critic (ppo.adv_estimator=gae, which ppo.algo=ppo sets)"
 EPISODE_KEYS = (
     "packed_input_ids",
     "prompt_mask",
@@ -45,14 +62,20 @@ EPISODE_KEYS = (
 
 @dataclass
 class Config(sft.Config):
-    """With the policy gradient, beside the environment that the supervised experiment has."""
+    """With the policy gradient and its critic, beside the environment that the supervised experiment has."""
 
     ppo: PolicyGradientOptions = section(PolicyGradientOptions)
+    critic: CriticConfig = section(CriticConfig, idle=NO_CRITIC)
 
     def problems(self, name: str) -> Iterator[str]:
-        """Groups and minibatches must fit to rollouts and batches."""
+        """Groups and minibatches must fit to rollouts and batches; the critic's warm-up must end before the run."""
         del name
         yield from batch_problems(self.ppo, self)
+        if self.critic.warmup_steps >= self.total_train_steps:
+            yield (
+                f"critic.warmup_steps={self.critic.warmup_steps}: the actor would never train, the run has "
+                f"total_train_steps={self.total_train_steps}"
+            )
         if self.actor.lora.rank and self.actor.lora.dropout:
             yield (
                 f"actor.lora.dropout={self.actor.lora.dropout}: the policy that trains must be the one that sampled, "
@@ -65,20 +88,19 @@ def config_class(environment: str) -> type[Config]:
     return with_environment(Config, environment)
 
 
-def build(config: Config, *, streamed: bool = False) -> ExperimentSpec:
-    """Return the experiment that ``config`` describes; ``streamed``: older weights may sample its tokens. Raises
-    ConfigError or ValueError for options that contradict."""
-    ppo = without_critic(policy_options(config, streamed=streamed))
-    first = first_weights(config)
+def build(config: Config) -> ExperimentSpec:
+    """Return the experiment that ``config`` describes. Raises ConfigError or ValueError for options that contradict."""
+    streamed = config.async_rl.enabled
+    ppo, first = policy_options(config, streamed=streamed), first_weights(config)
     models, mfcs = policy_gradient(config, ppo, first)
-    return on_tasks(config.experiment, config, models, [actor_gen(config), *mfcs], first)
+    spec = on_tasks(config.experiment, config, models, [actor_gen(config), *mfcs], first)
+    return asynchronous(spec, config) if streamed else spec
 
 
 def policy_gradient(
-    config: Config, ppo: ResolvedOptions, first: FirstWeights, *, first_step: int = 0
+    config: Config, ppo: ResolvedOptions, first: FirstWeights
 ) -> tuple[dict[str, ModelSpec], list[MFCDef]]:
-    """Return the models, and the calls that follow the episodes, wherever these come from. The actor makes no update
-    before train step ``first_step``."""
+    """Return the models, and the calls that follow the episodes, wherever these come from."""
     actor = actor_model(config, first.path)
     models, mfcs = {"actor": actor}, [rew_inf(config)]
     if ppo.needs_reference:
@@ -93,7 +115,11 @@ def policy_gradient(
         mfcs.append(ref_inf(config))
     if ppo.needs_actor_inf:
         mfcs.append(actor_inf(config))
-    return models, [*mfcs, actor_train(config, ppo, first_step=first_step)]
+    mfcs.append(actor_train(config, ppo))
+    if ppo.needs_values:
+        models["critic"] = critic_model(config, first.path)
+        mfcs += [critic_inf(config, ppo), critic_train(config, ppo)]
+    return models, mfcs
 
 
 def policy_options(config: Config, *, streamed: bool = False) -> ResolvedOptions:
@@ -104,16 +130,6 @@ def policy_options(config: Config, *, streamed: bool = False) -> ResolvedOptions
         loss_scale_len=config.gen.max_new_tokens * config.rollout.max_turns,
         sampler_differs=streamed or config.actor.dtype != "float32" or config.engine.name != "embedded",
     )
-
-
-def without_critic(ppo: ResolvedOptions) -> ResolvedOptions:
-    """The same options. Raises ConfigError where they need values, which only experiments with a critic have."""
-    if ppo.needs_values:
-        raise ConfigError(
-            f"ppo.adv_estimator={ppo.adv_estimator} (ppo.algo={ppo.algo}) takes the values of a critic: use "
-            "experiment=ppo or ppo_async"
-        )
-    return ppo
 
 
 def actor_gen(config: Config) -> MFCDef:
@@ -173,13 +189,13 @@ def actor_inf(config: Config) -> MFCDef:
     )
 
 
-def actor_train(config: Config, ppo: ResolvedOptions, *, first_step: int = 0) -> MFCDef:
-    """Advantages, then one step on the objective that ``ppo`` was resolved to; before ``first_step`` no update."""
+def actor_train(config: Config, ppo: ResolvedOptions) -> MFCDef:
+    """Advantages, then one step on the objective that ``ppo`` was resolved to; no update while only a critic trains."""
     args = {
         "ppo": ppo.chosen(config.ppo),
         "temperature": config.gen.temperature,
         "loss_scale_len": ppo.loss_scale_len,
-        "first_step": first_step,
+        "first_step": config.critic.warmup_steps if ppo.needs_values else 0,
     }
     keys = (
         "packed_input_ids",
@@ -214,6 +230,66 @@ def actor_model(config: Config, path: str) -> ModelSpec:
         parallel=parallel_of("actor", actor),
         engine=replace(config.engine, max_model_len=config.engine.max_model_len or config.rollout.max_total_tokens),
     )
+
+
+def critic_model(config: Config, actor_path: str) -> ModelSpec:
+    """Return the role that learns values: a decoder with a value head, from the actor's first weights in ``actor_path``
+    unless it has a path of its own. It learns at the actor's rate unless it has one of its own, or is the small critic
+    of the built-in policy."""
+    critic = config.critic
+    small = critic.path == ACTOR and config.actor.path in (BUILTIN, UNTRAINED)
+    return ModelSpec(
+        "critic",
+        actor_path if critic.path == ACTOR else critic.path,
+        tuple(critic.workers),
+        trainable=True,
+        backend=critic.backend,
+        dtype=critic.dtype,
+        head="value",
+        gradient_checkpointing=critic.gradient_checkpointing,
+        compile=critic.compile,
+        optimizer=critic.optimizer.at(BUILTIN_RATE if small else config.actor.optimizer.lr),
+        parallel=parallel_of("critic", critic),
+    )
+
+
+def critic_inf(config: Config, ppo: ResolvedOptions) -> MFCDef:
+    """Values of the states in which the policy sampled, before the critic trains on the step."""
+    args = _critic_args(config, ppo)
+    keys = ("packed_input_ids", "loss_mask")
+    return call(
+        config, "critic_inf", "critic", InterfaceType.INFERENCE, "critic", args, inputs=keys, outputs=("values",)
+    )
+
+
+def critic_train(config: Config, ppo: ResolvedOptions) -> MFCDef:
+    """The critic's step on the returns of the batch: from what ``actor_train`` makes its advantages of."""
+    behaviour = ("packed_logprobs", "packed_ref_logprobs") if ppo.kl_ctl != 0 else ()
+    proximal = ("proximal_logprobs",) if ppo.kl_ctl != 0 and ppo.recompute_logprob else ()
+    truncated = ("seq_no_eos_mask",) if ppo.mask_too_long else ()
+    keys = (
+        "packed_input_ids",
+        "loss_mask",
+        "rewards",
+        "outcome",
+        "values",
+        ROLLOUT_KEY,
+        *behaviour,
+        *proximal,
+        *truncated,
+        *ppo.turn_keys,
+    )
+    args = _critic_args(config, ppo)
+    return call(config, "critic_train", "critic", InterfaceType.TRAIN_STEP, "critic", args, inputs=keys)
+
+
+def _critic_args(config: Config, ppo: ResolvedOptions) -> dict[str, object]:
+    """Arguments of the critic's interface; calls with the same ones share it, and with it the units of its values."""
+    return {
+        "ppo": ppo.chosen(config.ppo),
+        "critic": config.critic.learning(ppo.ppo_n_minibatches, ppo.sample_reuse),
+        "loss_scale_len": ppo.loss_scale_len,
+    }
 
 
 def rollout_options(config: Config) -> RolloutOptions:
@@ -277,6 +353,40 @@ def on_tasks(
         export_role="actor",
         log_keys=("prompt_mask", "packed_versions", "seq_no_eos_mask", ROLLOUT_KEY),
     )
+
+
+def asynchronous(spec: ExperimentSpec, config: Config) -> ExperimentSpec:
+    """The same experiment with its rollouts streamed. Raises ConfigError when the sessions do not hold a group, when
+    there is no file of the agent, or for an option that does nothing."""
+    staying, leaving = to_async(spec.mfcs)
+    options, episodes = config.async_rl, RolloutOptions.from_args(leaving[0].interface_args)
+    episodes = replace(episodes, sessions=rollout_options(config).sessions)  # The actor's workers play none.
+    sessions = episodes.sessions // options.n_rollout_workers
+    if sessions < config.ppo.group_size:
+        raise ConfigError(
+            f"{episodes.sessions} episodes at once: each of async_rl.n_rollout_workers={options.n_rollout_workers} "
+            f"needs ppo.group_size={config.ppo.group_size} of them (rollout.sessions, and what the environment allows: "
+            "for AWS env.pool_size)"
+        )
+    rollout = RolloutSpec("actor", tuple(leaving), episodes, options, sessions, agent=chosen_agent(config))
+    trainer = spec.models["actor"].workers[0]
+    streamed = {key for call in leaving for key in call.output_keys}
+    return replace(
+        spec,
+        mfcs=tuple(staying),
+        rollout=rollout,
+        source=replace(spec.source, keys=tuple(sorted(streamed)), worker=trainer),
+    )
+
+
+def chosen_agent(config: Config) -> str:
+    """The agent that plays, a file of it by its absolute path. Raises ConfigError when there is no such file; rollout
+    workers import it."""
+    agent = absolute(config.rollout.agent)
+    place = agent.rpartition(":")[0]
+    if place.endswith(".py") and not Path(place).is_file():
+        raise ConfigError(f"rollout.agent={config.rollout.agent}: there is no file {place}")
+    return agent
 
 
 def with_turns(mfcs: list[MFCDef]) -> list[MFCDef]:
