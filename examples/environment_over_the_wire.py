@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from websockets.exceptions import WebSocketException
 from websockets.sync.client import connect
 
 from realhf.aws.server.process import EnvServerProcess
@@ -59,7 +60,10 @@ def episode(ask: Ask) -> float:
 def main(arguments: list[str]) -> None:
     """Play on the server that was named, or on one that lives as long as the episode."""
     if arguments:
-        play(arguments[0])
+        try:
+            play(arguments[0])
+        except (OSError, ValueError, WebSocketException) as error:
+            sys.exit(f"{arguments[0]}: no server plays there: {error}")
         return
     with EnvServerProcess(1) as server:
         play(server.url)

@@ -76,4 +76,6 @@ def main(steps: int = 40) -> list[float]:
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    if any(not text.isdecimal() for text in sys.argv[1:]):
+        sys.exit("give the number of steps, as in: own_trainer.py 20")
+    main(*map(int, sys.argv[1:2]))

@@ -50,6 +50,8 @@ def load_reference(text: str) -> tuple[ModuleType, str]:
     file = parts.file
     if file is not None and not file.is_file():
         raise ValueError(f"{text}: there is no file {file}")
+    if file is None and "/" in parts.place:
+        raise ValueError(f"{text}: {parts.place} is no file of Python (.py) and no module (package.module)")
     module = imported(text, lambda: load_plugin(file or parts.place), str(file) if file else "")
     if parts.name and not hasattr(module, parts.name):
         own = [each for each in vars(module) if not each.startswith("_")]

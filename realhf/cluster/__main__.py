@@ -51,6 +51,8 @@ def _make_keys(file: Path, hosts: Sequence[str], into: Path | None) -> None:
         raise FileExistsError(f"--into {into}: the file exists")
     if make_keys(file):
         print(f"{file}: keys of a cluster; they stay on this machine")
+    elif not hosts:
+        raise FileExistsError(f"{file} is there already; with --host NAME it gets the keys of a host")
     if not hosts:
         return
     drawn = add_hosts(file, dict.fromkeys(hosts))

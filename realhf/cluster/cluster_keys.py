@@ -224,6 +224,8 @@ def _replace(path: Path, keys: LauncherKeys, hosts: Mapping[str, str]) -> None:
 def _fields(path: Path, names: tuple[str, ...], whose: str) -> dict[str, Any]:
     try:
         found = json.loads(private_text(path, MOST_BYTES))
+    except NetworkError:
+        raise
     except (ValueError, RecursionError):
         raise NetworkError(f"keys of the cluster: {path} is not a file of keys") from None
     there = sorted(found) if isinstance(found, dict) else []

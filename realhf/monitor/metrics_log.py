@@ -59,7 +59,7 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     before there were any; a torn last line is left out."""
     try:
         text = (run_dir / METRICS_FILE).read_text(encoding="utf-8")
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return []
     return [public_names(json.loads(line)) for line in text.split("\n")[:-1] if line]
 

@@ -179,6 +179,16 @@ def test_a_file_that_is_for_somebody_else_is_named_with_what_to_do(tmp_path: Pat
         HostKeys.read(tmp_path / "a.key").of("b")
 
 
+def test_why_a_file_of_keys_cannot_be_read_is_said(tmp_path: Path):
+    """It was called no file of keys where it was missing, or open to others."""
+    path = tmp_path / "key"
+    make_keys(path)
+    path.chmod(0o644)
+    for file, said in ((path, "chmod 600"), (tmp_path / "none", "No such file")):
+        with pytest.raises(NetworkError, match=f"{file}.*{said}"):
+            LauncherKeys.read(file)
+
+
 @pytest.mark.parametrize(
     "text", ["", "[]", "{}", '{"server_public": 3, "hosts": {}}', '{"server_public": "", "hosts": 3}']
 )
@@ -205,6 +215,7 @@ def test_the_command_makes_a_file_for_each_host_or_one_for_several(tmp_path: Pat
     hosts = LauncherKeys.read(file).hosts
     assert {*hosts} == {"a", "b", "c"} and hosts["a"] != before, "the key that it had is worth nothing any more"
     assert {*HostKeys.read(tmp_path / "both.key").hosts} == {"a", "c"}
+    assert main(["keys", str(file)]) == 1 and "is there already" in capsys.readouterr().err, "it said nothing"
     assert main(["keys", str(file), "--host", "launcher"]) == 1
     assert main(["keys", str(file), "--host", "d", "--into", str(tmp_path / "both.key")]) == 1
     assert "d" not in LauncherKeys.read(file).hosts

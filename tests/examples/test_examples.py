@@ -151,7 +151,12 @@ def test_the_first_run_says_what_it_learned(first_run: tuple[str, Path]) -> None
 
 @pytest.mark.parametrize(
     ("example", "given", "said"),
-    [("first_run", "--help", "options are name=value"), ("trl_grpo", "policy", "run this with a Python that has TRL")],
+    [
+        ("first_run", "--help", "options are name=value"),
+        pytest.param("own_trainer", "twenty", "give the number of steps", marks=pytest.mark.slow),  # it imports torch
+        ("environment_over_the_wire", "twenty", "twenty: no server plays there"),
+        ("trl_grpo", "policy", "run this with a Python that has TRL"),
+    ],
 )
 def test_an_example_that_cannot_run_so_says_why_in_a_line(example: str, given: str, said: str) -> None:
     """They used to end in tracebacks."""

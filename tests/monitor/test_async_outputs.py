@@ -213,8 +213,9 @@ def test_the_report_of_a_killed_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     folder = run_folder(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["report", str(folder)])
-    assert report.main() == 1 and "no steps" in capsys.readouterr().err
+    for place in (folder / "config.yaml", folder):
+        monkeypatch.setattr(sys, "argv", ["report", str(place)])
+        assert report.main() == 1 and f"no steps in {place}" in capsys.readouterr().err
     log = MetricsLog(folder, MonitorConfig(trackers=[]), completed_steps=0)
     log.write(1, row(1))
     note_death(

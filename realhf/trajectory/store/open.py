@@ -11,7 +11,7 @@ from realhf.trajectory.store.sqlite import SqliteStore
 
 
 def open_store(url: str, *, durable: bool = False) -> Store:
-    """Make the store without opening it. Raises ValueError for an address of no known form, or a Redis address without
+    """Make the store without opening it. Raises ValueError for an address of no known form, or a Redis without
     the ``redis`` package."""
     if url == "memory":
         return MemoryStore()
@@ -22,5 +22,8 @@ def open_store(url: str, *, durable: bool = False) -> Store:
             from realhf.trajectory.store.redis import RedisStore
         except ModuleNotFoundError as error:
             raise ValueError(f"--store {url} needs redis ({error}): {install_command('redis')}") from error
-        return RedisStore(url)
+        try:
+            return RedisStore(url)
+        except ValueError as error:
+            raise ValueError(f"--store: no address of a Redis: {error}") from error
     raise ValueError(f"--store is {url!r}; give sqlite:DIR, memory or redis://host:port")

@@ -140,7 +140,7 @@ class RedisStore:
         query = parse_qs(parts.query)
         self._prefix = query.pop("prefix", ["realhf"])[0]
         if query:
-            raise ValueError(f"--store {parts.scheme}://...: unknown option {next(iter(query))!r}; known is prefix")
+            raise ValueError(f"unknown option {next(iter(query))!r}; known is prefix")
         self._url = urlunsplit(parts._replace(query=""))
         self.name = f"{parts.scheme}://{parts.hostname or parts.path}:{parts.port or 6379}"
         # A client that repeated a commit by itself would find the lock gone, and report a commit as lost that was made.

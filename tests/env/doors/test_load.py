@@ -114,6 +114,7 @@ def test_a_mistake_in_the_file_is_named_with_its_line(write: Write, text: str, n
     [
         ("no_such_environment", r"unknown environment 'no_such_environment'.*file\.py:Name"),
         ("/nowhere/mine.py:Echo", r"there is no file /nowhere/mine\.py"),
+        ("/tmp:Echo", r"/tmp:Echo: /tmp is no file of Python \(\.py\) and no module"),
         ("nowhere.at_all:Echo", "ModuleNotFoundError: No module named 'nowhere'"),
         (":Echo", "unknown environment ':Echo'"),
         ("json:Echo", "json defines no 'Echo'"),

@@ -118,6 +118,7 @@ def test_a_browser_shows_the_data_with_the_token_from_the_address():
         assert all("401" in problem for problem in refused)
         page.open(url + "/ui?again#token=s")
         page.wait("document.getElementById('state').textContent.includes('no trainer registered')")
+        assert "batch size\n–" in page.js("document.body.innerText").lower(), "it used to be -1"
         for scheme in ("light", "dark"):
             page.look(390, 800, scheme)
             assert page.js("document.documentElement.scrollWidth") <= 390

@@ -333,18 +333,18 @@ async def test_nothing_listens():
 async def test_servers_whose_clocks_differ_keep_each_others_leases(address: str, monkeypatch: pytest.MonkeyPatch):
     """70 seconds apart used to be enough to take a batch out of a trainer's hands."""
     one = Engine(RedisStore(address), StateOptions(lease_timeout_s=60))
-    real = time.time
-    monkeypatch.setattr(time, "time", lambda: real() + 70)
-    two = Engine(RedisStore(address), StateOptions(lease_timeout_s=60))
-    monkeypatch.undo()
     await one.open()
-    await two.open()
     await one.write(registry.register, TRAINER, False)
     group = Incoming(b"x", Encoding.JSON, 7, zlib.crc32(b"x"), 8, None, None)
     await one.write(push.push, [group] * 2, await one.store.stage([b"x"] * 2), True)
     batch = await one.write(delivery.pull, PullRequest("a", anonymous=False))
     await one.write(delivery.mark_sent, batch)
-    other = await two.write(delivery.pull, PullRequest("b", anonymous=False))
+    real = time.time
+    with monkeypatch.context() as ahead:
+        ahead.setattr(time, "time", lambda: real() + 70)
+        two = Engine(RedisStore(address), StateOptions(lease_timeout_s=60))
+        await two.open()
+        other = await two.write(delivery.pull, PullRequest("b", anonymous=False))
     assert isinstance(other, Batch)
     assert (other.step, other.redelivered) == (1, False)
     for engine in (one, two):
