@@ -24,7 +24,7 @@ from realhf.api.environment import (
 from realhf.base.close_names import close_to
 from realhf.env.doors.author import Traits, file_of, place_of, sets_of, tasks_function, traits_of
 from realhf.env.doors.checks import BrokenContract, checked_rewards
-from realhf.env.doors.faults import failure_of, of_task
+from realhf.env.doors.faults import failure_of
 from realhf.env.doors.rows import RowOptions, idle_options, tasks_of_data
 from realhf.env.doors.tasks import Row
 from realhf.env.doors.threads import Threads
@@ -110,14 +110,13 @@ class VerifierEnvironment:
     def __init__(self, verifier: Verifier, prompt_column: str, threads: Threads) -> None:
         self._verifier, self._prompt_column, self._threads = verifier, prompt_column, threads
         self._row: Mapping[str, Any] = {}
-        self._task: Mapping[str, Any] = {}
         self._seed = 0
 
     async def reset(self, task: Mapping[str, Any], *, seed: int) -> Opening:
         """Ask the question of the row ``task``; the seed changes nothing."""
         accepted = self._verifier.accepted
         self._row = {name: value for name, value in task.items() if accepted is None or name in accepted}
-        self._task, self._seed = task, seed
+        self._seed = seed
         return await self._guarded(self._opening(task))
 
     async def step(self, message: AssistantMessage) -> Turn:
@@ -163,7 +162,7 @@ class VerifierEnvironment:
 
     def _failure(self, error: BaseException, *, on_loop: bool) -> EnvironmentFailure | None:
         function = self._verifier.function
-        where = f"{function.__name__} {of_task(self._task, self._seed)}"
+        where = f"{function.__name__} (seed {self._seed})"
         return failure_of(error, where, function, function, on_loop=on_loop)
 
 

@@ -24,7 +24,7 @@ from realhf.env.doors.checks import (
     checked_numbers,
     json_problem,
 )
-from realhf.env.doors.faults import failure_of, of_task
+from realhf.env.doors.faults import failure_of
 from realhf.env.doors.values import copied, shown
 
 T = TypeVar("T")
@@ -62,19 +62,18 @@ class MessageClassEnvironment:
     """Plays an instance of the author's class, and checks what it returns.
 
     What it raises, or returns against the contract, becomes EnvironmentFailure("internal") that names the class, the
-    task and the line; an EnvironmentFailure that it raises itself is passed on.
+    seed and the line, never the payload; an EnvironmentFailure that it raises itself is passed on.
     """
 
     def __init__(self, kind: type[Any], make: Callable[[], Any]) -> None:
         self._kind, self._make = kind, make
         self._instance: Any = None
-        self._task: Mapping[str, Any] = {}
         self._seed = 0
         self._tools: Any = ()
 
     async def reset(self, task: Mapping[str, Any], *, seed: int) -> Opening:
         """Begin an episode; the first one also makes the instance."""
-        self._task, self._seed = task, seed
+        self._seed = seed
         return await self._guarded("reset", self._opening(task, seed))
 
     async def step(self, message: AssistantMessage) -> Turn:
@@ -114,7 +113,7 @@ class MessageClassEnvironment:
         try:
             return await work
         except BaseException as error:
-            where = f"{self._kind.__name__}.{method} {of_task(self._task, self._seed)}"
+            where = f"{self._kind.__name__}.{method} (seed {self._seed})"
             failure = failure_of(error, where, self._kind, getattr(self._kind, method, None))
             if failure is None:
                 raise

@@ -19,7 +19,7 @@ from realhf.env.doors.checks import (
     json_problem,
     whole_text,
 )
-from realhf.env.doors.faults import failure_of, of_task
+from realhf.env.doors.faults import failure_of
 from realhf.env.doors.threads import Threads
 from realhf.env.doors.tools import USER_REPLY, Tool, arguments_for, short, unknown_tool
 from realhf.env.doors.values import copied, shown
@@ -65,7 +65,6 @@ class ToolPlay:
     def __init__(self, about: ToolClass, make: Callable[[], Any], threads: Threads) -> None:
         self._class, self._make, self._threads = about, make, threads
         self._instance: Any = None
-        self._task: Mapping[str, Any] = {}
         self._seed, self._method = 0, "reset"
         self._calls = self._failures = 0
         self._mistakes: list[str] = []
@@ -73,7 +72,7 @@ class ToolPlay:
 
     async def open(self, task: Mapping[str, Any], seed: int) -> Opening:
         """Begin an episode; the first one also makes the instance."""
-        self._task, self._seed = task, seed
+        self._seed = seed
         self._calls = self._failures = 0
         self._mistakes = []
         return await self._run(partial(self._opening, task, seed))
@@ -185,10 +184,7 @@ class ToolPlay:
         place = f"{self._method} {type(error).__name__} {line.tb_lineno if line else 0}"
         if place not in self._class.told:
             self._class.told.add(place)
-            logger.warning("%s; the policy is told so as if the mistake were its own %s", told, self._of_task())
-
-    def _of_task(self) -> str:
-        return of_task(self._task, self._seed)
+            logger.warning("%s; the policy is told so as if the mistake were its own (seed %d)", told, self._seed)
 
     async def _call(self, name: str, arguments: Mapping[str, Any]) -> Any:
         """Call a method of the instance that is no tool."""
@@ -246,7 +242,7 @@ class ToolPlay:
 
     def _failure(self, error: BaseException, *, on_loop: bool) -> EnvironmentFailure | None:
         kind = self._class.kind
-        where = f"{kind.__name__}.{self._method} {self._of_task()}"
+        where = f"{kind.__name__}.{self._method} (seed {self._seed})"
         return failure_of(error, where, kind, getattr(kind, self._method, None), on_loop=on_loop)
 
 

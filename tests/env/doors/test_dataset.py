@@ -197,13 +197,14 @@ def test_rows_of_one_question_are_on_one_side(build: Build, tmp_path: Path) -> N
 )
 @pytest.mark.parametrize("prefix", ["", "async "])
 async def test_a_verifier_that_raises_fails_the_episode(build: Build, body: str, sentence: str, prefix: str) -> None:
-    """It is never a reward of 0; the failure names the verifier, the task and the line."""
+    """It is never a reward of 0; the failure names the verifier, the seed and the line, and not the
+    row, whose answer every client of a server could read."""
     if prefix and "KeyboardInterrupt" in body:
         pytest.skip("on the event loop an interrupt is that of the keyboard")
     text = f"\n{prefix}def reward(completion, **row):\n    {body}\n\ndef tasks(split): return [{{'prompt': 'a'}}]\n"
     environment = build(text).make("")
     await environment.reset({"prompt": "a"}, seed=1)
-    with pytest.raises(EnvironmentFailure, match=r"reward \(task {'prompt': 'a'}, seed 1\): .*" + sentence) as caught:
+    with pytest.raises(EnvironmentFailure, match=r"reward \(seed 1\): .*" + sentence) as caught:
         await environment.step(AssistantMessage("1 +"))
     assert caught.value.kind == "internal"
 

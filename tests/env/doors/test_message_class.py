@@ -96,9 +96,10 @@ TURNS = {
 
 @pytest.mark.parametrize("returned", OPENINGS)
 async def test_a_wrong_opening_fails_the_episode(build: Build, returned: str) -> None:
-    """The failure is of the kind internal, and names class, task and line."""
+    """The failure is of the kind internal, and names class, seed and line, and not the
+    payload: it reaches clients, and the answer may be in it."""
     environment = build(guess(opening=returned)).make("")
-    where = r"Guess\.reset \(task {'id': 7}, seed 3\): "
+    where = r"Guess\.reset \(seed 3\): "
     with pytest.raises(EnvironmentFailure, match=where + OPENINGS[returned]) as caught:
         await environment.reset({"id": 7}, seed=3)
     assert caught.value.kind == "internal" and str(caught.value).endswith("mine.py, line 7)")
@@ -108,7 +109,7 @@ async def test_a_wrong_opening_fails_the_episode(build: Build, returned: str) ->
 async def test_a_wrong_turn_fails_the_episode(build: Build, returned: str) -> None:
     environment = build(guess(turn=returned)).make("")
     await environment.reset({"id": 7}, seed=3)
-    where = r"Guess\.step \(task {'id': 7}, seed 3\): "
+    where = r"Guess\.step \(seed 3\): "
     with pytest.raises(EnvironmentFailure, match=where + TURNS[returned]) as caught:
         await environment.step(AssistantMessage("x"))
     assert caught.value.kind == "internal"
