@@ -117,7 +117,9 @@ class ToolPlay:
         reward, components = checked_rewards(await self._call("get_reward", {}), "the reward")
         self._method = "done"
         done = getattr(self._instance, "done", False)
-        ended = not answers or (not callable(done) and bool(done))
+        if callable(done):
+            raise BrokenContract("done must be true or false, which a function is not: it would end no episode")
+        ended = not answers or bool(done)
         metrics = {
             "success": float(ended and reward >= SOLVED),  # said earlier, it would end what goes on
             "tool_calls": float(self._calls),

@@ -44,15 +44,15 @@ def tools_of(kind: type[Any]) -> dict[str, Tool]:
     for name in sorted(dir(kind)):
         raw = inspect.getattr_static(kind, name)
         function = raw.__func__ if isinstance(raw, classmethod) else raw
+        if name == "done" and callable(function):
+            raise ValueError(
+                f"{kind.__name__}.done is a method, so it would end no episode: set self.done = True, or make it a "
+                f"property; a tool needs another name ({place_of(function if inspect.isfunction(function) else kind)})"
+            )
         if name.startswith("_") or name in NOT_TOOLS or not inspect.isfunction(function):
             continue
         if name in NOT_TOOLS_ALONE and len(inspect.signature(function).parameters) < 2:
             continue
-        if name == "done":
-            raise ValueError(
-                f"{kind.__name__}.done is a method, so it would be a tool and end no episode: set self.done = True, or "
-                f"make it a property; a tool needs another name ({place_of(function)})"
-            )
         try:
             signature = signature_of(function)
             schema = json_schema(function, signature)

@@ -32,7 +32,7 @@ NAMED = {
     "crashes": ("dies: the process of the environment died by signal SIGSEGV in step, at ", "crashes.py:13 in step"),
     "depends_on_hashes": ("determinism: another process answers otherwise: the opening is ", "the order of a set"),
     "dies": ("dies: the process of the environment died by os._exit(7) in step, at ", "dies.py:14 in step"),
-    "done_is_a_method": ("load: ", "Broken.done is a method, so it would be a tool and end no episode", "line 20"),
+    "done_is_a_method": ("load: ", "Broken.done is a method, so it would end no episode", "line 20"),
     "forgets_its_seed": (
         "determinism: the same task, seed and messages give other turns: the opening differs: messages[0].content is ",
         "forgets_its_seed.py:9 in reset",

@@ -75,6 +75,11 @@ BROKEN: dict[str, tuple[str, str, str]] = {
         "def metrics(self): return {'a': float('nan')}\n    def get_reward",
         r"metrics\['a'\] must be a finite number.*line 26\)",
     ),
+    "makes its end a function": (
+        END,
+        "self.done = lambda: True",
+        r"Counter\.done .*done must be true or false, which a function is not: it would end no episode",
+    ),
     "counts no map": (
         "done = False\n",
         "done = False\n    metrics = 3\n",
@@ -118,6 +123,11 @@ REFUSED: dict[str, tuple[str, str, str]] = {
         "amount: int, ",
         "amount, ",
         r"the tool Counter\.add: the argument 'amount' has no type hint \(.*mine\.py, line 9\)",
+    ),
+    "an end that is a static method": (
+        "done = False",
+        "done = staticmethod(bool)",
+        r"Counter\.done is a method.*line \d+\)",
     ),
     "a tool without a docstring": (
         '"""End the game."""',
