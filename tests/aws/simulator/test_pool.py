@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -19,6 +20,7 @@ from realhf.aws.cli import virtual_folder
 from realhf.aws.cli.executor import OutputLimits, SimulatorLost
 from realhf.aws.cli.state_client import StateCallError
 from realhf.aws.simulator import pool as pool_module
+from realhf.aws.simulator.ministack_process import SIMULATOR_CPU_S, SIMULATOR_MEMORY_MB, MiniStackProcess
 from realhf.aws.simulator.pool import MiniStackPool, Slot
 from tests.process_family import freeze, lives
 
@@ -256,6 +258,22 @@ def test_a_control_request_that_fails_says_why(small_pool: MiniStackPool) -> Non
     with pytest.raises(OSError, match=r"status 500 .ValueError: invalid literal"):
         slot.ministack._request("GET", "/_realhf/requests?x", 60.0)
     assert slot.ministack.requests()["count"] > 0
+    small_pool.release(slot)
+
+
+def test_the_cpu_of_a_simulator_is_bounded_and_one_that_took_much_of_it_is_replaced(
+    small_pool: MiniStackPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A document that unfolds kept one busy for as long as it liked."""
+    slot = small_pool.acquire()
+    pid, (resident, _) = slot.ministack.pid, slot.ministack.used()
+    limits = Path(f"/proc/{pid}/limits").read_text()
+    assert re.search(rf"^Max cpu time +{SIMULATOR_CPU_S} +{SIMULATOR_CPU_S} ", limits, re.MULTILINE), limits
+    assert f"{SIMULATOR_MEMORY_MB} MiB of memory and {SIMULATOR_CPU_S} s of CPU" in small_pool.containment()
+    assert "1.0 GiB for all 2" in small_pool.containment()
+    monkeypatch.setattr(MiniStackProcess, "used", lambda simulator: (resident, SIMULATOR_CPU_S / 2))
+    slot.reset()
+    assert slot.ministack.pid != pid
     small_pool.release(slot)
 
 
