@@ -18,10 +18,6 @@ from realhf.api.sample import SequenceSample
 MAX_KEYS = 62
 
 
-class UnknownSampleError(KeyError):
-    """An operation named a sample that is not resident."""
-
-
 class _Column:
     """Where one key (or one metadata field) of every slot is found: ``part[slot]`` at ``row[slot]``."""
 
@@ -175,14 +171,6 @@ class SampleTable:
         self._free, self._n_free = free, self._n_free + new - old
         for column in (*self._columns.values(), *self._fields.values()):
             column.grow(new)
-
-    def slots(self, ids: Sequence[str]) -> np.ndarray:
-        """Slots of resident ids, in order. Raises UnknownSampleError."""
-        try:
-            return np.fromiter(map(self.slot_of.__getitem__, ids), np.int64, len(ids))
-        except KeyError:
-            unknown = [i for i in ids if i not in self.slot_of]
-            raise UnknownSampleError(f"{len(unknown)} samples are not resident: {unknown[:5]}") from None
 
     def resident(self) -> np.ndarray:
         """All occupied slots; O(capacity), for reports and checks."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -224,14 +224,6 @@ class AsyncIOSequenceBuffer:
 
     # ---- answering
 
-    def amend_batch(self, ids: Sequence[str], meta: SequenceSample) -> None:
-        """Add new keys to resident samples, all or nothing, and wake the calls that now can run.
-
-        Raises UnknownSampleError, DuplicateKeyError, or ValueError when ``meta`` is about other ids."""
-        slots = self.table.slots(ids)
-        self._check_amend(slots, tuple(ids), meta)
-        self._amend(slots, meta)
-
     def _check_amend(self, slots: np.ndarray, ids: tuple[str, ...], meta: SequenceSample) -> None:
         if meta.data is not None:
             raise ValueError("the buffer holds metadata only; amend with sample.meta()")
@@ -254,8 +246,9 @@ class AsyncIOSequenceBuffer:
             self._serve(station)
 
     def complete(self, lease: BatchLease, outputs: SequenceSample | None = None) -> None:
-        """The call has run: add its outputs and mark its samples done, in one change. Samples that every
-        call has completed leave the buffer. Raises ValueError on a lease that is not active."""
+        """The call has run: add its outputs, wake the calls that can run now, and mark its samples done, in one
+        change. Samples that every call has completed leave the buffer. Raises DuplicateKeyError, or ValueError on
+        outputs about other samples and on a lease that is not active; then nothing has changed."""
         station = self._active(lease)
         if outputs is not None:
             self._check_amend(lease.slots, lease.ids, outputs)

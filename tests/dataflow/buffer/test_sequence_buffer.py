@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from realhf.api.sample import DuplicateKeyError, SequenceSample
-from realhf.dataflow.buffer.sample_table import UnknownSampleError
 from realhf.dataflow.buffer.sequence_buffer import AsyncIOSequenceBuffer
 from realhf.dataflow.buffer.types import (
     BatchLease,
@@ -200,7 +199,7 @@ async def test_abort_reaches_present_and_future_waiters() -> None:
         await buffer.put_batch(meta_of(["x"]))
 
 
-async def test_what_must_not_be_put_or_amended() -> None:
+async def test_what_must_not_be_put_or_added() -> None:
     buffer = make()
     await buffer.put_batch(meta_of(ids(0, 4)))
     with pytest.raises(DuplicateSampleError, match="s3"):
@@ -211,14 +210,13 @@ async def test_what_must_not_be_put_or_amended() -> None:
     data = SequenceSample.from_tensors(["x"], {"prompt": torch.zeros(2)}, {"prompt": [[2]]})
     with pytest.raises(ValueError, match="metadata only"):
         await buffer.put_batch(data)
-    with pytest.raises(UnknownSampleError, match="nobody"):
-        buffer.amend_batch(["s0", "nobody"], meta_of(["s0", "nobody"], ("ids",)))
-    buffer.amend_batch(["s0"], meta_of(["s0"], ("ids",)))
-    with pytest.raises(DuplicateKeyError, match="ids"):
-        buffer.amend_batch(["s1", "s0"], meta_of(["s1", "s0"], ("ids", "rewards")))
+    lease = await buffer.get_batch_for_rpc("gen")
+    with pytest.raises(DuplicateKeyError, match="prompt"):
+        buffer.complete(lease, meta_of(list(lease.ids), ("ids", "prompt")))
     with pytest.raises(ValueError, match="another order"):
-        buffer.amend_batch(["s1", "s2"], meta_of(["s2", "s1"], ("ids",)))
+        buffer.complete(lease, meta_of(list(lease.ids[::-1]), ("ids",)))
     buffer.check_invariants()
+    buffer.complete(lease, outputs_of(buffer.graph, lease))
     with pytest.raises(ValueError, match="cannot hold"):
         make(max_size=3)
 
