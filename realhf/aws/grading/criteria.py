@@ -57,6 +57,10 @@ _USUAL_KINDS: Mapping[str, str] = MappingProxyType(
     | {"apigatewayv2": "api", "glue": "database", "firehose": "delivery-stream"}
 )
 """What a resource of a service is, where no operation names it."""
+_UNNAMED = frozenset(
+    {("ec2", "instance"), ("ec2", "subnet"), ("ec2", "volume"), ("ec2", "vpc"), ("kms", "key"), ("sns", "subscription")}
+)
+"""What is listed by an id that AWS draws, or by what it leads to."""
 _DRAWN_IDS = re.compile(
     r"--(user-pool|hosted-zone|rest-api|api|file-system|group|vpc|subnet|instance|volume|key|security-group)-ids?[ =]"
 )
@@ -285,9 +289,9 @@ def _resource(check: Mapping[str, Any], operation: str) -> ListedResource:
     service = _service(check["service"])
     word = operation if _is_word(operation) else xform_name(operation.partition(":")[2], "-")
     made = _KINDS.get(f"{service}:{word}", word.partition("-")[2])
-    known = {kind: path for kind, _, _, path in LISTINGS.get(service, ())}
+    known = {kind for kind, *_ in LISTINGS.get(service, ())}
     kind = made if made in known else _USUAL_KINDS.get(service, made)
-    if known.get(kind, "Id").endswith("Id"):
+    if kind not in known or (service, kind) in _UNNAMED:
         raise TaskError(f"resource_exists of {check['service']!r} cannot be checked by a name")
     return ListedResource(service, kind, identity(service, check["name"]))
 

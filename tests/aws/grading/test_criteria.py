@@ -134,6 +134,21 @@ def test_what_cannot_be_graded_here_is_refused_with_the_reason(success: dict[str
         parse_criteria(success)
 
 
+@pytest.mark.parametrize(
+    ("operation", "service", "kind"),
+    [
+        ("create-cache-cluster", "elasticache", "cluster"),
+        ("create-crawler", "glue", "crawler"),
+        ("create-instance-profile", "iam", "instance-profile"),
+        ("put-object", "s3", "bucket"),
+        ("iam:CreatePolicy", "iam", "policy"),
+    ],
+)
+def test_an_operation_says_of_which_kind_the_resource_is(operation: str, service: str, kind: str) -> None:
+    parsed = parse_criteria({"operation": operation, "resource_exists": {"service": service, "name": "n"}})
+    assert parsed.resource is not None and (parsed.resource.kind, parsed.resource.name) == (kind, "n")
+
+
 def test_a_word_of_several_services_counts_in_each_unless_the_task_says_which() -> None:
     steps = [{"operation": "create-table", "resource": "t"}]
     (either,) = parse_criteria({"steps": steps}).steps
