@@ -29,7 +29,6 @@ from realhf.aws.tasks.loader import (
     Template,
     instantiate,
     mistakes,
-    partial_solutions,
     solve,
     whole_state,
     with_drifts,
@@ -132,7 +131,8 @@ def problems(episode: Episode, task: Task, *, thorough: bool = False) -> list[st
     if achieved or total != 0.0:
         found.append(f"doing nothing: achieved={achieved}, return {total}")
     every_drift = range(len(task.possible_drifts)) if task.possible_drifts else None
-    for commands in partial_solutions(task) + list(wrong_names(task)):
+    beginnings = [list(task.solution[:length]) for length in range(1, len(task.solution))]
+    for commands in chain(beginnings, wrong_names(task)):
         achieved, total = play(episode, task, commands, every_drift)
         if achieved or total >= 1.0:
             found.append(f"{commands}: achieved={achieved}, return {total}")

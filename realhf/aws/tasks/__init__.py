@@ -9,7 +9,6 @@ from realhf.aws.tasks.loader import (
     load_tasks,
     load_templates,
     mistakes,
-    partial_solutions,
     solve,
 )
 
@@ -22,6 +21,5 @@ __all__ = [
     "load_tasks",
     "load_templates",
     "mistakes",
-    "partial_solutions",
     "solve",
 ]

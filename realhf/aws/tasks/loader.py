@@ -38,7 +38,6 @@ _KEYS = frozenset(
         "any_of",
         "free",
         "may_change",
-        "partial_solutions",
         "mistakes",
         "split",
         "tags",
@@ -61,9 +60,9 @@ class Mistake:
 
 @dataclass(frozen=True)
 class Template:
-    """Describes one task of the YAML files, places unfilled. ``mistakes`` and ``partial_solutions`` are as written
-    there. ``solution`` of a drift task applies its whole desired state, without a look at what drifted. ``split``
-    "heldout": never served to training. ``tags``: topics; "starter" marks what the built-in policy learns."""
+    """Describes one task of the YAML files, places unfilled; ``mistakes`` are as written there. ``solution`` of a drift
+    task applies its whole desired state, without a look at what drifted. ``split`` "heldout": never served to training.
+    ``tags``: topics; "starter" marks what the built-in policy learns."""
 
     task_id: int
     name: str
@@ -73,7 +72,6 @@ class Template:
     setup: list[Any]
     success: Mapping[str, Any]
     solution: tuple[str, ...]
-    partial_solutions: tuple[tuple[str, ...], ...]
     mistakes: tuple[Mapping[str, Any], ...]
     split: str = "train"
     tags: frozenset[str] = frozenset()
@@ -196,13 +194,6 @@ def whole_state(task: Task) -> list[str]:
     return list(fill(list(get_template(task.task_id).solution), task.params))
 
 
-def partial_solutions(task: Task) -> list[list[str]]:
-    """Return command lists that must not solve the task, including proper prefixes of its solution."""
-    prefixes = [list(task.solution[:length]) for length in range(1, len(task.solution))]
-    written = [fill(list(commands), task.params) for commands in get_template(task.task_id).partial_solutions]
-    return prefixes + written
-
-
 def mistakes(task: Task) -> list[Mistake]:
     """Return the wrong habits written for this task; the default way back is the canonical solution."""
     found = []
@@ -271,7 +262,6 @@ def _template(tier: str, entry: Mapping[str, Any]) -> Template:
         any_of=tuple(tuple(commands) for commands in entry.get("any_of", ())),
         free=tuple(entry.get("free", ())),
         may_change=tuple(entry.get("may_change", ())),
-        partial_solutions=tuple(tuple(commands) for commands in entry.get("partial_solutions", [])),
         mistakes=tuple(entry["mistakes"]),
         split=entry.get("split", "train"),
         tags=frozenset(entry.get("tags", ())),
