@@ -21,7 +21,8 @@ SHARE, FEWEST = 2, 32
 def guarded_http(kind: str = "auto", *, head_s: float = HEAD_S, most: int = 0) -> Any:
     """Return what ``uvicorn.Config(http=...)`` takes in place of ``kind`` (h11, httptools or auto). A connection that
     sends no whole head within ``head_s`` ends. One more than ``most`` (0: what the limit of descriptors allows) ends
-    the oldest whose request has not come as a whole, or is not taken where all are at work."""
+    the oldest whose request has not come as a whole, or of whose answer nobody read anything for ``head_s``; it is not
+    taken where all are at work."""
     if kind == "auto":
         kind = "httptools" if find_spec("httptools") else "h11"
     name = {"h11": "H11Protocol", "httptools": "HttpToolsProtocol"}[kind]
@@ -47,6 +48,9 @@ class _Guarded:
     ended = 0
     since = 0
     timer: asyncio.TimerHandle | None = None
+    reading: asyncio.TimerHandle | None = None
+    unread = 0
+    stalled = False
 
     def connection_made(self: Any, transport: asyncio.Transport) -> None:
         """Begin to wait for a request."""
@@ -82,14 +86,42 @@ class _Guarded:
     def connection_lost(self: Any, exc: Exception | None) -> None:
         """Wait no longer."""
         self.wait_no_longer()
+        self.watch_no_longer()
         super().connection_lost(exc)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def pause_writing(self: Any) -> None:
+        """Begin to watch whether the answer is read."""
+        super().pause_writing()  # pyright: ignore[reportAttributeAccessIssue]
+        self.unread = self.transport.get_write_buffer_size()
+        self.reading = self.loop.call_later(self.head_s, self.watch)
+
+    def resume_writing(self: Any) -> None:
+        """Watch no longer."""
+        self.watch_no_longer()
+        super().resume_writing()  # pyright: ignore[reportAttributeAccessIssue]
+
+    def watch(self: Any) -> None:
+        """Note whether anything of the answer was read since the last time."""
+        before, self.unread = self.unread, self.transport.get_write_buffer_size()
+        self.stalled = self.unread == before
+        self.reading = self.loop.call_later(self.head_s, self.watch)
+
+    def watch_no_longer(self) -> None:
+        """Stop the clock of the answer."""
+        self.stalled = False
+        if self.reading is not None:
+            self.reading.cancel()
+            self.reading = None
 
     def waits(self: Any) -> bool:
         """Return whether no request is at work on the connection."""
         return self.head_s < float("inf") and (self.cycle is None or self.cycle.response_complete)
 
     def unheard(self: Any) -> bool:
-        """Return whether a request on the connection has not come as a whole: a body that stalls keeps nobody out."""
+        """Return whether a request on the connection has not come as a whole, or its answer is not read: a body that
+        stalls keeps nobody out."""
+        if self.reading is not None:  # uvicorn counts an answer as complete when it has handed over its last byte
+            return self.stalled
         return self.waits() or (self.cycle is not None and self.cycle.more_body)
 
     def wait_no_longer(self) -> None:

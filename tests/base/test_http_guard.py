@@ -7,7 +7,9 @@ import contextlib
 import re
 import socket
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +23,21 @@ from realhf.base.http_guard import guarded_http
 HALF = b"GET / HTTP/1.1\r\nHost: x\r\n"
 WAIT_S = 30.0
 MOST, STRANGERS = 8, 30
+LARGE = 24 << 20
 
 
 async def app(scope: Any, receive: Any, send: Any) -> None:
-    """Answers at once, or after a second for /slow; greets on a web socket and answers what it hears."""
+    """Answers at once, after a second for /slow, with ``LARGE`` bytes for /large; greets on a web socket and answers
+    what it hears."""
     if scope["type"] == "websocket":
         await send({"type": "websocket.accept"})
         while (await receive())["type"] != "websocket.disconnect":
             await send({"type": "websocket.send", "text": "here"})
         return
     await asyncio.sleep(1.0 if scope["path"] == "/slow" else 0.0)
-    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
-    await send({"type": "http.response.body", "body": b"ok"})
+    body = b"x" * LARGE if scope["path"] == "/large" else b"ok"
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % len(body))]})
+    await send({"type": "http.response.body", "body": body})
 
 
 @contextlib.contextmanager
@@ -101,6 +106,35 @@ def test_strangers_take_no_more_connections_than_there_may_be(kind: str):
         assert all(closed(stranger) for stranger in strangers[: STRANGERS - MOST])
         strangers[-1].sendall(b"\r\n")
         assert strangers[-1].recv(99).startswith(b"HTTP/1.1 200"), "the last one was no stranger"
+
+
+@pytest.mark.parametrize("kind", ["h11", "httptools"])
+def test_answers_that_nobody_reads_keep_nobody_out(kind: str):
+    """One that is read, however slowly, is sent to its end: it counted as idle once its last byte was handed over, and
+    was the first to go when strangers came."""
+    asked = HALF.replace(b"/ ", b"/large ") + b"\r\n"
+
+    def read(reader: socket.socket) -> int:
+        size = 0
+        while size < LARGE and (more := reader.recv(1 << 17)):
+            size += len(more)
+            time.sleep(0.005)
+        return size
+
+    with served(kind, most=MOST, head_s=0.8) as address, contextlib.ExitStack() as stack:
+        reader = stack.enter_context(socket.socket())
+        reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 17)  # else it holds more than is read in a while
+        reader.settimeout(WAIT_S)
+        reader.connect(address)
+        reader.sendall(asked)
+        done = stack.enter_context(ThreadPoolExecutor(1)).submit(read, reader)
+        for _ in range(MOST):
+            stack.enter_context(connected(address, asked))
+        answer, deadline = "", time.monotonic() + WAIT_S
+        while answer != "ok" and time.monotonic() < deadline:
+            with contextlib.suppress(httpx.TransportError):
+                answer = httpx.get(f"http://{address[0]}:{address[1]}/", timeout=WAIT_S).text
+        assert answer == "ok" and done.result(WAIT_S) >= LARGE
 
 
 def test_every_http_server_of_the_project_is_guarded():
