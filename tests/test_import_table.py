@@ -72,8 +72,8 @@ ROOMS: dict[str, str] = {
     "aws": "api api/config aws/tasks base base/files env/client env/server",
     "aws/server": "aws base env/containment env/server",
     "aws/cli": "base env/containment",
-    "aws/real_aws": "aws/cli base env/containment",
     "aws/simulator": "aws/cli aws/server base env/containment",
+    "aws/real_aws": "aws/cli aws/simulator base env/containment",
     "aws/grading": "aws/cli aws/simulator aws/tasks",
     "aws/episode": "api aws aws/cli aws/grading aws/simulator aws/tasks env/doors env/server",
     "aws/evaluation": "api api/chat api/config aws aws/episode aws/simulator aws/tasks "

@@ -38,6 +38,8 @@ class Watch:
         if not begun:
             return Blame.ENVIRONMENT
         if not self._slot.simulated:
+            if isinstance(error, SnapshotError):
+                return Blame.UNREADABLE
             return Blame.ENVIRONMENT if lost or isinstance(error, StateCallError) else Blame.UNREADABLE
         simulator = self._slot.ministack
         idle = 0 <= simulator.worked_s() == self._worked_s

@@ -9,7 +9,6 @@ import logging
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from realhf.aws.cli.executor import CommandResult, SimulatorLost
@@ -18,15 +17,15 @@ from realhf.aws.episode.blame import Blame, Watch, unreadable_kind
 from realhf.aws.episode.changes import AccountChanges
 from realhf.aws.episode.chaos import PROBABILITY, Chaos, chaos_rng
 from realhf.aws.episode.hints import LEVELS, hint_text, is_hint_request
-from realhf.aws.episode.target import TargetError, begin_targets
+from realhf.aws.episode.target import TargetError, account_reader, begin_targets
 from realhf.aws.episode.world import SetupError, SlotState, World, build_world
 from realhf.aws.grading.criteria import criteria_of
 from realhf.aws.grading.end_state import EndStateGrader, is_graded_by_end_state
 from realhf.aws.grading.grader import Grader
 from realhf.aws.grading.inventory import Inventory
 from realhf.aws.grading.reward import RewardMeter
-from realhf.aws.grading.snapshot import take_snapshot
 from realhf.aws.grading.tracker import Tracker, is_read
+from realhf.aws.grading.walked_account import RealAccountGrader
 from realhf.aws.simulator.pool import Slot
 from realhf.aws.tasks.captures import fill_setup
 from realhf.aws.tasks.task import Task, TaskError
@@ -125,7 +124,8 @@ class Episode:
             raise EpisodeError(str(error)) from error
         state = SlotState(self._slot)
         if targets is not None:
-            self._grader = EndStateGrader(world.task, targets, partial(take_snapshot, self._slot))
+            grader = EndStateGrader if self._slot.simulated else RealAccountGrader
+            self._grader = grader(world.task, targets, account_reader(self._slot, task, self._slot))
             self._meter = RewardMeter(self._reward_mode, falls=True)
         else:
             self._grader = Grader(criteria_of(world.task), state)
@@ -135,8 +135,10 @@ class Episode:
             self._grader.start()
         except StateCallError as error:
             raise TaskError(f"a state check of the task cannot be made: {error.code}") from error
+        except TargetError as error:
+            raise EpisodeError(str(error)) from error
         except ConnectionError as error:
-            raise EpisodeError("the simulator cannot be read") from error
+            raise EpisodeError(f"the account cannot be read: {type(error).__name__}") from error
         if self._slot.simulated and (self._may_disturb if chaos is None else chaos):
             self._chaos = Chaos(PROBABILITY[task.tier], chaos_rng(task.task_id, seed), self._grader, state)
         self._changes = AccountChanges(world.present)

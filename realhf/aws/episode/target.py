@@ -10,14 +10,17 @@ import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 
 from realhf.aws.episode.world import build_world
 from realhf.aws.grading.differences import Target
-from realhf.aws.grading.snapshot import take_snapshot
+from realhf.aws.grading.end_state import services_of
+from realhf.aws.grading.snapshot import Snapshot, take_snapshot
 from realhf.aws.grading.tracker import is_read
+from realhf.aws.grading.walked_account import WalkedAccount
 from realhf.aws.simulator.pool import Slot
 from realhf.aws.tasks.captures import CaptureError, fill_setup, resolve
-from realhf.aws.tasks.task import Task, TaskError
+from realhf.aws.tasks.task import Task
 
 WAIT_S = 60.0
 """Seconds that an episode waits for its target."""
@@ -30,14 +33,15 @@ class TargetError(RuntimeError):
 def begin_targets(
     slot: Slot, task: Task, seed: int, drifts: Sequence[int] | None = None
 ) -> Callable[[], tuple[Target, ...]]:
-    """Begin to make the targets of an instance on the bench of the slot's pool; returns how to wait for them, which
-    raises TargetError. Raises TaskError for an account that is not simulated."""
-    if slot.bench is None:
-        raise TaskError(
-            "this task is graded by its end state, which needs a simulated account (BACKEND_TYPE=ministack)"
-        )
+    """Begin to make the targets of an instance on the bench of the slot's pool, which are read as the slot's account
+    is; returns how to wait for them, which raises TargetError."""
+    assert slot.bench is not None, "the bench has none"
     key = json.dumps([task.to_json(), seed, drifts], sort_keys=True, default=list)
-    found: Future[tuple[Target, ...]] = slot.bench.begin(key, lambda bench: make_targets(bench, task, seed, drifts))
+
+    def play(bench: Slot) -> tuple[Target, ...]:
+        return make_targets(bench, task, seed, drifts, account_reader(slot, task, bench))
+
+    found: Future[tuple[Target, ...]] = slot.bench.begin(key, play)
 
     def wait() -> tuple[Target, ...]:
         try:
@@ -52,16 +56,33 @@ def begin_targets(
     return wait
 
 
-def make_targets(slot: Slot, task: Task, seed: int, drifts: Sequence[int] | None = None) -> tuple[Target, ...]:
+def account_reader(graded: Slot, task: Task, slot: Slot) -> Callable[[], Snapshot]:
+    """Return how the account of ``slot`` is read where an episode on ``graded`` is judged: on a real account by its
+    permitted reads of all that can be written there."""
+    reads = graded.reads
+    if reads is None:
+        return partial(take_snapshot, slot)
+    commands = [*task.solution, *(line for lines in task.any_of for line in lines)]
+    services = services_of(commands) | reads.services
+    return WalkedAccount(slot.state.call, reads.permits, services, slot.account, commands).read
+
+
+def make_targets(
+    slot: Slot,
+    task: Task,
+    seed: int,
+    drifts: Sequence[int] | None = None,
+    read: Callable[[], Snapshot] | None = None,
+) -> tuple[Target, ...]:
     """Play each solution of a task on ``slot``, in a world of its own, and return the accounts that they leave. Raises
     TargetError naming the command that fails, SetupError, TaskError, SnapshotError or SimulatorLost."""
     others = [replace(task, solution=commands) for commands in task.any_of]
-    return tuple(_play(slot, one, seed, drifts) for one in [task, *others])
+    return tuple(_play(slot, one, seed, drifts, read or partial(take_snapshot, slot)) for one in [task, *others])
 
 
-def _play(slot: Slot, task: Task, seed: int, drifts: Sequence[int] | None) -> Target:
+def _play(slot: Slot, task: Task, seed: int, drifts: Sequence[int] | None, read: Callable[[], Snapshot]) -> Target:
     world = build_world(slot, task, seed, drifts)
-    start, states, outputs, operations = take_snapshot(slot), [], [], []
+    start, states, outputs, sent = read(), [], [], []
     try:
         commands = fill_setup(list(world.task.solution), world.answers)
     except CaptureError as error:
@@ -71,7 +92,8 @@ def _play(slot: Slot, task: Task, seed: int, drifts: Sequence[int] | None) -> Ta
         if not result.success:
             raise TargetError(f"task {task.task_id}: command {number} of its solution fails: {result.stderr.strip()}")
         outputs.append(result.stdout)
-        sent = [f"{one.service}:{one.operation}" for one in result.requests]
-        operations.append(tuple(one for one in sent if not is_read(one)))
-        states.append(take_snapshot(slot))
-    return Target(start, tuple(states), tuple(operations))
+        requests = [(f"{one.service}:{one.operation}", one.params) for one in result.requests]
+        sent.append([one for one in requests if not is_read(one[0])])
+        states.append(read())
+    operations, arguments = (tuple(tuple(one[part] for one in deeds) for deeds in sent) for part in (0, 1))
+    return Target(start, tuple(states), operations, arguments)

@@ -32,12 +32,21 @@ MAX_CALLS = 2000
 _CLI_SERVICES = {"s3": "s3api"}
 _READS = re.compile(r"(Get|List|Describe|Head|BatchGet|Scan)(?=[A-Z]|$)(?!.*History$)")
 """Operations that tell what there is, not what there was."""
+_CATALOGUES = frozenset(
+    {
+        *("DescribeAvailabilityZones", "DescribeDBEngineVersions", "DescribeInstanceTypes", "DescribeRegions"),
+        *("GetAccountSummary", "GetMetricStatistics", "GetSendQuota", "ListDocuments", "ListMetrics", "ListVersions"),
+    }
+)
+"""Reads of what AWS offers to everybody, of readings, and of counts of what other reads list."""
+_OF_ONES_OWN = {"OwnerIds": ["self"], "Owners": ["self"]}
+"""Arguments that leave out what others share with everybody."""
 _IDENTITY = re.compile(r"(name|id|arn|url|identifier|key|bucket)$", re.IGNORECASE)
 _PARTS = ("name", "id", "arn", "identifier", "url")
-_ID = re.compile(
+ID = re.compile(
     r"\b[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}\b|(?<=-)[0-9a-f]{8,17}\b|\b[0-9a-f]{16,64}\b"
     r"|\b(?=\d*[a-f])(?=[a-f]*\d)[0-9a-f]{8}\b|\bA[KIRSGN][A-Z]{2}[A-Z0-9]{12,17}\b|\b(?=[a-z]*\d)[a-z0-9]{10}\b"
-    r"|\b(?=[A-Z]*\d)Z[A-Z0-9]{10,}\b|\b(?=\w*[a-z])(?=\w*[A-Z])(?=\w*\d)\w{20,}={0,2}"
+    r"|\b(?=[a-z]*\d)[a-z0-9]{16}\b|(?<=\d_)[0-9A-Za-z]{9}\b|\bZ[A-Z0-9]{10,}\b|\b(?=\w*[a-z])(?=\w*[A-Z])(?=\w*\d)\w{20,}={0,2}"
 )
 """Ids by their looks: what a service made up, and no person would."""
 _TIME = re.compile(r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d|\d{8}T\d{6}Z")
@@ -52,12 +61,14 @@ Answers = Mapping[str, Any]
 """By ``service:Operation {arguments}`` the answer; of an error its code."""
 
 
-def walk(call: Call, services: Iterable[str]) -> Answers:
+def walk(call: Call, services: Iterable[str], permits: Callable[[str, str], bool] | None = None) -> Answers:
     """Return what every permitted read of these services (botocore's names) answers. ``call(service, operation,
-    arguments)`` returns an answer or raises StateCallError. Raises what else it raises, such as ConnectionError."""
+    arguments)`` returns an answer or raises StateCallError; ``permits(service, operation)`` leaves out further reads.
+    Raises what else ``call`` raises, such as ConnectionError."""
     answers: dict[str, Any] = {}
     for service in sorted(set(services)):
-        _Walk(call, service, answers).run()
+        reads = [model for model in _reads(service) if permits is None or permits(service, _name(model))]
+        _Walk(call, service, reads, answers).run()
     return answers
 
 
@@ -66,7 +77,11 @@ def _reads(service: str) -> tuple[OperationModel, ...]:
     """Return the models of the reads that are permitted in a service."""
     permitted = ALLOWED.get(_CLI_SERVICES.get(service, service), frozenset())
     found = sorted(operation_models(service).items())
-    return tuple(model for name, model in found if _READS.match(name) and xform_name(name, "-") in permitted)
+    return tuple(
+        model
+        for name, model in found
+        if _READS.match(name) and name not in _CATALOGUES and xform_name(name, "-") in permitted
+    )
 
 
 def _name(model: OperationModel) -> str:
@@ -77,21 +92,22 @@ class _Walk:
     """Walks one service. A *record* is what is known of one thing: the scalars of a structure in an answer, those
     around it, and the arguments of the call, by lower-case name; "" holds the kind of thing, "bucket"."""
 
-    def __init__(self, call: Call, service: str, answers: dict[str, Any]) -> None:
+    def __init__(self, call: Call, service: str, reads: Sequence[OperationModel], answers: dict[str, Any]) -> None:
         self._call = call
         self._service = service
+        self._reads = reads
         self._answers = answers
         self._records: list[dict[str, Any]] = []
 
     def run(self) -> None:
         """Call until no answer gives the arguments of another call."""
-        for model in _reads(self._service):
+        for model in self._reads:
             self._ask(model, {})
         done = 0
         while done < len(self._records) and len(self._answers) < MAX_CALLS:
             record = self._records[done]
             done += 1
-            for model in _reads(self._service):
+            for model in self._reads:
                 self._ask(model, record)
 
     def _ask(self, model: OperationModel, record: Mapping[str, Any]) -> None:
@@ -116,7 +132,7 @@ class _Walk:
             return
         self._answers[key] = answer
         given = {name.lower(): value for name, value in taken.items() if isinstance(value, str)}
-        noun = _noun(_name(model))
+        noun = noun_of(_name(model))
         for record in _records(answer, noun, given):
             if record not in self._records and not _is_no_thing(record):
                 self._records.append(record)
@@ -145,7 +161,7 @@ def _is_no_thing(record: Mapping[str, Any]) -> bool:
     return record[""] in ("tag", "tagset") or str(record.get("arn", "")).startswith("arn:aws:iam::aws:")
 
 
-def _noun(name: str) -> str:
+def noun_of(name: str) -> str:
     """Return what a member or an operation is about: "secret" of "SecretList" and "DescribeSecret"."""
     word = _READS.sub("", name).lower()
     for ending in ("summarylist", "summaries", "list", "items"):
@@ -164,7 +180,7 @@ def _records(value: Any, noun: str, around: Mapping[str, Any]) -> Iterator[dict[
             yield record
         for key, item in value.items():
             yield from _records(
-                item, _inner(key, noun), {name: one for name, one in record.items() if name not in _PARTS}
+                item, inner_noun(key, noun), {name: one for name, one in record.items() if name not in _PARTS}
             )
     elif isinstance(value, list):
         for item in value:
@@ -177,7 +193,7 @@ def _records(value: Any, noun: str, around: Mapping[str, Any]) -> Iterator[dict[
 def _taken(model: OperationModel, record: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments that a record gives to a call: all that it must have, and of others what names the record's
     own thing."""
-    required, noun, kind = required_members(model.input_shape), _noun(_name(model)), record.get("", "")
+    required, noun, kind = required_members(model.input_shape), noun_of(_name(model)), record.get("", "")
     if not record or (not required and _same(kind, noun)):
         return {}  # it stands in the list of all
     found = {
@@ -195,7 +211,7 @@ def _always(model: OperationModel) -> tuple[Mapping[str, Any], ...]:
     required = required_members(model.input_shape)
     found: list[dict[str, Any]] = [{}]
     for name, member in members(model.input_shape).items():
-        values = _choices(member) if name in required else _everything(member)
+        values = _choices(member) if name in required else _everything(name, member)
         if values:
             found = [{**one, name: value} for one in found for value in values]
     return tuple(found[:_VARIANTS])
@@ -239,8 +255,12 @@ def _choices(shape: Shape) -> Sequence[Any]:
     return [bounds(shape).get("max", 60)] if shape.type_name in ("integer", "long") else []
 
 
-def _everything(shape: Shape) -> Sequence[Any]:
-    """Return ["All"] for an optional list of what is wanted, where the model knows that word."""
+def _everything(name: str, shape: Shape) -> Sequence[Any]:
+    """Return the value of an optional member that has everything told, or nothing but what is one's own."""
+    if name in _OF_ONES_OWN and shape.type_name == "list":
+        return [_OF_ONES_OWN[name]]
+    if name == "Scope" and "Local" in words(shape):
+        return ["Local"]
     choice = words(element(shape)) if shape.type_name == "list" else ()
     return [[word] for word in ("All", "ALL") if word in choice][:1]
 
@@ -266,14 +286,14 @@ def told(answers: Answers) -> frozenset[Said]:
     marks = _marks(answers)
 
     def known(text: str) -> str:
-        return _ID.sub(lambda match: f"#{marks.get(match[0], '')}", text)
+        return ID.sub(lambda match: f"#{marks.get(match[0], '')}", text)
 
     found: set[Said] = set()
     for key, answer in answers.items():
         if set(answer) == {"error"}:
             continue
         operation, arguments = key.split(" ", 1)
-        leaves = _leaves(answer, _noun(operation.split(":")[1].split("/")[0]), "", "")
+        leaves = _leaves(answer, noun_of(operation.split(":")[1].split("/")[0]), "", "")
         for subject, path, value in [("", "", "an answer"), *leaves]:
             texts = (arguments, subject, path, json.dumps(value))
             found.add(Said(operation, *map(known, texts)))
@@ -309,10 +329,10 @@ def _marks(answers: Answers) -> dict[str, str]:
     mentioned: dict[str, list[tuple[str, str]]] = {}
     for key, answer in answers.items():
         operation = key.split(" ", 1)[0]
-        for noun, part in _structures(answer, _noun(operation.split(":")[1].split("/")[0])):
+        for noun, part in _structures(answer, noun_of(operation.split(":")[1].split("/")[0])):
             text = json.dumps(part, sort_keys=True)
-            own = {name for _, value in _own(part, noun) for name in _ID.findall(value)}
-            for name in set(_ID.findall(text)):
+            own = {name for _, value in own_names(part, noun) for name in ID.findall(value)}
+            for name in set(ID.findall(text)):
                 (owned if name in own else mentioned).setdefault(name, []).append((operation, text))
     marks: dict[str, str] = {}
     for _ in range(3):
@@ -321,11 +341,11 @@ def _marks(answers: Answers) -> dict[str, str]:
 
 
 def _digest(said: Iterable[tuple[str, str]], marks: Mapping[str, str]) -> str:
-    lines = {f"{where} {_ID.sub(lambda match: marks.get(match[0], ''), text)}" for where, text in said}
+    lines = {f"{where} {ID.sub(lambda match: marks.get(match[0], ''), text)}" for where, text in said}
     return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()[:7]
 
 
-def _own(part: Mapping[str, Any], noun: str) -> list[tuple[str, str]]:
+def own_names(part: Mapping[str, Any], noun: str) -> list[tuple[str, str]]:
     """Return the (kind of name, value) pairs by which a structure names itself, the best first."""
     found = []
     for key, value in part.items():
@@ -348,14 +368,15 @@ def _structures(value: Any, noun: str) -> Iterator[tuple[str, Mapping[str, Any]]
         )
         for key, item in value.items():
             if not _HARMLESS.search(f".{key}"):
-                yield from _structures(item, _inner(key, noun))
+                yield from _structures(item, inner_noun(key, noun))
     elif isinstance(value, list):
         for item in value:
             yield from _structures(item, noun)
 
 
-def _inner(key: str, noun: str) -> str:
-    return noun if key in ("Items", "items", "Item") else _noun(key)
+def inner_noun(key: str, noun: str) -> str:
+    """Return what a member of a structure about ``noun`` is about."""
+    return noun if key in ("Items", "items", "Item") else noun_of(key)
 
 
 def _lasts(key: str, value: Any) -> bool:
@@ -380,11 +401,11 @@ def _is_now(number: float) -> bool:
 def _leaves(value: Any, noun: str, subject: str, path: str) -> Iterator[tuple[str, str, Any]]:
     """Yield (subject, path, value) of every leaf; a structure that names itself is the subject of what it holds."""
     if isinstance(value, Mapping):
-        own = _own(value, noun)
+        own = own_names(value, noun)
         subject = f"{subject}[{own[0][1]}]" if own else subject
         for key, item in value.items():
             if isinstance(item, Mapping | list) or _lasts(key, item):
-                yield from _leaves(item, _inner(key, noun), subject, f"{path}.{key}")
+                yield from _leaves(item, inner_noun(key, noun), subject, f"{path}.{key}")
     elif isinstance(value, list):
         for item in value:
             names_itself = not path.count(".") > 1 and not isinstance(item, Mapping | list)

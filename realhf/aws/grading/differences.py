@@ -11,7 +11,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -86,6 +86,8 @@ class Target:
     states: tuple[Snapshot, ...]
     operations: tuple[tuple[str, ...], ...] = ()
     """Operations that each command sent, as "service:Operation"."""
+    arguments: tuple[tuple[Mapping[str, Any], ...], ...] = ()
+    """Arguments of these operations."""
 
     @property
     def end(self) -> Snapshot:
@@ -292,6 +294,40 @@ def _mean_the_same(key: Key, path: str, wanted: str, found: str) -> bool:
         return False
 
 
+def transferred(target: Target, start: Snapshot) -> Target:
+    """Return a target as it is in another account: what the solution changes, done to ``start``. Texts that are drawn
+    stand for what is most alike there."""
+    before = target.start.resources
+    names = _matching(target.start, start, {})
+
+    def renamed(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {renamed(name): renamed(item) for name, item in value.items()}
+        if isinstance(value, list):
+            return [renamed(item) for item in value]
+        return (
+            _TOKEN.sub(lambda match: f"{DRAWN}{names.get(match[1], match[1])}{END_DRAWN}", value)
+            if (isinstance(value, str) and DRAWN in value)
+            else value
+        )
+
+    def changed(state: Snapshot) -> Snapshot:
+        now, serials = dict(start.resources), dict(start.serials)
+        for key in before.keys() - state.resources.keys():
+            now.pop(_renamed_key(key, names), None)
+        for key, held in state.resources.items():
+            old, place = before.get(key, {}), _renamed_key(key, names)
+            if key in before and old == held:
+                continue
+            kept = {name: item for name, item in now.get(place, {}).items() if name in held or name not in old}
+            more = {name: renamed(item) for name, item in held.items() if old.get(name) != item}
+            now[place] = {**kept, **more}
+            serials.setdefault(place, state.serials.get(key, 0))
+        return Snapshot(now, serials)
+
+    return replace(target, start=start, states=tuple(map(changed, target.states)))
+
+
 class _Reading:
     """Reads snapshots as sets of leaves. ``known``: drawn texts that name something."""
 
@@ -320,23 +356,23 @@ class _Reading:
 def _leaves(value: Any, path: str) -> Iterator[tuple[str, str]]:
     if isinstance(value, Mapping):
         if isinstance(value.get("Statement"), list):
-            yield path + _POLICY, _canonical(value)
+            yield path + _POLICY, canonical(value)
             return
         for name, item in value.items():
             yield from _leaves(item, f"{path}/{name}" if path else name)
     elif isinstance(value, list) and path.rpartition("/")[2].lower() not in _IN_ORDER:
         for item in value:
-            yield f"{path}[]", _canonical(item)
+            yield f"{path}[]", canonical(item)
     else:
-        yield path, _canonical(value)
+        yield path, canonical(value)
 
 
-def _canonical(value: Any) -> str:
+def canonical(value: Any) -> str:
     """Return a value as text that is the same for lists in any order."""
     if isinstance(value, Mapping):
-        return "{" + ",".join(f"{json.dumps(name)}:{_canonical(value[name])}" for name in sorted(value)) + "}"
+        return "{" + ",".join(f"{json.dumps(name)}:{canonical(value[name])}" for name in sorted(value)) + "}"
     if isinstance(value, list):
-        return "[" + ",".join(sorted(map(_canonical, value))) + "]"
+        return "[" + ",".join(sorted(map(canonical, value))) + "]"
     if isinstance(value, bool):
         value = "true" if value else "false"
     return json.dumps(str(value), ensure_ascii=False)  # a number may be written as a text, and a truth, too

@@ -98,16 +98,26 @@ class EndStateGrader:
     def _judge(self) -> Verdict:
         if not self._comparisons:
             assert self._start is not None
-            targets = self._targets()
-            self._comparisons = [Comparison(self._start, target, self._freedom) for target in targets]
+            self._comparisons = [self._comparison(target) for target in self._targets()]
             if any(comparison.judge(self._start).achieved for comparison in self._comparisons):
                 raise TaskError("the account is as its solution leaves it before the first command")
-        now = self._read()
-        verdicts = [comparison.judge(now) for comparison in self._comparisons]
+        now, targets = self._read(), self._targets()
+        verdicts = [
+            comparison.judge(self._seen(now, target))
+            for comparison, target in zip(self._comparisons, targets, strict=True)
+        ]
         best = max(verdicts, key=lambda verdict: (verdict.achieved, verdict.progress, -len(verdict.harms)))
-        operations = self._targets()[verdicts.index(best)].operations
+        operations = targets[verdicts.index(best)].operations
         self._operations = [name for place in best.parts for name in operations[place]]
         return best
+
+    def _comparison(self, target: Target) -> Comparison:
+        assert self._start is not None
+        return Comparison(self._start, target, self._freedom)
+
+    def _seen(self, now: Snapshot, target: Target) -> Snapshot:
+        """Return what of an account is compared with a target: all of it."""
+        return now
 
 
 def services_of(commands: Iterable[str]) -> frozenset[str]:

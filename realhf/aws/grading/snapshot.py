@@ -137,6 +137,12 @@ def snapshot_of(records: list[Any], now: float) -> Snapshot:
     return Snapshot(resources, serials)
 
 
+def normal_attributes(value: Mapping[str, Any], now: float) -> dict[str, Any]:
+    """Return attributes of a resource in their normal form, as read at ``now`` (seconds since the epoch)."""
+    normal = _normal(value, "", now, frozenset())
+    return normal if isinstance(normal, dict) else {}
+
+
 def _numbered(name: str, number: str) -> str:
     """Return the number that a service gave to a version of something as a drawn text: by what it names."""
     return f"{DRAWN}{name} no. {number}{END_DRAWN}"

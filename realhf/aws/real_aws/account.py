@@ -23,12 +23,13 @@ from pathlib import Path
 from typing import Any
 
 import botocore.session
-from botocore.exceptions import BotoCoreError, ClientError
+from botocore import xform_name
+from botocore.exceptions import BotoCoreError, ClientError, ParamValidationError
 
 from realhf.aws.cli.command_result import CommandResult, OutputLimits
 from realhf.aws.cli.executor import TIMED_OUT, SimulatorLost
 from realhf.aws.cli.policy import REGION, Verdict, check_command, refusal_text
-from realhf.aws.cli.state_client import StateCallError
+from realhf.aws.cli.state_client import StateCallError, UnreadableAnswer
 from realhf.aws.cli.virtual_folder import VirtualFolder, remove_folder
 from realhf.aws.cli.worker_reply import parse_reply
 from realhf.aws.real_aws.permissions import (
@@ -38,6 +39,9 @@ from realhf.aws.real_aws.permissions import (
     operations_sent,
     read_allow_file,
 )
+from realhf.aws.simulator.bench import Bench
+from realhf.aws.simulator.pool import MiniStackPool
+from realhf.aws.simulator.slot import PermittedReads
 from realhf.base.paths import IMPORT_ROOT
 from realhf.env.containment.frames import BadFrame
 
@@ -47,6 +51,7 @@ _CHILD_ENVIRONMENT = {
     "PATH": "/nonexistent", "HOME": "/nonexistent", "LANG": "C.UTF-8", "TZ": "UTC", "AWS_PAGER": "",
     "PYTHONPATH": str(IMPORT_ROOT),
 }  # fmt: skip
+_MOST_PAGES = 50
 EXHAUSTED = "the account's only session is taken"
 
 
@@ -172,13 +177,16 @@ class RealState:
         self._clients: dict[str, Any] = {}
 
     def call(self, service: str, operation: str, params: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Call as ``StateClient.call`` does. Raises StateCallError for anything but a default read."""
+        """Call as ``StateClient.call`` does; an answer that comes in pages is returned whole. Raises StateCallError for
+        anything but a default read, UnreadableAnswer for one of too many pages."""
         if not is_default_read(service, operation):
             raise StateCallError("AccessDenied", f"{service}:{operation} is no default read of a real account")
         if service not in self._clients:
             self._clients[service] = self._session.create_client(service, region_name=REGION)
         try:
-            answer = self._clients[service]._make_api_call(operation, dict(params or {}))
+            answer = self._whole(self._clients[service], operation, dict(params or {}))
+        except ParamValidationError as error:
+            raise StateCallError("ParamValidation", str(error)) from None
         except ClientError as error:
             details = error.response.get("Error", {})
             raise StateCallError(str(details.get("Code", "")), str(details.get("Message", ""))) from None
@@ -187,13 +195,30 @@ class RealState:
         answer.pop("ResponseMetadata", None)
         return answer
 
+    def _whole(self, client: Any, operation: str, params: dict[str, Any]) -> dict[str, Any]:
+        name = xform_name(operation)
+        if not client.can_paginate(name):
+            return client._make_api_call(operation, params)
+        whole: dict[str, Any] = {}
+        for number, page in enumerate(client.get_paginator(name).paginate(**params)):
+            if number == _MOST_PAGES:
+                raise UnreadableAnswer(f"{operation} answers in more than {_MOST_PAGES} pages")
+            whole = _joined(whole, page)
+        return whole
+
+
+def _joined(one: Any, other: Any) -> Any:
+    """Return two pages of an answer as one: lists one after the other, of single values the later."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        return {**one, **{name: _joined(one.get(name), item) for name, item in other.items()}}
+    return one + other if isinstance(one, list) and isinstance(other, list) else other
+
 
 class RealAwsSlot:
     """Is what an episode needs of a slot, on a real account."""
 
     index = 0
     simulated = False
-    bench = None
 
     def __init__(
         self,
@@ -202,8 +227,13 @@ class RealAwsSlot:
         own_executor: RealAwsExecutor,
         files: VirtualFolder,
         state: RealState,
+        reads: PermittedReads,
+        bench: Bench | None,
     ) -> None:
         self.account = account
+        self.reads = reads
+        self.bench = bench
+        """Plays solutions in a simulator, to know what they change."""
         self.executor, self.own_executor = executor, own_executor
         """Executors of the agent and of checks; the latter has the default reads alone. Every command is a process of
         its own."""
@@ -226,15 +256,22 @@ class RealAwsSlot:
 
 
 class RealAwsPool:
-    """Holds one slot on the confirmed account. ``start`` raises RealAwsRefused."""
+    """Holds one slot on the confirmed account. ``simulators``: a pool, started and stopped with this one, whose bench
+    makes the targets of tasks. ``start`` raises RealAwsRefused."""
 
     def __init__(
-        self, expected_account: str, allow_file: str, limits: OutputLimits, endpoints: Mapping[str, str] | None = None
+        self,
+        expected_account: str,
+        allow_file: str,
+        limits: OutputLimits,
+        simulators: MiniStackPool,
+        endpoints: Mapping[str, str] | None = None,
     ) -> None:
         self._expected = expected_account
         self._allow_file = allow_file
         self._limits = limits
         self._endpoints = dict(endpoints or {})
+        self._simulators = simulators
         self._lock = threading.Lock()
         self._slot: RealAwsSlot | None = None
         self._leased = False
@@ -242,17 +279,20 @@ class RealAwsPool:
 
     def start(self) -> None:
         """Confirm the account and make the slot. Raises RealAwsRefused for another account or a bad allow file, OSError
-        when it cannot be read."""
+        when it cannot be read, and what ``MiniStackPool.start`` raises."""
         permissions = Permissions(read_allow_file(self._allow_file))
         session = botocore.session.Session()
         account = confirm_account(session, self._expected)
+        self._simulators.start()
         self._folder = tempfile.mkdtemp(prefix="realhf-aws-")
         files = VirtualFolder(Path(self._folder) / "files")
         agents, own = (
             RealAwsExecutor(session, files.path, granted, self._limits, self._endpoints)
             for granted in (permissions, Permissions())
         )
-        self._slot = RealAwsSlot(account, agents, own, files, RealState(session))
+        written = frozenset("s3" if service == "s3api" else service for service, _ in permissions.named)
+        reads, bench = PermittedReads(is_default_read, written), self._simulators.slots[0].bench
+        self._slot = RealAwsSlot(account, agents, own, files, RealState(session), reads, bench)
 
     def acquire(self) -> RealAwsSlot:
         """Lease the slot. Raises RuntimeError when it is taken."""
@@ -286,7 +326,8 @@ class RealAwsPool:
         )
 
     def stop(self) -> None:
-        """Kill running commands and remove the session's files. Idempotent."""
+        """Kill running commands, end the simulators and remove the session's files. Idempotent."""
+        self._simulators.stop()
         slot, self._slot = self._slot, None
         for pid in slot.worker_pids if slot is not None else ():
             with suppress(ProcessLookupError):

@@ -20,9 +20,11 @@ ABOUT = "Serve AWS episodes on MiniStack over the OpenEnv wire, one simulator pe
 
 def make_pool(config: AwsServerConfig) -> MiniStackPool | RealAwsPool:
     """Return simulators, or the real account where that is confirmed; not started yet."""
+    simulators = simulator_pool(config, config.pool_size, config.ministack_base_port)
     if config.backend_type == "aws":
-        return RealAwsPool(config.allow_real_aws, config.allow_file, output_limits(config), aws_endpoints())
-    return simulator_pool(config, config.pool_size, config.ministack_base_port)
+        limits = output_limits(config)
+        return RealAwsPool(config.allow_real_aws, config.allow_file, limits, simulators, aws_endpoints())
+    return simulators
 
 
 def prepare(arguments: argparse.Namespace, config: ServerConfig) -> tuple[AwsServed, ServerConfig]:

@@ -11,7 +11,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -35,6 +35,15 @@ _CHECKED_BYTES = 1 << 20
 _LOG = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class PermittedReads:
+    """Says how a real account is read: by the operations that ``permits(service, operation)`` knows, and at least in
+    ``services`` (botocore's names), those that an agent may write to."""
+
+    permits: Callable[[str, str], bool]
+    services: frozenset[str]
+
+
 class Slot:
     """Holds one slot. Use it from one thread at a time.
 
@@ -45,6 +54,8 @@ class Slot:
 
     simulated = True
     """The world may be emptied, set up and disturbed."""
+    reads: PermittedReads | None = None
+    """The only way to read the account; None where it is read as a whole."""
 
     def __init__(
         self,
