@@ -45,10 +45,7 @@ def play(runs: Path, policy: Path, number: int, options: argparse.Namespace) -> 
     environment, kind, seconds = PLANS[number % len(PLANS)]
     choice = random.Random(f"{options.seed}/{number}")
     steps = 12 if environment == AWS else 20
-    given = ("monitor.plot_every_steps=0",)
-    run = KilledRun(
-        runs, f"run{number}", policy, *given, seed=choice.randrange(1 << 20), steps=steps, environment=environment
-    )
+    run = KilledRun(runs, f"run{number}", policy, seed=choice.randrange(1 << 20), steps=steps, environment=environment)
     started_s = stood_still_s = 0.0
     began = time.monotonic()
 

@@ -55,7 +55,6 @@ OPTIONS = (
     "exp_ctrl.ckpt_freq_steps=1",
     "monitor.trackers=[]",
     "monitor.progress=false",
-    "monitor.plot_every_steps=0",
     "torch_threads=1",
 )
 COMPUTED = ("policy/", "critic/", "mismatch/", "batch/", "groups/", "critic_inf/", "ref_inf/", "rew_inf/")

@@ -27,7 +27,6 @@ OPTIONS = (
     "torch_threads=1",
     "monitor.progress=false",
     "monitor.trackers=[]",
-    "monitor.plot_every_steps=0",
 )
 CUT = ("actor.workers=[0,1]", "actor.backend=fsdp2")
 

@@ -46,10 +46,10 @@ from realhf.dataflow.rollouts.plan import RolloutPlan
 from realhf.dataflow.step_report import StepReport
 from realhf.dataflow.step_source import StepSource, SynchronousSteps
 from realhf.monitor.events import EventStream
-from realhf.monitor.graph_files import write_graph_files
 from realhf.monitor.metrics.renaming import calls_of, public_names
 from realhf.monitor.metrics_log import flatten_step
 from realhf.monitor.provenance import record_launch
+from realhf.monitor.run_files import write_graph_files
 from realhf.monitor.run_log import RunLog
 from realhf.monitor.trace import open_trace
 from realhf.scheduler.failure import run_guarded
@@ -58,6 +58,7 @@ from realhf.transport.event_loop import new_event_loop
 from realhf.transport.network.network import LOOPBACK, Network
 from realhf.transport.rpc.master import RpcMaster
 from realhf.transport.rpc.roster import WorkerInfo
+from realhf.view.report import write_report
 from workers.worker_main import add_key_file, keys_in
 
 ACTIVITY_INTERVAL_S = 0.3
@@ -91,7 +92,6 @@ class MasterWorker:
         self._loads = LoadOfSteps()
         self._wall_before = 0.0
         self._saved_step = 0
-        self._drawing: asyncio.Task[None] | None = None
         self._told_of_workers: StepSource | None = None
         self._processes: dict[str, tuple[int, int]] = {}
 
@@ -311,8 +311,6 @@ class MasterWorker:
                 self._log.skipped(step, call.mfc, call.ids, call.stats)
             if "stop" in call.stats:
                 raise RuntimeError(f"{call.mfc} ended the run at step {step}: {call.stats['stop']}")
-        if self._log.plots_are_due(step) and (self._drawing is None or self._drawing.done()):
-            self._drawing = asyncio.create_task(asyncio.to_thread(self._log.draw))
 
     async def _show_activity(self) -> None:
         """Tell the display what runs, when it changes."""
@@ -415,10 +413,12 @@ class MasterWorker:
     async def _finish(self) -> None:
         self._log.phase("exporting the policy")
         await self._export()
-        if self._drawing is not None:
-            await self._drawing
         self._steps.end()
         summary = await asyncio.to_thread(self._log.finish, wall_seconds=self._wall_seconds(), train_calls=self._trains)
+        try:
+            await asyncio.to_thread(write_report, self._spec.run_dir)
+        except OSError as error:  # the run is over and saved: a full disk must not make it fail
+            self._events.emit("warning", text=f"no report: {error}")
         self._events.emit("done", summary=summary)
 
     def _wall_seconds(self) -> float:

@@ -52,7 +52,6 @@ OPTIONS = (
     "torch_threads=1",
     "monitor.trackers=[]",
     "monitor.progress=false",
-    "monitor.plot_every_steps=0",
 )
 
 

@@ -2,9 +2,9 @@
 
 Times are wall-clock nanoseconds (``time.time_ns``), so that the lines of several processes fit together.
 
-A span is named ``<kind>`` or ``<kind>/<detail>`` with one of ``KINDS``; pictures colour it by its kind. Spans of one
-line lie one after the other or within each other. Work that runs concurrently on one thread gets lines of its own, of
-which there should be few: name them after slots, not after ids.
+A span is named ``<kind>`` or ``<kind>/<detail>`` with one of ``KINDS``; the timeline colours it by its kind. Spans of
+one line lie one after the other or within each other. Work that runs concurrently on one thread gets lines of its own,
+of which there should be few: name them after slots, not after ids.
 """
 
 from __future__ import annotations
@@ -19,15 +19,8 @@ if TYPE_CHECKING:
 
 GENERATE, ENV, TRAIN, REF, WEIGHTS, WAIT = "generate", "env", "train", "ref", "weights", "wait"
 KINDS = (GENERATE, ENV, TRAIN, REF, WEIGHTS, WAIT)
-OTHER = "other"
 STEP = "step"
 """Name of the instant that ends a train step; its argument ``step`` counts from 1."""
-
-
-def kind_of(name: str) -> str:
-    """Return the kind of a span by its name; OTHER if the name begins with none."""
-    kind = name.partition("/")[0]
-    return kind if kind in KINDS else OTHER
 
 
 class Tracer(Protocol):

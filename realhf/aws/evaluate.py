@@ -13,7 +13,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,6 @@ from realhf.aws.evaluation.scripted_agents import RandomAgent, ScriptedExpert
 from realhf.aws.simulator.pool import MiniStackPool
 from realhf.aws.tasks.loader import instantiate, load_templates
 from realhf.aws.tasks.task import TIERS, Task, TaskError
-from realhf.monitor.plots import plot_success
 
 SPLITS = {
     "heldout": "templates and names that training never sees",
@@ -243,6 +242,36 @@ def write(played: dict[str, list[EpisodeRecord]], options: argparse.Namespace) -
     (options.out / "evaluation.json").write_text(json.dumps(document, indent=1) + "\n")
     plot_success(reports, title, options.out / "evaluation.png")
     print(f"written to {options.out}/evaluation.json and evaluation.png")
+
+
+def plot_success(reports: Mapping[str, Mapping[str, Any]], title: str, path: Path) -> None:
+    """Plot bars of success to a PNG file. ``reports``: agent name to {group: {"success": {value, low, high, n}}}."""
+    from matplotlib.figure import Figure
+
+    groups = list(dict.fromkeys(group for report in reports.values() for group in report))
+    fig = Figure(figsize=(1.6 + 1.3 * len(groups), 3.6), layout="constrained")
+    axes = fig.subplots()
+    width = 0.8 / len(reports)
+    for number, (agent, groups_of) in enumerate(reports.items()):
+        shown = [
+            (place, groups_of[group]["success"])
+            for place, group in enumerate(groups)
+            if groups_of.get(group, {}).get("success")
+        ]
+        values = [100 * rate["value"] for _, rate in shown]
+        errors = [
+            [100 * max(0.0, rate["value"] - rate["low"]) for _, rate in shown],
+            [100 * max(0.0, rate["high"] - rate["value"]) for _, rate in shown],
+        ]
+        places = [place + (number - (len(reports) - 1) / 2) * width for place, _ in shown]
+        axes.bar(places, values, width * 0.92, yerr=errors, capsize=2, label=agent, error_kw={"lw": 1})
+    axes.set_xticks(range(len(groups)), groups)
+    axes.set_ylim(0, 105)
+    axes.set_ylabel("episodes solved, %")
+    axes.set_title(title, loc="left")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=len(reports))
+    fig.savefig(path, dpi=130)
 
 
 if __name__ == "__main__":

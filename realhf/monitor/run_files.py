@@ -1,4 +1,4 @@
-"""Writes files of a run that people and later runs read: held-out evaluations, sampled episodes, skipped steps.
+"""Writes files of a run that people and later runs read: held-out evaluations, sampled episodes, skipped steps, graph.
 
 A resumed run learns from ``evaluations.json`` where it began.
 """
@@ -8,9 +8,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from realhf.base.files.whole_file import write_whole
+
+if TYPE_CHECKING:
+    from realhf.api.graph import DataFlowGraph
 
 EVALUATIONS_FILE = "evaluations.json"
 
@@ -65,3 +68,10 @@ def append_nonfinite(run_dir: Path, step: int, call: str, ids: Sequence[str], st
     row = {"step": step, "call": call, "ids": list(ids), "stats": {key: str(value) for key, value in stats.items()}}
     with (run_dir / NONFINITE_FILE).open("a", encoding="utf-8") as file:
         file.write(json.dumps(row) + "\n")
+
+
+def write_graph_files(graph: DataFlowGraph, folder: Path) -> None:
+    """Write ``graph.md``, a table and its mermaid source, and ``graph.dot`` into ``folder``."""
+    text = f"```\n{graph.summary()}\n```\n\n```mermaid\n{graph.to_mermaid()}\n```\n"
+    (folder / "graph.md").write_text(text, encoding="utf-8")
+    (folder / "graph.dot").write_text(graph.to_dot(), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Writes everything that a run writes for people: events, metrics, pictures, texts, summary."""
+"""Writes what a run writes for people while it goes on: events, metrics, texts, summary."""
 
 from __future__ import annotations
 
@@ -16,13 +16,9 @@ from realhf.monitor.advisories.of_run import advise_run
 from realhf.monitor.events import EventStream
 from realhf.monitor.metrics.renaming import evaluation_metrics
 from realhf.monitor.metrics_log import MetricsLog
-from realhf.monitor.pictures import TIMELINE, draw_pictures
-from realhf.monitor.plots import staleness_bound
 from realhf.monitor.provenance import effective_options, read_provenance
-from realhf.monitor.report import write_report
 from realhf.monitor.run_files import EPISODES_FILE, NONFINITE_FILE, Evaluations, append_episodes, append_nonfinite
 from realhf.monitor.summary import build_summary, write_summary
-from realhf.monitor.timeline import plot_timeline
 from realhf.monitor.trace import merge_traces
 
 
@@ -45,7 +41,7 @@ class RunLog:
         self._run_dir, self._events, self._total = run_dir, events, total_steps
         self._tracer = tracer or NoTrace()
         self._split = str(evaluation.args.get("split", HELD_OUT)) if evaluation else HELD_OUT
-        self._plot_every = config.plot_every_steps
+        self._told_every = config.episodes_every_steps
         self.evaluations = Evaluations(run_dir)
         self.evaluations.forget_after(completed_steps if completed_steps else -1)
         self._metrics = MetricsLog(
@@ -65,7 +61,7 @@ class RunLog:
         self._metrics.write(step, metrics)
         if episodes:
             append_episodes(self._run_dir, step, episodes)
-            if step == 1 or self.plots_are_due(step):
+            if step == 1 or (self._told_every and step % self._told_every == 0):
                 self._metrics.trackers.rollouts(step, episodes)
         self._events.emit("step", step=step, total=self._total, metrics=metrics)
 
@@ -92,16 +88,8 @@ class RunLog:
         """Announce what the run does now, outside of steps."""
         self._events.emit("phase", text=text)
 
-    def plots_are_due(self, step: int) -> bool:
-        """Return whether the pictures should be drawn again after this step."""
-        return self._plot_every > 0 and step % self._plot_every == 0
-
-    def draw(self) -> None:
-        """Draw the pictures of the steps made so far. May run on a thread of its own."""
-        draw_pictures(self._run_dir, list(self._metrics.rows), self.evaluations)
-
     def finish(self, *, wall_seconds: float, train_calls: Sequence[str]) -> dict[str, Any]:
-        """Write pictures, ``summary.json``, ``trace.json`` and ``report.html``; return the summary."""
+        """Write ``summary.json`` and ``trace.json``; return the summary."""
         rows = self._metrics.rows
         last = rows[-1]["step"] if rows else 0
         summary = build_summary(
@@ -112,25 +100,15 @@ class RunLog:
             train_calls=train_calls,
         )
         advisories = advise_run(
-            self._run_dir,
-            rows,
-            self.evaluations.all(),
-            staleness_bound(self._run_dir),
-            effective_options(read_provenance(self._run_dir)),
+            self._run_dir, rows, self.evaluations.all(), effective_options(read_provenance(self._run_dir))
         )
         summary["advisories"] = [as_json(advisory) for advisory in advisories]
-        self.draw()
         write_summary(summary, self._run_dir)
-        self._show_whole_run()
-        return summary
-
-    def _show_whole_run(self) -> None:
         try:
-            plot_timeline(self._run_dir, self._run_dir / TIMELINE)
             merge_traces(self._run_dir)
-            write_report(self._run_dir)
         except OSError as error:  # the run is over and saved: a full disk must not make it fail
-            self._events.emit("warning", text=f"no report: {error}")
+            self._events.emit("warning", text=f"no trace: {error}")
+        return summary
 
     def close(self, *, failed: bool = False) -> None:
         """Close the trackers, which may wait for them; ``failed``: the run ended early."""

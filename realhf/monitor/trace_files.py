@@ -1,8 +1,7 @@
-"""Joins or reads the trace files of all processes of a run."""
+"""Finds the trace files of all processes of a run and joins them."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -58,25 +57,3 @@ def trace_files(run_dir: Path) -> list[Path]:
     return sorted(
         (run_dir / TRACE_FOLDER).glob("*.jsonl"), key=lambda path: (path.name.partition(".")[0], -len(path.suffixes))
     )
-
-
-def read_events(run_dir: Path, tail_bytes: int = TAIL_BYTES) -> Iterator[TraceEvent]:
-    """Yield the names at the beginning of every file of a run, and the events in the ``tail_bytes`` at its end."""
-    decode = msgspec.json.Decoder(TraceEvent).decode
-    for file in trace_files(run_dir):
-        for line in _head_and_tail(file, tail_bytes):
-            try:
-                yield decode(line)
-            except msgspec.MsgspecError:
-                continue
-
-
-def _head_and_tail(file: Path, tail_bytes: int) -> Iterator[bytes]:
-    with file.open("rb") as source:
-        size = source.seek(0, os.SEEK_END)
-        source.seek(0)
-        if size > tail_bytes:
-            yield source.readline()
-            source.seek(size - tail_bytes)
-            source.readline()
-        yield from source

@@ -48,12 +48,17 @@ def state_of(folder: Path, steps: int, last_written: float | None) -> FolderStat
         return FolderState(RUNNING, f"The run goes on: {_steps(steps)} complete.")
     summary = read_json(folder / "summary.json")
     if isinstance(summary, dict) and summary.get("steps") == steps:
-        return FolderState(FINISHED, f"The run has ended after {_steps(steps)}.")
+        return finished(steps)
     age = None if last_written is None else time.time() - last_written
     if age is not None and abs(age) < _FRESH_S:
         return FolderState(RUNNING, f"{_steps(steps)} complete; last written {max(0.0, age):.0f} s ago.")
     when = "" if age is None else " Its files bear a time that is yet to come." if age < 0 else _written(age)
     return FolderState(STOPPED, f"The run was stopped after {_steps(steps)}, before its end.{when}")
+
+
+def finished(steps: int) -> FolderState:
+    """Describe a run that has ended after ``steps`` steps."""
+    return FolderState(FINISHED, f"The run has ended after {_steps(steps)}.")
 
 
 def is_locked(path: Path) -> bool:

@@ -17,7 +17,8 @@ class LineTail:
     """Reads the whole lines that were added since the last look.
 
     ``epoch`` counts how often the file was replaced or cut short: lines that were read before then no longer count.
-    What was read of a file that vanishes still counts. ``tail_bytes``: begin at most so far before the end of the file.
+    What was read of a file that vanishes still counts. ``tail_bytes``: begin at most so far before the end of
+    the file, but with its first line, which says what file it is.
     """
 
     def __init__(self, path: Path, *, tail_bytes: int | None = None) -> None:
@@ -39,16 +40,19 @@ class LineTail:
             about = os.fstat(handle)
             if not stat.S_ISREG(about.st_mode):
                 return []
+            first: list[bytes] = []
             file_id, head = (about.st_dev, about.st_ino), file.read(_HEAD_BYTES)
             if file_id != self._file_id or about.st_size < self._offset or not head.startswith(self._head):
                 self._begin(file_id)
                 if self._tail_bytes is not None and about.st_size > self._tail_bytes:
-                    file.seek(about.st_size - self._tail_bytes)
+                    file.seek(0)
+                    first = [file.readline(CHUNK_BYTES).rstrip(b"\n")]
+                    file.seek(max(file.tell(), about.st_size - self._tail_bytes) - 1)
                     file.readline(CHUNK_BYTES)
                     self._offset = file.tell()
             self._head = head[: about.st_size]
             file.seek(self._offset)
-            return self._read(file, about.st_size)
+            return first + self._read(file, about.st_size)
 
     def _begin(self, file_id: tuple[int, int]) -> None:
         if self._file_id is not None:

@@ -23,6 +23,7 @@ NONE = -1
 """Stands for no version and no staleness."""
 PLAYED_TOKENS, TRAINED_TOKENS = 1, 2
 MOST_GROUP = 64
+MOST_EXTRACTED = 1000
 _TEXTS = ("task", "template", "group", "env", "split", "failure")
 _LEAST, _MOST = -(2**31), 2**31 - 1
 
@@ -75,6 +76,24 @@ class RunRollouts:
             "play": self._record(row.play),
             "train": None if row.train is None or row.train.shard == NO_SHARD else self._record(row.train),
         }
+
+    def extract(self, most_rows: int, most_bytes: int) -> tuple[bytes, dict[str, dict[str, Any]]]:
+        """Return the last ``most_rows`` rows as ``packed`` does, and {id: what ``one`` returns} of the last rollouts,
+        as many as make ``most_bytes`` of JSON; the others are called not kept. One that takes a quarter of the room or
+        more is left out."""
+        rows, left = self.index()[-most_rows:], most_bytes
+        found: dict[str, dict[str, Any]] = {}
+        for row in [row for row in reversed(rows) if row.play.shard != NO_SHARD][: MOST_EXTRACTED if most_bytes else 0]:
+            one = self.one(row.play.id)
+            size = len(json.dumps(one))
+            if one is None or size >= most_bytes // 4:
+                continue
+            left -= size
+            if left < 0:
+                break
+            found[row.play.id] = one
+        kept = [row if row.play.id in found else _without_record(row) for row in rows]
+        return _packed(kept, self._store.problems), found
 
     def index(self) -> list[Row]:
         """Return the rollouts that count."""
@@ -179,6 +198,11 @@ def _place(line: PlayLine) -> tuple[int, int, int]:
 
 def _plain(line: Any) -> dict[str, Any]:
     return msgspec.to_builtins(line) | {"has_tokens": line.has_tokens}
+
+
+def _without_record(row: Row) -> Row:
+    play = msgspec.structs.replace(row.play, shard=NO_SHARD)
+    return Row(play, None if row.train is None else msgspec.structs.replace(row.train, shard=NO_SHARD))
 
 
 def _packed(rows: Sequence[Row], problems: Sequence[str]) -> bytes:

@@ -9,19 +9,20 @@ from typing import Any
 
 from realhf.monitor.advisories.advise import advise, as_json
 from realhf.monitor.advisories.of_run import index_of
+from realhf.monitor.host_lanes import HostLanes
 from realhf.monitor.provenance import PROVENANCE_FILE, effective_options
 from realhf.monitor.run_files import EVALUATIONS_FILE
 from realhf.view.folder_state import FolderState, read_json, state_of
 from realhf.view.note import NOTE_FILE, read_note
 from realhf.view.rollout_table import RunRollouts
-from realhf.view.run_config import run_config, run_origin
+from realhf.view.run_config import EVENT_FILES, run_config, run_events, run_origin
 from realhf.view.run_metrics import RunMetrics, cell
 from realhf.view.spans import RunSpans
 
 PARTS = {
     "metrics": ("metrics.jsonl",),
     "evaluations": (EVALUATIONS_FILE,),
-    "about": ("config.yaml", "provenance.json", "summary.json", NOTE_FILE),
+    "about": ("config.yaml", "provenance.json", "summary.json", NOTE_FILE, *EVENT_FILES),
     "spans": ("trace",),
     "rollouts": ("rollouts",),
 }
@@ -51,10 +52,23 @@ class Run:
         times = [time for names in PARTS.values() for name in names if (time := _newest(self.folder / name))]
         return state_of(self.folder, self.metrics.steps, max(times, default=None))
 
+    def described(self) -> dict[str, Any]:
+        """Return what a list of runs says of this one."""
+        state, tags = self.state(), read_note(self.folder).tags
+        known = {"name": self.name, "folder": str(self.folder), "state": state.kind, "text": state.text}
+        return known | {"steps": self.metrics.steps, "tags": list(tags)}
+
     def about(self) -> dict[str, Any]:
-        """Return what the run was started with, where it came from, and what a person has written about it."""
-        note = read_note(self.folder).to_map()
-        return {"config": run_config(self.folder), "origin": run_origin(self.folder), "note": note}
+        """Return what the run was started with, where it came from, what a person has written about it, what happened
+        to it, and which processes each host had."""
+        hosts = HostLanes(self.folder)
+        return {
+            "config": run_config(self.folder),
+            "origin": run_origin(self.folder),
+            "note": read_note(self.folder).to_map(),
+            "events": run_events(self.folder, hosts),
+            "hosts": {host: hosts.processes(host) for host in hosts.hosts},
+        }
 
     def advisories(self) -> list[dict[str, Any]]:
         """Return what is to be said about the run, as ``realhf.monitor.advisories`` judges it: {id, severity, text,

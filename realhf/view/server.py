@@ -6,7 +6,6 @@ import asyncio
 import json
 import mimetypes
 from collections.abc import Awaitable, Callable
-from importlib import resources
 from importlib.resources.abc import Traversable
 from typing import Any
 
@@ -18,8 +17,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
-from realhf.view.note import read_note
 from realhf.view.packed import MEDIA_TYPE
+from realhf.view.page import static_files
 from realhf.view.rollout_routes import RolloutRoutes
 from realhf.view.run import Run
 from realhf.view.run_list import RunList
@@ -34,8 +33,9 @@ Handler = Callable[[Request], Awaitable[Response]]
 def create_app(runs: RunList, *, follow: bool) -> Starlette:
     """Make the application. ``follow``: the page asks for changes all the time."""
     api = Api(runs, follow)
-    routes: list[BaseRoute] = [Route("/", _file(resources.files("realhf.view").joinpath("static", "index.html")))]
-    routes += [Route(f"/static/{file.name}", _file(file)) for file in static_files()]
+    files = static_files()
+    routes: list[BaseRoute] = [Route("/", _file(files["index.html"]))]
+    routes += [Route(f"/static/{name}", _file(file)) for name, file in files.items()]
     routes += [
         Route("/api/runs", api.list_runs),
         Route("/api/changes", api.changes),
@@ -106,7 +106,7 @@ class Api:
         return Response(await run_in_threadpool(self.run_of(request).spans.packed, *arguments), media_type=MEDIA_TYPE)
 
     def _list(self) -> dict[str, Any]:
-        runs = [_described(number, run) for number, run in enumerate(self._runs.refresh())]
+        runs = [{"number": number, **run.described()} for number, run in enumerate(self._runs.refresh())]
         left_off = self._runs.left_off()
         return {
             "follow": self._follow,
@@ -118,7 +118,7 @@ class Api:
     def _changes(self, numbers: list[int]) -> dict[str, Any]:
         runs = [(number, run) for number in numbers if (run := self._runs.get(number)) is not None]
         stamps = {str(number): run.stamps() for number, run in runs}
-        states = {str(number): _described(number, run) for number, run in runs}
+        states = {str(number): {"number": number, **run.described()} for number, run in runs}
         return {
             "seen": json.dumps([stamps, {n: s["state"] for n, s in states.items()}]),
             "runs": stamps,
@@ -131,27 +131,6 @@ class Api:
         if run is None:
             raise HTTPException(404, "there is no run with this number")
         return run
-
-
-def static_files() -> list[Traversable]:
-    """Return the files of the page, and those that it shares with other pages."""
-    folders = resources.files("realhf.view").joinpath("static"), resources.files("realhf.base").joinpath("look")
-    return sorted(
-        (file for folder in folders for file in folder.iterdir() if file.is_file()), key=lambda file: file.name
-    )
-
-
-def _described(number: int, run: Run) -> dict[str, Any]:
-    state = run.state()
-    return {
-        "number": number,
-        "name": run.name,
-        "folder": str(run.folder),
-        "state": state.kind,
-        "text": state.text,
-        "steps": run.metrics.steps,
-        "tags": list(read_note(run.folder).tags),
-    }
 
 
 def _number(request: Request, name: str) -> int:

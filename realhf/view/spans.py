@@ -35,14 +35,15 @@ class RunSpans:
         self._epoch = 0
         self._forget()
 
-    def packed(self, epoch: int, start: int) -> bytes:
+    def packed(self, epoch: int, start: int, most: int = MOST_SPANS) -> bytes:
         """Return the spans from number ``start`` on, all of them when files were replaced since ``epoch``: columns
         ``began`` and ``seconds`` (s, counted from ``base``, s since the epoch), ``line``, ``name`` and ``sample``
-        (numbers into the tables of the header; 0 in ``sample``: none). Raises OSError."""
+        (numbers into the tables of the header; 0 in ``sample``: none); of more than ``most`` the last ones. Raises
+        OSError."""
         with self._lock:
             self._refresh()
             first = start if epoch == self._epoch and 0 <= start <= len(self._rows) else 0
-            rows = self._rows[first:]
+            rows = self._rows[first:][-most:]
             table = np.array(rows, dtype=np.float64).reshape(len(rows), 5)
             hosts = HostLanes(self._run_dir)
             about = {

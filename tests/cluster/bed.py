@@ -19,11 +19,12 @@ import pytest
 
 from benchmarks.network.hosts import Host, NoNamespaces
 from benchmarks.network.lan import Lan, lan
+from realhf.api.trace import STEP, WAIT
 from realhf.dataflow.journal.audit import Tally, audit_folder
-from realhf.monitor.pictures import TIMELINE
-from realhf.monitor.report import REPORT_FILE
-from realhf.monitor.timeline import last_steps, work_of
-from realhf.monitor.trace_format import TRACE_FILE
+from realhf.monitor.host_lanes import HostLanes
+from realhf.monitor.trace_files import trace_files
+from realhf.monitor.trace_format import COMPLETE, INSTANT, TRACE_FILE
+from realhf.view.report import REPORT_FILE
 from tests.cluster.key_ring import KeyRing
 from tests.process_family import family
 
@@ -47,7 +48,6 @@ OPTIONS = (
     "torch_threads=1",
     "monitor.trackers=[]",
     "monitor.progress=false",
-    "monitor.plot_every_steps=0",
 )
 STALENESS = 2
 
@@ -157,7 +157,7 @@ class ClusterRun:
         kept = ROOT / "out" / "cluster" / name
         shutil.rmtree(kept, ignore_errors=True)
         kept.mkdir(parents=True)
-        for file in (REPORT_FILE, TIMELINE, TRACE_FILE):
+        for file in (REPORT_FILE, TRACE_FILE):
             shutil.copy(self.run_dir / file, kept / file)
         print(f"report: {kept / REPORT_FILE}")
         return kept
@@ -201,11 +201,15 @@ def check_books(run: ClusterRun, steps: int) -> None:
 
 
 def busy_lanes(run: ClusterRun, steps: int) -> dict[str, set[str]]:
-    """The processes that the report's timeline shows at work in the last steps, by host."""
-    window = last_steps(run.run_dir, steps)
-    assert window is not None
-    found: dict[str, set[str]] = {}
-    for (host, process), work in work_of(run.run_dir, window).items():
-        if work.most > 0:
-            found.setdefault(host, set()).add(process)
+    """The processes that were at work in the last steps, by host."""
+    events = [json.loads(line) for file in trace_files(run.run_dir) for line in file.read_bytes().splitlines()]
+    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    ends = sorted(event["ts"] for event in events if event["ph"] == INSTANT and event["name"] == STEP)
+    began = ends[-steps - 1] if len(ends) > steps else 0
+    hosts, found = HostLanes(run.run_dir), {}
+    for event in events:
+        working = event["ph"] == COMPLETE and event["name"].partition("/")[0] != WAIT
+        if working and event["ts"] < ends[-1] and event["ts"] + event.get("dur", 0) > began:
+            process = names[event["pid"]]
+            found.setdefault(hosts.at(process, event["ts"]), set()).add(process)
     return found

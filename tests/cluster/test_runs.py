@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 
 from benchmarks.network.hosts import Host
-from realhf.monitor.report import REPORT_FILE
 from realhf.transport.network.keys import RunKeys
+from realhf.view.report import REPORT_FILE
 from tests.cluster.bed import PORT, ClusterRun, busy_lanes, check_books, hosts, running
 from tests.process_family import family
 from tests.transport.network.listeners import listeners, takes_a_stranger
+from tests.view.runs import kept_answers
 
 pytestmark = [pytest.mark.several_hosts, pytest.mark.slow, pytest.mark.timeout(900)]
 RUN_S = 600.0
@@ -59,7 +60,8 @@ def test_ten_steps_over_three_hosts(tmp_path: Path, tiny_policy: Path):
         lanes = busy_lanes(run, STEPS)
         assert {"generation/0"} == lanes["b"] and {"rollout_worker/0"} == lanes["c"], lanes
         assert "model_worker/0" in lanes["launcher"], lanes
-        assert "<td>c</td><td>rollout_worker/0</td>" in (run.keep_report("ten_steps") / REPORT_FILE).read_text()
+        about = kept_answers(run.keep_report("ten_steps") / REPORT_FILE)["/api/runs/0/about"]
+        assert about["hosts"]["c"] == ["rollout_worker/0"]
         for name in ("b", "c"):
             assert run.agents[name].wait(60) == 0, "an agent ends with its run"
     assert [line.split()[0] for line in status[1:]] == [

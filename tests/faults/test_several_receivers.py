@@ -43,7 +43,7 @@ def after(run: KilledRun, steps: int) -> None:
 
 
 def test_ranks_come_and_go_and_every_sample_is_trained_once(tmp_path: Path, policy: Path) -> None:
-    run = KilledRun(tmp_path, "ranks", policy, *TWO, "monitor.plot_every_steps=0", steps=STEPS, environment="sql")
+    run = KilledRun(tmp_path, "ranks", policy, *TWO, steps=STEPS, environment="sql")
     run.start()
     try:
         after(run, 3)

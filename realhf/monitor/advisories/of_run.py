@@ -12,11 +12,21 @@ from realhf.monitor.rollouts.reader import RolloutStore
 from realhf.monitor.rollouts.reader import Row as RolloutRow
 
 
+def staleness_bound(run_dir: Path) -> float | None:
+    """Return ``async_rl.max_head_offpolicyness`` of the run's configuration; None if it says nothing."""
+    import yaml
+
+    try:
+        config = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
+        return float(config["async_rl"]["max_head_offpolicyness"])
+    except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError):
+        return None
+
+
 def advise_run(
     run_dir: Path,
     rows: Sequence[Row],
     evaluations: Sequence[tuple[int, Mapping[str, Any]]],
-    staleness_bound: float | None,
     effective: Collection[str] | None,
 ) -> list[Advisory]:
     """Return what is to be said about the run in a folder; see ``advise``. A run that kept no rollouts is judged
@@ -27,7 +37,7 @@ def advise_run(
         rows,
         index_of(store.rows()),
         evaluations=evaluations,
-        staleness_bound=staleness_bound,
+        staleness_bound=staleness_bound(run_dir),
         effective=effective,
     )
 

@@ -7,7 +7,7 @@ from realhf.monitor.metrics.names import SECTIONS, Section
 _HEAD = """# Metrics
 
 Every step of a run adds a row to `metrics.jsonl` in the run folder: one JSON map of names and numbers, with `step`,
-which counts from 1. The same names stand in the live display, the pictures, `report.html` and the trackers. Synchronous
+which counts from 1. The same names stand in the live display, `report.html` and the trackers. Synchronous
 and asynchronous runs use one scheme; a name is absent where a run has nothing to report under it. A number that is not
 finite is written as `NaN` or `Infinity`.
 

@@ -11,13 +11,16 @@ export async function show(place, context) {
   return page;
 }
 
-const NOTHING = { config: {}, origin: {}, note: { text: "", tags: [] } };
+const NOTHING = { config: {}, origin: {}, note: { text: "", tags: [] }, events: [], hosts: {} };
 
 /** What a person has written about a run, if anything. */
 function noteOf({ note }, name) {
   if (!note.text && !note.tags.length) return null;
   return h("aside", { class: "note" }, name ? h("b", {}, name) : "", note.tags.map((tag) => h("span", { class: "tag" }, tag)), note.text ? h("p", {}, note.text) : "");
 }
+
+/** When something happened to a run, as far as it is known. */
+const whenOf = ({ at, step }) => (at === null ? (step === null ? "" : `after step ${step}`) : new Date(at * 1000).toLocaleString("en", { dateStyle: "medium", timeStyle: "medium" }));
 
 /** What is said of a run at a glance: [label, value, note] of each figure. */
 function figuresOf(run) {
@@ -272,6 +275,11 @@ class Overview {
       const rows = differing.map((name) => [h("code", {}, name), ...abouts.map((one) => one.config[name] ?? "–")]);
       parts.push(rows.length ? table(["option", ...runs.map((run) => run.name)], rows, { id: "difference" }) : h("p", {}, "Their configurations are the same."));
     }
+    const several = runs.length > 1;
+    const happened = runs.flatMap((run, at) => abouts[at].events.map((one) => [...(several ? [run.name] : []), whenOf(one), one.what]));
+    if (happened.length) parts.unshift(h("h2", {}, "What happened"), table([...(several ? ["run"] : []), "when", "what"], happened, { id: "events" }));
+    const hosts = runs.flatMap((run, at) => Object.entries(abouts[at].hosts).map(([host, processes]) => [...(several ? [run.name] : []), host, processes.join(", ")]));
+    if (hosts.length) parts.unshift(h("h2", {}, "Hosts"), table([...(several ? ["run"] : []), "host", "processes"], hosts, { id: "hosts" }));
     runs.forEach((run, at) => {
       const { origin, config } = abouts[at];
       if (origin.command) parts.push(h("pre", { class: "command" }, origin.command));

@@ -16,14 +16,13 @@ from realhf.api.config import MonitorConfig
 from realhf.base.files.whole_file import whole_file, write_whole
 from realhf.dataflow.checkpoint import LATEST, CheckpointStore
 from realhf.monitor.metrics_log import METRICS_FILE, MetricsLog
-from realhf.monitor.plots import new_figure, save_figure
-from realhf.monitor.report import REPORT_FILE, write_report
 from realhf.monitor.run_files import EVALUATIONS_FILE, Evaluations
 from realhf.monitor.summary import write_summary
 from realhf.monitor.trace import TraceWriter
 from realhf.monitor.trace_files import merge_traces
 from realhf.monitor.trace_format import TRACE_FILE, file_of
 from realhf.monitor.trackers.tracker import IDENTITY_FILE, facts_of
+from realhf.view.report import REPORT_FILE, write_report
 
 
 @contextmanager
@@ -45,12 +44,6 @@ def report(folder: Path) -> None:
     write_report(folder)
 
 
-def picture(folder: Path) -> None:
-    figure = new_figure(2, 2)
-    figure.subplots().plot([0, 1])
-    save_figure(figure, folder / "time.png")
-
-
 def metrics(folder: Path) -> None:
     MetricsLog(folder, MonitorConfig(trackers=[]), completed_steps=9).close()
 
@@ -70,7 +63,6 @@ def trace(folder: Path) -> None:
 WRITERS: dict[str, Callable[[Path], None]] = {
     EVALUATIONS_FILE: evaluations,
     REPORT_FILE: report,
-    "time.png": picture,
     METRICS_FILE: metrics,
     "summary.json": summary,
     IDENTITY_FILE: identity,
