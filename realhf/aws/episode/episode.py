@@ -117,15 +117,15 @@ class Episode:
         if chaos and not self._slot.simulated:
             raise TaskError("chaos=true; a real account (BACKEND_TYPE=aws) is not disturbed")
         seed = task.seed if seed is None else seed
-        targets = begin_targets(self._slot, task, seed, drifts) if by_end_state else None
+        goals = begin_targets(self._slot, task, seed, drifts) if by_end_state else None
         try:
             world = build_world(self._slot, task, seed, drifts)
         except SetupError as error:
             raise EpisodeError(str(error)) from error
         state = SlotState(self._slot)
-        if targets is not None:
+        if goals is not None:
             grader = EndStateGrader if self._slot.simulated else RealAccountGrader
-            self._grader = grader(world.task, targets, account_reader(self._slot, task, self._slot))
+            self._grader = grader(world.task, goals, account_reader(self._slot, task, self._slot))
             self._meter = RewardMeter(self._reward_mode, falls=True)
         else:
             self._grader = Grader(criteria_of(world.task), state)

@@ -13,8 +13,8 @@ from dataclasses import replace
 from functools import partial
 
 from realhf.aws.episode.world import build_world
-from realhf.aws.grading.differences import Target
-from realhf.aws.grading.end_state import services_of
+from realhf.aws.grading.differences import Goal, Target
+from realhf.aws.grading.end_state import freedom_of, services_of
 from realhf.aws.grading.snapshot import Snapshot, take_snapshot
 from realhf.aws.grading.tracker import is_read
 from realhf.aws.grading.walked_account import WalkedAccount
@@ -32,18 +32,20 @@ class TargetError(RuntimeError):
 
 def begin_targets(
     slot: Slot, task: Task, seed: int, drifts: Sequence[int] | None = None
-) -> Callable[[], tuple[Target, ...]]:
+) -> Callable[[], tuple[Goal, ...]]:
     """Begin to make the targets of an instance on the bench of the slot's pool, which are read as the slot's account
-    is; returns how to wait for them, which raises TargetError."""
+    is; returns how to wait for what they ask, which raises TargetError. Raises TaskError as ``freedom_of``."""
     assert slot.bench is not None, "the bench has none"
     key = json.dumps([task.to_json(), seed, drifts], sort_keys=True, default=list)
+    freedom = freedom_of(task)
 
-    def play(bench: Slot) -> tuple[Target, ...]:
-        return make_targets(bench, task, seed, drifts, account_reader(slot, task, bench))
+    def play(bench: Slot) -> tuple[Goal, ...]:
+        targets = make_targets(bench, task, seed, drifts, account_reader(slot, task, bench))
+        return tuple(Goal(target, freedom) for target in targets)
 
-    found: Future[tuple[Target, ...]] = slot.bench.begin(key, play)
+    found: Future[tuple[Goal, ...]] = slot.bench.begin(key, play)
 
-    def wait() -> tuple[Target, ...]:
+    def wait() -> tuple[Goal, ...]:
         try:
             return found.result(WAIT_S)
         except TargetError:

@@ -13,11 +13,12 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import cached_property
 from typing import Any
 
 from realhf.aws.grading.openings import is_opening
 from realhf.aws.grading.pattern_sets import TooManySteps
-from realhf.aws.grading.rights import compare_rights, read_rights
+from realhf.aws.grading.rights import Rights, compare_rights, read_rights
 from realhf.aws.grading.snapshot import DOCUMENT, Key, Snapshot
 from realhf.aws.simulator.account_state import DRAWN, END_DRAWN
 
@@ -141,7 +142,7 @@ class Verdict:
 
 def compare(start: Snapshot, target: Target, end: Snapshot, freedom: Freedom = _BOUND) -> Verdict:
     """Return the verdict about ``end``, the account of an agent that found ``start`` and was to reach ``target``."""
-    return Comparison(start, target, freedom).judge(end)
+    return Comparison(start, Goal(target, freedom)).judge(end)
 
 
 def equal(target: Target, end: Snapshot, freedom: Freedom = _BOUND) -> bool:
@@ -149,52 +150,32 @@ def equal(target: Target, end: Snapshot, freedom: Freedom = _BOUND) -> bool:
     return compare(target.start, target, end, freedom).differences.none
 
 
-class Comparison:
-    """Judges the states of one episode; what only set-up and target decide is computed once."""
+class Goal:
+    """Holds what a target asks of every episode of its instance, computed once. ``asks_nothing``: whether the set-up is
+    as good as what the solution leaves."""
 
-    def __init__(self, start: Snapshot, target: Target, freedom: Freedom = _BOUND) -> None:
-        self._start, self._target, self._freedom = start, target, freedom
-        self._renamed = _matching(start, target.start, {})
-        self._read = _Reading(_identifying([target.start, *target.states]), freedom)
-        states = [self._read.leaves(state, {}) for state in (target.start, *target.states)]
-        self._first, self._last = states[0], states[-1]
-        self._wanted = {("+", leaf) for leaf in self._last - self._first}
-        self._wanted |= {("-", leaf) for leaf in self._first - self._last}
-        self._parts = _parts(self._wanted, states)
-        self._policies = {leaf[:2]: leaf for leaf in self._first if leaf[1].endswith(_POLICY)}
-        self._policies |= {leaf[:2]: leaf for leaf in self._last if leaf[1].endswith(_POLICY)}
+    def __init__(self, target: Target, freedom: Freedom = _BOUND) -> None:
+        self.target, self.freedom = target, freedom
+        self.read = _Reading(target, freedom)
+        states = [self.read.leaves(state, {}) for state in (target.start, *target.states)]
+        self.first, self.last = states[0], states[-1]
+        self.wanted = {("+", leaf) for leaf in self.last - self.first}
+        self.wanted |= {("-", leaf) for leaf in self.first - self.last}
+        self.parts = _parts(self.wanted, states)
+        self._policies = {leaf[:2]: leaf for leaf in self.first if leaf[1].endswith(_POLICY)}
+        self._policies |= {leaf[:2]: leaf for leaf in self.last if leaf[1].endswith(_POLICY)}
+        self.asks_nothing = {self.meant(leaf) for leaf in self.first} == self.last
 
-    def judge(self, end: Snapshot) -> Verdict:
-        """Return the verdict about an account."""
-        names = _matching(end, self._target.end, self._renamed)
-        names |= {token: f"{_OWN}{token}" for token in _identifying([end]) if token not in names}
-        now = {self._meant(leaf) for leaf in self._read.leaves(end, names)}
-        first, last = self._first, self._last
-        held = {(sign, leaf) for sign, leaf in self._wanted if (leaf in now) == (sign == "+")}
-        gone = self._gone(end, names)
-        damage = {leaf for leaf in (first & last) - now if leaf[0] not in gone and not self._may_change(leaf[0])}
-        openings, extra = self._extras(now - last - first)
-        still: list[str] = []
-        if now != last:
-            still, opened, more = self._rights(end, names)
-            openings, extra = openings + opened, extra + more
-        told = Differences(
-            missing=_told([*(f"{sign} {_said(leaf)}" for sign, leaf in self._wanted - held), *still]),
-            damage=_told(map(_said, damage)),
-            gone=_told("/".join(key) for key in gone),
-            openings=_told(openings),
-            extra=_told(extra),
+    @cached_property
+    def rights(self) -> tuple[Rights, Rights]:
+        """Who may do what before the solution and after it."""
+        before, wanted = (
+            read_rights(state.resources, lambda text: _TOKEN.sub(r"\1", text))
+            for state in (self.target.start, self.target.end)
         )
-        return Verdict(
-            achieved=told.none,
-            progress=_progress([part[1] <= held for part in self._parts], bool(damage or extra)),
-            harms=frozenset([*told.gone, *told.openings, *told.damage]),
-            differences=told,
-            held=frozenset(f"{sign} {_said(leaf)}" for sign, leaf in held),
-            parts=tuple(command for command, part in self._parts if part <= held),
-        )
+        return before, wanted
 
-    def _meant(self, leaf: Leaf) -> Leaf:
+    def meant(self, leaf: Leaf) -> Leaf:
         """Return a leaf, or where it is a policy that means the same the one that it should be."""
         if not leaf[1].endswith(_POLICY):
             return leaf
@@ -203,24 +184,65 @@ class Comparison:
             return leaf
         return wanted
 
+
+class Comparison:
+    """Judges the states of one episode, which began with ``start``."""
+
+    def __init__(self, start: Snapshot, goal: Goal) -> None:
+        self.goal = goal
+        if start == goal.target.start:  # as a rule, because both worlds were made with the same seed
+            self._renamed = {token: token for token in _identifying([start])}
+        else:
+            self._renamed = _matching(start, goal.target.start, {})
+        self._before = {_renamed_key(key, self._renamed): serial for key, serial in start.serials.items()}
+
+    def judge(self, end: Snapshot) -> Verdict:
+        """Return the verdict about an account."""
+        goal, first, last = self.goal, self.goal.first, self.goal.last
+        names = _matching(end, goal.target.end, self._renamed)
+        names |= {token: f"{_OWN}{token}" for token in _identifying([end]) if token not in names}
+        now = {goal.meant(leaf) for leaf in goal.read.leaves(end, names)}
+        held = {(sign, leaf) for sign, leaf in goal.wanted if (leaf in now) == (sign == "+")}
+        gone = self._gone(end, names)
+        damage = {leaf for leaf in (first & last) - now if leaf[0] not in gone and not self._may_change(leaf[0])}
+        openings, extra = self._extras(now - last - first)
+        still: list[str] = []
+        if now != last:
+            still, opened, more = self._rights(end, names)
+            openings, extra = openings + opened, extra + more
+        told = Differences(
+            missing=_told([*(f"{sign} {_said(leaf)}" for sign, leaf in goal.wanted - held), *still]),
+            damage=_told(map(_said, damage)),
+            gone=_told("/".join(key) for key in gone),
+            openings=_told(openings),
+            extra=_told(extra),
+        )
+        return Verdict(
+            achieved=told.none,
+            progress=_progress([part[1] <= held for part in goal.parts], bool(damage or extra)),
+            harms=frozenset([*told.gone, *told.openings, *told.damage]),
+            differences=told,
+            held=frozenset(f"{sign} {_said(leaf)}" for sign, leaf in held),
+            parts=tuple(command for command, part in goal.parts if part <= held),
+        )
+
     def _gone(self, end: Snapshot, names: Mapping[str, str]) -> set[Key]:
         """Return the resources that set-up and target have, and that are gone or were made anew."""
         there = {_renamed_key(key, names): serial for key, serial in end.serials.items()}
-        before = {_renamed_key(key, self._renamed): serial for key, serial in self._start.serials.items()}
-        made, kept = self._target.start.serials, self._target.end.serials
+        made, kept = self.goal.target.start.serials, self.goal.target.end.serials
         return {
             key
             for key, serial in made.items()
-            if kept.get(key) == serial and there.get(key) != before.get(key)
+            if kept.get(key) == serial and there.get(key) != self._before.get(key)
             if not (_SETTINGS.search(key[1]) or self._may_change(key))
         }
 
     def _may_change(self, key: Key) -> bool:
-        return any(fnmatchcase("/".join(key), glob) for glob in self._freedom.may_change)
+        return any(fnmatchcase("/".join(key), glob) for glob in self.goal.freedom.may_change)
 
     def _extras(self, more: Set[Leaf]) -> tuple[list[str], list[str]]:
         """Return the openings, and the extras that are not harmless, in words."""
-        known = {leaf[0] for leaf in self._last | self._first}
+        known = {leaf[0] for leaf in self.goal.last | self.goal.first}
         names = {re.split("[/:]", key[2])[-1] for key in known} - _OF_AWS
         users = {key[2] for key in known if key[:2] == ("iam", "users")}
         openings, extra = [], []
@@ -246,13 +268,10 @@ class Comparison:
         """Return who may do more than in the target: by what was so before, by whatever way it stays so, and who gained
         it since, those who were there before and users and roles that are new. What a new resource allows is its own
         matter. Whose rights take too long to be compared counts among the first."""
-        known = tuple("/".join(leaf[0]) for leaf in self._first | self._last if not leaf[1])
+        known = tuple("/".join(leaf[0]) for leaf in self.goal.first | self.goal.last if not leaf[1])
         known = tuple(_TOKEN.sub(r"\1", name) for name in known)
         now = read_rights(end.resources, lambda text: _TOKEN.sub(lambda match: names.get(match[1], match[1]), text))
-        before, wanted = (
-            read_rights(state.resources, lambda text: _TOKEN.sub(r"\1", text))
-            for state in (self._target.start, self._target.end)
-        )
+        before, wanted = self.goal.rights
         if now in (wanted, before):
             return [], [], []
         had = compare_rights(before, now)
@@ -329,10 +348,13 @@ def transferred(target: Target, start: Snapshot) -> Target:
 
 
 class _Reading:
-    """Reads snapshots as sets of leaves. ``known``: drawn texts that name something."""
+    """Reads snapshots as sets of leaves."""
 
-    def __init__(self, known: Set[str], freedom: Freedom) -> None:
-        self._known, self._freedom = known, freedom
+    def __init__(self, target: Target, freedom: Freedom) -> None:
+        self._states = (target.start, *target.states)
+        self._known, self._freedom = _identifying(self._states), freedom
+        # a resource that is as in the target is the same object, as long as ``snapshot`` remembers it
+        self._read = {id(held): [*_leaves(held, "")] for state in self._states for held in state.resources.values()}
 
     def leaves(self, snapshot: Snapshot, names: Mapping[str, str]) -> set[Leaf]:
         """Return the leaves, drawn texts by the name that the target has for them."""
@@ -346,7 +368,8 @@ class _Reading:
             place = key if DRAWN not in key[2] else (key[0], key[1], _TOKEN.sub(renamed, key[2]))
             free = [path.split(".") for kind, path in self._freedom.free if kind == f"{key[0]}/{key[1]}"]
             counted[place, "", "{}"] += 1
-            for path, value in _leaves(_without(attributes, free) if free else attributes, ""):
+            read = None if free else self._read.get(id(attributes))
+            for path, value in _leaves(_without(attributes, free), "") if read is None else read:
                 if DRAWN in value:
                     value = _TOKEN.sub(renamed, value)
                 counted[place, path, value] += 1
@@ -411,8 +434,8 @@ def _renamed_key(key: Key, names: Mapping[str, str]) -> Key:
 def _matching(one: Snapshot, other: Snapshot, names: Mapping[str, str]) -> dict[str, str]:
     """Return ``names`` and, for each further drawn name in ``one``, that of the most similar resources of ``other``."""
     found = dict(names)
-    references = _references(one), _references(other)
     ours, theirs = _by_names(one, found), _by_names(other, {its: its for its in found.values()})
+    references = (_references(one), _references(other)) if ours and theirs else ({}, {})
     while ours and theirs:
         pairs = _pairs(one, other, ours, theirs, found, references)
         if not pairs:

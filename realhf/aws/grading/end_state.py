@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from realhf.aws.grading.criteria import Criteria
-from realhf.aws.grading.differences import Comparison, Freedom, Target, Verdict
+from realhf.aws.grading.differences import Comparison, Freedom, Goal, Target, Verdict
 from realhf.aws.grading.grader import Grade
 from realhf.aws.grading.snapshot import Snapshot
 from realhf.aws.grading.tracker import Evidence, is_read
@@ -33,22 +33,21 @@ def freedom_of(task: Task) -> Freedom:
 
 
 class EndStateGrader:
-    """Grades one episode. ``targets`` waits for the accounts that the solutions leave, ``read`` takes a snapshot.
+    """Grades one episode. ``goals`` waits for what the solutions ask for, ``read`` takes a snapshot.
     Verification runs only where a request could have changed something. ``sparing``: a command that writes and mends
     nothing is counted in ``needless_writes``."""
 
     def __init__(
         self,
         task: Task,
-        targets: Callable[[], tuple[Target, ...]],
+        goals: Callable[[], tuple[Goal, ...]],
         read: Callable[[], Snapshot],
     ) -> None:
         self.criteria = Criteria(services=services_of(task.solution))
         self.needless_writes = 0
         self.grade = Grade(0.0, False)
         self.lost_ground = False
-        self._targets, self._read = targets, read
-        self._freedom = freedom_of(task)
+        self._goals, self._read = goals, read
         self._sparing = bool(task.possible_drifts)
         self._start: Snapshot | None = None
         self._comparisons: list[Comparison] = []
@@ -98,10 +97,11 @@ class EndStateGrader:
     def _judge(self) -> Verdict:
         if not self._comparisons:
             assert self._start is not None
-            self._comparisons = [self._comparison(target) for target in self._targets()]
-            if any(comparison.judge(self._start).achieved for comparison in self._comparisons):
+            comparisons = [self._comparison(goal) for goal in self._goals()]
+            if any(comparison.goal.asks_nothing for comparison in comparisons):
                 raise TaskError("the account is as its solution leaves it before the first command")
-        now, targets = self._read(), self._targets()
+            self._comparisons = comparisons
+        now, targets = self._read(), [goal.target for goal in self._goals()]
         verdicts = [
             comparison.judge(self._seen(now, target))
             for comparison, target in zip(self._comparisons, targets, strict=True)
@@ -111,9 +111,9 @@ class EndStateGrader:
         self._operations = [name for place in best.parts for name in operations[place]]
         return best
 
-    def _comparison(self, target: Target) -> Comparison:
+    def _comparison(self, goal: Goal) -> Comparison:
         assert self._start is not None
-        return Comparison(self._start, target, self._freedom)
+        return Comparison(self._start, goal)
 
     def _seen(self, now: Snapshot, target: Target) -> Snapshot:
         """Return what of an account is compared with a target: all of it."""

@@ -10,9 +10,10 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 from xml.etree import ElementTree
@@ -31,6 +32,10 @@ _OWN_WORDS = frozenset({"Variables", "items", "metadata"})
 """Maps whose names are chosen by whoever writes them."""
 _LARGEST_TIME = 1e15
 _DAY_S = 86_400.0
+_HOUR_S = 3600.0
+_REMEMBERED = 2048
+_LONGEST_REMEMBERED = 4096
+"""Records that are remembered, and their characters: most are as they were a command ago, and in every session."""
 _DEEPEST = 24
 _SERVICES: Mapping[str, str] = MappingProxyType(
     {
@@ -113,27 +118,22 @@ def take_snapshot(slot: Slot) -> Snapshot:
     if not slot.simulated:
         raise SnapshotError("a real account (BACKEND_TYPE=aws) is not read as a whole")
     try:
-        return snapshot_of(slot.ministack.account_state()["records"], time.time())
+        return snapshot_of(slot.ministack.account_state(), time.time())
     except (OSError, ValueError, OverflowError, RecursionError) as error:
         raise SnapshotError(f"the account cannot be read: {error}") from error
 
 
-def snapshot_of(records: list[Any], now: float) -> Snapshot:
-    """Return the snapshot of records as a simulator reports them at ``now`` (seconds since the epoch)."""
+def snapshot_of(records: Iterable[str], now: float) -> Snapshot:
+    """Return the snapshot of records as a simulator reports them, in JSON, at ``now`` (seconds since the epoch). Equal
+    records become the same object, as long as it is remembered."""
     resources: dict[Key, Mapping[str, Any]] = {}
     serials: dict[Key, int] = {}
-    for module, kind, region, name, serial, value in records:
-        service = _SERVICES.get(module, module)
-        if (service, kind) in _NO_RESOURCES:
-            continue
-        if (service, kind) in _NUMBERED:
-            name, value = _NUMBERED[service, kind](name, value)
-        identity = name if region in ("", HOME_REGION) else f"{region}:{name}"
-        normal = _normal(value, "", now, _UNSAID.get((service, kind), frozenset()))
-        found = normal if isinstance(normal, dict) else {"": normal} if normal is not None else {}
-        for part, where, attributes in _hoisted(kind, identity, found):
-            resources[service, part, where] = attributes
-            serials[service, part, where] = serial
+    hour = now // _HOUR_S * _HOUR_S
+    for record in records:
+        read = _remembered if len(record) <= _LONGEST_REMEMBERED else _resources
+        for key, attributes, serial in read(record, hour):
+            resources[key] = attributes
+            serials[key] = serial
     return Snapshot(resources, serials)
 
 
@@ -141,6 +141,23 @@ def normal_attributes(value: Mapping[str, Any], now: float) -> dict[str, Any]:
     """Return attributes of a resource in their normal form, as read at ``now`` (seconds since the epoch)."""
     normal = _normal(value, "", now, frozenset())
     return normal if isinstance(normal, dict) else {}
+
+
+def _resources(record: str, now: float) -> list[tuple[Key, Mapping[str, Any], int]]:
+    """Return the resources of a record with their serial numbers."""
+    module, kind, region, name, serial, value = json.loads(record)
+    service = _SERVICES.get(module, module)
+    if (service, kind) in _NO_RESOURCES:
+        return []
+    if (service, kind) in _NUMBERED:
+        name, value = _NUMBERED[service, kind](name, value)
+    identity = name if region in ("", HOME_REGION) else f"{region}:{name}"
+    normal = _normal(value, "", now, _UNSAID.get((service, kind), frozenset()))
+    found = normal if isinstance(normal, dict) else {"": normal} if normal is not None else {}
+    return [((service, part, where), held, serial) for part, where, held in _hoisted(kind, identity, found)]
+
+
+_remembered = lru_cache(_REMEMBERED)(_resources)
 
 
 def _numbered(name: str, number: str) -> str:

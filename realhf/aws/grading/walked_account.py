@@ -18,7 +18,7 @@ from datetime import datetime
 from typing import Any
 
 from realhf.aws.grading.describe_walker import ID, MAX_CALLS, Answers, Call, inner_noun, noun_of, own_names, walk
-from realhf.aws.grading.differences import Comparison, Target, canonical, transferred
+from realhf.aws.grading.differences import Comparison, Goal, Target, canonical, transferred
 from realhf.aws.grading.end_state import EndStateGrader
 from realhf.aws.grading.grader import Grade
 from realhf.aws.grading.openings import is_opening
@@ -170,8 +170,8 @@ class RealAccountGrader(EndStateGrader):
         asks for, SnapshotError, ConnectionError."""
         self._sent: list[Evidence] = []
         super().start()
-        for target in self._targets():
-            if unseen := not_shown(target):
+        for goal in self._goals():
+            if unseen := not_shown(goal.target):
                 raise TaskError(f"a real account is graded by its permitted reads, and none shows {unseen}")
 
     def evaluate(self, added: Sequence[Evidence], *, lost: bool = False) -> Grade:
@@ -179,9 +179,9 @@ class RealAccountGrader(EndStateGrader):
         self._sent += [deed for deed in added if deed.ok and not is_read(deed.operation)]
         return super().evaluate(added, lost=lost)
 
-    def _comparison(self, target: Target) -> Comparison:
+    def _comparison(self, goal: Goal) -> Comparison:
         assert self._start is not None
-        return Comparison(self._start, transferred(target, self._start), self._freedom)
+        return Comparison(self._start, Goal(transferred(goal.target, self._start), goal.freedom))
 
     def _seen(self, now: Snapshot, target: Target) -> Snapshot:
         """Return the account without what the simulator does not tell of new resources, provided that the agent asked

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import json
 import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
-from functools import wraps
+from functools import lru_cache, wraps
 from typing import Any
 
 DRAWN, END_DRAWN = "\ue000", "\ue001"
@@ -29,6 +30,9 @@ _SHORTEST_DRAW = 6
 _LONGEST_DRAW = 64
 """Bytes."""
 _LONGEST_RUN = 4096
+_LONGEST_NAME = 256
+"""Texts that are longer are looked at anew each time."""
+_ENCODE = json.JSONEncoder(separators=(",", ":")).encode
 _STORES = frozenset({"AccountScopedDict", "AccountRegionScopedDict"})
 _UUID = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 _PIECE = re.compile(rf"{_UUID.pattern}|[0-9A-Za-z_-]{{20,}}|[0-9A-Za-z]{{6,}}")
@@ -69,6 +73,8 @@ class Draws:
         self._size = 0
         self._text = self._letters = ""
         self._known: dict[str, bool] = {}
+        self._undrawn: set[str] = set()
+        """Ends of words that no drawn text has."""
 
     def add(self, *texts: str) -> None:
         """Remember texts that were drawn."""
@@ -87,6 +93,8 @@ class Draws:
     def look(self) -> None:
         """Take in what was drawn meanwhile, before texts are marked."""
         if len(self._parts) > 1 or self._letters:
+            new = "\n".join([*self._parts[bool(self._text) :], self._letters])
+            self._undrawn = {end for end in self._undrawn if end not in new} if len(new) < _LONGEST_RUN else set()
             self._text = "\n".join([*self._parts, self._letters])
             self._parts, self._letters = [self._text], ""
             self._known = {piece: True for piece, drawn in self._known.items() if drawn}
@@ -95,6 +103,11 @@ class Draws:
         """Return a text with marks around all that was drawn."""
         if DRAWN in text or END_DRAWN in text:
             text = text.replace(DRAWN, "?").replace(END_DRAWN, "?")
+        if len(text) <= _LONGEST_NAME:
+            ends = _ends(text)
+            self._undrawn.update(end for end in ends - self._undrawn if end not in self._text)
+            if ends <= self._undrawn:
+                return text
         return _PIECE.sub(self._mark, text)
 
     def _mark(self, match: re.Match[str]) -> str:
@@ -111,6 +124,15 @@ class Draws:
         if known is None:
             known = self._known[piece] = piece in self._text
         return known
+
+
+@lru_cache(8192)
+def _ends(text: str) -> frozenset[str]:
+    """Return the last characters of all words of a text: one that was drawn ends as it was drawn. "", which every text
+    has, for a UUID."""
+    pieces = _PIECE.findall(text)
+    words = ("" if _UUID.fullmatch(piece) else word for piece in pieces for word in (piece, *_WORD.findall(piece)))
+    return frozenset(word[-_SHORTEST_DRAW:] for word in words)
 
 
 class AccountState:
@@ -150,19 +172,20 @@ class AccountState:
         self._deleted.clear()
         self._draws.clear()
 
-    def report(self) -> dict[str, Any]:
-        """Return ``records``: lists of module, store, region, key, serial and value. Raises TooLarge."""
+    def report(self) -> list[str]:
+        """Return records: lists of module, store, region, key, serial and value, each as JSON. Raises TooLarge."""
         self._find_stores()
         self._draws.look()
         teller = _Teller(self._draws.marked)
         records = []
         for module, store, held in self._stores:
-            for scoped, value in list(held._data.items()):
+            for scoped, value in list(held._data.items()) if held._data else ():
                 if module == "elasticache" and str(scoped[-1]).startswith(_OF_AWS):
                     continue
                 region, serial = scoped[1] if len(scoped) == 3 else "", self._deleted[id(held), scoped]
-                records.append([module, store, region, teller.key(scoped[-1]), serial, teller.tell(value)])
-        return {"records": records}
+                record = [module, store, region, teller.key(scoped[-1]), serial, teller.tell(value)]
+                records.append(_ENCODE(record))
+        return records
 
     def _find_stores(self) -> None:
         if len(sys.modules) == self._modules:
@@ -197,14 +220,14 @@ class _Teller:
 
     def tell(self, value: Any, depth: int = 0) -> Any:
         """Return a value as plain data. Raises TooLarge."""
-        if value is None or isinstance(value, bool | int | float):
+        if value is None or isinstance(value, (bool, int, float)):
             return value
         self._left -= 1
         if self._left < 0 or depth > _DEEPEST:
             raise TooLarge(f"an account of more than {MOST_LEAVES} parts, or deeper than {_DEEPEST}")
         if isinstance(value, str):
             return self._marked(value) if len(value) <= LONGEST_TEXT else _digest(value.encode("utf-8", "replace"))
-        if isinstance(value, Mapping):
+        if isinstance(value, (dict, Mapping)):
             if type(value).__name__ in _STORES:
                 value = value._data  # type: ignore[attr-defined]
             return {self.key(name): self.tell(item, depth + 1) for name, item in list(value.items())}

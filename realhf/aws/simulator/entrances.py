@@ -72,7 +72,7 @@ def owner_app(
             await _answer(send, 200, switches.values())
         elif path == SNAPSHOT_PATH:
             try:
-                await _answer(send, 200, state.report())
+                await _send(send, 200, "\n".join(state.report()))
             except (TooLarge, RuntimeError) as error:  # one of its threads may change a store meanwhile
                 await _answer(send, 507, {"message": str(error)})
         else:
@@ -82,6 +82,10 @@ def owner_app(
 
 
 async def _answer(send: Send, status: int, body: dict[str, Any]) -> None:
+    await _send(send, status, json.dumps(body, separators=(",", ":")))
+
+
+async def _send(send: Send, status: int, text: str) -> None:
     headers = [(b"content-type", b"application/json")]
     await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": json.dumps(body, separators=(",", ":")).encode()})
+    await send({"type": "http.response.body", "body": text.encode()})

@@ -274,10 +274,10 @@ class MiniStackProcess:
         """Return the settings in the simulator's modules, as text by name. Raises OSError."""
         return json.loads(self._request("GET", "/_realhf/switches", timeout_s))
 
-    def account_state(self, timeout_s: float = ANSWER_S) -> dict[str, Any]:
-        """Return all that the account holds, see ``account_state.AccountState``. Raises OSError, also where it is too
-        much."""
-        return json.loads(self._request("GET", "/_realhf/snapshot", timeout_s))
+    def account_state(self, timeout_s: float = ANSWER_S) -> list[str]:
+        """Return all that the account holds, see ``account_state.AccountState.report``. Raises OSError, also where it
+        is too much."""
+        return self._request("GET", "/_realhf/snapshot", timeout_s).decode().splitlines()
 
     def connect_as_owner(self) -> socket.socket:
         """Return a new connection that may use the control paths; never for a process that reads text of an agent.

@@ -19,7 +19,7 @@ def drawn(text: str) -> str:
 
 
 def account(*records: list) -> Snapshot:
-    return snapshot_of([QUEUE, *records], NOW)
+    return snapshot_of(map(json.dumps, [QUEUE, *records]), NOW)
 
 
 def topic(name: str = "news", serial: int = 2, **more: object) -> list:
@@ -32,7 +32,7 @@ def group(token: str, vpc: str = "vpc-1", serial: int = 3) -> list:
 
 def verdict(*records: list, target: Snapshot | None = None, freedom: Freedom = AS_IT_IS) -> Verdict:
     goal = Target(account(), (target or account(topic(display="News")),))
-    end = snapshot_of(list(records), NOW)
+    end = snapshot_of(map(json.dumps, records), NOW)
     assert compare(account(), goal, end, freedom).achieved == equal(goal, end, freedom)
     return compare(account(), goal, end, freedom)
 
