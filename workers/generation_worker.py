@@ -39,8 +39,8 @@ from realhf.base.garbage import settle
 from realhf.dataflow.weight_probe import WeightProbe, probe_ids
 from realhf.monitor.trace import open_trace
 from realhf.rollout.client.generation_client import answer_of, request_of
-from realhf.transport.descriptors import allow_many_connections
 from realhf.transport.network.network import LOOPBACK, Network
+from realhf.transport.network.sockets import allow_many_connections
 from realhf.transport.rpc.roster import WorkerInfo
 from realhf.transport.rpc.worker import RpcWorker
 from realhf.transport.service.server import Request, ServiceServer

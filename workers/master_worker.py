@@ -53,9 +53,9 @@ from realhf.monitor.run_files import write_graph_files
 from realhf.monitor.run_log import RunLog
 from realhf.monitor.trace import open_trace
 from realhf.scheduler.failure import run_guarded
-from realhf.transport.descriptors import allow_many_connections
 from realhf.transport.event_loop import new_event_loop
 from realhf.transport.network.network import LOOPBACK, Network
+from realhf.transport.network.sockets import allow_many_connections
 from realhf.transport.rpc.master import RpcMaster
 from realhf.transport.rpc.roster import WorkerInfo
 from realhf.view.report import write_report

@@ -51,10 +51,10 @@ from realhf.dataflow.weight_probe import probe_ids
 from realhf.dataflow.weight_trial import WeightTrial
 from realhf.monitor.rollouts.opening import open_rollouts
 from realhf.monitor.trace import open_trace
-from realhf.transport.descriptors import allow_many_connections
 from realhf.transport.errors import NetworkError
 from realhf.transport.network.addresses import LOOPBACK_ADDRESS, interface_of
 from realhf.transport.network.network import LOOPBACK, Network
+from realhf.transport.network.sockets import allow_many_connections
 from realhf.transport.rpc.worker import RpcWorker
 from realhf.transport.tensors.data_plane import DataPlane
 from realhf.transport.tensors.store import TensorStore

@@ -35,13 +35,13 @@ from realhf.rollout.players.group_player import GroupPlayer
 from realhf.rollout.players.player import Player
 from realhf.rollout.streaming.rollout_loop import RolloutLoop
 from realhf.rollout.streaming.sample_encoder import SampleEncoder
-from realhf.transport.descriptors import allow_many_connections
 from realhf.transport.event_loop import new_event_loop
 from realhf.transport.network.network import LOOPBACK, Network
+from realhf.transport.network.sockets import allow_many_connections
 from realhf.transport.rpc.roster import WorkerInfo
 from realhf.transport.rpc.worker import RpcWorker
 from realhf.transport.service.client import ServiceClient
-from realhf.transport.stream.spread import open_stream
+from realhf.transport.stream.producer import open_stream
 from workers.worker_main import network_of, run_planned
 
 DRAIN_S = 30.0

@@ -27,7 +27,7 @@ from benchmarks.scale.wire import Lines, Wires
 from realhf.api.calls import ALLOCATE, PLAY, AllocateRequest
 from realhf.rollout.streaming.rollout_loop import HOLD_S
 from realhf.transport.envelope import pack_header, pack_payload, unpack_header, unpack_payload
-from realhf.transport.network.versions import own_versions
+from realhf.transport.network.handshake import own_versions
 from realhf.transport.rpc.roster import WorkerInfo
 
 BURST = 256

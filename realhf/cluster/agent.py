@@ -45,9 +45,9 @@ from realhf.transport import envelope
 from realhf.transport.envelope import unpack_header
 from realhf.transport.errors import NetworkError, ProtocolError
 from realhf.transport.network.curve import connect_encrypted
-from realhf.transport.network.handshake import REACHED_WITHIN_S, HandshakeWatch, unreached
-from realhf.transport.network.versions import own_versions
-from realhf.transport.own_pauses import OwnPauses
+from realhf.transport.network.handshake import REACHED_WITHIN_S, HandshakeWatch, own_versions, unreached
+from realhf.transport.network.sockets import dealer
+from realhf.transport.pause_detector import PauseDetector
 
 _log = logging.getLogger(__name__)
 GRACE_S = 3.0
@@ -173,10 +173,7 @@ class HostAgent:
         )
 
     def _connected(self) -> zmq.Socket[bytes]:
-        socket = self._context.socket(zmq.DEALER)
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.SNDHWM, envelope.HIGH_WATER_MARK)
-        socket.setsockopt(zmq.MAXMSGSIZE, envelope.MAX_PAYLOAD_BYTES)
+        socket = dealer(self._context)
         socket.setsockopt(zmq.RECONNECT_IVL, 100)
         socket.setsockopt(zmq.IMMEDIATE, 1)
         connect_encrypted(socket, self._door, self._key.server_public, self._key.own)
@@ -213,7 +210,7 @@ class HostAgent:
     def _served(self, socket: zmq.Socket[bytes]) -> str:
         """Do what the launcher asks. Returns "" when the run is over, else why the launcher is lost."""
         self._local.watch(socket.FD)
-        pauses = OwnPauses(LOOK_S)
+        pauses = PauseDetector(LOOK_S)
         try:
             while True:
                 self._heard = pauses.excused(self._heard)

@@ -12,7 +12,6 @@ import logging
 import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -34,20 +33,17 @@ from realhf.cluster.messages import (
 from realhf.cluster.placement import LAUNCHER
 from realhf.transport import envelope
 from realhf.transport.errors import ProtocolError
-from realhf.transport.inbox import take_all
 from realhf.transport.network.curve import listen_encrypted
 from realhf.transport.network.doorkeeper import Doorkeeper
-from realhf.transport.network.versions import differences
-from realhf.transport.own_pauses import OwnPauses, excused
-from realhf.transport.waker import Waker
+from realhf.transport.network.handshake import differences
+from realhf.transport.network.sockets import Listener, Waker
+from realhf.transport.pause_detector import PauseDetector, excused
 
 _log = logging.getLogger(__name__)
 PING_S = 1.0
 SILENT_PINGS = 3
 """An agent that missed so many signs of life may have been replaced by another one of its name."""
-LOOK_MS = 250
-AT_ONCE = 200
-"""So many messages are taken before the door does something else: a host may send faster than it can read."""
+LOOK_S = 0.25
 PART_S = 5.0
 """So long the door waits for hosts to say that they have heard of the end: one that has not learns of it by silence."""
 SILENT_FACTOR = 1.25
@@ -128,29 +124,32 @@ class Door:
     ) -> None:
         self._known, self._dead_after_s, self._refusal = known, dead_after_s, refusal
         self._refused: set[bytes] = set()
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        Doorkeeper(self._context, known.knows)
-        self._key = self._sender = ""
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.LINGER, 500)
-        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._socket.setsockopt(zmq.SNDHWM, envelope.HIGH_WATER_MARK)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, envelope.MAX_PAYLOAD_BYTES)
-        try:
-            self.endpoint = listen_encrypted(self._socket, bind, known.keys.server)
-        except BaseException:
-            self._context.destroy(0)
-            raise
+        self._sender = ""
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        Doorkeeper(context, known.knows)
+        self._listener = Listener(
+            "the door",
+            context,
+            lambda socket: listen_encrypted(socket, bind, known.keys.server),
+            self._take,
+            self._of_other_protocol,
+            after=self._look,
+            every_s=LOOK_S,
+            mandatory=True,
+            copy=False,
+            keyed=True,
+        )
+        self.endpoint = self._listener.endpoint
         self._hosts: dict[str, _Host] = {}
         self._doubles: dict[bytes, float] = {}
         self._events: queue.SimpleQueue[DoorEvent] = queue.SimpleQueue()
-        self._outgoing: deque[tuple[bytes, list[bytes]]] = deque()
         self._lock = threading.Lock()
-        self._arrived, self._waker = Waker(), Waker()
+        self._arrived = Waker()
+        self._pauses = PauseDetector(LOOK_S)
         self._closing = False
         self._parting: set[bytes] = set()
-        self._thread = threading.Thread(target=self._run, name="door", daemon=True)
-        self._thread.start()
+        self._parted = threading.Event()
+        self._listener.start()
 
     # ---- for the owner's thread
 
@@ -173,15 +172,12 @@ class Door:
             peer = self._hosts.get(host)
             if peer is None or (session and peer.session != session):
                 return False
-            self._outgoing.append((peer.identity, packed(kind, peer.session, message)))
-        self._waker.wake()
+            self._listener.send(peer.identity, *packed(kind, peer.session, message))
         return True
 
     def answer(self, sender: tuple[bytes, bytes], message: Message) -> None:
         """Answer an operator."""
-        with self._lock:
-            self._outgoing.append((sender[0], packed("report", sender[1], message)))
-        self._waker.wake()
+        self._listener.send(sender[0], *packed("report", sender[1], message))
 
     def send_away(self, host: str) -> None:
         """Let a host leave for good: its agent ends, and its key is taken away."""
@@ -191,74 +187,35 @@ class Door:
             self._hosts.pop(host, None)
 
     def close(self) -> None:
-        """Tell all hosts that the run is over, and release the port."""
+        """Tell all hosts that the run is over, wait until they have heard of it, and release the port. Where something
+        of theirs was left unread, the kernel would break off the connection, and they would never read what was sent to
+        them before."""
         with self._lock:
             self._parting = {peer.session for peer in self._hosts.values()}
             for peer in self._hosts.values():
-                self._outgoing.append((peer.identity, packed("over", peer.session)))
+                self._listener.send(peer.identity, *packed("over", peer.session))
             self._hosts.clear()
             self._closing = True
-        self._waker.wake()
-        self._thread.join(10.0)
+            waits = bool(self._parting)
+        if waits:
+            self._parted.wait(PART_S)
+        self._listener.close()
         self._arrived.close()
-        self._waker.close()
 
     # ---- the door's own thread
 
-    def _run(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._waker.fileno(), zmq.POLLIN)
-        pauses = OwnPauses(LOOK_MS / 1000)
-        try:
-            while True:
-                poller.poll(LOOK_MS)
-                if paused_s := pauses.look():
-                    self._excuse(paused_s)
-                self._waker.clear()
-                take_all(self._socket, self._take, self._drop, self._of_other_protocol, AT_ONCE, self._comes)
-                self._look_for_silence()
-                with self._lock:
-                    outgoing, closing = [*self._outgoing], self._closing
-                    self._outgoing.clear()
-                for identity, frames in outgoing:
-                    self._post(identity, frames)
-                if closing:
-                    self._part(poller)
-                    return
-        finally:
-            self._socket.close()
-            self._context.destroy(500)
-
-    def _part(self, poller: zmq.Poller) -> None:
-        """Wait until the hosts have heard that the run is over. Where something of theirs was left unread, the kernel
-        would break off the connection, and they would never read what was sent to them before."""
-        end = time.monotonic() + PART_S
-        while self._parting and (left := end - time.monotonic()) > 0:
-            poller.poll(int(left * 1000))
-            self._waker.clear()
-            take_all(self._socket, self._parted, self._drop, most=AT_ONCE)
-
-    def _comes(self, key: str) -> None:
-        """Note who says what comes next: a host, an operator (``LAUNCHER``), or one whose key was taken away ("")."""
-        self._key, self._sender = key, self._known.name_of(key)
-
-    def _parted(self, identity: bytes, header: dict[str, Any], payload: list[bytes]) -> None:
-        del identity, payload
-        if header.get("kind") == "leave":
-            self._parting.discard(envelope.field(header, "session", bytes)[:16])
+    def _look(self) -> None:
+        if paused_s := self._pauses.look():
+            self._excuse(paused_s)
+        if not self._closing:
+            self._look_for_silence()
 
     def _post(self, identity: bytes, frames: list[bytes]) -> None:
-        with contextlib.suppress(zmq.ZMQError):  # silence tells of a host that is gone
-            self._socket.send_multipart([identity, *frames], zmq.NOBLOCK)
+        self._listener.send(identity, *frames)
 
     def _happened(self, event: DoorEvent) -> None:
         self._events.put(event)
         self._arrived.wake()
-
-    @staticmethod
-    def _drop(why: str) -> None:
-        _log.warning("message at the door dropped: %s", why)
 
     def _of_other_protocol(self, identity: bytes, header: dict[str, Any]) -> None:
         session = header.get("session")
@@ -266,11 +223,17 @@ class Door:
             different = differences(header.get("versions"), str(header.get("node", "its host")))
             self._post(identity, packed("refused", session[:16], Refused(f"versions differ: {different}"[:4000])))
 
-    def _take(self, identity: bytes, header: dict[str, Any], payload: list[bytes]) -> None:
+    def _take(self, identity: bytes, header: dict[str, Any], payload: list[Any]) -> None:
         kind, session = envelope.field(header, "kind", str), envelope.field(header, "session", bytes)[:16]
+        if self._closing:
+            self._hear_parting(kind, session)
+            return
+        # Who says this: a host, an operator (``LAUNCHER``), or one whose key was taken away ("").
+        key = self._listener.sender_key
+        self._sender = self._known.name_of(key)
         if header.get("run") != DOOR:
             raise ProtocolError("a message that is not for the door of a launcher")
-        if not self._sender or (kind == "hello" and not self._known.knows(self._key)):
+        if not self._sender or (kind == "hello" and not self._known.knows(key)):
             self._post(identity, packed("leave", session))
             return
         try:
@@ -290,6 +253,13 @@ class Door:
             self._happened(FromOperator(kind, message, (identity, session)))
         else:
             self._from_host(identity, session, kind, message)
+
+    def _hear_parting(self, kind: str, session: bytes) -> None:
+        if kind == "leave":
+            with self._lock:
+                self._parting.discard(session)
+                if not self._parting:
+                    self._parted.set()
 
     def _not_understood(self, identity: bytes, session: bytes, kind: str, reason: str) -> None:
         """Tell whoever waits for an answer, and the launcher of which host this comes."""

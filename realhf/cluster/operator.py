@@ -15,6 +15,7 @@ from realhf.transport.errors import NetworkError, ProtocolError
 from realhf.transport.network.addresses import host_of
 from realhf.transport.network.curve import connect_encrypted
 from realhf.transport.network.handshake import REACHED_WITHIN_S, HandshakeWatch, unreached
+from realhf.transport.network.sockets import dealer
 
 ANSWER_S = 30.0
 LOOK_MS = 100
@@ -26,8 +27,7 @@ def asked(door: str, key_file: Path, kind: str, message: Message | None = None) 
     host_of(door)
     key = LauncherKeys.read(key_file.expanduser()).of_operator
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    socket = context.socket(zmq.DEALER)
-    socket.setsockopt(zmq.LINGER, 0)
+    socket = dealer(context)
     watch = HandshakeWatch(socket)
     session, began = os.urandom(16), time.monotonic()
     try:

@@ -45,7 +45,7 @@ from realhf.scheduler.base import (
 )
 from realhf.scheduler.failure import failure_cause
 from realhf.scheduler.local import LocalScheduler
-from realhf.transport.descriptors import allow_many_connections
+from realhf.transport.network.sockets import allow_many_connections
 
 JOB, MASTER = "job", "master"
 REJOIN_S = 15.0

@@ -14,7 +14,7 @@ from realhf.cluster.messages import OF_DOOR, HostHello, Message, Welcome, packed
 from realhf.cluster.own_host import made_of
 from realhf.transport.envelope import pack_header, pack_payload, unpack_header
 from realhf.transport.network.curve import connect_encrypted
-from realhf.transport.network.versions import own_versions
+from realhf.transport.network.handshake import own_versions
 from tests.cluster.key_ring import KeyRing
 
 ANSWER_S = 60.0

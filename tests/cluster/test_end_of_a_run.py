@@ -102,15 +102,16 @@ def test_a_host_that_never_answers_delays_the_end_by_some_seconds(opened: OpenDo
     assert heard(agent, "over")
 
 
-def slowed(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def slowed(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the door take a millisecond for each message."""
-    taken = getattr(Door, name)
+    listener = door._listener  # pyright: ignore[reportPrivateUsage]
+    taken = listener._take  # pyright: ignore[reportPrivateUsage]
 
-    def slow(self: Door, *message: Any) -> None:
+    def slow(*message: Any) -> None:
         time.sleep(0.001)
-        taken(self, *message)
+        taken(*message)
 
-    monkeypatch.setattr(Door, name, slow)
+    monkeypatch.setattr(listener, "_take", slow)
 
 
 @pytest.mark.slow
@@ -118,8 +119,7 @@ def test_a_host_that_sends_faster_than_the_door_reads_does_not_hold_it_open(
     opened: OpenDoor, monkeypatch: pytest.MonkeyPatch
 ):
     """The door went on to read, told nobody that the run was over, and kept its port. Here it is slow."""
-    for name in ("_take", "_parted"):
-        slowed(monkeypatch, name)
+    slowed(opened.door, monkeypatch)
     quiet = opened.agent("a").join()
     words = [sys.executable, "-c", FLOOD, opened.door.endpoint, str(opened.keys.file_of("flood"))]
     floods = subprocess.Popen(words, stdout=subprocess.PIPE, cwd=Path(__file__).resolve().parents[2])
@@ -153,7 +153,7 @@ def test_who_comes_when_the_door_closes_is_not_welcomed(opened: OpenDoor):
         agent.hello()
         time.sleep(0.2)  # the door has its hello, and waits for the lock as it would for a launcher that closes it
         door._closing = True  # pyright: ignore[reportPrivateUsage]
-    door._thread.join(ANSWER_S)  # pyright: ignore[reportPrivateUsage]
+    door._listener.close()  # pyright: ignore[reportPrivateUsage]
     while (found := agent.heard()) is not None:
         assert not isinstance(found[1], Welcome)
     assert not door.events()

@@ -24,8 +24,7 @@ from realhf.api.calls import (
 )
 from realhf.dataflow.rollouts.control import RolloutControl
 from realhf.transport.network.network import LOOPBACK, Network
-from realhf.transport.service.loop import LoopServiceServer
-from realhf.transport.service.server import Request
+from realhf.transport.service.server import LoopServiceServer, Request
 
 MAX_LEASES = 4096
 MAX_HOLD_S = 60.0

@@ -1,16 +1,22 @@
-"""Watches how a connection comes up, so that a refused key or a closed way has a name."""
+"""Watches how a connection comes up, so that a refused key, a closed way or another version has a name."""
 
 from __future__ import annotations
 
+import os
+import sys
 from typing import Any
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+import realhf
+from realhf.transport.envelope import PROTOCOL
+
 REACHED_WITHIN_S = 8.0
 """How long the way to a listener may take: it listens before anybody learns its endpoint."""
 FAILED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 _EVENTS = FAILED | zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
+_ENDS = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
 _MECHANISM_MISMATCH = zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH
 HUNG_UP = 3
 """After as many handshakes that the listener broke off without a word it will break off the next one, too."""
@@ -28,13 +34,15 @@ def refusal(event: int, value: int) -> str:
 
 
 class HandshakeWatch:
-    """Follows a socket that is about to connect. Use it on the thread of the socket, and close it before that."""
+    """Follows a socket that is about to connect. Use it on the thread of the socket, and close it before that.
+    ``ends``: take note of the end of a connection, too. A listener listens before anyone learns its endpoint, so a
+    connection that is refused means a dead one as well."""
 
-    def __init__(self, socket: zmq.Socket[Any]) -> None:
+    def __init__(self, socket: zmq.Socket[Any], *, ends: bool = False) -> None:
         self._socket = socket
         self._hung_up = 0
-        self.monitor = socket.get_monitor_socket(_EVENTS)
-        self.reached = False
+        self.monitor = socket.get_monitor_socket(_EVENTS | (_ENDS if ends else 0))
+        self.reached = self.ended = False
         self.greeted = False
         self.why = ""
 
@@ -49,6 +57,7 @@ class HandshakeWatch:
             found = recv_monitor_message(self.monitor)
             event, value = int(found["event"]), int(found["value"])
             self.reached = True
+            self.ended = self.ended or bool(event & _ENDS)
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self.greeted, self.why, self._hung_up = True, "", 0
             elif why := refusal(event, value):
@@ -67,3 +76,22 @@ def unreached() -> str:
         f"was not reached within {REACHED_WITHIN_S:g} s: nothing answers there, or a firewall lies between "
         "(network.bind, network.advertise)"
     )
+
+
+def own_versions() -> dict[str, str]:
+    """Return the versions that must be the same in all processes of a run: package, Python (without its last number)
+    and protocol."""
+    python = f"{sys.version_info.major}.{sys.version_info.minor}"
+    return {"realhf": realhf.__version__, "Python": python, "protocol": str(PROTOCOL)}
+
+
+def differences(theirs: Any, host: str) -> str:
+    """Say how the versions of a process on ``host`` differ from those here, with both; empty if they do not."""
+    own, here = own_versions(), os.uname().nodename
+    other = theirs if isinstance(theirs, dict) else {}
+    found = [
+        f"{name} {other.get(name, 'of an unknown version')!s:.40} on {host:.80}, {version} on {here}"
+        for name, version in own.items()
+        if other.get(name) != version
+    ]
+    return "; ".join(found)

@@ -20,11 +20,11 @@ import zmq
 
 from realhf.base.host_load import HostLoad
 from realhf.base.process_id import host_token, open_process
-from realhf.transport.envelope import field, pack_header, unpack_header
-from realhf.transport.errors import MasterLost, ProtocolError
+from realhf.transport.envelope import field, pack_header
+from realhf.transport.errors import MasterLost
 from realhf.transport.network.network import Network
-from realhf.transport.own_pauses import OwnPauses, excused
-from realhf.transport.waker import Waker
+from realhf.transport.network.sockets import Listener, Waker, dealer
+from realhf.transport.pause_detector import PauseDetector, excused
 
 _log = logging.getLogger(__name__)
 
@@ -55,18 +55,26 @@ class HeartbeatServer:
         self._run_id = run_id
         self._interval_s, self._dead_after_s = interval_s, dead_after_s
         self._on_death = on_death
-        self._socket = context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self.endpoint = network.listen(self._socket)  # First: an address that cannot be had leaves nothing behind.
+        # First: an address that cannot be had leaves nothing behind.
+        self._listener = Listener(
+            "heartbeat",
+            context,
+            network.listen,
+            self._answer_ping,
+            after=self._look,
+            every_s=interval_s / 2,
+            owned=False,
+            linger_ms=0,
+        )
+        self.endpoint = self._listener.endpoint
         self._watched: dict[bytes, _Watched] = {}
         self._processes = select.epoll()
         self._sessions: dict[int, bytes] = {}
         self._look_at = 0.0
         self._lock = threading.Lock()
-        self._waker = Waker()
-        self._stopping = False
-        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
-        self._thread.start()
+        self._pauses = PauseDetector(interval_s / 2)
+        self._listener.also = (self._processes.fileno(),)
+        self._listener.start()
 
     def watch(self, name: str, session: bytes, *, pid: int, started: int, host: str) -> None:
         """Begin to watch a worker. Raises ProcessLookupError when it is gone already."""
@@ -103,29 +111,18 @@ class HeartbeatServer:
 
     def close(self) -> None:
         """Stop the thread and release the socket and all descriptors."""
-        self._stopping = True
-        self._waker.wake()
-        self._thread.join(timeout=5)
+        self._listener.close()
         for session in list(self._watched):
             self.forget(session)
         self._processes.close()
-        self._socket.close(0)
-        self._waker.close()
 
-    def _run(self) -> None:
-        poller = zmq.Poller()
-        for source in (self._socket, self._waker.fileno(), self._processes.fileno()):
-            poller.register(source, zmq.POLLIN)
-        pauses = OwnPauses(self._interval_s / 2)
-        while not self._stopping:
-            ready = dict(poller.poll(int(self._interval_s * 500)))
-            if paused_s := pauses.look():
-                self._excuse(paused_s)
-            if self._socket in ready:
-                self._answer_pings()
-            if self._processes.fileno() in ready:
-                self._report_ended()
-            self._check_silence()
+    def _look(self) -> None:
+        # Silence counts up to this moment: a pause that begins below is known at the next look.
+        now = time.monotonic()
+        if paused_s := self._pauses.look():
+            self._excuse(paused_s)
+        self._check_silence(now)
+        self._report_ended()
 
     def _report_ended(self) -> None:
         """Report workers whose process has ended. The descriptors are read under the lock: one that is no longer
@@ -135,27 +132,16 @@ class HeartbeatServer:
         for session in ended:
             self._report(session, "its process ended")
 
-    def _answer_pings(self) -> None:
-        while True:
-            try:
-                identity, frame = self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
+    def _answer_ping(self, identity: bytes, header: dict[str, Any], payload: list[bytes]) -> None:
+        del payload
+        session, state = field(header, "session", bytes), field(header, "state", str)
+        with self._lock:
+            watched = self._watched.get(session)
+            if watched is None or header.get("run") != self._run_id:
                 return
-            except ValueError:
-                continue
-            try:
-                header = unpack_header(frame)
-                session, state = field(header, "session", bytes), field(header, "state", str)
-            except ProtocolError as error:
-                _log.warning("heartbeat dropped: %s", error)
-                continue
-            with self._lock:
-                watched = self._watched.get(session)
-                if watched is None or header.get("run") != self._run_id:
-                    continue
-                watched.seen, watched.state, watched.suspected = time.monotonic(), state, False
-                watched.load = HostLoad.from_list(header.get("load"))
-            self._socket.send_multipart([identity, pack_header("pong", self._run_id, session)], zmq.NOBLOCK)
+            watched.seen, watched.state, watched.suspected = time.monotonic(), state, False
+            watched.load = HostLoad.from_list(header.get("load"))
+        self._listener.send(identity, pack_header("pong", self._run_id, session))
 
     def _excuse(self, paused_s: float) -> None:
         """Count no silence for seconds in which this process did not listen."""
@@ -164,8 +150,7 @@ class HeartbeatServer:
             for watched in self._watched.values():
                 watched.seen = excused(watched.seen, paused_s)
 
-    def _check_silence(self) -> None:
-        now = time.monotonic()
+    def _check_silence(self, now: float) -> None:
         if now < self._look_at:
             return
         self._look_at = now + self._interval_s / 4
@@ -233,8 +218,7 @@ class HeartbeatClient:
         self._waker.close()
 
     def _run(self) -> None:
-        with self._context.socket(zmq.DEALER) as socket:
-            socket.setsockopt(zmq.LINGER, 0)
+        with dealer(self._context) as socket:
             self._network.connect(socket, self._endpoint)
             self._beat(socket)
 
@@ -245,7 +229,7 @@ class HeartbeatClient:
                 poller.register(source, zmq.POLLIN)
         heard = time.monotonic()
         next_ping = heard
-        pauses = OwnPauses(self._interval_s)
+        pauses = PauseDetector(self._interval_s)
         while not self._stopping:
             now = time.monotonic()
             if now >= next_ping:

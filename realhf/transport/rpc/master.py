@@ -30,9 +30,9 @@ from realhf.transport.errors import (
     RpcTimeout,
     WorkerDied,
 )
-from realhf.transport.inbox import take_all
+from realhf.transport.network.handshake import differences
 from realhf.transport.network.network import LOOPBACK, Network, require_loopback
-from realhf.transport.network.versions import differences
+from realhf.transport.network.sockets import LoopListener
 from realhf.transport.rpc.call_lane import CallLane, PendingCall, remote_error
 from realhf.transport.rpc.heartbeat import HeartbeatServer
 from realhf.transport.rpc.roster import WorkerInfo
@@ -53,7 +53,6 @@ _log = logging.getLogger(__name__)
 
 BYE_TIMEOUT_S = 3.0
 """How long ``close`` waits for the workers' answers to its bye."""
-LINGER_MS = 500
 BROKEN_S = 1.0
 """A worker whose connection is gone has ended, which is seen within this time, or lives and cannot be reached."""
 
@@ -113,38 +112,46 @@ class RpcMaster:
         self._closing = False
         self.roster: dict[str, WorkerInfo] = {}
         self.news = RosterNews(self.roster, self._unlisted, self._tell)
-        self.dropped_messages = 0
         self.endpoint = ""
 
     async def start(self) -> None:
         """Bind the sockets. Raises RpcError when the address is taken, NetworkError when it is not of this host; then
         nothing is left open."""
         self._loop = asyncio.get_running_loop()
-        self._context = self._network.context()
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._socket.setsockopt(zmq.LINGER, LINGER_MS)
-        self._socket.setsockopt(zmq.SNDHWM, envelope.HIGH_WATER_MARK)
-        self._socket.setsockopt(zmq.RCVHWM, envelope.HIGH_WATER_MARK)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, envelope.MAX_PAYLOAD_BYTES)
+        context = self._network.context()
         try:
-            endpoint = self._network.listen(self._socket, self._bind)
+            # The heartbeat comes first: when it cannot listen, the loop knows nothing of a socket yet.
             self._heartbeat = HeartbeatServer(
                 self._run_id,
-                self._context,
+                context,
                 self._network,
                 interval_s=self._heartbeat_s,
                 dead_after_s=self._dead_after_s,
                 on_death=self._death_seen,
             )
+            try:
+                self._listener = LoopListener(
+                    "the master",
+                    context,
+                    lambda socket: self._network.listen(socket, self._bind),
+                    self._dispatch,
+                    self._of_other_protocol,
+                    mandatory=True,
+                )
+            except BaseException:
+                self._heartbeat.close()
+                raise
         except BaseException as error:
-            self._context.destroy(0)
+            context.destroy(0)
             if isinstance(error, AddressTaken):
                 raise RpcError(f"the master: {error}") from None
             raise
-        self.endpoint = endpoint
-        self._loop.add_reader(self._socket.FD, self._drain)
-        self._loop.call_soon(self._drain)
+        self.endpoint = self._listener.endpoint
+
+    @property
+    def dropped_messages(self) -> int:
+        """Number of messages that came and were none, or answers that nobody waits for any more."""
+        return self._listener.dropped_messages
 
     async def wait_for(self, names: Iterable[str], timeout_s: float) -> None:
         """Wait until all these workers have registered. Raises RpcTimeout naming the missing ones, or WorkerDied when
@@ -200,10 +207,8 @@ class RpcMaster:
         for name in list(self._peers):
             self._remove(name, "the master is closing")
         self.news.close()
-        self._loop.remove_reader(self._socket.FD)
         self._heartbeat.close()
-        self._socket.close(LINGER_MS)
-        self._context.term()
+        await self._listener.close()
 
     def fail_worker(self, name: str, reason: str) -> None:
         """Declare a worker dead, e.g. because its supervisor saw it exit. For a worker that is not known to be alive,
@@ -265,7 +270,7 @@ class RpcMaster:
         header = pack_header("request", self._run_id, peer.session, id=request_id, no=no, **said)
         identity = peer.ordered if no else peer.control
         try:
-            self._socket.send_multipart([identity, header, pack_payload(payload)], zmq.NOBLOCK)
+            self._listener.send(identity, header, pack_payload(payload))
         except zmq.ZMQError as error:
             if error.errno == zmq.EHOSTUNREACH:
                 # ZeroMQ may connect anew by itself, and the worker live on: nothing that is said to it here arrives.
@@ -278,28 +283,14 @@ class RpcMaster:
         self._pending[request_id] = entry
         peer.lane(entry).add(entry)
         future.add_done_callback(lambda done: self._give_up(entry) if done.cancelled() else None)
-        self._after_send()
 
     def _say(self, identity: bytes, session: bytes, kind: str, *payload: bytes, **fields: Any) -> None:
         """Send a control message; a peer that is gone is noticed by its heartbeat."""
         header = pack_header(kind, self._run_id, session, **fields)
         with contextlib.suppress(zmq.ZMQError):
-            self._socket.send_multipart([identity, header, *payload], zmq.NOBLOCK)
-        self._after_send()
-
-    def _after_send(self) -> None:
-        # Sending may consume the event by which the descriptor announces an incoming message.
-        if self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:  # pyright: ignore[reportOperatorIssue]
-            self._loop.call_soon(self._drain)
+            self._listener.send(identity, header, *payload)
 
     # ---- receiving
-
-    def _drain(self) -> None:
-        take_all(self._socket, self._dispatch, self._drop, self._of_other_protocol)
-
-    def _drop(self, why: str) -> None:
-        self.dropped_messages += 1
-        _log.warning("message dropped: %s", why)
 
     def _of_other_protocol(self, identity: bytes, header: dict[str, Any]) -> None:
         """Refuse a worker of another version; it reads at least the version of the answer."""
@@ -330,7 +321,7 @@ class RpcMaster:
     def _answer(self, header: dict[str, Any], session: bytes, payload: list[bytes]) -> None:
         entry = self._pending.get(envelope.field(header, "id", bytes))
         if entry is None:
-            self.dropped_messages += 1
+            self._listener.dropped_messages += 1
             return
         if self._peers[entry.worker].session != session:
             raise ProtocolError(f"reply for worker {entry.worker!r} from a previous process")
@@ -428,7 +419,7 @@ class RpcMaster:
             self._loop.call_soon_threadsafe(self._confirm_death, name, session, reason)
 
     def _confirm_death(self, name: str, session: bytes, reason: str) -> None:
-        self._drain()
+        self._listener.drain()
         if name in self._peers and self._peers[name].session == session and not self._closing:
             self.fail_worker(name, reason)
 

@@ -24,12 +24,11 @@ from realhf.base.process_id import host_token, start_time
 from realhf.transport import envelope
 from realhf.transport.envelope import pack_header, pack_payload, unpack_header, unpack_payload
 from realhf.transport.errors import LOST_MASTER, CallCancelled, MasterLost, ProtocolError, RpcTimeout
-from realhf.transport.network.greeting import greeted
+from realhf.transport.network.handshake import own_versions
 from realhf.transport.network.network import LOOPBACK, Network
-from realhf.transport.network.versions import own_versions
+from realhf.transport.network.sockets import Waker, dealer, greeted
 from realhf.transport.rpc.heartbeat import HeartbeatClient
 from realhf.transport.rpc.roster import WorkerInfo
-from realhf.transport.waker import Waker
 
 __all__ = ["MasterLost", "ProtocolError", "RpcTimeout", "RpcWorker"]
 
@@ -174,11 +173,7 @@ class RpcWorker:
     # ---- connecting
 
     def _socket(self, context: zmq.Context[Any]) -> zmq.Socket[bytes]:
-        socket = context.socket(zmq.DEALER)
-        socket.setsockopt(zmq.LINGER, LINGER_MS)
-        socket.setsockopt(zmq.SNDHWM, envelope.HIGH_WATER_MARK)
-        socket.setsockopt(zmq.RCVHWM, envelope.HIGH_WATER_MARK)
-        socket.setsockopt(zmq.MAXMSGSIZE, envelope.MAX_PAYLOAD_BYTES)
+        socket = dealer(context, linger_ms=LINGER_MS)
         socket.setsockopt(zmq.RECONNECT_IVL, 20)
         return socket
 

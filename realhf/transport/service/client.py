@@ -1,22 +1,25 @@
-"""Sends requests to a ``ServiceServer``, many at once, from one event loop."""
+"""Sends requests to a ``ServiceServer``, many at once: from an event loop, or from code that blocks."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import itertools
+import threading
+from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any, TypeVar
 
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from realhf.base.messages import Call, Message
 from realhf.transport import envelope
-from realhf.transport.envelope import pack_header, pack_payload, unpack_header, unpack_payload
-from realhf.transport.errors import NetworkError, PeerLost, ProtocolError, RpcTimeout, TransportError
-from realhf.transport.network.handshake import FAILED, REACHED_WITHIN_S, refusal, unreached
+from realhf.transport.envelope import pack_header, pack_payload, unpack_payload
+from realhf.transport.errors import PeerLost, RpcTimeout, TransportError
+from realhf.transport.event_loop import new_event_loop
 from realhf.transport.network.network import LOOPBACK, Network
+from realhf.transport.network.sockets import LoopDealer
 
+_GRACE_S = 5.0
 Q = TypeVar("Q", bound=Message)
 A = TypeVar("A", bound=Message)
 
@@ -39,45 +42,23 @@ class ServiceClient:
 
     def __init__(self, endpoint: str, peer: str, client: str, run_id: str, network: Network = LOOPBACK) -> None:
         self.endpoint, self._peer, self._client, self._run_id = endpoint, peer, client, run_id
-        self._loop = asyncio.get_running_loop()
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._numbers = itertools.count(1)
         self.lost = False
-        self._closed = self._reached = False
         self._why = ""
-        self._context = zmq.Context(io_threads=1)
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.SNDHWM, envelope.HIGH_WATER_MARK)
-        self._socket.setsockopt(zmq.RCVHWM, envelope.HIGH_WATER_MARK)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, envelope.MAX_PAYLOAD_BYTES)
-        # A server listens before anyone learns its endpoint, so a refused connection (closed) means a dead server too.
-        watched = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
-        if network.protected:
-            watched |= FAILED | zmq.EVENT_CONNECTED
-        self._monitor = self._socket.get_monitor_socket(watched)
-        try:
-            network.connect(self._socket, endpoint)
-        except NetworkError:
-            self._end()
-            raise
-        self._loop.add_reader(self._socket.FD, self._drain)
-        self._loop.add_reader(self._monitor.FD, self._watch)
-        self._loop.call_soon(self._watch)
-        self._deadline = self._loop.call_later(REACHED_WITHIN_S, self._too_late) if network.protected else None
+        self._dealer = LoopDealer(endpoint, network, self._answer, self._lose)
 
     async def request(self, method: str, payload: Any, *, timeout_s: float) -> Any:
         """Send a request and return the answer. Raises ServiceError with the server's own text, PeerLost or
         RpcTimeout."""
-        if self.lost or self._closed:
+        if self.lost or self._dealer.closed:
             raise PeerLost(f"{self._peer} at {self.endpoint} {self._why or 'is gone'}")
         number = next(self._numbers)
-        future: asyncio.Future[Any] = self._loop.create_future()
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._waiting[number] = future
         header = pack_header("request", self._run_id, b"", id=number, method=method, client=self._client)
         try:
-            self._socket.send_multipart([header, pack_payload(payload)], zmq.NOBLOCK)
-            self._after_send()
+            self._dealer.send(header, pack_payload(payload))
             async with asyncio.timeout(timeout_s):
                 return await future
         except zmq.Again:
@@ -94,35 +75,9 @@ class ServiceClient:
 
     def close(self) -> None:
         """Close the connection; requests in flight fail with PeerLost."""
-        if self._closed:
-            return
-        self._closed = True
-        self._fail_all("was closed here")
-        if self._deadline is not None:
-            self._deadline.cancel()
-        self._loop.remove_reader(self._socket.FD)
-        self._loop.remove_reader(self._monitor.FD)
-        self._end()
-
-    def _end(self) -> None:
-        self._socket.disable_monitor()
-        self._monitor.close(0)
-        self._socket.close(0)
-        self._context.term()
-
-    def _after_send(self) -> None:
-        # Sending may consume the event by which the descriptor announces an incoming message.
-        if self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:  # pyright: ignore[reportOperatorIssue]
-            self._loop.call_soon(self._drain)
-
-    def _drain(self) -> None:
-        while not self._closed:
-            try:
-                frame, *payload = self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            with contextlib.suppress(ProtocolError):
-                self._answer(unpack_header(frame), payload)
+        if not self._dealer.closed:
+            self._fail_all("was closed here")
+            self._dealer.close()
 
     def _answer(self, header: dict[str, Any], payload: list[bytes]) -> None:
         future = self._waiting.get(envelope.field(header, "id", int))
@@ -134,30 +89,70 @@ class ServiceClient:
         else:
             future.set_exception(ServiceError(str(value["type"]), str(value["message"])))
 
-    def _watch(self) -> None:
-        while not self._closed:
-            try:
-                event = recv_monitor_message(self._monitor, zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            self._reached = True
-            if event["event"] == zmq.EVENT_CONNECTED:
-                continue
-            self._why = self._why or refusal(event["event"], event["value"])
-            self._drain()
-            self._lose(self._why or "closed the connection")
-
-    def _too_late(self) -> None:
-        self._watch()
-        if not self._reached:
-            self._why = unreached()
-            self._lose(self._why)
-
     def _lose(self, reason: str) -> None:
-        self.lost = True
+        self.lost, self._why = True, self._why or reason
         self._fail_all(reason)
 
     def _fail_all(self, reason: str) -> None:
         for future in self._waiting.values():
             if not future.done():
                 future.set_exception(PeerLost(f"{self._peer} at {self.endpoint} {reason}"))
+
+
+class BlockingServiceClient:
+    """Is a ``ServiceClient`` with an event loop of its own, for code that blocks: the same arguments, the same errors;
+    any thread may use it."""
+
+    def __init__(self, endpoint: str, peer: str, client: str, run_id: str, network: Network = LOOPBACK) -> None:
+        self._peer = peer
+        self._lock = threading.Lock()
+        self._closed = False
+        self._loop = new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name=f"client of {peer}", daemon=True)
+        self._thread.start()
+        self._client = self._on_loop(self._make(endpoint, peer, client, run_id, network), _GRACE_S)
+
+    def request(self, method: str, payload: Any, *, timeout_s: float) -> Any:
+        """See ``ServiceClient.request``."""
+        return self._on_loop(self._client.request(method, payload, timeout_s=timeout_s), timeout_s + _GRACE_S)
+
+    def ask(self, call: Call[Q, A], request: Q, *, timeout_s: float) -> A:
+        """See ``ServiceClient.ask``."""
+        return self._on_loop(self._client.ask(call, request, timeout_s=timeout_s), timeout_s + _GRACE_S)
+
+    def close(self) -> None:
+        """Close the client; requests in flight fail with PeerLost."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            ended = asyncio.run_coroutine_threadsafe(self._end(), self._loop)
+        with contextlib.suppress(FutureTimeout):
+            ended.result(_GRACE_S)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(_GRACE_S)
+        if not self._thread.is_alive():
+            self._loop.close()
+
+    async def _end(self) -> None:
+        """End the requests, and let their callers learn of it, before the loop stops."""
+        self._client.close()
+        requests = asyncio.all_tasks() - {asyncio.current_task()}
+        await asyncio.gather(*requests, return_exceptions=True)
+
+    @staticmethod
+    async def _make(endpoint: str, peer: str, client: str, run_id: str, network: Network) -> ServiceClient:
+        return ServiceClient(endpoint, peer, client, run_id, network)
+
+    def _on_loop(self, coroutine: Any, timeout_s: float) -> Any:
+        with self._lock:
+            if self._closed:
+                coroutine.close()
+                raise PeerLost(f"the client of {self._peer} is closed")
+            future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            return future.result(timeout_s)
+        except RpcTimeout:
+            raise
+        except FutureTimeout:
+            raise RpcTimeout(f"{self._peer} did not answer within {timeout_s:g} s") from None

@@ -1,4 +1,4 @@
-"""Implements the sending end of the push stream, on an event loop."""
+"""Implements the sending end of the push stream, on an event loop: to one receiver, or spread over several."""
 
 from __future__ import annotations
 
@@ -7,22 +7,23 @@ import collections
 import logging
 import os
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import zmq
 
-from realhf.transport.envelope import HIGH_WATER_MARK, MAX_HEADER_BYTES, pack_header
+from realhf.transport.envelope import MAX_HEADER_BYTES, pack_header
 from realhf.transport.errors import ProtocolError
-from realhf.transport.network.handshake import REACHED_WITHIN_S, HandshakeWatch, unreached
 from realhf.transport.network.network import LOOPBACK, Network
+from realhf.transport.network.sockets import LoopDealer
 from realhf.transport.stream.push_stream import Ack, StreamFailed, check_frames, pack_probe, pack_sample, read_ack
 
 _log = logging.getLogger(__name__)
 
 PROBE_BACKOFF = 10
 """Longest interval between two probes, in multiples of ``probe_s``."""
-LINGER_MS = 500
 Buffer = bytes | memoryview
 
 
@@ -58,12 +59,6 @@ class StreamProducer:
         self._session = os.urandom(16)
         self._loop = asyncio.get_running_loop()
         self._failure = ""
-        self._context = network.context()
-        try:
-            self._connect(network)
-        except BaseException:
-            self._context.destroy(0)
-            raise
         self._spool: dict[int, _Spooled] = {}
         self._seq = self._up_to = 0
         self._granted = self._reserved = 0
@@ -74,28 +69,16 @@ class StreamProducer:
         self._probe_after = probe_s
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
-        self.dropped_messages = 0
         self.resent_messages = 0
-        self._loop.add_reader(self._back.fileno(), self._read_acks)
-        self._limit: asyncio.TimerHandle | None = None
-        if self._watch is not None:
-            self._loop.add_reader(self._watch.monitor.FD, self._look)
-            self._loop.call_soon(self._look)
-            self._limit = self._loop.call_later(REACHED_WITHIN_S, self._too_late)
+        self._dealer = LoopDealer(
+            endpoint, network, self._read_ack, self._fail, lasting=True, most_bytes=MAX_HEADER_BYTES, ahead=0
+        )
         self._probe()
-        self._read_acks()
 
-    def _connect(self, network: Network) -> None:
-        self._back = self._context.socket(zmq.PULL)
-        self._back.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
-        self._back.setsockopt(zmq.MAXMSGSIZE, MAX_HEADER_BYTES)
-        self.ack_endpoint = network.listen(self._back)
-        self._out = self._context.socket(zmq.PUSH)
-        self._out.setsockopt(zmq.SNDHWM, 0)
-        self._out.setsockopt(zmq.RECONNECT_IVL, 20)
-        self._out.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
-        self._watch = HandshakeWatch(self._out) if network.protected else None
-        network.connect(self._out, self._endpoint)
+    @property
+    def dropped_messages(self) -> int:
+        """Number of messages that came and were no acks."""
+        return self._dealer.dropped_messages
 
     @property
     def unacked(self) -> int:
@@ -127,7 +110,7 @@ class StreamProducer:
         self._seq = seq
         self._spool[seq] = spooled
         self._drained.clear()
-        self._send([header, *spooled.frames])
+        self._send(header, *spooled.frames)
         self._arm()
 
     async def drain(self, timeout_s: float) -> bool:
@@ -151,16 +134,9 @@ class StreamProducer:
                 waiter.set_exception(StreamFailed(self.failure))
         self._on_change()
         self._drained.set()
-        self._loop.remove_reader(self._back.fileno())
-        if self._watch is not None and self._limit is not None:
-            self._limit.cancel()
-            self._loop.remove_reader(self._watch.monitor.FD)
-            self._watch.close()
         if not self._spool:
-            self._send([pack_header("bye", self._run_id, self._session, name=self._name)])
-        self._back.close(0)
-        self._out.close(LINGER_MS)
-        await asyncio.to_thread(self._context.term)
+            self._send(pack_header("bye", self._run_id, self._session, name=self._name))
+        await self._dealer.finish()
 
     # ---- credits
 
@@ -201,31 +177,6 @@ class StreamProducer:
             f" ({self.unacked} messages are not acked, {heard})"
         )
 
-    # ---- the connection, where there are keys
-
-    def _look(self) -> None:
-        if self._watch is not None:
-            self._watch.look()
-            if self._watch.refused:
-                self._fail(self._watch.refused)
-
-    def _too_late(self) -> None:
-        if self._watch is None or self._heard:
-            return
-        self._look()
-        if self._failure:
-            return
-        if not self._watch.reached:
-            self._fail(unreached())
-            return
-        _log.error(
-            "the stream receiver at %s was reached, but no answer of it came to %s in %g s: a firewall lies between, "
-            "or it is busy",
-            self._endpoint,
-            self.ack_endpoint,
-            REACHED_WITHIN_S,
-        )
-
     def _fail(self, why: str) -> None:
         self._failure = f"the stream receiver at {self._endpoint} {why}"
         while self._waiters:
@@ -236,9 +187,9 @@ class StreamProducer:
 
     # ---- sending
 
-    def _send(self, frames: Sequence[Buffer]) -> None:
+    def _send(self, *frames: Buffer) -> None:
         try:
-            self._out.send_multipart(frames, zmq.NOBLOCK, copy=False)
+            self._dealer.send(*frames, copy=False)
         except zmq.Again:
             _log.debug("a message to %s waits for the next probe", self._endpoint)
 
@@ -247,15 +198,13 @@ class StreamProducer:
             self._run_id,
             self._session,
             self._name,
-            self.ack_endpoint,
             base=self._up_to + 1,
             seq=seq,
             sample=(spooled.id, spooled.attempt),
         )
 
     def _probe(self) -> None:
-        base, back = self._up_to + 1, self.ack_endpoint
-        self._send([pack_probe(self._run_id, self._session, self._name, back, base=base, sent=self._seq)])
+        self._send(pack_probe(self._run_id, self._session, self._name, base=self._up_to + 1, sent=self._seq))
         self._arm()
 
     def _arm(self) -> None:
@@ -270,24 +219,13 @@ class StreamProducer:
 
     # ---- hearing
 
-    def _read_acks(self) -> None:
-        """Read all acks that have arrived: the descriptor reports a change once, not every message."""
-        while not self._closed:
-            try:
-                frames = self._back.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            try:
-                ack = read_ack(frames, self._run_id)
-                if ack.to != self._session:
-                    raise ProtocolError("an ack for an earlier start of this producer")
-                if ack.up_to > self._seq:
-                    raise ProtocolError(f"an ack of message {ack.up_to}, {self._seq} were sent")
-            except (ProtocolError, ValueError) as error:
-                self.dropped_messages += 1
-                _log.warning("message that is no ack dropped: %s", error)
-                continue
-            self._take(ack)
+    def _read_ack(self, header: dict[str, Any], payload: list[bytes]) -> None:
+        ack = read_ack(header, payload, self._run_id)
+        if ack.to != self._session:
+            raise ProtocolError("an ack for an earlier start of this producer")
+        if ack.up_to > self._seq:
+            raise ProtocolError(f"an ack of message {ack.up_to}, {self._seq} were sent")
+        self._take(ack)
 
     def _take(self, ack: Ack) -> None:
         self._heard = time.monotonic()
@@ -297,7 +235,7 @@ class StreamProducer:
         safe = [self._spool.pop(seq) for seq in done]
         missing = [seq for seq in range(max(ack.received, self._up_to) + 1, min(ack.sent, self._seq) + 1)]
         for seq in missing:
-            self._send([self._sample_header(seq, self._spool[seq]), *self._spool[seq].frames])
+            self._send(self._sample_header(seq, self._spool[seq]), *self._spool[seq].frames)
         self.resent_messages += len(missing)
         if safe or missing:
             self._restart_timer()
@@ -317,3 +255,78 @@ class StreamProducer:
             self._timer = None
         if self._spool or self._waiters:
             self._arm()
+
+
+class SpreadProducer:
+    """Pushes each sample to one of several receivers: of those that give credit to the one that it has sent the fewest
+    bytes. A sample stays with the stream that it was given to. Belongs to the event loop that runs when it is made."""
+
+    def __init__(
+        self,
+        endpoints: Sequence[str],
+        name: str,
+        run_id: str,
+        *,
+        network: Network = LOOPBACK,
+        on_ack: Callable[[tuple[str, int]], None] | None = None,
+        probe_s: float = 0.5,
+    ) -> None:
+        self._changed = asyncio.Event()
+        self._turn = asyncio.Lock()
+        self._streams = [
+            StreamProducer(
+                endpoint, name, run_id, network=network, on_ack=on_ack, on_change=self._changed.set, probe_s=probe_s
+            )
+            for endpoint in endpoints
+        ]
+        self.sent_bytes = [0] * len(endpoints)
+        # Producers begin with different receivers: each may have one sample to send.
+        first = zlib.crc32(name.encode()) % len(endpoints)
+        self._order = [*range(first, len(endpoints)), *range(first)]
+
+    @property
+    def unacked(self) -> int:
+        """Number of samples pushed that are not known to be safe."""
+        return sum(stream.unacked for stream in self._streams)
+
+    async def push(self, id: str, attempt: int, frames: Sequence[Buffer], *, timeout_s: float) -> None:
+        """Wait for a receiver that gives credit and send it the sample, as ``StreamProducer.push`` does. Callers take
+        turns. Raises TimeoutError (naming all receivers) when none gives credit, ProtocolError when the frames exceed
+        the limits of the wire, StreamFailed when the producer is closed or any receiver cannot be reached."""
+        nbytes = check_frames(frames)
+        try:
+            async with asyncio.timeout(timeout_s), self._turn:
+                number = await self._open()
+                self.sent_bytes[number] += nbytes
+                await self._streams[number].push(id, attempt, frames, timeout_s=timeout_s)
+        except TimeoutError:
+            raise TimeoutError("; ".join(stream.silence(timeout_s) for stream in self._streams)) from None
+
+    async def _open(self) -> int:
+        """Wait for credit of any receiver; return the number of the stream to take."""
+        while True:
+            self._changed.clear()
+            for stream in self._streams:
+                if stream.failure:
+                    raise StreamFailed(stream.failure)
+            ready = [number for number in self._order if self._streams[number].credits]
+            if ready:
+                return min(ready, key=self.sent_bytes.__getitem__)
+            await self._changed.wait()
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Wait until every sample is acked; return False when some are not after ``timeout_s`` seconds."""
+        return all(await asyncio.gather(*(stream.drain(timeout_s) for stream in self._streams)))
+
+    async def close(self) -> None:
+        """Close every stream."""
+        await asyncio.gather(*(stream.close() for stream in self._streams))
+
+
+def open_stream(
+    endpoints: Sequence[str], name: str, run_id: str, network: Network = LOOPBACK
+) -> StreamProducer | SpreadProducer:
+    """Return the stream of a producer to the receivers that there are."""
+    if len(endpoints) == 1:
+        return StreamProducer(endpoints[0], name, run_id, network=network)
+    return SpreadProducer(endpoints, name, run_id, network=network)

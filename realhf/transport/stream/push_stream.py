@@ -1,11 +1,11 @@
 """Defines the wire of the push stream: samples from many producers to one receiver.
 
-A producer pushes *sample* messages, numbered from 1 per session (one start of a producer), to a socket the receiver
-binds. The receiver pushes *acks* back to a socket the producer binds, whose address travels in every header. An ack
-says which messages are done (``up_to``: all up to this number), which have arrived (``received``), and how many may be
-on their way at once (``credits``). A *probe* asks for an ack and says how much has been sent, so a loss on the way
-shows without sending anything twice; ``base`` (the lowest number not acked) lets a new receiver take up the count.
-*bye* ends a session. All headers are those of ``realhf.transport.envelope``.
+A producer pushes *sample* messages, numbered from 1 per session (one start of a producer), to the receiver, which sends
+*acks* back on the connection on which a session was heard of last. An ack says which messages are done (``up_to``: all
+up to this number), which have arrived (``received``), and how many may be on their way at once (``credits``). A *probe*
+asks for an ack and says how much has been sent, so a loss on the way shows without sending anything twice; ``base``
+(the lowest number not acked) lets a new receiver take up the count. *bye* ends a session. All headers are those of
+``realhf.transport.envelope``.
 
 Source: docs/reference/dataflow.md 9, StreamDataset.
 """
@@ -18,7 +18,7 @@ from typing import Any
 
 from realhf.api.sample import MAX_ID_BYTES
 from realhf.transport.codec import MAX_FRAME_BYTES, MAX_FRAMES, MAX_MESSAGE_BYTES
-from realhf.transport.envelope import field, pack_header, unpack_header
+from realhf.transport.envelope import field, pack_header
 from realhf.transport.errors import ProtocolError, TransportError
 
 MAX_NUMBER = 1 << 53
@@ -56,18 +56,14 @@ class Ack:
     credits: int
 
 
-def pack_sample(
-    run: str, session: bytes, name: str, back: str, *, base: int, seq: int, sample: tuple[str, int]
-) -> bytes:
+def pack_sample(run: str, session: bytes, name: str, *, base: int, seq: int, sample: tuple[str, int]) -> bytes:
     """Encode the header of a sample message; ``sample`` is its (id, attempt)."""
-    return pack_header(
-        "sample", run, session, name=name, back=back, base=base, seq=seq, id=sample[0], attempt=sample[1]
-    )
+    return pack_header("sample", run, session, name=name, base=base, seq=seq, id=sample[0], attempt=sample[1])
 
 
-def pack_probe(run: str, session: bytes, name: str, back: str, *, base: int, sent: int) -> bytes:
+def pack_probe(run: str, session: bytes, name: str, *, base: int, sent: int) -> bytes:
     """Encode a probe, which asks for an ack of the messages up to ``sent``."""
-    return pack_header("probe", run, session, name=name, back=back, base=base, sent=sent)
+    return pack_header("probe", run, session, name=name, base=base, sent=sent)
 
 
 def pack_ack(run: str, ack: Ack) -> bytes:
@@ -77,16 +73,15 @@ def pack_ack(run: str, ack: Ack) -> bytes:
     )
 
 
-def read_from_producer(frames: Sequence[Any], run: str) -> dict[str, Any]:
-    """Return the checked header of a sample, probe or bye message of this run. Raises ProtocolError."""
-    header = _header(frames, run)
+def check_from_producer(header: dict[str, Any], payload: Sequence[Any], run: str) -> None:
+    """Raise ProtocolError for what is no sample, probe or bye message of this run."""
+    _check_run(header, run)
     kind = header.get("kind")
     name = field(header, "name", str)
     if not name or len(name.encode(errors="replace")) > MAX_ID_BYTES:
         raise ProtocolError(f"bad producer name {name!r:.60}")
     if kind == "bye":
-        return header
-    field(header, "back", str)
+        return
     base = _number(header, "base", 1)
     if kind == "probe":
         _number(header, "sent", base - 1)
@@ -96,17 +91,16 @@ def read_from_producer(frames: Sequence[Any], run: str) -> dict[str, Any]:
         if len(field(header, "id", str).encode(errors="replace")) > MAX_ID_BYTES:
             raise ProtocolError(f"id {header['id']!r:.60} is longer than {MAX_ID_BYTES} bytes")
         _number(header, "attempt", 0)
-        check_frames(frames[1:])
+        check_frames(payload)
     else:
         raise ProtocolError(f"kind {kind!r:.60} is none of a producer")
-    return header
 
 
-def read_ack(frames: Sequence[Any], run: str) -> Ack:
+def read_ack(header: dict[str, Any], payload: Sequence[Any], run: str) -> Ack:
     """Return the checked ack in a message of this run. Raises ProtocolError."""
-    header = _header(frames, run)
-    if header.get("kind") != "ack" or len(frames) != 1:
-        raise ProtocolError(f"kind {header.get('kind')!r:.60} with {len(frames)} frames, expected a bare ack")
+    _check_run(header, run)
+    if header.get("kind") != "ack" or payload:
+        raise ProtocolError(f"kind {header.get('kind')!r:.60} with {len(payload)} frames, expected a bare ack")
     up_to = _number(header, "up_to", 0)
     return Ack(
         field(header, "to", bytes),
@@ -128,13 +122,11 @@ def check_frames(frames: Sequence[Any]) -> int:
     return sum(sizes)
 
 
-def _header(frames: Sequence[Any], run: str) -> dict[str, Any]:
-    header = unpack_header(frames[0])
+def _check_run(header: dict[str, Any], run: str) -> None:
     if header.get("run") != run:
         raise ProtocolError(f"message of run {header.get('run')!r:.60}, this is {run!r}")
     if len(field(header, "session", bytes)) != 16:
         raise ProtocolError("a session is 16 bytes")
-    return header
 
 
 def _number(header: dict[str, Any], name: str, lowest: int) -> int:

@@ -17,8 +17,6 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import zmq
-
 from realhf.api.sample import SequenceSample
 from realhf.base.process_id import host_token
 from realhf.transport import envelope
@@ -27,6 +25,7 @@ from realhf.transport.envelope import pack_header, pack_payload, unpack_header, 
 from realhf.transport.errors import AddressTaken, DataError, DataMissing, ProtocolError, TransportError
 from realhf.transport.network.addresses import host_of
 from realhf.transport.network.network import LOOPBACK, Network, require_loopback
+from realhf.transport.network.sockets import Listener
 from realhf.transport.network.tls import RunTls
 from realhf.transport.tensors.bulk_door import BulkDoor
 from realhf.transport.tensors.bulk_lane import BulkLane
@@ -37,7 +36,6 @@ from realhf.transport.tensors.shared_mapping import MappingCache
 from realhf.transport.tensors.shared_memory import SegmentPool, SegmentRef
 from realhf.transport.tensors.store import TensorStore
 from realhf.transport.tensors.target_memory import TargetMemory
-from realhf.transport.waker import Waker
 
 _log = logging.getLogger(__name__)
 
@@ -86,27 +84,31 @@ class DataPlane:
         self._peers: dict[str, PeerConnection] = {}
         self._peers_lock = threading.Lock()
         self._context = network.context()
-        self._waker = Waker()
+        self._listener: Listener | None = None
         self._stopping = False
-        self._thread: threading.Thread | None = None
         self.endpoint = ""
 
     def start(self) -> None:
         """Bind the socket and serve. Raises DataError when the address is taken."""
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._socket.setsockopt(zmq.SNDHWM, SENDERS_AHEAD)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, envelope.MAX_PAYLOAD_BYTES)
         try:
-            self.endpoint = self._network.listen(self._socket, self._bind)
+            self._listener = Listener(
+                f"the data plane of {self._name}",
+                self._context,
+                lambda socket: self._network.listen(socket, self._bind),
+                self._serve,
+                ahead=SENDERS_AHEAD,
+                mandatory=True,
+                linger_ms=0,
+                copy=False,
+                owned=False,
+            )
         except AddressTaken as error:
             raise DataError(f"{self._name} cannot serve tensors: {error}") from None
+        self.endpoint = self._listener.endpoint
         if self._door is not None:
             self._door.start()
         self._store.on_clear(self._forget)
-        self._thread = threading.Thread(target=self._serve, name="data-plane", daemon=True)
-        self._thread.start()
+        self._listener.start()
 
     def fetch(self, endpoint: str, ids: Sequence[str], keys: Sequence[str], timeout_s: float) -> SequenceSample:
         """Fetch values from a peer's store, with the ids in the given order.
@@ -127,13 +129,10 @@ class DataPlane:
     def close(self) -> None:
         """Stop serving and give up all shared memory and connections. The store is left as it is."""
         self._stopping = True
-        self._waker.wake()
         if self._door is not None:
             self._door.close()
-        if self._thread is not None:
-            self._thread.join(timeout=10)
-            self._thread = None
-            self._socket.close(0)
+        if self._listener is not None:
+            self._listener.close()
         with self._peers_lock:
             for peer in self._peers.values():
                 peer.close()
@@ -145,7 +144,6 @@ class DataPlane:
             self._segments_of.clear()
         if not self._context.closed:
             self._context.destroy(0)
-            self._waker.close()
 
     # ---- fetching
 
@@ -208,29 +206,14 @@ class DataPlane:
 
     # ---- serving
 
-    def _serve(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._waker.fileno(), zmq.POLLIN)
-        while not self._stopping:
-            if self._socket not in dict(poller.poll(10_000)):
-                continue
-            identity, *frames = self._socket.recv_multipart()
-            try:
-                header = unpack_header(frames[0])
-                if header.get("run") != self._run_id or header["kind"] not in ("fetch", "done"):
-                    raise ProtocolError(f"{header.get('kind')} of run {header.get('run')!r}")
-                request_id = envelope.field(header, "id", bytes)
-            except (ProtocolError, IndexError, KeyError) as error:
-                _log.warning("%s dropped a message: %s", self._name, error)
-                continue
-            answer = self._answer(request_id, header, frames[1:])
-            try:
-                self._socket.send_multipart([identity, *answer], zmq.NOBLOCK, copy=False)
-            except zmq.ZMQError as error:
-                _log.warning("%s could not answer a fetch: %s", self._name, error)
+    def _serve(self, identity: bytes, header: dict[str, Any], payload: list[Any]) -> None:
+        if header.get("run") != self._run_id or header.get("kind") not in ("fetch", "done"):
+            raise ProtocolError(f"{header.get('kind')!r:.60} of run {header.get('run')!r:.60}")
+        request_id = envelope.field(header, "id", bytes)
+        assert self._listener is not None
+        self._listener.send(identity, *self._answer(request_id, header, payload))
 
-    def _answer(self, request_id: bytes, asked: dict[str, Any], payload: list[bytes]) -> list[Any]:
+    def _answer(self, request_id: bytes, asked: dict[str, Any], payload: list[Any]) -> list[Any]:
         def header(kind: str, **fields: Any) -> bytes:
             return pack_header(kind, self._run_id, b"", id=request_id, **fields)
 

@@ -13,6 +13,7 @@ from realhf.transport.envelope import field, unpack_header
 from realhf.transport.errors import FetchTimeout, NetworkError, PeerLost
 from realhf.transport.network.handshake import FAILED, refusal
 from realhf.transport.network.network import LOOPBACK, Network
+from realhf.transport.network.sockets import dealer
 
 CONNECT_TIMEOUT_S = 8.0
 """How long a peer may take to accept a connection."""
@@ -25,9 +26,7 @@ class PeerConnection:
     def __init__(self, context: zmq.Context[Any], endpoint: str, network: Network = LOOPBACK) -> None:
         self._endpoint = endpoint
         self._lock = threading.Lock()
-        self._socket = context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, 1 << 30)
+        self._socket = dealer(context, most_bytes=1 << 30)
         self._socket.setsockopt(zmq.RCVHWM, 4)
         # A peer listens before anyone learns its endpoint, so a refused connection (closed) means a dead peer too.
         self._monitor = self._socket.get_monitor_socket(

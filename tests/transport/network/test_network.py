@@ -14,7 +14,6 @@ from realhf.transport.network.addresses import address_towards, host_of, on_loop
 from realhf.transport.network.keys import RunKeys
 from realhf.transport.network.network import LOOPBACK, Network
 from realhf.transport.rpc.master import RpcMaster
-from realhf.transport.stream.producer import StreamProducer
 
 KEYS = RunKeys.make()
 ELSEWHERE = "192.0.2.7"
@@ -163,7 +162,7 @@ def test_options_that_make_no_sense_together_are_refused(config, said):
     assert all(line.startswith(start) for line, start in zip(found, said, strict=True))
 
 
-@pytest.mark.parametrize("where", ["its address", "that of its heartbeats"])
+@pytest.mark.parametrize("where", ["that of its heartbeats", "its address"])
 async def test_a_master_that_cannot_listen_leaves_no_context_open(monkeypatch, where):
     """Its context, with the thread that looks at keys, stayed for as long as the process."""
     made, listened = [], []
@@ -171,7 +170,7 @@ async def test_a_master_that_cannot_listen_leaves_no_context_open(monkeypatch, w
 
     def failing(self, socket, bind=""):
         listened.append(bind)
-        if where == "that of its heartbeats" and len(listened) == 1:
+        if where == "its address" and len(listened) == 1:
             return listen(self, socket)
         return listen(self, socket, f"tcp://{ELSEWHERE}:7")
 
@@ -184,7 +183,4 @@ async def test_a_master_that_cannot_listen_leaves_no_context_open(monkeypatch, w
             await master.start()
         assert made[-1].closed
         await master.close()
-    if where == "its address":
-        with pytest.raises(NetworkError, match=ELSEWHERE):
-            StreamProducer("tcp://127.0.0.1:1", "producer", "run")
     assert all(each.closed for each in made) and len(made) >= 2

@@ -8,8 +8,7 @@ import pytest
 
 from realhf.transport.errors import PeerLost
 from realhf.transport.service.client import ServiceClient, ServiceError
-from realhf.transport.service.loop import LoopServiceServer
-from realhf.transport.service.server import Request
+from realhf.transport.service.server import LoopServiceServer, Request
 
 RUN = "run-1"
 

@@ -8,9 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from realhf.transport.errors import PeerLost, RpcTimeout
-from realhf.transport.service.client import ServiceError
+from realhf.transport.service.client import BlockingServiceClient, ServiceError
 from realhf.transport.service.server import Request, ServiceServer
-from realhf.transport.service.thread import BlockingServiceClient
 
 RUN = "run-1"
 

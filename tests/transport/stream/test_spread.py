@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from realhf.transport.errors import ProtocolError
-from realhf.transport.stream.producer import StreamProducer
+from realhf.transport.stream.producer import SpreadProducer, StreamProducer, open_stream
 from realhf.transport.stream.push_stream import StreamFailed, StreamMessage
 from realhf.transport.stream.receiver import StreamReceiver
-from realhf.transport.stream.spread import SpreadProducer, open_stream
 
 
 class Sink:

@@ -1,4 +1,4 @@
-"""Tells a watcher that it stood still itself, so that it does not take its own pause for another's silence."""
+"""Detects that this process was paused, so that peers are not declared dead for it."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ LATE_S = 0.5
 """Less than this is how long a busy machine keeps anybody waiting, and no pause."""
 
 
-class OwnPauses:
-    """Watches its caller, who waits at most ``every_s`` between two looks.
+class PauseDetector:
+    """Detects pauses of its caller, who waits at most ``every_s`` between two looks.
 
-    A machine that stands still for some seconds comes too late to its looks. Whoever it watches over may have stood
-    still with it, or has spoken meanwhile and was not read, so the time counts for nobody.
+    A machine that stands still for some seconds comes too late to its looks. Its peers may have stood still with it, or
+    have spoken meanwhile and were not read, so the time counts for nobody.
     """
 
     def __init__(self, every_s: float) -> None:
