@@ -27,10 +27,9 @@ from realhf.backends.embedded.continuous_batching import ContinuousGenerator
 from realhf.backends.training.torch_engine import TorchEngine
 from realhf.base.tensor_digest import digests
 from realhf.dataflow.weight_probe import SHORT, WeightProbe
+from realhf.dataflow.weight_proof import HeldWeights
 from realhf.dataflow.weight_trial import WeightTrial
-from realhf.transport.weights.held import HeldWeights
-from realhf.transport.weights.publisher import WeightPublisher
-from realhf.transport.weights.receiver import receive
+from realhf.transport.weights.exchange import WeightPublisher, receive
 
 Seconds = dict[str, list[float]]
 

@@ -37,6 +37,7 @@ from realhf.backends.streaming_engines import longest_sequence, make_streaming_g
 from realhf.backends.training.tokenizer_loading import load_tokenizer
 from realhf.base.garbage import settle
 from realhf.dataflow.weight_probe import WeightProbe, probe_ids
+from realhf.dataflow.weight_proof import HeldWeights
 from realhf.monitor.trace import open_trace
 from realhf.rollout.client.generation_client import answer_of, request_of
 from realhf.transport.network.network import LOOPBACK, Network
@@ -44,8 +45,7 @@ from realhf.transport.network.sockets import allow_many_connections
 from realhf.transport.rpc.roster import WorkerInfo
 from realhf.transport.rpc.worker import RpcWorker
 from realhf.transport.service.server import Request, ServiceServer
-from realhf.transport.weights.held import HeldWeights
-from realhf.transport.weights.receiver import receive
+from realhf.transport.weights.exchange import receive
 from workers.worker_main import network_of, run_planned
 
 LEAVE_WITHIN_S = 15.0

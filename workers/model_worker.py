@@ -58,7 +58,7 @@ from realhf.transport.network.sockets import allow_many_connections
 from realhf.transport.rpc.worker import RpcWorker
 from realhf.transport.tensors.data_plane import DataPlane
 from realhf.transport.tensors.store import TensorStore
-from realhf.transport.weights.publisher import Medium, WeightPublisher
+from realhf.transport.weights.exchange import Medium, WeightPublisher
 from workers.worker_main import network_of, run_planned
 
 if TYPE_CHECKING:

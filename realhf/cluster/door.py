@@ -33,8 +33,7 @@ from realhf.cluster.messages import (
 from realhf.cluster.placement import LAUNCHER
 from realhf.transport import envelope
 from realhf.transport.errors import ProtocolError
-from realhf.transport.network.curve import listen_encrypted
-from realhf.transport.network.doorkeeper import Doorkeeper
+from realhf.transport.network.curve import Doorkeeper, listen_encrypted
 from realhf.transport.network.handshake import differences
 from realhf.transport.network.sockets import Listener, Waker
 from realhf.transport.pause_detector import PauseDetector, excused

@@ -12,11 +12,10 @@ from realhf.api.calls import TRIAL_CHANGE, TRIAL_RESTORE, Probe, ProbeRequest, U
 from realhf.api.config import GenConfig
 from realhf.api.generation import StreamingGenerator, WeightsManifest
 from realhf.api.model import Engine, GenOutput, GenRequest
-from realhf.dataflow.weight_checks import WrongWeights, check_held, verdict
 from realhf.dataflow.weight_probe import WeightProbe
+from realhf.dataflow.weight_proof import HeldWeights, WrongWeights, check_held, verdict
 from realhf.dataflow.weight_trial import WeightTrial
 from realhf.transport.weights.flat_buffer import layout
-from realhf.transport.weights.held import HeldWeights
 
 
 class ServedGeneration:

@@ -4,13 +4,14 @@ Frame 0 is a msgpack header ``{fmt, ids, metadata, keys: [{k, dtype, trailing, l
 sequences, frame, offset, nbytes}]}``; a metadata-only sample has no ``frame``. Lengths travel as int64
 (values, then sample offsets). Tensors are raw little-endian bytes: those of 4 KiB and more in a frame of
 their own without a copy, all other buffers share frame 1 at 64-byte steps. Nothing is ever cast. Metadata that would
-make the header large (transcripts) goes into a frame of its own, ``metadata_frame`` (``bulky_metadata``).
+make the header large (transcripts) goes into a frame of its own, ``metadata_frame``: a msgpack map of
+columns, read with the number of samples known, so that reading never builds more than the frame has bytes for.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -20,12 +21,12 @@ import numpy as np
 from realhf.api.keys import ITEMSIZE, TORCH_NAMES
 from realhf.api.lengths import IntArray, Lengths
 from realhf.api.sample import SequenceSample
-from realhf.transport.bulky_metadata import INLINE_BYTES, pack_metadata, unpack_metadata
 from realhf.transport.envelope import MAX_HEADER_BYTES, field, unpack_map
 from realhf.transport.errors import CodecError, ProtocolError
 
 if TYPE_CHECKING:
     from torch import Tensor
+
 
 FORMAT = 1
 MAX_FRAMES = 4096
@@ -260,3 +261,46 @@ def _check_limits(sizes: Sequence[int]) -> None:
         raise CodecError(f"header of {sizes[0]} bytes exceeds {MAX_HEADER_BYTES}")
     if max(sizes) > MAX_FRAME_BYTES or sum(sizes) > MAX_MESSAGE_BYTES:
         raise CodecError(f"frames of up to {max(sizes)} bytes, {sum(sizes)} in all, exceed the limits")
+
+
+INLINE_BYTES = 256 << 10
+"""Size up to which a header holds the metadata itself."""
+MAX_METADATA_BYTES = 32 << 20
+MAX_COLUMNS = 1024
+
+
+def pack_metadata(metadata: Mapping[str, Sequence[Any]]) -> bytes:
+    """Encode the columns as one frame. Raises CodecError when they exceed the limits, with the column that is
+    largest."""
+    packed = cast(bytes, msgpack.packb(dict(metadata)))
+    if len(metadata) > MAX_COLUMNS:
+        raise CodecError(f"metadata of {len(metadata)} columns, allowed are {MAX_COLUMNS}")
+    if len(packed) > MAX_METADATA_BYTES:
+        largest = max(metadata, key=lambda name: len(cast(bytes, msgpack.packb(metadata[name]))))
+        raise CodecError(f"metadata of {len(packed)} bytes exceeds {MAX_METADATA_BYTES}; most of it is {largest!r}")
+    return packed
+
+
+def unpack_metadata(frame: memoryview, samples: int) -> dict[str, list[Any]]:
+    """Decode the columns, each with one value per sample. Raises CodecError on anything else."""
+    if frame.nbytes > MAX_METADATA_BYTES:
+        raise CodecError(f"metadata of {frame.nbytes} bytes exceeds {MAX_METADATA_BYTES}")
+    unpacker = msgpack.Unpacker(max_buffer_size=MAX_METADATA_BYTES, max_array_len=0, max_map_len=0, max_ext_len=0)
+    try:
+        unpacker.feed(frame)
+        names = unpacker.read_map_header()
+        if names > MAX_COLUMNS:
+            raise CodecError(f"metadata of {names} columns, allowed are {MAX_COLUMNS}")
+        columns: dict[str, list[Any]] = {}
+        for _ in range(names):
+            name, count = unpacker.unpack(), unpacker.read_array_header()
+            if not isinstance(name, str) or name in columns:
+                raise CodecError(f"{name!r:.60} is no name of a metadata column, or there twice")
+            if count != samples:
+                raise CodecError(f"metadata {name!r:.60} has {count} items for {samples} samples")
+            columns[name] = [unpacker.unpack() for _ in range(count)]
+    except (ValueError, msgpack.UnpackException) as error:
+        raise CodecError(f"metadata is not valid msgpack: {error or type(error).__name__}") from None
+    if unpacker.tell() != frame.nbytes:
+        raise CodecError(f"{frame.nbytes - unpacker.tell()} bytes after the metadata")
+    return columns

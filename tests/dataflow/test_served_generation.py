@@ -15,7 +15,7 @@ from realhf.backends.embedded.continuous_batching import ContinuousGenerator
 from realhf.backends.training.torch_engine import TorchEngine
 from realhf.base.tensor_digest import digests
 from realhf.dataflow.served_generation import ServedEngine, ServedGeneration
-from realhf.dataflow.weight_checks import WrongWeights
+from realhf.dataflow.weight_proof import WrongWeights
 from tests.workers.test_weights_proven import Boaster
 
 torch.set_num_threads(1)

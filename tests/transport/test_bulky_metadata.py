@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from realhf.api.sample import SequenceSample
-from realhf.transport.bulky_metadata import MAX_METADATA_BYTES, unpack_metadata
-from realhf.transport.codec import decode_sample, encode_sample
+from realhf.transport.codec import MAX_METADATA_BYTES, decode_sample, encode_sample, unpack_metadata
 from realhf.transport.envelope import MAX_HEADER_BYTES
 from realhf.transport.errors import CodecError
 from realhf.transport.tensors.data_plane import DataPlane

@@ -18,7 +18,7 @@ from realhf.api.keys import dtype_tag
 from realhf.backends.builtin_policy import build_model
 from realhf.backends.embedded.continuous_batching import ContinuousGenerator
 from realhf.base.tensor_digest import digests
-from realhf.dataflow.weight_checks import WrongWeights
+from realhf.dataflow.weight_proof import WrongWeights
 from tests.workers.weight_fleet import Fleet
 
 SIZES = BuiltinModelConfig(vocab_size=400, hidden_size=32, num_layers=2, num_heads=2, intermediate_size=64)

@@ -33,11 +33,11 @@ from realhf.dataflow.rollouts.service import RolloutService
 from realhf.dataflow.rollouts.statistics import episode_texts, rollout_figures
 from realhf.dataflow.rollouts.straggler_gate import StragglerGate
 from realhf.dataflow.rollouts.stream_loader import StreamLoader
-from realhf.dataflow.rollouts.weight_proof import WeightRecord
 from realhf.dataflow.rollouts.weight_selftest import SelfTest
 from realhf.dataflow.rollouts.weight_updates import GenerationCaller, WeightUpdates
 from realhf.dataflow.step_report import StepReport
 from realhf.dataflow.storage_map import StorageMap
+from realhf.dataflow.weight_proof import WeightRecord
 from realhf.transport.codec import decode_sample
 from realhf.transport.errors import WorkerDied
 from realhf.transport.rpc.roster import WorkerInfo

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from realhf.api.calls import PROBE_WEIGHTS, TRIAL_CHANGE, TRIAL_RESTORE, Probe, ProbeRequest
 from realhf.dataflow.caller import Caller, ask
 from realhf.dataflow.rollouts.weight_updates import WeightUpdates
-from realhf.dataflow.weight_checks import WrongWeights, verdict
+from realhf.dataflow.weight_proof import WrongWeights, verdict
 from realhf.transport.errors import WorkerDied
 
 ATTEMPTS = 3

@@ -31,10 +31,9 @@ from realhf.api.calls import (
 )
 from realhf.api.generation import WeightsManifest
 from realhf.dataflow.caller import Caller, ask
-from realhf.dataflow.rollouts.weight_proof import WeightRecord
-from realhf.dataflow.weight_checks import WrongWeights, check_held
+from realhf.dataflow.weight_proof import WeightRecord, WrongWeights, check_held
 from realhf.transport.errors import RemoteError, RpcError, WorkerDied
-from realhf.transport.weights.deadline import staging_s
+from realhf.transport.weights.served import staging_s
 
 _log = logging.getLogger(__name__)
 

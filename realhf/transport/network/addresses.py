@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import socket
-from pathlib import Path
 from urllib.parse import urlsplit
 
 from realhf.base.loopback import is_loopback_host
@@ -79,10 +77,3 @@ def interface_of(address: str) -> str:
         if any(entry.family == socket.AF_INET and entry.address == address for entry in entries):
             return name
     raise NetworkError(f"{socket.gethostname()} has no interface with the address {address}")
-
-
-def network_namespace() -> str:
-    """Return what the kernel calls the network that this process is in; empty where it does not say."""
-    with contextlib.suppress(OSError):
-        return str(Path("/proc/self/ns/net").readlink())
-    return ""

@@ -20,8 +20,7 @@ from realhf.transport.network.addresses import (
     own_addresses,
     resolved,
 )
-from realhf.transport.network.curve import bound, connect_encrypted, listen_encrypted
-from realhf.transport.network.doorkeeper import Doorkeeper
+from realhf.transport.network.curve import Doorkeeper, bound, connect_encrypted, listen_encrypted
 from realhf.transport.network.keys import RunKeys
 
 

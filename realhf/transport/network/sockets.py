@@ -152,6 +152,7 @@ class LoopListener(_Router):
         except BaseException:
             context.destroy(0)
             raise
+        self._closed = False
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._socket.FD, self.drain)
         self._loop.call_soon(self.drain)
@@ -159,7 +160,7 @@ class LoopListener(_Router):
     def send(self, identity: bytes, *frames: bytes) -> None:
         """Send now, without waiting; nothing after ``close``. Where it is ``mandatory`` that somebody is there and
         reads, this raises ZMQError otherwise."""
-        if self._socket.closed:
+        if self._closed:
             return
         self._socket.send_multipart([identity, *frames], zmq.NOBLOCK)
         if _waits(self._socket):
@@ -167,7 +168,7 @@ class LoopListener(_Router):
 
     def drain(self) -> None:
         """Take all that has arrived."""
-        while not self._socket.closed:
+        while not self._closed:
             try:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
@@ -179,7 +180,8 @@ class LoopListener(_Router):
 
     async def close(self) -> None:
         """Stop listening; what was sent before still leaves."""
-        if not self._socket.closed:
+        if not self._closed:
+            self._closed = True
             self._loop.remove_reader(self._socket.FD)
             self._socket.close(LINGER_MS)
             await asyncio.to_thread(self._context.term)
@@ -233,10 +235,10 @@ class Listener(_Router):
 
     def send(self, identity: bytes, *frames: Frame) -> None:
         """Send a message. May be called from any thread; what cannot be sent is logged."""
-        self._outgoing.append((identity, frames))
-        if threading.current_thread() is self._thread:
-            self._send_all()
+        if threading.get_ident() == self._thread.ident:
+            self._post(identity, frames)
         else:
+            self._outgoing.append((identity, frames))
             self._waker.wake()
 
     def wake(self) -> None:
@@ -271,9 +273,11 @@ class Listener(_Router):
         for source in (self._socket, self._waker.fileno(), *self.also):
             poller.register(source, zmq.POLLIN)
         while not self.closing:
-            poller.poll(self._every_ms)
-            self._waker.clear()
-            self._receive()
+            ready = dict(poller.poll(self._every_ms))
+            if self._waker.fileno() in ready:
+                self._waker.clear()
+            if self._socket in ready:
+                self._receive()
             self._after()
             self._send_all()
         self._after()
@@ -296,13 +300,15 @@ class Listener(_Router):
 
     def _send_all(self) -> None:
         while self._outgoing:
-            identity, frames = self._outgoing.popleft()
-            try:
-                self._socket.send_multipart([identity, *frames], zmq.NOBLOCK, copy=self._copy)
-            except zmq.ZMQError as error:
-                self._unsent += 1
-                if self._unsent & (self._unsent - 1) == 0:
-                    _log.warning("%s could not send message %d: %s", self._name, self._unsent, error)
+            self._post(*self._outgoing.popleft())
+
+    def _post(self, identity: bytes, frames: Sequence[Frame]) -> None:
+        try:
+            self._socket.send_multipart([identity, *frames], zmq.NOBLOCK, copy=self._copy)
+        except zmq.ZMQError as error:
+            self._unsent += 1
+            if self._unsent & (self._unsent - 1) == 0:
+                _log.warning("%s could not send message %d: %s", self._name, self._unsent, error)
 
 
 class LoopDealer:

@@ -1,10 +1,19 @@
-"""Describes who takes part in a run; the master publishes the roster, with a version."""
+"""Describes who takes part in a run, and tells each worker what has changed among the others since it was told last.
+
+A roster that goes as a whole to everybody with every change grows with the square of the workers, and with thousands of
+them fills no message any more. A worker that serves nobody, as a rollout worker, hears only of those that serve: it
+calls no others, and nobody calls it but the master.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
+from realhf.transport.envelope import pack_payload
 from realhf.transport.errors import ProtocolError
 
 
@@ -44,3 +53,86 @@ class WorkerInfo:
         ):
             raise ProtocolError(f"not a worker description: {info}")
         return info
+
+
+SHARE = 0.1
+"""Most of the loop's time that telling all workers may take, however many come and go."""
+
+
+class _Change(NamedTuple):
+    version: int
+    serves: bool
+
+
+class RosterNews:
+    """Belongs to the running loop. ``roster``: who takes part now; ``unlisted``: whose services are not shown;
+    ``send(name, version, payload)`` tells a worker. ``version`` counts changes."""
+
+    def __init__(
+        self, roster: Mapping[str, WorkerInfo], unlisted: set[str], send: Callable[[str, int, bytes], None]
+    ) -> None:
+        self._roster, self._unlisted, self._send = roster, unlisted, send
+        self._changes: dict[str, _Change] = {}
+        self._told: dict[str, int] = {}
+        self._packed: dict[tuple[int, bool], bytes | None] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._tell_after = 0.0
+        self.version = 0
+
+    def changed(self, info: WorkerInfo) -> None:
+        """A worker has joined or left, or is shown in another way: have everybody told, together with other changes
+        that come soon after."""
+        self.version += 1
+        self._changes.pop(info.name, None)
+        self._changes[info.name] = _Change(self.version, serves(info))
+        self._packed.clear()
+        if info.name not in self._roster:
+            self._told.pop(info.name, None)
+        if self._timer is None:
+            wait_s = max(0.0, self._tell_after - time.monotonic())
+            self._timer = asyncio.get_running_loop().call_later(wait_s, self._tell_all)
+
+    def tell(self, name: str) -> None:
+        """Tell a worker now what it has not been told."""
+        told = self._told.get(name, 0)
+        if told < self.version:
+            self._told[name] = self.version
+            kind = (told, serves(self._roster[name]))
+            if kind not in self._packed:
+                self._packed[kind] = self._pack(*kind)
+            payload = self._packed[kind]
+            if payload is not None:
+                self._send(name, self.version, payload)
+
+    def close(self) -> None:
+        """Nobody is told any more."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _tell_all(self) -> None:
+        self._timer, began = None, time.monotonic()
+        for name in self._roster:
+            self.tell(name)
+        now = time.monotonic()
+        self._tell_after = now + (now - began) / SHARE
+
+    def _pack(self, version: int, everybody: bool) -> bytes | None:
+        """Return what has changed since ``version``, for those that hear of everybody or for the others; None if that
+        is nothing."""
+        workers, gone = [], []
+        for name, change in reversed(self._changes.items()):
+            if change.version <= version:
+                break
+            if not everybody and not change.serves:
+                continue
+            info = self._roster.get(name)
+            if info is None:
+                gone.append(name)
+            else:
+                workers.append(info.to_map(listed=name not in self._unlisted))
+        return pack_payload({"workers": workers[::-1], "gone": gone}) if workers or gone else None
+
+
+def serves(info: WorkerInfo) -> bool:
+    """Return whether others may call this worker."""
+    return bool(info.data_endpoint or info.endpoints)

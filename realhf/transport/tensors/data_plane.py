@@ -3,8 +3,8 @@
 Every worker serves its TensorStore from a thread of its own, so two busy workers can never wait for each other. A fetch
 on one host is answered with a reference to shared memory. Any other fetch, and any whose memory cannot be mapped, is
 answered with the bytes themselves, in frames of at most CHUNK_BYTES; in a network with keys, where the other end may be
-on another host, an answer from BULK_FROM_BYTES is kept until the consumer has fetched it in pieces (``pieces``,
-``outgoing``), over connections made for that (``bulk_door``, ``bulk_lane``).
+on another host, an answer from BULK_FROM_BYTES is kept until the consumer has fetched it in pieces (``pieces``),
+over connections made for that (``bulk``).
 """
 
 from __future__ import annotations
@@ -17,25 +17,112 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
 from realhf.api.sample import SequenceSample
 from realhf.base.process_id import host_token
 from realhf.transport import envelope
 from realhf.transport.codec import MAX_MESSAGE_BYTES, decode_sample, encode_sample
-from realhf.transport.envelope import pack_header, pack_payload, unpack_header, unpack_payload
-from realhf.transport.errors import AddressTaken, DataError, DataMissing, ProtocolError, TransportError
+from realhf.transport.envelope import field, pack_header, pack_payload, unpack_header, unpack_payload
+from realhf.transport.errors import (
+    AddressTaken,
+    DataError,
+    DataMissing,
+    FetchTimeout,
+    NetworkError,
+    PeerLost,
+    ProtocolError,
+    TransportError,
+)
 from realhf.transport.network.addresses import host_of
+from realhf.transport.network.handshake import FAILED, refusal
 from realhf.transport.network.network import LOOPBACK, Network, require_loopback
-from realhf.transport.network.sockets import Listener
+from realhf.transport.network.sockets import Listener, dealer
 from realhf.transport.network.tls import RunTls
-from realhf.transport.tensors.bulk_door import BulkDoor
-from realhf.transport.tensors.bulk_lane import BulkLane
-from realhf.transport.tensors.outgoing import NUMBER_BYTES, Outgoing
-from realhf.transport.tensors.peer_connection import PeerConnection
-from realhf.transport.tensors.pieces import LANES, Piece, fetch_pieces
-from realhf.transport.tensors.shared_mapping import MappingCache
-from realhf.transport.tensors.shared_memory import SegmentPool, SegmentRef
+from realhf.transport.tensors.bulk import BulkDoor, BulkLane
+from realhf.transport.tensors.pieces import LANES, NUMBER_BYTES, Outgoing, Piece, fetch_pieces
+from realhf.transport.tensors.shared_memory import MappingCache, SegmentPool, SegmentRef
 from realhf.transport.tensors.store import TensorStore
 from realhf.transport.tensors.target_memory import TargetMemory
+
+CONNECT_TIMEOUT_S = 8.0
+"""How long a peer may take to accept a connection."""
+
+
+class PeerConnection:
+    """Sends requests to one endpoint, one at a time. The socket's own event stream reports when the peer is gone, so a
+    dead peer ends a request at once instead of at its deadline. After an error the connection is ``broken``."""
+
+    def __init__(self, context: zmq.Context[Any], endpoint: str, network: Network = LOOPBACK) -> None:
+        self._endpoint = endpoint
+        self._lock = threading.Lock()
+        self._socket = dealer(context, most_bytes=1 << 30)
+        self._socket.setsockopt(zmq.RCVHWM, 4)
+        # A peer listens before anyone learns its endpoint, so a refused connection (closed) means a dead peer too.
+        self._monitor = self._socket.get_monitor_socket(
+            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | FAILED
+        )
+        try:
+            network.connect(self._socket, endpoint)
+        except NetworkError:
+            self._end()
+            raise
+        self._connected = False
+        self.broken = False
+
+    def exchange(self, request_id: bytes, message: list[bytes], deadline: float) -> list[Any]:
+        """Send a message and wait for the answer: header frame and payload frames, as buffers. Raises PeerLost or
+        FetchTimeout."""
+        if not self._lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            raise FetchTimeout(f"{self._endpoint} was busy with another fetch until the deadline")
+        try:
+            if self.broken:
+                raise PeerLost(f"{self._endpoint} closed the connection")
+            self._socket.send_multipart(message)
+            return self._receive(request_id, deadline)
+        except BaseException:
+            self.broken = True
+            raise
+        finally:
+            self._lock.release()
+
+    def _receive(self, request_id: bytes, deadline: float) -> list[Any]:
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._monitor, zmq.POLLIN)
+        started = time.monotonic()
+        connect_by = min(deadline, started + CONNECT_TIMEOUT_S)
+        while True:
+            limit = deadline if self._connected else connect_by
+            ready = dict(poller.poll(int(max(0.0, limit - time.monotonic()) * 1000)))
+            if self._socket in ready:
+                frames = [frame.buffer for frame in self._socket.recv_multipart(copy=False)]
+                if field(unpack_header(frames[0]), "id", bytes) == request_id:
+                    return frames
+            elif self._monitor in ready:
+                event = recv_monitor_message(self._monitor)
+                if event["event"] != zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                    why = refusal(event["event"], event["value"]) or "refused or closed the connection"
+                    raise PeerLost(f"{self._endpoint} {why}")
+                self._connected = True
+            elif not self._connected and time.monotonic() < deadline:
+                raise PeerLost(f"{self._endpoint} did not accept a connection within {CONNECT_TIMEOUT_S:g} s")
+            elif time.monotonic() >= limit:
+                waited = time.monotonic() - started
+                raise FetchTimeout(f"{self._endpoint} did not answer a fetch within {waited:.1f} s")
+
+    def close(self) -> None:
+        """Close the connection after waiting for a request in flight."""
+        with self._lock:
+            self.broken = True
+            self._end()
+
+    def _end(self) -> None:
+        self._socket.disable_monitor()
+        self._monitor.close(0)
+        self._socket.close(0)
+
 
 _log = logging.getLogger(__name__)
 

@@ -21,8 +21,7 @@ from realhf.api.generation import TensorSlot, WeightsManifest
 from realhf.api.keys import ITEMSIZE
 from realhf.base.files.whole_file import whole_file
 from realhf.base.process_id import host_token, start_time
-from realhf.transport.weights.errors import WeightsError, WeightsGone
-from realhf.transport.weights.flat_buffer import Buffer, checksum
+from realhf.transport.weights.flat_buffer import Buffer, WeightsError, WeightsGone, checksum
 
 SAFETENSORS_NAMES = {
     "bool": "BOOL",

@@ -13,10 +13,28 @@ import numpy as np
 from realhf.api.generation import TensorSlot, WeightsManifest
 from realhf.api.keys import ITEMSIZE, TORCH_NAMES, dtype_tag
 from realhf.base.tensor_digest import TensorDigester
-from realhf.transport.weights.errors import WeightsError
+from realhf.transport.errors import TransportError
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+class WeightsError(TransportError):
+    """Is raised when the weights of a manifest did not arrive, or not as the manifest says. Nothing was handed out."""
+
+    def __init__(self, manifest: WeightsManifest, reason: str) -> None:
+        super().__init__(f"weights version {manifest.version} by {manifest.medium}: {reason}")
+        self.version = manifest.version
+        self.medium = manifest.medium
+
+
+class WeightsGone(WeightsError):
+    """Is raised when the publisher no longer serves this version (or has ended): ask for the newest manifest."""
+
+
+class WeightsTimeout(WeightsError, TimeoutError):
+    """Is raised when the deadline passed before the weights were complete."""
+
 
 ALIGNMENT = 64
 

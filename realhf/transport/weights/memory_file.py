@@ -19,8 +19,7 @@ import numpy as np
 from realhf.api.generation import TensorSlot, WeightsManifest
 from realhf.base.process_id import host_token
 from realhf.base.tensor_digest import joint_digest
-from realhf.transport.weights.errors import WeightsError, WeightsGone
-from realhf.transport.weights.flat_buffer import Buffer, pack
+from realhf.transport.weights.flat_buffer import Buffer, WeightsError, WeightsGone, pack
 
 if TYPE_CHECKING:
     from torch import Tensor

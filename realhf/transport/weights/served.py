@@ -19,12 +19,26 @@ from realhf.base.loopback import is_loopback_host
 from realhf.transport.errors import DataError, FetchTimeout, NetworkError, PeerLost, ProtocolError
 from realhf.transport.network.network import Network
 from realhf.transport.network.tls import RunTls
-from realhf.transport.tensors.bulk_door import BulkDoor
-from realhf.transport.tensors.bulk_lane import BulkLane
+from realhf.transport.tensors.bulk import BulkDoor, BulkLane
 from realhf.transport.tensors.pieces import LANES, Piece, fetch_whole
-from realhf.transport.weights.deadline import staging_s, transfer_s
-from realhf.transport.weights.errors import WeightsError, WeightsGone, WeightsTimeout
-from realhf.transport.weights.flat_buffer import Buffer, checksum
+from realhf.transport.weights.flat_buffer import Buffer, WeightsError, WeightsGone, WeightsTimeout, checksum
+
+BASE_S = 10.0
+"""Seconds that any transfer may take, whatever its size."""
+SLOWEST_BYTES_PER_S = 20e6
+"""Slowest rate at which a transfer does not count as stuck."""
+
+
+def transfer_s(nbytes: int) -> float:
+    """Return the seconds after which a transfer of this size counts as stuck."""
+    return BASE_S + nbytes / SLOWEST_BYTES_PER_S
+
+
+def staging_s(nbytes: int) -> float:
+    """Return the seconds that the bytes of a version add to a receiver's deadline: for one transfer to others that is
+    under way, and for its own."""
+    return 2 * nbytes / SLOWEST_BYTES_PER_S
+
 
 GONE = "no longer holds it"
 """What a door says of a version that was retired."""

@@ -13,7 +13,7 @@ from realhf.api.generation import TensorSlot, WeightsManifest
 from realhf.backends.vllm.extension import WeightExtension
 from realhf.backends.vllm.weights import held_by_server
 from realhf.base.tensor_digest import digests
-from realhf.transport.weights.held import HeldWeights
+from realhf.dataflow.weight_proof import HeldWeights
 
 NAMES = ["norm.weight", "gate.weight"]
 

@@ -11,9 +11,8 @@ import pytest
 
 from realhf.api.generation import WeightsManifest
 from realhf.base.messages import to_payload
-from realhf.dataflow.rollouts.weight_proof import WeightRecord
 from realhf.dataflow.rollouts.weight_updates import WeightUpdates
-from realhf.dataflow.weight_checks import WrongWeights
+from realhf.dataflow.weight_proof import WeightRecord, WrongWeights
 from realhf.transport.errors import RemoteError, RpcError, RpcTimeout, WorkerDied
 from realhf.transport.rpc.roster import WorkerInfo
 

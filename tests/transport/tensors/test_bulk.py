@@ -19,11 +19,9 @@ from realhf.transport.network import certificate
 from realhf.transport.network.keys import RunKeys
 from realhf.transport.network.network import Network
 from realhf.transport.network.tls import RunTls
-from realhf.transport.tensors import bulk_wire
-from realhf.transport.tensors.bulk_door import BulkDoor
-from realhf.transport.tensors.bulk_lane import BulkLane
-from realhf.transport.tensors.outgoing import Outgoing
-from realhf.transport.tensors.pieces import Piece, fetch_pieces
+from realhf.transport.tensors import bulk
+from realhf.transport.tensors.bulk import BulkDoor, BulkLane
+from realhf.transport.tensors.pieces import Outgoing, Piece, fetch_pieces
 
 KEYS = RunKeys.make()
 HOST = "127.0.0.1"
@@ -210,9 +208,9 @@ def test_a_transfer_that_was_given_up_is_named(owner):
 @pytest.mark.parametrize(
     "answer",
     [
-        bulk_wire.ANSWER.pack(bulk_wire.PIECE, 9),
-        bulk_wire.ANSWER.pack(7, 10),
-        bulk_wire.ANSWER.pack(bulk_wire.REFUSED, 1 << 31),
+        bulk.ANSWER.pack(bulk.PIECE, 9),
+        bulk.ANSWER.pack(7, 10),
+        bulk.ANSWER.pack(bulk.REFUSED, 1 << 31),
     ],
 )
 def test_an_answer_of_another_size_is_refused_before_anything_is_read(answer):
@@ -220,21 +218,21 @@ def test_an_answer_of_another_size_is_refused_before_anything_is_read(answer):
         got(BulkLane(RunTls(KEYS), HOST, port), bytes(16), Piece(0, 0, 10))
 
 
-@pytest.mark.parametrize("answer", [b"", b"\0\0", bulk_wire.ANSWER.pack(bulk_wire.PIECE, 10) + b"half"])
+@pytest.mark.parametrize("answer", [b"", b"\0\0", bulk.ANSWER.pack(bulk.PIECE, 10) + b"half"])
 def test_a_truncated_answer_is_a_lost_peer(answer):
     with answering(answer) as port, pytest.raises(PeerLost):
         got(BulkLane(RunTls(KEYS), HOST, port), bytes(16), Piece(0, 0, 10))
 
 
 def test_a_peer_that_stops_in_the_middle_ends_at_the_deadline():
-    started = bulk_wire.ANSWER.pack(bulk_wire.PIECE, 10) + b"half"
+    started = bulk.ANSWER.pack(bulk.PIECE, 10) + b"half"
     with answering(started, then_close=False) as port, pytest.raises(FetchTimeout, match="before the deadline"):
         got(BulkLane(RunTls(KEYS), HOST, port), bytes(16), Piece(0, 0, 10), limit_s=0.5)
 
 
 def test_a_peer_that_sends_a_byte_now_and_then_ends_at_the_deadline():
     """It used to go on for as long as something came."""
-    begun = bulk_wire.ANSWER.pack(bulk_wire.PIECE, 5000)
+    begun = bulk.ANSWER.pack(bulk.PIECE, 5000)
     with answering(begun, b"x" * 5000) as port, pytest.raises(FetchTimeout, match="before the deadline"):
         got(BulkLane(RunTls(KEYS), HOST, port), bytes(16), Piece(0, 0, 5000), limit_s=0.5)
 
@@ -248,7 +246,7 @@ def answering(answer: bytes, slowly: bytes = b"", *, then_close: bool = True) ->
     def serve() -> None:
         plain, _ = listener.accept()
         with contextlib.closing(RunTls(KEYS).accept(plain)) as connection:
-            bulk_wire.received(connection, bulk_wire.REQUEST.size)
+            bulk.received(connection, bulk.REQUEST.size)
             connection.sendall(answer)
             with contextlib.suppress(OSError):
                 for byte in slowly:

@@ -22,8 +22,7 @@ from realhf.transport.network.keys import RunKeys
 from realhf.transport.network.network import Network
 from realhf.transport.tensors import data_plane
 from realhf.transport.tensors.data_plane import DataPlane
-from realhf.transport.tensors.shared_mapping import MappingCache
-from realhf.transport.tensors.shared_memory import Segment, SegmentPool
+from realhf.transport.tensors.shared_memory import MappingCache, Segment, SegmentPool
 from realhf.transport.tensors.store import TensorStore
 from tests.process_family import freeze
 from tests.transport.shared_segments import named_segments
@@ -338,8 +337,7 @@ def test_tensors_are_fetched_by_their_run_only():
 
 def test_beyond_the_loopback_large_values_come_in_pieces(monkeypatch):
     """A small piece stands for a large one: what is larger is cut, and the owner keeps nothing when all is there."""
-    for module in ("outgoing", "pieces"):
-        monkeypatch.setattr(f"realhf.transport.tensors.{module}.PIECE_BYTES", 10_000)
+    monkeypatch.setattr("realhf.transport.tensors.pieces.PIECE_BYTES", 10_000)
     monkeypatch.setattr("realhf.transport.tensors.data_plane.BULK_FROM_BYTES", 10_000)
     ours, store = Network(keys=RunKeys.make()), TensorStore("owner")
     values = torch.arange(20_000)

@@ -28,12 +28,11 @@ from realhf.base.messages import from_payload, to_payload
 from realhf.transport.errors import PeerLost
 from realhf.transport.network.keys import RunKeys
 from realhf.transport.network.network import Network
-from realhf.transport.tensors import bulk_wire
-from realhf.transport.tensors.bulk_lane import BulkLane
+from realhf.transport.tensors import bulk
+from realhf.transport.tensors.bulk import BulkLane
 from realhf.transport.tensors.pieces import Piece
-from realhf.transport.weights.errors import WeightsError, WeightsGone, WeightsTimeout
-from realhf.transport.weights.publisher import Medium, WeightPublisher
-from realhf.transport.weights.receiver import receive
+from realhf.transport.weights.exchange import Medium, WeightPublisher, receive
+from realhf.transport.weights.flat_buffer import WeightsError, WeightsGone, WeightsTimeout
 from tests.transport.shared_segments import named_segments
 
 torch.set_num_threads(1)
@@ -320,7 +319,7 @@ def test_a_server_of_weights_goes_on_after_nonsense(tmp_path: Path) -> None:
         host, _, port = endpoint.rpartition(":")
         number = bytes.fromhex(ticket)
         asked = [(number, 1, 0, 8), (number, 0, 1 << 60, 8), (number, 0, 0, 0), (number, 0, 0, manifest.nbytes + 1)]
-        for each in (b"", b"\xff" * 99, *(bulk_wire.REQUEST.pack(*said) for said in asked)):
+        for each in (b"", b"\xff" * 99, *(bulk.REQUEST.pack(*said) for said in asked)):
             with socket.create_connection((host, int(port)), timeout=30.0) as stranger:
                 stranger.sendall(each)
         for location in ("", "#", f"{endpoint}#00", f"{endpoint}#{'z' * 32}", f"192.0.2.1:7#{ticket}"):

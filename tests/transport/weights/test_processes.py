@@ -19,9 +19,8 @@ import torch
 
 from realhf.api.generation import WeightsManifest
 from realhf.base.messages import from_payload, to_payload
-from realhf.transport.weights.errors import WeightsGone
-from realhf.transport.weights.publisher import Medium, WeightPublisher
-from realhf.transport.weights.receiver import receive
+from realhf.transport.weights.exchange import Medium, WeightPublisher, receive
+from realhf.transport.weights.flat_buffer import WeightsGone
 from tests.transport.shared_segments import named_segments
 from tests.transport.weights.weights_process import values
 

@@ -15,9 +15,8 @@ import torch
 
 from realhf.api.generation import WeightsManifest
 from realhf.base.messages import from_payload, to_payload
-from realhf.transport.weights.errors import WeightsError
-from realhf.transport.weights.publisher import WeightPublisher
-from realhf.transport.weights.receiver import receive
+from realhf.transport.weights.exchange import WeightPublisher, receive
+from realhf.transport.weights.flat_buffer import WeightsError
 
 
 def values(seed: int) -> dict[str, torch.Tensor]:

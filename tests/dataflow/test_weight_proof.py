@@ -14,8 +14,7 @@ from realhf.api.calls import ChangedTensor, Probe, UpdateWeightsAnswer
 from realhf.api.generation import HeldTensor, TensorSlot, WeightsManifest
 from realhf.api.model import Engine
 from realhf.base.tensor_digest import digests, joint_digest
-from realhf.dataflow.rollouts.weight_proof import WEIGHTS_FILE, WeightRecord
-from realhf.dataflow.weight_checks import WrongWeights, check_held, verdict
+from realhf.dataflow.weight_proof import WEIGHTS_FILE, WeightRecord, WrongWeights, check_held, verdict
 from realhf.dataflow.weight_trial import WeightTrial
 
 SLOTS = (TensorSlot("a", "f32", (2,), 0, 8, "d-a"), TensorSlot("b", "f32", (2,), 64, 8, "d-b"))

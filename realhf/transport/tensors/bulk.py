@@ -1,20 +1,66 @@
-"""Serves pieces of large answers to other hosts, on encrypted connections of their own."""
+"""Serves and fetches pieces of large answers on encrypted connections of their own (docs/reference/dataflow.md 7).
+
+What is said there are requests of fixed size, and answers that begin with theirs.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
 import logging
+import math
 import socket
+import ssl
+import struct
 import threading
 import time
 from collections.abc import Callable
 
-from realhf.transport.errors import DataError, ProtocolError
+from realhf.transport.errors import DataError, FetchTimeout, PeerLost, ProtocolError
 from realhf.transport.network.network import Network
 from realhf.transport.network.sealed import Connection
 from realhf.transport.network.tls import RunTls
-from realhf.transport.tensors import bulk_wire
+from realhf.transport.tensors.pieces import Piece
+
+REQUEST = struct.Struct("!16sIQI")
+"""Number of the transfer, frame, start, length."""
+ANSWER = struct.Struct("!BI")
+"""What follows, and its bytes."""
+PIECE, REFUSED = 0, 1
+MOST_MESSAGE_BYTES = 4000
+HANDSHAKE_S = 8.0
+"""How long each step of a handshake may take, and the connection before it."""
+STALL_S = 20.0
+"""After this long without a byte the other end counts as lost."""
+CALL_BYTES = 1 << 20
+"""Bytes that one call of the system sends or receives at most; both fit into a core's cache on the way."""
+
+
+def send(connection: Connection, view: memoryview) -> None:
+    """Send all of a view. Raises OSError, TimeoutError among them."""
+    for start in range(0, view.nbytes, CALL_BYTES):
+        connection.sendall(view[start : start + CALL_BYTES])
+
+
+def receive(connection: Connection, view: memoryview, deadline: float = math.inf) -> None:
+    """Fill a view. Raises OSError, TimeoutError among them when something came and ``deadline`` (time.monotonic) is
+    over, and ConnectionError when the other end has closed."""
+    start, size = 0, view.nbytes
+    while start < size:
+        count = connection.recv_into(view[start : start + CALL_BYTES])
+        if count == 0:
+            raise ConnectionError("closed the connection")
+        start += count
+        if start < size and time.monotonic() >= deadline:
+            raise TimeoutError
+
+
+def received(connection: Connection, size: int) -> bytes:
+    """Receive exactly ``size`` bytes, else as ``receive``."""
+    found = bytearray(size)
+    receive(connection, memoryview(found))
+    return bytes(found)
+
 
 _log = logging.getLogger(__name__)
 
@@ -94,13 +140,13 @@ class BulkDoor:
         threading.Thread(target=self._serve, args=(number, connection, host), name="bulk", daemon=True).start()
 
     def _serve(self, number: int, plain: socket.socket, host: str) -> None:
-        plain.settimeout(bulk_wire.HANDSHAKE_S)
+        plain.settimeout(HANDSHAKE_S)
         try:
             plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             with contextlib.closing(self._tls.accept(plain) if self._tls else plain) as connection:
                 with self._lock:
                     self._guests[number] = self._strangers.pop(number)
-                connection.settimeout(bulk_wire.STALL_S)
+                connection.settimeout(STALL_S)
                 self._answer_all(connection)
         except OSError as error:
             self._note(number, host, error)
@@ -125,7 +171,7 @@ class BulkDoor:
 
     def _answer_all(self, connection: Connection) -> None:
         while True:
-            asked = bulk_wire.REQUEST.unpack(bulk_wire.received(connection, bulk_wire.REQUEST.size))
+            asked = REQUEST.unpack(received(connection, REQUEST.size))
             try:
                 piece = self._piece(*asked)
             except ProtocolError as error:
@@ -134,16 +180,86 @@ class BulkDoor:
             if piece is None:
                 _refuse(connection, "it no longer holds it: its samples were cleared, or it is too old")
                 continue
-            connection.sendall(bulk_wire.ANSWER.pack(bulk_wire.PIECE, piece.nbytes))
-            bulk_wire.send(connection, piece)
+            connection.sendall(ANSWER.pack(PIECE, piece.nbytes))
+            send(connection, piece)
 
 
 def _refuse(connection: Connection, message: str) -> None:
-    text = message.encode()[: bulk_wire.MOST_MESSAGE_BYTES]
-    connection.sendall(bulk_wire.ANSWER.pack(bulk_wire.REFUSED, len(text)) + text)
+    text = message.encode()[:MOST_MESSAGE_BYTES]
+    connection.sendall(ANSWER.pack(REFUSED, len(text)) + text)
 
 
 def _cut(connection: socket.socket) -> None:
     """End a connection whose thread is at work: that finds it closed, and gives it up."""
     with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
+
+
+class BulkLane:
+    """Is one connection to the ``BulkDoor`` at ``host`` and ``port``, made at the first request; plain without ``tls``.
+    One thread uses it. An error breaks it off; the next request makes another one."""
+
+    def __init__(self, tls: RunTls | None, host: str, port: int) -> None:
+        self._tls, self._address = tls, (host, port)
+        self._name = f"{host}:{port}"
+        self._connection: Connection | None = None
+
+    def fetch(self, transfer: bytes, piece: Piece, into: memoryview, deadline: float) -> None:
+        """Fill ``into`` with a piece. Raises PeerLost for a connection that broke or could not be made, FetchTimeout
+        after ``deadline`` (time.monotonic), DataError for what the peer says instead."""
+        message = ""
+        try:
+            connection = self._connected(deadline)
+            connection.sendall(REQUEST.pack(transfer, *piece))
+            kind, size = ANSWER.unpack(received(connection, ANSWER.size))
+            if kind == REFUSED and size <= MOST_MESSAGE_BYTES:
+                message = received(connection, size).decode("utf-8", "replace")
+            elif kind != PIECE or size != into.nbytes:
+                message = f"another piece than {tuple(piece)} was sent"
+            else:
+                self._fill(connection, into, deadline)
+                return
+        except OSError as error:
+            self.close()
+            if time.monotonic() >= deadline:
+                raise FetchTimeout(f"{self._name} did not send all of a transfer before the deadline") from None
+            raise PeerLost(f"{self._name} {_reason(error)}") from None
+        self.close()
+        raise DataError(f"{self._name} broke off a transfer: {message}")
+
+    def close(self) -> None:
+        """Close the connection."""
+        if self._connection is not None:
+            with contextlib.suppress(OSError):
+                self._connection.close()
+            self._connection = None
+
+    def _connected(self, deadline: float) -> Connection:
+        if self._connection is None:
+            limit_s = _time_left(deadline, HANDSHAKE_S)
+            plain = socket.create_connection(self._address, timeout=limit_s)
+            plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._connection = self._tls.connect(plain) if self._tls is not None else plain
+        self._connection.settimeout(_time_left(deadline, STALL_S))
+        return self._connection
+
+    def _fill(self, connection: Connection, into: memoryview, deadline: float) -> None:
+        """Receive in parts, so that a peer that sends one byte now and then does not outlive the deadline."""
+        for start in range(0, into.nbytes, CALL_BYTES):
+            connection.settimeout(_time_left(deadline, STALL_S))
+            receive(connection, into[start : start + CALL_BYTES], deadline)
+
+
+def _time_left(deadline: float, at_most: float) -> float:
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TimeoutError
+    return min(left, at_most)
+
+
+def _reason(error: OSError) -> str:
+    if isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError):
+        return f"refused the certificate of this run, or has another one: {error.reason or error}"
+    if isinstance(error, TimeoutError):
+        return f"sent nothing for {STALL_S:g} s, or took no connection within {HANDSHAKE_S:g} s"
+    return str(error.strerror or error) or "closed the connection"

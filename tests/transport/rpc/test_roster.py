@@ -6,8 +6,7 @@ import asyncio
 from typing import Any
 
 from realhf.transport.envelope import unpack_payload
-from realhf.transport.rpc.roster import WorkerInfo
-from realhf.transport.rpc.roster_news import RosterNews
+from realhf.transport.rpc.roster import RosterNews, WorkerInfo
 
 
 class Told:

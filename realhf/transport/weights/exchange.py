@@ -1,4 +1,4 @@
-"""Sends a policy's weights (docs/reference/dataflow.md 9, weight update: stage)."""
+"""Sends and receives a policy's weights (docs/reference/dataflow.md 9, weight updates)."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ import numpy as np
 
 from realhf.api.generation import TensorSlot, WeightsManifest
 from realhf.transport.network.network import LOOPBACK, Network
-from realhf.transport.weights.disk import WeightFile, file_stem, sweep
-from realhf.transport.weights.flat_buffer import Buffer, layout, pack
-from realhf.transport.weights.memory_file import MemoryFile
-from realhf.transport.weights.served import ServedVersion, WeightServer
+from realhf.transport.weights.disk import WeightFile, file_stem, read_weight_file, sweep
+from realhf.transport.weights.flat_buffer import Buffer, WeightsError, check_manifest, layout, pack, unpack
+from realhf.transport.weights.memory_file import MemoryFile, read_memory_file
+from realhf.transport.weights.served import ServedVersion, WeightServer, read_served
 
 if TYPE_CHECKING:
     from torch import Tensor
+
 
 KEPT_VERSIONS = 2
 
@@ -122,3 +123,25 @@ class WeightPublisher:
         if self._server is not None:
             self._server.close()
             self._server = None
+
+
+def receive(manifest: WeightsManifest, timeout_s: float, network: Network = LOOPBACK) -> dict[str, Tensor]:
+    """Return the tensors of a manifest on the CPU, complete and verified (sizes, then the checksum) before any is
+    handed out. They share memory with no other process: writing to them is safe.
+
+    ``timeout_s`` bounds the time without a byte of what is fetched, beside what all bytes take on a slow network;
+    ``network`` has the keys for that. Raises WeightsGone when the version can no longer be had, WeightsTimeout, and
+    WeightsError when it or the manifest is damaged.
+    """
+    check_manifest(manifest)
+    return unpack(manifest, _read(manifest, timeout_s, network))
+
+
+def _read(manifest: WeightsManifest, timeout_s: float, network: Network) -> Buffer:
+    if manifest.medium == "shm":
+        return read_memory_file(manifest)
+    if manifest.medium == "disk":
+        return read_weight_file(manifest)
+    if manifest.medium == "fetch":
+        return read_served(manifest, timeout_s, network)
+    raise WeightsError(manifest, "no such medium")
