@@ -81,7 +81,7 @@ def _command_line() -> argparse.ArgumentParser:
         ("remove", "let a host leave: its workers end, and its key is taken away"),
     ):
         command = commands.add_parser(name, help=about)
-        command.add_argument("--join", required=True, metavar="tcp://HOST:PORT", help="the launcher's door")
+        command.add_argument("--join", required=True, metavar="tcp://HOST:PORT", help="the launcher's control endpoint")
         command.add_argument("--key-file", type=Path, required=True, help="the launcher's own file of keys")
         if name != "status":
             command.add_argument("--host", required=True, help="name of the host")

@@ -20,7 +20,7 @@ from realhf.cluster.cluster_keys import HostKey
 from realhf.cluster.kept_files import HeldKeys, keep
 from realhf.cluster.messages import (
     LINE_CHARACTERS,
-    OF_DOOR,
+    OF_LAUNCHER,
     TAIL_BYTES,
     EndWorker,
     Exited,
@@ -74,7 +74,7 @@ class Dismissed(Exception):
 
 
 class HostAgent:
-    """Serves the launcher whose door is at ``door`` (tcp://HOST:PORT) as the host ``name``, whose key it has.
+    """Serves the launcher at ``launcher`` (tcp://HOST:PORT) as the host ``name``, whose key it has.
 
     ``folder`` is private to the agent and holds what a run brings; ``wants`` says how many workers of each kind the
     host is to get beside what the launcher decides. ``linger_s`` is how long the agent waits for another run after one.
@@ -83,7 +83,7 @@ class HostAgent:
 
     def __init__(
         self,
-        door: str,
+        launcher: str,
         key: HostKey,
         name: str,
         folder: Path,
@@ -93,7 +93,7 @@ class HostAgent:
         linger_s: float = 30.0,
         prepare: bool = True,
     ) -> None:
-        self._door, self._key, self._name, self._folder, self._wants = door, key, name, folder, wants
+        self._launcher, self._key, self._name, self._folder, self._wants = launcher, key, name, folder, wants
         self._patience_s, self._linger_s, self._prepare = patience_s, linger_s, prepare
         self._prepared = PreparedWorkers(PREPARED)
         self._local = LocalScheduler(orphans_are_ours=True, prepared=self._prepared)
@@ -152,7 +152,7 @@ class HostAgent:
             watch = HandshakeWatch(socket)
             try:
                 if self._welcomed(socket, watch, began + limit_s):
-                    _log.info("%s takes part in the run of the launcher at %s", self._name, self._door)
+                    _log.info("%s takes part in the run of the launcher at %s", self._name, self._launcher)
                     watch.close()
                     return socket
             except BaseException:
@@ -163,20 +163,20 @@ class HostAgent:
             watch.close()
             socket.close(0)
             if not reached and not told:
-                _log.warning("the launcher at %s %s; it is tried again for %g s", self._door, unreached(), limit_s)
+                _log.warning("the launcher at %s %s; it is tried again for %g s", self._launcher, unreached(), limit_s)
                 told = True
         if not lost and limit_s == self._linger_s:
             _log.info("the run is over, and no other began within %g s", limit_s)
             return None
         raise NetworkError(
-            f"the launcher at {self._door} was not there for {limit_s:g} s" + (f" ({lost})" * bool(lost))
+            f"the launcher at {self._launcher} was not there for {limit_s:g} s" + (f" ({lost})" * bool(lost))
         )
 
     def _connected(self) -> zmq.Socket[bytes]:
         socket = dealer(self._context)
         socket.setsockopt(zmq.RECONNECT_IVL, 100)
         socket.setsockopt(zmq.IMMEDIATE, 1)
-        connect_encrypted(socket, self._door, self._key.server_public, self._key.own)
+        connect_encrypted(socket, self._launcher, self._key.server_public, self._key.own)
         self._session = os.urandom(16)
         return socket
 
@@ -187,9 +187,9 @@ class HostAgent:
         while time.monotonic() < min(deadline, began + REACHED_WITHIN_S):
             watch.look()
             if watch.refused:
-                raise NetworkError(f"host {self._name}: the launcher at {self._door} {watch.refused}")
+                raise NetworkError(f"host {self._name}: the launcher at {self._launcher} {watch.refused}")
             if watch.greeted and time.monotonic() - said > HELLO_S:
-                hello = describe(self._name, self._door, self._folder, self._wants)
+                hello = describe(self._name, self._launcher, self._folder, self._wants)
                 self._send(socket, "hello", hello, versions=own_versions(), node=os.uname().nodename)
                 said = time.monotonic()
             if not socket.poll(int(LOOK_S * 1000)):
@@ -200,7 +200,7 @@ class HostAgent:
                 self._heard = self._pinged = time.monotonic()
                 return True
             if isinstance(message, Refused):
-                raise ProtocolError(f"the launcher at {self._door} refused the host {self._name}: {message.reason}")
+                raise ProtocolError(f"the launcher at {self._launcher} refused the host {self._name}: {message.reason}")
             if kind == "leave":
                 raise Dismissed
         return False
@@ -224,7 +224,9 @@ class HostAgent:
                     del self._doomed[name]
                     self._local.kill(name, "")
                 if (silent := now - self._heard) > min(self._welcome.silent_s, LONGEST_S):
-                    _log.warning("nothing heard of the launcher at %s for %.1f s; its workers end", self._door, silent)
+                    _log.warning(
+                        "nothing heard of the launcher at %s for %.1f s; its workers end", self._launcher, silent
+                    )
                     return f"nothing was heard of it for {silent:.1f} s"
         except BaseException:
             self._report(socket, [])
@@ -360,7 +362,7 @@ class HostAgent:
         if header.get("session") != self._session:
             raise ProtocolError("message for another process")
         kind = envelope.field(header, "kind", str)
-        return kind, unpacked(kind, payload, OF_DOOR)
+        return kind, unpacked(kind, payload, OF_LAUNCHER)
 
 
 def _tail(log: Path, since: int) -> bytes:

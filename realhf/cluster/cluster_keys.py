@@ -1,9 +1,8 @@
 """Holds the keys of a cluster: those of its launcher, and one of its own for each host, which can be taken away.
 
-The launcher's file stays on its machine. A host's file has the public key of the launcher's door, by which it knows the
-launcher, and a key pair by which the door knows the host: with it nobody can act as the launcher, as another host or as
-an operator.
-"""
+The launcher's file stays on its machine. A host's file has the public key of the launcher's control endpoint, by which
+it knows the launcher, and a key pair by which the endpoint knows the host: with it nobody can act as the launcher, as
+another host or as an operator."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ HOW = "python -m realhf.cluster keys {} --host NAME"
 
 @dataclass(frozen=True)
 class HostKey:
-    """Is what one host has: the public key of the door, and its own pair."""
+    """Is what one host has: the public key of the endpoint, and its own pair."""
 
     server_public: str = field(repr=False)
     own: CurvePair
@@ -72,7 +71,7 @@ class HostKeys:
 
 @dataclass(frozen=True)
 class LauncherKeys:
-    """Holds the pair of the door, that of whoever asks it as an operator, and the public keys of hosts by name."""
+    """Holds the pair of the endpoint, that of whoever asks it as an operator, and the public keys of hosts by name."""
 
     server: CurvePair
     operator: CurvePair
@@ -129,9 +128,9 @@ def add_hosts(path: Path, names: Iterable[str]) -> HostKeys:
 
 
 class KnownHosts:
-    """Knows for a door who comes with which key: whom the launcher's file names, as it is at that moment, and hosts
-    whose keys were drawn here. Without a file all of it is drawn, and ``file`` is in memory. Raises NetworkError or
-    OSError. Thread-safe."""
+    """Knows for a control endpoint who comes with which key: whom the launcher's file names, as it is at that moment,
+    and hosts whose keys were drawn here. Without a file all of it is drawn, and ``file`` is in memory. Raises
+    NetworkError or OSError. Thread-safe."""
 
     def __init__(self, file: Path | None) -> None:
         self._lock, self._in_memory = threading.RLock(), file is None

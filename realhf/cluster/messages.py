@@ -1,4 +1,5 @@
-"""Defines the messages between host agents, operators and the door of a launcher, and reads them with bounds.
+"""Defines the messages between host agents, operators and the control endpoint of a launcher, and reads them with
+bounds.
 
 A message is a header of the control protocol, whose ``kind`` says which ``Message`` the payload frame holds. Everything
 that arrives is checked for size, type and length before it is used.
@@ -16,7 +17,7 @@ from realhf.base.messages import Message, MessageError, from_payload, to_payload
 from realhf.transport.envelope import pack_header, pack_payload, unpack_payload
 from realhf.transport.errors import ProtocolError
 
-DOOR = "door"
+CONTROL = "control"
 """Stands in the header where messages of a run have the id of the run."""
 TAIL_BYTES = 64 << 10
 """At most this much of the end of a worker's log comes with its exit."""
@@ -193,8 +194,8 @@ OF_AGENT: Mapping[str, type[Message]] = MappingProxyType(
         "remove": Order,
     }
 )
-"""What a door takes."""
-OF_DOOR: Mapping[str, type[Message]] = MappingProxyType(
+"""What a control endpoint takes."""
+OF_LAUNCHER: Mapping[str, type[Message]] = MappingProxyType(
     {
         "welcome": Welcome,
         "refused": Refused,
@@ -216,7 +217,7 @@ OF_DOOR: Mapping[str, type[Message]] = MappingProxyType(
 def packed(kind: str, session: bytes, message: Message | None = None, **fields: Any) -> list[bytes]:
     """Return the frames of a message."""
     return [
-        pack_header(kind, DOOR, session, **fields),
+        pack_header(kind, CONTROL, session, **fields),
         pack_payload(to_payload(message or Nothing(), kind)),
     ]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from realhf.cluster.cluster_keys import KnownHosts
-from realhf.cluster.door import Door, FromOperator
+from realhf.cluster.control_endpoint import ControlEndpoint, FromOperator
 from realhf.cluster.host_table import HostTable
 from realhf.cluster.messages import EndWorker, Order, Report
 from realhf.cluster.options import ELASTIC
@@ -22,14 +22,16 @@ REMOVED = -15
 class OperatorDesk:
     """Answers one request. ``running``: whether there is a run, ``elastic``: whether workers could join it."""
 
-    def __init__(self, door: Door, table: HostTable, known: KnownHosts, *, running: bool, elastic: bool) -> None:
-        self._door, self._table, self._known, self._running, self._elastic = door, table, known, running, elastic
+    def __init__(
+        self, control: ControlEndpoint, table: HostTable, known: KnownHosts, *, running: bool, elastic: bool
+    ) -> None:
+        self._control, self._table, self._known, self._running, self._elastic = control, table, known, running, elastic
 
     def serve(self, asked: FromOperator) -> list[WorkerEvent]:
         """Answer, and return what follows for the run."""
         events: list[WorkerEvent] = []
         if asked.kind == "status" or not isinstance(asked.message, Order):
-            report = Report([*self._table.lines(self._door.endpoint)])
+            report = Report([*self._table.lines(self._control.endpoint)])
         elif refusal := self._refusal(asked.kind, asked.message):
             report = Report([refusal], failed=True)
         elif asked.kind == "add":
@@ -38,7 +40,7 @@ class OperatorDesk:
             report = Report([f"{order.count} {order.kind} are started on {order.host}"])
         else:
             report, events = self._remove(asked.message)
-        self._door.answer(asked.sender, report)
+        self._control.answer(asked.sender, report)
         return events
 
     def _refusal(self, kind: str, order: Order) -> str:
@@ -61,16 +63,16 @@ class OperatorDesk:
         host = order.host
         lines, workers = self._without_key(host), sorted(self._table.on(host))
         if order.new_keys:
-            self._door.send_away(host)
+            self._control.send_away(host)
             self._table.take(host)
             lines = [f"{host} leaves, and the run begins again with new keys", *lines]
             return Report(lines), [BeginAgain(f"host {host} was removed, and the run gets new keys")]
         self._table.hosts[host].leave_by = time.monotonic() + LEAVE_S
         waiting = [self._table.workers.pop(name) for name in self._table.hosts[host].dock.withdraw()]
         for name in self._table.on(host):
-            self._door.send(host, "end", EndWorker(name, GRACE_S))
+            self._control.send(host, "end", EndWorker(name, GRACE_S))
         if not self._table.on(host):
-            self._door.send_away(host)
+            self._control.send_away(host)
             self._table.take(host)
         cause = f"removed with its host {host}"
         ends = [WorkerExit(each.spec.name, REMOVED, each.spec.log, 0, cause) for each in waiting]

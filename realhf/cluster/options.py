@@ -20,10 +20,12 @@ class ClusterOptions:
     """Where host agents reach the launcher, for whom it waits, and what runs where."""
 
     address: str = option("", "Host agents reach the launcher at this address of its machine (its network.bind).")
-    port: int = option(7788, "The door for host agents listens on this port; 0: any.", at_least=0, at_most=65535)
+    port: int = option(
+        7788, "The control endpoint for host agents listens on this port; 0: any.", at_least=0, at_most=65535
+    )
     key_file: str = option(
         "~/.realhf/cluster.key",
-        "The launcher's own file of keys: its door's, and whose hosts' it knows; made when it does not exist.",
+        "The launcher's own file of keys: its endpoint's, and whose hosts' it knows; made when it does not exist.",
     )
     hosts: list[str] = option([], "The run begins when these hosts have joined, by their names.")
     min_hosts: int = option(1, "The run begins when at least so many hosts have joined.", at_least=0)
@@ -75,7 +77,9 @@ class ClusterOptions:
 class EngineOptions(ClusterOptions):
     """What differs where an engine starts the host agents: it tells them where and with which keys to join."""
 
-    port: int = option(0, "The door for host agents listens on this port; 0: any.", at_least=0, at_most=65535)
+    port: int = option(
+        0, "The control endpoint for host agents listens on this port; 0: any.", at_least=0, at_most=65535
+    )
     key_file: str = option(
         "",
         "The launcher's own file of keys, for hosts that join beside those of the engine; empty: keys are drawn for "

@@ -57,12 +57,12 @@ def unlike(theirs: Mapping[str, str]) -> str:
     return "; ".join(found)
 
 
-def describe(name: str, door: str, folder: Path, wants: Mapping[str, int]) -> HostHello:
-    """Return what a host agent registers with at the door tcp://HOST:PORT. Raises NetworkError when there is no route
-    to it."""
+def describe(name: str, launcher: str, folder: Path, wants: Mapping[str, int]) -> HostHello:
+    """Return what a host agent registers with at the endpoint tcp://HOST:PORT. Raises NetworkError when there is no
+    route to it."""
     import psutil
 
-    own = LOOPBACK_ADDRESS if on_loopback(door) else address_towards(host_of(door))
+    own = LOOPBACK_ADDRESS if on_loopback(launcher) else address_towards(host_of(launcher))
     return HostHello(
         name=name,
         cores=usable_cores(),

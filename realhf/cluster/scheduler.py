@@ -13,8 +13,17 @@ from typing import Protocol
 from realhf.cluster import placement
 from realhf.cluster.carried import cargo, key_file_in, needed_paths, prints_of, takes_more, weights_problem
 from realhf.cluster.cluster_keys import HostKeys, KnownHosts, make_keys
+from realhf.cluster.control_endpoint import (
+    ControlEndpoint,
+    EndpointEvent,
+    FromHost,
+    FromOperator,
+    HostCame,
+    HostGone,
+    HostRefused,
+    Nonsense,
+)
 from realhf.cluster.delivery import Dock
-from realhf.cluster.door import Door, DoorEvent, FromHost, FromOperator, HostCame, HostGone, HostRefused, Nonsense
 from realhf.cluster.errors import ClusterError
 from realhf.cluster.host_table import PROBE_S, FolderProbe, Host, HostTable, Running, warnings, with_place
 from realhf.cluster.messages import (
@@ -70,7 +79,7 @@ class AgentStarter(Protocol):
         ...
 
     def start_agents(self, endpoint: str, keys: HostKeys) -> None:
-        """Begin to start agents that join the door at ``endpoint``, each with its key of ``keys``; called each time
+        """Begin to start agents that join the endpoint at ``endpoint``, each with its key of ``keys``; called each time
         before hosts are waited for. One that was removed has none, and need not be started. Raises OSError with one
         line that says what is wrong."""
         ...
@@ -89,8 +98,8 @@ def _say(text: str) -> None:
 
 
 class ClusterScheduler:
-    """Implements ``Scheduler``. Jobs and the master run on the launcher's machine. The door opens at the first start
-    and closes with ``stop``; agents wait for the next time."""
+    """Implements ``Scheduler``. Jobs and the master run on the launcher's machine. The endpoint opens at the first
+    start and closes with ``stop``; agents wait for the next time."""
 
     def __init__(
         self, options: ClusterOptions, starter: AgentStarter | None = None, say: Callable[[str], None] = _say
@@ -101,7 +110,7 @@ class ClusterScheduler:
         self._table = HostTable()
         self._later: dict[str, WorkerSpec] = {}
         self._refused: dict[str, str] = {}
-        self._door: Door | None = None
+        self._control: ControlEndpoint | None = None
         self._known: KnownHosts | None = None
         self._backlog: list[WorkerEvent] = []
         self._answers: dict[tuple[str, int], Probed] = {}
@@ -119,11 +128,11 @@ class ClusterScheduler:
         """See ``Scheduler``. Raises ClusterError when no host fits or hosts that are waited for do not join. Where only
         hosts fit on which workers have failed just now, the worker starts when one of them has rested; see
         ``HostTable.failed``."""
-        door = self._opened()
+        control = self._opened()
         if spec.name in self._table.workers or spec.name in self._later:
             raise ValueError(f"worker {spec.name} was started already")
         if spec.name == MASTER:
-            self._wait_for_hosts(door)
+            self._wait_for_hosts(control)
             self._running, self._elastic = True, takes_more(spec.log.parent.parent)
             asking = [host.hello for host in self._table.hosts.values() if host.hello.wants and not self._elastic]
             self._backlog += [_unused(hello) for hello in asking]
@@ -135,7 +144,7 @@ class ClusterScheduler:
         if kind_of(spec.name) in (JOB, MASTER):
             self._start_here(spec)
             return
-        self._look_at_folders(door, spec)
+        self._look_at_folders(control, spec)
         places = self._table.places()
         wish, strict = spec.host, bool(spec.host)
         if not wish:
@@ -202,7 +211,7 @@ class ClusterScheduler:
                     self._backlog.append(WorkerStarts(name))
 
     def _wait_here(self, timeout_s: float) -> None:
-        """Wait for workers of this machine, and for anything at the door; keep what happened for ``wait``."""
+        """Wait for workers of this machine, and for anything at the endpoint; keep what happened for ``wait``."""
         for event in self._local.wait(timeout_s):
             if isinstance(event, WorkerExit):
                 self._table.workers.pop(event.name, None)
@@ -211,33 +220,33 @@ class ClusterScheduler:
     def kill(self, name: str, cause: str, *, pid: int = 0, started: int = 0) -> None:
         """See ``Scheduler``. On another host its agent does it; one that is mute is lost soon, with its workers."""
         running = self._table.workers.get(name)
-        if running is not None and running.host != LAUNCHER and self._door is not None:
-            self._door.send(running.host, "kill", KillWorker(name, cause, pid, started))
+        if running is not None and running.host != LAUNCHER and self._control is not None:
+            self._control.send(running.host, "kill", KillWorker(name, cause, pid, started))
         else:
             self._local.kill(name, cause, pid=pid, started=started)
 
     def stop(self, grace_s: float = 8.0) -> None:
         """See ``Scheduler``. Workers of a host that does not answer end by themselves, with its agent."""
-        door = self._door
+        control = self._control
         try:
-            if door is not None:
+            if control is not None:
                 self._ended.clear()
                 for name, host in self._table.hosts.items():
                     host.dock.withdraw()
-                    door.send(name, "end", EndWorker("", grace_s))
+                    control.send(name, "end", EndWorker("", grace_s))
             self._local.stop(grace_s)
-            if door is not None:
+            if control is not None:
                 deadline = time.monotonic() + grace_s + STOP_LATE_S
                 while set(self._table.hosts) - self._ended and time.monotonic() < deadline:
                     self._local.wait(0.1)
                     self._pump()
         finally:
-            if door is not None:
+            if control is not None:
                 stay = {name for name, host in self._table.hosts.items() if not host.leaving}
                 self._before = stay if self._running else self._before
-                self._local.unwatch(door.fileno())
-                door.close()
-                self._door = None
+                self._local.unwatch(control.fileno())
+                control.close()
+                self._control = None
                 if self._starter is not None:
                     self._starter.stop_agents()
             self._table, self._backlog = HostTable(self._table.troubles), []
@@ -248,8 +257,8 @@ class ClusterScheduler:
 
     # ---- hosts
 
-    def _opened(self) -> Door:
-        if self._door is None:
+    def _opened(self) -> ControlEndpoint:
+        if self._control is None:
             if not self._options.address:
                 raise ClusterError("scheduler.address: empty; give the address of this machine that other hosts reach")
             if self._starter is not None:
@@ -262,25 +271,25 @@ class ClusterScheduler:
                     if self.key_file is not None:
                         make_keys(self.key_file)
                     self._known = KnownHosts(self.key_file)
-                self._door = Door(self._known, bind, options.dead_after_s, self._refusal)
+                self._control = ControlEndpoint(self._known, bind, options.dead_after_s, self._refusal)
             except Exception as error:
                 raise ClusterError(
-                    f"the door for host agents (scheduler.address, scheduler.port, scheduler.key_file): {error}"
+                    f"the endpoint for host agents (scheduler.address, scheduler.port, scheduler.key_file): {error}"
                 ) from None
-            self._local.watch(self._door.fileno())
-        return self._door
+            self._local.watch(self._control.fileno())
+        return self._control
 
     def _refusal(self, hello: HostHello) -> str:
         different = unlike(hello.made_of) if self._options.differing_hosts == "refuse" else ""
         return different and f"it has {different} (scheduler.differing_hosts=warn takes it)"
 
-    def _wait_for_hosts(self, door: Door) -> None:
+    def _wait_for_hosts(self, control: ControlEndpoint) -> None:
         """Wait until the hosts that were asked for are there, and when the run begins again, those of before or what is
         left of them after ``REJOIN_S``. Raises ClusterError."""
         assert self._known is not None
         if self._starter is not None:
             with self._local.beside():
-                self._starter.start_agents(door.endpoint, self._known.draw(self._starter.hosts))
+                self._starter.start_agents(control.endpoint, self._known.draw(self._starter.hosts))
         options = self._options
         again = self._before is not None
         wanted = self._before if self._before is not None else set(options.hosts)
@@ -293,7 +302,7 @@ class ClusterScheduler:
             if not missing and short <= 0:
                 return
             if not told:
-                self._say(f"waiting {limit_s:g} s for {_who(missing, short)}; {self._what_helps(door, missing)}")
+                self._say(f"waiting {limit_s:g} s for {_who(missing, short)}; {self._what_helps(control, missing)}")
                 told = True
             problem = self._starter.problem() if self._starter is not None else ""
             for name in sorted(missing & set(self._refused)):
@@ -303,16 +312,16 @@ class ClusterScheduler:
                     return
                 there = ", ".join(sorted(self._table.hosts)) or "none"
                 raise ClusterError(
-                    f"{_who(missing, short)} did not join {door.endpoint}"
+                    f"{_who(missing, short)} did not join {control.endpoint}"
                     + (f": {problem}" if problem else f" within {limit_s:g} s")
                     + f"; joined so far: {there} (scheduler.hosts, scheduler.min_hosts, scheduler.wait_s)"
                 )
             self._wait_here(min(0.5, max(0.01, deadline - time.monotonic())))
 
-    def _what_helps(self, door: Door, missing: set[str]) -> str:
+    def _what_helps(self, control: ControlEndpoint, missing: set[str]) -> str:
         """Return in one line what a person can do for hosts to join."""
         assert self._known is not None
-        at, file = f"--join {door.endpoint} --key-file", self._known.file
+        at, file = f"--join {control.endpoint} --key-file", self._known.file
         if self._starter is not None:
             return f"who is there: python -m realhf.cluster status {at} {file}"
         keyless = sorted(host for host in missing if not self._known.has(host))
@@ -320,7 +329,7 @@ class ClusterScheduler:
         makes = f"; a key for it: python -m realhf.cluster keys {file} --host {names}" if keyless or not missing else ""
         return f"on each: python -m realhf.worker {at} ITS_KEY --host-agent{makes}"
 
-    def _look_at_folders(self, door: Door, spec: WorkerSpec) -> None:
+    def _look_at_folders(self, control: ControlEndpoint, spec: WorkerSpec) -> None:
         """Ask hosts that have come whether they share the run folder. One that does not answer is lost soon anyway."""
         new = {name: host for name, host in self._table.hosts.items() if host.shared is None}
         if not new:
@@ -333,7 +342,7 @@ class ClusterScheduler:
             for name in new:
                 self._probes += 1
                 asked[name] = self._probes, FolderProbe(run_dir, looks)
-                door.send(name, "probe", asked[name][1].question(self._probes))
+                control.send(name, "probe", asked[name][1].question(self._probes))
             deadline = time.monotonic() + PROBE_S
             while time.monotonic() < deadline and any(
                 (name, number) not in self._answers for name, (number, _) in asked.items() if name in self._table.hosts
@@ -399,12 +408,12 @@ class ClusterScheduler:
 
     def _pump(self) -> None:
         """Take note of what hosts and operators have said."""
-        for event in self._door.events() if self._door is not None else ():
+        for event in self._control.events() if self._control is not None else ():
             self._happened(event)
         for name, host in [*self._table.hosts.items()]:
             self._advance(name, host)
-            if host.leave_by < time.monotonic() and self._door is not None:
-                self._door.send_away(name)
+            if host.leave_by < time.monotonic() and self._control is not None:
+                self._control.send_away(name)
                 self._gone(name, f"its host {name} was removed, and did not say how its workers ended")
 
     def _advance(self, name: str, host: Host) -> None:
@@ -415,7 +424,7 @@ class ClusterScheduler:
                 self._failed(running, why, sure=True)
                 self._backlog.append(WorkerExit(worker, 1, log, _size(log), f"host {name} {why}"))
 
-    def _happened(self, event: DoorEvent) -> None:
+    def _happened(self, event: EndpointEvent) -> None:
         if isinstance(event, HostCame):
             self._came(event)
         elif isinstance(event, HostRefused):
@@ -423,9 +432,9 @@ class ClusterScheduler:
             self._backlog.append(Notice(f"host {event.name} is refused: {event.reason}"))
         elif isinstance(event, HostGone):
             self._gone(event.name, f"its host {event.name} was lost: {event.reason}")
-        elif isinstance(event, FromOperator) and self._door is not None:
+        elif isinstance(event, FromOperator) and self._control is not None:
             assert self._known is not None
-            desk = OperatorDesk(self._door, self._table, self._known, running=self._running, elastic=self._elastic)
+            desk = OperatorDesk(self._control, self._table, self._known, running=self._running, elastic=self._elastic)
             self._backlog += desk.serve(event)
         elif isinstance(event, Nonsense):
             self._strange(event)
@@ -433,9 +442,9 @@ class ClusterScheduler:
             self._said(event)
 
     def _came(self, event: HostCame) -> None:
-        hello, door = event.hello, self._door
-        assert door is not None
-        dock = Dock(lambda kind, message: door.send(hello.name, kind, message, session=event.session))
+        hello, control = event.hello, self._control
+        assert control is not None
+        dock = Dock(lambda kind, message: control.send(hello.name, kind, message, session=event.session))
         self._table.hosts[hello.name] = Host(hello, dock)
         self._refused.pop(hello.name, None)
         if self._running:
@@ -499,8 +508,8 @@ class ClusterScheduler:
             if ended.exit_code != 0 and not host.leaving:
                 self._failed(running, _why(ended, message), sure=isinstance(message, NotStarted))
             self._backlog.append(ended)
-            if host.leaving and not self._table.on(event.name) and self._door is not None:
-                self._door.send_away(event.name)
+            if host.leaving and not self._table.on(event.name) and self._control is not None:
+                self._control.send_away(event.name)
                 self._table.take(event.name)
 
 

@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m realhf.worker", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--join", required=True, metavar="tcp://HOST:PORT", help="the launcher's door for hosts")
+    parser.add_argument("--join", required=True, metavar="tcp://HOST:PORT", help="the launcher's control endpoint")
     parser.add_argument(
         "--key-file", type=Path, required=True, help="the key of this host (mode 600); -: standard input"
     )

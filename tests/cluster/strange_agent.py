@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import zmq
 
 from realhf.cluster.cluster_keys import HostKey
-from realhf.cluster.messages import OF_DOOR, HostHello, Message, Welcome, packed, unpacked
+from realhf.cluster.messages import OF_LAUNCHER, HostHello, Message, Welcome, packed, unpacked
 from realhf.cluster.own_host import made_of
 from realhf.transport.envelope import pack_header, pack_payload, unpack_header
 from realhf.transport.network.curve import connect_encrypted
@@ -22,7 +22,7 @@ M = TypeVar("M", bound=Message)
 
 
 class StrangeAgent:
-    """Has the key of a host and a connection to the door."""
+    """Has the key of a host and a connection to the endpoint."""
 
     def __init__(
         self, door: str, keys: KeyRing | HostKey, name: str = "a", *, context: zmq.Context[Any] | None = None
@@ -33,7 +33,7 @@ class StrangeAgent:
         self.connect()
 
     def connect(self) -> None:
-        """Connect to the door, as the same agent when this is done again."""
+        """Connect to the endpoint, as the same agent when this is done again."""
         self.socket = self._context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, 0)
         connect_encrypted(self.socket, self._door, self._key.server_public, self._key.own)
@@ -44,7 +44,7 @@ class StrangeAgent:
 
     def babble(self, kind: str, payload: Any) -> None:
         """Send something that has the header of a message."""
-        self.socket.send_multipart([pack_header(kind, "door", self.session), pack_payload(payload)])
+        self.socket.send_multipart([pack_header(kind, "control", self.session), pack_payload(payload)])
 
     def hello(
         self,
@@ -73,7 +73,7 @@ class StrangeAgent:
             return None
         frame, *payload = self.socket.recv_multipart()
         kind = unpack_header(frame)["kind"]
-        return kind, unpacked(kind, payload, OF_DOOR)
+        return kind, unpacked(kind, payload, OF_LAUNCHER)
 
     def hears(self, form: type[M]) -> M:
         """Wait for a message of this form; others are passed over."""

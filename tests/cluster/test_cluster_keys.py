@@ -12,7 +12,7 @@ import zmq
 
 from realhf.cluster.__main__ import main
 from realhf.cluster.cluster_keys import HostKey, HostKeys, KnownHosts, LauncherKeys, add_hosts, make_keys
-from realhf.cluster.door import Door, FromOperator, HostCame, HostGone
+from realhf.cluster.control_endpoint import ControlEndpoint, FromOperator, HostCame, HostGone
 from realhf.cluster.messages import Nothing, Refused, Report
 from realhf.transport.errors import NetworkError
 from realhf.transport.network.curve import connect_encrypted
@@ -25,12 +25,12 @@ AT = "tcp://127.0.0.1:0"
 
 
 class OpenDoor:
-    """A door on the loopback, and agents by hand."""
+    """A control endpoint on the loopback, and agents by hand."""
 
     def __init__(self, folder: Path) -> None:
         self.ring = KeyRing(folder / "cluster.key")
         self.known = KnownHosts(self.ring.file)
-        self.door = Door(self.known, AT, 40.0)
+        self.door = ControlEndpoint(self.known, AT, 40.0)
         self.agents: list[StrangeAgent] = []
 
     def agent(self, key: HostKey, name: str) -> StrangeAgent:
@@ -47,8 +47,8 @@ def opened(tmp_path: Path):
     made.door.close()
 
 
-def refused(door: Door, key: HostKey) -> str:
-    """What the door says to who connects with a key; "" when it lets them in."""
+def refused(door: ControlEndpoint, key: HostKey) -> str:
+    """What the endpoint says to who connects with a key; "" when it lets them in."""
     socket = zmq.Context.instance().socket(zmq.DEALER)
     socket.setsockopt(zmq.LINGER, 0)
     watch, end = HandshakeWatch(socket), time.monotonic() + ANSWER_S
@@ -65,7 +65,7 @@ def refused(door: Door, key: HostKey) -> str:
 
 
 def test_a_host_has_no_secret_of_the_launcher_and_none_of_another_host(tmp_path: Path):
-    """All hosts used to have one file, with the secret key of the launcher's door."""
+    """All hosts used to have one file, with the secret key of the launcher's endpoint."""
     ring = KeyRing(tmp_path / "cluster.key")
     mine, other = ring.file_of("a").read_text(), ring.of("b").own
     launcher = LauncherKeys.read(ring.file)
@@ -141,7 +141,7 @@ def test_a_host_that_is_about_to_leave_gets_no_other_key_when_its_engine_starts_
 
 
 def test_a_key_that_is_taken_away_while_the_file_is_read_anew_stays_away():
-    """The door reads it on threads of its own."""
+    """The endpoint reads it on threads of its own."""
     known = KnownHosts(None)
     key = known.draw(["a"]).hosts["a"].public
     taking = threading.Thread(target=known.take_away, args=("a",))

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from realhf.cluster import door as door_module
+from realhf.cluster import control_endpoint
 from realhf.cluster import scheduler as scheduler_module
 from realhf.cluster.cluster_keys import KnownHosts
-from realhf.cluster.door import Door, HostGone
+from realhf.cluster.control_endpoint import ControlEndpoint, HostGone
 from realhf.cluster.messages import EndWorker, Welcome
 from realhf.cluster.options import ClusterOptions
 from realhf.cluster.scheduler import ClusterScheduler
@@ -42,11 +42,11 @@ while True:
 
 
 class OpenDoor:
-    """A door on the loopback, and agents by hand."""
+    """A control endpoint on the loopback, and agents by hand."""
 
     def __init__(self, folder: Path) -> None:
         self.keys = KeyRing(folder / "cluster.key")
-        self.door = Door(KnownHosts(self.keys.file), "tcp://127.0.0.1:0", 7.0)
+        self.door = ControlEndpoint(KnownHosts(self.keys.file), "tcp://127.0.0.1:0", 7.0)
         self.agents: list[StrangeAgent] = []
 
     def agent(self, name: str) -> StrangeAgent:
@@ -54,7 +54,7 @@ class OpenDoor:
         return self.agents[-1]
 
     def closes(self) -> float:
-        """Close the door; how long it took. The port is free afterwards."""
+        """Close the endpoint; how long it took. The port is free afterwards."""
         began = time.monotonic()
         self.door.close()
         took = time.monotonic() - began
@@ -83,7 +83,7 @@ def heard(agent: StrangeAgent, kind: str) -> bool:
 
 
 def test_hosts_that_say_that_they_have_heard_are_not_waited_for(opened: OpenDoor, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(door_module, "PART_S", 3 * ANSWER_S)
+    monkeypatch.setattr(control_endpoint, "PART_S", 3 * ANSWER_S)
     agents = [opened.agent(name).join() for name in ("a", "b")]
 
     def part(agent: StrangeAgent) -> None:
@@ -102,8 +102,8 @@ def test_a_host_that_never_answers_delays_the_end_by_some_seconds(opened: OpenDo
     assert heard(agent, "over")
 
 
-def slowed(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the door take a millisecond for each message."""
+def slowed(door: ControlEndpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the endpoint take a millisecond for each message."""
     listener = door._listener  # pyright: ignore[reportPrivateUsage]
     taken = listener._take  # pyright: ignore[reportPrivateUsage]
 
@@ -118,7 +118,7 @@ def slowed(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_host_that_sends_faster_than_the_door_reads_does_not_hold_it_open(
     opened: OpenDoor, monkeypatch: pytest.MonkeyPatch
 ):
-    """The door went on to read, told nobody that the run was over, and kept its port. Here it is slow."""
+    """The endpoint went on to read, told nobody that the run was over, and kept its port. Here it is slow."""
     slowed(opened.door, monkeypatch)
     quiet = opened.agent("a").join()
     words = [sys.executable, "-c", FLOOD, opened.door.endpoint, str(opened.keys.file_of("flood"))]
@@ -151,7 +151,7 @@ def test_who_comes_when_the_door_closes_is_not_welcomed(opened: OpenDoor):
     door = opened.door
     with door._lock:  # pyright: ignore[reportPrivateUsage]
         agent.hello()
-        time.sleep(0.2)  # the door has its hello, and waits for the lock as it would for a launcher that closes it
+        time.sleep(0.2)  # the endpoint has its hello, and waits for the lock as it would for a launcher that closes it
         door._closing = True  # pyright: ignore[reportPrivateUsage]
     door._listener.close()  # pyright: ignore[reportPrivateUsage]
     while (found := agent.heard()) is not None:

@@ -1,4 +1,4 @@
-"""What a door takes from the network: messages of the right form and size, and nothing else."""
+"""What a control endpoint takes from the network: messages of the right form and size, and nothing else."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import msgpack
 import pytest
 
-from realhf.cluster.messages import OF_AGENT, OF_DOOR, TAIL_BYTES, Exited, HostHello, packed, unpacked
+from realhf.cluster.messages import OF_AGENT, OF_LAUNCHER, TAIL_BYTES, Exited, HostHello, packed, unpacked
 from realhf.transport.envelope import unpack_header
 from realhf.transport.errors import ProtocolError
 
@@ -66,7 +66,7 @@ def test_what_has_not_its_form_is_refused_by_its_field(kind: str, changed: dict[
 
 
 def test_neither_end_takes_what_the_other_should_send():
-    for kind, known in (("start", OF_AGENT), ("hello", OF_DOOR), ("nonsense", OF_AGENT)):
+    for kind, known in (("start", OF_AGENT), ("hello", OF_LAUNCHER), ("nonsense", OF_AGENT)):
         with pytest.raises(ProtocolError, match="unknown message kind"):
             unpacked(kind, [msgpack.packb({})], known)
     with pytest.raises(ProtocolError):

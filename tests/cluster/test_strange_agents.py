@@ -18,7 +18,7 @@ import pytest
 import zmq
 
 from realhf.base.files.source_files import digest_of
-from realhf.cluster import delivery, door, operator_desk, own_host
+from realhf.cluster import control_endpoint, delivery, operator_desk, own_host
 from realhf.cluster import scheduler as scheduler_module
 from realhf.cluster.cluster_keys import LauncherKeys
 from realhf.cluster.errors import ClusterError
@@ -408,7 +408,7 @@ def test_a_host_that_leaves_for_new_keys_makes_the_run_begin_again(bench: Bench)
 
 def test_a_worker_is_not_started_in_the_next_life_of_a_host(bench: Bench, monkeypatch: pytest.MonkeyPatch):
     """The launcher has not heard yet that the agent was started anew; two workers of one name would run there."""
-    monkeypatch.setattr(door, "SILENT_PINGS", 0)
+    monkeypatch.setattr(control_endpoint, "SILENT_PINGS", 0)
     bench.agent().join()
     bench.begin()
     bench.scheduler._table.hosts["a"].shared = True
@@ -432,7 +432,7 @@ def test_a_host_whose_connection_broke_has_to_begin_anew(bench: Bench):
         agent.socket.poll(50)
     assert found is not None and found[0] == "again"
     agent.join()
-    assert "a" in bench.scheduler._door._hosts  # pyright: ignore
+    assert "a" in bench.scheduler._control._hosts  # pyright: ignore
 
 
 def test_the_end_of_a_log_that_cannot_be_kept_does_not_end_the_run(bench: Bench):

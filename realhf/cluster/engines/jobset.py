@@ -25,7 +25,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-DOOR = 7788
+PORT = 7788
 GROUP = 65532
 """Files of the secret and of the claim belong to this group, which a user of the image other than root has, too."""
 CHECK_S = 120.0
@@ -46,12 +46,12 @@ def manifest(
         arguments = [*arguments, f"trial_name={name}"]  # a launcher that is started again goes on with the run
     launch = [
         *("python", "-m", "realhf.launch", *arguments, "scheduler=join", f"fileroot={RUNS}", "recover_mode=auto"),
-        *(f"scheduler.key_file={KEY}", f"scheduler.port={DOOR}", f"scheduler.min_hosts={hosts}"),
+        *(f"scheduler.key_file={KEY}", f"scheduler.port={PORT}", f"scheduler.min_hosts={hosts}"),
     ]
     # The shell fills in the address of the pod, and its index; everything else is quoted.
     found = ' network.bind="$POD_IP" scheduler.address="$POD_IP"'
-    door = f"tcp://{name}-launcher-0-0.{name}:{DOOR}"
-    join = ["python", "-m", "realhf.worker", "--join", door, "--key-file", KEY, "--host-agent"]
+    launcher = f"tcp://{name}-launcher-0-0.{name}:{PORT}"
+    join = ["python", "-m", "realhf.worker", "--join", launcher, "--key-file", KEY, "--host-agent"]
     indexed = ' --name "host-$JOB_COMPLETION_INDEX"'
     pod = {"image": image, "claim": claim, "secret": name, "cpus": cpus, "memory": memory}
     launcher = _job("launcher", 1, f"{shlex.join(launch)}{found}", gpus=0, retries=0, **pod)

@@ -25,7 +25,7 @@ class RayAgent:
         self._end = ""
 
     def start(self, endpoint: str, keys: str) -> str:
-        """Start the agent, which joins the door at ``endpoint``; return the host's own name."""
+        """Start the agent, which joins the endpoint at ``endpoint``; return the host's own name."""
         argv = ("--join", endpoint, "--key-file", str(kept_in_memory(keys)), "--host-agent", "--temporary")
         name = ("--name", self._name)
         self._local.start(WorkerSpec(self._name, "realhf.worker", argv + name, self._folder / "agent.log"))

@@ -75,7 +75,7 @@ class RayEngine:
             calls = [agent.problem.remote() for agent in self._agents.values()]
             return next((text for text in ray.get(calls, timeout=CALL_S) if text), "")
         except ray.exceptions.GetTimeoutError:
-            return ""  # a busy host; the launcher's door decides whether it is lost
+            return ""  # a busy host; the launcher's control endpoint decides whether it is lost
         except ray.exceptions.RayError as error:
             return f"Ray lost a host agent: {_last_line(error)}"
 

@@ -20,9 +20,9 @@ from realhf.api.source import SampleResult
 from realhf.api.streaming import ACCEPTED, DUPLICATE, REFUSED, Arrival, EvaluationPart, RolloutLease
 from realhf.dataflow.journal.records import DIED, Accept, Admit, Commit, Consume, Draw, Drop, Record, Reject
 from realhf.dataflow.journal.rollout_ledger import RolloutLedger
-from realhf.dataflow.rollouts.askers import Askers
 from realhf.dataflow.rollouts.evaluation_board import EvaluationBoard
 from realhf.dataflow.rollouts.hands import Hands
+from realhf.dataflow.rollouts.pending_requests import PendingRequests
 from realhf.dataflow.rollouts.receivers import Holders
 from realhf.dataflow.rollouts.sample_queue import SampleQueue, Task, item_map, with_metadata
 from realhf.dataflow.rollouts.staleness import StalenessManager
@@ -93,7 +93,7 @@ class RolloutControl:
         self._workers: set[str] = set()
         self._open: dict[str, _Open] = {}
         self._hands = Hands()
-        self._askers = Askers()
+        self._requests = PendingRequests()
         self._staged: dict[str, SequenceSample] = {}
         self._replay: dict[int, list[str]] = {}
         self._step_of: dict[str, int] = {}
@@ -120,7 +120,7 @@ class RolloutControl:
         for sample_id in self._hands.of(worker):
             self.lost_attempts += 1
             self._return(sample_id, DIED, f"{worker}: {reason}")
-        self._askers.wake_worker(worker)
+        self._requests.wake_worker(worker)
         self._wake()
 
     def worker_stopped(self, worker: str) -> None:
@@ -172,9 +172,9 @@ class RolloutControl:
                 parts += self.board.take(worker, count - len(parts) - len(leases), alone=True)
             if leases or parts:
                 return leases or None, parts
-            if not await self._askers.turn(worker, until - time.monotonic()):
+            if not await self._requests.turn(worker, until - time.monotonic()):
                 return None, []
-        self._askers.wake(1)
+        self._requests.wake(1)
         return [], []
 
     def pause(self) -> None:
@@ -455,7 +455,7 @@ class RolloutControl:
         self._changed.set()
         self._changed = asyncio.Event()
         everybody = self.paused or self._failure is not None or self.board.waiting or self._queue.suspects
-        self._askers.wake(None if everybody else self.capacity)
+        self._requests.wake(None if everybody else self.capacity)
 
 
 def _admission(lease: RolloutLease, worker: str, task: Task) -> Admit:

@@ -8,7 +8,7 @@ master's address, and hands it to all that listen or connect in it:
   and ``network.advertise``; a worker's is the address from which it reaches the master, so that nobody has to list
   addresses of hosts. Without ``network.bind`` both are the loopback.
 - With keys, every ZeroMQ socket is a CURVE socket. All listeners of a run share one key pair, all that connect share
-  another. A listener takes the second one only (``doorkeeper``), and whoever connects takes a listener with the first
+  another. A listener takes the second one only (``curve``), and whoever connects takes a listener with the first
   one only, so each end proves that it belongs to the run. HTTP servers of the run take the token that lies beside them.
 - Without keys nothing listens, or connects, anywhere but on the loopback: there, sockets are as plain as ever.
 

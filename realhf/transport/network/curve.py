@@ -42,8 +42,8 @@ _ACKED_AT = 120
 _WATCHED = zmq.EVENT_ACCEPTED | zmq.EVENT_ACCEPT_FAILED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
 
 
-class Doorkeeper:
-    """Lets in whoever connects with a public key (Z85) that ``knows`` knows, which is asked on the doorkeeper's own
+class Authenticator:
+    """Lets in whoever connects with a public key (Z85) that ``knows`` knows, which is asked on its own
     thread. Each message carries its sender's key as ``User-Id``. It ends with its context.
 
     It has to be there before a socket of the context listens: until then, the context refuses everybody.
@@ -56,7 +56,7 @@ class Doorkeeper:
         self._socket = zmq.Context.shadow(context.underlying).socket(zmq.REP)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.bind(ENDPOINT)
-        threading.Thread(target=self._run, name="doorkeeper", daemon=True).start()
+        threading.Thread(target=self._run, name="authenticator", daemon=True).start()
 
     def _run(self) -> None:
         try:
@@ -79,7 +79,7 @@ class Doorkeeper:
         return [_VERSION, number, b"400", b"the key is not of this run", b"", b""]
 
 
-class StrangersBound:
+class HandshakeLimit:
     """Keeps those who hold connections of a listener and never show a key from taking all descriptors of this process:
     one too many ends the oldest of them. ZeroMQ itself takes connections without end, and where there is no descriptor
     left, it tries again and again with a whole core. Made before the socket listens; it ends with the socket.
@@ -226,15 +226,15 @@ def key_fault(key: str) -> str:
 
 
 def listen_encrypted(socket: zmq.Socket[Any], address: str, own: CurvePair) -> str:
-    """Listen at ``address`` (tcp://...) with a socket of a context that has a ``Doorkeeper``, and return the endpoint.
-    Raises as ``bound`` does."""
+    """Listen at ``address`` (tcp://...) with a socket of a context that has an ``Authenticator``, and return the
+    endpoint. Raises as ``bound`` does."""
     socket.setsockopt(zmq.CURVE_SERVER, 1)
     socket.setsockopt_string(zmq.CURVE_PUBLICKEY, own.public)
     socket.setsockopt_string(zmq.CURVE_SECRETKEY, own.secret)
     socket.setsockopt(zmq.ZAP_DOMAIN, b"run")
-    # Without this a context that has no doorkeeper would take everybody.
+    # Without this a context that has no authenticator would take everybody.
     socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
-    StrangersBound(socket)
+    HandshakeLimit(socket)
     return bound(socket, address)
 
 

@@ -20,7 +20,7 @@ from realhf.transport.network.addresses import (
     own_addresses,
     resolved,
 )
-from realhf.transport.network.curve import Doorkeeper, bound, connect_encrypted, listen_encrypted
+from realhf.transport.network.curve import Authenticator, bound, connect_encrypted, listen_encrypted
 from realhf.transport.network.keys import RunKeys
 
 
@@ -100,7 +100,7 @@ class Network:
             context.set(zmq.MAX_SOCKETS, sockets)  # counts until the first socket is made
         if self.keys is not None:
             known = self.keys.client_public
-            Doorkeeper(context, lambda key: hmac.compare_digest(key, known))
+            Authenticator(context, lambda key: hmac.compare_digest(key, known))
         return context
 
     def listen(self, socket: zmq.Socket[Any], bind: str = "") -> str:

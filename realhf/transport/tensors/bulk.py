@@ -74,7 +74,7 @@ GetPiece = Callable[[bytes, int, int, int], memoryview | None]
 """(transfer, frame, start, length) -> the piece; None when it is no longer held. Raises ProtocolError."""
 
 
-class BulkDoor:
+class BulkServer:
     """Listens on a port of its own, and gives each connection a thread. A connection asks for one piece after another;
     what it does not read stays where it is, so a slow consumer costs no memory. Without ``tls``, for which there have
     to be keys, connections are plain, and on the loopback. ``most`` connections are taken, ``strangers`` of them before
@@ -100,7 +100,7 @@ class BulkDoor:
         except OSError as error:
             raise DataError(f"{self._name} cannot serve pieces on {self._network.host}: {error.strerror}") from None
         self.port = int(self._socket.getsockname()[1])
-        threading.Thread(target=self._accept, name="bulk-door", daemon=True).start()
+        threading.Thread(target=self._accept, name="bulk-server", daemon=True).start()
 
     def close(self) -> None:
         """Stop listening, and break off all connections."""
@@ -195,9 +195,9 @@ def _cut(connection: socket.socket) -> None:
         connection.shutdown(socket.SHUT_RDWR)
 
 
-class BulkLane:
-    """Is one connection to the ``BulkDoor`` at ``host`` and ``port``, made at the first request; plain without ``tls``.
-    One thread uses it. An error breaks it off; the next request makes another one."""
+class BulkConnection:
+    """Is one connection to the ``BulkServer`` at ``host`` and ``port``, made at the first request; plain without
+    ``tls``. One thread uses it. An error breaks it off; the next request makes another one."""
 
     def __init__(self, tls: RunTls | None, host: str, port: int) -> None:
         self._tls, self._address = tls, (host, port)

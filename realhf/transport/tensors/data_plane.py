@@ -40,7 +40,7 @@ from realhf.transport.network.handshake import FAILED, refusal
 from realhf.transport.network.network import LOOPBACK, Network, require_loopback
 from realhf.transport.network.sockets import Listener, dealer
 from realhf.transport.network.tls import RunTls
-from realhf.transport.tensors.bulk import BulkDoor, BulkLane
+from realhf.transport.tensors.bulk import BulkConnection, BulkServer
 from realhf.transport.tensors.pieces import LANES, NUMBER_BYTES, Outgoing, Piece, fetch_pieces
 from realhf.transport.tensors.shared_memory import MappingCache, SegmentPool, SegmentRef
 from realhf.transport.tensors.store import TensorStore
@@ -167,7 +167,7 @@ class DataPlane:
         self._segments_of: dict[str, set[Any]] = {}
         self._outgoing = Outgoing()
         self._tls = RunTls(network.keys, trusted=network.trusted) if network.keys is not None else None
-        self._door = BulkDoor(name, network, self._tls, self._piece) if self._tls is not None else None
+        self._bulk = BulkServer(name, network, self._tls, self._piece) if self._tls is not None else None
         self._peers: dict[str, PeerConnection] = {}
         self._peers_lock = threading.Lock()
         self._context = network.context()
@@ -192,8 +192,8 @@ class DataPlane:
         except AddressTaken as error:
             raise DataError(f"{self._name} cannot serve tensors: {error}") from None
         self.endpoint = self._listener.endpoint
-        if self._door is not None:
-            self._door.start()
+        if self._bulk is not None:
+            self._bulk.start()
         self._store.on_clear(self._forget)
         self._listener.start()
 
@@ -216,8 +216,8 @@ class DataPlane:
     def close(self) -> None:
         """Stop serving and give up all shared memory and connections. The store is left as it is."""
         self._stopping = True
-        if self._door is not None:
-            self._door.close()
+        if self._bulk is not None:
+            self._bulk.close()
         if self._listener is not None:
             self._listener.close()
         with self._peers_lock:
@@ -262,7 +262,7 @@ class DataPlane:
         if self._tls is None or len(number) != NUMBER_BYTES or not 0 < port < 1 << 16:
             raise ProtocolError(f"{endpoint} answered with pieces that cannot be fetched")
         tls, host = self._tls, host_of(endpoint)
-        lanes = [BulkLane(tls, host, port) for _ in range(LANES)]
+        lanes = [BulkConnection(tls, host, port) for _ in range(LANES)]
 
         def ask(lane: int, piece: Piece, into: memoryview) -> None:
             if self._stopping:
@@ -316,10 +316,10 @@ class DataPlane:
                 return [header("shared"), pack_payload(ref.to_map())]
             frames = encode_sample(self._store.get(ids, keys))
             sizes = [memoryview(frame).nbytes for frame in frames]
-            if self._door is not None and wish.get("pieces") and sum(sizes) >= BULK_FROM_BYTES:
+            if self._bulk is not None and wish.get("pieces") and sum(sizes) >= BULK_FROM_BYTES:
                 with self._pool_lock:
                     number = self._outgoing.open(frames, ids)
-                return [header("pieces", sizes=sizes, transfer=number, port=self._door.port)]
+                return [header("pieces", sizes=sizes, transfer=number, port=self._bulk.port)]
             return [header("frames", sizes=sizes), *_chunked(frames)]
         except DataMissing as error:
             return [header("missing"), pack_payload(error.missing)]

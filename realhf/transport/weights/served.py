@@ -1,4 +1,4 @@
-"""Serves weights to generation workers that share neither memory nor a folder with the trainer: over the bulk lanes
+"""Serves weights to generation workers that share neither memory nor a folder with the trainer: over the connections
 that carry large tensors, encrypted wherever the run is. The receiver asks for pieces, a few at a time, so a slow one
 fills no memory here, and one whose connection broke asks for what is missing.
 
@@ -19,7 +19,7 @@ from realhf.base.loopback import is_loopback_host
 from realhf.transport.errors import DataError, FetchTimeout, NetworkError, PeerLost, ProtocolError
 from realhf.transport.network.network import Network
 from realhf.transport.network.tls import RunTls
-from realhf.transport.tensors.bulk import BulkDoor, BulkLane
+from realhf.transport.tensors.bulk import BulkConnection, BulkServer
 from realhf.transport.tensors.pieces import LANES, Piece, fetch_whole
 from realhf.transport.weights.flat_buffer import Buffer, WeightsError, WeightsGone, WeightsTimeout, checksum
 
@@ -41,12 +41,12 @@ def staging_s(nbytes: int) -> float:
 
 
 GONE = "no longer holds it"
-"""What a door says of a version that was retired."""
+"""What a server says of a version that was retired."""
 TICKET_BYTES = 16
 MOST_CONNECTIONS = 1024
 """Four for each engine, and all of them come when a version is there."""
 TRIES, PAUSE_S = 20, (0.05, 0.3)
-"""How often a lane connects for a piece, and how long it waits before that."""
+"""How often a connection is made for a piece, and how long it waits before that."""
 
 
 def _tls(network: Network) -> RunTls | None:
@@ -60,9 +60,9 @@ class WeightServer:
     def __init__(self, network: Network) -> None:
         self._buffers: dict[bytes, Buffer] = {}
         most, strangers = MOST_CONNECTIONS, MOST_CONNECTIONS // 4
-        self._door = BulkDoor("weights", network, _tls(network), self._piece, most=most, strangers=strangers)
-        self._door.start()
-        self.endpoint = f"{network.advertised}:{self._door.port}"
+        self._bulk = BulkServer("weights", network, _tls(network), self._piece, most=most, strangers=strangers)
+        self._bulk.start()
+        self.endpoint = f"{network.advertised}:{self._bulk.port}"
 
     def offer(self, buffer: Buffer) -> str:
         """Serve a buffer, which nobody may write to from now on; return the ticket for it."""
@@ -76,7 +76,7 @@ class WeightServer:
 
     def close(self) -> None:
         """Serve nothing more and release the port."""
-        self._door.close()
+        self._bulk.close()
         self._buffers.clear()
 
     def _piece(self, ticket: bytes, frame: int, start: int, length: int) -> memoryview | None:
@@ -115,7 +115,7 @@ def read_served(manifest: WeightsManifest, timeout_s: float, network: Network) -
     except (ValueError, NetworkError) as error:
         raise WeightsError(manifest, f"location {manifest.location!r:.80}: {error}") from None
     whole_s = timeout_s + max(staging_s(manifest.nbytes), transfer_s(manifest.nbytes))
-    lanes = [BulkLane(tls, host, at) for _ in range(LANES)]
+    lanes = [BulkConnection(tls, host, at) for _ in range(LANES)]
     came = time.monotonic()
     deadline = came + whole_s
 
@@ -131,7 +131,7 @@ def read_served(manifest: WeightsManifest, timeout_s: float, network: Network) -
                     raise FetchTimeout(str(error)) from None
                 if not left or "refused" in str(error):  # nobody listens there, or it is of another run
                     raise
-                time.sleep(random.uniform(*PAUSE_S))  # all engines come at once, and the door may be full
+                time.sleep(random.uniform(*PAUSE_S))  # all engines come at once, and the server may be full
 
     try:
         return np.frombuffer(fetch_whole(manifest.nbytes, ask), dtype=np.uint8)

@@ -14,7 +14,7 @@ import pytest
 
 from realhf.base.free_port import free_port
 from realhf.cluster.cluster_keys import KnownHosts
-from realhf.cluster.door import Door
+from realhf.cluster.control_endpoint import ControlEndpoint
 from realhf.cluster.engines import ray as engine
 from realhf.cluster.engines.ray import RayOptions
 from realhf.cluster.engines.ray_agent import RayAgent
@@ -116,9 +116,9 @@ def test_a_launch_without_ray_says_what_to_install(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_an_agent_that_cannot_serve_is_told_in_one_line(tmp_path):
-    """Its keys are not those of the door."""
+    """Its keys are not those of the endpoint."""
     others = KeyRing(tmp_path / "others").keys_of("player-0")
-    door = Door(KnownHosts(None), "tcp://127.0.0.1:0", 7.0)
+    door = ControlEndpoint(KnownHosts(None), "tcp://127.0.0.1:0", 7.0)
     agent = RayAgent("player-0")
     try:
         node = agent.start(door.endpoint, others.text())
@@ -177,7 +177,7 @@ def test_a_host_that_is_never_there_is_named_with_what_there_is(tmp_path):
 @own_cluster
 @pytest.mark.timeout(900)
 def test_an_agent_that_cannot_serve_is_named_with_its_last_words(tmp_path, monkeypatch):
-    """Its keys are not those of the door, as if another run had answered."""
+    """Its keys are not those of the endpoint, as if another run had answered."""
     pytest.importorskip("ray")
     others = KeyRing(tmp_path / "others").keys_of("player-0")
     scheduler = made(tmp_path)

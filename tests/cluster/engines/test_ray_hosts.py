@@ -182,7 +182,7 @@ def test_ten_steps_on_a_running_ray_cluster_of_three_hosts(tmp_path: Path, tiny_
 
 
 def test_two_runs_at_once_on_one_cluster(tmp_path: Path, tiny_policy: Path, ray_hosts: RayHosts):
-    """The second one used to end with "cannot listen": the door of each had the same port."""
+    """The second one used to end with "cannot listen": the endpoint of each had the same port."""
     folders = [tmp_path / name for name in ("one", "other")]
     for folder in folders:
         folder.mkdir()

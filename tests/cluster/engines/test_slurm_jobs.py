@@ -77,7 +77,7 @@ def test_a_run_whose_time_is_over_is_queued_again_and_goes_on_to_its_end(
 
 
 def test_two_runs_at_once_on_one_node(slurm: Slurm, tmp_path: Path, tiny_policy: Path):
-    """The second one used to end with "cannot listen": the door of each had the same port."""
+    """The second one used to end with "cannot listen": the endpoint of each had the same port."""
     jobs = []
     for name in ("one", "other"):
         (tmp_path / name).mkdir()

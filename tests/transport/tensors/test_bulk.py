@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 
 from realhf.transport.errors import DataError, FetchTimeout, NetworkError, PeerLost
-from realhf.transport.network import certificate
+from realhf.transport.network import keys as run_keys
 from realhf.transport.network.keys import RunKeys
 from realhf.transport.network.network import Network
 from realhf.transport.network.tls import RunTls
 from realhf.transport.tensors import bulk
-from realhf.transport.tensors.bulk import BulkDoor, BulkLane
+from realhf.transport.tensors.bulk import BulkConnection, BulkServer
 from realhf.transport.tensors.pieces import Outgoing, Piece, fetch_pieces
 
 KEYS = RunKeys.make()
@@ -37,22 +37,22 @@ class Owner:
         self.tls = RunTls(KEYS, trusted=trusted)
         outgoing = Outgoing()
         self.number = outgoing.open([FRAME], ["a"])
-        self.door = BulkDoor("owner", Network(keys=KEYS, trusted=trusted), self.tls, outgoing.piece)
-        self.door.start()
+        self.server = BulkServer("owner", Network(keys=KEYS, trusted=trusted), self.tls, outgoing.piece)
+        self.server.start()
 
-    def lane(self, port: int = 0, tls: RunTls | None = None) -> BulkLane:
-        """A lane to the door, or to another port."""
-        return BulkLane(tls or self.tls, HOST, port or self.door.port)
+    def lane(self, port: int = 0, tls: RunTls | None = None) -> BulkConnection:
+        """A connection to the server, or to another port."""
+        return BulkConnection(tls or self.tls, HOST, port or self.server.port)
 
 
 @pytest.fixture
 def owner() -> Iterator[Owner]:
     made = Owner()
     yield made
-    made.door.close()
+    made.server.close()
 
 
-def got(lane: BulkLane, number: bytes, piece: Piece = WHOLE, limit_s: float = LIMIT_S) -> bytes:
+def got(lane: BulkConnection, number: bytes, piece: Piece = WHOLE, limit_s: float = LIMIT_S) -> bytes:
     """What a lane brings; the lane stays open."""
     into = bytearray(piece.length)
     lane.fetch(number, piece, memoryview(into), time.monotonic() + limit_s)
@@ -109,7 +109,7 @@ class Tap:
 @pytest.mark.parametrize("trusted", [False, True])
 def test_a_piece_is_readable_on_the_way_on_a_trusted_network_only(trusted):
     owner = Owner(trusted=trusted)
-    tap = Tap(owner.door.port)
+    tap = Tap(owner.server.port)
     lane = owner.lane(tap.port)
     try:
         assert got(lane, owner.number) == FRAME
@@ -117,27 +117,27 @@ def test_a_piece_is_readable_on_the_way_on_a_trusted_network_only(trusted):
         assert tap.connections == 1, "a connection serves for several pieces"
         assert (bytes(range(256)) in tap.answered) is trusted
         assert (owner.number in tap.asked) is trusted
-        assert owner.door.refused == 0
+        assert owner.server.refused == 0
     finally:
         lane.close()
         tap.close()
-        owner.door.close()
+        owner.server.close()
 
 
 def test_what_was_heard_on_the_way_opens_nothing_when_it_is_sent_again(owner):
-    tap = Tap(owner.door.port)
+    tap = Tap(owner.server.port)
     lane = owner.lane(tap.port)
     assert got(lane, owner.number) == FRAME
     lane.close()
     tap.close()
-    with socket.create_connection((HOST, owner.door.port), timeout=LIMIT_S) as replay:
+    with socket.create_connection((HOST, owner.server.port), timeout=LIMIT_S) as replay:
         replay.sendall(tap.asked)
         heard = bytearray()
         with contextlib.suppress(ConnectionError):
             while data := replay.recv(65536):
                 heard += data
     assert len(heard) < 10_000
-    until(lambda: owner.door.refused == 1)
+    until(lambda: owner.server.refused == 1)
 
 
 @pytest.mark.parametrize("end", ["who connects", "who listens"])
@@ -147,33 +147,33 @@ def test_the_certificate_of_another_run_is_refused_at_both_ends(end, trusted):
     owner = Owner(trusted=trusted)
     others = RunTls(RunKeys.make(), trusted=trusted)
     if end == "who listens":
-        owner.door._tls = others
+        owner.server._tls = others
     try:
-        with pytest.raises(PeerLost, match=f"{HOST}:{owner.door.port} .*certificate of this run"):
+        with pytest.raises(PeerLost, match=f"{HOST}:{owner.server.port} .*certificate of this run"):
             got(owner.lane(tls=others if end == "who connects" else None), owner.number)
-        until(lambda: owner.door.refused == 1)
+        until(lambda: owner.server.refused == 1)
     finally:
-        owner.door.close()
+        owner.server.close()
 
 
 @pytest.mark.parametrize("greeting", [b"", b"\xff\0\0\0\0\0\0\0\1\x7f\3", b"GET / HTTP/1.1\r\n\r\n", bytes(100_000)])
 def test_a_stranger_without_tls_is_sent_away(owner, greeting):
     with (
-        socket.create_connection((HOST, owner.door.port), timeout=LIMIT_S) as stranger,
+        socket.create_connection((HOST, owner.server.port), timeout=LIMIT_S) as stranger,
         contextlib.suppress(OSError),
     ):
         stranger.sendall(greeting)
         stranger.shutdown(socket.SHUT_WR)
         while stranger.recv(4096):
             pass
-    until(lambda: owner.door.refused == 1)
+    until(lambda: owner.server.refused == 1)
     assert got(owner.lane(), owner.number) == FRAME
 
 
 def test_silent_strangers_do_not_keep_the_run_out(owner, monkeypatch):
     """The one that has been silent for longest makes room, long before its handshake has to be over."""
-    monkeypatch.setattr(owner.door, "_most_strangers", 2)
-    silent = [socket.create_connection((HOST, owner.door.port), timeout=LIMIT_S) for _ in range(3)]
+    monkeypatch.setattr(owner.server, "_most_strangers", 2)
+    silent = [socket.create_connection((HOST, owner.server.port), timeout=LIMIT_S) for _ in range(3)]
     try:
         assert silent[0].recv(1) == b""
         assert got(owner.lane(), owner.number) == FRAME
@@ -183,14 +183,14 @@ def test_silent_strangers_do_not_keep_the_run_out(owner, monkeypatch):
 
 
 def test_connections_have_a_limit(owner, monkeypatch):
-    monkeypatch.setattr(owner.door, "_most", 1)
+    monkeypatch.setattr(owner.server, "_most", 1)
     first = owner.lane()
     got(first, owner.number)
     with pytest.raises(PeerLost):
         got(owner.lane(), owner.number)
     assert got(first, owner.number) == FRAME
     first.close()
-    until(lambda: not owner.door._guests)
+    until(lambda: not owner.server._guests)
     assert got(owner.lane(), owner.number) == FRAME
 
 
@@ -215,26 +215,26 @@ def test_a_transfer_that_was_given_up_is_named(owner):
 )
 def test_an_answer_of_another_size_is_refused_before_anything_is_read(answer):
     with answering(answer) as port, pytest.raises(DataError, match="another piece"):
-        got(BulkLane(RunTls(KEYS), HOST, port), bytes(16), Piece(0, 0, 10))
+        got(BulkConnection(RunTls(KEYS), HOST, port), bytes(16), Piece(0, 0, 10))
 
 
 @pytest.mark.parametrize("answer", [b"", b"\0\0", bulk.ANSWER.pack(bulk.PIECE, 10) + b"half"])
 def test_a_truncated_answer_is_a_lost_peer(answer):
     with answering(answer) as port, pytest.raises(PeerLost):
-        got(BulkLane(RunTls(KEYS), HOST, port), bytes(16), Piece(0, 0, 10))
+        got(BulkConnection(RunTls(KEYS), HOST, port), bytes(16), Piece(0, 0, 10))
 
 
 def test_a_peer_that_stops_in_the_middle_ends_at_the_deadline():
     started = bulk.ANSWER.pack(bulk.PIECE, 10) + b"half"
     with answering(started, then_close=False) as port, pytest.raises(FetchTimeout, match="before the deadline"):
-        got(BulkLane(RunTls(KEYS), HOST, port), bytes(16), Piece(0, 0, 10), limit_s=0.5)
+        got(BulkConnection(RunTls(KEYS), HOST, port), bytes(16), Piece(0, 0, 10), limit_s=0.5)
 
 
 def test_a_peer_that_sends_a_byte_now_and_then_ends_at_the_deadline():
     """It used to go on for as long as something came."""
     begun = bulk.ANSWER.pack(bulk.PIECE, 5000)
     with answering(begun, b"x" * 5000) as port, pytest.raises(FetchTimeout, match="before the deadline"):
-        got(BulkLane(RunTls(KEYS), HOST, port), bytes(16), Piece(0, 0, 5000), limit_s=0.5)
+        got(BulkConnection(RunTls(KEYS), HOST, port), bytes(16), Piece(0, 0, 5000), limit_s=0.5)
 
 
 @contextlib.contextmanager
@@ -268,7 +268,7 @@ def answering(answer: bytes, slowly: bytes = b"", *, then_close: bool = True) ->
 def test_a_fetch_goes_on_after_its_connections_were_cut(owner, monkeypatch):
     """Each of the first three connections breaks in the middle of a piece; what had arrived is not fetched again."""
     monkeypatch.setattr("realhf.transport.tensors.pieces.PIECE_BYTES", 64_000)
-    tap = Tap(owner.door.port, cuts=3)
+    tap = Tap(owner.server.port, cuts=3)
     lanes = [owner.lane(tap.port) for _ in range(4)]
     deadline = time.monotonic() + LIMIT_S
 
@@ -288,10 +288,10 @@ def test_a_fetch_goes_on_after_its_connections_were_cut(owner, monkeypatch):
 def test_the_end_of_a_door_ends_its_connections(owner):
     lane = owner.lane()
     got(lane, owner.number)
-    owner.door.close()
+    owner.server.close()
     with pytest.raises(PeerLost):
         got(lane, owner.number)
-    until(lambda: not owner.door._guests)
+    until(lambda: not owner.server._guests)
 
 
 CA = """
@@ -314,7 +314,7 @@ def test_hosts_whose_clocks_are_apart_talk_to_each_other(tmp_path):
     (tmp_path / "index").touch()
     (tmp_path / "serial").write_text("01")
     key, request, made = (str(tmp_path / name) for name in ("key", "request", "made"))
-    asked = [word for word in certificate._COMMAND if word != "-x509"]
+    asked = [word for word in run_keys._COMMAND if word != "-x509"]
     asked[asked.index("-keyout") + 1], asked[asked.index("-out") + 1] = key, request
     signed = ["openssl", "ca", "-batch", "-selfsign", "-notext", "-config", str(tmp_path / "ca"), "-keyfile", key]
     dates = ["-startdate", "700101000000Z", "-enddate", "700102000000Z", "-in", request, "-out", made]
@@ -329,9 +329,9 @@ def test_hosts_whose_clocks_are_apart_talk_to_each_other(tmp_path):
 
 
 def test_without_openssl_the_option_is_named(monkeypatch):
-    monkeypatch.setattr(certificate, "_COMMAND", ("no-such-openssl",))
+    monkeypatch.setattr(run_keys, "_COMMAND", ("no-such-openssl",))
     with pytest.raises(NetworkError, match=r"network\.bind: the command openssl is missing"):
         RunKeys.make()
-    monkeypatch.setattr(certificate, "_COMMAND", ("openssl", "req", "-nonsense"))
+    monkeypatch.setattr(run_keys, "_COMMAND", ("openssl", "req", "-nonsense"))
     with pytest.raises(NetworkError, match=r"network\.bind: openssl could not make"):
         RunKeys.make()

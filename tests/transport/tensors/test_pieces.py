@@ -18,7 +18,6 @@ FRAMES = [bytes(range(256)) * 5, b"", b"x", bytes(1000), bytes(reversed(range(20
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pieces, "PIECE_BYTES", 100)
-    monkeypatch.setattr("realhf.transport.tensors.pieces.PIECE_BYTES", 100)
 
 
 class Peer:

@@ -29,7 +29,7 @@ from realhf.transport.errors import PeerLost
 from realhf.transport.network.keys import RunKeys
 from realhf.transport.network.network import Network
 from realhf.transport.tensors import bulk
-from realhf.transport.tensors.bulk import BulkLane
+from realhf.transport.tensors.bulk import BulkConnection
 from realhf.transport.tensors.pieces import Piece
 from realhf.transport.weights.exchange import Medium, WeightPublisher, receive
 from realhf.transport.weights.flat_buffer import WeightsError, WeightsGone, WeightsTimeout
@@ -274,8 +274,8 @@ def test_fetched_weights_come_in_pieces_over_the_bulk_lanes_with_the_keys_of_the
     publisher = WeightPublisher("run", "w", tmp_path, "fetch", network=network)
     sent = {"a": torch.arange(100_001, dtype=torch.int64), "b": torch.ones(3)}
     lanes: set[int] = set()
-    fetch = BulkLane.fetch
-    monkeypatch.setattr(BulkLane, "fetch", lambda self, *given: (lanes.add(id(self)), fetch(self, *given))[1])
+    fetch = BulkConnection.fetch
+    monkeypatch.setattr(BulkConnection, "fetch", lambda self, *given: (lanes.add(id(self)), fetch(self, *given))[1])
     try:
         manifest = publisher.publish(1, sent)
         assert_same(receive(manifest, 30.0, network=network), sent)
@@ -296,16 +296,16 @@ def test_a_fetch_goes_on_after_a_connection_broke(tmp_path: Path, monkeypatch: p
     """It asks for the pieces that are missing, and not for all of them again."""
     monkeypatch.setattr("realhf.transport.tensors.pieces.PIECE_BYTES", 50_000)
     asked: list[int] = []
-    fetch = BulkLane.fetch
+    fetch = BulkConnection.fetch
 
-    def breaks(self: BulkLane, ticket: bytes, piece: Piece, *given: Any) -> None:
+    def breaks(self: BulkConnection, ticket: bytes, piece: Piece, *given: Any) -> None:
         asked.append(piece.start)
         if len(asked) % 5 == 0:
             self.close()
             raise PeerLost("cut")
         fetch(self, ticket, piece, *given)
 
-    monkeypatch.setattr(BulkLane, "fetch", breaks)
+    monkeypatch.setattr(BulkConnection, "fetch", breaks)
     sent = {"a": torch.arange(125_000, dtype=torch.int64)}
     with publishing("fetch") as publisher:
         assert_same(receive(publisher.publish(1, sent), 30.0), sent)

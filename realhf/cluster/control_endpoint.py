@@ -20,7 +20,7 @@ import zmq
 
 from realhf.cluster.cluster_keys import KnownHosts
 from realhf.cluster.messages import (
-    DOOR,
+    CONTROL,
     OF_AGENT,
     HostHello,
     Message,
@@ -33,7 +33,7 @@ from realhf.cluster.messages import (
 from realhf.cluster.placement import LAUNCHER
 from realhf.transport import envelope
 from realhf.transport.errors import ProtocolError
-from realhf.transport.network.curve import Doorkeeper, listen_encrypted
+from realhf.transport.network.curve import Authenticator, listen_encrypted
 from realhf.transport.network.handshake import differences
 from realhf.transport.network.sockets import Listener, Waker
 from realhf.transport.pause_detector import PauseDetector, excused
@@ -44,7 +44,8 @@ SILENT_PINGS = 3
 """An agent that missed so many signs of life may have been replaced by another one of its name."""
 LOOK_S = 0.25
 PART_S = 5.0
-"""So long the door waits for hosts to say that they have heard of the end: one that has not learns of it by silence."""
+"""So long the endpoint waits for hosts to say that they have heard of the end: one that has not learns of it by
+silence."""
 SILENT_FACTOR = 1.25
 """An agent takes the launcher for dead after this many times ``dead_after_s``: the launcher decides first."""
 OPERATOR = ("status", "add", "remove")
@@ -92,14 +93,14 @@ class Nonsense:
 
 @dataclass(frozen=True)
 class FromOperator:
-    """An operator asks for something; ``sender`` is for ``Door.answer``."""
+    """An operator asks for something; ``sender`` is for ``ControlEndpoint.answer``."""
 
     kind: str
     message: Message
     sender: tuple[bytes, bytes]
 
 
-DoorEvent = HostCame | HostRefused | HostGone | FromHost | Nonsense | FromOperator
+EndpointEvent = HostCame | HostRefused | HostGone | FromHost | Nonsense | FromOperator
 
 
 @dataclass
@@ -109,10 +110,10 @@ class _Host:
     heard: float
 
 
-class Door:
+class ControlEndpoint:
     """Listens at ``bind`` (tcp://HOST:PORT; port 0: any) for the ``known`` hosts and operators. Raises AddressTaken or
     NetworkError. ``fileno`` becomes readable when ``events`` has something. ``refusal`` says of a host why it may not
-    take part, "" if it may; it is called on the door's own thread."""
+    take part, "" if it may; it is called on the endpoint's own thread."""
 
     def __init__(
         self,
@@ -125,9 +126,9 @@ class Door:
         self._refused: set[bytes] = set()
         self._sender = ""
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        Doorkeeper(context, known.knows)
+        Authenticator(context, known.knows)
         self._listener = Listener(
-            "the door",
+            "the endpoint",
             context,
             lambda socket: listen_encrypted(socket, bind, known.keys.server),
             self._take,
@@ -141,7 +142,7 @@ class Door:
         self.endpoint = self._listener.endpoint
         self._hosts: dict[str, _Host] = {}
         self._doubles: dict[bytes, float] = {}
-        self._events: queue.SimpleQueue[DoorEvent] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[EndpointEvent] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._arrived = Waker()
         self._pauses = PauseDetector(LOOK_S)
@@ -156,10 +157,10 @@ class Door:
         """Return the descriptor that is readable while ``events`` may have something."""
         return self._arrived.fileno()
 
-    def events(self) -> list[DoorEvent]:
+    def events(self) -> list[EndpointEvent]:
         """Return what has happened since the last call, in order."""
         self._arrived.clear()
-        found: list[DoorEvent] = []
+        found: list[EndpointEvent] = []
         with contextlib.suppress(queue.Empty):
             while True:
                 found.append(self._events.get_nowait())
@@ -201,7 +202,7 @@ class Door:
         self._listener.close()
         self._arrived.close()
 
-    # ---- the door's own thread
+    # ---- the endpoint's own thread
 
     def _look(self) -> None:
         if paused_s := self._pauses.look():
@@ -212,7 +213,7 @@ class Door:
     def _post(self, identity: bytes, frames: list[bytes]) -> None:
         self._listener.send(identity, *frames)
 
-    def _happened(self, event: DoorEvent) -> None:
+    def _happened(self, event: EndpointEvent) -> None:
         self._events.put(event)
         self._arrived.wake()
 
@@ -230,8 +231,8 @@ class Door:
         # Who says this: a host, an operator (``LAUNCHER``), or one whose key was taken away ("").
         key = self._listener.sender_key
         self._sender = self._known.name_of(key)
-        if header.get("run") != DOOR:
-            raise ProtocolError("a message that is not for the door of a launcher")
+        if header.get("run") != CONTROL:
+            raise ProtocolError("a message that is not for the control endpoint of a launcher")
         if not self._sender or (kind == "hello" and not self._known.knows(key)):
             self._post(identity, packed("leave", session))
             return
@@ -293,7 +294,7 @@ class Door:
             return
         with self._lock:
             if self._closing:
-                return  # it would not be told that the run is over; there may be another door soon
+                return  # it would not be told that the run is over; there may be another endpoint soon
             known = self._hosts.get(hello.name)
             if known is not None and known.session == session:
                 return  # the welcome is on its way

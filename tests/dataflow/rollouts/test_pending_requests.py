@@ -6,14 +6,14 @@ import asyncio
 
 import pytest
 
-from realhf.dataflow.rollouts.askers import Askers
+from realhf.dataflow.rollouts.pending_requests import PendingRequests
 
 LONG_S = 60.0
 
 
-async def waiting(askers: Askers, *workers: str) -> list[asyncio.Task[bool]]:
+async def waiting(pending: PendingRequests, *workers: str) -> list[asyncio.Task[bool]]:
     """Requests of these workers, in this order."""
-    tasks = [asyncio.create_task(askers.turn(worker, LONG_S)) for worker in workers]
+    tasks = [asyncio.create_task(pending.turn(worker, LONG_S)) for worker in workers]
     await asyncio.sleep(0)
     return tasks
 
@@ -26,27 +26,27 @@ async def settled(tasks: list[asyncio.Task[bool]]) -> list[bool]:
 
 
 async def test_only_so_many_are_woken_and_the_first_first() -> None:
-    askers = Askers()
-    tasks = await waiting(askers, "a", "b", "c", "a")
-    askers.wake(0)
+    pending = PendingRequests()
+    tasks = await waiting(pending, "a", "b", "c", "a")
+    pending.wake(0)
     assert await settled(tasks) == [False] * 4
-    askers.wake(2)
+    pending.wake(2)
     assert await settled(tasks) == [True, True, False, False]
-    assert len(askers) == 2
-    askers.wake()
+    assert len(pending) == 2
+    pending.wake()
     assert await asyncio.gather(*tasks) == [True] * 4
-    assert len(askers) == 0
+    assert len(pending) == 0
 
 
 async def test_one_that_waits_no_longer_costs_nobody_a_turn() -> None:
-    askers = Askers()
-    tasks = await waiting(askers, "a", "b", "c")
+    pending = PendingRequests()
+    tasks = await waiting(pending, "a", "b", "c")
     tasks[0].cancel()
     await settled(tasks)
-    askers.wake(1)
+    pending.wake(1)
     assert await settled(tasks) == [True, True, False]
-    tasks += await waiting(askers, "d")
-    askers.wake(1)  # c has its turn, and is cancelled before it can use it
+    tasks += await waiting(pending, "d")
+    pending.wake(1)  # c has its turn, and is cancelled before it can use it
     tasks[2].cancel()
     assert await settled(tasks) == [True] * 4
     assert tasks[3].result()
@@ -55,17 +55,17 @@ async def test_one_that_waits_no_longer_costs_nobody_a_turn() -> None:
 
 
 async def test_a_wait_is_bounded() -> None:
-    askers = Askers()
-    assert not await askers.turn("a", 0.0)
-    assert not await askers.turn("a", 0.001)
-    assert len(askers) == 0
+    pending = PendingRequests()
+    assert not await pending.turn("a", 0.0)
+    assert not await pending.turn("a", 0.001)
+    assert len(pending) == 0
 
 
 async def test_all_requests_of_a_worker_end_together() -> None:
-    askers = Askers()
-    tasks = await waiting(askers, "a", "b", "a")
-    askers.wake_worker("a")
-    askers.wake_worker("nobody")
+    pending = PendingRequests()
+    tasks = await waiting(pending, "a", "b", "a")
+    pending.wake_worker("a")
+    pending.wake_worker("nobody")
     assert await settled(tasks) == [True, False, True]
-    askers.wake(1)
+    pending.wake(1)
     assert await tasks[1]

@@ -10,7 +10,7 @@ import asyncio
 from collections import OrderedDict
 
 
-class Askers:
+class PendingRequests:
     """Belongs to the running loop. A worker may have several requests."""
 
     def __init__(self) -> None:
