@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
 
@@ -23,15 +23,7 @@ KEPT_VERSIONS = 2
 
 Medium = Literal["shm", "disk", "fetch"]
 
-
-class _Published(Protocol):
-    """Holds one version as its medium holds it."""
-
-    location: str
-    checksum: str
-
-    def close(self) -> None:
-        """Free what was published."""
+_Published = MemoryFile | WeightFile | ServedVersion
 
 
 class WeightPublisher:

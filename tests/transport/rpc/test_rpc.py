@@ -363,7 +363,7 @@ async def test_garbage_and_stale_messages_are_dropped(cluster):
             [b""],
             [b"\xc1\xff"],
             [msgpack.packb({"v": 99})],
-            [msgpack.packb({"v": 1, "kind": "reply", "run": "run", "session": "no"})],
+            [msgpack.packb({"v": 2, "kind": "reply", "run": "run", "session": "no"})],
             [pack_header("reply", "run", b"old", id=b"x" * 16), b"\x01"],
             [pack_header("hello", "run", b"new", info={"name": 1})],
             [pack_header("feast", "run", b"new")],
