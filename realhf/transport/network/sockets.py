@@ -250,6 +250,9 @@ class Listener(_Router):
         if self.closing:
             return
         self.closing = True
+        if self._thread.ident is None:
+            self._end()
+            return
         self._waker.wake()
         self._thread.join(CLOSE_S)
         if self._thread.is_alive():
@@ -263,10 +266,13 @@ class Listener(_Router):
             _log.exception("%s at %s failed", self._name, self.endpoint)
         finally:
             self.closing = True
-            self._socket.close()
-            if self._owned:
-                self._context.destroy(LINGER_MS)
-            self._waker.close()
+            self._end()
+
+    def _end(self) -> None:
+        self._socket.close()
+        if self._owned:
+            self._context.destroy(LINGER_MS)
+        self._waker.close()
 
     def _serve(self) -> None:
         poller = zmq.Poller()
