@@ -234,12 +234,16 @@ class Listener(_Router):
         self._thread.start()
 
     def send(self, identity: bytes, *frames: Frame) -> None:
-        """Send a message. May be called from any thread; what cannot be sent is logged."""
-        if threading.get_ident() == self._thread.ident:
-            self._post(identity, frames)
-        else:
-            self._outgoing.append((identity, frames))
+        """Send a message, once what has arrived is taken: together they wake a peer once. May be called from any
+        thread; what cannot be sent is logged."""
+        self._outgoing.append((identity, frames))
+        if threading.get_ident() != self._thread.ident:
             self._waker.wake()
+
+    def flush(self) -> None:
+        """Send now what waits to be sent. For the listener's own thread."""
+        while self._outgoing:
+            self._post(*self._outgoing.popleft())
 
     def wake(self) -> None:
         """Have ``after`` called soon. May be called from any thread."""
@@ -285,9 +289,9 @@ class Listener(_Router):
             if self._socket in ready:
                 self._receive()
             self._after()
-            self._send_all()
+            self.flush()
         self._after()
-        self._send_all()
+        self.flush()
 
     def _receive(self) -> None:
         for _ in range(AT_ONCE):
@@ -303,10 +307,6 @@ class Listener(_Router):
                 if self._keyed:
                     self.sender_key = str(frames[0].get("User-Id"))
                 self._read(frames[0].bytes, frames[1].buffer, [frame.buffer for frame in frames[2:]])
-
-    def _send_all(self) -> None:
-        while self._outgoing:
-            self._post(*self._outgoing.popleft())
 
     def _post(self, identity: bytes, frames: Sequence[Frame]) -> None:
         try:

@@ -167,6 +167,7 @@ class StreamReceiver(Listener):
             session = self._sessions[key]
             ack = Ack(key, self._me, session.acked, session.received, sent, self._credits)
             self.send(session.connection, pack_ack(self._run_id, ack))
+        self.flush()  # the delivery may take long
         batch, self._batch = self._batch, []
         if batch:
             self._deliver(batch)

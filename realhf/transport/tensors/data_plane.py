@@ -299,6 +299,7 @@ class DataPlane:
         request_id = envelope.field(header, "id", bytes)
         assert self._listener is not None
         self._listener.send(identity, *self._answer(request_id, header, payload))
+        self._listener.flush()
 
     def _answer(self, request_id: bytes, asked: dict[str, Any], payload: list[Any]) -> list[Any]:
         def header(kind: str, **fields: Any) -> bytes:
