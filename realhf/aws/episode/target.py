@@ -27,7 +27,11 @@ WAIT_S = 60.0
 
 
 class TargetError(RuntimeError):
-    """There is no target, so nothing can be graded. The text is for the author of the task."""
+    """There is no target, so nothing can be graded. The text is for the author of the task; ``field`` and ``place`` say
+    at which command of it."""
+
+    field = "solution"
+    place: int | None = None
 
 
 def begin_targets(
@@ -92,7 +96,9 @@ def _play(slot: Slot, task: Task, seed: int, drifts: Sequence[int] | None, read:
     for number, command in enumerate(commands, 1):
         result = slot.own_executor.run(resolve(command, outputs))
         if not result.success:
-            raise TargetError(f"task {task.task_id}: command {number} of its solution fails: {result.stderr.strip()}")
+            error = TargetError(f"task {task.task_id}: command {number} of its solution fails: {result.stderr.strip()}")
+            error.place = number - 1
+            raise error
         outputs.append(result.stdout)
         requests = [(f"{one.service}:{one.operation}", one.params) for one in result.requests]
         sent.append([one for one in requests if not is_read(one[0])])

@@ -14,20 +14,26 @@ from itertools import chain, combinations
 from queue import SimpleQueue
 from typing import TypeVar
 
+import botocore.loaders
+from botocore.exceptions import UnknownServiceError
 from rich.console import Console
 from rich.progress import track
 
 from realhf.aws.cli.policy import check_command, operation_allowed
-from realhf.aws.episode.episode import DEFAULT_MAX_STEPS, Episode
+from realhf.aws.episode.episode import DEFAULT_MAX_STEPS, Episode, EpisodeError
+from realhf.aws.episode.target import TargetError, make_targets
+from realhf.aws.episode.world import SetupError
 from realhf.aws.grading.criteria import criteria_of
+from realhf.aws.grading.differences import has_field
 from realhf.aws.grading.end_state import freedom_of, is_graded_by_end_state
 from realhf.aws.simulator.pool import MiniStackPool
 from realhf.aws.tasks.captures import resolve
-from realhf.aws.tasks.drift import FEWEST, MOST, repairs
+from realhf.aws.tasks.drift import FEWEST, MOST
 from realhf.aws.tasks.loader import (
     SPLITS,
     Template,
     instantiate,
+    line_of,
     mistakes,
     solve,
     whole_state,
@@ -45,37 +51,64 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
+class Fault:
+    """Says in words what is wrong with a task, and where: a key of its template ("" for the whole) and the place in its
+    list."""
+
+    text: str
+    key: str = ""
+    place: int | None = None
+
+    def __str__(self) -> str:
+        return self.text
+
+    def told(self, template: Template) -> str:
+        """Return the fault behind file, line and task."""
+        line = line_of(template, self.key, self.place)
+        return f"{template.file}:{line}: task {template.task_id}: {self.text}"
+
+
+@dataclass(frozen=True)
 class Failure:
     """Says in words why there is no result."""
 
     text: str
 
 
-def template_problems(template: Template) -> list[str]:
-    """Say in words what is wrong with a template on paper."""
+def template_problems(template: Template) -> list[Fault]:
+    """Say what is wrong with a template on paper."""
     if template.split not in SPLITS:
-        return [f"split is {template.split!r}"]
+        return [Fault(f"split is {template.split!r}", "split")]
     try:
         task = instantiate(template.task_id, 0)
-        freedom_of(task)
         operations = frozenset() if is_graded_by_end_state(task) else criteria_of(task).operations
     except (TaskError, KeyError, TypeError) as error:
-        return [f"{type(error).__name__}: {error}"]
+        return [Fault(f"{type(error).__name__}: {error}", "success_criteria" if template.success else "")]
+    try:
+        freedom_of(task)
+    except TaskError as error:
+        return [Fault(str(error), "free")]
     return [*_policy_problems(task, operations), *_text_problems(task, operations), *_drift_promises(task)]
 
 
-def _policy_problems(task: Task, operations: Iterable[str]) -> Iterator[str]:
-    for command in task.setup + task.decoys + task.possible_drifts:
-        if not _allowed(command):
-            yield f"the policy does not allow {command}"
+def _policy_problems(task: Task, operations: Iterable[str]) -> Iterator[Fault]:
+    for key, commands in (
+        ("setup_commands", task.setup),
+        ("decoys", task.decoys),
+        ("possible_drifts", task.possible_drifts),
+    ):
+        for place, command in enumerate(commands):
+            if not _allowed(command):
+                yield Fault(f"the policy does not allow {command}", key, place)
     for operation in operations:
         service, _, name = operation.partition(":")
         if not operation_allowed(service, name):
-            yield f"the policy does not allow {operation}, so no command can earn it"
-    for line in chain(task.solution, *task.any_of, repairs(task.possible_drifts)):
+            text = f"the policy does not allow {operation}, so no command can earn it"
+            yield Fault(text, "success_criteria")
+    for key, place, line in _written_lines(task):
         rule = check_command(line).rule
         if rule is not None:
-            yield f"refused ({rule}): {line}"
+            yield Fault(f"refused ({rule}): {line}", key, place)
 
 
 def _allowed(command: SetupCommand) -> bool:
@@ -84,22 +117,34 @@ def _allowed(command: SetupCommand) -> bool:
     return operation_allowed(command.service, command.operation)
 
 
-def _text_problems(task: Task, operations: Iterable[str]) -> Iterator[str]:
-    for text in chain((task.description, task.desired_state_spec), task.solution, *task.any_of):
-        place = _PLACE.search(text)
-        if place:
-            yield f"nothing fills the place {place[0]}"
+def _written_lines(task: Task) -> Iterator[tuple[str, int, str]]:
+    """Yield (key, place, command line) of what is right; the solution of a drift task is written as its repairs."""
+    if not task.possible_drifts:
+        yield from (("solution", place, line) for place, line in enumerate(task.solution))
+    for place, drift in enumerate(task.possible_drifts):
+        yield from (("possible_drifts", place, line) for line in drift.repair)
+    for place, commands in enumerate(task.any_of):
+        yield from (("any_of", place, line) for line in commands)
+
+
+def _text_problems(task: Task, operations: Iterable[str]) -> Iterator[Fault]:
+    texts = [("description", None, task.description), ("desired_state_spec", None, task.desired_state_spec)]
+    for key, place, text in (*texts, *_written_lines(task)):
+        unfilled = _PLACE.search(text)
+        if unfilled:
+            yield Fault(f"nothing fills the place {unfilled[0]}", key, place)
     shown = f"{task.description} {task.desired_state_spec}"
     for secret in (*operations, *task.solution):
         if secret in shown:
-            yield f"the description says {secret!r}"
+            yield Fault(f"the description says {secret!r}", "description")
 
 
-def _drift_promises(task: Task) -> Iterator[str]:
-    if not all(drift.repair for drift in task.possible_drifts):
-        yield "a drift has no repair"
+def _drift_promises(task: Task) -> Iterator[Fault]:
+    for place, drift in enumerate(task.possible_drifts):
+        if not drift.repair:
+            yield Fault("a drift has no repair", "possible_drifts", place)
     if bool(task.desired_state_spec) is not bool(task.possible_drifts):
-        yield "a desired state belongs to a task with drifts, and to no other"
+        yield Fault("a desired state belongs to a task with drifts, and to no other", "desired_state_spec")
 
 
 def play(
@@ -120,25 +165,62 @@ def play(
     return achieved, total
 
 
-def problems(episode: Episode, task: Task, *, thorough: bool = False) -> list[str]:
-    """Say in words what is wrong with an instance; empty for a sound one. ``thorough``: its wrong habits and their ways
-    back are played too, and every set of drifts that could happen."""
+def problems(episode: Episode, task: Task, *, thorough: bool = False) -> list[Fault]:
+    """Say what is wrong with an instance; nothing for a sound one. ``thorough``: what it leaves to the agent is looked
+    for, its wrong habits and their ways back are played too, and every set of drifts that could happen."""
+    try:
+        return _problems(episode, task, thorough)
+    except EpisodeError as error:
+        cause = error.__cause__
+        if isinstance(cause, SetupError | TargetError):
+            return [Fault(str(cause), cause.field, cause.place)]
+        raise
+
+
+def _problems(episode: Episode, task: Task, thorough: bool) -> list[Fault]:
     found = []
     achieved, total = play(episode, task, solve(task))
     if not achieved or total != 1.0:
-        found.append(f"solution: achieved={achieved}, return {total}{_where_it_stands(episode)}")
+        text = f"the solution, played once more, does not reach what it left: achieved={achieved}, return {total}"
+        found.append(Fault(text + _where_it_stands(episode), "solution"))
     achieved, total = play(episode, task, [_HARMLESS])
     if achieved or total != 0.0:
-        found.append(f"doing nothing: achieved={achieved}, return {total}")
+        found.append(Fault(f"doing nothing: achieved={achieved}, return {total}", "solution"))
     every_drift = range(len(task.possible_drifts)) if task.possible_drifts else None
     beginnings = [list(task.solution[:length]) for length in range(1, len(task.solution))]
     for commands in chain(beginnings, wrong_names(task)):
         achieved, total = play(episode, task, commands, every_drift)
         if achieved or total >= 1.0:
-            found.append(f"{commands}: achieved={achieved}, return {total}")
+            found.append(Fault(f"{commands}: achieved={achieved}, return {total}", "solution"))
     if thorough:
-        found += _mistake_problems(episode, task) + _drift_problems(episode, task)
+        for look in (_freedom_problems, _mistake_problems, _drift_problems):
+            found += look(episode, task)
     return found
+
+
+def _freedom_problems(episode: Episode, task: Task) -> Iterator[Fault]:
+    """Find free fields that nothing has in the accounts that the solutions leave: a misspelt one frees nothing."""
+    free = freedom_of(task).free
+    ends = [target.end for target in make_targets(episode.slot, task, task.seed)] if free else []
+    kinds = {f"{key[0]}/{key[1]}" for end in ends for key in end.resources}
+    for place, (kind, path) in enumerate(free):
+        if kind not in kinds:
+            others = sorted(one for one in kinds if one.partition("/")[0] == kind.partition("/")[0])
+            yield Fault(
+                f"free: no solution leaves a {kind}, but {', '.join(others) or 'other services'}", "free", place
+            )
+        elif not (any(has_field(end, kind, path) for end in ends) or _may_be_empty(kind, path)):
+            yield Fault(f"free: no {kind} that a solution leaves has a field {path}", "free", place)
+
+
+def _may_be_empty(kind: str, path: str) -> bool:
+    """Return whether the service's API knows such a field: a snapshot leaves out what is empty."""
+    try:
+        model = botocore.loaders.create_loader().load_service_model(kind.partition("/")[0], "service-2")
+    except UnknownServiceError:
+        return False
+    known = {name for shape in model["shapes"].values() for name in shape.get("members", ())}
+    return path.rpartition(".")[2].removesuffix("[]") in known
 
 
 def wrong_names(task: Task) -> Iterator[list[str]]:
@@ -154,59 +236,59 @@ def _where_it_stands(episode: Episode) -> str:
     return f"; missing: {'; '.join(missing)}" if missing else ""
 
 
-def _mistake_problems(episode: Episode, task: Task) -> list[str]:
-    found = []
-    for mistake in mistakes(task):
+def _mistake_problems(episode: Episode, task: Task) -> Iterator[Fault]:
+    for place, mistake in enumerate(mistakes(task)):
         if play(episode, task, mistake.commands)[0]:
-            found.append(f"mistake {list(mistake.commands)} achieves the task")
+            yield Fault(f"mistake {list(mistake.commands)} achieves the task", "mistakes", place)
         if mistake.recovery and play(episode, task, mistake.commands, then=mistake.recovery) != (True, 1.0):
-            found.append(f"mistake {list(mistake.commands)}: its recovery does not achieve the task")
-    return found
+            text = f"mistake {list(mistake.commands)}: its recovery does not achieve the task"
+            yield Fault(text, "mistakes", place)
 
 
-def _drift_problems(episode: Episode, task: Task) -> list[str]:
+def _drift_problems(episode: Episode, task: Task) -> Iterator[Fault]:
     """Check that every drift breaks something, that the repairs of every set that a reset may draw mend it, and that
     applying the whole desired state without a look at what drifted earns less."""
-    if not task.possible_drifts:
-        return []
-    found, unseen = [], []
+    unseen = []
     places = range(len(task.possible_drifts))
     for chosen in chain.from_iterable(combinations(places, count) for count in range(FEWEST, MOST + 1)):
         names = ", ".join(str(task.possible_drifts[i]) for i in chosen)
         try:
-            result = play(episode, task, with_drifts(task, chosen).solution, chosen)
+            achieved, total = play(episode, task, with_drifts(task, chosen).solution, chosen)
         except TaskError as error:
-            found.append(f"drifts {names}: {error}")
+            yield Fault(f"drifts {names}: {error}", "possible_drifts", chosen[0])
             continue
-        if result != (True, 1.0):
-            found.append(f"drifts {names}: achieved={result[0]}, return {result[1]}{_where_it_stands(episode)}")
+        if (achieved, total) != (True, 1.0):
+            text = f"drifts {names}: achieved={achieved}, return {total}{_where_it_stands(episode)}"
+            yield Fault(text, "possible_drifts", chosen[0])
         if len(chosen) == FEWEST:
             unseen.append(play(episode, task, whole_state(task), chosen)[1])
-    for place, drift in enumerate(task.possible_drifts):
+    for place in places:
         try:
             play(episode, task, [], [place])
         except TaskError as error:
-            found.append(f"drift {drift} ({drift.description}): {error}")
+            yield Fault(f"drift {task.possible_drifts[place]}: {error}", "possible_drifts", place)
     if unseen and sum(unseen) / len(unseen) > BLIND_RETURN:
-        found.append(f"to apply the whole desired state without a look earns {sum(unseen) / len(unseen):.2f}")
-    return found
+        blind = sum(unseen) / len(unseen)
+        yield Fault(f"to apply the whole desired state without a look earns {blind:.2f}", "solution")
 
 
 def validate(templates: Sequence[Template], seeds: int, pool_size: int, console: Console) -> dict[int, list[str]]:
-    """Return problems by template, of ``seeds`` training instances and one with held-out names; the first is played
-    thoroughly."""
+    """Return problems by template, on paper and of ``seeds`` training instances and one with held-out names, each
+    behind file, line and task; the first instance is played thoroughly. What is wrong on paper is not played."""
     drawn = [*((seed, "train") for seed in range(seeds)), (0, "heldout")]
-    instances = [(template.task_id, seed, split) for template in templates for seed, split in drawn]
-    found: dict[int, list[str]] = {template.task_id: [] for template in templates}
+    found = {one.task_id: [fault.told(one) for fault in template_problems(one)] for one in templates}
+    sound = [template for template in templates if not found[template.task_id]]
+    instances = [(template, seed, split) for template in sound for seed, split in drawn]
     results = played(instances, _check, pool_size, console)
-    for (task_id, seed, split), wrong in zip(instances, results, strict=True):
-        texts = [wrong.text] if isinstance(wrong, Failure) else wrong
-        found[task_id] += [f"{split} {seed}: {text}" for text in texts]
+    for (template, seed, split), wrong in zip(instances, results, strict=True):
+        faults = [Fault(wrong.text)] if isinstance(wrong, Failure) else wrong
+        found[template.task_id] += [f"{fault.told(template)} ({split} {seed})" for fault in faults]
     return found
 
 
-def _check(episode: Episode, instance: tuple[int, int, str]) -> list[str]:
-    return problems(episode, instantiate(*instance), thorough=instance[1:] == (0, "train"))
+def _check(episode: Episode, instance: tuple[Template, int, str]) -> list[Fault]:
+    template, seed, split = instance
+    return problems(episode, instantiate(template.task_id, seed, split), thorough=(seed, split) == (0, "train"))
 
 
 def played(

@@ -7,7 +7,8 @@ behalf obeys the policy that binds agents. Source: docs/reference/environment.md
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -41,7 +42,11 @@ class SlotState:
 
 
 class SetupError(RuntimeError):
-    """The world of the task could not be built, so there is no episode. The text holds no paths and no criteria."""
+    """The world of the task could not be built, so there is no episode. The text holds no paths and no criteria.
+    ``field`` and ``place``: which command of the task, where it is one."""
+
+    field = ""
+    place: int | None = None
 
 
 @dataclass(frozen=True)
@@ -63,20 +68,32 @@ def build_world(slot: Slot, task: Task, seed: int, drifts: Sequence[int] | None 
     answers: list[Mapping[str, Any]] = []
     present: set[tuple[str, str]] = set()
     try:
-        for command in task.setup:
-            answers.append(_send(slot, _filled(command, answers), "set-up", present))
+        for place, command in enumerate(task.setup):
+            with _failing_at("setup_commands", place):
+                answers.append(_send(slot, _filled(command, answers), "set-up", present))
         task = _with_captures(task, answers)
     except CaptureError as error:
         raise SetupError(f"task {task.task_id}: {error}") from None
     _put_assets(slot, task)
-    for decoy in task.decoys:
-        _send(slot, decoy, "decoy", present)
+    for place, decoy in enumerate(task.decoys):
+        with _failing_at("decoys", place):
+            _send(slot, decoy, "decoy", present)
     chosen = choose_drifts(task.possible_drifts, seed) if drifts is None else [task.possible_drifts[i] for i in drifts]
     for drift in chosen:
-        _send(slot, drift, "drift", set())
+        with _failing_at("possible_drifts", task.possible_drifts.index(drift)):
+            _send(slot, drift, "drift", set())
     if any(drift.repair for drift in chosen):
         task = replace(task, solution=tuple(repairs(chosen)))
     return World(task, frozenset(present), tuple(answers))
+
+
+@contextmanager
+def _failing_at(field: str, place: int) -> Iterator[None]:
+    try:
+        yield
+    except SetupError as error:
+        error.field, error.place = field, place
+        raise
 
 
 def _refuse_changes(task: Task) -> None:

@@ -415,6 +415,12 @@ def _without(value: Any, paths: Sequence[list[str]]) -> Any:
     return found
 
 
+def has_field(snapshot: Snapshot, kind: str, path: str) -> bool:
+    """Return whether a resource of the kind ("service/kind") has a field at this path."""
+    found = (attributes for key, attributes in snapshot.resources.items() if kind == f"{key[0]}/{key[1]}")
+    return any(_without(attributes, [path.split(".")]) != attributes for attributes in found)
+
+
 def _tokens(snapshot: Snapshot) -> Iterator[tuple[Key, list[str]]]:
     for key in snapshot.resources:
         if DRAWN in key[2]:

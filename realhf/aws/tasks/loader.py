@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import resources
 from importlib.resources.abc import Traversable
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -62,7 +63,7 @@ class Mistake:
 class Template:
     """Describes one task of the YAML files, places unfilled; ``mistakes`` are as written there. ``solution`` of a drift
     task applies its whole desired state, without a look at what drifted. ``split`` "heldout": never served to training.
-    ``tags``: topics; "starter" marks what the built-in policy learns."""
+    ``tags``: topics; "starter" marks what the built-in policy learns. ``file``: where it is written."""
 
     task_id: int
     name: str
@@ -82,6 +83,7 @@ class Template:
     any_of: tuple[tuple[str, ...], ...] = ()
     free: tuple[str, ...] = ()
     may_change: tuple[str, ...] = ()
+    file: str = ""
 
     @property
     def kind(self) -> str:
@@ -228,12 +230,27 @@ def _lookup(match: re.Match[str], params: Mapping[str, Any]) -> Any:
 def _all_templates() -> dict[int, Template]:
     templates: dict[int, Template] = {}
     for tier, file in _files():
-        for entry in yaml.load(file.read_text(), Loader=yaml.CSafeLoader):
-            template = _template(tier, entry)
-            if template.task_id in templates:
-                raise TaskError(f"{file.name}: task_id {template.task_id} is taken")
-            templates[template.task_id] = template
+        _add(templates, tier, file)
     return dict(sorted(templates.items()))
+
+
+def load_file(path: Path, tier: str) -> list[Template]:
+    """Return the templates of a file of one's own, of this tier; from then on they are among the others. Raises
+    TaskError for a file that is none, or a number that is taken, OSError for one that cannot be read."""
+    (tier,) = _known("tier", [tier], TIERS)
+    try:
+        return _add(_all_templates(), tier, path)
+    except (yaml.YAMLError, KeyError, TypeError, AttributeError) as error:
+        raise TaskError(f"{path}: {type(error).__name__}: {error}") from None
+
+
+def _add(templates: dict[int, Template], tier: str, file: Traversable) -> list[Template]:
+    found = [_template(tier, entry, str(file)) for entry in yaml.load(file.read_text(), Loader=yaml.CSafeLoader)]
+    for template in found:
+        if template.task_id in templates:
+            raise TaskError(f"{file}: task_id {template.task_id} is taken")
+        templates[template.task_id] = template
+    return found
 
 
 def _files() -> Iterator[tuple[str, Traversable]]:
@@ -246,10 +263,28 @@ def _files() -> Iterator[tuple[str, Traversable]]:
             yield from ((tier, file) for file in files if file.name.endswith(".yaml"))
 
 
-def _template(tier: str, entry: Mapping[str, Any]) -> Template:
+def line_of(template: Template, key: str, place: int | None = None) -> int:
+    """Return the line, from 1, of the template's file where a key of it stands, or the element at a place of its list;
+    that of the template where it has no such key."""
+    entry = _nodes(template.file)[template.task_id]
+    for name, value in entry.value:
+        if name.value == key:
+            listed = place is not None and isinstance(value, yaml.SequenceNode) and place < len(value.value)
+            return (value.value[place] if listed else name).start_mark.line + 1
+    return entry.start_mark.line + 1
+
+
+@cache
+def _nodes(file: str) -> dict[int, yaml.MappingNode]:
+    """Return the entries of a file as YAML has them, with their lines, by task_id."""
+    root = yaml.compose(Path(file).read_text(), Loader=yaml.CSafeLoader)
+    return {int(next(v.value for k, v in entry.value if k.value == "task_id")): entry for entry in root.value}
+
+
+def _template(tier: str, entry: Mapping[str, Any], file: str) -> Template:
     unknown = set(entry) - _KEYS
     if unknown:
-        raise TaskError(f"{tier}.yaml: task {entry.get('task_id')} has the unknown key {sorted(unknown)[0]!r}")
+        raise TaskError(f"{file}: task {entry.get('task_id')} has the unknown key {sorted(unknown)[0]!r}")
     return Template(
         task_id=entry["task_id"],
         name=entry["name"],
@@ -269,4 +304,5 @@ def _template(tier: str, entry: Mapping[str, Any]) -> Template:
         possible_drifts=tuple(entry.get("possible_drifts", ())),
         assets=entry.get("assets", {}),
         decoys=tuple(entry.get("decoys", ())),
+        file=file,
     )

@@ -191,6 +191,6 @@ def test_acceptance_names_a_drift_that_breaks_nothing(episode: Episode) -> None:
 
 def _thorough(episode: Episode, task: Task) -> list[str]:
     try:
-        return problems(episode, task, thorough=True)
+        return [*map(str, problems(episode, task, thorough=True))]
     except TaskError as error:
         return [str(error)]

@@ -180,7 +180,7 @@ def test_unknown_arguments_are_named() -> None:
 def test_acceptance_finds_a_task_that_is_too_easy(episode: Episode) -> None:
     task = instantiate(101, 0)
     easy = Task.from_json(task.to_json() | {"success_criteria": {"operation": "sts:GetCallerIdentity"}})
-    found = " ".join(problems(episode, easy))
+    found = " ".join(map(str, problems(episode, easy)))
     assert "solution" in found and "doing nothing" in found
 
 
