@@ -24,8 +24,7 @@ from realhf.api.environment import (
 from realhf.aws.messages import command_of, command_turn, episode_task, replay_of, task_opening, told, told_people
 from realhf.aws.observation_text import NO_COMMAND, OBSERVATION_CHARS
 from realhf.aws.options import AwsOptions, environment_server
-from realhf.aws.tasks.loader import instantiate, training_tags
-from realhf.aws.tasks.task_set import TrainingTasks
+from realhf.aws.tasks.loader import TrainingTasks, instantiate, training_tags
 from realhf.base.files.source_files import matching_files
 from realhf.base.paths import PACKAGE
 from realhf.base.text import shorten

@@ -28,7 +28,6 @@ from realhf.aws.grading.differences import has_field
 from realhf.aws.grading.end_state import freedom_of, is_graded_by_end_state
 from realhf.aws.simulator.pool import MiniStackPool
 from realhf.aws.tasks.captures import resolve
-from realhf.aws.tasks.drift import FEWEST, MOST
 from realhf.aws.tasks.loader import (
     SPLITS,
     Template,
@@ -40,7 +39,7 @@ from realhf.aws.tasks.loader import (
     with_drifts,
 )
 from realhf.aws.tasks.names import is_name
-from realhf.aws.tasks.task import SetupCommand, Task, TaskError
+from realhf.aws.tasks.task import FEWEST_DRIFTS, MOST_DRIFTS, SetupCommand, Task, TaskError
 
 BLIND_RETURN = 0.9
 """Most that applying a desired state may earn, on average, without a look at what drifted."""
@@ -250,7 +249,7 @@ def _drift_problems(episode: Episode, task: Task) -> Iterator[Fault]:
     applying the whole desired state without a look at what drifted earns less."""
     unseen = []
     places = range(len(task.possible_drifts))
-    for chosen in chain.from_iterable(combinations(places, count) for count in range(FEWEST, MOST + 1)):
+    for chosen in chain.from_iterable(combinations(places, count) for count in range(FEWEST_DRIFTS, MOST_DRIFTS + 1)):
         names = ", ".join(str(task.possible_drifts[i]) for i in chosen)
         try:
             achieved, total = play(episode, task, with_drifts(task, chosen).solution, chosen)
@@ -260,7 +259,7 @@ def _drift_problems(episode: Episode, task: Task) -> Iterator[Fault]:
         if (achieved, total) != (True, 1.0):
             text = f"drifts {names}: achieved={achieved}, return {total}{_where_it_stands(episode)}"
             yield Fault(text, "possible_drifts", chosen[0])
-        if len(chosen) == FEWEST:
+        if len(chosen) == FEWEST_DRIFTS:
             unseen.append(play(episode, task, whole_state(task), chosen)[1])
     for place in places:
         try:

@@ -18,8 +18,7 @@ from realhf.aws.cli.state_client import StateCallError
 from realhf.aws.grading.tracker import resource_name
 from realhf.aws.simulator.pool import Slot
 from realhf.aws.tasks.captures import CaptureError, fill_setup, has_setup_captures
-from realhf.aws.tasks.drift import choose_drifts, repairs
-from realhf.aws.tasks.task import SetupCommand, Task, TaskError
+from realhf.aws.tasks.task import SetupCommand, Task, TaskError, choose_drifts, repairs
 
 _MESSAGE_CHARS = 200
 

@@ -21,9 +21,8 @@ from typing import Any
 
 import yaml
 
-from realhf.aws.tasks.drift import choose_drifts, repairs
 from realhf.aws.tasks.names import draw_name
-from realhf.aws.tasks.task import ACCOUNT_ID, TIERS, Task, TaskError, parse_setup
+from realhf.aws.tasks.task import ACCOUNT_ID, TIERS, Task, TaskError, choose_drifts, parse_setup, repairs
 
 SPLITS = ("train", "heldout")
 STARTER = "starter"
@@ -138,6 +137,20 @@ def load_tasks(split: str = "train") -> list[Task]:
     """Return one instance of every template of a split, with names of the same split, ordered by id. Raises
     TaskError."""
     return [instantiate(template.task_id, 0, split) for template in load_templates(split=split)]
+
+
+class TrainingTasks:
+    """Holds the training templates of these ``tiers`` (None: of all) with any of these ``tags`` (none: whatever their
+    tags). Held-out templates are never in it. Raises TaskError for an unknown tier or tag."""
+
+    def __init__(self, tiers: Iterable[str] | None = None, tags: Iterable[str] = ()) -> None:
+        templates = load_templates(tiers, tags=tags, split="train")
+        self.group_of: Mapping[int, str] = {template.task_id: template.tier for template in templates}
+        self.groups: Sequence[str] = TIERS
+
+    def instantiate(self, template_id: int, seed: int) -> Task:
+        """Return the instance that ``seed`` draws among the names that training may see."""
+        return instantiate(template_id, seed)
 
 
 def is_heldout_seed(template_id: int, seed: int) -> bool:

@@ -7,9 +7,10 @@ missing optional ones tolerated, so that full task objects of other clients pars
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import random
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 TIERS = ("warmup", "beginner", "intermediate", "advanced", "expert")
 ACCOUNT_ID = "000000000000"
@@ -20,6 +21,10 @@ MAX_COMMAND_CHARS = 65536
 MAX_CRITERIA_CHARS = 65536
 MAX_ASSETS = 16
 MAX_ASSET_CHARS = 65536
+
+
+FEWEST_DRIFTS, MOST_DRIFTS = 2, 3
+T = TypeVar("T")
 
 
 class TaskError(ValueError):
@@ -145,6 +150,18 @@ class Task:
             decoys=parse_setup(data.get("decoys") or [], "decoys"),
             assets=_assets(_typed(data, "assets", dict, {})),
         )
+
+
+def choose_drifts(possible: Sequence[T], seed: int) -> list[T]:
+    """Choose two or three of them (fewer where there are not so many), in their order, decided by ``seed``."""
+    rng = random.Random(f"drift:{seed}")
+    count = min(rng.randint(FEWEST_DRIFTS, MOST_DRIFTS), len(possible))
+    return [possible[i] for i in sorted(rng.sample(range(len(possible)), count))]
+
+
+def repairs(drifts: Iterable[SetupCommand]) -> list[str]:
+    """Return the commands that undo these drifts, in their order."""
+    return [command for drift in drifts for command in drift.repair]
 
 
 def parse_setup(commands: Any, where: str = "setup_commands") -> tuple[SetupCommand, ...]:

@@ -7,8 +7,7 @@ import pytest
 
 from realhf.aws.episode.episode import Episode, EpisodeError, masked_task
 from realhf.aws.episode.validation import play, problems
-from realhf.aws.tasks.drift import choose_drifts
-from realhf.aws.tasks.task import Task, TaskError
+from realhf.aws.tasks.task import Task, TaskError, choose_drifts
 
 pytestmark = pytest.mark.sim
 

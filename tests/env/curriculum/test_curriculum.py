@@ -8,10 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from realhf.aws.tasks import instantiate, load_templates
-from realhf.aws.tasks.loader import is_heldout_seed
+from realhf.aws.tasks.loader import TrainingTasks, is_heldout_seed
 from realhf.aws.tasks.names import is_heldout_pair, is_name
 from realhf.aws.tasks.task import Task
-from realhf.aws.tasks.task_set import TrainingTasks
 from realhf.env.curriculum.base import Curriculum
 from realhf.env.curriculum.factory import make_curriculum
 from realhf.env.curriculum.learnability import LearnabilityCurriculum
