@@ -92,7 +92,7 @@ class Draws:
 
     def look(self) -> None:
         """Take in what was drawn meanwhile, before texts are marked."""
-        if len(self._parts) > 1 or self._letters:
+        if len(self._parts) > bool(self._text) or self._letters:
             new = "\n".join([*self._parts[bool(self._text) :], self._letters])
             self._undrawn = {end for end in self._undrawn if end not in new} if len(new) < _LONGEST_RUN else set()
             self._text = "\n".join([*self._parts, self._letters])

@@ -24,3 +24,10 @@ def test_a_word_with_a_drawn_end_alone_is_not_marked() -> None:
     draws.add("0af31c9e77", "0AF31C9E77")
     draws.look()
     assert draws.marked("somethingquite31c9e77") == "somethingquite31c9e77"
+
+
+def test_the_first_text_after_a_reset_is_taken_in_also_when_it_is_the_only_one() -> None:
+    draws = Draws()
+    draws.add("only31c9e77")
+    draws.look()
+    assert draws.marked("i-only31c9e77") == f"i-{DRAWN}only31c9e77{END_DRAWN}"
