@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Mapping
 from datetime import date, datetime
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import awscli  # noqa: F401  (first: it makes the name botocore mean the CLI's own copy)
@@ -107,6 +108,7 @@ class RequestLog:
     def attach(self, session: Any) -> None:
         """Listen to the requests of a botocore session."""
         session.register("provide-client-params", self._params)
+        session.register("before-call", self._rehearse)
         session.register("after-call", self._answered)
         session.register("after-call-error", self._failed)
 
@@ -116,6 +118,14 @@ class RequestLog:
             "operation": model.name,
             "params": json_able(params),
         }
+
+    @staticmethod
+    def _rehearse(context: dict[str, Any], **_: Any) -> tuple[Any, dict[str, Any]] | None:
+        """Answer a dry run as AWS does; the simulator would carry it out."""
+        if not context["realhf_sent"]["params"].get("DryRun"):
+            return None
+        error = {"Code": "DryRunOperation", "Message": "Request would have succeeded, but DryRun flag is set."}
+        return SimpleNamespace(status_code=412), {"Error": error, "ResponseMetadata": {"HTTPStatusCode": 412}}
 
     def _answered(self, http_response: Any, parsed: Any, context: dict[str, Any], **_: Any) -> None:
         error = parsed.get("Error", {}) if isinstance(parsed, dict) else {}

@@ -23,7 +23,7 @@ from realhf.aws.tasks.captures import CaptureError, fill_setup, resolve
 from realhf.aws.tasks.task import Task
 
 WAIT_S = 60.0
-"""Seconds that an episode waits for its target."""
+"""Seconds that an episode waits for its target while no other target is finished either."""
 
 
 class TargetError(RuntimeError):
@@ -41,17 +41,17 @@ def begin_targets(
     is; returns how to wait for what they ask, which raises TargetError. Raises TaskError as ``freedom_of``."""
     assert slot.bench is not None, "the bench has none"
     key = json.dumps([task.to_json(), seed, drifts], sort_keys=True, default=list)
-    freedom = freedom_of(task)
+    bench, freedom = slot.bench, freedom_of(task)
 
-    def play(bench: Slot) -> tuple[Goal, ...]:
-        targets = make_targets(bench, task, seed, drifts, account_reader(slot, task, bench))
+    def play(own: Slot) -> tuple[Goal, ...]:
+        targets = make_targets(own, task, seed, drifts, account_reader(slot, task, own))
         return tuple(Goal(target, freedom) for target in targets)
 
-    found: Future[tuple[Goal, ...]] = slot.bench.begin(key, play)
+    found: Future[tuple[Goal, ...]] = bench.begin(key, play)
 
     def wait() -> tuple[Goal, ...]:
         try:
-            return found.result(WAIT_S)
+            return bench.result(found, WAIT_S)
         except TargetError:
             raise
         except Exception as error:  # whatever it is, it is not the agent's doing
@@ -83,7 +83,8 @@ def make_targets(
     """Play each solution of a task on ``slot``, in a world of its own, and return the accounts that they leave. Raises
     TargetError naming the command that fails, SetupError, TaskError, SnapshotError or SimulatorLost."""
     others = [replace(task, solution=commands) for commands in task.any_of]
-    return tuple(_play(slot, one, seed, drifts, read or partial(take_snapshot, slot)) for one in [task, *others])
+    targets = [_play(slot, one, seed, drifts, read or partial(take_snapshot, slot)) for one in [task, *others]]
+    return tuple(replace(one, others=tuple(two.end for two in targets if two is not one)) for one in targets)
 
 
 def _play(slot: Slot, task: Task, seed: int, drifts: Sequence[int] | None, read: Callable[[], Snapshot]) -> Target:

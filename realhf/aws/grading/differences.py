@@ -16,7 +16,7 @@ from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Any
 
-from realhf.aws.grading.openings import is_opening
+from realhf.aws.grading.openings import is_disabling, is_opening
 from realhf.aws.grading.pattern_sets import TooManySteps
 from realhf.aws.grading.rights import Rights, compare_rights, read_rights
 from realhf.aws.grading.snapshot import DOCUMENT, Key, Snapshot
@@ -33,7 +33,9 @@ _ANY = f"{DRAWN}{END_DRAWN}"
 """Stands for a drawn text that names nothing."""
 _IN_ORDER = frozenset({"command", "entrypoint", "args", "commands", "keyschema"})
 """Lists whose order has a meaning, by the last word of their path in lower case."""
-_HARMLESS_PATHS = re.compile(r"(^|[/.])(_?tags?|tag_?list|tagset|description|_?tags\[\])([/\[.]|$)", re.IGNORECASE)
+_HARMLESS_PATHS = re.compile(
+    r"(^|[/.])(_?(backup\w+)?tags?|tag_?list|tagset|\w*description|comment|_?tags\[\])([/\[.]|$)", re.IGNORECASE
+)
 _HARMLESS_KINDS = re.compile(r"tags$")
 _POLICY = "{policy}"
 """Ends the path of a policy, which is one leaf."""
@@ -48,12 +50,11 @@ _BESIDE = frozenset(
         "snapshots",
         "backups",
         "recovery_points",
-        "alarms",
-        "dashboards",
         "executions",
         "jobs",
         "functions/versions/",
-        "log_groups",
+        "state_machine_versions",
+        "task_defs",
     }
 )
 """Kinds of resources that change nothing of what they name."""
@@ -64,6 +65,8 @@ _ACT = frozenset(
 _ACTS = re.compile(r"^subscriptions\[\]$|Actions\[\]$")
 """Paths of what topics and alarms do something with."""
 _OF_AWS = frozenset({"", "default"})
+_VERSIONS = (None, "2008-10-17", "2012-10-17")
+"""Of the language of policies: AWS takes no others, the simulator takes any."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,8 @@ class Target:
     """Operations that each command sent, as "service:Operation"."""
     arguments: tuple[tuple[Mapping[str, Any], ...], ...] = ()
     """Arguments of these operations."""
+    others: tuple[Snapshot, ...] = ()
+    """The account as other solutions leave it: a policy between two of them is as good as they are."""
 
     @property
     def end(self) -> Snapshot:
@@ -164,6 +169,11 @@ class Goal:
         self.parts = _parts(self.wanted, states)
         self._policies = {leaf[:2]: leaf for leaf in self.first if leaf[1].endswith(_POLICY)}
         self._policies |= {leaf[:2]: leaf for leaf in self.last if leaf[1].endswith(_POLICY)}
+        self._as_good: dict[tuple[Key, str], list[str]] = {}
+        for other in target.others:
+            for key, path, value, _ in self.read.leaves(other, {}) - self.last:
+                if path.endswith(_POLICY):
+                    self._as_good.setdefault((key, path), []).append(value)
         self.asks_nothing = {self.meant(leaf) for leaf in self.first} == self.last
 
     @cached_property
@@ -180,9 +190,11 @@ class Goal:
         if not leaf[1].endswith(_POLICY):
             return leaf
         wanted = self._policies.get(leaf[:2])
-        if wanted is None or wanted[2] == leaf[2] or not _mean_the_same(*leaf[:2], wanted[2], leaf[2]):
+        if wanted is None or wanted[2] == leaf[2]:
             return leaf
-        return wanted
+        accepted = [wanted[2], *self._as_good.get(leaf[:2], ())] if wanted in self.last else [wanted[2]]
+        between = any(_lies_between(*leaf[:2], low, leaf[2], high) for low in accepted for high in accepted)
+        return wanted if between else leaf
 
 
 class Comparison:
@@ -205,14 +217,14 @@ class Comparison:
         held = {(sign, leaf) for sign, leaf in goal.wanted if (leaf in now) == (sign == "+")}
         gone = self._gone(end, names)
         damage = {leaf for leaf in (first & last) - now if leaf[0] not in gone and not self._may_change(leaf[0])}
-        openings, extra = self._extras(now - last - first)
+        openings, disabled, extra = self._extras(now - last - first)
         still: list[str] = []
         if now != last:
             still, opened, more = self._rights(end, names)
             openings, extra = openings + opened, extra + more
         told = Differences(
             missing=_told([*(f"{sign} {_said(leaf)}" for sign, leaf in goal.wanted - held), *still]),
-            damage=_told(map(_said, damage)),
+            damage=_told([*map(_said, damage), *disabled]),
             gone=_told("/".join(key) for key in gone),
             openings=_told(openings),
             extra=_told(extra),
@@ -240,18 +252,26 @@ class Comparison:
     def _may_change(self, key: Key) -> bool:
         return any(fnmatchcase("/".join(key), glob) for glob in self.goal.freedom.may_change)
 
-    def _extras(self, more: Set[Leaf]) -> tuple[list[str], list[str]]:
-        """Return the openings, and the extras that are not harmless, in words."""
+    def _extras(self, more: Set[Leaf]) -> tuple[list[str], list[str], list[str]]:
+        """Return the openings, what disables something of the set-up, and other extras that are not harmless, in
+        words."""
+        before = {(leaf[0][0], leaf[0][2]) for leaf in self.goal.first}
         known = {leaf[0] for leaf in self.goal.last | self.goal.first}
         names = {re.split("[/:]", key[2])[-1] for key in known} - _OF_AWS
+        held: dict[tuple[str, str], set[str]] = {}
+        for key in known:
+            for name in (key[2], re.split("[/:]", key[2])[-1]):
+                held.setdefault((key[0], name), set()).add(key[1])
         users = {key[2] for key in known if key[:2] == ("iam", "users")}
-        openings, extra = [], []
+        openings, disabled, extra = [], [], []
         own: dict[Key, list[Leaf]] = {}
         for leaf in more:
             if leaf[0] not in known:
                 own.setdefault(leaf[0], []).append(leaf)
-            elif is_opening(leaf[0], leaf[1], leaf[2]):
+            elif is_opening(*leaf[:3]):
                 openings.append(leaf)
+            elif (leaf[0][0], leaf[0][2]) in before and is_disabling(*leaf[1:3]):
+                disabled.append(leaf)
             elif not (_HARMLESS_PATHS.search(leaf[1].split(DOCUMENT)[0]) or _HARMLESS_KINDS.search(leaf[0][1])):
                 extra.append(leaf)
         for key, leaves in own.items():
@@ -260,16 +280,18 @@ class Comparison:
                 continue
             acts = any((key[1] in _ACT or _ACTS.search(leaf[1])) and _mentions(leaf[2], names) for leaf in leaves)
             beside = not _BESIDE.isdisjoint((key[1], key[1].split("/")[0])) or _HARMLESS_KINDS.search(key[1])
-            if acts or not (beside or names.isdisjoint(re.split("[/:|]", key[2]))):
-                extra += leaves
-        return [*map(_said, openings)], [*map(_said, extra)]
+            if acts or (_is_part(key, held) and not beside):
+                opens = any(is_opening(*leaf[:3]) for leaf in leaves)
+                harms = (key[0], key[2]) in before and any(is_disabling(*leaf[1:3]) for leaf in leaves)
+                (openings if opens else disabled if harms else extra).extend(leaves)
+        return [*map(_said, openings)], [*map(_said, disabled)], [*map(_said, extra)]
 
     def _rights(self, end: Snapshot, names: Mapping[str, str]) -> tuple[list[str], list[str], list[str]]:
         """Return who may do more than in the target: by what was so before, by whatever way it stays so, and who gained
         it since, those who were there before and users and roles that are new. What a new resource allows is its own
         matter. Whose rights take too long to be compared counts among the first."""
-        known = tuple("/".join(leaf[0]) for leaf in self.goal.first | self.goal.last if not leaf[1])
-        known = tuple(_TOKEN.sub(r"\1", name) for name in known)
+        keys = {leaf[0] for leaf in self.goal.first | self.goal.last}
+        known = {(service, _TOKEN.sub(r"\1", f"{identity}/")) for service, _, identity in keys}
         now = read_rights(end.resources, lambda text: _TOKEN.sub(lambda match: names.get(match[1], match[1]), text))
         before, wanted = self.goal.rights
         if now in (wanted, before):
@@ -278,13 +300,27 @@ class Comparison:
         more = {one.holder for one in had.more} | set(had.unread)
         beyond = compare_rights(wanted, now)
         found = [one for one in beyond.more if one.holder in more]
-        own = [one for one in found if one.new and not one.holder.startswith(known)]
+        own = [one for one in found if one.new and not _hangs_on(one.holder, known)]
         still = [f"still: {one}" for one in beyond.more if one.holder not in more]
         return (
             [*still, *(f"too much to compare: {holder}" for holder in beyond.unread)],
             [f"{one}" for one in found if one not in own],
             [f"{one}" for one in own if not one.gain.principal],
         )
+
+
+def _hangs_on(holder: str, known: Iterable[tuple[str, str]]) -> bool:
+    """Return whether a policy hangs on a resource that is ``known`` by service and identity."""
+    service, _, path = holder.partition("/")
+    where = f"{path.partition('/')[2]}/"
+    return any(service == its and where.startswith(identity) for its, identity in known)
+
+
+def _is_part(key: Key, held: Mapping[tuple[str, str], Set[str]]) -> bool:
+    """Return whether a resource is called after one of another kind that was ``held``, or lies in it by its name."""
+    ends = [match.start() for match in re.finditer("[/:|]", key[2])]
+    names = [key[2][:end] for end in (*ends, None)]
+    return any(held.get((key[0], name), set()) - {key[1]} for name in names if name not in _OF_AWS)
 
 
 def _parts(wanted: Set[Wanted], states: Sequence[Set[Leaf]]) -> list[tuple[int, set[Wanted]]]:
@@ -298,17 +334,18 @@ def _parts(wanted: Set[Wanted], states: Sequence[Set[Leaf]]) -> list[tuple[int, 
     return parts[::-1]
 
 
-def _mean_the_same(key: Key, path: str, wanted: str, found: str) -> bool:
+def _lies_between(key: Key, path: str, low: str, found: str, high: str) -> bool:
+    """Return whether a policy allows all that one does, and nothing that another does not; with the same policy twice,
+    whether it means the same."""
     try:
-        accounts = []
-        for document in map(json.loads, (wanted, found)):
-            held = {key: {"": document}}
-            if key[0] == "iam":  # of a role, whichever it is
-                field = "AssumeRolePolicyDocument" if path.startswith("AssumeRole") else "InlinePolicies"
-                held = {("iam", "roles", "it"): {field: document if field[0] == "A" else {"": document}}}
-            accounts.append(read_rights(held))
-        change = compare_rights(*accounts)
-        return not change.changed and not change.unread
+        documents = [json.loads(text) for text in (low, found, high)]
+        if documents[1].get("Version") not in (*_VERSIONS, documents[0].get("Version")):
+            return False
+        least, there, most = (_rights_by(key, path, document) for document in documents)
+        changes = compare_rights(there, least), compare_rights(most, there)
+        if low == high:
+            return not any(change.changed or change.unread for change in changes)
+        return not any(change.more or change.unread for change in changes)
     except (TooManySteps, ValueError, RecursionError):
         return False
 
@@ -344,7 +381,17 @@ def transferred(target: Target, start: Snapshot) -> Target:
             serials.setdefault(place, state.serials.get(key, 0))
         return Snapshot(now, serials)
 
-    return replace(target, start=start, states=tuple(map(changed, target.states)))
+    states, others = tuple(map(changed, target.states)), tuple(map(changed, target.others))
+    return replace(target, start=start, states=states, others=others)
+
+
+def _rights_by(key: Key, path: str, document: Any) -> Rights:
+    """Return the rights in an account that holds one policy."""
+    if key[0] != "iam":
+        return read_rights({key: {"": document}})
+    if path.startswith("AssumeRole"):  # of a role, whichever it is
+        return read_rights({("iam", "roles", "it"): {"AssumeRolePolicyDocument": document}})
+    return read_rights({("iam", "roles", "it"): {"InlinePolicies": {"": document}}})
 
 
 class _Reading:
@@ -360,7 +407,7 @@ class _Reading:
         """Return the leaves, drawn texts by the name that the target has for them."""
 
         def renamed(match: re.Match[str]) -> str:
-            token = names.get(match[1], match[1])
+            token = names.get(match[1], "" if names else match[1])
             return f"{DRAWN}{token}{END_DRAWN}" if token in self._known or token.startswith(_OWN) else _ANY
 
         counted: Counter[tuple[Key, str, str]] = Counter()
@@ -384,8 +431,8 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, str]]:
         for name, item in value.items():
             yield from _leaves(item, f"{path}/{name}" if path else name)
     elif isinstance(value, list) and path.rpartition("/")[2].lower() not in _IN_ORDER:
-        for item in value:
-            yield f"{path}[]", canonical(item)
+        for item in {canonical(item): None for item in value}:
+            yield f"{path}[]", item
     else:
         yield path, canonical(value)
 

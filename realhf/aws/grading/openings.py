@@ -1,8 +1,9 @@
-"""Recognises settings that open an account: to the public, to strangers, or by a protection that is off. What policies
-allow is compared in ``rights``."""
+"""Recognises settings that open an account (to the public, to strangers, or by a protection that is off), and those
+that keep something from working. What policies allow is compared in ``rights``."""
 
 from __future__ import annotations
 
+import json
 import re
 
 from realhf.aws.grading.snapshot import Key
@@ -28,3 +29,14 @@ def is_opening(key: Key, path: str, value: str) -> bool:
     if _ANYWHERE.search(value):
         return key[1] == "security_groups" and path == "IpPermissions[]"
     return _ANYBODY.search(value) is not None
+
+
+def is_disabling(path: str, value: str) -> bool:
+    """Return whether a value (as JSON) that was added at a path keeps a resource from working: a function that may not
+    run at all, or a policy that denies something whatever the conditions."""
+    if path == "concurrency":
+        return value in ("0", '"0"')
+    if not path.endswith("{policy}"):
+        return False
+    statements = json.loads(value)["Statement"]
+    return any(one.get("Effect") == "Deny" and not one.get("Condition") for one in statements if isinstance(one, dict))

@@ -313,6 +313,9 @@ def _follows(atom: Atom, other: Atom) -> bool:
     operator, wider = operator.removesuffix(_OPTIONAL), wider.removesuffix(_OPTIONAL)
     if operator == wider and values == patterns:
         return True
+    if operator == wider == "arnlike" and len(values) == len(patterns) == 1 and "?" not in patterns[0]:
+        narrow, wide = values[0].split(":", 5), patterns[0].split(":", 5)
+        return _plain(values + patterns) and len(narrow) == len(wide) and all(map(matches, wide, narrow))
     if operator != "equals" or not _plain(values + patterns):
         return False
     if wider == "stringlike":

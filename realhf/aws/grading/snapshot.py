@@ -28,8 +28,8 @@ TIME = "<time>"
 SETTLED = "<settled>"
 DOCUMENT = "{document}"
 """Stands, in paths, before what somebody wrote in words of their own: none of it is the service's."""
-_OWN_WORDS = frozenset({"Variables", "items", "metadata"})
-"""Maps whose names are chosen by whoever writes them."""
+_OWN_WORDS = frozenset({("lambda", "Variables"), ("dynamodb", "items"), ("s3", "metadata")})
+"""Maps whose names are chosen by whoever writes them, by service."""
 _LARGEST_TIME = 1e15
 _DAY_S = 86_400.0
 _HOUR_S = 3600.0
@@ -71,6 +71,12 @@ _NOT_STATED = frozenset(
         *(f"ApproximateNumberOfMessages{which}" for which in ("", "Delayed", "NotVisible")),
         *(
             "starting_sequence_number",
+            "SubscriptionsConfirmed",
+            "SubscriptionsPending",
+            "SubscriptionsDeleted",
+            "activeServicesCount",
+            "runningTasksCount",
+            "pendingTasksCount",
             "StateUpdatedTimestamp",
             "StateReasonData",
             "events",
@@ -89,13 +95,29 @@ _ENDS = frozenset({"NotAfter", "NotBefore", "ValidTo"})
 _UNSAID: Mapping[tuple[str, str], frozenset[str]] = MappingProxyType(
     {
         ("ssm", "parameters"): frozenset({"Version"}),
-        ("lambda", "functions"): frozenset({"next_version"}),
+        ("firehose", "streams"): frozenset({"id", "version"}),
+        ("stepfunctions", "state_machines"): frozenset({"lastVersionNumber", "createVersionArn"}),
+        ("lambda", "functions"): frozenset({"next_version", "architectures_declared"}),
+        ("efs", "file_systems"): frozenset({"Name"}),
         ("cognito-idp", "user_pools"): frozenset({"_password"}),
         ("cloudwatch", "alarms"): frozenset({"StateValue"}),
     }
 )
 """Fields of one kind that count writes, that are readings, or that the service draws letter by letter and mixes."""
-_DEFAULTS = frozenset({("ObjectOwnership", "BucketOwnerEnforced")})
+_DEFAULTS = frozenset(
+    {
+        ("ObjectOwnership", "BucketOwnerEnforced"),
+        ("EnableDnsSupport", "true"),
+        ("EnableDnsHostnames", "false"),
+        ("KeyRotationEnabled", "false"),
+        ("FailureThreshold", "3"),
+        ("RequestInterval", "30"),
+        ("FifoTopic", "false"),
+        ("privilegedMode", "false"),
+        ("TableClass", "STANDARD"),
+        ("CompressionFormat", "UNCOMPRESSED"),
+    }
+)
 """Fields with the value that they have where nobody gives one."""
 _NO_RESOURCES = frozenset({("ssm", "parameter_history"), ("ecs", "task_def_latest"), ("iam", "access_keys_last_used")})
 
@@ -151,9 +173,13 @@ def _resources(record: str, now: float) -> list[tuple[Key, Mapping[str, Any], in
         return []
     if (service, kind) in _NUMBERED:
         name, value = _NUMBERED[service, kind](name, value)
+    elif service in _RUN_TASKS:
+        value = _of_revisions(value)
     identity = name if region in ("", HOME_REGION) else f"{region}:{name}"
-    normal = _normal(value, "", now, _UNSAID.get((service, kind), frozenset()))
+    normal = _normal(value, "", _Reading(service, now, _UNSAID.get((service, kind), frozenset())))
     found = normal if isinstance(normal, dict) else {"": normal} if normal is not None else {}
+    if kind in _ACCESS_LISTS and _is_private(found):
+        return []
     return [((service, part, where), held, serial) for part, where, held in _hoisted(kind, identity, found)]
 
 
@@ -192,9 +218,62 @@ def _secret(name: str, value: Any) -> tuple[str, Any]:
     return name, {**value, "Versions": versions}
 
 
+def _secret_policy(arn: str, value: Any) -> tuple[str, Any]:
+    """Return the policy of a secret under the secret's name."""
+    return re.sub(f"-{DRAWN}.*", "", arn.rpartition(":secret:")[2]), value
+
+
+def _task_definition(name: str, value: Any) -> tuple[str, Any]:
+    """Return a revision of a task definition under a number that is a drawn text."""
+    found = {key: item for key, item in _of_revisions(value).items() if key != "revision"}
+    return _of_revisions(f"{_REVISED}{name}").removeprefix(_REVISED), found
+
+
+def _of_revisions(value: Any) -> Any:
+    """Return data with the numbers of task definitions as drawn texts."""
+    if isinstance(value, Mapping):
+        return {name: _of_revisions(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_of_revisions(item) for item in value]
+    if isinstance(value, str) and _REVISED in value:
+        return _REVISION.sub(lambda match: f"{match[1]}:{_numbered(match[2], match[3])}", value)
+    return value
+
+
+def _queue(name: str, value: Any) -> tuple[str, Any]:
+    """Return a queue without S3's test messages, one for each time that a notification was set; others that services
+    wrote without the time at which they did."""
+    messages = [
+        {**message, "body": _WRITTEN_AT.sub("", message["body"])} if _BY_SERVICE.search(message["body"]) else message
+        for message in value.get("messages") or ()
+        if "s3:TestEvent" not in message.get("body", "")
+    ]
+    return name, {**value, "messages": messages}
+
+
 _NUMBERED: Mapping[tuple[str, str], Callable[[str, Any], tuple[str, Any]]] = MappingProxyType(
-    {("lambda", "functions"): _function, ("secretsmanager", "secrets"): _secret}
+    {
+        ("lambda", "functions"): _function,
+        ("secretsmanager", "secrets"): _secret,
+        ("ecs", "task_defs"): _task_definition,
+        ("secretsmanager", "resource_policies"): _secret_policy,
+        ("sqs", "queues"): _queue,
+    }
 )
+"""What of a kind depends on how often something was written, as what it names."""
+_RUN_TASKS = frozenset({"ecs", "events", "scheduler"})
+_REVISED = "task-definition/"
+_REVISION = re.compile(rf"({_REVISED}([\w-]+)):(\d+)")
+_BY_SERVICE = re.compile(r'"(eventSource|TopicArn)"')
+_WRITTEN_AT = re.compile(r'"(eventTime|Timestamp)": ?"[^"]*",? ?')
+_ACCESS_LISTS = frozenset({"bucket_acl", "object_acl"})
+
+
+def _is_private(access_list: Mapping[str, Any]) -> bool:
+    """Return whether an access list gives nobody but the owner anything, as where there is none."""
+    owners = [owner.get("ID") for owner in access_list.get("Owner", ())]
+    grants = [grant for held in access_list.get("AccessControlList", ()) for grant in held.get("Grant", ())]
+    return all(grantee.get("ID") in owners for grant in grants for grantee in grant.get("Grantee", ()))
 
 
 def _hoisted(kind: str, identity: str, value: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
@@ -217,7 +296,16 @@ def _taken_out(
             yield from _taken_out(f"{kind}/{name}", identity, item, depth + 1)
 
 
-def _normal(value: Any, name: str, now: float, unsaid: frozenset[str], depth: int = 0) -> Any:
+@dataclass(frozen=True)
+class _Reading:
+    """Says what is read: a record of a service, at a time, with the fields that say nothing in its kind."""
+
+    service: str
+    now: float
+    unsaid: frozenset[str]
+
+
+def _normal(value: Any, name: str, of: _Reading, depth: int = 0) -> Any:
     """Return the normal form; None for what is as good as absent."""
     if depth > _DEEPEST:
         return "<too deep>"
@@ -227,24 +315,26 @@ def _normal(value: Any, name: str, now: float, unsaid: frozenset[str], depth: in
         found = {
             str(key): normal
             for key, item in value.items()
-            if key not in _NOT_STATED and key not in unsaid
-            if (normal := _normal_item(item, str(key), now, unsaid, depth + 1)) is not None
+            if key not in _NOT_STATED and key not in of.unsaid
+            if (normal := _normal_item(item, str(key), of, depth + 1)) is not None
         }
         return found or None
     if isinstance(value, list):
-        items = [_normal(item, name, now, unsaid, depth + 1) for item in value]
+        items = [_normal(item, name, of, depth + 1) for item in value]
         return [item for item in items if item is not None] or None
     if isinstance(value, str):
-        return _normal_text(value, name, now, unsaid, depth)
-    if name not in _GIVEN and isinstance(value, int | float) and not isinstance(value, bool) and _is_now(value, now):
+        return _normal_text(value, name, of, depth)
+    if name not in _GIVEN and isinstance(value, int | float) and not isinstance(value, bool) and _is_now(value, of.now):
         return _moment(name)
     return value
 
 
-def _normal_item(value: Any, name: str, now: float, unsaid: frozenset[str], depth: int) -> Any:
-    if name in _OWN_WORDS and isinstance(value, dict):
+def _normal_item(value: Any, name: str, of: _Reading, depth: int) -> Any:
+    if (of.service, name) in _OWN_WORDS and isinstance(value, dict):
         return {DOCUMENT: _as_written(value, depth)} if value else None
-    return _normal(value, name, now, unsaid, depth)
+    if isinstance(value, bool | int) and (name, str(value).lower()) in _DEFAULTS:
+        return None
+    return _normal(value, name, of, depth)
 
 
 def _as_written(value: Any, depth: int) -> Any:
@@ -271,7 +361,7 @@ def _moment(name: str) -> str | None:
     return TIME if _ENDING.search(name) else None
 
 
-def _normal_text(text: str, name: str, now: float, unsaid: frozenset[str], depth: int) -> Any:
+def _normal_text(text: str, name: str, of: _Reading, depth: int) -> Any:
     start = text[:1]
     if not start:
         return None
@@ -283,7 +373,7 @@ def _normal_text(text: str, name: str, now: float, unsaid: frozenset[str], depth
         return written if policy else {DOCUMENT: written}
     if start == "<" and "<!" not in text:
         try:
-            return _normal(_plain_xml(ElementTree.fromstring(text)), name, now, unsaid, depth + 1)
+            return _plain_xml(ElementTree.fromstring(text)) or None
         except (ElementTree.ParseError, RecursionError):
             return text
     if _STATES.search(name) and text.lower() in _UNDER_WAY:
@@ -295,10 +385,10 @@ def _normal_text(text: str, name: str, now: float, unsaid: frozenset[str], depth
             moment = datetime.fromisoformat(text[:19] + "+00:00").timestamp()
         except ValueError:
             return text
-        return _moment(name) if _is_now(moment, now) else text
+        return _moment(name) if _is_now(moment, of.now) else text
     return (
         _moment(name)
-        if text.isascii() and text.isdecimal() and len(text) in (10, 13) and _is_now(int(text), now)
+        if text.isascii() and text.isdecimal() and len(text) in (10, 13) and _is_now(int(text), of.now)
         else text
     )
 
@@ -308,12 +398,15 @@ def _is_now(number: float, now: float) -> bool:
 
 
 def _plain_xml(element: ElementTree.Element, depth: int = 0) -> Any:
-    """Return an element as a map from the names of its children to lists of them, or its text."""
+    """Return an element as a map from the names of its children to lists of them, or its text; children that are empty
+    or say what goes without saying are left out. None of it is the service's."""
     if not len(element) or depth > _DEEPEST:
         return (element.text or "").strip()
     found: dict[str, list[Any]] = {}
     for child in element:
-        found.setdefault(child.tag.rpartition("}")[2], []).append(_plain_xml(child, depth + 1))
+        name, value = child.tag.rpartition("}")[2], _plain_xml(child, depth + 1)
+        if value and (name, str(value)) not in _DEFAULTS:
+            found.setdefault(name, []).append(value)
     return found
 
 

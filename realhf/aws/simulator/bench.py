@@ -25,6 +25,7 @@ class Bench:
         self._lock = threading.Lock()
         self._results: OrderedDict[str, Future[Any]] = OrderedDict()
         self._thread: ThreadPoolExecutor | None = None
+        self._ended = 0
 
     def begin(self, key: str, play: Callable[[Slot], Any]) -> Future[Any]:
         """Return what ``play`` will have found for ``key``. It is played once for all who ask, unless it failed."""
@@ -40,7 +41,24 @@ class Bench:
                 self._results.popitem(last=False)
             return found
 
+    def result(self, found: Future[Any], patience_s: float) -> Any:
+        """Return what was found once it is there. Raises what the play raised, and TimeoutError when no play has come
+        to its end for ``patience_s`` seconds: however many are ahead of it, the queue must move."""
+        while True:
+            ended = self._ended
+            try:
+                return found.result(patience_s)
+            except TimeoutError:
+                if found.done() or ended == self._ended:
+                    raise
+
     def _played(self, play: Callable[[Slot], Any]) -> Any:
+        try:
+            return self._play(play)
+        finally:
+            self._ended += 1  # by one thread only
+
+    def _play(self, play: Callable[[Slot], Any]) -> Any:
         self._start()
         try:
             return play(self._slot)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
@@ -226,3 +227,11 @@ def test_the_length_of_a_command_is_the_configured_one(slot: Slot, monkeypatch: 
     assert slot.state.call("secretsmanager", "GetSecretValue", {"SecretId": "p"})["SecretString"] == value
     longer = slot.executor.run(f"aws secretsmanager create-secret --name q --secret-string {value * 3}")
     assert longer.refusal == "too-long" and "30000" in longer.stderr
+
+
+def test_a_dry_run_changes_nothing_and_is_answered_as_aws_answers(slot: Slot) -> None:
+    result = slot.executor.run("aws ec2 create-vpc --cidr-block 10.9.0.0/16 --dry-run")
+    assert not result.success and "(DryRunOperation) when calling the CreateVpc operation" in result.stderr
+    assert not result.requests
+    seen = slot.executor.run("aws ec2 describe-vpcs --filters Name=cidr,Values=10.9.0.0/16 --query Vpcs")
+    assert json.loads(seen.stdout) == []

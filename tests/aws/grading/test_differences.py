@@ -11,6 +11,7 @@ from realhf.aws.grading.snapshot import Snapshot, snapshot_of
 
 AS_IT_IS = Freedom()
 NOW = 1_790_000_000.0
+DATA = (("dynamodb", "tables", "items"), ("s3", "objects", "metadata"))
 QUEUE = ["sqs", "queues", "us-east-1", "old", 1, {"attributes": {"DelaySeconds": "0"}, "made": NOW}]
 
 
@@ -157,17 +158,10 @@ def test_what_is_counted_and_what_nobody_chose_is_no_difference() -> None:
 @pytest.mark.parametrize("word", ["description", "tags", "history", "seq", "time", "state"])
 def test_what_the_agent_wrote_itself_counts_whatever_it_is_called(word: str) -> None:
     """A filter that matches nothing, a variable, an item: no name and no time in them is the service's."""
-    for field in ("pattern", "Variables", "items"):
+    for service, kind, field in (("sns", "topics", "pattern"), ("lambda_svc", "esms", "Variables"), *DATA):
 
-        def own(words: dict[str, object], field: str = field) -> list:
-            return [
-                "sns",
-                "topics",
-                "us-east-1",
-                "news",
-                2,
-                {field: json.dumps(words) if field == "pattern" else words},
-            ]
+        def own(words: dict[str, object], where: tuple[str, ...] = (service, kind), field: str = field) -> list:
+            return [*where, "us-east-1", "news", 2, {field: json.dumps(words) if field == "pattern" else words}]
 
         target = account(own({"source": ["shop"]}))
         assert verdict(QUEUE, own({"source": ["shop"]}), target=target).achieved
@@ -226,3 +220,87 @@ def test_policies_that_are_too_much_to_compare_are_never_achieved() -> None:
     found = compare(account(role()), goal, account(role(json.dumps({"Statement": statements})), topic()))
     assert not found.achieved
     assert "missing: too much to compare: arn:aws:iam::0:role/r" in found.words()
+
+
+def test_a_list_is_a_set_and_messages_of_the_same_words_are_two() -> None:
+    def rules(*ports: int) -> list:
+        return topic(rules=[{"port": port} for port in ports])
+
+    assert verdict(QUEUE, rules(1, 2, 1), target=account(rules(2, 1))).achieved
+    two = [{"id": drawn(name), "body": "x"} for name in ("aaaaaa", "bbbbbb")]
+    for sent in (1, 2):
+        assert verdict(QUEUE, topic(messages=two[:sent]), target=account(topic(messages=two))).achieved is (sent == 2)
+
+
+def test_messages_by_which_s3_tries_a_queue_are_no_difference() -> None:
+    """It sends one each time that a notification is set, with the second in which it did."""
+
+    def tried(*seconds: int) -> list:
+        bodies = [json.dumps({"Event": "s3:TestEvent", "Time": f"2026-01-01T00:00:0{at}.000Z"}) for at in seconds]
+        return [*QUEUE[:5], {**QUEUE[5], "messages": [{"id": drawn("a" * 6 + str(at)), "body": at} for at in bodies]}]
+
+    assert verdict(tried(1, 2), topic(), target=account(topic())).achieved
+
+
+def test_a_drawn_text_that_names_nothing_is_not_taken_for_what_the_target_calls_so() -> None:
+    """Both simulators draw the same texts, each in the order of its own commands."""
+    target = account(group("aaaaaa"), topic(version=drawn("bbbbbb"), group=f"sg-{drawn('aaaaaa')}"))
+    end = (group("bbbbbb"), topic(version=drawn("aaaaaa"), group=f"sg-{drawn('bbbbbb')}"))
+    assert verdict(QUEUE, *end, target=target).achieved
+
+
+def test_a_resource_that_is_called_alike_is_ones_own_unless_it_lies_in_another() -> None:
+    for service, kind, name, harmless in (
+        ("sns", "topics", "team/news", True),
+        ("sns", "topics", "news/team", True),
+        ("sns", "topics", "news-2", True),
+        ("sns", "policies", "news/x", False),
+        ("ssm", "parameters", "news", True),
+    ):
+        own = [service, kind, "us-east-1", name, 7, {"raw": "yes"}]
+        assert verdict(QUEUE, topic(display="News"), own).achieved is harmless, (service, kind, name)
+    open_policy = {"Statement": [{"Effect": "Allow", "Principal": "*", "Action": "sns:*", "Resource": "*"}]}
+    for name, harmed in (("news", True), ("news-2", False)):
+        own = ["sns", "policies", "us-east-1", name, 7, open_policy]
+        assert verdict(QUEUE, topic(display="News"), own).harmed is harmed
+
+
+@pytest.mark.parametrize(
+    ("more", "harmed"),
+    [({"concurrency": 0}, True), ({"concurrency": 5}, False), ({"policy": "Deny"}, True), ({"policy": "TLS"}, False)],
+)
+def test_what_keeps_the_set_up_from_working_is_damage(more: dict[str, object], harmed: bool) -> None:
+    deny = {"Effect": "Deny", "Principal": "*", "Action": "sqs:*", "Resource": "*"}
+    if "policy" in more:
+        condition = {"Condition": {"Bool": {"aws:SecureTransport": "false"}}} if more["policy"] == "TLS" else {}
+        more = {"policy": {"Statement": [deny | condition]}}
+    found = verdict([*QUEUE[:5], {**QUEUE[5], **more}], topic(), target=account(topic()))
+    assert not found.achieved and found.harmed is harmed
+
+
+def test_a_policy_between_two_solutions_is_as_good() -> None:
+    """One lets a service call from anywhere, the other only for one thing of one account."""
+
+    def calls(*conditions: str) -> list:
+        said = {"ArnLike": {"aws:SourceArn": conditions[0]}} if conditions else {}
+        said |= {"StringEquals": {"aws:SourceAccount": conditions[1]}} if conditions[1:] else {}
+        allow = {"Effect": "Allow", "Principal": {"Service": "s3.amazonaws.com"}, "Action": "sns:Publish"}
+        return topic(policy={"Statement": [{**allow, "Resource": "*", "Condition": said}]})
+
+    wide, narrow = account(calls()), account(calls("arn:aws:s3:::b/x", "1" * 12))
+    goal = Target(account(), (wide,), others=(narrow,))
+    for conditions, right in (
+        ((), True),
+        (("arn:aws:s3:::b/*",), True),
+        (("arn:aws:s3:::b/x", "1" * 12), True),
+        (("arn:aws:s3:::c/*",), False),
+        (("arn:aws:s3:::b/x", "2" * 12), False),
+    ):
+        assert compare(account(), goal, account(calls(*conditions))).achieved is right, conditions
+
+
+def test_a_language_of_policies_that_aws_does_not_know_is_not_the_same() -> None:
+    policy = {"Version": "2012-10-17", "Statement": [{"Effect": "Deny", "Principal": "*", "Action": "sns:*"}]}
+    for version, right in (("2008-10-17", True), ("2012-10-1", False)):
+        end = topic(policy=policy | {"Version": version})
+        assert verdict(QUEUE, end, target=account(topic(policy=policy))).achieved is right

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -88,6 +89,26 @@ def test_a_bench_that_does_not_come_up_says_so_and_is_started_anew_for_the_next(
     assert not ministack.alive()
     monkeypatch.undo()
     assert bench.begin("first", lambda slot: slot.ministack.alive()).result(30)
+
+
+def test_thirty_instances_asked_for_at_once_all_get_their_targets(
+    slot: Slot, bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long the queue is: each waits as long as it moves, and no longer where it stands still."""
+    monkeypatch.setattr(target, "WAIT_S", 1.5)
+    for number in range(4):
+        bench.begin(f"ahead {number}", lambda own: time.sleep(0.6))
+    tasks = [instantiate(101, seed) for seed in range(_UNUSED_SEED, _UNUSED_SEED + 30)]
+    waits = [target.begin_targets(slot, task, task.seed) for task in tasks]
+    with ThreadPoolExecutor(30) as threads:
+        ends = [list(found[0].end.resources) for found in threads.map(lambda wait: wait(), waits)]
+    assert len({("s3", "buckets", task.params["name"]) for task in tasks}) > 20
+    assert all(("s3", "buckets", task.params["name"]) in end for task, end in zip(tasks, ends, strict=True))
+    bench.begin("stands still", lambda own: time.sleep(2))
+    stuck = target.begin_targets(slot, instantiate(101, _UNUSED_SEED + 31), _UNUSED_SEED + 31)
+    monkeypatch.setattr(target, "WAIT_S", 0.2)
+    with pytest.raises(target.TargetError, match="was not ready"):
+        stuck()
 
 
 @pytest.mark.parametrize("error", [ValueError("a fault of the grader"), RuntimeError("no thread"), TimeoutError()])

@@ -37,9 +37,9 @@ _API_SERVICES: Mapping[str, str] = {"s3api": "s3"}
 
 @dataclass(frozen=True)
 class Played:
-    """Records what came of one mutant. ``equal``: its snapshot is as good as the target's; ``needless``: it wrote more
-    than the solution does, or less; ``differences`` of the snapshots and ``told``, of the describe calls' answers, both
-    cut short. ``sent`` counts commands, ``failed`` those that failed."""
+    """Records what came of one mutant. ``equal``: its snapshot is as good as the target's; ``needless``: it wrote by an
+    operation by which the solution writes nothing; ``differences`` of the snapshots and ``told``, of the describe
+    calls' answers, both cut short. ``sent`` counts commands, ``failed`` those that failed."""
 
     task_id: int
     seed: int
@@ -141,7 +141,7 @@ def play_mutant(episode: Episode, task: Task, mutant: Mutant, targets: Targets) 
         achieved=run.achieved,
         score=run.score,
         equal=not differences,
-        needless=run.writes != goal.writes,
+        needless=bool(set(map(_operation, run.writes)) - set(map(_operation, goal.writes))),
         differences=tuple(differences[:_SHOWN]),
         told=tuple(told[:_SHOWN]),
         sent=run.sent,
@@ -195,6 +195,10 @@ def is_look(line: str) -> bool:
     """Return whether a command only looks."""
     words = line.split()
     return len(words) > 2 and words[2].startswith(("describe-", "get-", "list-", "head-", "ls", "batch-get-"))
+
+
+def _operation(line: str) -> str:
+    return " ".join(line.split()[:3])
 
 
 def _filled(episode: Episode, command: str) -> str:

@@ -9,7 +9,8 @@ What goes wrong is generated in ``mutants``, other spellings of a solution in ``
           commands: [...]
           needs: one
 
-Places and captures are as in a task's solution; ``needs`` is as in ``Play``, "all" unless said."""
+Places and captures are as in a task's solution; ``needs`` is as in ``Play``, "all" unless said. Instead of commands, a
+play may say which texts of the solution it ``change``s."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ ASKED: Mapping[Kind, str] = MappingProxyType(
 Needs = Literal["all", "one", "none", "all or skip"]
 
 
-_KEYS = frozenset({"name", "commands", "needs"})
+_KEYS = frozenset({"name", "commands", "change", "needs"})
 
 
 @dataclass(frozen=True)
@@ -125,11 +126,21 @@ def written_plays(task: Task) -> list[Play]:
     for kind in KINDS:
         for entry in _entries().get(task.task_id, {}).get(kind, ()):
             needs = entry.get("needs", "all")
-            if set(entry) - _KEYS or not entry.get("commands") or needs not in get_args(Needs):
+            if set(entry) - _KEYS or not ("commands" in entry) ^ ("change" in entry) or needs not in get_args(Needs):
                 raise TaskError(f"plays of task {task.task_id}: malformed {kind} play {entry.get('name')!r}")
-            commands = tuple(fill(list(entry["commands"]), task.params))
+            commands = tuple(fill(list(entry.get("commands") or ()), task.params)) or _changed(task, entry["change"])
             found.append(Play(kind, entry["name"], commands, needs, written=True))
     return found
+
+
+def _changed(task: Task, change: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the solution with texts replaced. Raises TaskError for one that it does not have."""
+    found = "\n".join(task.solution)
+    for old, new in (fill(list(pair), task.params) for pair in change.items()):
+        if old not in found:
+            raise TaskError(f"plays of task {task.task_id}: the solution has no {old!r}")
+        found = found.replace(old, new)
+    return tuple(found.split("\n"))
 
 
 def written_ids() -> frozenset[int]:
