@@ -159,9 +159,9 @@ def snapshot_of(records: Iterable[str], now: float) -> Snapshot:
     return Snapshot(resources, serials)
 
 
-def normal_attributes(value: Mapping[str, Any], now: float) -> dict[str, Any]:
-    """Return attributes of a resource in their normal form, as read at ``now`` (seconds since the epoch)."""
-    normal = _normal(value, "", now, frozenset())
+def normal_attributes(service: str, value: Mapping[str, Any], now: float) -> dict[str, Any]:
+    """Return attributes of a service's resource in their normal form, as read at ``now`` (seconds since the epoch)."""
+    normal = _normal(value, "", _Reading(service, now, frozenset()))
     return normal if isinstance(normal, dict) else {}
 
 

@@ -95,7 +95,7 @@ class WalkedAccount:
             where = "|".join(_texts(given))
             for kind, identity, value in _things(said, name, where, noun_of(name.split("/")[0])):
                 serials[service, kind, identity] = _serial(value)
-                resources[service, kind, identity] = normal_attributes(value, now)
+                resources[service, kind, identity] = normal_attributes(service, value, now)
         return Snapshot(resources, serials)
 
     def _named(self, value: Any, owner: str) -> Any:
