@@ -101,7 +101,7 @@ def test_thirty_instances_asked_for_at_once_all_get_their_targets(
     tasks = [instantiate(101, seed) for seed in range(_UNUSED_SEED, _UNUSED_SEED + 30)]
     waits = [target.begin_targets(slot, task, task.seed) for task in tasks]
     with ThreadPoolExecutor(30) as threads:
-        ends = [list(found[0].end.resources) for found in threads.map(lambda wait: wait(), waits)]
+        ends = [list(found[0].target.end.resources) for found in threads.map(lambda wait: wait(), waits)]
     assert len({("s3", "buckets", task.params["name"]) for task in tasks}) > 20
     assert all(("s3", "buckets", task.params["name"]) in end for task, end in zip(tasks, ends, strict=True))
     bench.begin("stands still", lambda own: time.sleep(2))
