@@ -92,6 +92,8 @@ def changes(config: ExperimentConfig, before: Mapping[str, Any]) -> list[Change]
     as after an update of the library, had its default; those of another experiment, environment or scheduler are not
     compared with anything, that it is another one says enough, and says so first."""
     defaults = plain_options(type(config)())
+    # Runs from before there was this option streamed their rollouts if the experiment was named so.
+    defaults["async_rl.enabled"] = str(before.get("experiment", "")).endswith("_async")
     found = [
         Change(name, about.on_resume or "refuses", before.get(name, defaults[name]), to_json_value(value))
         for name, about, value in walk(config)

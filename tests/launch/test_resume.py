@@ -208,6 +208,19 @@ def test_options_of_an_earlier_version_had_their_defaults_and_paths_may_be_writt
         check_resume(config)
 
 
+@pytest.mark.parametrize("name", ["grpo_aws_async", "grpo_aws"])
+def test_runs_from_before_the_switch_go_on_as_asynchronously_as_they_began(tmp_path: Path, name: str) -> None:
+    config = compose_config([f"experiment={name}", f"fileroot={tmp_path}", "trial_name=t"]).config
+    before = plain_options(config)
+    streamed = before.pop("async_rl.enabled")
+    saved(config, 5, before)
+    resumption = check_resume(config)
+    assert resumption and resumption.changed == ()
+    config.async_rl.enabled = not streamed
+    with pytest.raises(ConfigError, match=r"async_rl\.enabled="):
+        check_resume(config)
+
+
 def test_a_run_without_a_name_is_a_new_one_and_says_how_to_go_on(tmp_path: Path) -> None:
     arguments = ["experiment=grpo", "env=sql", f"fileroot={tmp_path}", "recover_mode=disabled"]
     names = {compose_config(arguments).config.trial_name for _ in range(3)}

@@ -37,8 +37,9 @@ def build(configs: Path, *arguments: str) -> None:
 def test_in_the_yaml_of_an_experiment_of_the_house(configs: Path):
     write(configs, "sft", "rollout:\n  max_turns: 3\nstream: {port: 8000}\n")
     with pytest.raises(ConfigError) as refused:
-        build(configs, "experiment=sft", "env.path=aws")
+        build(configs, "experiment=sft", "env.path=aws", "async_rl.enabled=true")
     assert str(refused.value).splitlines() == [
+        "option async_rl.enabled has no effect in experiment sft: no episodes are played for it while it trains",
         "option rollout.max_turns has no effect in experiment sft (set in sft.yaml)",
         "option stream.port has no effect in experiment sft: this run starts no trajectory server (set in sft.yaml)",
     ]

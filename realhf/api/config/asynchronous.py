@@ -14,6 +14,7 @@ class AsyncConfig:
     enabled: bool = option(
         False,
         "Rollout workers play while the trainer trains; without it each step waits for the episodes it trains on.",
+        idle="no episodes are played for it while it trains",
     )
     max_head_offpolicyness: int = option(
         1,
