@@ -25,11 +25,12 @@ MOST_CHARACTERS = 500
 _NOT_SHOWN = ("fileroot",)
 MOST_EVENTS = 500
 EVENT_FILES = (DEATHS_FILE, PLACEMENTS_FILE, NONFINITE_FILE)
+_NAME = r"[a-z0-9_-]*(?:key|token|secret|password|passwd|passphrase|credentials?)"
 _SECRET = re.compile(
-    r"""((?:^|[^a-z0-9])(?:[a-z0-9]+[_-])*(?:key|token|secret|password|passwd|credentials?)['"]?\s*[=:]\s*)[^\s,}\]]+""",
-    re.IGNORECASE,
+    rf"""((?<![a-z0-9_-]){_NAME}['"]?\s*[=:]\s*)(?:"[^"]*(?:"|$)|'[^']*(?:'|$)|[^\s,}}\]]+)""", re.IGNORECASE
 )
-_LOGIN = re.compile(r"(://)[^/@\s]+@")
+_SECRET_OPTION = re.compile(rf"((?:[\w-]+\.)*{_NAME}=).+", re.IGNORECASE | re.DOTALL)
+_LOGIN = re.compile(r"(://)[^/\s]+@")
 
 
 def run_config(run_dir: Path) -> dict[str, str]:
@@ -103,8 +104,10 @@ def run_events(run_dir: Path, hosts: HostLanes) -> list[dict[str, Any]]:
 
 
 def masked(text: str) -> str:
-    """Return a text without what stands behind a name such as ``api_key`` or ``env.token``, and without the login of an
-    address."""
+    """Return a text without what stands behind a name such as ``api_key``, and without the login of an address. Of one
+    that is an option with such a name, as ``env.token=``, nothing of the value is kept: it may have spaces."""
+    if option := _SECRET_OPTION.fullmatch(text):
+        return f"{option[1]}(not shown)"
     return _LOGIN.sub(r"\1(not shown)@", _SECRET.sub(r"\1(not shown)", text))
 
 

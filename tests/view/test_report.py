@@ -56,6 +56,11 @@ def test_the_report_of_a_killed_run_says_what_happened(
     [
         ("env.args.api_key=sk-123", "env.args.api_key=(not shown)"),
         ("env.args={api_key:sk-123,size:3}", "env.args={api_key:(not shown),size:3}"),
+        ("env.token=Bearer sk-123, or other", "env.token=(not shown)"),
+        ("env.passphrase=[all that is, in it]", "env.passphrase=(not shown)"),
+        ("env.args={'password': 'two words, no', size: 3}", "env.args={'password': (not shown), size: 3}"),
+        ("env.args.apiKey=sk-123", "env.args.apiKey=(not shown)"),
+        ("stream.url=http://me:p@w@host:1/a", "stream.url=http://(not shown)@host:1/a"),
         ("stream.url=http://me:pw@host:1/a", "stream.url=http://(not shown)@host:1/a"),
         ("stream.token_file=/etc/token", "stream.token_file=/etc/token"),
         ("gen.max_new_tokens=256", "gen.max_new_tokens=256"),
