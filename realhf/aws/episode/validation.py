@@ -202,7 +202,8 @@ def _freedom_problems(episode: Episode, task: Task) -> Iterator[Fault]:
     free = freedom_of(task).free
     ends = [target.end for target in make_targets(episode.slot, task, task.seed)] if free else []
     kinds = {f"{key[0]}/{key[1]}" for end in ends for key in end.resources}
-    for place, (kind, path) in enumerate(free):
+    for place, (kind, limited) in enumerate(free):
+        path = limited.partition(" = ")[0]
         if kind not in kinds:
             others = sorted(one for one in kinds if one.partition("/")[0] == kind.partition("/")[0])
             yield Fault(

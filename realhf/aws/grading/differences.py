@@ -64,6 +64,7 @@ _ACT = frozenset(
 """Kinds of resources that do something with what they name."""
 _ACTS = re.compile(r"^subscriptions\[\]$|Actions\[\]$")
 """Paths of what topics and alarms do something with."""
+_USUAL_ENCRYPTION = '{"ApplyServerSideEncryptionByDefault":[{"SSEAlgorithm":["AES256"]}]}'
 _OF_AWS = frozenset({"", "default"})
 _VERSIONS = (None, "2008-10-17", "2012-10-17")
 """Of the language of policies: AWS takes no others, the simulator takes any."""
@@ -71,8 +72,8 @@ _VERSIONS = (None, "2008-10-17", "2012-10-17")
 
 @dataclass(frozen=True)
 class Freedom:
-    """Says what an agent may choose. ``free``: (service/kind, path) of fields, ``may_change``: globs of
-    service/kind/identity."""
+    """Says what an agent may choose. ``free``: (service/kind, path) of fields, where a path may end in " = " and globs
+    of the values to choose among, divided by "|"; ``may_change``: globs of service/kind/identity."""
 
     free: tuple[tuple[str, str], ...] = ()
     may_change: tuple[str, ...] = ()
@@ -164,6 +165,8 @@ class Goal:
         self.read = _Reading(target, freedom)
         states = [self.read.leaves(state, {}) for state in (target.start, *target.states)]
         self.first, self.last = states[0], states[-1]
+        self.passed = set[Leaf]().union(*states)
+        """What the solution itself passes through: a trail that is made does not log yet."""
         self.wanted = {("+", leaf) for leaf in self.last - self.first}
         self.wanted |= {("-", leaf) for leaf in self.first - self.last}
         self.parts = _parts(self.wanted, states)
@@ -256,7 +259,8 @@ class Comparison:
         """Return the openings, what disables something of the set-up, and other extras that are not harmless, in
         words."""
         before = {(leaf[0][0], leaf[0][2]) for leaf in self.goal.first}
-        known = {leaf[0] for leaf in self.goal.last | self.goal.first}
+        made = {leaf[0] for leaf in self.goal.first}
+        known = {leaf[0] for leaf in self.goal.last} | made
         names = {re.split("[/:]", key[2])[-1] for key in known} - _OF_AWS
         held: dict[tuple[str, str], set[str]] = {}
         for key in known:
@@ -266,10 +270,12 @@ class Comparison:
         openings, disabled, extra = [], [], []
         own: dict[Key, list[Leaf]] = {}
         for leaf in more:
+            if _is_usual(leaf) and ("s3", "buckets", leaf[0][2]) not in made:
+                continue
             if leaf[0] not in known:
                 own.setdefault(leaf[0], []).append(leaf)
             elif is_opening(*leaf[:3]):
-                openings.append(leaf)
+                (extra if leaf in self.goal.passed else openings).append(leaf)
             elif (leaf[0][0], leaf[0][2]) in before and is_disabling(*leaf[1:3]):
                 disabled.append(leaf)
             elif not (_HARMLESS_PATHS.search(leaf[1].split(DOCUMENT)[0]) or _HARMLESS_KINDS.search(leaf[0][1])):
@@ -314,6 +320,14 @@ def _hangs_on(holder: str, known: Iterable[tuple[str, str]]) -> bool:
     service, _, path = holder.partition("/")
     where = f"{path.partition('/')[2]}/"
     return any(service == its and where.startswith(identity) for its, identity in known)
+
+
+def _is_usual(leaf: Leaf) -> bool:
+    """Return whether AWS gives it to every new bucket, and the simulator to none that nobody gave it."""
+    key, path, value, _ = leaf
+    if key[:2] == ("s3", "bucket_encryption"):
+        return (path, value) in (("", "{}"), ("Rule[]", _USUAL_ENCRYPTION))
+    return key[:2] == ("s3", "buckets") and path.startswith("_public_access_block/") and value == '"true"'
 
 
 def _is_part(key: Key, held: Mapping[tuple[str, str], Set[str]]) -> bool:
@@ -413,7 +427,7 @@ class _Reading:
         counted: Counter[tuple[Key, str, str]] = Counter()
         for key, attributes in snapshot.resources.items():
             place = key if DRAWN not in key[2] else (key[0], key[1], _TOKEN.sub(renamed, key[2]))
-            free = [path.split(".") for kind, path in self._freedom.free if kind == f"{key[0]}/{key[1]}"]
+            free = [_steps(path) for kind, path in self._freedom.free if kind == f"{key[0]}/{key[1]}"]
             counted[place, "", "{}"] += 1
             read = None if free else self._read.get(id(attributes))
             for path, value in _leaves(_without(attributes, free), "") if read is None else read:
@@ -456,10 +470,25 @@ def _without(value: Any, paths: Sequence[list[str]]) -> Any:
         return value
     found = {}
     for name, item in value.items():
-        deeper = [path[1:] for path in paths if path[0].removesuffix("[]") in (name, "*")]
+        deeper = [path[1:] for path in paths if _leads_to(path[0], name, item)]
         if [] not in deeper:
             found[name] = _without(item, deeper) if deeper else item
     return found
+
+
+def _steps(path: str) -> list[str]:
+    """Return the steps of a free path; the last keeps its values."""
+    fields, equals, values = path.partition(" = ")
+    *steps, last = fields.split(".")
+    return [*steps, f"{last}{equals}{values}"]
+
+
+def _leads_to(step: str, name: str, value: Any) -> bool:
+    """Return whether a step of a free path leads to a field with this value."""
+    field, _, values = step.partition(" = ")
+    if field.removesuffix("[]") not in (name, "*"):
+        return False
+    return not values or any(fnmatchcase(str(value), glob.strip()) for glob in values.split("|"))
 
 
 def has_field(snapshot: Snapshot, kind: str, path: str) -> bool:

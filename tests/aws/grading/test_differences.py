@@ -304,3 +304,33 @@ def test_a_language_of_policies_that_aws_does_not_know_is_not_the_same() -> None
     for version, right in (("2008-10-17", True), ("2012-10-1", False)):
         end = topic(policy=policy | {"Version": version})
         assert verdict(QUEUE, end, target=account(topic(policy=policy))).achieved is right
+
+
+@pytest.mark.parametrize(("display", "achieved"), [("Olds 2", True), ("2.5", True), ("Views", False), ("2x5", False)])
+def test_a_free_field_may_be_limited_to_some_values(display: str, achieved: bool) -> None:
+    freedom = Freedom(free=(("sns/topics", "display = News | Olds ? | 2.*"),))
+    assert verdict(QUEUE, topic(display=display), freedom=freedom).achieved == achieved
+
+
+def test_what_the_solution_passes_through_harms_nothing() -> None:
+    """A trail is made first and started then; who is cut off between them has harmed nobody."""
+    made, logging = (["cloudtrail", "trails", "", "t", 4, {"IsLogging": on}] for on in (False, True))
+    goal = Target(account(), (account(made), account(logging)))
+    found = compare(account(), goal, account(made))
+    assert not found.achieved and not found.harmed
+    stopped = compare(account(logging), Target(account(logging), (account(logging, topic()),)), account(made, topic()))
+    assert stopped.harmed
+
+
+@pytest.mark.parametrize(
+    ("mine", "algorithm", "achieved"), [(True, "AES256", True), (True, "aws:kms", False), (False, "AES256", False)]
+)
+def test_what_aws_gives_to_every_new_bucket_may_be_given_explicitly(mine: bool, algorithm: str, achieved: bool) -> None:
+    bucket = ["s3", "buckets", "", "b", 4, {"name": "b"}]
+    blocked = [*bucket[:5], {"name": "b", "_public_access_block": "<P><BlockPublicAcls>true</BlockPublicAcls></P>"}]
+    rule = f"<Rule><ApplyServerSideEncryptionByDefault><SSEAlgorithm>{algorithm}</SSEAlgorithm>"
+    rule += "</ApplyServerSideEncryptionByDefault></Rule>"
+    encryption = ["s3", "bucket_encryption", "", "b", 5, f"<E>{rule}</E>"]
+    start = account() if mine else account(bucket)
+    goal = Target(start, (account(bucket, topic()),))
+    assert compare(start, goal, account(blocked, encryption, topic())).achieved == achieved
