@@ -129,9 +129,10 @@ class _Router:
         try:
             self._take(identity, unpack_header(header), payload)
         except ProtocolError as error:
-            if self._other is not None and isinstance(error, OtherProtocol):
-                self._other(identity, error.header)
             self.drop(str(error))
+            if self._other is not None and isinstance(error, OtherProtocol):
+                with contextlib.suppress(ProtocolError):  # what it repeats of the message may be too large
+                    self._other(identity, error.header)
 
 
 class LoopListener(_Router):
@@ -175,8 +176,12 @@ class LoopListener(_Router):
                 return
             if len(frames) < 2:
                 self.drop("it has no header")
-            else:
+                continue
+            try:
                 self._read(frames[0], frames[1], frames[2:])
+            except BaseException:
+                self._loop.call_soon(self.drain)  # what waits behind it is not announced again
+                raise
 
     async def close(self) -> None:
         """Stop listening; what was sent before still leaves."""
@@ -379,6 +384,9 @@ class LoopDealer:
                 self.dropped_messages += 1
                 if self.dropped_messages & (self.dropped_messages - 1) == 0:
                     _log.warning("message %d of a listener dropped: %s", self.dropped_messages, error)
+            except BaseException:
+                self._loop.call_soon(self.drain)  # what waits behind it is not announced again
+                raise
 
     def close(self) -> None:
         """Close the connection and forget what has not left."""

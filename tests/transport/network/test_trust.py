@@ -11,11 +11,13 @@ from dataclasses import replace
 
 import msgpack
 import pytest
+import zmq
 
 from realhf.transport import envelope
 from realhf.transport.errors import NetworkError, PeerLost, ProtocolError, RpcTimeout
 from realhf.transport.network.keys import RunKeys
 from realhf.transport.network.network import LOOPBACK, Network
+from realhf.transport.network.sockets import LoopDealer
 from realhf.transport.rpc.master import RpcMaster
 from realhf.transport.rpc.worker import RpcWorker
 from realhf.transport.service.client import ServiceClient
@@ -119,6 +121,50 @@ async def test_other_versions_are_refused_with_both_names(monkeypatch):
     with pytest.raises(ProtocolError, match=r"versions differ: realhf 9.9 on .*, .* on .*; Python 3.10 on"):
         await asyncio.to_thread(worker_of(master, LOOPBACK).run)
     await master.close()
+
+
+async def test_a_greeting_that_cannot_be_refused_keeps_nothing_else_from_being_read():
+    """The refusal repeats the session, and would be larger than any header may be."""
+    master = RpcMaster("run")
+    await master.start()
+    with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+        stranger.connect(master.endpoint)
+        for size in (envelope.MAX_HEADER_BYTES - 120, 16):
+            stranger.send(of_protocol(99, envelope.pack_header("hello", "", bytes(size), versions={})))
+        time.sleep(0.3)  # both have come before the loop takes the first
+        async with asyncio.timeout(DEADLINE_S):
+            while not await asyncio.to_thread(stranger.poll, 100):
+                pass
+        answer = stranger.recv()
+        stranger.setsockopt(zmq.LINGER, 0)
+    assert envelope.unpack_header(answer)["kind"] == "refused"
+    assert master.dropped_messages == 2
+    await master.close()
+
+
+async def test_what_waits_behind_an_answer_over_which_its_reader_fails_is_read():
+    read: list[int] = []
+
+    def take(header, frames):
+        read.append(header["number"])
+        if len(read) == 1:
+            raise KeyError("the reader's own mistake")
+
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as listener:
+        port = listener.bind_to_random_port("tcp://127.0.0.1")
+        told = []
+        asyncio.get_running_loop().set_exception_handler(lambda loop, about: told.append(about["exception"]))
+        dealer = LoopDealer(f"tcp://127.0.0.1:{port}", LOOPBACK, take, told.append)
+        dealer.send(b"hello")
+        who, _ = await asyncio.to_thread(listener.recv_multipart)
+        for number in (1, 2):
+            listener.send_multipart([who, envelope.pack_header("answer", "run", b"", number=number)])
+        time.sleep(0.3)  # both have come before the loop takes the first
+        async with asyncio.timeout(DEADLINE_S):
+            while len(read) < 2:
+                await asyncio.sleep(0.01)
+        dealer.close()
+    assert read == [1, 2] and [type(error) for error in told] == [KeyError]
 
 
 async def test_another_protocol_is_refused_at_once(monkeypatch):
