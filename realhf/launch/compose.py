@@ -19,7 +19,7 @@ from realhf.base.paths import CONFIGS
 from realhf.base.plugin import absolute
 from realhf.builtins import environments
 from realhf.launch.chosen_scheduler import with_scheduler
-from realhf.launch.experiment_file import ExperimentFile, load_experiment
+from realhf.launch.experiment_file import ExperimentFile, bases_of, load_experiment
 from realhf.launch.model import BUILTIN, choose_engine, is_builtin, start_untrained
 from realhf.launch.schema import Schema, close_name
 
@@ -224,8 +224,9 @@ def _check_scheduler(config: ExperimentConfig, chosen: str | None, own: Path) ->
         )
 
 
-def _path_in(path: Path, section: str, bases: Path | None = None) -> str | None:
-    """What a YAML file sets as ``section.path``, or what it builds on, which lies in the folder ``bases``."""
+def _path_in(path: Path, section: str, bases: Path | None = None, seen: frozenset[str] = frozenset()) -> str | None:
+    """What a YAML file sets as ``section.path``, or what it builds on, which lies in the folder ``bases``. ``seen``:
+    the files that build on it."""
     import yaml
 
     try:
@@ -236,11 +237,9 @@ def _path_in(path: Path, section: str, bases: Path | None = None) -> str | None:
     found = part.get("path") if isinstance(part, dict) else None
     if isinstance(found, str) or bases is None or not isinstance(content, dict):
         return found if isinstance(found, str) else None
-    for base in reversed(content.get("defaults") or ()):
-        named = isinstance(base, str) and base not in ("_self_", path.stem)
-        if named and (given := _path_in(bases / f"{base}.yaml", section, bases)) is not None:
-            return given
-    return None
+    below = (base for base in reversed(bases_of(content, path)) if base not in seen)
+    found = (_path_in(bases / f"{base}.yaml", section, bases, seen | {path.stem}) for base in below)
+    return next((given for given in found if given is not None), None)
 
 
 def _user_file(text: str | None) -> Path | None:
@@ -352,9 +351,12 @@ def _read_yaml(path: Path) -> Mapping[str, Any]:
     import yaml
 
     try:
-        return (yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else None) or {}
+        content = (yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else None) or {}
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}: {' '.join(str(error).split())}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path}: must hold options (name: value), not a {type(content).__name__}")
+    return content
 
 
 def _raise_plain(error: Exception, overrides: Sequence[str]) -> NoReturn:

@@ -85,9 +85,18 @@ def _evaluated(annotation: Any, names: Mapping[str, Any]) -> Any:
     return typing.get_type_hints(holder, globalns=dict(names), localns={})["config"]
 
 
-def _named(config_dir: Path, name: str) -> str:
+def bases_of(content: Mapping[str, Any], path: Path) -> list[str]:
+    """Names of the experiments that the YAML file at ``path`` builds on; the last one wins. Raises ConfigError where
+    its ``defaults`` are no list."""
+    given = content.get("defaults") or []
+    if not isinstance(given, list):
+        raise ConfigError(f"{path}: defaults must be a list, such as [grpo_aws, _self_]")
+    return [base for base in given if isinstance(base, str) and base not in ("_self_", path.stem)]
+
+
+def _named(config_dir: Path, name: str, seen: frozenset[str] = frozenset()) -> str:
     """The module of the experiment that the YAML of this name is about: one of its own name, of the name that it gives,
-    or that of what it builds on."""
+    or that of what it builds on. ``seen``: those that build on it."""
     import yaml
 
     path = config_dir / "experiment" / f"{name}.yaml"
@@ -97,8 +106,8 @@ def _named(config_dir: Path, name: str) -> str:
         return name
     if not isinstance(content, dict):
         return name
-    bases = [base for base in content.get("defaults") or () if isinstance(base, str) and base not in ("_self_", name)]
+    bases = [base for base in bases_of(content, path) if base not in seen]
     given = content.get("experiment")
     if isinstance(given, str) and (not bases or find_spec(f"experiments.{given}")):
         return given
-    return _named(config_dir, bases[-1]) if bases else name
+    return _named(config_dir, bases[-1], seen | {name}) if bases else name

@@ -90,3 +90,22 @@ def test_a_choice_about_a_section_that_the_experiment_lacks_is_refused(tmp_path:
     file = written(tmp_path, "def build(config): ...\n")
     with pytest.raises(ConfigError, match="env=sql has no effect in experiment mine: it has no section env"):
         compose_config([f"+experiment_path={file}", "env=sql"])
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("defaults: 5\n", "defaults must be a list"), ("- seed\n", "must hold options .name: value., not a list")],
+)
+def test_a_yaml_of_another_shape_is_named(tmp_path: Path, text: str, said: str):
+    file = written(tmp_path, "def build(config): ...\n")
+    file.with_suffix(".yaml").write_text(text)
+    with pytest.raises(ConfigError, match=said):
+        compose_config([f"+experiment_path={file}"])
+
+
+def test_yaml_files_that_build_on_each_other_end(tmp_path: Path):
+    (tmp_path / "experiment").mkdir()
+    for name, base in (("one", "other"), ("other", "one")):
+        (tmp_path / "experiment" / f"{name}.yaml").write_text(f"defaults: [{base}, _self_]\n")
+    with pytest.raises(ConfigError, match="experiment=one"):
+        load_experiment(tmp_path, "one", None)

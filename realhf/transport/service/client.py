@@ -84,10 +84,11 @@ class ServiceClient:
         if future is None or future.done():
             return
         value = unpack_payload(payload)
-        if header["kind"] == "reply":
+        if header.get("kind") == "reply":
             future.set_result(value)
         else:
-            future.set_exception(ServiceError(str(value["type"]), str(value["message"])))
+            told = value if isinstance(value, dict) else {}
+            future.set_exception(ServiceError(str(told.get("type")), str(told.get("message"))))
 
     def _lose(self, reason: str) -> None:
         self.lost, self._why = True, self._why or reason
