@@ -234,7 +234,7 @@ class Comparison:
         )
         return Verdict(
             achieved=told.none,
-            progress=_progress([part[1] <= held for part in goal.parts], bool(damage or extra)),
+            progress=_progress([part[1] <= held for part in goal.parts], not told.none),
             harms=frozenset([*told.gone, *told.openings, *told.damage]),
             differences=told,
             held=frozenset(f"{sign} {_said(leaf)}" for sign, leaf in held),
