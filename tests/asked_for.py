@@ -19,6 +19,7 @@ class Asked(NamedTuple):
 
 BY_MARK: Mapping[str, Asked] = MappingProxyType(
     {
+        "nightly": Asked("--run-nightly", "test-all", "the long half of the tests"),
         "several_hosts": Asked("--run-cluster", "test-cluster", "whole runs over hosts in network namespaces"),
         "whole_run": Asked("--run-view", "test-view", "a run of the launcher, followed in a browser"),
         "documented": Asked("--run-docs", "test-docs", "what the pages print, as it stands"),

@@ -56,6 +56,7 @@ def kept(root: Path, name: str) -> list[Row]:
     return rows
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_an_environment_that_ships_is_trained_on_after_a_warm_start(root: Path) -> None:
     """By the second algorithm, which needs no reference."""

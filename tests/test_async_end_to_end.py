@@ -100,6 +100,7 @@ def test_a_run_leaves_what_it_promised(root: Path, streamed: list[dict[str, Any]
     assert tally.consumed == tally.admitted == 2 * STEPS and not tally.lost and not tally.twice
 
 
+@pytest.mark.nightly
 def test_stale_samples_within_the_bound_and_a_run_that_goes_on(root: Path, trained: Trained) -> None:
     """Begun with two workers of a kind, it goes on with one of each."""
     options = ("async_rl.max_head_offpolicyness=2", "async_rl.weights=disk")

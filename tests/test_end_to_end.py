@@ -144,6 +144,7 @@ def test_a_run_trains_and_leaves_what_it_promised(root: Path, first: Rows) -> No
     assert model.config.vocab_size == 400 and tokenizer.chat_template
 
 
+@pytest.mark.nightly
 def test_the_same_seed_is_bit_identical_even_across_a_restart(first: Rows, others: dict[str, Rows]) -> None:
     two, three = others["two steps"], others["three steps"]
     assert [figures(row) for row in two] == [figures(row) for row in first[:2]]
@@ -158,6 +159,7 @@ def failed(done: subprocess.CompletedProcess[str]) -> str:
     return done.stderr
 
 
+@pytest.mark.nightly
 def test_a_taken_port_is_named(root: Path, tiny_policy: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -188,6 +190,7 @@ def without_simulators(root: Path, tiny_policy: Path) -> Iterator[Launch]:
     assert not leftovers(root)
 
 
+@pytest.mark.nightly
 def test_simulators_that_do_not_come_up_are_named(without_simulators: Launch) -> None:
     message = failed(without_simulators("total_train_steps=1"))
     assert "env/0" in message and "MiniStack did not come up" in message

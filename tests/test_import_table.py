@@ -208,6 +208,7 @@ def test_every_room_has_a_row_and_every_row_a_room():
     assert rooms == set(ROOMS)
 
 
+@pytest.mark.nightly
 def test_the_table_allows_no_more_than_is_used():
     used: dict[str, set[str]] = {name: set() for name in ROOMS}
     for path in modules("realhf"):

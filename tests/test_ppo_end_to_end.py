@@ -119,6 +119,7 @@ def test_the_critic_learns_first_and_then_both_do(together: dict[int, dict[str, 
     assert steered[0] == 0.01 > steered[1] > steered[2], "nothing lay off the reference"
 
 
+@pytest.mark.nightly
 def test_apart_and_killed_the_losses_are_the_same(
     tmp_path: Path, tiny_policy: Path, together: dict[int, dict[str, Any]]
 ) -> None:
@@ -132,6 +133,7 @@ def test_apart_and_killed_the_losses_are_the_same(
     assert (tmp_path / "ppo" / "two" / "logs" / "model_worker-1.log").exists()
 
 
+@pytest.mark.nightly
 def test_asynchronously_the_critic_learns_beside_the_actor(tmp_path: Path, tiny_policy: Path) -> None:
     """At the trainer, from episodes that rollout workers stream; what the sampler says otherwise is weighed."""
     options = ("experiment=ppo_async", "total_train_steps=2", "rollout.sessions=4")

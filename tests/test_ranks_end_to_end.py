@@ -46,6 +46,7 @@ def rank(launcher: int, index: int) -> psutil.Process:
     return next(process for process, line in family(launcher).items() if marks <= {*line})
 
 
+@pytest.mark.nightly
 def test_a_killed_rank_is_named_and_one_worker_goes_on(tmp_path: Path) -> None:
     run = launched(tmp_path, *CUT)
     try:

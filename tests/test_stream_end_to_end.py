@@ -94,6 +94,7 @@ def kill_model_worker(launcher: subprocess.Popen[bytes]) -> None:
     os.kill(worker.pid, 9)
 
 
+@pytest.mark.nightly
 def test_groups_of_a_producer_are_trained_on_and_a_kill_loses_none(
     tmp_path: Path, processes: Processes, tiny_policy: Path
 ) -> None:

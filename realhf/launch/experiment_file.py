@@ -90,7 +90,7 @@ def bases_of(content: Mapping[str, Any], path: Path) -> list[str]:
     its ``defaults`` are no list."""
     given = content.get("defaults") or []
     if not isinstance(given, list):
-        raise ConfigError(f"{path}: defaults must be a list, such as [grpo_aws, _self_]")
+        raise ConfigError(f"{path}: defaults must be a list of names")
     return [base for base in given if isinstance(base, str) and base not in ("_self_", path.stem)]
 
 

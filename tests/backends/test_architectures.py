@@ -103,6 +103,7 @@ def in_plain_transformers(folder: Path, dtype: torch.dtype, outputs: Outputs) ->
     return float((logprobs[len(PROMPTS[0]) - 1 :] - torch.tensor(outputs[0].logprobs)).abs().max())
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_an_architecture_generates_trains_and_moves(
     name: str, kind: tuple[bool, torch.dtype], folder: Path, tmp_path: Path

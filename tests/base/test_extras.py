@@ -29,6 +29,7 @@ def test_a_missing_package_names_the_extra():
     extras.needs("x", "sys")
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "further", "extra"),

@@ -181,6 +181,7 @@ def test_workers_run_on_the_hosts_that_were_waited_for_and_end_with_the_run(clus
     assert agents[1].wait(LONG_S) == 0, "and so does one whose run is over"
 
 
+@pytest.mark.nightly
 def test_an_agent_whose_workers_end_slowly_hears_that_the_run_is_over(clusters: Callable[..., Cluster]):
     """While it waited for them it said nothing: the launcher took it for lost and did not tell it, and it waited ten
     minutes for a launcher that it took for lost."""
@@ -239,6 +240,7 @@ def test_an_agent_with_other_keys_says_so_and_takes_no_part(clusters: Callable[.
     assert cluster.scheduler.wait(0.0) == []
 
 
+@pytest.mark.nightly
 def test_a_door_goes_on_after_nonsense_and_a_second_host_of_a_name_is_refused(clusters: Callable[..., Cluster]):
     cluster = clusters(hosts=["a"])
     first = cluster.join("a")

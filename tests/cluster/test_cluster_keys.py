@@ -78,6 +78,7 @@ def test_a_host_has_no_secret_of_the_launcher_and_none_of_another_host(tmp_path:
     assert launcher.server.secret not in shown and ring.of("a").own.secret not in shown
 
 
+@pytest.mark.nightly
 def test_with_the_key_of_a_host_nobody_is_another_host_or_an_operator(opened: OpenDoor):
     pretender = opened.agent(opened.ring.of("a"), "b")
     pretender.hello()
@@ -94,6 +95,7 @@ def test_with_the_key_of_a_host_nobody_is_another_host_or_an_operator(opened: Op
     assert not [event for event in opened.door.events() if isinstance(event, HostGone | FromOperator)]
 
 
+@pytest.mark.nightly
 def test_a_key_that_was_taken_away_is_worth_nothing_also_on_a_connection_that_is_there(opened: OpenDoor):
     """And after a new one was drawn for the same name, the old one is not."""
     old = opened.ring.of("a")
@@ -114,6 +116,7 @@ def test_a_key_that_was_taken_away_is_worth_nothing_also_on_a_connection_that_is
     assert [type(event) for event in opened.door.events()] == [HostCame]
 
 
+@pytest.mark.nightly
 def test_a_host_that_gets_its_key_while_the_launcher_waits_may_join(opened: OpenDoor):
     agent = opened.agent(add_hosts(opened.ring.file, ["late"]).of("late"), "late")
     assert agent.join()

@@ -96,6 +96,7 @@ def test_hosts_that_say_that_they_have_heard_are_not_waited_for(opened: OpenDoor
     assert opened.closes() < ANSWER_S
 
 
+@pytest.mark.nightly
 def test_a_host_that_never_answers_delays_the_end_by_some_seconds(opened: OpenDoor):
     agent = opened.agent("a").join()
     assert opened.closes() < SOON_S
@@ -114,6 +115,7 @@ def slowed(door: ControlEndpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listener, "_take", slow)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_host_that_sends_faster_than_the_door_reads_does_not_hold_it_open(
     opened: OpenDoor, monkeypatch: pytest.MonkeyPatch
@@ -135,6 +137,7 @@ def test_a_host_that_sends_faster_than_the_door_reads_does_not_hold_it_open(
         floods.stdout.close()
 
 
+@pytest.mark.nightly
 def test_a_host_is_found_lost_though_the_door_stood_still_for_long(opened: OpenDoor):
     opened.agent("a").join()
     opened.door._excuse(1000.0)  # pyright: ignore[reportPrivateUsage]
@@ -159,6 +162,7 @@ def test_who_comes_when_the_door_closes_is_not_welcomed(opened: OpenDoor):
     assert not door.events()
 
 
+@pytest.mark.nightly
 def test_who_comes_while_the_workers_of_a_run_end_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Nothing runs there; it was waited for until the time of all was over."""
     monkeypatch.setattr(scheduler_module, "STOP_LATE_S", 3 * ANSWER_S)

@@ -49,6 +49,7 @@ def until_said(cluster: Cluster, text: str) -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.nightly
 def test_a_firewall_before_the_start_is_told_at_both_ends(cluster: Cluster, pair: tuple[Host, Host]):
     """The agent's packets arrive, and those of the launcher do not."""
     here, there = pair
@@ -59,6 +60,7 @@ def test_a_firewall_before_the_start_is_told_at_both_ends(cluster: Cluster, pair
         until_said(cluster, "was not reached within 8 s: nothing answers there, or a firewall lies")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("sender", ["launcher", "host"])
 def test_one_that_comes_later_is_told_with_the_host(cluster: Cluster, pair: tuple[Host, Host], sender: str):
     """Nothing that ``sender`` says arrives any more. What runs there ends."""

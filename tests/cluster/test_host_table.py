@@ -215,6 +215,7 @@ def test_a_host_on_which_workers_fail_rests_and_others_get_them(bench: Callable[
     assert line.endswith("gets no workers for 15 s: " + text.partition("s: ")[2])
 
 
+@pytest.mark.nightly
 def test_quick_ends_count_for_a_host_and_long_lives_clear_it(bench: Callable[..., Bench], monkeypatch):
     """Two ends in a row within seconds of the start let it rest, each time twice as long as before; a worker that has
     run for a while shows that the host is well. What it was counts on when the run begins again."""

@@ -84,12 +84,14 @@ def interrupted(bench: Bench, launcher: subprocess.Popen[bytes]) -> None:
         pass
 
 
+@pytest.mark.nightly
 def test_while_it_waits_for_hosts(bench: Bench):
     launcher = bench.launch()
     bench.until(lambda: "for host a; on each:" in bench.says("launch.log"))
     interrupted(bench, launcher)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("stage", ["a takes part in the run", "rollout_worker/0 runs here", "generation/0 runs here"])
 def test_while_it_starts_workers(bench: Bench, stage: str):
     """The agent has ended its workers, and the run's keys are gone from it."""

@@ -121,6 +121,7 @@ class Answers(threading.Thread):
                 self._agent.say("kept", Kept(piece.path, piece.offset + len(piece.data), self.problem))
 
 
+@pytest.mark.nightly
 def test_a_host_that_never_says_what_it_shares_is_waited_for_once(bench: Bench, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(scheduler_module, "PROBE_S", 0.3)
     bench.agent().join()
@@ -205,6 +206,7 @@ def test_a_host_with_other_files_of_the_package_or_another_torch_is_refused_with
     assert f": a is refused: {reason};" in str(found.value)
 
 
+@pytest.mark.nightly
 def test_a_host_that_differs_may_be_taken_with_a_warning_and_what_each_is_made_of_is_kept(tmp_path: Path):
     """The build of a package, such as one for a GPU, is no difference."""
     bench = Bench(tmp_path, differing_hosts="warn", hosts=["a"])
@@ -238,6 +240,7 @@ def test_the_digest_is_of_every_file_of_the_package_and_of_none_that_is_compiled
     assert digest_of(tmp_path, ["p"]) != before
 
 
+@pytest.mark.nightly
 def test_too_few_devices_are_told_with_what_each_host_has(tmp_path: Path):
     bench = Bench(tmp_path, placement={"model_worker": "a"})
     try:
@@ -274,6 +277,7 @@ def test_an_order_that_cannot_be_understood_is_answered(bench: Bench):
     assert "field count" in operator.hears(Report).lines[0]
 
 
+@pytest.mark.nightly
 def test_what_a_host_cannot_keep_is_told_with_its_name_and_brought_again_next_time(bench: Bench):
     agent = bench.agent().join()
     bench.begin()
@@ -298,6 +302,7 @@ def large_file(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(bench.folder / "large")
 
 
+@pytest.mark.nightly
 def test_no_more_is_sent_than_a_host_keeps(bench: Bench, monkeypatch: pytest.MonkeyPatch):
     """A large file does not pile up in the launcher, which goes on; a host that keeps nothing is named."""
     monkeypatch.setattr(delivery, "KEPT_WITHIN_S", 0.5)
@@ -313,6 +318,7 @@ def test_no_more_is_sent_than_a_host_keeps(bench: Bench, monkeypatch: pytest.Mon
     assert parts == delivery.AHEAD
 
 
+@pytest.mark.nightly
 def test_workers_begin_in_order_when_what_they_need_is_there(bench: Bench, monkeypatch: pytest.MonkeyPatch):
     agent = bench.agent().join()
     bench.begin()
@@ -406,6 +412,7 @@ def test_a_host_that_leaves_for_new_keys_makes_the_run_begin_again(bench: Bench)
     assert not bench.scheduler._table.hosts
 
 
+@pytest.mark.nightly
 def test_a_worker_is_not_started_in_the_next_life_of_a_host(bench: Bench, monkeypatch: pytest.MonkeyPatch):
     """The launcher has not heard yet that the agent was started anew; two workers of one name would run there."""
     monkeypatch.setattr(control_endpoint, "SILENT_PINGS", 0)
@@ -419,6 +426,7 @@ def test_a_worker_is_not_started_in_the_next_life_of_a_host(bench: Bench, monkey
     assert second.heard() is None
 
 
+@pytest.mark.nightly
 def test_a_host_whose_connection_broke_has_to_begin_anew(bench: Bench):
     """It says that it lives, and nothing that is said to it would arrive."""
     agent = bench.agent().join()
@@ -435,6 +443,7 @@ def test_a_host_whose_connection_broke_has_to_begin_anew(bench: Bench):
     assert "a" in bench.scheduler._control._hosts  # pyright: ignore
 
 
+@pytest.mark.nightly
 def test_the_end_of_a_log_that_cannot_be_kept_does_not_end_the_run(bench: Bench):
     """On a full disk, for instance; here there is a file where the logs should be."""
     agent = agent_with_a_worker(bench)
@@ -445,6 +454,7 @@ def test_the_end_of_a_log_that_cannot_be_kept_does_not_end_the_run(bench: Bench)
     assert isinstance(end, WorkerExit) and end.exit_code == 3
 
 
+@pytest.mark.nightly
 def test_a_synchronous_run_says_that_it_takes_no_more_workers(tmp_path: Path):
     bench = Bench(tmp_path, rollout=None)
     try:
@@ -480,6 +490,7 @@ print(len(scheduler._table.hosts), flush=True)
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_launcher_takes_more_agents_than_a_process_usually_has_descriptors(tmp_path: Path):
     """All at once, and each goes on to say hello until it is welcome."""

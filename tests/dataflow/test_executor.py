@@ -231,6 +231,7 @@ async def test_a_stall_names_what_is_missing(tmp_path: Path, caplog: pytest.LogC
     assert "nothing moved" in caplog.text
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("handler", ["call", "load"])
 async def test_what_is_at_work_is_no_stall_however_long_it_takes(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, handler: str

@@ -123,6 +123,7 @@ def test_the_newcomers_walk_names_files_that_exist() -> None:
 # ---- backend, data source, metric: one experiment
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_the_experiment_of_ones_own_parts_learns_to_count(tmp_path: Path) -> None:
     """Launched from outside the tree, it draws from its source, trains its backend and logs its metric."""
@@ -486,6 +487,7 @@ def test_the_tables_of_the_page_name_what_there_is() -> None:
 # ---- remote environment
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 async def test_the_environment_is_played_over_the_wire() -> None:
     """Halving finds the number, a wrong message is answered, and the same seed brings the same number back."""
@@ -522,6 +524,7 @@ def trajectory_server() -> Iterator[str]:
             process.terminate()
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_the_producer_feeds_a_trainer_until_it_has_enough() -> None:
     """A trainer pulls whole groups of sound episodes, and the producer ends with the run."""
@@ -572,6 +575,7 @@ def test_the_task_is_sound_on_paper(template: loader.Template) -> None:
     assert task.params["seconds"] in task.description
 
 
+@pytest.mark.nightly
 @pytest.mark.sim
 def test_the_task_keeps_its_promises(template: loader.Template) -> None:
     """On a real simulator its solution earns everything, and doing half of it does not."""

@@ -25,7 +25,7 @@ from tests.test_end_to_end import SMALL, TINY
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 TRL_PYTHON = ROOT / ".venv-trl" / "bin" / "python"
-LONGEST = 80
+LONGEST = 85
 
 
 def run(*command: str, cwd: Path = ROOT, timeout_s: float = 300, **environment: str) -> str:
@@ -49,7 +49,7 @@ def scripts() -> list[Path]:
 
 
 def test_each_example_is_short_and_has_its_line_on_the_page() -> None:
-    """An example is read in one sitting: under 80 lines. The page names each, and nothing that is not there."""
+    """An example is read in one sitting: under 85 lines. The page names each, and nothing that is not there."""
     page = (EXAMPLES / "README.md").read_text()
     assert len(scripts()) >= 7
     assert {path.name: lines for path in scripts() if (lines := path.read_text().count("\n")) >= LONGEST} == {}
@@ -71,6 +71,7 @@ def test_groups_are_pushed_and_pulled_with_curl(tmp_path: Path) -> None:
     assert answers[-1] == {"current_step": 1, "queue_size": 0}
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_trainer_of_ones_own_learns_from_the_server() -> None:
     """A score of 1/16 is chance; fifteen steps on pulled batches bring it far above."""
@@ -114,6 +115,7 @@ async def test_the_black_box_agent_stops_at_a_limit() -> None:
     assert outcome.status == "max_turns" and outcome.valid and len(outcome.turns) == 2
 
 
+@pytest.mark.nightly
 @pytest.mark.sim
 def test_an_episode_is_played_over_the_wire() -> None:
     """The scripted agent of the example finds the bucket and solves its task on a real simulator."""
@@ -136,6 +138,7 @@ def first_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, P
     yield printed, root / "runs" / "grpo_aws" / "first_run"
 
 
+@pytest.mark.nightly
 @pytest.mark.sim
 @pytest.mark.slow
 def test_the_first_run_says_what_it_learned(first_run: tuple[str, Path]) -> None:
@@ -149,6 +152,7 @@ def test_the_first_run_says_what_it_learned(first_run: tuple[str, Path]) -> None
     assert (folder / "report.html").exists()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("example", "given", "said"),
     [
@@ -166,6 +170,7 @@ def test_an_example_that_cannot_run_so_says_why_in_a_line(example: str, given: s
     assert said in done.stderr and "Traceback" not in done.stderr and done.stderr.count("\n") == 1
 
 
+@pytest.mark.nightly
 @pytest.mark.sim
 @pytest.mark.slow
 def test_an_algorithm_of_ones_own_trains_the_policy_of_the_first_run(first_run: tuple[str, Path]) -> None:

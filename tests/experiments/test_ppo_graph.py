@@ -240,6 +240,7 @@ def test_a_critic_has_the_ids_of_the_actors_tokenizer(tmp_path: Path, tokenizer:
         check_config(config)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("arguments", "level"),
     [

@@ -31,6 +31,7 @@ def test_every_fault_is_dealt_and_those_of_a_service_to_a_run_that_has_one() -> 
     assert {*SERVICE} < {*HANDS[0]}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("number", range(len(HANDS)))
 def test_a_run_survives(tmp_path: Path, policy: Path, number: int) -> None:
     environment, injected = (AWS, LOSSES) if number == 0 else ("sql", NOTICED)

@@ -42,6 +42,7 @@ def after(run: KilledRun, steps: int) -> None:
     assert run.running, run.tail()
 
 
+@pytest.mark.nightly
 def test_ranks_come_and_go_and_every_sample_is_trained_once(tmp_path: Path, policy: Path) -> None:
     run = KilledRun(tmp_path, "ranks", policy, *TWO, steps=STEPS, environment="sql")
     run.start()

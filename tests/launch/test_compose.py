@@ -124,6 +124,7 @@ def test_mistakes_across_options(capsys, mistakes: dict[str, str]):
     assert [line for line in lines if not any(expected in line for expected in mistakes.values())] == []
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
@@ -277,6 +278,7 @@ def test_what_is_not_installed_or_cannot_be_written_is_told_at_the_check(capsys,
     check_config(there.config)
 
 
+@pytest.mark.nightly
 def test_a_folder_of_somebody_else_cannot_be_written_and_nothing_is_made_there():
     """A root that is no folder of this user's, or does not exist below one that is not."""
     with tempfile.TemporaryDirectory() as name:
@@ -301,6 +303,7 @@ def test_choices_win_over_the_experiment_and_the_command_line_over_both():
     assert config.experiment_name == "grpo_aws"
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_learning_rates_of_the_built_in_policy_are_not_those_of_other_models(tiny_policy: Path, capsys):
     """They used to stand in the experiments, where any actor.path trained 300 times too fast. mode=check prints both
@@ -352,6 +355,7 @@ def test_a_model_that_was_not_made_names_the_command(tmp_path: Path, monkeypatch
         check_config(compose_config(["experiment=grpo_aws", "model=smollm2_135m"]).config)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_every_registered_environment_is_a_choice():
     """One without a file of settings, such as an adapter, is chosen by its name as well; ``env=aws`` says nothing new
@@ -362,6 +366,7 @@ def test_every_registered_environment_is_a_choice():
     assert compose_config(["experiment=grpo_aws", "env=aws", "env.pool_size=3"]).config.env.pool_size == 3
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("model", [[], ["model=builtin"], ["model=builtin_tiny"], ["actor.path=builtin_tiny"]])
 def test_an_environment_without_a_solver_starts_untrained(model: list[str], capsys: pytest.CaptureFixture[str]):
     """Whatever is asked for of the built-in policy. It is said unless the untrained one was named; what needs

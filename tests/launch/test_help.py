@@ -13,6 +13,7 @@ from realhf.launch.__main__ import main
 PAGE = PACKAGE.parent / "docs" / "reference" / "options.md"
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_the_reference_is_what_the_fields_say():
     """In a process of its own: other tests register names, which are allowed values then."""

@@ -44,6 +44,7 @@ def launch(house: Path, *options: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.nightly
 def test_its_interface_source_and_loss_work_in_the_workers(house: Path):
     done = launch(house)
     assert done.returncode == 0, done.stderr + done.stdout
@@ -59,6 +60,7 @@ def test_a_name_that_nobody_registered_is_refused_and_its_own_is_among_the_known
     assert "ppo.loss=thrice: unknown" in done.stderr and "twice" in done.stderr
 
 
+@pytest.mark.nightly
 def test_a_file_outside_the_tree_is_held_to_the_names_that_it_registers(tmp_path: Path):
     user = tmp_path / "mine.py"
     user.write_text(

@@ -15,6 +15,7 @@ def built(*options: str):
     return build_experiment(compose_config(["experiment=ppo", "env=countdown", *options])).spec
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_without_a_gpu_it_is_refused_for_every_role_and_with_one_only_where_it_cannot_be(
     monkeypatch: pytest.MonkeyPatch,

@@ -45,6 +45,7 @@ def arguments(folder: Path, *more: str) -> list[str]:
     ]
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_it_trains_two_steps_and_its_option_reaches_the_loss(folder: Path):
     command = [sys.executable, "-m", "realhf.launch", *arguments(folder, "algorithm.focus=3")]

@@ -45,6 +45,7 @@ def refused(capsys: pytest.CaptureFixture[str], *given: str) -> str:
     return line.removeprefix("config error: ")
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_it_starts_the_processes_of_a_run_as_its_options_say(folder: Path):
     command = [sys.executable, "-m", "realhf.launch", *arguments(folder, "toy.py")]

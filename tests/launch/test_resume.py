@@ -138,6 +138,7 @@ def test_a_refused_launch_names_the_options_and_changes_nothing(tmp_path: Path, 
     assert after == before
 
 
+@pytest.mark.nightly
 def test_a_second_launch_with_another_learning_rate_never_reports_the_first_ones_result(
     tmp_path: Path, capsys: Any
 ) -> None:
@@ -221,6 +222,7 @@ def test_runs_from_before_the_switch_go_on_as_asynchronously_as_they_began(tmp_p
         check_resume(config)
 
 
+@pytest.mark.nightly
 def test_a_run_without_a_name_is_a_new_one_and_says_how_to_go_on(tmp_path: Path) -> None:
     arguments = ["experiment=grpo", "env=sql", f"fileroot={tmp_path}", "recover_mode=disabled"]
     names = {compose_config(arguments).config.trial_name for _ in range(3)}

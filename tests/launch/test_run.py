@@ -189,6 +189,7 @@ def test_a_signal_to_the_launcher_stops_everything(slow: Slow):
     assert gone(workers.values(), 10)
 
 
+@pytest.mark.nightly
 def test_a_failing_call_is_one_line_and_its_traceback_is_in_the_log(ended: dict[str, Ended]):
     done, root = ended["fails"]
     assert done.returncode == 1
@@ -218,6 +219,7 @@ def test_loading_waits_for_an_evaluation_that_lasts_longer_than_a_control_call_m
     assert list(json.loads((root / "ends" / "t" / "evaluations.json").read_text())) == ["0", "1", "2", "3"]
 
 
+@pytest.mark.nightly
 def test_a_finite_source_ends_with_evaluation_checkpoint_and_export(ended: dict[str, Ended]):
     done, root = ended["ends"]
     assert done.returncode == 0, done.stderr
@@ -233,6 +235,7 @@ def test_a_finite_source_ends_with_evaluation_checkpoint_and_export(ended: dict[
     assert "resumed after step 3" in again.stdout and losses(run) == {1: 3.0, 2: 10.0, 3: 15.0}
 
 
+@pytest.mark.nightly
 def test_two_launchers_cannot_share_a_run_folder_and_ctrl_c_ends_the_first(slow: Slow):
     process, workers, root = slow
     second = launch(root, "experiment_name=slow")

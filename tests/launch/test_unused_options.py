@@ -97,6 +97,7 @@ def test_what_is_shipped_has_effect(experiment: str):
         build(CONFIGS, f"experiment={experiment}", f"model={model}", *environment)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("environment", [path.stem for path in sorted((CONFIGS / "env").glob("*.yaml"))])
 def test_the_settings_of_an_environment_have_effect(environment: str):

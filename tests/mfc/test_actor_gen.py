@@ -75,6 +75,7 @@ def rollouts(played: Played) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return list(zip(sequences(played[0], "packed_input_ids"), sequences(played[0], "loss_mask"), strict=True))
 
 
+@pytest.mark.nightly
 def test_groups_of_one_instance(played: Played, tasks: list[Task], tokenizer: Any) -> None:
     outputs, stats = played
     assert outputs.ids == ("first0", "first1") and stats["rollouts"] == 2 * G and stats["failed_rollouts"] == 0

@@ -27,6 +27,7 @@ def test_it_is_small_and_tells_nothing_about_the_machine() -> None:
     assert "/home/" not in text and "site-packages" not in text and "127.0.0.1" not in text
 
 
+@pytest.mark.nightly
 @pytest.mark.sim
 @pytest.mark.slow
 def test_it_runs(tmp_path: Path) -> None:

@@ -60,6 +60,7 @@ def in_tree() -> set[str]:
     return {path.relative_to(ROOT).as_posix() for path in paths if path.is_file() and "__pycache__" not in path.parts}
 
 
+@pytest.mark.nightly
 def test_the_wheel_holds_what_the_tree_holds(wheel: Path) -> None:
     """Tasks, configurations, experiments, workers and pages are in it, each as it is, and nothing else is."""
     expected = in_tree()
@@ -88,6 +89,7 @@ def test_the_wheel_states_version_licence_and_commands(wheel: Path) -> None:
     assert "aws-env = workers.env_worker:main" in commands and "run-api = realhf.trajectory.cli:main" in commands
 
 
+@pytest.mark.nightly
 def test_the_main_job_composes_outside_the_checkout(installed: Path, tmp_path: Path) -> None:
     """The launcher finds experiments, configurations and tasks among the installed files."""
     where = "import realhf, experiments, workers; print(realhf.__file__, experiments.__file__, workers.__path__[0])"
@@ -101,6 +103,7 @@ def test_the_main_job_composes_outside_the_checkout(installed: Path, tmp_path: P
     assert run(sys.executable, "-c", tasks, cwd=tmp_path, pythonpath=installed).strip()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("module", ["realhf.launch", "realhf.env", "realhf.trajectory", "workers.env_worker"])
 def test_every_command_states_the_version_without_torch(module: str, installed: Path, tmp_path: Path) -> None:
     """``--version`` prints what ``realhf/__init__.py`` says, and is quick because torch stays out."""

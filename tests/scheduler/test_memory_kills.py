@@ -101,6 +101,7 @@ def group() -> Iterator[Path]:
         time.sleep(0.1)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_the_kernel_kills_a_worker(tmp_path: Path, group: Path) -> None:
     (tmp_path / "eater.py").write_text("held = []\nwhile True:\n    held.append(bytearray(b'x' * (1 << 22)))\n")

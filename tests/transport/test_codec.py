@@ -38,6 +38,7 @@ def as_bytes(frames) -> list[bytes]:
     return [bytes(frame) for frame in frames]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("tag", sorted(ITEMSIZE))
 @pytest.mark.parametrize("rows", [0, 1, 7, 5000])
 @pytest.mark.parametrize("trailing", [(), (3,), (0,)])

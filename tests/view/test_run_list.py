@@ -61,6 +61,7 @@ def test_a_folder_without_a_run_is_not_counted_as_one(tmp_path: Path, capsys: py
         assert told.startswith("error: ") and said in told and name in told
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.skipif(PROGRAM is None, reason=ABSENT)
 @pytest.mark.parametrize("width", [1280, 390])

@@ -28,6 +28,7 @@ def marked(page: Chromium) -> None:
     page.js("window.unloaded = 'no'")
 
 
+@pytest.mark.nightly
 def test_an_open_rollout_shows_that_it_was_trained(chromium: Chromium, tmp_path: Path):
     """Its advantage and those of its group used to appear after a reload only."""
     page, run = chromium, played(tmp_path / "run")
@@ -101,6 +102,7 @@ def test_open_tokens_show_that_they_were_trained(chromium: Chromium, tmp_path: P
     run.close()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["rollout", "tokens"])
 def test_the_first_rollout_appears_on_a_page_that_had_none(chromium: Chromium, tmp_path: Path, name: str):
     page, run = chromium, MadeUpRun(tmp_path / "run", longest=30, failing=0.0)

@@ -124,6 +124,7 @@ def test_an_order_is_chosen_at_the_head_of_a_column_again_and_again(chromium: Ch
             assert focus(page) == f"order by reward, {wanted} now"
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", PAGES)
 def test_everything_that_takes_the_focus_has_a_name(chromium: Chromium, tmp_path: Path, name: str):
     run = MadeUpRun(tmp_path / "run", info=({}, {"did": "ls", "view": {"text": "here"}}))

@@ -42,6 +42,7 @@ CLIPPED = """
 FIELDS = {"overview": 0, "rollouts": 6, "tokens": 1, "tasks": 3}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 390])
 def test_no_label_is_clipped(chromium: Chromium, tmp_path: Path, width: int, scheme: str):

@@ -19,6 +19,7 @@ FOREIGN = """
     document.body.append(one);"""
 
 
+@pytest.mark.nightly
 def test_a_report_opens_from_its_file_and_asks_nobody(chromium: Chromium, tmp_path: Path):
     """Every page of it is drawn; a rollout is found by its text and opened; what was written into it is not obeyed."""
     run = MadeUpRun(tmp_path / "run", failing=0.3)

@@ -17,6 +17,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(PROGRAM is None, reason=ABSEN
 CURVE = f"{chart('Reward')}.data"
 
 
+@pytest.mark.nightly
 def test_another_server_on_the_port_is_noticed_and_no_run_mixed_with_another(chromium: Chromium, tmp_path: Path):
     """Both servers call their run number 0. Its curve used to begin with the steps of the other run."""
     page = chromium
@@ -102,6 +103,7 @@ def test_a_metric_of_some_steps_is_a_curve_and_one_that_is_no_number_breaks_it(c
         assert page.problems == []
 
 
+@pytest.mark.nightly
 def test_a_hundred_thousand_steps_are_drawn_with_their_one_low(chromium: Chromium, tmp_path: Path):
     """Many steps share a column of pixels; the lowest and the highest of them are drawn."""
     long, page = write_run(tmp_path / "long", steps=0), chromium

@@ -20,6 +20,7 @@ from tests.process_family import family, gone
 AWS = ("--pool-size", "1", "--ministack-base-port", "0")
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("served", [pytest.param(AWS, marks=pytest.mark.sim), ("--env", "sql")], ids=["aws", "sql"])
 async def test_it_registers_its_address_and_leaves_with_the_master(served: tuple[str, ...]) -> None:
@@ -53,6 +54,7 @@ async def test_it_registers_its_address_and_leaves_with_the_master(served: tuple
     assert bool(children) == (served == AWS) and gone(children, 60)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 async def test_with_the_keys_of_a_run_it_takes_the_token_of_that_run_only(tmp_path: Path) -> None:
     """The address that it registers holds no token; who has the keys puts it there."""
@@ -79,6 +81,7 @@ async def test_with_the_keys_of_a_run_it_takes_the_token_of_that_run_only(tmp_pa
     assert await asyncio.to_thread(process.wait, 15) == 0
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_bad_setting_is_one_fatal_line_in_the_log() -> None:
     command = [sys.executable, "-m", "workers.env_worker", "--pool-size", "0", "--master", "tcp://127.0.0.1:1"]

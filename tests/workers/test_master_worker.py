@@ -49,6 +49,7 @@ class Start:
         return {}
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["generation/0", "rollout_worker/0", "env/0"])
 async def test_a_worker_that_dies_while_models_load_and_is_started_again_does_not_end_the_start(
@@ -73,6 +74,7 @@ async def test_a_worker_that_dies_while_models_load_and_is_started_again_does_no
         await asyncio.to_thread(thread.join, 60)
 
 
+@pytest.mark.nightly
 async def test_a_model_worker_that_dies_while_models_load_ends_the_start(tmp_path: Path) -> None:
     start = Start(tmp_path)
     rpc = start.master._rpc

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.slow
 GROUP = {"tokens": [[1, 2]], "masks": [[-100, 2]], "scores": [1.0]}
 
 
+@pytest.mark.nightly
 async def test_it_registers_its_address_and_leaves_with_the_master(tmp_path: Path) -> None:
     master = RpcMaster("run-1")
     await master.start()
@@ -67,6 +68,7 @@ leave(trajectory_worker.main(sys.argv[1:]))  # as the module does
 """
 
 
+@pytest.mark.nightly
 async def test_a_server_that_never_stops_does_not_keep_the_process() -> None:
     master = RpcMaster("run-1")
     await master.start()
@@ -110,6 +112,7 @@ def test_it_ends_without_taking_down_the_interpreter_under_a_server_that_may_sti
     assert "taken down" not in done.stdout
 
 
+@pytest.mark.nightly
 def test_what_keeps_it_from_starting_is_one_fatal_line(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

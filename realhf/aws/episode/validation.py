@@ -214,7 +214,10 @@ def _freedom_problems(episode: Episode, task: Task) -> Iterator[Fault]:
 
 
 def _may_be_empty(kind: str, path: str) -> bool:
-    """Return whether the service's API knows such a field: a snapshot leaves out what is empty."""
+    """Return whether the service's API knows such a field, or it is one of the simulator's own: a snapshot leaves out
+    what is empty."""
+    if path.startswith("_"):
+        return True
     try:
         model = botocore.loaders.create_loader().load_service_model(kind.partition("/")[0], "service-2")
     except UnknownServiceError:

@@ -64,6 +64,7 @@ def test_no_text_raises_and_every_call_is_whole_or_has_a_reason(text: str, famil
         assert not message.tool_calls
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(CALLS, TEXTS.filter(lambda text: "<" not in text), TEXTS.filter(lambda text: "think>" not in text))

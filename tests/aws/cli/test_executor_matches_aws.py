@@ -123,6 +123,7 @@ def _aws_program(slot: Slot, commands: list[str]) -> list[list[object]]:
     return json.loads(done.stdout)
 
 
+@pytest.mark.nightly
 def test_output_equals_the_aws_program(slot: Slot) -> None:
     for command in SETUP:
         assert slot.executor.run(command).success, command

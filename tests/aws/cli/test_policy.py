@@ -168,6 +168,7 @@ def test_what_agents_need_is_allowed(command: str) -> None:
     assert verdict.argv
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("command", "rule"), REFUSED)
 def test_everything_else_is_refused_by_name(command: str, rule: str) -> None:
     verdict = check_command(command)

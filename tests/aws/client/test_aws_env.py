@@ -31,6 +31,7 @@ def server() -> Iterator[EnvServerProcess]:
         yield process
 
 
+@pytest.mark.nightly
 async def test_an_episode_loses_no_field(server: EnvServerProcess) -> None:
     task = instantiate(1, 3)
     async with AwsEnv(server.url) as env:

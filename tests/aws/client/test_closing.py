@@ -30,6 +30,7 @@ def deaf(number: int, message: dict[str, Any]) -> str | None:
     return "hang" if message["type"] == "close" else None
 
 
+@pytest.mark.nightly
 async def test_a_server_that_does_not_say_goodbye() -> None:
     with FakeEnvServer(deaf) as fake:
         pool = GrpoPool(fake.url, 3)
@@ -68,6 +69,7 @@ def test_a_forgotten_pool_ends_its_thread_and_sessions() -> None:
     assert set(threading.enumerate()) <= before
 
 
+@pytest.mark.nightly
 def test_the_interpreter_ends_without_close() -> None:
     code = (
         "import sys\n"

@@ -38,6 +38,7 @@ def play(misbehave: OnceAt, *, on_failure: str, size: int = 2, episodes: int = 5
         return outcomes, server.connections
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("trick", "status"), [("hang", "timeout"), ("drop", "lost"), ("error", "internal")])
 @pytest.mark.parametrize("kind", ["reset", "step"])
 def test_drop_returns_a_typed_failure(trick: str, status: str, kind: str) -> None:
@@ -48,6 +49,7 @@ def test_drop_returns_a_typed_failure(trick: str, status: str, kind: str) -> Non
     assert connections == 3
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("trick", ["hang", "drop", "error"])
 @pytest.mark.parametrize("kind", ["reset", "step"])
 def test_retry_plays_the_instance_again_on_a_new_connection(trick: str, kind: str) -> None:

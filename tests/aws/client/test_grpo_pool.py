@@ -50,6 +50,7 @@ def at(connection: int, kind: str, trick: str) -> Any:
     return lambda number, message: trick if (number, message["type"]) == (connection, kind) else None
 
 
+@pytest.mark.nightly
 async def test_a_group_on_the_real_server() -> None:
     task = instantiate(205, 2)
     commands = solve(task)

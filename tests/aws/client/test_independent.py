@@ -44,6 +44,7 @@ def test_a_slow_environment_holds_up_only_its_own_episode() -> None:
     assert steps.count(1) > steps.count(0), "the quick session waited for the slow one"
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("trick", "status"), [("hang", "timeout"), ("drop", "lost"), ("error", "internal")])
 @pytest.mark.parametrize("kind", ["reset", "step"])
 def test_a_failed_environment_is_dropped_or_played_again(trick: str, status: str, kind: str) -> None:

@@ -49,6 +49,7 @@ def pool(server: EnvServerProcess) -> Iterator[MultiTurnEnvPool]:
         yield connected
 
 
+@pytest.mark.nightly
 def test_the_oracle_solves_every_episode_and_keeps_every_token(pool: MultiTurnEnvPool) -> None:
     policy = ScriptedPolicy(oracle)
     groups = pool.run_groups(RESETS, policy, group_size=2, seeds=SEEDS)
@@ -190,6 +191,7 @@ def test_misuse_is_an_error(pool: MultiTurnEnvPool, server: EnvServerProcess) ->
         pool.run_group(RESETS[0], ScriptedPolicy(nested))
 
 
+@pytest.mark.nightly
 def test_the_server_dies_in_mid_run() -> None:
     with EnvServerProcess(2) as server:
         pool = MultiTurnEnvPool(server.url, 2, turn_tokens=200)
@@ -215,6 +217,7 @@ def test_the_server_dies_in_mid_run() -> None:
             pool.run_group(RESETS[0], ScriptedPolicy(oracle))
 
 
+@pytest.mark.nightly
 def test_a_server_in_level_mode_that_wants_a_token() -> None:
     with EnvServerProcess(2, "--reward-mode", "level", "--token", "sesame") as server:
         with pytest.raises(ConnectError, match="401"):

@@ -40,6 +40,7 @@ def play(server: EnvServerProcess, curriculum: Curriculum, oracle: bool) -> list
     return means
 
 
+@pytest.mark.nightly
 def test_the_oracle_earns_one_and_chance_earns_little(server: EnvServerProcess) -> None:
     threads = set(threading.enumerate())
     children = len(psutil.Process(server.process.pid).children(recursive=True))

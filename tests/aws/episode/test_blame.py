@@ -46,6 +46,7 @@ def test_a_simulator_that_dies_between_commands_is_the_environments(episode: Epi
     assert not caught.value.by_command and not episode.done
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("told", [True, False], ids=["stopped by a signal", "kept from running"])
 def test_a_simulator_that_freezes_between_commands_is_the_environments(
     episode: Episode, slot: Slot, monkeypatch: pytest.MonkeyPatch, told: bool

@@ -73,6 +73,7 @@ def test_a_command_that_ends_the_simulator_ends_the_episode_with_its_score(
     assert [episode.step(command).done for command in (first, second)] == [False, True]
 
 
+@pytest.mark.nightly
 def test_a_simulator_without_memory_ends_and_the_episode_with_it(
     episode: Episode, slot: Slot, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -14,6 +14,7 @@ from realhf.aws.tasks.__main__ import main
 TEMPLATES = load_templates()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("template", TEMPLATES, ids=lambda template: template.name)
 def test_the_templates_are_sound(template) -> None:
     assert template_problems(template) == []
@@ -80,6 +81,7 @@ TASK = """
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.sim
 @pytest.mark.parametrize(
     ("free", "text"),
@@ -99,6 +101,7 @@ def test_a_field_that_nothing_has_is_named_with_its_line(
     assert ":14:" not in said, "the description is empty"
 
 
+@pytest.mark.nightly
 @pytest.mark.sim
 def test_a_solution_that_misses_its_own_target_is_named_with_its_line(
     own_file: Path, capsys: pytest.CaptureFixture[str]

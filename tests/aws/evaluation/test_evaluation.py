@@ -36,6 +36,7 @@ def starter_tasks(per_tier: int) -> list:
     return [instantiate(template.task_id, 5, "heldout") for template in chosen]
 
 
+@pytest.mark.nightly
 def test_the_expert_solves_everything_and_the_random_agent_nearly_nothing(pool: MiniStackPool) -> None:
     tasks = starter_tasks(4)
     seen: list[EpisodeRecord] = []
@@ -140,6 +141,7 @@ def test_an_endpoint_that_is_not_there_is_named() -> None:
         served_model("http://127.0.0.1:9/v1", timeout_s=2)
 
 
+@pytest.mark.nightly
 def test_the_command_writes_table_json_and_plot(tmp_path, capsys) -> None:
     arguments = ["--split", "names", "--tags", "starter", "--tiers", "warmup", "--episodes", "1", "--pool-size", "2"]
     assert evaluate.main([*arguments, "--max-turns", "2", "--out", str(tmp_path)]) == 0

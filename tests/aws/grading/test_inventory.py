@@ -74,6 +74,7 @@ def test_lists_are_reads_of_known_services() -> None:
     assert operation_allowed("s3", "ListBuckets")
 
 
+@pytest.mark.nightly
 @pytest.mark.sim
 @pytest.mark.parametrize("service", list(LISTINGS))
 def test_the_simulator_answers_every_list(slot: Slot, service: str) -> None:

@@ -111,6 +111,7 @@ def answer(effects: set[bool], limits: set[bool], of: Policies) -> str:
     return "allow" if True in effects and (of.boundary is None or True in limits) else "nothing"
 
 
+@pytest.mark.nightly
 @settings(max_examples=150, deadline=None)
 @given(policies(0), policies(0))
 def test_without_conditions_the_comparison_is_exact(one: Policies, other: Policies) -> None:
@@ -130,6 +131,7 @@ def says(of: Policies, request: Request) -> str:
     return answer(effects, {statement.allow for statement in of.boundary or () if applies(statement, request)}, of)
 
 
+@pytest.mark.nightly
 @settings(max_examples=150, deadline=None)
 @given(policies(2), policies(2))
 def test_under_conditions_nothing_is_overlooked(one: Policies, other: Policies) -> None:

@@ -39,6 +39,7 @@ def start(client: httpx.Client, **order: object) -> dict:
     return reply.json()["log"]
 
 
+@pytest.mark.nightly
 def test_dedicated_mounts_the_page_at_any_pool_size(web_server: EnvServerProcess) -> None:
     root = httpx.get(web_server.url + "/")
     assert root.status_code == 307 and root.headers["location"] == "/web"
@@ -46,6 +47,7 @@ def test_dedicated_mounts_the_page_at_any_pool_size(web_server: EnvServerProcess
     assert page.status_code == 200 and page.headers["content-type"].startswith("text/html")
 
 
+@pytest.mark.nightly
 def test_an_episode_from_reset_to_its_log(visit: Visit) -> None:
     client = visit()
     log = start(client, task_id=201, seed=3, chaos=False)
@@ -167,6 +169,7 @@ def test_markup_is_data(visit: Visit) -> None:
     assert reply.json()["step"]["command"] == command
 
 
+@pytest.mark.nightly
 async def test_its_simulator_is_started_once_after_a_failed_try_and_set_free_when_idle() -> None:
     port = free_port()
     made: list[MiniStackPool] = []

@@ -74,6 +74,7 @@ def begin(page: Chromium, task_id: int, seed: int) -> None:
     assert focused(page) == "command"
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_recorded_episode_is_played_again_only_when_a_person_says_so(page: Chromium) -> None:
     """The address names task, seed, split and commands, as the page over runs writes them; another page may, too."""
@@ -150,6 +151,7 @@ def test_hints_cards_and_a_reload(page: Chromium, visit: Callable[[], httpx.Clie
     assert text(page, "#task-seed") == "seed 3"
 
 
+@pytest.mark.nightly
 def test_a_replay_is_walked_with_keys(page: Chromium) -> None:
     begin(page, 301, 2)
     for command in ("aws iam list-roles", "ls", "aws iam create-role --role-name x"):
@@ -232,6 +234,7 @@ def test_it_fits_small_windows(page: Chromium) -> None:
         assert page.js("document.documentElement.scrollWidth") <= width
 
 
+@pytest.mark.nightly
 def test_a_locked_playground_asks_for_the_token(chromium: Chromium) -> None:
     with EnvServerProcess(1, "--web-ministack-port", "0", "--token", "let-me-in") as server:
         chromium.open(server.url + "/web")

@@ -78,6 +78,7 @@ def ask(session: ClientConnection, kind: str, **data: object) -> dict:
     return json.loads(session.recv(timeout=300))["data"]
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("fake_cloud")
 def test_an_episode_on_the_confirmed_account(tmp_path: Path) -> None:
     allow = tmp_path / "allow.txt"
@@ -104,6 +105,7 @@ def test_an_episode_on_the_confirmed_account(tmp_path: Path) -> None:
         assert "sent s3:CreateBucket, status 200" in process.output()
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("fake_cloud")
 def test_another_account_is_not_touched() -> None:
     with pytest.raises(RuntimeError, match=f"belong to account {ACCOUNT}"):
@@ -140,6 +142,7 @@ def test_what_is_no_default_read_does_not_run(fake_cloud: Slot, executor: Execut
     assert [bucket["Name"] for bucket in fake_cloud.state.call("s3", "ListBuckets")["Buckets"]] == ["kept"]
 
 
+@pytest.mark.nightly
 def test_default_reads_and_named_operations_run(fake_cloud: Slot, executor: Executor, tmp_path: Path) -> None:
     shell = executor(("s3api", "put-object"), ("s3api", "get-object"))
     fake_cloud.state.call("s3", "CreateBucket", {"Bucket": "kept"})
@@ -171,6 +174,7 @@ def test_urls_and_files_are_not_read_for_a_parameter(
     assert read.refusal == "local-file" and not read.requests
 
 
+@pytest.mark.nightly
 def test_the_child_sends_only_what_was_permitted(
     fake_cloud: Slot, executor: Executor, canary: socket.socket, tmp_path: Path
 ) -> None:
@@ -195,6 +199,7 @@ def test_requests_leave_for_the_endpoints_of_aws_alone(executor: Executor, canar
     assert [request.params["QueueUrl"] for request in result.requests] == [url], result.stderr
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("task", "reason"),
     [
@@ -214,6 +219,7 @@ def test_a_task_that_needs_another_world_is_refused_with_the_reason(
     assert fake_cloud.state.call("s3", "ListBuckets")["Buckets"] == []
 
 
+@pytest.mark.nightly
 def test_there_is_no_chaos_and_no_secret_in_checks(fake_cloud: Slot, tmp_path: Path) -> None:
     episode = Episode(_slot(fake_cloud, tmp_path), chaos=True)
     episode.reset(_task())
@@ -264,6 +270,7 @@ def _members(shape: Shape, above: frozenset[str] = frozenset()) -> Iterator[str]
         yield from _members(shape.value, above)
 
 
+@pytest.mark.nightly
 def test_no_default_read_returns_what_may_hold_a_secret() -> None:
     """By the shapes of all answers. An inventory that lacks a permission leaves the type out."""
     session, telling, seen = botocore.session.Session(), set(), 0

@@ -96,6 +96,7 @@ def played(episode: Episode, task_id: int, first: str = "", old: str = "", new: 
     return step.observation | {"reward": total}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("task_id", [101, 103, 105, 203, 207, 216, 306, 309])
 def test_the_solution_is_paid_in_an_account_of_others(episode: Episode, task_id: int) -> None:
     """Beginner, intermediate and advanced; generated ids, times and what others have make no difference."""

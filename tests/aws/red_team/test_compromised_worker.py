@@ -95,6 +95,7 @@ def test_the_environments_worker_does_not_outlive_the_lease(pool: MiniStackPool)
     assert len(slot.worker_pids) == 1 and not set(pids) & set(slot.worker_pids)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "answer",
     [

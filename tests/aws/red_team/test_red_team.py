@@ -46,6 +46,7 @@ def test_every_spelling_of_a_row(firing_range: FiringRange, row: int) -> None:
         assert (observed.door, observed.effects) == (attack.expected, ()), (attack.command[:300], observed)
 
 
+@pytest.mark.nightly
 def test_what_is_left_to_an_agent_that_has_won_somewhere(pool: MiniStackPool) -> None:
     """Its worker, the interpreter's guards, or a real account to play on."""
     tried = list(play_inside(pool))
@@ -104,6 +105,7 @@ PIECES = (
 )  # fmt: skip
 
 
+@pytest.mark.nightly
 def test_two_thousand_random_commands(slot: Slot) -> None:
     """No traceback, no host path, a worker that answers: at the door and past it."""
     draw = random.Random(2000)

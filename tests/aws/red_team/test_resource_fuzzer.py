@@ -16,6 +16,7 @@ pytestmark = pytest.mark.sim
 SERVICES = ("kinesis", "ec2", "ecs", "elasticache", "cloudformation", "sqs", "events")
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_extremes_cost_no_slot(pool: MiniStackPool) -> None:
     """Whatever is asked for, the simulator stays within its memory, and the next lease plays."""

@@ -14,6 +14,7 @@ BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
 POOL, CONNECTIONS = 8, 1000
 
 
+@pytest.mark.nightly
 def test_a_thousand_bad_connections_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     connections = importlib.import_module("env_connections")

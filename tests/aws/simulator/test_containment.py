@@ -189,6 +189,7 @@ def _invoke(slot: Slot, source: str) -> object:
     return json.loads((slot.files.path / "out.json").read_text())
 
 
+@pytest.mark.nightly
 @needs_bubblewrap
 @pytest.mark.parametrize(
     ("body", "expected"),

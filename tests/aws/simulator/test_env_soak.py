@@ -36,6 +36,7 @@ def test_the_verdict_tells_growth_from_noise(soak: ModuleType, name: str, leak: 
     assert not _verdict(soak, name, leak)
 
 
+@pytest.mark.nightly
 def test_a_short_soak_with_kills(tmp_path: Path) -> None:
     figures = tmp_path / "soak.json"
     words = ["--episodes", "90", "--slots", "2", "--kill-every", "15", "--samples", "30", "--json", str(figures)]

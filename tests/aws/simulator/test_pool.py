@@ -73,6 +73,7 @@ def _kill(slot: Slot) -> None:
         time.sleep(0.005)
 
 
+@pytest.mark.nightly
 def test_leases_are_exclusive_and_exhaustion_says_so(small_pool: MiniStackPool) -> None:
     first, second = small_pool.acquire(), small_pool.acquire()
     try:
@@ -191,6 +192,7 @@ def test_a_simulator_that_dies_during_a_lease_is_reported_and_comes_back(small_p
     small_pool.release(slot)
 
 
+@pytest.mark.nightly
 def test_a_hanging_simulator_is_replaced_by_reset(small_pool: MiniStackPool) -> None:
     slot = small_pool.acquire()
     hanging = slot.ministack.pid
@@ -201,6 +203,7 @@ def test_a_hanging_simulator_is_replaced_by_reset(small_pool: MiniStackPool) -> 
     small_pool.release(slot)
 
 
+@pytest.mark.nightly
 def test_dead_zygotes_are_started_again(small_pool: MiniStackPool) -> None:
     pids = [zygote.pid for zygote in small_pool._zygotes]
     pids += [pid for slot in small_pool.slots for pid in (slot.ministack.pid, slot.worker_pid)]
@@ -225,6 +228,7 @@ def test_a_taken_port_is_named_and_nothing_is_left(small_pool: MiniStackPool) ->
     assert not _left(before, small_pool)
 
 
+@pytest.mark.nightly
 def test_memory_is_bounded_and_a_simulator_that_grew_is_replaced(small_pool: MiniStackPool) -> None:
     """It used to take gigabytes, and to keep most of them over resets."""
     slot = small_pool.acquire()
@@ -374,6 +378,7 @@ def _wait_for_free(pool: MiniStackPool, count: int) -> None:
     assert pool.free_count == count
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_the_health_loop_replaces_free_simulators(small_pool: MiniStackPool, how: signal.Signals) -> None:
     victim = small_pool.slots[0].ministack.pid

@@ -177,6 +177,7 @@ def test_unknown_arguments_are_named() -> None:
         load_templates(["novice"])
 
 
+@pytest.mark.nightly
 def test_acceptance_finds_a_task_that_is_too_easy(episode: Episode) -> None:
     task = instantiate(101, 0)
     easy = Task.from_json(task.to_json() | {"success_criteria": {"operation": "sts:GetCallerIdentity"}})
@@ -184,6 +185,7 @@ def test_acceptance_finds_a_task_that_is_too_easy(episode: Episode) -> None:
     assert "solution" in found and "doing nothing" in found
 
 
+@pytest.mark.nightly
 @pytest.mark.sim
 def test_the_validator_prints_verdicts(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     easy = replace(get_template(101), success={"operation": "sts:GetCallerIdentity"})

@@ -78,6 +78,7 @@ def likeness(one: str, other: str) -> float:
     return len(ours & runs(other)) / max(1, len(ours))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("template", TEMPLATES, ids=by_name)
 def test_every_value_of_the_solution_can_be_known(template: Template) -> None:
     """In every phrasing; in a broken world that the agent has to look at, what set-up put there counts too."""
@@ -104,6 +105,7 @@ def test_numbers_that_are_checked_are_told(template: Template) -> None:
         assert expected_numbers(dict(template.success)) <= set(map(int, re.findall(r"\d+", text))), text
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("template", TEMPLATES, ids=by_name)
 def test_descriptions_do_not_tell_commands_or_criteria(template: Template) -> None:
     technical = {key for key in criteria_keys(dict(template.success)) if re.search(r"[.:\[]", key)}

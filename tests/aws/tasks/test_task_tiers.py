@@ -37,6 +37,7 @@ def test_services_are_many_and_names_are_taken_once() -> None:
     assert len({template.name for template in TEMPLATES}) == len(TEMPLATES) >= sum(COUNTS.values())
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("template", TEMPLATES, ids=lambda template: template.name)
 def test_a_template_has_the_shape_of_its_kind(template: Template) -> None:
     """A warm-up task looks at one thing and says at what; all others are graded by the state of the account."""

@@ -45,6 +45,7 @@ def test_every_public_method_is_meant_for_a_model() -> None:
     assert schema["description"] == "Run one AWS CLI command and return its output."
 
 
+@pytest.mark.nightly
 def test_episodes_on_one_instance(tool: AwsToolEnv) -> None:
     task = instantiate(205, 2)
     rows = [

@@ -75,6 +75,7 @@ def run(*arguments: str) -> int:
     return main(["--templates", "101", "--pool-size", "1", *arguments])
 
 
+@pytest.mark.nightly
 @pytest.mark.sim
 def test_a_run_is_kept_gone_on_with_and_judged_by_its_bounds(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

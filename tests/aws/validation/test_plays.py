@@ -92,6 +92,7 @@ def test_a_play_is_performed_with_its_captures(slot) -> None:
     assert failing.sent == 1 and failing.failures[0].startswith("aws s3api head-bucket --bucket none: ")
 
 
+@pytest.mark.nightly
 def test_the_command_prints_every_play_and_fails_on_one_outside(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--ids", "104", "--pool-size", "1"]) == 0
     printed = capsys.readouterr().out

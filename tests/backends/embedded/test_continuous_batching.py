@@ -84,6 +84,7 @@ def changed(model: Any) -> dict[str, torch.Tensor]:
     return {name: value.detach().clone() * 1.1 + 0.01 for name, value in model.named_parameters()}
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize(("architecture", "max_rows"), [("qwen3", 4), ("qwen3", 64), ("gpt2", 4)])
 def test_turns_that_come_and_go_get_the_tokens_they_get_alone(

@@ -38,6 +38,7 @@ def saved(folder: Path, name: str, seed: int = 0, **options: Any) -> Path:
     return folder
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_what_ranks_read_part_by_part_is_the_model_of_the_folder(tmp_path: Path) -> None:
     """Digests of all tensors, a train step and the export are those of ranks that load it whole; none held it whole."""

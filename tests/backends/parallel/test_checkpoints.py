@@ -20,6 +20,7 @@ def goes_on_as(expected: dict[str, Any], found: dict[str, Any]) -> None:
         assert found[name] == pytest.approx(value, rel=1e-5, abs=1e-6, nan_ok=True), name
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_checkpoint_of_two_ranks_is_read_by_one_and_theirs_by_two(tmp_path: Path) -> None:
     """Saved after a call that only scored, which used to leave parameters whole that a rank has a part of: no
@@ -48,6 +49,7 @@ def test_a_checkpoint_of_two_ranks_is_read_by_one_and_theirs_by_two(tmp_path: Pa
         assert outcome.error == "ValueError" and re.search(other, outcome.text), outcome.text
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_checkpoints_are_read_by_more_ranks_and_by_copies(tmp_path: Path) -> None:
     torch.set_num_threads(1)

@@ -39,6 +39,7 @@ def test_ranks_that_come_for_different_calls_are_refused() -> None:
         assert outcome.error == "CollectiveBroken" and "is about call" in outcome.text
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("how", ["raises", "killed", "stuck", "stuck beside NCCL"])
 def test_a_failure_of_one_rank_breaks_off_all(how: str) -> None:
     """Also where one of the groups of a worker cannot be broken off: that used to keep the connections of all open."""

@@ -12,6 +12,7 @@ from tests.backends.parallel.rank_processes import results, run_ranks
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "parallel",
     [Parallel(dp=2), Parallel(fsdp=2), Parallel(dp=4), Parallel(fsdp=4)],

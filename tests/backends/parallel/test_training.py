@@ -36,6 +36,7 @@ def close(found: dict[str, Any], expected: dict[str, Any]) -> None:
         assert found[name] == pytest.approx(value, rel=1e-5, abs=1e-6, nan_ok=True), name
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("parallel", "name", "tied"), CASES)
 def test_five_steps_are_those_of_one_worker(parallel: Parallel, name: str, tied: bool) -> None:
     torch.set_num_threads(1)

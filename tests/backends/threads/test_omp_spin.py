@@ -52,6 +52,7 @@ print(json.dumps({"spinning": spinning, "asleep": asleep, "again": helper_cpu_s(
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="libgomp's spinning is that of Linux")
 def test_waiting_threads_burn_no_cpu_while_it_is_short_and_results_stay_the_same() -> None:

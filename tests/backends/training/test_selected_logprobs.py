@@ -186,6 +186,7 @@ print(peak_kb() - before)
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_memory_grows_with_the_chunk_and_not_with_the_rows() -> None:
     """Logits of 640 rows would be 102 MB; of a chunk of 160 rows, 26 MB."""

@@ -143,6 +143,7 @@ def gradient(
     return scores, kept[0]
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["qwen3", "llama", "qwen2", "gpt2", "mistral", "gemma3", "phi3"])
 def test_scores_and_gradients_equal_those_of_separate_rows(tiny_model: Any, kind: str) -> None:

@@ -77,6 +77,7 @@ def test_a_pod_that_is_put_out_is_no_failure_and_no_pod_needs_root_or_more_memor
         assert volumes["keys"]["secret"]["defaultMode"] == 0o440 and pod["securityContext"]["fsGroup"]
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_launch_that_cannot_begin_is_refused_and_no_manifest_printed(capsys):
     """The page's own command printed one whose launcher ended at once."""

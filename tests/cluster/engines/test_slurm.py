@@ -83,6 +83,7 @@ def test_outside_a_job_the_launch_says_so_at_once(tmp_path, monkeypatch, name, w
         scheduler.stop(1.0)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("said", "shown"),

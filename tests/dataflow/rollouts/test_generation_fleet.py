@@ -17,6 +17,7 @@ def every_append_is_synced_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Journal, "open", partial(Journal.open, sync_interval_s=0.0))
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("gated", [False, True], ids=["joining and dying", "failing and sent away too"])
 async def test_no_sample_is_older_than_the_bound_whoever_generates(tmp_path: Path, gated: bool) -> None:

@@ -187,6 +187,7 @@ def test_what_may_be_meant_is_noted(tmp_path: Path) -> None:
     assert len(lines) == 2
 
 
+@pytest.mark.nightly
 def test_the_limit_of_the_whole_check_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """A check that would take longer is ended, and says in which check it was."""
     report = Report("sound")

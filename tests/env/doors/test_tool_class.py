@@ -374,6 +374,7 @@ NAMES = st.sampled_from(["add", "stop", "reset", "get_reward", "__init__", "done
 ARGUMENTS = st.dictionaries(st.sampled_from(["amount", "twice", "self", "__class__"]) | st.text(max_size=5), ANY_JSON)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.builds(ToolCall, NAMES, ARGUMENTS, st.text(max_size=3)), max_size=3))

@@ -28,6 +28,7 @@ def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("door", DOORS)
 def test_what_it_writes_passes_the_check_and_its_own_tests(
@@ -85,6 +86,7 @@ async def test_the_agent_plays_as_it_would_in_a_run(tmp_path: Path) -> None:
         assert "The number is higher" in heard[-1] or "The number is lower" in heard[-1]
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_its_tests_run_by_pytest_in_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a newcomer would run them, but for the check."""

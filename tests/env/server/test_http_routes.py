@@ -59,6 +59,7 @@ def rpc(method: str, params: Any = None, request_id: int = 7) -> dict[str, Any]:
 CALL = rpc("tools/call", {"name": "aws", "arguments": {"command": "aws s3api list-buckets"}})
 
 
+@pytest.mark.nightly
 def test_stateless_reset_and_step_build_run_and_discard(http: httpx.Client) -> None:
     first = http.post("/reset", json={"seed": 3, "task_id": 101, "unknown": 1}).json()
     assert first["observation"]["task"]["task_id"] == 101 and first["done"] is False

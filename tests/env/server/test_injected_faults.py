@@ -127,6 +127,7 @@ async def test_an_episode_that_resumes_does_not_notice() -> None:
         await env.close()
 
 
+@pytest.mark.nightly
 async def test_a_hang_lasts_until_the_client_gives_up() -> None:
     with served([], fault_rate=1.0, fault_kinds="hang") as url:
         assert await play(url, 2, message_timeout_s=2.0) == {"hang": 2}

@@ -66,6 +66,7 @@ def test_a_foreign_page_opens_no_session(stage: Stage, reason: str) -> None:
     assert refused.value.response.status_code == 403 and len(stage.players) == opened
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("method", "path"),
     [

@@ -64,6 +64,7 @@ def get(url: str) -> tuple[int, str]:
         return error.code, error.read().decode()
 
 
+@pytest.mark.nightly
 def test_an_episode_frame_by_frame(server: EnvServerProcess) -> None:
     task = instantiate(201, seed=3)
     with open_session(server) as session:
@@ -281,6 +282,7 @@ def test_a_fork_of_an_environment_leaves_the_port() -> None:
             os.close(write)
 
 
+@pytest.mark.nightly
 def test_sigterm_closes_sessions_and_leaves_nothing() -> None:
     with EnvServerProcess(2) as server:
         children = family(server.process.pid)
@@ -298,6 +300,7 @@ def test_sigterm_closes_sessions_and_leaves_nothing() -> None:
             assert probe.connect_ex(("127.0.0.1", int(server.url.rpartition(":")[2]))) != 0
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("option", ["--port", "--ministack-base-port"])
 def test_a_taken_port_is_one_clear_message(option: str) -> None:
     with socket.socket() as occupant:

@@ -42,6 +42,7 @@ def _metric(stage: Stage, name: str) -> float:
     return next((float(line.split()[-1]) for line in lines if line.startswith(f"{name} ")), 0.0)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("stage", [{"size": 8, "first_message_timeout_s": 5.0}], indirect=True)
 async def test_what_a_roll_back_forgot_comes_back(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
     """A client that asks for more sessions than there are, and drops the accepted ones without closing them, holds

@@ -32,6 +32,7 @@ def server(pair: tuple[str, str]) -> Iterator[ServerProcess]:
         yield process
 
 
+@pytest.mark.nightly
 async def test_clients_with_the_certificate_are_served_and_no_others(
     server: ServerProcess, pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -148,6 +148,7 @@ def test_a_burst_of_thousands_is_answered_in_order(server: EnvServerProcess) -> 
         assert [json.loads(session.recv(timeout=300))["id"] for _ in range(burst)] == list(range(burst))
 
 
+@pytest.mark.nightly
 @pytest.mark.sim
 def test_ten_megabytes_end_the_session_and_not_the_server(server: EnvServerProcess) -> None:
     url = server.url.replace("http", "ws") + "/ws"

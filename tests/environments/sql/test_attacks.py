@@ -66,6 +66,7 @@ def attack(statement: str, folder: Path, *, writable: bool):
     return result
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("writable", [True, False], ids=["change", "question"])
 @pytest.mark.parametrize("name", REFUSED)
 def test_an_attack_is_refused(name: str, writable: bool, empty_folder: Path):

@@ -57,6 +57,7 @@ batch_sizes = st.sampled_from([1, 2, 4, 6, 8, 12, 16, 24])
 allocations = st.sampled_from([None, 0.0, 0.1, 0.25, 0.5, 0.9])
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @settings(max_examples=400, deadline=None)
 @given(queue=queues, batch_size=batch_sizes, minimums=st.tuples(allocations, allocations), strict=st.booleans())
@@ -101,6 +102,7 @@ def packable(queue: list[tuple[int, int | None]], batch_size: int) -> bool:
     return False
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(queue=queues, batch_size=batch_sizes)
@@ -312,6 +314,7 @@ def test_turns_grow_with_the_batch_and_not_with_its_square(monkeypatch: pytest.M
     assert seen[2048] <= seen[256] * 9
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 4), st.integers(0, 2)), max_size=30), st.data())

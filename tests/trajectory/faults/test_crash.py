@@ -17,6 +17,7 @@ pytestmark = pytest.mark.slow
 needs_redis = pytest.mark.skipif(shutil.which("redis-server") is None, reason="redis-server is not installed")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("store", ["sqlite", pytest.param("redis", marks=needs_redis)])
 def test_the_books_balance(tmp_path: Path, store: str):
     with ExitStack() as stack:
@@ -28,6 +29,7 @@ def test_the_books_balance(tmp_path: Path, store: str):
     assert len(ledger.pushed) == 120
 
 
+@pytest.mark.nightly
 def test_a_store_that_fails_at_random_loses_nothing(tmp_path: Path):
     """The long run kills the server between the failures, too."""
     with ExitStack() as stack:
@@ -39,6 +41,7 @@ def test_a_store_that_fails_at_random_loses_nothing(tmp_path: Path):
     assert len(ledger.pushed) == 80
 
 
+@pytest.mark.nightly
 @needs_redis
 def test_a_redis_that_comes_back_empty_is_told_and_ends_the_epoch(tmp_path: Path):
     """What was acknowledged since is delivered."""

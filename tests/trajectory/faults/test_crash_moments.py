@@ -58,6 +58,7 @@ def kill_and_start(server: ServerProcess) -> None:
     server.start()
 
 
+@pytest.mark.nightly
 def test_killed_in_the_middle_of_a_response(server: ServerProcess):
     pushed(server, 0, 2, tokens=150_000)
     pushed(server, 2, 2)
@@ -71,6 +72,7 @@ def test_killed_in_the_middle_of_a_response(server: ServerProcess):
     assert pull(server) == (-1, [])
 
 
+@pytest.mark.nightly
 def test_killed_when_it_knows_that_a_batch_was_sent(server: ServerProcess):
     pushed(server, 0, 4)
     assert pull(server) == (0, [0, 1])
@@ -103,6 +105,7 @@ class Asked:
             setattr(self, name, client.request(**request))
 
 
+@pytest.mark.nightly
 def test_killed_around_a_batch_and_a_push(server: ServerProcess):
     """A batch that arrived is never given to another trainer and never again after the next pull; one that did not
     arrive comes again; a list of groups is there whole or not at all."""

@@ -77,6 +77,7 @@ def numbers(answer: httpx.Response) -> list[int]:
     return [item["group_overrides"]["number"] for item in answer.json()["batch"] or []]
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_server_without_descriptors_loses_nothing_that_it_acknowledged(tmp_path: Path):
     """It used to take a file that it could not open for one that was lost: one pull walked through the queue, put what
@@ -104,6 +105,7 @@ def test_a_server_without_descriptors_loses_nothing_that_it_acknowledged(tmp_pat
         assert (kept["total"], kept["dropped"]) == (0, 0)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.skipif(NO_MOUNT != 0, reason="no mount of one's own here")
 def test_a_full_disk_can_be_drained_also_after_a_kill(tmp_path: Path):

@@ -57,6 +57,7 @@ def test_acks_renewals_and_returns(api: httpx.Client):
     assert api.get("/batch", headers={"X-Ack": "x"}).status_code == 404
 
 
+@pytest.mark.nightly
 def test_a_client_that_leaves_in_the_middle_loses_nothing(url: str, api: httpx.Client):
     start(api, batch_size=4)
     large = group(4, 400_000)
@@ -74,6 +75,7 @@ def test_a_client_that_leaves_in_the_middle_loses_nothing(url: str, api: httpx.C
     wait_for(lambda: [lease["state"] for lease in api.get("/leases").json()["leases"]] == ["sent"])
 
 
+@pytest.mark.nightly
 def test_a_slow_reader_gets_everything(url: str, api: httpx.Client):
     start(api, batch_size=4)
     assert api.post("/scored_data", content=encoded(group(4, 300_000))).status_code == 200

@@ -31,6 +31,7 @@ SCALARS = (None, True, 0, -1, 2**63, 10**30, 1.5, 1e308, "", "x", "\x00", "8", -
 HEADERS = ("X-Ack", "X-Epoch", "X-Trainer-Id", "X-Policy-Version", "Idempotency-Key", "X-Join", "Accept")
 
 
+@pytest.mark.nightly
 def test_schemathesis_finds_no_server_error(url: str):
     command = [
         str(Path(sys.executable).parent / "schemathesis"),
@@ -87,6 +88,7 @@ def body_of(rng: random.Random) -> tuple[bytes, dict[str, str]]:
     return raw, headers | {"Content-Encoding": "gzip"} if rng.random() < 0.05 else headers
 
 
+@pytest.mark.nightly
 def test_random_bodies_and_headers(api: httpx.Client):
     rng = random.Random(7)
     statuses: set[int] = set()

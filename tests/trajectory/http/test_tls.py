@@ -44,6 +44,7 @@ async def test_clients_with_the_certificate_push_and_pull(tmp_path: Path) -> Non
             httpx.post(f"{url.replace('https', 'http')}/register", json=REGISTRATION)
 
 
+@pytest.mark.nightly
 def test_a_batch_that_waits_to_be_encrypted_or_sent_was_not_sent(tmp_path: Path) -> None:
     """As without TLS, a client that leaves in the middle loses nothing."""
     cert, key = self_signed(tmp_path)

@@ -258,6 +258,7 @@ async def test_a_commit_whose_reply_was_lost_counts_once(server: RedisServer, ad
         await each.close()
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 async def test_two_servers_interleaved_are_one(address: str):
     """Random pushes, pulls and acks on two engines: nothing lost, nothing twice, equal states."""

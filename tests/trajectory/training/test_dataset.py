@@ -154,6 +154,7 @@ def test_a_run_that_goes_on_for_longer_tells_its_producers(make: Maker, url: str
         assert client.register_env("aws", group_size=2, max_token_length=16).num_steps == 12
 
 
+@pytest.mark.nightly
 def test_a_long_step_keeps_its_batch(tmp_path: Any):
     with running_server(lease_timeout_s=4.0) as url:
         interface = TrajectoryStreamInterface(**RUN)

@@ -107,6 +107,7 @@ def test_inflating_stops_at_the_budget_and_gives_everything_back(inflate: object
     assert budget.held == 0
 
 
+@pytest.mark.nightly
 def test_a_body_that_stalls_gives_its_room_back(small: str, monkeypatch: pytest.MonkeyPatch):
     """Three of them used to hold the room of all bodies for as long as they liked."""
     monkeypatch.setattr(body_module, "GRACE_S", 0.3)

@@ -122,6 +122,7 @@ def test_tokens_fit_64_bits_unless_strict(number: int):
     assert delivered(parse(with_value(["masks", 0, 0], str(2**63 - 1)))[0])["masks"][0][0] == 2**63 - 1
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "body",
     [
@@ -200,6 +201,7 @@ def test_other_types_are_refused(kind: str):
     assert refused(encoded(group()), content_type=kind)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_large_body_is_validated_elsewhere_with_the_same_result():
     big = encoded(group(8, 60_000))

@@ -65,6 +65,7 @@ def test_what_may_be_wrong_is_left_to_the_decoder(tell: Any, text: str):
     assert tell(text.encode()) is None
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("position", range(40))
 @pytest.mark.parametrize("digits", [15, 18, 19, 20, 30])
 def test_no_long_integer_slips_between_blocks(position: int, digits: int):
@@ -87,6 +88,7 @@ row = st.lists(item, max_size=4).map(lambda items: "[" + ",".join(items) + "]")
 text = st.lists(st.one_of(row, row, row, item), max_size=4)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @EITHER
 @settings(max_examples=400, deadline=None)

@@ -68,6 +68,7 @@ def asked(context: zmq.Context, network: Network, endpoint: str) -> tuple[int, f
         return held, cpu
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "first_words", [b"", b"\xff\0\0\0\0\0\0\0\x01\x7f\x03\0CURVE" + bytes(47)], ids=["silent", "greet"]

@@ -65,6 +65,7 @@ async def test_a_worker_with_another_key_is_refused_by_name(stranger):
     await master.close()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("there", "here"), [(OURS, LOOPBACK), (LOOPBACK, OURS)])
 async def test_keys_at_one_end_only_are_named_where_they_are_and_refused_where_they_are_not(there, here):
     master = RpcMaster("run", network=there)

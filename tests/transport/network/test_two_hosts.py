@@ -108,6 +108,7 @@ async def test_a_worker_with_the_keys_of_another_run_says_so_and_is_not_in_the_r
         await master.close()
 
 
+@pytest.mark.nightly
 async def test_a_firewall_in_one_direction_is_named_long_before_the_deadline_of_the_start(lan: Lan):
     """The worker's packets arrive, but those of the master do not. The start itself may take a minute."""
     master = lan.master()
@@ -121,6 +122,7 @@ async def test_a_firewall_in_one_direction_is_named_long_before_the_deadline_of_
         await master.close()
 
 
+@pytest.mark.nightly
 async def test_a_cable_that_is_cut_later_is_noticed_by_both_ends(lan: Lan):
     deaths: list[str] = []
     master = lan.master(on_death=lambda name, reason: deaths.append(f"{name}: {reason}"))

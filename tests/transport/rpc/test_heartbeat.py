@@ -27,6 +27,7 @@ def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
     made.destroy(0)
 
 
+@pytest.mark.nightly
 def test_a_master_that_stood_still_gives_its_workers_their_time(context: zmq.Context[zmq.Socket[bytes]]):
     """It took them for dead as soon as it went on, before it could read what they had said meanwhile."""
     dead: queue.SimpleQueue[float] = queue.SimpleQueue()
@@ -43,6 +44,7 @@ def test_a_master_that_stood_still_gives_its_workers_their_time(context: zmq.Con
         server.close()
 
 
+@pytest.mark.nightly
 def test_a_worker_that_stood_still_gives_the_master_its_time(context: zmq.Context[zmq.Socket[bytes]]):
     lost: queue.SimpleQueue[float] = queue.SimpleQueue()
     paused, went_on = threading.Event(), [0.0]

@@ -117,6 +117,7 @@ async def test_unknown_names_and_unsendable_values_are_protocol_errors(cluster):
     assert await call("w", "echo", 1, timeout_s=60) == 1
 
 
+@pytest.mark.nightly
 async def test_a_deadline_names_the_worker_and_its_state(cluster):
     await cluster.join("w")
     late = cluster.master.call("w", "append", {"seconds": 6, "number": 0}, timeout_s=2.5, mfc="ref_inf")
@@ -130,6 +131,7 @@ async def test_a_deadline_names_the_worker_and_its_state(cluster):
     assert await cluster.master.call("w", "log", timeout_s=60) == [0]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("ended", ["answered", "given up"])
 async def test_a_short_deadline_does_not_run_while_a_long_call_is_before_it(cluster, ended):
     await cluster.join("w")
@@ -221,6 +223,7 @@ class Wire:
         self._writers.clear()
 
 
+@pytest.mark.nightly
 async def test_a_worker_whose_connection_broke_is_dead_though_it_lives_and_ends(cluster):
     """It connects anew by itself, and gives signs of life; calls would not arrive."""
     async with Wire(cluster.master.endpoint) as wire:

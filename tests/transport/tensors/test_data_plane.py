@@ -122,6 +122,7 @@ def test_writing_to_a_fetched_tensor_stays_private(owner, planes):
         assert plane.fetch(owner.endpoint, ["1"], ["x"], 60)["x"][5] == 6
 
 
+@pytest.mark.nightly
 def test_memory_that_is_read_is_not_reused(fresh_owner, planes):
     held = []
     for i in range(5):
@@ -184,6 +185,7 @@ def test_chunks_are_joined(owner, planes, monkeypatch):
     assert planes[1].fetch(planes[0].endpoint, ["1"], ["x", "m"], 60) == reference
 
 
+@pytest.mark.nightly
 def test_a_killed_owner_is_noticed_and_leaves_nothing(fresh_owner, planes):
     before = named_segments()
     fresh_owner.tell(f"put 1 {ROWS}")
@@ -215,6 +217,7 @@ def test_a_frozen_owner_is_a_timeout(owner, planes):
     assert planes[0].fetch(owner.endpoint, ["1"], ["x"], 60).ids == ("1",)
 
 
+@pytest.mark.nightly
 def test_close_gives_everything_up(fresh_owner, planes):
     fresh_owner.tell(f"put 1 {ROWS}")
     planes[0].fetch(fresh_owner.endpoint, ["1"], ["x"], 60)

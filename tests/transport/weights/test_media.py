@@ -254,6 +254,7 @@ def test_files_are_safetensors_both_ways(tmp_path: Path) -> None:
         assert_same(theirs, {slot.name: loaded[slot.name] for slot in manifest.slots})
 
 
+@pytest.mark.nightly
 def test_a_fetch_from_somebody_who_says_nothing_ends_at_the_deadline() -> None:
     with publishing("fetch") as publisher:
         manifest = publisher.publish(1, TENSORS)
@@ -263,6 +264,7 @@ def test_a_fetch_from_somebody_who_says_nothing_ends_at_the_deadline() -> None:
             receive(replace(manifest, location=location), 0.1)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("trusted", [False, True], ids=["encrypted", "trusted"])
 def test_fetched_weights_come_in_pieces_over_the_bulk_lanes_with_the_keys_of_the_run_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trusted: bool

@@ -92,6 +92,7 @@ def test_weights_reach_another_process(medium: Medium, crowd: list[Peer], tmp_pa
     assert crowd[0].ask("take", gone).startswith(f"WeightsGone: weights version 3 by {medium}")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("medium", ["shm", "disk"])
 def test_a_receiver_reads_to_the_end_what_is_retired_meanwhile(medium: Medium, tmp_path: Path) -> None:
     from realhf.transport.weights.disk import read_weight_file
@@ -105,6 +106,7 @@ def test_a_receiver_reads_to_the_end_what_is_retired_meanwhile(medium: Medium, t
     assert all(torch.equal(tensor, values(1)[name]) for name, tensor in unpack(manifest, buffer).items())
 
 
+@pytest.mark.nightly
 def test_a_killed_publisher_leaves_nothing_that_its_successor_does_not_remove(
     crowd: list[Peer], tmp_path: Path
 ) -> None:

@@ -174,6 +174,7 @@ def test_no_process_holds_a_listening_socket_and_none_is_left() -> None:
         assert not psutil.wait_procs([*family], timeout=60)[1]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("code", "says"),
     [

@@ -219,6 +219,7 @@ async def test_a_fork_of_the_environment_does_not_serve(odd: ServerProcess) -> N
         assert (await ask("state"))["data"]["step_count"] == 2
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("mode", "kind", "named"),
     [
