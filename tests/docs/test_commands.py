@@ -77,7 +77,8 @@ def workplace(tmp_path_factory: pytest.TempPathFactory, tiny_policy: Path) -> Pa
     assert environment_command(["init", "mine", "--folder", str(folder)]) == 0
     for name, page in (("focal", "extend/algorithm.md"), ("agent", "black_box_agents.md")):
         code = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL)[0]
-        (folder / f"{name}.py").write_text(code)
+        # Under a name of its own: other tests of this process load the same algorithm from where it lies.
+        (folder / f"{name}.py").write_text(code.replace('"focal_sft"', '"focal_sft_of_the_page"'))
     (folder / "chats.jsonl").write_text('{"messages": []}\n')
     return folder
 
