@@ -29,7 +29,7 @@ import numpy as np
 from realhf.api.graph import DataFlowGraph, build_graph
 from realhf.api.mfc import InterfaceType, MFCDef
 from realhf.api.sample import SequenceSample
-from realhf.dataflow.buffer.sequence_buffer import AsyncIOSequenceBuffer
+from realhf.dataflow.buffer import AsyncIOSequenceBuffer
 
 SIZES = (1_000, 10_000, 100_000, 1_000_000)
 ORDER = ("actor_gen", "ref_inf", "rew_inf", "actor_train")

@@ -43,7 +43,7 @@ from realhf.backends.embedded.continuous_batching import ContinuousGenerator
 from realhf.backends.training.selected_logprobs import selected_logprobs
 from realhf.backends.training.torch_engine import TorchEngine
 from realhf.base.tensor_digest import digests
-from realhf.transport.weights.exchange import WeightPublisher, receive
+from realhf.transport.weights import WeightPublisher, receive
 
 ROOT = Path(__file__).resolve().parents[1]
 RECEIVE_S = 120.0

@@ -43,9 +43,9 @@ def serve(endpoint: str, name: str) -> None:
     import torch
 
     from realhf.api.sample import SequenceSample
-    from realhf.transport.rpc.worker import RpcWorker
-    from realhf.transport.tensors.data_plane import DataPlane
-    from realhf.transport.tensors.store import TensorStore
+    from realhf.transport.data_plane import DataPlane
+    from realhf.transport.rpc_worker import RpcWorker
+    from realhf.transport.tensor_store import TensorStore
 
     store = TensorStore(name)
     plane = DataPlane(name, "bench", store)
@@ -74,7 +74,7 @@ class Ours:
 
     async def start(self) -> None:
         """Start a master and two workers."""
-        from realhf.transport.rpc.master import RpcMaster
+        from realhf.transport.rpc_master import RpcMaster
 
         self.master = RpcMaster("bench")
         await self.master.start()

@@ -26,10 +26,8 @@ from realhf.api.calls import TRIAL_CHANGE, TRIAL_RESTORE, ProbeRequest
 from realhf.backends.embedded.continuous_batching import ContinuousGenerator
 from realhf.backends.training.torch_engine import TorchEngine
 from realhf.base.tensor_digest import digests
-from realhf.dataflow.weight_probe import SHORT, WeightProbe
-from realhf.dataflow.weight_proof import HeldWeights
-from realhf.dataflow.weight_trial import WeightTrial
-from realhf.transport.weights.exchange import WeightPublisher, receive
+from realhf.dataflow.weight_proof import SHORT, HeldWeights, WeightProbe, WeightTrial
+from realhf.transport.weights import WeightPublisher, receive
 
 Seconds = dict[str, list[float]]
 

@@ -24,8 +24,8 @@ from realhf.env.server.config import ConfigError, ServerConfig, add_arguments, r
 from realhf.env.server.served import ServedEnvironment
 from realhf.env.server.server import EnvServer, listen
 from realhf.scheduler.failure import STOP_WITHIN_S, run_guarded
-from realhf.transport.network.network import Network
-from realhf.transport.rpc.worker import RpcWorker
+from realhf.transport.network import Network
+from realhf.transport.rpc_worker import RpcWorker
 from workers.worker_main import add_key_file, keys_in, reachable
 
 

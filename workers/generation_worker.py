@@ -36,16 +36,15 @@ from realhf.api.trace import WEIGHTS
 from realhf.backends.streaming_engines import longest_sequence, make_streaming_generator
 from realhf.backends.training.tokenizer_loading import load_tokenizer
 from realhf.base.garbage import settle
-from realhf.dataflow.weight_probe import WeightProbe, probe_ids
-from realhf.dataflow.weight_proof import HeldWeights
+from realhf.dataflow.weight_proof import HeldWeights, WeightProbe, probe_ids
 from realhf.monitor.trace import open_trace
 from realhf.rollout.client.generation_client import answer_of, request_of
-from realhf.transport.network.network import LOOPBACK, Network
-from realhf.transport.network.sockets import allow_many_connections
-from realhf.transport.rpc.roster import WorkerInfo
-from realhf.transport.rpc.worker import RpcWorker
-from realhf.transport.service.server import Request, ServiceServer
-from realhf.transport.weights.exchange import receive
+from realhf.transport.network import LOOPBACK, Network
+from realhf.transport.roster import WorkerInfo
+from realhf.transport.rpc_worker import RpcWorker
+from realhf.transport.service import Request, ServiceServer
+from realhf.transport.sockets import allow_many_connections
+from realhf.transport.weights import receive
 from workers.worker_main import network_of, run_planned
 
 LEAVE_WITHIN_S = 15.0

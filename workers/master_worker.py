@@ -36,15 +36,13 @@ from realhf.base.host_load import LoadOfSteps
 from realhf.base.messages import Call
 from realhf.base.plugin import load_plugin
 from realhf.builtins import sources
-from realhf.dataflow.buffer.types import EndOfData
-from realhf.dataflow.caller import A, Q, ask
+from realhf.dataflow.buffer import EndOfData
 from realhf.dataflow.checkpoint import Checkpoint, CheckpointStore
-from realhf.dataflow.executor import FunctionExecutor
-from realhf.dataflow.roles import Roles
-from realhf.dataflow.rollouts.async_rollouts import AsyncRollouts
-from realhf.dataflow.rollouts.plan import RolloutPlan
-from realhf.dataflow.step_report import StepReport
+from realhf.dataflow.function_executor import FunctionExecutor
+from realhf.dataflow.model_function_call import StepReport
+from realhf.dataflow.rollouts.async_rollouts import AsyncRollouts, RolloutPlan
 from realhf.dataflow.step_source import StepSource, SynchronousSteps
+from realhf.dataflow.worker_group import A, Q, Roles, ask
 from realhf.monitor.events import EventStream
 from realhf.monitor.metrics.renaming import calls_of, public_names
 from realhf.monitor.metrics_log import flatten_step
@@ -53,11 +51,10 @@ from realhf.monitor.run_files import write_graph_files
 from realhf.monitor.run_log import RunLog
 from realhf.monitor.trace import open_trace
 from realhf.scheduler.failure import run_guarded
-from realhf.transport.event_loop import new_event_loop
-from realhf.transport.network.network import LOOPBACK, Network
-from realhf.transport.network.sockets import allow_many_connections
-from realhf.transport.rpc.master import RpcMaster
-from realhf.transport.rpc.roster import WorkerInfo
+from realhf.transport.network import LOOPBACK, Network
+from realhf.transport.roster import WorkerInfo
+from realhf.transport.rpc_master import RpcMaster
+from realhf.transport.sockets import allow_many_connections, new_event_loop
 from realhf.view.report import write_report
 from workers.worker_main import add_key_file, keys_in
 

@@ -44,21 +44,18 @@ from realhf.base.garbage import settle
 from realhf.base.loopback import is_loopback_host
 from realhf.builtins import backends, datasets
 from realhf.data.stream_host import StreamHost
-from realhf.dataflow.call_interfaces import call_interfaces
-from realhf.dataflow.model_host import Handler, ModelHost
+from realhf.dataflow.model_host import Handler, ModelHost, call_interfaces
 from realhf.dataflow.served_generation import ServedEngine, ServedGeneration
-from realhf.dataflow.weight_probe import probe_ids
-from realhf.dataflow.weight_trial import WeightTrial
+from realhf.dataflow.weight_proof import WeightTrial, probe_ids
 from realhf.monitor.rollouts.opening import open_rollouts
 from realhf.monitor.trace import open_trace
+from realhf.transport.data_plane import DataPlane
 from realhf.transport.errors import NetworkError
-from realhf.transport.network.addresses import LOOPBACK_ADDRESS, interface_of
-from realhf.transport.network.network import LOOPBACK, Network
-from realhf.transport.network.sockets import allow_many_connections
-from realhf.transport.rpc.worker import RpcWorker
-from realhf.transport.tensors.data_plane import DataPlane
-from realhf.transport.tensors.store import TensorStore
-from realhf.transport.weights.exchange import Medium, WeightPublisher
+from realhf.transport.network import LOOPBACK, LOOPBACK_ADDRESS, Network, interface_of
+from realhf.transport.rpc_worker import RpcWorker
+from realhf.transport.sockets import allow_many_connections
+from realhf.transport.tensor_store import TensorStore
+from realhf.transport.weights import Medium, WeightPublisher
 from workers.worker_main import network_of, run_planned
 
 if TYPE_CHECKING:

@@ -35,13 +35,12 @@ from realhf.rollout.players.group_player import GroupPlayer
 from realhf.rollout.players.player import Player
 from realhf.rollout.streaming.rollout_loop import RolloutLoop
 from realhf.rollout.streaming.sample_encoder import SampleEncoder
-from realhf.transport.event_loop import new_event_loop
-from realhf.transport.network.network import LOOPBACK, Network
-from realhf.transport.network.sockets import allow_many_connections
-from realhf.transport.rpc.roster import WorkerInfo
-from realhf.transport.rpc.worker import RpcWorker
-from realhf.transport.service.client import ServiceClient
-from realhf.transport.stream.producer import open_stream
+from realhf.transport.network import LOOPBACK, Network
+from realhf.transport.push_stream import open_stream
+from realhf.transport.roster import WorkerInfo
+from realhf.transport.rpc_worker import RpcWorker
+from realhf.transport.service import ServiceClient
+from realhf.transport.sockets import allow_many_connections, new_event_loop
 from workers.worker_main import network_of, run_planned
 
 DRAIN_S = 30.0

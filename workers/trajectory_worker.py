@@ -22,8 +22,8 @@ from realhf.scheduler.child import leave
 from realhf.scheduler.failure import run_guarded
 from realhf.trajectory.cli import uvicorn_config
 from realhf.trajectory.http.config import ConfigError, TrajectoryConfig, add_arguments, resolve
-from realhf.transport.network.network import LOOPBACK, Network
-from realhf.transport.rpc.worker import RpcWorker
+from realhf.transport.network import LOOPBACK, Network
+from realhf.transport.rpc_worker import RpcWorker
 from workers.worker_main import add_key_file, keys_in, reachable
 
 logger = logging.getLogger(__name__)

@@ -12,8 +12,7 @@ from realhf.api.config import NetworkConfig
 from realhf.api.experiment import RunPlan
 from realhf.base.plugin import load_plugin
 from realhf.scheduler.failure import run_guarded
-from realhf.transport.network.keys import RunKeys
-from realhf.transport.network.network import LOOPBACK, Network
+from realhf.transport.network import LOOPBACK, Network, RunKeys
 
 _CHATTY = ("httpx", "httpx2")
 """Libraries that write a line about every request."""

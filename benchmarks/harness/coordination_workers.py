@@ -32,7 +32,7 @@ from realhf.api.experiment import RunPlan
 from realhf.api.streaming import RolloutLease
 from realhf.rollout.players.group_player import PlayedGroup
 from realhf.scheduler.failure import run_guarded
-from realhf.transport.rpc.worker import RpcWorker
+from realhf.transport.rpc_worker import RpcWorker
 
 PROMPT_TOKENS, TURN_TOKENS, OBSERVATION_TOKENS = 40, 20, 20
 TURNS = 2
@@ -169,8 +169,8 @@ def model_worker(args: argparse.Namespace) -> None:
     from realhf.api.model import Model
     from realhf.data.stream_host import StreamHost
     from realhf.dataflow.model_host import ModelHost
-    from realhf.transport.tensors.data_plane import DataPlane
-    from realhf.transport.tensors.store import TensorStore
+    from realhf.transport.data_plane import DataPlane
+    from realhf.transport.tensor_store import TensorStore
 
     torch.set_num_threads(1)
     plan, name = RunPlan.read(args.run_dir), "model_worker/0"

@@ -24,7 +24,7 @@ import psutil
 from realhf.api.config import BuiltinModelConfig
 from realhf.backends.builtin_policy import build_builtin_policy
 from realhf.dataflow.journal.audit import Tally, audit_folder
-from realhf.dataflow.journal.writer import ARCHIVE, JournalError
+from realhf.dataflow.journal.journal import ARCHIVE, JournalError
 from realhf.monitor.deaths import deaths
 
 MARKS = {

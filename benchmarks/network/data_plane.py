@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING
 from benchmarks.network.hosts import Host, NoNamespaces, two_hosts
 
 if TYPE_CHECKING:
-    from realhf.transport.network.network import Network
+    from realhf.transport.network import Network
 
 IPERF_S = 2
 FETCH_S = 300.0
@@ -39,8 +39,7 @@ WAYS = ("encrypted", "trusted")
 
 
 def _network(address: str, key_file: str, way: str) -> Network:
-    from realhf.transport.network.keys import RunKeys
-    from realhf.transport.network.network import Network
+    from realhf.transport.network import Network, RunKeys
 
     return Network(address, address, RunKeys.read(Path(key_file)), trusted=way == "trusted")
 
@@ -50,8 +49,8 @@ def serve(address: str, key_file: str, trusted: str, megabytes: str) -> None:
     import torch
 
     from realhf.api.sample import SequenceSample
-    from realhf.transport.tensors.data_plane import DataPlane
-    from realhf.transport.tensors.store import TensorStore
+    from realhf.transport.data_plane import DataPlane
+    from realhf.transport.tensor_store import TensorStore
 
     store, rows = TensorStore("owner"), int(megabytes) * 1_000_000 // 4
     store.put(SequenceSample.from_tensors(["a"], {KEY: torch.rand(rows)}, {KEY: [[rows]]}))
@@ -65,8 +64,8 @@ def serve(address: str, key_file: str, trusted: str, megabytes: str) -> None:
 
 def fetch(address: str, key_file: str, trusted: str, endpoint: str) -> None:
     """Fetch the array once for every line of standard input; print seconds, seconds of CPU and bytes."""
-    from realhf.transport.tensors.data_plane import DataPlane
-    from realhf.transport.tensors.store import TensorStore
+    from realhf.transport.data_plane import DataPlane
+    from realhf.transport.tensor_store import TensorStore
 
     network = _network(address, key_file, trusted)
     plane = DataPlane("reader", "bench", TensorStore("reader"), network=network)
@@ -139,7 +138,7 @@ def _ask(process: subprocess.Popen[str]) -> str:
 
 def measure(rounds: int, megabytes: int) -> list[dict[str, float]]:
     """Return the bytes per second of all, for every round. Raises NoNamespaces."""
-    from realhf.transport.network.keys import RunKeys
+    from realhf.transport.network import RunKeys
 
     found = []
     with tempfile.TemporaryDirectory() as folder, two_hosts() as (first, second), contextlib.ExitStack() as stack:
@@ -179,14 +178,14 @@ def main() -> int:
     if shutil.which("iperf3") is None:
         print("iperf3 is missing (apt-get install iperf3)", file=sys.stderr)
         return 1
-    from realhf.transport.network import sealed
+    from realhf.transport import tls
 
     try:
         found = measure(args.rounds, args.megabytes)
     except NoNamespaces as error:
         print(error, file=sys.stderr)
         return 1
-    print(f"encrypted: {'records of 256 KiB' if sealed.cipher() else 'TLS'}; load {os.getloadavg()[0]:.1f}")
+    print(f"encrypted: {'records of 256 KiB' if tls.cipher() else 'TLS'}; load {os.getloadavg()[0]:.1f}")
     for name in found[0]:
         unit = 1 if name.endswith("ratio") else 1e6
         values = [row[name] / unit for row in found]

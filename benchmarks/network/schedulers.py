@@ -28,7 +28,7 @@ from typing import Any
 from benchmarks.network.hosts import two_hosts
 from realhf.base.free_port import free_port
 from realhf.cluster.cluster_keys import add_hosts, make_keys
-from realhf.transport.network.keys import write_private
+from realhf.transport.network import write_private
 
 STEP_SECONDS = "time/step"
 RUN_S = 900

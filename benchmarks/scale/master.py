@@ -22,13 +22,12 @@ from realhf.api.experiment import RunPlan
 from realhf.api.graph import build_graph
 from realhf.api.source import ResultSink, SampleResult
 from realhf.builtins import sources
-from realhf.dataflow.executor import FunctionExecutor
-from realhf.dataflow.rollouts.async_rollouts import AsyncRollouts
-from realhf.dataflow.rollouts.plan import RolloutPlan
+from realhf.dataflow.function_executor import FunctionExecutor
+from realhf.dataflow.rollouts.async_rollouts import AsyncRollouts, RolloutPlan
 from realhf.launch.build import build_experiment
 from realhf.launch.compose import compose_config
-from realhf.transport.rpc.master import RpcMaster
-from realhf.transport.rpc.roster import WorkerInfo
+from realhf.transport.roster import WorkerInfo
+from realhf.transport.rpc_master import RpcMaster
 
 ENDLESS = 1_000_000
 RUN_ID = "scale"

@@ -56,8 +56,8 @@ from realhf.rollout.players.group_player import PlayedGroup
 from realhf.rollout.streaming.sample_encoder import SampleEncoder
 from realhf.scheduler.failure import run_guarded
 from realhf.transport.codec import decode_sample, encode_sample
-from realhf.transport.rpc.worker import RpcWorker
-from realhf.transport.service.client import BlockingServiceClient
+from realhf.transport.rpc_worker import RpcWorker
+from realhf.transport.service import BlockingServiceClient
 
 NAME = "model_worker/0"
 NOTIFY_S = 120.0

@@ -27,8 +27,8 @@ from benchmarks.scale.wire import Lines, Wires
 from realhf.api.calls import ALLOCATE, PLAY, AllocateRequest
 from realhf.rollout.streaming.rollout_loop import HOLD_S
 from realhf.transport.envelope import pack_header, pack_payload, unpack_header, unpack_payload
-from realhf.transport.network.handshake import own_versions
-from realhf.transport.rpc.roster import WorkerInfo
+from realhf.transport.roster import WorkerInfo
+from realhf.transport.sockets import own_versions
 
 BURST = 256
 """Samples that are finished at once."""

@@ -20,7 +20,7 @@ from realhf.cluster.operator import asked
 from realhf.cluster.options import ELASTIC, HOST_NAME
 from realhf.cluster.placement import LAUNCHER
 from realhf.transport.errors import NetworkError, TransportError
-from realhf.transport.network.keys import write_private
+from realhf.transport.network import write_private
 
 
 def main(argv: Sequence[str] | None = None) -> int:

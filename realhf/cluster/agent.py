@@ -44,10 +44,9 @@ from realhf.scheduler.prepared import PreparedWorkers
 from realhf.transport import envelope
 from realhf.transport.envelope import unpack_header
 from realhf.transport.errors import NetworkError, ProtocolError
-from realhf.transport.network.curve import connect_encrypted
-from realhf.transport.network.handshake import REACHED_WITHIN_S, HandshakeWatch, own_versions, unreached
-from realhf.transport.network.sockets import dealer
-from realhf.transport.pause_detector import PauseDetector
+from realhf.transport.heartbeat import PauseDetector
+from realhf.transport.network import connect_encrypted
+from realhf.transport.sockets import REACHED_WITHIN_S, HandshakeWatch, dealer, own_versions, unreached
 
 _log = logging.getLogger(__name__)
 GRACE_S = 3.0

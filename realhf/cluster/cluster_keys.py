@@ -19,8 +19,7 @@ from typing import Any
 
 from realhf.cluster.placement import LAUNCHER
 from realhf.transport.errors import NetworkError
-from realhf.transport.network.curve import CurvePair, key_fault
-from realhf.transport.network.keys import kept_in_memory, private_text, write_private
+from realhf.transport.network import CurvePair, kept_in_memory, key_fault, private_text, write_private
 
 MOST_BYTES = 1 << 20
 """A file of keys has at most so many: there are 4096 hosts at most."""

@@ -33,10 +33,9 @@ from realhf.cluster.messages import (
 from realhf.cluster.placement import LAUNCHER
 from realhf.transport import envelope
 from realhf.transport.errors import ProtocolError
-from realhf.transport.network.curve import Authenticator, listen_encrypted
-from realhf.transport.network.handshake import differences
-from realhf.transport.network.sockets import Listener, Waker
-from realhf.transport.pause_detector import PauseDetector, excused
+from realhf.transport.heartbeat import PauseDetector, excused
+from realhf.transport.network import Authenticator, listen_encrypted
+from realhf.transport.sockets import Listener, Waker, differences
 
 _log = logging.getLogger(__name__)
 PING_S = 1.0

@@ -12,10 +12,8 @@ from realhf.cluster.cluster_keys import LauncherKeys
 from realhf.cluster.messages import OF_LAUNCHER, Message, Nothing, Report, packed, unpacked
 from realhf.transport.envelope import field, unpack_header
 from realhf.transport.errors import NetworkError, ProtocolError
-from realhf.transport.network.addresses import host_of
-from realhf.transport.network.curve import connect_encrypted
-from realhf.transport.network.handshake import REACHED_WITHIN_S, HandshakeWatch, unreached
-from realhf.transport.network.sockets import dealer
+from realhf.transport.network import connect_encrypted, host_of
+from realhf.transport.sockets import REACHED_WITHIN_S, HandshakeWatch, dealer, unreached
 
 ANSWER_S = 30.0
 LOOK_MS = 100

@@ -19,7 +19,7 @@ from realhf.base.process_id import boot_id, host_token
 from realhf.cluster.messages import HostHello
 from realhf.monitor.provenance import package_versions
 from realhf.scheduler.gpus import gpus_anywhere
-from realhf.transport.network.addresses import LOOPBACK_ADDRESS, address_towards, host_of, on_loopback
+from realhf.transport.network import LOOPBACK_ADDRESS, address_towards, host_of, on_loopback
 
 
 def host_name() -> str:

@@ -54,7 +54,7 @@ from realhf.scheduler.base import (
 )
 from realhf.scheduler.failure import failure_cause
 from realhf.scheduler.local import LocalScheduler
-from realhf.transport.network.sockets import allow_many_connections
+from realhf.transport.sockets import allow_many_connections
 
 JOB, MASTER = "job", "master"
 REJOIN_S = 15.0

@@ -21,10 +21,9 @@ from realhf.data.payload_log import SEGMENT_BYTES, PayloadDamaged, PayloadLog
 from realhf.data.sample_limits import SampleLimits
 from realhf.transport.codec import encode_sample
 from realhf.transport.errors import CodecError, TransportError
-from realhf.transport.network.network import LOOPBACK, Network
-from realhf.transport.stream.push_stream import StreamFailed, StreamMessage
-from realhf.transport.stream.receiver import StreamReceiver
-from realhf.transport.tensors.store import TensorStore
+from realhf.transport.network import LOOPBACK, Network
+from realhf.transport.push_stream import StreamFailed, StreamMessage, StreamReceiver
+from realhf.transport.tensor_store import TensorStore
 
 _log = logging.getLogger(__name__)
 

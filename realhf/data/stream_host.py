@@ -24,9 +24,9 @@ from realhf.api.keys import KeyTable
 from realhf.api.streaming import Arrival
 from realhf.data.sample_limits import SampleLimits
 from realhf.data.stream_dataset import StreamDataset
-from realhf.transport.network.network import LOOPBACK, Network
-from realhf.transport.service.client import BlockingServiceClient
-from realhf.transport.tensors.store import TensorStore
+from realhf.transport.network import LOOPBACK, Network
+from realhf.transport.service import BlockingServiceClient
+from realhf.transport.tensor_store import TensorStore
 
 NOTIFY_TIMEOUT_S = 60.0
 

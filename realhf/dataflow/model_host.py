@@ -1,4 +1,4 @@
-"""The worker's side of a call: inputs from the store or from peers, the interface, outputs into the store.
+"""Serves model function calls on a worker: inputs from the store or peers, the interface, outputs into the store, weights into checkpoints.
 
 It knows models and interfaces by their contracts only and contains no algorithm. Every call starts from the
 seed in its request, for the random states of python, numpy and torch alike, so that a result depends on the
@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -51,21 +52,65 @@ from realhf.api.model import CallContext, Engine, Model, TrainResult
 from realhf.api.parallel import Group, HeldInParts
 from realhf.api.sample import MicroBatchSpec, SequenceSample
 from realhf.api.trace import GENERATE, NO_RECORDER, REF, TRAIN, NoRecorder, NoTrace, RolloutRecorder, Tracer
-from realhf.base.files.whole_file import disk_blamed, whole_folder
+from realhf.base.files.whole_file import disk_blamed, whole_folder, write_whole
+from realhf.base.tensor_digest import SCHEME, digests, joint_digest
+from realhf.builtins import interfaces
 from realhf.builtins import interfaces as interface_registry
 from realhf.dataflow.checkpoint import saved_file
 from realhf.dataflow.model_function_call import WrongReply, check_keys
-from realhf.dataflow.weight_files import DIGESTS_FILE, check_digests, stored_weights, write_digests
 from realhf.transport.codec import encode_sample
 from realhf.transport.errors import CallCancelled
-from realhf.transport.tensors.store import TensorStore
+from realhf.transport.tensor_store import TensorStore
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+DIGESTS_FILE = "weight_digests.json"
+_log = logging.getLogger(__name__)
+
+
+def write_digests(folder: Path, engine: Engine, weights: Mapping[str, Tensor] | None = None) -> None:
+    """Write ``weight_digests.json`` about ``weights``, by default those of the engine: how digests are computed, the
+    policy version, one digest of all tensors as ``weights.jsonl`` of the run has it, and that of each by its name."""
+    tensors = digests(engine.weights() if weights is None else weights)
+    content = {"scheme": SCHEME, "version": engine.version, "digest": joint_digest(tensors), "tensors": tensors}
+    write_whole(folder / DIGESTS_FILE, json.dumps(content, indent=1))
+
+
+def stored_weights(engine: Engine) -> dict[str, Tensor]:
+    """Return what a checkpoint of an engine restores to the bit: its weights, unless it says something else, because
+    those are computed from others. Raises HeldInParts as ``weights`` does."""
+    return getattr(engine, "stored_weights", engine.weights)()
+
+
+def check_digests(folder: Path, engine: Engine) -> None:
+    """Raise ValueError where an engine that has loaded a checkpoint does not hold the weights it was made of; the error
+    names the tensor. A folder without digests passes, an engine that holds a part, and, with a warning, digests that
+    another version of the package computed otherwise: the files have checksums."""
+    path = folder / DIGESTS_FILE
+    if not path.exists():
+        return
+    stored: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    if stored.get("scheme") != SCHEME:
+        _log.warning("%s was computed otherwise than by %r and is not compared", path, SCHEME)
+        return
+    expected: dict[str, str] = stored["tensors"]
+    try:
+        found = digests(stored_weights(engine))
+    except HeldInParts:
+        return
+    for name in sorted(expected.keys() | found.keys()):
+        if expected.get(name) != found.get(name):
+            raise ValueError(
+                f"checkpoint {folder}: {name} was saved with digest {expected.get(name, 'none')} and is restored with "
+                f"{found.get(name, 'none')}"
+            )
+
 
 Fetcher = Callable[[str, Sequence[str], Sequence[str], float], SequenceSample]
 """(endpoint, ids, keys, timeout in seconds) -> the values; ``DataPlane.fetch`` is one."""
-
 Handler = Callable[[Any], Any]
 """Payload of a request -> payload of its answer."""
-
 INTERFACE_STATE = "interfaces.json"
 
 
@@ -436,3 +481,19 @@ def _plain_stats(stats: Mapping[str, Any]) -> dict[str, Any]:
         name: float(value) if isinstance(value, (bool, int, float, np.generic)) else value
         for name, value in stats.items()
     }
+
+
+def call_interfaces(mfcs: Iterable[MFCDef]) -> dict[str, tuple[MFCDef, Any]]:
+    """Return for the name of each call the call and its interface.
+
+    Calls of one role with the same interface and the same arguments share one object, so what one of them learns the
+    others know: a critic's inference predicts in the units that its training measured.
+    """
+    shared: dict[str, Any] = {}
+    found = {}
+    for mfc in mfcs:
+        key = json.dumps([mfc.model_role, interface_key(mfc.interface, mfc.interface_args)])
+        if key not in shared:
+            shared[key] = interfaces.get(mfc.interface)(**mfc.interface_args)
+        found[mfc.name] = (mfc, shared[key])
+    return found

@@ -12,10 +12,8 @@ from realhf.api.calls import TRIAL_CHANGE, TRIAL_RESTORE, Probe, ProbeRequest, U
 from realhf.api.config import GenConfig
 from realhf.api.generation import StreamingGenerator, WeightsManifest
 from realhf.api.model import Engine, GenOutput, GenRequest
-from realhf.dataflow.weight_probe import WeightProbe
-from realhf.dataflow.weight_proof import HeldWeights, WrongWeights, check_held, verdict
-from realhf.dataflow.weight_trial import WeightTrial
-from realhf.transport.weights.flat_buffer import layout
+from realhf.dataflow.weight_proof import HeldWeights, WeightProbe, WeightTrial, WrongWeights, check_held, verdict
+from realhf.transport.weights import layout
 
 
 class ServedGeneration:

@@ -1,20 +1,22 @@
-"""Proves that engines hold the weights they were given: what an engine says of its own, the judgement of it, and the
-record of both.
-"""
+"""Proves that engines hold, and compute with, the weights they were given: digests, probes, trial changes and the verdict."""
 
 from __future__ import annotations
 
 import json
 import math
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from realhf.api.calls import ChangedTensor, Probe, UpdateWeightsAnswer
+from realhf.api.calls import TRIAL_CHANGE, TRIAL_RESTORE, ChangedTensor, Probe, ProbeRequest, UpdateWeightsAnswer
+from realhf.api.config import GenConfig
 from realhf.api.generation import HeldTensor, StreamingGenerator, WeightsManifest
 from realhf.api.keys import TORCH_NAMES
+from realhf.api.model import Engine, GenOutput, GenRequest
+from realhf.api.sample import MicroBatchSpec, SequenceSample
 from realhf.base.tensor_digest import TensorDigester, joint_digest
 
 if TYPE_CHECKING:
@@ -216,3 +218,120 @@ def _published(path: Path) -> dict[int, str]:
             except (ValueError, KeyError, TypeError):
                 continue
     return found
+
+
+TEXT = "The quick brown fox jumps over the lazy dog, and 0123456789 are the digits; list every bucket, then stop. "
+NEW_TOKENS = 4
+SHORT, LONG = 12, 144
+"""Prefix tokens. vLLM caches blocks of 128 tokens on the CPU and of 16 elsewhere: the long prefix holds such a block,
+so that keys and values of earlier weights would be found, and the short one none, where keeping them is asked for."""
+SLOT = -1
+"""The probe's slot; those of clients start at 0."""
+WAIT_S = 300.0
+"""Longest time for one probe, with which a server may compile."""
+
+
+def probe_ids(tokenizer: Any, engine: str, kv_policy: str, limit: int | None) -> list[int]:
+    """Return the prefix for an engine of this name, which takes sequences of ``limit`` tokens."""
+    ids = [int(token) for token in tokenizer.encode(TEXT, add_special_tokens=False)] or [0]
+    count = LONG if engine == "vllm" and kv_policy == "recompute" else SHORT
+    room = count if limit is None else max(1, min(count, limit - NEW_TOKENS))
+    return (ids * (room // len(ids) + 1))[:room]
+
+
+class WeightProbe:
+    """Probes one engine. One that recomputes under new weights (``kv_policy``) may keep the prefix cached between two
+    probes, on purpose: it must not use what it computed under other weights."""
+
+    def __init__(self, engine: StreamingGenerator, token_ids: list[int], kv_policy: str) -> None:
+        self._engine, self._token_ids = engine, token_ids
+        self._forgets = kv_policy != "recompute"
+
+    def sample(self, request: ProbeRequest) -> Probe:
+        """Return the prefix with what the engine samples after it. Raises what the engine raises, or TimeoutError."""
+        over, outcomes = threading.Event(), list[GenOutput | Exception]()
+
+        def done(outcome: GenOutput | Exception) -> None:
+            outcomes.append(outcome)
+            over.set()
+
+        config = GenConfig(max_new_tokens=NEW_TOKENS, temperature=1.0)
+        self._engine.submit(GenRequest(SLOT, self._token_ids, seed=1), config, (), done)
+        if not over.wait(WAIT_S):
+            self._engine.abort([SLOT])
+            raise TimeoutError(f"the engine did not answer the probe of its weights within {WAIT_S:g} s")
+        if request.last or self._forgets:
+            self._engine.free([SLOT])
+        outcome = outcomes[0]
+        if isinstance(outcome, Exception):
+            raise outcome
+        return Probe([*self._token_ids, *outcome.token_ids], list(outcome.logprobs))
+
+
+class WeightTrial:
+    """Holds whether an engine's weights are changed. One tensor of each shape is rolled by one along its first
+    dimension, the last one of that shape: the embedding, one matrix of each kind, norms. That moves the
+    log-probabilities of any model whose words differ, and can be undone without a copy. A weight that adapters are
+    merged in changes by its adapter, as in training: ``engine.adapters`` has ``names``, ``disturb`` and ``restore``."""
+
+    def __init__(self) -> None:
+        self._changed: list[str] = []
+        self._in_place = True
+        self.names: list[str] = []
+        """The tensors that the last step changed, there or back."""
+
+    def step(
+        self, trial: int, engine: Engine, tensors: Mapping[str, Tensor], probes: Sequence[Probe]
+    ) -> tuple[list[list[float]], list[list[float]]]:
+        """Change ``tensors``, the engine's weights, or change them back; 0 does neither. Returns, for the latter, the
+        engine's own log-probabilities of the last tokens of each probe before and after; nothing where ``tensors`` are
+        copies, so that the change is not the engine's. Raises RuntimeError on a step out of turn."""
+        if trial == 0 and not self._changed:
+            return [], []
+        if trial == TRIAL_CHANGE and not self._changed:
+            self.names = self._changed = _one_of_each_shape(tensors)
+            self._turn(engine, tensors, 1)
+            own = engine.weights()
+            self._in_place = all(own[name].data_ptr() == tensors[name].data_ptr() for name in self._changed)
+            return [], []
+        if trial != TRIAL_RESTORE or not self._changed:
+            raise RuntimeError(f"step {trial} of a self-test of weight updates, out of turn")
+        in_place = self._in_place
+        before = [_scores(engine, probe) for probe in probes] if in_place else []
+        if in_place:
+            self._turn(engine, tensors, -1)
+        self._changed = []
+        return before, [_scores(engine, probe) for probe in probes] if in_place else []
+
+    def _turn(self, engine: Engine, tensors: Mapping[str, Tensor], by: int) -> None:
+        """Change the chosen weights, or change them back (``by`` -1)."""
+        adapters = getattr(engine, "adapters", None)
+        adapted = adapters.names.intersection(self._changed) if adapters is not None else frozenset()
+        _roll(tensors, [name for name in self._changed if name not in adapted], by)
+        if adapters is not None and by > 0:
+            adapters.disturb(adapted)
+        elif adapters is not None:
+            adapters.restore()
+
+
+def _one_of_each_shape(tensors: Mapping[str, Tensor]) -> list[str]:
+    last = {tuple(t.shape): name for name, t in tensors.items() if t.is_floating_point() and t.ndim and len(t) > 1}
+    return list(last.values())
+
+
+def _roll(tensors: Mapping[str, Tensor], names: Sequence[str], by: int) -> None:
+    import torch
+
+    with torch.no_grad():
+        for name in names:
+            tensors[name].copy_(tensors[name].roll(by, 0))
+
+
+def _scores(engine: Engine, probe: Probe) -> list[float]:
+    """Return the log-probabilities of a probe's sampled tokens by the engine's own forward pass."""
+    import torch
+
+    ids = torch.tensor(probe.token_ids, dtype=torch.int64)
+    sample = SequenceSample.from_tensors(["probe"], {"packed_input_ids": ids}, {"packed_input_ids": [[len(ids)]]})
+    logprobs = engine.logprobs(sample, temperature=1.0, mb_spec=MicroBatchSpec())
+    return logprobs[len(ids) - 1 - len(probe.logprobs) :].tolist()

@@ -41,7 +41,7 @@ from realhf.scheduler.base import (
 from realhf.scheduler.failure import failure_cause, log_tail
 from realhf.scheduler.memory_kills import WANT_OF_MEMORY
 from realhf.transport.errors import LOST_MASTER
-from realhf.transport.network.keys import RunKeys, forget
+from realhf.transport.network import RunKeys, forget
 
 STOP_GRACE_S = 4.0
 LEAVE_TIMEOUT_S = 15.0

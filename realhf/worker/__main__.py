@@ -23,7 +23,7 @@ from realhf.cluster.options import ELASTIC, HOST_NAME
 from realhf.cluster.own_host import host_name
 from realhf.scheduler.failure import run_guarded
 from realhf.scheduler.process_control import orphans_adopted
-from realhf.transport.network.addresses import host_of
+from realhf.transport.network import host_of
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from realhf.cluster.cluster_keys import HostKey, HostKeys, add_hosts, make_keys
-from realhf.transport.network.keys import write_private
+from realhf.transport.network import write_private
 
 
 class KeyRing:

@@ -13,8 +13,8 @@ from realhf.cluster.cluster_keys import HostKey
 from realhf.cluster.messages import OF_LAUNCHER, HostHello, Message, Welcome, packed, unpacked
 from realhf.cluster.own_host import made_of
 from realhf.transport.envelope import pack_header, pack_payload, unpack_header
-from realhf.transport.network.curve import connect_encrypted
-from realhf.transport.network.handshake import own_versions
+from realhf.transport.network import connect_encrypted
+from realhf.transport.sockets import own_versions
 from tests.cluster.key_ring import KeyRing
 
 ANSWER_S = 60.0

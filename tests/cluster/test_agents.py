@@ -20,7 +20,7 @@ from realhf.cluster.messages import Order
 from realhf.cluster.options import ClusterOptions
 from realhf.cluster.scheduler import ClusterScheduler
 from realhf.scheduler.base import Notice, WorkerEvent, WorkerExit, WorkerLine, WorkerSpec, WorkersWanted
-from realhf.transport.network.curve import connect_encrypted
+from realhf.transport.network import connect_encrypted
 from tests.cluster.key_ring import KeyRing
 from tests.process_family import gone
 

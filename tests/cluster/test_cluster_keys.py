@@ -15,9 +15,8 @@ from realhf.cluster.cluster_keys import HostKey, HostKeys, KnownHosts, LauncherK
 from realhf.cluster.control_endpoint import ControlEndpoint, FromOperator, HostCame, HostGone
 from realhf.cluster.messages import Nothing, Refused, Report
 from realhf.transport.errors import NetworkError
-from realhf.transport.network.curve import connect_encrypted
-from realhf.transport.network.handshake import HandshakeWatch
-from realhf.transport.network.keys import RunKeys
+from realhf.transport.network import RunKeys, connect_encrypted
+from realhf.transport.sockets import HandshakeWatch
 from tests.cluster.key_ring import KeyRing
 from tests.cluster.strange_agent import ANSWER_S, StrangeAgent
 

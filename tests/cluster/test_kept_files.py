@@ -15,7 +15,7 @@ from realhf.cluster.delivery import Dock
 from realhf.cluster.kept_files import HeldKeys, keep
 from realhf.cluster.messages import PIECE_BYTES, FilePiece, Kept, Message, StartWorker
 from realhf.transport.errors import NetworkError
-from realhf.transport.network.keys import RunKeys
+from realhf.transport.network import RunKeys
 
 
 def test_parts_make_a_file_that_appears_with_the_last_one_and_replaces_the_one_before(tmp_path: Path):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.network.hosts import Host
-from realhf.transport.network.keys import RunKeys
+from realhf.transport.network import RunKeys
 from realhf.view.report import REPORT_FILE
 from tests.cluster.bed import PORT, ClusterRun, busy_lanes, check_books, hosts, running
 from tests.process_family import family

@@ -27,7 +27,7 @@ from realhf.cluster.options import ClusterOptions
 from realhf.cluster.scheduler import ClusterScheduler
 from realhf.monitor.host_lanes import HostLanes
 from realhf.scheduler.base import BeginAgain, Notice, WorkerEvent, WorkerExit, WorkerLine, WorkerSpec, WorkersWanted
-from realhf.transport.network.sockets import allow_many_connections
+from realhf.transport.sockets import allow_many_connections
 from tests.cluster.key_ring import KeyRing
 from tests.cluster.strange_agent import ANSWER_S, StrangeAgent
 

@@ -16,9 +16,8 @@ from realhf.data.payload_log import PayloadLog
 from realhf.data.sample_limits import SampleLimits
 from realhf.data.stream_dataset import StreamDataset
 from realhf.transport.codec import decode_sample, encode_sample
-from realhf.transport.stream.producer import StreamProducer
-from realhf.transport.stream.push_stream import StreamFailed
-from realhf.transport.tensors.store import TensorStore
+from realhf.transport.push_stream import StreamFailed, StreamProducer
+from realhf.transport.tensor_store import TensorStore
 
 KEYS = (
     KeySpec("packed_input_ids", "i64", "L"),

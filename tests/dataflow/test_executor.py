@@ -11,10 +11,9 @@ import pytest
 
 from realhf.api.calls import CheckpointRequest
 from realhf.api.sample import SequenceSample
-from realhf.dataflow.buffer.types import EndOfData
-from realhf.dataflow.executor import FunctionExecutor, StallError
-from realhf.dataflow.model_function_call import MFCFailed
-from realhf.dataflow.step_report import StepReport
+from realhf.dataflow.buffer import EndOfData
+from realhf.dataflow.function_executor import FunctionExecutor, StallError
+from realhf.dataflow.model_function_call import MFCFailed, StepReport
 from realhf.dataflow.step_source import SynchronousSteps
 from realhf.transport.errors import WorkerDied
 from tests.dataflow.toy_graph import FakeCaller

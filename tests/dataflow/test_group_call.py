@@ -13,10 +13,10 @@ import pytest
 
 from realhf.api.mfc import InterfaceType, MFCDef
 from realhf.api.parallel import CollectiveBroken, Parallel
-from realhf.dataflow.executor import FunctionExecutor
-from realhf.dataflow.group_call import RanksDiffer, check_agreement, is_group_call
+from realhf.dataflow.function_executor import FunctionExecutor
 from realhf.dataflow.model_function_call import MFCFailed
 from realhf.dataflow.step_source import SynchronousSteps
+from realhf.dataflow.worker_group import RanksDiffer, check_agreement, is_group_call
 from realhf.transport.errors import WorkerDied
 from tests.dataflow.toy_graph import FakeCaller
 from tests.dataflow.toy_source import ToySource, toy_graph

@@ -23,12 +23,12 @@ from realhf.base.tensor_digest import digests, joint_digest
 from realhf.dataflow.checkpoint import CheckpointError, CheckpointStore
 from realhf.dataflow.model_function_call import WrongReply
 from realhf.dataflow.model_host import ModelHost
+from realhf.transport import rpc_worker as rpc_worker
 from realhf.transport.codec import decode_sample
 from realhf.transport.errors import CallCancelled
-from realhf.transport.rpc import worker as rpc_worker
-from realhf.transport.rpc.master import RpcMaster
-from realhf.transport.rpc.worker import RpcWorker
-from realhf.transport.tensors.store import TensorStore
+from realhf.transport.rpc_master import RpcMaster
+from realhf.transport.rpc_worker import RpcWorker
+from realhf.transport.tensor_store import TensorStore
 from tests.dataflow.toy_graph import ToyEngine, ToyInterface
 
 

@@ -10,9 +10,9 @@ import pytest
 
 from realhf.api.experiment import ExperimentSpec, ModelSpec, SourceSpec
 from realhf.api.parallel import CollectiveBroken, Parallel
-from realhf.dataflow.roles import Roles
+from realhf.dataflow.worker_group import Roles
 from realhf.transport.errors import RemoteError
-from realhf.transport.rpc.roster import WorkerInfo
+from realhf.transport.roster import WorkerInfo
 
 
 class Answers:

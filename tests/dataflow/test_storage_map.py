@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from realhf.dataflow.step_report import merge_stats
+from realhf.dataflow.model_function_call import merge_stats
 from realhf.dataflow.storage_map import DataLost, Fetch, StorageMap, make_transfer_plan
 
 HOSTS = {"a": "h1", "b": "h1", "c": "h2", "d": "h2"}

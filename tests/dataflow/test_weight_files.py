@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from realhf.dataflow.weight_files import DIGESTS_FILE, check_digests, write_digests
+from realhf.dataflow.model_host import DIGESTS_FILE, check_digests, write_digests
 
 
 def engine(value: float) -> Any:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from realhf.dataflow.weight_probe import LONG, NEW_TOKENS, SHORT, probe_ids
+from realhf.dataflow.weight_proof import LONG, NEW_TOKENS, SHORT, probe_ids
 
 
 class Letters:

@@ -14,8 +14,7 @@ from realhf.api.calls import ChangedTensor, Probe, UpdateWeightsAnswer
 from realhf.api.generation import HeldTensor, TensorSlot, WeightsManifest
 from realhf.api.model import Engine
 from realhf.base.tensor_digest import digests, joint_digest
-from realhf.dataflow.weight_proof import WEIGHTS_FILE, WeightRecord, WrongWeights, check_held, verdict
-from realhf.dataflow.weight_trial import WeightTrial
+from realhf.dataflow.weight_proof import WEIGHTS_FILE, WeightRecord, WeightTrial, WrongWeights, check_held, verdict
 
 SLOTS = (TensorSlot("a", "f32", (2,), 0, 8, "d-a"), TensorSlot("b", "f32", (2,), 64, 8, "d-b"))
 MANIFEST = WeightsManifest(3, "shm", "here", 128, "", SLOTS)

@@ -16,8 +16,8 @@ from realhf.api.model import CallContext, Model
 from realhf.api.sample import SequenceSample
 from realhf.dataflow.model_host import ModelHost
 from realhf.transport.errors import RemoteError, WorkerDied
-from realhf.transport.rpc.roster import WorkerInfo
-from realhf.transport.tensors.store import TensorStore
+from realhf.transport.roster import WorkerInfo
+from realhf.transport.tensor_store import TensorStore
 
 torch.set_num_threads(1)
 GROUP = 2

@@ -18,10 +18,10 @@ from typing import Any
 
 import numpy as np
 
-from realhf.dataflow.executor import FunctionExecutor
+from realhf.dataflow.function_executor import FunctionExecutor
 from realhf.dataflow.model_function_call import MFCFailed
 from realhf.dataflow.step_source import SynchronousSteps
-from realhf.transport.rpc.master import RpcMaster
+from realhf.transport.rpc_master import RpcMaster
 from tests.dataflow.toy_source import ToySource, toy_graph
 
 SKIP = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.FrameType, type)

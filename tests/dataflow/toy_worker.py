@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from realhf.transport.rpc.worker import RpcWorker
-from realhf.transport.tensors.data_plane import DataPlane
-from realhf.transport.tensors.store import TensorStore
+from realhf.transport.data_plane import DataPlane
+from realhf.transport.rpc_worker import RpcWorker
+from realhf.transport.tensor_store import TensorStore
 from tests.dataflow.toy_graph import ToyGen, toy_host
 from tests.dataflow.toy_source import toy_graph
 

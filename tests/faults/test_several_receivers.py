@@ -11,8 +11,7 @@ import pytest
 
 from benchmarks.harness.killed_run import LAUNCHER, KilledRun
 from realhf.api.streaming import rank_of
-from realhf.dataflow.journal.records import Accept
-from realhf.dataflow.journal.writer import ARCHIVE, read_segment, segments
+from realhf.dataflow.journal.journal import ARCHIVE, Accept, read_segment, segments
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 

@@ -19,7 +19,7 @@ from realhf.monitor.deaths import deaths
 from realhf.monitor.display import PlainDisplay
 from realhf.scheduler.base import WorkerEvent, WorkerExit, WorkerLine, WorkerSpec
 from realhf.transport.errors import NetworkError
-from realhf.transport.network.keys import RunKeys
+from realhf.transport.network import RunKeys
 
 
 class ScriptedScheduler:

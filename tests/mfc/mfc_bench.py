@@ -19,9 +19,9 @@ from realhf.api.experiment import ExperimentSpec, ModelSpec, RunPlan, SourceSpec
 from realhf.api.mfc import MFCDef
 from realhf.api.sample import SequenceSample
 from realhf.transport.codec import decode_sample
-from realhf.transport.rpc.master import RpcMaster
-from realhf.transport.tensors.data_plane import DataPlane
-from realhf.transport.tensors.store import TensorStore
+from realhf.transport.data_plane import DataPlane
+from realhf.transport.rpc_master import RpcMaster
+from realhf.transport.tensor_store import TensorStore
 from workers.model_worker import ModelWorker
 
 RUN_ID = "mfc"

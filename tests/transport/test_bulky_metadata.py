@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from realhf.api.sample import SequenceSample
 from realhf.transport.codec import MAX_METADATA_BYTES, decode_sample, encode_sample, unpack_metadata
+from realhf.transport.data_plane import DataPlane
 from realhf.transport.envelope import MAX_HEADER_BYTES
 from realhf.transport.errors import CodecError
-from realhf.transport.tensors.data_plane import DataPlane
-from realhf.transport.tensors.store import TensorStore
+from realhf.transport.tensor_store import TensorStore
 
 torch.set_num_threads(1)
 TRANSCRIPT = "$ aws s3 ls é\n" * 1500

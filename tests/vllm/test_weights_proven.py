@@ -13,8 +13,7 @@ from realhf.backends.vllm.api import VllmApi
 from realhf.backends.vllm.generation import VllmGenerator
 from realhf.backends.vllm.server import VllmServer
 from realhf.base.tensor_digest import digests
-from realhf.dataflow.weight_probe import LONG
-from realhf.dataflow.weight_proof import WrongWeights
+from realhf.dataflow.weight_proof import LONG, WrongWeights
 from tests.workers.weight_fleet import Fleet
 
 PREFIX = [5 + (7 * i) % 400 for i in range(LONG)]

@@ -12,9 +12,8 @@ import pytest
 
 from realhf.env.client.openenv_client import ConnectError, OpenEnvClient
 from realhf.env.client.server_metadata import without_token
-from realhf.transport.network.keys import RunKeys
-from realhf.transport.network.network import Network
-from realhf.transport.rpc.master import RpcMaster
+from realhf.transport.network import Network, RunKeys
+from realhf.transport.rpc_master import RpcMaster
 from tests.process_family import family, gone
 
 AWS = ("--pool-size", "1", "--ministack-base-port", "0")

@@ -11,7 +11,7 @@ from realhf.api.calls import Nothing, PinAnswer
 from realhf.api.config import GenConfig
 from realhf.api.model import GenOutput
 from realhf.base.messages import MessageError
-from realhf.transport.rpc.roster import WorkerInfo
+from realhf.transport.roster import WorkerInfo
 from workers.generation_worker import GenerationWorker, KeptWeights, SlotTable, VersionGate
 
 

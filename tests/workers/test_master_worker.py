@@ -11,7 +11,7 @@ from realhf.launch.build import build_experiment
 from realhf.launch.compose import compose_config
 from realhf.monitor.events import EventStream
 from realhf.transport.errors import WorkerDied
-from realhf.transport.rpc.worker import RpcWorker
+from realhf.transport.rpc_worker import RpcWorker
 from workers.master_worker import MasterWorker, check_same_models
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from realhf.trajectory.client import AsyncTrajectoryClient
-from realhf.transport.rpc.master import RpcMaster
+from realhf.transport.rpc_master import RpcMaster
 
 pytestmark = pytest.mark.slow
 

@@ -17,14 +17,11 @@ from realhf.api.experiment import ModelSpec
 from realhf.api.generation import StreamingGenerator
 from realhf.api.trace import NoTrace
 from realhf.backends.training.torch_engine import TorchEngine
-from realhf.dataflow.rollouts.weight_selftest import SelfTest
-from realhf.dataflow.rollouts.weight_updates import WeightUpdates
-from realhf.dataflow.weight_probe import WeightProbe
-from realhf.dataflow.weight_proof import HeldWeights, WeightRecord, WrongWeights
-from realhf.dataflow.weight_trial import WeightTrial
-from realhf.transport.network.network import Network
-from realhf.transport.rpc.roster import WorkerInfo
-from realhf.transport.weights.exchange import WeightPublisher
+from realhf.dataflow.rollouts.weight_updates import SelfTest, WeightUpdates
+from realhf.dataflow.weight_proof import HeldWeights, WeightProbe, WeightRecord, WeightTrial, WrongWeights
+from realhf.transport.network import Network
+from realhf.transport.roster import WorkerInfo
+from realhf.transport.weights import WeightPublisher
 from workers.generation_worker import GenerationWorker, VersionGate
 from workers.model_worker import ModelWorker
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from realhf.scheduler.base import WorkerExit, WorkerSpec
 from realhf.scheduler.failure import failure_cause
 from realhf.scheduler.local import LocalScheduler
-from realhf.transport.network.keys import kept_in_memory
+from realhf.transport.network import kept_in_memory
 
 GRACE_S = 6.0
 

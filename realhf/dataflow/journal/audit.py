@@ -16,8 +16,22 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from realhf.dataflow.journal.records import Accept, Admit, Commit, Consume, Drop, End, Record, Reject, Resume, Totals
-from realhf.dataflow.journal.writer import ARCHIVE, JournalError, read_segment, segments
+from realhf.dataflow.journal.journal import (
+    ARCHIVE,
+    Accept,
+    Admit,
+    Commit,
+    Consume,
+    Drop,
+    End,
+    JournalError,
+    Record,
+    Reject,
+    Resume,
+    Totals,
+    read_segment,
+    segments,
+)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Everything about asynchronous rollouts that the master of a run has to do, behind one object."""
+"""Does everything that the master of a run has to do about asynchronous rollouts, from their plan to their end."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import asyncio
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from realhf.api.calls import (
@@ -13,34 +15,104 @@ from realhf.api.calls import (
     OpenStreamRequest,
     PlayRequest,
 )
-from realhf.api.experiment import EvaluationSpec
+from realhf.api.experiment import EvaluationSpec, RolloutSpec
 from realhf.api.rollout import HeldOutOptions
 from realhf.api.sample import SequenceSample
 from realhf.api.source import DataSource, ResultSink
 from realhf.base.messages import Call
-from realhf.dataflow.buffer.sequence_buffer import AsyncIOSequenceBuffer
-from realhf.dataflow.caller import A, Q, ask
-from realhf.dataflow.journal.records import Admit, Draw, Drop
-from realhf.dataflow.journal.rollout_ledger import RolloutLedger
-from realhf.dataflow.journal.state import Recovery
-from realhf.dataflow.rollouts.control import RolloutControl, RolloutsFailed
-from realhf.dataflow.rollouts.generation_figures import GenerationFigures
+from realhf.dataflow.buffer import AsyncIOSequenceBuffer
+from realhf.dataflow.journal.journal import Admit, Draw, Drop
+from realhf.dataflow.journal.ledger import Recovery, RolloutLedger
+from realhf.dataflow.model_function_call import StepReport
+from realhf.dataflow.rollouts.control import RolloutControl, RolloutRules, RolloutService, RolloutsFailed
 from realhf.dataflow.rollouts.held_out import Deliver, HeldOutEvaluations
-from realhf.dataflow.rollouts.plan import RolloutPlan
-from realhf.dataflow.rollouts.receivers import Receivers
+from realhf.dataflow.rollouts.metrics import GenerationFigures, episode_texts, rollout_figures
 from realhf.dataflow.rollouts.sample_queue import SampleQueue, Task, item_of
-from realhf.dataflow.rollouts.service import RolloutService
-from realhf.dataflow.rollouts.statistics import episode_texts, rollout_figures
-from realhf.dataflow.rollouts.straggler_gate import StragglerGate
-from realhf.dataflow.rollouts.stream_loader import StreamLoader
-from realhf.dataflow.rollouts.weight_selftest import SelfTest
-from realhf.dataflow.rollouts.weight_updates import GenerationCaller, WeightUpdates
-from realhf.dataflow.step_report import StepReport
+from realhf.dataflow.rollouts.staleness import StalenessManager, StragglerGate
+from realhf.dataflow.rollouts.stream_loader import Receivers, StreamLoader
+from realhf.dataflow.rollouts.weight_updates import GenerationCaller, SelfTest, WeightUpdates
 from realhf.dataflow.storage_map import StorageMap
 from realhf.dataflow.weight_proof import WeightRecord
+from realhf.dataflow.worker_group import A, Q, ask
 from realhf.transport.codec import decode_sample
 from realhf.transport.errors import WorkerDied
-from realhf.transport.rpc.roster import WorkerInfo
+from realhf.transport.network import LOOPBACK, Network
+from realhf.transport.roster import WorkerInfo
+
+
+@dataclass(frozen=True)
+class RolloutPlan:
+    """``trainers``: the model workers that train the role and hold its samples, in the order of ranks; ``batch_size``
+    samples per step; ``seconds``: deadline of a control call; ``load_s``: of loading weights; ``needs_env``: episodes
+    are played on a service; ``network``: where the master listens."""
+
+    spec: RolloutSpec
+    trainers: Sequence[str]
+    batch_size: int
+    total_steps: int
+    completed_steps: int
+    folder: Path
+    run_id: str
+    seconds: float
+    load_s: float
+    archive: bool = False
+    needs_env: bool = True
+    network: Network = LOOPBACK
+
+    @property
+    def trainer(self) -> str:
+        """The first of the trainers, which does what one does for all."""
+        return self.trainers[0]
+
+    @property
+    def group_size(self) -> int:
+        """Episodes that are played for one sample."""
+        return self.spec.episodes.group_size
+
+    @property
+    def max_concurrent(self) -> int:
+        """Samples admitted and not yet accepted: in play, or on their way to the trainer."""
+        return self.spec.options.max_concurrent_rollouts or self.players + self.credits
+
+    @property
+    def players(self) -> int:
+        """Samples that all rollout workers play at once."""
+        return self.spec.options.n_rollout_workers * max(1, self.spec.sessions // self.group_size)
+
+    @property
+    def credits(self) -> int:
+        """Samples of one rollout worker that may be on their way."""
+        return max(8, 2 * self.batch_size)
+
+    @property
+    def drops_stale(self) -> bool:
+        """Whether stale samples are dropped, not waited for."""
+        return self.spec.options.staleness_policy == "drop"
+
+    def rules(self) -> RolloutRules:
+        """Return what ends a sample, or the run."""
+        options = self.spec.options
+        return RolloutRules(
+            self.total_steps * self.batch_size,
+            options.rollout_deadline_s,
+            options.max_attempts,
+            self.spec.episodes.on_failure == "fail_fast",
+            self.drops_stale,
+            options.max_deaths,
+        )
+
+    def staleness(self) -> StalenessManager:
+        """Return the counters of admission, after the steps that are complete."""
+        consumed = self.completed_steps * self.batch_size
+        return StalenessManager(
+            batch_size=self.batch_size,
+            max_head_offpolicyness=self.spec.options.max_head_offpolicyness,
+            max_concurrent=self.max_concurrent,
+            version=self.completed_steps,
+            accepted=consumed,
+            consumed=consumed,
+        )
+
 
 _log = logging.getLogger(__name__)
 ROLLOUT, GENERATION, TRAINER = "rollout_worker", "generation", "model_worker"

@@ -1,5 +1,4 @@
-"""The master's side of asynchronous rollouts: admits samples, takes them when they are finished, hands them to the
-training steps in an order that keeps them fresh, and writes all of it down (docs/reference/dataflow.md 9).
+"""Admits samples, takes them when they are finished and hands them to training steps, and answers the rollout workers' requests.
 
 Lives in the master's event loop. Every change of state is synchronous and goes into the journal in the same moment;
 only waiting, for capacity, for samples and for the disk, is asynchronous.
@@ -10,24 +9,37 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
-from realhf.api.calls import EvaluatedRequest
+from realhf.api.calls import (
+    ALLOCATE,
+    ARRIVED,
+    EVALUATED,
+    REJECTED,
+    STOPPED,
+    AllocateAnswer,
+    AllocateRequest,
+    ArrivedAnswer,
+    ArrivedRequest,
+    EvaluatedRequest,
+    Nothing,
+    RejectedRequest,
+)
 from realhf.api.sample import SequenceSample
 from realhf.api.source import SampleResult
 from realhf.api.streaming import ACCEPTED, DUPLICATE, REFUSED, Arrival, EvaluationPart, RolloutLease
-from realhf.dataflow.journal.records import DIED, Accept, Admit, Commit, Consume, Draw, Drop, Record, Reject
-from realhf.dataflow.journal.rollout_ledger import RolloutLedger
-from realhf.dataflow.rollouts.evaluation_board import EvaluationBoard
-from realhf.dataflow.rollouts.hands import Hands
-from realhf.dataflow.rollouts.pending_requests import PendingRequests
-from realhf.dataflow.rollouts.receivers import Holders
-from realhf.dataflow.rollouts.sample_queue import SampleQueue, Task, item_map, with_metadata
-from realhf.dataflow.rollouts.staleness import StalenessManager
-from realhf.dataflow.rollouts.straggler_gate import StragglerGate
+from realhf.dataflow.journal.journal import DIED, Accept, Admit, Commit, Consume, Draw, Drop, Record, Reject
+from realhf.dataflow.journal.ledger import RolloutLedger
+from realhf.dataflow.rollouts.held_out import EvaluationBoard
+from realhf.dataflow.rollouts.sample_queue import Hands, PendingRequests, SampleQueue, Task, item_map, with_metadata
+from realhf.dataflow.rollouts.staleness import StalenessManager, StragglerGate
+from realhf.dataflow.rollouts.stream_loader import Holders
 from realhf.transport.codec import decode_sample
+from realhf.transport.network import LOOPBACK, Network
+from realhf.transport.service import LoopServiceServer, Request
 
 _log = logging.getLogger(__name__)
 LATE_S = 30.0
@@ -469,3 +481,76 @@ def _admission(lease: RolloutLease, worker: str, task: Task) -> Admit:
         task.failures,
         task.deaths,
     )
+
+
+MAX_LEASES = 4096
+MAX_HOLD_S = 60.0
+
+
+class RolloutService:
+    """Listens for requests and answers them on the running loop, each in a task of its own. A request that makes no
+    sense is told so; what goes wrong with any other ends the run."""
+
+    def __init__(self, control: RolloutControl, run_id: str, network: Network = LOOPBACK) -> None:
+        self._control = control
+        self._loop = asyncio.get_running_loop()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._server = LoopServiceServer("the master's rollout control", run_id, self._begin, network=network)
+        self.endpoint = self._server.endpoint
+
+    async def close(self) -> None:
+        """Requests that wait are not answered any more."""
+        for task in self._tasks:
+            task.cancel()
+        await self._server.close()
+
+    def _begin(self, request: Request) -> None:
+        task = self._loop.create_task(self._answer(request))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _answer(self, request: Request) -> None:
+        try:
+            answer = self._understood(request.client, request.method, request.payload)
+        except ValueError as error:
+            request.fail(error)
+            return
+        try:
+            request.reply(await answer())
+        except Exception as error:
+            request.fail(error)
+            self._control.fail(error)
+
+    def _understood(self, client: str, method: str, payload: Any) -> Callable[[], Awaitable[Any]]:
+        """What answers the request. Raises ValueError for one that makes no sense."""
+        if method == ALLOCATE.name:
+            return partial(self._allocate, client, ALLOCATE.unpack(payload))
+        if method == ARRIVED.name:
+            return partial(self._arrived, client, ARRIVED.unpack(payload))
+        if method == REJECTED.name:
+            return partial(self._rejected, client, REJECTED.unpack(payload))
+        if method == EVALUATED.name:
+            return partial(self._evaluated, client, EVALUATED.unpack(payload))
+        if method == STOPPED.name:
+            return partial(self._stopped, client)
+        raise ValueError(f"there is no request {method!r}")
+
+    async def _allocate(self, client: str, request: AllocateRequest) -> Any:
+        count = max(1, min(request.count, MAX_LEASES))
+        leases, parts = await self._control.allocate(client, count, min(request.hold_s, MAX_HOLD_S))
+        return ALLOCATE.pack_answer(AllocateAnswer(leases, parts))
+
+    async def _arrived(self, client: str, request: ArrivedRequest) -> Any:
+        return ARRIVED.pack_answer(ArrivedAnswer(await self._control.arrived(request.arrivals, client)))
+
+    async def _rejected(self, client: str, request: RejectedRequest) -> Any:
+        self._control.rejected(client, request.id, request.attempt, request.outcome, request.message)
+        return REJECTED.pack_answer(Nothing())
+
+    async def _evaluated(self, client: str, request: EvaluatedRequest) -> Any:
+        self._control.evaluated(client, request)
+        return EVALUATED.pack_answer(Nothing())
+
+    async def _stopped(self, client: str) -> Any:
+        self._control.worker_stopped(client)
+        return STOPPED.pack_answer(Nothing())

@@ -1,4 +1,4 @@
-"""Brings every version of the policy's weights to the generation workers (docs/reference/dataflow.md 9, weight update).
+"""Brings every version of the policy's weights to the generation workers, and proves at the start that it arrives.
 
 The trainer publishes a version; every generation worker loads it in the background of the next step. Nothing is polled.
 
@@ -9,6 +9,11 @@ version than another, which goes on without it meanwhile.
 
 Each engine answers with digests of what it holds. They must be those of the trainer's tensors; else ``on_wrong`` is
 told, which must end the run.
+
+Digests say what an engine holds; it may still compute with something else: a packed copy, or keys and values of earlier
+weights from a prefix cache. So the trainer changes some of its weights and publishes them, each engine samples after a
+fixed prefix before and after, and the trainer scores what was sampled itself. Then it changes them back, and each
+engine must say to the bit what it said before.
 """
 
 from __future__ import annotations
@@ -20,20 +25,22 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from realhf.api.calls import (
+    PROBE_WEIGHTS,
     PUBLISH_WEIGHTS,
     TRIAL_CHANGE,
     TRIAL_RESTORE,
     UPDATE_WEIGHTS,
     Probe,
+    ProbeRequest,
     PublishWeightsAnswer,
     PublishWeightsRequest,
     UpdateWeightsRequest,
 )
 from realhf.api.generation import WeightsManifest
-from realhf.dataflow.caller import Caller, ask
-from realhf.dataflow.weight_proof import WeightRecord, WrongWeights, check_held
+from realhf.dataflow.weight_proof import WeightRecord, WrongWeights, check_held, verdict
+from realhf.dataflow.worker_group import Caller, ask
 from realhf.transport.errors import RemoteError, RpcError, WorkerDied
-from realhf.transport.weights.served import staging_s
+from realhf.transport.weights import staging_s
 
 _log = logging.getLogger(__name__)
 
@@ -279,3 +286,81 @@ class WeightUpdates:
         if lowest > self._told:
             self._told = lowest
             self._on_version(lowest)
+
+
+ATTEMPTS = 3
+"""So often is the test begun while every engine that takes part in it dies."""
+_LOOK_S = 0.1
+
+
+class SelfTest:
+    """Runs once the first version is loaded and nobody plays yet. ``timeout_s`` bounds each answer; ``warn`` is told of
+    what the test could not find out."""
+
+    def __init__(
+        self, caller: Caller, weights: WeightUpdates, *, timeout_s: float, warn: Callable[[str], None]
+    ) -> None:
+        self._caller, self._weights, self._timeout_s, self._warn = caller, weights, timeout_s, warn
+
+    async def run(self) -> list[str]:
+        """Return the engines that passed. Raises WrongWeights that names an engine and what it does wrong, or
+        RpcError."""
+        for _ in range(ATTEMPTS):
+            await self._somebody()
+            if passed := await self._attempt():
+                return passed
+        raise WrongWeights("no generation worker lived through the self-test of weight updates")
+
+    async def _somebody(self) -> None:
+        """Wait until every engine has loaded, or failed to, and there is one."""
+        deadline = time.monotonic() + self._timeout_s
+        await self._weights.loaded()
+        while not self._weights.current and time.monotonic() < deadline:
+            await asyncio.sleep(_LOOK_S)
+            await self._weights.loaded()
+
+    async def _attempt(self) -> list[str]:
+        digest = self._weights.digest
+        old = await self._probes(last=False)
+        await self._weights.trial(TRIAL_CHANGE)
+        new = await self._probes(last=False)
+        workers = sorted(new)
+        answer = await self._weights.trial(TRIAL_RESTORE, [new[worker] for worker in workers])
+        if self._weights.digest != digest:
+            raise WrongWeights(
+                f"the trainer's weights were changed for the self-test of weight updates and are not as before: digest "
+                f"{self._weights.digest}, it was {digest}"
+            )
+        back = await self._probes(last=True)
+        scores = dict(zip(workers, zip(answer.changed, answer.restored, strict=True), strict=False))
+        tested = [worker for worker in workers if worker in old and worker in back]
+        for worker in tested:
+            self._judge(worker, old[worker], new[worker], back[worker], scores.get(worker))
+        return tested
+
+    async def _probes(self, *, last: bool) -> dict[str, Probe]:
+        names = sorted(self._weights.current)
+        calls = (
+            ask(self._caller, name, PROBE_WEIGHTS, ProbeRequest(last), timeout_s=self._timeout_s) for name in names
+        )
+        probes: dict[str, Probe] = {}
+        for name, found in zip(names, await asyncio.gather(*calls, return_exceptions=True), strict=True):
+            if isinstance(found, WorkerDied):
+                _log.warning("%s died in the self-test of weight updates: %s", name, found)
+            elif isinstance(found, BaseException):
+                raise found
+            else:
+                probes[name] = found
+        return probes
+
+    def _judge(
+        self, worker: str, old: Probe, new: Probe, back: Probe, scores: tuple[Sequence[float], Sequence[float]] | None
+    ) -> None:
+        if error := verdict(old, new, back, scores):
+            raise WrongWeights(f"{worker} failed the self-test of weight updates: {error}")
+        if scores is None:
+            self._warn(
+                f"the self-test of weight updates could not compare {worker} with the trainer's own forward pass"
+            )
+        if back != old:
+            self._warn(f"{worker} is not exact: the same weights gave {back.logprobs}, before {old.logprobs}")

@@ -15,8 +15,8 @@ from realhf.api.calls import FREE, GENERATE, FreeRequest, GenerateAnswer, Genera
 from realhf.api.generation import GenerationFailed, TokenSource
 from realhf.api.model import GenOutput, GenRequest
 from realhf.transport.errors import PeerLost, RpcTimeout
-from realhf.transport.network.network import LOOPBACK, Network
-from realhf.transport.service.client import ServiceClient, ServiceError
+from realhf.transport.network import LOOPBACK, Network
+from realhf.transport.service import ServiceClient, ServiceError
 
 _ATTEMPTS = 3
 """After this many errors of living workers a request is given up."""

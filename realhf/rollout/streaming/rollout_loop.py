@@ -16,7 +16,7 @@ from realhf.api.trace import Tracer
 from realhf.rollout.players.failure_policy import GroupFailed
 from realhf.rollout.players.group_player import PlayedGroup, SamplePlayer, within
 from realhf.transport.errors import ProtocolError
-from realhf.transport.service.client import ServiceClient
+from realhf.transport.service import ServiceClient
 
 _log = logging.getLogger(__name__)
 HOLD_S = 30.0

@@ -15,7 +15,7 @@ from realhf.algorithms.sequences import PredictedTokens, predicted
 from realhf.api.mfc import InterfaceType, MFCDef
 from realhf.api.model import Model
 from realhf.api.sample import MicroBatchSpec, SequenceSample
-from realhf.dataflow.call_interfaces import call_interfaces
+from realhf.dataflow.model_host import call_interfaces
 from tests.algorithms.tiny_policy import GROUPS, OUTCOME, REWARDS, context, tiny_actor, tiny_critic, weights
 
 PPO: dict[str, Any] = {"algo": "ppo", "discount": 0.9, "gae_lambda": 0.8, "kl_ctl": 0.05, "adv_norm": False}

@@ -20,8 +20,8 @@ from realhf.api.sample import MicroBatchSpec, SequenceSample
 from realhf.backends.adapters import lora, merged
 from realhf.backends.training.torch_engine import TorchEngine
 from realhf.base.extras import install_command
-from realhf.dataflow.weight_files import check_digests, stored_weights, write_digests
-from realhf.dataflow.weight_trial import WeightTrial
+from realhf.dataflow.model_host import check_digests, stored_weights, write_digests
+from realhf.dataflow.weight_proof import WeightTrial
 
 # Each test process collects this file, and one runs it: peft is imported by what is run.
 ABSENT = pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="adapters need the extra lora")

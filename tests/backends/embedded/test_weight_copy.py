@@ -10,7 +10,7 @@ import torch
 from realhf.api.config import OptimizerConfig
 from realhf.backends.embedded.weight_copy import copy_weights
 from realhf.backends.training.torch_engine import TorchEngine
-from realhf.transport.weights.flat_buffer import layout, pack
+from realhf.transport.weights import layout, pack
 
 
 def test_persistent_buffers_travel_with_the_parameters(tiny_model: Any) -> None:

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from realhf.api.sample import DuplicateKeyError, SequenceSample
-from realhf.dataflow.buffer.sequence_buffer import AsyncIOSequenceBuffer
-from realhf.dataflow.buffer.types import (
+from realhf.dataflow.buffer import (
+    AsyncIOSequenceBuffer,
     BatchLease,
     BatchTooLarge,
     BufferClosed,

@@ -12,8 +12,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from realhf.dataflow.buffer.sequence_buffer import AsyncIOSequenceBuffer
-from realhf.dataflow.buffer.types import BatchLease, BufferClosed, EndOfData, Retired
+from realhf.dataflow.buffer import AsyncIOSequenceBuffer, BatchLease, BufferClosed, EndOfData, Retired
 from tests.dataflow.buffer.toy_buffer import buffer_graph, meta_of, outputs_of
 
 MAX_SIZE = 24

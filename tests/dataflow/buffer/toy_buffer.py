@@ -8,7 +8,7 @@ from typing import Any
 from realhf.api.graph import DataFlowGraph, build_graph
 from realhf.api.mfc import InterfaceType, MFCDef
 from realhf.api.sample import SequenceSample
-from realhf.dataflow.buffer.types import BatchLease
+from realhf.dataflow.buffer import BatchLease
 
 
 def buffer_graph(gen: int = 4, ref: int = 4, rew: int = 4, train: int = 4) -> DataFlowGraph:

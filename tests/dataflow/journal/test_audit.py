@@ -12,9 +12,8 @@ import msgspec
 import pytest
 
 from realhf.dataflow.journal.audit import Tally, audit, audit_folder, main
-from realhf.dataflow.journal.records import Commit, Consume, Drop, Record, Reject, Resume, Totals
-from realhf.dataflow.journal.state import fold
-from realhf.dataflow.journal.writer import ARCHIVE, Journal
+from realhf.dataflow.journal.journal import ARCHIVE, Commit, Consume, Drop, Journal, Record, Reject, Resume, Totals
+from realhf.dataflow.journal.ledger import fold
 from tests.dataflow.journal.test_writer import STORY, accept, admit
 from tests.dataflow.journal.toy_journaled_run import JournaledRun
 

@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from realhf.dataflow.journal.records import (
+from realhf.dataflow.journal.journal import (
+    ARCHIVE,
+    SEGMENT_BYTES,
     Accept,
     Admit,
     Ckpt,
@@ -20,14 +22,16 @@ from realhf.dataflow.journal.records import (
     Consume,
     Draw,
     Drop,
+    Journal,
+    JournalError,
     Record,
     Reject,
     Resume,
     Totals,
+    read_segment,
+    segments,
 )
-from realhf.dataflow.journal.rollout_ledger import RolloutLedger
-from realhf.dataflow.journal.state import JournalState, fold
-from realhf.dataflow.journal.writer import ARCHIVE, SEGMENT_BYTES, Journal, JournalError, read_segment, segments
+from realhf.dataflow.journal.ledger import JournalState, RolloutLedger, fold
 
 
 def admit(id: str, order: int, attempt: int = 0, version: int = 0) -> Admit:
@@ -285,8 +289,8 @@ async def test_many_appends_do_not_wait_for_the_interval(tmp_path: Path) -> None
 WRITER = """
 import asyncio, sys
 from pathlib import Path
-from realhf.dataflow.journal.writer import Journal
-from realhf.dataflow.journal.records import Draw
+from realhf.dataflow.journal.journal import Journal
+from realhf.dataflow.journal.journal import Draw
 
 async def main():
     journal, records = Journal.open(Path(sys.argv[1]), sync_interval_s=0.001)

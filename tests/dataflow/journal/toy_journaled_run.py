@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
-from realhf.dataflow.journal.records import (
+from realhf.dataflow.journal.journal import (
     Accept,
     Admit,
     Ckpt,
@@ -15,12 +15,13 @@ from realhf.dataflow.journal.records import (
     Draw,
     Drop,
     End,
+    Journal,
     Record,
     Reject,
     Resume,
+    segments,
 )
-from realhf.dataflow.journal.state import fold
-from realhf.dataflow.journal.writer import Journal, segments
+from realhf.dataflow.journal.ledger import fold
 
 
 @dataclass

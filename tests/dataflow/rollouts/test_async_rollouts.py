@@ -13,12 +13,12 @@ import pytest
 from realhf.api.source import SampleResult
 from realhf.api.streaming import Arrival
 from realhf.dataflow.journal.audit import audit_folder
-from realhf.dataflow.journal.writer import Journal
+from realhf.dataflow.journal.journal import Journal
 from realhf.dataflow.rollouts import async_rollouts
 from realhf.dataflow.rollouts.async_rollouts import AsyncRollouts
 from realhf.dataflow.rollouts.control import RolloutsFailed
 from realhf.transport.errors import RpcTimeout, WorkerDied
-from realhf.transport.service.client import ServiceClient
+from realhf.transport.service import ServiceClient
 from tests.dataflow.rollouts.toy_streamed_run import TRAINER, CountingSource, FakeWorkers, meta_of, plan_of, worker_info
 
 

@@ -14,14 +14,12 @@ from realhf.api.calls import ARRIVED, ArrivedRequest
 from realhf.api.source import SampleResult
 from realhf.api.streaming import ACCEPTED, DUPLICATE, REFUSED, Arrival, RolloutLease
 from realhf.dataflow.journal.audit import audit_folder
-from realhf.dataflow.journal.rollout_ledger import RolloutLedger
-from realhf.dataflow.journal.writer import Journal, JournalError
-from realhf.dataflow.rollouts.control import MAX_IN_VAIN, RolloutControl, RolloutRules, RolloutsFailed
+from realhf.dataflow.journal.journal import Journal, JournalError
+from realhf.dataflow.journal.ledger import RolloutLedger
+from realhf.dataflow.rollouts.control import MAX_IN_VAIN, RolloutControl, RolloutRules, RolloutService, RolloutsFailed
 from realhf.dataflow.rollouts.sample_queue import SampleQueue, Task
-from realhf.dataflow.rollouts.service import RolloutService
-from realhf.dataflow.rollouts.staleness import StalenessManager
-from realhf.dataflow.rollouts.straggler_gate import StragglerGate
-from realhf.transport.service.client import ServiceClient, ServiceError
+from realhf.dataflow.rollouts.staleness import StalenessManager, StragglerGate
+from realhf.transport.service import ServiceClient, ServiceError
 from tests.dataflow.rollouts.toy_streamed_run import TRAINER, CountingSource, meta_of
 
 W0, W1 = "rollout_worker/0:11", "rollout_worker/1:12"

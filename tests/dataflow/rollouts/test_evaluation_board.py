@@ -9,7 +9,7 @@ import pytest
 from realhf.api.calls import EvaluatedRequest
 from realhf.api.evaluation import EpisodeResult
 from realhf.api.streaming import EvaluationPart
-from realhf.dataflow.rollouts.evaluation_board import LATE_S, MAX_ATTEMPTS, EvaluationBoard, EvaluationFailed
+from realhf.dataflow.rollouts.held_out import LATE_S, MAX_ATTEMPTS, EvaluationBoard, EvaluationFailed
 
 A, B = "rollout_worker/0:1", "rollout_worker/1:2"
 

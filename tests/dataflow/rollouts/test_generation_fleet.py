@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from realhf.dataflow.journal.writer import Journal
+from realhf.dataflow.journal.journal import Journal
 from tests.dataflow.rollouts.toy_generation_fleet import FleetRun
 
 

@@ -15,7 +15,7 @@ from realhf.api.evaluation import EpisodeResult
 from realhf.api.experiment import EvaluationSpec
 from realhf.api.rollout import HeldOutOptions
 from realhf.api.streaming import EvaluationPart
-from realhf.dataflow.journal.writer import Journal
+from realhf.dataflow.journal.journal import Journal
 from realhf.dataflow.rollouts.async_rollouts import AsyncRollouts
 from realhf.dataflow.rollouts.control import RolloutsFailed
 from realhf.dataflow.rollouts.held_out import ATTEMPTS

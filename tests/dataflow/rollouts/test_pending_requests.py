@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from realhf.dataflow.rollouts.pending_requests import PendingRequests
+from realhf.dataflow.rollouts.sample_queue import PendingRequests
 
 LONG_S = 60.0
 

@@ -19,11 +19,10 @@ from realhf.api.streaming import Arrival
 from realhf.data.stream_host import StreamHost
 from realhf.dataflow.journal.audit import audit_folder
 from realhf.dataflow.rollouts.async_rollouts import AsyncRollouts
-from realhf.dataflow.rollouts.receivers import share_out
+from realhf.dataflow.rollouts.stream_loader import share_out
 from realhf.transport.codec import encode_sample
-from realhf.transport.stream.producer import StreamProducer
-from realhf.transport.stream.push_stream import StreamFailed
-from realhf.transport.tensors.store import TensorStore
+from realhf.transport.push_stream import StreamFailed, StreamProducer
+from realhf.transport.tensor_store import TensorStore
 from tests.dataflow.rollouts.toy_streamed_run import CountingSource, plan_of
 
 KEY, PLAYER, TOTAL, LIVES = "packed_input_ids", "rollout_worker/0:1", 24, 6

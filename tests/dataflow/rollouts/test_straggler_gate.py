@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from realhf.dataflow.rollouts.straggler_gate import StragglerGate
+from realhf.dataflow.rollouts.staleness import StragglerGate
 from tests.dataflow.rollouts.toy_rollouts import Conditions, Simulation
 
 

@@ -9,8 +9,7 @@ import pytest
 
 from realhf.api.graph import GraphError, build_graph, to_async
 from realhf.api.sample import SequenceSample
-from realhf.dataflow.buffer.sequence_buffer import AsyncIOSequenceBuffer
-from realhf.dataflow.buffer.types import EndOfData
+from realhf.dataflow.buffer import AsyncIOSequenceBuffer, EndOfData
 from realhf.dataflow.rollouts.stream_loader import StreamLoader
 from realhf.dataflow.storage_map import StorageMap
 from realhf.transport.codec import decode_sample

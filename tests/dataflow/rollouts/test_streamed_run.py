@@ -10,7 +10,7 @@ from random import Random
 import pytest
 
 from realhf.dataflow.journal.audit import audit_folder
-from realhf.dataflow.journal.writer import Journal
+from realhf.dataflow.journal.journal import Journal
 from tests.dataflow.rollouts.toy_streamed_run import StreamedRun
 
 

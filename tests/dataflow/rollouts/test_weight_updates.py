@@ -14,7 +14,7 @@ from realhf.base.messages import to_payload
 from realhf.dataflow.rollouts.weight_updates import WeightUpdates
 from realhf.dataflow.weight_proof import WeightRecord, WrongWeights
 from realhf.transport.errors import RemoteError, RpcError, RpcTimeout, WorkerDied
-from realhf.transport.rpc.roster import WorkerInfo
+from realhf.transport.roster import WorkerInfo
 
 
 class FakeCaller:

@@ -16,7 +16,7 @@ from realhf.api.streaming import ACCEPTED, Arrival, RolloutLease
 from realhf.base.messages import to_payload
 from realhf.dataflow.rollouts.async_rollouts import AsyncRollouts
 from realhf.transport.errors import RpcTimeout, WorkerDied
-from realhf.transport.rpc.roster import WorkerInfo
+from realhf.transport.roster import WorkerInfo
 from tests.dataflow.rollouts.toy_streamed_run import TRAINER, CountingSource, meta_of, plan_of, worker_info
 from workers.generation_worker import VersionGate
 

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from random import Random
 
-from realhf.dataflow.rollouts.staleness import StalenessManager
-from realhf.dataflow.rollouts.straggler_gate import StragglerGate
+from realhf.dataflow.rollouts.staleness import StalenessManager, StragglerGate
 
 
 @dataclass(frozen=True)

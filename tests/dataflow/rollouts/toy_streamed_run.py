@@ -19,11 +19,10 @@ from realhf.api.sample import SequenceSample
 from realhf.api.source import SampleResult, SourceItem
 from realhf.api.streaming import ACCEPTED, DUPLICATE, REFUSED, Arrival, RolloutLease, rank_of
 from realhf.base.messages import to_payload
-from realhf.dataflow.journal.writer import segments
-from realhf.dataflow.rollouts.async_rollouts import AsyncRollouts
-from realhf.dataflow.rollouts.plan import RolloutPlan
+from realhf.dataflow.journal.journal import segments
+from realhf.dataflow.rollouts.async_rollouts import AsyncRollouts, RolloutPlan
 from realhf.transport.codec import encode_sample
-from realhf.transport.rpc.roster import WorkerInfo
+from realhf.transport.roster import WorkerInfo
 
 TRAINER = "model_worker/0"
 

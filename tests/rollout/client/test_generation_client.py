@@ -16,7 +16,7 @@ from realhf.api.model import GenOutput, GenRequest
 from realhf.base.messages import MessageError
 from realhf.rollout.client import generation_client
 from realhf.rollout.client.generation_client import GenerationClient, Pinned, answer_of, request_of
-from realhf.transport.service.server import Request, ServiceServer
+from realhf.transport.service import Request, ServiceServer
 
 
 class FakeEngine:

@@ -15,9 +15,8 @@ from realhf.api.trace import NoTrace
 from realhf.rollout.players.group_player import GroupFailed, PlayedGroup
 from realhf.rollout.streaming.rollout_loop import RolloutLoop
 from realhf.transport.errors import CodecError, PeerLost, ProtocolError
-from realhf.transport.service.client import ServiceClient, ServiceError
-from realhf.transport.service.server import Request, ServiceServer
-from realhf.transport.stream.push_stream import StreamFailed
+from realhf.transport.push_stream import StreamFailed
+from realhf.transport.service import Request, ServiceClient, ServiceError, ServiceServer
 
 
 class FakeMaster:

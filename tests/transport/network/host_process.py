@@ -8,13 +8,12 @@ from pathlib import Path
 
 from realhf.api.config import NetworkConfig
 from realhf.scheduler.failure import run_guarded
-from realhf.transport.network.keys import RunKeys
-from realhf.transport.network.network import Network
-from realhf.transport.rpc.worker import RpcWorker
-from realhf.transport.service.server import ServiceServer
-from realhf.transport.stream.receiver import StreamReceiver
-from realhf.transport.tensors.data_plane import DataPlane
-from realhf.transport.tensors.store import TensorStore
+from realhf.transport.data_plane import DataPlane
+from realhf.transport.network import Network, RunKeys
+from realhf.transport.push_stream import StreamReceiver
+from realhf.transport.rpc_worker import RpcWorker
+from realhf.transport.service import ServiceServer
+from realhf.transport.tensor_store import TensorStore
 
 
 def serve() -> None:

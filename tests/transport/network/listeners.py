@@ -7,7 +7,7 @@ from pathlib import Path
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from realhf.transport.network.handshake import FAILED
+from realhf.transport.sockets import FAILED
 
 ANSWERS_WITHIN_S = 20.0
 LISTENS = "0A"

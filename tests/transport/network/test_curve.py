@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from realhf.transport.network.keys import RunKeys
-from realhf.transport.network.network import Network
+from realhf.transport.network import Network, RunKeys
 
 GREETING = b"\xff\0\0\0\0\0\0\0\x01\x7f\x03\0CURVE" + bytes(47)
 LIMIT, STRANGERS, WAIT_S = 256, 400, 60.0
@@ -24,8 +23,8 @@ LISTENER = f"""
 import json, os, resource, sys, time
 from pathlib import Path
 import zmq
-from realhf.transport.network.keys import RunKeys
-from realhf.transport.network.network import Network
+from realhf.transport.network import RunKeys
+from realhf.transport.network import Network
 
 resource.setrlimit(resource.RLIMIT_NOFILE, ({LIMIT}, {LIMIT}))
 network = Network(keys=RunKeys.read(Path(sys.argv[1])))

@@ -10,10 +10,8 @@ import zmq
 
 from realhf.api.config import NetworkConfig
 from realhf.transport.errors import AddressTaken, NetworkError
-from realhf.transport.network.addresses import address_towards, host_of, on_loopback, own_addresses
-from realhf.transport.network.keys import RunKeys
-from realhf.transport.network.network import LOOPBACK, Network
-from realhf.transport.rpc.master import RpcMaster
+from realhf.transport.network import LOOPBACK, Network, RunKeys, address_towards, host_of, on_loopback, own_addresses
+from realhf.transport.rpc_master import RpcMaster
 
 KEYS = RunKeys.make()
 ELSEWHERE = "192.0.2.7"
@@ -92,7 +90,7 @@ def test_host_names_are_resolved_and_unknown_ones_are_named():
 
 def test_a_name_that_means_the_loopback_here_is_named(monkeypatch):
     """Systems list the name of the machine itself at 127.0.1.1: listening there, no other host would reach it."""
-    monkeypatch.setattr("realhf.transport.network.network.resolved", lambda name, option: "127.0.1.1")
+    monkeypatch.setattr("realhf.transport.network.resolved", lambda name, option: "127.0.1.1")
     with pytest.raises(NetworkError, match=r"network\.bind=myhost: .* loopback \(127\.0\.1\.1\)"):
         Network.of_master(NetworkConfig("myhost"), KEYS)
 

@@ -14,12 +14,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from realhf.transport.network import sealed
-from realhf.transport.network.keys import RunKeys
-from realhf.transport.network.sealed import RECORD_BYTES, SECRET_BYTES, SealedSocket, new_secret
-from realhf.transport.network.tls import RunTls
+from realhf.transport import tls
+from realhf.transport.network import RunKeys
+from realhf.transport.tls import RECORD_BYTES, SECRET_BYTES, RunTls, SealedSocket, new_secret
 
-pytestmark = pytest.mark.skipif(sealed.cipher() is None, reason="needs the package cryptography (extra network)")
+pytestmark = pytest.mark.skipif(tls.cipher() is None, reason="needs the package cryptography (extra network)")
 
 LIMIT_S = 30.0
 SECRET = bytes(range(SECRET_BYTES))

@@ -15,16 +15,12 @@ import zmq
 
 from realhf.transport import envelope
 from realhf.transport.errors import NetworkError, PeerLost, ProtocolError, RpcTimeout
-from realhf.transport.network.keys import RunKeys
-from realhf.transport.network.network import LOOPBACK, Network
-from realhf.transport.network.sockets import LoopDealer
-from realhf.transport.rpc.master import RpcMaster
-from realhf.transport.rpc.worker import RpcWorker
-from realhf.transport.service.client import ServiceClient
-from realhf.transport.service.server import ServiceServer
-from realhf.transport.stream.producer import StreamProducer
-from realhf.transport.stream.push_stream import StreamFailed
-from realhf.transport.stream.receiver import StreamReceiver
+from realhf.transport.network import LOOPBACK, Network, RunKeys
+from realhf.transport.push_stream import StreamFailed, StreamProducer, StreamReceiver
+from realhf.transport.rpc_master import RpcMaster
+from realhf.transport.rpc_worker import RpcWorker
+from realhf.transport.service import ServiceClient, ServiceServer
+from realhf.transport.sockets import LoopDealer
 
 KEYS, OTHERS = RunKeys.make(), RunKeys.make()
 OURS = Network(keys=KEYS)
@@ -117,7 +113,7 @@ async def test_other_versions_are_refused_with_both_names(monkeypatch):
     master = RpcMaster("run")
     await master.start()
     monkeypatch.setattr(
-        "realhf.transport.rpc.worker.own_versions", lambda: {"realhf": "9.9", "Python": "3.10", "protocol": "1"}
+        "realhf.transport.rpc_worker.own_versions", lambda: {"realhf": "9.9", "Python": "3.10", "protocol": "1"}
     )
     with pytest.raises(ProtocolError, match=r"versions differ: realhf 9.9 on .*, .* on .*; Python 3.10 on"):
         await asyncio.to_thread(worker_of(master, LOOPBACK).run)
@@ -174,7 +170,7 @@ async def test_another_protocol_is_refused_at_once(monkeypatch):
     await master.start()
     worker = worker_of(master, LOOPBACK)
     pack = envelope.pack_header
-    monkeypatch.setattr("realhf.transport.rpc.worker.pack_header", lambda *a, **k: of_protocol(99, pack(*a, **k)))
+    monkeypatch.setattr("realhf.transport.rpc_worker.pack_header", lambda *a, **k: of_protocol(99, pack(*a, **k)))
     with pytest.raises(ProtocolError, match=r"refused worker 'w': versions differ: protocol 99 on .*, 2 on"):
         await asyncio.to_thread(worker.run)
     assert master.dropped_messages == 1

@@ -15,9 +15,8 @@ import pytest
 
 from benchmarks.network.hosts import Host, NoNamespaces, two_hosts
 from realhf.base.process_id import host_token
-from realhf.transport.network.keys import RunKeys
-from realhf.transport.network.network import Network
-from realhf.transport.rpc.master import RpcMaster
+from realhf.transport.network import Network, RunKeys
+from realhf.transport.rpc_master import RpcMaster
 from tests.process_family import gone
 from tests.transport.network.listeners import listeners, takes_a_stranger
 

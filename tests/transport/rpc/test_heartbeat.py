@@ -12,9 +12,8 @@ import pytest
 import zmq
 
 from realhf.base.process_id import host_token, start_time
-from realhf.transport.network.network import LOOPBACK
-from realhf.transport.pause_detector import LATE_S, PauseDetector
-from realhf.transport.rpc.heartbeat import HeartbeatClient, HeartbeatServer
+from realhf.transport.heartbeat import LATE_S, HeartbeatClient, HeartbeatServer, PauseDetector
+from realhf.transport.network import LOOPBACK
 
 SILENCE_S = 1.5
 WAIT_S = 60.0
@@ -78,7 +77,7 @@ def test_a_worker_that_stood_still_gives_the_master_its_time(context: zmq.Contex
 
 def test_a_pause_is_what_goes_beyond_the_wait_of_its_caller(monkeypatch: pytest.MonkeyPatch):
     now = [100.0]
-    monkeypatch.setattr("realhf.transport.pause_detector.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("realhf.transport.heartbeat.time.monotonic", lambda: now[0])
     pauses, found = PauseDetector(1.0), []
     for passed in (0.1, 1.0, 1.0 + LATE_S / 2, 6.0, 0.5):
         now[0] += passed
@@ -89,7 +88,7 @@ def test_a_pause_is_what_goes_beyond_the_wait_of_its_caller(monkeypatch: pytest.
 def test_a_pause_gives_nobody_more_than_the_time_that_passed(monkeypatch: pytest.MonkeyPatch):
     """Files may come for a minute without a look, and the last of them is heard at its end: silence begins there."""
     now = [100.0]
-    monkeypatch.setattr("realhf.transport.pause_detector.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("realhf.transport.heartbeat.time.monotonic", lambda: now[0])
     pauses = PauseDetector(1.0)
     now[0] = 160.0
     assert pauses.excused(159.0) == 160.0

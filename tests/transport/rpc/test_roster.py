@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 from realhf.transport.envelope import unpack_payload
-from realhf.transport.rpc.roster import RosterNews, WorkerInfo
+from realhf.transport.roster import RosterNews, WorkerInfo
 
 
 class Told:

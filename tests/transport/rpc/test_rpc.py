@@ -16,7 +16,7 @@ import pytest
 import zmq
 
 from realhf.transport.envelope import MAX_PAYLOAD_BYTES, pack_header
-from realhf.transport.rpc.master import (
+from realhf.transport.rpc_master import (
     ProtocolError,
     RemoteError,
     RpcError,
@@ -24,7 +24,7 @@ from realhf.transport.rpc.master import (
     RpcTimeout,
     WorkerDied,
 )
-from realhf.transport.rpc.worker import MasterLost, RpcWorker
+from realhf.transport.rpc_worker import MasterLost, RpcWorker
 
 SCRIPT = str(Path(__file__).with_name("worker_process.py"))
 
@@ -423,7 +423,7 @@ def test_handlers_have_one_lane():
 
 MASTER = """
 import asyncio, sys
-from realhf.transport.rpc.master import RpcMaster
+from realhf.transport.rpc_master import RpcMaster
 async def main():
     master = RpcMaster("run", heartbeat_s=0.2)
     await master.start()

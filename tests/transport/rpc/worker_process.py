@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 
-from realhf.transport.rpc.worker import RpcWorker
+from realhf.transport.rpc_worker import RpcWorker
 
 LOG: list[int] = []
 

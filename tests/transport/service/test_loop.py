@@ -7,8 +7,7 @@ import asyncio
 import pytest
 
 from realhf.transport.errors import PeerLost
-from realhf.transport.service.client import ServiceClient, ServiceError
-from realhf.transport.service.server import LoopServiceServer, Request
+from realhf.transport.service import LoopServiceServer, Request, ServiceClient, ServiceError
 
 RUN = "run-1"
 

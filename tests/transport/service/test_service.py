@@ -11,8 +11,7 @@ import pytest
 import zmq
 
 from realhf.transport.errors import PeerLost, RpcTimeout
-from realhf.transport.service.client import ServiceClient, ServiceError
-from realhf.transport.service.server import Request, ServiceServer
+from realhf.transport.service import Request, ServiceClient, ServiceError, ServiceServer
 
 RUN = "run-1"
 

@@ -8,8 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from realhf.transport.errors import PeerLost, RpcTimeout
-from realhf.transport.service.client import BlockingServiceClient, ServiceError
-from realhf.transport.service.server import Request, ServiceServer
+from realhf.transport.service import BlockingServiceClient, Request, ServiceError, ServiceServer
 
 RUN = "run-1"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 
-from realhf.transport.stream.producer import StreamProducer
+from realhf.transport.push_stream import StreamProducer
 
 
 async def main(endpoint: str, first: int, count: int) -> None:

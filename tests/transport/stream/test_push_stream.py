@@ -16,9 +16,16 @@ import zmq
 
 from realhf.transport.envelope import pack_header, unpack_header
 from realhf.transport.errors import ProtocolError
-from realhf.transport.stream.producer import StreamProducer
-from realhf.transport.stream.push_stream import Ack, StreamFailed, StreamMessage, pack_ack, pack_probe, pack_sample
-from realhf.transport.stream.receiver import StreamReceiver
+from realhf.transport.push_stream import (
+    Ack,
+    StreamFailed,
+    StreamMessage,
+    StreamProducer,
+    StreamReceiver,
+    pack_ack,
+    pack_probe,
+    pack_sample,
+)
 
 SCRIPT = str(Path(__file__).with_name("push_process.py"))
 SESSION = b"s" * 16

@@ -10,9 +10,14 @@ from typing import Any
 import pytest
 
 from realhf.transport.errors import ProtocolError
-from realhf.transport.stream.producer import SpreadProducer, StreamProducer, open_stream
-from realhf.transport.stream.push_stream import StreamFailed, StreamMessage
-from realhf.transport.stream.receiver import StreamReceiver
+from realhf.transport.push_stream import (
+    SpreadProducer,
+    StreamFailed,
+    StreamMessage,
+    StreamProducer,
+    StreamReceiver,
+    open_stream,
+)
 
 
 class Sink:

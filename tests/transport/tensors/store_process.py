@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 
 from realhf.api.sample import SequenceSample
-from realhf.transport.tensors.data_plane import DataPlane
-from realhf.transport.tensors.store import TensorStore
+from realhf.transport.data_plane import DataPlane
+from realhf.transport.tensor_store import TensorStore
 
 
 def main() -> None:

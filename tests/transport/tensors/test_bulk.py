@@ -14,14 +14,12 @@ from pathlib import Path
 
 import pytest
 
+from realhf.transport import bulk
+from realhf.transport import network as run_keys
+from realhf.transport.bulk import BulkConnection, BulkServer, Outgoing, Piece, fetch_pieces
 from realhf.transport.errors import DataError, FetchTimeout, NetworkError, PeerLost
-from realhf.transport.network import keys as run_keys
-from realhf.transport.network.keys import RunKeys
-from realhf.transport.network.network import Network
-from realhf.transport.network.tls import RunTls
-from realhf.transport.tensors import bulk
-from realhf.transport.tensors.bulk import BulkConnection, BulkServer
-from realhf.transport.tensors.pieces import Outgoing, Piece, fetch_pieces
+from realhf.transport.network import Network, RunKeys
+from realhf.transport.tls import RunTls
 
 KEYS = RunKeys.make()
 HOST = "127.0.0.1"
@@ -267,7 +265,7 @@ def answering(answer: bytes, slowly: bytes = b"", *, then_close: bool = True) ->
 
 def test_a_fetch_goes_on_after_its_connections_were_cut(owner, monkeypatch):
     """Each of the first three connections breaks in the middle of a piece; what had arrived is not fetched again."""
-    monkeypatch.setattr("realhf.transport.tensors.pieces.PIECE_BYTES", 64_000)
+    monkeypatch.setattr("realhf.transport.bulk.PIECE_BYTES", 64_000)
     tap = Tap(owner.server.port, cuts=3)
     lanes = [owner.lane(tap.port) for _ in range(4)]
     deadline = time.monotonic() + LIMIT_S

@@ -16,14 +16,13 @@ import torch
 import zmq
 
 from realhf.api.sample import SequenceSample
+from realhf.transport import data_plane
+from realhf.transport.data_plane import DataPlane
 from realhf.transport.envelope import pack_header
 from realhf.transport.errors import DataError, DataMissing, FetchTimeout, PeerLost
-from realhf.transport.network.keys import RunKeys
-from realhf.transport.network.network import Network
-from realhf.transport.tensors import data_plane
-from realhf.transport.tensors.data_plane import DataPlane
-from realhf.transport.tensors.shared_memory import MappingCache, Segment, SegmentPool
-from realhf.transport.tensors.store import TensorStore
+from realhf.transport.network import Network, RunKeys
+from realhf.transport.shared_memory import MappingCache, Segment, SegmentPool
+from realhf.transport.tensor_store import TensorStore
 from tests.process_family import freeze
 from tests.transport.shared_segments import named_segments
 
@@ -342,8 +341,8 @@ def test_tensors_are_fetched_by_their_run_only():
 
 def test_beyond_the_loopback_large_values_come_in_pieces(monkeypatch):
     """A small piece stands for a large one: what is larger is cut, and the owner keeps nothing when all is there."""
-    monkeypatch.setattr("realhf.transport.tensors.pieces.PIECE_BYTES", 10_000)
-    monkeypatch.setattr("realhf.transport.tensors.data_plane.BULK_FROM_BYTES", 10_000)
+    monkeypatch.setattr("realhf.transport.bulk.PIECE_BYTES", 10_000)
+    monkeypatch.setattr("realhf.transport.data_plane.BULK_FROM_BYTES", 10_000)
     ours, store = Network(keys=RunKeys.make()), TensorStore("owner")
     values = torch.arange(20_000)
     store.put(SequenceSample.from_tensors(["a"], {"x": values, "y": values + 1}, {"x": [[20_000]], "y": [[20_000]]}))

@@ -8,16 +8,16 @@ from collections import Counter
 
 import pytest
 
+from realhf.transport import bulk
+from realhf.transport.bulk import LANES, Outgoing, Piece, fetch_pieces
 from realhf.transport.errors import DataError, PeerLost, ProtocolError
-from realhf.transport.tensors import pieces
-from realhf.transport.tensors.pieces import LANES, Outgoing, Piece, fetch_pieces
 
 FRAMES = [bytes(range(256)) * 5, b"", b"x", bytes(1000), bytes(reversed(range(200))) * 3]
 
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pieces, "PIECE_BYTES", 100)
+    monkeypatch.setattr(bulk, "PIECE_BYTES", 100)
 
 
 class Peer:
@@ -104,6 +104,6 @@ def test_what_is_kept_for_consumers_has_an_end(monkeypatch):
     assert len(outgoing) == 63
     outgoing.forget(frozenset({"60", "unknown"}))
     assert len(outgoing) == 62
-    monkeypatch.setattr("realhf.transport.tensors.pieces.IDLE_S", -1.0)
+    monkeypatch.setattr("realhf.transport.bulk.IDLE_S", -1.0)
     outgoing.open(FRAMES, ["new"])
     assert len(outgoing) == 1

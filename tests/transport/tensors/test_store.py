@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from realhf.api.sample import SequenceSample
-from realhf.transport.tensors.store import DataMissing, DuplicateDataError, TensorStore
+from realhf.transport.tensor_store import DataMissing, DuplicateDataError, TensorStore
 
 torch.set_num_threads(1)
 

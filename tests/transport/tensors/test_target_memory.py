@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from realhf.transport.tensors.pieces import Piece, fetch_pieces
-from realhf.transport.tensors.target_memory import KEPT_FROM_BYTES, TargetMemory
+from realhf.transport.bulk import Piece, fetch_pieces
+from realhf.transport.shared_memory import KEPT_FROM_BYTES, TargetMemory
 
 SIZE = KEPT_FROM_BYTES + 12_800
 

@@ -25,14 +25,11 @@ from safetensors.torch import load_file, save_file
 from realhf.api.generation import WeightsManifest
 from realhf.api.keys import ITEMSIZE, TORCH_NAMES
 from realhf.base.messages import from_payload, to_payload
+from realhf.transport import bulk
+from realhf.transport.bulk import BulkConnection, Piece
 from realhf.transport.errors import PeerLost
-from realhf.transport.network.keys import RunKeys
-from realhf.transport.network.network import Network
-from realhf.transport.tensors import bulk
-from realhf.transport.tensors.bulk import BulkConnection
-from realhf.transport.tensors.pieces import Piece
-from realhf.transport.weights.exchange import Medium, WeightPublisher, receive
-from realhf.transport.weights.flat_buffer import WeightsError, WeightsGone, WeightsTimeout
+from realhf.transport.network import Network, RunKeys
+from realhf.transport.weights import Medium, WeightPublisher, WeightsError, WeightsGone, WeightsTimeout, receive
 from tests.transport.shared_segments import named_segments
 
 torch.set_num_threads(1)
@@ -270,7 +267,7 @@ def test_fetched_weights_come_in_pieces_over_the_bulk_lanes_with_the_keys_of_the
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trusted: bool
 ) -> None:
     """They came through sockets that encrypt 0.3 GB in a second."""
-    monkeypatch.setattr("realhf.transport.tensors.pieces.PIECE_BYTES", 100_000)
+    monkeypatch.setattr("realhf.transport.bulk.PIECE_BYTES", 100_000)
     keys = RunKeys.make()
     network = Network("127.0.0.1", "127.0.0.1", keys, trusted=trusted)
     publisher = WeightPublisher("run", "w", tmp_path, "fetch", network=network)
@@ -296,7 +293,7 @@ def test_fetched_weights_come_in_pieces_over_the_bulk_lanes_with_the_keys_of_the
 
 def test_a_fetch_goes_on_after_a_connection_broke(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It asks for the pieces that are missing, and not for all of them again."""
-    monkeypatch.setattr("realhf.transport.tensors.pieces.PIECE_BYTES", 50_000)
+    monkeypatch.setattr("realhf.transport.bulk.PIECE_BYTES", 50_000)
     asked: list[int] = []
     fetch = BulkConnection.fetch
 

@@ -19,8 +19,7 @@ import torch
 
 from realhf.api.generation import WeightsManifest
 from realhf.base.messages import from_payload, to_payload
-from realhf.transport.weights.exchange import Medium, WeightPublisher, receive
-from realhf.transport.weights.flat_buffer import WeightsGone
+from realhf.transport.weights import Medium, WeightPublisher, WeightsGone, receive
 from tests.transport.shared_segments import named_segments
 from tests.transport.weights.weights_process import values
 
@@ -95,9 +94,7 @@ def test_weights_reach_another_process(medium: Medium, crowd: list[Peer], tmp_pa
 @pytest.mark.nightly
 @pytest.mark.parametrize("medium", ["shm", "disk"])
 def test_a_receiver_reads_to_the_end_what_is_retired_meanwhile(medium: Medium, tmp_path: Path) -> None:
-    from realhf.transport.weights.disk import read_weight_file
-    from realhf.transport.weights.flat_buffer import unpack
-    from realhf.transport.weights.memory_file import read_memory_file
+    from realhf.transport.weights import read_memory_file, read_weight_file, unpack
 
     publisher = WeightPublisher("run", "model_worker/0", tmp_path, medium)
     manifest = publisher.publish(1, values(1))

@@ -15,8 +15,7 @@ import torch
 
 from realhf.api.generation import WeightsManifest
 from realhf.base.messages import from_payload, to_payload
-from realhf.transport.weights.exchange import WeightPublisher, receive
-from realhf.transport.weights.flat_buffer import WeightsError
+from realhf.transport.weights import WeightPublisher, WeightsError, receive
 
 
 def values(seed: int) -> dict[str, torch.Tensor]:

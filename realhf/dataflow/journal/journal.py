@@ -1,0 +1,410 @@
+"""Defines the records of the master's journal, and writes and reads its segments.
+
+Steps are numbered from 0; ``Ckpt(s)`` is taken after step s, and a run without a checkpoint resumes from -1.
+
+Files ``journal-<n>.log`` of frames ``len u32 | crc32 u32 | msgpack`` in little endian. A frame holds the records of
+one ``append``, which therefore survive a crash together or not at all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import logging
+import os
+import struct
+import threading
+import time
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+import msgspec
+
+DIED = "worker_died"
+
+
+class Admit(msgspec.Struct, frozen=True, tag="admit", array_like=True):
+    """Attempt ``attempt`` at a sample was given to ``worker`` at policy version ``version``. ``order`` counts
+    admissions; ``item`` is all that is needed to play it again. Of the attempts before, ``failures`` failed, and in
+    ``deaths`` the process died that played them."""
+
+    id: str
+    attempt: int
+    version: int
+    order: int
+    worker: str
+    item: dict[str, Any]
+    failures: int = 0
+    deaths: int = 0
+
+
+class Accept(msgspec.Struct, frozen=True, tag="accept", array_like=True):
+    """The sample is finished. ``ref``: where its payload lies, which says as well what rank of the trainer received it
+    (``PayloadRef`` in ``realhf.api.streaming``); ``meta``: the frames of its metadata."""
+
+    id: str
+    attempt: int
+    ref: list[Any]
+    meta: list[bytes]
+
+
+class Reject(msgspec.Struct, frozen=True, tag="reject", array_like=True):
+    """An attempt ended without a sample. ``final``: there will be no other attempt. ``outcome`` is ``DIED`` where the
+    process died that played it."""
+
+    id: str
+    attempt: int
+    outcome: str
+    message: str
+    final: bool
+
+
+class Drop(msgspec.Struct, frozen=True, tag="drop", array_like=True):
+    """An accepted sample will never be trained."""
+
+    id: str
+    reason: str
+
+
+class Consume(msgspec.Struct, frozen=True, tag="consume", array_like=True):
+    """The samples of a step, in the order of its step batch."""
+
+    ids: list[str]
+    step: int
+
+
+class Commit(msgspec.Struct, frozen=True, tag="commit", array_like=True):
+    """Step ``step`` was trained; ``version`` is that of the weights it made."""
+
+    step: int
+    version: int
+
+
+class Ckpt(msgspec.Struct, frozen=True, tag="ckpt", array_like=True):
+    """A checkpoint after ``step`` is valid; ``ref`` names it."""
+
+    step: int
+    ref: str
+
+
+class Resume(msgspec.Struct, frozen=True, tag="resume", array_like=True):
+    """The run goes on from the checkpoint after ``step``: what later steps consumed is accepted again."""
+
+    step: int
+
+
+class Draw(msgspec.Struct, frozen=True, tag="draw", array_like=True):
+    """State of the source of prompts after a draw, JSON-able. In one ``append`` with what was drawn."""
+
+    state: dict[str, Any]
+
+
+class End(msgspec.Struct, frozen=True, tag="end", array_like=True):
+    """The run came to its end in order."""
+
+
+class Totals(msgspec.Struct, frozen=True, tag="totals", array_like=True):
+    """First record of a snapshot: what happened before it, in numbers. Steps up to ``step`` are final; the records
+    of the same ``append`` say what is still open. ``admitted`` counts open samples too, ``consumed`` those of final
+    steps alone; ``order`` is the next admission's; ``planned`` are step batches (step, ids) which a resumed run has yet
+    to repeat."""
+
+    step: int
+    admitted: int
+    consumed: int
+    rejected: int
+    dropped: int
+    order: int
+    planned: list[tuple[int, list[str]]]
+
+
+Record: TypeAlias = Admit | Accept | Reject | Drop | Consume | Commit | Ckpt | Resume | Draw | End | Totals
+
+
+_log = logging.getLogger(__name__)
+_HEADER = struct.Struct("<II")
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER = msgspec.msgpack.Decoder(list[Record])
+SEGMENT_BYTES = 16 << 20
+ARCHIVE = "archive"
+CLOSE_TIMEOUT_S = 30.0
+
+
+class JournalError(RuntimeError):
+    """The journal cannot be read, or is not written any more."""
+
+
+class _Entry(NamedTuple):
+    number: int
+    frame: bytes
+    begins_segment: bool
+
+
+class _Waiter(NamedTuple):
+    number: int
+    loop: asyncio.AbstractEventLoop
+    future: asyncio.Future[None]
+
+
+class Journal:
+    """Appends from one event loop; a thread of its own writes and syncs, several appends at a time: at once when it
+    last did so ``sync_interval_s`` ago or when ``sync_records`` appends wait. Make it with ``open``.
+
+    A failed write ends the journal: it is raised by every later call.
+    """
+
+    def __init__(self, folder: Path, segment: int, lock: int, interval_s: float, records: int, archive: bool) -> None:
+        self._folder = folder
+        self._lock = lock
+        self._interval_s = interval_s
+        self._sync_records = records
+        self._archive = archive
+        self._changed = threading.Condition()
+        self._waiting: list[_Entry] = []
+        self._waiters: list[_Waiter] = []
+        self._synced_at = -interval_s
+        self._number = 0
+        self._synced = 0
+        self._closing = False
+        self._failure: BaseException | None = None
+        self._segment = segment
+        self._size = 0
+        self._file = _create(folder, segment)
+        self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def open(
+        cls, folder: Path, *, sync_interval_s: float = 0.05, sync_records: int = 64, archive: bool = False
+    ) -> tuple[Journal, list[Record]]:
+        """Everything that is there since the last snapshot, and the journal that goes on in a new segment.
+
+        The last segment is cut at its first frame that is not whole. ``archive``: segments that a snapshot replaces
+        are moved into ``archive/``, for the audit, instead of being deleted. Raises JournalError where an earlier
+        segment is damaged or another process writes here.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = _take_lock(folder)
+        try:
+            paths = segments(folder)
+            kept: list[list[Record]] = []
+            for index, path in enumerate(paths):
+                frames, good = read_segment(path)
+                if good < path.stat().st_size:
+                    if index + 1 < len(paths):
+                        raise JournalError(f"{path} is damaged at byte {good}, and it is not the last segment")
+                    _cut(path, good)
+                if frames and isinstance(frames[0][0], Totals):
+                    _put_away(folder, paths[:index], archive)
+                    kept = []
+                kept.append([record for frame in frames for record in frame])
+            number = max((_index(path) for path in [*paths, *segments(folder / ARCHIVE)]), default=0) + 1
+            return cls(folder, number, lock, sync_interval_s, sync_records, archive), [r for part in kept for r in part]
+        except BaseException:
+            os.close(lock)
+            raise
+
+    def append(self, *records: Record) -> int:
+        """Queue the records as one frame. Returns the number that ``durable`` takes."""
+        return self._queue(records, begins_segment=False)
+
+    async def durable(self, number: int, timeout_s: float = 30.0) -> None:
+        """Return when the append with this number is on the disk. Raises JournalError if that failed or took
+        longer than ``timeout_s``."""
+        with self._changed:
+            self._check(closed_ok=True)
+            if number <= self._synced:
+                return
+            loop = asyncio.get_running_loop()
+            future = loop.create_future()
+            self._waiters.append(_Waiter(number, loop, future))
+        try:
+            await asyncio.wait_for(future, timeout_s)
+        except TimeoutError:
+            raise JournalError(f"the disk of {self._folder} took longer than {timeout_s:.0f} s for a record") from None
+
+    def checkpointed(self, step: int, keep: Sequence[Record]) -> int:
+        """Begin a new segment with ``keep``, ``JournalState.snapshot()`` after ``settle(step)``; earlier segments go
+        once it is on the disk. Raises ValueError where ``keep`` is no snapshot of ``step``."""
+        if not keep or not isinstance(keep[0], Totals) or keep[0].step != step:
+            raise ValueError(f"a snapshot for step {step} begins with its Totals")
+        return self._queue(keep, begins_segment=True)
+
+    def close(self) -> None:
+        """Write everything and end the thread. Raises JournalError if something was not written."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join(CLOSE_TIMEOUT_S)
+        if self._thread.is_alive():
+            raise JournalError(f"the disk of {self._folder} took longer than {CLOSE_TIMEOUT_S:.0f} s")
+        if self._lock >= 0:
+            os.close(self._file)
+            os.close(self._lock)
+            self._lock = -1
+        if self._failure is not None:
+            raise JournalError(f"{self._folder} could not be written") from self._failure
+
+    def _queue(self, records: Sequence[Record], *, begins_segment: bool) -> int:
+        body = _ENCODER.encode(records)
+        frame = _HEADER.pack(len(body), zlib.crc32(body)) + body
+        with self._changed:
+            self._check()
+            self._number += 1
+            self._waiting.append(_Entry(self._number, frame, begins_segment))
+            if len(self._waiting) in (1, self._sync_records):
+                self._changed.notify_all()
+            return self._number
+
+    def _check(self, closed_ok: bool = False) -> None:
+        if self._failure is not None:
+            raise JournalError(f"{self._folder} could not be written") from self._failure
+        if self._closing and not closed_ok:
+            raise JournalError(f"the journal in {self._folder} is closed")
+
+    # ---- the writer's thread
+
+    def _run(self) -> None:
+        try:
+            while entries := self._next():
+                self._write(entries)
+                self._synced_at = time.monotonic()
+                with self._changed:
+                    self._synced = entries[-1].number
+                    done = [waiter for waiter in self._waiters if waiter.number <= self._synced]
+                    self._waiters = [waiter for waiter in self._waiters if waiter.number > self._synced]
+                _wake(done, None)
+        except BaseException as error:
+            with self._changed:
+                self._failure = error
+                done, self._waiters = self._waiters, []
+            _wake(done, JournalError(f"{self._folder} could not be written: {error}"))
+
+    def _next(self) -> list[_Entry]:
+        """What is to be written, after a while of collecting; empty at the end."""
+        with self._changed:
+            while not self._waiting and not self._closing:
+                self._changed.wait()
+            while len(self._waiting) < self._sync_records and not self._closing:
+                remaining = self._synced_at + self._interval_s - time.monotonic()
+                if remaining <= 0:
+                    break
+                self._changed.wait(remaining)
+            entries, self._waiting = self._waiting, []
+            return entries
+
+    def _write(self, entries: Sequence[_Entry]) -> None:
+        first = 0
+        part: list[bytes] = []
+        for entry in entries:
+            if entry.begins_segment or self._size >= SEGMENT_BYTES:
+                self._flush(part)
+                self._rotate()
+                part = []
+                first = self._segment if entry.begins_segment else first
+            part.append(entry.frame)
+            self._size += len(entry.frame)
+        self._flush(part)
+        if first:
+            _put_away(self._folder, [path for path in segments(self._folder) if _index(path) < first], self._archive)
+
+    def _flush(self, frames: Sequence[bytes]) -> None:
+        data = memoryview(b"".join(frames))
+        while data:
+            data = data[os.write(self._file, data) :]
+        os.fdatasync(self._file)
+
+    def _rotate(self) -> None:
+        following = _create(self._folder, self._segment + 1)
+        os.close(self._file)
+        self._file = following
+        self._segment += 1
+        self._size = 0
+
+
+def segments(folder: Path) -> list[Path]:
+    """The segments in a folder in their order."""
+    return sorted((path for path in folder.glob("journal-*.log") if path.stem[8:].isdigit()), key=_index)
+
+
+def read_segment(path: Path) -> tuple[list[list[Record]], int]:
+    """The frames up to the first that is not whole, and where that one begins (the size, if all are)."""
+    data = path.read_bytes()
+    frames: list[list[Record]] = []
+    offset = 0
+    while offset + _HEADER.size <= len(data):
+        size, checksum = _HEADER.unpack_from(data, offset)
+        body = memoryview(data)[offset + _HEADER.size : offset + _HEADER.size + size]
+        if size == 0 or len(body) < size or zlib.crc32(body) != checksum:
+            break
+        try:
+            frames.append(_DECODER.decode(body))
+        except msgspec.MsgspecError as error:
+            raise JournalError(f"{path} holds an unknown record at byte {offset}: {error}") from error
+        offset += _HEADER.size + size
+    return frames, offset
+
+
+def _index(path: Path) -> int:
+    return int(path.stem[8:])
+
+
+def _create(folder: Path, segment: int) -> int:
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    handle = os.open(folder / f"journal-{segment:06d}.log", flags, 0o600)
+    _sync_folder(folder)
+    return handle
+
+
+def _cut(path: Path, size: int) -> None:
+    _log.warning("%s: %d bytes at its end are no whole record and are cut off", path, path.stat().st_size - size)
+    with path.open("r+b") as file:
+        file.truncate(size)
+        os.fsync(file.fileno())
+
+
+def _put_away(folder: Path, paths: Sequence[Path], archive: bool) -> None:
+    """Delete segments, or move them into the archive."""
+    if archive and paths:
+        (folder / ARCHIVE).mkdir(exist_ok=True)
+    for path in paths:
+        if archive:
+            path.rename(folder / ARCHIVE / path.name)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _take_lock(folder: Path) -> int:
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(handle)
+        raise JournalError(f"another process writes the journal in {folder}") from error
+    return handle
+
+
+def _wake(waiters: Sequence[_Waiter], error: BaseException | None) -> None:
+    """Resolve futures, one visit for each loop; a loop that is closed has nobody who waits."""
+    for loop in {waiter.loop for waiter in waiters}:
+        futures = [waiter.future for waiter in waiters if waiter.loop is loop]
+        try:
+            loop.call_soon_threadsafe(_resolve, futures, error)
+        except RuntimeError:
+            continue
+
+
+def _resolve(futures: Sequence[asyncio.Future[None]], error: BaseException | None) -> None:
+    for future in futures:
+        if not future.done():
+            future.set_result(None) if error is None else future.set_exception(error)

@@ -1,0 +1,281 @@
+"""Exchanges signs of life between master and workers, and notices when this process itself was paused.
+
+Workers ping, the master answers; a busy event loop or a long computation delays neither. On one host both sides also
+hold a process descriptor of the other, so the end of a process is noticed at once; elsewhere silence counts as death
+after a limit.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import zmq
+
+from realhf.base.host_load import HostLoad
+from realhf.base.process_id import host_token, open_process
+from realhf.transport.envelope import field, pack_header
+from realhf.transport.errors import MasterLost
+from realhf.transport.network import Network
+from realhf.transport.sockets import Listener, Waker, dealer
+
+LATE_S = 0.5
+"""Less than this is how long a busy machine keeps anybody waiting, and no pause."""
+
+
+class PauseDetector:
+    """Detects pauses of its caller, who waits at most ``every_s`` between two looks.
+
+    A machine that stands still for some seconds comes too late to its looks. Its peers may have stood still with it, or
+    have spoken meanwhile and were not read, so the time counts for nobody.
+    """
+
+    def __init__(self, every_s: float) -> None:
+        self._every_s = every_s
+        self._looked = time.monotonic()
+
+    def look(self) -> float:
+        """Return for how many seconds the caller stood still since the last look; 0.0 when it came about in time."""
+        now = time.monotonic()
+        late, self._looked = now - self._looked - self._every_s, now
+        return late if late > LATE_S else 0.0
+
+    def excused(self, heard: float) -> float:
+        """Look, and return when somebody counts as heard who was heard then."""
+        return excused(heard, self.look())
+
+
+def excused(heard: float, paused_s: float) -> float:
+    """Return when somebody counts as heard who was heard then, after a pause: never later than now. Whoever was read at
+    the end of a long look would have its time twice."""
+    return min(time.monotonic(), heard + paused_s)
+
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass
+class _Watched:
+    name: str
+    seen: float
+    process: int | None
+    state: str = "starting"
+    suspected: bool = False
+    load: HostLoad | None = None
+
+
+class HeartbeatServer:
+    """Watches the workers for the master. ``on_death(name, session, reason)`` is called on the heartbeat thread."""
+
+    def __init__(
+        self,
+        run_id: str,
+        context: zmq.Context[Any],
+        network: Network,
+        *,
+        interval_s: float,
+        dead_after_s: float,
+        on_death: Callable[[str, bytes, str], None],
+    ) -> None:
+        self._run_id = run_id
+        self._interval_s, self._dead_after_s = interval_s, dead_after_s
+        self._on_death = on_death
+        # First: an address that cannot be had leaves nothing behind.
+        self._listener = Listener(
+            "heartbeat",
+            context,
+            network.listen,
+            self._answer_ping,
+            after=self._look,
+            every_s=interval_s / 2,
+            owned=False,
+            linger_ms=0,
+        )
+        self.endpoint = self._listener.endpoint
+        self._watched: dict[bytes, _Watched] = {}
+        self._processes = select.epoll()
+        self._sessions: dict[int, bytes] = {}
+        self._look_at = 0.0
+        self._lock = threading.Lock()
+        self._pauses = PauseDetector(interval_s / 2)
+        self._listener.also = (self._processes.fileno(),)
+        self._listener.start()
+
+    def watch(self, name: str, session: bytes, *, pid: int, started: int, host: str) -> None:
+        """Begin to watch a worker. Raises ProcessLookupError when it is gone already."""
+        process = open_process(pid, started) if host and host == host_token() and started else None
+        with self._lock:
+            self._watched[session] = _Watched(name, time.monotonic(), process)
+            if process is not None:
+                self._sessions[process] = session
+                self._processes.register(process, select.EPOLLIN)
+
+    def forget(self, session: bytes) -> None:
+        """Stop watching a worker. Has no effect on an unknown session."""
+        with self._lock:
+            watched = self._watched.pop(session, None)
+            if watched and watched.process is not None:
+                del self._sessions[watched.process]
+                self._processes.unregister(watched.process)
+                os.close(watched.process)
+
+    def state(self, session: bytes) -> str:
+        """Describe what the worker last reported to be doing, and how long ago."""
+        with self._lock:
+            watched = self._watched.get(session)
+            if watched is None:
+                return "it is not connected"
+            return f"{time.monotonic() - watched.seen:.1f} s ago it was {watched.state}"
+
+    def load(self, session: bytes) -> HostLoad | None:
+        """Return the load of the worker's host as its last sign of life had it; None where it says none, as on this
+        host."""
+        with self._lock:
+            watched = self._watched.get(session)
+            return watched.load if watched else None
+
+    def close(self) -> None:
+        """Stop the thread and release the socket and all descriptors."""
+        self._listener.close()
+        for session in list(self._watched):
+            self.forget(session)
+        self._processes.close()
+
+    def _look(self) -> None:
+        # Silence counts up to this moment: a pause that begins below is known at the next look.
+        now = time.monotonic()
+        if paused_s := self._pauses.look():
+            self._excuse(paused_s)
+        self._check_silence(now)
+        self._report_ended()
+
+    def _report_ended(self) -> None:
+        """Report workers whose process has ended. The descriptors are read under the lock: one that is no longer
+        watched may be that of another process by now."""
+        with self._lock:
+            ended = [self._sessions[process] for process, _ in self._processes.poll(0) if process in self._sessions]
+        for session in ended:
+            self._report(session, "its process ended")
+
+    def _answer_ping(self, identity: bytes, header: dict[str, Any], payload: list[bytes]) -> None:
+        del payload
+        session, state = field(header, "session", bytes), field(header, "state", str)
+        with self._lock:
+            watched = self._watched.get(session)
+            if watched is None or header.get("run") != self._run_id:
+                return
+            watched.seen, watched.state, watched.suspected = time.monotonic(), state, False
+            watched.load = HostLoad.from_list(header.get("load"))
+        self._listener.send(identity, pack_header("pong", self._run_id, session))
+
+    def _excuse(self, paused_s: float) -> None:
+        """Count no silence for seconds in which this process did not listen."""
+        _log.warning("the heartbeats of workers were not read for %.1f s: this process stood still", paused_s)
+        with self._lock:
+            for watched in self._watched.values():
+                watched.seen = excused(watched.seen, paused_s)
+
+    def _check_silence(self, now: float) -> None:
+        if now < self._look_at:
+            return
+        self._look_at = now + self._interval_s / 4
+        late: list[tuple[bytes, float]] = []
+        with self._lock:
+            for session, watched in self._watched.items():
+                silent = now - watched.seen
+                if silent > self._dead_after_s:
+                    late.append((session, silent))
+                elif silent > 3 * self._interval_s and not watched.suspected:
+                    watched.suspected = True
+                    _log.warning("worker %r is silent for %.1f s (%s)", watched.name, silent, watched.state)
+        for session, silent in late:
+            self._report(session, f"no heartbeat for {silent:.1f} s")
+
+    def _report(self, session: bytes, reason: str) -> None:
+        with self._lock:
+            watched = self._watched.get(session)
+        if watched is not None:
+            self.forget(session)
+            self._on_death(watched.name, session, f"{reason} (was {watched.state})")
+
+
+class HeartbeatClient:
+    """Pings the master for a worker; from another host with its load. ``on_lost(reason)`` is called once, on the
+    heartbeat thread. Raises MasterLost when the master is gone already."""
+
+    def __init__(
+        self,
+        run_id: str,
+        session: bytes,
+        context: zmq.Context[Any],
+        endpoint: str,
+        network: Network,
+        *,
+        interval_s: float,
+        lost_after_s: float,
+        master: tuple[int, int, str],
+        state: Callable[[], str],
+        on_lost: Callable[[str], None],
+    ) -> None:
+        self._run_id, self._session = run_id, session
+        self._interval_s, self._lost_after_s = interval_s, lost_after_s
+        self._state, self._on_lost = state, on_lost
+        self._endpoint, self._network = endpoint, network
+        self._context = context
+        pid, started, host = master
+        self._elsewhere = not host or host != host_token()
+        try:
+            self._process = open_process(pid, started) if host and host == host_token() and started else None
+        except ProcessLookupError:
+            raise MasterLost("the master's process ended during registration") from None
+        self._waker = Waker()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop the thread and release its descriptors."""
+        self._stopping = True
+        self._waker.wake()
+        self._thread.join(timeout=5)
+        if self._process is not None:
+            os.close(self._process)
+        self._waker.close()
+
+    def _run(self) -> None:
+        with dealer(self._context) as socket:
+            self._network.connect(socket, self._endpoint)
+            self._beat(socket)
+
+    def _beat(self, socket: zmq.Socket[bytes]) -> None:
+        poller = zmq.Poller()
+        for source in (socket, self._waker.fileno(), self._process):
+            if source is not None:
+                poller.register(source, zmq.POLLIN)
+        heard = time.monotonic()
+        next_ping = heard
+        pauses = PauseDetector(self._interval_s)
+        while not self._stopping:
+            now = time.monotonic()
+            if now >= next_ping:
+                next_ping = now + self._interval_s
+                load = {"load": HostLoad.read().to_list()} if self._elsewhere else {}
+                ping = pack_header("ping", self._run_id, self._session, state=self._state(), **load)
+                if socket.poll(0, zmq.POLLOUT):
+                    socket.send(ping, zmq.NOBLOCK)
+            ready = dict(poller.poll(int(max(0.0, next_ping - time.monotonic()) * 1000) + 1))
+            heard = pauses.excused(heard)
+            if socket in ready:
+                heard = time.monotonic()
+                while socket.poll(0):
+                    socket.recv_multipart()
+            if self._process in ready:
+                return self._on_lost("its process ended")
+            if time.monotonic() - heard > self._lost_after_s:
+                return self._on_lost(f"no answer for {self._lost_after_s:.1f} s")

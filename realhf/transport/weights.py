@@ -1,0 +1,571 @@
+"""Publishes and receives the versions of a policy's weights, by memory file, by shared folder or over the network.
+
+The publisher writes the file, seals it and holds its descriptor; a receiver opens it through the publisher's /proc
+entry. A sealed file cannot change, so it needs no checksum of its own, and there is no name that could be
+left behind: the kernel frees the memory when the last process that uses it lets go, however it ends. Segments of
+``realhf.transport.shared_memory`` are filled again and again, which a slow reader of weights must not suffer.
+
+Files are written under a temporary name and renamed, so a name that ends in ``.safetensors`` is always complete; any
+safetensors library reads it. Names carry the process that wrote the file. At its start a publisher removes what killed
+publishers left in its folder: processes of this host that are gone, and its own predecessor, wherever that ran. Nothing
+is synced to the device: recovery starts from a checkpoint, never from these files.
+
+A version stays until it is retired.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import math
+import mmap
+import os
+import random
+import re
+import secrets
+import time
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal, cast, get_args
+
+import numpy as np
+
+from realhf.api.generation import TensorSlot, WeightsManifest
+from realhf.api.keys import ITEMSIZE, TORCH_NAMES, dtype_tag
+from realhf.base.files.whole_file import whole_file
+from realhf.base.loopback import is_loopback_host
+from realhf.base.process_id import host_token, start_time
+from realhf.base.tensor_digest import TensorDigester, joint_digest
+from realhf.transport.bulk import LANES, BulkConnection, BulkServer, Piece, fetch_whole
+from realhf.transport.errors import DataError, FetchTimeout, NetworkError, PeerLost, ProtocolError, TransportError
+from realhf.transport.network import LOOPBACK, Network
+from realhf.transport.tls import RunTls
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class WeightsError(TransportError):
+    """Is raised when the weights of a manifest did not arrive, or not as the manifest says. Nothing was handed out."""
+
+    def __init__(self, manifest: WeightsManifest, reason: str) -> None:
+        super().__init__(f"weights version {manifest.version} by {manifest.medium}: {reason}")
+        self.version = manifest.version
+        self.medium = manifest.medium
+
+
+class WeightsGone(WeightsError):
+    """Is raised when the publisher no longer serves this version (or has ended): ask for the newest manifest."""
+
+
+class WeightsTimeout(WeightsError, TimeoutError):
+    """Is raised when the deadline passed before the weights were complete."""
+
+
+ALIGNMENT = 64
+Buffer = np.ndarray[Any, np.dtype[np.uint8]]
+
+
+def layout(tensors: Mapping[str, Tensor], known: Mapping[str, str] = {}) -> tuple[tuple[TensorSlot, ...], int]:
+    """Return the slots of tensors in the order given, with the digests of the tensors, and the size of the buffer (at
+    least one step). ``known``: digests of tensors that are as they were. Raises ValueError on an element type without a
+    tag and on the one name that safetensors files reserve."""
+    if "__metadata__" in tensors:
+        raise ValueError("a tensor cannot be called '__metadata__'")
+    slots: list[TensorSlot] = []
+    end, digester = 0, TensorDigester()
+    for name, tensor in tensors.items():
+        nbytes, tag = tensor.numel() * tensor.element_size(), dtype_tag(tensor.dtype)
+        digest = known.get(name) or digester.digest(tensor)
+        slots.append(TensorSlot(name, tag, tuple(tensor.shape), end, nbytes, digest))
+        end += -(-nbytes // ALIGNMENT) * ALIGNMENT
+    return tuple(slots), end or ALIGNMENT
+
+
+def pack(tensors: Mapping[str, Tensor], slots: tuple[TensorSlot, ...], buffer: Buffer) -> None:
+    """Copy tensors, from any device and with any strides, into a buffer of zeros."""
+    for slot, view in zip(slots, _views(slots, buffer), strict=True):
+        view.copy_(tensors[slot.name].detach())
+
+
+def unpack(manifest: WeightsManifest, buffer: Buffer) -> dict[str, Tensor]:
+    """Make tensors over a buffer, which they keep alive. Raises WeightsError when the checksum differs. A sealed buffer
+    in memory needs none: nobody could have changed it."""
+    if len(buffer) != manifest.nbytes:
+        raise WeightsError(manifest, f"{len(buffer)} bytes, the manifest says {manifest.nbytes}")
+    found = manifest.digest if manifest.medium == "shm" else checksum(buffer)
+    if found != manifest.checksum:
+        raise WeightsError(manifest, f"checksum {found}, the manifest says {manifest.checksum}")
+    views = _views(manifest.slots, buffer)
+    return {slot.name: view for slot, view in zip(manifest.slots, views, strict=True)}
+
+
+def checksum(buffer: Buffer) -> str:
+    """Return the BLAKE2b checksum of a buffer, 16 bytes as hex digits."""
+    return hashlib.blake2b(memoryview(cast(Any, buffer)), digest_size=16).hexdigest()
+
+
+def check_manifest(manifest: WeightsManifest) -> None:
+    """Raise WeightsError on slots that contradict themselves or the size of the buffer."""
+    if manifest.version < 0 or manifest.nbytes < ALIGNMENT:
+        raise WeightsError(manifest, f"a manifest of {manifest.nbytes} bytes")
+    end = 0
+    for slot in manifest.slots:
+        if slot.dtype not in ITEMSIZE or any(size < 0 for size in slot.shape):
+            raise WeightsError(manifest, f"tensor {slot.name!r}: type {slot.dtype!r}, shape {slot.shape}")
+        if slot.nbytes != math.prod(slot.shape) * ITEMSIZE[slot.dtype]:
+            raise WeightsError(manifest, f"tensor {slot.name!r}: {slot.nbytes} bytes do not fit shape {slot.shape}")
+        if slot.offset % ALIGNMENT or slot.offset < end or slot.offset + slot.nbytes > manifest.nbytes:
+            raise WeightsError(manifest, f"tensor {slot.name!r} lies at {slot.offset} of {manifest.nbytes} bytes")
+        end = slot.offset + slot.nbytes
+    if len({slot.name for slot in manifest.slots}) != len(manifest.slots):
+        raise WeightsError(manifest, "a tensor occurs twice")
+
+
+def _views(slots: tuple[TensorSlot, ...], buffer: Buffer) -> list[Tensor]:
+    import torch
+
+    whole = torch.from_numpy(buffer)
+    views: list[Tensor] = []
+    for slot in slots:
+        dtype = getattr(torch, TORCH_NAMES[slot.dtype])
+        if slot.nbytes:
+            views.append(whole[slot.offset : slot.offset + slot.nbytes].view(dtype).reshape(slot.shape))
+        else:
+            views.append(torch.empty(slot.shape, dtype=dtype))
+    return views
+
+
+class MemoryFile:
+    """Owns one version's buffer. Raises OSError when the system has no memory left."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], slots: tuple[TensorSlot, ...], nbytes: int) -> None:
+        self.checksum = joint_digest({slot.name: slot.digest for slot in slots})
+        self._descriptor = os.memfd_create("realhf-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            # Allocating here turns a lack of memory into an error; in the mapping below it would be a signal.
+            os.posix_fallocate(self._descriptor, 0, nbytes)
+            _fill(self._descriptor, tensors, slots, nbytes)
+            seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
+            fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, seals)
+        except BaseException:
+            os.close(self._descriptor)
+            raise
+        self.location = f"{os.getpid()}:{self._descriptor}:{os.fstat(self._descriptor).st_ino}:{host_token()}"
+
+    def close(self) -> None:
+        """Let go of the file; receivers that have opened it keep it until their tensors are gone."""
+        os.close(self._descriptor)
+
+
+def _fill(descriptor: int, tensors: Mapping[str, Tensor], slots: tuple[TensorSlot, ...], nbytes: int) -> None:
+    mapping = mmap.mmap(descriptor, nbytes)
+    buffer: Buffer = np.frombuffer(mapping, dtype=np.uint8)
+    try:
+        pack(tensors, slots, buffer)
+    finally:
+        # Sealing fails as long as a writable mapping exists.
+        del buffer
+        mapping.close()
+
+
+def read_memory_file(manifest: WeightsManifest) -> Buffer:
+    """Map the buffer privately: what the receiver writes stays with it. Raises WeightsGone, WeightsError."""
+    try:
+        *numbers, host = manifest.location.split(":", 3)
+        pid, number, inode = (int(part) for part in numbers)
+    except ValueError:
+        raise WeightsError(manifest, f"location {manifest.location!r:.80} is not pid:descriptor:inode:host") from None
+    if host != host_token():
+        raise WeightsError(
+            manifest,
+            "its publisher is on another host, which memory does not reach; set async_rl.weights=fetch (or disk)",
+        )
+    path = f"/proc/{pid}/fd/{number}"
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except (FileNotFoundError, ProcessLookupError):
+        raise WeightsGone(manifest, f"process {pid} of this host holds it no more") from None
+    except OSError as error:
+        raise WeightsError(manifest, f"cannot open {path}: {error.strerror}") from None
+    try:
+        status = os.fstat(descriptor)
+        if status.st_ino != inode:
+            raise WeightsGone(manifest, f"process {pid} of this host holds it no more")
+        if status.st_size != manifest.nbytes:
+            raise WeightsError(manifest, f"{status.st_size} bytes, the manifest says {manifest.nbytes}")
+        return np.frombuffer(mmap.mmap(descriptor, manifest.nbytes, access=mmap.ACCESS_COPY), dtype=np.uint8)
+    except OSError as error:
+        raise WeightsError(manifest, f"cannot map {path}: {error}") from None
+    finally:
+        os.close(descriptor)
+
+
+SAFETENSORS_NAMES = {
+    "bool": "BOOL",
+    "u8": "U8",
+    "i16": "I16",
+    "i32": "I32",
+    "i64": "I64",
+    "f16": "F16",
+    "bf16": "BF16",
+    "f32": "F32",
+    "f64": "F64",
+}
+MAX_HEADER_BYTES = 100_000_000
+"""Largest header that the safetensors format allows."""
+NAME = re.compile(
+    r"(?P<owner>.+)\.(?P<host>[0-9a-f]{8})\.(?P<pid>\d+)\.(?P<started>\d+)\.v\d+\.[0-9a-f]{8}"
+    r"\.safetensors(\.partial)?"
+)
+
+
+class WeightFile:
+    """Owns one version's file. Raises OSError when it cannot be written; then no part of it stays."""
+
+    def __init__(self, folder: Path, stem: str, version: int, slots: tuple[TensorSlot, ...], buffer: Buffer) -> None:
+        self.checksum = checksum(buffer)
+        self._path = folder.resolve() / f"{stem}.v{version}.{self.checksum[:8]}.safetensors"
+        self.location = str(self._path)
+        with whole_file(self._path) as partial, partial.open("wb") as file:
+            _write(file, version, slots, buffer)
+
+    def close(self) -> None:
+        """Remove the file; a receiver that has opened it can still read it to its end."""
+        self._path.unlink(missing_ok=True)
+
+
+def file_stem(run_id: str, worker: str) -> str:
+    """Return how the names of this process's files begin."""
+    return f"{_owner(run_id, worker)}.{_host()}.{os.getpid()}.{start_time(os.getpid())}"
+
+
+def sweep(folder: Path, run_id: str, worker: str) -> list[str]:
+    """Remove files of publishers that are gone; return their names."""
+    removed: list[str] = []
+    for path in folder.iterdir():
+        match = NAME.fullmatch(path.name)
+        if match is None:
+            continue
+        here = match["host"] == _host()
+        alive = here and start_time(int(match["pid"])) == int(match["started"])
+        if not alive and (here or match["owner"] == _owner(run_id, worker)):
+            path.unlink(missing_ok=True)
+            removed.append(path.name)
+    return removed
+
+
+def _owner(run_id: str, worker: str) -> str:
+    return re.sub(r"[^A-Za-z0-9_-]", "-", f"{run_id}-{worker}")
+
+
+def _host() -> str:
+    return hashlib.blake2b(host_token().encode(), digest_size=4).hexdigest()
+
+
+def _write(file: BinaryIO, version: int, slots: tuple[TensorSlot, ...], buffer: Buffer) -> None:
+    # The widest elements come first, as in the format's own writers, so that every tensor is aligned in a mapped file.
+    ordered = sorted(slots, key=lambda slot: -ITEMSIZE[slot.dtype])
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", "version": str(version)}}
+    end = 0
+    for slot in ordered:
+        header[slot.name] = {
+            "dtype": SAFETENSORS_NAMES[slot.dtype],
+            "shape": list(slot.shape),
+            "data_offsets": [end, end + slot.nbytes],
+        }
+        end += slot.nbytes
+    raw = json.dumps(header).encode()
+    raw += b" " * (-len(raw) % 8)
+    file.write(len(raw).to_bytes(8, "little") + raw)
+    for slot in ordered:
+        file.write(memoryview(cast(Any, buffer[slot.offset : slot.offset + slot.nbytes])))
+
+
+def read_weight_file(manifest: WeightsManifest) -> Buffer:
+    """Return the buffer of a manifest from its file. Raises WeightsGone, WeightsError."""
+    buffer: Buffer = np.zeros(manifest.nbytes, dtype=np.uint8)
+    try:
+        with open(manifest.location, "rb") as file:
+            header, start = _header(manifest, file)
+            for slot in manifest.slots:
+                begin, end = _range(manifest, header, slot)
+                file.seek(start + begin)
+                target = memoryview(cast(Any, buffer[slot.offset : slot.offset + slot.nbytes]))
+                if end - begin != slot.nbytes or file.readinto(target) != slot.nbytes:
+                    raise WeightsError(manifest, f"tensor {slot.name!r} is not complete in {manifest.location}")
+    except FileNotFoundError:
+        raise WeightsGone(manifest, f"{manifest.location} is there no more") from None
+    except OSError as error:
+        raise WeightsError(manifest, f"cannot read {manifest.location}: {error.strerror}") from None
+    return buffer
+
+
+def _header(manifest: WeightsManifest, file: BinaryIO) -> tuple[dict[str, Any], int]:
+    size = int.from_bytes(file.read(8), "little")
+    if size > MAX_HEADER_BYTES:
+        raise WeightsError(manifest, f"{manifest.location} has a header of {size} bytes")
+    try:
+        header = json.loads(file.read(size))
+    except ValueError:
+        header = None
+    if not isinstance(header, dict):
+        raise WeightsError(manifest, f"{manifest.location} is not a safetensors file")
+    return header, 8 + size
+
+
+def _range(manifest: WeightsManifest, header: dict[str, Any], slot: TensorSlot) -> tuple[int, int]:
+    try:
+        entry = header[slot.name]
+        same = entry["dtype"] == SAFETENSORS_NAMES[slot.dtype] and entry["shape"] == list(slot.shape)
+        begin, end = (int(offset) for offset in entry["data_offsets"])
+    except (KeyError, TypeError, ValueError):
+        raise WeightsError(manifest, f"{manifest.location} lacks tensor {slot.name!r}") from None
+    if not same or begin < 0 or end > manifest.nbytes:
+        raise WeightsError(manifest, f"{manifest.location} has another tensor {slot.name!r}")
+    return begin, end
+
+
+BASE_S = 10.0
+"""Seconds that any transfer may take, whatever its size."""
+SLOWEST_BYTES_PER_S = 20e6
+"""Slowest rate at which a transfer does not count as stuck."""
+
+
+def transfer_s(nbytes: int) -> float:
+    """Return the seconds after which a transfer of this size counts as stuck."""
+    return BASE_S + nbytes / SLOWEST_BYTES_PER_S
+
+
+def staging_s(nbytes: int) -> float:
+    """Return the seconds that the bytes of a version add to a receiver's deadline: for one transfer to others that is
+    under way, and for its own."""
+    return 2 * nbytes / SLOWEST_BYTES_PER_S
+
+
+GONE = "no longer holds it"
+"""What a server says of a version that was retired."""
+TICKET_BYTES = 16
+MOST_CONNECTIONS = 1024
+"""Four for each engine, and all of them come when a version is there."""
+TRIES, PAUSE_S = 20, (0.05, 0.3)
+"""How often a connection is made for a piece, and how long it waits before that."""
+
+
+def _tls(network: Network) -> RunTls | None:
+    return RunTls(network.keys, trusted=network.trusted) if network.keys is not None else None
+
+
+class WeightServer:
+    """Listens, with the keys of the run where there are any, and answers with pieces of the versions that are there.
+    Raises DataError when nothing can listen."""
+
+    def __init__(self, network: Network) -> None:
+        self._buffers: dict[bytes, Buffer] = {}
+        most, strangers = MOST_CONNECTIONS, MOST_CONNECTIONS // 4
+        self._bulk = BulkServer("weights", network, _tls(network), self._piece, most=most, strangers=strangers)
+        self._bulk.start()
+        self.endpoint = f"{network.advertised}:{self._bulk.port}"
+
+    def offer(self, buffer: Buffer) -> str:
+        """Serve a buffer, which nobody may write to from now on; return the ticket for it."""
+        ticket = secrets.token_bytes(TICKET_BYTES)
+        self._buffers[ticket] = buffer
+        return ticket.hex()
+
+    def withdraw(self, ticket: str) -> None:
+        """Serve a buffer no longer. Pieces that are on their way arrive."""
+        self._buffers.pop(bytes.fromhex(ticket), None)
+
+    def close(self) -> None:
+        """Serve nothing more and release the port."""
+        self._bulk.close()
+        self._buffers.clear()
+
+    def _piece(self, ticket: bytes, frame: int, start: int, length: int) -> memoryview | None:
+        buffer = self._buffers.get(ticket)
+        if buffer is None:
+            return None
+        if frame or not 0 < length <= len(buffer) - start:
+            raise ProtocolError(f"bytes {start} to {start + length} of {len(buffer)}")
+        return memoryview(cast(Any, buffer))[start : start + length]
+
+
+class ServedVersion:
+    """Owns one version's buffer at a server."""
+
+    def __init__(self, server: WeightServer, buffer: Buffer) -> None:
+        self.checksum = checksum(buffer)
+        self._server, self._ticket = server, server.offer(buffer)
+        self.location = f"{server.endpoint}#{self._ticket}"
+
+    def close(self) -> None:
+        """Free the buffer once nobody reads it."""
+        self._server.withdraw(self._ticket)
+
+
+def read_served(manifest: WeightsManifest, timeout_s: float, network: Network) -> Buffer:
+    """Fetch the buffer of a manifest. Raises WeightsGone when its publisher has retired it or is not there,
+    WeightsTimeout when connections bring nothing for ``timeout_s`` or all of it takes too long, and WeightsError for an
+    answer that is none."""
+    endpoint, _, ticket = manifest.location.partition("#")
+    host, _, port = endpoint.rpartition(":")
+    try:
+        number, at = bytes.fromhex(ticket), int(port)
+        if len(number) != TICKET_BYTES or not host or (network.keys is None and not is_loopback_host(host)):
+            raise ValueError("nobody of this run listens there")
+        tls = _tls(network)
+    except (ValueError, NetworkError) as error:
+        raise WeightsError(manifest, f"location {manifest.location!r:.80}: {error}") from None
+    whole_s = timeout_s + max(staging_s(manifest.nbytes), transfer_s(manifest.nbytes))
+    lanes = [BulkConnection(tls, host, at) for _ in range(LANES)]
+    came = time.monotonic()
+    deadline = came + whole_s
+
+    def ask(lane: int, piece: Piece, into: memoryview) -> None:
+        nonlocal came
+        for left in reversed(range(TRIES)):
+            try:
+                lanes[lane].fetch(number, piece, into, deadline)
+                came = time.monotonic()
+                return
+            except PeerLost as error:
+                if time.monotonic() - came > timeout_s:
+                    raise FetchTimeout(str(error)) from None
+                if not left or "refused" in str(error):  # nobody listens there, or it is of another run
+                    raise
+                time.sleep(random.uniform(*PAUSE_S))  # all engines come at once, and the server may be full
+
+    try:
+        return np.frombuffer(fetch_whole(manifest.nbytes, ask), dtype=np.uint8)
+    except FetchTimeout as error:
+        text = f"{endpoint} sent nothing for {timeout_s:g} s, or not everything within {whole_s:g} s ({error})"
+        raise WeightsTimeout(manifest, text) from None
+    except PeerLost as error:
+        raise WeightsGone(manifest, f"nobody serves it at {endpoint}, or the connection broke: {error}") from None
+    except DataError as error:
+        if GONE in str(error):
+            raise WeightsGone(manifest, "its publisher serves it no more") from None
+        raise WeightsError(manifest, f"{endpoint} is not its publisher: {error}") from None
+    finally:
+        for lane in lanes:
+            lane.close()
+
+
+KEPT_VERSIONS = 2
+Medium = Literal["shm", "disk", "fetch"]
+_Published = MemoryFile | WeightFile | ServedVersion
+
+
+class WeightPublisher:
+    """Publishes the versions of one policy and keeps the last two, each complete or not there at all.
+
+    ``shm`` reaches the processes of this host, ``disk`` every host that has ``folder`` under the same path (only this
+    medium uses it), ``fetch`` every process of the run that reaches ``network``. Not thread-safe. Raises ValueError on
+    an unknown medium.
+    """
+
+    def __init__(
+        self,
+        run_id: str,
+        worker: str,
+        folder: Path,
+        medium: Medium = "shm",
+        *,
+        network: Network = LOOPBACK,
+    ) -> None:
+        if medium not in get_args(Medium):
+            raise ValueError(f"medium {medium!r} of weights, one of {', '.join(get_args(Medium))}")
+        self._medium: Medium = medium
+        self._folder = folder
+        self._stem = file_stem(run_id, worker)
+        self._versions: dict[int, tuple[_Published, WeightsManifest]] = {}
+        self._last = -1
+        self._server = WeightServer(network) if medium == "fetch" else None
+        if medium == "disk":
+            folder.mkdir(parents=True, exist_ok=True)
+            sweep(folder, run_id, worker)
+
+    @property
+    def latest(self) -> WeightsManifest | None:
+        """The manifest of the newest version that can be received, which a worker that joins late needs; None if there
+        is none."""
+        return self._versions[max(self._versions)][1] if self._versions else None
+
+    def publish(
+        self,
+        version: int,
+        tensors: Mapping[str, Tensor],
+        *,
+        trial: int = 0,
+        changed: Collection[str] = (),
+    ) -> WeightsManifest:
+        """Copy tensors (any device, any strides) and make them available; versions before the previous one are retired.
+
+        ``trial``: a step of a self-test, which takes the place of the last version; only ``changed`` tensors differ
+        from it. Raises ValueError on a version that is not above the last, or (trial) not the last, or on a tensor that
+        cannot travel, and OSError when the medium is full: then nothing is published.
+        """
+        if version < self._last + (not trial):
+            raise ValueError(f"weights version {version} after version {self._last}")
+        latest = self.latest if trial else None
+        known = {slot.name: slot.digest for slot in latest.slots if slot.name not in changed} if latest else {}
+        slots, nbytes = layout(tensors, known)
+        published = self._store(version, tensors, slots, nbytes)
+        manifest = WeightsManifest(version, self._medium, published.location, nbytes, published.checksum, slots, trial)
+        self.retire(version)
+        self._versions[version] = (published, manifest)
+        self._last = version
+        for old in sorted(self._versions)[:-KEPT_VERSIONS]:
+            self.retire(old)
+        return manifest
+
+    def _store(
+        self, version: int, tensors: Mapping[str, Tensor], slots: tuple[TensorSlot, ...], nbytes: int
+    ) -> _Published:
+        if self._medium == "shm":
+            return MemoryFile(tensors, slots, nbytes)
+        buffer: Buffer = np.zeros(nbytes, dtype=np.uint8)
+        pack(tensors, slots, buffer)
+        if self._medium == "disk":
+            return WeightFile(self._folder, self._stem, version, slots, buffer)
+        assert self._server is not None
+        return ServedVersion(self._server, buffer)
+
+    def retire(self, version: int) -> None:
+        """Stop serving a version; receivers that are reading it finish. An unknown version counts as retired
+        already."""
+        published, _ = self._versions.pop(version, (None, None))
+        if published is not None:
+            published.close()
+
+    def close(self) -> None:
+        """Retire all versions, so that nothing is left behind."""
+        for version in list(self._versions):
+            self.retire(version)
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+
+
+def receive(manifest: WeightsManifest, timeout_s: float, network: Network = LOOPBACK) -> dict[str, Tensor]:
+    """Return the tensors of a manifest on the CPU, complete and verified (sizes, then the checksum) before any is
+    handed out. They share memory with no other process: writing to them is safe.
+
+    ``timeout_s`` bounds the time without a byte of what is fetched, beside what all bytes take on a slow network;
+    ``network`` has the keys for that. Raises WeightsGone when the version can no longer be had, WeightsTimeout, and
+    WeightsError when it or the manifest is damaged.
+    """
+    check_manifest(manifest)
+    return unpack(manifest, _read(manifest, timeout_s, network))
+
+
+def _read(manifest: WeightsManifest, timeout_s: float, network: Network) -> Buffer:
+    if manifest.medium == "shm":
+        return read_memory_file(manifest)
+    if manifest.medium == "disk":
+        return read_weight_file(manifest)
+    if manifest.medium == "fetch":
+        return read_served(manifest, timeout_s, network)
+    raise WeightsError(manifest, "no such medium")
