@@ -36,8 +36,8 @@ from typing import Any
 
 import psutil
 
-from realhf.monitor.headline import call_times
-from realhf.monitor.metrics.renaming import public_names
+from realhf.monitor.metrics import public_names
+from realhf.monitor.summary import call_times
 
 HERE = Path(__file__).resolve().parent.parent
 WARM_UP = 3

@@ -76,7 +76,7 @@ policy_losses = Registry(
 schedulers = Registry(
     "scheduler",
     {
-        "join": "realhf.cluster.join:DEFINITION",
+        "join": "realhf.cluster.scheduler:DEFINITION",
         "local": "realhf.scheduler.local:DEFINITION",
         "ray": "realhf.cluster.engines.ray:DEFINITION",
         "slurm": "realhf.cluster.engines.slurm:DEFINITION",

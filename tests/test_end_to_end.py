@@ -17,7 +17,7 @@ import psutil
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from realhf.monitor.metrics.renaming import metric_of
+from realhf.monitor.metrics import metric_of
 from tests.process_family import family
 
 pytestmark = [pytest.mark.sim, pytest.mark.slow, pytest.mark.timeout(900)]

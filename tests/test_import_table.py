@@ -84,15 +84,11 @@ ROOMS: dict[str, str] = {
     "trajectory/http": "base trajectory/base trajectory/state trajectory/store trajectory/wire",
     "trajectory": "base trajectory/http",
     "scheduler": "base",
-    "monitor/rollouts": "api api/config",
-    "monitor/rollouts/export": "base base/files monitor/rollouts",
-    "monitor/metrics": "",
-    "monitor/advisories": "monitor/rollouts",
-    "monitor/trackers": "base base/files",
-    "monitor": "api api/config base base/files monitor/advisories monitor/metrics monitor/rollouts monitor/trackers",
+    "monitor/rollouts": "api api/config base base/files",
+    "monitor": "api api/config base base/files monitor/rollouts",
     "cluster": "api/config base base/files monitor scheduler transport",
     "cluster/engines": "api/config base cluster scheduler transport",
-    "view": "api base base/files monitor monitor/advisories monitor/metrics monitor/rollouts",
+    "view": "api base base/files monitor monitor/rollouts",
     "launch": "api api/chat api/config base builtins dataflow env/doors monitor scheduler transport",
 }
 """Every folder of the product that holds modules, with the folders that it may import from. A row names rows above it

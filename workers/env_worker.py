@@ -23,7 +23,7 @@ from realhf.base.tls import in_memory
 from realhf.env.server.config import ConfigError, ServerConfig, add_arguments, resolve
 from realhf.env.server.served import ServedEnvironment
 from realhf.env.server.server import EnvServer, listen
-from realhf.scheduler.failure import STOP_WITHIN_S, run_guarded
+from realhf.scheduler.process import STOP_WITHIN_S, run_guarded
 from realhf.transport.network import Network
 from realhf.transport.rpc_worker import RpcWorker
 from workers.worker_main import add_key_file, keys_in, reachable

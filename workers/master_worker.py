@@ -44,13 +44,12 @@ from realhf.dataflow.rollouts.async_rollouts import AsyncRollouts, RolloutPlan
 from realhf.dataflow.step_source import StepSource, SynchronousSteps
 from realhf.dataflow.worker_group import A, Q, Roles, ask
 from realhf.monitor.events import EventStream
-from realhf.monitor.metrics.renaming import calls_of, public_names
-from realhf.monitor.metrics_log import flatten_step
+from realhf.monitor.metrics import calls_of, public_names
 from realhf.monitor.provenance import record_launch
 from realhf.monitor.run_files import write_graph_files
-from realhf.monitor.run_log import RunLog
+from realhf.monitor.run_log import RunLog, flatten_step
 from realhf.monitor.trace import open_trace
-from realhf.scheduler.failure import run_guarded
+from realhf.scheduler.process import run_guarded
 from realhf.transport.network import LOOPBACK, Network
 from realhf.transport.roster import WorkerInfo
 from realhf.transport.rpc_master import RpcMaster

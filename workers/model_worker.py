@@ -47,7 +47,7 @@ from realhf.data.stream_host import StreamHost
 from realhf.dataflow.model_host import Handler, ModelHost, call_interfaces
 from realhf.dataflow.served_generation import ServedEngine, ServedGeneration
 from realhf.dataflow.weight_proof import WeightTrial, probe_ids
-from realhf.monitor.rollouts.opening import open_rollouts
+from realhf.monitor.rollouts.writer import open_rollouts
 from realhf.monitor.trace import open_trace
 from realhf.transport.data_plane import DataPlane
 from realhf.transport.errors import NetworkError

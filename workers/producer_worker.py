@@ -33,7 +33,7 @@ from realhf.rollout.episode.request import EpisodeRequest, Limits
 from realhf.rollout.interface import ModelEngine
 from realhf.rollout.players.blocking_player import BlockingPlayer
 from realhf.rollout.players.player import Player, TurnAgent
-from realhf.scheduler.failure import run_guarded
+from realhf.scheduler.process import run_guarded
 from realhf.trajectory.client import Pace, StaleEpoch, TrajectoryClient
 from realhf.trajectory.client.episodes import group_of
 

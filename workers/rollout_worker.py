@@ -25,7 +25,7 @@ from realhf.base.garbage import settle
 from realhf.base.loop_watch import LoopWatch
 from realhf.base.tls import with_certificate
 from realhf.env.doors.load import build_environment
-from realhf.monitor.rollouts.opening import open_rollouts
+from realhf.monitor.rollouts.writer import open_rollouts
 from realhf.monitor.trace import open_trace
 from realhf.rollout.agents.choice import make_agent
 from realhf.rollout.client.generation_client import GenerationClient, Pinned

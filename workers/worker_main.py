@@ -11,7 +11,7 @@ from typing import Any
 from realhf.api.config import NetworkConfig
 from realhf.api.experiment import RunPlan
 from realhf.base.plugin import load_plugin
-from realhf.scheduler.failure import run_guarded
+from realhf.scheduler.process import run_guarded
 from realhf.transport.network import LOOPBACK, Network, RunKeys
 
 _CHATTY = ("httpx", "httpx2")

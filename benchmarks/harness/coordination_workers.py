@@ -31,7 +31,7 @@ from realhf.api.env import PlayedTurn, RolloutOutcome
 from realhf.api.experiment import RunPlan
 from realhf.api.streaming import RolloutLease
 from realhf.rollout.players.group_player import PlayedGroup
-from realhf.scheduler.failure import run_guarded
+from realhf.scheduler.process import run_guarded
 from realhf.transport.rpc_worker import RpcWorker
 
 PROMPT_TOKENS, TURN_TOKENS, OBSERVATION_TOKENS = 40, 20, 20

@@ -25,7 +25,7 @@ from realhf.api.config import BuiltinModelConfig
 from realhf.backends.builtin_policy import build_builtin_policy
 from realhf.dataflow.journal.audit import Tally, audit_folder
 from realhf.dataflow.journal.journal import ARCHIVE, JournalError
-from realhf.monitor.deaths import deaths
+from realhf.monitor.run_files import deaths
 
 MARKS = {
     "master": "workers.master_worker",

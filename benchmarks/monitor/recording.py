@@ -29,7 +29,7 @@ import numpy as np
 from realhf.api.env import PlayedTurn, RolloutOutcome
 from realhf.api.environment import AssistantMessage
 from realhf.api.trace import PlayedSample, TrainedRows
-from realhf.monitor.rollouts.selection import Selection
+from realhf.monitor.rollouts.records import Selection
 from realhf.monitor.rollouts.writer import RolloutWriter
 
 ANSWER = "ok; buckets: alpha-bucket, beta-bucket; region eu-central-1; nothing else was found in this account " * 2

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from realhf.monitor.rollouts.format import FORMAT, PLAY, TRAIN, Header, PlayLine, TrainLine, encode_record
-from realhf.monitor.rollouts.shards import Shards
+from realhf.monitor.rollouts.writer import Shards
 
 GROUP = 8
 GROUPS_OF_A_STEP = 16

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from realhf.base.control_groups import usable_cores
-from realhf.cluster.delivery import Dock
+from realhf.cluster.file_transfer import Dock
 from realhf.cluster.messages import HostHello, Probe, Probed
 from realhf.cluster.own_host import own_gpus
 from realhf.cluster.placement import LAUNCHER, USES_GPU, Place, kind_of

@@ -6,7 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
-from realhf.cluster.errors import ClusterError
+
+class ClusterError(OSError):
+    """Is raised when workers cannot be started on the hosts that there are; the message names host and option."""
+
 
 LAUNCHER = "launcher"
 """The name of the launcher's own machine among the hosts."""

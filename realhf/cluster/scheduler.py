@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Protocol
 
 from realhf.cluster import placement
-from realhf.cluster.carried import cargo, key_file_in, needed_paths, prints_of, takes_more, weights_problem
 from realhf.cluster.cluster_keys import HostKeys, KnownHosts, make_keys
 from realhf.cluster.control_endpoint import (
     ControlEndpoint,
@@ -23,8 +22,7 @@ from realhf.cluster.control_endpoint import (
     HostRefused,
     Nonsense,
 )
-from realhf.cluster.delivery import Dock
-from realhf.cluster.errors import ClusterError
+from realhf.cluster.file_transfer import Dock, cargo, key_file_in, needed_paths, prints_of, takes_more, weights_problem
 from realhf.cluster.host_table import PROBE_S, FolderProbe, Host, HostTable, Running, warnings, with_place
 from realhf.cluster.messages import (
     Ended,
@@ -38,13 +36,14 @@ from realhf.cluster.messages import (
     Probed,
     StartWorker,
 )
-from realhf.cluster.operator_desk import OperatorDesk
-from realhf.cluster.options import ELASTIC, ClusterOptions
+from realhf.cluster.operator import OperatorDesk
+from realhf.cluster.options import ELASTIC, ClusterOptions, elsewhere, placement_problems
 from realhf.cluster.own_host import unlike
-from realhf.cluster.placement import LAUNCHER, Place, kind_of
-from realhf.monitor.host_lanes import note_placement
+from realhf.cluster.placement import LAUNCHER, ClusterError, Place, kind_of
+from realhf.monitor.run_files import note_placement
 from realhf.scheduler.base import (
     Notice,
+    SchedulerDefinition,
     WorkerEvent,
     WorkerExit,
     WorkerLine,
@@ -52,8 +51,8 @@ from realhf.scheduler.base import (
     WorkerStarts,
     WorkersWanted,
 )
-from realhf.scheduler.failure import failure_cause
 from realhf.scheduler.local import LocalScheduler
+from realhf.scheduler.process import failure_cause
 from realhf.transport.sockets import allow_many_connections
 
 JOB, MASTER = "job", "master"
@@ -557,3 +556,8 @@ def _who(missing: set[str], short: int) -> str:
     further = short - len(missing)
     more = f"{further} {'more ' if missing else ''}host{'s' if further > 1 else ''}" if further > 0 else ""
     return " and ".join(text for text in (names, more) if text)
+
+
+DEFINITION = SchedulerDefinition(
+    ClusterOptions, ClusterScheduler, several_hosts=True, problems=placement_problems, elsewhere=elsewhere
+)

@@ -25,9 +25,9 @@ from realhf.base.free_port import free_port
 from realhf.base.loopback import is_loopback_host
 from realhf.launch.memory_plan import WAYS
 from realhf.launch.supervision import MASTER, Supervisor
-from realhf.monitor.deaths import note_death
 from realhf.monitor.display import Display
 from realhf.monitor.events import parse_event
+from realhf.monitor.run_files import note_death
 from realhf.scheduler.base import (
     BeginAgain,
     Notice,
@@ -38,8 +38,8 @@ from realhf.scheduler.base import (
     WorkerStarts,
     WorkersWanted,
 )
-from realhf.scheduler.failure import failure_cause, log_tail
-from realhf.scheduler.memory_kills import WANT_OF_MEMORY
+from realhf.scheduler.local import WANT_OF_MEMORY
+from realhf.scheduler.process import failure_cause, log_tail
 from realhf.transport.errors import LOST_MASTER
 from realhf.transport.network import RunKeys, forget
 

@@ -30,8 +30,7 @@ from realhf.monitor.display import Display, make_display
 from realhf.monitor.provenance import EFFECTIVE, origin, record_launch
 from realhf.monitor.summary import held_out_table
 from realhf.scheduler.base import Scheduler
-from realhf.scheduler.failure import describe
-from realhf.scheduler.process_control import orphans_adopted
+from realhf.scheduler.process import describe, orphans_adopted
 
 
 class Interrupted(Exception):

@@ -16,9 +16,8 @@ from rich.table import Table
 from rich.text import Text
 
 from realhf.base.text import printable
-from realhf.monitor.headline import STEP_TIME, time_split
-from realhf.monitor.metrics.renaming import success_by_group
-from realhf.monitor.rollout_metrics import flatten_rollouts, rollout_labels, rollout_metrics
+from realhf.monitor.metrics import success_by_group
+from realhf.monitor.summary import STEP_TIME, flatten_rollouts, rollout_labels, rollout_metrics, time_split
 
 _BAR = 24
 _FIGURES = {

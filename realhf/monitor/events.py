@@ -3,7 +3,7 @@
 Kinds: ``endpoint`` {address, run_id}, ``phase`` {text}, ``activity`` {calls, resident, capacity}, ``step`` {step,
 total, metrics}, ``evaluation`` {when, report}, ``warning`` {text}, ``done`` {summary}; for the launcher's
 supervision ``joined`` {name} and ``lost`` {name, pid, started, reason, left}; between the steps of an
-asynchronous run ``rollouts`` {admission, generation, rollout}: see ``realhf.monitor.rollout_metrics``.
+asynchronous run ``rollouts`` {admission, generation, rollout}: see ``realhf.monitor.summary``.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from realhf.monitor.trace_files import merge_traces
+from realhf.monitor.trace import merge_traces
 from realhf.view.folder_state import MARKS, is_run
 from realhf.view.report import ROLLOUT_BYTES, write_report
 

@@ -1,5 +1,9 @@
 """Writes the trace of a run, what ran when: one file per process while it runs, one for Perfetto at its end.
 
+Numbers of processes and lines are made from their names, so that a restarted worker continues its old line and files
+can be joined without being parsed. Trace viewers drop spans of one line that overlap without one lying within the
+other, as those of concurrent coroutines do. ``Lanes`` moves the later one to a further lane.
+
 python -m realhf.monitor.trace RUN_DIR        # trace.json out of what is there
 """
 
@@ -13,35 +17,170 @@ import os
 import sys
 import threading
 import time
+import zlib
 from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import msgspec
 
-from realhf.monitor.trace_files import merge_traces
-from realhf.monitor.trace_format import (
-    COMPLETE,
-    COUNTER,
-    INSTANT,
-    Lanes,
-    TraceEvent,
-    file_of,
-    line_event,
-    line_number,
-    process_events,
-    process_number,
-)
+from realhf.base.files.whole_file import whole_file
+from realhf.monitor.run_files import HostLanes
+
+TRACE_FOLDER = "trace"
+TRACE_FILE = "trace.json"
+COMPLETE, INSTANT, COUNTER, METADATA = "X", "i", "C", "M"
+_ORDER = ("launch", "master", "model_worker", "rollout_worker", "generation", "env")
+
+
+class TraceEvent(msgspec.Struct, omit_defaults=True, gc=False):
+    """Is one event of a trace file. Times are whole microseconds: ``ts`` since the epoch, ``dur`` of a COMPLETE event.
+    ``s`` is the scope of an instant."""
+
+    name: str
+    ph: str
+    ts: int
+    pid: int
+    tid: int
+    dur: int | None = None
+    s: str | None = None
+    args: dict[str, Any] | None = None
+
+
+def process_number(process: str) -> int:
+    """Number the process ``kind/index``: thousands for the kind, plus the index."""
+    kind, _, index = process.partition("/")
+    if kind in _ORDER and (not index or (index.isdecimal() and int(index) < 1000)):
+        return 1000 * (1 + place_of(process)) + int(index or 0)
+    return 1_000_000 + zlib.crc32(process.encode()) % 2**30
+
+
+def line_number(process: str, line: str) -> int:
+    """Number a line of a process: a positive number of 31 bits, made so that lines of two processes differ."""
+    return zlib.crc32(f"{process}\n{line}".encode(errors="replace")) & 0x7FFFFFFF
+
+
+def file_of(run_dir: Path, process: str) -> Path:
+    """Return the path of the trace file of the process ``kind/index``."""
+    return run_dir / TRACE_FOLDER / f"{process.replace('/', '-')}.jsonl"
+
+
+def place_of(process: str) -> int:
+    """Return the place of a process in the order of display."""
+    kind = process.partition("/")[0]
+    return _ORDER.index(kind) if kind in _ORDER else len(_ORDER)
+
+
+def process_events(process: str) -> list[TraceEvent]:
+    """Make the events that name a process and give its place."""
+    pid = process_number(process)
+    return [
+        TraceEvent("process_name", METADATA, 0, pid, 0, args={"name": process}),
+        TraceEvent("process_sort_index", METADATA, 0, pid, 0, args={"sort_index": place_of(process)}),
+    ]
+
+
+def line_event(process: str, line: str) -> TraceEvent:
+    """Make the event that names a line within a process."""
+    return TraceEvent(
+        "thread_name", METADATA, 0, process_number(process), line_number(process, line), args={"name": line}
+    )
+
+
+MAX_LANES = 64
+"""Number of lanes of a line at most; further overlapping spans go to the last one."""
+REMEMBERED = 256
+"""Number of spans of a lane that are remembered because a longer one may still enclose them."""
+
+
+class Lanes:
+    """Assigns spans to lanes; spans arrive in the order of their ends, or nearly so."""
+
+    def __init__(self) -> None:
+        self._lanes: dict[str, list[deque[tuple[int, int]]]] = {}
+
+    def place(self, line: str, began: int, ended: int) -> str:
+        """Return the lane of a span: the line itself, or the name of its second, third, .. lane."""
+        lanes = self._lanes.setdefault(line, [])
+        number = next(
+            (number for number, lane in enumerate(lanes, start=1) if _fits(lane, began, ended)),
+            min(len(lanes) + 1, MAX_LANES),
+        )
+        if number > len(lanes):
+            lanes.append(deque(maxlen=REMEMBERED))
+        lane = lanes[number - 1]
+        while lane and lane[-1][0] >= began and lane[-1][1] <= ended:
+            lane.pop()
+        lane.append((began, ended))
+        return line if number == 1 else f"{line} ({number})"
+
+
+def _fits(lane: deque[tuple[int, int]], began: int, ended: int) -> bool:
+    """Return whether a span encloses the last ones of a lane, or lies apart from them."""
+    for first, last in reversed(lane):
+        if last <= began:
+            return True
+        if not (began <= first and last <= ended):
+            return False
+    return True
+
+
+TAIL_BYTES = 16 * 2**20
+"""How much is read at the end of each file for the timeline."""
+
+
+def merge_traces(run_dir: Path) -> Path | None:
+    """Write ``trace.json`` of a run, which Perfetto and chrome://tracing open, and return its path; None when nothing
+    was traced. Lines that a kill cut off are left out."""
+    files = trace_files(run_dir)
+    if not files:
+        return None
+    path = run_dir / TRACE_FILE
+    # Checking a raw value without building it takes a fraction of the time.
+    check = msgspec.json.Decoder(msgspec.Raw).decode
+    with whole_file(path) as partial, partial.open("wb") as target:
+        target.write(b'{"displayTimeUnit":"ms","traceEvents":[\n')
+        first = True
+        for file in files:
+            with file.open("rb") as source:
+                for line in source:
+                    try:
+                        event = bytes(check(line))
+                    except msgspec.DecodeError:
+                        continue
+                    target.write(event if first else b",\n" + event)
+                    first = False
+        for event in _host_labels(run_dir):
+            target.write(event if first else b",\n" + event)
+            first = False
+        target.write(b"\n]}\n")
+    return path
+
+
+def _host_labels(run_dir: Path) -> Iterator[bytes]:
+    """Yield an event for each process of a run over several hosts that says where it was."""
+    lanes = HostLanes(run_dir)
+    for process in sorted({process for host in lanes.hosts for process in lanes.processes(host)}):
+        there = [host for host in lanes.hosts if process in lanes.processes(host)]
+        labels = {"labels": "host " + ", ".join(there)}
+        yield msgspec.json.encode(TraceEvent("process_labels", METADATA, 0, process_number(process), 0, args=labels))
+
+
+def trace_files(run_dir: Path) -> list[Path]:
+    """Return the trace files of a run: one or two per process, the older of two first."""
+    return sorted(
+        (run_dir / TRACE_FOLDER).glob("*.jsonl"), key=lambda path: (path.name.partition(".")[0], -len(path.suffixes))
+    )
+
 
 LIMIT_BYTES = 64 * 2**20
 FLUSH_INTERVAL_S = 0.5
 MAX_PENDING = 200_000
 """Number of events that may wait to be written; further ones are counted and left out."""
-
 _Record = tuple[str, str, int, int, str, dict[str, Any] | None]
 """A record as (phase, name, beginning, end, line, arguments), times in ns."""
-
 logger = logging.getLogger(__name__)
 
 

@@ -15,7 +15,7 @@ import sys
 
 from realhf.base.garbage import collect_rarely
 from realhf.base.process_priority import step_back
-from realhf.scheduler.process_control import die_with_parent
+from realhf.scheduler.process import die_with_parent
 
 
 def leave(code: object) -> None:

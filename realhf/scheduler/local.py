@@ -1,25 +1,233 @@
-"""Runs workers as processes of this machine, each in a session of its own."""
+"""Runs workers as processes of this machine, each in a session of its own, started anew or forked from a prepared one.
+
+Importing PyTorch takes a worker two seconds of CPU, and more where others compute. ``PreparedWorkers`` does it once for
+all workers of a host, while the host registers; see ``prepared_server`` for the other side.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import select
 import selectors
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import IO
+from pathlib import Path
+from typing import IO, Any
 
 import psutil
 
+from realhf.base.control_groups import MOUNT, counters, groups, memory_limit
 from realhf.base.process_id import start_time
 from realhf.scheduler.base import SchedulerDefinition, WorkerEvent, WorkerExit, WorkerLine, WorkerSpec
 from realhf.scheduler.gpus import VISIBLE, with_one_gpu
-from realhf.scheduler.memory_kills import MemoryKills
-from realhf.scheduler.prepared import ForkedWorker, PreparedWorkers
+from realhf.scheduler.prepared_server import MOST_BYTES
+
+WANT_OF_MEMORY = "killed by the kernel for want of memory"
+"""Begins the cause of such an end."""
+LATELY_S = 5.0
+"""A kill and the end of the process that it hit are seen within this time."""
+LOOK_S = 1.0
+_KILLS = "oom_kill"
+
+
+class MemoryKills:
+    """Watches the kernel's count of such kills in the control group of this process, which its workers share; in a
+    group without one, that of the whole machine. ``look`` has to be called every few seconds."""
+
+    def __init__(self, mount: Path = MOUNT, proc: Path = Path("/proc")) -> None:
+        self._mount, self._own = mount, proc / "self" / "cgroup"
+        names = ("memory.events", "memory.oom_control")
+        own = (group / name for group in groups("memory", mount, self._own) for name in names)
+        self._counter = next((file for file in own if _KILLS in counters(file)), proc / "vmstat")
+        self._count = self._read()
+        self._rose_at = float("-inf")
+        self._next = 0.0
+
+    def look(self, *, now: bool = False) -> None:
+        """Note whether there was a kill; once in ``LOOK_S`` unless ``now``."""
+        if now or time.monotonic() >= self._next:
+            self._next = time.monotonic() + LOOK_S
+            count = self._read()
+            if count > self._count:
+                self._rose_at = time.monotonic()
+            self._count = count
+
+    def cause(self, peak_bytes: int) -> str:
+        """Return the cause of a SIGKILL that nobody here has sent, "" where it is not the kernel's. ``peak_bytes`` is
+        what the process had at most."""
+        self.look(now=True)
+        if time.monotonic() - self._rose_at > LATELY_S:
+            return ""
+        limit = memory_limit(self._mount, self._own)
+        whole = psutil.virtual_memory().total
+        whose = "its group may take" if limit is not None and limit < whole else "this machine has"
+        most = min(whole, limit or whole)
+        return f"{WANT_OF_MEMORY}: it had {peak_bytes / 2**30:.1f} GiB at its peak, and {whose} {most / 2**30:.1f}"
+
+    def _read(self) -> int:
+        return counters(self._counter).get(_KILLS, 0)
+
+
+PREPARED_WITHIN_S = 120.0
+"""How long workers wait for the imports; then they import for themselves."""
+FORKED_WITHIN_S = 15.0
+END_S = 2.0
+
+
+class ForkedWorker:
+    """Is a worker, seen from its parent, as far as ``subprocess.Popen`` is needed for one."""
+
+    def __init__(self, pid: int, stdout: IO[bytes] | None) -> None:
+        self.pid, self.stdout = pid, stdout
+        self.returncode: int | None = None
+        self.peak_bytes = 0
+        self._pidfd = os.pidfd_open(pid)
+
+    def poll(self) -> int | None:
+        """Return the exit code, negative for a signal; None while it runs."""
+        if self.returncode is None:
+            try:
+                pid, status, usage = os.wait4(self.pid, os.WNOHANG)
+                self.peak_bytes = usage.ru_maxrss * 1024
+            except ChildProcessError:
+                pid, status = self.pid, 1 << 8  # somebody else has collected it
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
+                os.close(self._pidfd)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Return the exit code when the worker has ended. Raises subprocess.TimeoutExpired."""
+        if self.poll() is None:
+            watch = select.poll()
+            watch.register(self._pidfd, select.POLLIN)
+            watch.poll(None if timeout is None else timeout * 1000)
+        if (code := self.poll()) is None:
+            raise subprocess.TimeoutExpired(f"worker {self.pid}", timeout or 0.0)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal; one that has ended is left alone."""
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, number)
+
+    def kill(self) -> None:
+        """Send SIGKILL."""
+        self.send_signal(signal.SIGKILL)
+
+
+class PreparedWorkers:
+    """Keeps one process that imports ``modules``, by name, between ``begin`` and ``end``. This process has to adopt
+    orphans (``orphans_adopted``), and one thread uses this."""
+
+    def __init__(self, modules: Sequence[str]) -> None:
+        self._modules = tuple(modules)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+        self._ready = False
+        self._until = 0.0
+
+    def begin(self) -> None:
+        """Start the process; one that runs is kept."""
+        if self._process is not None and self._process.poll() is None:
+            return
+        self.end()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        command = [sys.executable, "-m", "realhf.scheduler.prepared_server", str(theirs.fileno()), str(os.getpid())]
+        with theirs:
+            self._process = subprocess.Popen(
+                [*command, *self._modules],
+                stdin=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+            )
+        self._control, self._until = ours, time.monotonic() + PREPARED_WITHIN_S
+
+    def importing(self) -> bool:
+        """Return whether workers should be started a little later. Does not wait; gives up after
+        ``PREPARED_WITHIN_S``."""
+        if self._control is None or self._ready:
+            return False
+        if not _readable(self._control, 0.0):
+            if time.monotonic() > self._until:
+                self.end()
+            return self._control is not None
+        self._ready = bool(self._received(0.0))
+        return False
+
+    def fork(
+        self, module: str, argv: Sequence[str], log: int, *, niceness: int, environment: Mapping[str, str], lines: bool
+    ) -> ForkedWorker | None:
+        """Start ``python -m module *argv`` with these changes of its environment; its standard error, and its output
+        too unless ``lines`` is set, go to the descriptor ``log``. None when there is no prepared process, and it
+        has to be started otherwise."""
+        if self.importing() or self._control is None or not self._ready:
+            return None
+        request = {"module": module, "argv": [*argv], "niceness": niceness, "environment": dict(environment)}
+        with contextlib.ExitStack() as stack:
+            go, may_go = _pipe(stack)
+            read, write = _pipe(stack) if lines else (-1, log)
+            try:
+                socket.send_fds(self._control, [json.dumps(request).encode()], [write, log, go])
+                worker = ForkedWorker(int(self._received(FORKED_WITHIN_S)["pid"]), None)
+                os.write(may_go, b"!")
+            except (OSError, KeyError, ValueError):
+                self.end()  # a worker that comes late has no one who lets it begin
+                return None
+            if lines:
+                worker.stdout = os.fdopen(os.dup(read), "rb", buffering=0)
+            return worker
+
+    def end(self) -> None:
+        """End the process; workers go on."""
+        if self._control is not None:
+            self._control.close()
+        if self._process is not None:
+            self._process.terminate()
+            try:
+                self._process.wait(END_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        self._control = self._process = None
+        self._ready = False
+
+    def _received(self, timeout_s: float) -> dict[str, Any]:
+        """Return the next message, an empty one when none comes or the process has ended."""
+        if self._control is None or not _readable(self._control, timeout_s):
+            return {}
+        try:
+            data = self._control.recv(MOST_BYTES)
+            found = json.loads(data) if data else None
+        except (OSError, ValueError):
+            found = None
+        if not isinstance(found, dict):
+            self.end()
+            return {}
+        return found
+
+
+def _pipe(stack: contextlib.ExitStack) -> tuple[int, int]:
+    """Return the ends of a pipe, which are closed with ``stack``."""
+    ends = os.pipe()
+    for end in ends:
+        stack.callback(os.close, end)
+    return ends
+
+
+def _readable(control: socket.socket, timeout_s: float) -> bool:
+    watch = select.poll()
+    watch.register(control, select.POLLIN)
+    return bool(watch.poll(timeout_s * 1000))
+
 
 _KILL_DEADLINE_S = 5.0
 """How long killed processes may take to disappear."""

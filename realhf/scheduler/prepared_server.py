@@ -23,7 +23,7 @@ from typing import Any
 from realhf.base.garbage import collect_rarely
 from realhf.base.process_priority import step_back
 from realhf.scheduler.child import leave
-from realhf.scheduler.process_control import die_with_parent
+from realhf.scheduler.process import die_with_parent
 
 MOST_BYTES = 64 << 10
 ADOPTED_WITHIN_S = 10.0

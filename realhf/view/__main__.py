@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from realhf.base.http_guard import guarded_http
-from realhf.monitor.rollouts.export.command import export_command
+from realhf.monitor.rollouts.export import export_command
 from realhf.view.folder_state import MARKS, is_run
 from realhf.view.note import note_command
 from realhf.view.run import Run

@@ -7,11 +7,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from realhf.monitor.advisories.advise import advise, as_json
-from realhf.monitor.advisories.of_run import index_of
-from realhf.monitor.host_lanes import HostLanes
+from realhf.monitor.advisories import advise, as_json, index_of
 from realhf.monitor.provenance import PROVENANCE_FILE, effective_options
-from realhf.monitor.run_files import EVALUATIONS_FILE
+from realhf.monitor.run_files import EVALUATIONS_FILE, HostLanes
 from realhf.view.folder_state import FolderState, read_json, state_of
 from realhf.view.note import NOTE_FILE, read_note
 from realhf.view.rollout_table import RunRollouts

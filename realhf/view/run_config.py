@@ -11,10 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from realhf.monitor.deaths import DEATHS_FILE, deaths
-from realhf.monitor.host_lanes import PLACEMENTS_FILE, HostLanes
 from realhf.monitor.provenance import LAUNCH, launches
-from realhf.monitor.run_files import NONFINITE_FILE
+from realhf.monitor.run_files import DEATHS_FILE, NONFINITE_FILE, PLACEMENTS_FILE, HostLanes, deaths
 from realhf.view.folder_state import read_json, read_text
 
 MOST_OPTIONS = 5000

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from realhf.monitor.metrics_log import METRICS_FILE
+from realhf.monitor.run_log import METRICS_FILE
 from realhf.view.folder_state import is_run
 from realhf.view.run import Run
 

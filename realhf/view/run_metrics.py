@@ -11,8 +11,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from realhf.monitor.metrics.renaming import public_names
-from realhf.monitor.metrics_log import METRICS_FILE
+from realhf.monitor.metrics import public_names
+from realhf.monitor.run_log import METRICS_FILE
 from realhf.view.line_tail import LineTail
 
 Cell = float | str | None

@@ -11,9 +11,8 @@ import msgspec
 import numpy as np
 
 from realhf.api.trace import STEP
-from realhf.monitor.host_lanes import HostLanes
-from realhf.monitor.trace_files import TAIL_BYTES, trace_files
-from realhf.monitor.trace_format import COMPLETE, INSTANT, TraceEvent, place_of
+from realhf.monitor.run_files import HostLanes
+from realhf.monitor.trace import COMPLETE, INSTANT, TAIL_BYTES, TraceEvent, place_of, trace_files
 from realhf.view.line_tail import LineTail
 from realhf.view.packed import pack
 

@@ -16,13 +16,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from realhf.cluster.agent import HostAgent
-from realhf.cluster.agent_folder import temporary
+from realhf.cluster.agent import HostAgent, temporary
 from realhf.cluster.cluster_keys import HostKey, HostKeys
 from realhf.cluster.options import ELASTIC, HOST_NAME
 from realhf.cluster.own_host import host_name
-from realhf.scheduler.failure import run_guarded
-from realhf.scheduler.process_control import orphans_adopted
+from realhf.scheduler.process import orphans_adopted, run_guarded
 from realhf.transport.network import host_of
 
 

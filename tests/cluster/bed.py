@@ -21,9 +21,8 @@ from benchmarks.network.hosts import Host, NoNamespaces
 from benchmarks.network.lan import Lan, lan
 from realhf.api.trace import STEP, WAIT
 from realhf.dataflow.journal.audit import Tally, audit_folder
-from realhf.monitor.host_lanes import HostLanes
-from realhf.monitor.trace_files import trace_files
-from realhf.monitor.trace_format import COMPLETE, INSTANT, TRACE_FILE
+from realhf.monitor.run_files import HostLanes
+from realhf.monitor.trace import COMPLETE, INSTANT, TRACE_FILE, trace_files
 from realhf.view.report import REPORT_FILE
 from tests.cluster.key_ring import KeyRing
 from tests.process_family import family

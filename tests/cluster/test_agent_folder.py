@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from realhf.cluster.agent import HostAgent
-from realhf.cluster.agent_folder import MARK, PREFIX, held, temporary
-from realhf.cluster.errors import ClusterError
+from realhf.cluster.agent import MARK, PREFIX, HostAgent, held, temporary
+from realhf.cluster.placement import ClusterError
 from tests.cluster.key_ring import KeyRing
 
 

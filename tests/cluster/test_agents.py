@@ -15,9 +15,9 @@ import pytest
 import zmq
 
 from realhf.base.process_id import start_time
-from realhf.cluster.errors import ClusterError
 from realhf.cluster.messages import Order
 from realhf.cluster.options import ClusterOptions
+from realhf.cluster.placement import ClusterError
 from realhf.cluster.scheduler import ClusterScheduler
 from realhf.scheduler.base import Notice, WorkerEvent, WorkerExit, WorkerLine, WorkerSpec, WorkersWanted
 from realhf.transport.network import connect_encrypted

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from realhf.cluster.carried import cargo, needed_paths, prints_of, weights_problem
-from realhf.cluster.errors import ClusterError
+from realhf.cluster.file_transfer import cargo, needed_paths, prints_of, weights_problem
 from realhf.cluster.messages import PIECE_BYTES
 from realhf.cluster.own_host import fingerprint
+from realhf.cluster.placement import ClusterError
 
 LARGE = 4_000_001
 """Bytes of weights; no number of whole pieces."""

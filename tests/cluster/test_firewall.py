@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.network.hosts import Host, NoNamespaces, two_hosts
-from realhf.cluster.errors import ClusterError
+from realhf.cluster.placement import ClusterError
 from realhf.scheduler.base import Notice
 from tests.cluster.test_agents import LONG_S, Cluster
 

@@ -12,7 +12,7 @@ import pytest
 
 from realhf.cluster import host_table, own_host
 from realhf.cluster.control_endpoint import FromHost
-from realhf.cluster.delivery import Dock
+from realhf.cluster.file_transfer import Dock
 from realhf.cluster.host_table import Host, HostTable, Running
 from realhf.cluster.messages import Exited, HostHello, NotStarted
 from realhf.cluster.options import ClusterOptions

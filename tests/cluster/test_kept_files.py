@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from realhf.cluster.delivery import Dock
-from realhf.cluster.kept_files import HeldKeys, keep
+from realhf.cluster.file_transfer import Dock, HeldKeys, keep
 from realhf.cluster.messages import PIECE_BYTES, FilePiece, Kept, Message, StartWorker
 from realhf.transport.errors import NetworkError
 from realhf.transport.network import RunKeys
@@ -72,7 +71,7 @@ def test_keys_are_kept_in_memory_and_gone_with_their_process(tmp_path: Path):
     keys, piece = RunKeys.make(), tmp_path / "keys" / "7"
     with_keys = "held.keep(FilePiece(sys.argv[2], 0, sys.stdin.buffer.read(), True)).problem"
     code = (
-        "import sys; from pathlib import Path; from realhf.cluster.kept_files import *; from realhf.cluster.messages "
+        "import sys; from pathlib import Path; from realhf.cluster.file_transfer import *; from realhf.cluster.messages "
         f"import FilePiece; held = HeldKeys(Path(sys.argv[1])); print({with_keys}, flush=True); sys.stdin.close(); "
         "import time; time.sleep(600)"
     )

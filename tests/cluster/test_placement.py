@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from realhf.api.config import ConfigError
-from realhf.cluster.errors import ClusterError
 from realhf.cluster.options import ClusterOptions, placement_problems
-from realhf.cluster.placement import LAUNCHER, Place, capacity, choose, gpu_of, wished
+from realhf.cluster.placement import LAUNCHER, ClusterError, Place, capacity, choose, gpu_of, wished
 from realhf.launch.build import build_experiment
 from realhf.launch.compose import compose_config
 

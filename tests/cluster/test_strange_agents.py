@@ -18,14 +18,15 @@ import pytest
 import zmq
 
 from realhf.base.files.source_files import digest_of
-from realhf.cluster import control_endpoint, delivery, operator_desk, own_host
+from realhf.cluster import control_endpoint, file_transfer, own_host
+from realhf.cluster import operator as operator_desk
 from realhf.cluster import scheduler as scheduler_module
 from realhf.cluster.cluster_keys import LauncherKeys
-from realhf.cluster.errors import ClusterError
 from realhf.cluster.messages import Exited, FilePiece, Kept, Lines, Order, Probe, Probed, Refused, Report, StartWorker
 from realhf.cluster.options import ClusterOptions
+from realhf.cluster.placement import ClusterError
 from realhf.cluster.scheduler import ClusterScheduler
-from realhf.monitor.host_lanes import HostLanes
+from realhf.monitor.run_files import HostLanes
 from realhf.scheduler.base import BeginAgain, Notice, WorkerEvent, WorkerExit, WorkerLine, WorkerSpec, WorkersWanted
 from realhf.transport.sockets import allow_many_connections
 from tests.cluster.key_ring import KeyRing
@@ -296,7 +297,7 @@ def test_what_a_host_cannot_keep_is_told_with_its_name_and_brought_again_next_ti
 
 def large_file(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> str:
     """A file of fifty parts, which every host is brought."""
-    monkeypatch.setattr("realhf.cluster.carried.PIECE_BYTES", 100)
+    monkeypatch.setattr("realhf.cluster.file_transfer.PIECE_BYTES", 100)
     (bench.folder / "large").write_bytes(b"x" * 5000)
     bench.scheduler._table.hosts["a"].shared = True
     return str(bench.folder / "large")
@@ -305,7 +306,7 @@ def large_file(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> str:
 @pytest.mark.nightly
 def test_no_more_is_sent_than_a_host_keeps(bench: Bench, monkeypatch: pytest.MonkeyPatch):
     """A large file does not pile up in the launcher, which goes on; a host that keeps nothing is named."""
-    monkeypatch.setattr(delivery, "KEPT_WITHIN_S", 0.5)
+    monkeypatch.setattr(file_transfer, "KEPT_WITHIN_S", 0.5)
     agent = bench.agent().join()
     bench.begin()
     large = large_file(bench, monkeypatch)
@@ -315,7 +316,7 @@ def test_no_more_is_sent_than_a_host_keeps(bench: Bench, monkeypatch: pytest.Mon
     parts = 0
     while (found := agent.heard()) is not None:
         parts += isinstance(found[1], FilePiece)
-    assert parts == delivery.AHEAD
+    assert parts == file_transfer.AHEAD
 
 
 @pytest.mark.nightly

@@ -15,8 +15,8 @@ from realhf.launch import run as launch_run
 from realhf.launch.build import BuiltExperiment, build_experiment
 from realhf.launch.compose import compose_config
 from realhf.launch.processes import LaunchError, failure_message, run_workers, worker_specs
-from realhf.monitor.deaths import deaths
 from realhf.monitor.display import PlainDisplay
+from realhf.monitor.run_files import deaths
 from realhf.scheduler.base import WorkerEvent, WorkerExit, WorkerLine, WorkerSpec
 from realhf.transport.errors import NetworkError
 from realhf.transport.network import RunKeys

@@ -14,8 +14,8 @@ from realhf.launch.build import build_experiment
 from realhf.launch.compose import compose_config
 from realhf.launch.processes import Reinforcements, WorkerFailed
 from realhf.launch.supervision import LEAVE_S, MAX_ERRORS, MAX_QUICK_DEATHS, QUICK_S, Sentence, Supervisor
-from realhf.monitor.deaths import deaths
 from realhf.monitor.display import PlainDisplay
+from realhf.monitor.run_files import deaths
 from realhf.scheduler.base import WorkerEvent, WorkerExit, WorkerSpec, WorkersWanted
 from realhf.transport.errors import LOST_MASTER
 

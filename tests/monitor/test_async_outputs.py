@@ -12,18 +12,18 @@ from rich.console import Console
 
 from realhf.api.config import MonitorConfig
 from realhf.monitor import display as display_module
-from realhf.monitor.advisories.of_run import staleness_bound
+from realhf.monitor.advisories import staleness_bound
 from realhf.monitor.display import LiveDisplay, PlainDisplay, step_line
 from realhf.monitor.events import EventStream, parse_event
-from realhf.monitor.rollout_metrics import (
+from realhf.monitor.run_log import RunLog
+from realhf.monitor.summary import (
+    build_summary,
     flatten_rollouts,
     is_asynchronous,
     rollout_labels,
     rollout_summary,
     total_counted,
 )
-from realhf.monitor.run_log import RunLog
-from realhf.monitor.summary import build_summary
 from realhf.monitor.trace import open_trace
 
 pytestmark = pytest.mark.slow

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from realhf.monitor.metrics_log import flatten_step
+from realhf.monitor.run_log import flatten_step
 
 
 def test_staleness_stands_at_the_top_level() -> None:

@@ -12,13 +12,11 @@ from rich.console import Console
 from realhf.api.config import MonitorConfig
 from realhf.monitor.display import LiveDisplay, PlainDisplay, make_display, step_line
 from realhf.monitor.events import EventStream, parse_event
-from realhf.monitor.headline import time_split
-from realhf.monitor.metrics.renaming import success_by_group
-from realhf.monitor.metrics_log import MetricsLog, flatten_step, read_metrics
+from realhf.monitor.metrics import success_by_group
 from realhf.monitor.provenance import git_state, package_versions
 from realhf.monitor.run_files import Evaluations
-from realhf.monitor.run_log import RunLog
-from realhf.monitor.summary import build_summary, held_out_table
+from realhf.monitor.run_log import MetricsLog, RunLog, flatten_step, read_metrics
+from realhf.monitor.summary import build_summary, held_out_table, time_split
 
 ROW = {
     "step": 3,

@@ -19,9 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from realhf.monitor import trace
-from realhf.monitor.host_lanes import PLACEMENTS_FILE, HostLanes, Placement, note_placement
-from realhf.monitor.trace import TraceWriter, merge_traces
-from realhf.monitor.trace_format import Lanes, file_of, line_number, process_number
+from realhf.monitor.run_files import PLACEMENTS_FILE, HostLanes, Placement, note_placement
+from realhf.monitor.trace import Lanes, TraceWriter, file_of, line_number, merge_traces, process_number
 
 MS = 1_000_000
 

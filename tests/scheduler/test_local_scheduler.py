@@ -15,9 +15,8 @@ import pytest
 
 from realhf.base.process_id import start_time
 from realhf.scheduler.base import WorkerEvent, WorkerExit, WorkerLine, WorkerSpec
-from realhf.scheduler.failure import describe, failure_cause, log_tail
 from realhf.scheduler.local import LocalScheduler
-from realhf.scheduler.process_control import orphans_adopted
+from realhf.scheduler.process import describe, failure_cause, log_tail, orphans_adopted
 from tests.process_family import family, gone
 
 STUBBORN = """
@@ -179,7 +178,7 @@ def test_stop_lets_a_worker_leave_through_its_finally_blocks(tmp_path, modules):
     modules(
         "tidy",
         "import pathlib, sys, time\n"
-        "from realhf.scheduler.failure import run_guarded\n"
+        "from realhf.scheduler.process import run_guarded\n"
         "def work():\n"
         "    try:\n        print('up', flush=True); time.sleep(600)\n"
         "    finally:\n        pathlib.Path(sys.argv[1]).write_text('clean')\n"
@@ -214,7 +213,7 @@ def test_workers_end_when_the_launching_process_is_killed(tmp_path, modules):
 def test_an_error_leaves_its_traceback_and_one_line_about_the_cause(tmp_path, modules, scheduler):
     modules(
         "failing",
-        "import sys\nfrom realhf.scheduler.failure import run_guarded\n"
+        "import sys\nfrom realhf.scheduler.process import run_guarded\n"
         "def work(): raise OSError(28, 'No space left on device', '/somewhere/x')\n"
         "sys.exit(run_guarded(work))\n",
     )

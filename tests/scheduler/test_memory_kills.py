@@ -15,7 +15,7 @@ import pytest
 
 from realhf.launch.processes import failure_message
 from realhf.scheduler.base import WorkerExit
-from realhf.scheduler.memory_kills import LATELY_S, WANT_OF_MEMORY, MemoryKills
+from realhf.scheduler.local import LATELY_S, WANT_OF_MEMORY, MemoryKills
 
 MIB = 1 << 20
 LIMIT = 300 * MIB

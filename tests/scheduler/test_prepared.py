@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 from realhf.scheduler.base import WorkerExit, WorkerLine, WorkerSpec
-from realhf.scheduler.local import LocalScheduler
-from realhf.scheduler.prepared import PreparedWorkers
-from realhf.scheduler.process_control import orphans_adopted
+from realhf.scheduler.local import LocalScheduler, PreparedWorkers
+from realhf.scheduler.process import orphans_adopted
 from tests.process_family import family, gone
 
 LIMIT_S = 60.0

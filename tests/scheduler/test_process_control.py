@@ -9,7 +9,7 @@ import sys
 import psutil
 import pytest
 
-from realhf.scheduler.process_control import orphans_adopted
+from realhf.scheduler.process import orphans_adopted
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="prctl(2) is Linux's")
 

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.view.made_up_run import MadeUpRun
-from realhf.monitor.deaths import note_death
-from realhf.monitor.host_lanes import note_placement
 from realhf.monitor.report import main
+from realhf.monitor.run_files import note_death, note_placement
 from realhf.view.report import MOST_STEPS, write_report
 from realhf.view.run_config import masked
 from tests.view.runs import kept_answers, write_run

@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.view.made_up_run import HOSTILE, MadeUpRun
 from realhf.monitor.rollouts.format import FORMAT, PLAY, Header, PlayLine
-from realhf.monitor.rollouts.shards import Shards
+from realhf.monitor.rollouts.writer import Shards
 from realhf.view.run import Run
 from tests.view.runs import client
 from tests.view.test_spans import unpacked

@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from realhf.monitor.host_lanes import note_placement
-from realhf.monitor.trace import TraceWriter
-from realhf.monitor.trace_format import file_of
+from realhf.monitor.run_files import note_placement
+from realhf.monitor.trace import TraceWriter, file_of
 from realhf.view.spans import RunSpans
 
 TYPES = {"u8": np.uint8, "i32": np.int32, "f64": np.float64, "f32": np.float32, "u16": np.uint16, "u32": np.uint32}

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from types import FrameType
 from typing import Any, Protocol
 
-from realhf.cluster.errors import ClusterError
+from realhf.cluster.placement import ClusterError
 
 STOP_S = 20.0
 """How long a helper may take to end its agents."""

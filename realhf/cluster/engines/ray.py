@@ -10,9 +10,9 @@ from typing import Any
 from realhf.api.config.option import option
 from realhf.cluster.cluster_keys import HostKeys
 from realhf.cluster.engines.engine_process import EngineProcess
-from realhf.cluster.engines.ray_address import ADDRESS, NO_RAY, reach
-from realhf.cluster.errors import ClusterError
+from realhf.cluster.engines.ray_driver import ADDRESS, NO_RAY, reach
 from realhf.cluster.options import EngineOptions, elsewhere, placement_problems
+from realhf.cluster.placement import ClusterError
 from realhf.cluster.scheduler import ClusterScheduler
 from realhf.scheduler.base import SchedulerDefinition
 

@@ -8,8 +8,8 @@ import tempfile
 from pathlib import Path
 
 from realhf.scheduler.base import WorkerExit, WorkerSpec
-from realhf.scheduler.failure import failure_cause
 from realhf.scheduler.local import LocalScheduler
+from realhf.scheduler.process import failure_cause
 from realhf.transport.network import kept_in_memory
 
 GRACE_S = 6.0

@@ -10,8 +10,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import secrets
 import shutil
+import socket
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -19,9 +21,24 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from realhf.base.extras import install_command
 from realhf.cluster.engines.engine_process import serve
-from realhf.cluster.engines.ray_address import NO_RAY, reach
-from realhf.cluster.errors import ClusterError
+from realhf.cluster.placement import ClusterError
+
+ADDRESS = re.compile(r"[A-Za-z0-9._-]+:[0-9]{1,5}")
+REACH_S = 5.0
+NO_RAY = f"scheduler=ray: Ray is not installed here: {install_command('ray')}"
+
+
+def reach(address: str) -> None:
+    """Raise ClusterError where nothing listens: Ray itself would try for a minute."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=REACH_S).close()
+    except (OSError, ValueError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or str(error) or f"no answer within {REACH_S:g} s"
+        raise ClusterError(f"scheduler.ray={address}: no Ray cluster is reached there: {reason}") from None
+
 
 CALL_S = 10.0
 OWN_CLUSTER_S = 30.0

@@ -18,8 +18,8 @@ from realhf.api.config.option import option
 from realhf.cluster.cluster_keys import HostKeys
 from realhf.cluster.engines.engine_process import EngineProcess
 from realhf.cluster.engines.slurm_driver import NO_SRUN
-from realhf.cluster.errors import ClusterError
 from realhf.cluster.options import EngineOptions, elsewhere, placement_problems
+from realhf.cluster.placement import ClusterError
 from realhf.cluster.scheduler import ClusterScheduler
 from realhf.scheduler.base import SchedulerDefinition
 

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from realhf.cluster.engines.engine_process import serve
-from realhf.cluster.errors import ClusterError
-from realhf.scheduler.failure import FATAL
+from realhf.cluster.placement import ClusterError
+from realhf.scheduler.process import FATAL
 
 LEAVE_S, STOP_S = 6.0, 6.0
 """How long agents that have heard of the end may take to leave, and srun to end them after that."""

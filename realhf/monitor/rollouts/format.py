@@ -7,11 +7,14 @@ rollout, which follows the member that holds its record.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
+import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 
@@ -191,3 +194,13 @@ def _described(value: Any) -> Any:
 
 
 _ENCODER = msgspec.json.Encoder(enc_hook=_described)
+
+
+def open_plain(path: Path) -> BinaryIO:
+    """Open a plain file for reading. Raises OSError when there is none, and at once for a pipe or a device, at which a
+    reader would wait or which never ends."""
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError(errno.EINVAL, "it is no plain file", str(path))
+    return os.fdopen(handle, "rb")

@@ -15,13 +15,11 @@ import pytest
 from realhf.api.config import MonitorConfig
 from realhf.base.files.whole_file import whole_file, write_whole
 from realhf.dataflow.checkpoint import LATEST, CheckpointStore
-from realhf.monitor.metrics_log import METRICS_FILE, MetricsLog
 from realhf.monitor.run_files import EVALUATIONS_FILE, Evaluations
+from realhf.monitor.run_log import METRICS_FILE, MetricsLog
 from realhf.monitor.summary import write_summary
-from realhf.monitor.trace import TraceWriter
-from realhf.monitor.trace_files import merge_traces
-from realhf.monitor.trace_format import TRACE_FILE, file_of
-from realhf.monitor.trackers.tracker import IDENTITY_FILE, facts_of
+from realhf.monitor.trace import TRACE_FILE, TraceWriter, file_of, merge_traces
+from realhf.monitor.trackers import IDENTITY_FILE, facts_of
 from realhf.view.report import REPORT_FILE, write_report
 
 

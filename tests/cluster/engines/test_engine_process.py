@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from realhf.cluster.engines.engine_process import EngineProcess
-from realhf.cluster.errors import ClusterError
+from realhf.cluster.placement import ClusterError
 from tests.process_family import family, gone
 
 SLOW = "tests.cluster.engines.slow_engine"

@@ -18,7 +18,7 @@ from realhf.cluster.control_endpoint import ControlEndpoint
 from realhf.cluster.engines import ray as engine
 from realhf.cluster.engines.ray import RayOptions
 from realhf.cluster.engines.ray_agent import RayAgent
-from realhf.cluster.errors import ClusterError
+from realhf.cluster.placement import ClusterError
 from realhf.cluster.scheduler import ClusterScheduler
 from realhf.scheduler.base import WorkerSpec
 from tests.cluster.engines.bench_of_one import LIMIT_S, run_folder, started

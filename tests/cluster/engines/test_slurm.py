@@ -11,9 +11,9 @@ import pytest
 
 from realhf.cluster.engines import slurm
 from realhf.cluster.engines.slurm import SlurmOptions, script
-from realhf.cluster.errors import ClusterError
+from realhf.cluster.placement import ClusterError
 from realhf.scheduler.base import WorkerSpec
-from realhf.scheduler.failure import describe
+from realhf.scheduler.process import describe
 from tests.cluster.engines.bench_of_one import run_folder
 
 

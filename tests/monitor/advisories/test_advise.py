@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
-from realhf.monitor.advisories.advise import RULES, advise, as_json
-from realhf.monitor.advisories.evidence import SEVERITIES
-from realhf.monitor.advisories.of_run import index_of
+from realhf.monitor.advisories import RULES, advise, as_json, index_of
+from realhf.monitor.advisory_rules import SEVERITIES
 from realhf.monitor.rollouts.format import PlayLine
 from realhf.monitor.rollouts.reader import Row
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from realhf.monitor.metrics.names import SECTIONS
-from realhf.monitor.metrics.page import page
-from realhf.monitor.metrics.renaming import (
+from realhf.monitor.metrics import (
+    SECTIONS,
     calls_of,
     evaluation_metrics,
     metric_of,
+    page,
     public_name,
     public_names,
     success_by_group,

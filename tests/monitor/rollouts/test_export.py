@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from realhf.monitor.rollouts.export.command import export_command
-from realhf.monitor.rollouts.export.export import ExportFailed, export
-from realhf.monitor.rollouts.selection import Selection
+from realhf.monitor.rollouts.export import ExportFailed, export, export_command
+from realhf.monitor.rollouts.records import Selection
 from realhf.monitor.rollouts.writer import RolloutWriter
 from tests.monitor.rollouts.made_rollouts import outcome, sample, trained
 
@@ -103,7 +102,7 @@ logs = list_eval_logs({str(tmp_path / "logs")!r})
 log = read_eval_log({str(tmp_path / "logs" / "train.eval")!r})
 summaries = read_eval_log_sample_summaries({str(tmp_path / "logs" / "train.eval")!r})
 import pyarrow.parquet as parquet
-from realhf.monitor.rollouts.export.export import export
+from realhf.monitor.rollouts.export import export
 export(Path({str(run)!r}), "parquet", Path({str(tmp_path / "out.parquet")!r}))
 table = parquet.read_table({str(tmp_path / "out.parquet")!r}).to_pylist()
 one = read_eval_log_sample({str(tmp_path / "logs" / "train.eval")!r}, "make-bucket@0", 1)

@@ -16,11 +16,11 @@ import msgspec
 import pytest
 
 from realhf.api.config import MonitorConfig
-from realhf.monitor.rollouts import shards
+from realhf.monitor.rollouts import writer
 from realhf.monitor.rollouts import writer as writing
 from realhf.monitor.rollouts.format import FOLDER, Header, PlayLine, TrainLine, decode_record, encode_record
 from realhf.monitor.rollouts.reader import NoRecord, RolloutStore
-from realhf.monitor.rollouts.selection import Selection, selection_of
+from realhf.monitor.rollouts.records import Selection, selection_of
 from realhf.monitor.rollouts.writer import RolloutWriter
 from tests.monitor.rollouts.made_rollouts import outcome, sample, trained
 
@@ -133,7 +133,7 @@ def test_what_an_environment_says_for_people_is_bounded(tmp_path: Path):
 
 def test_shards_are_plain_gzip_and_turn_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(writing, "MEMBER_BYTES", 1)
-    monkeypatch.setattr(shards, "SHARD_BYTES", 2000)
+    monkeypatch.setattr(writer, "SHARD_BYTES", 2000)
     write(tmp_path, *(sample(id=f"s@{number}") for number in range(8)))
     files = sorted((tmp_path / FOLDER).glob("play-*.jsonl.gz"))
     assert len(files) > 2 and all(file.stat().st_size <= 2000 for file in files)
@@ -231,7 +231,7 @@ def test_places_that_a_record_cannot_have_are_damage(tmp_path: Path):
         with pytest.raises(NoRecord, match="damaged"):
             store.record(msgspec.structs.replace(line, **place))
     os.unlink(next((tmp_path / FOLDER).glob("*.gz")))
-    os.mkfifo(tmp_path / FOLDER / shards.shard_name("play", _header(store).writer, 0))
+    os.mkfifo(tmp_path / FOLDER / writer.shard_name("play", _header(store).writer, 0))
     with pytest.raises(NoRecord, match="no plain file"):
         read(tmp_path).record(line)
 
@@ -296,7 +296,7 @@ def test_a_killed_process_loses_at_most_what_it_had_not_flushed(tmp_path: Path):
     code = (
         "import sys, time, pathlib\n"
         "from realhf.monitor.rollouts import writer\n"
-        "from realhf.monitor.rollouts.selection import Selection\n"
+        "from realhf.monitor.rollouts.records import Selection\n"
         "from tests.monitor.rollouts.made_rollouts import sample\n"
         "writer.FLUSH_S = 0.05\n"
         "recorder = writer.RolloutWriter(pathlib.Path(sys.argv[1]), 'w/0', Selection(), limit_bytes=10**9)\n"
@@ -345,7 +345,7 @@ def test_a_disk_that_fails_stops_recording_and_nothing_else(
         def full(file: int, data: bytes) -> int:
             raise OSError(28, os.strerror(28))
 
-        monkeypatch.setattr("realhf.monitor.rollouts.shards.os.write", full)
+        monkeypatch.setattr("realhf.monitor.rollouts.writer.os.write", full)
     recorder = RolloutWriter(tmp_path, "w/0", ALL, limit_bytes=2**30)
     recorder.played(sample())
     if fault == "gone":

@@ -8,8 +8,8 @@ import sys
 import time
 from pathlib import Path
 
-from realhf.monitor.metrics.renaming import evaluation_metrics
-from realhf.monitor.trackers.stream import TrackerStream
+from realhf.monitor.metrics import evaluation_metrics
+from realhf.monitor.trackers import TrackerStream
 
 STEPS, CHECKPOINT, KILLED_AFTER = 6, 3, 4
 MANY = {f"other/{number}": 0.5 for number in range(1500)}

@@ -13,12 +13,10 @@ import pytest
 
 from realhf.api.config import MonitorConfig
 from realhf.api.config.services import TRACKERS
+from realhf.monitor import trackers
 from realhf.monitor.events import EventStream
 from realhf.monitor.run_log import RunLog
-from realhf.monitor.trackers import stream
-from realhf.monitor.trackers.stream import ADAPTERS, TrackerStream
-from realhf.monitor.trackers.to_mlflow import _name
-from realhf.monitor.trackers.tracker import RunFacts, facts_of, flat
+from realhf.monitor.trackers import ADAPTERS, RunFacts, TrackerStream, _name, facts_of, flat
 
 PATIENCE_S = 60.0
 
@@ -77,8 +75,8 @@ def test_one_that_fails_is_left_out_and_named_once(tmp_path: Path) -> None:
 
 
 def test_one_that_hangs_holds_up_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream, "CLOSE_S", 0.05)
-    monkeypatch.setattr(stream, "MOST_WAITING", 5)
+    monkeypatch.setattr(trackers, "CLOSE_S", 0.05)
+    monkeypatch.setattr(trackers, "MOST_WAITING", 5)
     release, warnings = threading.Event(), list[str]()
 
     def hang(facts: RunFacts) -> Kept:
@@ -110,7 +108,7 @@ def test_a_resumed_run_has_its_id_and_a_fresh_one_another(tmp_path: Path) -> Non
 def test_a_package_that_is_missing_is_said_before_the_first_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stream.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(RuntimeError, match=r"monitor\.trackers has mlflow.*pip install -e '.*\[mlflow\]'"):
         TrackerStream(tmp_path, ["mlflow"], completed_steps=0, warn=print)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from realhf.monitor.trackers.wandb_logs import logs_of, taken_back
+from realhf.monitor.trackers import logs_of, taken_back
 
 BLOCK = 32768
 

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from realhf.api.config import NetworkConfig
-from realhf.scheduler.failure import run_guarded
+from realhf.scheduler.process import run_guarded
 from realhf.transport.data_plane import DataPlane
 from realhf.transport.network import Network, RunKeys
 from realhf.transport.push_stream import StreamReceiver

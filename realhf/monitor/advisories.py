@@ -1,19 +1,22 @@
-"""Judges a run by every rule: what an experienced eye would say about its metrics and its rollouts."""
+"""Collects what every rule says about a run, of its rows or of its folder, the gravest first."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from realhf.monitor.advisories import learning, policy, running
-from realhf.monitor.advisories.evidence import SEVERITIES, Advisory, Evidence, Row
+from realhf.monitor import advisory_rules
+from realhf.monitor.advisory_rules import SEVERITIES, Advisory, Evidence, Row
+from realhf.monitor.rollouts.reader import RolloutStore
+from realhf.monitor.rollouts.reader import Row as RolloutRow
 
 Rule = Callable[[Evidence], Iterator[Advisory]]
 OPTION = re.compile(r"\b(?:ppo|actor|critic|env|gen|rollout|async_rl|evaluation)\.[a-z_]\w*(?:\.[a-z]\w*)*")
 """How advice names an option."""
-RULES: tuple[Rule, ...] = (*learning.RULES, *policy.RULES, *running.RULES)
+RULES: tuple[Rule, ...] = (*advisory_rules.LEARNING_RULES, *advisory_rules.POLICY_RULES, *advisory_rules.RUNNING_RULES)
 
 
 def advise(
@@ -54,3 +57,47 @@ def as_json(advisory: Advisory) -> dict[str, Any]:
         "advice": advisory.advice,
         "filter": dict(advisory.filter),
     }
+
+
+def staleness_bound(run_dir: Path) -> float | None:
+    """Return ``async_rl.max_head_offpolicyness`` of the run's configuration; None if it says nothing."""
+    import yaml
+
+    try:
+        config = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
+        return float(config["async_rl"]["max_head_offpolicyness"])
+    except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError):
+        return None
+
+
+def advise_run(
+    run_dir: Path,
+    rows: Sequence[Row],
+    evaluations: Sequence[tuple[int, Mapping[str, Any]]],
+    effective: Collection[str] | None,
+) -> list[Advisory]:
+    """Return what is to be said about the run in a folder; see ``advise``. A run that kept no rollouts is judged
+    without them."""
+    store = RolloutStore(run_dir)
+    store.refresh()
+    return advise(
+        rows,
+        index_of(store.rows()),
+        evaluations=evaluations,
+        staleness_bound=staleness_bound(run_dir),
+        effective=effective,
+    )
+
+
+def index_of(rollouts: Iterable[RolloutRow]) -> list[dict[str, Any]]:
+    """Return what rules judge of the lines of rollouts. Each counts once, however many conversations it had."""
+    return [
+        {
+            "template": row.play.template or row.play.task,
+            "group": row.play.group,
+            "failure": row.play.failure,
+            "step": row.step,
+        }
+        for row in rollouts
+        if row.play.branch is None
+    ]

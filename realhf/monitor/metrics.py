@@ -1,11 +1,16 @@
-"""Names every metric of a step, with its unit, its meaning and what the parts of a run call it themselves.
+"""Names every metric of a step and gives the numbers of a run these names; run as a program, it prints ``docs/metrics.md``.
 
 One scheme serves synchronous and asynchronous runs. ``docs/metrics.md`` is made from these tables.
 """
 
 from __future__ import annotations
 
+import re
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 POLICY_CALL, ROLLOUT_CALL, CRITIC_CALL = "actor_train", "actor_gen", "critic_train"
 OVERALL = "overall"
@@ -76,7 +81,6 @@ REWARDS = Section(
         _policy("groups/total", "count", "groups that the step trained on", "n_groups"),
     ),
 )
-
 LENGTHS = Section(
     "Length",
     "Tokens that the policy sampled in one trained rollout; observations do not count.",
@@ -87,7 +91,6 @@ LENGTHS = Section(
         _rollouts("length/turns", "turns", "mean number of turns of a rollout", "turns"),
     ),
 )
-
 ROLLOUTS = Section(
     "Rollouts and failures",
     "Counts of the step's samples alone, in both kinds of runs.",
@@ -111,7 +114,6 @@ ROLLOUTS = Section(
         ),
     ),
 )
-
 POLICY = Section(
     "Policy",
     f"What `{POLICY_CALL}`, or the only train call of an experiment of one's own, returns. Means over trained tokens.",
@@ -157,7 +159,6 @@ POLICY = Section(
         _policy("policy/skipped", "count", "optimizer steps left out: loss or gradient was not finite"),
     ),
 )
-
 OFF_POLICY = Section(
     "Mismatch and staleness",
     "The mismatch compares the log-probabilities of the engine that sampled with those of the trainer before its first "
@@ -179,7 +180,6 @@ OFF_POLICY = Section(
         Metric("staleness/hist_<lag>", "fraction", "rollouts by the staleness of their oldest token"),
     ),
 )
-
 BATCH = Section(
     "Batch",
     "What the train step was made of.",
@@ -194,7 +194,6 @@ BATCH = Section(
         _policy("batch/positions_per_token", "", "positions computed for each trainable token", "positions_per_token"),
     ),
 )
-
 CRITIC = Section(
     "Critic",
     f"What `{CRITIC_CALL}` returns, in units of rewards unless it says otherwise.",
@@ -217,7 +216,6 @@ CRITIC = Section(
         _critic("critic/skipped", "count", "optimizer steps left out: loss or gradient was not finite"),
     ),
 )
-
 TIME = Section(
     "Time and throughput",
     "Calls of a step overlap, so their times may add up to more than the step.",
@@ -245,7 +243,6 @@ TIME = Section(
         Metric("throughput/tokens_per_second", "tokens/s", "those by the time of the step", ("tokens_per_second",)),
     ),
 )
-
 HOSTS = Section(
     "Hosts",
     "Of the whole machine, whoever uses it, since the step before; of several hosts each, by the name it calls itself.",
@@ -254,7 +251,6 @@ HOSTS = Section(
         Metric("host/<name>/memory", "fraction", "its memory that is in use, at the end of the step"),
     ),
 )
-
 ASYNCHRONOUS = Section(
     "Asynchronous runs",
     "Counters of admission count from the start of the run (`accepted`, `consumed`) or its last resumption. Between "
@@ -281,7 +277,6 @@ ASYNCHRONOUS = Section(
         Metric("training/occupancy", "fraction", "time in which the train calls computed"),
     ),
 )
-
 STREAM = Section(
     "Batches of a trajectory server",
     "Of the call that draws them (`stream_gen`); versions are compared with those that producers name.",
@@ -297,7 +292,6 @@ STREAM = Section(
         Metric("stream_gen/n_<problem>", "count", "sequences that cannot be trained on, by problem"),
     ),
 )
-
 OTHERS = Section(
     "Other",
     "Where data come from, and calls that have no names of their own above.",
@@ -312,7 +306,6 @@ OTHERS = Section(
         ),
     ),
 )
-
 EVALUATIONS = Section(
     "Evaluations",
     "Of held-out episodes, kept in `evaluations.json` and sent to the trackers; they are in no row of "
@@ -327,7 +320,6 @@ EVALUATIONS = Section(
         Metric("eval/<split>/<way>/failed/<group>", "count", "episodes that failed and are in no mean"),
     ),
 )
-
 SECTIONS = (
     REWARDS,
     LENGTHS,
@@ -343,3 +335,135 @@ SECTIONS = (
     STREAM,
     OTHERS,
 )
+
+
+_PLACE = re.compile(r"<(\w+)>")
+_ONE_PART = ("call", "split", "way", "part", "lag")
+"""Placeholders that stand for a word without a slash; a group, a kind or a name may hold slashes."""
+REWARD, TRAINED_REWARD = "reward/mean", "reward/trained_mean"
+
+
+def public_names(
+    row: Mapping[str, Any], *, policy_call: str = POLICY_CALL, rollout_call: str = ROLLOUT_CALL
+) -> dict[str, Any]:
+    """Return the row with the names of ``realhf.monitor.metrics``, in the same order.
+
+    ``policy_call`` and ``rollout_call`` are the calls whose statistics are those of the policy and of the rollouts.
+    What has no public name keeps the one it has; so a row that was renamed before stays as it is. Where two numbers
+    would get one name, the first counts.
+    """
+    aliases = {policy_call: POLICY_CALL, rollout_call: ROLLOUT_CALL}
+    named: dict[str, Any] = {}
+    for name, value in row.items():
+        call, slash, own = name.partition("/")
+        known = public_name(f"{aliases[call]}/{own}" if slash and call in aliases else name)
+        if known is None or known.startswith("time/part/"):  # Parts of a call's time are named after the call itself.
+            known = public_name(name)
+        named.setdefault(known or name, value)
+    if REWARD not in named and TRAINED_REWARD in named:
+        named[REWARD] = named[TRAINED_REWARD]
+    return named
+
+
+def calls_of(train_calls: Sequence[str], generate_calls: Sequence[str]) -> dict[str, str]:
+    """Choose the arguments ``policy_call`` and ``rollout_call`` of ``public_names`` from the calls of a graph: the one
+    with the name of the built-in experiments, or else the only one of its kind beside the critic's."""
+    return {
+        "policy_call": _only([name for name in train_calls if name != CRITIC_CALL], POLICY_CALL),
+        "rollout_call": _only(generate_calls, ROLLOUT_CALL),
+    }
+
+
+def _only(calls: Sequence[str], usual: str) -> str:
+    return calls[0] if len(calls) == 1 else usual
+
+
+def public_name(name: str) -> str | None:
+    """Return the public name of a number that a part of the run calls ``name``; None if it has none of its own."""
+    exact, patterns = _sources()
+    if name in exact:
+        return exact[name]
+    for pattern, public in patterns:
+        if found := pattern.fullmatch(name):
+            return _PLACE.sub(lambda place: found[place[1]], public)
+    return None
+
+
+def metric_of(name: str) -> Metric | None:
+    """Return the entry that describes a public name; None for one that is in no table. An entry with fewer
+    placeholders is preferred."""
+    exact, patterns = _described()
+    return exact.get(name) or next((metric for pattern, metric in patterns if pattern.fullmatch(name)), None)
+
+
+def evaluation_metrics(report: Mapping[str, Mapping[str, Mapping[str, Any]]], split: str) -> dict[str, float]:
+    """Return the numbers of an evaluation report (``realhf.api.evaluation.Report``) under their public names."""
+    names = {"success": "success", "low": "success_low", "high": "success_high"}
+    names |= {name: name for name in ("reward", "turns", "failed")}
+    return {
+        f"eval/{split}/{way}/{names[name]}/{group}": float(value)
+        for way, groups in report.items()
+        for group, entry in groups.items()
+        for name, value in entry.items()
+        if name in names and isinstance(value, (int, float))
+    }
+
+
+def success_by_group(row: Mapping[str, Any]) -> dict[str, float]:
+    """Return {group: success} of the rollouts of a step, without that of all groups together."""
+    start = "success/"
+    found = {name.removeprefix(start): value for name, value in row.items() if name.startswith(start)}
+    return {group: value for group, value in found.items() if group != OVERALL}
+
+
+def _pattern(name: str) -> re.Pattern[str]:
+    words, parts = _PLACE.split(name)[1::2], _PLACE.split(name)[::2]
+    inner = [f"(?P<{word}>{'[^/]+' if word in _ONE_PART else '.+'})" for word in words]
+    return re.compile(
+        "".join(re.escape(part) + (inner[at] if at < len(inner) else "") for at, part in enumerate(parts))
+    )
+
+
+@cache
+def _sources() -> tuple[dict[str, str], list[tuple[re.Pattern[str], str]]]:
+    pairs = [(source, metric.name) for section in SECTIONS for metric in section.metrics for source in metric.sources]
+    exact = {source: name for source, name in pairs if "<" not in source}
+    return exact, [(_pattern(source), name) for source, name in pairs if "<" in source]
+
+
+@cache
+def _described() -> tuple[dict[str, Metric], list[tuple[re.Pattern[str], Metric]]]:
+    metrics = [metric for section in SECTIONS for metric in section.metrics]
+    ordered = sorted(
+        (metric for metric in metrics if "<" in metric.name),
+        key=lambda metric: (metric.name.startswith("<call>"), metric.name.count("<")),
+    )
+    exact = {metric.name: metric for metric in metrics if "<" not in metric.name}
+    return exact, [(_pattern(metric.name), metric) for metric in ordered]
+
+
+_HEAD = """# Metrics
+
+Every step of a run adds a row to `metrics.jsonl` in the run folder: one JSON map of names and numbers, with `step`,
+which counts from 1. The same names stand in the live display, `report.html` and the trackers. Synchronous
+and asynchronous runs use one scheme; a name is absent where a run has nothing to report under it. A number that is not
+finite is written as `NaN` or `Infinity`.
+
+`<..>` stands for what differs: a group of tasks, a kind of failure, a model function call. A fraction lies between 0
+and 1. `python -m realhf.monitor.metrics` prints this page; how to add a metric is said in
+[extend/metric.md](extend/metric.md).
+"""
+
+
+def page() -> str:
+    """Return the page as Markdown."""
+    return "\n".join([_HEAD, *[_section(section) for section in SECTIONS]])
+
+
+def _section(section: Section) -> str:
+    rows = [f"| `{metric.name}` | {metric.unit} | {metric.meaning} |" for metric in section.metrics]
+    return "\n".join([f"## {section.title}", section.says, "", "| name | unit | meaning |", "|---|---|---|", *rows, ""])
+
+
+if __name__ == "__main__":
+    sys.stdout.write(page())

@@ -1,22 +1,104 @@
-"""Writes rollouts as logs of Inspect (``.eval``, version 2 of its format): a zip of JSON files.
+"""Writes the rollouts of a run for other programs: JSON lines, a Parquet table, or logs that Inspect opens.
 
 Nothing of Inspect is needed to write them; ``make test-inspect`` reads them back by its own package.
 """
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
+import sys
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
+from itertools import islice
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+import msgspec
+
+from realhf.base.extras import install_command
 from realhf.base.files.whole_file import whole_file
-from realhf.monitor.rollouts.export.rows import Exported, flat, records, rows_in_order
-from realhf.monitor.rollouts.format import TRAIN, plain, readable
-from realhf.monitor.rollouts.reader import RolloutStore, Row
+from realhf.monitor.rollouts.format import TRAIN, encode_record, plain, readable
+from realhf.monitor.rollouts.reader import NoRecord, RolloutStore, Row
+
+_OF_PLACE = ("shard", "offset", "bytes", "line", "writer", "has_tokens")
+_OF_TRAIN = ("version", "advantage", "ratio_max", "clip_fraction", "mismatch", "n_tokens", "staleness")
+
+
+@dataclass
+class Exported:
+    """Counts what an export wrote: ``rollouts``, and how many of them had no readable record (``without_record``)."""
+
+    rollouts: int = 0
+    without_record: int = 0
+
+
+def rows_in_order(store: RolloutStore) -> list[Row]:
+    """Return the rollouts that count, in the order in which their records lie on the disk."""
+    return sorted(store.rows(), key=lambda row: (row.play.writer, row.play.shard, row.play.offset, row.play.line))
+
+
+def flat(row: Row) -> dict[str, Any]:
+    """Return what the indexes say of a rollout: the fields of its line of ``play``, and those of ``train`` under
+    ``train_<name>``, None where it was not trained."""
+    found = {name: value for name, value in msgspec.structs.asdict(row.play).items() if name not in _OF_PLACE}
+    found["step_trained"] = None if row.train is None else row.train.step
+    for name in _OF_TRAIN:
+        found[f"train_{name}"] = None if row.train is None else getattr(row.train, name)
+    return found
+
+
+def records(store: RolloutStore, rows: list[Row], counted: Exported) -> Iterator[tuple[Row, dict[str, Any]]]:
+    """Yield every row with its record; an empty one where it cannot be read. ``counted`` takes account."""
+    for row in rows:
+        counted.rollouts += 1
+        try:
+            yield row, store.record(row.play)
+        except NoRecord:
+            counted.without_record += 1
+            yield row, {}
+
+
+_AT_ONCE = 1000
+_TYPES = (
+    ("string", "id task group env split failure"),
+    ("int64", "step version length turns attempt branch step_trained train_version train_n_tokens train_staleness"),
+    ("float64", "time reward seconds train_advantage train_ratio_max train_clip_fraction train_mismatch"),
+    ("bool_", "success truncated"),
+    ("string", "status message messages record"),
+)
+
+
+def write_parquet(store: RolloutStore, out: Path) -> Exported:
+    """Write a row for each rollout: what the indexes say (``flat``), ``status`` and ``message``, and as JSON text the
+    conversation (``messages``) and the whole ``record``. Raises ImportError without pyarrow."""
+    try:
+        import pyarrow as arrow  # type: ignore[import-not-found]
+        import pyarrow.parquet as parquet  # type: ignore[import-not-found]
+    except ImportError:
+        raise ImportError(f"pyarrow is not installed: {install_command('parquet')}") from None
+    schema = arrow.schema([(name, getattr(arrow, kind)()) for kind, names in _TYPES for name in names.split()])
+    counted = Exported()
+    found = records(store, rows_in_order(store), counted)
+    with whole_file(out) as partial, parquet.ParquetWriter(partial, schema, compression="zstd") as writer:
+        while batch := list(islice(found, _AT_ONCE)):
+            table = [
+                flat(row)
+                | {name: _text(record.get(name)) for name in ("status", "message")}
+                | {"messages": encode_record(record.get("messages")).decode(), "record": encode_record(record).decode()}
+                for row, record in batch
+            ]
+            writer.write_table(arrow.Table.from_pylist(table, schema))
+    return counted
+
+
+def _text(value: object) -> str | None:
+    return readable(value, len(value)) if isinstance(value, str) else None
+
 
 _MODEL = "realhf/policy"
 _ROLES = ("system", "user", "assistant", "tool")
@@ -34,11 +116,11 @@ def write_inspect(store: RolloutStore, out: Path) -> Exported:
         name = TRAIN if play.split == TRAIN else f"{play.split.replace('/', '-')}-step{play.step}"
         logs.setdefault(readable(name.replace("/", "-")), []).append(row)
     for name, rows in sorted(logs.items()):
-        _write(store, out / f"{name}.eval", name, rows, counted)
+        _write_log(store, out / f"{name}.eval", name, rows, counted)
     return counted
 
 
-def _write(store: RolloutStore, path: Path, name: str, rows: list[Row], counted: Exported) -> None:
+def _write_log(store: RolloutStore, path: Path, name: str, rows: list[Row], counted: Exported) -> None:
     began, ended = (min(row.play.time for row in rows), max(row.play.time for row in rows))
     header = _header(store, name, rows, _when(began), _when(ended))
     summaries: list[dict[str, Any]] = []
@@ -191,3 +273,63 @@ def _whole(value: Any) -> Any:
 
 def _when(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat()
+
+
+class ExportFailed(Exception):
+    """The rollouts cannot be exported; the text says why, and what to do."""
+
+
+def export(run: Path, kind: str, out: Path) -> Exported:
+    """Write the rollouts of the folder ``run`` as ``kind`` (one of KINDS) to ``out``: a file, for ``inspect`` a folder
+    with a log for the training and one for each evaluation. Files are whole or absent. Raises ExportFailed."""
+    if kind not in KINDS:
+        raise ExportFailed(f"--to {kind}: unknown (known: {', '.join(KINDS)})")
+    store = RolloutStore(run)
+    store.refresh()
+    if not store.play.lines:
+        raise ExportFailed("; ".join(store.problems) or f"{store.folder}: no rollout was kept")
+    try:
+        return KINDS[kind](store, out)
+    except (OSError, ImportError) as error:
+        raise ExportFailed(f"{out}: {error}") from error
+
+
+def write_jsonl(store: RolloutStore, out: Path) -> Exported:
+    """Write a JSON object a line for each rollout: what the indexes say (``flat``), ``record`` as it was played and, of
+    a share, ``trained``, what the trainer saw of its tokens."""
+    counted = Exported()
+    with whole_file(out) as partial, partial.open("wb") as file:
+        for row, record in records(store, rows_in_order(store), counted):
+            line = flat(row) | {"record": record}
+            if row.train is not None and row.train.has_tokens:
+                try:
+                    line["trained"] = store.record(row.train)
+                except NoRecord:
+                    counted.without_record += 1
+            file.write(encode_record(line) + b"\n")
+    return counted
+
+
+KINDS: MappingProxyType[str, Callable[[RolloutStore, Path], Exported]] = MappingProxyType(
+    {"jsonl": write_jsonl, "parquet": write_parquet, "inspect": write_inspect}
+)
+
+
+def export_command(arguments: Sequence[str]) -> int:
+    """Export the rollouts of a run as ``arguments``, what follows the word ``export``, say. Returns the exit code: 0,
+    or 1 with one line about what went wrong."""
+    parser = argparse.ArgumentParser(
+        prog="python -m realhf.view export", description="Write the rollouts of a run for other programs."
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="the run's folder")
+    parser.add_argument("--to", choices=[*KINDS], required=True, help="the format")
+    parser.add_argument("out", type=Path, metavar="OUT", help="a file; for inspect a folder")
+    given = parser.parse_args(arguments)
+    try:
+        done = export(given.run, given.to, given.out)
+    except ExportFailed as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    lost = f"; of {done.without_record} the record cannot be read" if done.without_record else ""
+    print(f"{done.rollouts} rollouts in {given.out}{lost}")
+    return 0

@@ -1,14 +1,58 @@
-"""Makes the record and the index line of a rollout as it was played."""
+"""Makes the records and index lines of rollouts, as they were played and as they were trained on, of the samples that are chosen.
+
+The choice depends on the sample's id alone, so that all processes that see a sample make the same one without asking,
+and a group is kept whole or not at all.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
+from realhf.api.config import ALL_ROLLOUTS, MonitorConfig
 from realhf.api.env import PlayedTurn, RolloutOutcome
-from realhf.api.trace import PlayedSample
-from realhf.monitor.rollouts.format import PlayLine, encode_record, readable
+from realhf.api.trace import PlayedSample, TrainedRows
+from realhf.monitor.rollouts.format import PlayLine, TrainLine, encode_record, readable
+
+_RANGE = float(1 << 64)
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Keeps a ``share`` of all samples, and of a ``token_share`` of these also the tokens; both from 0 to 1."""
+
+    share: float = 1.0
+    token_share: float = 1.0
+
+    def chooses(self, key: str) -> bool:
+        """Return whether the sample with this key keeps its rollouts."""
+        return self.share >= 1 or (self.share > 0 and _draw("rollout", key) < self.share)
+
+    def with_tokens(self, key: str) -> bool:
+        """Return whether a sample that was chosen keeps its tokens, too."""
+        return self.token_share >= 1 or (self.token_share > 0 and _draw("tokens", key) < self.token_share)
+
+
+def selection_of(config: MonitorConfig, *, n_seqs: int, group_size: int) -> Selection:
+    """Return the choice that ``monitor.rollouts`` and ``monitor.rollout_tokens`` ask for, in steps of ``n_seqs``
+    samples with ``group_size`` rollouts each. A number of rollouts is rounded up to whole groups."""
+    if config.rollouts == ALL_ROLLOUTS:
+        return Selection(1.0, config.rollout_tokens)
+    groups = math.ceil(int(config.rollouts) / max(1, group_size))
+    return Selection(min(1.0, groups / max(1, n_seqs)), config.rollout_tokens)
+
+
+def _draw(purpose: str, key: str) -> float:
+    """Return a number in [0, 1) that the two texts alone decide."""
+    digest = hashlib.blake2b(f"{purpose}/{key}".encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest, "big") / _RANGE
+
 
 LONGEST_TEXT = 2**20
 """Characters that are kept of one message."""
@@ -25,14 +69,14 @@ def play_records(sample: PlayedSample, *, with_tokens: bool) -> Iterator[tuple[b
     for outcome in sample.rollouts:
         main = row
         for part in (outcome, *outcome.branches):
-            line = _line(sample, part, row, None if part is outcome else main)
+            line = _play_line(sample, part, row, None if part is outcome else main)
             line.has_tokens = with_tokens and bool(part.completion_ids)
             texts = sample.texts if line.has_tokens else None
-            yield encode_record(_record(sample, part, line, texts)), line
+            yield encode_record(_play_record(sample, part, line, texts)), line
             row += 1
 
 
-def _line(sample: PlayedSample, outcome: RolloutOutcome, row: int, branch: int | None) -> PlayLine:
+def _play_line(sample: PlayedSample, outcome: RolloutOutcome, row: int, branch: int | None) -> PlayLine:
     return PlayLine(
         id=f"{readable(sample.id, len(sample.id))}/{row}",
         time=round(time.time(), 3),
@@ -55,7 +99,7 @@ def _line(sample: PlayedSample, outcome: RolloutOutcome, row: int, branch: int |
     )
 
 
-def _record(sample: PlayedSample, outcome: RolloutOutcome, line: PlayLine, texts: Texts | None) -> dict[str, Any]:
+def _play_record(sample: PlayedSample, outcome: RolloutOutcome, line: PlayLine, texts: Texts | None) -> dict[str, Any]:
     record: dict[str, Any] = {
         "id": line.id,
         "task": outcome.task_id,
@@ -207,3 +251,73 @@ def bounded(value: Any, most: int = INFO_BYTES) -> Any:
     if len(encoded) <= most:
         return value
     return f"{encoded[:most].decode('utf-8', 'replace')} [{len(encoded) - most} bytes are not kept]"
+
+
+Array = np.ndarray[Any, Any]
+
+
+def train_records(rows: TrainedRows, selection: Selection) -> Iterator[tuple[bytes | None, TrainLine]]:
+    """Yield record (None where the tokens are not kept) and line of every row whose sample is chosen."""
+    ends = np.cumsum(np.asarray(rows.lengths, dtype=np.int64))
+    number, now = 0, round(time.time(), 3)
+    for sample, count in zip(rows.ids, rows.rows, strict=True):
+        chosen = selection.chooses(sample)
+        with_tokens = chosen and selection.with_tokens(sample)
+        for row in range(int(count)):
+            if chosen:
+                part = slice(int(ends[number] - rows.lengths[number]), int(ends[number]))
+                line = _train_line(rows, part, f"{readable(sample, len(sample))}/{row}", now)
+                line.has_tokens = with_tokens and line.n_tokens > 0
+                yield encode_record(_train_record(rows, part, line)) if line.has_tokens else None, line
+            number += 1
+
+
+def _train_line(rows: TrainedRows, part: slice, name: str, now: float) -> TrainLine:
+    mask = rows.mask[part]
+    line = TrainLine(id=name, time=now, step=rows.step + 1, version=rows.step, n_tokens=int(mask.sum()))
+    if not line.n_tokens:
+        return line
+    line.advantage = _number(rows.advantages[part][mask].mean())
+    current, before = rows.current[part][mask], rows.before[part][mask]
+    if not np.isnan(current).all():
+        line.ratio_max = _number(rows.ratio[part][mask].max())
+        line.clip_fraction = _number(rows.clipped[part][mask].mean())
+    if not np.isnan(before).all():
+        line.mismatch = _number(np.abs(before - rows.behaviour[part][mask]).mean())
+    if rows.versions is not None:
+        known = rows.versions[part][mask]
+        known = known[known >= 0]
+        line.staleness = int(rows.step - known.min()) if len(known) else None
+    return line
+
+
+def _train_record(rows: TrainedRows, part: slice, line: TrainLine) -> dict[str, Any]:
+    """Return the columns of a row from its first trained token on. Entry k is about token ``first_token + k`` of the
+    row, counted from the first token of its prompt."""
+    first = int(np.flatnonzero(rows.mask[part])[0])
+    inner = slice(part.start + first, part.stop)
+    return {
+        "id": line.id,
+        "step": line.step,
+        "version": line.version,
+        "first_token": first + 1,
+        "mask": rows.mask[inner].astype(np.int8).tolist(),
+        "old": _column(rows.behaviour[inner], rows.mask[inner]),
+        "before": _column(rows.before[inner], rows.mask[inner]),
+        "new": _column(rows.current[inner], rows.mask[inner]),
+        "ratio": _column(rows.ratio[inner], rows.mask[inner]),
+        "advantage": _column(rows.advantages[inner], rows.mask[inner]),
+        "clipped": rows.clipped[inner].astype(np.int8).tolist(),
+    }
+
+
+def _column(values: Array, mask: Array) -> list[float | None] | None:
+    """Return rounded numbers, 0 where nothing trains; None for a column of which nothing is known."""
+    if np.isnan(values[mask]).all():
+        return None
+    return np.where(mask, values, 0.0).astype(np.float64).round(_DIGITS).tolist()
+
+
+def _number(value: Any) -> float | None:
+    number = float(value)
+    return round(number, 6) if np.isfinite(number) else None

@@ -1,0 +1,723 @@
+"""Judges a run by rules, each of which looks for one thing that goes wrong, in its metrics, rollouts and evaluations."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+Row = Mapping[str, Any]
+Filter = dict[str, str | float]
+INFO, WARNING, CRITICAL = "info", "warning", "critical"
+SEVERITIES = (CRITICAL, WARNING, INFO)
+RECENT = 5
+"""So many steps at the end of a run say how it is now."""
+LEAST = 10
+"""A run is compared with its own beginning from so many steps on."""
+LASTING = 3
+"""A condition that may hold by chance counts when it has held for so many steps."""
+
+
+@dataclass(frozen=True)
+class Advisory:
+    """Says what seems wrong with a run.
+
+    ``severity`` is one of ``SEVERITIES``; ``text`` a sentence with the figures; ``since`` the step since which it is
+    so; ``filter`` finds the rollouts that show it, by the fields of the viewer's table ({} where none do); ``advice``
+    is what one may do about it, with the options.
+    """
+
+    id: str
+    severity: str
+    text: str
+    since: int
+    advice: str
+    filter: Filter = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Holds what rules judge: rows of metrics in order, index lines of rollouts (``template``, ``group``, ``failure``,
+    ``step``, ``split``), evaluation reports by step, and the bound on staleness where there is one."""
+
+    rows: Sequence[Row]
+    index: Sequence[Mapping[str, Any]] = ()
+    evaluations: Sequence[tuple[int, Mapping[str, Any]]] = ()
+    staleness_bound: float | None = None
+
+    @property
+    def recent(self) -> Sequence[Row]:
+        """The last steps."""
+        return self.rows[-RECENT:]
+
+    @property
+    def early(self) -> Sequence[Row]:
+        """The first steps; none in a run that is too short to be compared with its beginning."""
+        return self.rows[:RECENT] if len(self.rows) >= LEAST else ()
+
+
+def number(row: Row, name: str) -> float | None:
+    """Return a value that is a number, NaN and infinities included; None for anything else."""
+    value = row.get(name)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    try:
+        return float(value)
+    except OverflowError:  # an integer beyond all floats
+        return math.inf if value > 0 else -math.inf
+
+
+def finite(rows: Sequence[Row], name: str) -> list[float]:
+    """Return the finite values of a metric, in order."""
+    found = [number(row, name) for row in rows]
+    return [value for value in found if value is not None and math.isfinite(value)]
+
+
+def mean(rows: Sequence[Row], name: str) -> float | None:
+    """Average the finite values of a metric; None without one."""
+    values = finite(rows, name)
+    return statistics.fmean(values) if values else None
+
+
+def median(rows: Sequence[Row], name: str) -> float | None:
+    """Return the median of the finite values of a metric; None without one."""
+    values = finite(rows, name)
+    return statistics.median(values) if values else None
+
+
+def step_of(row: Row) -> int:
+    """Return the step of a row, 0 where it says none."""
+    found = number(row, "step")
+    return int(found) if found is not None and math.isfinite(found) else 0
+
+
+def lasting(rows: Sequence[Row], holds: Callable[[Row], bool | None], least: int = LASTING) -> int | None:
+    """Return the step since which a condition holds without a break up to the end; None where it does not hold now or
+    has not for ``least`` steps. Rows of which ``holds`` says None count for nothing."""
+    since, count = 0, 0
+    for row in reversed(rows):
+        found = holds(row)
+        if found is None:
+            continue
+        if not found:
+            break
+        since, count = step_of(row), count + 1
+    return since if count >= least else None
+
+
+def above(name: str, limit: float) -> Callable[[Row], bool | None]:
+    """Make a condition: the metric is above a limit."""
+    return lambda row: None if (value := number(row, name)) is None else value > limit
+
+
+def below(name: str, limit: float) -> Callable[[Row], bool | None]:
+    """Make a condition: the metric is below a limit."""
+    return lambda row: None if (value := number(row, name)) is None else value < limit
+
+
+def is_equal(name: str, wanted: float) -> Callable[[Row], bool | None]:
+    """Make a condition: the metric has this value."""
+    return lambda row: None if (value := number(row, name)) is None else value == wanted
+
+
+def both(*conditions: Callable[[Row], bool | None]) -> Callable[[Row], bool | None]:
+    """Make a condition: all hold. None where one of them says nothing."""
+
+    def holds(row: Row) -> bool | None:
+        found = [condition(row) for condition in conditions]
+        return None if None in found else all(found)
+
+    return holds
+
+
+SIGNAL, ALL_GROUPS, SUCCESS, SPREAD = "groups/with_signal", "groups/total", "success/overall", "reward/std"
+LITTLE_SIGNAL = 0.2
+"""Least share of groups that should teach something."""
+TRUNCATED = 0.2
+"""Most truncated sequences that are taken for granted."""
+GROWN = 2.0
+"""A length that has changed by this factor has exploded or collapsed."""
+FALLEN_BEHIND = 0.05
+"""Success of a group below this counts as failing where all groups together have four times as much."""
+LATE = 2.0
+"""An evaluation is late after so many of the longest intervals before."""
+WAYS = ("sampled", "greedy")
+"""Ways of sampling in evaluations; one is never compared with the other."""
+UNSEEN = 50
+"""A run of so many steps wants an evaluation beside the one before training."""
+
+
+def all_zero(run: Evidence) -> Iterator[Advisory]:
+    """No group has a signal, and nothing succeeds."""
+    since = lasting(run.rows, both(is_equal(SIGNAL, 0.0), is_equal(SUCCESS, 0.0)))
+    if since is not None:
+        yield Advisory(
+            "all_groups_zero",
+            CRITICAL,
+            f"No rollout has succeeded since step {since}, and no group has an advantage: the policy learns nothing.",
+            since,
+            "Begin with easier tasks (options of env), more rollouts of each (ppo.group_size), or a warm start "
+            "(actor.warm_start=true).",
+            {"split": "train", "outcome": "unsolved", "step_min": since},
+        )
+
+
+def all_one(run: Evidence) -> Iterator[Advisory]:
+    """No group has a signal, because everything succeeds."""
+    since = lasting(run.rows, both(is_equal(SIGNAL, 0.0), is_equal(SUCCESS, 1.0)))
+    if since is not None:
+        yield Advisory(
+            "all_groups_one",
+            WARNING,
+            f"Every rollout has succeeded since step {since}, and no group has an advantage: nothing is left to learn.",
+            since,
+            "Take harder tasks (options of env), or stop here.",
+            {"split": "train", "outcome": "success", "step_min": since},
+        )
+
+
+def flat_reward(run: Evidence) -> Iterator[Advisory]:
+    """All rewards are equal, and are neither those of success nor of failure alone."""
+    mixed = both(above(SUCCESS, 0.0), below(SUCCESS, 1.0))
+    since = lasting(run.rows, both(below(SPREAD, 1e-6), mixed))
+    if since is not None:
+        value = mean(run.recent, "reward/mean")
+        yield Advisory(
+            "reward_flat",
+            CRITICAL,
+            f"All rewards have been equal since step {since} (mean {value or 0.0:.3g}), yet some rollouts succeed.",
+            since,
+            "Look at how the environment rewards, and at ppo.max_reward_clip and ppo.reward_scaling.",
+            {"split": "train", "step_min": since},
+        )
+
+
+def few_groups_teach(run: Evidence) -> Iterator[Advisory]:
+    """Most groups have no signal."""
+    signal, groups = finite(run.recent, SIGNAL), finite(run.recent, ALL_GROUPS)
+    if len(signal) < RECENT or not sum(groups) or not 0 < sum(signal) < LITTLE_SIGNAL * sum(groups):
+        return
+    yield Advisory(
+        "few_groups_teach",
+        WARNING,
+        f"{sum(signal):.0f} of the {sum(groups):.0f} groups of the last {RECENT} steps had an advantage; the others "
+        "cost as much and taught nothing.",
+        step_of(run.recent[0]),
+        "Choose tasks that the policy solves sometimes (the curriculum's options), or raise ppo.group_size.",
+        {"split": "train", "step_min": step_of(run.recent[0])},
+    )
+
+
+def truncation(run: Evidence) -> Iterator[Advisory]:
+    """A token limit ends many sequences."""
+    since = lasting(run.rows, above("length/truncated", TRUNCATED))
+    if since is not None:
+        share = mean(run.recent, "length/truncated") or 0.0
+        yield Advisory(
+            "truncation",
+            WARNING,
+            f"A token limit has ended more than {TRUNCATED:.0%} of the sequences since step {since} (now {share:.0%}).",
+            since,
+            "Raise gen.max_new_tokens or rollout.max_total_tokens, or mask such sequences (ppo.mask_too_long=true).",
+            {"split": "train", "outcome": "truncated", "step_min": since},
+        )
+
+
+def length_changed(run: Evidence) -> Iterator[Advisory]:
+    """Answers have become much longer or much shorter."""
+    before, now = mean(run.early, "length/mean"), mean(run.recent, "length/mean")
+    if before is None or now is None or before <= 0 or 1 / GROWN <= now / before <= GROWN:
+        return
+    longer = now > before
+    limit = before * GROWN if longer else before / GROWN
+    since = lasting(run.rows, (above if longer else below)("length/mean", limit), 1) or step_of(run.recent[0])
+    yield Advisory(
+        "length_exploding" if longer else "length_collapsing",
+        WARNING,
+        f"A sequence has {now:.0f} sampled tokens; in the first {RECENT} steps it had {before:.0f}.",
+        since,
+        "Look whether the reward pays for length; ppo.loss_agg decides how the length of a sequence counts.",
+        {"split": "train", "step_min": since, "length_min" if longer else "length_max": limit},
+    )
+
+
+def group_fails(run: Evidence) -> Iterator[Advisory]:
+    """One group of tasks fails while others succeed."""
+    overall = mean(run.recent, SUCCESS)
+    if overall is None or overall < 4 * FALLEN_BEHIND:
+        return
+    names = sorted({name for row in run.recent for name in row if name.startswith("success/")} - {SUCCESS})
+    for name in names:
+        value = mean(run.recent, name)
+        if value is None or value >= FALLEN_BEHIND or len(finite(run.rows, name)) < LASTING:
+            continue
+        group = name.removeprefix("success/")
+        since = lasting(run.rows, below(name, FALLEN_BEHIND), 1) or step_of(run.recent[0])
+        yield Advisory(
+            "group_failing",
+            WARNING,
+            f"Tasks of the group {group!r} succeed in {value:.0%} of the rollouts, all together in {overall:.0%}.",
+            since,
+            "Read such rollouts: tasks may be too hard for now, or impossible.",
+            {"split": "train", "group": group, "outcome": "unsolved", "step_min": since},
+        )
+
+
+def evaluation_late(run: Evidence) -> Iterator[Advisory]:
+    """The last evaluation lies far back."""
+    if not run.rows or not run.evaluations:
+        return
+    steps, now = [step for step, _ in run.evaluations], step_of(run.rows[-1])
+    longest = max((later - step for step, later in pairwise(steps)), default=0)
+    limit = max(LEAST, LATE * longest) if longest else UNSEEN
+    if now - steps[-1] > limit:
+        yield Advisory(
+            "evaluation_stale",
+            INFO,
+            f"The last evaluation was made after step {steps[-1]}; {now - steps[-1]} steps were trained since.",
+            steps[-1],
+            "evaluation.every_steps evaluates beside training.",
+        )
+
+
+def evaluation_falls(run: Evidence) -> Iterator[Advisory]:
+    """Held-out success falls below the interval of its best, while the training reward has risen."""
+    way = next((way for way in WAYS if any(_overall(report, way) for _, report in run.evaluations)), WAYS[0])
+    points = [(step, entry) for step, report in run.evaluations if (entry := _overall(report, way)) is not None]
+    if len(points) < 2:
+        return
+    best_step, best = max(points[:-1], key=lambda point: point[1]["success"])
+    last_step, last = points[-1]
+    if not last["high"] < best["low"]:
+        return
+    before = mean([row for row in run.rows if step_of(row) <= best_step][-RECENT:] or run.rows[:RECENT], "reward/mean")
+    now = mean(run.recent, "reward/mean")
+    if before is None or now is None or now <= before:
+        return
+    yield Advisory(
+        "evaluation_falls",
+        CRITICAL,
+        f"Held-out success fell from {best['success']:.0%} after step {best_step} to {last['success']:.0%} after step "
+        f"{last_step}, while the training reward rose from {before:.3g} to {now:.3g}.",
+        best_step,
+        "The policy fits its training tasks: take more of them, raise ppo.kl_loss_coef, or go back to the "
+        f"checkpoint of step {best_step}.",
+        {"split": f"eval/{way}", "outcome": "unsolved", "step_min": last_step},
+    )
+
+
+def _overall(report: Mapping[str, Any], way: str) -> dict[str, float] | None:
+    """Return the figures of all groups together for one way of sampling, None where they are not whole."""
+    groups = report.get(way)
+    entry = groups.get("overall") if isinstance(groups, Mapping) else None
+    if not isinstance(entry, Mapping):
+        return None
+    found = {key: value for key in _NEEDED if (value := number(entry, key)) is not None}
+    return found if len(found) == len(_NEEDED) else None
+
+
+_NEEDED = ("success", "low", "high")
+LEARNING_RULES = (
+    all_zero,
+    all_one,
+    flat_reward,
+    few_groups_teach,
+    truncation,
+    length_changed,
+    group_fails,
+    evaluation_late,
+    evaluation_falls,
+)
+
+
+COLLAPSED = 0.2
+"""Entropy below this share of its beginning has collapsed."""
+DRIFTED_KL = 1.0
+"""KL from the reference, nats a token, beyond which the policy is another one."""
+GROWN_KL, SOME_KL = 10.0, 0.1
+MISMATCHED = 0.01
+"""KL of engine and trainer, nats, that hurts."""
+GROWN_MISMATCH = 3.0
+SPIKE = 10.0
+"""A norm so many times the median is a spike."""
+CLIPPED, LARGE_RATIO = 0.3, 10.0
+NORM, SKIPPED = "policy/grad_norm", "policy/skipped"
+
+
+def entropy_collapses(run: Evidence) -> Iterator[Advisory]:
+    """The policy tries hardly anything any more."""
+    before, now = mean(run.early, "policy/entropy"), mean(run.recent, "policy/entropy")
+    if before is None or now is None or before <= 0 or now >= COLLAPSED * before:
+        return
+    since = lasting(run.rows, below("policy/entropy", COLLAPSED * before), 1) or step_of(run.recent[0])
+    yield Advisory(
+        "entropy_collapse",
+        WARNING,
+        f"Entropy fell from {before:.3g} to {now:.3g} nats a token: the rollouts of a group hardly differ any more.",
+        since,
+        "Raise ppo.entropy_coef or ppo.eps_clip_higher, or lower actor.optimizer.lr.",
+        {"split": "train", "step_min": since},
+    )
+
+
+def kl_runs_away(run: Evidence) -> Iterator[Advisory]:
+    """The policy leaves its reference."""
+    before, now = mean(run.early, "policy/kl_ref"), mean(run.recent, "policy/kl_ref")
+    if now is None or not (now > DRIFTED_KL or (before is not None and now > max(SOME_KL, GROWN_KL * before))):
+        return
+    limit = DRIFTED_KL if before is None else min(DRIFTED_KL, max(SOME_KL, GROWN_KL * before))
+    yield Advisory(
+        "kl_running_away",
+        WARNING,
+        f"The KL divergence from the reference is {now:.3g} nats a token"
+        + ("." if before is None else f"; in the first {RECENT} steps it was {before:.3g}."),
+        lasting(run.rows, above("policy/kl_ref", limit), 1) or step_of(run.recent[0]),
+        "Raise ppo.kl_loss_coef or ppo.kl_ctl, or lower actor.optimizer.lr.",
+    )
+
+
+def mismatch_grows(run: Evidence) -> Iterator[Advisory]:
+    """Engine and trainer disagree more and more about the same tokens."""
+    before, now = mean(run.early, "mismatch/kl"), mean(run.recent, "mismatch/kl")
+    if now is None or now <= MISMATCHED or (before is not None and now < GROWN_MISMATCH * before):
+        return
+    p99 = mean(run.recent, "mismatch/abs_p99")
+    since = lasting(run.rows, above("mismatch/kl", MISMATCHED), 1) or step_of(run.recent[0])
+    yield Advisory(
+        "mismatch_growing",
+        WARNING,
+        f"Engine and trainer are {now:.3g} nats apart (KL of a token)"
+        + ("" if before is None else f", at the beginning {before:.3g}")
+        + ("." if p99 is None else f"; 99 % of the log-probabilities differ by less than {p99:.3g}."),
+        since,
+        "Lower async_rl.max_head_offpolicyness, correct with ppo.use_decoupled_loss=true and "
+        "ppo.behav_imp_weight_mode, and compare dtypes of engine and trainer.",
+        {"split": "train", "step_min": since, "mismatch_min": MISMATCHED},
+    )
+
+
+def gradient_spikes(run: Evidence) -> Iterator[Advisory]:
+    """A recent gradient is far larger than usual."""
+    usual = median(run.rows[:-RECENT], NORM) if run.early else None
+    if not usual:
+        return
+    worst = max(run.recent, key=lambda row: _finite_norm(row))
+    if _finite_norm(worst) > SPIKE * usual:
+        yield Advisory(
+            "gradient_spike",
+            WARNING,
+            f"The gradient's norm was {_finite_norm(worst):.3g} at step {step_of(worst)}; usual are {usual:.3g}.",
+            step_of(worst),
+            "Lower actor.optimizer.gradient_clipping or actor.optimizer.lr; look at the rollouts of that step.",
+            {"split": "train", "step_min": step_of(worst), "step_max": step_of(worst)},
+        )
+
+
+def _finite_norm(row: Row) -> float:
+    value = number(row, NORM)
+    return value if value is not None and math.isfinite(value) else 0.0
+
+
+def not_finite(run: Evidence) -> Iterator[Advisory]:
+    """Updates were left out, or figures of them are no numbers."""
+    for call, title in (("policy", "policy"), ("critic", "critic")):
+        bad = [row for row in run.rows if _is_bad(row, call)]
+        if bad:
+            yield Advisory(
+                f"{call}_not_finite",
+                CRITICAL if _is_bad(run.rows[-1], call) else WARNING,
+                f"Loss or gradient of the {title} was not finite at {len(bad)} of {len(run.rows)} steps, last at step "
+                f"{step_of(bad[-1])}; such updates are left out.",
+                step_of(bad[0]),
+                "nonfinite.jsonl names the samples. Lower the learning rate, or train in float32.",
+                {"split": "train", "step_min": step_of(bad[-1]), "step_max": step_of(bad[-1])},
+            )
+
+
+def _is_bad(row: Row, call: str) -> bool:
+    if (number(row, f"{call}/skipped") or 0.0) > 0:
+        return True
+    values: Sequence[float | None] = [number(row, f"{call}/{name}") for name in ("loss", "grad_norm")]
+    return any(value is not None and not math.isfinite(value) for value in values)
+
+
+def clips_much(run: Evidence) -> Iterator[Advisory]:
+    """The clip decides many tokens: the updates are too large."""
+    since = lasting(run.rows, above("policy/clip_fraction", CLIPPED))
+    if since is not None:
+        share = mean(run.recent, "policy/clip_fraction") or 0.0
+        yield Advisory(
+            "clip_fraction_high",
+            WARNING,
+            f"The clip has decided more than {CLIPPED:.0%} of the tokens since step {since} (now {share:.0%}).",
+            since,
+            "Lower actor.optimizer.lr, ppo.sample_reuse or ppo.ppo_n_minibatches, or staleness.",
+            {"split": "train", "step_min": since, "clip_min": CLIPPED},
+        )
+
+
+def ratio_large(run: Evidence) -> Iterator[Advisory]:
+    """Single tokens have become far likelier than they were when sampled."""
+    since = lasting(run.rows, above("policy/ratio_max", LARGE_RATIO))
+    if since is not None:
+        largest = max(value for row in run.recent if (value := number(row, "policy/ratio_max")) is not None)
+        yield Advisory(
+            "ratio_large",
+            WARNING,
+            f"The largest ratio of a step has been above {LARGE_RATIO:g} since step {since} (up to {largest:.3g}).",
+            since,
+            "Look at the mismatch and at staleness; ppo.c_clip bounds what such a token costs.",
+            {"split": "train", "step_min": since},
+        )
+
+
+def rate_is_zero(run: Evidence) -> Iterator[Advisory]:
+    """The learning rate is 0: steps change nothing."""
+    since = lasting(run.rows, is_equal("policy/lr", 0.0))
+    if since is not None:
+        yield Advisory(
+            "learning_rate_zero",
+            CRITICAL,
+            f"The learning rate has been 0 since step {since}: the weights do not change.",
+            since,
+            "See actor.optimizer.lr and its schedule; a run that was made longer goes on with the schedule it began.",
+        )
+
+
+def critic_is_useless(run: Evidence) -> Iterator[Advisory]:
+    """The critic predicts returns worse than their mean would."""
+    since = lasting(run.rows, below("critic/explained_variance", 0.0), RECENT)
+    if since is not None:
+        value = mean(run.recent, "critic/explained_variance") or 0.0
+        yield Advisory(
+            "critic_useless",
+            WARNING,
+            f"The critic has explained less than nothing of the returns since step {since} (variance {value:.3g}): "
+            "their mean would be a better guess.",
+            since,
+            "Give the critic steps of its own (critic.warmup_steps), a higher critic.optimizer.lr or more passes "
+            "(critic.sample_reuse).",
+        )
+
+
+POLICY_RULES = (
+    entropy_collapses,
+    kl_runs_away,
+    mismatch_grows,
+    gradient_spikes,
+    not_finite,
+    clips_much,
+    ratio_large,
+    rate_is_zero,
+    critic_is_useless,
+)
+
+
+SPEED, GENERATION, TRAINING = "throughput/tokens_per_second", "generation/occupancy", "training/occupancy"
+MANY_FAILURES, SOME_FAILURES, RISEN = 0.2, 0.05, 2.0
+"""Share of failed rollouts that is too much by itself, or when it has risen by the factor."""
+FAILS, ATTEMPTS = 0.5, 6
+"""A task fails when at least this share of at least so many rollouts of it failed."""
+MOST_TASKS = 5
+"""So many tasks are named at most."""
+IDLE, BUSY = 0.3, 0.9
+SLOWED = 0.5
+DISCARDED = 0.2
+
+
+def failures_rise(run: Evidence) -> Iterator[Advisory]:
+    """Many rollouts fail, or more than before."""
+    now, before = _failed_share(run.recent), _failed_share(run.early)
+    if now is None or not (now > MANY_FAILURES or (before is not None and now > max(SOME_FAILURES, RISEN * before))):
+        return
+    kinds: Counter[str] = Counter()
+    for row in run.recent:
+        for name in row:
+            if name.startswith("failures/"):
+                kinds[name.removeprefix("failures/")] += int(sum(finite([row], name)))
+    told = ", ".join(f"{kind} {count}" for kind, count in kinds.most_common(4) if count)
+    yield Advisory(
+        "failures_rising",
+        CRITICAL if now > 0.5 else WARNING,
+        f"{now:.0%} of the rollouts of the last {len(run.recent)} steps failed"
+        + ("" if before is None else f", at the beginning {before:.0%}")
+        + (f" ({told})." if told else "."),
+        step_of(run.recent[0]),
+        "Read what failed and the log of the environment; rollout.message_timeout_s, env.pool_size and rollout.retries "
+        "decide how much is borne.",
+        {"split": "train", "outcome": "failed", "step_min": step_of(run.recent[0])},
+    )
+
+
+def _failed_share(rows: Sequence[Row]) -> float | None:
+    played, failed = sum(finite(rows, "rollouts/played")), sum(finite(rows, "rollouts/failed"))
+    return failed / played if played > 0 else None
+
+
+def task_fails(run: Evidence) -> Iterator[Advisory]:
+    """The environment fails at particular tasks."""
+    played: Counter[str] = Counter()
+    failed: Counter[str] = Counter()
+    first: dict[str, int] = {}
+    for line in run.index:
+        task, failure, step = line.get("template"), line.get("failure"), line.get("step")
+        if not isinstance(task, str) or not task or not isinstance(step, int):
+            continue
+        played[task] += 1
+        if failure:
+            failed[task] += 1
+            first[task] = min(first.get(task, step), step)
+    bad = [task for task, count in failed.most_common() if played[task] >= ATTEMPTS and count >= FAILS * played[task]]
+    for task in bad[:MOST_TASKS]:
+        yield Advisory(
+            "task_failing",
+            WARNING,
+            f"{failed[task]} of {played[task]} rollouts of the task {task!r} failed"
+            + (f" ({len(bad)} tasks fail like that)." if len(bad) > 1 else "."),
+            first[task],
+            "A failure is the environment's or the agent's, not the policy's: play this task alone, or leave it out.",
+            {"template": task, "outcome": "failed"},
+        )
+
+
+def trainer_starves(run: Evidence) -> Iterator[Advisory]:
+    """The trainer waits for samples."""
+    since = lasting(run.rows, both(below(TRAINING, IDLE), above(GENERATION, BUSY)), RECENT)
+    if since is not None:
+        yield Advisory(
+            "trainer_starved",
+            WARNING,
+            f"The trainer has worked {_percent(run, TRAINING)} of the time since step {since}, while generation works "
+            f"{_percent(run, GENERATION)}: it waits for rollouts.",
+            since,
+            "Give generation more: async_rl.n_generation_workers, more devices, shorter rollouts.",
+        )
+
+
+def generation_starves(run: Evidence) -> Iterator[Advisory]:
+    """Generation has nothing to do although samples may be admitted."""
+    waits = both(below(GENERATION, IDLE), below(TRAINING, BUSY), above("admission/capacity", 0.0))
+    since = lasting(run.rows, waits, RECENT)
+    if since is not None:
+        yield Advisory(
+            "generation_starved",
+            WARNING,
+            f"Generation has worked {_percent(run, GENERATION)} of the time since step {since}, although "
+            f"{mean(run.recent, 'admission/capacity') or 0.0:.0f} samples might be admitted: episodes wait for their "
+            "environment.",
+            since,
+            "Play more at once: env.pool_size, async_rl.n_rollout_workers; look how long the environment takes.",
+        )
+
+
+def buffer_is_full(run: Evidence) -> Iterator[Advisory]:
+    """Finished samples wait for the trainer, a batch of them and more, and nothing is admitted."""
+    rows = [row for row in run.rows if (number(row, "groups/total") or 0.0) > 0]
+    since = lasting(
+        rows,
+        lambda row: (
+            None
+            if (staged := number(row, "admission/staged")) is None
+            else staged >= (number(row, "groups/total") or 0.0) and number(row, "admission/capacity") == 0
+        ),
+        RECENT,
+    )
+    if since is not None:
+        yield Advisory(
+            "buffer_full",
+            INFO,
+            f"At least a whole batch of finished samples has waited for the trainer since step {since}, and nothing is "
+            f"admitted meanwhile (generation works {_percent(run, GENERATION)} of the time).",
+            since,
+            "The trainer is the slower side: give it more workers (actor.workers), or generation fewer.",
+        )
+
+
+def staleness_at_bound(run: Evidence) -> Iterator[Advisory]:
+    """Nearly everything that is trained on is as old as it may be."""
+    bound = run.staleness_bound
+    if not bound or bound <= 0:
+        return
+    since = lasting(run.rows, above("staleness/mean", 0.9 * bound - 1e-9), RECENT)
+    if since is not None:
+        yield Advisory(
+            "staleness_at_bound",
+            INFO,
+            f"Samples have been {mean(run.recent, 'staleness/mean') or 0.0:.2g} versions old on average since step "
+            f"{since}; the bound is {bound:g}: generation is as far ahead as it may be.",
+            since,
+            "A smaller async_rl.max_head_offpolicyness costs little speed here; compare the mismatch.",
+            {"split": "train", "step_min": since, "staleness_min": bound},
+        )
+
+
+def slower(run: Evidence) -> Iterator[Advisory]:
+    """Throughput has halved."""
+    before = median(run.rows[: max(RECENT, len(run.rows) // 2)], SPEED) if run.early else None
+    now = median(run.recent, SPEED)
+    if not before or now is None or now >= SLOWED * before:
+        return
+    since = lasting(run.rows, below(SPEED, SLOWED * before), 1) or step_of(run.recent[0])
+    seconds, usual = median(run.recent, "time/step"), median(run.rows[: len(run.rows) // 2], "time/step")
+    yield Advisory(
+        "throughput_halved",
+        WARNING,
+        f"{now:.0f} tokens/s, in the first half {before:.0f}"
+        + ("." if seconds is None or usual is None else f"; a step takes {seconds:.3g} s instead of {usual:.3g} s."),
+        since,
+        "The timeline shows which part became slower; other programs on the machine are a usual cause.",
+    )
+
+
+def many_discarded(run: Evidence) -> Iterator[Advisory]:
+    """Samples that were played are thrown away."""
+    if not run.rows:
+        return
+    last = run.rows[-1]
+    lost = sum(sum(finite([last], f"admission/{name}")) for name in ("rejected", "dropped", "given_up"))
+    kept = sum(finite([last], "admission/accepted"))
+    if kept + lost < 20 or lost <= DISCARDED * (kept + lost):
+        return
+    since = next((step_of(row) for row in run.rows if sum(finite([row], "admission/rejected"))), step_of(last))
+    yield Advisory(
+        "samples_discarded",
+        WARNING,
+        f"{lost:.0f} samples were played for nothing (rejected, dropped or given up), {kept:.0f} were accepted.",
+        since,
+        "Look at the failures; rollout.retries and rollout.min_group_size decide when a whole sample is rejected.",
+        {"split": "train", "outcome": "failed"},
+    )
+
+
+def no_updates(run: Evidence) -> Iterator[Advisory]:
+    """Train steps make no update of the policy although groups have a signal."""
+    since = lasting(run.rows, both(is_equal("policy/updates", 0.0), above("groups/with_signal", 0.0)))
+    if since is not None and not sum(finite(run.recent, "policy/skipped")):
+        yield Advisory(
+            "no_updates",
+            WARNING,
+            f"The policy has had no update since step {since}, although groups have advantages.",
+            since,
+            "critic.warmup_steps lets the critic learn first: is that meant to take so long?",
+        )
+
+
+def _percent(run: Evidence, name: str) -> str:
+    return f"{mean(run.recent, name) or 0.0:.0%}"
+
+
+RUNNING_RULES = (
+    failures_rise,
+    task_fails,
+    trainer_starves,
+    generation_starves,
+    buffer_is_full,
+    staleness_at_bound,
+    slower,
+    many_discarded,
+    no_updates,
+)
