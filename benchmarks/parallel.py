@@ -25,10 +25,9 @@ from realhf.algorithms.sft import SFTInterface
 from realhf.api.config import OptimizerConfig
 from realhf.api.model import CallContext, Model
 from realhf.api.sample import MicroBatchSpec, SequenceSample
+from realhf.backends.embedded.compute_threads import threads
 from realhf.backends.parallel.ddp import DdpEngine
-from realhf.backends.parallel.group_ranks import GroupRanks
-from realhf.backends.parallel.world import Meeting, World
-from realhf.backends.threads.compute_threads import threads
+from realhf.backends.parallel.process_groups import GroupRanks, Meeting, World
 from realhf.backends.training.torch_engine import TorchEngine
 
 JOIN_S, STEP_S = 120.0, 600.0

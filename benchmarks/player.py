@@ -28,9 +28,9 @@ from realhf.api.environment import EnvironmentSpec, Task
 from realhf.api.model import GenOutput, GenRequest
 from realhf.backends.builtin_policy import build_builtin_policy
 from realhf.env.doors.load import build_environment
-from realhf.rollout.episode.request import EpisodeRequest, Limits
-from realhf.rollout.players.blocking_player import BlockingPlayer
-from realhf.rollout.players.player import Played, Player, TurnAgent
+from realhf.rollout.blocking_player import BlockingPlayer
+from realhf.rollout.episode import EpisodeRequest, Limits
+from realhf.rollout.player import Played, Player, TurnAgent
 
 LEAST = 1500.0
 """Episodes a second that pass."""

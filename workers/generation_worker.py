@@ -38,7 +38,7 @@ from realhf.backends.training.tokenizer_loading import load_tokenizer
 from realhf.base.garbage import settle
 from realhf.dataflow.weight_proof import HeldWeights, WeightProbe, probe_ids
 from realhf.monitor.trace import open_trace
-from realhf.rollout.client.generation_client import answer_of, request_of
+from realhf.rollout.generation_client import answer_of, request_of
 from realhf.transport.network import LOOPBACK, Network
 from realhf.transport.roster import WorkerInfo
 from realhf.transport.rpc_worker import RpcWorker

@@ -59,8 +59,8 @@ from realhf.transport.weights import Medium, WeightPublisher
 from workers.worker_main import network_of, run_planned
 
 if TYPE_CHECKING:
-    from realhf.backends.parallel.world import Meeting, World
-    from realhf.backends.threads.compute_threads import ComputeThreads
+    from realhf.backends.embedded.compute_threads import ComputeThreads
+    from realhf.backends.parallel.process_groups import Meeting, World
 
 _log = logging.getLogger(__name__)
 HOST_CALLS = (CALL, LOAD, EVALUATE, SAVE, RESTORE, COMMITTED, EXPORT, GATHER, HELD)
@@ -128,7 +128,7 @@ class ModelWorker:
     def _open_world(self, request: OpenWorldRequest) -> OpenWorldAnswer:
         """Serve the place where the workers that compute together meet: on the loopback, unless some are on other hosts
         and the network is trusted. Raises NetworkError where it is not."""
-        from realhf.backends.parallel.world import Meeting
+        from realhf.backends.parallel.process_groups import Meeting
 
         if request.several_hosts and not self._network.trusted:
             raise NetworkError("workers that train together are on several hosts, and network.trusted is not set")
@@ -138,8 +138,7 @@ class ModelWorker:
 
     def _join_world(self, address: str, token: str) -> None:
         """Meet the others, and found the groups of all roles, also of those that others train."""
-        from realhf.backends.parallel.meshes import groups_of
-        from realhf.backends.parallel.world import World
+        from realhf.backends.parallel.process_groups import World, groups_of
 
         rpc, spec = self._plan.rpc, self._plan.spec
         where: dict[str, str] = {}
@@ -282,7 +281,7 @@ def share_of_cores(configured: int, n_model_workers: int, taken: int = 0) -> Com
     needs at the same time: threads that wait for each other lose more by sharing a core than they gain."""
     import torch
 
-    from realhf.backends.threads.compute_threads import threads
+    from realhf.backends.embedded.compute_threads import threads
 
     cores = usable_cores() - taken
     count = configured or max(1, cores // n_model_workers)

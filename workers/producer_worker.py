@@ -25,14 +25,14 @@ from realhf.api.environment import task_of
 from realhf.api.experiment import ModelSpec
 from realhf.api.model import Model
 from realhf.api.source import SampleResult, SourceItem
-from realhf.backends.threads.compute_threads import threads
+from realhf.backends.embedded.compute_threads import threads
 from realhf.builtins import backends
 from realhf.env.curriculum.task_source import TaskSource
 from realhf.env.doors.load import build_environment
-from realhf.rollout.episode.request import EpisodeRequest, Limits
+from realhf.rollout.blocking_player import BlockingPlayer
+from realhf.rollout.episode import EpisodeRequest, Limits
 from realhf.rollout.interface import ModelEngine
-from realhf.rollout.players.blocking_player import BlockingPlayer
-from realhf.rollout.players.player import Player, TurnAgent
+from realhf.rollout.player import Player, TurnAgent
 from realhf.scheduler.process import run_guarded
 from realhf.trajectory.client import Pace, StaleEpoch, TrajectoryClient
 from realhf.trajectory.client.episodes import group_of

@@ -27,14 +27,10 @@ from realhf.base.tls import with_certificate
 from realhf.env.doors.load import build_environment
 from realhf.monitor.rollouts.writer import open_rollouts
 from realhf.monitor.trace import open_trace
-from realhf.rollout.agents.choice import make_agent
-from realhf.rollout.client.generation_client import GenerationClient, Pinned
-from realhf.rollout.episode.token_texts import TokenTexts
-from realhf.rollout.players.failure_policy import failure_policy
-from realhf.rollout.players.group_player import GroupPlayer
-from realhf.rollout.players.player import Player
-from realhf.rollout.streaming.rollout_loop import RolloutLoop
-from realhf.rollout.streaming.sample_encoder import SampleEncoder
+from realhf.rollout.generation_client import GenerationClient, Pinned
+from realhf.rollout.group_player import GroupPlayer, TokenTexts, failure_policy
+from realhf.rollout.player import Player, make_agent
+from realhf.rollout.rollout_loop import RolloutLoop, SampleEncoder
 from realhf.transport.network import LOOPBACK, Network
 from realhf.transport.push_stream import open_stream
 from realhf.transport.roster import WorkerInfo

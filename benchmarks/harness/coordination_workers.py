@@ -30,7 +30,7 @@ from realhf.api.calls import (
 from realhf.api.env import PlayedTurn, RolloutOutcome
 from realhf.api.experiment import RunPlan
 from realhf.api.streaming import RolloutLease
-from realhf.rollout.players.group_player import PlayedGroup
+from realhf.rollout.group_player import PlayedGroup
 from realhf.scheduler.process import run_guarded
 from realhf.transport.rpc_worker import RpcWorker
 

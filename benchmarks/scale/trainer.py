@@ -52,8 +52,8 @@ from realhf.api.model import CallContext
 from realhf.api.sample import MicroBatchSpec, SequenceSample
 from realhf.api.streaming import Arrival, RolloutLease
 from realhf.data.stream_dataset import MAX_ROUND
-from realhf.rollout.players.group_player import PlayedGroup
-from realhf.rollout.streaming.sample_encoder import SampleEncoder
+from realhf.rollout.group_player import PlayedGroup
+from realhf.rollout.rollout_loop import SampleEncoder
 from realhf.scheduler.process import run_guarded
 from realhf.transport.codec import decode_sample, encode_sample
 from realhf.transport.rpc_worker import RpcWorker

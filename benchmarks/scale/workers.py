@@ -25,7 +25,7 @@ import msgpack
 
 from benchmarks.scale.wire import Lines, Wires
 from realhf.api.calls import ALLOCATE, PLAY, AllocateRequest
-from realhf.rollout.streaming.rollout_loop import HOLD_S
+from realhf.rollout.rollout_loop import HOLD_S
 from realhf.transport.envelope import pack_header, pack_payload, unpack_header, unpack_payload
 from realhf.transport.roster import WorkerInfo
 from realhf.transport.sockets import own_versions

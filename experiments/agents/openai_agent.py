@@ -11,7 +11,7 @@ from typing import Any
 
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
-from realhf.rollout.agents.agent_session import AgentSession
+from realhf.rollout.black_box_agent import AgentSession
 
 
 async def rollout(task: Mapping[str, Any], base_url: str, session: AgentSession) -> float | None:

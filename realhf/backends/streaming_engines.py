@@ -18,7 +18,7 @@ from realhf.api.config import AsyncConfig
 from realhf.api.experiment import ModelSpec
 from realhf.api.generation import StreamingGenerator
 from realhf.api.trace import Tracer
-from realhf.backends.embedded.cache_size import cache_bytes
+from realhf.backends.embedded.memory import cache_bytes
 from realhf.base.context_limit import context_limit
 from realhf.base.model_size import TrainerMemory, model_size, trainer_memory, weight_bytes
 

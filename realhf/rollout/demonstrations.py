@@ -31,9 +31,8 @@ from realhf.api.environment import (
 )
 from realhf.api.generation import TokenSource
 from realhf.env.doors.load import build_environment
-from realhf.rollout.episode.played_episode import play_episode
-from realhf.rollout.episode.request import EpisodeRequest
-from realhf.rollout.players.player import NO_TOKENS, Player
+from realhf.rollout.episode import EpisodeRequest, play_episode
+from realhf.rollout.player import NO_TOKENS, Player
 
 
 class Script:

@@ -18,16 +18,19 @@ from realhf.api.sample import SequenceSample
 from realhf.api.trace import PlayedSample
 from realhf.base.dataclass_json import to_json_value
 from realhf.env.doors.load import build_environment
-from realhf.rollout.agents.choice import check_whole_distribution
-from realhf.rollout.episode.held_out import episode_results, evaluated_sample, held_out_tasks
-from realhf.rollout.episode.request import EpisodeRequest, Limits
-from realhf.rollout.episode.rollout_sample import outcomes_to_sample
-from realhf.rollout.episode.sampling_seed import sampling_seed
-from realhf.rollout.episode.token_texts import TokenTexts
-from realhf.rollout.episode.transcript import transcript
-from realhf.rollout.players.blocking_player import BlockingPlayer
-from realhf.rollout.players.failure_policy import FailurePolicy, failure_policy
-from realhf.rollout.players.player import Player, TurnAgent
+from realhf.rollout.blocking_player import BlockingPlayer
+from realhf.rollout.episode import EpisodeRequest, Limits
+from realhf.rollout.group_player import (
+    FailurePolicy,
+    TokenTexts,
+    episode_results,
+    evaluated_sample,
+    failure_policy,
+    held_out_tasks,
+    sampling_seed,
+)
+from realhf.rollout.player import Player, TurnAgent, check_whole_distribution
+from realhf.rollout.rollout_sample import outcomes_to_sample, transcript
 
 
 class ModelEngine:

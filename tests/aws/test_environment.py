@@ -14,7 +14,7 @@ from realhf.aws.options import AwsOptions
 from realhf.aws.tasks.names import is_name
 from realhf.aws.tasks.task import Task
 from realhf.aws.training import sft_data
-from realhf.rollout.players.slot_environment import ReplayDiverged, SlotEnvironment
+from realhf.rollout.player import ReplayDiverged, SlotEnvironment
 from tests.rollout.fake_env_server import FakeEnvServer
 
 FINE = {"simulator_lost": 0.0, "account_unreadable": 0.0}

@@ -12,7 +12,7 @@ from realhf.api.env import RolloutOutcome
 from realhf.api.keys import KeySpec
 from realhf.api.sample import SequenceSample
 from realhf.data.sample_limits import SampleLimits
-from realhf.rollout.episode.rollout_sample import outcomes_to_sample
+from realhf.rollout.rollout_sample import outcomes_to_sample
 from realhf.transport.codec import encode_sample
 from realhf.transport.errors import CodecError
 

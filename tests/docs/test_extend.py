@@ -44,8 +44,8 @@ from realhf.env.doors.dataset import DatasetOptions
 from realhf.env.doors.load import build_environment
 from realhf.env.server.process import ServerProcess
 from realhf.launch.__main__ import main
-from realhf.rollout.agents.black_box_agent import BlackBoxAgent, load_agent
-from realhf.rollout.episode.request import EpisodeRequest, Limits
+from realhf.rollout.black_box_agent import BlackBoxAgent, load_agent
+from realhf.rollout.episode import EpisodeRequest, Limits
 from realhf.scheduler.base import WorkerExit, WorkerLine, WorkerSpec
 from realhf.scheduler.local import LocalScheduler
 from realhf.trajectory.client import TrajectoryClient

@@ -16,8 +16,8 @@ import pytest
 from realhf.api.environment import Task
 from realhf.aws.environment import AwsEnvironment
 from realhf.aws.server.process import EnvServerProcess
-from realhf.rollout.agents.black_box_agent import BlackBoxAgent, load_agent
-from realhf.rollout.episode.request import EpisodeRequest, Limits
+from realhf.rollout.black_box_agent import BlackBoxAgent, load_agent
+from realhf.rollout.episode import EpisodeRequest, Limits
 from tests.rollout.black_box import FakeTokens, chat
 from tests.rollout.fake_env_server import FakeEnvServer
 from tests.test_end_to_end import SMALL, TINY

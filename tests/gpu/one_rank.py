@@ -18,8 +18,7 @@ from realhf.api.model import CallContext, Model
 from realhf.api.sample import MicroBatchSpec, SequenceSample
 from realhf.backends.parallel.ddp import DdpEngine
 from realhf.backends.parallel.fsdp import FsdpEngine
-from realhf.backends.parallel.group_ranks import GroupRanks
-from realhf.backends.parallel.world import Meeting, World
+from realhf.backends.parallel.process_groups import GroupRanks, Meeting, World
 from realhf.backends.training.torch_engine import TorchEngine
 from realhf.base.tensor_digest import digests
 from tests.gpu.conftest import CONFIGS, VOCABULARY

@@ -13,7 +13,7 @@ from realhf.algorithms.sft import SFTInterface
 from realhf.api.config import GenConfig, LoraConfig, OptimizerConfig
 from realhf.api.model import CallContext, GenRequest, Model
 from realhf.api.sample import MicroBatchSpec, SequenceSample
-from realhf.backends.execution.resting_moments import HostMemory, RestingMoments
+from realhf.backends.training.optimizer import HostMemory, RestingMoments
 from realhf.backends.training.torch_engine import TorchEngine
 
 SPEC = MicroBatchSpec(1, 512)

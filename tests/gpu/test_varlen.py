@@ -13,8 +13,7 @@ from realhf.api.config import OptimizerConfig
 from realhf.api.sample import MicroBatchSpec, SequenceSample
 from realhf.backends.training import packed_forward
 from realhf.backends.training.torch_engine import TorchEngine
-from realhf.backends.varlen.kernel import kernel_for, plain_attention
-from realhf.backends.varlen.layout import packed_layout
+from realhf.backends.training.varlen_attention import kernel_for, packed_layout, plain_attention
 
 pytestmark = pytest.mark.cuda_only
 SPEC = MicroBatchSpec(1, 1024)

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from realhf.backends.vllm.device_handles import from_json
-from realhf.backends.vllm.device_transfer import Place, steps
+from realhf.backends.vllm.device_transfer import Place, from_json, steps
 from realhf.base.tensor_digest import digests
 
 pytestmark = pytest.mark.cuda_only

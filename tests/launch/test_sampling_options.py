@@ -9,8 +9,8 @@ import pytest
 from realhf.api.config import GenConfig
 from realhf.api.rollout import RolloutOptions
 from realhf.launch.__main__ import main
-from realhf.rollout.agents.choice import make_agent
 from realhf.rollout.interface import EnvRolloutInterface
+from realhf.rollout.player import make_agent
 
 
 @pytest.mark.parametrize("experiment", ["grpo_aws", "grpo_aws_async", "reinforce_aws"])

@@ -14,10 +14,8 @@ from torch.nn import functional
 from realhf.algorithms.sequences import PredictedTokens
 from realhf.api.model import GenerationEngine, LossFn, PostFn, TrainResult, logprobs_by
 from realhf.api.sample import MicroBatchSpec, SequenceSample
-from realhf.backends.training.forward_outputs import Heads, PackedOutputs, ScoredRows
-from realhf.backends.training.micro_batches import parts_of
-from realhf.backends.training.ranks import SingleRank
-from realhf.backends.training.step_account import StepAccount
+from realhf.backends.training.micro_batches import SingleRank, StepAccount, parts_of
+from realhf.backends.training.packed_forward import Heads, PackedOutputs, ScoredRows
 
 
 class BigramEngine:

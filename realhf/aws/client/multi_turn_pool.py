@@ -27,10 +27,9 @@ from realhf.aws.observation_text import OBSERVATION_CHARS
 from realhf.aws.options import AwsOptions
 from realhf.base.loop_thread import LoopThread
 from realhf.env.client.openenv_client import OpenEnvClient
-from realhf.rollout.episode.request import EpisodeRequest, Limits
-from realhf.rollout.players.batched_tokens import BatchEngine
-from realhf.rollout.players.blocking_player import BlockingPlayer
-from realhf.rollout.players.player import Player, TurnAgent
+from realhf.rollout.blocking_player import BatchEngine, BlockingPlayer
+from realhf.rollout.episode import EpisodeRequest, Limits
+from realhf.rollout.player import Player, TurnAgent
 
 _FINALIZE_S = 2.0
 _STOP_S = 10.0

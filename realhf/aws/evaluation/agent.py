@@ -16,11 +16,8 @@ from realhf.api.environment import AssistantMessage, ChatMessage, Environment, O
 from realhf.api.generation import TokenSource
 from realhf.api.model import GenOutput, GenRequest
 from realhf.aws.tasks.captures import fill_setup
-from realhf.rollout.episode.played_episode import play_episode
-from realhf.rollout.episode.request import EpisodeRequest
-from realhf.rollout.episode.speaker import ContextFull
-from realhf.rollout.episode.witness import Witness
-from realhf.rollout.players.player import EpisodeAgent
+from realhf.rollout.episode import ContextFull, EpisodeRequest, Witness, play_episode
+from realhf.rollout.player import EpisodeAgent
 
 
 @dataclass

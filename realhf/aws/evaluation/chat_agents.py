@@ -18,8 +18,8 @@ from realhf.api.config import GenConfig
 from realhf.api.model import GenOutput, GenRequest
 from realhf.aws.environment import SYSTEM_PROMPT
 from realhf.aws.evaluation.agent import AgentError, Conversation, TextAgent
-from realhf.rollout.episode.request import Limits
-from realhf.rollout.players.player import EpisodeAgent, TurnAgent
+from realhf.rollout.episode import Limits
+from realhf.rollout.player import EpisodeAgent, TurnAgent
 
 _ATTEMPTS = 4
 _BACKOFF_S = 0.5
@@ -46,8 +46,8 @@ class LocalModelAgent:
         """Read weights and tokenizer; torch computes on ``threads`` threads."""
         import torch
 
+        from realhf.backends.embedded.compute_threads import threads as compute_threads
         from realhf.backends.embedded.generation import EmbeddedGenerator
-        from realhf.backends.threads.compute_threads import threads as compute_threads
         from realhf.backends.training.torch_backend import check_chat_template, load_causal_lm, load_tokenizer
 
         torch.set_num_threads(threads)

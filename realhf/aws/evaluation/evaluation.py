@@ -22,10 +22,9 @@ from realhf.aws.observation_text import OBSERVATION_CHARS
 from realhf.aws.simulator.pool import MiniStackPool
 from realhf.aws.tasks.task import Task
 from realhf.base.intervals import mean_interval, wilson_interval
-from realhf.rollout.episode.request import EpisodeRequest
-from realhf.rollout.episode.witness import Witness
-from realhf.rollout.players.blocking_player import BlockingPlayer
-from realhf.rollout.players.player import EpisodeAgent, Player
+from realhf.rollout.blocking_player import BlockingPlayer
+from realhf.rollout.episode import EpisodeRequest, Witness
+from realhf.rollout.player import EpisodeAgent, Player
 
 DRIFT = "drift"
 OVERALL = "overall"

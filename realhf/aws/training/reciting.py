@@ -8,7 +8,7 @@ from typing import Any
 from realhf.api.environment import AssistantMessage, ChatMessage, Opening
 from realhf.aws.tasks.captures import fill_setup, resolve
 from realhf.aws.training.demonstrations import Script
-from realhf.rollout.episode.witness import Witness
+from realhf.rollout.episode import Witness
 
 
 class Reciting:

@@ -33,10 +33,8 @@ from realhf.aws.tasks.task import TaskError
 from realhf.aws.training.demonstrations import DEFAULT_MIX, HABIT, KINDS, Script, write_scripts
 from realhf.aws.training.reciting import Reciting
 from realhf.base.files.whole_file import whole_file
-from realhf.rollout.episode.played_episode import play_episode
-from realhf.rollout.episode.request import EpisodeRequest
-from realhf.rollout.episode.witness import Witness
-from realhf.rollout.players.player import NO_TOKENS, Player
+from realhf.rollout.episode import EpisodeRequest, Witness, play_episode
+from realhf.rollout.player import NO_TOKENS, Player
 
 _RETRIES = 1
 """How often an episode is resumed or played again when its simulator is lost."""

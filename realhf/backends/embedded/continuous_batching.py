@@ -22,11 +22,11 @@ from realhf.api.config import GenConfig
 from realhf.api.generation import Done, HeldTensor
 from realhf.api.model import GenOutput, GenRequest
 from realhf.api.trace import GENERATE, WEIGHTS, NoTrace, Tracer
+from realhf.backends.embedded.compute_threads import threads as compute_threads
 from realhf.backends.embedded.decode_core import DecodeCore, Turn, rest_of_turn
+from realhf.backends.embedded.memory import shortage
 from realhf.backends.embedded.sampling import check_gen_config, stream_of
-from realhf.backends.embedded.shortage import shortage
 from realhf.backends.embedded.weight_copy import copy_weights, held_digests
-from realhf.backends.threads.compute_threads import threads as compute_threads
 
 _log = logging.getLogger(__name__)
 _CLOSE_TIMEOUT_S = 30.0

@@ -1,22 +1,34 @@
-"""Defines a forward pass over cache rows, and runs it through the modules of transformers.
+"""Runs a forward pass over cache rows, through the modules of transformers or, for Llama and Qwen, without them.
 
 A pass mixes two kinds of work: *decoding* feeds one token to each of many rows, *pieces* are the missing tokens of rows
 that join.
+
+For small models on a CPU, the layers of Python around the arithmetic cost more than the arithmetic. Parameters are read
+from the module at every pass, so weights that were copied in place, or replaced, take effect. The tokens of all rows
+lie behind each other without padding; only attention tells rows apart.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from realhf.backends.embedded.attention_masks import AttentionMasks
+from realhf.backends.embedded.attention import (
+    AttentionMasks,
+    blocks_attention,
+    row_blocks,
+    row_decoding,
+    sliding_window,
+)
+from realhf.backends.embedded.kernels import LEAST_ROWS, OneDnnLinear, product, rows_of_product, suits
 from realhf.backends.embedded.kv_cache import RowCache
-from realhf.backends.embedded.row_attention import row_decoding
 
 _PASS_TOKENS = 4096
 """Largest number of padded tokens of one pass over pieces. It bounds the memory of the mask and the activations."""
@@ -133,3 +145,233 @@ def _chunks(pieces: Sequence[Piece]) -> list[list[int]]:
         else:
             chunks.append([i])
     return chunks
+
+
+_log = logging.getLogger(__name__)
+_FAMILY = frozenset({"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
+_STATIC_ROPE = frozenset({"default", "linear", "llama3", "yarn"})
+_PROBE_TOKENS = LEAST_ROWS + 6
+"""Length of the text on which the decoder is compared with the model: long enough for oneDNN's products."""
+_TOLERANCE = 1e-4
+"""Allowed difference from the module's logits: root mean square, relative to that of the logits."""
+
+
+def fast_decoder(model: Any, cache: RowCache) -> FastDecoder | None:
+    """Make a decoder of ``model`` after comparing the two on a short text; None, with a warning, where it does not
+    apply."""
+    reason = _unsuitable(model)
+    if reason is None:
+        decoder = FastDecoder(model, cache)
+        error, most = _difference(model), _tolerance(model)
+        if error <= most:
+            return decoder
+        reason = f"its logits differ by {error:.2g} from the module's, which is more than {most:.2g}"
+    _log.warning("%s generates through transformers, which is slower on a CPU: %s", type(model).__name__, reason)
+    return None
+
+
+def _tolerance(model: Any) -> float:
+    """Return the allowed difference for the model's type. In a short type every layer rounds, and two ways of computing
+    the same differ by the errors that both gather: measured 0.9 to 1.1 times the type's step times the root of the
+    number of layers."""
+    step = torch.finfo(model.dtype).eps
+    return _TOLERANCE if step < _TOLERANCE else 2 * step * model.config.num_hidden_layers**0.5
+
+
+def _unsuitable(model: Any) -> str | None:
+    config = model.config
+    if type(model).__name__ not in _FAMILY:
+        return "another architecture"
+    if getattr(config, "hidden_act", "silu") != "silu":
+        return f"its activation is {config.hidden_act}"
+    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    if rope not in _STATIC_ROPE:
+        return f"its rotary embedding is {rope}"
+    if sliding_window(config) is not None:
+        return f"some of its layers see the last {sliding_window(config)} tokens only"
+    if any(type(p.data) is not Tensor for p in model.parameters()):
+        return "its parameters are not plain tensors"
+    for module in model.modules():
+        if module._forward_hooks or module._forward_pre_hooks:
+            return "a module has hooks"
+    for layer in model.model.layers:
+        parts = [getattr(layer.self_attn, name) for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
+        parts += [layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj]
+        if any(type(part) not in (nn.Linear, OneDnnLinear) for part in parts):
+            return "a projection is not a plain linear layer"
+    return None
+
+
+def _difference(model: Any) -> float:
+    """Return the relative difference of logits after a text that is fed as a piece and then token by token."""
+    device = model.device
+    ids = (torch.arange(_PROBE_TOKENS) * 7919 + 3) % model.config.vocab_size
+    expected = model(input_ids=ids[None].to(device), use_cache=False).logits[0]
+    cache, tokens = RowCache(), ids.numpy()
+    cache.reserve(2, _PROBE_TOKENS)
+    decoder, given = FastDecoder(model, cache), LEAST_ROWS
+    got = [decoder.run(None, [Piece(1, 0, tokens[:given])])]
+    for at in range(given, _PROBE_TOKENS):
+        one = Decoding(np.array([1]), tokens[at : at + 1], np.array([at]), np.stack((tokens, tokens)))
+        got.append(decoder.run(one, []))
+    wanted = expected[given - 1 :].double()
+    error = (torch.cat(got) - wanted).square().mean().sqrt() / wanted.square().mean().sqrt().clamp(min=1e-6)
+    return float(error) if torch.isfinite(error) else float("inf")
+
+
+class _Norm:
+    def __init__(self, module: Any) -> None:
+        self._parameters = module._parameters
+        self._eps = module.variance_epsilon
+
+    def __call__(self, x: Tensor) -> Tensor:
+        weight = self._parameters["weight"]
+        return F.rms_norm(x, weight.shape, weight, self._eps)
+
+
+class _Linear:
+    """Maps ``x`` (n, in) to (n, out), by the way of computing it that is fastest for so many rows."""
+
+    def __init__(self, module: nn.Linear) -> None:
+        self._parameters = module._parameters
+        self._by_product = rows_of_product(module.weight) if suits(module.weight) else range(0)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        held: dict[str, Any] = self._parameters
+        if len(x) in self._by_product:
+            return product(x, held["weight"], held["bias"])
+        return F.linear(x, held["weight"], held["bias"])
+
+
+class _Layer:
+    """Holds the parts of one decoder layer."""
+
+    def __init__(self, module: Any) -> None:
+        attention, mlp = module.self_attn, module.mlp
+        self.before_attention, self.before_mlp = _Norm(module.input_layernorm), _Norm(module.post_attention_layernorm)
+        self.query, self.key, self.value = (_Linear(getattr(attention, f"{n}_proj")) for n in "qkv")
+        self.out = _Linear(attention.o_proj)
+        self.query_norm = _Norm(attention.q_norm) if hasattr(attention, "q_norm") else None
+        self.key_norm = _Norm(attention.k_norm) if hasattr(attention, "k_norm") else None
+        self.gate, self.up, self.down = _Linear(mlp.gate_proj), _Linear(mlp.up_proj), _Linear(mlp.down_proj)
+        self.scale: float = attention.scaling
+
+
+class _Plan:
+    """Says where the tokens of one pass stand; it is the same for all layers."""
+
+    def __init__(self, decoding: Decoding | None, pieces: Sequence[Piece], device: torch.device, like: Tensor) -> None:
+        self.n = 0 if decoding is None else len(decoding.rows)
+        rows, columns, tokens = [], [], []
+        if decoding is not None:
+            rows, columns, tokens = [decoding.rows], [decoding.positions], [decoding.tokens]
+        self.spans: list[tuple[int, int, Piece, Tensor | None]] = []
+        at = self.n
+        for piece in pieces:
+            m = len(piece.tokens)
+            rows.append(np.full(m, piece.row))
+            columns.append(np.arange(piece.start, piece.end))
+            tokens.append(piece.tokens)
+            mask = None
+            if piece.start and m > 1:
+                mask = torch.ones(m, piece.end, dtype=torch.bool, device=device).tril_(piece.start)
+            self.spans.append((at, at + m, piece, mask))
+            at += m
+        self.rows, self.columns, self.tokens = (
+            torch.from_numpy(np.concatenate(part)).to(device) for part in (rows, columns, tokens)
+        )
+        self.last = None
+        if any(stop - start > 1 for start, stop, _, _ in self.spans):
+            ends = [*range(self.n), *(stop - 1 for _, stop, _, _ in self.spans)]
+            self.last = torch.tensor(ends, device=device)
+        self.height = 0
+        self.scattered = False
+        if decoding is not None:
+            self.height, width = int(decoding.rows[-1]) + 1, int(decoding.positions.max()) + 1
+            self.blocks = row_blocks(decoding.cached, decoding.rows, decoding.positions)
+            self.scattered = self.height > self.n
+            reach = np.zeros((self.height, 1, 1, 1), dtype=np.int64)
+            reach[decoding.rows, 0, 0, 0] = decoding.positions
+            closed = torch.arange(width, device=device) > torch.from_numpy(reach).to(device)
+            self.mask = torch.zeros(closed.shape, dtype=like.dtype, device=device).masked_fill_(closed, float("-inf"))
+
+
+class FastDecoder:
+    """Implements ``ForwardPass``. Attention of decoding rows is computed as batched products over the cache as it lies;
+    idle rows in between are computed and thrown away."""
+
+    def __init__(self, model: Any, cache: RowCache) -> None:
+        self._cache = cache
+        self._base = model.model
+        self._embedding = model.model.embed_tokens._parameters
+        self._layers = [_Layer(layer) for layer in model.model.layers[: model.config.num_hidden_layers]]
+        self._norm, self._head = _Norm(model.model.norm), _Linear(model.lm_head)
+        self._heads: int = model.config.num_attention_heads
+        self._kv_heads: int = model.config.num_key_value_heads
+        self._dim: int = model.model.layers[0].self_attn.head_dim
+        self._rotation: tuple[Tensor, Tensor] | None = None
+
+    def run(self, decoding: Decoding | None, pieces: Sequence[Piece]) -> Tensor:
+        """See ``ForwardPass``."""
+        embedding: Tensor = self._embedding["weight"]
+        plan = _Plan(decoding, pieces, embedding.device, embedding)
+        x = embedding[plan.tokens]
+        cos, sin = (table[plan.columns][:, None] for table in self._rotations(embedding))
+        head = torch.arange(self._kv_heads, device=x.device)
+        target = ((plan.rows[:, None] * self._kv_heads + head) * self._cache.columns + plan.columns[:, None]).view(-1)
+        for index, layer in enumerate(self._layers):
+            h = layer.before_attention(x)
+            query = layer.query(h).view(-1, self._heads, self._dim)
+            key = layer.key(h).view(-1, self._kv_heads, self._dim)
+            if layer.query_norm is not None and layer.key_norm is not None:
+                query, key = layer.query_norm(query), layer.key_norm(key)
+            query, key = _rotated(query, cos, sin), _rotated(key, cos, sin)
+            keys, values = self._cache.storage(index, self._kv_heads, self._dim, embedding)
+            keys.view(-1, self._dim).index_copy_(0, target, key.view(-1, self._dim))
+            values.view(-1, self._dim).index_copy_(0, target, layer.value(h).view(-1, self._dim))
+            x = x + layer.out(self._attention(plan, layer.scale, query, keys, values))
+            h = layer.before_mlp(x)
+            x = x + layer.down(F.silu(layer.gate(h)).mul_(layer.up(h)))
+        if plan.last is not None:
+            x = x[plan.last]
+        return self._head(self._norm(x))
+
+    def _attention(self, plan: _Plan, scale: float, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """Attend with ``query`` (tokens, heads, dim) over cached ``keys`` and ``values``; return (tokens, heads *
+        dim)."""
+        parts = []
+        if plan.n:
+            parts.append(self._decode_attention(plan, scale, query[: plan.n], keys, values))
+        for start, stop, piece, allowed in plan.spans:
+            mixed = F.scaled_dot_product_attention(
+                query[start:stop].transpose(0, 1)[None],
+                keys[piece.row, :, : piece.end][None],
+                values[piece.row, :, : piece.end][None],
+                attn_mask=allowed,
+                is_causal=piece.start == 0 and stop - start > 1,
+                scale=scale,
+                enable_gqa=self._heads != self._kv_heads,
+            )
+            parts.append(mixed[0].transpose(0, 1).reshape(stop - start, -1))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _decode_attention(self, plan: _Plan, scale: float, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        rows = plan.rows[: plan.n]
+        if plan.scattered:
+            query = query.new_zeros(plan.height, self._heads, self._dim).index_copy_(0, rows, query)
+        mixed = blocks_attention(query, keys, values, plan.mask, plan.blocks, scale)
+        return mixed[rows] if plan.scattered else mixed
+
+    def _rotations(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cos and signed sin per position, (columns, dim). The sine of the first half is negated, which turns
+        the half rotation of rotary embeddings into a roll."""
+        columns = self._cache.columns
+        if self._rotation is None or len(self._rotation[0]) < columns:
+            cos, sin = self._base.rotary_emb(like, torch.arange(columns, device=like.device)[None])
+            half = self._dim // 2
+            self._rotation = cos[0], torch.cat((-sin[0, :, :half], sin[0, :, half:]), -1)
+        return self._rotation
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)

@@ -14,9 +14,9 @@ import torch
 
 from realhf.api.config import GenConfig
 from realhf.api.model import GenOutput, GenRequest
+from realhf.backends.embedded.compute_threads import ComputeThreads, unmanaged
 from realhf.backends.embedded.decode_core import DecodeCore, Turn, rest_of_turn
 from realhf.backends.embedded.sampling import check_gen_config, stream_of
-from realhf.backends.threads.compute_threads import ComputeThreads, unmanaged
 
 
 class EmbeddedGenerator:

@@ -1,18 +1,102 @@
-"""Trains copies of a model, one on each rank, whose gradients are added up: the backend ``ddp``."""
+"""Trains copies of a model, one on each rank: the backend ``ddp``, and what ``fsdp2`` has in common with it."""
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor, nn
+
 from realhf.api.experiment import ModelSpec
-from realhf.backends.parallel.copies import check_copies
-from realhf.backends.parallel.group_ranks import GroupRanks
-from realhf.backends.parallel.joined import JoinedBackend, JoinedEngine
-from realhf.backends.parallel.world import World
-from realhf.backends.training.sharded_files import is_sharded
-from realhf.backends.training.sharded_state import load_state
-from realhf.backends.training.torch_engine import of_this_model
+from realhf.backends.parallel.process_groups import GroupRanks, World
+from realhf.backends.training.packed_forward import PackedForward
+from realhf.backends.training.sharded_checkpoint import is_sharded, load_state, save_state
+from realhf.backends.training.torch_backend import TorchBackend
+from realhf.backends.training.torch_engine import TorchEngine, of_this_model
+
+
+class JoinedEngine(TorchEngine):
+    """Is the ``TorchEngine`` of one of several ranks, which write a checkpoint together."""
+
+    def __init__(self, model: Any, tokenizer: Any, *, ranks: GroupRanks, role: str, **options: Any) -> None:
+        self._group, self._role = ranks, role
+        super().__init__(model, tokenizer, ranks=ranks, role=role, **options)
+
+    def _check_layouts(self, forward: PackedForward) -> None:
+        """Raise RuntimeError unless all ranks lay rows out alike: of the rows that each makes of a batch it computes
+        its share, and of different rows some sequences would be nobody's, or two ranks'. To be called inside
+        ``together``."""
+        found = {"packs": forward.packs, "shares": forward.shares, "row_tokens": forward.row_tokens}
+        own = {name: float(value) for name, value in found.items()}
+        for rank, other in enumerate(self._group.gather(own)):
+            if other != own:
+                raise RuntimeError(
+                    f"{self._role}: rank {self._group.number} and rank {rank} lay rows out differently ({own} and "
+                    f"{other}), so they cannot compute together; their logs say why prefixes are not shared"
+                )
+
+    def save_checkpoint(self, folder: Path) -> list[Path]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Write the state into ``folder``, which all ranks share; return the files that this rank wrote. Adapters are
+        few, and equal on all ranks: the first one writes what one worker would."""
+        assert self._optimizer is not None, "a role that trains on several workers has an optimizer"
+        group = self._group
+        with group.together(f"saving {self._role}"):
+            if self.adapters is not None:
+                if group.number == 0:
+                    super().save_checkpoint(folder)
+                return sorted(path for path in folder.rglob("*") if path.is_file()) if group.number == 0 else []
+            return save_state(folder, self.model, self._optimizer, self._version, group=group.group, rank=group.number)
+
+
+class JoinedBackend(TorchBackend):
+    """Builds engines of several workers, which met in ``world``. Without one, and for a role on one worker, it builds
+    what the backend ``torch`` does."""
+
+    def __init__(self, device: str = "auto", world: World | None = None) -> None:
+        super().__init__(device)
+        self._world = world
+
+    def _engine(self, spec: ModelSpec, model: Any, tokenizer: Any, **options: Any) -> TorchEngine:
+        if spec.parallel.size == 1:
+            return super()._engine(spec, model, tokenizer, **options)
+        if self._world is None:
+            raise RuntimeError(f"{spec.role}: {spec.parallel.size} workers train together, but they have not met")
+        return self._joined(spec, self._world, model, tokenizer, **options)
+
+    def _joined(self, spec: ModelSpec, world: World, model: Any, tokenizer: Any, **options: Any) -> JoinedEngine:
+        raise NotImplementedError
+
+
+class CopiesDiffer(RuntimeError):
+    """Two ranks hold different weights."""
+
+
+def check_copies(model: nn.Module, ranks: GroupRanks, role: str) -> None:
+    """Raise CopiesDiffer, naming a tensor and a rank, unless all ranks hold the same weights to the bit. To be called
+    inside ``together``."""
+    names, own = zip(*[(name, digest(tensor)) for name, tensor in model.state_dict().items()], strict=True)
+    for rank, other in enumerate(ranks.exchange(b"".join(own))):
+        if other != b"".join(own):
+            raise CopiesDiffer(f"{role}: {_first(names, own, other)} differs between rank {ranks.rank} and rank {rank}")
+
+
+def digest(tensor: Tensor) -> bytes:
+    """Return 16 bytes that depend on every byte of a tensor, on its type and its shape."""
+    values = tensor.detach().cpu().contiguous()
+    found = hashlib.blake2b(f"{values.dtype} {tuple(values.shape)}".encode(), digest_size=16)
+    found.update(values.reshape(-1).view(torch.uint8).numpy().data)
+    return found.digest()
+
+
+def _first(names: Sequence[str], own: Sequence[bytes], other: bytes) -> str:
+    """The name of the first tensor whose digest is not in its place in ``other``."""
+    for number, (name, mine) in enumerate(zip(names, own, strict=True)):
+        if other[16 * number : 16 * (number + 1)] != mine:
+            return name
+    return "the number of tensors"
 
 
 class DdpEngine(JoinedEngine):

@@ -1,34 +1,331 @@
-"""Trains one model that is cut over ranks: the backend ``fsdp2``."""
+"""Trains one model that is cut over ranks: loads it block by block, gathers it, and is the backend ``fsdp2``.
+
+The model is built without memory for its parameters; its buffers, which are computed, are real. Before a block is cut,
+its parameters are read from the folder, on every rank; what a rank does not keep of them is gone before the next block.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import json
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from realhf.api.experiment import ModelSpec
 from realhf.api.model import LossFn, PostFn, TrainResult
 from realhf.api.parallel import HeldInParts
 from realhf.api.sample import MicroBatchSpec, SequenceSample
 from realhf.backends.embedded.generation import EmbeddedGenerator
-from realhf.backends.parallel.block_loading import Filling, build_without_memory
-from realhf.backends.parallel.cut_model import Whole, cut, empty_like, gather_into
-from realhf.backends.parallel.group_ranks import GroupRanks
-from realhf.backends.parallel.joined import JoinedBackend, JoinedEngine
-from realhf.backends.parallel.meshes import mesh_of
-from realhf.backends.parallel.whole_state import load_whole_state
-from realhf.backends.parallel.world import World
+from realhf.backends.parallel.ddp import JoinedBackend, JoinedEngine
+from realhf.backends.parallel.process_groups import GroupRanks, World, mesh_of
+from realhf.backends.training.optimizer import PolicyOptimizer
 from realhf.backends.training.packed_forward import PackedForward
-from realhf.backends.training.sharded_files import is_sharded
-from realhf.backends.training.sharded_state import load_state
-from realhf.backends.training.torch_engine import of_this_model
-from realhf.backends.training.value_head import load_value_model
+from realhf.backends.training.sharded_checkpoint import (
+    is_sharded,
+    load_state,
+    parameter_names,
+    persistent_buffers,
+    refuse_unknown,
+    unmastered,
+)
+from realhf.backends.training.tokenizer_loading import ModelLoadError, check_folder
+from realhf.backends.training.torch_backend import attention_for, odd_logits
+from realhf.backends.training.torch_engine import STATE_FILE, WEIGHTS_FILE, of_this_model
+from realhf.backends.training.value_head import ValueModel, load_value_model
+
+WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_log = logging.getLogger(__name__)
+
+
+class FolderWeights:
+    """Knows where the parameters of a model without memory, and its persistent buffers, are in a folder. It is made
+    before the model is wrapped or changed, while parameters have the names of the folder."""
+
+    def __init__(self, model: Any, folder: Path, *, with_head: bool) -> None:
+        """Raises ValueError where the folder does not hold every tensor under its name, in its shape; without
+        ``with_head`` the projection to the vocabulary may be missing."""
+        self._files = _files_of(folder)
+        self._names: dict[int, str] = {}
+        self._owners: dict[int, list[tuple[nn.Module, str]]] = {}
+        self._buffers: dict[int, str] = {}
+        self._kept: list[nn.Parameter] = []  # An id is good as long as its object lives.
+        head = None if with_head else model.get_output_embeddings()
+        inner = f"{model.base_model_prefix}."
+        aliases: dict[int, list[str]] = {}
+        for path, module in model.named_modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    aliases.setdefault(id(parameter), []).append(f"{path}.{name}" if path else name)
+                    self._owners.setdefault(id(parameter), []).append((module, name))
+                    self._kept.append(parameter)
+        shapes = {id(parameter): tuple(parameter.shape) for parameter in self._kept}
+        unwanted = {id(parameter) for parameter in head.parameters()} if head is not None else set()
+        for key, names in aliases.items():
+            found = next((n for name in names for n in (name, name.removeprefix(inner)) if n in self._files), None)
+            if found is None and key in unwanted and len(names) == 1:
+                continue
+            if found is None:
+                raise ValueError(f"it holds no tensor {names[0]}")
+            if (held := self._shape(found)) != shapes[key]:
+                raise ValueError(f"{found} has the shape {held}, in the model {shapes[key]}")
+            self._names[key] = found
+        state = model.state_dict().keys()
+        for name, buffer in model.named_buffers():
+            if name in state and name in self._files:
+                self._buffers[id(buffer)] = name
+
+    @torch.no_grad()
+    def fill(self, module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+        """Give the parameters of ``module`` that have no memory theirs, on ``device``; tied ones stay one."""
+        for parameter in list(module.parameters()):
+            if not parameter.is_meta:
+                continue
+            if (name := self._names.get(id(parameter))) is None:
+                raise RuntimeError(f"a parameter of shape {tuple(parameter.shape)} is not one of the folder's")
+            real = nn.Parameter(self._read(name).to(device=device, dtype=dtype), requires_grad=parameter.requires_grad)
+            for owner, attribute in self._owners[id(parameter)]:
+                owner._parameters[attribute] = real
+        for buffer in module.buffers():
+            if (name := self._buffers.get(id(buffer))) is not None:
+                buffer.copy_(self._read(name))
+
+    def _read(self, name: str) -> Tensor:
+        with safe_open(self._files[name], framework="pt") as file:
+            return file.get_tensor(name)
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        with safe_open(self._files[name], framework="pt") as file:
+            return tuple(file.get_slice(name).get_shape())
+
+
+@dataclass(frozen=True)
+class Filling:
+    """Gives the parts of a model their weights, on ``device``; ``what`` is what errors call the model."""
+
+    weights: FolderWeights
+    device: torch.device
+    dtype: torch.dtype
+    what: str
+
+    def fill(self, module: nn.Module) -> None:
+        """Read the parameters of a module that have no memory."""
+        self.weights.fill(module, self.device, self.dtype)
+
+    def prove(self, model: Any) -> None:
+        """Raise ModelLoadError for a model that cannot be trained, as where it is loaded whole."""
+        if problem := odd_logits(model):
+            raise ModelLoadError(f"{self.what}: {problem}")
+
+
+def build_without_memory(
+    path: str, role: str, dtype: torch.dtype, *, with_head: bool = True
+) -> tuple[Any, FolderWeights] | None:
+    """Return the model of a folder without memory for its parameters, in evaluation mode, and where they are. None,
+    with a message, where the folder has no such form: then the model is loaded whole, which also says what is wrong
+    with it. Raises ModelLoadError."""
+    check_folder(path, role)
+    kernel = attention_for(path, role)
+    config = AutoConfig.from_pretrained(path)
+    try:
+        if get_checkpoint_conversion_mapping(config.model_type) is not None:
+            raise ValueError(f"transformers converts tensors of {config.model_type}")
+        with _parameters_without_memory():
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=kernel)
+        weights = FolderWeights(model, Path(path), with_head=with_head)
+    except (OSError, KeyError, ValueError, SafetensorError) as error:
+        _log.warning("%s.path=%s is loaded whole on each worker before it is cut: %s", role, path, error)
+        return None
+    with contextlib.suppress(OSError):
+        model.generation_config = GenerationConfig.from_pretrained(path)
+    return model.eval(), weights
+
+
+@contextlib.contextmanager
+def _parameters_without_memory() -> Iterator[None]:
+    """Put every parameter that a module gets within the block on the device ``meta``."""
+
+    def drop(_module: nn.Module, _name: str, parameter: nn.Parameter | None) -> Any:
+        if parameter is None or parameter.is_meta:
+            return None
+        return nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+
+    handle = register_module_parameter_registration_hook(drop)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _files_of(folder: Path) -> dict[str, Path]:
+    """Return the file of each tensor. Raises ValueError where there are no safetensors files."""
+    if (folder / INDEX).is_file():
+        listed: dict[str, str] = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
+        # A name in the index is no path: it may not lead out of the folder.
+        return {name: folder / Path(file).name for name, file in listed.items()}
+    if not (folder / WHOLE).is_file():
+        raise ValueError("it has no safetensors files")
+    with safe_open(folder / WHOLE, framework="pt") as file:
+        return dict.fromkeys(file.keys(), folder / WHOLE)
+
+
+class Whole(nn.Module):
+    """Runs a pass as its own forward: what belongs to no block (embeddings, the last norm, the head) is whole inside,
+    also where a loss uses it after the decoder."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, run: Callable[[], Tensor]) -> Tensor:
+        """Return what ``run`` returns."""
+        return run()
+
+
+def _as_it_is(_module: nn.Module) -> None:
+    """Leave the parameters of a module alone."""
+
+
+def cut(model: Any, mesh: DeviceMesh, fill: Callable[[nn.Module], None] = _as_it_is) -> Whole:
+    """Cut the parameters of ``model`` over the last dimension of ``mesh``, in place; gradients are summed over the
+    whole mesh, in fp32. ``fill`` is called with each part before it is cut: it gives parameters without memory theirs.
+    Tied weights stay tied: they belong to no block. Raises ValueError on a model that does not say what its blocks
+    are."""
+    kinds = {*(getattr(model.get_decoder(), "_no_split_modules", None) or ())}
+    blocks = [module for module in model.modules() if type(module).__name__ in kinds]
+    if not blocks:
+        raise ValueError(f"{type(model).__name__} does not say which of its modules are blocks: it cannot be cut")
+    whole = Whole(model)
+    precision = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+    for block in blocks:
+        fill(block)
+        fully_shard(block, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
+    fill(whole)
+    fully_shard(whole, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
+    for module in whole.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    return whole
+
+
+def empty_like(model: Any) -> Any:
+    """Return an uncut model of the same kind without memory (on the device ``meta``), for ``gather_into``."""
+    with torch.device("meta"):
+        made = AutoModelForCausalLM.from_config(model.config, dtype=model.dtype)
+        whole = ValueModel(made) if isinstance(model, ValueModel) else made
+    if (generation := getattr(model, "generation_config", None)) is not None:
+        whole.generation_config = generation  # It is exported with the weights.
+    return whole.eval()
+
+
+def gather_into(copy: Any | None, model: Any) -> None:
+    """Bring the weights of a cut model together, one tensor at a time, in ``copy``, which ``empty_like`` made; None:
+    take part only. Every rank of the model calls this."""
+    parameters = dict(model.named_parameters())
+    for name, parameter in parameters.items():
+        tensor = parameter.detach()
+        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        if copy is not None:
+            _set(copy, name, nn.Parameter(full if full is not tensor else full.clone(), requires_grad=False))
+    if copy is None:
+        return
+    for name, buffer in model.named_buffers():
+        _set(copy, name, buffer.detach().clone())
+    if not isinstance(copy, ValueModel):
+        copy.tie_weights()
+    empty = [name for name, tensor in [*copy.named_parameters(), *persistent_buffers(copy).items()] if tensor.is_meta]
+    if empty:
+        raise RuntimeError(f"{type(model).__name__}: {empty[0]} was not brought together ({len(empty)} were not)")
+
+
+def _set(model: nn.Module, name: str, tensor: Tensor) -> None:
+    """Put a tensor in the place of a parameter or a buffer."""
+    path, _, last = name.rpartition(".")
+    owner = model.get_submodule(path)
+    table: dict[str, Any] = owner._parameters if last in owner._parameters else owner._buffers
+    table[last] = tensor
+
+
+@torch.no_grad()
+def load_whole_state(folder: Path, model: nn.Module, optimizer: PolicyOptimizer) -> int:
+    """Read what ``TorchEngine.save_checkpoint`` wrote; return the version. Raises FileNotFoundError, or ValueError that
+    names a tensor which is missing, of another shape, or of another model."""
+    if not (folder / STATE_FILE).is_file():
+        raise FileNotFoundError(f"no engine checkpoint in {folder}")
+    _load_weights(folder, model)
+    state = torch.load(folder / STATE_FILE, map_location="cpu", weights_only=True, mmap=True)
+    if "optimizer" not in state:
+        raise ValueError(f"checkpoint {folder}: trainable and frozen model roles do not match")
+    _load_optimizer(state["optimizer"], model, optimizer, folder)
+    return int(state["version"])
+
+
+def _load_weights(folder: Path, model: nn.Module) -> None:
+    aliases: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        aliases.setdefault(id(parameter), []).append(name)
+    with safe_open(folder / WEIGHTS_FILE, framework="pt") as file:
+        held = {*file.keys()}
+        known = {*persistent_buffers(model), *(alias for alike in aliases.values() for alias in alike)}
+        refuse_unknown(folder, {f"weights/{name}" for name in held}, {f"weights/{name}" for name in known})
+        for parameter, name in parameter_names(model).items():
+            found = next((alias for alias in aliases[id(parameter)] if alias in held), None)
+            if found is None:
+                raise ValueError(f"checkpoint {folder} has no tensor {name}")
+            _take(parameter, file.get_tensor(found), f"checkpoint {folder}: {name}")
+        for name, buffer in persistent_buffers(model).items():
+            if name in held:
+                buffer.copy_(file.get_tensor(name))
+
+
+def _load_optimizer(saved: dict[str, Any], model: nn.Module, optimizer: PolicyOptimizer, folder: Path) -> None:
+    names = parameter_names(model)
+    parameters = optimizer.parameters
+    # Moments are numbered in the order of the parameter groups: those with weight decay first.
+    ordered = [p for p in parameters if p.ndim > 1] + [p for p in parameters if p.ndim <= 1]
+    moments = saved["adamw"]["state"]
+    if len(saved["masters"]) != len(parameters) or any(number >= len(ordered) for number in moments):
+        raise ValueError(f"checkpoint {folder}: optimizer of {len(saved['masters'])} parameters, not {len(parameters)}")
+    optimizer.begin_moments({ordered[number] for number in moments})
+    values = {
+        f"{kind}/{names[ordered[number]]}": value for number, kinds in moments.items() for kind, value in kinds.items()
+    }
+    values |= {
+        f"master/{names[p]}": master
+        for p, master in zip(parameters, saved["masters"], strict=True)
+        if master is not None
+    }
+    own = {
+        f"master/{name}": p.detach() for p, name in unmastered(optimizer, names).items() if f"master/{name}" in values
+    }
+    for name, held in {**optimizer.tensors(names), **own}.items():
+        if name not in values:
+            raise ValueError(f"checkpoint {folder} has no tensor {name} of the optimizer")
+        _take(held, values[name], f"checkpoint {folder}: {name}")
+    optimizer.publish()
+
+
+def _take(held: Tensor, whole: Tensor, what: str) -> None:
+    """Copy the own part of a whole tensor. Raises ValueError on another shape."""
+    if held.shape != whole.shape:
+        raise ValueError(f"{what} has shape {tuple(whole.shape)}, here {tuple(held.shape)}")
+    local = held.detach()
+    if isinstance(local, DTensor):
+        whole = distribute_tensor(whole.to(local.device), local.device_mesh, local.placements, src_data_rank=None)
+    local.copy_(whole)
 
 
 class FsdpEngine(JoinedEngine):

@@ -1,24 +1,114 @@
-"""Divides a batch into micro-batches, whose activations exist at once: they bound the memory of a train step."""
+"""Divides a batch into micro-batches over the ranks of a role, and adds up what they returned."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 
 from realhf.api.sample import MicroBatchSpec, SequenceSample
 from realhf.api.sequence_choice import choose_sequences
-from realhf.backends.training.padded_batches import BATCH_TOKENS, SMALL, packed_batches, padded_batches
-from realhf.backends.training.ranks import Ranks, SingleRank
-from realhf.backends.training.sequence_inputs import SequenceInputs
-from realhf.backends.training.shared_rows import ROW_TOKENS, Row, plain_rows, shared_rows, split_row
+from realhf.backends.training.sequence_packing import (
+    BATCH_TOKENS,
+    ROW_TOKENS,
+    SMALL,
+    Row,
+    SequenceInputs,
+    packed_batches,
+    padded_batches,
+    plain_rows,
+    shared_rows,
+    split_row,
+)
+
+
+class Ranks(Protocol):
+    """Joins the engines of one role, which all get the same calls with the same batch, in the same order.
+
+    Every method but ``own``, ``settle`` and ``abort`` is a collective: all ranks call it with tensors of the same
+    shape. One that cannot end because a rank is lost raises within the deadline of the implementation.
+    """
+
+    @property
+    def rank(self) -> int:
+        """The number of this rank, from 0."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        ...
+
+    @property
+    def in_step(self) -> bool:
+        """Whether the passes themselves are collectives (sharded weights), so that a rank which has nothing left to
+        compute has to take part in those of the others."""
+        ...
+
+    def own(self, costs: Sequence[int]) -> list[int]:
+        """Return which rows of sequences this rank computes, given the positions of each. Every row is that of one
+        rank; a rank may have none."""
+        ...
+
+    def sum_(self, tensor: Tensor) -> None:
+        """Add ``tensor`` up over the ranks, in place: the same bits on all of them."""
+        ...
+
+    def gather(self, numbers: Mapping[str, float]) -> list[dict[str, float]]:
+        """Return the numbers of every rank, in the order of ranks. Names may differ from rank to rank."""
+        ...
+
+    def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Add up the gradients of the parameters over the ranks. A gradient may be None on a rank that had nothing to
+        compute; it counts as 0."""
+        ...
+
+    def settle(self) -> None:
+        """Wait until what this rank has begun with the others is complete on its device. Raises where it was broken
+        off meanwhile: a collective of a GPU that is broken off ends without an error, with a part of its sums."""
+        ...
+
+    def abort(self, reason: str = "") -> None:
+        """Give up what the ranks have in common, so that nobody waits for this one."""
+        ...
+
+
+class SingleRank:
+    """Is the ``Ranks`` of a role on one worker."""
+
+    rank, size, in_step = 0, 1, False
+
+    def own(self, costs: Sequence[int]) -> list[int]:
+        """Return all sequences."""
+        return list(range(len(costs)))
+
+    def sum_(self, tensor: Tensor) -> None:
+        """Leave the tensor as it is."""
+        del tensor
+
+    def gather(self, numbers: Mapping[str, float]) -> list[dict[str, float]]:
+        """Return the numbers alone."""
+        return [dict(numbers)]
+
+    def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Leave the gradients as they are."""
+        del parameters
+
+    def settle(self) -> None:
+        """Do nothing: there are no others."""
+
+    def abort(self, reason: str = "") -> None:
+        """Do nothing: nobody waits."""
+        del reason
+
 
 _log = logging.getLogger(__name__)
-
 _WORTH = 0.85
 """Common prefixes are computed once when that leaves at most this share of the positions: a mask costs time too."""
 
@@ -151,3 +241,54 @@ def _part(sample: SequenceSample, inputs: SequenceInputs, rows: list[Row], idle:
     number = np.cumsum(keep) - 1
     own = tuple(replace(row, members=tuple(int(number[i]) for i in row.members)) for row in rows)
     return Part(chosen, torch.from_numpy(np.flatnonzero(np.repeat(keep, lengths - 1))), own)
+
+
+_LOSS, _BACKWARD, _KEPT = "loss", "backward", "kept/"
+
+
+class StepAccount:
+    """Collects losses, statistics and kept tensors of the micro-batches of a rank. ``size`` is the sum of L-1 over the
+    sequences of the batch; ``backward`` says whether any loss had a gradient."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._loss = 0.0
+        self._stats: dict[str, float] = {}
+        self._kept: dict[str, Tensor] = {}
+        self.backward = False
+
+    def add(self, part: Part, loss: float, stats: Mapping[str, float], kept: Mapping[str, Tensor]) -> None:
+        """Take one micro-batch into account."""
+        self._loss += loss
+        self._stats = combined([self._stats, stats])
+        for name, values in kept.items():
+            self._whole(name)[part.place] = values
+
+    def summed(self, ranks: Ranks) -> tuple[dict[str, float], bool, dict[str, Tensor]]:
+        """Return statistics with ``loss``, whether any rank had a gradient, and the kept tensors, fp32 (size,): all of
+        the whole batch, the same on every rank."""
+        own = {f"stats/{name}": value for name, value in self._stats.items()}
+        names = {f"{_KEPT}{name}": 0.0 for name in self._kept}
+        parts = ranks.gather({**own, **names, _LOSS: self._loss, _BACKWARD: float(self.backward)})
+        totals = combined(parts)
+        for name in sorted(name.removeprefix(_KEPT) for name in totals if name.startswith(_KEPT)):
+            ranks.sum_(self._whole(name))
+        stats = {name.removeprefix("stats/"): v for name, v in totals.items() if name.startswith("stats/")}
+        return {**stats, "loss": totals[_LOSS]}, totals[_BACKWARD] > 0, self._kept
+
+    def _whole(self, name: str) -> Tensor:
+        return self._kept.setdefault(name, torch.zeros(self._size))
+
+
+def combined(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Add numbers of the same name up; of a name that ends in ``_max`` take the maximum."""
+    total: dict[str, float] = {}
+    for part in parts:
+        for name, value in part.items():
+            if name not in total:
+                total[name] = value
+            elif name.endswith("_max"):
+                total[name] = max(total[name], value)
+            else:
+                total[name] += value
+    return total

@@ -1,17 +1,254 @@
-"""Implements AdamW with a learning-rate schedule that follows the policy version, and fp32 master weights."""
+"""Implements AdamW with fp32 master weights and a learning-rate schedule; its moments may rest in the host's memory."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
-from typing import Any
+import weakref
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from realhf.api.config import LRSchedule, OptimizerConfig
-from realhf.backends.execution.resting_moments import HostMemory, Memory, RestingMoments
+
+PIECE_BYTES = 1 << 28
+"""Bytes of moments that travel at once; a larger parameter is a piece of its own. Two pieces are on the device."""
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+_ALIGNED, _PORTABLE = 256, 1
+_ROOMS = 2
+
+
+class Memory(Protocol):
+    """Is where moments lie between steps, and moves pieces of it to rooms on the device and back. Piece ``number``
+    (0, 1, ... in a step) uses room ``number % 2``; each method only begins what it says, in its order with the others.
+    """
+
+    def slab(self, nbytes: int) -> Tensor:
+        """Return a tensor of this memory: u8 (nbytes,), zeros."""
+        ...
+
+    def fetch(self, number: int, held: Tensor, room: Tensor) -> None:
+        """Copy a piece into its room, once the piece that was there before is stored."""
+        ...
+
+    def await_fetched(self, number: int) -> None:
+        """Let what is computed from now on wait for the piece."""
+        ...
+
+    def store(self, number: int, held: Tensor, room: Tensor) -> None:
+        """Copy the piece back, once what was computed on it so far is complete."""
+        ...
+
+    def finish(self) -> None:
+        """Wait until all is stored, on the host: it may read its memory, and the rooms may go."""
+        ...
+
+
+class HostMemory:
+    """Is the memory of the host of a CUDA ``device``, pinned where it lies: an allocator of pinned memory would round
+    its size up to a power of two. Pieces come in on one stream and go out on another, so that both directions of the
+    bus are used and the arithmetic hides behind them. Raises ValueError for a device whose memory it is itself."""
+
+    def __init__(self, device: torch.device) -> None:
+        if device.type != "cuda":
+            raise ValueError(
+                f"optimizer.offload=true: has no effect on the device {device}, whose memory is that of the host"
+            )
+        self._device = device
+        self._lanes: _Lanes | None = None
+
+    def slab(self, nbytes: int) -> Tensor:
+        """See ``Memory``. Raises RuntimeError where the host cannot pin as much."""
+        slab = torch.zeros(nbytes, dtype=torch.uint8)
+        runtime: Any = torch.cuda.cudart()
+        with torch.cuda.device(self._device):
+            code = int(runtime.cudaHostRegister(slab.data_ptr(), nbytes, _PORTABLE))
+        if code:
+            raise RuntimeError(
+                f"optimizer.offload=true: the host cannot pin {nbytes / 2**30:.3g} GiB for the moments (CUDA error "
+                f"{code}); raise the limit of locked memory (ulimit -l), or set false"
+            )
+        # The finaliser holds the slab: it is unpinned before it goes, and at the end of the process not at all.
+        weakref.finalize(self, _unpin, slab).atexit = False
+        return slab
+
+    def fetch(self, number: int, held: Tensor, room: Tensor) -> None:
+        """See ``Memory``."""
+        lanes = self._lanes = self._lanes or _Lanes.on(self._device)
+        stored = lanes.stored[number % _ROOMS]
+        if number < _ROOMS:  # The room was made, or used by somebody else, on the stream that computes.
+            lanes.inward.wait_stream(torch.cuda.current_stream(self._device))
+        else:
+            lanes.inward.wait_event(stored)
+        with torch.cuda.stream(lanes.inward):
+            room.copy_(held, non_blocking=True)
+            lanes.fetched[number % _ROOMS].record()
+
+    def await_fetched(self, number: int) -> None:
+        """See ``Memory``."""
+        assert self._lanes is not None, "a piece is fetched before it is awaited"
+        torch.cuda.current_stream(self._device).wait_event(self._lanes.fetched[number % _ROOMS])
+
+    def store(self, number: int, held: Tensor, room: Tensor) -> None:
+        """See ``Memory``."""
+        assert self._lanes is not None, "a piece is fetched before it is stored"
+        self._lanes.outward.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._lanes.outward):
+            held.copy_(room, non_blocking=True)
+            self._lanes.stored[number % _ROOMS].record()
+
+    def finish(self) -> None:
+        """See ``Memory``."""
+        if self._lanes is not None:
+            self._lanes.inward.synchronize()
+            self._lanes.outward.synchronize()
+
+
+class _Lanes(NamedTuple):
+    """The streams, and for each room when it was last filled and emptied."""
+
+    inward: Any
+    outward: Any
+    fetched: Sequence[Any]
+    stored: Sequence[Any]
+
+    @staticmethod
+    def on(device: torch.device) -> _Lanes:
+        with torch.cuda.device(device):
+            fetched, stored = ([torch.cuda.Event() for _ in range(_ROOMS)] for _ in "io")
+            return _Lanes(torch.cuda.Stream(), torch.cuda.Stream(), fetched, stored)
+
+
+def _unpin(slab: Tensor) -> None:
+    runtime: Any = torch.cuda.cudart()
+    runtime.cudaHostUnregister(slab.data_ptr())
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Some parameters, and where their moments lie in the slab, bytes ``start`` to ``stop``."""
+
+    parameters: Sequence[Tensor]
+    start: int
+    stop: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.stop - self.start
+
+
+class RestingMoments:
+    """Steps ``adamw`` (torch.optim.AdamW) so that its moments are in ``memory`` before and after: in one slab, in the
+    order of the parameters, the two moments of each beside each other, so that a piece is one copy. The arithmetic is
+    that of the device, so results are those without it, to the bit."""
+
+    def __init__(self, adamw: torch.optim.AdamW, memory: Memory, piece_bytes: int = PIECE_BYTES) -> None:
+        self._adamw, self._memory = adamw, memory
+        own = [parameter for group in adamw.param_groups for parameter in group["params"]]
+        self._places, self._pieces = _layout(own, piece_bytes)
+        self._slab = memory.slab(self._pieces[-1].stop)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Update the parameters that have gradients, and drop these."""
+        gradients = {p: p.grad for group in self._adamw.param_groups for p in group["params"] if p.grad is not None}
+        for parameter in gradients:
+            parameter.grad = None
+            if not self._adamw.state.get(parameter):
+                self.begin(parameter)
+        pieces = [piece for piece in self._pieces if any(p in gradients for p in piece.parameters)]
+        rooms = self._rooms(pieces)
+        try:
+            for number, piece in enumerate(pieces):
+                for coming in (0, 1) if number == 0 else (number + 1,):
+                    if coming < len(pieces):
+                        self._memory.fetch(coming, self._part(pieces[coming]), rooms[coming % _ROOMS])
+                self._memory.await_fetched(number)
+                self._update(piece, rooms[number % _ROOMS], gradients)
+                self._memory.store(number, self._part(piece), rooms[number % _ROOMS])
+        finally:
+            self._memory.finish()
+
+    def _update(self, piece: _Piece, room: Tensor, gradients: dict[Tensor, Tensor]) -> None:
+        wanting = [parameter for parameter in piece.parameters if parameter in gradients]
+        for parameter in wanting:
+            parameter.grad = gradients.pop(parameter)
+            self._adamw.state[parameter].update(self._moments(parameter, room, piece.start))
+        try:
+            self._adamw.step()
+        finally:
+            for parameter in wanting:
+                parameter.grad = None
+                self._adamw.state[parameter].update(self._moments(parameter, self._slab))
+
+    def _rooms(self, pieces: Sequence[_Piece]) -> list[Tensor]:
+        """Make a room on the device for each of two pieces, and none where there is only one."""
+        sizes = [max((piece.nbytes for piece in pieces[room::_ROOMS]), default=0) for room in range(_ROOMS)]
+        device = pieces[0].parameters[0].device if pieces else None
+        return [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
+
+    @torch.no_grad()
+    def begin(self, parameter: Tensor) -> None:
+        """Give a parameter moments, 0, as the optimizer does in the first step with a gradient."""
+        moments = self._moments(parameter, self._slab)
+        for moment in moments.values():
+            moment.zero_()
+        self._adamw.state[parameter] = {"step": torch.zeros((), device=parameter.device), **moments}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore a state of ``adamw``. Moments go to where they rest one by one: the device, which has no room for
+        all of them, never has any. Raises ValueError on other groups of parameters, as ``adamw`` does, and on moments
+        of another shape."""
+        others = {n: {k: v for k, v in held.items() if k not in _MOMENTS} for n, held in state["state"].items()}
+        self._adamw.load_state_dict({**state, "state": others})
+        saved = [number for group in state["param_groups"] for number in group["params"]]
+        own = [parameter for group in self._adamw.param_groups for parameter in group["params"]]
+        for number, parameter in zip(saved, own, strict=True):
+            held = state["state"].get(number, {})
+            for name, moment in self._moments(parameter, self._slab).items():
+                if name not in held:
+                    continue
+                if held[name].shape != parameter.shape:
+                    raise ValueError(
+                        f"optimizer state has moments of shape {tuple(held[name].shape)}, the parameter "
+                        f"{tuple(parameter.shape)}"
+                    )
+                self._adamw.state[parameter][name] = moment.copy_(held[name])
+
+    def _part(self, piece: _Piece) -> Tensor:
+        return self._slab[piece.start : piece.stop]
+
+    def _moments(self, parameter: Tensor, memory: Tensor, start: int = 0) -> dict[str, Tensor]:
+        """Return the moments of a parameter in the slab, or in a room that holds the slab from byte ``start`` on."""
+        nbytes = parameter.numel() * parameter.element_size()
+        found = {}
+        for name, place in zip(_MOMENTS, self._places[parameter], strict=True):
+            found[name] = memory[place - start : place - start + nbytes].view(parameter.dtype).view(parameter.shape)
+        return found
+
+
+def _layout(parameters: Iterable[Tensor], piece_bytes: int) -> tuple[dict[Tensor, tuple[int, int]], list[_Piece]]:
+    """Return where the two moments of each parameter begin in a slab, and its pieces. Raises ValueError without a
+    parameter."""
+    places: dict[Tensor, tuple[int, int]] = {}
+    pieces: list[_Piece] = []
+    piece: list[Tensor] = []
+    start = end = 0
+    for parameter in parameters:
+        nbytes = -(-parameter.numel() * parameter.element_size() // _ALIGNED) * _ALIGNED
+        if piece and end + 2 * nbytes - start > piece_bytes:
+            pieces.append(_Piece(piece, start, end))
+            piece, start = [], end
+        piece.append(parameter)
+        places[parameter] = end, end + nbytes
+        end += 2 * nbytes
+    if not piece:
+        raise ValueError("optimizer.offload=true: nothing trains, so there are no moments")
+    return places, [*pieces, _Piece(piece, start, end)]
 
 
 def learning_rate(config: OptimizerConfig, version: int, total_steps: int) -> float:

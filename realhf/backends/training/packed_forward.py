@@ -1,4 +1,4 @@
-"""Computes the hidden states of packed sequences by any decoder of transformers.
+"""Computes hidden states of packed sequences by any decoder, and log-probabilities and values of them.
 
 Rows of similar length run in one right-padded batch. Rows of one sequence each have no attention mask: under causal
 attention no real token sees padding behind it, and the maskless kernels are the fast ones. Rows whose sequences share
@@ -11,23 +11,179 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
 
 from realhf.api.sample import SequenceSample
-from realhf.backends.attention.row_trees import by_trees
-from realhf.backends.embedded.attention_masks import n_sliding_layers, sliding_window
-from realhf.backends.training.forward_outputs import Heads, PackedOutputs, ScoredRows
-from realhf.backends.training.padded_batches import BATCH_TOKENS
-from realhf.backends.training.row_pass import RowPass, masks, packed_pass, row_pass
-from realhf.backends.training.row_probe import probe, strayed, tolerance
-from realhf.backends.training.selected_logprobs import bent_head
-from realhf.backends.training.sequence_inputs import SequenceInputs
-from realhf.backends.training.shared_rows import ROW_TOKENS, Row, plain_rows, shared_rows
-from realhf.backends.varlen.attention import LAYOUT, can_pack, pack, packed_for_trial
-from realhf.backends.varlen.kernel import Kernel, kernel_for, noting_windows
+from realhf.backends.embedded.attention import n_sliding_layers, sliding_window
+from realhf.backends.training.selected_logprobs import BentHead, bent_head, selected_logprobs
+from realhf.backends.training.sequence_packing import (
+    BATCH_TOKENS,
+    ROW_TOKENS,
+    Row,
+    RowPass,
+    SequenceInputs,
+    masks,
+    packed_pass,
+    plain_rows,
+    row_pass,
+    shared_rows,
+)
+from realhf.backends.training.tree_attention import by_trees
+from realhf.backends.training.varlen_attention import (
+    LAYOUT,
+    Kernel,
+    can_pack,
+    kernel_for,
+    noting_windows,
+    pack,
+    packed_for_trial,
+)
+
+
+@dataclass(frozen=True)
+class ScoredRows:
+    """Holds the asked-for positions of one pass through the model. ``hidden`` (m, width); ``target`` i64 (m,): the
+    token that follows; ``place`` i64 (m,): where each stands in the packed L-1 layout; ``logits`` (m, vocabulary) only
+    where nothing is known of the model's head."""
+
+    hidden: Tensor
+    target: Tensor
+    place: Tensor
+    logits: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Says what a model has on top of its hidden states. ``language`` returns the weight (vocabulary, width) of a head
+    that is a product with it and nothing else; ``bent`` is a head that does a bit more, where that is known; ``value``
+    is a projection to one number. ``logits``: there is a language-model head, of whatever kind."""
+
+    language: Callable[[], Tensor] | None = None
+    bent: BentHead | None = None
+    value: nn.Module | None = None
+    logits: bool = True
+
+
+class PackedOutputs:
+    """Implements ``ForwardOutputs``. ``size`` is the sum of L-1 over the sequences of the micro-batch."""
+
+    def __init__(self, rows: Sequence[ScoredRows], size: int, heads: Heads, device: torch.device) -> None:
+        self._rows, self._size, self._heads, self._device = list(rows), size, heads, device
+        self.kept: dict[str, Tensor] = {}
+
+    def logprobs(self, *, temperature: float = 1.0, with_entropy: bool = False) -> tuple[Tensor, Tensor | None]:
+        """See ``ForwardOutputs``."""
+        if not temperature > 0:
+            raise ValueError(f"temperature must be positive, got {temperature}")
+        if not self._heads.logits:
+            raise ValueError("this model has a value head and no language-model head: it gives no log-probabilities")
+        found = [self._score(rows, temperature, with_entropy) for rows in self._rows]
+        logprobs = self._spread([logprobs for logprobs, _ in found])
+        return logprobs, (self._spread([entropy for _, entropy in found]) if with_entropy else None)
+
+    def values(self) -> Tensor:
+        """See ``ForwardOutputs``."""
+        head = self._heads.value
+        if head is None:
+            raise ValueError("this model has no value head: a critic needs a ModelSpec with head='value'")
+        return self._spread([head(rows.hidden)[..., 0].float() for rows in self._rows])
+
+    def keep(self, name: str, values: Tensor) -> None:
+        """See ``ForwardOutputs``. Raises ValueError on another shape."""
+        if values.shape != (self._size,):
+            raise ValueError(f"keep({name!r}): shape {tuple(values.shape)}, the micro-batch has ({self._size},)")
+        self.kept[name] = values.detach().float().cpu()
+
+    @property
+    def hidden(self) -> Tensor:
+        """See ``ForwardOutputs``."""
+        return torch.cat([rows.hidden for rows in self._rows]) if self._rows else torch.zeros(0, 0, device=self._device)
+
+    @property
+    def place(self) -> Tensor:
+        """See ``ForwardOutputs``."""
+        return self._joined([rows.place for rows in self._rows])
+
+    @property
+    def target(self) -> Tensor:
+        """See ``ForwardOutputs``."""
+        return self._joined([rows.target for rows in self._rows])
+
+    @property
+    def head(self) -> Tensor | None:
+        """See ``ForwardOutputs``."""
+        head = self._heads.language
+        return None if head is None else head()
+
+    def _joined(self, parts: list[Tensor]) -> Tensor:
+        return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64, device=self._device)
+
+    def _spread(self, parts: list[Tensor]) -> Tensor:
+        """Put the numbers of all rows, in their order, into the packed L-1 layout."""
+        blank = torch.zeros(self._size, device=self._device)
+        return blank.index_copy(0, self.place, torch.cat(parts)) if parts else blank
+
+    def _score(self, rows: ScoredRows, temperature: float, with_entropy: bool) -> tuple[Tensor, Tensor]:
+        if rows.logits is None and self._heads.bent is not None:
+            return self._heads.bent.score(rows.hidden, rows.target, temperature, with_entropy=with_entropy)
+        if rows.logits is None:
+            head = self.head
+            assert head is not None, "an unknown head gives its logits"
+            return selected_logprobs(rows.hidden, head, rows.target, temperature, with_entropy=with_entropy)
+        log_p = functional.log_softmax(rows.logits.float() / temperature, -1)
+        logprobs = log_p.gather(-1, rows.target[:, None])[:, 0]
+        return logprobs, -(log_p.exp() * log_p).sum(-1) if with_entropy else torch.zeros_like(logprobs)
+
+
+_LONGEST = 512
+"""Widest window of a model's own making, in columns, that is tried out; a row to try it is a bit longer."""
+_OURS = "sliding_window"
+
+
+def own_windows(config: Any) -> list[int]:
+    """Return the options of a model that may be windows or chunks in tokens, but for the one that our masks have."""
+    options = config.get_text_config().to_dict()
+    named = {name: value for name, value in options.items() if "window" in name or "chunk" in name}
+    named = {name: value for name, value in named.items() if name != _OURS and "layers" not in name}
+    return sorted(value for value in named.values() if type(value) is int and value > 0)
+
+
+def probe(config: Any) -> SequenceInputs | None:
+    """Make sequences that part twice, all of whose positions are scored. In a row of all of them columns part by more
+    than every window of the model's own, tokens do not. None if that takes too long a row."""
+    widest = max(own_windows(config), default=0)
+    if widest > _LONGEST:
+        return None
+    vocabulary, draw = int(config.get_text_config().vocab_size), np.random.default_rng(0)
+    stem, twig = draw.integers(0, vocabulary, 9), draw.integers(0, vocabulary, 5)
+    tails = [draw.integers(0, vocabulary, n) for n in (4, 7, 3, 6)]
+    tokens = [np.concatenate([stem, twig, tails[0]]), np.concatenate([stem, twig, tails[1]]), stem]
+    tokens += [np.concatenate([stem, tail]) for tail in tails[2:]]
+    for _ in range(0, widest, 16):
+        tokens.append(np.concatenate([stem, draw.integers(0, vocabulary, 18)]))
+    asked = [np.arange(len(sequence)) for sequence in tokens]
+    ends = np.cumsum([len(sequence) for sequence in tokens])
+    place = [end - len(own) + own for end, own in zip(ends, asked, strict=True)]
+    return SequenceInputs(tokens, asked, tokens, place, int(ends[-1]))
+
+
+def strayed(found: Tensor, expected: Tensor) -> float:
+    """Return how far hidden states (n, width) are from expected ones at the worst position, of the length there."""
+    far = (found - expected).float().norm(dim=-1) / expected.float().norm(dim=-1).clamp(min=1e-6)
+    return float(far.max())
+
+
+def tolerance(dtype: torch.dtype, own: float) -> float:
+    """Return how far shared rows may be off. ``own``: how far a model of ``dtype`` is off from itself when only the
+    composition of a batch changes."""
+    return min(0.1, max(1e-3, 2 * torch.finfo(dtype).eps, 4 * own))
+
 
 _AGAIN = 5
 """Rows that are computed once more, each alone, which tells how a model rounds."""

@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from realhf.backends.embedded.onednn_linear import product, trains_faster
+from realhf.backends.embedded.kernels import product, trains_faster
 
 logger = logging.getLogger(__name__)
 

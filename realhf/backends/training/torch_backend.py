@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from realhf.api.experiment import ModelSpec
-from realhf.backends.embedded.shortage import naming_shortage, shortage
+from realhf.backends.embedded.memory import naming_shortage, shortage
 from realhf.backends.training.tokenizer_loading import ModelLoadError, check_folder, first_line, load_tokenizer
 from realhf.backends.training.torch_engine import TorchEngine
 from realhf.backends.training.value_head import ValueModel, load_value_model

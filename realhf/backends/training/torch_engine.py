@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,24 +20,80 @@ from realhf.api.config import LoraConfig, OptimizerConfig
 from realhf.api.model import POSITIONS, LossFn, PostFn, TrainResult, logprobs_by
 from realhf.api.parallel import CollectiveBroken
 from realhf.api.sample import MicroBatchSpec, SequenceSample
-from realhf.backends.adapters.base_engine import BaseEngine
-from realhf.backends.adapters.lora import ADAPTER, LoraAdapters
-from realhf.backends.embedded.cache_size import cache_bytes
+from realhf.backends.embedded.compute_threads import ComputeThreads, unmanaged
 from realhf.backends.embedded.generation import EmbeddedGenerator
-from realhf.backends.embedded.onednn_linear import use_onednn
-from realhf.backends.embedded.rms_norm import use_few_pass_norms
-from realhf.backends.embedded.shortage import shortage
+from realhf.backends.embedded.kernels import use_few_pass_norms, use_onednn
+from realhf.backends.embedded.memory import Heap, cache_bytes, named_shortage, named_update_shortage, shortage
 from realhf.backends.embedded.weight_copy import named_weights
-from realhf.backends.execution.compiled_blocks import CompiledBlocks
-from realhf.backends.threads.compute_threads import ComputeThreads, unmanaged
-from realhf.backends.training.memory import Heap, named_shortage, named_update_shortage
-from realhf.backends.training.micro_batches import Part, parts_of
+from realhf.backends.training.lora import ADAPTER, BaseEngine, LoraAdapters
+from realhf.backends.training.micro_batches import Part, Ranks, SingleRank, StepAccount, parts_of
 from realhf.backends.training.optimizer import PolicyOptimizer
 from realhf.backends.training.packed_forward import PackedForward
-from realhf.backends.training.ranks import Ranks, SingleRank
-from realhf.backends.training.sharded_files import is_sharded
-from realhf.backends.training.sharded_state import load_state
-from realhf.backends.training.step_account import StepAccount
+from realhf.backends.training.sharded_checkpoint import is_sharded, load_state
+
+
+class CompiledBlocks:
+    """Holds compiled forms of the blocks of ``model`` (transformers). They are used inside ``on`` only, so that
+    generation from cached keys and values, which has other shapes at every token, stays as it is. Shapes are dynamic:
+    one form serves micro-batches of every size. Raises ValueError where there are no blocks, or no compiler for the
+    device. ``role`` is for errors."""
+
+    def __init__(self, model: Any, role: str) -> None:
+        self._option = f"{role}.compile=true"
+        kinds = {*(getattr(model.get_decoder(), "_no_split_modules", None) or ())}
+        self._blocks = [module for module in model.modules() if type(module).__name__ in kinds]
+        if not self._blocks:
+            raise ValueError(f"{self._option}: {type(model).__name__} does not say which of its modules are blocks")
+        self._check_compiler(model.device)
+        self._compiled: list[Callable[..., Any]] = [_compiled(block) for block in self._blocks]
+
+    @contextlib.contextmanager
+    def on(self) -> Iterator[None]:
+        """Run the compiled forms inside; the first pass of a kind compiles. Raises RuntimeError that names the option
+        where that fails."""
+        for block, compiled in zip(self._blocks, self._compiled, strict=True):
+            block._compiled_call_impl = compiled
+        try:
+            yield
+        except Exception as error:
+            if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
+                raise
+            raise RuntimeError(
+                f"{self._option}: the blocks do not compile ({_first_line(error)}); set false"
+            ) from error
+        finally:
+            for block in self._blocks:
+                block._compiled_call_impl = None
+
+    def _check_compiler(self, device: torch.device) -> None:
+        if problem := _missing_compiler(device):
+            raise ValueError(f"{self._option}: {problem}; install one, or set false")
+
+
+def _compiled(block: nn.Module) -> Callable[..., Any]:
+    return torch.compile(block._call_impl, dynamic=True)
+
+
+def _missing_compiler(device: torch.device) -> str:
+    """Return what torch.compile lacks for this device, or ""."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+    from torch.utils._triton import has_triton
+
+    if device.type == "cuda":
+        if not has_triton():
+            return "torch.compile needs triton on a GPU, which is not here"
+        return "" if shutil.which("gcc") or shutil.which("clang") else "triton needs a C compiler, which is not here"
+    try:
+        get_cpp_compiler()
+    except (InvalidCxxCompiler, OSError, RuntimeError) as error:
+        return f"torch.compile needs a C++ compiler on the CPU, which is not here ({_first_line(error)})"
+    return ""
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+
 
 WEIGHTS_FILE, STATE_FILE = "model.safetensors", "engine.pt"
 

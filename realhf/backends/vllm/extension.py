@@ -13,7 +13,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from realhf.backends.vllm.device_handles import from_json
+from realhf.backends.vllm.device_transfer import from_json
 from realhf.base.tensor_digest import TensorDigester
 
 Digests = dict[str, list[str]]

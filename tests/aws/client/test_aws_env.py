@@ -19,7 +19,7 @@ from realhf.aws.server.process import EnvServerProcess
 from realhf.aws.tasks.loader import instantiate, solve
 from realhf.env.client.openenv_client import CapacityError, ConnectionLost, ConnectionPoisoned, MessageTimeout
 from realhf.env.client.server_metadata import fetch_metadata
-from realhf.rollout.players.slot_environment import SlotEnvironment
+from realhf.rollout.player import SlotEnvironment
 from tests.rollout.fake_env_server import FakeEnvServer
 
 pytestmark = pytest.mark.sim

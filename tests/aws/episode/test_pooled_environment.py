@@ -16,7 +16,7 @@ from realhf.aws.messages import episode_task
 from realhf.aws.observation_text import NO_COMMAND, observation_text
 from realhf.aws.simulator.pool import MiniStackPool
 from realhf.aws.tasks import instantiate
-from realhf.rollout.players.slot_environment import SlotEnvironment
+from realhf.rollout.player import SlotEnvironment
 
 pytestmark = pytest.mark.sim
 TASK = instantiate(201, 4)

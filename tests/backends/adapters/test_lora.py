@@ -17,7 +17,7 @@ from realhf.api.calls import TRIAL_CHANGE, TRIAL_RESTORE, Probe
 from realhf.api.config import GenConfig, LoraConfig, OptimizerConfig
 from realhf.api.model import ForwardOutputs, GenRequest
 from realhf.api.sample import MicroBatchSpec, SequenceSample
-from realhf.backends.adapters import lora, merged
+from realhf.backends.training import lora
 from realhf.backends.training.torch_engine import TorchEngine
 from realhf.base.extras import install_command
 from realhf.dataflow.model_host import check_digests, stored_weights, write_digests
@@ -240,17 +240,17 @@ def test_adapters_that_do_not_reach_the_merged_weights_are_found(
     """A merge that loses adapters, or counts them wrongly, is found when the engine is made and at every update."""
     engine = engine_of(tiny_model())
     train(engine, ragged_sample(GROUPS), 3)
-    right = merged.MergedWeights._merged
+    right = lora.MergedWeights._merged
     for wrong in (
         lambda self, name: self._base[name] + 0.0,
         lambda self, name: 2 * right(self, name) - self._base[name],
     ):
-        monkeypatch.setattr(merged.MergedWeights, "_merged", wrong)
+        monkeypatch.setattr(lora.MergedWeights, "_merged", wrong)
         engine.adapters.changed()  # type: ignore[union-attr]
         for _ in range(2):
-            with pytest.raises(merged.MergeDiffers, match="merged weights are not those"):
+            with pytest.raises(lora.MergeDiffers, match="merged weights are not those"):
                 engine.weights()
-        with pytest.raises(merged.MergeDiffers):
+        with pytest.raises(lora.MergeDiffers):
             engine_of(tiny_model())
     monkeypatch.undo()
     engine.adapters.changed()  # type: ignore[union-attr]
@@ -265,7 +265,7 @@ def test_a_hundredth_too_much_of_an_adapter_is_found_and_right_merges_of_any_siz
     """A fifth of what the adapters add could be missing. Rounding to bf16 is often larger than the whole adapter, and
     still no reason to believe a merge that is not rounded from the right sum."""
     engine = engine_of(tiny_model(architecture).to(dtype))
-    adapters, right = engine.adapters, merged.MergedWeights._merged
+    adapters, right = engine.adapters, lora.MergedWeights._merged
     assert adapters is not None
     draw = torch.Generator().manual_seed(1)
     first = next(name for name in adapters.tensors() if "lora_B" in name)
@@ -282,10 +282,10 @@ def test_a_hundredth_too_much_of_an_adapter_is_found_and_right_merges_of_any_siz
                     tensor.copy_(size * torch.randn(tensor.shape, generator=draw))
         adapters.changed()
         assert adapters.merged() is not None
-        monkeypatch.setattr(merged.MergedWeights, "_merged", wrong)
+        monkeypatch.setattr(lora.MergedWeights, "_merged", wrong)
         adapters.changed()
         if dtype == torch.float32 or size > 1e-3:
-            with pytest.raises(merged.MergeDiffers, match=r"0.*weight is .* times as far off as rounding to"):
+            with pytest.raises(lora.MergeDiffers, match=r"0.*weight is .* times as far off as rounding to"):
                 adapters.merged()
         monkeypatch.undo()
 

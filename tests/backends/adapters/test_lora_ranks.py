@@ -12,9 +12,7 @@ import torch
 from realhf.api.config import LoraConfig, OptimizerConfig
 from realhf.api.parallel import Parallel
 from realhf.backends.parallel.ddp import DdpEngine
-from realhf.backends.parallel.group_ranks import GroupRanks
-from realhf.backends.parallel.meshes import groups_of
-from realhf.backends.parallel.world import World
+from realhf.backends.parallel.process_groups import GroupRanks, World, groups_of
 from realhf.backends.training.torch_engine import TorchEngine
 from tests.backends.parallel import training
 from tests.backends.parallel.rank_processes import results, run_ranks

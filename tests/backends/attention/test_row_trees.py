@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from realhf.backends.attention import bundles
-from realhf.backends.attention.row_trees import RowTrees, row_tree_attention
-from realhf.backends.training.shared_rows import Row, RowLayout, layout, shared_rows, visible
+from realhf.backends.training import tree_attention
+from realhf.backends.training.sequence_packing import Row, RowLayout, layout, shared_rows, visible
+from realhf.backends.training.tree_attention import RowTrees, row_tree_attention
 
 SEQUENCES = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=9), min_size=1, max_size=9)
 
@@ -40,7 +40,7 @@ def trees_of(tokens: list[np.ndarray], most: int = 4096) -> tuple[RowTrees, list
 def test_pieces_equal_the_mask(drawn: list[list[int]], most: int, gathered: float) -> None:
     """For any trees, in rows of different length, with fewer heads of keys than of queries; in bundles where few keys
     may be copied."""
-    with mock.patch.object(bundles, "MOST_GATHERED", gathered):
+    with mock.patch.object(tree_attention, "MOST_GATHERED", gathered):
         trees, rows, layouts = trees_of([np.asarray(sequence) for sequence in drawn], most)
     width = trees.shape[1]
     g = torch.Generator().manual_seed(len(drawn))
@@ -85,7 +85,7 @@ def test_a_long_prefix_is_copied_a_few_times_however_many_answers_follow(
     """Where copying it for every answer was too much, a mask as wide as the row was computed, three times the products
     that were needed and more."""
     trees, (row,), (lay,) = trees_of(tokens)
-    pieces = bundles.pieces_of([lay.columns], [row.shared], row.length)
+    pieces = tree_attention.pieces_of([lay.columns], [row.shared], row.length)
     needed = sum(piece.products for piece in pieces)
     assert sum(piece.own for piece in pieces) == row.length and trees.columns_gathered <= 4 * row.length
     assert needed <= trees.products <= most_work * needed
@@ -95,7 +95,7 @@ def test_a_long_prefix_is_copied_a_few_times_however_many_answers_follow(
 def test_gradients_of_a_shared_prefix_are_rounded_once() -> None:
     """In bf16 a hundred branches added to the gradients of their prefix one by one, each sum rounded."""
     tokens = [np.concatenate([np.zeros(6, dtype=np.int64), [1 + branch]]) for branch in range(100)]
-    with mock.patch.object(bundles, "MOST_GATHERED", 100):
+    with mock.patch.object(tree_attention, "MOST_GATHERED", 100):
         trees, (row,), _ = trees_of(tokens)
     g = torch.Generator().manual_seed(2)
     query, key, value = (torch.randn(1, heads, row.length, 8, generator=g).bfloat16() for heads in (4, 2, 2))

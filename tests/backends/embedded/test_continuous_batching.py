@@ -16,9 +16,9 @@ import torch
 
 from realhf.api.config import GenConfig
 from realhf.api.model import GenOutput, GenRequest
-from realhf.backends.embedded.cache_size import token_bytes
 from realhf.backends.embedded.continuous_batching import ContinuousGenerator
 from realhf.backends.embedded.generation import EmbeddedGenerator
+from realhf.backends.embedded.memory import token_bytes
 
 DEADLINE_S = 120.0
 POSITIONS = 4096

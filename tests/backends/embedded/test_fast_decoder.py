@@ -10,11 +10,9 @@ import torch
 
 from realhf.api.config import BuiltinModelConfig
 from realhf.backends.builtin_policy import build_model
-from realhf.backends.embedded.fast_decoder import FastDecoder, fast_decoder
-from realhf.backends.embedded.forward_pass import Decoding, ModulePass, Piece
-from realhf.backends.embedded.grouped_attention import RowBlock, block_attention, row_blocks
+from realhf.backends.embedded.attention import RowBlock, block_attention, row_blocks, row_decode_attention
+from realhf.backends.embedded.forward_pass import Decoding, FastDecoder, ModulePass, Piece, fast_decoder
 from realhf.backends.embedded.kv_cache import RowCache
-from realhf.backends.embedded.row_attention import row_decode_attention
 
 
 def filled(columns: int = 128) -> RowCache:

@@ -11,10 +11,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from realhf.api.config import GenConfig
 from realhf.api.model import GenOutput, GenRequest
-from realhf.backends.embedded.cache_size import cache_bytes, token_bytes
+from realhf.backends.embedded.attention import row_decode_attention
 from realhf.backends.embedded.generation import EmbeddedGenerator
 from realhf.backends.embedded.kv_cache import RowCache
-from realhf.backends.embedded.row_attention import row_decode_attention
+from realhf.backends.embedded.memory import cache_bytes, token_bytes
 
 ARCHITECTURES = ["qwen3", "llama", "qwen2", "gpt2"]
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from realhf.backends.embedded import onednn_linear
-from realhf.backends.embedded.onednn_linear import (
+from realhf.backends.embedded import kernels
+from realhf.backends.embedded.kernels import (
     LEAST_ROWS,
     OneDnnLinear,
     product,
@@ -23,7 +23,7 @@ from realhf.backends.embedded.onednn_linear import (
 @pytest.fixture(autouse=True)
 def processor_of_another_maker(monkeypatch: pytest.MonkeyPatch) -> None:
     """On one of Intel the layers would stay as they are."""
-    monkeypatch.setattr(onednn_linear, "favoured_by_mkl", lambda: False)
+    monkeypatch.setattr(kernels, "favoured_by_mkl", lambda: False)
 
 
 def pair(features: int, out: int, bias: bool) -> tuple[nn.Linear, nn.Linear]:
@@ -102,7 +102,7 @@ def test_a_large_weight_is_worth_it_from_a_few_rows_on() -> None:
 
 def test_on_a_processor_that_mkl_favours_layers_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """Except for few rows of a large weight, where reading it takes the time."""
-    monkeypatch.setattr(onednn_linear, "favoured_by_mkl", lambda: True)
+    monkeypatch.setattr(kernels, "favoured_by_mkl", lambda: True)
     large, small = torch.empty(1 << 16, 64), torch.empty(1 << 10, 64)
     assert use_onednn(nn.Linear(8, 8)) == 0 and not trains_faster(large)
     assert suits(large) and 8 in rows_of_product(large) and 2048 not in rows_of_product(large)

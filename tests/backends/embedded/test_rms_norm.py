@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from realhf.backends.embedded.rms_norm import FewPassNorm, use_few_pass_norms
+from realhf.backends.embedded.kernels import FewPassNorm, use_few_pass_norms
 
 
 def norm(width: int) -> nn.Sequential:

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from realhf.backends.embedded.row_table import RowTable
+from realhf.backends.embedded.decode_core import RowTable
 
 
 @pytest.mark.parametrize("max_rows", [None, 12, 9])

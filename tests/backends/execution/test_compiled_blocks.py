@@ -10,10 +10,10 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from realhf.api.config import BuiltinModelConfig, OptimizerConfig
 from realhf.api.sample import MicroBatchSpec
-from realhf.backends.embedded import onednn_linear
-from realhf.backends.embedded.onednn_linear import OneDnnLinear
-from realhf.backends.execution import compiled_blocks
-from realhf.backends.training.shared_rows import ROW_TOKENS
+from realhf.backends.embedded import kernels
+from realhf.backends.embedded.kernels import OneDnnLinear
+from realhf.backends.training import torch_engine
+from realhf.backends.training.sequence_packing import ROW_TOKENS
 from realhf.backends.training.torch_engine import TorchEngine
 from tests.backends.parallel import training
 
@@ -46,7 +46,7 @@ def test_losses_are_those_without(monkeypatch: pytest.MonkeyPatch) -> None:
     scores and tokens; outside of training and scoring they are plain. A pass of 32 rows and more used to fail where
     layers compute with oneDNN: on processors that MKL does not favour."""
     torch.set_num_threads(1)
-    monkeypatch.setattr(onednn_linear, "favoured_by_mkl", lambda: False)
+    monkeypatch.setattr(kernels, "favoured_by_mkl", lambda: False)
     monkeypatch.setattr(training, "SPEC", MicroBatchSpec(1, 4096))
     torch._dynamo.reset()
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
@@ -76,8 +76,8 @@ def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 def test_blocks_that_are_compiled_have_no_layers_of_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
     """The compiler ends with an assertion over them, in the first train step."""
-    monkeypatch.setattr(compiled_blocks, "_missing_compiler", lambda device: "")
-    monkeypatch.setattr(onednn_linear, "favoured_by_mkl", lambda: False)
+    monkeypatch.setattr(torch_engine, "_missing_compiler", lambda device: "")
+    monkeypatch.setattr(kernels, "favoured_by_mkl", lambda: False)
     plain, compiled = (engine_of(training.tiny_model(), compile=chosen).model for chosen in (False, True))
     assert any(isinstance(module, OneDnnLinear) for module in plain.modules())
     assert not any(isinstance(module, OneDnnLinear) for module in compiled.modules())
@@ -86,7 +86,7 @@ def test_blocks_that_are_compiled_have_no_layers_of_onednn(monkeypatch: pytest.M
 @pytest.mark.slow
 def test_blocks_are_not_compiled_anew_for_every_tree_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention by pieces of rows is told in lists, whose sizes a compiled form would be bound to."""
-    monkeypatch.setattr(compiled_blocks, "_missing_compiler", lambda device: "")
+    monkeypatch.setattr(torch_engine, "_missing_compiler", lambda device: "")
     plain, compiled = (engine_of(training.tiny_model(), compile=chosen)._forward for chosen in (False, True))
     assert plain.row_tokens > compiled.row_tokens == ROW_TOKENS and compiled.shares
 
@@ -95,8 +95,8 @@ def test_blocks_are_not_compiled_anew_for_every_tree_of_rows(monkeypatch: pytest
 def test_a_failure_to_compile_names_the_option_and_other_errors_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch._dynamo.exc import InternalTorchDynamoError
 
-    monkeypatch.setattr(compiled_blocks, "_missing_compiler", lambda device: "")
-    blocks = compiled_blocks.CompiledBlocks(training.tiny_model(), "critic")
+    monkeypatch.setattr(torch_engine, "_missing_compiler", lambda device: "")
+    blocks = torch_engine.CompiledBlocks(training.tiny_model(), "critic")
     said = r"critic\.compile=true: the blocks do not compile \(odd\); set false"
     with pytest.raises(RuntimeError, match=said), blocks.on():
         raise InternalTorchDynamoError("odd")

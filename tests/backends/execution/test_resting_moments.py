@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from realhf.api.config import OptimizerConfig
-from realhf.backends.execution import resting_moments
-from realhf.backends.execution.resting_moments import HostMemory
-from realhf.backends.training.optimizer import PolicyOptimizer
+from realhf.backends.training import optimizer as resting_moments
+from realhf.backends.training.optimizer import HostMemory, PolicyOptimizer
 
 PIECE = 2 * 4 * 200
 SHAPES = [(16, 8), (8, 16), (4,), (32, 4), (4,), (64,)]

@@ -15,9 +15,8 @@ import torch
 from torch import nn
 from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
-from realhf.backends.parallel.group_ranks import GroupRanks
-from realhf.backends.parallel.world import World
-from realhf.backends.training import sharded_files
+from realhf.backends.parallel.process_groups import GroupRanks, World
+from realhf.backends.training import sharded_checkpoint
 
 CPU = torch.device("cpu")
 
@@ -85,13 +84,13 @@ def a_write_fails(world: World, rank: int, size: int, folder: Path) -> None:
     ranks = ranks_of(world, size)
     if rank == size - 1:
 
-        class Full(sharded_files.FileSystemWriter):
+        class Full(sharded_checkpoint.FileSystemWriter):
             def write_data(self, plan: Any, planner: Any) -> Any:
                 raise OSError(errno.ENOSPC, "No space left on device")
 
-        sharded_files.FileSystemWriter = Full
+        sharded_checkpoint.FileSystemWriter = Full
     with ranks.together("saving"):
-        sharded_files.save_shards(folder, {"weights/x": torch.ones(3)}, ranks.group, ranks.number)
+        sharded_checkpoint.save_shards(folder, {"weights/x": torch.ones(3)}, ranks.group, ranks.number)
 
 
 def another_call(world: World, rank: int, size: int) -> None:

@@ -19,8 +19,7 @@ from realhf.api.parallel import Parallel
 from realhf.api.sample import MicroBatchSpec, SequenceSample
 from realhf.backends.parallel import fsdp
 from realhf.backends.parallel.fsdp import FsdpBackend
-from realhf.backends.parallel.meshes import groups_of
-from realhf.backends.parallel.world import World
+from realhf.backends.parallel.process_groups import World, groups_of
 from realhf.base.tensor_digest import digests
 
 LOADED_WHOLE = "is loaded whole on each worker"

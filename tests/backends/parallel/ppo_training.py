@@ -10,8 +10,7 @@ from realhf.algorithms.critic.interface import CriticInterface
 from realhf.algorithms.policy_gradient.interface import PolicyGradientInterface
 from realhf.api.model import CallContext, Model
 from realhf.api.parallel import Parallel
-from realhf.backends.parallel.group_ranks import GroupRanks
-from realhf.backends.parallel.world import World
+from realhf.backends.parallel.process_groups import GroupRanks, World
 from realhf.backends.training.value_head import ValueModel
 from tests.backends.parallel import training
 

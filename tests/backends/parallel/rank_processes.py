@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from realhf.backends.parallel.world import Meeting, World
+from realhf.backends.parallel.process_groups import Meeting, World
 
 DEADLINE_S = 120.0
 JOBS = ["tests.backends.parallel.jobs", "tests.backends.parallel.ppo_training"]

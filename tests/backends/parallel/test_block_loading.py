@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import ApertusConfig, AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 from realhf.backends.builtin_policy import train_tokenizer
-from realhf.backends.parallel.block_loading import build_without_memory
+from realhf.backends.parallel.fsdp import build_without_memory
 from realhf.backends.training.torch_backend import load_causal_lm
 from tests.backends.parallel import loading
 from tests.backends.parallel.rank_processes import results, run_ranks

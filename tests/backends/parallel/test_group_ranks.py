@@ -12,8 +12,7 @@ from torch import Tensor
 from realhf.api.model import ForwardOutputs
 from realhf.api.parallel import CollectiveBroken
 from realhf.api.sample import SequenceSample
-from realhf.backends.parallel.group_ranks import GroupRanks
-from realhf.backends.parallel.world import Meeting, World
+from realhf.backends.parallel.process_groups import GroupRanks, Meeting, World
 from realhf.backends.training.torch_engine import TorchEngine
 from tests.backends.parallel import jobs, training
 from tests.backends.parallel.rank_processes import results, run_ranks

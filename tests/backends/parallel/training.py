@@ -17,9 +17,7 @@ from realhf.api.parallel import Parallel
 from realhf.api.sample import MicroBatchSpec, SequenceSample
 from realhf.backends.parallel.ddp import DdpEngine
 from realhf.backends.parallel.fsdp import FsdpEngine
-from realhf.backends.parallel.group_ranks import GroupRanks
-from realhf.backends.parallel.meshes import groups_of, mesh_of
-from realhf.backends.parallel.world import World
+from realhf.backends.parallel.process_groups import GroupRanks, World, groups_of, mesh_of
 from realhf.backends.training.packed_forward import PackedForward
 from realhf.backends.training.torch_engine import TorchEngine
 

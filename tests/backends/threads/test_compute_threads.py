@@ -15,8 +15,14 @@ import torch
 from realhf.api.config import GenConfig, OptimizerConfig
 from realhf.api.model import GenRequest
 from realhf.api.sample import MicroBatchSpec
-from realhf.backends.threads.compute_threads import STEADY_WINDOWS, WINDOW_S, ComputeThreads, threads, unmanaged
-from realhf.backends.threads.core_account import LinuxCoreAccount
+from realhf.backends.embedded.compute_threads import (
+    STEADY_WINDOWS,
+    WINDOW_S,
+    ComputeThreads,
+    LinuxCoreAccount,
+    threads,
+    unmanaged,
+)
 from realhf.backends.training.torch_engine import TorchEngine
 from workers.model_worker import share_of_cores
 

@@ -12,7 +12,7 @@ PROGRAM = """
 import contextlib, json, os, time
 from pathlib import Path
 import torch
-from realhf.backends.threads.omp_spin import OmpSpin
+from realhf.backends.embedded.compute_threads import OmpSpin
 
 torch.set_num_threads(2)
 spin = OmpSpin.find(2)

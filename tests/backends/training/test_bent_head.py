@@ -10,8 +10,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, GraniteConfig, PhiConfig
 
 from realhf.backends.training import selected_logprobs as module
-from realhf.backends.training.forward_outputs import Heads
-from realhf.backends.training.packed_forward import PackedForward
+from realhf.backends.training.packed_forward import Heads, PackedForward
 from tests.backends.conftest import VOCABULARY
 
 GROUPS = [[40, 3, 1], [17], [2, 33]]

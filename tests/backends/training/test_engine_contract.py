@@ -16,8 +16,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config, GraniteConfig
 from realhf.api.config import OptimizerConfig
 from realhf.api.model import POSITIONS, ForwardOutputs, TrainResult
 from realhf.api.sample import MicroBatchSpec, SequenceSample
-from realhf.backends.training.forward_outputs import Heads
-from realhf.backends.training.packed_forward import PackedForward
+from realhf.backends.training.packed_forward import Heads, PackedForward
 from realhf.backends.training.torch_engine import TorchEngine
 from realhf.base.partition import balanced_parts
 from tests.backends.conftest import VOCABULARY

@@ -11,8 +11,8 @@ import torch
 from realhf.api.config import OptimizerConfig
 from realhf.api.model import ForwardOutputs
 from realhf.api.sample import MicroBatchSpec
-from realhf.backends.training import memory
-from realhf.backends.training.memory import Heap, named_shortage
+from realhf.backends.embedded import memory
+from realhf.backends.embedded.memory import Heap, named_shortage
 from realhf.backends.training.torch_engine import TorchEngine
 
 GROUPS = [[20, 5], [11], [30, 8, 8]]

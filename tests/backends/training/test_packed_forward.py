@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from realhf.api.sample import SequenceSample
-from realhf.backends.training.forward_outputs import Heads
-from realhf.backends.training.packed_forward import PackedForward
+from realhf.backends.training.packed_forward import Heads, PackedForward
 
 GROUPS = [[40, 3, 1], [17], [2, 60, 33, 33]]
 

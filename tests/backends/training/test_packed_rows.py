@@ -26,12 +26,11 @@ from realhf.api.config import GenConfig, OptimizerConfig
 from realhf.api.model import GenRequest
 from realhf.api.sample import MicroBatchSpec, SequenceSample
 from realhf.backends.training import packed_forward
-from realhf.backends.training.micro_batches import parts_of
+from realhf.backends.training.micro_batches import SingleRank, parts_of
 from realhf.backends.training.packed_forward import PackedForward
-from realhf.backends.training.ranks import SingleRank
-from realhf.backends.training.sequence_inputs import SequenceInputs
+from realhf.backends.training.sequence_packing import SequenceInputs
 from realhf.backends.training.torch_engine import TorchEngine
-from realhf.backends.varlen.kernel import plain_attention
+from realhf.backends.training.varlen_attention import plain_attention
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,

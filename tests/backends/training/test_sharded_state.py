@@ -12,10 +12,9 @@ import torch
 from torch import nn
 
 from realhf.api.config import OptimizerConfig
-from realhf.backends.parallel.whole_state import load_whole_state
+from realhf.backends.parallel.fsdp import load_whole_state
 from realhf.backends.training.optimizer import PolicyOptimizer
-from realhf.backends.training.sharded_files import INDEX, load_shards, save_shards
-from realhf.backends.training.sharded_state import load_state, save_state
+from realhf.backends.training.sharded_checkpoint import INDEX, load_shards, load_state, save_shards, save_state
 from realhf.backends.training.torch_engine import TorchEngine
 from tests.backends.parallel.training import tiny_model
 

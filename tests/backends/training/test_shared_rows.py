@@ -22,13 +22,17 @@ from realhf.api.config import OptimizerConfig
 from realhf.api.model import POSITIONS, ForwardOutputs
 from realhf.api.sample import MicroBatchSpec, SequenceSample
 from realhf.backends.training import packed_forward
-from realhf.backends.training.micro_batches import parts_of
-from realhf.backends.training.packed_forward import PackedForward
-from realhf.backends.training.ranks import Ranks, SingleRank
-from realhf.backends.training.row_pass import RowPass, row_pass
-from realhf.backends.training.row_probe import own_windows, probe
-from realhf.backends.training.sequence_inputs import SequenceInputs
-from realhf.backends.training.shared_rows import layout, shared_rows, split_row, visible
+from realhf.backends.training.micro_batches import Ranks, SingleRank, parts_of
+from realhf.backends.training.packed_forward import PackedForward, own_windows, probe
+from realhf.backends.training.sequence_packing import (
+    RowPass,
+    SequenceInputs,
+    layout,
+    row_pass,
+    shared_rows,
+    split_row,
+    visible,
+)
 from realhf.backends.training.torch_engine import TorchEngine
 from tests.backends.conftest import VOCABULARY
 

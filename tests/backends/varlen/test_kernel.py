@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from realhf.backends.varlen import kernel
-from realhf.backends.varlen.kernel import adapted, fault, kernel_for, plain_attention
-from realhf.backends.varlen.layout import packed_layout
+from realhf.backends.training import varlen_attention
+from realhf.backends.training.varlen_attention import adapted, fault, kernel_for, packed_layout, plain_attention
 
 CPU = torch.device("cpu")
 
@@ -111,7 +110,7 @@ def test_a_kernel_is_tried_with_heads_as_wide_as_those_of_the_model(monkeypatch:
     assert "gradients of queries by 1" in fault(narrow, CPU, torch.bfloat16, 128)
     sizes: list[int] = []
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    monkeypatch.setattr(kernel, "fault", lambda *given: sizes.append(given[-1]) or "is off: outputs")
+    monkeypatch.setattr(varlen_attention, "fault", lambda *given: sizes.append(given[-1]) or "is off: outputs")
     assert "for heads of 256, is off" in kernel_for(torch.device("cuda:0"), torch.bfloat16, 256)[1]
     assert {*sizes} == {256}
 
@@ -144,8 +143,8 @@ def test_where_there_is_none_the_reason_is_told(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
     assert kernel_for(cuda, torch.bfloat16)[1].endswith("capability 8.0")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    monkeypatch.setattr(kernel, "fault", lambda *_: "is off: outputs")
+    monkeypatch.setattr(varlen_attention, "fault", lambda *_: "is off: outputs")
     found, reason = kernel_for(cuda, torch.bfloat16)
     assert found is None and reason.endswith("is off: outputs")
-    monkeypatch.setattr(kernel, "fault", lambda *_: "")
+    monkeypatch.setattr(varlen_attention, "fault", lambda *_: "")
     assert kernel_for(cuda, torch.bfloat16)[0] is not None

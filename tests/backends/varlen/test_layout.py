@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from realhf.backends.varlen.kernel import plain_attention
-from realhf.backends.varlen.layout import packed_layout
+from realhf.backends.training.varlen_attention import packed_layout, plain_attention
 
 CPU = torch.device("cpu")
 

@@ -20,8 +20,16 @@ from torch import Tensor
 
 from realhf.backends.vllm import device_transfer, generation
 from realhf.backends.vllm.api import VllmError
-from realhf.backends.vllm.device_handles import from_json, to_json
-from realhf.backends.vllm.device_transfer import Place, chunks, common_places, described, fill, steps
+from realhf.backends.vllm.device_transfer import (
+    Place,
+    chunks,
+    common_places,
+    described,
+    fill,
+    from_json,
+    steps,
+    to_json,
+)
 from realhf.backends.vllm.extension import WeightExtension
 from realhf.backends.vllm.generation import EXTENSION, VllmGenerator
 from realhf.base.tensor_digest import digests

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from realhf.api.generation import TensorSlot, WeightsManifest
 from realhf.backends.vllm.extension import WeightExtension
-from realhf.backends.vllm.weights import held_by_server
+from realhf.backends.vllm.generation import held_by_server
 from realhf.base.tensor_digest import digests
 from realhf.dataflow.weight_proof import HeldWeights
 

@@ -18,9 +18,8 @@ from safetensors.torch import load_file, save_file
 
 from realhf.backends.vllm import guard as vllm_guard
 from realhf.backends.vllm.api import VllmError, position_seed
-from realhf.backends.vllm.generation import VllmGenerator
+from realhf.backends.vllm.generation import VllmGenerator, checked, file_in_memory, folder_on_disk, folder_shapes
 from realhf.backends.vllm.server import VllmServer
-from realhf.backends.vllm.weights import checked, file_in_memory, folder_on_disk, folder_shapes
 from tests.process_family import gone
 
 TENSORS = {"a": torch.arange(6.0).reshape(2, 3), "b.weight": torch.tensor([1, -2], dtype=torch.bfloat16)}

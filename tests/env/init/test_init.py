@@ -16,8 +16,8 @@ from realhf.env.doors.load import build_environment
 from realhf.env.init.scaffold import DOORS
 from realhf.env.play.listing import about
 from realhf.launch.__main__ import main as launch
-from realhf.rollout.agents.black_box_agent import BlackBoxAgent, load_agent
-from realhf.rollout.episode.request import EpisodeRequest, Limits
+from realhf.rollout.black_box_agent import BlackBoxAgent, load_agent
+from realhf.rollout.episode import EpisodeRequest, Limits
 from tests.rollout.black_box import FakeTokens, chat
 
 ROOT = Path(__file__).resolve().parents[3]

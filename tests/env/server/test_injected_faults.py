@@ -21,7 +21,7 @@ from realhf.env.client.openenv_client import ConnectionLost, EnvError, MessageTi
 from realhf.env.server.config import ConfigError, parse
 from realhf.env.server.injected_faults import InjectedFaults, parse_kinds
 from realhf.env.server.server import EnvServer, listen
-from realhf.rollout.players.slot_environment import SlotEnvironment
+from realhf.rollout.player import SlotEnvironment
 
 
 class FakeQuickPlayer:

@@ -14,9 +14,8 @@ import pytest
 from realhf.api.env import RolloutOutcome
 from realhf.api.environment import AssistantMessage, Environment, Opening, Task, Turn
 from realhf.env.doors.load import build_environment
-from realhf.rollout.agents.agent_session import AgentSession
-from realhf.rollout.agents.black_box_agent import AgentFunction, BlackBoxAgent, load_agent
-from realhf.rollout.episode.request import EpisodeRequest, Limits
+from realhf.rollout.black_box_agent import AgentFunction, AgentSession, BlackBoxAgent, load_agent
+from realhf.rollout.episode import EpisodeRequest, Limits
 from tests.rollout.agents.branching_agent import rollout as branching
 from tests.rollout.black_box import FakeTokens, chat
 

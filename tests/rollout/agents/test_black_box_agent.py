@@ -20,11 +20,9 @@ from realhf.api.env import RolloutOutcome
 from realhf.api.environment import EnvironmentFailure, Task
 from realhf.api.rollout import RolloutOptions
 from realhf.aws.environment import AwsEnvironment
-from realhf.rollout.agents.agent_session import AgentSession
-from realhf.rollout.agents.black_box_agent import AgentFunction, BlackBoxAgent, load_agent
-from realhf.rollout.agents.choice import make_agent
-from realhf.rollout.episode.request import EpisodeRequest, Limits
-from realhf.rollout.players.slot_environment import SlotEnvironment
+from realhf.rollout.black_box_agent import AgentFunction, AgentSession, BlackBoxAgent, load_agent
+from realhf.rollout.episode import EpisodeRequest, Limits
+from realhf.rollout.player import SlotEnvironment, make_agent
 from tests.rollout.black_box import FakeTokens, chat
 from tests.rollout.fake_env_server import FakeEnvServer
 

@@ -14,8 +14,8 @@ from realhf.api.calls import GENERATE
 from realhf.api.generation import GenerationFailed
 from realhf.api.model import GenOutput, GenRequest
 from realhf.base.messages import MessageError
-from realhf.rollout.client import generation_client
-from realhf.rollout.client.generation_client import GenerationClient, Pinned, answer_of, request_of
+from realhf.rollout import generation_client
+from realhf.rollout.generation_client import GenerationClient, Pinned, answer_of, request_of
 from realhf.transport.service import Request, ServiceServer
 
 

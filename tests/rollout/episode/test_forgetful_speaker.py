@@ -11,9 +11,9 @@ from realhf.api.chat import TemplateChat
 from realhf.api.env import RolloutOutcome
 from realhf.api.environment import AssistantMessage, Environment, EnvironmentFailure, Opening, Task, Turn
 from realhf.api.model import GenOutput, GenRequest
-from realhf.rollout.episode.request import EpisodeRequest, Limits
-from realhf.rollout.episode.rollout_sample import outcomes_to_sample
-from realhf.rollout.players.player import TurnAgent
+from realhf.rollout.episode import EpisodeRequest, Limits
+from realhf.rollout.player import TurnAgent
+from realhf.rollout.rollout_sample import outcomes_to_sample
 from tests.api.chat.templates import QWEN3, QWEN25, tokenizer
 
 LIMITS = Limits(max_turns=4, max_total_tokens=700, turn_tokens=80)

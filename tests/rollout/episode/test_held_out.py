@@ -3,7 +3,7 @@
 from realhf.api.environment import HELD_OUT, TRAIN, EnvironmentSpec
 from realhf.api.evaluation import evaluation_report
 from realhf.env.doors.tasks import SeedTaskSet
-from realhf.rollout.episode.held_out import episode_results, held_out_tasks
+from realhf.rollout.group_player import episode_results, held_out_tasks
 from tests.rollout.episode.test_rollout_sample import outcome
 
 

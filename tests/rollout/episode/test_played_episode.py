@@ -10,10 +10,8 @@ import pytest
 from realhf.api.env import RolloutOutcome
 from realhf.api.environment import Task, Turn
 from realhf.api.model import GenOutput, GenRequest
-from realhf.rollout.episode.played_episode import play_episode
-from realhf.rollout.episode.request import EpisodeRequest, Limits
-from realhf.rollout.episode.speaker import PolicySpeaker
-from realhf.rollout.players.slot_environment import SlotEnvironment
+from realhf.rollout.episode import EpisodeRequest, Limits, PolicySpeaker, play_episode
+from realhf.rollout.player import SlotEnvironment
 from tests.rollout.scripted_environment import World, said
 from tests.rollout.word_chat import CUE, END, FOLLOW, WordChat
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from realhf.api.env import RolloutOutcome
-from realhf.rollout.episode.rollout_sample import outcomes_to_sample
+from realhf.rollout.rollout_sample import outcomes_to_sample
 
 
 def outcome(status: str = "achieved", *, prompt: int = 3, sampled: int = 2, env: int = 2, reward: float = 1.0):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from realhf.api.model import GenOutput
-from realhf.rollout.episode.token_buffer import TokenBuffer
+from realhf.rollout.episode import TokenBuffer
 
 
 def turn(ids: list[int], version: int = 3) -> GenOutput:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from realhf.api.env import PlayedTurn
 from realhf.monitor.run_files import append_episodes
-from realhf.rollout.episode.transcript import transcript
+from realhf.rollout.rollout_sample import transcript
 from tests.monitor.rollouts.made_rollouts import outcome
 
 

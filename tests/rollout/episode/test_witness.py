@@ -1,7 +1,7 @@
 """A witness is the environment that it is given, and remembers its answers of one episode."""
 
 from realhf.api.environment import AssistantMessage, Environment
-from realhf.rollout.episode.witness import Witness
+from realhf.rollout.episode import Witness
 from tests.rollout.scripted_environment import Scripted, World
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from realhf.api.environment import AssistantMessage, ToolCall
-from realhf.rollout.openai_endpoint.messages import Call, Message, answer, canonical_json
+from realhf.rollout.openai_requests import Call, Message, answer, canonical_json
 
 SCALARS = st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats(-1e6, 1e6) | st.text(max_size=5)
 VALUES: Any = st.recursive(

@@ -13,8 +13,8 @@ import pytest
 import pytest_asyncio
 
 from realhf.api.env import RolloutOutcome
-from realhf.rollout.openai_endpoint.server import OpenAiServer
-from realhf.rollout.openai_endpoint.sessions import Ending, Session, SessionLimits, Sessions
+from realhf.rollout.openai_server import OpenAiServer
+from realhf.rollout.openai_sessions import Ending, Session, SessionLimits, Sessions
 from tests.rollout.black_box import FakeTokens, chat, spelt
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

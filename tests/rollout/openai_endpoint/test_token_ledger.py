@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from realhf.api.env import MAX_BRANCHES
 from realhf.api.model import GenOutput
-from realhf.rollout.openai_endpoint.chat_request import ApiError
-from realhf.rollout.openai_endpoint.messages import Message
-from realhf.rollout.openai_endpoint.token_ledger import TokenLedger
+from realhf.rollout.openai_requests import ApiError, Message
+from realhf.rollout.openai_sessions import TokenLedger
 from tests.rollout.black_box import chat, spelt
 
 STOP = chat().stop_ids[0]

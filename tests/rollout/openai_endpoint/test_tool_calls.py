@@ -13,10 +13,9 @@ import pytest_asyncio
 
 from realhf.api.chat import TemplateChat
 from realhf.api.model import GenOutput
-from realhf.rollout.openai_endpoint.chat_request import ApiError, ChatRequest
-from realhf.rollout.openai_endpoint.server import OpenAiServer
-from realhf.rollout.openai_endpoint.sessions import Ending, Session, SessionLimits, Sessions
-from realhf.rollout.openai_endpoint.token_ledger import TokenLedger
+from realhf.rollout.openai_requests import ApiError, ChatRequest
+from realhf.rollout.openai_server import OpenAiServer
+from realhf.rollout.openai_sessions import Ending, Session, SessionLimits, Sessions, TokenLedger
 from tests.api.chat.templates import INSISTS, LLAMA3, QWEN25, SMOLLM2, tokenizer
 from tests.rollout.black_box import FakeTokens, chat, spelt
 

@@ -14,11 +14,9 @@ from realhf.api.config import GenConfig
 from realhf.api.environment import EnvironmentFailure, EnvironmentSpec, Task
 from realhf.api.streaming import EvaluationPart, RolloutLease
 from realhf.api.trace import NO_RECORDER, PlayedSample, RolloutRecorder, TrainedRows
-from realhf.rollout.episode.request import Limits
-from realhf.rollout.episode.sampling_seed import sampling_seed
-from realhf.rollout.players.failure_policy import FailurePolicy, GroupFailed, failure_policy
-from realhf.rollout.players.group_player import GroupPlayer, within
-from realhf.rollout.players.player import Player, TurnAgent
+from realhf.rollout.episode import Limits
+from realhf.rollout.group_player import FailurePolicy, GroupFailed, GroupPlayer, failure_policy, sampling_seed, within
+from realhf.rollout.player import Player, TurnAgent
 from tests.rollout.scripted_environment import Scripted, Words, World
 from tests.rollout.word_chat import WordChat
 

@@ -13,9 +13,9 @@ import pytest
 
 from realhf.api.environment import EnvironmentFailure, Task
 from realhf.api.model import GenOutput, GenRequest
-from realhf.rollout.episode.request import EpisodeRequest, Limits
-from realhf.rollout.players.blocking_player import BlockingPlayer
-from realhf.rollout.players.player import Player, TurnAgent
+from realhf.rollout.blocking_player import BlockingPlayer
+from realhf.rollout.episode import EpisodeRequest, Limits
+from realhf.rollout.player import Player, TurnAgent
 from tests.rollout.scripted_environment import Scripted, Words, World, said
 from tests.rollout.word_chat import CUE, WordChat
 
@@ -165,7 +165,7 @@ def test_an_error_of_the_engine_is_raised_and_the_player_goes_on() -> None:
 
 
 def test_an_environment_that_blocks_the_loop_is_named_with_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("realhf.rollout.players.batched_tokens._LOOK_S", 0.05)
+    monkeypatch.setattr("realhf.rollout.blocking_player._LOOK_S", 0.05)
     over, look = threading.Event(), BlockingPlayer._look
 
     def looked(player: BlockingPlayer) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from realhf.api.environment import AssistantMessage, EnvironmentFailure, Turn
-from realhf.rollout.players.slot_environment import ReplayDiverged, SlotEnvironment
+from realhf.rollout.player import ReplayDiverged, SlotEnvironment
 from tests.rollout.scripted_environment import Scripted, World
 
 FAILED = {kind: EnvironmentFailure(kind, "why") for kind in ("unavailable", "timeout", "lost", "capacity")}

@@ -12,8 +12,8 @@ from realhf.api.calls import ALLOCATE, EVALUATED, AllocateAnswer, EvaluatedReque
 from realhf.api.evaluation import EpisodeResult
 from realhf.api.streaming import EvaluationPart, RolloutLease
 from realhf.api.trace import NoTrace
-from realhf.rollout.players.group_player import GroupFailed, PlayedGroup
-from realhf.rollout.streaming.rollout_loop import RolloutLoop
+from realhf.rollout.group_player import GroupFailed, PlayedGroup
+from realhf.rollout.rollout_loop import RolloutLoop
 from realhf.transport.errors import CodecError, PeerLost, ProtocolError
 from realhf.transport.push_stream import StreamFailed
 from realhf.transport.service import Request, ServiceClient, ServiceError, ServiceServer

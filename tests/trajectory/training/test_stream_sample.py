@@ -15,7 +15,7 @@ from realhf.algorithms.reward import OutcomeRewardInterface
 from realhf.api.env import RolloutOutcome
 from realhf.api.model import CallContext
 from realhf.api.sample import MicroBatchSpec, SequenceSample
-from realhf.rollout.episode.rollout_sample import outcomes_to_sample
+from realhf.rollout.rollout_sample import outcomes_to_sample
 from realhf.trajectory.client.encoding import decode_batch, encode_groups
 from realhf.trajectory.client.episodes import group_of
 from realhf.trajectory.training.stream_sample import Converted, RowLimits, groups_to_sample

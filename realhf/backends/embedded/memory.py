@@ -1,0 +1,134 @@
+"""Handles a want of memory: how much a cache may take, how passes stay small, and what to lower where it runs out."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_SAID = ("can't allocate memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+"""What errors of other types say: those of the CPU's memory, and of what a GPU keeps outside of torch's own pool."""
+
+
+def shortage(error: BaseException) -> str | None:
+    """Return the first line of an error that says that there was no memory, or None for any other error."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
+        isinstance(error, RuntimeError) and any(said in str(error) for said in _SAID)
+    ):
+        return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+    return None
+
+
+@contextlib.contextmanager
+def naming_shortage(said: Callable[[], str]) -> Iterator[None]:
+    """Raise RuntimeError ``out of memory ...`` where something inside finds no memory. ``said``, asked then, goes on
+    from these words: what wanted it, and which option to change."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if (first := shortage(error)) is None:
+            raise
+        raise RuntimeError(f"out of memory {said()} ({first})") from error
+
+
+SHARED, ALONE = 0.5, 0.8
+"""Share of what is free on a GPU: beside a trainer, whose activations need the rest, or only beside what passes of
+generation hold."""
+
+
+def cache_bytes(gib: float | None, device: torch.device, *, shared: bool, taken: int = 0) -> int | None:
+    """Return the most bytes of a cache; None: as many as it needs. ``gib`` is what the options say. Without it an
+    engine on a GPU gets a share of what is free there now, by whether the GPU is ``shared`` with training: what other
+    processes have is not free, and what this process has freed is. ``taken``: bytes that weights, gradients and moments
+    come to take there, some of them perhaps later."""
+    if gib is not None:
+        return int(gib * 2**30)
+    if device.type != "cuda":
+        return None
+    free, total = torch.cuda.mem_get_info(device)
+    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(max(0, min(free, total - taken)) * (SHARED if shared else ALONE))
+
+
+def token_bytes(config: Any, dtype: torch.dtype) -> int:
+    """Return the bytes of the keys and values of one token, in all layers of a model with this configuration."""
+    text = config.get_text_config()
+    heads = int(text.num_attention_heads)
+    kv_heads = int(getattr(text, "num_key_value_heads", None) or heads)
+    dim = int(getattr(text, "head_dim", None) or text.hidden_size // heads)
+    return 2 * int(text.num_hidden_layers) * kv_heads * dim * dtype.itemsize
+
+
+FREE_HEAP_BYTES = 1 << 26
+"""The C library keeps this much freed memory for the next pass. Tensors of a size that changes from pass to pass leave
+holes in its heap, which would grow with the number of passes."""
+
+
+def _of_an_engine() -> str:
+    if not torch.cuda.is_available():
+        return ""
+    return "; generation on the same GPU takes less with engine.gpu_memory_utilization (vllm), engine.kv_cache_gib"
+
+
+class _HeapUse(ctypes.Structure):
+    """What ``mallinfo2`` returns."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost",
+        )
+    )  # fmt: skip
+
+
+class Heap:
+    """Watches the C library's heap of this process; does nothing where the library is not glibc (from 2.33 on)."""
+
+    def __init__(self) -> None:
+        library = ctypes.CDLL(None)
+        self._use, self._trim = getattr(library, "mallinfo2", None), getattr(library, "malloc_trim", None)
+        if self._use is not None:
+            self._use.restype = _HeapUse
+
+    def free_bytes(self) -> int:
+        """Return the bytes that were freed and are kept; 0 where that cannot be known."""
+        return 0 if self._use is None else int(self._use().fordblks)
+
+    def give_back(self) -> None:
+        """Give freed memory back to the system if there is more of it than ``FREE_HEAP_BYTES``."""
+        if self._trim is not None and self.free_bytes() > FREE_HEAP_BYTES:
+            self._trim(0)
+
+
+def named_shortage(positions: int, rows: int, budget: int | None) -> contextlib.AbstractContextManager[None]:
+    """Raise RuntimeError that says what to lower when a pass over so many positions finds no memory. ``budget`` is
+    ``mb_spec.max_tokens_per_mb``."""
+    return naming_shortage(
+        lambda: (
+            f"in a micro-batch of {positions} positions in {rows} rows: lower mb_spec.max_tokens_per_mb "
+            f"(it is {'not set, which means 4096' if budget is None else budget}), or set gradient_checkpointing=true "
+            f"of its role{_of_an_engine()}"
+        )
+    )
+
+
+def named_update_shortage(
+    weights: Sequence[Tensor], role: str, *, adapters: bool, offload: bool
+) -> contextlib.AbstractContextManager[None]:
+    """The same for the update of ``weights``: in the first one an optimizer makes its moments. The role could still
+    have ``adapters``, or ``offload`` its moments."""
+
+    def said() -> str:
+        moments = 8 * sum(weight.numel() for weight in weights) / 2**30
+        ways = [f"set {role}.backend=fsdp2 and more {role}.workers, which cuts it over them"]
+        if adapters:
+            ways.insert(0, f"set {role}.lora.rank, which trains few weights")
+        if offload:
+            ways.insert(0, f"set {role}.optimizer.offload=true")
+        return f"in the update of {role}, whose moments take {moments:.3g} GiB: {', or '.join(ways)}{_of_an_engine()}"
+
+    return naming_shortage(said)

@@ -1,0 +1,311 @@
+"""Packs sequences into the rows of one pass: padded, packed, or with every common prefix computed once.
+
+A row is a tree of tokens in depth-first order: the sequences in lexicographic order, each without what it has in common
+with the one before it. A token sees its ancestors and itself, at the position it has in its own sequence, so its hidden
+state is the one it has there; where sequences part, one hidden state predicts several tokens. The rollouts of a group
+share their prompt this way, and turns that went alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from realhf.api.sample import SequenceSample
+from realhf.backends.embedded.attention import sliding_window
+from realhf.backends.training.tree_attention import RowTrees
+from realhf.backends.training.varlen_attention import Kernel, PackedLayout, packed_layout
+
+
+@dataclass(frozen=True)
+class SequenceInputs:
+    """Describes every sequence of a batch. ``tokens``: int64, those that go through the model, up to the last one that
+    a scored prediction depends on; ``asked``: int64, the positions in them whose prediction is scored; ``target``:
+    int64, the predicted tokens; ``place``: int64, where the results stand in the packed L-1 layout, which has ``size``
+    entries."""
+
+    tokens: list[np.ndarray]
+    asked: list[np.ndarray]
+    target: list[np.ndarray]
+    place: list[np.ndarray]
+    size: int
+
+    @property
+    def scored(self) -> list[int]:
+        """The sequences that have a position to score."""
+        return [i for i, asked in enumerate(self.asked) if len(asked)]
+
+    @staticmethod
+    def of(sample: SequenceSample) -> SequenceInputs:
+        """Read ``packed_input_ids`` and ``loss_mask`` (without one every prediction is scored). Raises ValueError on an
+        empty sequence."""
+        lengths = np.asarray(sample.lengths("packed_input_ids").values)
+        if (lengths < 1).any():
+            raise ValueError("packed_input_ids has an empty sequence")
+        ids = sample["packed_input_ids"].cpu().numpy()
+        wanted = sample["loss_mask"].cpu().numpy().astype(bool) if "loss_mask" in sample.keys else None
+        found = SequenceInputs([], [], [], [], int((lengths - 1).sum()))
+        start = output = 0
+        for length in lengths.tolist():
+            asked = np.arange(length - 1) if wanted is None else np.flatnonzero(wanted[start + 1 : start + length])
+            found.tokens.append(ids[start : start + (int(asked[-1]) + 1 if len(asked) else 0)])
+            found.asked.append(asked)
+            found.target.append(ids[start + 1 + asked])
+            found.place.append(output + asked)
+            start, output = start + length, output + length - 1
+        return found
+
+
+ROW_TOKENS = 768
+"""Most positions of a row that holds several sequences: a mask has the square of it, and attention computes all of
+that."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """Holds sequences that are computed in one row. ``members`` numbers them; ``shared`` says how many tokens each has
+    in common with the one before it (0 for the first); ``length`` counts positions."""
+
+    members: tuple[int, ...]
+    shared: tuple[int, ...]
+    length: int
+
+    @property
+    def plain(self) -> bool:
+        """Whether the row is a single sequence, which needs no mask."""
+        return len(self.members) == 1
+
+
+def plain_rows(members: Sequence[int], inputs: Sequence[np.ndarray]) -> list[Row]:
+    """Return a row for each of the sequences ``members``, from ``inputs``, the tokens of every sequence that go through
+    the model."""
+    return [Row((i,), (0,), len(inputs[i])) for i in members]
+
+
+def shared_rows(
+    members: Sequence[int], inputs: Sequence[np.ndarray], most: int = ROW_TOKENS, longest: int = 0
+) -> list[Row]:
+    """Pack the sequences ``members`` into rows of at most ``most`` positions, unless one alone is longer. A sequence
+    that has nothing in common with a row starts another one. Up to ``longest`` positions, a row may also have twice
+    those of its first sequence: prefixes as long as ``most`` would be computed for each sequence otherwise.
+    Deterministic, whatever the order of ``members``."""
+    order = sorted(members, key=lambda i: (inputs[i].astype(">u4").tobytes(), i))
+    rows: list[Row] = []
+    current: list[int] = []
+    shared: list[int] = []
+    length = 0
+    for i in order:
+        common = common_prefix(inputs[current[-1]], inputs[i]) if current else 0
+        room = max(most, min(longest, 2 * len(inputs[current[0]]))) if current else 0
+        if common and length + len(inputs[i]) - common <= room:
+            current.append(i)
+            shared.append(common)
+            length += len(inputs[i]) - common
+            continue
+        if current:
+            rows.append(Row(tuple(current), tuple(shared), length))
+        current, shared, length = [i], [0], len(inputs[i])
+    if current:
+        rows.append(Row(tuple(current), tuple(shared), length))
+    return rows
+
+
+def split_row(row: Row, inputs: Sequence[np.ndarray]) -> tuple[Row, Row]:
+    """Cut a row of several sequences into two of about equal length; what the halves share is computed in both."""
+    ends = np.cumsum([len(inputs[i]) - s for i, s in zip(row.members, row.shared, strict=True)])
+    cut = int(np.clip(np.searchsorted(ends, row.length / 2) + 1, 1, len(row.members) - 1))
+    return _row(row.members[:cut], row.shared[:cut], inputs), _row(
+        row.members[cut:], (0, *row.shared[cut + 1 :]), inputs
+    )
+
+
+def _row(members: tuple[int, ...], shared: tuple[int, ...], inputs: Sequence[np.ndarray]) -> Row:
+    return Row(members, shared, sum(len(inputs[i]) - s for i, s in zip(members, shared, strict=True)))
+
+
+def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
+    """Return how many tokens two sequences have in common from their start."""
+    n = min(len(a), len(b))
+    differs = np.flatnonzero(a[:n] != b[:n])
+    return int(differs[0]) if len(differs) else n
+
+
+@dataclass(frozen=True)
+class RowLayout:
+    """Says where the tokens of a row's sequences are. ``tokens`` and ``depth`` int64 (length,): the token of each
+    column, and its position in its sequence; ``columns``: for each member the column of each of its tokens."""
+
+    tokens: np.ndarray
+    depth: np.ndarray
+    columns: tuple[np.ndarray, ...]
+
+
+def layout(row: Row, inputs: Sequence[np.ndarray]) -> RowLayout:
+    """Lay out the columns of a row."""
+    tokens, depth = np.empty(row.length, dtype=np.int64), np.empty(row.length, dtype=np.int64)
+    columns: list[np.ndarray] = []
+    at = 0
+    for i, shared in zip(row.members, row.shared, strict=True):
+        own = np.arange(at, at + len(inputs[i]) - shared)
+        columns.append(np.concatenate([columns[-1][:shared] if columns else own[:0], own]))
+        tokens[own], depth[own] = inputs[i][shared:], np.arange(shared, len(inputs[i]))
+        at += len(own)
+    return RowLayout(tokens, depth, tuple(columns))
+
+
+def visible(row: Row, lay: RowLayout, width: int) -> np.ndarray:
+    """Return bool (width, width): which column (second) each column (first) sees. A column beyond the row sees itself,
+    because a softmax over nothing is not a number."""
+    seen = np.eye(width, dtype=bool)
+    for shared, path in zip(row.shared, lay.columns, strict=True):
+        for_new = np.tril(np.ones((len(path) - shared, len(path)), dtype=bool), shared)
+        seen[np.ix_(path[shared:], path)] = for_new
+    return seen
+
+
+BATCH_TOKENS = 4096
+"""Most positions of one padded batch where nobody says how many. A larger one is not faster, and on a CPU the caches
+make it slower."""
+_MAX_PADDING = 0.05
+"""Share of a batch's positions that may be padding."""
+SMALL = BATCH_TOKENS // 8
+"""Number of positions up to which a batch may have more padding, because that costs less than another pass."""
+
+
+def padded_batches(members: Sequence[int], lengths: np.ndarray, most: int | None = None) -> list[list[int]]:
+    """Batch the rows ``members``, from longest to shortest.
+
+    A batch ends where it would have more than ``most`` positions or too much of it would be padding. ``lengths`` int64
+    (n,) are those of all rows; one that is longer than ``most`` is a batch of its own. Deterministic.
+    """
+    most = BATCH_TOKENS if most is None else most
+    batches: list[list[int]] = []
+    for i in sorted(members, key=lambda i: (-lengths[i], i)):
+        current = batches[-1] if batches else []
+        if current:
+            positions = padded_size([*current, i], lengths)
+            padding = positions - int(lengths[current].sum()) - int(lengths[i])
+            if positions <= most and (padding <= _MAX_PADDING * positions or positions <= SMALL):
+                current.append(i)
+                continue
+        batches.append([i])
+    return batches
+
+
+def packed_batches(members: Sequence[int], lengths: np.ndarray, most: int | None = None) -> list[list[int]]:
+    """Batch the rows ``members``, from longest to shortest, where nothing is padded: a batch ends where it would have
+    more than ``most`` positions. A row that is longer is a batch of its own. Deterministic."""
+    most = BATCH_TOKENS if most is None else most
+    batches: list[list[int]] = []
+    room = 0
+    for i in sorted(members, key=lambda i: (-lengths[i], i)):
+        if not batches or lengths[i] > room:
+            batches.append([])
+            room = most
+        batches[-1].append(i)
+        room -= int(lengths[i])
+    return batches
+
+
+def padded_size(batch: Sequence[int], lengths: np.ndarray) -> int:
+    """Return the positions of a batch whose first row is its longest."""
+    return int(lengths[batch[0]]) * len(batch)
+
+
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+
+
+@dataclass(frozen=True)
+class RowPass:
+    """Holds n rows of a common width. ``tokens``, ``depth`` int64 (n, width): token and its position in its sequence;
+    ``seen`` bool (n, width, width): which column each column sees, None for rows of one sequence each, which causal
+    attention serves, and where ``trees`` says it; ``column`` int64 (m,): the column, of all rows one after another,
+    that each scored prediction is read from; ``target``, ``place`` int64 (m,). With ``packed`` all rows lie behind each
+    other in one."""
+
+    tokens: Tensor
+    depth: Tensor
+    seen: Tensor | None
+    column: Tensor
+    target: Tensor
+    place: Tensor
+    packed: PackedLayout | None = None
+    trees: RowTrees | None = None
+
+
+def row_pass(rows: Sequence[Row], inputs: SequenceInputs, *, by_trees: bool = False) -> RowPass:
+    """Lay out ``rows`` (at least one), whose members are sequences of ``inputs``, padded on the right; with ``trees``
+    or ``seen`` for those that hold several sequences."""
+    width = max(row.length for row in rows)
+    tokens, depth = np.zeros((2, len(rows), width), dtype=np.int64)
+    columns: list[np.ndarray] = []
+    layouts = [layout(row, inputs.tokens) for row in rows]
+    for n, (row, lay) in enumerate(zip(rows, layouts, strict=True)):
+        tokens[n, : row.length], depth[n, : row.length] = lay.tokens, lay.depth
+        columns += [n * width + path[inputs.asked[i]] for i, path in zip(row.members, lay.columns, strict=True)]
+    members = [i for row in rows for i in row.members]
+    plain = all(row.plain for row in rows)
+    trees = seen = None
+    if not plain and by_trees:
+        trees = RowTrees([lay.columns for lay in layouts], [row.shared for row in rows], width)
+    elif not plain:
+        seen = np.stack([visible(row, lay, width) for row, lay in zip(rows, layouts, strict=True)])
+    parts = (columns, [inputs.target[i] for i in members], [inputs.place[i] for i in members])
+    column, target, place = (torch.from_numpy(np.concatenate(part).astype(np.int64)) for part in parts)
+    return RowPass(
+        torch.from_numpy(tokens),
+        torch.from_numpy(depth),
+        None if seen is None else torch.from_numpy(seen),
+        column,
+        target,
+        place,
+        trees=trees,
+    )
+
+
+def packed_pass(rows: Sequence[Row], inputs: SequenceInputs, kernel: Kernel) -> RowPass:
+    """Lay out ``rows`` (at least one) behind each other, without padding, for attention by ``kernel``."""
+    tokens: list[np.ndarray] = []
+    depth: list[np.ndarray] = []
+    paths: list[np.ndarray] = []
+    before = 0
+    for row in rows:
+        lay = layout(row, inputs.tokens)
+        tokens.append(lay.tokens)
+        depth.append(lay.depth)
+        paths += [before + path for path in lay.columns]
+        before += row.length
+    members = [i for row in rows for i in row.members]
+    columns = [path[inputs.asked[i]] for i, path in zip(members, paths, strict=True)]
+    parts = (columns, [inputs.target[i] for i in members], [inputs.place[i] for i in members])
+    column, target, place = (torch.from_numpy(np.concatenate(part).astype(np.int64)) for part in parts)
+    return RowPass(
+        torch.from_numpy(np.concatenate(tokens))[None],
+        torch.from_numpy(np.concatenate(depth))[None],
+        None,
+        column,
+        target,
+        place,
+        packed_layout(paths, [common for row in rows for common in row.shared], kernel),
+    )
+
+
+def masks(config: Any, seen: Tensor, depth: Tensor, dtype: torch.dtype) -> Tensor | dict[str, Tensor]:
+    """Return additive masks (n, 1, width, width) of ``dtype`` for a model with this configuration: one, or one for each
+    kind of layer where the model takes several. ``seen`` and ``depth`` are those of a ``RowPass``."""
+    full = _additive(seen, dtype)
+    window = sliding_window(config)
+    if window is None:
+        return full
+    near = depth[:, :, None] - depth[:, None, :] < window
+    windowed = _additive(seen & near, dtype)
+    return {_FULL: full, _SLIDING: windowed} if getattr(config.get_text_config(), "layer_types", None) else windowed
+
+
+def _additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, float("-inf"))[:, None]

@@ -1,0 +1,262 @@
+"""Checks requests for chat completions, as the ``openai`` package sends them, and reads their messages.
+
+A client sends back what it was sent, but not byte for byte: it writes JSON arguments in its own way, and an empty
+content as null or not at all. Here such messages are equal, and nothing else is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from realhf.api.chat import CallProblem, read_json
+from realhf.api.environment import AssistantMessage
+
+_WHOLE_FLOATS = 2.0**53
+
+
+@dataclass(frozen=True)
+class Call:
+    """One tool call. ``arguments`` is the JSON text as it was written; calls are equal when the values are."""
+
+    id: str
+    name: str
+    arguments: str = field(compare=False)
+    _value: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_value", canonical_json(self.arguments))
+
+
+@dataclass(frozen=True)
+class Message:
+    """One message. ``calls`` are those of an assistant's message; ``call_id`` says which call a message of the role
+    ``tool`` answers, ``name`` that call's tool ("" when no call before it has this id)."""
+
+    role: str
+    content: str
+    calls: tuple[Call, ...] = ()
+    call_id: str = ""
+    name: str = ""
+
+    def for_template(self) -> dict[str, Any]:
+        """Return the message in the form of the chat API, which chat templates read."""
+        told: dict[str, Any] = {"role": self.role, "content": self.content}
+        if self.calls:
+            told["tool_calls"] = [call_body(call) for call in self.calls]
+        if self.role == "tool":
+            told |= {"tool_call_id": self.call_id} | ({"name": self.name} if self.name else {})
+        return told
+
+
+@dataclass(frozen=True)
+class Tools:
+    """The tools of a request. ``read_calls``: calls in the policy's answer are read; else they stay text."""
+
+    schemas: tuple[Mapping[str, Any], ...] = ()
+    read_calls: bool = False
+
+    @property
+    def key(self) -> str:
+        """Return a text that says what a policy reads of them."""
+        return json.dumps(self.schemas)
+
+
+NO_TOOLS = Tools()
+
+
+def call_body(call: Call) -> dict[str, Any]:
+    """Return a call in the form of the chat API."""
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def answer(said: AssistantMessage, prompt: Sequence[int], ids: Sequence[int]) -> Message:
+    """Return the message that a client gets for a turn that was sampled as ``ids`` after ``prompt``, which decide the
+    ids of its calls. Calls that could not be read stay in the content, which is the whole text when there are no
+    others."""
+    calls = [call for call in said.tool_calls if not call.problem]
+    if not calls:
+        return Message("assistant", said.text)
+    broken = dict.fromkeys(call.text for call in said.tool_calls if call.problem)
+    digest = hashlib.blake2b(array("q", [len(prompt), *prompt, *ids]).tobytes(), digest_size=16)
+    return Message(
+        "assistant",
+        "\n".join(filter(None, [said.content, *broken])),
+        tuple(
+            Call(_call_id(digest.digest(), number), call.name, json.dumps(call.arguments, ensure_ascii=False))
+            for number, call in enumerate(calls)
+        ),
+    )
+
+
+def canonical_json(text: str) -> str:
+    """Return the JSON value of ``text`` in one way of writing, or ``text`` itself when programs may read it
+    differently."""
+    words = text.strip()
+    try:
+        value, end = read_json(words, 0)
+    except CallProblem:
+        return text
+    return json.dumps(_plain_numbers(value), sort_keys=True, separators=(",", ":")) if end == len(words) else text
+
+
+def _plain_numbers(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain_numbers(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_plain_numbers(item) for item in value]
+    if isinstance(value, float) and value.is_integer() and abs(value) < _WHOLE_FLOATS:
+        return int(value)
+    return value
+
+
+def _call_id(digest: bytes, number: int) -> str:
+    """Nine letters and digits, as some chat templates insist; the same for the same tokens."""
+    return "c" + hashlib.blake2b(digest + number.to_bytes(4, "big"), digest_size=4).hexdigest()
+
+
+MAX_MESSAGES = 512
+MAX_TOOLS = 128
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+
+
+class ApiError(Exception):
+    """An answer other than a completion, in the words of the OpenAI API."""
+
+    def __init__(self, status: int, code: str, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+
+    def body(self) -> dict[str, Any]:
+        """Return the JSON body of the error, as the OpenAI API writes it."""
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        return {"error": {"message": str(self), "type": kind, "code": self.code, "param": None}}
+
+
+class TextPart(BaseModel):
+    """One text part of a message's content."""
+
+    type: Literal["text"]
+    text: str
+
+
+class FunctionCall(BaseModel):
+    """What is called, and with which arguments, as JSON text."""
+
+    name: str = Field(min_length=1, max_length=256)
+    arguments: str
+
+
+class CallPart(BaseModel):
+    """One tool call of an assistant's message."""
+
+    id: str = Field(max_length=256)
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class ChatMessage(BaseModel):
+    """One message of a conversation; ``content`` is a text, a list of text parts, or null."""
+
+    role: str
+    content: str | list[TextPart] | None = None
+    tool_calls: list[CallPart] | None = None
+    tool_call_id: str | None = Field(None, max_length=256)
+
+
+class Function(BaseModel):
+    """Checks what describes a function; other keys, such as ``description``, are the policy's to read."""
+
+    name: str = Field(min_length=1, max_length=256)
+    parameters: dict[str, Any] | None = None
+
+
+class Tool(BaseModel):
+    """Checks what describes a tool that the policy may call."""
+
+    type: Literal["function"]
+    function: Function
+
+
+def _checked_tool(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema as it was sent: the policy reads its keys in this order."""
+    Tool.model_validate(schema)
+    return schema
+
+
+class StreamOptions(BaseModel):
+    """Options of a streamed answer; ``include_usage`` asks for a last chunk with token counts."""
+
+    include_usage: bool = False
+
+
+class ChatRequest(BaseModel):
+    """Declares the fields that are honoured, and those that are refused. The policy is sampled as it is trained:
+    temperature, top_p, max_tokens, seed and the like of a request do not change that, and are ignored like unknown
+    fields. For the same reason nothing can make it call a tool, or only one: ``tool_choice`` is auto or none."""
+
+    model_config = ConfigDict(extra="ignore")
+    messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
+    model: str = ""
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    n: int | None = None
+    stop: Any = None
+    tools: list[Annotated[dict[str, Any], AfterValidator(_checked_tool)]] | None = Field(None, max_length=MAX_TOOLS)
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    functions: list[Any] | None = None
+    response_format: dict[str, Any] | None = None
+
+    def conversation(self) -> list[Message]:
+        """Return the messages. Raises ApiError for what the endpoint cannot do."""
+        self._check()
+        tool_of: dict[str, str] = {}
+        messages = []
+        for message in self.messages:
+            role = _role(message.role)
+            calls = tuple(Call(c.id, c.function.name, c.function.arguments) for c in message.tool_calls or ())
+            if (calls and role != "assistant") or (role == "tool") != (message.tool_call_id is not None):
+                raise ApiError(400, "invalid_request", "tool_calls are an assistant's, tool_call_id is a tool's")
+            tool_of |= {call.id: call.name for call in calls}
+            call_id = message.tool_call_id or ""
+            messages.append(Message(role, _text(message.content), calls, call_id, tool_of.get(call_id, "")))
+        return messages
+
+    def toolbox(self) -> Tools:
+        """Return the tools; with the choice ``none`` the policy still reads about them."""
+        schemas = tuple(self.tools or ())
+        return Tools(schemas, bool(schemas) and self.tool_choice in (None, "auto"))
+
+    def _check(self) -> None:
+        refused = {
+            "n": self.n not in (None, 1),
+            "top_logprobs": bool(self.top_logprobs),
+            "stop": bool(self.stop),
+            "functions": bool(self.functions),
+            "tool_choice": self.tool_choice not in (None, "auto", "none"),
+            "parallel_tool_calls": bool(self.tools) and self.parallel_tool_calls is False,
+            "response_format": self.response_format not in (None, {"type": "text"}),
+        }
+        for field, wrong in refused.items():
+            if wrong:
+                raise ApiError(400, "unsupported", f"{field}: not supported by this endpoint")
+
+
+def _role(role: str) -> str:
+    if role not in _ROLES:
+        raise ApiError(400, "unsupported", f"messages of the role {role[:32]!r} are not supported")
+    return _ROLES[role]
+
+
+def _text(content: str | list[TextPart] | None) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content or ())

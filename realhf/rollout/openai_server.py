@@ -1,0 +1,199 @@
+"""Serves the OpenAI-compatible chat endpoint on loopback, one base URL per session: ``/sessions/<id>/v1``.
+
+``POST .../v1/chat/completions`` (also streamed), ``GET .../v1/models``, and ``POST /sessions/<id>/reward`` with
+``{"reward": x}`` or ``{"rewards": {id of a completion: x}}``, which ends the session. Sessions are opened by the
+process itself, never over HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from types import TracebackType
+from typing import Any, Self
+
+import uvicorn
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, StreamingResponse
+from pydantic import BaseModel, Field, model_validator
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from realhf.base.http_guard import guarded_http
+from realhf.rollout import openai_replies
+from realhf.rollout.openai_requests import ApiError, ChatRequest
+from realhf.rollout.openai_sessions import OpenTurn, Reward, Session, Sessions
+
+MAX_BODY_BYTES = 1 << 20
+
+
+class RewardReport(BaseModel):
+    """Is the body of ``POST /sessions/<id>/reward``: one reward for all conversations of the session, or one for each
+    conversation, named by the id of a completion in it."""
+
+    reward: float | None = None
+    rewards: dict[str, float] | None = Field(None, min_length=1)
+
+    @model_validator(mode="after")
+    def _is_one_of_both(self) -> Self:
+        if (self.reward is None) == (self.rewards is None):
+            raise ValueError("give either reward or rewards")
+        return self
+
+    def given(self) -> Reward:
+        """Return what was given."""
+        return self.rewards or self.reward or 0.0
+
+
+def build_app(sessions: Sessions) -> FastAPI:
+    """Build the application; serve it on the event loop that ``sessions`` are used on."""
+    app = FastAPI(title="realhf policy", openapi_url=None)
+    app.add_middleware(_BodyLimit)
+    _add_errors(app)
+
+    @app.get("/sessions/{key}/v1/models")
+    async def models(key: str) -> dict[str, Any]:
+        sessions.find(key)
+        return openai_replies.models()
+
+    @app.post("/sessions/{key}/v1/chat/completions")
+    async def complete(key: str, body: ChatRequest, request: Request) -> Response:
+        session, messages = sessions.find(key), body.conversation()
+        turn = await _while_connected(session.sample(messages, body.toolbox()), request)
+        if turn is None:
+            return Response(status_code=499)
+        if await request.is_disconnected():
+            session.ledger.discard(turn)
+            return Response(status_code=499)
+        session.ledger.keep(turn)
+        if body.stream:
+            return StreamingResponse(_streamed(turn, body, sessions), media_type="text/event-stream")
+        return JSONResponse(openai_replies.completion(turn, sessions.chat, logprobs=bool(body.logprobs)))
+
+    @app.post("/sessions/{key}/reward")
+    async def reward(key: str, body: RewardReport) -> dict[str, Any]:
+        session = sessions.find(key)
+        session.report(body.given())
+        return {"trajectories": len(session.ledger.branches), "turns": session.ledger.turns}
+
+    return app
+
+
+async def _while_connected(sampling: Coroutine[Any, Any, OpenTurn], request: Request) -> OpenTurn | None:
+    """Return the turn; None, and the sampling is cancelled, when the client goes away before."""
+    work, gone = asyncio.ensure_future(sampling), asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
+        return work.result() if work.done() else None
+    finally:
+        work.cancel()
+        gone.cancel()
+        await asyncio.wait((work, gone))
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _streamed(turn: OpenTurn, body: ChatRequest, sessions: Sessions) -> AsyncIterator[str]:
+    usage = body.stream_options is not None and body.stream_options.include_usage
+    for chunk in openai_replies.chunks(turn, sessions.chat, logprobs=bool(body.logprobs), usage=usage):
+        yield chunk
+
+
+class _BodyLimit:
+    """Refuses a body that is too long, or does not declare its length, before anything is read."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] == "POST":
+            length = dict(scope["headers"]).get(b"content-length", b"")
+            if not length.isdigit() or int(length) > MAX_BODY_BYTES:
+                error = ApiError(413, "too_large", f"a body has a Content-Length of at most {MAX_BODY_BYTES}")
+                await JSONResponse(error.body(), 413)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+def _add_errors(app: FastAPI) -> None:
+    @app.exception_handler(ApiError)
+    async def refused(request: Request, error: ApiError) -> Response:
+        return JSONResponse(error.body(), error.status)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> Response:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"][1:])
+        return JSONResponse(ApiError(400, "invalid_request", f"{where}: {first['msg']}"[:300]).body(), 400)
+
+
+_START_S = 10.0
+_STOP_S = 3.0
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Install no handlers: signals belong to the process around the server."""
+        yield
+
+
+class OpenAiServer:
+    """Serves ``sessions``; an async context manager. ``url`` is its address once started."""
+
+    def __init__(self, sessions: Sessions) -> None:
+        self.sessions = sessions
+        self.url = ""
+        self._server = _Server(
+            uvicorn.Config(
+                build_app(sessions),
+                http=guarded_http("h11"),
+                ws="none",
+                lifespan="off",
+                log_level="warning",
+                access_log=False,
+                timeout_graceful_shutdown=1,
+            )
+        )
+        self._serving: asyncio.Task[None] | None = None
+
+    def base_url(self, session: Session) -> str:
+        """Return the base URL that the agent of a session gives its client."""
+        return f"{self.url}/sessions/{session.key}/v1"
+
+    async def start(self) -> None:
+        """Listen on a free port, unless it does so already. Raises RuntimeError when the server does not come up."""
+        if self._serving is not None and not self._serving.done():
+            return
+        listener = socket.create_server(("127.0.0.1", 0))
+        self._serving = asyncio.ensure_future(self._server.serve(sockets=[listener]))
+        deadline = asyncio.get_running_loop().time() + _START_S
+        while not self._server.started:
+            if self._serving.done() or asyncio.get_running_loop().time() > deadline:
+                raise RuntimeError(f"the endpoint of black-box agents did not start within {_START_S:g} s")
+            await asyncio.sleep(0.005)
+        self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+    async def stop(self) -> None:
+        """Stop serving; harmless when repeated."""
+        serving, self._serving = self._serving, None
+        if serving is None:
+            return
+        self._server.should_exit = True
+        await asyncio.wait((serving,), timeout=_STOP_S)
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+
+    async def __aenter__(self) -> OpenAiServer:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.stop()

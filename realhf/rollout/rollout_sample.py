@@ -1,0 +1,193 @@
+"""Packs rollout outcomes as the keys of a ``SequenceSample`` (docs/reference/dataflow.md 2), and as text."""
+
+from __future__ import annotations
+
+import json
+import re
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from realhf.api.env import RolloutOutcome
+from realhf.api.keys import ROLLOUT_KEY
+from realhf.api.lengths import Lengths
+from realhf.api.sample import SequenceSample
+
+_UNSEEN = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff\U000e0000-\U000e007f]"
+)
+"""Control characters but ends of lines and tabs, marks of direction, what has no width, halves of characters: a
+terminal carries some of them out, others hide what stands beside them, and the last cannot be written to a file."""
+
+
+def transcript(outcome: RolloutOutcome, *, header: str = "") -> str:
+    """Return the turns of an episode as text, with its outcome in the first line. It may be printed and written:
+    characters that nobody would see are named, as in ``\\x1b``."""
+    reward = "no reward" if outcome.reward is None else f"reward {outcome.reward:.2f}"
+    lines = [f"=== {header}: {outcome.group} task {outcome.task_id} (seed {outcome.seed}), {outcome.status}, {reward}"]
+    if outcome.task_text:
+        lines.append(f"task: {outcome.task_text}")
+    for turn in outcome.turns:
+        lines.append(f"  $ {turn.text.strip()}")
+        if turn.output:
+            lines.append(f"    {turn.output.strip()}")
+    if outcome.message:
+        lines.append(f"  {outcome.message}")
+    return _UNSEEN.sub(_named, "\n".join(lines).replace("\r\n", "\n"))
+
+
+def _named(found: re.Match[str]) -> str:
+    return found[0].encode("unicode_escape").decode()
+
+
+OUTCOME_CODES = {"internal": 3, "unavailable": 3, "lost": 3, "capacity": 3, "policy": 5, "timeout": 6, "agent": 7}
+"""Codes of failed episodes in the key ``outcome``; 0 is a valid one (achieved or truncated)."""
+FILTERED = 2
+Array = np.ndarray[Any, Any]
+_KEYS = {
+    "packed_input_ids": ("i64", "L"),
+    "prompt_mask": ("bool", "L"),
+    "loss_mask": ("bool", "L"),
+    "packed_logprobs": ("f32", "L-1"),
+    "packed_versions": ("i32", "L-1"),
+    "env_rewards": ("f32", "1"),
+    "seq_no_eos_mask": ("bool", "1"),
+    "outcome": ("u8", "1"),
+    "rollout_index": ("i32", "1"),
+}
+"""Dtype and length rule of every key."""
+_TURN_KEYS = {"turn_ids": ("i32", "L"), "turn_rewards": ("f32", "turns")}
+"""Those that are made where they are asked for."""
+_ZERO, _UNKNOWN = array("f", [0.0]), array("i", [-1])
+
+
+def outcomes_to_sample(
+    ids: Sequence[str], groups: Sequence[Sequence[RolloutOutcome]], *, min_group_size: int = 1, turns: bool = False
+) -> SequenceSample:
+    """Return one sample per group of rollouts. A group with fewer than ``min_group_size`` valid rollouts trains
+    nothing.
+
+    Keys, one inner sequence of L tokens per rollout, and after it one for each of its branches: ``packed_input_ids``
+    i64 [L], ``prompt_mask`` and ``loss_mask`` bool [L], ``packed_logprobs`` f32 [L-1], ``packed_versions`` i32 [L-1],
+    ``env_rewards`` f32 [1], ``seq_no_eos_mask`` bool [1] (ended by a limit of tokens, not of turns), ``outcome`` u8
+    [1], ``rollout_index`` i32 [1] (its number in the group, which its branches have too). With ``turns`` also
+    ``turn_ids`` i32 [L], the number of each sampled token's turn and -1 elsewhere, and ``turn_rewards``
+    f32 [turns of the episode, at least one]. A failed rollout keeps its tokens but has no loss mask. Metadata
+    ``rewards`` and ``achieved`` are JSON lists, an entry per rollout, with null where a rollout failed.
+    """
+    import torch
+
+    packed = _Packed()
+    coded = [_rows(group, min_group_size) for group in groups]
+    for rows in coded:
+        for outcome, code in rows:
+            packed.add(outcome, code)
+    rollouts = [outcome for rows in coded for outcome, _ in rows]
+    cut = [outcome.truncated for outcome in rollouts]
+    arrays: dict[str, Array] = {
+        "packed_input_ids": np.asarray(packed.ids),
+        "prompt_mask": np.frombuffer(packed.prompt_mask, dtype=np.bool_),
+        "loss_mask": np.frombuffer(packed.loss_mask, dtype=np.bool_),
+        "packed_logprobs": np.asarray(packed.logprobs),
+        "packed_versions": np.asarray(packed.versions),
+        "env_rewards": np.array([outcome.reward or 0.0 for outcome in rollouts], dtype=np.float32),
+        "seq_no_eos_mask": np.array(cut, dtype=np.bool_),
+        "outcome": np.array(packed.codes, dtype=np.uint8),
+        ROLLOUT_KEY: np.array(
+            [number for group in groups for number, one in enumerate(group) for _ in (one, *one.branches)],
+            dtype=np.int32,
+        ),
+    }
+    offsets = np.cumsum([0, *(len(rows) for rows in coded)], dtype=np.int64)
+    values = np.array(packed.lengths, dtype=np.int64)
+    by_rule = {
+        "L": Lengths(values, offsets),
+        "L-1": Lengths(values - 1, offsets),
+        "1": Lengths(np.ones_like(values), offsets),
+    }
+    keys = _KEYS
+    if turns:
+        keys = _KEYS | _TURN_KEYS
+        more, counts = _turns([row for rows in coded for row in rows], packed)
+        arrays |= more
+        by_rule["turns"] = Lengths(counts, offsets)
+    metadata = {
+        "rewards": [json.dumps([outcome.reward for outcome in group]) for group in groups],
+        "achieved": [
+            json.dumps([outcome.achieved if outcome.valid else None for outcome in group]) for group in groups
+        ],
+    }
+    return SequenceSample.from_lengths(
+        tuple(ids),
+        {key: by_rule[rule] for key, (_, rule) in keys.items()},
+        {key: dtype for key, (dtype, _) in keys.items()},
+        dict.fromkeys(keys, ()),
+        {key: torch.from_numpy(array) for key, array in arrays.items()},
+        metadata,
+    )
+
+
+class _Packed:
+    """Collects the per-token columns of rollouts, one rollout after the other."""
+
+    def __init__(self) -> None:
+        self.ids = array("q")
+        self.prompt_mask, self.loss_mask = bytearray(), bytearray()
+        self.logprobs, self.versions = array("f"), array("i")
+        self.codes: list[int] = []
+        self.lengths: list[int] = []
+
+    def add(self, outcome: RolloutOutcome, code: int) -> None:
+        """Append a rollout. Only one with code 0 trains. It has at least one token, so that a rollout that failed
+        before its first prompt keeps its place. Position t of the shifted columns describes the prediction of token
+        t+1."""
+        prompt, completion = len(outcome.prompt_ids), len(outcome.completion_ids)
+        length = prompt + completion or 1
+        self.ids += array("q", outcome.prompt_ids)
+        self.ids += array("q", outcome.completion_ids)
+        if not prompt + completion:
+            self.ids.append(0)
+        self.prompt_mask += b"\1" * prompt + bytes(length - prompt)
+        trains = code == 0
+        before = length - completion if trains else length
+        self.loss_mask += bytes(before)
+        self.logprobs += _ZERO * (before - 1)
+        self.versions += _UNKNOWN * (before - 1)
+        if trains:
+            first = 0 if before else 1
+            self.loss_mask += bytes(outcome.loss_mask)
+            self.logprobs += array("f", outcome.logprobs[first:])
+            self.versions += array("i", outcome.versions[first:])
+        self.codes.append(code)
+        self.lengths.append(length)
+
+
+def _turns(rows: Sequence[tuple[RolloutOutcome, int]], packed: _Packed) -> tuple[dict[str, Array], Array]:
+    """Return ``turn_ids`` and ``turn_rewards`` of all rows, and how many rewards each has. A row that does not train
+    has no turn; it has one reward of 0, so that none is empty."""
+    ids = np.full(len(packed.ids), -1, dtype=np.int32)
+    rewards = array("f")
+    counts = []
+    end = 0
+    for (outcome, code), length in zip(rows, packed.lengths, strict=True):
+        end += length
+        own = list(outcome.turn_rewards) if code == 0 else []
+        if own:
+            begins = np.zeros(len(outcome.completion_ids) + 1, dtype=np.int32)
+            np.add.at(begins, np.asarray(outcome.turn_starts, dtype=np.int64), 1)
+            turn = begins[:-1].cumsum() - 1 + outcome.first_turn
+            ids[end - len(turn) : end] = np.where(np.asarray(outcome.loss_mask, dtype=np.bool_), turn, -1)
+        rewards += array("f", own or [0.0])
+        counts.append(len(own) or 1)
+    arrays: dict[str, Array] = {"turn_ids": ids, "turn_rewards": np.asarray(rewards)}
+    return arrays, np.array(counts, dtype=np.int64)
+
+
+def _rows(group: Sequence[RolloutOutcome], min_group_size: int) -> list[tuple[RolloutOutcome, int]]:
+    """Return the trajectories of a group in order, each with its code: a rollout is followed by its branches."""
+    enough = sum(outcome.valid for outcome in group) >= min_group_size
+    valid = 0 if enough else FILTERED
+    rows = [row for outcome in group for row in (outcome, *outcome.branches)]
+    return [(row, valid if row.valid else OUTCOME_CODES[row.status]) for row in rows]
