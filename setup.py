@@ -72,7 +72,7 @@ setup(
         ],
     },
     install_requires=LIGHT,
-    entry_points={"console_scripts": ["aws-env=workers.env_worker:main", "run-api=realhf.trajectory.cli:main"]},
+    entry_points={"console_scripts": ["aws-env=workers.env_worker:main", "run-api=realhf.trajectory.http.cli:main"]},
     extras_require={
         "env": ENV,
         "server": SERVER,

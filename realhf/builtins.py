@@ -37,7 +37,7 @@ sources = Registry(
     {
         "tasks": "realhf.env.curriculum.task_source:TaskSource",
         "jsonl_chat": "realhf.data.chat_dataset:ChatDatasetSource",
-        "trajectory_slots": "realhf.trajectory.training.batch_slots:BatchSlotSource",
+        "trajectory_slots": "realhf.trajectory.training.stream_interface:BatchSlotSource",
     },
 )
 datasets = Registry("dataset", {"jsonl_chat": "realhf.data.chat_dataset:ChatDataset"})

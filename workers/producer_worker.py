@@ -35,7 +35,7 @@ from realhf.rollout.interface import ModelEngine
 from realhf.rollout.player import Player, TurnAgent
 from realhf.scheduler.process import run_guarded
 from realhf.trajectory.client import Pace, StaleEpoch, TrajectoryClient
-from realhf.trajectory.client.episodes import group_of
+from realhf.trajectory.client.encoding import group_of
 
 logger = logging.getLogger(__name__)
 

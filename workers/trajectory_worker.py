@@ -20,7 +20,7 @@ import uvicorn
 from realhf.base.loopback import is_loopback_host
 from realhf.scheduler.child import leave
 from realhf.scheduler.process import run_guarded
-from realhf.trajectory.cli import uvicorn_config
+from realhf.trajectory.http.cli import uvicorn_config
 from realhf.trajectory.http.config import ConfigError, TrajectoryConfig, add_arguments, resolve
 from realhf.transport.network import LOOPBACK, Network
 from realhf.transport.rpc_worker import RpcWorker

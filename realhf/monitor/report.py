@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 
 from realhf.monitor.trace import merge_traces
-from realhf.view.folder_state import MARKS, is_run
 from realhf.view.report import ROLLOUT_BYTES, write_report
+from realhf.view.run_folder import MARKS, is_run
 
 
 def main() -> int:

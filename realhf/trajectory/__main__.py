@@ -2,7 +2,7 @@
 
 import sys
 
-from realhf.trajectory.cli import main
+from realhf.trajectory.http.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

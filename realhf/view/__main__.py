@@ -17,10 +17,8 @@ from pathlib import Path
 
 from realhf.base.http_guard import guarded_http
 from realhf.monitor.rollouts.export import export_command
-from realhf.view.folder_state import MARKS, is_run
-from realhf.view.note import note_command
-from realhf.view.run import Run
-from realhf.view.run_list import RunList
+from realhf.view.run import Run, RunList
+from realhf.view.run_folder import MARKS, is_run, note_command
 from realhf.view.server import create_app
 
 PORT = 8765

@@ -16,7 +16,7 @@ import numpy as np
 
 from realhf.monitor.rollouts.format import NO_SHARD, PlayLine
 from realhf.monitor.rollouts.reader import NoRecord, RolloutStore, Row
-from realhf.view.packed import pack
+from realhf.view.run_data import pack
 
 Array = np.ndarray[Any, Any]
 NONE = -1

@@ -1,21 +1,142 @@
-"""One run as the page sees it: its files, read as they grow."""
+"""Finds runs and shows each as the page sees it: its files, read as they grow."""
 
 from __future__ import annotations
 
+import itertools
+import json
 import os
+import re
+import shlex
+import threading
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from realhf.monitor.advisories import advise, as_json, index_of
-from realhf.monitor.provenance import PROVENANCE_FILE, effective_options
-from realhf.monitor.run_files import EVALUATIONS_FILE, HostLanes
-from realhf.view.folder_state import FolderState, read_json, state_of
-from realhf.view.note import NOTE_FILE, read_note
+from realhf.monitor.provenance import LAUNCH, PROVENANCE_FILE, effective_options, launches
+from realhf.monitor.run_files import DEATHS_FILE, EVALUATIONS_FILE, NONFINITE_FILE, PLACEMENTS_FILE, HostLanes, deaths
+from realhf.monitor.run_log import METRICS_FILE
 from realhf.view.rollout_table import RunRollouts
-from realhf.view.run_config import EVENT_FILES, run_config, run_events, run_origin
-from realhf.view.run_metrics import RunMetrics, cell
-from realhf.view.spans import RunSpans
+from realhf.view.run_data import RunMetrics, RunSpans, cell
+from realhf.view.run_folder import NOTE_FILE, FolderState, is_run, read_json, read_note, read_text, state_of
+
+MOST_OPTIONS = 5000
+MOST_OPTION_DEPTH = 20
+MOST_VISITS = 50_000
+"""How many values are looked at: aliases lead to the same ones again and again."""
+MOST_CHARACTERS = 500
+_NOT_SHOWN = ("fileroot",)
+MOST_EVENTS = 500
+EVENT_FILES = (DEATHS_FILE, PLACEMENTS_FILE, NONFINITE_FILE)
+_NAME = r"[a-z0-9_-]*(?:key|token|secret|password|passwd|passphrase|credentials?)"
+_SECRET = re.compile(
+    rf"""((?<![a-z0-9_-]){_NAME}['"]?\s*[=:]\s*)(?:"[^"]*(?:"|$)|'[^']*(?:'|$)|[^\s,}}\]]+)""", re.IGNORECASE
+)
+_SECRET_OPTION = re.compile(rf"((?:[\w-]+\.)*{_NAME}=).+", re.IGNORECASE | re.DOTALL)
+_LOGIN = re.compile(r"(://)[^/\s]+@")
+
+
+def run_config(run_dir: Path) -> dict[str, str]:
+    """Return {option: value} of ``config.yaml``; {} when there is none or it cannot be understood. Bounded,
+    whatever the file holds."""
+    import yaml
+
+    try:
+        content = yaml.safe_load(read_text(run_dir / "config.yaml"))
+    except (yaml.YAMLError, ValueError, RecursionError):
+        return {}
+    found: dict[str, str] = {}
+    _flatten("", content, found, 0, itertools.count())
+    return found
+
+
+def run_origin(run_dir: Path) -> dict[str, Any]:
+    """Return the command line, commit and versions of ``provenance.json``, as far as they are there."""
+    content = read_json(run_dir / "provenance.json")
+    if not isinstance(content, dict):
+        return {}
+    git, packages = content.get("git"), content.get("packages")
+    arguments = content.get("arguments")
+    return {
+        "command": shlex.join([*LAUNCH, *(masked(str(argument)) for argument in arguments)])
+        if isinstance(arguments, list)
+        else "",
+        "commit": str(git.get("commit") or "") if isinstance(git, dict) else "",
+        "modified": bool(git.get("modified")) if isinstance(git, dict) else False,
+        "python": str(content.get("python", "")),
+        "packages": {str(name): str(version) for name, version in packages.items()}
+        if isinstance(packages, dict)
+        else {},
+    }
+
+
+def run_events(run_dir: Path, hosts: HostLanes) -> list[dict[str, Any]]:
+    """Return what happened to a run {at (s since the epoch, None where it is not known), step (the last complete one,
+    or None), what}: that it went on, workers that ended before it did, hosts that were lost, updates that were
+    skipped."""
+    found: list[dict[str, Any]] = []
+    for entry in launches(run_dir)[1:]:
+        changed = entry.get("changed")
+        told = [
+            f"{name}: {' → '.join(_shown(str(name), value) for value in values)}"
+            for name, values in (changed.items() if isinstance(changed, dict) else ())
+            if isinstance(values, list)
+        ]
+        what = "the run went on with " + (", ".join(told) or "the same options")
+        found.append({"at": None, "step": entry.get("completed_steps"), "what": what})
+    for death in deaths(run_dir):
+        found.append({"at": death.at, "step": None, "what": f"{death.process}: {death.why}; {death.then}"})
+    for moment, host, why in hosts.lost:
+        found.append({"at": moment / 1e6, "step": None, "what": f"host {host} was lost: {why}"})
+    for line in read_text(run_dir / NONFINITE_FILE).splitlines()[-MOST_EVENTS:]:
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(row, dict):
+            what = f"{row.get('call')} skipped its update: loss or gradient was not finite"
+            found.append({"at": None, "step": row.get("step"), "what": what})
+    return [
+        {
+            "at": event["at"],
+            "step": event["step"] if isinstance(event["step"], int) else None,
+            "what": event["what"][:MOST_CHARACTERS],
+        }
+        for event in found[-MOST_EVENTS:]
+    ]
+
+
+def masked(text: str) -> str:
+    """Return a text without what stands behind a name such as ``api_key``, and without the login of an address. Of one
+    that is an option with such a name, as ``env.token=``, nothing of the value is kept: it may have spaces."""
+    if option := _SECRET_OPTION.fullmatch(text):
+        return f"{option[1]}(not shown)"
+    return _LOGIN.sub(r"\1(not shown)@", _SECRET.sub(r"\1(not shown)", text))
+
+
+def _flatten(name: str, value: Any, found: dict[str, str], depth: int, visits: Iterator[int]) -> None:
+    if next(visits) >= MOST_VISITS or len(found) >= MOST_OPTIONS or name in _NOT_SHOWN:
+        return
+    if isinstance(value, dict) and value and depth < MOST_OPTION_DEPTH:
+        for key, inner in value.items():
+            _flatten(f"{name}.{key}" if name else str(key)[:200], inner, found, depth + 1, visits)
+    elif name and (not isinstance(value, (dict, list)) or _is_small(value)):
+        found[name] = _shown(name, value)
+
+
+def _shown(name: str, value: Any) -> str:
+    """Return the value of an option as a text, unless it is a secret by its name."""
+    return masked(f"{name}={str(value)[:MOST_CHARACTERS]}").removeprefix(f"{name}=")
+
+
+def _is_small(value: Any, depth: int = 0) -> bool:
+    """Return whether writing a value out is cheap; aliases can make a short file mean an endless one."""
+    if not isinstance(value, (dict, list)):
+        return True
+    inner = list(value.values()) if isinstance(value, dict) else value
+    return depth < 3 and len(inner) <= 64 and all(_is_small(item, depth + 1) for item in inner)
+
 
 PARTS = {
     "metrics": ("metrics.jsonl",),
@@ -132,3 +253,75 @@ def _inside(folder: Path) -> list[os.stat_result]:
         with suppress(OSError):
             found.append(entry.stat())
     return found
+
+
+MOST_RUNS = 500
+MOST_FOLDER_DEPTH = 4
+_INNER = frozenset({"checkpoints", "logs", "policy", "rollouts", "tensorboard", "trace", "wandb", "mlflow"})
+"""Folders of a run in which no further run lies."""
+
+
+class RunList:
+    """Keeps the runs in the order in which they were found, so that the number of a run stays its own."""
+
+    def __init__(self, folders: Sequence[Path]) -> None:
+        self._folders = [Path(os.path.abspath(folder)) for folder in folders]
+        self._runs: dict[Path, Run] = {}
+        self._left_off: list[Path] = []
+        self._lock = threading.Lock()
+
+    def refresh(self) -> list[Run]:
+        """Look for runs that were added, and return all, at most ``MOST_RUNS``: where there are more, those that were
+        written to last. A folder that was named and holds none counts as one, so that the page can say what is wrong
+        with it."""
+        with self._lock:
+            fresh: dict[Path, str] = {}
+            for folder in self._folders:
+                found = [folder] if is_run(folder) else list(_below(folder, MOST_FOLDER_DEPTH))
+                for path in found or [folder]:
+                    if path not in self._runs:
+                        fresh.setdefault(path, _name(folder, path))
+            room = MOST_RUNS - len(self._runs)
+            newest = set(sorted(fresh, key=_written, reverse=True)[:room] if len(fresh) > room else fresh)
+            self._runs |= {path: Run(path, name) for path, name in fresh.items() if path in newest}
+            self._left_off = [path for path in fresh if path not in newest]
+            return list(self._runs.values())
+
+    def left_off(self) -> list[Path]:
+        """Return the folders of the runs that are not listed, because there are more than ``MOST_RUNS``."""
+        with self._lock:
+            return list(self._left_off)
+
+    def get(self, number: int) -> Run | None:
+        """Return the run with this number; None if there is none."""
+        with self._lock:
+            runs = list(self._runs.values())
+        return runs[number] if 0 <= number < len(runs) else None
+
+
+def _below(folder: Path, depth: int) -> Iterator[Path]:
+    try:
+        inner = sorted(path for path in folder.iterdir() if path.is_dir() and not path.is_symlink())
+    except OSError:
+        return
+    for path in inner:
+        if path.name in _INNER or path.name.startswith("."):
+            continue
+        if is_run(path):
+            yield path
+        elif depth > 1:
+            yield from _below(path, depth - 1)
+
+
+def _written(run: Path) -> float:
+    """Return when a run wrote its last step, or began; 0 for one that has vanished."""
+    for path in (run / METRICS_FILE, run):
+        with suppress(OSError):
+            return path.stat().st_mtime
+    return 0.0
+
+
+def _name(folder: Path, path: Path) -> str:
+    if path == folder:
+        return "/".join(path.parts[-2:]) if len(path.parts) > 2 else path.name
+    return path.relative_to(folder).as_posix()

@@ -1,28 +1,32 @@
-"""Serves the page and what it asks for: files of runs, read when they are asked for; nothing is ever written."""
+"""Serves the page and what it asks for, to this machine only: files of runs, read when they are asked for; nothing is ever written."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import mimetypes
-from collections.abc import Awaitable, Callable
+import secrets
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from importlib.resources.abc import Traversable
 from typing import Any
+from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import BaseRoute, Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from realhf.view.packed import MEDIA_TYPE
-from realhf.view.page import static_files
-from realhf.view.rollout_routes import RolloutRoutes
-from realhf.view.run import Run
-from realhf.view.run_list import RunList
-from realhf.view.web_guard import WebGuard
+from realhf.base.loopback import is_loopback_authority
+from realhf.view.report import static_files
+from realhf.view.run import Run, RunList
+from realhf.view.run_data import MEDIA_TYPE
 
 CHANGES_S = 20.0
 """How long a request for changes waits, in seconds; the page asks again at once."""
@@ -155,3 +159,119 @@ def _file(source: Traversable) -> Handler:
 async def _unreadable(request: Request, error: Exception) -> Response:
     assert isinstance(error, OSError)
     return JSONResponse({"detail": f"{error.filename or 'a file'} cannot be read: {error.strerror}"}, 410)
+
+
+SEARCH_S = 30.0
+"""How long a full-text search may take, in seconds; it says how far it came."""
+LONGEST_SEARCH = 1000
+
+
+class RolloutRoutes:
+    """Holds the routes below ``/api/runs/<number>/``. ``run_of`` finds the run that a request is about."""
+
+    def __init__(self, run_of: Callable[[Request], Run]) -> None:
+        self._run_of = run_of
+
+    def routes(self) -> list[BaseRoute]:
+        """Return the routes."""
+        return [
+            Route("/api/runs/{run:int}/rollouts", self.table),
+            Route("/api/runs/{run:int}/rollout", self.one),
+            Route("/api/runs/{run:int}/search", self.search),
+        ]
+
+    async def table(self, request: Request) -> Response:
+        """Return all rollouts as columns."""
+        return Response(await run_in_threadpool(self._run_of(request).rollouts.packed), media_type=MEDIA_TYPE)
+
+    async def one(self, request: Request) -> Response:
+        """Return everything about the rollout ``id``, unless nothing has changed since the answer with the stamp
+        ``seen``."""
+        arguments = request.query_params.get("id", ""), request.query_params.get("seen", "")
+        found = await run_in_threadpool(self._run_of(request).rollouts.one, *arguments)
+        if found is None:
+            raise HTTPException(404, "there is no rollout with this id")
+        return Response(json.dumps(found, separators=(",", ":")), media_type="application/json")
+
+    async def search(self, request: Request) -> Response:
+        """Stream the ids of rollouts that hold ``text``, a line of JSON for each find, until all were looked at or
+        ``SEARCH_S`` have passed."""
+        text = request.query_params.get("text", "")[:LONGEST_SEARCH]
+        stopped = threading.Event()
+        found = self._run_of(request).rollouts.search(text, time.monotonic() + SEARCH_S, stopped.is_set)
+        return StreamingResponse(_streamed(found, stopped), media_type="application/x-ndjson")
+
+
+async def _streamed(found: Iterator[dict[str, Any]], stopped: threading.Event) -> AsyncIterator[bytes]:
+    """Turn finds into lines; the thread that looks for them ends with the request."""
+    loop = asyncio.get_running_loop()
+    try:
+        while (item := await loop.run_in_executor(None, next, found, None)) is not None:
+            yield json.dumps(item).encode() + b"\n"
+    finally:
+        stopped.set()
+
+
+HEADERS = {
+    "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    "object-src 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+SERVER_HEADER = "X-Realhf-Server"
+_OWN = frozenset({"same-origin", "none"})
+
+
+class WebGuard:
+    """Answers requests for foreign hosts (a foreign name may resolve to this machine) and of foreign pages with 403; an
+    ASGI middleware. Every answer gets ``HEADERS`` and the name of this server, by which an open page notices that
+    another one, with other runs, has taken its place on the port."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self._headers = {**HEADERS, SERVER_HEADER: secrets.token_hex(8)}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, or refuse it."""
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        if scope["type"] != "http":
+            await send({"type": "websocket.close", "code": 1008})
+            return
+
+        async def guarded(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(self._headers)
+            await send(message)
+
+        problem = _problem(scope)
+        app = self._app if not problem else JSONResponse({"detail": problem}, 403)
+        await app(scope, receive, guarded)
+
+
+def _problem(scope: Mapping[str, Any]) -> str:
+    hosts, origins = _values(scope, b"host"), _values(scope, b"origin")
+    if len(hosts) != 1 or not is_loopback_authority(hosts[0]):
+        return "this page is served to 127.0.0.1 and localhost only"
+    if any(urlsplit(origin).netloc.lower() != hosts[0].lower() for origin in origins if _is_url(origin)):
+        return "only pages of this server may ask it"
+    if not all(_is_url(origin) for origin in origins):
+        return "only pages of this server may ask it"
+    if set(_values(scope, b"sec-fetch-site")) <= _OWN or _values(scope, b"sec-fetch-mode") == ["navigate"]:
+        return ""
+    return "only pages of this server may ask it"
+
+
+def _is_url(origin: str) -> bool:
+    try:
+        return urlsplit(origin).scheme == "http"
+    except ValueError:
+        return False
+
+
+def _values(scope: Mapping[str, Any], name: bytes) -> list[str]:
+    return [value.decode("latin-1") for known, value in scope["headers"] if known.lower() == name]

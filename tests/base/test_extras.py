@@ -41,7 +41,7 @@ def test_a_missing_package_names_the_extra():
         ("realhf.trajectory.http.server", ("ministack", "awscli"), ""),
         ("workers.env_worker", ("fastapi",), "env"),
         ("realhf.aws.simulator.pool", ("ministack",), "env"),
-        ("realhf.trajectory.cli", ("uvicorn",), "server"),
+        ("realhf.trajectory.http.cli", ("uvicorn",), "server"),
         ("realhf.view.__main__", ("uvicorn",), "server"),
         ("realhf.launch.__main__", (), "train"),
         ("realhf.backends.training.torch_engine", (), "train"),

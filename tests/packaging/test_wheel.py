@@ -86,7 +86,7 @@ def test_the_wheel_states_version_licence_and_commands(wheel: Path) -> None:
         "Requires-Python: >=3.11",
         "License: Apache-2.0",
     } <= {*metadata}
-    assert "aws-env = workers.env_worker:main" in commands and "run-api = realhf.trajectory.cli:main" in commands
+    assert "aws-env = workers.env_worker:main" in commands and "run-api = realhf.trajectory.http.cli:main" in commands
 
 
 @pytest.mark.nightly

@@ -13,7 +13,7 @@ import httpx
 import pytest
 import uvicorn
 
-from realhf.trajectory.cli import uvicorn_config
+from realhf.trajectory.http.cli import uvicorn_config
 from realhf.trajectory.http.config import TrajectoryConfig
 from realhf.trajectory.http.server import create_app
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from realhf.trajectory.base.incoming import Incoming
-from realhf.trajectory.base.options import StateOptions
-from realhf.trajectory.base.records import Encoding
+from realhf.trajectory.records import Encoding, Incoming, StateOptions
 from realhf.trajectory.state import delivery, push, registry
 from realhf.trajectory.state.server_state import TrajectoryState
 

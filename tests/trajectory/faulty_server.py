@@ -15,8 +15,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from realhf.trajectory.cli import main as run_api
 from realhf.trajectory.http import service
+from realhf.trajectory.http.cli import main as run_api
 from realhf.trajectory.store.base import Changes, Snapshot
 from realhf.trajectory.store.segments import Segments
 from realhf.trajectory.store.sqlite import SqliteStore

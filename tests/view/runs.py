@@ -16,7 +16,7 @@ from typing import Any
 import uvicorn
 from starlette.testclient import TestClient
 
-from realhf.view.run_list import RunList
+from realhf.view.run import RunList
 from realhf.view.server import create_app
 
 URL = "http://127.0.0.1:8765"

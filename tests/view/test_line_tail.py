@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from realhf.view.line_tail import LineTail
+from realhf.view.run_data import LineTail
 
 
 def test_lines_arrive_once_and_a_torn_one_waits_for_its_rest(tmp_path: Path):

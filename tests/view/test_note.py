@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from realhf.view.__main__ import main
-from realhf.view.note import MOST_CHARACTERS, MOST_TAGS, Note, read_note
+from realhf.view.run_folder import MOST_CHARACTERS, MOST_TAGS, Note, read_note
 from tests.view.runs import client, write_run
 
 

@@ -12,7 +12,7 @@ from benchmarks.view.made_up_run import MadeUpRun
 from realhf.monitor.report import main
 from realhf.monitor.run_files import note_death, note_placement
 from realhf.view.report import MOST_STEPS, write_report
-from realhf.view.run_config import masked
+from realhf.view.run import masked
 from tests.view.runs import kept_answers, write_run
 
 OWN = "/api/runs/0"

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from realhf.view import run_list
+from realhf.view import run as run_list
 from realhf.view.__main__ import main
-from realhf.view.run_list import MOST_RUNS, RunList
+from realhf.view.run import MOST_RUNS, RunList
 from tests.chromium import ABSENT, PROGRAM, Chromium
 from tests.view.page import shows, text
 from tests.view.runs import client, served

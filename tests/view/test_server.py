@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from realhf.view.folder_state import is_locked
 from realhf.view.run import Run
+from realhf.view.run_folder import is_locked
 from tests.view.runs import add_step, client, write_run
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from realhf.monitor.run_files import note_placement
 from realhf.monitor.trace import TraceWriter, file_of
-from realhf.view.spans import RunSpans
+from realhf.view.run_data import RunSpans
 
 TYPES = {"u8": np.uint8, "i32": np.int32, "f64": np.float64, "f32": np.float32, "u16": np.uint16, "u32": np.uint32}
 
@@ -66,7 +66,7 @@ def test_lines_without_sense_are_left_out(tmp_path: Path):
 
 
 def test_of_too_many_spans_the_older_half_is_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("realhf.view.spans.MOST_SPANS", 10)
+    monkeypatch.setattr("realhf.view.run_data.MOST_SPANS", 10)
     (tmp_path / "trace").mkdir()
     event = {"name": "a", "ph": "X", "pid": 1, "tid": 1, "dur": 1}
     (tmp_path / "trace" / "x.jsonl").write_text("".join(json.dumps(event | {"ts": ts}) + "\n" for ts in range(1, 12)))

@@ -7,22 +7,25 @@
 What is sent and how answers are read is the same for both (``calls``); they differ in how they wait.
 """
 
-from realhf.trajectory.client.answers import Batch, EnvRegistration, EnvStatus, PushReceipt, TrainerRegistration
-from realhf.trajectory.client.asynchronous import AsyncTrajectoryClient
-from realhf.trajectory.client.errors import (
+from realhf.trajectory.client.protocol import (
     BadAnswer,
     BadGroup,
+    Batch,
     Denied,
+    EnvRegistration,
+    EnvStatus,
     LeaseLost,
     NoBatchYet,
     NotRegistered,
+    Pace,
+    PushReceipt,
     Refused,
     StaleEpoch,
+    TrainerRegistration,
     TrajectoryError,
     Unreachable,
 )
-from realhf.trajectory.client.pacing import Pace
-from realhf.trajectory.client.sync import TrajectoryClient
+from realhf.trajectory.client.trajectory_client import AsyncTrajectoryClient, TrajectoryClient
 
 __all__ = [
     "AsyncTrajectoryClient",

@@ -13,20 +13,30 @@ from dataclasses import dataclass
 from typing import Any
 
 from realhf.trajectory.client import encoding
-from realhf.trajectory.client.answers import (
+from realhf.trajectory.client.protocol import (
+    BadAnswer,
     Batch,
     EnvRegistration,
     EnvStatus,
+    Failed,
+    LeaseLost,
+    NoBatchYet,
+    NotRegistered,
+    Pace,
+    Pause,
     PushReceipt,
+    Request,
+    Response,
+    Retry,
+    Steps,
     TrainerRegistration,
+    answered,
     checked,
     epoch_of,
     field_of,
     json_object,
+    pace,
 )
-from realhf.trajectory.client.errors import BadAnswer, LeaseLost, NoBatchYet, NotRegistered
-from realhf.trajectory.client.exchange import Failed, Pause, Request, Response, Retry, Steps, answered
-from realhf.trajectory.client.pacing import Pace, pace
 
 logger = logging.getLogger(__name__)
 

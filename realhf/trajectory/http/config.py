@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from realhf.base.tls import certificate_problem
-from realhf.trajectory.base.options import StateOptions, strict
+from realhf.trajectory.records import StateOptions, strict
 
 PREFIX = "REALHF_TRAJ_"
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")

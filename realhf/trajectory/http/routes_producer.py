@@ -12,11 +12,9 @@ from fastapi import APIRouter, Request
 from pydantic import ValidationError
 from starlette.responses import Response
 
-from realhf.trajectory.base.incoming import Incoming
-from realhf.trajectory.base.refusal import Refusal
-from realhf.trajectory.http.models import EnvIdentifier, RegisterEnv
-from realhf.trajectory.http.service import Service, answer, idempotency, integer_header
-from realhf.trajectory.state import push, registry, replays
+from realhf.trajectory.http.service import EnvIdentifier, RegisterEnv, Service, answer, idempotency, integer_header
+from realhf.trajectory.records import Incoming, Refusal
+from realhf.trajectory.state import push, registry
 from realhf.trajectory.wire.intake import parse_groups
 from realhf.trajectory.wire.lax_groups import ScoredData, problems
 
@@ -30,7 +28,9 @@ def router(service: Service) -> APIRouter:
         """Take part as a rollout handler; wait until the trainer has asked for its first batch."""
         await engine.read(registry.check_epoch, request.headers.get("x-epoch"))
         key, fingerprint = idempotency(request, request.scope.get("traj.body", b""))
-        (body, headers), _ = await engine.write(replays.once, key, fingerprint, registry.register_env, env.model_dump())
+        (body, headers), _ = await engine.write(
+            registry.once, key, fingerprint, registry.register_env, env.model_dump()
+        )
         return answer(body, headers)
 
     @routes.post("/disconnect-env")

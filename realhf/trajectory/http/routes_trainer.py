@@ -1,23 +1,26 @@
-"""Serves the endpoints of trainers: register, pull, acknowledge.
+"""Serves the endpoints of trainers: register, pull, acknowledge; reports whether a batch was sent or lost.
 
 Source: docs/reference/trajectory.md 2.3, 2.8, 3.9, 3.10.
+
+The report is queued right before the last, empty piece, when everything else has left the process. So the client cannot
+ask again before the report counts, and a kill before it means that the batch is given again.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
-from realhf.trajectory.base.records import PAYLOAD_LOST, Payload
-from realhf.trajectory.base.refusal import Refusal, invalid
-from realhf.trajectory.http.auth import Role
-from realhf.trajectory.http.batch_response import BatchResponse
-from realhf.trajectory.http.models import Lease, PolicyVersion, Registration
-from realhf.trajectory.http.service import Service, answer, idempotency
-from realhf.trajectory.http.trainer_cookie import cookie_name, handed_out
-from realhf.trajectory.state import delivery, registry, replays
+from realhf.trajectory.http.auth import Role, cookie_name, handed_out
+from realhf.trajectory.http.service import Lease, PolicyVersion, Registration, Service, answer, idempotency
+from realhf.trajectory.records import PAYLOAD_LOST, Payload, Refusal, invalid
+from realhf.trajectory.state import delivery, registry
 from realhf.trajectory.state.delivery import Batch, NoBatch, PullRequest
 from realhf.trajectory.store.base import PayloadLost
 from realhf.trajectory.wire.encode import encode_batch
@@ -40,7 +43,7 @@ def router(service: Service) -> APIRouter:
         if join and anew:
             raise invalid(["header", "x-reset"], "X-Join and X-Reset contradict each other")
         options = (registration.model_dump(), join, _may_reset(service, request), anew, _identity(request))
-        (body, headers), _ = await engine.write(replays.once, key, fingerprint, registry.register, *options)
+        (body, headers), _ = await engine.write(registry.once, key, fingerprint, registry.register, *options)
         return answer(body, headers | handed_out(request))
 
     @routes.get("/batch")
@@ -166,3 +169,59 @@ def _accepted(request: Request) -> tuple[bool, str]:
     if msgpack and "zstd" in codings:
         return True, "zstd"
     return msgpack, "gzip" if "gzip" in codings else ""
+
+
+_LEAST_BYTES = 64 << 10
+"""Number of bytes that are collected before they are sent together."""
+
+
+class BatchResponse(Response):
+    """Is an ASGI response. ``report(sent)`` is called exactly once, and must only queue its work."""
+
+    def __init__(
+        self, pieces: Sequence[bytes | memoryview], headers: Mapping[str, str], report: Callable[[bool], None]
+    ) -> None:
+        self.background = None
+        self._pieces = pieces
+        self._headers = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+        self._report = report
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the pieces, then report."""
+        gone = asyncio.ensure_future(_until_gone(receive))
+        sent = False
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": self._headers})
+            for piece in _coalesced(self._pieces):
+                if gone.done():
+                    return
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": True})
+            await asyncio.sleep(0)
+            sent = not gone.done()
+        finally:
+            gone.cancel()
+            self._report(sent)
+        if sent:
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        with suppress(asyncio.CancelledError):
+            await gone
+
+
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _coalesced(pieces: Sequence[bytes | memoryview]) -> Iterator[bytes | memoryview]:
+    """Join small pieces and pass large ones as they are."""
+    waiting: list[bytes | memoryview] = []
+    size = 0
+    for piece in pieces:
+        waiting.append(piece)
+        size += len(piece)
+        if size >= _LEAST_BYTES:
+            yield waiting[0] if len(waiting) == 1 else b"".join(waiting)
+            waiting, size = [], 0
+    if waiting:
+        yield b"".join(waiting)

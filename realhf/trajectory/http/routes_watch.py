@@ -10,10 +10,9 @@ from typing import Annotated
 from fastapi import APIRouter, Query, Request
 from starlette.responses import PlainTextResponse, Response
 
-from realhf.trajectory.base.refusal import Refusal
 from realhf.trajectory.http.auth import Role
-from realhf.trajectory.http.models import Requeue
-from realhf.trajectory.http.service import Service, answer
+from realhf.trajectory.http.service import Requeue, Service, answer
+from realhf.trajectory.records import Refusal
 from realhf.trajectory.state import quarantine, registry, views
 from realhf.trajectory.store.base import StoreFailure
 from realhf.trajectory.wire.encode import encode_group

@@ -1,4 +1,7 @@
-"""Builds the application: middlewares, routes, errors.
+"""Builds the application: middlewares, routes, errors; sets up the process and its connections.
+
+uvicorn lets up to 64 KiB wait in the process. A batch counts as sent only when none of it waits there: after a kill the
+trainer must have it whole, or be given it again.
 
 ``uvicorn realhf.trajectory.http.server:app`` serves it with the settings of the environment variables. Source:
 docs/reference/trajectory.md 1.1, 2.1.
@@ -6,32 +9,194 @@ docs/reference/trajectory.md 1.1, 2.1.
 
 from __future__ import annotations
 
+import asyncio
+import ctypes
 import gc
 import logging
 import resource
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
+from starlette.middleware.gzip import GZipMiddleware
 from starlette.responses import JSONResponse, Response
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from realhf.trajectory.base.refusal import Refusal
 from realhf.trajectory.http import routes_producer, routes_trainer, routes_watch, status_page
-from realhf.trajectory.http.allocator import keep_buffers
-from realhf.trajectory.http.auth import AuthMiddleware
+from realhf.trajectory.http.auth import AuthMiddleware, WebGuard, route_path
 from realhf.trajectory.http.config import TrajectoryConfig, resolve
-from realhf.trajectory.http.drained_send import drained_send
-from realhf.trajectory.http.middleware import BodyMiddleware, CompressMiddleware, EpochMiddleware
 from realhf.trajectory.http.service import Service
-from realhf.trajectory.http.web_guard import WebGuard
+from realhf.trajectory.records import Refusal
 from realhf.trajectory.store.base import StoreFailure
+from realhf.trajectory.wire.body import BodyBudget, BodyShare, read_body
+from realhf.trajectory.wire.encode import GZIP_FROM_BYTES
+from realhf.trajectory.wire.intake import is_msgpack
 from realhf.trajectory.wire.lax_groups import MAX_ERRORS, shown
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+"""``M_TRIM_THRESHOLD`` and ``M_MMAP_THRESHOLD`` of glibc's ``malloc.h``."""
+KEPT_BYTES = 64 << 20
+"""How much free memory at the end of the heap stays with the process."""
+_HEAP_BYTES = 16 << 20
+"""Size below which buffers come from the heap; larger ones come straight from the kernel."""
+
+
+def keep_buffers() -> bool:
+    """Keep freed buffers of this process from now on. Returns False where the C library has no such setting."""
+    try:
+        tune = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError):
+        return False
+    return bool(tune(_TRIM_THRESHOLD, KEPT_BYTES) and tune(_MMAP_THRESHOLD, _HEAP_BYTES))
+
+
+_LOOK_S = 0.002
+
+
+def drained_send(send: Send) -> Send | None:
+    """Return ``send`` such that every call first waits until all earlier writes of the connection have left the
+    process, and raises ConnectionResetError where the client went away before. None where the ASGI server does not show
+    its transport as uvicorn does; under TLS uvloop's is hidden."""
+    transport: Any = getattr(getattr(send, "__self__", None), "transport", None)
+    if getattr(transport, "set_write_buffer_limits", None) is None:
+        return None
+    if transport.get_extra_info("sslcontext") is None:
+        transport.set_write_buffer_limits(high=0)
+        return send
+    below = getattr(getattr(transport, "_ssl_protocol", None), "_transport", None)
+    return None if below is None else _through_tls(send, transport, below)
+
+
+def _through_tls(send: Send, transport: Any, below: Any) -> Send:
+    """Look at both buffers: what is not encrypted yet, and what is encrypted and waits for the kernel, of which asyncio
+    tells nobody."""
+
+    async def drained(message: Message) -> None:
+        while not below.is_closing() and (transport.get_write_buffer_size() or below.get_write_buffer_size()):
+            await asyncio.sleep(_LOOK_S)
+        if below.is_closing():  # what waited was dropped, and uvicorn hears of it a little later
+            raise ConnectionResetError("the client has gone away")
+        await send(message)
+
+    return drained
+
+
+class ClientGone(Exception):
+    """Is raised when the connection ended in the middle of the body."""
+
+
+class BodyMiddleware:
+    """Reads and decompresses bodies under the cap and within the budget of all of them. Handlers find the whole body
+    in one message, and pushes in ``scope["traj.body"]`` without a copy."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int, budget: BodyBudget) -> None:
+        self._app = app
+        self._max_bytes = max_bytes
+        self._budget = budget
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve the request; one with a body holds a share of the budget until its end."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        if not ("content-length" in headers or "transfer-encoding" in headers):
+            await self._app(scope, receive, send)
+            return
+        share = BodyShare(self._budget)
+        try:
+            await self._serve(scope, receive, send, headers, share)
+        finally:
+            share.release()
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send, headers: Headers, share: BodyShare) -> None:
+        encoding = headers.get("content-encoding", "")
+        try:
+            declared = headers.get("content-length", "")
+            if declared.isdigit() and int(declared) > self._max_bytes:
+                raise Refusal(413, f"the body is larger than {self._max_bytes} bytes")
+            body = await read_body(
+                _chunks(receive),
+                encoding=encoding,
+                max_bytes=self._max_bytes,
+                allow_zstd=is_msgpack(headers.get("content-type")),
+                take=share.take,
+            )
+        except Refusal as refusal:
+            close = {"Connection": "close"} if refusal.status in (413, 503) else {}
+            answer = JSONResponse({"detail": refusal.detail}, refusal.status, refusal.headers | close)
+            await answer(scope, receive, send)
+            return
+        except ClientGone:
+            return
+        if encoding:
+            mutable = MutableHeaders(scope=scope)
+            del mutable["content-encoding"]
+        scope["traj.body"] = body
+        await self._app(scope, _replay(body, receive), send)
+
+
+async def _chunks(receive: Receive) -> AsyncIterator[bytes]:
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        yield message.get("body", b"")
+        if not message.get("more_body", False):
+            return
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    given = False
+
+    async def replayed() -> Message:
+        nonlocal given
+        if given:
+            return await receive()
+        given = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return replayed
+
+
+class EpochMiddleware:
+    """Adds to every response the epoch in which it was made; a batch itself says in which it was formed."""
+
+    def __init__(self, app: ASGIApp, epoch: Callable[[], int]) -> None:
+        self._app = app
+        self._epoch = epoch
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve the request with the header added."""
+
+        async def with_epoch(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = message.get("headers", ())
+                if not any(name == b"x-epoch" for name, _ in headers):
+                    message["headers"] = [*headers, (b"x-epoch", b"%d" % self._epoch())]
+            await send(message)
+
+        await self._app(scope, receive, with_epoch if scope["type"] == "http" else send)
+
+
+class CompressMiddleware:
+    """Compresses answers from 1000 bytes on with gzip; batches bring their own compression."""
+
+    def __init__(self, app: ASGIApp, level: int) -> None:
+        self._app = app
+        self._gzip = GZipMiddleware(app, minimum_size=GZIP_FROM_BYTES, compresslevel=max(1, level))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve the request, through gzip unless it is for a batch."""
+        chosen = self._app if scope["type"] != "http" or route_path(scope) == "/batch" else self._gzip
+        await chosen(scope, receive, send)
+
 
 logger = logging.getLogger(__name__)
 _SWITCH_INTERVAL_S = 0.001

@@ -13,9 +13,9 @@ import msgspec
 from fastapi import APIRouter
 from starlette.responses import Response
 
-from realhf.trajectory.base.records import GroupRecord
+from realhf.trajectory.http.auth import PAGE_PATH, UI_FILES
 from realhf.trajectory.http.service import Service, answer
-from realhf.trajectory.http.ui_files import PAGE_PATH, UI_FILES
+from realhf.trajectory.records import GroupRecord
 from realhf.trajectory.state import views
 from realhf.trajectory.state.server_state import TrajectoryState
 from realhf.trajectory.wire.encode import encode_group

@@ -15,10 +15,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from realhf.trajectory.base.options import StateOptions
-from realhf.trajectory.base.refusal import Refusal
+from realhf.trajectory.records import Refusal, StateOptions
 from realhf.trajectory.state import maintenance, registry
-from realhf.trajectory.state.compaction import Compactor
+from realhf.trajectory.state.maintenance import Compactor
 from realhf.trajectory.state.server_state import TrajectoryState
 from realhf.trajectory.store.base import OutcomeUnknown, Snapshot, StateLost, Store, StoreFailure
 

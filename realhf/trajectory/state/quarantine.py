@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 
-from realhf.trajectory.base.records import PAYLOAD_LOST, GroupRecord, Place
-from realhf.trajectory.batching.exact_selection import unservable
+from realhf.trajectory.records import PAYLOAD_LOST, GroupRecord, Place
+from realhf.trajectory.state.batching import unservable
 from realhf.trajectory.state.server_state import TrajectoryState
 
 

@@ -14,8 +14,7 @@ from typing import Any
 
 import msgspec
 
-from realhf.trajectory.base.options import StateOptions
-from realhf.trajectory.base.records import (
+from realhf.trajectory.records import (
     TABLES,
     ClosedLease,
     EnvRecord,
@@ -26,9 +25,10 @@ from realhf.trajectory.base.records import (
     Record,
     Replay,
     RunRecord,
+    StateOptions,
     place_of,
 )
-from realhf.trajectory.batching.queue_index import QueueIndex
+from realhf.trajectory.state.queue_index import QueueIndex
 from realhf.trajectory.store.base import Changes, Key, Snapshot
 
 _Undo = tuple[str, Any, Any] | Callable[[], Any]

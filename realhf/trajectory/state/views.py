@@ -9,7 +9,7 @@ from collections import Counter
 from itertools import islice
 from typing import Any
 
-from realhf.trajectory.base.records import GroupRecord
+from realhf.trajectory.records import GroupRecord
 from realhf.trajectory.state.registry import is_alive
 from realhf.trajectory.state.server_state import TrajectoryState
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from realhf.trajectory.base.records import TABLES, Payload, PayloadRef, Record
+from realhf.trajectory.records import TABLES, Payload, PayloadRef, Record
 
 
 class StoreFailure(RuntimeError):

@@ -1,12 +1,13 @@
-"""Finds the store that an address means: ``sqlite:DIR``, ``memory`` or ``redis://host:port/db``."""
+"""Finds the store that an address means: ``sqlite:DIR``, ``memory`` or ``redis://host:port/db``; the one in memory is here."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from realhf.base.extras import install_command
-from realhf.trajectory.store.base import Store
-from realhf.trajectory.store.memory import MemoryStore
+from realhf.trajectory.records import Payload, PayloadRef
+from realhf.trajectory.store.base import Changes, Snapshot, Store, StoreFailure, empty_snapshot
 from realhf.trajectory.store.sqlite import SqliteStore
 
 
@@ -27,3 +28,56 @@ def open_store(url: str, *, durable: bool = False) -> Store:
         except ValueError as error:
             raise ValueError(f"--store: no address of a Redis: {error}") from error
     raise ValueError(f"--store is {url!r}; give sqlite:DIR, memory or redis://host:port")
+
+
+class MemoryStore:
+    """Implements ``Store`` in memory: everything is lost with the process."""
+
+    shared = False
+    files = None
+    name = "memory"
+
+    async def open(self) -> Snapshot:
+        """See ``Store``."""
+        return empty_snapshot()
+
+    async def stage(self, payloads: Sequence[bytes], *, reserve: bool = True) -> list[PayloadRef]:
+        """See ``Store``."""
+        return list(payloads)
+
+    async def unstage(self, refs: Sequence[PayloadRef]) -> None:
+        """Do nothing: the bytes go with their last holder."""
+
+    async def commit(self, changes: Changes) -> None:
+        """Do nothing: the state in memory is all there is."""
+
+    async def read(self, payloads: Sequence[Payload]) -> list[bytes]:
+        """See ``Store``."""
+        return [payload.ref for payload in payloads if isinstance(payload.ref, bytes)]
+
+    async def begin(self) -> list[Changes]:
+        """Raise AssertionError: the memory store is not shared."""
+        raise AssertionError("the memory store is not shared")
+
+    async def abandon(self) -> None:
+        """Raise AssertionError: the memory store is not shared."""
+        raise AssertionError("the memory store is not shared")
+
+    async def follow(self) -> list[Changes]:
+        """Raise AssertionError: the memory store is not shared."""
+        raise AssertionError("the memory store is not shared")
+
+    async def reload(self) -> Snapshot:
+        """Raise StoreFailure: memory cannot be read again."""
+        raise StoreFailure("memory cannot be read again")
+
+    def now(self) -> None:
+        """See ``Store``."""
+
+    def take_loss(self) -> str:
+        """See ``Store``. Nothing is ever forgotten."""
+        return ""
+
+    async def close(self) -> None:
+        """See ``Store``."""
+        ...

@@ -27,7 +27,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import NoScriptError, ReadOnlyError, RedisError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from realhf.trajectory.base.records import TABLES, GroupRecord, Payload, PayloadRef, RunRecord
+from realhf.trajectory.records import TABLES, GroupRecord, Payload, PayloadRef, RunRecord
 from realhf.trajectory.store.base import (
     Changes,
     Key,

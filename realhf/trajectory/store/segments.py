@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from realhf.trajectory.base.records import Payload
+from realhf.trajectory.records import Payload
 
 logger = logging.getLogger(__name__)
 SEGMENT_BYTES = 64 << 20

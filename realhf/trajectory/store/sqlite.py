@@ -28,7 +28,7 @@ from typing import Any
 import msgspec
 from isal import isal_zlib
 
-from realhf.trajectory.base.records import (
+from realhf.trajectory.records import (
     PAYLOAD_LOST,
     TABLES,
     GroupRecord,

@@ -1,4 +1,4 @@
-"""Provides ``TrajectoryDataset``: the batches of a trajectory server as samples to train on.
+"""Provides ``TrajectoryDataset``: the batches of a trajectory server as samples to train on, their leases kept alive.
 
 A batch stays leased until its owner reports that what was learnt from it is safe (``acknowledge``); after a crash the
 server hands it out again. Source: docs/reference/trajectory.md 2.8, 3.9, 3.10.
@@ -7,6 +7,7 @@ server hands it out again. Source: docs/reference/trajectory.md 2.8, 3.9, 3.10.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,6 @@ from typing import Any
 
 from realhf.api.sample import SequenceSample
 from realhf.trajectory.client import LeaseLost, NotRegistered, TrajectoryClient, TrajectoryError
-from realhf.trajectory.training.lease_keeper import LeaseKeeper
 from realhf.trajectory.training.stream_sample import Rescore, RowLimits, groups_to_sample
 
 logger = logging.getLogger(__name__)
@@ -151,3 +151,75 @@ class TrajectoryDataset:
 
 def _named(problems: Mapping[str, int]) -> dict[str, Any]:
     return {f"n_{name}": float(count) for name, count in problems.items()}
+
+
+_RETRY_S = 1.0
+_JOIN_S = 5.0
+
+
+class LeaseKeeper:
+    """Renews leases with ``client``, which belongs to the keeper and is closed by it. A lease is renewed when it comes
+    in, which shows how long it lasts, and whenever a third of that time has gone by."""
+
+    def __init__(self, client: TrajectoryClient) -> None:
+        self._client = client
+        self._due: dict[str, float] = {}
+        self._changed = threading.Condition()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="lease-keeper", daemon=True)
+        self._thread.start()
+
+    def keep(self, lease_id: str) -> None:
+        """Renew this lease from now on."""
+        with self._changed:
+            self._due[lease_id] = time.monotonic()
+            self._changed.notify()
+
+    def release(self, lease_id: str) -> None:
+        """Stop renewing this lease."""
+        with self._changed:
+            self._due.pop(lease_id, None)
+
+    def close(self) -> None:
+        """Stop the thread and close the client."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        self._thread.join(_JOIN_S)
+        self._client.close()
+
+    def _run(self) -> None:
+        while (lease_id := self._next()) is not None:
+            wait = self._renewed(lease_id)
+            with self._changed:
+                if lease_id not in self._due:
+                    continue
+                if wait is None:
+                    del self._due[lease_id]
+                else:
+                    self._due[lease_id] = time.monotonic() + wait
+
+    def _next(self) -> str | None:
+        """Wait for and return the lease that is to be renewed now; None when the keeper is closed."""
+        with self._changed:
+            while not self._closed:
+                lease_id = min(self._due, key=self._due.__getitem__, default=None)
+                wait = None if lease_id is None else self._due[lease_id] - time.monotonic()
+                if lease_id is not None and wait is not None and wait <= 0:
+                    return lease_id
+                self._changed.wait(wait)
+        return None
+
+    def _renewed(self, lease_id: str) -> float | None:
+        """Renew a lease; return the seconds until the next renewal, None if the lease has ended."""
+        try:
+            return self._client.renew(lease_id) / 3
+        except LeaseLost as error:
+            with self._changed:
+                wanted = lease_id in self._due
+            if wanted:
+                logger.warning("somebody else may train on a batch of ours: %s", error)
+            return None
+        except TrajectoryError as error:
+            logger.warning("a lease was not renewed, and is tried again: %s", error)
+            return _RETRY_S

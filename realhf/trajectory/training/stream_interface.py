@@ -1,4 +1,7 @@
-"""Implements the ``stream_gen`` model function call: it takes the next batch of a trajectory server as its episodes."""
+"""Implements streamed runs: the ``stream_gen`` call that takes the next batch of a server, and the source that names its places.
+
+The trajectory server decides which groups fill them when the batch is pulled, on a model worker.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from urllib.parse import quote, urlsplit
 
 from realhf.api.model import CallContext, Model
 from realhf.api.sample import SequenceSample
+from realhf.api.source import SampleResult, SourceItem
 from realhf.trajectory.client import TrajectoryClient
 from realhf.trajectory.training.dataset import StreamRun, TrajectoryDataset
 from realhf.trajectory.training.stream_sample import RowLimits
@@ -123,3 +127,31 @@ class TrajectoryStreamInterface:
                 texts.append(f"step {step}, sample {sample_id}\n{tokenizer.decode(ids)}")
             start += sum(lengths)
         return texts
+
+
+class BatchSlotSource:
+    """Names places without end. Ids are ``slot<i>@<n>`` with n counting from 0; no values, no metadata."""
+
+    def __init__(self, seed: int) -> None:
+        del seed
+        self._drawn = 0
+
+    def next_batch(self, n: int) -> list[SourceItem]:
+        """Return exactly ``n`` places."""
+        first, self._drawn = self._drawn, self._drawn + n
+        return [SourceItem(f"slot{index}@{first + index}") for index in range(n)]
+
+    def record(self, results: Sequence[SampleResult]) -> None:
+        """Do nothing: the producer of a group does not wait for its result."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return how many places were drawn."""
+        return {"drawn": self._drawn}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue after the places that a saved state had drawn."""
+        self._drawn = int(state["drawn"])
+
+    def stats(self) -> dict[str, float]:
+        """Return no statistics."""
+        return {}

@@ -1,4 +1,4 @@
-"""Reads and decompresses request bodies under a cap, so that no compression bomb is ever inflated.
+"""Reads and decompresses request bodies under a cap, and within a budget of all bodies.
 
 Source: docs/reference/trajectory.md 2.1, 3.8, 3.11.
 """
@@ -6,6 +6,7 @@ Source: docs/reference/trajectory.md 2.1, 3.8, 3.11.
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable
 from io import SEEK_END, BytesIO
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import zstandard
 from isal import isal_zlib
 
-from realhf.trajectory.base.refusal import Refusal
+from realhf.trajectory.records import Refusal
 
 INLINE_BYTES = 256 << 10
 """Size up to which compressed bodies are tried on the event loop; larger ones go to a thread, without the GIL."""
@@ -33,8 +34,6 @@ _ZSTD_SLICE = 256
 """Size of the slices of a Zstandard stream: four bytes of it may mean 128 KiB, and its reader does not stop in
 between."""
 _BAD_GZIP: tuple[Any, ...] = (isal_zlib.IsalError, EOFError)
-
-
 Take = Callable[[int], None]
 
 
@@ -183,3 +182,44 @@ def _count(members: int) -> None:
 
 def _too_large(max_bytes: int) -> Refusal:
     return Refusal(413, f"the body is larger than {max_bytes} bytes")
+
+
+class BodyBudget:
+    """Allows ``limit`` bytes for all bodies together, compressed and plain. They are counted as they arrive, not as
+    they are announced, so that no client holds room by announcing much and sending nothing."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.held = 0
+        self.refused = 0
+        self.lock = threading.Lock()
+
+
+class BodyShare:
+    """Counts what one request holds of the budget, until ``release``. Bodies are inflated in threads, so any thread may
+    call ``take``."""
+
+    def __init__(self, budget: BodyBudget) -> None:
+        self._budget = budget
+        self._held = 0
+        self._released = False
+
+    def take(self, nbytes: int) -> None:
+        """Take more bytes from the budget. Raises Refusal 503 when they do not fit, or when the request has ended
+        meanwhile."""
+        budget = self._budget
+        with budget.lock:
+            if budget.held + nbytes > budget.limit or self._released:
+                budget.refused += 1
+                raise Refusal(
+                    503, f"the bodies of all requests together exceed {budget.limit} bytes", {"Retry-After": "1"}
+                )
+            budget.held += nbytes
+            self._held += nbytes
+
+    def release(self) -> None:
+        """Give everything back."""
+        with self._budget.lock:
+            self._released = True
+            self._budget.held -= self._held
+            self._held = 0

@@ -1,5 +1,8 @@
 """Implements the fast path for JSON: one typed pass over the bytes of a group, which are then kept as they came.
 
+Both functions take valid JSON (msgspec has walked through it) and answer only where the bytes leave no doubt. With None
+the caller has to decode it. Source: docs/reference/trajectory.md 2.6, 3.8.
+
 Anything unusual (a value that needs coercion, an unknown or repeated key, an error) makes ``read_group`` return None,
 and the lax path decides. Source: docs/reference/trajectory.md 2.6, 3.8, 3.11.
 """
@@ -15,9 +18,54 @@ import numpy as np
 from isal import isal_zlib
 from msgspec import UNSET, UnsetType
 
-from realhf.trajectory.base.incoming import Incoming
-from realhf.trajectory.base.records import FIELDS, Encoding
-from realhf.trajectory.wire.number_rows import float_rows, integer_rows
+from realhf.trajectory.records import FIELDS, Encoding, Incoming
+
+_COMMA, _OPEN, _CLOSE, _SPACE, _ZERO = b",[] 0"
+_INTEGER_BLOCK = 8
+"""Size of aligned blocks. Where no block of that many bytes is all digits, no integer has more than 14 of them."""
+_FLOAT_BLOCK = 128
+"""The same for floats, with 254 digits: without a positive exponent such a number is finite."""
+
+
+def integer_rows(raw: bytes) -> int | None:
+    """Count the rows of a ``[[int]]`` whose integers surely fit 64 bits; None if that is in doubt."""
+    if raw[-17:-2].isdigit():
+        return None  # the last number may lie across the end of the last whole block
+    return _rows(raw, raw.translate(None, b"0123456789-, "), _INTEGER_BLOCK)
+
+
+def float_rows(raw: bytes) -> int | None:
+    """Count the rows of a ``[[float]]`` whose numbers are surely finite (integers are allowed); None if in doubt."""
+    if b"e" in raw and raw.count(b"e") != raw.count(b"e-"):
+        return None
+    return _rows(raw, raw.translate(None, b"0123456789-., e"), _FLOAT_BLOCK)
+
+
+def _rows(raw: bytes, brackets: bytes, block: int) -> int | None:
+    """Count the rows. ``brackets``: what is left of ``raw`` without its numbers."""
+    rows = len(brackets) // 2 - 1
+    if brackets != b"[" + b"[]" * rows + b"]":
+        return None
+    if rows == 0:
+        return 0 if raw == b"[]" else None
+    data = np.frombuffer(raw, np.uint8)
+    sure = raw.startswith(b"[[") and raw.endswith(b"]]") and _adjacent(data) and _no_block_of_digits(data, block)
+    return rows if sure else None
+
+
+def _adjacent(data: np.ndarray) -> bool:
+    """Return whether every row but the first follows another one directly; a number between rows would hide there."""
+    opens = np.flatnonzero(data == _OPEN)[2:]
+    comma = opens - 1 - (data[opens - 1] == _SPACE)
+    return bool(np.all((data[comma] == _COMMA) & (data[comma - 1] == _CLOSE)))
+
+
+def _no_block_of_digits(data: np.ndarray, block: int) -> bool:
+    """Return whether no aligned block of ``block`` bytes, a multiple of 8, consists of digits only."""
+    others = (data[: len(data) // block * block] - np.uint8(_ZERO)) > 9
+    words = others.view(np.uint64)
+    return bool(words.all() if block == 8 else words.reshape(-1, block // 8).any(axis=1).all())
+
 
 Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 WHITE_SPACE = b" \t\r\n"

@@ -13,9 +13,7 @@ from typing import Annotated, Any, TypeVar
 from isal import isal_zlib
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, field_validator
 
-from realhf.trajectory.base.incoming import Incoming
-from realhf.trajectory.base.records import FIELDS, Encoding
-from realhf.trajectory.base.refusal import Refusal, invalid
+from realhf.trajectory.records import FIELDS, Encoding, Incoming, Refusal, invalid
 from realhf.trajectory.wire.json_groups import FREE_FIELDS, complete_messages
 
 MAX_ERRORS = 20

@@ -14,9 +14,7 @@ import msgspec
 import numpy as np
 from isal import isal_zlib
 
-from realhf.trajectory.base.incoming import Incoming
-from realhf.trajectory.base.records import FIELDS, Encoding
-from realhf.trajectory.base.refusal import Refusal, invalid
+from realhf.trajectory.records import FIELDS, Encoding, Incoming, Refusal, invalid
 from realhf.trajectory.wire.json_groups import Int64, complete_messages
 
 Loc = list[str | int]

@@ -14,14 +14,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realhf.trajectory.base.records import Encoding, GroupRecord, Payload, Place
-from realhf.trajectory.batching.exact_selection import select_exact
-from realhf.trajectory.batching.fair_share import FairShare
-from realhf.trajectory.batching.minimum_selection import select_with_minimums
-from realhf.trajectory.batching.packs import NotSelected, Selected
-from realhf.trajectory.batching.queue_index import Lane, QueueIndex
-from realhf.trajectory.batching.selection import select_batch
-from realhf.trajectory.state.mixbuffer import find_groups_summing_to_target, find_set
+from realhf.trajectory.records import Encoding, GroupRecord, Payload, Place
+from realhf.trajectory.state.batching import (
+    FairShare,
+    NotSelected,
+    Selected,
+    select_batch,
+    select_exact,
+    select_with_minimums,
+)
+from realhf.trajectory.state.push import find_groups_summing_to_target, find_set
+from realhf.trajectory.state.queue_index import Lane, QueueIndex
 
 PAYLOAD = Payload(b"", 10, Encoding.JSON, 0, 0)
 
@@ -283,7 +286,7 @@ class CountingLane(Lane):
 
 @pytest.mark.parametrize("minimums", [[], [(0, 0.2), (1, 0.2)]])
 def test_selection_does_not_grow_with_the_queue(minimums: list[tuple[int, float]], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("realhf.trajectory.batching.queue_index.Lane", CountingLane)
+    monkeypatch.setattr("realhf.trajectory.state.queue_index.Lane", CountingLane)
     seen = {}
     for length in (400, 40_000):
         index = index_of([(2 ** (number % 3), number % 4) for number in range(length)])
@@ -295,7 +298,7 @@ def test_selection_does_not_grow_with_the_queue(minimums: list[tuple[int, float]
 
 
 def test_turns_grow_with_the_batch_and_not_with_its_square(monkeypatch: pytest.MonkeyPatch):
-    from realhf.trajectory.batching import packs
+    from realhf.trajectory.state import batching as packs
 
     pushes = 0
 

@@ -29,13 +29,22 @@ from realhf.trajectory.client import (
     TrajectoryClient,
     Unreachable,
 )
-from realhf.trajectory.client.answers import EnvRegistration, EnvStatus
 from realhf.trajectory.client.encoding import choose_compression, decode_batch, encode_groups
-from realhf.trajectory.client.exchange import Failed, Pause, Request, Response, Retry, answered, retry_after_s
-from realhf.trajectory.client.pacing import pace
-from realhf.trajectory.wire import splice
+from realhf.trajectory.client.protocol import (
+    EnvRegistration,
+    EnvStatus,
+    Failed,
+    Pause,
+    Request,
+    Response,
+    Retry,
+    answered,
+    pace,
+    retry_after_s,
+)
+from realhf.trajectory.wire import encode
 from realhf.trajectory.wire.body import gunzip, unzstd
-from realhf.trajectory.wire.convert import to_json
+from realhf.trajectory.wire.encode import to_json
 from realhf.trajectory.wire.json_groups import read_group as read_json
 from realhf.trajectory.wire.msgpack_groups import read_group as read_msgpack
 from tests.trajectory.conftest import running_server
@@ -99,7 +108,7 @@ def test_arrays_keep_their_precision():
     kinds = {name: tensor["dtype"] for name, tensor in msgspec.msgpack.decode(body).items() if name != "scores"}
     assert kinds == {"tokens": "i8", "masks": "i4", "inference_logprobs": "f4"}
     packed = read_msgpack(body, ["body"])
-    answer = b"".join(splice.msgpack_pieces([(packed.present, packed.data)]))
+    answer = b"".join(encode.msgpack_pieces([(packed.present, packed.data)]))
     [back] = decode_batch(answer, "application/msgpack", "url")["batch"]
     assert [row.tolist() for row in back["tokens"]] == [[1, 2], [3, 2**40]]
     assert [row.tolist() for row in back["masks"]] == [[-100, 2], []]

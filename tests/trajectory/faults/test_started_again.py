@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from realhf.trajectory.base.refusal import Refusal
+from realhf.trajectory.records import Refusal
 from realhf.trajectory.state import registry
 from tests.trajectory.conftest import REGISTRATION, running_server, start
 from tests.trajectory.driver import TRAINER, Driver

@@ -10,8 +10,8 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from realhf.trajectory.cli import command_line, main
 from realhf.trajectory.http.auth import OPEN_PATHS, needed
+from realhf.trajectory.http.cli import command_line, main
 from realhf.trajectory.http.config import ConfigError, TrajectoryConfig, resolve
 from realhf.trajectory.http.server import create_app
 from tests.trajectory.conftest import REGISTRATION, register_env, running_server, start

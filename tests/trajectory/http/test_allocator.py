@@ -9,7 +9,7 @@ import pytest
 
 SCRIPT = """
 import platform, resource, sys
-from realhf.trajectory.http.allocator import keep_buffers
+from realhf.trajectory.http.server import keep_buffers
 
 if sys.argv[1] == "kept" and not keep_buffers():
     sys.exit(77)

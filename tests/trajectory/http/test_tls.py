@@ -10,8 +10,8 @@ import httpx
 import pytest
 
 from realhf.base.tls import believing
-from realhf.trajectory.cli import uvicorn_config
 from realhf.trajectory.client import AsyncTrajectoryClient, TrajectoryClient, Unreachable
+from realhf.trajectory.http.cli import uvicorn_config
 from realhf.trajectory.http.config import ConfigError, TrajectoryConfig
 from tests.certificates import self_signed
 from tests.trajectory.conftest import REGISTRATION, running_server, start

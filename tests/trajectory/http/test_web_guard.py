@@ -18,8 +18,7 @@ import uvicorn
 from starlette.types import Message
 
 from realhf.trajectory.http.config import TrajectoryConfig
-from realhf.trajectory.http.drained_send import drained_send
-from realhf.trajectory.http.server import create_app
+from realhf.trajectory.http.server import create_app, drained_send
 from tests.chromium import ABSENT, PROGRAM, Chromium
 from tests.trajectory.conftest import REGISTRATION, running_server, start
 from tests.trajectory.groups import group

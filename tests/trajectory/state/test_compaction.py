@@ -14,13 +14,11 @@ import httpx
 import pytest
 from isal import isal_zlib
 
-from realhf.trajectory.base.incoming import Incoming
-from realhf.trajectory.base.options import StateOptions
-from realhf.trajectory.base.records import Encoding
-from realhf.trajectory.state import compaction, delivery, maintenance, push, quarantine, registry, views
-from realhf.trajectory.state.compaction import Compactor, held_bytes
+from realhf.trajectory.records import Encoding, Incoming, StateOptions
+from realhf.trajectory.state import delivery, maintenance, push, quarantine, registry, views
 from realhf.trajectory.state.delivery import Batch, PullRequest
 from realhf.trajectory.state.engine import Engine
+from realhf.trajectory.state.maintenance import Compactor, held_bytes
 from realhf.trajectory.store.base import Changes, PayloadLost, StoreFailure
 from realhf.trajectory.store.sqlite import SqliteStore
 from tests.trajectory.conftest import running_server, start
@@ -161,7 +159,7 @@ async def test_a_group_that_goes_while_it_is_moved_leaves_nothing(tmp_path: Path
     [new] = await engine.store.stage([data_of(1)])
     await put(engine, 2)
     assert await consume(engine, 1) == [data_of(1)]
-    assert await engine.write(compaction.move_payloads, [(key, old, new)]) == 0
+    assert await engine.write(maintenance.move_payloads, [(key, old, new)]) == 0
     await put(engine, 3)
     assert await consume(engine, 2) == [data_of(2), data_of(3)]
     await engine.close()
@@ -209,7 +207,7 @@ def test_a_batch_whose_payloads_moved_after_it_was_formed_is_delivered(tmp_path:
                 data = await super().read([each.payload for each in groups])
                 refs = await self.stage(data)
                 moves = [(each.id, each.payload.ref, ref) for each, ref in zip(groups, refs, strict=True)]
-                assert await engine.write(compaction.move_payloads, moves) == len(moves)
+                assert await engine.write(maintenance.move_payloads, moves) == len(moves)
                 await settled(engine)
                 for path in tmp_path.glob("*.seg"):
                     if path.stem == "00000001":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from realhf.trajectory.base.refusal import Refusal
+from realhf.trajectory.records import Refusal
 from realhf.trajectory.state import delivery, maintenance
 from realhf.trajectory.state.delivery import Batch, NoBatch
 from tests.trajectory.driver import Driver, ids, sizes

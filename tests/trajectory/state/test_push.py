@@ -11,14 +11,12 @@ import math
 import msgspec
 import pytest
 
-from realhf.trajectory.base.options import StateOptions
-from realhf.trajectory.base.records import Replay
-from realhf.trajectory.base.refusal import Refusal
+from realhf.trajectory.records import Refusal, Replay, StateOptions
 from realhf.trajectory.state import delivery, maintenance, quarantine, views
 from realhf.trajectory.state.delivery import NoBatch
 from realhf.trajectory.state.engine import Engine
 from realhf.trajectory.state.server_state import TrajectoryState
-from realhf.trajectory.store.memory import MemoryStore
+from realhf.trajectory.store.open import MemoryStore
 from tests.trajectory.driver import Driver, ids, sizes
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from realhf.trajectory.base.refusal import Refusal
+from realhf.trajectory.records import Refusal
 from realhf.trajectory.state import maintenance, registry, views
 from realhf.trajectory.state.delivery import NoBatch
 from tests.trajectory.driver import TRAINER, Driver, sizes

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from realhf.trajectory.base.records import Place
-from realhf.trajectory.base.refusal import Refusal
-from realhf.trajectory.batching.queue_index import QueueIndex
+from realhf.trajectory.records import Place, Refusal
 from realhf.trajectory.state import delivery, maintenance, quarantine, registry
+from realhf.trajectory.state.queue_index import QueueIndex
 from realhf.trajectory.state.server_state import TrajectoryState
 from tests.trajectory.driver import Driver
 

@@ -19,19 +19,17 @@ from typing import Any
 import pytest
 from isal import isal_zlib
 
-from realhf.trajectory.base.incoming import Incoming
-from realhf.trajectory.base.options import StateOptions
-from realhf.trajectory.base.records import Encoding, GroupRecord, Payload, PayloadRef, Place
-from realhf.trajectory.http.metrics import Metrics
+from realhf.trajectory.http.service import Metrics
+from realhf.trajectory.records import Encoding, GroupRecord, Incoming, Payload, PayloadRef, Place, StateOptions
 from realhf.trajectory.state import delivery, push, registry, views
 from realhf.trajectory.state import engine as engine_module
 from realhf.trajectory.state.delivery import Batch, PullRequest
 from realhf.trajectory.state.engine import Engine
 from realhf.trajectory.state.server_state import TrajectoryState
 from realhf.trajectory.store.base import Changes, Snapshot, StoreFailure
-from realhf.trajectory.store.memory import MemoryStore
+from realhf.trajectory.store.open import MemoryStore
 from realhf.trajectory.store.sqlite import SqliteStore
-from realhf.trajectory.wire.body_budget import BodyBudget
+from realhf.trajectory.wire.body import BodyBudget
 from tests.trajectory.driver import TRAINER
 
 

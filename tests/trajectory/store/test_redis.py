@@ -13,9 +13,7 @@ from pathlib import Path
 import pytest
 import redis
 
-from realhf.trajectory.base.incoming import Incoming
-from realhf.trajectory.base.options import StateOptions
-from realhf.trajectory.base.records import Encoding, RunRecord
+from realhf.trajectory.records import Encoding, Incoming, RunRecord, StateOptions
 from realhf.trajectory.state import delivery, push, registry, views
 from realhf.trajectory.state.delivery import Batch, PullRequest
 from realhf.trajectory.state.engine import PAUSE_AFTER_FAILURE_S, Engine

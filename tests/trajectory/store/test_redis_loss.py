@@ -15,10 +15,7 @@ from typing import Any
 import pytest
 import redis
 
-from realhf.trajectory.base.incoming import Incoming
-from realhf.trajectory.base.options import StateOptions
-from realhf.trajectory.base.records import Encoding, RunRecord
-from realhf.trajectory.base.refusal import Refusal
+from realhf.trajectory.records import Encoding, Incoming, Refusal, RunRecord, StateOptions
 from realhf.trajectory.state import push, registry, views
 from realhf.trajectory.state.engine import Engine
 from realhf.trajectory.store.base import Changes, StoreFailure

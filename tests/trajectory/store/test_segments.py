@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from realhf.trajectory.base.records import Encoding, GroupRecord, Payload, Place
+from realhf.trajectory.records import Encoding, GroupRecord, Payload, Place
 from realhf.trajectory.store.base import Changes, StoreFailure
 from realhf.trajectory.store.sqlite import SqliteStore
 

@@ -22,13 +22,20 @@ from typing import Any
 import msgspec
 import pytest
 
-from realhf.trajectory.base.options import StateOptions
-from realhf.trajectory.base.records import Encoding, EnvRecord, GroupRecord, LeaseRecord, Payload, Place, RunRecord
+from realhf.trajectory.records import (
+    Encoding,
+    EnvRecord,
+    GroupRecord,
+    LeaseRecord,
+    Payload,
+    Place,
+    RunRecord,
+    StateOptions,
+)
 from realhf.trajectory.state import registry
 from realhf.trajectory.state.engine import Engine
 from realhf.trajectory.store.base import Changes, PayloadLost, StoreFailure
-from realhf.trajectory.store.memory import MemoryStore
-from realhf.trajectory.store.open import open_store
+from realhf.trajectory.store.open import MemoryStore, open_store
 from realhf.trajectory.store.sqlite import SqliteStore
 from tests.trajectory.driver import TRAINER
 

@@ -15,7 +15,7 @@ from realhf.api.sample import MicroBatchSpec, SequenceSample
 from realhf.api.source import DataSource
 from realhf.builtins import interfaces, sources
 from realhf.trajectory.client import Denied, NoBatchYet, NotRegistered, TrajectoryClient
-from realhf.trajectory.training.lease_keeper import LeaseKeeper
+from realhf.trajectory.training.dataset import LeaseKeeper
 from realhf.trajectory.training.stream_interface import TrajectoryStreamInterface
 from tests.trajectory.conftest import running_server
 from tests.trajectory.groups import group

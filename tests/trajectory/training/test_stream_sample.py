@@ -16,10 +16,9 @@ from realhf.api.env import RolloutOutcome
 from realhf.api.model import CallContext
 from realhf.api.sample import MicroBatchSpec, SequenceSample
 from realhf.rollout.rollout_sample import outcomes_to_sample
-from realhf.trajectory.client.encoding import decode_batch, encode_groups
-from realhf.trajectory.client.episodes import group_of
+from realhf.trajectory.client.encoding import decode_batch, encode_groups, group_of
 from realhf.trajectory.training.stream_sample import Converted, RowLimits, groups_to_sample
-from realhf.trajectory.wire import splice
+from realhf.trajectory.wire import encode
 from realhf.trajectory.wire.msgpack_groups import read_group
 
 LIMITS = RowLimits(vocab_size=100, max_tokens=8, min_group_size=2)
@@ -77,7 +76,7 @@ def test_pushed_episodes_arrive_as_if_played_here():
         body, _ = encode_groups([group], listed=False, binary=True, compression="none")
         packed = read_group(body, ["body"])
         pieces.append((packed.present, packed.data))
-    batch = decode_batch(b"".join(splice.msgpack_pieces(pieces)), "application/msgpack", "url")["batch"]
+    batch = decode_batch(b"".join(encode.msgpack_pieces(pieces)), "application/msgpack", "url")["batch"]
     found = converted(*batch, places=2, limits=RowLimits(100, 64, 2)).sample
     expected = outcomes_to_sample(found.ids, groups)
     assert found.keys == expected.keys

@@ -11,10 +11,9 @@ import httpx
 import pytest
 import zstandard
 
-from realhf.trajectory.base.refusal import Refusal
+from realhf.trajectory.records import Refusal
 from realhf.trajectory.wire import body as body_module
-from realhf.trajectory.wire.body import gunzip, unzstd
-from realhf.trajectory.wire.body_budget import BodyBudget, BodyShare
+from realhf.trajectory.wire.body import BodyBudget, BodyShare, gunzip, unzstd
 from tests.trajectory.conftest import running_server, start
 from tests.trajectory.groups import encoded, group
 

@@ -19,14 +19,11 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realhf.trajectory.base.incoming import Incoming
-from realhf.trajectory.base.records import Encoding, Payload
-from realhf.trajectory.base.refusal import Refusal
-from realhf.trajectory.wire import convert, deflate, splice
+from realhf.trajectory.records import Encoding, Incoming, Payload, Refusal
+from realhf.trajectory.wire import encode
 from realhf.trajectory.wire.body import MOST_MEMBERS, read_body
 from realhf.trajectory.wire.encode import encode_batch, encode_group
-from realhf.trajectory.wire.intake import INLINE_BYTES, parse_groups
-from realhf.trajectory.wire.offload import Offload
+from realhf.trajectory.wire.intake import INLINE_BYTES, Offload, parse_groups
 from tests.trajectory.groups import EVERYTHING, binary, encoded, group, tensor
 
 MSGPACK = "application/msgpack"
@@ -156,7 +153,7 @@ def test_small_answers_are_not_compressed():
 @settings(max_examples=25, deadline=None)
 @given(pieces=st.lists(st.binary(max_size=3000), max_size=5), level=st.integers(0, 3))
 def test_joined_deflate_segments_are_one_gzip_member(pieces: list[bytes], level: int):
-    whole = b"".join(asyncio.run(deflate.gzip_pieces(pieces, level)))
+    whole = b"".join(asyncio.run(encode.gzip_pieces(pieces, level)))
     reader = zlib.decompressobj(31)
     assert reader.decompress(whole) == b"".join(pieces)
     assert reader.eof
@@ -169,7 +166,7 @@ def test_binary_groups_in_every_dtype(integers: str, floats: str):
     plain = group(3, 5, advantages=[[0.5], [], [1.5, -2.0]], env_id=2, policy_version=4)
     [incoming] = parse(binary(plain, integers, floats), MSGPACK)
     assert (incoming.size, incoming.env_id, incoming.policy_version) == (3, 2, 4)
-    item = msgspec.msgpack.decode(splice.msgpack_group((incoming.present, incoming.data)))
+    item = msgspec.msgpack.decode(encode.msgpack_group((incoming.present, incoming.data)))
     assert np.frombuffer(item["tokens"]["data"], f"<{integers}").tolist() == [*chain(*plain["tokens"])]
     assert len(item) == 15
     assert item["messages"] is None
@@ -196,7 +193,7 @@ def test_ragged_and_empty_rows():
     plain = {"tokens": [[], [1], []], "masks": [], "scores": []}
     [incoming] = parse(binary(plain), MSGPACK)
     assert incoming.size == 3
-    assert json.loads(convert.to_json(incoming.present, incoming.data)) == plain
+    assert json.loads(encode.to_json(incoming.present, incoming.data)) == plain
 
 
 def spoiled(**changed: Any) -> bytes:

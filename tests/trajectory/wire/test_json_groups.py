@@ -14,12 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realhf.trajectory.base.incoming import Incoming
-from realhf.trajectory.base.records import FIELDS, N_STOCK_FIELDS
-from realhf.trajectory.base.refusal import Refusal
-from realhf.trajectory.wire import json_groups, lax_groups, splice
-from realhf.trajectory.wire.intake import INLINE_NESTS, parse_groups
-from realhf.trajectory.wire.offload import Offload
+from realhf.trajectory.records import FIELDS, N_STOCK_FIELDS, Incoming, Refusal
+from realhf.trajectory.wire import encode, json_groups, lax_groups
+from realhf.trajectory.wire.intake import INLINE_NESTS, Offload, parse_groups
 from tests.trajectory.groups import EVERYTHING, encoded, group
 
 
@@ -28,7 +25,7 @@ def parse(body: bytes, content_type: str | None = None, listed: bool = False, in
 
 
 def delivered(incoming: Incoming) -> dict[str, Any]:
-    return json.loads(splice.json_group((incoming.present, incoming.data)))
+    return json.loads(encode.json_group((incoming.present, incoming.data)))
 
 
 def refused(body: bytes, **options: Any) -> list[dict[str, Any]]:

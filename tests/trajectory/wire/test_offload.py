@@ -14,13 +14,13 @@ import time
 
 import pytest
 
-from realhf.trajectory.base.refusal import Refusal
-from realhf.trajectory.wire.offload import Offload
+from realhf.trajectory.records import Refusal
+from realhf.trajectory.wire.intake import Offload
 
 DEADLINE_S = 60.0
 PARENT = """
 import asyncio, os, sys, time
-from realhf.trajectory.wire.offload import Offload
+from realhf.trajectory.wire.intake import Offload
 
 async def main():
     offload = Offload()

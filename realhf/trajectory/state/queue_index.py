@@ -12,7 +12,7 @@ from itertools import islice
 from operator import attrgetter
 from typing import Protocol
 
-from realhf.trajectory.base.records import GroupRecord
+from realhf.trajectory.records import GroupRecord
 
 
 class Unit(Protocol):

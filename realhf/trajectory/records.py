@@ -1,12 +1,17 @@
-"""Defines what the server remembers: one frozen record per row of its tables, msgpack-able, the same for every store.
+"""Defines what the trajectory server remembers, the rules it goes by, and the refusal that becomes an HTTP error; every part of the server imports it.
 
 Source: docs/reference/trajectory.md 1 (vocabulary), 3.10 (leases), 3.11 (what is persisted).
+
+Source: docs/reference/trajectory.md 3.12 (the strict switch) and the options named in 3.4 to 3.10.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from enum import IntEnum
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -29,11 +34,8 @@ FIELDS = (
 )
 """Fields of a group. Every delivered item has all but the last; ``policy_version`` is there only where it was sent."""
 N_STOCK_FIELDS = 14
-
 PayloadRef: TypeAlias = int | bytes
 """Where a group's bytes are: the bytes themselves (memory store) or a number that the store understands."""
-
-
 PAYLOAD_LOST = "payload_lost"
 """Reason of a group in quarantine whose bytes were read and are not what was written."""
 
@@ -210,3 +212,104 @@ def place_of(record: Record) -> tuple[str, int | str]:
             return "closed", record.lease_id
         case Replay():
             return "replays", record.key
+
+
+class Incoming(msgspec.Struct, frozen=True):
+    """Holds a valid group: its canonical bytes (see ``records.Payload``) and what routing needs. ``size`` is the number
+    of sequences, ``len(tokens)``; a ``policy_version`` of None is replaced by the current one."""
+
+    data: bytes
+    encoding: Encoding
+    present: int
+    crc: int
+    size: int
+    env_id: int | None
+    policy_version: int | None
+
+
+DEFAULT_QUEUE_BYTES = 16 << 30
+DEFAULT_QUARANTINE_BYTES = 256 << 20
+_CHOICES = {
+    "reregister": ("continue", "reset", "ignore"), "delivery": ("at_least_once", "at_most_once"),
+    "stale_policy": ("quarantine", "last"), "min_rounding": ("floor", "ceil"),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class StateOptions:
+    """Holds the rules of one state. Sizes in bytes (0: no limit), times in seconds. The first twelve are the rows of
+    the strict switch, each with the default of this server."""
+
+    reregister: str = "continue"
+    divisor_packing: bool = True
+    weighted_fill: bool = True
+    recheck_minimums: bool = True
+    heartbeat_timeout_s: float = 300.0
+    lease_anonymous: bool = True
+    count_others_of_size_one: bool = True
+    status_before_registration: bool = True
+    fence_epochs: bool = True
+    bound_staleness: bool = True
+    bound_integers: bool = True
+    forget_on_reset: bool = True
+
+    lease_timeout_s: float = 600.0
+    send_timeout_s: float = 60.0
+    delivery: str = "at_least_once"
+    max_queue_groups: int = 1_000_000
+    max_queue_bytes: int = DEFAULT_QUEUE_BYTES
+    quarantine_bytes: int = DEFAULT_QUARANTINE_BYTES
+    max_quarantine_groups: int = 100_000
+    buffer_expiry_s: float = 3600.0
+    max_buffered_groups: int = 4096
+    replay_ttl_s: float = 3600.0
+    max_replays: int = 250_000
+    env_expiry_s: float = 86_400.0
+    max_staleness: int | None = None
+    stale_policy: str = "quarantine"
+    min_rounding: str = "floor"
+
+    def __post_init__(self) -> None:
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; choose one of {', '.join(choices)}")
+        for name in (
+            "heartbeat_timeout_s", "lease_timeout_s", "send_timeout_s", "buffer_expiry_s", "replay_ttl_s",
+            "env_expiry_s",
+        ):  # fmt: skip
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be more than 0 seconds")
+
+
+def strict(options: StateOptions, **chosen: Any) -> StateOptions:
+    """Set every row of the strict switch to the original's behaviour, except the rows named in ``chosen``."""
+    rows: dict[str, Any] = {
+        "reregister": "ignore",
+        "divisor_packing": False,
+        "weighted_fill": False,
+        "recheck_minimums": False,
+        "heartbeat_timeout_s": math.inf,
+        "lease_anonymous": False,
+        "count_others_of_size_one": False,
+        "status_before_registration": False,
+        "fence_epochs": False,
+        "bound_staleness": False,
+        "bound_integers": False,
+        "forget_on_reset": False,
+    }
+    return replace(options, **(rows | chosen))
+
+
+class Refusal(Exception):
+    """Is raised for a request that cannot be served. ``detail`` is JSON-able: a text, or the list of a 422."""
+
+    def __init__(self, status: int, detail: Any, headers: Mapping[str, str] | None = None) -> None:
+        super().__init__(f"{status}: {detail}")
+        self.status = status
+        self.detail = detail
+        self.headers = dict(headers or {})
+
+
+def invalid(loc: list[str | int], message: str, kind: str = "value_error", given: Any = None) -> Refusal:
+    """Make a 422 in the shape of the contract: ``{"detail": [{"type", "loc", "msg", "input"}]}``."""
+    return Refusal(422, [{"type": kind, "loc": loc, "msg": message, "input": given}])

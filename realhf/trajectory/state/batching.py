@@ -1,0 +1,548 @@
+"""Selects the groups of the next batch: fair shares, packs, exact fill, minimum allocations, and the original's rule.
+
+Source: docs/reference/trajectory.md 3.6.
+
+Source: docs/reference/trajectory.md 3.3, 3.6.
+
+Source: docs/reference/trajectory.md 3.3.
+
+Source: docs/reference/trajectory.md 3.4.
+
+It can jam when sizes are not powers of two; ``strict`` accepts that. Source: docs/reference/trajectory.md 3.3 (first
+paragraph), 3.4, 3.12.
+
+Source: docs/reference/trajectory.md 1.1, 3.3, 3.4, 3.6, 3.12.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count, islice, repeat, takewhile
+from math import ceil, floor, lcm
+from typing import Any
+
+from realhf.trajectory.records import Encoding, GroupRecord, Payload, Place
+from realhf.trajectory.state.queue_index import Lane, QueueIndex, Unit
+
+
+@dataclass(frozen=True)
+class FairShare:
+    """Holds the shares of environments and what they have been served.
+
+    ``shares``: of each known environment; ``times``: served sequences over share, so far; ``clock``: the time of the
+    one that was served last. Environments without a share count together under the key None, which has
+    ``default_share``.
+    """
+
+    shares: Mapping[int | None, float]
+    times: Mapping[int | None, float]
+    clock: float
+    default_share: float
+
+
+@dataclass
+class Ledger:
+    """Keeps the accounts while one batch is formed. ``times`` holds changed times, ``served`` the sequences taken from
+    each environment."""
+
+    fair: FairShare
+    clock: float = field(init=False)
+    times: dict[int | None, float] = field(default_factory=dict)
+    served: dict[int | None, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.clock = self.fair.clock
+
+    def key(self, env_id: int | None) -> int | None:
+        """Return the account of an environment: its own, or None for those without a share."""
+        return env_id if env_id in self.fair.shares else None
+
+    def time(self, key: int | None) -> float:
+        """Return the time of an account, including what this batch has charged."""
+        found = self.times.get(key)
+        return self.fair.times.get(key, 0.0) if found is None else found
+
+    def charge(self, env_id: int | None, sequences: int) -> None:
+        """Charge an environment for sequences taken from it."""
+        key = self.key(env_id)
+        self.times[key] = self.time(key) + sequences / self.fair.shares.get(key, self.fair.default_share)
+        self.served[env_id] = self.served.get(env_id, 0) + sequences
+
+
+@dataclass(frozen=True)
+class Selected:
+    """Holds a batch: ``groups`` in the order of delivery, and what its environments are charged for it."""
+
+    groups: list[GroupRecord]
+    served: dict[int | None, int]
+    times: dict[int | None, float]
+    clock: float
+
+
+@dataclass(frozen=True)
+class NotSelected:
+    """Says why no batch can be formed: ``reason`` is a value of ``X-Batch-Reason``."""
+
+    reason: str
+
+
+Pack = list[Unit]
+
+
+def chunks(units: Iterable[Unit], length: int) -> Iterator[Pack]:
+    """Yield complete packs of ``length`` units; an incomplete rest is left out."""
+    iterator = iter(units)
+    while len(pack := list(islice(iterator, length))) == length:
+        yield pack
+
+
+class FairDraw:
+    """Draws the oldest pack of the environment with the smallest time, again and again.
+
+    Sources yield packs in the order of their oldest member. A pack takes the turn of that member's environment, and
+    each environment is charged for its own members.
+    """
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger = ledger
+        self._heads: dict[int | None, list[tuple[int, int, Pack, Iterator[Pack]]]] = {}
+        self._turns: list[tuple[float, int, int, int | None]] = []
+        self._current: dict[int | None, tuple[float, int]] = {}
+        self._ticket = count()
+
+    def offer(self, source: Iterator[Pack]) -> None:
+        """Let a source take part, from its next pack on."""
+        pack = next(source, None)
+        if pack is None:
+            return
+        key = self.ledger.key(pack[0].env_id)
+        heads = self._heads.setdefault(key, [])
+        heapq.heappush(heads, (pack[0].order, next(self._ticket), pack, source))
+        self._queue_turn(key)
+
+    def draw(self) -> tuple[Pack, Iterator[Pack]] | None:
+        """Return the next pack and the source it came from, which no longer takes part until it is offered again; None
+        when all packs are drawn."""
+        while self._turns:
+            time, order, _, key = heapq.heappop(self._turns)
+            if self._current.get(key) != (time, order):
+                continue
+            del self._current[key]
+            heads = self._heads[key]
+            if (time, order) != (self.ledger.time(key), heads[0][0]):
+                self._queue_turn(key)
+                continue
+            _, _, pack, source = heapq.heappop(heads)
+            return pack, source
+        return None
+
+    def charge(self, pack: Pack) -> None:
+        """Take the pack into the batch and charge its environments."""
+        key = self.ledger.key(pack[0].env_id)
+        self.ledger.clock = self.ledger.time(key)
+        for unit in pack:
+            self.ledger.charge(unit.env_id, unit.size)
+        self._queue_turn(key)
+
+    def skip(self, pack: Pack) -> None:
+        """Leave out a pack that does not fit: its environment keeps its turn."""
+        self._queue_turn(self.ledger.key(pack[0].env_id))
+
+    def _queue_turn(self, key: int | None) -> None:
+        """Queue one turn for each environment that has packs; a turn that was overtaken is not in ``_current`` any
+        more."""
+        if not (heads := self._heads.get(key)):
+            self._current.pop(key, None)
+            return
+        turn = self.ledger.time(key), heads[0][0]
+        if self._current.get(key) != turn:
+            self._current[key] = turn
+            heapq.heappush(self._turns, (*turn, next(self._ticket), key))
+
+
+def delivered(packs: list[Pack], ledger: Ledger) -> Selected:
+    """Make the batch of these packs, ordered by their oldest members."""
+    packs = sorted(packs, key=lambda pack: pack[0].order)
+    groups = [member for pack in packs for unit in pack for member in unit.members]
+    return Selected(groups, ledger.served, ledger.times, ledger.clock)
+
+
+def unservable(size: int, batch_size: int, strict: bool) -> str | None:
+    """Return why a unit of ``size`` sequences can never be part of a batch, or None if it can."""
+    if size < 1:
+        return "zero_sequences"
+    if batch_size < 1:
+        return None
+    if size > batch_size:
+        return "larger_than_batch"
+    return "size_does_not_divide_batch" if batch_size % size and not strict else None
+
+
+def select_exact(index: QueueIndex, batch_size: int, fair: FairShare) -> Selected | NotSelected:
+    """Select packs whose length is the least common multiple of the sizes present. While these do not suffice, try
+    again without the largest size, so that a large group never blocks the others."""
+    by_size: dict[int, list[Lane]] = {}
+    for (_, size), lane in index.lanes.items():
+        if unservable(size, batch_size, strict=False) is None:
+            by_size.setdefault(size, []).append(lane)
+    sizes = sorted(by_size)
+    if sum(size * len(lane) for size in sizes for lane in by_size[size]) < batch_size:
+        return NotSelected("not_enough_sequences" if index.groups else "empty")
+    while sizes:
+        unit = lcm(*sizes)
+        if sum(sum(map(len, by_size[size])) // (unit // size) for size in sizes) * unit >= batch_size:
+            sources = (source for size in sizes for source in _sources(by_size[size], unit // size))
+            return _draw(sources, batch_size // unit, Ledger(fair))
+        sizes.pop()
+    return NotSelected("no_complete_packs")
+
+
+def _sources(lanes: Sequence[Lane], length: int) -> Iterator[Iterator[Pack]]:
+    """Yield packs of single environments, then shared packs of what is left over of several."""
+    left = []
+    for lane in lanes:
+        own, rest = divmod(len(lane), length)
+        if own:
+            yield (pack for pack, _ in zip(chunks(lane, length), repeat(None, own), strict=False))
+        left.append((lane, rest))
+    if sum(rest for _, rest in left) >= length:
+        yield chunks(heapq.merge(*(lane.newest(rest) for lane, rest in left), key=lambda unit: unit.order), length)
+
+
+def _draw(sources: Iterator[Iterator[Pack]], packs: int, ledger: Ledger) -> Selected:
+    draw, chosen = FairDraw(ledger), []
+    for source in sources:
+        draw.offer(source)
+    for _ in range(packs):
+        drawn = draw.draw()
+        assert drawn is not None, "the packs were counted before"
+        pack, source = drawn
+        draw.charge(pack)
+        draw.offer(source)
+        chosen.append(pack)
+    return delivered(chosen, ledger)
+
+
+Minimums = Sequence[tuple[int, float]]
+Lanes = dict[int | None, dict[int, list[Unit]]]
+
+
+def select_with_minimums(
+    index: QueueIndex,
+    batch_size: int,
+    fair: FairShare,
+    minimums: Minimums,
+    *,
+    rounding: str = "floor",
+    recheck: bool = True,
+) -> Selected | NotSelected:
+    """Select the minimums first, in order of registration, then fill the batch by weight from all environments.
+
+    ``minimums``: (env_id, fraction of the batch). While no batch results, it tries again without the largest size; when
+    all fail, the first reason is returned.
+    """
+    sizes = sorted({size for _, size in index.lanes if unservable(size, batch_size, strict=False) is None})
+    if index.sequences < batch_size:
+        return NotSelected("not_enough_sequences" if index.groups else "empty")
+    first: NotSelected | None = None
+    while sizes:
+        attempt = _Attempt(batch_size, Ledger(fair), _packable(index, sizes, batch_size))
+        result = attempt.run(needs(batch_size, minimums, rounding), recheck)
+        if isinstance(result, Selected):
+            return result
+        first = first or result
+        sizes.pop()
+    return first or NotSelected("no_complete_packs")
+
+
+def needs(batch_size: int, minimums: Minimums, rounding: str) -> dict[int, int]:
+    """Return how many sequences each environment must get, where that is more than 0."""
+    found = {}
+    for env_id, allocation in minimums:
+        exact = batch_size * allocation
+        need = floor(exact + 1e-9) if rounding == "floor" else ceil(exact - 1e-9)
+        if need > 0:
+            found[env_id] = need
+    return found
+
+
+def _packable(index: QueueIndex, sizes: Sequence[int], batch_size: int) -> Lanes:
+    """Return units in complete packs of one environment, by environment and size, oldest first; no more than a batch
+    can hold of each."""
+    unit, lanes = lcm(*sizes), {}
+    for (env_id, size), lane in index.lanes.items():
+        if size in sizes:
+            complete = len(lane) - len(lane) % (unit // size)
+            if complete:
+                taken = min(complete, batch_size // size)
+                lanes.setdefault(env_id, {})[size] = list(islice(lane, taken))
+    return lanes
+
+
+@dataclass
+class _Attempt:
+    """Makes one try with one set of sizes. ``lanes`` shrink as units are chosen; ``left`` counts, by size, the units
+    that are not chosen yet."""
+
+    batch_size: int
+    ledger: Ledger
+    lanes: Lanes
+    chosen: list[Pack] = field(default_factory=list)
+    taken: dict[int | None, int] = field(default_factory=dict)
+    room: int = field(init=False)
+    left: Counter[int] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        self.room = self.batch_size
+        for lanes in self.lanes.values():
+            for size, units in lanes.items():
+                self.left[size] += len(units)
+
+    def run(self, need: dict[int, int], recheck: bool) -> Selected | NotSelected:
+        """Take the minimum of every environment in ``need``, then fill up the batch."""
+        for env_id in need:
+            if env_id not in self.lanes:
+                return NotSelected(f"min_unmet:{env_id}")
+        need = self._scaled(need)
+        later = sum(need.values())
+        for env_id, wanted in need.items():
+            later -= wanted
+            self._take_minimum(env_id, wanted, later)
+        self._fill()
+        short = next((env_id for env_id, wanted in need.items() if self.taken.get(env_id, 0) < wanted), None)
+        if short is not None and recheck:
+            return NotSelected(f"min_unmet:{short}")
+        return NotSelected("no_complete_packs") if self.room else delivered(self.chosen, self.ledger)
+
+    def _scaled(self, need: dict[int, int]) -> dict[int, int]:
+        total = sum(need.values())
+        if total <= self.batch_size:
+            return need
+        return {
+            env_id: max(min(self.lanes[env_id]), wanted * self.batch_size // total) for env_id, wanted in need.items()
+        }
+
+    def _take_minimum(self, env_id: int, wanted: int, later: int) -> None:
+        """Choose the oldest units of one environment until it has its minimum; ``later`` sequences stay free for the
+        others."""
+        lanes = self.lanes[env_id]
+        heads = [(units[0].order, size, 0) for size, units in lanes.items()]
+        heapq.heapify(heads)
+        used = dict.fromkeys(lanes, 0)
+        while heads and self.taken.get(env_id, 0) < wanted:
+            _, size, position = heapq.heappop(heads)
+            if self.room - size < later or not self._fillable(size):
+                continue
+            self._choose([lanes[size][position]])
+            used[size] = position + 1
+            if position + 1 < len(lanes[size]):
+                heapq.heappush(heads, (lanes[size][position + 1].order, size, position + 1))
+        for size, number in used.items():
+            del lanes[size][:number]
+
+    def _fill(self) -> None:
+        """Choose the rest of the batch by weight, from all units that can still be packed."""
+        draw = FairDraw(self.ledger)
+        for lanes in self.lanes.values():
+            for units in lanes.values():
+                draw.offer(_single(units))
+        while self.room and (drawn := draw.draw()):
+            pack, source = drawn
+            if not self._fillable(pack[0].size):
+                draw.skip(pack)
+                continue
+            draw.charge(pack)
+            self._choose(pack, charge=False)
+            draw.offer(source)
+
+    def _fillable(self, size: int) -> bool:
+        """Return whether the units left can fill the room exactly once a unit of this size is taken."""
+        room = self.room - size
+        if room < 0:
+            return False
+        left = dict(self.left)
+        left[size] -= 1
+        smallest = min(left)
+        if room % smallest == 0 and left[smallest] * smallest >= room:
+            return True
+        reachable, mask = 1, (1 << (room + 1)) - 1
+        for other, number in left.items():
+            step = 1
+            while number > 0:
+                step = min(step, number)
+                reachable |= reachable << (other * step) & mask
+                number, step = number - step, step * 2
+        return bool(reachable >> room & 1)
+
+    def _choose(self, pack: Pack, charge: bool = True) -> None:
+        for unit in pack:
+            self.left[unit.size] -= 1
+            if charge:
+                self.ledger.charge(unit.env_id, unit.size)
+            self.room -= unit.size
+            self.taken[unit.env_id] = self.taken.get(unit.env_id, 0) + unit.size
+        self.chosen.append(pack)
+
+
+def _single(units: Sequence[Unit]) -> Iterator[Pack]:
+    return ([unit] for unit in units)
+
+
+def select_strict(index: QueueIndex, batch_size: int, fair: FairShare) -> Selected | NotSelected:
+    """Select groups of packs of any environments until their sizes sum to the batch; if they overshoot, there is no
+    batch. With no shares in ``fair`` that is the order of arrival."""
+    if index.sequences < batch_size:
+        return NotSelected("not_enough_sequences" if index.groups else "empty")
+    largest, by_size = index.max_group_size(), {}
+    for (_, size), lane in index.lanes.items():
+        if size and largest % size == 0:
+            by_size.setdefault(size, []).append(lane)
+    sources = [chunks(_merged(lanes), largest // size) for size, lanes in by_size.items()]
+    ledger, chosen, room = Ledger(fair), [], batch_size
+    for unit in (unit for pack in _draws(sources, ledger, arrival=not fair.shares) for unit in pack):
+        chosen.append(unit)
+        room -= unit.size
+        if room <= 0:
+            break
+    return NotSelected("no_complete_packs") if room else _batch(chosen, ledger)
+
+
+def select_strict_with_minimums(
+    index: QueueIndex, batch_size: int, fair: FairShare, minimums: Minimums, *, recheck: bool = False
+) -> Selected | NotSelected:
+    """Select the minimums from complete packs of each environment, then the queue in order. Groups without an
+    environment are not packed."""
+    largest, need = index.max_group_size(), needs(batch_size, minimums, "floor")
+    lanes = {
+        key: lane
+        for key, lane in index.lanes.items()
+        if key[0] is not None and key[1] and largest % key[1] == 0 and len(lane) >= largest // key[1]
+    }
+    for env_id in need:
+        if not any(env_id == key[0] for key in lanes):
+            return NotSelected(f"min_unmet:{env_id}")
+    total = sum(need.values())
+    if total > batch_size:
+        need = {
+            env_id: max(min(size for env, size in lanes if env == env_id), wanted * batch_size // total)
+            for env_id, wanted in need.items()
+        }
+    ledger, room = Ledger(fair), batch_size
+    chosen: list[Unit] = []
+    for env_id, wanted in need.items():
+        own = [
+            chunks(_complete(lane, largest // size), largest // size)
+            for (env, size), lane in lanes.items()
+            if env == env_id
+        ]
+        first, got = len(chosen), 0
+        for unit in (unit for pack in _by_completion(own) for unit in pack):
+            if got >= wanted or not room:
+                break
+            if unit.size <= room:
+                chosen.append(unit)
+                got, room = got + unit.size, room - unit.size
+        if recheck and sum(unit.size for unit in chosen[first:]) < wanted:
+            return NotSelected(f"min_unmet:{env_id}")
+    taken = {unit.order for unit in chosen}
+    rest = heapq.merge(
+        *(islice(_complete(lane, largest // size), 2 * batch_size // size) for (_, size), lane in lanes.items()),
+        key=_order,
+    )
+    for unit in (unit for unit in rest if unit.order not in taken):
+        if not room:
+            break
+        if unit.size <= room:
+            chosen.append(unit)
+            room -= unit.size
+    for unit in chosen:
+        ledger.charge(unit.env_id, unit.size)
+    return NotSelected("no_complete_packs") if room else _batch(chosen, ledger)
+
+
+def _order(unit: Unit) -> int:
+    return unit.order
+
+
+def _merged(lanes: list[Lane]) -> Iterator[Unit]:
+    return heapq.merge(*lanes, key=_order)
+
+
+def _complete(lane: Lane, length: int) -> Iterator[Unit]:
+    return islice(lane, len(lane) - len(lane) % length)
+
+
+def _by_completion(sources: list[Iterator[Pack]]) -> Iterator[Pack]:
+    return heapq.merge(*sources, key=lambda pack: pack[-1].order)
+
+
+def _draws(sources: list[Iterator[Pack]], ledger: Ledger, arrival: bool) -> Iterator[Pack]:
+    """Yield packs in the order of completion, or by weight where that row of the strict switch was set alone."""
+    if arrival:
+        for pack in _by_completion(sources):
+            for unit in pack:
+                ledger.charge(unit.env_id, unit.size)
+            yield pack
+        return
+    draw = FairDraw(ledger)
+    for source in sources:
+        draw.offer(source)
+    for pack, source in takewhile(bool, iter(draw.draw, None)):
+        draw.charge(pack)
+        draw.offer(source)
+        yield pack
+
+
+def _batch(units: Iterable[Unit], ledger: Ledger) -> Selected:
+    return Selected([member for unit in units for member in unit.members], ledger.served, ledger.times, ledger.clock)
+
+
+Group = Mapping[str, Any]
+_NO_PAYLOAD = Payload(b"", 0, Encoding.JSON, 0, 0)
+
+
+def select_batch(
+    groups: Sequence[Group], batch_size: int, envs: Sequence[Mapping[str, Any]] = (), *, strict: bool = False
+) -> tuple[list[Group] | None, list[Group], str]:
+    """Return the next batch of a queue (oldest first) or None, what remains of the queue, and why there is no batch.
+
+    A group is a mapping with a list of ``tokens`` and, where it has one, an ``env_id``; an environment has
+    ``registered_id``, and may have ``connected``, ``weight`` and ``min_batch_allocation``. Groups of a size that can
+    never be served stay where they are. ``strict``: the original's packing rule.
+    """
+    index = QueueIndex()
+    for order, group in enumerate(groups):
+        size = len(group["tokens"])
+        if unservable(size, batch_size, strict) is None:
+            index.add(GroupRecord(order, order, Place.QUEUE, group.get("env_id"), size, _NO_PAYLOAD, 0, 0.0))
+    if batch_size < 1:
+        return None, list(groups), "batch_size_not_positive"
+    connected = [env for env in envs if env.get("connected", True)]
+    minimums = [
+        (env["registered_id"], min(1e12, max(0.0, env["min_batch_allocation"])))
+        for env in connected
+        if env.get("min_batch_allocation") is not None
+    ]
+    fair = _fair_share(connected, strict)
+    if minimums:
+        select = select_strict_with_minimums if strict else select_with_minimums
+        selected = select(index, batch_size, fair, minimums)
+    else:
+        selected = (select_strict if strict else select_exact)(index, batch_size, fair)
+    if isinstance(selected, NotSelected):
+        return None, list(groups), selected.reason
+    taken = {record.id for record in selected.groups}
+    rest = [group for order, group in enumerate(groups) if order not in taken]
+    return [groups[record.id] for record in selected.groups], rest, ""
+
+
+def _fair_share(envs: Sequence[Mapping[str, Any]], strict: bool) -> FairShare:
+    """Set shares by weight with nothing served so far; in strict mode the order of arrival alone counts."""
+    if strict:
+        return FairShare({}, {}, 0.0, float("inf"))
+    weights: dict[int | None, float] = {env["registered_id"]: max(0.0, env.get("weight", 1.0)) for env in envs}
+    total = sum(weights.values()) + 1.0
+    return FairShare({key: max(0.01, weight / total) for key, weight in weights.items()}, {}, 0.0, 1.0 / total)

@@ -1,0 +1,301 @@
+"""Reads metrics and trace of a run as its files grow, and hands them out column by column.
+
+Runs of earlier versions are read under today's names, as far as these say the same.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import stat
+import struct
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+import numpy as np
+
+from realhf.api.trace import STEP
+from realhf.monitor.metrics import public_names
+from realhf.monitor.run_files import HostLanes
+from realhf.monitor.run_log import METRICS_FILE
+from realhf.monitor.trace import COMPLETE, INSTANT, TAIL_BYTES, TraceEvent, place_of, trace_files
+
+CHUNK_BYTES = 8 * 2**20
+"""How much is read at once, and the length of the longest line that is understood."""
+_HEAD_BYTES = 512
+"""A file that begins otherwise than before is another one, though it got the number of the one that was deleted."""
+
+
+class LineTail:
+    """Reads the whole lines that were added since the last look.
+
+    ``epoch`` counts how often the file was replaced or cut short: lines that were read before then no longer count.
+    What was read of a file that vanishes still counts. ``tail_bytes``: begin at most so far before the end of
+    the file, but with its first line, which says what file it is.
+    """
+
+    def __init__(self, path: Path, *, tail_bytes: int | None = None) -> None:
+        self.path = path
+        self.epoch = 0
+        self._tail_bytes = tail_bytes
+        self._file_id: tuple[int, int] | None = None
+        self._head = b""
+        self._offset = 0
+
+    def lines(self) -> list[bytes]:
+        """Return the new whole lines without their ends. A torn last line waits for its rest. An absent file, and one
+        that is no plain file, has no lines. Raises OSError when the file cannot be read."""
+        try:
+            handle = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return []
+        with os.fdopen(handle, "rb") as file:
+            about = os.fstat(handle)
+            if not stat.S_ISREG(about.st_mode):
+                return []
+            first: list[bytes] = []
+            file_id, head = (about.st_dev, about.st_ino), file.read(_HEAD_BYTES)
+            if file_id != self._file_id or about.st_size < self._offset or not head.startswith(self._head):
+                self._begin(file_id)
+                if self._tail_bytes is not None and about.st_size > self._tail_bytes:
+                    file.seek(0)
+                    first = [file.readline(CHUNK_BYTES).rstrip(b"\n")]
+                    file.seek(max(file.tell(), about.st_size - self._tail_bytes) - 1)
+                    file.readline(CHUNK_BYTES)
+                    self._offset = file.tell()
+            self._head = head[: about.st_size]
+            file.seek(self._offset)
+            return first + self._read(file, about.st_size)
+
+    def _begin(self, file_id: tuple[int, int]) -> None:
+        if self._file_id is not None:
+            self.epoch += 1
+        self._file_id, self._offset = file_id, 0
+
+    def _read(self, file: BinaryIO, size: int) -> list[bytes]:
+        found: list[bytes] = []
+        while self._offset < size:
+            chunk = file.read(min(CHUNK_BYTES, size - self._offset))
+            end = chunk.rfind(b"\n") + 1
+            if end == 0:
+                if len(chunk) < CHUNK_BYTES:
+                    break
+                end = len(chunk)  # no line of ours is that long: step over it piece by piece
+            else:
+                found += chunk[: end - 1].split(b"\n")
+            self._offset += end
+            file.seek(self._offset)
+        return [line for line in found if line]
+
+
+_ALIGNED = 8
+_KINDS = {"float64": "f64", "float32": "f32", "int32": "i32", "uint32": "u32", "uint16": "u16", "uint8": "u8"}
+MEDIA_TYPE = "application/octet-stream"
+
+
+def pack(about: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> bytes:
+    """Return ``u32 length of the header | header as JSON | arrays``, little-endian; every array begins at a multiple of
+    eight bytes. The header is ``about`` with ``arrays``: {name: {kind, length, offset}}, offsets counted from the end
+    of the header. Raises KeyError for a type of elements that the page does not know."""
+    places: dict[str, dict[str, Any]] = {}
+    parts: list[bytes] = []
+    offset = 0
+    for name, array in arrays.items():
+        data = np.ascontiguousarray(array).tobytes()
+        places[name] = {"kind": _KINDS[array.dtype.name], "length": int(array.size), "offset": offset}
+        padded = data + bytes(-len(data) % _ALIGNED)
+        parts.append(padded)
+        offset += len(padded)
+    header = json.dumps({**about, "arrays": places}).encode()
+    header += b" " * (-(len(header) + 4) % _ALIGNED)
+    return struct.pack("<I", len(header)) + header + b"".join(parts)
+
+
+Cell = float | str | None
+"""A value of a metric: a number, "NaN", "Infinity" or "-Infinity", or None where the step has none."""
+
+
+class RunMetrics:
+    """Holds the rows of ``metrics.jsonl``. Thread-safe."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._tail = LineTail(run_dir / METRICS_FILE)
+        self._lock = threading.Lock()
+        self._epoch = 0
+        self.rows: list[dict[str, Any]] = []
+        self.unreadable = 0
+
+    def refresh(self) -> None:
+        """Read what was added. Raises OSError when the file cannot be read."""
+        with self._lock:
+            lines = self._tail.lines()
+            if self._tail.epoch != self._epoch:
+                self._epoch, self.rows, self.unreadable = self._tail.epoch, [], 0
+            for line in lines:
+                row = _row(line)
+                if row is None:
+                    self.unreadable += 1
+                else:
+                    self.rows.append(row)
+
+    @property
+    def steps(self) -> int:
+        """The number of the last complete step; 0 before the first."""
+        return max((row["step"] for row in self.rows), default=0)
+
+    def columns(self, epoch: int, start: int) -> dict[str, Any]:
+        """Return the rows from ``start`` on as {epoch, start, steps, columns: {name: values}, unreadable}; all rows
+        when the file was replaced since ``epoch``."""
+        with self._lock:
+            first = start if epoch == self._epoch and 0 <= start <= len(self.rows) else 0
+            rows = self.rows[first:]
+            names = list(dict.fromkeys(name for row in rows for name in row if name != "step"))
+            return {
+                "epoch": self._epoch,
+                "start": first,
+                "steps": [row["step"] for row in rows],
+                "columns": {name: [cell(row.get(name)) for row in rows] for name in names},
+                "unreadable": self.unreadable,
+            }
+
+
+def cell(value: Any) -> Cell:
+    """Return a value as JSON without extensions can hold it."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    try:
+        finite = math.isfinite(value)
+    except OverflowError:  # an integer beyond all floats
+        return "Infinity" if value > 0 else "-Infinity"
+    if finite:
+        return value
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    step = row.get("step") if isinstance(row, dict) else None
+    return public_names(row) if isinstance(step, int) and not isinstance(step, bool) else None
+
+
+MOST_SPANS = 300_000
+"""When a run has more spans than these, the older half of them is forgotten."""
+_MOST_NAMES = 60_000
+_LATEST = 2**63 - 1
+"""A moment after all others."""
+
+
+class RunSpans:
+    """Holds the spans of all processes of a run in the order in which they were read. Thread-safe."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self._tails: dict[Path, LineTail] = {}
+        self._decode = msgspec.json.Decoder(TraceEvent).decode
+        self._lock = threading.Lock()
+        self._epoch = 0
+        self._forget()
+
+    def packed(self, epoch: int, start: int, most: int = MOST_SPANS) -> bytes:
+        """Return the spans from number ``start`` on, all of them when files were replaced since ``epoch``: columns
+        ``began`` and ``seconds`` (s, counted from ``base``, s since the epoch), ``line``, ``name`` and ``sample``
+        (numbers into the tables of the header; 0 in ``sample``: none); of more than ``most`` the last ones. Raises
+        OSError."""
+        with self._lock:
+            self._refresh()
+            first = start if epoch == self._epoch and 0 <= start <= len(self._rows) else 0
+            rows = self._rows[first:][-most:]
+            table = np.array(rows, dtype=np.float64).reshape(len(rows), 5)
+            hosts = HostLanes(self._run_dir)
+            about = {
+                "epoch": self._epoch,
+                "start": first,
+                "base": self._base / 1e6,
+                "processes": _in_order(self._processes, hosts),
+                "lines": [{"pid": pid, "name": self._line_names.get((pid, tid), str(tid))} for pid, tid in self._lines],
+                "names": list(self._names),
+                "samples": list(self._samples),
+                "steps": self._steps,
+            }
+            return pack(
+                about,
+                {
+                    "began": table[:, 0],
+                    "seconds": table[:, 1].astype(np.float32),
+                    "line": table[:, 2].astype(np.uint16),
+                    "name": table[:, 3].astype(np.uint16),
+                    "sample": table[:, 4].astype(np.uint32),
+                },
+            )
+
+    def _forget(self) -> None:
+        self._rows: list[tuple[float, float, int, int, int]] = []
+        self._lines: dict[tuple[int, int], int] = {}
+        self._names: dict[str, int] = {}
+        self._samples: dict[str, int] = {"": 0}
+        self._processes: dict[int, str] = {}
+        self._line_names: dict[tuple[int, int], str] = {}
+        self._steps: list[tuple[float, int]] = []
+        self._base = 0
+
+    def _refresh(self) -> None:
+        found = trace_files(self._run_dir)
+        epochs = {path: tail.epoch for path, tail in self._tails.items()}
+        for path in found:
+            self._tails.setdefault(path, LineTail(path, tail_bytes=TAIL_BYTES))
+        new = {path: self._tails[path].lines() for path in found}
+        if set(epochs) - set(found) or any(self._tails[path].epoch != epoch for path, epoch in epochs.items()):
+            self._epoch += 1
+            self._forget()
+            self._tails = {path: LineTail(path, tail_bytes=TAIL_BYTES) for path in found}
+            new = {path: self._tails[path].lines() for path in found}
+        for lines in new.values():
+            for line in lines:
+                self._take(line)
+        if len(self._rows) > MOST_SPANS:
+            self._epoch += 1
+            self._rows = self._rows[len(self._rows) // 2 :]
+
+    def _take(self, line: bytes) -> None:
+        try:
+            event = self._decode(line)
+        except (msgspec.MsgspecError, RecursionError):
+            return
+        args = event.args or {}
+        if event.name == "process_name":
+            self._processes[event.pid] = str(args.get("name"))[:200]
+        elif event.name == "thread_name":
+            self._line_names[event.pid, event.tid] = str(args.get("name"))[:200]
+        elif event.ph == INSTANT and event.name == STEP and isinstance(args.get("step"), int):
+            self._steps.append((self._since(event.ts), args["step"]))
+        elif event.ph == COMPLETE and len(self._names) < _MOST_NAMES and len(self._lines) < _MOST_NAMES:
+            sample = args.get("id")
+            self._rows.append(
+                (
+                    self._since(event.ts),
+                    max(0, event.dur or 0) / 1e6,
+                    self._lines.setdefault((event.pid, event.tid), len(self._lines)),
+                    self._names.setdefault(event.name[:200], len(self._names)),
+                    self._samples.setdefault(sample, len(self._samples)) if isinstance(sample, str) else 0,
+                )
+            )
+
+    def _since(self, ts: int) -> float:
+        self._base = self._base or ts
+        return (ts - self._base) / 1e6
+
+
+def _in_order(processes: Mapping[int, str], hosts: HostLanes) -> list[dict[str, Any]]:
+    """Return the processes in the order of display; in a run over several hosts by the host that each was on last,
+    which stands before its name."""
+    rows = [(hosts.at(name, _LATEST), pid, name) for pid, name in processes.items()]
+    order = {host: place for place, host in enumerate(hosts.hosts)}
+    rows.sort(key=lambda row: (order.get(row[0], -1), place_of(row[2]), row[1]))
+    return [{"pid": pid, "name": f"{host} · {name}" if host else name} for host, pid, name in rows]
