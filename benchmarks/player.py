@@ -27,7 +27,7 @@ from realhf.api.config import BuiltinModelConfig
 from realhf.api.environment import EnvironmentSpec, Task
 from realhf.api.model import GenOutput, GenRequest
 from realhf.backends.builtin_policy import build_builtin_policy
-from realhf.env.doors.load import build_environment
+from realhf.env.loader.load import build_environment
 from realhf.rollout.blocking_player import BlockingPlayer
 from realhf.rollout.episode import EpisodeRequest, Limits
 from realhf.rollout.player import Played, Player, TurnAgent

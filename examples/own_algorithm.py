@@ -22,7 +22,7 @@ from realhf.api.experiment import ExperimentSpec
 from realhf.api.sample import SequenceSample
 from realhf.base.dataclass_json import to_json_value
 from realhf.builtins import interfaces
-from realhf.env.doors.section import with_environment
+from realhf.env.loader.load import with_environment
 
 
 @dataclass

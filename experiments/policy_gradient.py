@@ -42,7 +42,7 @@ from realhf.api.rollout import HeldOutOptions, RolloutOptions
 from realhf.api.sample import MicroBatchSpec
 from realhf.base.dataclass_json import to_json_value
 from realhf.base.plugin import absolute
-from realhf.env.doors.section import chosen_environment, with_environment
+from realhf.env.loader.load import chosen_environment, with_environment
 
 SESSIONS = 32
 """Episodes at once where neither the configuration nor the environment sets a number."""

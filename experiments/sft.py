@@ -24,7 +24,7 @@ from realhf.base.content_key import content_key
 from realhf.base.dataclass_json import to_json_value
 from realhf.base.files.source_files import imported_files
 from realhf.base.paths import PACKAGE
-from realhf.env.doors.section import ChosenEnvironment, chosen_environment, with_environment
+from realhf.env.loader.load import ChosenEnvironment, chosen_environment, with_environment
 from realhf.monitor.provenance import package_versions
 
 LEARNING_MODULES = (

@@ -35,7 +35,7 @@ backends = Registry(
 sources = Registry(
     "data source",
     {
-        "tasks": "realhf.env.curriculum.task_source:TaskSource",
+        "tasks": "realhf.env.curriculum:TaskSource",
         "jsonl_chat": "realhf.data.chat_dataset:ChatDatasetSource",
         "trajectory_slots": "realhf.trajectory.training.stream_interface:BatchSlotSource",
     },

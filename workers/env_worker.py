@@ -21,7 +21,7 @@ import realhf
 from realhf.base.loopback import is_loopback_host
 from realhf.base.tls import in_memory
 from realhf.env.server.config import ConfigError, ServerConfig, add_arguments, resolve
-from realhf.env.server.served import ServedEnvironment
+from realhf.env.server.interfaces import ServedEnvironment
 from realhf.env.server.server import EnvServer, listen
 from realhf.scheduler.process import STOP_WITHIN_S, run_guarded
 from realhf.transport.network import Network

@@ -27,8 +27,8 @@ from realhf.api.model import Model
 from realhf.api.source import SampleResult, SourceItem
 from realhf.backends.embedded.compute_threads import threads
 from realhf.builtins import backends
-from realhf.env.curriculum.task_source import TaskSource
-from realhf.env.doors.load import build_environment
+from realhf.env.curriculum import TaskSource
+from realhf.env.loader.load import build_environment
 from realhf.rollout.blocking_player import BlockingPlayer
 from realhf.rollout.episode import EpisodeRequest, Limits
 from realhf.rollout.interface import ModelEngine

@@ -24,7 +24,7 @@ from realhf.backends.training.tokenizer_loading import check_context, load_token
 from realhf.base.garbage import settle
 from realhf.base.loop_watch import LoopWatch
 from realhf.base.tls import with_certificate
-from realhf.env.doors.load import build_environment
+from realhf.env.loader.load import build_environment
 from realhf.monitor.rollouts.writer import open_rollouts
 from realhf.monitor.trace import open_trace
 from realhf.rollout.generation_client import GenerationClient, Pinned

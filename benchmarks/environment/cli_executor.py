@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from realhf.aws.simulator.pool import MiniStackPool, Slot, worker_environment
-from realhf.env.containment.installed import SANDBOX_MODES
+from realhf.env.containment.probe import SANDBOX_MODES
 
 COMMANDS = (
     "aws s3api list-buckets", "aws s3 ls", "aws s3 mb s3://bench-bucket", "aws sqs create-queue --queue-name bench",

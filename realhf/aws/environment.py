@@ -29,8 +29,7 @@ from realhf.base.files.source_files import matching_files
 from realhf.base.paths import PACKAGE
 from realhf.base.text import shorten
 from realhf.base.tls import without_certificate
-from realhf.env.client.openenv_client import CapacityError, EnvError, OpenEnvClient
-from realhf.env.client.server_metadata import fetch_metadata, without_token
+from realhf.env.openenv_client import CapacityError, EnvError, OpenEnvClient, fetch_metadata, without_token
 
 T = TypeVar("T")
 SYSTEM_PROMPT = (

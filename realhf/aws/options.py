@@ -10,7 +10,7 @@ from realhf.api.config.option import option
 from realhf.api.environment import EnvironmentService
 from realhf.aws.tasks.loader import training_tags
 from realhf.aws.tasks.task import TIERS, TaskError
-from realhf.env.server.injected_faults import DEFAULT_KINDS
+from realhf.env.server.config import DEFAULT_KINDS
 
 
 @dataclass

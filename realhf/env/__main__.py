@@ -17,10 +17,10 @@ from typing import NoReturn
 from rich.console import Console
 
 import realhf
+from realhf.env import listing
+from realhf.env import play as play
+from realhf.env import scaffold as init
 from realhf.env.check import command as check
-from realhf.env.init import command as init
-from realhf.env.play import command as play
-from realhf.env.play import listing
 
 COMMANDS = {
     "check": (check, "play an environment and say what is wrong with it"),

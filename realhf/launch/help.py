@@ -15,7 +15,7 @@ from realhf.api.config import ExperimentConfig
 from realhf.api.config.option import Found, Option, walk
 from realhf.base.paths import CONFIGS
 from realhf.builtins import environments, registered_names
-from realhf.env.doors.section import with_environment
+from realhf.env.loader.load import with_environment
 from realhf.launch.compose import GROUPS, Composed, choices, shipped_schemas
 from realhf.launch.schema import Schema
 

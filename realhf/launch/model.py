@@ -14,7 +14,7 @@ from realhf.api.config import ExperimentConfig, ModelConfig
 from realhf.base.context_limit import context_limit, context_reason
 from realhf.base.decoder_kind import decoder_problem
 from realhf.base.model_size import tensor_shapes
-from realhf.env.doors.section import chosen_environment
+from realhf.env.loader.load import chosen_environment
 from realhf.scheduler.gpus import visible_gpus
 
 BUILTIN, BUILTIN_TINY = "builtin", "builtin_tiny"

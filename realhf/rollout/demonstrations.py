@@ -30,7 +30,7 @@ from realhf.api.environment import (
     Opening,
 )
 from realhf.api.generation import TokenSource
-from realhf.env.doors.load import build_environment
+from realhf.env.loader.load import build_environment
 from realhf.rollout.episode import EpisodeRequest, play_episode
 from realhf.rollout.player import NO_TOKENS, Player
 

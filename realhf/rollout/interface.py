@@ -17,7 +17,7 @@ from realhf.api.rollout import HeldOutOptions, RolloutOptions
 from realhf.api.sample import SequenceSample
 from realhf.api.trace import PlayedSample
 from realhf.base.dataclass_json import to_json_value
-from realhf.env.doors.load import build_environment
+from realhf.env.loader.load import build_environment
 from realhf.rollout.blocking_player import BlockingPlayer
 from realhf.rollout.episode import EpisodeRequest, Limits
 from realhf.rollout.group_player import (

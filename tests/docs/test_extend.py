@@ -38,10 +38,10 @@ from realhf.base.plugin import load_plugin
 from realhf.base.tensor_digest import digests
 from realhf.builtins import advantage_estimators, policy_losses
 from realhf.env.__main__ import main as environment_command
-from realhf.env.client.openenv_client import OpenEnvClient
-from realhf.env.doors.author import Traits
-from realhf.env.doors.dataset import DatasetOptions
-from realhf.env.doors.load import build_environment
+from realhf.env.loader.author import Traits
+from realhf.env.loader.load import build_environment
+from realhf.env.loader.single_turn import DatasetOptions
+from realhf.env.openenv_client import OpenEnvClient
 from realhf.env.server.process import ServerProcess
 from realhf.launch.__main__ import main
 from realhf.rollout.black_box_agent import BlackBoxAgent, load_agent

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from realhf.api.config import ConfigError
-from realhf.env.init.scaffold import DOORS
+from realhf.env.scaffold import DOORS
 from realhf.launch.build import build_experiment
 from realhf.launch.checks import check_config
 from realhf.launch.compose import compose_config

@@ -21,7 +21,7 @@ from realhf.api.environment import (
     EnvironmentSpec,
     ToolCall,
 )
-from realhf.env.doors.load import build_environment
+from realhf.env.loader.load import build_environment
 
 
 async def played(spec: EnvironmentSpec, template: str, seed: int, said: list[Any], env: Any = None) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from realhf.aws.client.aws_env import AwsEnv
 from realhf.aws.server.process import EnvServerProcess
 from realhf.aws.tasks.loader import instantiate
 from realhf.base.free_port import free_port
-from realhf.env.client.openenv_client import CapacityError, ConnectError, OpenEnvClient
+from realhf.env.openenv_client import CapacityError, ConnectError, OpenEnvClient
 
 pytestmark = pytest.mark.sim
 

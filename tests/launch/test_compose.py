@@ -18,8 +18,8 @@ from realhf.api.environment import SPLITS
 from realhf.api.rollout import RolloutOptions
 from realhf.aws.tasks.loader import load_templates
 from realhf.builtins import environments
-from realhf.env.curriculum.task_source import TaskSource
-from realhf.env.doors.load import build_environment
+from realhf.env.curriculum import TaskSource
+from realhf.env.loader.load import build_environment
 from realhf.launch.__main__ import main
 from realhf.launch.build import build_experiment
 from realhf.launch.checks import check_config

@@ -10,8 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from realhf.env.client.openenv_client import ConnectError, OpenEnvClient
-from realhf.env.client.server_metadata import without_token
+from realhf.env.openenv_client import ConnectError, OpenEnvClient, without_token
 from realhf.transport.network import Network, RunKeys
 from realhf.transport.rpc_master import RpcMaster
 from tests.process_family import family, gone

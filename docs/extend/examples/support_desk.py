@@ -33,7 +33,7 @@ class SupportDesk:
     def demonstrate(request):
         """What a good desk says, and now and then one that asks for nothing; for the warm start."""
         from realhf.api.environment import HABIT, Demonstration
-        from realhf.env.doors.tasks import Row, RowTaskSet, tasks_of_rows
+        from realhf.env.loader.tasks import Row, RowTaskSet, tasks_of_rows
 
         rows = [Row(row, "tasks") for row in SupportDesk.tasks("train")]
         tasks, draw = RowTaskSet(tasks_of_rows(rows), seeded=True), random.Random(request.seed)

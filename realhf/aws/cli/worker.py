@@ -20,7 +20,7 @@ from realhf.aws.cli.virtual_folder import MAX_DEPTH, MAX_FILES, MAX_FOLDERS, Vir
 from realhf.aws.cli.warm_cli import WarmCli
 from realhf.env.containment import sandbox
 from realhf.env.containment.frames import frame, read_frame
-from realhf.env.containment.process_guard import ProcessGuard
+from realhf.env.containment.sandbox import ProcessGuard
 
 RUNAWAY_BYTES = 8 << 20
 MAX_RESIDENT_BYTES = 300 << 20

@@ -18,7 +18,7 @@ from realhf.aws.cli.worker import CliWorker
 from realhf.env.containment import sandbox
 from realhf.env.containment.fork_server import serve_forks
 from realhf.env.containment.probe import PROBE, run_probe
-from realhf.env.containment.process_guard import ProcessGuard
+from realhf.env.containment.sandbox import ProcessGuard
 
 _OPEN_FILES = 64
 _MEMORY_BYTES = 512 << 20

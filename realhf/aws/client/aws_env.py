@@ -24,8 +24,7 @@ from realhf.api.env import StepResult
 from realhf.aws.models import AwsAction, AwsObservation, AwsState, AwsStepResult
 from realhf.base.loop_thread import LoopThread
 from realhf.base.tls import believing
-from realhf.env.client.openenv_client import OpenEnvClient
-from realhf.env.client.server_metadata import fetch_metadata
+from realhf.env.openenv_client import OpenEnvClient, fetch_metadata
 
 Action = AwsAction | str | Mapping[str, Any]
 T = TypeVar("T")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from realhf.api.env import POLICY_FAILED
-from realhf.env.client.openenv_client import CapacityError, EnvError
+from realhf.env.openenv_client import CapacityError, EnvError
 
 ON_FAILURE = ("drop", "retry", "raise")
 """What a pool makes of a rollout whose environment failed: left out, played once more, an error."""

@@ -36,7 +36,7 @@ from realhf.aws.client.group_result import GroupSummary, ResultSink, record_grou
 from realhf.aws.client.session_group import SessionGroup, reset_arguments
 from realhf.aws.models import AwsStepResult
 from realhf.base.loop_thread import check_process
-from realhf.env.client.openenv_client import OpenEnvClient
+from realhf.env.openenv_client import OpenEnvClient
 
 T = TypeVar("T")
 

@@ -26,7 +26,7 @@ from realhf.aws.extraction import extract_command
 from realhf.aws.observation_text import OBSERVATION_CHARS
 from realhf.aws.options import AwsOptions
 from realhf.base.loop_thread import LoopThread
-from realhf.env.client.openenv_client import OpenEnvClient
+from realhf.env.openenv_client import OpenEnvClient
 from realhf.rollout.blocking_player import BatchEngine, BlockingPlayer
 from realhf.rollout.episode import EpisodeRequest, Limits
 from realhf.rollout.player import Player, TurnAgent

@@ -21,8 +21,7 @@ from realhf.aws.client.failures import (
     failed_ones,
 )
 from realhf.base.tls import believing
-from realhf.env.client.openenv_client import CapacityError, ConnectError, OpenEnvClient
-from realhf.env.client.server_metadata import fetch_metadata
+from realhf.env.openenv_client import CapacityError, ConnectError, OpenEnvClient, fetch_metadata
 
 T = TypeVar("T")
 _REOPEN_S = 5.0

@@ -28,7 +28,7 @@ Reply = tuple[dict[str, Any], float | None, bool]
 
 
 class EpisodePlayer:
-    """Implements ``realhf.env.server.served.Player`` with an ``Episode``. Use it from one thread at a time, except
+    """Implements ``realhf.env.server.interfaces.Player`` with an ``Episode``. Use it from one thread at a time, except
     ``kill``."""
 
     def __init__(self, slot: Slot, max_steps: int, *, reward_mode: str = "potential", chaos: bool = True) -> None:

@@ -23,7 +23,7 @@ from realhf.aws.observation_text import NO_COMMAND, OBSERVATION_CHARS
 from realhf.aws.options import AwsOptions
 from realhf.aws.simulator.pool import MiniStackPool, Slot
 from realhf.aws.tasks.task import Task, TaskError
-from realhf.env.doors.threads import Threads
+from realhf.env.loader.threads import Threads
 
 T = TypeVar("T")
 MESSAGE_TIMEOUT_S = 120.0

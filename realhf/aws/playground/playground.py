@@ -14,7 +14,7 @@ from concurrent.futures import TimeoutError as NoAnswer
 from typing import Any, TypeVar
 
 from realhf.aws.playground.playground_session import NoEpisode, PlaygroundSession
-from realhf.env.server.browser_auth import Refused
+from realhf.env.server.access import Refused
 
 T = TypeVar("T")
 IDLE_RELEASE_S = 600.0

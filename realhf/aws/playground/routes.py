@@ -26,7 +26,7 @@ from realhf.aws.simulator.configured_pool import simulator_pool
 from realhf.aws.simulator.pool import MiniStackPool
 from realhf.aws.tasks.task import TIERS
 from realhf.env.server import wire
-from realhf.env.server.browser_auth import BrowserAuth, Handler, Refused
+from realhf.env.server.access import BrowserAuth, Handler, Refused
 
 _LARGEST_SEED = (1 << 53) - 1
 """Largest integer that a browser's JSON holds exactly."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from realhf.env.server.served import Player
+from realhf.env.server.interfaces import Player
 
 TOOL = {
     "name": "aws",
@@ -23,7 +23,7 @@ TOOL = {
 
 
 class CommandTool:
-    """Implements ``realhf.env.server.served.McpDoor``."""
+    """Implements ``realhf.env.server.interfaces.McpDoor``."""
 
     def __init__(self, max_command_bytes: int) -> None:
         self._max_command_bytes = max_command_bytes

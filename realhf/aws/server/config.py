@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import ClassVar
 
 from realhf.base.loopback import is_loopback_host
-from realhf.env.containment.process_guard import LAYERS
+from realhf.env.containment.sandbox import LAYERS
 from realhf.env.server.config import ConfigError, ServerConfig, setting
 
 

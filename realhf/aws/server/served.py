@@ -12,7 +12,7 @@ from realhf.aws.models import AwsAction, AwsObservation, AwsState
 from realhf.aws.server.command_tool import CommandTool
 from realhf.aws.server.config import AwsServerConfig
 from realhf.aws.server.requests import checked_action, checked_reset
-from realhf.env.server.served import McpDoor, Page, Player, SlotPool
+from realhf.env.server.interfaces import McpDoor, Page, Player, SlotPool
 
 
 class StartedPool(SlotPool, Protocol):
@@ -32,7 +32,7 @@ class StartedPool(SlotPool, Protocol):
 
 
 class AwsServed:
-    """Implements ``realhf.env.server.served.ServedEnvironment``. ``make_player`` returns the player of a slot of
+    """Implements ``realhf.env.server.interfaces.ServedEnvironment``. ``make_player`` returns the player of a slot of
     ``pool``, whose ``step`` takes a command. ``mount`` adds the playground, where ``config`` wants one.
     ``templates`` are the numbers under which episodes are counted."""
 

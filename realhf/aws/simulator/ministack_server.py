@@ -45,7 +45,7 @@ from realhf.aws.simulator.xml_repair import repaired
 from realhf.env.containment import sandbox
 from realhf.env.containment.fork_server import serve_forks
 from realhf.env.containment.probe import PROBE, run_probe
-from realhf.env.containment.process_guard import ProcessGuard
+from realhf.env.containment.sandbox import ProcessGuard
 
 _XML_PATH = re.compile(r"/$|/\d{4}-\d\d-\d\d/")
 _LOG_BYTES = 4 << 20

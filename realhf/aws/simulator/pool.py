@@ -29,12 +29,19 @@ from realhf.aws.simulator.ministack_process import (
 from realhf.aws.simulator.slot import ACCOUNT, START_TIMEOUT_S, Slot
 from realhf.aws.simulator.startup_check import startup_check
 from realhf.base.paths import IMPORT_ROOT
-from realhf.env.containment.bubblewrap import housekept, sandboxed
 from realhf.env.containment.fork_server import ForkServer
-from realhf.env.containment.installed import LAMBDA_MODES, SANDBOX_MODES, Containment, NotContained
-from realhf.env.containment.probe import Attempt
-from realhf.env.containment.probe_report import SIMULATORS, WORKERS, judge, probe_layers
-from realhf.env.containment.process_guard import LAYERS
+from realhf.env.containment.probe import (
+    LAMBDA_MODES,
+    SANDBOX_MODES,
+    SIMULATORS,
+    WORKERS,
+    Attempt,
+    Containment,
+    NotContained,
+    judge,
+    probe_layers,
+)
+from realhf.env.containment.sandbox import LAYERS, housekept, sandboxed
 
 __all__ = ["ACCOUNT", "MiniStackPool", "Slot", "worker_environment"]
 

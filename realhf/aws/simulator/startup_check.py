@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from realhf.aws.simulator.ministack_process import MiniStackProcess
-from realhf.env.containment.installed import NotContained
+from realhf.env.containment.probe import NotContained
 
 _ROLE = "arn:aws:iam::000000000000:role/self-test"
 _FUNCTION = "/2015-03-31/functions"

@@ -16,7 +16,7 @@ from realhf.aws.client.failures import FAILURES
 from realhf.aws.client.group_result import episode_return
 from realhf.aws.models import AwsStepResult
 from realhf.aws.observation_text import observation_text
-from realhf.env.client.openenv_client import EnvError
+from realhf.env.openenv_client import EnvError
 
 _DEFAULT_URL = "http://127.0.0.1:8100"
 _OUTPUT_CHARS = 2000

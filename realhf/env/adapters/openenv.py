@@ -23,13 +23,16 @@ from realhf.api.config.option import option
 from realhf.api.environment import Environment, EnvironmentDefinition, EnvironmentSpec, TaskSet
 from realhf.base.tls import believing
 from realhf.env.adapters.openenv_action import form_of
-from realhf.env.adapters.openenv_episode import OpenEnvEnvironment, Reading
-from realhf.env.adapters.openenv_messages import MessagesEnvironment, ServedTaskSet, speaks_messages
-from realhf.env.client.openenv_client import OpenEnvClient, websocket_url
-from realhf.env.client.server_metadata import fetch_metadata, fetch_page
-from realhf.env.doors.rows import RowOptions, idle_options, tasks_of_data
-from realhf.env.doors.tasks import Row, SeedTaskSet
-from realhf.env.doors.values import shown
+from realhf.env.adapters.openenv_episode import (
+    MessagesEnvironment,
+    OpenEnvEnvironment,
+    Reading,
+    ServedTaskSet,
+    speaks_messages,
+)
+from realhf.env.loader.tasks import Row, RowOptions, SeedTaskSet, idle_options, tasks_of_data
+from realhf.env.loader.validation import shown
+from realhf.env.openenv_client import OpenEnvClient, fetch_metadata, fetch_page, websocket_url
 
 NAME = "openenv"
 _PAUSE_S = 0.2

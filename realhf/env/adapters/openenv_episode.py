@@ -1,18 +1,148 @@
-"""Plays episodes on one session of an OpenEnv server: what the policy says becomes an action, and what the server
-observes becomes text."""
+"""Plays episodes on one session of an OpenEnv server, by actions or, where the server takes them, by chat messages."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from realhf.api.environment import AssistantMessage, ChatMessage, EnvironmentFailure, Opening, ToolCall, Turn
-from realhf.env.adapters.openenv_action import LISTED, TEXT, ActionForm, Refused, listed_form
-from realhf.env.adapters.openenv_session import REFUSED, Session, reset_data
-from realhf.env.adapters.openenv_text import cut, observation_text, refusal_text, result_text
-from realhf.env.client.openenv_client import EnvError, OpenEnvClient
-from realhf.env.doors.checks import whole_text
+from realhf.api.env import StepResult
+from realhf.api.environment import (
+    TRAIN,
+    AssistantMessage,
+    ChatMessage,
+    EnvironmentFailure,
+    Opening,
+    Task,
+    ToolCall,
+    Turn,
+)
+from realhf.env.adapters.openenv_action import (
+    LISTED,
+    TEXT,
+    ActionForm,
+    Refused,
+    cut,
+    listed_form,
+    observation_text,
+    refusal_text,
+    result_text,
+)
+from realhf.env.loader.validation import (
+    BrokenContract,
+    checked_messages,
+    checked_number,
+    checked_numbers,
+    json_problem,
+    shown,
+    whole_text,
+)
+from realhf.env.openenv_client import CapacityError, EnvError, OpenEnvClient
+
+REFUSED = "VALIDATION_ERROR"
+"""The code of an error that is about what was sent."""
+_OF_THE_ROW = ("id", "group")
+"""Columns that name a row and are not for the server."""
+
+
+def reset_data(task: Mapping[str, Any], seed: int) -> dict[str, Any]:
+    """What a reset is given: the columns of the row, and the seed."""
+    return {name: value for name, value in task.items() if name not in _OF_THE_ROW} | {"seed": seed}
+
+
+class Session:
+    """One session after another. ``clients`` make a connection to each server, the one to try first at the beginning;
+    ``opened`` prepares each new one."""
+
+    def __init__(
+        self, clients: Sequence[Callable[[], OpenEnvClient]], opened: Callable[[], Awaitable[None]] | None = None
+    ) -> None:
+        self._clients, self._opened = clients, opened
+        self._client: OpenEnvClient | None = None
+
+    async def reset(self, data: Mapping[str, Any]) -> StepResult:
+        """Begin an episode; a session that the server closed in silence is opened anew. Raises EnvironmentFailure."""
+        kept = self._client is not None and self._client.usable
+        try:
+            return await self._begun(data)
+        except EnvironmentFailure as failure:
+            if failure.kind != "lost" or not kept:
+                raise
+            return await self._begun(data)
+
+    async def step(
+        self, action: Mapping[str, Any], told: Callable[[EnvError], bool] = lambda error: False
+    ) -> StepResult:
+        """Take an action. Raises EnvironmentFailure, or the EnvError for which ``told`` holds."""
+        if self._client is None:
+            raise EnvironmentFailure("lost", "there is no session: reset comes first")
+        return _checked(await _asked(self._client.step(action), told))
+
+    async def close(self) -> None:
+        """End the session."""
+        client, self._client = self._client, None
+        if client is not None:
+            await client.close()
+
+    async def _begun(self, data: Mapping[str, Any]) -> StepResult:
+        client = await self._connected()
+        return _checked(await _asked(client.reset(**data)))
+
+    async def _connected(self) -> OpenEnvClient:
+        """The session, or a new one on the first server that has one."""
+        if self._client is not None and self._client.usable:
+            return self._client
+        await self.close()
+        refusals: list[Exception] = []
+        for make in self._clients:
+            client = make()
+            try:
+                await client.connect()
+            except ConnectionError as error:
+                refusals.append(error)
+                continue
+            self._client = client
+            try:
+                if self._opened is not None:
+                    await self._opened()
+            except BaseException:
+                await self.close()
+                raise
+            return client
+        for error in refusals:
+            if isinstance(error, CapacityError):
+                raise EnvironmentFailure("capacity", f"{error} (env.sessions: how many a server has)") from error
+        raise EnvironmentFailure("lost", "; ".join(str(error) for error in refusals)) from refusals[0]
+
+
+async def _asked(answer: Awaitable[StepResult], told: Callable[[EnvError], bool] = lambda error: False) -> StepResult:
+    """Await an answer. Raises the EnvError that is for the policy; what went wrong otherwise is EnvironmentFailure."""
+    try:
+        return await answer
+    except EnvError as error:
+        if error.retryable:
+            raise EnvironmentFailure("unavailable", str(error)) from error
+        if told(error):
+            raise
+        raise EnvironmentFailure(error.kind or "internal", f"the server reported {error}") from error
+    except TimeoutError as error:
+        raise EnvironmentFailure("timeout", f"{error} (env.timeout_s)") from error
+    except ConnectionError as error:
+        raise EnvironmentFailure("lost", str(error)) from error
+
+
+def _checked(result: StepResult) -> StepResult:
+    """The answer of a server that speaks the wire. Raises EnvironmentFailure for what no server may say."""
+    if not isinstance(result.done, bool):
+        raise EnvironmentFailure("internal", f"the server's done must be true or false, not {shown(result.done)}")
+    if not isinstance(result.observation, Mapping):
+        raise EnvironmentFailure("internal", f"the server's observation must be a map, not {shown(result.observation)}")
+    try:
+        reward = None if result.reward is None else checked_number(result.reward, "the server's reward")
+    except BrokenContract as error:
+        raise EnvironmentFailure("internal", str(error)) from None
+    return StepResult(result.observation, reward, result.done)
+
 
 T = TypeVar("T")
 NO_CALL = "error: no tool was called; call one"
@@ -151,3 +281,98 @@ class OpenEnvEnvironment:
             return read(observation, self._reading.most)
         except ValueError as error:
             raise EnvironmentFailure("internal", f"the server's observation: {error}") from None
+
+
+_OF_AN_ACTION = frozenset({"content", "tool_calls"})
+
+
+def speaks_messages(action: Any, metadata: Mapping[str, Any]) -> bool:
+    """Whether a server with this schema of its action and these metadata serves messages."""
+    properties = action.get("properties") if isinstance(action, Mapping) else None
+    return metadata.get("messages") is True and isinstance(properties, Mapping) and {*properties} >= _OF_AN_ACTION
+
+
+class ServedTaskSet:
+    """An endless set whose seeds draw from the tasks of a server's split; the server keeps its splits apart."""
+
+    def __init__(self, name: str, split: str) -> None:
+        self._name, self._split = name, split
+        self.group_of: Mapping[str, str] = {name: name}
+        self.groups: Sequence[str] = (name,)
+
+    def instantiate(self, template_id: str, seed: int) -> Task:
+        """Return the task of a seed. Raises KeyError for an unknown template."""
+        if template_id != self._name:
+            raise KeyError(template_id)
+        held_out = "" if self._split == TRAIN else f" {self._split}"
+        return Task(f"{self._name}{held_out}@{seed}", self._name, {"split": self._split}, seed=seed)
+
+
+class MessagesEnvironment:
+    """Plays one episode after another on a session that is opened when it is needed."""
+
+    def __init__(self, clients: Sequence[Callable[[], OpenEnvClient]]) -> None:
+        self._session = Session(clients)
+
+    async def reset(self, task: Mapping[str, Any], *, seed: int) -> Opening:
+        """Begin an episode. Raises EnvironmentFailure."""
+        result = await self._session.reset(reset_data(task, seed))
+        seen = result.observation
+        tools = seen.get("tools") or []
+        if not isinstance(tools, list) or not all(_is_tool(tool) for tool in tools) or json_problem(tools):
+            raise EnvironmentFailure("internal", f"the server's tools are no tools: {shown(tools)}")
+        return Opening(_messages(seen), tools, _info(seen))
+
+    async def step(self, message: AssistantMessage) -> Turn:
+        """Send a turn and return the answer to it. Raises EnvironmentFailure."""
+        result = await self._session.step(_action(message))
+        seen = result.observation
+        rewards, metrics = _numbers(seen, "rewards"), _numbers(seen, "metrics")
+        final = seen.get("final") is True
+        return Turn(_messages(seen), result.done, result.reward, rewards, metrics, _info(seen), final)
+
+    async def close(self) -> None:
+        """End the session."""
+        await self._session.close()
+
+
+def _action(message: AssistantMessage) -> dict[str, Any]:
+    action: dict[str, Any] = {"content": whole_text(message.content), "token_count": message.token_count}
+    if message.tool_calls:
+        action["tool_calls"] = [_call(call) for call in message.tool_calls]
+    return action | {
+        name: whole_text(value) for name, value in (("reasoning", message.reasoning), ("text", message.text)) if value
+    }
+
+
+def _call(call: ToolCall) -> dict[str, Any]:
+    """A call; one that could not be parsed is sent as it was written, and the server says what is wrong with it."""
+    readable = not call.problem and not json_problem(call.arguments)
+    written = {"name": whole_text(call.name), "arguments": dict(call.arguments)}
+    if not readable:
+        written["arguments"] = whole_text(call.text or call.problem or "?")
+    return written | ({"id": whole_text(call.id)} if call.id else {})
+
+
+def _messages(seen: Mapping[str, Any]) -> Sequence[ChatMessage]:
+    try:
+        return checked_messages(seen.get("messages"), "the server's messages")
+    except BrokenContract as error:
+        raise EnvironmentFailure("internal", str(error)) from None
+
+
+def _numbers(seen: Mapping[str, Any], name: str) -> dict[str, float]:
+    try:
+        return checked_numbers(seen.get(name) or {}, f"the server's {name}")
+    except BrokenContract as error:
+        raise EnvironmentFailure("internal", str(error)) from None
+
+
+def _info(seen: Mapping[str, Any]) -> Mapping[str, Any]:
+    info = seen.get("info") or {}
+    return info if isinstance(info, Mapping) and not json_problem(info) else {}
+
+
+def _is_tool(tool: Any) -> bool:
+    function = tool.get("function") if isinstance(tool, Mapping) else None
+    return isinstance(function, Mapping) and isinstance(function.get("name"), str) and bool(function["name"])

@@ -17,8 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from realhf.api.environment import AssistantMessage, ChatMessage, ToolCall
-from realhf.env.doors.checks import json_problem, whole_text
-from realhf.env.doors.values import shown
+from realhf.env.loader.validation import json_problem, shown, whole_text
 
 SECRET_HEADER = "x-policy-secret"
 _MOST_HEADERS = 64

@@ -1,5 +1,8 @@
 """Plays environments of the package ``verifiers``: ``env.path=verifiers env.name=NAME``.
 
+An environment of the package starts what its episodes share (an interception server, tool servers); that is done once
+for each event loop, by a task of its own, and undone when the last instance is closed.
+
 The environment's own code decides who speaks, what tools do, when an episode ends and what it is worth; only its model
 is replaced by the policy. Its tasks are the tasks. Source: verifiers 0.4 (``verifiers.v1``).
 """
@@ -7,21 +10,350 @@ is replaced by the policy. Its tasks are the tasks. Source: verifiers 0.4 (``ver
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
+import json
+import logging
+import math
+import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
 from realhf.api.config.option import option
-from realhf.api.environment import HELD_OUT, SPLITS, EnvironmentDefinition, EnvironmentSpec, Task, TaskSet
+from realhf.api.environment import (
+    HELD_OUT,
+    SPLITS,
+    AssistantMessage,
+    EnvironmentDefinition,
+    EnvironmentFailure,
+    EnvironmentSpec,
+    Opening,
+    Task,
+    TaskSet,
+    Turn,
+)
 from realhf.base.extras import install_command
 from realhf.env.adapters.extras import needed
-from realhf.env.adapters.verifiers_episode import Stage, VerifiersEnvironment
-from realhf.env.adapters.verifiers_harness import offer_harness
-from realhf.env.doors.tasks import Row, RowTaskSet, split_rows
+from realhf.env.adapters.policy_endpoint import (
+    SECRET_HEADER,
+    Conversation,
+    ModelCall,
+    PolicyEndpoint,
+    Unplayable,
+)
+from realhf.env.loader.tasks import Row, RowTaskSet, split_rows
+
+HARNESS = "realhf_policy_harness"
+"""The name by which the package finds the harness, as a module that exports it."""
+_LONGEST_RESULT = 1 << 18
+_CONNECT_S = 60.0
+
+
+def offer_harness(verifiers: ModuleType) -> str:
+    """Make the harness known to the package under the name that is returned."""
+    if HARNESS not in sys.modules:
+        module = ModuleType(HARNESS, "The harness of realhf's policy.")
+        module.__dict__.update({"PolicyHarness": _harness_class(verifiers), "__all__": ["PolicyHarness"]})
+        sys.modules[HARNESS] = module
+    return HARNESS
+
+
+def _harness_class(verifiers: ModuleType) -> type[Any]:
+    """The class; it can be made only where the package is."""
+
+    class PolicyHarness(verifiers.Harness[verifiers.HarnessConfig]):  # type: ignore[name-defined]
+        """Talks to the policy until it answers without a tool call."""
+
+        APPENDS_SYSTEM_PROMPT = True
+        SUPPORTS_MCP = True
+        SUPPORTS_RESUME = True
+        EXECUTES_CODE = False
+        NEEDS_CONTAINER = False
+
+        async def launch(
+            self,
+            ctx: Any,
+            trace: Any,
+            runtime: Any,
+            endpoint: str,
+            secret: str,
+            mcp_urls: dict[str, str],
+            data: Any,
+        ) -> Any:
+            """See the package: run one segment of the conversation."""
+            del trace, runtime
+            system, prompt = self.resolve_prompt(data)
+            messages = [{"role": "system", "content": system}] if system else []
+            messages += _as_messages(prompt)
+            from verifiers.v1.runtimes import ProgramResult  # pyright: ignore[reportMissingImports]
+
+            problem = await _talk(ctx.model, f"{endpoint}/chat/completions", secret, mcp_urls, messages)
+            return ProgramResult(exit_code=1 if problem else 0, stdout="", stderr=problem)
+
+    return PolicyHarness
+
+
+def _as_messages(prompt: Any) -> list[dict[str, Any]]:
+    from verifiers.v1.dialects.chat import message_to_wire  # pyright: ignore[reportMissingImports]
+
+    if isinstance(prompt, str):
+        return [{"role": "user", "content": prompt}]
+    return [message_to_wire(message) for message in prompt or []]
+
+
+async def _talk(model: str, url: str, secret: str, mcp_urls: Mapping[str, str], messages: list[dict[str, Any]]) -> str:
+    """Go on until the model answers without a tool call. Returns why a call of the model failed, "" if none did."""
+    import httpx
+    from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp  # pyright: ignore[reportMissingImports]
+
+    async with AsyncExitStack() as stack:
+        tools, dispatch, servers = [], {}, {}
+        if mcp_urls:
+            config = {"mcpServers": {name: {"url": address} for name, address in mcp_urls.items()}}
+            async with asyncio.timeout(_CONNECT_S):
+                tools, dispatch, servers = await connect_mcp(config, stack, set())
+        client = await stack.enter_async_context(httpx.AsyncClient(timeout=None, trust_env=False))
+        while True:
+            body = {"model": model, "messages": messages} | ({"tools": tools} if tools else {})
+            answer = await client.post(url, headers={"Authorization": f"Bearer {secret}"}, json=body)
+            if answer.status_code != 200:
+                return f"HTTP {answer.status_code}: {answer.text[:2000]}"
+            message = answer.json()["choices"][0]["message"]
+            messages.append({key: value for key, value in message.items() if value is not None})
+            calls = message.get("tool_calls") or []
+            if not calls:
+                return ""
+            for call in calls:
+                name, arguments = call["function"]["name"], _arguments(call["function"]["arguments"])
+                if isinstance(arguments, str):
+                    content = f"error: {arguments}"
+                elif name in dispatch:
+                    content = await call_mcp(servers, dispatch, name, arguments)
+                else:
+                    content = f"error: unknown tool {name[:60]!r} (known: {', '.join(dispatch) or 'none'})"
+                messages.append({"role": "tool", "tool_call_id": call["id"], "name": name, "content": _short(content)})
+
+
+def _arguments(text: str) -> dict[str, Any] | str:
+    """The arguments of a call, or why they are none."""
+    try:
+        found = json.loads(text or "{}")
+    except (ValueError, RecursionError) as error:
+        return f"the arguments are not JSON ({error})"
+    return found if isinstance(found, dict) else "the arguments must be an object"
+
+
+def _short(content: Any) -> Any:
+    if isinstance(content, str) and len(content) > _LONGEST_RESULT:
+        return f"{content[:_LONGEST_RESULT]}... ({len(content) - _LONGEST_RESULT} more characters)"
+    return content
+
+
+_STOP_S = 2.0
+_SOLVED = 1e-9
+_log = logging.getLogger(__name__)
+_NO_KEY = "REALHF_POLICY_HAS_NO_KEY"
+"""Names the variable in which the package looks for a key; the endpoint needs none."""
+
+
+class Serving:
+    """An environment of the package that serves, and the endpoint that it calls, until ``stop`` is called. ``users``
+    are the instances that play on it."""
+
+    def __init__(self, load: Callable[[], Any]) -> None:
+        self.endpoint = PolicyEndpoint()
+        self.env: Any = None
+        self.users = 0
+        self._load = load
+        self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._stop = asyncio.Event()
+        self._task = asyncio.create_task(self._serve())
+
+    async def ready(self) -> None:
+        """Wait until it serves. Raises EnvironmentFailure when it cannot."""
+        await asyncio.shield(self._ready)
+
+    async def stop(self) -> None:
+        """End it, within seconds."""
+        self._stop.set()
+        await asyncio.wait([self._task], timeout=_STOP_S)
+
+    async def _serve(self) -> None:
+        """Begin and end in one task, as the package's contexts ask."""
+        try:
+            self.env = await asyncio.to_thread(self._load)
+            await self.endpoint.start()
+            async with self.env.serving():
+                if not self._ready.done():
+                    self._ready.set_result(None)
+                await self._stop.wait()
+        except Exception as error:
+            if self._ready.done():
+                _log.warning("a verifiers environment ended badly: %s", _described(error))
+            else:
+                self._ready.set_exception(EnvironmentFailure("internal", f"it does not start: {_described(error)}"))
+        finally:
+            await self.endpoint.stop()
+            if not self._ready.done():
+                self._ready.cancel()
+
+
+class Stage:
+    """What the instances of one event loop share. ``load`` makes the package's environment, and may block."""
+
+    def __init__(self, load: Callable[[], Any]) -> None:
+        self._load = load
+        self._now: Serving | None = None
+
+    async def enter(self) -> Serving:
+        """Return what serves, started if it must be; ``leave`` gives it back. Raises EnvironmentFailure."""
+        if self._now is None:
+            self._now = Serving(self._load)
+        serving = self._now
+        serving.users += 1
+        try:
+            await serving.ready()
+        except BaseException:
+            await self.leave(serving)
+            raise
+        return serving
+
+    async def leave(self, serving: Serving) -> None:
+        """Let it end when nobody else uses it."""
+        serving.users -= 1
+        if serving.users == 0:
+            if self._now is serving:
+                self._now = None
+            await serving.stop()
+
+
+class VerifiersEnvironment:
+    """Plays one episode after another. ``stage_of`` returns what the instances of the running loop share; ``task_of``
+    the package's task of a payload, which may block; ``context`` makes the model context for a name and an endpoint."""
+
+    def __init__(
+        self,
+        stage_of: Callable[[], Stage],
+        task_of: Callable[[Mapping[str, Any]], Any],
+        context: Callable[[str, str, Mapping[str, str], str], Any],
+        success_reward: float,
+    ) -> None:
+        self._stage_of, self._task_of, self._context = stage_of, task_of, context
+        self._success_reward = success_reward
+        self._stage: Stage | None = None
+        self._serving: Serving | None = None
+        self._run: asyncio.Task[Any] | None = None
+        self._conversation = Conversation()
+        self._call: ModelCall | None = None
+        self._ended: Turn | None = None
+
+    async def reset(self, task: Mapping[str, Any], *, seed: int) -> Opening:
+        """Begin an episode of the package's task that the payload names; the seed changes nothing. Raises
+        EnvironmentFailure."""
+        del seed
+        await self._abandon()
+        if self._serving is None:
+            self._stage = self._stage_of()
+            self._serving = await self._stage.enter()
+        chosen = await asyncio.to_thread(self._task_of, task)
+        self._conversation, self._ended = Conversation(), None
+        self._run = asyncio.create_task(self._play(self._serving, chosen, self._conversation))
+        await self._next()
+        if self._call is None:
+            raise EnvironmentFailure("internal", "the episode ended before the policy was asked anything")
+        return Opening(self._new_messages(self._call), self._call.tools)
+
+    async def step(self, message: AssistantMessage) -> Turn:
+        """Answer the model call that waits, and return what the environment says next. Raises EnvironmentFailure."""
+        if self._call is None:
+            if self._ended is not None:
+                return self._ended
+            raise EnvironmentFailure("lost", "there is no episode: reset comes first")
+        self._conversation.answered(self._call, message)
+        self._call = None
+        await self._next()
+        if self._call is not None:
+            return Turn(self._new_messages(self._call))
+        assert self._run is not None
+        self._ended = self._scored(self._run.result())
+        return self._ended
+
+    async def close(self) -> None:
+        """End the episode, and what is shared when this was the last instance."""
+        await self._abandon()
+        serving, self._serving = self._serving, None
+        if serving is not None and self._stage is not None:
+            await self._stage.leave(serving)
+
+    async def _play(self, serving: Serving, task: Any, conversation: Conversation) -> Any:
+        """Have the package play an episode; returns it."""
+        name = serving.endpoint.add(conversation)
+        try:
+            headers = {SECRET_HEADER: serving.endpoint.secret}
+            return await serving.env.run_episode(task, self._context(name, serving.endpoint.url, headers, _NO_KEY))
+        finally:
+            serving.endpoint.remove(name)
+
+    async def _next(self) -> None:
+        """Wait for the next model call, or for the end of the episode. Whoever asks has a deadline and cancels."""
+        assert self._run is not None
+        asked = asyncio.create_task(self._conversation.calls.get())
+        try:
+            await asyncio.wait({asked, self._run}, return_when=asyncio.FIRST_COMPLETED)
+            if asked.done():
+                self._call = asked.result()
+            elif not self._run.cancelled() and (error := self._run.exception()) is not None:
+                raise EnvironmentFailure("internal", f"its code raised {_described(error)}") from error
+        finally:
+            asked.cancel()
+
+    async def _abandon(self) -> None:
+        run, self._run, self._call, self._ended = self._run, None, None, None
+        if run is not None and not run.done():
+            run.cancel()
+            await asyncio.wait([run], timeout=_STOP_S)
+        if run is not None and run.done():
+            with contextlib.suppress(asyncio.CancelledError, Exception):
+                run.result()
+
+    def _new_messages(self, call: ModelCall) -> Any:
+        try:
+            return self._conversation.new_messages(call)
+        except Unplayable as error:
+            raise EnvironmentFailure("internal", f"this environment cannot be played in turns: {error}") from None
+
+    def _scored(self, episode: Any) -> Turn:
+        """The turn that ends an episode: its named rewards and metrics. Raises EnvironmentFailure when the package
+        reports that the episode failed."""
+        problems = [f"{error.type}: {error.message}" for error in episode.errors]
+        problems += [f"{trace.last_error.type}: {trace.last_error.message}" for trace in episode.traces if not trace.ok]
+        if not episode.ok:
+            raise EnvironmentFailure("internal", "; ".join(problems)[:2000] or "the episode failed")
+        if len(episode.traces) != 1:
+            raise EnvironmentFailure("internal", f"the episode has {len(episode.traces)} agents, not one")
+        trace = episode.traces[0]
+        rewards = {name: _finite(name, reward.value) for name, reward in trace.rewards.items() if reward is not None}
+        metrics = {name: _finite(name, value) for name, value in trace.metrics.items() if value is not None}
+        reward = math.fsum(rewards.values())
+        metrics["success"] = float(reward >= self._success_reward - _SOLVED)
+        return Turn((), True, reward, rewards, metrics, {"ended_by": str(trace.stop_condition or "")}, final=True)
+
+
+def _finite(name: str, value: Any) -> float:
+    number = float(value)
+    if not math.isfinite(number):
+        raise EnvironmentFailure("internal", f"{name} is {number}, not a finite number")
+    return number
+
+
+def _described(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"[:2000]
+
 
 EXTRA = "verifiers"
 _OLDEST = "0.4"

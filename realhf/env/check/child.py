@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from realhf.env.check.judge import Judge
-from realhf.env.check.order import CRASH, DUMP, END, EXIT, ORDER, Order, Reporter
+from realhf.env.check.report import CRASH, DUMP, END, EXIT, ORDER, Order, Reporter
 from realhf.env.containment.sandbox import die_with_parent
 
 

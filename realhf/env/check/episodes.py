@@ -11,14 +11,11 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from realhf.api.environment import AssistantMessage, Environment, EnvironmentSpec, Opening, Turn
-from realhf.env.check.calls import Caller, CallFailed
-from realhf.env.check.finding import Finding, alike, difference
+from realhf.env.check.calls import Caller, CallFailed, UserCode
+from realhf.env.check.contract import Sampled, ends, opening_problems, plain, tool_problems, turn_problems
+from realhf.env.check.report import Finding, alike, difference
 from realhf.env.check.scripts import policy_turn, trying
-from realhf.env.check.shapes import ends, opening_problems, plain, tool_problems, turn_problems
-from realhf.env.check.task_sets import Sampled
-from realhf.env.check.user_code import UserCode
-from realhf.env.doors.tool_class import ToolClassEnvironment
-from realhf.env.doors.tool_play import TOOL_ERRORS
+from realhf.env.loader.tool_env import TOOL_ERRORS, ToolClassEnvironment
 
 _TRIED_TURNS = 6
 _MOST_SEEN = 200

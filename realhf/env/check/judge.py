@@ -10,11 +10,11 @@ from itertools import islice
 from pathlib import Path
 
 from realhf.api.environment import Demonstration, DemonstrationRequest, EnvironmentSpec
-from realhf.env.check.calls import Caller, described
+from realhf.env.check.calls import Caller, LoopWatchdog, UserCode, described, folders_of
+from realhf.env.check.contract import TaskSetJudge, choose
 from realhf.env.check.episodes import Arena, Broken
-from realhf.env.check.finding import Finding, Findings, quoted
 from realhf.env.check.mutation import MUTANTS, Mutation, missing, scripts_of
-from realhf.env.check.order import (
+from realhf.env.check.report import (
     ABOUT,
     FAULT,
     FINDING,
@@ -26,15 +26,14 @@ from realhf.env.check.order import (
     STAGE,
     TIMES,
     VERDICT,
+    Finding,
+    Findings,
     Order,
     Reporter,
+    quoted,
 )
-from realhf.env.check.play_stages import fingerprints
-from realhf.env.check.stages import DEMONSTRATIONS, EVENT_LOOP, OPENINGS, PLAYED, NotRun, Stages
-from realhf.env.check.task_sets import TaskSetJudge, choose
-from realhf.env.check.user_code import UserCode, folders_of
-from realhf.env.check.watchdog import LoopWatchdog
-from realhf.env.doors.load import build_environment
+from realhf.env.check.stages import DEMONSTRATIONS, EVENT_LOOP, OPENINGS, PLAYED, NotRun, Stages, fingerprints
+from realhf.env.loader.load import build_environment
 
 LOAD, TASKS = "load", "tasks"
 _LONG = 1000

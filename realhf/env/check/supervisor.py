@@ -17,9 +17,8 @@ from typing import Any
 
 import psutil
 
-from realhf.env.check.finding import Finding, quoted
-from realhf.env.check.order import CRASH, DUMP, END, EXIT, FOLDER, NOW, ORDER, STAGE, Order
-from realhf.env.check.user_code import UserCode
+from realhf.env.check.calls import UserCode
+from realhf.env.check.report import CRASH, DUMP, END, EXIT, FOLDER, NOW, ORDER, STAGE, Finding, Order, quoted
 
 _GRACE_S = 3.0
 """How much longer than a call may take its answer is waited for: the child itself reports it in this time."""

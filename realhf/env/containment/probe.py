@@ -1,4 +1,4 @@
-"""Tries every layer of containment in a throw-away child of a zygote, each by acts that only this layer stops.
+"""Decides which layers of containment are there and tries each before anything is served.
 
 What the kernel's layers must stop is tried by C functions, which the interpreter's hooks do not see; what the hooks
 must stop is something that the kernel would allow. Nothing here is believed because a call to install it returned.
@@ -10,15 +10,18 @@ import ctypes
 import errno
 import mmap
 import os
+import select
 import socket
 import struct
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from realhf.env.containment import sandbox
-from realhf.env.containment.frames import frame
-from realhf.env.containment.process_guard import BUBBLEWRAP, FILTER, HOOKS, LAYERS, LIMITS, NETWORK, ProcessGuard
+from realhf.env.containment.fork_server import ForkServer
+from realhf.env.containment.frames import BadFrame, frame, receive_frame
+from realhf.env.containment.sandbox import BUBBLEWRAP, FILTER, HOOKS, LAYERS, LIMITS, NETWORK, ProcessGuard, own_package
 
 PROBE = "probe"
 """Key of a fork request that asks for a probe."""
@@ -162,3 +165,145 @@ def _limited(guard: ProcessGuard, unlinked: int) -> Iterator[Attempt]:
 
 def _name(error: OSError) -> str:
     return errno.errorcode.get(error.errno or 0, type(error).__name__)
+
+
+SANDBOX_MODES = ("auto", "bwrap", "plain")
+LAMBDA_MODES = ("stub", "sandbox")
+
+
+class NotContained(RuntimeError):
+    """Code of an agent could reach the host, so nothing is served."""
+
+
+@dataclass
+class Containment:
+    """Says which layers hold. ``program`` is bubblewrap, when simulators and CLI workers live under it; ``broker`` when
+    Lambda code does.
+
+    ``no_network`` is what the zygotes reported; ``observed`` is what was tried of each layer, and how it ended.
+    """
+
+    sandbox: str
+    lambda_mode: str
+    program: Path | None = None
+    broker: Path | None = None
+    no_network: bool = False
+    observed: Mapping[str, str] = field(default_factory=dict)
+    tested: Sequence[str] = field(default_factory=tuple)
+
+    @classmethod
+    def decide(cls, sandbox: str, lambda_mode: str) -> Containment:
+        """Choose the layers. Raises RuntimeError when bubblewrap is demanded and does not work here."""
+        found = None if sandbox == "plain" and lambda_mode == "stub" else sandbox.find_bubblewrap()
+        if sandbox == "bwrap" and found is None:
+            raise RuntimeError(
+                "SANDBOX=bwrap, but bubblewrap does not work here: install Debian's package "
+                "bubblewrap and allow unprivileged user namespaces, or use SANDBOX=auto"
+            )
+        if lambda_mode == "sandbox" and found is None:
+            raise RuntimeError(
+                "LAMBDA=sandbox runs code in bubblewrap, which does not work here: install Debian's "
+                "package bubblewrap, or use LAMBDA=stub"
+            )
+        return cls(
+            sandbox, lambda_mode, None if sandbox == "plain" else found, found if lambda_mode == "sandbox" else None
+        )
+
+    @property
+    def network_mode(self) -> str:
+        """The word for the zygotes: ``outer`` (bubblewrap took the network away), ``auto`` (try), ``plain``."""
+        return "outer" if self.program else "plain" if self.sandbox == "plain" else "auto"
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """The layers that are claimed, and therefore tried."""
+        optional = {NETWORK: self.no_network, BUBBLEWRAP: self.program is not None}
+        return tuple(layer for layer in LAYERS if optional.get(layer, True))
+
+    def statement(self) -> str:
+        """Say what is active, as it was observed, and what is not, for the log at start."""
+        bubble = "on: read-only system, private /tmp, own pids" if self.program else "off"
+        if self.program is None and self.sandbox == "auto":
+            bubble += " (not installed or not permitted); so LAMBDA=sandbox and hosts beyond loopback are off"
+        code = "runs in bubblewrap: no network, no process, 2 s CPU, 128 MB" if self.broker else "never runs (stub)"
+        network = "none" if self.no_network else "the host's, stopped by hooks and filter alone"
+        lines = {
+            "audit hooks": self._observed(HOOKS),
+            "system call filter": self._observed(FILTER),
+            "resource limits": self._observed(LIMITS),
+            "network": f"{network}; {self._observed(NETWORK)}" if self.no_network else network,
+            "bubblewrap": f"{bubble}; {self._observed(BUBBLEWRAP)}" if self.program else bubble,
+            "Lambda code": code,
+            "self-test": "; ".join(self.tested) or "not run",
+        }
+        return "containment:" + "".join(f"\n  {name}: {value}" for name, value in lines.items())
+
+    def _observed(self, layer: str) -> str:
+        return self.observed.get(layer, "not tried")
+
+
+SIMULATORS, WORKERS = "simulators", "CLI workers"
+_FOLDERS = {SIMULATORS: "simulators", WORKERS: "files"}
+_PROBE_S = 30.0
+
+
+def probe_layers(zygotes: Mapping[str, ForkServer], root: Path, layers: Sequence[str]) -> dict[str, list[Attempt]]:
+    """Return what a throw-away child of each zygote could do, by the zygote's name. ``root`` is the pool's folder.
+    Raises NotContained for a probe that does not answer."""
+    secret = root / "host-file"
+    secret.write_text("a file of the host")
+    found: dict[str, list[Attempt]] = {}
+    with socket.create_server(("127.0.0.1", 0)) as canary:
+        port = canary.getsockname()[1]
+        for kind, zygote in zygotes.items():
+            made = Path(own_package()) / f"{root.name}-probe"
+            targets = ProbeTargets(port, str(secret), str(made), str(root / _FOLDERS[kind] / "probe"), tuple(layers))
+            found[kind] = _probe(zygote, kind, targets)
+            if os.path.lexists(made):  # a read-only file system refuses to remove even what is not there
+                made.unlink(missing_ok=True)
+            if NETWORK in layers and select.select([canary], [], [], 0)[0]:
+                canary.accept()[0].close()
+                found[kind].append(Attempt(NETWORK, "connect to the host", False, "the listener was called"))
+    return found
+
+
+def _probe(zygote: ForkServer, kind: str, targets: ProbeTargets) -> list[Attempt]:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        child = zygote.fork({PROBE: asdict(targets)}, [theirs.fileno()], f"containment probe of the {kind}", _PROBE_S)
+        theirs.close()
+        try:
+            answer = receive_frame(ours, _PROBE_S)
+        except (TimeoutError, BadFrame) as error:
+            reason = str(error) or f"no answer within {_PROBE_S:g} s"
+            raise NotContained(f"the containment probe of the {kind} failed: {reason}") from error
+        finally:
+            child.kill()
+    return [Attempt(**attempt) for attempt in answer["attempts"]]
+
+
+def judge(
+    found: Mapping[str, Sequence[Attempt]],
+    layers: Sequence[str],
+    may_lack: frozenset[str],
+    option: str = "--may-lack",
+) -> dict[str, str]:
+    """Return a line per layer of what was observed. Raises NotContained for one that was not tried or does not hold,
+    unless it is among ``may_lack``, which is what ``option`` sets."""
+    lines: dict[str, str] = {}
+    for layer in layers:
+        attempts = [(kind, attempt) for kind, of_kind in found.items() for attempt in of_kind if attempt.layer == layer]
+        untried = sorted(set(found) - {kind for kind, _ in attempts})
+        failures = [f"{kind} could {attempt.act} ({attempt.how})" for kind, attempt in attempts if not attempt.stopped]
+        failures += [f"{kind} were not tried" for kind in untried]
+        if not failures:
+            acts = dict.fromkeys(attempt.act for _, attempt in attempts)
+            lines[layer] = f"holds; tried and stopped: {', '.join(acts)}"
+        elif layer in may_lack:
+            lines[layer] = f"DOES NOT HOLD, and may be missing: {'; '.join(failures)}"
+        else:
+            raise NotContained(
+                f"containment layer {layer!r} does not hold: {'; '.join(failures)}. To start without it, name it in "
+                f"{option}"
+            )
+    return lines

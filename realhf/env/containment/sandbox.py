@@ -1,22 +1,35 @@
-"""Contains a process that handles text written by an agent (docs/reference/environment.md 5).
+"""Contains a process that handles text written by an agent: limits, hooks, a seccomp filter, bubblewrap (docs/reference/environment.md 5).
 
 Each layer is applied by a process to itself right after a fork: the kernel's (no new privileges, no network, resource
 limits, death with the parent) and the interpreter's (an audit hook that turns forbidden operations into ``Denied``).
 Linux only.
+
+The audit hook of ``sandbox`` sees what Python code asks for; this filter also sees what C code asks for (uvloop's
+connects, a library's fork). Threads stay possible: ``clone`` is allowed only with CLONE_THREAD, and ``clone3``, whose
+flags a filter cannot read, reports ENOSYS, upon which the C library falls back to ``clone``.
+
+Needs Debian's ``bubblewrap`` and a kernel that allows unprivileged user namespaces; ``find`` really tries. Source:
+docs/reference/environment.md 5, layer (d).
 """
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
+import platform
 import resource
+import shutil
 import signal
 import socket
+import struct
+import subprocess
 import sys
 import sysconfig
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 
 from realhf.base.paths import PACKAGE
 
@@ -25,7 +38,6 @@ _PR_SET_DUMPABLE = 4
 _PR_SET_NO_NEW_PRIVS = 38
 _CLONE_NEWNET = 0x40000000
 _CLONE_NEWUSER = 0x10000000
-
 _PROCESS_EVENTS = (
     "subprocess.", "os.system", "os.exec", "os.fork", "os.posix_spawn", "os.spawn", "pty.", "ctypes.",
     "os.kill", "signal.pthread_kill", "sys._current_frames", "webbrowser.", "cpython.run",
@@ -253,3 +265,187 @@ def _classify(event: str) -> str:
     if event.startswith(_LINK_EVENTS):
         return "local-file"
     return "pass"
+
+
+_SET_MODE_FILTER = 1
+_FLAG_SPEC_ALLOW = 4
+_ALLOW = 0x7FFF0000
+_ERRNO = 0x00050000
+_CLONE_THREAD = 0x00010000
+_LOAD, _JUMP_EQUAL, _JUMP_AT_LEAST, _JUMP_SET, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_X32_CALLS = 0x40000000
+_OFFSET_NUMBER, _OFFSET_ARCH, _OFFSET_FIRST_ARGUMENT = 0, 4, 16
+
+# Numbers of the system calls: machine -> (audit architecture, seccomp, clone, clone3, refused ones)
+_MACHINES = {
+    # fork, vfork, execve, execveat, socket, connect, bind, ptrace, mount, umount2, chroot, pivot_root, unshare,
+    # setns, bpf, kexec_load, init_module, finit_module, process_vm_readv, process_vm_writev, keyctl, userfaultfd,
+    # open_by_handle_at, io_uring_setup, pidfd_getfd, kill, pidfd_send_signal
+    "x86_64": (0xC000003E, 317, 56, 435, (57, 58, 59, 322, 41, 42, 49, 101, 165, 166, 161, 155, 272, 308, 321, 246,
+                                          175, 313, 310, 311, 250, 323, 304, 425, 438, 62, 424)),
+    "aarch64": (0xC00000B7, 277, 220, 435, (221, 281, 198, 203, 200, 117, 40, 39, 51, 41, 97, 268, 280, 104, 105,
+                                            273, 270, 271, 219, 282, 265, 425, 438, 129, 424)),
+}  # fmt: skip
+
+
+class _Program(ctypes.Structure):
+    _fields_ = (("length", ctypes.c_ushort), ("filter", ctypes.c_void_p))
+
+
+def filter_available() -> bool:
+    """Return whether the system calls of this machine are known here."""
+    return platform.machine() in _MACHINES
+
+
+def install_filter() -> bool:
+    """Filter this process and its threads for good; needs no-new-privileges. Call with a single thread.
+
+    Returns False on a machine or kernel that it does not know."""
+    known = _MACHINES.get(platform.machine())
+    if known is None:
+        return False
+    architecture, seccomp, clone, clone3, refused = known
+    code = _filter(architecture, clone, clone3, refused)
+    buffer = ctypes.create_string_buffer(code, len(code))
+    program = _Program(len(code) // 8, ctypes.addressof(buffer))
+    libc = ctypes.CDLL(None, use_errno=True)
+    return libc.syscall(seccomp, _SET_MODE_FILTER, _FLAG_SPEC_ALLOW, ctypes.byref(program)) == 0
+
+
+def _filter(architecture: int, clone: int, clone3: int, refused: tuple[int, ...]) -> bytes:
+    """Assemble the classic BPF program; instructions are (code, jump if true, jump if false, operand)."""
+    denied = _ERRNO | errno.EPERM
+    program = [
+        (_LOAD, 0, 0, _OFFSET_ARCH),
+        (_JUMP_EQUAL, 1, 0, architecture),
+        (_RETURN, 0, 0, denied),
+        (_LOAD, 0, 0, _OFFSET_NUMBER),
+        (_JUMP_EQUAL, 0, 1, clone3),
+        (_RETURN, 0, 0, _ERRNO | errno.ENOSYS),
+        (_JUMP_AT_LEAST, 0, 1, _X32_CALLS),
+        (_RETURN, 0, 0, denied),
+    ]
+    for number in refused:
+        program += [(_JUMP_EQUAL, 0, 1, number), (_RETURN, 0, 0, denied)]
+    program += [
+        (_JUMP_EQUAL, 1, 0, clone),
+        (_RETURN, 0, 0, _ALLOW),
+        (_LOAD, 0, 0, _OFFSET_FIRST_ARGUMENT),
+        (_JUMP_SET, 0, 1, _CLONE_THREAD),
+        (_RETURN, 0, 0, _ALLOW),
+        (_RETURN, 0, 0, denied),
+    ]
+    return b"".join(struct.pack("<HBBI", *instruction) for instruction in program)
+
+
+HOOKS, FILTER, LIMITS, NETWORK, BUBBLEWRAP = LAYERS = ("hooks", "filter", "limits", "network", "bubblewrap")
+"""The layers: audit hooks of the interpreter, system call filter, resource limits, an empty network, a file system of
+its own."""
+_SET_ASIDE_BYTES = 3 << 29
+
+
+@dataclass(frozen=True)
+class ProcessGuard:
+    """Holds the resource limits of one kind of process: bytes of a file that it writes, descriptors, bytes of private
+    memory, seconds of CPU. ``may_lack``: layers without which it may run."""
+
+    file_bytes: int
+    open_files: int
+    memory_bytes: int
+    cpu_s: int
+    may_lack: frozenset[str] = frozenset()
+    read_roots: tuple[str, ...] = field(default_factory=package_roots)
+
+    @property
+    def address_bytes(self) -> int:
+        """Most bytes of addresses: with what is shared, and what allocators set aside for threads and never touch."""
+        return self.memory_bytes + _SET_ASIDE_BYTES
+
+    def apply(
+        self,
+        folder: str,
+        on_denied: Callable[[str, str], None] | None = None,
+        writes: WriteBudget | None = None,
+    ) -> None:
+        """Contain this process for good; of the host's files only those in ``folder`` can be written. Needs a single
+        thread. Raises RuntimeError naming a layer that does not hold and may not be missing."""
+        forbid_new_privileges()
+        if not install_filter() and FILTER not in self.may_lack:
+            raise RuntimeError("the system call filter could not be installed")
+        limit_resources(
+            file_bytes=self.file_bytes,
+            open_files=self.open_files,
+            memory_bytes=self.memory_bytes,
+            address_bytes=self.address_bytes,
+            cpu_s=self.cpu_s,
+        )
+        AuditGuard(self.read_roots, (folder,), on_denied, writes).install()
+        if HOOKS not in self.may_lack:
+            prove_containment()
+
+
+_PROGRAM_PATH = "/usr/local/bin:/usr/bin:/bin"
+_SYSTEM = ("/usr", "/lib", "/lib64", "/lib32", "/bin", "/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/alternatives")
+_PROBE_TIMEOUT_S = 20.0
+_NAMESPACES = (
+    "--unshare-user", "--unshare-pid", "--unshare-ipc", "--unshare-net", "--unshare-uts", "--die-with-parent",
+    "--cap-drop", "ALL", "--uid", "65534", "--gid", "65534",
+)  # fmt: skip
+_KEEP_HOUSE = '"$@" && /bin/rm -rf -- "$0"'
+"""Shell program that removes a folder after its command ended well. The shell outlives the thread that started it, so
+here dying with the parent means dying with the shell. Whatever a killed owner could not remove is removed once the
+zygote has ended by itself."""
+
+
+def find_bubblewrap() -> Path | None:
+    """Return the program, when it is installed and a Python under it comes up with every option that is used here."""
+    program = shutil.which("bwrap", path=_PROGRAM_PATH)
+    if program is None:
+        return None
+    probe = [*sandboxed(Path(program)), sys.executable, "-I", "-S", "-c", "open('/proc/self/statm').close()"]
+    try:
+        done = subprocess.run(probe, env={}, stdin=subprocess.DEVNULL, capture_output=True, timeout=_PROBE_TIMEOUT_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return Path(program) if done.returncode == 0 else None
+
+
+def sandboxed(
+    program: Path, parts: Sequence[str] = (), writable: Sequence[Path] = (), private: Sequence[Path] = ()
+) -> list[str]:
+    """Return the words that go before a command: the sandbox of Python programs of this package.
+
+    Of the host's files only ``writable`` can be changed; ``private`` folders are the sandbox's own; descriptors handed
+    over keep working. Of the package only ``parts`` (files and folders, relative to it) are there: code that breaks out
+    of the interpreter's guards finds no tasks and no answers.
+    """
+    python = {sys.base_prefix, sys.prefix, *(root for root in package_roots() if os.path.isdir(root))}
+    words = [str(program), *_NAMESPACES, "--dev", "/dev", "--proc", "/proc", "--tmpfs", "/tmp"]
+    for path in _SYSTEM:
+        words += ["--ro-bind-try", path, path]
+    for path in sorted(python):  # a prefix comes before what is inside it
+        words += ["--ro-bind", path, path]
+    words += _own_code(parts)
+    for path in writable:
+        words += ["--bind", str(path), str(path)]
+    for path in private:
+        words += ["--tmpfs", str(path)]
+    return [*words, "--remount-ro", "/", "--chdir", "/"]
+
+
+def hidden(folder: str) -> list[str]:
+    """Return the words that put an empty folder in the place of ``folder``."""
+    return ["--tmpfs", folder, "--remount-ro", folder]
+
+
+def _own_code(parts: Sequence[str]) -> list[str]:
+    ours = own_package()
+    words = ["--tmpfs", ours]
+    for name in parts:
+        words += ["--ro-bind", f"{ours}/{name}", f"{ours}/{name}"]
+    return [*words, "--remount-ro", ours]
+
+
+def housekept(command: Sequence[str], folder: Path) -> list[str]:
+    """Return ``command`` under a shell that removes ``folder`` when it ends well."""
+    return ["/bin/sh", "-c", _KEEP_HOUSE, str(folder), *command]

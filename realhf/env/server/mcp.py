@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from realhf.env.server.served import McpDoor, Player, Reply
+from realhf.env.server.interfaces import McpDoor, Player, Reply
 from realhf.env.server.wire import size_problem
 
 PARSE_ERROR = -32700

@@ -1,9 +1,14 @@
-"""Puts the parts of the environment server together and serves them on a thread (docs/reference/environment.md 2)."""
+"""Puts the parts of the environment server together and serves them over HTTP on a thread (docs/reference/environment.md 2).
+
+A stateless request builds a world, plays, and discards it. It takes a counted lease for its time and is answered 503
+with Retry-After when there is none; the other routes take no lease.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import os
 import socket
@@ -11,21 +16,239 @@ import stat
 import threading
 import time
 import weakref
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import Executor, ThreadPoolExecutor
+from typing import Any, TypeVar
 
 import uvicorn
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, RedirectResponse
+from pydantic import BaseModel, ConfigDict, Field, create_model
+from starlette.routing import WebSocketRoute
 
 from realhf.base.http_guard import guarded_http
 from realhf.base.tls import in_the_clear, server_files
-from realhf.env.server import wire
-from realhf.env.server.capacity import SlotLeases, watch_loop_lag
+from realhf.env.server import mcp, wire
+from realhf.env.server.access import OriginGuard, authorized
+from realhf.env.server.capacity import RETRY_AFTER_S, ServerMetrics, SlotLeases, watch_loop_lag
 from realhf.env.server.config import ServerConfig
-from realhf.env.server.http_routes import StatelessPlayer, build_app
-from realhf.env.server.metrics import ServerMetrics
-from realhf.env.server.served import ServedEnvironment
-from realhf.env.server.session_endpoint import SessionEndpoint
+from realhf.env.server.interfaces import Player, Reply, ServedEnvironment
+from realhf.env.server.session import KILLED_WAIT_S, SessionEndpoint, kill_until_done
 
 _LOG = logging.getLogger(__name__)
+T = TypeVar("T")
+_MAX_BODY_BYTES = wire.MAX_FRAME_BYTES
+_MAX_TIMEOUT_S = 3600.0
+_JSON = "application/json"
+_STATELESS_KILLED_WAIT_S = 1.0
+"""Seconds by which a request may outlast its ``timeout_s``."""
+
+
+class ResetRequest(BaseModel):
+    """Body of POST /reset; further keys are ignored."""
+
+    model_config = ConfigDict(extra="allow")
+    seed: int | None = None
+    episode_id: str | None = None
+    task: dict[str, Any] | None = None
+    task_id: int | str | None = None
+
+
+class _StepRequest(BaseModel):
+    model_config = ConfigDict(extra="allow")
+    action: Any
+    timeout_s: float | None = Field(default=None, gt=0, le=_MAX_TIMEOUT_S)
+    request_id: str | None = Field(default=None, max_length=wire.MAX_NAME_CHARS)
+
+
+def step_request(action: type[BaseModel]) -> type[BaseModel]:
+    """Return the model of the body of POST /step for an environment's action."""
+    return create_model("StepRequest", __base__=_StepRequest, __doc__="Body of POST /step.", action=(action, ...))
+
+
+class StatelessPlayer:
+    """Runs one action on a leased slot."""
+
+    def __init__(self, leases: SlotLeases, make_player: Callable[[Any], Player], threads: Executor) -> None:
+        self._leases = leases
+        self._make_player = make_player
+        self._threads = threads
+
+    async def play(self, action: Callable[[Player], T], timeout_s: float | None = None) -> T:
+        """Run ``action`` with a player. Raises CapacityReached, WireError, or TimeoutError after ``timeout_s`` (the
+        command is killed; a thread that still does not end keeps the slot)."""
+        slot = await self._leases.take()
+        if slot is None:
+            raise CapacityReached(self._leases.refusal())
+        work = None
+        try:
+            player = self._player(slot)
+            work = asyncio.get_running_loop().run_in_executor(self._threads, action, player)
+            try:
+                done, _ = await asyncio.wait((work,), timeout=timeout_s)
+            except asyncio.CancelledError:
+                await kill_until_done(work, player.kill, KILLED_WAIT_S)
+                raise
+            if not done:
+                await kill_until_done(work, player.kill, _STATELESS_KILLED_WAIT_S)
+                raise TimeoutError(f"no answer within {timeout_s:g} s")
+            return work.result()
+        finally:
+            self._leases.give_back_after(slot, work)
+
+    def _player(self, slot: Any) -> Player:
+        try:
+            return self._make_player(slot)
+        except Exception as error:
+            _LOG.exception("no environment for a request")
+            message = f"the environment could not be made ({type(error).__name__})"
+            raise wire.WireError(wire.FACTORY_ERROR, message) from error
+
+
+class CapacityReached(Exception):
+    """No slot is free. ``body`` is what the client is told."""
+
+    def __init__(self, body: Mapping[str, Any]) -> None:
+        super().__init__(body["message"])
+        self.body = dict(body)
+
+
+def build_app(
+    served: ServedEnvironment,
+    leases: SlotLeases,
+    endpoint: SessionEndpoint,
+    stateless: StatelessPlayer,
+    config: ServerConfig,
+    metrics: ServerMetrics,
+) -> FastAPI:
+    """Build the application, without the pages of the environment."""
+    app = FastAPI(title=served.title, description=served.about)
+    app.router.routes.append(WebSocketRoute("/ws", endpoint))
+    _add_guard(app, config, served.own_guard)
+    app.add_middleware(OriginGuard, config=config)
+    _add_description(app, served, leases, metrics)
+    _add_stateless(app, stateless, served)
+    return app
+
+
+def _add_guard(app: FastAPI, config: ServerConfig, own_guard: str) -> None:
+    @app.middleware("http")
+    async def guard(request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
+        """Check token, size and kind of every request that changes or plays something. Pages below ``own_guard``
+        have checks of their own."""
+        if request.method == "POST":
+            guarded = bool(own_guard) and request.url.path.startswith(own_guard)
+            if not guarded and not authorized(request.headers.raw, config.token):
+                return JSONResponse({"detail": "a bearer token is needed"}, 401, {"WWW-Authenticate": "Bearer"})
+            length = request.headers.get("content-length", "")
+            if not length.isdigit() or int(length) > _MAX_BODY_BYTES:
+                return JSONResponse({"detail": f"a body has a Content-Length of at most {_MAX_BODY_BYTES}"}, 413)
+            kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+            if int(length) and kind != _JSON:  # a foreign page can send only other kinds without a preflight
+                return JSONResponse({"detail": f"a body is {_JSON}"}, 415)
+        return await call_next(request)
+
+
+def _add_description(app: FastAPI, served: ServedEnvironment, leases: SlotLeases, metrics: ServerMetrics) -> None:
+    @app.get("/", include_in_schema=False)
+    async def root() -> Response:
+        return RedirectResponse(served.home)
+
+    @app.get("/health")
+    async def health() -> Response:
+        usable = served.pool.free_count + leases.active + leases.returning
+        status, word = (200, "healthy") if usable > 0 else (503, "unhealthy")
+        return JSONResponse({"status": word}, status)
+
+    @app.get("/schema")
+    async def schema() -> dict[str, Any]:
+        return served.schema()
+
+    @app.get("/metadata")
+    async def metadata() -> dict[str, Any]:
+        return served.metadata()
+
+    @app.get("/state")
+    async def state() -> dict[str, Any]:
+        """A stateless server has no episode of this client: the state before a reset."""
+        return served.blank_state()
+
+    @app.get("/metrics")
+    async def metrics_page() -> Response:
+        return Response(metrics.page(), media_type="text/plain; version=0.0.4")
+
+
+def _add_stateless(app: FastAPI, stateless: StatelessPlayer, served: ServedEnvironment) -> None:
+    @app.exception_handler(CapacityReached)
+    async def full(request: Request, error: CapacityReached) -> Response:
+        return JSONResponse(error.body, 503, {"Retry-After": str(RETRY_AFTER_S)})
+
+    @app.exception_handler(wire.WireError)
+    async def failed(request: Request, error: wire.WireError) -> Response:
+        status = 422 if error.code == wire.VALIDATION_ERROR else 500
+        kind = {"kind": error.kind} if error.kind else {}
+        return JSONResponse({"detail": error.message, "code": error.code, **kind}, status)
+
+    @app.exception_handler(RequestValidationError)
+    async def mistaken(request: Request, error: RequestValidationError) -> Response:
+        """Report which fields are wrong, without what was sent: it may be long, and may be no text."""
+        problems = [
+            {"loc": [str(part)[:64] for part in one["loc"]], "msg": one["msg"][:200]} for one in error.errors()[:20]
+        ]
+        return Response(json.dumps({"detail": problems, "code": wire.VALIDATION_ERROR}), 422, media_type=_JSON)
+
+    @app.exception_handler(TimeoutError)
+    async def late(request: Request, error: TimeoutError) -> Response:
+        return JSONResponse({"detail": str(error), "code": wire.EXECUTION_ERROR}, 504)
+
+    @app.post("/reset")
+    async def reset(body: ResetRequest | None = None) -> dict[str, Any]:
+        data = served.check_reset(body.model_dump() if body else {})
+        return _reply(await stateless.play(lambda player: player.reset(data)))
+
+    async def step(body: _StepRequest) -> dict[str, Any]:
+        action = served.check_action(body.action.model_dump())
+
+        def play(player: Player) -> Reply:
+            player.reset({})
+            return player.step(served.step_argument(action))
+
+        return _reply(await stateless.play(play, body.timeout_s))
+
+    step.__annotations__["body"] = step_request(served.action_model)
+    app.post("/step")(step)
+
+    @app.post("/mcp")
+    async def call(request: Request) -> Response:
+        try:
+            message = json.loads(await request.body())
+        except (ValueError, RecursionError):
+            return JSONResponse(mcp.rpc_error(None, mcp.PARSE_ERROR, "the body is not JSON"))
+        answer = mcp.checked(message, served.mcp)
+        if answer is None:
+            answer = await _call_tool(stateless, served, message)
+        return JSONResponse(answer)
+
+
+async def _call_tool(
+    stateless: StatelessPlayer, served: ServedEnvironment, message: Mapping[str, Any]
+) -> dict[str, Any]:
+    def play(player: Player) -> dict[str, Any]:
+        player.reset({})
+        return mcp.answered(message, served.mcp, player, lambda action: player.step(served.step_argument(action)))
+
+    try:
+        return await stateless.play(play)
+    except CapacityReached as full:
+        return mcp.rpc_error(message.get("id"), mcp.SERVER_ERROR, str(full), full.body)
+    except wire.WireError as error:
+        return mcp.rpc_error(message.get("id"), mcp.SERVER_ERROR, error.message, {"code": error.code})
+
+
+def _reply(result: Reply) -> dict[str, Any]:
+    observation, reward, done = result
+    return {"observation": dict(observation), "reward": wire.finite(reward), "done": done}
 
 
 class PortTaken(OSError):

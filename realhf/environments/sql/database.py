@@ -24,8 +24,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from realhf.environments.sql.instance import Table
-from realhf.environments.sql.names import words
+from realhf.environments.sql.instance import Table, words
 
 Rows = Mapping[str, Mapping[Any, tuple[Any, ...]]]
 """By table and primary key."""

@@ -1,4 +1,9 @@
-"""Defines an instance of a task: its tables, what is asked, and what counts as solved; and draws tables.
+"""Defines an instance of a task, its tables, what is asked and what counts as solved, and draws its words and rows.
+
+A row is called ``adjective-animal``, a table by one word, because a small policy copies what is short. Held out are
+*pairs* of words that training never combines, decided by a stable hash: a table with its column of numbers, and both
+words of a row. Every word occurs in training, so a policy must copy, not recall. Every instance has a table with such
+a column and rows, so the splits share no instance.
 
 What is wanted is worked out in Python from the rows, not by the SQL of the scripted solution.
 """
@@ -7,12 +12,84 @@ from __future__ import annotations
 
 import random
 import re
+import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple
 
-from realhf.environments.sql import names
+from realhf.api.environment import HELD_OUT, SPLITS
+
+HELDOUT_SHARE = 5
+"""One pair in this many is held out."""
+
+
+def words(text: str) -> tuple[str, ...]:
+    """Return the words of a text."""
+    return tuple(text.split())
+
+
+TABLES = words(
+    """boats books cabins clients engines flights guides hotels items jobs lamps maps orchids parcels parts pets
+    rooms ships songs teams tools trains trips visits"""
+)
+ROW_ADJECTIVES = words(
+    """agile bold brave bright calm clever cozy curly eager fancy fierce gentle grand happy jolly keen kind lively lucky
+    merry mild noble polite proud quiet rapid shy silent sturdy swift tidy witty"""
+)
+ANIMALS = words(
+    """badger bear beaver bison camel crane dolphin eagle falcon finch fox gecko hawk heron jaguar koala lemur lynx
+    moose osprey otter owl panda puffin rabbit raven robin salmon seal tiger walrus wolf"""
+)
+TEXT_COLUMNS = MappingProxyType(
+    {
+        "city": words("cairo lima oslo paris rome tokyo"),
+        "color": words("black blue green red white yellow"),
+        "metal": words("copper iron lead nickel steel zinc"),
+    }
+)
+"""A text column, and what its values are drawn from."""
+NUMBER_COLUMNS = words("age cost price score size stock volume weight")
+LINKED_COLUMNS = MappingProxyType(
+    {
+        "owner": words("anna boris clara david"),
+        "region": words("east north south west"),
+    }
+)
+"""A column that a second table gives to each value of a text column, and its values."""
+
+
+def is_heldout_pair(first: str, second: str) -> bool:
+    """Return whether names with this pair of words are kept for evaluation."""
+    return zlib.crc32(f"{first} {second}".encode()) % HELDOUT_SHARE == 0
+
+
+def draw_table(rng: random.Random, split: str, numbers: tuple[str, ...] = NUMBER_COLUMNS) -> tuple[str, str]:
+    """Draw a table's name and its column of ``numbers``. Raises ValueError for an unknown split."""
+    return _pair(rng, split, TABLES, numbers)
+
+
+def draw_row_names(rng: random.Random, split: str, count: int) -> list[str]:
+    """Draw ``count`` different names such as ``brave-otter``; the first two differ in the last word alone. Raises
+    ValueError for an unknown split."""
+    pairs: list[tuple[str, str]] = []
+    while len(pairs) < count:
+        first = (pairs[0][0],) if len(pairs) == 1 else ROW_ADJECTIVES
+        pair = _pair(rng, split, first, ANIMALS)
+        if pair not in pairs:
+            pairs.append(pair)
+    return ["-".join(pair) for pair in pairs]
+
+
+def _pair(rng: random.Random, split: str, first: tuple[str, ...], second: tuple[str, ...]) -> tuple[str, str]:
+    if split not in SPLITS:
+        raise ValueError(f"{split!r} is no split (known: {', '.join(SPLITS)})")
+    while True:
+        pair = rng.choice(first), rng.choice(second)
+        if is_heldout_pair(*pair) is (split == HELD_OUT):
+            return pair
+
 
 Value = int | str
 SMALLEST, LARGEST = 1, 30
@@ -117,7 +194,7 @@ class Scene:
 
     def other_table_name(self) -> str:
         """Draw the name of another table."""
-        while (name := names.draw_table(self.rng, self.split, (self.number,))[0]) == self.table:
+        while (name := draw_table(self.rng, self.split, (self.number,))[0]) == self.table:
             pass
         return name
 
@@ -138,8 +215,8 @@ class Scene:
 
 def draw_scene(rng: random.Random, split: str) -> Scene:
     """Draw a main table. Raises ValueError for an unknown split."""
-    text = rng.choice([*names.TEXT_COLUMNS])
-    table, number = names.draw_table(rng, split)
+    text = rng.choice([*TEXT_COLUMNS])
+    table, number = draw_table(rng, split)
     rows = _draw_rows(rng, split, text, rng.randint(FEWEST_ROWS, MOST_ROWS))
     target, other = rows[0], rng.choice(rows[2:])
     return Scene(rng, split, table, text, number, tuple(sorted(rows)), target, other)
@@ -147,10 +224,10 @@ def draw_scene(rng: random.Random, split: str) -> Scene:
 
 def _draw_rows(rng: random.Random, split: str, text: str, count: int) -> list[Row]:
     """Draw rows with different ids, names and numbers; the names of the first two differ in the last word alone."""
-    texts = rng.sample(names.TEXT_COLUMNS[text], 3)
+    texts = rng.sample(TEXT_COLUMNS[text], 3)
     ids = rng.sample(range(1, LARGEST + 1), count)
     numbers = rng.sample(range(SMALLEST, LARGEST + 1), count)
-    row_names = names.draw_row_names(rng, split, count)
+    row_names = draw_row_names(rng, split, count)
     rows = zip(ids, row_names, numbers, strict=True)
     return [Row(number_id, name, rng.choice(texts), number) for number_id, name, number in rows]
 

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from realhf.api.environment import SPLITS, TRAIN, Task
-from realhf.environments.sql import changes, questions
+from realhf.environments.sql import templates
 from realhf.environments.sql.instance import Instance, Scene, draw_scene
 
 GROUPS = ("lookup", "aggregate", "join", "change", "steps")
@@ -28,11 +28,11 @@ TEMPLATES: Mapping[str, Template] = MappingProxyType(
     {
         draw.__name__: Template(group, draw)
         for group, draws in {
-            "lookup": (questions.cell, questions.name_of_id, questions.name_of_number),
-            "aggregate": (questions.count, questions.total, questions.total_above, questions.extreme),
-            "join": (questions.linked_value, questions.linked_count, questions.linked_total),
-            "change": (changes.set_number, changes.delete, changes.insert, changes.raise_numbers),
-            "steps": (changes.transfer, changes.copy_number, changes.archive, changes.rename),
+            "lookup": (templates.cell, templates.name_of_id, templates.name_of_number),
+            "aggregate": (templates.count, templates.total, templates.total_above, templates.extreme),
+            "join": (templates.linked_value, templates.linked_count, templates.linked_total),
+            "change": (templates.set_number, templates.delete, templates.insert, templates.raise_numbers),
+            "steps": (templates.transfer, templates.copy_number, templates.archive, templates.rename),
         }.items()
         for draw in draws
     }

@@ -17,8 +17,7 @@ from realhf.aws.environment import AwsEnvironment
 from realhf.aws.models import AwsAction, AwsObservation, AwsState
 from realhf.aws.server.process import EnvServerProcess
 from realhf.aws.tasks.loader import instantiate, solve
-from realhf.env.client.openenv_client import CapacityError, ConnectionLost, ConnectionPoisoned, MessageTimeout
-from realhf.env.client.server_metadata import fetch_metadata
+from realhf.env.openenv_client import CapacityError, ConnectionLost, ConnectionPoisoned, MessageTimeout, fetch_metadata
 from realhf.rollout.player import SlotEnvironment
 from tests.rollout.fake_env_server import FakeEnvServer
 

@@ -18,7 +18,7 @@ from realhf.aws.client.grpo_pool import GrpoPool
 from realhf.aws.client.multi_turn_pool import MultiTurnEnvPool
 from realhf.aws.server.process import EnvServerProcess
 from realhf.aws.tasks.loader import instantiate, solve
-from realhf.env.client.openenv_client import CapacityError, ConnectError
+from realhf.env.openenv_client import CapacityError, ConnectError
 from tests.rollout.fake_env_server import FakeEnvServer
 from tests.rollout.scripted import ScriptedPolicy
 

@@ -15,7 +15,7 @@ import pytest
 from realhf.aws.client.multi_turn_pool import MultiTurnEnvPool, PoolClosed
 from realhf.aws.server.process import EnvServerProcess
 from realhf.aws.tasks.loader import instantiate, solve
-from realhf.env.client.openenv_client import CapacityError, ConnectError
+from realhf.env.openenv_client import CapacityError, ConnectError
 from tests.rollout.scripted import END, LossyChat, ScriptedPolicy
 
 pytestmark = pytest.mark.sim

@@ -13,8 +13,7 @@ from realhf.aws.client.multi_turn_pool import MultiTurnEnvPool
 from realhf.aws.server.process import EnvServerProcess
 from realhf.aws.tasks.loader import TrainingTasks, solve
 from realhf.aws.tasks.task import Task
-from realhf.env.curriculum.base import Curriculum
-from realhf.env.curriculum.factory import make_curriculum
+from realhf.env.curriculum import Curriculum, make_curriculum
 from tests.rollout.scripted import ScriptedPolicy
 
 pytestmark = pytest.mark.sim

@@ -20,7 +20,7 @@ from realhf.aws.server.process import EnvServerProcess
 from realhf.aws.simulator.pool import MiniStackPool
 from realhf.aws.tasks.loader import load_templates
 from realhf.base.free_port import free_port
-from realhf.env.server.browser_auth import Refused
+from realhf.env.server.access import Refused
 from tests.process_family import family, gone
 
 pytestmark = pytest.mark.sim

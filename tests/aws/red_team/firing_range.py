@@ -29,7 +29,7 @@ from rich.table import Table
 
 from realhf.aws.cli.executor import CommandResult, OutputLimits, SimulatorLost
 from realhf.aws.simulator.pool import MiniStackPool
-from realhf.env.containment.installed import LAMBDA_MODES, SANDBOX_MODES
+from realhf.env.containment.probe import LAMBDA_MODES, SANDBOX_MODES
 from realhf.env.containment.sandbox import own_package
 from tests.aws.red_team.attacks import ATTACKS, HARMLESS, NO_CREDIT, ROWS, Attack
 from tests.aws.red_team.inside import INSIDE_ROWS, not_as_expected, play_inside

@@ -23,7 +23,7 @@ from realhf.aws.real_aws.account import RealAwsExecutor
 from realhf.aws.real_aws.permissions import Permissions
 from realhf.aws.simulator.pool import ACCOUNT, MiniStackPool, Slot
 from realhf.aws.tasks.task import Task
-from realhf.env.containment.probe_report import SIMULATORS, WORKERS, probe_layers
+from realhf.env.containment.probe import SIMULATORS, WORKERS, probe_layers
 from tests.aws.red_team.compromised_worker import CompromisedWorker, forged, framed
 
 INSIDE_ROWS = {22: "a worker that was taken over", 23: "past the audit hook", 24: "a real account"}

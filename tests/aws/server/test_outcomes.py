@@ -12,7 +12,7 @@ from realhf.aws.server.config import AwsServerConfig
 from realhf.aws.server.served import AwsServed
 from realhf.aws.simulator.pool import MiniStackPool
 from realhf.aws.tasks import instantiate, solve
-from realhf.env.client.openenv_client import EnvError
+from realhf.env.openenv_client import EnvError
 from realhf.env.server.server import EnvServer, listen
 
 VERSIONED = 201

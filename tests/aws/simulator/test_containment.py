@@ -18,11 +18,11 @@ import pytest
 
 from realhf.aws.simulator import lambda_broker, startup_check
 from realhf.aws.simulator.pool import CONTAINED_PARTS, MiniStackPool, Slot
-from realhf.env.containment import bubblewrap, sandbox
-from realhf.env.containment.installed import Containment
+from realhf.env.containment import sandbox
+from realhf.env.containment.probe import Containment
 
 pytestmark = pytest.mark.sim
-BWRAP = bubblewrap.find()
+BWRAP = sandbox.find_bubblewrap()
 needs_bubblewrap = pytest.mark.skipif(BWRAP is None, reason="bubblewrap is not installed or not permitted here")
 
 
@@ -33,13 +33,13 @@ needs_bubblewrap = pytest.mark.skipif(BWRAP is None, reason="bubblewrap is not i
 def test_what_needs_bubblewrap_does_not_start_without(
     monkeypatch: pytest.MonkeyPatch, mode: str, lambda_mode: str, name: str
 ) -> None:
-    monkeypatch.setattr(bubblewrap, "find", lambda: None)
+    monkeypatch.setattr(sandbox, "find", lambda: None)
     with pytest.raises(RuntimeError, match=f"{name}.*bubblewrap"):
         MiniStackPool(1, sandbox=mode, lambda_mode=lambda_mode).start()
 
 
 def test_auto_says_what_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bubblewrap, "find", lambda: None)
+    monkeypatch.setattr(sandbox, "find", lambda: None)
     statement = Containment.decide("auto", "stub").statement()
     assert "bubblewrap: off" in statement and "LAMBDA=sandbox and hosts beyond loopback are off" in statement
 
@@ -106,7 +106,7 @@ except OSError:
     raise SystemExit(0)
 raise SystemExit("a file was planted among the modules")
 """
-    words = [*bubblewrap.sandboxed(BWRAP, CONTAINED_PARTS), sys.executable, "-P", "-B", "-c", script]
+    words = [*sandbox.sandboxed(BWRAP, CONTAINED_PARTS), sys.executable, "-P", "-B", "-c", script]
     environment = {"PYTHONPATH": str(Path(sandbox.own_package()).parent)}
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr

@@ -13,7 +13,7 @@ from realhf.aws.simulator.health_loop import HealthLoop, back_off_s
 from realhf.aws.simulator.lease_book import LeaseBook, SlotState
 from realhf.aws.simulator.pool import RETURN_WAIT_S
 from realhf.aws.simulator.slot import USABLE_S
-from realhf.env.client.openenv_client import OpenEnvClient
+from realhf.env.openenv_client import OpenEnvClient
 from realhf.env.server import capacity
 
 

@@ -13,7 +13,7 @@ import pytest
 from realhf.aws.server.process import EnvServerProcess
 from realhf.aws.tasks.loader import instantiate, solve
 from realhf.aws.trl.aws_tool import AwsToolEnv
-from realhf.env.client.openenv_client import CapacityError, ConnectionLost
+from realhf.env.openenv_client import CapacityError, ConnectionLost
 from tests.rollout.fake_env_server import FakeEnvServer
 
 pytestmark = pytest.mark.sim

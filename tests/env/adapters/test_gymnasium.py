@@ -13,9 +13,15 @@ from typing import Any
 import pytest
 
 from realhf.api.environment import AssistantMessage, EnvironmentFailure
-from realhf.env.adapters.gymnasium_text import Actions, GymnasiumEnvironment, Reading, actions_of
-from realhf.env.adapters.instance_thread import MOST_STUCK, StuckThreads
-from realhf.env.doors.load import build_environment
+from realhf.env.adapters.gymnasium_text import (
+    MOST_STUCK,
+    Actions,
+    GymnasiumEnvironment,
+    Reading,
+    StuckThreads,
+    actions_of,
+)
+from realhf.env.loader.load import build_environment
 
 WAYS = Actions(("left", "right", "stay put"), start=-1)
 

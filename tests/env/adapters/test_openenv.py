@@ -23,7 +23,7 @@ from realhf.api.environment import (
     ToolCall,
 )
 from realhf.env.adapters.openenv import urls_of
-from realhf.env.doors.load import build_environment
+from realhf.env.loader.load import build_environment
 from tests.env.adapters.wire_server import Fault, HangUp, Raw, Silence, WireServer, seen, serving
 
 MOVE = {

@@ -19,7 +19,7 @@ from realhf.api.environment import (
     EnvironmentSpec,
     ToolCall,
 )
-from realhf.env.doors.load import build_environment
+from realhf.env.loader.load import build_environment
 from realhf.env.server.process import ServerProcess
 from tests.env.adapters.wire_server import Fault, WireServer, seen, serving
 

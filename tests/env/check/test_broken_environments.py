@@ -12,11 +12,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from realhf.env.check import crowd, supervisor
-from realhf.env.check.command import check
-from realhf.env.check.order import SKIPPED, STAGE, Order
-from realhf.env.check.report import Report
-from realhf.env.check.screen import Screen
+from realhf.env.check import leaks, supervisor
+from realhf.env.check.command import Screen, check
+from realhf.env.check.report import SKIPPED, STAGE, Order, Report
 from tests.process_family import family
 
 pytestmark = pytest.mark.slow
@@ -206,4 +204,4 @@ def test_the_limit_of_the_whole_check_is_kept(monkeypatch: pytest.MonkeyPatch) -
 
     check(order, report, Waiting(Console(quiet=True)), limit_s=60)
     assert "limit: the check was not finished by its limit, in instances" in report.findings[-1].line()
-    assert crowd._ROUNDS > 1
+    assert leaks._ROUNDS > 1

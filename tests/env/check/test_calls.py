@@ -13,9 +13,8 @@ import pytest
 
 from realhf.api.environment import EnvironmentFailure
 from realhf.env.check import calls
-from realhf.env.check.calls import Caller, CallFailed
-from realhf.env.check.user_code import UserCode
-from realhf.env.doors.checks import BrokenContract
+from realhf.env.check.calls import Caller, CallFailed, UserCode
+from realhf.env.loader.validation import BrokenContract
 
 HERE = Path(__file__).name
 

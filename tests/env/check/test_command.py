@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from realhf.env.__main__ import main
-from realhf.env.doors.options import parse_options
+from realhf.env.loader.load import parse_options
 
 HERE = Path(__file__).parent
 SOUND, HANGS = f"{HERE / 'sound.py'}:Sound", f"{HERE / 'broken' / 'hangs_hard.py'}:Broken"

@@ -11,7 +11,7 @@ import pytest
 
 from realhf.env.__main__ import main
 from realhf.env.check.judge import Judge
-from realhf.env.check.order import ABOUT, FINDING, VERDICT, Order, Reporter
+from realhf.env.check.report import ABOUT, FINDING, VERDICT, Order, Reporter
 
 BUYABLE = Path(__file__).parent / "buyable.py"
 SHIPPED = ("files", "sql")

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from realhf.api.environment import Demonstration, EnvironmentSpec, Opening, Task, Turn
-from realhf.env.check.calls import Caller
+from realhf.env.check.calls import Caller, UserCode
+from realhf.env.check.contract import Sampled
 from realhf.env.check.episodes import Arena, Case, first_difference
-from realhf.env.check.finding import Finding
-from realhf.env.check.play_stages import (
+from realhf.env.check.report import Finding
+from realhf.env.check.stages import (
     check_demonstrations,
     check_determinism,
     check_end,
@@ -21,8 +22,6 @@ from realhf.env.check.play_stages import (
     check_twins,
     check_wrong_messages,
 )
-from realhf.env.check.task_sets import Sampled
-from realhf.env.check.user_code import UserCode
 
 TASK = Task("t", "g", {"word": "xyzzy"}, seed=3)
 SAMPLED = Sampled("train", "t", TASK)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from realhf.api.environment import Opening, Turn
-from realhf.env.check.shapes import not_json, opening_problems, tool_problems, turn_problems
+from realhf.env.check.contract import not_json, opening_problems, tool_problems, turn_problems
 
 SAID = {"role": "user", "content": "text"}
 

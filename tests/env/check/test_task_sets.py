@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from realhf.api.environment import EnvironmentSpec, Task
-from realhf.env.check.finding import Finding
-from realhf.env.check.task_sets import TaskSetJudge, choose, spread
-from realhf.env.check.user_code import UserCode
+from realhf.env.check.calls import UserCode
+from realhf.env.check.contract import TaskSetJudge, choose, spread
+from realhf.env.check.report import Finding
 
 COUNT = itertools.count()
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from realhf.base.paths import PACKAGE
-from realhf.env.check.user_code import UserCode
+from realhf.env.check.calls import UserCode
 
 CODE = UserCode()
 HERE = Path(__file__).name

@@ -6,8 +6,7 @@ import asyncio
 import time
 from pathlib import Path
 
-from realhf.env.check.user_code import UserCode
-from realhf.env.check.watchdog import CALL, Block, LoopWatchdog
+from realhf.env.check.calls import CALL, Block, LoopWatchdog, UserCode
 
 HERE = Path(__file__).name
 

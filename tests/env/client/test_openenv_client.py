@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from realhf.env.client.openenv_client import (
+from realhf.env.openenv_client import (
     CapacityError,
     ConnectError,
     ConnectionLost,

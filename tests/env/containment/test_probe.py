@@ -11,21 +11,18 @@ from pathlib import Path
 import pytest
 
 from realhf.aws.simulator.pool import MiniStackPool
-from realhf.env.containment import bubblewrap, seccomp
-from realhf.env.containment.installed import Containment, NotContained
-from realhf.env.containment.probe import Attempt
-from realhf.env.containment.probe_report import judge
-from realhf.env.containment.process_guard import LAYERS
-from realhf.env.containment.sandbox import own_package
+from realhf.env.containment import sandbox
+from realhf.env.containment.probe import Attempt, Containment, NotContained, judge
+from realhf.env.containment.sandbox import LAYERS, own_package
 
 pytestmark = pytest.mark.sim
-BWRAP = bubblewrap.find()
+BWRAP = sandbox.find_bubblewrap()
 
 _CHILD = r"""
 import json, os, socket, sys
 from realhf.env.containment import sandbox, seccomp
 from realhf.env.containment.probe import run_probe
-from realhf.env.containment.process_guard import ProcessGuard
+from realhf.env.containment.sandbox import ProcessGuard
 channel, request, without = int(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3]
 if without == "filter":
     seccomp.install = lambda: False
@@ -67,7 +64,7 @@ def attempts(tmp_path: Path, without: str) -> list[Attempt]:
     return [Attempt(**attempt) for attempt in answer["attempts"]]
 
 
-@pytest.mark.skipif(not seccomp.available(), reason="the system calls of this machine are not known")
+@pytest.mark.skipif(not sandbox.filter_available(), reason="the system calls of this machine are not known")
 @pytest.mark.parametrize("without", ["filter", "hooks", "limits", "network", "nothing"])
 def test_each_layer_is_seen_to_be_missing_by_its_own_acts(tmp_path: Path, without: str) -> None:
     """Only the layer that is left out fails, and bubblewrap, which is not there: no other layer stands in for it."""
@@ -114,7 +111,7 @@ def test_a_process_does_not_go_on_without_its_filter() -> None:
     script = """
 import sys
 from realhf.env.containment import bubblewrap, seccomp
-from realhf.env.containment.process_guard import ProcessGuard
+from realhf.env.containment.sandbox import ProcessGuard
 seccomp.install = lambda: False
 guard = ProcessGuard(1 << 20, 64, 1 << 30, 60, may_lack=frozenset(sys.argv[1:]))
 try:

@@ -11,11 +11,16 @@ from realhf.aws.tasks import instantiate, load_templates
 from realhf.aws.tasks.loader import TrainingTasks, is_heldout_seed
 from realhf.aws.tasks.names import is_heldout_pair, is_name
 from realhf.aws.tasks.task import Task
-from realhf.env.curriculum.base import Curriculum
-from realhf.env.curriculum.factory import make_curriculum
-from realhf.env.curriculum.learnability import LearnabilityCurriculum
-from realhf.env.curriculum.priority import PRESETS, PriorityCurriculum, PriorityRule, decayed_rate
-from realhf.env.doors.load import build_environment
+from realhf.env.curriculum import (
+    PRESETS,
+    Curriculum,
+    LearnabilityCurriculum,
+    PriorityCurriculum,
+    PriorityRule,
+    decayed_rate,
+    make_curriculum,
+)
+from realhf.env.loader.load import build_environment
 
 STRATEGIES = ("priority", "learnability")
 TRAIN = {template.task_id for template in load_templates(split="train")}

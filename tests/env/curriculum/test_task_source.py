@@ -9,7 +9,7 @@ from realhf.api.source import DataSource, SampleResult, SourceItem
 from realhf.aws.tasks import instantiate
 from realhf.aws.tasks.task import Task
 from realhf.builtins import sources
-from realhf.env.curriculum.task_source import TaskSource
+from realhf.env.curriculum import TaskSource
 
 
 def results(items: list[SourceItem], rewards: list[float | None], achieved: list[bool]) -> list[SampleResult]:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from realhf.api.environment import EnvironmentSpec
-from realhf.env.doors.load import build_environment
+from realhf.env.loader.load import build_environment
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from realhf.api.environment import AssistantMessage, EnvironmentFailure, EnvironmentSpec, ToolCall
-from realhf.env.doors.load import definition_of
+from realhf.env.loader.load import definition_of
 from tests.env.doors.counter import COUNTER
 
 Build = Callable[..., EnvironmentSpec]

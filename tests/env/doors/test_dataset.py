@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from realhf.api.environment import AssistantMessage, EnvironmentFailure, EnvironmentSpec
-from realhf.env.doors.load import definition_of
+from realhf.env.loader.load import definition_of
 
 Build = Callable[..., EnvironmentSpec]
 

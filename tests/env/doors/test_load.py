@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from realhf.api.environment import AssistantMessage, EnvironmentDefinition
-from realhf.env.doors.load import build_environment, definition_of
+from realhf.env.loader.load import build_environment, definition_of
 
 Write = Callable[..., str]
 
@@ -52,7 +52,7 @@ def test_a_definition_of_a_file_comes_before_its_classes(write: Write) -> None:
     """A file that holds a definition has said what it is about; a specification will do as well."""
     extra = """
     from realhf.api.environment import EnvironmentDefinition
-    from realhf.env.doors.message_class import message_class
+    from realhf.env.loader.multi_turn import message_class
 
     DEFINITION = message_class(Echo)
     """
@@ -61,8 +61,7 @@ def test_a_definition_of_a_file_comes_before_its_classes(write: Write) -> None:
     assert isinstance(found, EnvironmentDefinition) and found is definition_of(f"{path}:DEFINITION")
     assert found is not definition_of(f"{path}:Echo")
     spec = write(
-        ECHO
-        + "\nfrom realhf.env.doors.message_class import message_class as m\nSPEC = m(Echo).build(m(Echo).options())",
+        ECHO + "\nfrom realhf.env.loader.multi_turn import message_class as m\nSPEC = m(Echo).build(m(Echo).options())",
         "spec.py",
     )
     assert build_environment(spec, {}).name == "Echo"

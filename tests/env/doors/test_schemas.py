@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.utils import get_json_schema
 
-from realhf.env.doors.schemas import json_schema
+from realhf.env.loader.tool_schemas import json_schema
 
 
 class Colour(enum.Enum):

@@ -12,8 +12,8 @@ from collections.abc import Callable
 import pytest
 
 from realhf.api.environment import EnvironmentFailure
-from realhf.env.doors import threads as module
-from realhf.env.doors.threads import Threads
+from realhf.env.loader import threads as module
+from realhf.env.loader.threads import Threads
 
 
 async def until(holds: Callable[[], bool]) -> None:
@@ -134,7 +134,7 @@ async def test_random_jobs_deadlines_and_errors_leave_nothing_behind() -> None:
 def test_a_call_that_never_returns_does_not_keep_the_process_alive() -> None:
     code = """
 import asyncio, threading
-from realhf.env.doors.threads import Threads
+from realhf.env.loader.threads import Threads
 
 async def main():
     try:

@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from realhf.api.environment import AssistantMessage, Environment, EnvironmentFailure, EnvironmentSpec, ToolCall, Turn
-from realhf.env.doors.checks import BrokenContract, checked_messages
-from realhf.env.doors.load import build_environment
+from realhf.env.loader.load import build_environment
+from realhf.env.loader.validation import BrokenContract, checked_messages
 from tests.env.doors.counter import COUNTER
 
 Build = Callable[..., EnvironmentSpec]

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realhf.env.doors.values import coerced, shown
+from realhf.env.loader.validation import coerced, shown
 
 
 class Colour(enum.Enum):

@@ -12,9 +12,9 @@ import pytest
 
 from realhf.api.environment import Task
 from realhf.env.__main__ import main
-from realhf.env.doors.load import build_environment
-from realhf.env.init.scaffold import DOORS
-from realhf.env.play.listing import about
+from realhf.env.listing import about
+from realhf.env.loader.load import build_environment
+from realhf.env.scaffold import DOORS
 from realhf.launch.__main__ import main as launch
 from realhf.rollout.black_box_agent import BlackBoxAgent, load_agent
 from realhf.rollout.episode import EpisodeRequest, Limits

@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import random
 
-from realhf.env.mutation.sequences import (
+from realhf.env.check.mutators import (
+    ADDED,
     DOUBLED,
+    EXCHANGED,
     FIRST,
     LEFT_OUT,
+    NEIGHBOUR,
+    REMOVED,
     REORDERED,
     Change,
+    changed_arguments,
+    changed_text,
+    changed_value,
     drawn,
+    neighbours,
     reordered,
     with_others,
     with_variants,
-)
-from realhf.env.mutation.texts import changed_text
-from realhf.env.mutation.values import (
-    ADDED,
-    EXCHANGED,
-    NEIGHBOUR,
-    REMOVED,
-    changed_arguments,
-    changed_value,
-    neighbours,
     words_of,
 )
 

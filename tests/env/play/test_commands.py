@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from realhf.env.play.commands import CALL, HELP, NEXT, QUIT, RESTART, SAY, TOOLS, Typed, read_line
+from realhf.env.play import CALL, HELP, NEXT, QUIT, RESTART, SAY, TOOLS, Typed, read_line
 
 SCHEMA = {"type": "object", "properties": {"path": {"type": "string"}, "lines": {"type": "integer"}}}
 KNOWN = [{"type": "function", "function": {"name": "read", "description": "Read.", "parameters": SCHEMA}}]

@@ -8,7 +8,7 @@ import pytest
 
 from realhf.builtins import environments
 from realhf.env.__main__ import main
-from realhf.env.play.listing import about
+from realhf.env.listing import about
 
 
 def test_every_registered_environment_is_listed(capsys: pytest.CaptureFixture[str]) -> None:

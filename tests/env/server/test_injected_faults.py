@@ -17,9 +17,8 @@ from realhf.aws.client.aws_env import AwsEnv
 from realhf.aws.environment import AwsEnvironment
 from realhf.aws.server.config import AwsServerConfig
 from realhf.aws.server.served import AwsServed
-from realhf.env.client.openenv_client import ConnectionLost, EnvError, MessageTimeout
-from realhf.env.server.config import ConfigError, parse
-from realhf.env.server.injected_faults import InjectedFaults, parse_kinds
+from realhf.env.openenv_client import ConnectionLost, EnvError, MessageTimeout
+from realhf.env.server.config import ConfigError, InjectedFaults, parse, parse_kinds
 from realhf.env.server.server import EnvServer, listen
 from realhf.rollout.player import SlotEnvironment
 

@@ -13,8 +13,8 @@ import pytest
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
+from realhf.env.server.access import OriginGuard
 from realhf.env.server.config import ServerConfig
-from realhf.env.server.origin_guard import OriginGuard
 from tests.env.server.fake_stage import Stage
 
 FOREIGN = {

@@ -16,10 +16,9 @@ from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from realhf.aws.client.session_group import SessionGroup
-from realhf.env.client.openenv_client import CapacityError, ConnectError
+from realhf.env.openenv_client import CapacityError, ConnectError
 from realhf.env.server import wire
-from realhf.env.server.capacity import SlotLeases
-from realhf.env.server.metrics import ServerMetrics
+from realhf.env.server.capacity import ServerMetrics, SlotLeases
 from tests.env.server.fake_stage import FakeBlockingPlayer, FakePool, Stage
 
 

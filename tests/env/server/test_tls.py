@@ -13,8 +13,7 @@ import pytest
 from realhf.aws.client.aws_env import AwsEnv
 from realhf.base.tls import believing, with_certificate, without_certificate
 from realhf.env.adapters.openenv import OpenEnvOptions, build
-from realhf.env.client.openenv_client import ConnectError, OpenEnvClient
-from realhf.env.client.server_metadata import fetch_metadata, fetch_page
+from realhf.env.openenv_client import ConnectError, OpenEnvClient, fetch_metadata, fetch_page
 from realhf.env.server.process import ServerProcess
 from tests.certificates import self_signed
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from realhf.environments.countdown.arithmetic import DEEPEST, LONGEST_ANSWER, ArithmeticRefused, evaluate
+from realhf.environments.countdown import DEEPEST, LONGEST_ANSWER, ArithmeticRefused, evaluate
 from tests.cheapest import cheapest
 
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}

@@ -19,7 +19,7 @@ from realhf.api.environment import (
     Turn,
 )
 from realhf.builtins import environments
-from realhf.environments.countdown.definition import CountdownOptions
+from realhf.environments.countdown import CountdownOptions
 
 KINDS = ("solution", "recovery", "habit")
 

@@ -7,8 +7,7 @@ import json
 import pytest
 
 from realhf.api.environment import HELD_OUT, SPLITS, TRAIN, TaskSet
-from realhf.environments.countdown.levels import LEVELS, CountdownTasks, results, split_of
-from realhf.environments.countdown.verifier import reward
+from realhf.environments.countdown import LEVELS, CountdownTasks, results, reward, split_of
 
 DRAWS = 150
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from realhf.environments.countdown.verifier import PARTIAL_CREDIT, answer_in, judge, reward
+from realhf.environments.countdown import PARTIAL_CREDIT, answer_in, judge, reward
 
 ROW = {"numbers": [3, 4, 5], "target": 17, "prompt": "not read", "level": "not read"}
 

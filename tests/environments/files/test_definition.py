@@ -13,7 +13,7 @@ from realhf.api.config.option import problems
 from realhf.api.environment import DemonstrationRequest, Environment, EnvironmentSpec, Task, Turn
 from realhf.builtins import environments
 from realhf.environments.files.definition import FilesOptions
-from realhf.environments.files.templates import GROUPS
+from realhf.environments.files.tasks import GROUPS
 
 ASKED = DemonstrationRequest(4, 7, habit_fraction=0.25, recovery_fraction=0.25)
 

@@ -7,7 +7,7 @@ import random
 from collections import Counter
 
 from realhf.api.environment import Demonstration, DemonstrationRequest
-from realhf.environments.files.demonstrations import (
+from realhf.environments.files.definition import (
     PERSISTENCE,
     demonstration,
     demonstrations,
@@ -15,9 +15,7 @@ from realhf.environments.files.demonstrations import (
     play,
     with_short_names,
 )
-from realhf.environments.files.names import NAME, split_of
-from realhf.environments.files.task_set import FilesTasks
-from realhf.environments.files.templates import GROUPS, TEMPLATES, Call
+from realhf.environments.files.tasks import GROUPS, NAME, TEMPLATES, Call, FilesTasks, split_of
 from realhf.environments.files.workspace import FilesWorkspace
 
 TASKS = FilesTasks(GROUPS, "train")

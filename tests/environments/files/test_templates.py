@@ -9,10 +9,18 @@ from itertools import product
 import pytest
 
 from realhf.api.environment import HELD_OUT, SPLITS, TRAIN, TaskSet
-from realhf.environments.files.demonstrations import play
-from realhf.environments.files.names import KINDS, NAME, draw_name, split_of
-from realhf.environments.files.task_set import FilesTasks
-from realhf.environments.files.templates import GROUPS, TEMPLATES, Instance, answer
+from realhf.environments.files.definition import play
+from realhf.environments.files.tasks import (
+    GROUPS,
+    KINDS,
+    NAME,
+    TEMPLATES,
+    FilesTasks,
+    Instance,
+    answer,
+    draw_name,
+    split_of,
+)
 from realhf.environments.files.workspace import FilesWorkspace
 
 DRAWS = 30

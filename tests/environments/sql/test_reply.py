@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from realhf.environments.sql.database import Result
-from realhf.environments.sql.reply import is_right, read_answer, read_statement, result_text
+from realhf.environments.sql.environment import is_right, read_answer, read_statement, result_text
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import sqlite3
 import pytest
 
 from realhf.api.environment import HELD_OUT, SPLITS, TRAIN, TaskSet
-from realhf.environments.sql import names
+from realhf.environments.sql import instance as names
 from realhf.environments.sql.task_set import GROUPS, TEMPLATES, SqlTaskSet, draw_instance
 from tests.environments.sql.playing import play, score
 

@@ -13,7 +13,7 @@ import pytest
 
 from realhf.api.env import RolloutOutcome
 from realhf.api.environment import AssistantMessage, Environment, Opening, Task, Turn
-from realhf.env.doors.load import build_environment
+from realhf.env.loader.load import build_environment
 from realhf.rollout.black_box_agent import AgentFunction, AgentSession, BlackBoxAgent, load_agent
 from realhf.rollout.episode import EpisodeRequest, Limits
 from tests.rollout.agents.branching_agent import rollout as branching

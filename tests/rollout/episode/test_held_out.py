@@ -2,7 +2,7 @@
 
 from realhf.api.environment import HELD_OUT, TRAIN, EnvironmentSpec
 from realhf.api.evaluation import evaluation_report
-from realhf.env.doors.tasks import SeedTaskSet
+from realhf.env.loader.tasks import SeedTaskSet
 from realhf.rollout.group_player import episode_results, held_out_tasks
 from tests.rollout.episode.test_rollout_sample import outcome
 

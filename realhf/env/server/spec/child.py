@@ -22,10 +22,9 @@ from typing import Any
 
 from realhf.env.containment.fork_server import serve_forks
 from realhf.env.containment.frames import frame, read_frame
-from realhf.env.doors.load import build_environment
-from realhf.env.server.spec.host import Host
-from realhf.env.server.spec.place import keep_this_process, told
-from realhf.env.server.spec.player import SpecPlayer
+from realhf.env.loader.load import build_environment
+from realhf.env.server.spec.player import Host, SpecPlayer
+from realhf.env.server.spec.slots import keep_this_process, told
 from realhf.env.server.wire import WireError
 
 STUCK = struct.Struct("=I")

@@ -1,27 +1,91 @@
-"""Plays the episodes of a session on its place: the blocking side of a session of any environment."""
+"""Plays the episodes of a session on any environment: picks the task, calls the environment, counts its failures."""
 
 from __future__ import annotations
 
+import itertools
 import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from realhf.api.environment import Environment, EnvironmentFailure, Turn
+from realhf.api.environment import SPLITS, TRAIN, Environment, EnvironmentFailure, EnvironmentSpec, Task, TaskSet, Turn
 from realhf.base.text import shorten
 from realhf.env.server import wire
-from realhf.env.server.served import Reply
-from realhf.env.server.spec.observations import of_opening, of_turn
-from realhf.env.server.spec.place import Place
-from realhf.env.server.spec.places import Places
-from realhf.env.server.spec.requests import message_of
-from realhf.env.server.spec.task_choice import ChosenTask, TaskChoice
-from realhf.env.server.wire import WireError
+from realhf.env.server.interfaces import Reply
+from realhf.env.server.spec.messages import message_of, of_opening, of_turn
+from realhf.env.server.spec.slots import Place, Places
+from realhf.env.server.wire import VALIDATION_ERROR, WireError
+
+
+@dataclass(frozen=True)
+class ChosenTask:
+    """A task to play. ``template`` and ``split`` are "" for a task that the client sent whole."""
+
+    task: Task
+    template: str = ""
+    split: str = ""
+
+
+class TaskChoice:
+    """Knows the tasks of an environment. The task of seed n in a split is its template number n, counted round, drawn
+    with the seed n; a reset that names nothing plays the next n of the training split.
+
+    Raises ValueError when the environment has no training tasks. A held-out split that cannot be made is refused when
+    somebody asks for it.
+    """
+
+    def __init__(self, spec: EnvironmentSpec) -> None:
+        self._sets: dict[str, TaskSet] = {}
+        self._templates: dict[str, list[str]] = {}
+        self._missing: dict[str, str] = {}
+        self._next = itertools.count()
+        for split in SPLITS:
+            try:
+                tasks = spec.tasks(split)
+                self._sets[split], self._templates[split] = tasks, [*tasks.group_of]
+                if not self._templates[split]:
+                    raise ValueError(f"there are no tasks in the split {split}")
+            except Exception as error:
+                if split == TRAIN:
+                    raise ValueError(f"no tasks to play: {type(error).__name__}: {error}") from error
+                self._missing[split] = f"the split {split} cannot be played ({type(error).__name__}: {error})"
+
+    def counts(self) -> dict[str, int]:
+        """Return how many templates each split has; 0 for one that cannot be played."""
+        return {split: 0 if split in self._missing else len(self._templates[split]) for split in SPLITS}
+
+    def groups(self) -> list[str]:
+        """Return the groups of the training split, the easiest first."""
+        return [str(group) for group in self._sets[TRAIN].groups]
+
+    def check(self, data: Mapping[str, Any]) -> None:
+        """Raise WireError for a task that is not there."""
+        split = data.get("split", TRAIN)
+        if "task" in data:
+            return
+        if split in self._missing:
+            raise WireError(VALIDATION_ERROR, shorten(self._missing[split], 300), field="data.split")
+        if "task_id" in data and str(data["task_id"]) not in self._sets[split].group_of:
+            text = f"no task {str(data['task_id'])[:64]!a} in the split {split}"
+            raise WireError(VALIDATION_ERROR, text, field="data.task_id")
+
+    def choose(self, data: Mapping[str, Any]) -> ChosenTask:
+        """Return the task that checked reset data mean. It runs the environment's own code, whatever that raises."""
+        if "task" in data:
+            return ChosenTask(Task("", payload=data["task"], seed=data.get("seed", 0)))
+        split = data.get("split", TRAIN)
+        names_nothing = "seed" not in data and "task_id" not in data
+        seed = data.get("seed", next(self._next) if names_nothing else 0)
+        templates = self._templates[split]
+        template = str(data["task_id"]) if "task_id" in data else templates[seed % len(templates)]
+        return ChosenTask(self._sets[split].instantiate(template, seed), template, split)
+
 
 _LONGEST_MESSAGE = 1000
 
 
 class SpecPlayer:
-    """Implements ``realhf.env.server.served.Player`` on a ``place`` of ``places``. Use it from one thread at a time,
+    """Implements ``realhf.env.server.interfaces.Player`` on a ``place`` of ``places``. Use it from one thread at a time,
     except ``kill``. ``info``: whether observations carry it."""
 
     def __init__(self, place: Place, places: Places, choice: TaskChoice, system_prompt: str, *, info: bool) -> None:
@@ -108,3 +172,41 @@ class SpecPlayer:
         task = self._chosen.task
         name = task.id or (f"of template {self._chosen.template}" if self._chosen.template else "without an id")
         return f" (task {name}, seed {task.seed})"
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the server says about an environment: whether it is ``deterministic``, how many instances may live at once,
+    how many templates each split has, and the groups of the training split, the easiest first."""
+
+    name: str
+    deterministic: bool
+    concurrency: int | None
+    templates: dict[str, int]
+    groups: list[str]
+
+
+class Host:
+    """Makes places and players for at most ``size`` sessions. ``timeout_s`` bounds a call of the environment; ``info``:
+    whether observations carry it. Raises ValueError for an environment that has no tasks, or that lives on a service of
+    its own."""
+
+    def __init__(self, spec: EnvironmentSpec, size: int, timeout_s: float, *, info: bool) -> None:
+        if spec.launch is not None:
+            raise ValueError(
+                f"the environment {spec.name} is played on a server of its own: python -m {spec.launch.module}"
+            )
+        self._spec, self._info = spec, info
+        self._choice = TaskChoice(spec)
+        self.places = Places(spec.name, lambda: spec.make(""), size, timeout_s)
+        templates, groups = self._choice.counts(), self._choice.groups()
+        self.facts = Facts(spec.name, spec.deterministic, spec.concurrency, templates, groups)
+
+    def player(self, place: Place) -> SpecPlayer:
+        """Return what plays the episodes of a session on its place."""
+        return SpecPlayer(place, self.places, self._choice, self._spec.system_prompt, info=self._info)
+
+    def stuck(self) -> int:
+        """Return how many threads are left behind in the environment's code."""
+        found: Any = self.places.metrics()["stuck_threads"]
+        return found

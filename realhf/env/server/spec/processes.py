@@ -28,12 +28,11 @@ from typing import Any
 from realhf.env.containment.fork_server import ForkedProcess, ForkServer
 from realhf.env.containment.frames import BadFrame, frame, receive_frame
 from realhf.env.server import wire
-from realhf.env.server.served import Reply
+from realhf.env.server.interfaces import Reply
 from realhf.env.server.spec.child import CLOSE, FIRST, KILL, OPEN, RESET, STEP, STUCK
-from realhf.env.server.spec.host import Facts
-from realhf.env.server.spec.models import SpecState
-from realhf.env.server.spec.place import CLOSE_S, GRACE_S
-from realhf.env.server.spec.places import MOST_STUCK
+from realhf.env.server.spec.messages import SpecState
+from realhf.env.server.spec.player import Facts
+from realhf.env.server.spec.slots import CLOSE_S, GRACE_S, MOST_STUCK
 from realhf.env.server.wire import WireError
 
 _MODULE = "realhf.env.server.spec.child"
@@ -155,7 +154,7 @@ class _Process:
 
 
 class Processes:
-    """Implements ``realhf.env.server.served.SlotPool``; a slot is the player of a session. ``count`` processes at most
+    """Implements ``realhf.env.server.interfaces.SlotPool``; a slot is the player of a session. ``count`` processes at most
     hold at most ``size`` sessions together. Raises ValueError with what is wrong with the environment, RuntimeError
     when no process can be started."""
 
@@ -328,7 +327,7 @@ class Processes:
 
 
 class ProcessPlayer:
-    """Implements ``realhf.env.server.served.Player`` by a process's ``SpecPlayer``. Use it from one thread at a time,
+    """Implements ``realhf.env.server.interfaces.Player`` by a process's ``SpecPlayer``. Use it from one thread at a time,
     except ``kill``."""
 
     def __init__(self, pool: Processes) -> None:

@@ -10,8 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from realhf.api.environment import AssistantMessage, Environment, EnvironmentFailure
-from realhf.env.server.spec.place import Place
-from realhf.env.server.spec.places import Places
+from realhf.env.server.spec.slots import Place, Places
 from tests.env.server.spec.odd_environment import FakeOddEnvironment
 
 GO = AssistantMessage("go")
@@ -47,8 +46,8 @@ def wait_for(places: Places, stuck: int) -> None:
 def test_no_session_opens_beside_too_many_threads(hold: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
     """The places come back at once; when as many threads as allowed hang in the environment's code, nothing is free
     until one of them returns."""
-    monkeypatch.setattr("realhf.env.server.spec.places.MOST_STUCK", 2)
-    monkeypatch.setattr("realhf.env.server.spec.place.GRACE_S", 0.05)
+    monkeypatch.setattr("realhf.env.server.spec.slots.MOST_STUCK", 2)
+    monkeypatch.setattr("realhf.env.server.spec.slots.GRACE_S", 0.05)
     kind = blocked_by(hold)
     places = Places("odd", lambda: kind(""), 8, 0.05)
     for number in range(2):
@@ -110,7 +109,7 @@ def test_without_a_thread_the_failure_is_one_of_capacity(monkeypatch: pytest.Mon
     def refused(*args: object, **more: object) -> None:
         raise OSError(24, "Too many open files")
 
-    monkeypatch.setattr("realhf.env.server.spec.place.LoopThread", refused)
+    monkeypatch.setattr("realhf.env.server.spec.slots.LoopThread", refused)
     with pytest.raises(EnvironmentFailure, match="Too many open files") as failure:
         Place("odd", lambda: FakeOddEnvironment(""), 1.0, lambda thread: None).run("reset", opened)
     assert failure.value.kind == "capacity"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from realhf.env.server import wire
-from realhf.env.server.spec.requests import checked_action, checked_reset, message_of
+from realhf.env.server.spec.messages import checked_action, checked_reset, message_of
 from realhf.env.server.wire import WireError
 
 TEXTS = ["", "say", "\ud800", "\x00", "{", '{"a": 1}', '{"a": 1} x', "[1]", "null", "é" * 300, '{"a": 1, "a": 2}']

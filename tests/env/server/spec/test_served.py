@@ -22,12 +22,11 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed
 
 from realhf.api.environment import DemonstrationRequest
-from realhf.env.client.openenv_client import CapacityError, OpenEnvClient
-from realhf.env.doors.load import build_environment
+from realhf.env.loader.load import build_environment
+from realhf.env.openenv_client import CapacityError, OpenEnvClient
 from realhf.env.server.process import ServerProcess
 from realhf.env.server.server import EnvServer, listen
-from realhf.env.server.spec.config import SpecServerConfig
-from realhf.env.server.spec.program import prepare
+from realhf.env.server.spec.program import SpecServerConfig, prepare
 from tests.process_family import family, gone
 
 ODD = f"{Path(__file__).with_name('odd_environment.py')}:ODD"

@@ -1,0 +1,231 @@
+"""Plays many instances at once and finds what they leave behind; they must not see each other either."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import math
+import os
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from realhf.base.paths import PACKAGE
+from realhf.env.check.calls import UserCode
+from realhf.env.check.episodes import Arena, Broken, Case, first_difference
+from realhf.env.check.report import Finding
+
+THREADS, FILES, PROCESSES, TASKS, SCRATCH = KINDS = (
+    "threads",
+    "file descriptors",
+    "child processes",
+    "tasks of the event loop",
+    "temporary files",
+)
+_OWN_THREADS = "check-"
+_DOORS = str(PACKAGE / "env" / "doors")
+"""A door keeps a bounded number of threads for an environment's blocking code."""
+_REMEMBERED = 20_000
+
+
+@dataclass(frozen=True)
+class Held:
+    """What is held now: kind to (name of the thing to the place that it comes from, "" if unknown)."""
+
+    things: Mapping[str, Mapping[Any, str]]
+
+    def grown_since(self, before: Held) -> Iterator[tuple[str, int, str]]:
+        """Yield (kind, how many more there are, the place that most of the new ones come from)."""
+        for kind in KINDS:
+            new = {thing: place for thing, place in self.things[kind].items() if thing not in before.things[kind]}
+            more = len(self.things[kind]) - len(before.things[kind])
+            if more > 0:
+                places = Counter(place for place in new.values() if place)
+                yield kind, more, places.most_common(1)[0][0] if places else ""
+
+
+class ResourceBook:
+    """Remembers which line of the environment opened what, by an audit hook, which cannot be removed: make it in a
+    process of its own. ``look`` must be called on the event loop."""
+
+    def __init__(self, code: UserCode) -> None:
+        self._code = code
+        self._opened: dict[str, str] = {}
+        self._scratch: dict[str, str] = {}
+        self._sockets = ""
+        self._started = ""
+        self._busy = threading.local()
+        sys.addaudithook(self._hear)
+
+    def look(self) -> Held:
+        """Return what this process holds now."""
+        return Held(
+            {
+                THREADS: dict(self._threads()),
+                FILES: dict(self._files()),
+                PROCESSES: {pid: self._started for pid in _children()},
+                TASKS: dict(self._tasks()),
+                SCRATCH: {path: place for path, place in self._scratch.items() if os.path.lexists(path)},
+            }
+        )
+
+    def _hear(self, event: str, args: tuple[Any, ...]) -> None:
+        if event not in _HEARD or getattr(self._busy, "yes", False):
+            return
+        self._busy.yes = True
+        try:
+            self._note(event, args)
+        except Exception:  # whatever is wrong here must not fail the environment's call
+            pass
+        finally:
+            self._busy.yes = False
+
+    def _note(self, event: str, args: tuple[Any, ...]) -> None:
+        place = self._code.of_frame(sys._getframe(2))
+        if not place or len(self._opened) > _REMEMBERED or len(self._scratch) > _REMEMBERED:
+            return
+        if event.startswith("tempfile."):
+            self._scratch[os.fspath(args[0])] = place
+        elif event.startswith("socket."):
+            self._sockets = place
+        elif event in ("subprocess.Popen", "os.fork", "os.posix_spawn"):
+            self._started = place
+        elif isinstance(args[0], str | bytes | os.PathLike):
+            self._opened[os.path.realpath(os.fsdecode(args[0]))] = place
+
+    def _threads(self) -> Iterator[tuple[int, str]]:
+        frames = sys._current_frames()
+        for thread in threading.enumerate():
+            if thread is threading.main_thread() or thread.name.startswith(_OWN_THREADS):
+                continue
+            code = getattr(getattr(thread, "_target", None) or type(thread).run, "__code__", None)
+            if code is not None and code.co_filename.startswith(_DOORS):
+                continue
+            place = self._code.of_code(code)
+            yield thread.ident or id(thread), place or self._code.of_frame(frames.get(thread.ident or 0))
+
+    def _files(self) -> Iterator[tuple[str, str]]:
+        for number in os.listdir("/proc/self/fd"):
+            try:
+                target = os.readlink(f"/proc/self/fd/{number}")
+            except OSError:
+                continue
+            if not target.startswith("/proc/"):
+                # A number is given again to another file, so the target is part of the name.
+                path = target.removesuffix(" (deleted)")
+                known = (
+                    self._sockets if path.startswith("socket:") else self._opened.get(path) or self._scratch.get(path)
+                )
+                yield f"{number} {target}", known or ""
+
+    def _tasks(self) -> Iterator[tuple[int, str]]:
+        current = asyncio.current_task()
+        for task in asyncio.all_tasks():
+            if task is not current:
+                yield id(task), self._code.of_code(getattr(task.get_coro(), "cr_code", None))
+
+
+_HEARD = frozenset(
+    {
+        "open",
+        "sqlite3.connect",
+        "tempfile.mkstemp",
+        "tempfile.mkdtemp",
+        "socket.__new__",
+        "subprocess.Popen",
+        "os.fork",
+        "os.posix_spawn",
+    }
+)
+
+
+def _children() -> Iterator[int]:
+    for listed in Path("/proc/self/task").glob("*/children"):
+        try:
+            yield from map(int, listed.read_text().split())
+        except OSError:
+            continue
+
+
+_ROUNDS = 3
+"""The first fills pools and caches; only what grows after it has leaked."""
+_LEAST_EPISODES = 20
+_SHARE, _THREAD_SHARE = 10, 4
+"""One thing left behind by so many episodes is a leak. Pools of threads fill up slowly, so more of these may be new."""
+_ROUND_S = 8.0
+"""A round that took longer is followed by smaller ones, in seconds."""
+_SETTLED_S = 0.5
+"""How long a closed instance may take to let go of what it held, in seconds."""
+
+
+async def check_crowd(
+    arena: Arena, cases: Sequence[Case], alone: Mapping[str, Sequence[Any]], count: int, book: ResourceBook
+) -> float:
+    """Play ``count`` instances at once, several times, turn by turn. ``alone``: transcripts of the cases played one by
+    one; without the one of a case nothing is compared. Returns how many turns were played in a second. Raises Broken
+    when an answer did not come."""
+    played, seconds = arena.turns, 0.0
+    episodes = 0
+    held: list[Held] = []
+    for number in range(_ROUNDS):
+        began = time.monotonic()
+        waves = max(1, math.ceil(_LEAST_EPISODES / count)) if not arena.was_cut else 1
+        for _ in range(waves):
+            await _play_at_once(arena, cases, alone, count)
+        seconds += time.monotonic() - began
+        held.append(await _settled(book, held[-1] if held else None))
+        episodes = waves * count
+        if number == 0 and seconds > _ROUND_S:
+            # Those that go on must be as many in all further rounds, or nothing could be compared.
+            arena.was_cut, count = True, max(2, int(count * _ROUND_S / seconds))
+    for kind, more, place in held[-1].grown_since(held[-2]):
+        if more >= max(2, episodes // (_THREAD_SHARE if kind == THREADS else _SHARE)):
+            what = f"{episodes} closed instances left {more} {kind} behind"
+            arena.add(Finding("leaks", what, "Release in close whatever reset and step took", place))
+    return (arena.turns - played) / max(seconds, 1e-9)
+
+
+async def _play_at_once(arena: Arena, cases: Sequence[Case], alone: Mapping[str, Sequence[Any]], count: int) -> None:
+    crowd = [asyncio.create_task(_play_among_others(arena, cases[i % len(cases)])) for i in range(count)]
+    transcripts = await asyncio.gather(*crowd, return_exceptions=True)
+    for index, found in enumerate(transcripts):
+        case = cases[index % len(cases)]
+        task = case.sampled.task.id
+        if isinstance(found, Broken):
+            if found.hung:
+                raise found
+        elif isinstance(found, BaseException):
+            raise found
+        elif case.key in alone and (differs := first_difference(alone[case.key], found)):
+            what = f"among {count} instances a task is answered otherwise than alone: {differs}"
+            mend = (
+                "Keep what an episode changes in the instance (self), not in the class, the module or a shared object"
+            )
+            place = arena.place(None, "reset")
+            arena.add(Finding("instances", what, mend, place, task, kind="otherwise"))
+
+
+async def _play_among_others(arena: Arena, case: Case) -> list[Any]:
+    """Play a case on an instance that has left another episode; the others go on between its turns."""
+    environment = arena.make()
+    try:
+        await arena.reset(environment, case.sampled)
+        return await arena.transcript(environment, case)
+    finally:
+        await arena.close(environment, case.sampled.task.id)
+
+
+async def _settled(book: ResourceBook, before: Held | None) -> Held:
+    """Look once nothing goes away any more."""
+    deadline = time.monotonic() + _SETTLED_S
+    while True:
+        await asyncio.sleep(0.02)
+        gc.collect()
+        held = book.look()
+        if before is None or time.monotonic() > deadline or not any(held.grown_since(before)):
+            return held

@@ -1,0 +1,283 @@
+"""Changes what an episode did in ways that should change what it is worth: the order of actions, values, texts.
+
+An action is anything: a command, a call, a text. What a change is worth is found out by whoever plays it.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import combinations, pairwise, zip_longest
+from typing import Any, Generic, NamedTuple, TypeVar
+
+T = TypeVar("T")
+LEFT_OUT, DOUBLED, REORDERED, FIRST = ("left out", "doubled", "reordered", "beside")
+
+
+class Change(NamedTuple, Generic[T]):
+    """Something changed: ``kind`` groups changes alike, ``what`` says it to people, ``value`` is the result."""
+
+    kind: str
+    what: str
+    value: T
+
+
+def reordered(actions: Sequence[T]) -> Iterator[Change[tuple[T, ...]]]:
+    """Yield the actions with one or all but one left out, one or all done twice, two swapped, all reversed."""
+    all_of, count = tuple(actions), len(actions)
+    for at in range(count):
+        yield Change(LEFT_OUT, f"action {at + 1} left out", all_of[:at] + all_of[at + 1 :])
+        yield Change(DOUBLED, f"action {at + 1} done twice", all_of[: at + 1] + all_of[at:])
+        if count > 2:
+            yield Change(LEFT_OUT, f"action {at + 1} alone", all_of[at : at + 1])
+    for at in range(count - 1):
+        swapped = (*all_of[:at], all_of[at + 1], all_of[at], *all_of[at + 2 :])
+        yield Change(REORDERED, f"actions {at + 1} and {at + 2} swapped", swapped)
+    if count > 1:
+        yield Change(DOUBLED, "everything done twice", all_of * 2)
+        yield Change(REORDERED, "the last action first", (all_of[-1], *all_of[:-1]))
+    if count > 2:
+        yield Change(REORDERED, "everything in reverse", all_of[::-1])
+
+
+def with_variants(
+    actions: Sequence[T], variants: Callable[[T], Iterable[Change[T]]]
+) -> Iterator[Change[tuple[T, ...]]]:
+    """Yield the actions with each one in turn replaced by a variant, and with the variant before or behind it. The kind
+    of a replacement is that of the variant, ``before`` and ``after`` are kinds of their own."""
+    all_of = tuple(actions)
+    for at, action in enumerate(all_of):
+        head, tail, number = all_of[:at], all_of[at + 1 :], at + 1
+        for kind, what, variant in variants(action):
+            yield Change(kind, f"action {number}: {what}", (*head, variant, *tail))
+            yield Change(f"{kind}, before", f"before action {number} the same, {what}", (*head, variant, action, *tail))
+            yield Change(f"{kind}, after", f"after action {number} the same, {what}", (*head, action, variant, *tail))
+
+
+def with_others(actions: Sequence[T], others: Iterable[Change[T]]) -> Iterator[Change[tuple[T, ...]]]:
+    """Yield the actions with another one before all of them, and one before the last."""
+    all_of = tuple(actions)
+    for kind, what, other in others:
+        yield Change(kind, f"{what}, first", (other, *all_of))
+        if len(all_of) > 1:
+            yield Change(kind, f"{what}, before the last action", (*all_of[:-1], other, all_of[-1]))
+
+
+def drawn(changes: Iterable[Change[T]], most: int, rng: random.Random) -> list[Change[T]]:
+    """Return at most ``most`` changes, as many of each kind as of any other, as far as there are."""
+    by_kind: dict[str, list[Change[T]]] = {}
+    for change in changes:
+        by_kind.setdefault(change.kind, []).append(change)
+    for found in by_kind.values():
+        rng.shuffle(found)
+    ranks: Iterator[tuple[Any, ...]] = zip_longest(*by_kind.values())
+    return [change for rank in ranks for change in rank if change is not None][:most]
+
+
+REMOVED, CHANGED, ADDED, EXCHANGED, NEIGHBOUR = (
+    "argument removed",
+    "argument changed",
+    "argument added",
+    "arguments exchanged",
+    "neighbour",
+)
+_WORD = re.compile(r"[^\s,;:!?()\[\]{}'\"`=<>|]+")
+_MOST_NEIGHBOURS = 4
+_DEEPEST = 4
+
+
+def words_of(texts: Iterable[str]) -> list[str]:
+    """Return the words of texts once each, in their order: names, paths and numbers are words."""
+    found = (word.rstrip(".") for text in texts for word in _WORD.findall(text))
+    return [*dict.fromkeys(word for word in found if word)]
+
+
+def neighbours(word: str, words: Iterable[str]) -> list[str]:
+    """Return a few words of the same shape as ``word``: ``a.txt`` for ``b.txt``, 12 for 7; and, where there are none,
+    others."""
+    others = [other for other in dict.fromkeys(words) if other != word]
+    alike = [other for other in others if _shape(other) == _shape(word)]
+    return (alike or others)[:_MOST_NEIGHBOURS]
+
+
+def changed_arguments(
+    arguments: Mapping[str, Any], properties: Mapping[str, Any], words: Sequence[str]
+) -> Iterator[Change[dict[str, Any]]]:
+    """Yield changed arguments of a call. ``properties``: the JSON schemas of all that it takes; ``words`` stand in the
+    episode and may name a neighbour, the likeliest first."""
+    given = dict(arguments)
+    for name, value in given.items():
+        yield Change(REMOVED, f"without {name}", {key: each for key, each in given.items() if key != name})
+        schema = properties.get(name)
+        for kind, what, other in changed_value(value, schema if isinstance(schema, Mapping) else {}, words):
+            yield Change(kind, f"{name} {what}", {**given, name: other})
+    for one, other in combinations(given, 2):
+        if type(given[one]) is type(given[other]) and given[one] != given[other]:
+            what = f"{one} and {other} exchanged"
+            yield Change(EXCHANGED, what, {**given, one: given[other], other: given[one]})
+    for name, schema in properties.items():
+        if name not in given and isinstance(schema, Mapping):
+            for value in _possible(schema, words):
+                yield Change(ADDED, f"{name} is {shown(value)}", {**given, name: value})
+
+
+def changed_value(value: Any, schema: Mapping[str, Any], words: Sequence[str], depth: int = 0) -> Iterator[Change[Any]]:
+    """Yield other values of the kind of ``value``, each once."""
+    seen = {json.dumps(value)}
+    for kind, other in _others(value, schema, words, depth):
+        key = json.dumps(other)
+        if key not in seen:
+            seen.add(key)
+            yield Change(kind, f"is {shown(other)}", other)
+
+
+def changed_number(number: float) -> list[float]:
+    """Return numbers that a wrong count, sign, unit or bound makes of a number."""
+    return [0, 1, -1, number + 1, number - 1, 2 * number, -number, 10 * number]
+
+
+def changed_name(name: str, words: Iterable[str]) -> Iterator[Change[str]]:
+    """Yield what may stand in the place of a name: a neighbour's, one that is nearly the same, none."""
+    for other in neighbours(name, words):
+        yield Change(NEIGHBOUR, shown(other), other)
+    for other in (f"{name}2", name[:-1], name.upper(), name.lower(), f" {name}", "", "*", "%"):
+        yield Change(CHANGED, shown(other), other)
+
+
+def shown(value: Any) -> str:
+    """Return a value in a line for people."""
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 80 else f"{text[:79]}…"
+
+
+def _others(value: Any, schema: Mapping[str, Any], words: Sequence[str], depth: int) -> Iterator[tuple[str, Any]]:
+    for other in schema.get("enum") or ():
+        yield CHANGED, other
+    if isinstance(value, bool):
+        yield CHANGED, not value
+    elif isinstance(value, int | float):
+        yield from ((CHANGED, other) for other in changed_number(value))
+        yield from ((CHANGED, schema[bound]) for bound in ("minimum", "maximum") if bound in schema)
+        yield from ((NEIGHBOUR, int(word)) for word in neighbours(str(value), words) if word.isdecimal())
+    elif isinstance(value, str):
+        if value.isdecimal():
+            yield from ((CHANGED, str(other)) for other in changed_number(int(value)))
+        yield from ((kind, other) for kind, _, other in changed_name(value, words))
+        # A part that is a word of the episode may be another's, as the folder of a path.
+        for part in words:
+            if part != value and len(part) > 1 and part in value:
+                yield from ((NEIGHBOUR, value.replace(part, other)) for other in neighbours(part, words)[:1])
+        pieces = value.split()
+        if len(pieces) > 1:
+            yield CHANGED, " ".join(pieces[:-1])
+            yield CHANGED, " ".join(pieces[::-1])
+            yield CHANGED, f"{value} {value}"
+    elif isinstance(value, list):
+        yield from ((CHANGED, other) for other in ([], value[:-1], value[1:], value * 2, value[::-1]))
+        for at, item in enumerate(value if depth < _DEEPEST else ()):
+            for kind, _, other in changed_value(item, {}, words, depth + 1):
+                yield kind, [*value[:at], other, *value[at + 1 :]]
+    elif isinstance(value, dict):
+        for name, item in value.items():
+            yield REMOVED, {key: each for key, each in value.items() if key != name}
+            for kind, _, other in changed_value(item, {}, words, depth + 1) if depth < _DEEPEST else ():
+                yield kind, {**value, name: other}
+
+
+def _possible(schema: Mapping[str, Any], words: Sequence[str]) -> list[Any]:
+    """Values that an argument which was not given may have."""
+    if schema.get("enum"):
+        return [*schema["enum"]]
+    numbers = [schema[bound] for bound in ("minimum", "maximum") if bound in schema]
+    known = {"boolean": [True, False], "integer": [*numbers, 0, 1, 2], "number": [*numbers, 0, 0.5, 1], "array": [[]]}
+    return known.get(schema.get("type", "string"), [*words[:_MOST_NEIGHBOURS], ""])
+
+
+def _shape(word: str) -> str:
+    return re.sub(r"\d+", "0", re.sub(r"[^\W\d_]+", "a", word))
+
+
+CUT, WORD_OUT, WORD_CHANGED, SWAPPED, MORE = (
+    "cut off",
+    "word left out",
+    "word changed",
+    "words swapped",
+    "said more",
+)
+_TOKEN = re.compile(r"'[^']*'|\"[^\"]*\"|\d+(?:\.\d+)?|\w+|<>|<=|>=|!=|[^\w\s]")
+_FLIPPED = {
+    "+": "-*/",
+    "-": "+*/",
+    "*": "/+-",
+    "/": "*+-",
+    "=": ("<>", ">=", "<="),
+    "<": (">", "<="),
+    ">": ("<", ">="),
+    "<>": ("=",),
+    "<=": (">=", "<"),
+    ">=": ("<=", ">"),
+    "(": ("[",),
+}
+_MOST_SWAPS = 12
+
+
+def changed_text(text: str, words: Sequence[str]) -> Iterator[Change[str]]:
+    """Yield changed texts, each once. ``words`` stand in the episode and may name a neighbour, the likeliest first."""
+    seen = {text}
+    for change in _changes(text, words):
+        if change.value not in seen:
+            seen.add(change.value)
+            yield change
+
+
+def _changes(text: str, words: Sequence[str]) -> Iterator[Change[str]]:
+    spans = [found.span() for found in _TOKEN.finditer(text)]
+    for number, (start, end) in enumerate(spans):
+        token = text[start:end]
+        yield Change(WORD_OUT, f"without {shown(token)}", text[:start] + text[end:])
+        if number:
+            yield Change(CUT, f"cut off before {shown(token)}", text[:start].rstrip())
+            yield Change(CUT, f"begins with {shown(token)}", text[start:])
+        for what, other in _other_tokens(token, words):
+            yield Change(WORD_CHANGED, f"{shown(token)} is {what}", text[:start] + other + text[end:])
+    yield from _swapped(text, spans)
+    yield Change(MORE, "said twice", f"{text}\n{text}")
+    yield Change(MORE, "said twice in a line", f"{text} {text}")
+    yield Change(MORE, "denied", f"not {text}")
+    if spans:
+        start, end = spans[-1]
+        for other in neighbours(text[start:end], words):
+            changed = text[:start] + other + text[end:]
+            yield Change(MORE, f"another one first: {shown(changed)}", f"{changed}\n{text}")
+            yield Change(MORE, f"another one behind: {shown(changed)}", f"{text}\n{changed}")
+            yield Change(MORE, f"both in a line: {shown(other)}", f"{text} {other}")
+            yield Change(MORE, f"both in a line, {shown(other)} first", f"{text[:start]}{other} {text[start:]}")
+
+
+def _other_tokens(token: str, words: Sequence[str]) -> Iterator[tuple[str, str]]:
+    for flipped in _FLIPPED.get(token, ()):
+        yield flipped, flipped
+    quote = token[0] if token[0] in "'\"" else ""
+    bare = token.strip("'\"")
+    if bare.isdecimal():
+        yield from (
+            (str(number), f"{quote}{number}{quote}") for number in dict.fromkeys(map(int, changed_number(int(bare))))
+        )
+    if bare.isalnum() or quote or "_" in bare:
+        for _, what, other in changed_name(bare, words):
+            if quote or other == other.strip():
+                yield what, f"{quote}{other}{quote}"
+
+
+def _swapped(text: str, spans: Sequence[tuple[int, int]]) -> Iterator[Change[str]]:
+    """Two words in each other's place: those side by side, and numbers and quotations farther apart."""
+    pairs = [*pairwise(spans)]
+    for kind in ("'", "0123456789"):
+        pairs += [*pairwise(span for span in spans if text[span[0]] in kind)]
+    for (start, end), (other_start, other_end) in [*dict.fromkeys(pairs)][: _MOST_SWAPS + len(spans)]:
+        one, other = text[start:end], text[other_start:other_end]
+        if one != other:
+            swapped = text[:start] + other + text[end:other_start] + one + text[other_end:]
+            yield Change(SWAPPED, f"{shown(one)} and {shown(other)} swapped", swapped)

@@ -1,0 +1,170 @@
+"""Finds an environment by name, or in a person's own file or module, and reads its options."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from types import ModuleType
+from typing import Any, NamedTuple, TypeVar
+
+from realhf.api.config.option import problems, with_path, with_section
+from realhf.api.environment import EnvironmentDefinition, EnvironmentSpec
+from realhf.base.close_names import close_to
+from realhf.base.dataclass_json import to_json_value
+from realhf.base.plugin import absolute, imported, load_reference, split_reference
+from realhf.builtins import environments, registered_names
+from realhf.env.loader.author import NoOptions, place_of, raised
+from realhf.env.loader.multi_turn import message_class
+from realhf.env.loader.single_turn import dataset, is_verifier
+from realhf.env.loader.tool_env import tool_class
+from realhf.env.loader.validation import coerced
+
+
+def parse_options(texts: Sequence[str]) -> dict[str, Any]:
+    """Return ``["size=3", "names=[1, 2]"]`` as options. Values stay text, which the environment's own types convert,
+    but for lists, maps and ``null``, which are JSON. Raises ValueError with one sentence."""
+    options: dict[str, Any] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        name = name.strip().removeprefix("env.")
+        if not equals or not name:
+            raise ValueError(f"{text!r} is no option: write option=value")
+        if name in options:
+            raise ValueError(f"the option {name!r} is given twice")
+        options[name] = _json_value(value, name) if value[:1] in ("[", "{") or value == "null" else value
+    return options
+
+
+def _json_value(text: str, name: str) -> Any:
+    """Return a JSON value. Raises ValueError that begins with ``name``."""
+    try:
+        return json.loads(text)
+    except (json.JSONDecodeError, RecursionError) as error:
+        reason = error.msg if isinstance(error, json.JSONDecodeError) else "nested too deep"
+        raise ValueError(f"{name}: {text[:60]!r} is no JSON: {reason}") from None
+
+
+EXPECTED = (
+    "an EnvironmentDefinition, an EnvironmentSpec, a class with reset and get_reward, a class with async "
+    "reset(task, *, seed) and step(message), or a function reward(completion, **row)"
+)
+MOST_PROBLEMS = 8
+
+
+def definition_of(reference: str) -> EnvironmentDefinition:
+    """Return the environment that ``reference`` means: a registered name, ``file.py:Name``, ``package.module:Name``, or
+    ``file.py`` if it holds one environment. Raises ValueError with one sentence that says what is wrong and where."""
+    if reference in environments:
+        return _definition(imported(reference, lambda: environments.get(reference)), reference)
+    if not split_reference(reference).place:
+        known = close_to(reference, [*environments])
+        raise ValueError(f"unknown environment {reference!r}{known}; one of your own is file.py:Name or module:Name")
+    module, name = load_reference(reference)
+    if not name:
+        return _only_one(module, reference)
+    return _definition(getattr(module, name), reference)
+
+
+def build_environment(reference: str, options: Mapping[str, Any]) -> EnvironmentSpec:
+    """Return the specification of the environment that ``reference`` means, with these options as plain values. Raises
+    ValueError with one sentence: what ``definition_of`` raises, an option that is unknown or cannot be, or what the
+    environment itself finds wrong with its options."""
+    definition = definition_of(reference)
+    try:
+        chosen = coerced(options, definition.options, "env")
+        wrong = [*problems(chosen, "env", registered_names)]
+        if wrong:
+            more = f"; and {len(wrong) - MOST_PROBLEMS} more" if len(wrong) > MOST_PROBLEMS else ""
+            raise ValueError("; ".join(wrong[:MOST_PROBLEMS]) + more)
+        spec = definition.build(chosen)
+    except ValueError as error:
+        raise ValueError(f"{reference}: {error}") from None
+    except Exception as error:
+        raise ValueError(f"{reference}: {raised(error, definition.build)}") from error
+    if not isinstance(spec, EnvironmentSpec):
+        raise ValueError(f"{reference}: build must return an EnvironmentSpec, not {type(spec).__name__}")
+    return spec
+
+
+def _definition(found: Any, reference: str) -> EnvironmentDefinition:
+    try:
+        kind = _door(found)
+        if kind is None:
+            raise ValueError(f"found {_described(found)}, expected {EXPECTED}")
+        definition = kind(found)
+    except ValueError as error:
+        raise ValueError(f"{reference}: {error}") from None
+    except Exception as error:
+        raise ValueError(f"{reference}: {raised(error, found)}") from error
+    if not (isinstance(definition.options, type) and is_dataclass(definition.options)):
+        raise ValueError(f"{reference}: options must be a dataclass, not {definition.options!r}")
+    return definition
+
+
+def _door(found: Any) -> Callable[[Any], EnvironmentDefinition] | None:
+    """What makes a definition of an object, None for an object that is no environment."""
+    if isinstance(found, EnvironmentDefinition):
+        return lambda definition: definition
+    if isinstance(found, EnvironmentSpec):
+        return lambda spec: EnvironmentDefinition(NoOptions, lambda _: spec)
+    if isinstance(found, type) and callable(getattr(found, "reset", None)):
+        if callable(getattr(found, "get_reward", None)):
+            return tool_class
+        return message_class if callable(getattr(found, "step", None)) else None
+    return dataset if inspect.isfunction(found) else None
+
+
+def _only_one(module: ModuleType, reference: str) -> EnvironmentDefinition:
+    """The one environment that a file defines. Definitions and specifications come first: a file that holds one has
+    said what it is about; then classes, then functions whose first argument is called ``completion``."""
+    public = {name: value for name, value in vars(module).items() if not name.startswith("_")}
+    finished = {name: v for name, v in public.items() if isinstance(v, (EnvironmentDefinition, EnvironmentSpec))}
+    own = {name: value for name, value in public.items() if getattr(value, "__module__", "") == module.__name__}
+    classes = {name: value for name, value in own.items() if isinstance(value, type) and _door(value)}
+    found = finished or classes or {name: value for name, value in own.items() if is_verifier(value)}
+    if len(found) != 1:
+        what = f"the environments {', '.join(found)}; name one: {reference}:NAME" if found else f"nothing of {EXPECTED}"
+        raise ValueError(f"{reference}: the file defines {what}")
+    return _definition(next(iter(found.values())), reference)
+
+
+def _described(found: Any) -> str:
+    if isinstance(found, type):
+        methods = [name for name in ("reset", "step", "get_reward", "close") if callable(getattr(found, name, None))]
+        return f"the class {found.__name__} with {', '.join(methods) or 'none of these methods'} ({place_of(found)})"
+    return f"the function {found.__name__} ({place_of(found)})" if inspect.isfunction(found) else type(found).__name__
+
+
+C = TypeVar("C")
+
+
+class ChosenEnvironment(NamedTuple):
+    """An environment as an experiment names it: ``reference`` and ``options`` (plain values) rebuild it anywhere."""
+
+    reference: str
+    options: Mapping[str, Any]
+    spec: EnvironmentSpec
+
+
+def environment_section(reference: str) -> type[Any]:
+    """Return a dataclass with the options of an environment and ``path``, which names it. Raises ValueError when there
+    is no such environment."""
+    about = "The environment: a registered name, or FILE.py:Name for one of your own."
+    return with_path(definition_of(reference).options, absolute(reference), about)
+
+
+def with_environment(config: type[C], reference: str) -> type[C]:
+    """Return ``config`` with the section of an environment as its ``env``. Raises ValueError when there is no such
+    environment."""
+    return with_section(config, "env", environment_section(reference))
+
+
+def chosen_environment(chosen: Any) -> ChosenEnvironment:
+    """Return what a section made by ``environment_section`` describes. Raises ValueError for options that contradict
+    each other."""
+    definition = definition_of(chosen.path)
+    names = [field.name for field in fields(definition.options)]
+    options = definition.options(**{name: getattr(chosen, name) for name in names})
+    return ChosenEnvironment(chosen.path, to_json_value(options), definition.build(options))

@@ -1,0 +1,162 @@
+"""The door for a class that speaks messages: ``async reset(task, *, seed)``, ``async step(message)``, perhaps
+``async close()``. It may return plain maps with the fields of ``Opening`` and ``Turn``."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import fields
+from typing import Any, TypeVar
+
+from realhf.api.environment import (
+    AssistantMessage,
+    EnvironmentDefinition,
+    EnvironmentSpec,
+    Opening,
+    Turn,
+)
+from realhf.base.close_names import close_to
+from realhf.env.loader.author import class_parts, failure_of, place_of, takes
+from realhf.env.loader.validation import (
+    BrokenContract,
+    checked_messages,
+    checked_number,
+    checked_numbers,
+    copied,
+    json_problem,
+    shown,
+)
+
+T = TypeVar("T")
+Said = TypeVar("Said", Opening, Turn)
+
+
+def message_class(kind: type[Any]) -> EnvironmentDefinition:
+    """The definition of a class. Raises ValueError that names the line for methods of another form."""
+    for name in ("reset", "step"):
+        method = inspect.getattr_static(kind, name, None)
+        if not inspect.iscoroutinefunction(inspect.unwrap(method) if callable(method) else method):
+            raise ValueError(f"{kind.__name__}.{name} must be an async method ({place_of(method or kind)})")
+    try:
+        inspect.signature(kind.reset).bind(None, {}, seed=0)
+        inspect.signature(kind.step).bind(None, None)
+    except TypeError as error:
+        raise ValueError(
+            f"{kind.__name__} must have reset(self, task, *, seed) and step(self, message): {error} ({place_of(kind)})"
+        ) from None
+    parts = class_parts(kind, seeded=takes(kind.reset, "seed"))
+
+    def build(options: Any) -> EnvironmentSpec:
+        """Return the environment for these options."""
+        return EnvironmentSpec(
+            kind.__name__,
+            lambda _: MessageClassEnvironment(kind, lambda: parts.instance(options)),
+            parts.tasks(options),
+            **parts.traits._asdict(),
+        )
+
+    return EnvironmentDefinition(parts.options, build)
+
+
+class MessageClassEnvironment:
+    """Plays an instance of the author's class, and checks what it returns.
+
+    What it raises, or returns against the contract, becomes EnvironmentFailure("internal") that names the class, the
+    seed and the line, never the payload; an EnvironmentFailure that it raises itself is passed on.
+    """
+
+    def __init__(self, kind: type[Any], make: Callable[[], Any]) -> None:
+        self._kind, self._make = kind, make
+        self._instance: Any = None
+        self._seed = 0
+        self._tools: Any = ()
+
+    async def reset(self, task: Mapping[str, Any], *, seed: int) -> Opening:
+        """Begin an episode; the first one also makes the instance."""
+        self._seed = seed
+        return await self._guarded("reset", self._opening(task, seed))
+
+    async def step(self, message: AssistantMessage) -> Turn:
+        """Answer a turn of the policy."""
+        return await self._guarded("step", self._turn(message))
+
+    async def close(self) -> None:
+        """Close the instance if there is one and it can be closed."""
+        instance, self._instance = self._instance, None
+        if close := getattr(instance, "close", None):
+            await self._guarded("close", _closed(close))
+
+    async def _opening(self, task: Mapping[str, Any], seed: int) -> Opening:
+        if self._instance is None:
+            self._instance = self._make()
+        opening = _read(Opening, await self._instance.reset(copied(task), seed=seed))
+        checked_messages(opening.messages, "messages")
+        if opening.tools is not self._tools:
+            _check_tools(opening.tools)
+            self._tools = opening.tools
+        _check_json(opening.info, "info")
+        return opening
+
+    async def _turn(self, message: AssistantMessage) -> Turn:
+        turn = _read(Turn, await self._instance.step(message))
+        checked_messages(turn.messages, "messages")
+        for name in ("done", "final"):
+            if not isinstance(getattr(turn, name), bool):
+                raise BrokenContract(f"{name} must be true or false, not {shown(getattr(turn, name))}")
+        _check_json(turn.info, "info")
+        reward = None if turn.reward is None else checked_number(turn.reward, "reward")
+        rewards = checked_numbers(turn.rewards, "rewards") if turn.rewards else {}
+        metrics = checked_numbers(turn.metrics, "metrics") if turn.metrics else {}
+        return Turn(turn.messages, turn.done, reward, rewards, metrics, turn.info, turn.final)
+
+    async def _guarded(self, method: str, work: Awaitable[T]) -> T:
+        try:
+            return await work
+        except BaseException as error:
+            where = f"{self._kind.__name__}.{method} (seed {self._seed})"
+            failure = failure_of(error, where, self._kind, getattr(self._kind, method, None))
+            if failure is None:
+                raise
+            raise failure from error
+
+
+async def _closed(close: Callable[[], Any]) -> None:
+    done = close()
+    if inspect.isawaitable(done):
+        await done
+
+
+def _read(kind: type[Said], found: Any) -> Said:
+    """An Opening or Turn as the author returned it, or made of a plain map."""
+    if isinstance(found, kind):
+        return found
+    name = kind.__name__
+    if not isinstance(found, Mapping):
+        raise BrokenContract(f"must return {name} or a map with its fields, not {shown(found)}")
+    known = [each.name for each in fields(kind)]
+    for key in found:
+        if key not in known:
+            raise BrokenContract(f"{name} has no field {shown(key)}{close_to(str(key), known)}")
+    if kind is Opening and "messages" not in found:
+        raise BrokenContract("an Opening needs messages")
+    return kind(**found)
+
+
+def _check_tools(tools: Any) -> None:
+    if isinstance(tools, (str, bytes, Mapping)) or not isinstance(tools, (list, tuple)):
+        raise BrokenContract(f"tools must be a list of JSON schemas, not {shown(tools)}")
+    for number, tool in enumerate(tools):
+        function = tool.get("function") if isinstance(tool, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
+            raise BrokenContract(
+                f'tools[{number}] must be {{"type": "function", "function": {{"name": ..., ...}}}}, not {shown(tool)}'
+            )
+        if problem := json_problem(tool):
+            raise BrokenContract(f"tools[{number}]: {problem}")
+
+
+def _check_json(info: Any, what: str) -> None:
+    if not isinstance(info, Mapping):
+        raise BrokenContract(f"{what} must be a map, not {shown(info)}")
+    if info and (problem := json_problem(info)):
+        raise BrokenContract(f"{what}: {problem}")

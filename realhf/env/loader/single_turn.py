@@ -1,0 +1,187 @@
+"""The door for a data set with a verifier: each row is a question of a single turn, and ``reward(completion, **row)``
+says what the answer is worth."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from realhf.api.config.option import option
+from realhf.api.environment import (
+    AssistantMessage,
+    EnvironmentDefinition,
+    EnvironmentFailure,
+    EnvironmentSpec,
+    Opening,
+    TaskSet,
+    Turn,
+)
+from realhf.base.close_names import close_to
+from realhf.env.loader.author import Traits, failure_of, file_of, place_of, sets_of, tasks_function, traits_of
+from realhf.env.loader.tasks import Row, RowOptions, idle_options, tasks_of_data
+from realhf.env.loader.threads import Threads
+from realhf.env.loader.tool_env import SOLVED, messages_of
+from realhf.env.loader.validation import BrokenContract, checked_rewards, copied
+
+T = TypeVar("T")
+
+
+@dataclass
+class VerifierOptions:
+    """A verifier whose file brings its questions by ``tasks(split)``."""
+
+    prompt_column: str = option("prompt", "This column holds the question, as text or as messages.")
+
+
+@dataclass
+class DatasetOptions(VerifierOptions, RowOptions):
+    """A data set with a verifier."""
+
+
+class Verifier(NamedTuple):
+    """A function that judges a completion. ``needed``: the columns without a default; ``accepted``: those that it
+    takes, None for any; ``first``: the name of the completion, "" if it cannot be given by name."""
+
+    function: Callable[..., Any]
+    first: str
+    needed: tuple[str, ...]
+    accepted: frozenset[str] | None
+    is_async: bool
+
+
+def dataset(function: Callable[..., Any]) -> EnvironmentDefinition:
+    """The definition of a verifier. Its rows come from ``env.data``, or from ``tasks(split)`` in its module. Raises
+    ValueError for a function that does not take a completion first."""
+    verifier = read_verifier(function)
+    bring = tasks_function(function)
+    traits = traits_of(sys.modules[function.__module__]) if function.__module__ in sys.modules else Traits()
+
+    def build(options: Any) -> EnvironmentSpec:
+        """Return the environment for these options."""
+        threads = Threads(function.__name__)
+        check = partial(_check_row, verifier, options.prompt_column)
+        if bring:
+            tasks = sets_of(bring, function.__name__, options, seeded=False, check=check)
+        else:
+            tasks = _tasks_of_data(function, options, check)
+        return EnvironmentSpec(
+            function.__name__,
+            lambda _: VerifierEnvironment(verifier, options.prompt_column, threads),
+            tasks,
+            **traits._asdict(),
+        )
+
+    return EnvironmentDefinition(VerifierOptions if bring else DatasetOptions, build)
+
+
+def is_verifier(found: Any) -> bool:
+    """Whether this is a function whose first argument is called ``completion``."""
+    return inspect.isfunction(found) and next(iter(inspect.signature(found).parameters), "") == "completion"
+
+
+def read_verifier(function: Callable[..., Any]) -> Verifier:
+    """Look at the arguments of a verifier. Raises ValueError as ``dataset`` does."""
+    parameters = [*inspect.signature(function).parameters.values()]
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    if not parameters or parameters[0].kind not in kinds:
+        place = place_of(function)
+        raise ValueError(f"{function.__name__} must take the completion first: reward(completion, **row) ({place})")
+    named = [each for each in parameters[1:] if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)]
+    if wrong := [each.name for each in named if each.kind is each.POSITIONAL_ONLY]:
+        raise ValueError(f"{function.__name__} must take the column {wrong[0]!r} by name ({place_of(function)})")
+    needed = tuple(each.name for each in named if each.default is each.empty)
+    anything = any(each.kind is each.VAR_KEYWORD for each in parameters)
+    accepts = None if anything else frozenset(each.name for each in named)
+    first = parameters[0].name if parameters[0].kind is parameters[0].POSITIONAL_OR_KEYWORD else ""
+    return Verifier(function, first, needed, accepts, inspect.iscoroutinefunction(inspect.unwrap(function)))
+
+
+class VerifierEnvironment:
+    """Asks the question of a row and judges the answer, which ends the episode."""
+
+    def __init__(self, verifier: Verifier, prompt_column: str, threads: Threads) -> None:
+        self._verifier, self._prompt_column, self._threads = verifier, prompt_column, threads
+        self._row: Mapping[str, Any] = {}
+        self._seed = 0
+
+    async def reset(self, task: Mapping[str, Any], *, seed: int) -> Opening:
+        """Ask the question of the row ``task``; the seed changes nothing."""
+        accepted = self._verifier.accepted
+        self._row = {name: value for name, value in task.items() if accepted is None or name in accepted}
+        self._seed = seed
+        return await self._guarded(self._opening(task))
+
+    async def step(self, message: AssistantMessage) -> Turn:
+        """Judge the answer, without its reasoning."""
+        return await self._guarded(self._turn(message))
+
+    async def close(self) -> None:
+        """Do nothing: nothing is held."""
+
+    async def _opening(self, task: Mapping[str, Any]) -> Opening:
+        if self._prompt_column not in task:
+            raise BrokenContract(f"the row has no column {self._prompt_column!r}")
+        return Opening(messages_of(task[self._prompt_column], self._prompt_column))
+
+    async def _turn(self, message: AssistantMessage) -> Turn:
+        judge = partial(self._verifier.function, message.content, **copied(self._row))
+        if self._verifier.is_async:
+            found = await judge()
+        else:
+            found = await self._threads.run(partial(self._judged, judge))
+            found = await found if inspect.isawaitable(found) else found
+        reward, components = checked_rewards(found, "the reward")
+        return Turn((), True, reward, components, {"success": float(reward >= SOLVED)}, final=True)
+
+    def _judged(self, judge: Callable[[], Any]) -> Any:
+        """What the verifier returns; in a thread of its own, so whatever it raises is its own."""
+        try:
+            return judge()
+        except BaseException as error:
+            failure = self._failure(error, on_loop=False)
+            if failure is None:
+                raise
+            raise failure from error
+
+    async def _guarded(self, work: Awaitable[T]) -> T:
+        try:
+            return await work
+        except BaseException as error:
+            failure = self._failure(error, on_loop=True)
+            if failure is None:
+                raise
+            raise failure from error
+
+    def _failure(self, error: BaseException, *, on_loop: bool) -> EnvironmentFailure | None:
+        function = self._verifier.function
+        where = f"{function.__name__} (seed {self._seed})"
+        return failure_of(error, where, function, function, on_loop=on_loop)
+
+
+def _check_row(verifier: Verifier, prompt_column: str, row: Row) -> None:
+    """Raise ValueError for a row that the verifier could not be called with."""
+    for column in (prompt_column, *verifier.needed):
+        if column not in row.values:
+            raise ValueError(f"{row.where}: the row has no column {column!r}{close_to(column, [*row.values])}")
+    if verifier.first in row.values and (verifier.accepted is None or verifier.first in verifier.accepted):
+        raise ValueError(f"{row.where}: the column {verifier.first!r} has the name of the verifier's first argument")
+    try:
+        messages_of(row.values[prompt_column], f"the column {prompt_column!r}")
+    except BrokenContract as error:
+        raise ValueError(f"{row.where}: {error}") from None
+
+
+def _tasks_of_data(
+    function: Callable[..., Any], options: DatasetOptions, check: Callable[[Row], None]
+) -> Callable[[str], TaskSet]:
+    if not options.data:
+        raise ValueError(f"{function.__name__} judges answers, so it needs questions: set env.data")
+    if problem := idle_options(options):
+        raise ValueError(problem)
+    key = lambda row: row[options.prompt_column]
+    return tasks_of_data(options, Path(file_of(function)).parent, seeded=False, check=check, key=key)

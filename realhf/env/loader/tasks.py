@@ -1,0 +1,306 @@
+"""Makes task sets for environments that bring none: one task per row of a data set, or one for every seed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple, NoReturn
+
+from realhf.api.config.option import option
+from realhf.api.environment import HELD_OUT, SPLITS, TRAIN, Task, TaskSet
+from realhf.env.loader.validation import json_problem, shown
+
+ONE_GROUP = "all"
+"""The group of tasks that name none."""
+GROUP_COLUMN = "group"
+
+
+class Row(NamedTuple):
+    """A row of a data set and where it stands: ``tasks.jsonl, line 3``."""
+
+    values: Mapping[str, Any]
+    where: str
+
+
+class RowTaskSet:
+    """A finite set: every row is a template, and its instance is the row. With ``seeded``, instances of other seeds are
+    other tasks, with other ids."""
+
+    def __init__(self, tasks: Iterable[Task], *, seeded: bool = False) -> None:
+        """Raises ValueError when two tasks have one id."""
+        self._tasks: dict[str, Task] = {}
+        for task in tasks:
+            if task.id in self._tasks:
+                raise ValueError(f"two tasks have the id {task.id!r}")
+            self._tasks[task.id] = task
+        self._seeded = seeded
+        self._group_of = MappingProxyType({task.id: task.group or ONE_GROUP for task in self._tasks.values()})
+        self._groups = tuple(dict.fromkeys(self._group_of.values()))
+
+    @property
+    def group_of(self) -> Mapping[str, str]:
+        """Template id to its group, in the order of the rows."""
+        return self._group_of
+
+    @property
+    def groups(self) -> Sequence[str]:
+        """All groups, in the order in which the rows name them first."""
+        return self._groups
+
+    def instantiate(self, template_id: str, seed: int) -> Task:
+        """Return the task of a row. Raises KeyError for an id that no row has."""
+        task = self._tasks[template_id]
+        group = self._group_of[template_id]
+        if not self._seeded:
+            return task if task.group == group and task.seed == seed else replace(task, group=group, seed=seed)
+        return replace(task, id=f"{template_id}@{seed}", group=group, seed=seed)
+
+
+class SeedTaskSet:
+    """An endless set with one template: every seed is another task, and the two splits share no seed."""
+
+    def __init__(self, name: str, split: str) -> None:
+        self._name, self._offset = name, SPLITS.index(split)
+        self._group_of = MappingProxyType({name: name})
+
+    @property
+    def group_of(self) -> Mapping[str, str]:
+        """The only template, which is its own group."""
+        return self._group_of
+
+    @property
+    def groups(self) -> Sequence[str]:
+        """The only group."""
+        return (self._name,)
+
+    def instantiate(self, template_id: str, seed: int) -> Task:
+        """Return the task of a seed. Raises KeyError for an unknown template."""
+        if template_id != self._name:
+            raise KeyError(template_id)
+        own = len(SPLITS) * seed + self._offset
+        return Task(f"{self._name}@{own}", group=self._name, seed=own)
+
+
+def tasks_of_rows(rows: Iterable[Row], group_column: str = GROUP_COLUMN) -> list[Task]:
+    """Make a task of every row. Its id is the row's ``id`` if it has one, else a hash of the row, so it is stable when
+    rows are added or moved. A named ``group_column`` must be in every row; ``group`` may be missing. Raises ValueError
+    that says where the row stands."""
+    tasks: dict[str, Task] = {}
+    copies: dict[str, int] = {}
+    for row in rows:
+        group = row.values.get(group_column, ONE_GROUP if group_column == GROUP_COLUMN else None)
+        if not isinstance(group, (str, int)):
+            raise ValueError(f"{row.where}: the column {group_column!r} must name a group, not {shown(group)}")
+        named = row.values.get("id")
+        name = str(named) if isinstance(named, (str, int)) and str(named) else _digest(row.values)[:16]
+        if name in tasks and isinstance(named, (str, int)):
+            raise ValueError(f"{row.where}: an earlier row has the id {name!r}, too")
+        own = name
+        while own in tasks:
+            copies[name] = copies.get(name, 1) + 1
+            own = f"{name}-{copies[name]}"
+        tasks[own] = Task(own, str(group), row.values)
+    return [*tasks.values()]
+
+
+def split_rows(
+    rows: Sequence[Row], heldout_fraction: float, key: Callable[[Mapping[str, Any]], Any]
+) -> dict[str, list[Row]]:
+    """Part rows into the two splits by a hash of ``key(row)``: equal keys stay together, and a row stays on its side
+    when others are added, unless a split were empty: where there are two keys, each split has at least one."""
+    places = [_place(key(row.values)) for row in rows]
+    bound = heldout_fraction
+    if heldout_fraction > 0 and len(set(places)) > 1:
+        ordered = sorted(set(places))
+        bound = min(max(heldout_fraction, ordered[1]), ordered[-1])
+    parts: dict[str, list[Row]] = {split: [] for split in SPLITS}
+    for row, place in zip(rows, places, strict=True):
+        parts[HELD_OUT if place < bound else TRAIN].append(row)
+    return parts
+
+
+def shared_row(train: Sequence[Row], held_out: Sequence[Row], key: Callable[[Mapping[str, Any]], Any]) -> str:
+    """Say where a key of the training rows is also held out, "" if there is no such row."""
+    places = {_digest(key(row.values)): row.where for row in train}
+    for row in held_out:
+        if other := places.get(_digest(key(row.values))):
+            return f"{row.where} is also a training task ({other})"
+    return ""
+
+
+def content(values: Mapping[str, Any]) -> Any:
+    """What makes a row the same task as another: everything but its id."""
+    return {name: value for name, value in values.items() if name != "id"}
+
+
+def set_of(found: Any, what: str, *, seeded: bool, check: Callable[[Row], None]) -> TaskSet:
+    """The task set that ``tasks(split)`` meant: a ``TaskSet``, tasks or rows. Raises ValueError that begins with
+    ``what`` for anything else, and what ``check`` raises for a row."""
+    if isinstance(found, TaskSet):
+        return found
+    if isinstance(found, (str, bytes, Mapping)) or not isinstance(found, Iterable):
+        raise ValueError(f"{what} must return rows, tasks or a TaskSet, not {shown(found)}")
+    items = [*found]
+    if items and all(isinstance(item, Task) for item in items):
+        return RowTaskSet(items, seeded=seeded)
+    for number, item in enumerate(items):
+        if not isinstance(item, Mapping):
+            raise ValueError(f"{what}, row {number}: a row is a map from columns to values, not {shown(item)}")
+        if problem := json_problem(item):
+            raise ValueError(f"{what}, row {number}: {problem}")
+    rows = [Row(item, f"{what}, row {number}") for number, item in enumerate(items)]
+    for row in rows:
+        check(row)
+    return RowTaskSet(tasks_of_rows(rows), seeded=seeded)
+
+
+def _digest(value: Any) -> str:
+    plain = json.dumps(value, sort_keys=True, ensure_ascii=True, separators=(",", ":"), default=str)
+    return hashlib.sha256(plain.encode()).hexdigest()
+
+
+def _place(value: Any) -> float:
+    """A number in [0, 1) that the value alone decides."""
+    return int(_digest(value)[:12], 16) / 16**12
+
+
+LONGEST_LINE = 16 << 20
+
+
+@dataclass
+class RowOptions:
+    """Where the tasks of an environment come from."""
+
+    data: str = option("", "Each row of this JSON lines file, Parquet file or datasets folder is a task.")
+    heldout_data: str = option("", "The rows of this file are the held-out tasks; without it they are a part of data.")
+    heldout_fraction: float = option(
+        0.1, "This part of data is held out, decided by a hash of the row.", at_least=0, at_most=0.9
+    )
+    group_column: str = option(GROUP_COLUMN, "This column names the group of a task, by which success is reported.")
+
+
+def idle_options(options: RowOptions) -> str:
+    """Say which option has no effect because of the others, "" if each has one."""
+    default = RowOptions()
+    changed = [each.name for each in fields(RowOptions) if getattr(options, each.name) != getattr(default, each.name)]
+    if changed and not options.data:
+        return f"env.{changed[0]} has no effect without env.data"
+    if options.heldout_data and "heldout_fraction" in changed:
+        return "env.heldout_fraction has no effect with env.heldout_data"
+    return ""
+
+
+def tasks_of_data(
+    options: RowOptions,
+    beside: Path,
+    *,
+    seeded: bool,
+    check: Callable[[Row], None] = lambda row: None,
+    key: Callable[[Mapping[str, Any]], Any] = content,
+) -> Callable[[str], TaskSet]:
+    """Read the files that the options name, and return the task set of a split. ``check`` raises ValueError for a row
+    that will not do; rows of one ``key`` are one task. Raises ValueError that names the file and the line."""
+    parts = {TRAIN: read_rows(options.data, beside), HELD_OUT: []}
+    if options.heldout_data:
+        parts[HELD_OUT] = read_rows(options.heldout_data, beside, "heldout_data")
+    for row in [*parts[TRAIN], *parts[HELD_OUT]]:
+        check(row)
+    if not options.heldout_data:
+        parts = split_rows(parts[TRAIN], options.heldout_fraction, key)
+    elif both := shared_row(parts[TRAIN], parts[HELD_OUT], key):
+        raise ValueError(both)
+    sets = {split: RowTaskSet(tasks_of_rows(parts[split], options.group_column), seeded=seeded) for split in SPLITS}
+
+    def tasks(split: str) -> TaskSet:
+        """Return the tasks of a split. Raises ValueError for one that has none."""
+        if not sets[split].group_of:
+            raise ValueError(
+                f"{options.data} leaves no task for the split {split!r} with env.heldout_fraction="
+                f"{options.heldout_fraction:g}: change it, add rows, or name env.heldout_data"
+            )
+        return sets[split]
+
+    return tasks
+
+
+def read_rows(path: str, beside: Path, option_name: str = "data") -> list[Row]:
+    """Read all rows of a file or folder; a relative path means the working directory, then the folder ``beside``.
+    Raises ValueError that names the file and the line for what is missing, unreadable, empty or not JSON."""
+    file = Path(path).expanduser()
+    if not file.exists() and not file.is_absolute() and (beside / file).exists():
+        file = beside / file
+    if not file.exists():
+        raise ValueError(f"env.{option_name}={path}: there is no such file")
+    kinds: Mapping[str, Callable[[Path], Iterable[Row]]] = {".jsonl": _json_lines, ".parquet": _parquet}
+    read = _datasets_folder if file.is_dir() else kinds.get(file.suffix)
+    if read is None:
+        raise ValueError(f"{file}: data is a .jsonl file, a .parquet file or a datasets folder")
+    try:
+        rows = [*read(file)]
+    except OSError as error:
+        raise ValueError(f"{file}: {error.strerror or error}") from None
+    if not rows:
+        raise ValueError(f"{file}: has no rows")
+    return rows
+
+
+def _json_lines(file: Path) -> Iterator[Row]:
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            where = f"{file}, line {number}"
+            if len(line) > LONGEST_LINE:
+                raise ValueError(f"{where}: longer than {LONGEST_LINE >> 20} MiB")
+            text = line.removeprefix(b"\xef\xbb\xbf").strip()
+            if not text:
+                continue
+            try:
+                values = json.loads(text.decode("utf-8"), parse_constant=_no_json)
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"{where}: not JSON: {error}") from None
+            yield _row(values, where)
+
+
+def _no_json(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON value")
+
+
+def _row(values: Any, where: str) -> Row:
+    if not isinstance(values, dict):
+        raise ValueError(f"{where}: a row is a map from columns to values, not {shown(values)}")
+    if problem := json_problem(values):
+        raise ValueError(f"{where}: {problem}")
+    return Row(values, where)
+
+
+def _parquet(file: Path) -> Iterator[Row]:
+    try:
+        from pyarrow import ArrowException, parquet  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        raise ValueError(f"{file}: reading Parquet needs the package pyarrow (pip install pyarrow)") from None
+    try:
+        with parquet.ParquetFile(file) as table:
+            rows = (values for batch in table.iter_batches(batch_size=1024) for values in batch.to_pylist())
+            for number, values in enumerate(rows, 1):
+                yield _row(values, f"{file}, row {number}")
+    except ArrowException as error:
+        raise ValueError(f"{file}: not a readable Parquet file: {str(error).splitlines()[0]}") from None
+
+
+def _datasets_folder(folder: Path) -> Sequence[Row]:
+    try:
+        import datasets  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        raise ValueError(
+            f"{folder}: reading a datasets folder needs the package datasets (pip install datasets)"
+        ) from None
+    try:
+        found = datasets.load_from_disk(str(folder))
+    except (FileNotFoundError, ValueError) as error:
+        raise ValueError(f"{folder}: not a datasets folder: {str(error).splitlines()[0]}") from None
+    if isinstance(found, datasets.DatasetDict):
+        raise ValueError(f"{folder}: holds several splits; name the folder of one: {', '.join(map(repr, found))}")
+    return [_row(dict(values), f"{folder}, row {number}") for number, values in enumerate(found, 1)]

@@ -1,0 +1,386 @@
+"""Plays a class with tools, the one that TRL's ``environment_factory`` takes: ``reset(**row)``, public methods as tools.
+
+Source: TRL 1.16, GRPOTrainer, ``environment_factory``. What an author may add here: a dataclass ``Options``, ``done``,
+``metrics``, ``view``, ``close()``, ``user_reply(text)``, ``tasks(split)``, ``system_prompt``, ``deterministic``,
+``concurrency``, ``demonstrate``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+from realhf.api.environment import (
+    AssistantMessage,
+    ChatMessage,
+    EnvironmentDefinition,
+    EnvironmentFailure,
+    EnvironmentSpec,
+    Opening,
+    ToolCall,
+    Turn,
+)
+from realhf.env.loader.author import class_parts, failure_of, place_of, raised, takes
+from realhf.env.loader.tasks import Row
+from realhf.env.loader.threads import MOST_THREADS, Threads
+from realhf.env.loader.tool_schemas import USER_REPLY, Tool, arguments_for, short, tools_of, unknown_tool
+from realhf.env.loader.validation import (
+    BrokenContract,
+    checked_messages,
+    checked_numbers,
+    checked_rewards,
+    copied,
+    json_problem,
+    shown,
+    whole_text,
+)
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+TOOL_ERRORS = "tool_errors"
+"""The errors of the author's tools so far, in the info of a turn, and their number in its metrics."""
+LONGEST_RESULT = 1 << 18
+"""Characters of a tool's result that the policy gets to read."""
+MISTAKES = (
+    AttributeError,
+    ImportError,
+    LookupError,
+    NameError,
+    NotImplementedError,
+    RecursionError,
+    TypeError,
+    ZeroDivisionError,
+)
+"""What a tool that was called rightly does not raise on purpose: the mistake is its author's and not the policy's."""
+SOLVED = 1 - 1e-9
+"""An episode that ends with at least this reward is a success, unless the class says otherwise."""
+
+
+class ToolClass(NamedTuple):
+    """A class with tools, read once. ``schemas`` are those of its tools; ``blocking``: it has no async method, so that
+    all of a turn runs in one thread job; ``seeded``: its reset takes a seed; ``told``: mistakes that the log has."""
+
+    kind: type[Any]
+    tools: Mapping[str, Tool]
+    schemas: Sequence[Mapping[str, Any]]
+    blocking: bool
+    seeded: bool
+    told: set[str]
+
+
+class ToolPlay:
+    """An instance of the author's class, and the episode that it is in. ``lost`` once a call was cancelled whose thread
+    may still be using the instance: it must not be used again, and closes when the thread is done."""
+
+    def __init__(self, about: ToolClass, make: Callable[[], Any], threads: Threads) -> None:
+        self._class, self._make, self._threads = about, make, threads
+        self._instance: Any = None
+        self._seed, self._method = 0, "reset"
+        self._calls = self._failures = 0
+        self._mistakes: list[str] = []
+        self.lost = False
+
+    async def open(self, task: Mapping[str, Any], seed: int) -> Opening:
+        """Begin an episode; the first one also makes the instance."""
+        self._seed = seed
+        self._calls = self._failures = 0
+        self._mistakes = []
+        return await self._run(partial(self._opening, task, seed))
+
+    async def turn(self, message: AssistantMessage) -> Turn:
+        """Make the calls of a turn, and ask for the reward."""
+        return await self._run(partial(self._turn, message))
+
+    async def reward_again(self) -> float:
+        """Ask for the reward of the state that the last turn left."""
+        return await self._run(self._reward_again)
+
+    async def close(self) -> None:
+        """Close the instance if there is one that can be closed."""
+        if not self.lost and callable(self._own("close")):
+            await self._run(partial(self._call, "close", {}))
+
+    def _own(self, name: str) -> Any:
+        """An attribute of the instance that is for the door; None where there is none, or where it is a tool."""
+        return None if name in self._class.tools else getattr(self._instance, name, None)
+
+    async def _opening(self, task: Mapping[str, Any], seed: int) -> Opening:
+        self._method = "__init__"
+        if self._instance is None:
+            self._instance = self._make()
+        row = {name: copied(value) for name, value in task.items()}
+        if self._class.seeded:
+            row.setdefault("seed", seed)
+        text = await self._call("reset", row)
+        if text is not None and not isinstance(text, str):
+            raise BrokenContract(f"reset must return text or None, not {shown(text)}")
+        return Opening(
+            _with_text(messages_of(task.get("prompt", ""), "prompt"), whole_text(text or "")), self._class.schemas
+        )
+
+    async def _turn(self, message: AssistantMessage) -> Turn:
+        if self._instance is None:
+            raise BrokenContract("there is no episode: reset comes first")
+        answers = [await self._answer(call) for call in message.tool_calls]
+        if not message.tool_calls and (said := await self._user_reply(message)) is not None:
+            answers = [{"role": "user", "content": said}]
+        reward, components = checked_rewards(await self._call("get_reward", {}), "the reward")
+        self._method = "done"
+        done = getattr(self._instance, "done", False)
+        if callable(done):
+            raise BrokenContract("done must be true or false, which a function is not: it would end no episode")
+        ended = not answers or bool(done)
+        metrics = {
+            "success": float(ended and reward >= SOLVED),  # said earlier, it would end what goes on
+            "tool_calls": float(self._calls),
+            "tool_failures": float(self._failures),
+            TOOL_ERRORS: float(len(self._mistakes)),
+        }
+        self._method = "metrics"
+        if (own := self._own("metrics")) is not None:
+            metrics |= checked_numbers(await self._call("metrics", {}) if callable(own) else own, "metrics")
+        info: dict[str, Any] = {TOOL_ERRORS: [*self._mistakes]} if self._mistakes else {}
+        self._method = "view"
+        if isinstance(view := self._own("view"), Mapping):
+            if problem := json_problem(view):
+                raise BrokenContract(f"view: {problem}")
+            info["view"] = copied(view)
+        return Turn(answers, ended, reward, components, metrics, info, final=True)
+
+    async def _user_reply(self, message: AssistantMessage) -> str | None:
+        """What the author's user says to a turn without a call; None where there is no user, or where they leave."""
+        if not callable(self._own(USER_REPLY)):
+            return None
+        said = await self._call(USER_REPLY, {"text": message.content})
+        if said is not None and not isinstance(said, str):
+            raise BrokenContract(f"{USER_REPLY} must return text, or None to end the episode, not {shown(said)}")
+        return None if said is None else whole_text(said)
+
+    async def _reward_again(self) -> float:
+        return checked_rewards(await self._call("get_reward", {}), "the reward")[0]
+
+    async def _answer(self, call: ToolCall) -> ChatMessage:
+        """Make one call. Whatever is wrong with it, the policy reads the reason, in the form of TRL."""
+        self._calls += 1
+        try:
+            if call.problem:
+                raise ValueError(call.problem)
+            if call.name not in self._class.tools:
+                raise ValueError(unknown_tool(call.name, self._class.tools))
+            tool = self._class.tools[call.name]
+            arguments = arguments_for(tool, call.arguments)
+            self._method = call.name
+            try:
+                result = str(await self._called(tool.bound(self._instance), arguments))
+            except MISTAKES as error:
+                self._note(error)
+                raise
+        except (EnvironmentFailure, MemoryError, BrokenContract):
+            raise
+        except Exception as error:
+            self._failures += 1
+            result = str({"error": _reason(error)})
+        if len(result) > LONGEST_RESULT:
+            result = f"{result[:LONGEST_RESULT]}... ({len(result) - LONGEST_RESULT} more characters)"
+        name = whole_text(short(call.name)) or "unknown"
+        message = {"role": "tool", "name": name, "content": whole_text(result)}
+        return message | {"tool_call_id": call.id} if call.id else message
+
+    def _note(self, error: Exception) -> None:
+        """Keep what a tool raised by mistake; the log has it once for each line."""
+        told = f"{self._class.kind.__name__}.{self._method}: {raised(error, self._class.kind)}"
+        self._mistakes.append(told)
+        line = error.__traceback__
+        while line is not None and line.tb_next is not None:
+            line = line.tb_next
+        place = f"{self._method} {type(error).__name__} {line.tb_lineno if line else 0}"
+        if place not in self._class.told:
+            self._class.told.add(place)
+            logger.warning("%s; the policy is told so as if the mistake were its own (seed %d)", told, self._seed)
+
+    async def _call(self, name: str, arguments: Mapping[str, Any]) -> Any:
+        """Call a method of the instance that is no tool."""
+        self._method = name
+        return await self._called(getattr(self._instance, name), arguments)
+
+    async def _called(self, method: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+        if self._class.blocking:
+            result = method(**arguments)
+            if inspect.iscoroutine(result):
+                result.close()
+                raise BrokenContract(f"{self._method} must be written with async def")
+            return result
+        if inspect.iscoroutinefunction(method):
+            return await method(**arguments)
+        result = await self._in_thread(partial(self._in_a_thread_of_its_own, method, arguments))
+        return await result if inspect.isawaitable(result) else result
+
+    def _in_a_thread_of_its_own(self, method: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+        """Call a method. What is raised here cannot be the event loop's, though it may look so there."""
+        try:
+            return method(**arguments)
+        except Exception:
+            raise
+        except BaseException as error:
+            raise self._failure(error, on_loop=False) or error from error
+
+    async def _run(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Do the work of a method: all of it in one thread if the class blocks, else on the event loop."""
+        if self._class.blocking:
+            return await self._in_thread(lambda: _finished(self._guarded(work())))
+        return await self._guarded(work())
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        try:
+            return await self._threads.run(work, after=self._close_at_last)
+        except asyncio.CancelledError:
+            self.lost = True
+            raise
+
+    def _close_at_last(self) -> None:
+        """Close the instance from the thread that used it last, if that needs no event loop."""
+        close = self._own("close")
+        if callable(close) and not inspect.iscoroutinefunction(close):
+            close()
+
+    async def _guarded(self, work: Awaitable[T]) -> T:
+        try:
+            return await work
+        except BaseException as error:
+            failure = self._failure(error, on_loop=not self._class.blocking)
+            if failure is None:
+                raise
+            raise failure from error
+
+    def _failure(self, error: BaseException, *, on_loop: bool) -> EnvironmentFailure | None:
+        kind = self._class.kind
+        where = f"{kind.__name__}.{self._method} (seed {self._seed})"
+        return failure_of(error, where, kind, getattr(kind, self._method, None), on_loop=on_loop)
+
+
+def messages_of(prompt: Any, what: str) -> Sequence[ChatMessage]:
+    """The messages that a prompt means: text of the user, or messages. Raises BrokenContract that begins with ``what``
+    for anything else."""
+    if isinstance(prompt, str):
+        return [{"role": "user", "content": prompt}]
+    if not checked_messages(prompt, what):
+        raise BrokenContract(f"{what} has no message")
+    return prompt
+
+
+def _with_text(messages: Sequence[ChatMessage], text: str) -> Sequence[ChatMessage]:
+    """The messages with ``text`` at the end of the last one of the user."""
+    if not text:
+        return messages
+    for number in range(len(messages) - 1, -1, -1):
+        if messages[number]["role"] == "user":
+            changed = {**messages[number], "content": messages[number]["content"] + text}
+            return [*messages[:number], changed, *messages[number + 1 :]]
+    return [*messages, {"role": "user", "content": text}]
+
+
+def _reason(error: Exception) -> str:
+    try:
+        return str(error) or type(error).__name__
+    except Exception:
+        return type(error).__name__
+
+
+def _finished(work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine that waits for nothing."""
+    try:
+        work.send(None)
+    except StopIteration as end:
+        return end.value
+    work.close()
+    raise EnvironmentFailure("internal", "a method without async waited for the event loop")
+
+
+def tool_class(kind: type[Any]) -> EnvironmentDefinition:
+    """The definition of a class. Raises ValueError that names the line for a class without tools, a tool without type
+    hints or docstring, and a get_reward that needs arguments."""
+    about = read_class(kind)
+    parts = class_parts(kind, seeded="seed" in inspect.signature(kind.reset).parameters, check=_check_prompt)
+
+    def build(options: Any) -> EnvironmentSpec:
+        """Return the environment for these options."""
+        threads = Threads(kind.__name__, max(MOST_THREADS, parts.traits.concurrency or 0))
+        return EnvironmentSpec(
+            kind.__name__,
+            lambda _: ToolClassEnvironment(about, lambda: parts.instance(options), threads),
+            parts.tasks(options),
+            **parts.traits._asdict(),
+        )
+
+    return EnvironmentDefinition(parts.options, build)
+
+
+def read_class(kind: type[Any]) -> ToolClass:
+    """Look at the methods of a class. Raises ValueError as ``tool_class`` does, and for a ``user_reply`` of another
+    form."""
+    tools = tools_of(kind)
+    try:
+        inspect.signature(kind.get_reward).bind(None)
+    except TypeError as error:
+        place = place_of(kind.get_reward)
+        raise ValueError(f"{kind.__name__}.get_reward must take no arguments: {error} ({place})") from None
+    if reply := getattr(kind, USER_REPLY, None):
+        try:
+            inspect.signature(reply).bind(None, text="")
+        except TypeError as error:
+            raise ValueError(
+                f"{kind.__name__}.{USER_REPLY} must be {USER_REPLY}(self, text): {error} ({place_of(reply)})"
+            ) from None
+    methods = [tool.function for tool in tools.values()]
+    others = ("reset", "get_reward", "close", "metrics", USER_REPLY)
+    methods += [getattr(kind, name, None) for name in others if name not in tools]
+    blocking = not any(inspect.iscoroutinefunction(inspect.unwrap(each)) for each in methods if callable(each))
+    schemas = tuple(tool.schema for tool in tools.values())
+    return ToolClass(kind, tools, schemas, blocking, takes(kind.reset, "seed"), set())
+
+
+class ToolClassEnvironment:
+    """Plays the author's class.
+
+    What a tool raises, and a call that cannot be made, is answered by a ``tool`` message, as in TRL. What reset,
+    get_reward and the like raise or return against the contract is EnvironmentFailure("internal") that names the class,
+    the task and the line. Each turn has the reward of the state after it, so the last one is right whenever the episode
+    ends.
+    """
+
+    def __init__(self, about: ToolClass, make: Callable[[], Any], threads: Threads) -> None:
+        self._make_play = lambda: ToolPlay(about, make, threads)
+        self._play = self._make_play()
+
+    async def reset(self, task: Mapping[str, Any], *, seed: int) -> Opening:
+        """Begin an episode; an instance whose last call was cancelled is left to its thread, and a new one is made."""
+        if self._play.lost:
+            self._play = self._make_play()
+        return await self._play.open(task, seed)
+
+    async def step(self, message: AssistantMessage) -> Turn:
+        """Answer the tool calls of a turn. A turn without any is answered by the class's user, or ends the episode."""
+        if self._play.lost:
+            raise EnvironmentFailure(
+                "lost", "the call before was cancelled and may still be running; reset begins anew"
+            )
+        return await self._play.turn(message)
+
+    async def reward_again(self) -> float:
+        """Ask the class once more what the state is worth; it must say the same."""
+        return await self._play.reward_again()
+
+    async def close(self) -> None:
+        """Close the instance if there is one that can be closed."""
+        await self._play.close()
+
+
+def _check_prompt(row: Row) -> None:
+    try:
+        messages_of(row.values.get("prompt", ""), "the column 'prompt'")
+    except BrokenContract as error:
+        raise ValueError(f"{row.where}: {error}") from None

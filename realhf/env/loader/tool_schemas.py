@@ -1,0 +1,278 @@
+"""Finds the tools of a class, makes their JSON schemas, and checks the arguments with which a policy calls one.
+
+The result is that of ``transformers.utils.get_json_schema`` for every signature that both take, so that one class
+serves TRL and this project; dataclasses and typed dictionaries are taken here alone.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import types
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import is_dataclass
+from enum import Enum
+from typing import Any, Literal, NamedTuple, Union
+
+from realhf.base.close_names import close_to
+from realhf.env.loader.author import place_of
+from realhf.env.loader.validation import coerced, field_hints, json_problem, required_fields
+
+_NAMES: Mapping[Any, str] = types.MappingProxyType(
+    {int: "integer", float: "number", str: "string", bool: "boolean", type(None): "null", list: "array"}
+    | {tuple: "array", dict: "object"}
+)
+_SCALARS = (int, float, str, bool, type(None))
+_HEADING = re.compile(r"\s*(Args|Returns|Raises):\s*$")
+_ARGUMENT = re.compile(r"(\s*)(\w+):\s*(.*)$")
+_CHOICES = re.compile(r"\(choices:\s*(.*?)\)\s*$", re.IGNORECASE)
+_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+class Docstring(NamedTuple):
+    """The parts of a Google-style docstring."""
+
+    description: str
+    arguments: Mapping[str, str]
+    returns: str | None
+
+
+class Signature(NamedTuple):
+    """What a function takes by name: type hints, and the names without a default."""
+
+    hints: Mapping[str, Any]
+    required: tuple[str, ...]
+
+
+def json_schema(function: Callable[..., Any], signature: Signature | None = None) -> dict[str, Any]:
+    """Return the schema of a function or method as a chat template takes it. Raises ValueError that says what is
+    missing or cannot be said in JSON."""
+    text = inspect.getdoc(function)
+    if not text:
+        raise ValueError("it has no docstring, which tells the policy what the tool does")
+    about, taken = parse_docstring(text.strip()), signature or signature_of(function)
+    properties = {}
+    for name, hint in taken.hints.items():
+        if name not in about.arguments:
+            raise ValueError(f"the docstring says nothing of the argument {name!r} below 'Args:'")
+        properties[name] = _with_description(_schema(hint, f"argument {name!r}"), about.arguments[name], name)
+    parameters: dict[str, Any] = {"type": "object", "properties": properties}
+    if taken.required:
+        parameters["required"] = [*taken.required]
+    made: dict[str, Any] = {"name": function.__name__, "description": about.description, "parameters": parameters}
+    returned = _return_schema(function)
+    if returned is not None:
+        made["return"] = returned if about.returns is None else {**returned, "description": about.returns}
+    return {"type": "function", "function": made}
+
+
+def signature_of(function: Callable[..., Any]) -> Signature:
+    """What a function takes, without ``self``. Raises ValueError for an argument without a type hint, and for one that
+    cannot be given by name."""
+    hints = _hints(function)
+    taken: dict[str, Any] = {}
+    required = []
+    for number, (name, parameter) in enumerate(inspect.signature(function).parameters.items()):
+        if number == 0 and name in ("self", "cls") and parameter.annotation is inspect.Parameter.empty:
+            continue
+        if parameter.kind not in _NAMED:
+            raise ValueError(f"the argument {parameter} cannot be given by name, so it has no schema")
+        if name not in hints:
+            raise ValueError(f"the argument {name!r} has no type hint")
+        taken[name] = hints[name]
+        if parameter.default is inspect.Parameter.empty:
+            required.append(name)
+    return Signature(taken, tuple(required))
+
+
+def parse_docstring(text: str) -> Docstring:
+    """Part a docstring at its lines ``Args:``, ``Returns:`` and ``Raises:``."""
+    parts: dict[str, list[str]] = {"": []}
+    part = ""
+    for line in text.split("\n"):
+        if heading := _HEADING.match(line):
+            part = heading[1]
+            parts.setdefault(part, [])
+        else:
+            parts[part].append(line)
+    returns = "\n".join(parts["Returns"]).strip() if "Returns" in parts else None
+    return Docstring("\n".join(parts[""]).strip(), _arguments(parts.get("Args", ())), returns)
+
+
+def _arguments(lines: typing.Iterable[str]) -> dict[str, str]:
+    """The descriptions of arguments; a line that is indented deeper than its argument goes on with it."""
+    found: dict[str, str] = {}
+    name, indent = "", 0
+    for line in lines:
+        match = _ARGUMENT.match(line)
+        if match and (not name or len(match[1]) <= indent):
+            name, indent = match[2], len(match[1])
+            found[name] = match[3].strip()
+        elif name and line.strip():
+            found[name] = f"{found[name]} {line.strip()}".strip()
+    return found
+
+
+def _hints(function: Callable[..., Any]) -> dict[str, Any]:
+    try:
+        return typing.get_type_hints(function)
+    except Exception as error:
+        raise ValueError(f"its type hints cannot be read: {error}") from None
+
+
+def _return_schema(function: Callable[..., Any]) -> dict[str, Any] | None:
+    """The schema of what a function returns; None without a hint, or with one that JSON cannot say."""
+    hints = _hints(function)
+    if "return" not in hints:
+        return None
+    try:
+        return _schema(hints["return"], "the result")
+    except ValueError:
+        return None
+
+
+def _with_description(schema: dict[str, Any], description: str, name: str) -> dict[str, Any]:
+    """The schema with its description, whose end may be ``(choices: ["a", "b"])``."""
+    if choices := _CHOICES.search(description):
+        try:
+            found = json.loads(choices[1])
+        except ValueError:
+            found = None
+        if not isinstance(found, list):
+            raise ValueError(f"the choices of the argument {name!r} are no JSON list: {choices[1]}")
+        schema = {**schema, "enum": [item.strip() if isinstance(item, str) else item for item in found]}
+        description = description[: choices.start()].strip()
+    return {**schema, "description": description}
+
+
+def _schema(hint: Any, what: str) -> dict[str, Any]:
+    """The schema of a type. Raises ValueError that begins with ``what`` for a type that JSON cannot say."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if hint is None or hint is Any:
+        return {} if hint is Any else {"type": "null"}
+    if hint in _NAMES:
+        return {"type": _NAMES[hint]}
+    if origin in (typing.Annotated, typing.Required, typing.NotRequired):
+        return _schema(args[0], what)
+    if origin in (Union, types.UnionType):
+        return _union(args, what)
+    if origin is Literal:
+        return _choices([*args], what)
+    if origin is list:
+        return {"type": "array", "items": _schema(args[0], what)}
+    if origin is tuple and len(args) > 1 and ... not in args:
+        return {"type": "array", "prefixItems": [_schema(arg, what) for arg in args]}
+    if origin is dict and len(args) > 1:
+        return {"type": "object", "additionalProperties": _schema(args[1], what)}
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return _choices([member.value for member in hint], what)
+    if is_dataclass(hint) or typing.is_typeddict(hint):
+        properties = {name: _schema(kind, f"{what}, field {name!r}") for name, kind in field_hints(hint).items()}
+        required = required_fields(hint)
+        return {"type": "object", "properties": properties} | ({"required": required} if required else {})
+    raise ValueError(
+        f"{what} has the type {getattr(hint, '__name__', hint)}, which has no JSON schema: take str, int, float, bool, "
+        "Literal, an Enum, a dataclass, or a list, tuple, dict or Union of them"
+    )
+
+
+def _union(args: tuple[Any, ...], what: str) -> dict[str, Any]:
+    kinds = [_schema(arg, what) for arg in args if arg is not type(None)]
+    if len(kinds) == 1:
+        made = dict(kinds[0])
+    elif all(kind.keys() == {"type"} and isinstance(kind["type"], str) for kind in kinds):
+        names = sorted({kind["type"] for kind in kinds})
+        made = {"type": names[0] if len(names) == 1 else names}
+    else:
+        made = {"anyOf": kinds}
+    return made | {"nullable": True} if type(None) in args else made
+
+
+def _choices(values: list[Any], what: str) -> dict[str, Any]:
+    if not values or any(type(value) not in _SCALARS for value in values):
+        raise ValueError(f"{what} has choices that are not text, numbers, booleans or None: {values}")
+    names = list(dict.fromkeys(_NAMES[type(value)] for value in values))
+    return {"type": names[0] if len(names) == 1 else names, "enum": values}
+
+
+USER_REPLY = "user_reply"
+"""The method that answers a turn without a call as the user would."""
+NOT_TOOLS = frozenset({"reset", "get_reward", "tasks", "demonstrate", USER_REPLY})
+"""Public methods that are no tools: what the door itself calls."""
+NOT_TOOLS_ALONE = frozenset({"close", "metrics"})
+"""The same for methods without arguments; one that takes an argument, such as ``close(door)``, is a tool."""
+LONGEST_NAME = 60
+
+
+class Tool(NamedTuple):
+    """A method that the policy may call. ``function`` is unbound; a class method takes the class."""
+
+    name: str
+    function: Callable[..., Any]
+    schema: Mapping[str, Any]
+    signature: Signature
+    of_class: bool
+    is_async: bool
+
+    def bound(self, instance: Any) -> Callable[..., Any]:
+        """The method of an instance, whatever attributes it has been given since."""
+        return self.function.__get__(type(instance) if self.of_class else instance)
+
+
+def tools_of(kind: type[Any]) -> dict[str, Tool]:
+    """The tools of a class by name: its public methods, those of its bases included, in alphabetical order. Raises
+    ValueError that names the class, the method and the line for one that has no schema, and for a class without
+    tools."""
+    found = {}
+    for name in sorted(dir(kind)):
+        raw = inspect.getattr_static(kind, name)
+        function = raw.__func__ if isinstance(raw, classmethod) else raw
+        if name == "done" and callable(function):
+            raise ValueError(
+                f"{kind.__name__}.done is a method, so it would end no episode: set self.done = True, or make it a "
+                f"property; a tool needs another name ({place_of(function if inspect.isfunction(function) else kind)})"
+            )
+        if name.startswith("_") or name in NOT_TOOLS or not inspect.isfunction(function):
+            continue
+        if name in NOT_TOOLS_ALONE and len(inspect.signature(function).parameters) < 2:
+            continue
+        try:
+            signature = signature_of(function)
+            schema = json_schema(function, signature)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"the tool {kind.__name__}.{name}: {error} ({place_of(function)})") from None
+        schema["function"]["name"] = name
+        is_async = inspect.iscoroutinefunction(inspect.unwrap(function))
+        found[name] = Tool(name, function, schema, signature, function is not raw, is_async)
+    if not found:
+        raise ValueError(f"{kind.__name__} has no tool, that is no public method of its own ({place_of(kind)})")
+    return found
+
+
+def arguments_for(tool: Tool, arguments: Any) -> dict[str, Any]:
+    """The arguments as the type hints of the tool want them. Raises ValueError that says what is missing, unknown or of
+    another type."""
+    if not isinstance(arguments, Mapping):
+        raise ValueError("the arguments must be an object")
+    if problem := json_problem(arguments):
+        raise ValueError(f"the arguments are no JSON: {problem}")
+    hints = tool.signature.hints
+    for name in arguments:
+        if name not in hints:
+            raise ValueError(f"{tool.name} has no argument {short(name)!r}{close_to(name, [*hints])}")
+    for name in tool.signature.required:
+        if name not in arguments:
+            raise ValueError(f"{tool.name} needs the argument {name!r}")
+    return {name: coerced(value, hints[name], f"argument {name!r}") for name, value in arguments.items()}
+
+
+def unknown_tool(name: str, tools: Mapping[str, Tool]) -> str:
+    """What the policy reads when it calls a tool that does not exist."""
+    return f"Tool {short(name)} not found.{close_to(name, [*tools])}"
+
+
+def short(name: str) -> str:
+    """A name that may be of any length, for a message about it."""
+    return name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}..."

@@ -1,0 +1,314 @@
+"""Turns plain JSON values into what type hints ask for, and checks what the code of an author returned.
+
+Numbers and booleans written as text are accepted, because policies and command lines write them so; everything else
+that does not fit is refused with a sentence that says what was expected.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import reprlib
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, fields, is_dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any, Literal, Union
+
+from realhf.api.environment import ChatMessage, finite_number
+from realhf.base.close_names import close_to
+
+WHOLE_NUMBER = re.compile(r"[+-]?[0-9]{1,18}")
+NUMBER = re.compile(r"[+-]?[0-9]{1,40}(\.[0-9]{0,40})?([eE][+-]?[0-9]{1,3})?")
+_WORDS: Mapping[Any, str] = types.MappingProxyType(
+    {bool: "true or false", int: "a whole number", float: "a number", str: "text", type(None): "null", Path: "a path"}
+)
+
+
+def coerced(value: Any, hint: Any, name: str, *, strict: bool = False) -> Any:
+    """Return ``value`` as the type that ``hint`` names. Raises ValueError that begins with ``name``. With ``strict``
+    nothing is converted that has another JSON type."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any or hint is object:
+        return value
+    if origin in (typing.Annotated, typing.Required, typing.NotRequired):
+        return coerced(value, args[0], name, strict=strict)
+    if hint in _WORDS or hint is None:
+        return _scalar(value, type(None) if hint is None else hint, name, strict)
+    if origin in (Union, types.UnionType):
+        return _union(value, hint, args, name, strict)
+    if origin is Literal:
+        return _choice(value, [(item, item) for item in args], hint, name, strict)
+    kind = origin or hint
+    if isinstance(kind, type):
+        if issubclass(kind, Enum):
+            return _choice(value, [(member.value, member) for member in kind], hint, name, strict)
+        if is_dataclass(kind):
+            return kind(**_fields(value, kind, name, strict))
+        if typing.is_typeddict(kind):
+            return _fields(value, kind, name, strict)
+        if issubclass(kind, tuple):
+            return _tuple(value, hint, args, name, strict)
+        if issubclass(kind, Mapping) or kind is dict:
+            return _mapping(value, hint, args, name, strict)
+        if issubclass(kind, Sequence) or kind is list:
+            item = args[0] if args else Any
+            items = _items(value, hint, name)
+            return [coerced(each, item, f"{name}[{index}]", strict=strict) for index, each in enumerate(items)]
+    raise ValueError(f"{name}: values of type {hint!r} cannot be given")
+
+
+def described(hint: Any) -> str:
+    """What a value for ``hint`` is, in words."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if hint is None or hint in _WORDS:
+        return _WORDS[type(None) if hint is None else hint]
+    if origin in (typing.Annotated, typing.Required, typing.NotRequired):
+        return described(args[0])
+    if origin in (Union, types.UnionType):
+        return " or ".join(described(arg) for arg in args)
+    if origin is Literal:
+        return f"one of {', '.join(repr(arg) for arg in args)}"
+    kind = origin or hint
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return f"one of {', '.join(repr(member.value) for member in kind)}"
+    if isinstance(kind, type) and issubclass(kind, (list, tuple)):
+        return "a list"
+    return "an object" if isinstance(kind, type) else str(hint)
+
+
+def copied(value: Any) -> Any:
+    """A JSON value that the author's code may change."""
+    if isinstance(value, Mapping):
+        return {key: copied(item) for key, item in value.items()}
+    return [copied(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+class _Short(reprlib.Repr):
+    """Shortens values of any size and depth; ``repr`` itself refuses to write very large numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = 60
+        self.maxdict = self.maxlist = self.maxtuple = 4
+        self.maxlevel = 2
+
+    def repr_int(self, x: int, level: int) -> str:
+        """A number as such, or its size."""
+        return f"a number of {x.bit_length()} bits" if x.bit_length() > 128 else super().repr_int(x, level)
+
+
+def shown(value: Any) -> str:
+    """A short form of any plain value, for a message about it."""
+    return _Short().repr(value)
+
+
+def _refused(value: Any, hint: Any, name: str) -> ValueError:
+    return ValueError(f"{name} must be {described(hint)}, not {shown(value)}")
+
+
+def _scalar(value: Any, kind: type, name: str, strict: bool) -> Any:
+    if kind is Path and isinstance(value, (str, Path)):
+        return Path(value)
+    if type(value) is kind and (kind is not float or math.isfinite(value)):
+        return value
+    if kind is float and isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 1023:
+        return float(value)
+    if not strict:
+        if isinstance(value, str):
+            return _from_text(value, kind, name)
+        if kind is str and isinstance(value, (bool, int, float)) and abs(value) < 1 << 1023:
+            return str(value).lower() if isinstance(value, bool) else str(value)
+        if kind is int and isinstance(value, float) and value.is_integer() and abs(value) < 1e18:
+            return int(value)
+    raise _refused(value, kind, name)
+
+
+def _from_text(value: str, kind: type, name: str) -> Any:
+    text = value.strip() if len(value) < 200 else value
+    if kind is str:
+        return str(value)
+    if kind is int and WHOLE_NUMBER.fullmatch(text):
+        return int(text)
+    if kind is float and NUMBER.fullmatch(text) and math.isfinite(float(text)):
+        return float(text)
+    if kind is bool and text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    raise _refused(value, kind, name)
+
+
+def _union(value: Any, hint: Any, args: Sequence[Any], name: str, strict: bool) -> Any:
+    for exactly in (True,) if strict else (True, False):
+        for kind in args:
+            try:
+                return coerced(value, kind, name, strict=exactly)
+            except ValueError:
+                continue
+    structured = [kind for kind in args if kind is not type(None)]
+    if len(structured) == 1 and value is not None:
+        return coerced(value, structured[0], name, strict=strict)
+    raise _refused(value, hint, name)
+
+
+def _choice(value: Any, choices: Sequence[tuple[Any, Any]], hint: Any, name: str, strict: bool) -> Any:
+    for choice, member in choices:
+        if (type(value) is type(choice) and value == choice) or value is member:
+            return member
+    for choice, member in () if strict else choices:
+        if isinstance(value, str) and isinstance(choice, (int, float)) and value == str(choice):
+            return member
+    raise _refused(value, hint, name)
+
+
+def _items(value: Any, hint: Any, name: str) -> Sequence[Any]:
+    if not isinstance(value, (list, tuple)):
+        raise _refused(value, hint, name)
+    return value
+
+
+def _tuple(value: Any, hint: Any, args: Sequence[Any], name: str, strict: bool) -> tuple[Any, ...]:
+    items = _items(value, hint, name)
+    kinds = args or (Any, ...)
+    if len(kinds) == 2 and kinds[1] is ...:
+        kinds = (kinds[0],) * len(items)
+    if len(kinds) != len(items):
+        raise ValueError(f"{name} must be a list of {len(kinds)} values, not {shown(value)}")
+    pairs = zip(items, kinds, strict=True)
+    return tuple(coerced(item, kind, f"{name}[{n}]", strict=strict) for n, (item, kind) in enumerate(pairs))
+
+
+def _mapping(value: Any, hint: Any, args: Sequence[Any], name: str, strict: bool) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise _refused(value, hint, name)
+    kind = args[1] if len(args) == 2 else Any
+    return {key: coerced(item, kind, f"{name}[{shown(key)}]", strict=strict) for key, item in value.items()}
+
+
+def _fields(value: Any, kind: Any, name: str, strict: bool) -> dict[str, Any]:
+    """The fields of a dataclass or TypedDict, from a map. Fields with a default may be missing."""
+    if not isinstance(value, Mapping):
+        raise _refused(value, kind, name)
+    hints = field_hints(kind)
+    for key in value:
+        if key not in hints:
+            key = key if isinstance(key, str) and len(key) <= 60 else shown(key)
+            raise ValueError(f"{name}.{key} is unknown{close_to(key, [*hints])}")
+    for key in required_fields(kind):
+        if key not in value:
+            raise ValueError(f"{name}.{key} is missing")
+    return {key: coerced(item, hints[key], f"{name}.{key}", strict=strict) for key, item in value.items()}
+
+
+def field_hints(kind: Any) -> dict[str, Any]:
+    """The type hints of what a dataclass takes, or of the keys of a TypedDict."""
+    hints = typing.get_type_hints(kind)
+    return {each.name: hints[each.name] for each in fields(kind) if each.init} if is_dataclass(kind) else hints
+
+
+def required_fields(kind: Any) -> list[str]:
+    """The fields of a dataclass, or the keys of a TypedDict, that must be given."""
+    if is_dataclass(kind):
+        needed = (each for each in fields(kind) if each.default is MISSING and each.default_factory is MISSING)
+        return [each.name for each in needed if each.init]
+    return [key for key in typing.get_type_hints(kind) if key in kind.__required_keys__]
+
+
+ROLES = ("system", "user", "assistant", "tool")
+MOST_DEPTH = 64
+"""Deeper values are refused: the encoders of JSON are recursive."""
+
+
+class BrokenContract(ValueError):
+    """The environment's code returned what it must not; the text says what."""
+
+
+def json_problem(value: Any) -> str:
+    """Why ``value`` is not JSON, "" if it is. NaN and infinities are not JSON, nor are keys that are no text."""
+    waiting: list[tuple[Any, int]] = [(value, 0)]
+    while waiting:
+        item, depth = waiting.pop()
+        if item is None or isinstance(item, (bool, int)):
+            continue
+        if isinstance(item, str):
+            if not item.isascii() and (problem := _surrogate(item)):
+                return problem
+        elif isinstance(item, float):
+            if not math.isfinite(item):
+                return f"{item!r} is not JSON"
+        elif depth >= MOST_DEPTH:
+            return f"more than {MOST_DEPTH} lists and maps stand in one another"
+        elif isinstance(item, Mapping):
+            for key, inner in item.items():
+                if not isinstance(key, str):
+                    return f"the key {shown(key)} is no text, so this is not JSON"
+                waiting.append((inner, depth + 1))
+        elif isinstance(item, (list, tuple)):
+            waiting.extend((inner, depth + 1) for inner in item)
+        else:
+            return f"{type(item).__name__} is not JSON: {shown(item)}"
+    return ""
+
+
+def _surrogate(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return f"text with {text[error.start]!r}, half a character, is not JSON"
+    return ""
+
+
+def whole_text(text: str) -> str:
+    """The text with halves of characters replaced, so that it can be encoded."""
+    return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
+
+
+def checked_messages(found: Any, what: str) -> Sequence[ChatMessage]:
+    """Return messages that are JSON with a known role and a text each. Raises BrokenContract that begins with
+    ``what``."""
+    if isinstance(found, (str, bytes, Mapping)) or not isinstance(found, Sequence):
+        raise BrokenContract(f"{what} must be a list of messages, not {shown(found)}")
+    for number, message in enumerate(found):
+        if not isinstance(message, Mapping):
+            raise BrokenContract(f"{what}[{number}] must be a map with role and content, not {shown(message)}")
+        for key in ("role", "content"):
+            if key not in message:
+                raise BrokenContract(f"{what}[{number}] has no {key}: {shown(dict(message))}")
+        if message["role"] not in ROLES:
+            raise BrokenContract(f"{what}[{number}]: the role is one of {', '.join(ROLES)}: {shown(message['role'])}")
+        if not isinstance(message["content"], str):
+            raise BrokenContract(f"{what}[{number}]: the content must be text, not {shown(message['content'])}")
+        if problem := json_problem(message):
+            raise BrokenContract(f"{what}[{number}]: {problem}")
+    return found
+
+
+def checked_number(found: Any, what: str) -> float:
+    """Return a finite number as float; true and false are 1 and 0. Raises BrokenContract that begins with ``what``."""
+    number = finite_number(found)
+    if number is None:
+        raise BrokenContract(f"{what} must be a finite number, not {shown(found)}")
+    return number
+
+
+def checked_numbers(found: Any, what: str) -> dict[str, float]:
+    """Return a map from names to finite numbers. Raises BrokenContract that begins with ``what``."""
+    if not isinstance(found, Mapping):
+        raise BrokenContract(f"{what} must be a map from names to numbers, not {shown(found)}")
+    for name in found:
+        if not isinstance(name, str):
+            raise BrokenContract(f"{what}: a name must be text, not {shown(name)}")
+    return {name: checked_number(value, f"{what}[{name!r}]") for name, value in found.items()}
+
+
+def checked_rewards(found: Any, what: str) -> tuple[float, dict[str, float]]:
+    """Return the reward and its named components: a number, or a map whose ``reward`` or else sum is the reward.
+    Raises BrokenContract that begins with ``what``."""
+    if not isinstance(found, Mapping):
+        return checked_number(found, what), {}
+    if not found:
+        raise BrokenContract(f"{what} must be a number or named components, not an empty map")
+    components = checked_numbers(found, what)
+    reward = components.pop("reward", None)
+    return (checked_number(sum(components.values()), what) if reward is None else reward), components

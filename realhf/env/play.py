@@ -1,0 +1,451 @@
+"""Lets a person play an environment: ``python -m realhf.env play``."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import shlex
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TextIO
+
+from rich.console import Console
+from rich.text import Text
+
+from realhf.api.environment import SPLITS, TRAIN, AssistantMessage, Environment, EnvironmentSpec, Opening, Task, Turn
+from realhf.base.close_names import close_to
+from realhf.base.loop_thread import LoopThread
+from realhf.base.text import printable
+from realhf.env.check.calls import Caller, CallFailed, UserCode, folders_of
+from realhf.env.check.command import seconds
+from realhf.env.check.contract import ends, opening_problems, tool_problems, turn_problems
+from realhf.env.check.scripts import call_text, functions, policy_turn
+from realhf.env.loader.load import build_environment, parse_options
+
+
+class Lines(Protocol):
+    """Is where the lines of a game come from."""
+
+    def read(self) -> str | None:
+        """Return the next line without its end, or None when there is no more."""
+        ...
+
+
+class TerminalLines:
+    """Asks a person, with the editing and history of the terminal."""
+
+    def __init__(self, prompt: str = "> ") -> None:
+        # Importing it is what gives ``input`` its editing.
+        import readline  # noqa: F401
+
+        self._prompt = prompt
+
+    def read(self) -> str | None:
+        """Return the next line; one that ends with a backslash goes on in the next. None at Ctrl-D."""
+        text = ""
+        while True:
+            try:
+                line = input("… " if text else self._prompt)
+            except EOFError:
+                return text or None
+            if not line.endswith("\\"):
+                return text + line
+            text += line[:-1] + "\n"
+
+
+class PipedLines:
+    """Reads a pipe or a file and repeats every line, so that the output is a transcript."""
+
+    def __init__(self, console: Console, stream: TextIO | None = None) -> None:
+        self._console = console
+        self._stream = stream or sys.stdin
+
+    def read(self) -> str | None:
+        """Return the next line; one that ends with a backslash goes on in the next. None at the end."""
+        text = ""
+        while line := self._stream.readline():
+            text += line.rstrip("\r\n")
+            if not text.endswith("\\"):
+                break
+            text = text[:-1] + "\n"
+        if not line and not text:
+            return None
+        self._console.print(Text(f"> {text}"), soft_wrap=True)
+        return text
+
+
+SAY, CALL, HELP, TOOLS, RESTART, NEXT, QUIT = "say", "call", "help", "tools", "restart", "next", "quit"
+HELP_TEXT = """\
+Type what a policy would say. A line that ends with a backslash goes on in the next one.
+/tool NAME key=value ...   call a tool by hand; values with spaces stand in quotes
+/tool NAME {"key": ...}    the same, with arguments as JSON
+/tools                     show the tools
+/restart                   begin the task again
+/next                      play another task
+/help                      show this
+/quit                      end the game (so does Ctrl-D)
+//text                     say /text"""
+_WORDS = {"/help": HELP, "/tools": TOOLS, "/restart": RESTART, "/next": NEXT, "/quit": QUIT, "/exit": QUIT}
+
+
+@dataclass(frozen=True)
+class Typed:
+    """What was typed: its ``kind``, the text of a message, the name and arguments of a call."""
+
+    kind: str
+    text: str = ""
+    name: str = ""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+
+def read_line(line: str, tools: Sequence[Mapping[str, Any]]) -> Typed:
+    """Return what a line means. Raises ValueError with one sentence for a line that means nothing."""
+    if line.startswith("//") or not line.startswith("/"):
+        return Typed(SAY, line.removeprefix("/") if line.startswith("//") else line)
+    word, _, rest = line.partition(" ")
+    if word == "/tool":
+        return _call(rest.strip(), dict(functions(tools)))
+    if word not in _WORDS or rest.strip():
+        raise ValueError(f"{line[:60]!r} is no command (/help shows them; //... says a text that begins with a slash)")
+    return Typed(_WORDS[word])
+
+
+def _call(rest: str, known: Mapping[str, Mapping[str, Any]]) -> Typed:
+    name, _, given = rest.partition(" ")
+    if not name:
+        raise ValueError('say which tool: /tool NAME key=value ... or /tool NAME {"key": ...}')
+    given = given.strip()
+    if given.startswith("{"):
+        return Typed(CALL, name=name, arguments=_object(given))
+    try:
+        words = shlex.split(given)
+    except ValueError as error:
+        raise ValueError(f"the arguments cannot be read: {str(error).lower()}") from None
+    properties = known.get(name, {}).get("properties", {})
+    arguments: dict[str, Any] = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals or not key:
+            raise ValueError(f"{word!r} is no argument: write key=value")
+        arguments[key] = _value(key, value, properties.get(key))
+    return Typed(CALL, name=name, arguments=arguments)
+
+
+def _object(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"the arguments are no JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError("the arguments are a JSON object")
+    return found
+
+
+def _value(key: str, text: str, schema: Any) -> Any:
+    """The value of an argument: text where the schema says so, else JSON where it is JSON."""
+    kind = schema.get("type") if isinstance(schema, Mapping) else None
+    if kind == "string":
+        return text
+    try:
+        return json.loads(text)
+    except (json.JSONDecodeError, RecursionError):
+        if kind in (None, "null") or not isinstance(kind, str):
+            return text
+        raise ValueError(f"{key} is of the type {kind}, and {text!r} is none (JSON sends it all the same)") from None
+
+
+_LONGEST = 20_000
+_STYLES = {"system": "magenta", "user": "cyan", "tool": "yellow", "assistant": "green"}
+
+
+def _shown(text: object) -> str:
+    """Return a text whose control characters are shown and not obeyed, cut after 20,000 characters."""
+    shown = str(text)
+    cut = f"… ({len(shown) - _LONGEST:,} more characters)" if len(shown) > _LONGEST else ""
+    return printable(shown[:_LONGEST]) + cut
+
+
+class Board:
+    """Shows a game on a console."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+
+    def title(self, spec: EnvironmentSpec, task: Task, split: str, seed: int) -> None:
+        """Say which episode begins."""
+        group = f", group {task.group}" if task.group else ""
+        self.line(f"── {spec.name}, task {task.id}{group}, split {split}, seed {seed}", "bold")
+
+    def opening(self, system_prompt: str, opening: Opening) -> None:
+        """Show how an episode begins."""
+        if system_prompt:
+            self.message("system", system_prompt)
+        self.messages(opening.messages)
+        self.tools(opening.tools)
+
+    def tools(self, tools: Sequence[Mapping[str, Any]]) -> None:
+        """Show the tools, each with its parameters."""
+        if not tools:
+            self.line("no tools: the environment reads plain text", "dim")
+        about = {tool["function"]["name"]: tool["function"].get("description", "") for tool in tools}
+        for name, parameters in functions(tools):
+            self.line(f"tool {signature(name, parameters)}", "yellow")
+            self.line(f"     {about[name]}", "dim")
+
+    def messages(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        """Show messages of the environment."""
+        for message in messages:
+            self.message(str(message.get("role")), message.get("content") or message.get("tool_calls", ""))
+
+    def message(self, role: str, content: object) -> None:
+        """Show one message."""
+        self._console.print(Text(f"{_shown(role)}: ", style=_STYLES.get(role, "")), end="", soft_wrap=True)
+        self._console.print(Text(_shown(content)), soft_wrap=True)
+
+    def turn(self, turn: Turn, so_far: float) -> None:
+        """Show an answer; ``so_far`` is the return of the episode with it."""
+        self.messages(turn.messages)
+        parts = []
+        if turn.reward is not None:
+            parts.append(f"reward {turn.reward:+g}{' (final)' if turn.final else ''}")
+        parts += [f"{name} {value:+g}" for name, value in turn.rewards.items()]
+        parts += [f"{name} {value:g}" for name, value in turn.metrics.items()]
+        self.line("  ".join([*parts, f"return {so_far:g}"]), "dim")
+        if turn.info:
+            self.line(f"info {json.dumps(turn.info, ensure_ascii=False, default=repr)[:_LONGEST]}", "dim")
+
+    def line(self, text: str, style: str = "") -> None:
+        """Print a line."""
+        self._console.print(Text(_shown(text), style=style), soft_wrap=True)
+
+
+def signature(name: str, parameters: Mapping[str, Any]) -> str:
+    """Return ``read(path: string, lines: integer = optional)`` of a tool."""
+    required = parameters.get("required") or ()
+    shown = [
+        f"{key}: {_kind(schema)}{'' if key in required else ' (optional)'}"
+        for key, schema in (parameters.get("properties") or {}).items()
+    ]
+    return f"{name}({', '.join(shown)})"
+
+
+def _kind(schema: Any) -> str:
+    if not isinstance(schema, Mapping):
+        return "any"
+    if "enum" in schema:
+        return " | ".join(map(str, schema["enum"]))
+    kinds = schema.get("anyOf") or schema.get("oneOf")
+    if isinstance(kinds, list):
+        return " | ".join(map(_kind, kinds))
+    kind = schema.get("type", "any")
+    return kind if isinstance(kind, str) else " | ".join(map(str, kind))
+
+
+_STOP_S = 1.0
+_CLOSE_S = 3.0
+
+
+def choose_task(spec: EnvironmentSpec, split: str, template: str, seed: int) -> Task:
+    """Return the instance that ``seed`` draws of a template, which it draws too when ``template`` is "". Raises
+    ValueError for a template that the split does not have."""
+    tasks = spec.tasks(split)
+    known = [*tasks.group_of]
+    if not known:
+        raise ValueError(f"{spec.name} has no task in the split {split!r}")
+    if template and template not in tasks.group_of:
+        raise ValueError(f"the split {split!r} has no task {template!r}{close_to(template, known)}")
+    return tasks.instantiate(template or random.Random(seed).choice(known), seed)
+
+
+class Game:
+    """Plays episodes of ``spec`` on an event loop of its own; ``timeout_s`` bounds every call of the environment. Close
+    it at the end."""
+
+    def __init__(self, spec: EnvironmentSpec, board: Board, code: UserCode, timeout_s: float) -> None:
+        self._spec = spec
+        self._board = board
+        self._timeout_s = timeout_s
+        self._caller = Caller(code, timeout_s, lambda name, task: None)
+        self._loop = LoopThread("play", instead="the environment itself")
+        self._environment: Environment | None = None
+        self._opening: Opening | None = None
+        self._return = 0.0
+        self._over = True
+
+    def play(self, lines: Lines, split: str, template: str, seed: int) -> int:
+        """Play until the lines end. Returns 0, or 1 when the environment failed in the last episode. Raises ValueError
+        for a task that does not exist."""
+        task = choose_task(self._spec, split, template, seed)
+        whole = self._begin(task, split, seed)
+        while (line := lines.read()) is not None:
+            try:
+                typed = read_line(line, self._opening.tools if self._opening else ())
+            except ValueError as error:
+                self._board.line(f"error: {error}", "red")
+                continue
+            if typed.kind == QUIT:
+                break
+            if typed.kind == NEXT:
+                seed += 1
+                task = choose_task(self._spec, split, "", seed)
+            if typed.kind in (NEXT, RESTART):
+                whole = self._begin(task, split, seed)
+            elif typed.kind == HELP:
+                self._board.line(HELP_TEXT)
+            elif typed.kind == TOOLS:
+                self._board.tools(self._opening.tools if self._opening else ())
+            elif self._over:
+                self._board.line("the episode is over: /restart begins it again, /next another one, /quit ends", "red")
+            else:
+                whole = self._say(typed, task)
+        return 0 if whole else 1
+
+    def close(self) -> None:
+        """Close the environment and end the loop, within a few seconds. Raises CallFailed for an environment that does
+        not close."""
+        self._timeout_s = min(self._timeout_s, _CLOSE_S)
+        try:
+            if self._environment is not None and self._is_blocked():
+                raise CallFailed("it blocks the event loop and cannot be closed", "", "blocked", hung=True)
+            self._release()
+        finally:
+            self._loop.stop(_STOP_S)
+
+    def _begin(self, task: Task, split: str, seed: int) -> bool:
+        self._board.title(self._spec, task, split, seed)
+        self._return, self._over, self._opening = 0.0, True, None
+        try:
+            if self._environment is None:
+                self._environment = self._made()
+            environment = self._environment
+            opening = self._call("reset", task.id, lambda: environment.reset(task.payload, seed=task.seed))
+        except CallFailed as error:
+            return self._failed(error)
+        problems = [*opening_problems(opening, self._spec.system_prompt)]
+        problems = problems or [*tool_problems(opening.tools)]
+        if problems:
+            return self._refused(problems)
+        self._opening, self._over = opening, False
+        self._board.opening(self._spec.system_prompt, opening)
+        return True
+
+    def _say(self, typed: Typed, task: Task) -> bool:
+        environment, opening = self._environment, self._opening
+        assert environment is not None and opening is not None
+        message = self._message(typed, opening.tools)
+        try:
+            turn = self._call("step", task.id, lambda: environment.step(message))
+        except CallFailed as error:
+            return self._failed(error)
+        if problems := [*turn_problems(turn)]:
+            return self._refused(problems)
+        self._show(turn)
+        return True
+
+    def _message(self, typed: Typed, tools: Sequence[Mapping[str, Any]]) -> AssistantMessage:
+        if typed.kind != CALL:
+            return policy_turn(typed.text, tools)
+        if typed.name not in dict(functions(tools)):
+            self._board.line(f"there is no tool {typed.name!r}; it is called all the same", "dim")
+        return policy_turn(call_text(typed.name, typed.arguments), tools)
+
+    def _show(self, turn: Turn) -> None:
+        self._return = (turn.reward or 0.0) + (0.0 if turn.final else self._return)
+        self._board.turn(turn, self._return)
+        if ends(turn):
+            self._over = True
+            self._board.line(f"the episode is over, its return is {self._return:g}", "bold")
+
+    def _failed(self, error: CallFailed) -> bool:
+        """Say that the environment failed, and let go of the instance: nobody knows what state it is in."""
+        self._over = True
+        self._board.line(f"the environment failed: {error.what}{f', at {error.where}' if error.where else ''}", "red")
+        try:
+            self._release()
+        except CallFailed as again:
+            self._board.line(f"and then {again.what}", "red")
+        return False
+
+    def _refused(self, problems: Sequence[str]) -> bool:
+        self._over = True
+        self._board.line(f"the environment breaks its contract: {problems[0]} (see `check`)", "red")
+        return False
+
+    def _release(self) -> None:
+        environment, self._environment = self._environment, None
+        if environment is not None:
+            self._call("close", "", environment.close)
+
+    def _made(self) -> Environment:
+        async def make() -> Environment:
+            return self._caller.make(self._spec.make, "")
+
+        return self._bounded(make())
+
+    def _call(self, name: str, task: str, method: Any) -> Any:
+        return self._bounded(self._caller.call(name, task, method))
+
+    def _bounded(self, work: Any) -> Any:
+        """Run on the loop. Raises CallFailed, also when the loop itself is blocked."""
+        future = asyncio.run_coroutine_threadsafe(work, self._loop.loop)
+        try:
+            return future.result(self._timeout_s + 2 * _STOP_S)
+        except TimeoutError:
+            raise CallFailed("it blocks the event loop and gives no answer", "", "blocked", hung=True) from None
+        finally:
+            future.cancel()
+
+    def _is_blocked(self) -> bool:
+        """Return whether the loop runs nothing at all any more."""
+        alive = threading.Event()
+        self._loop.loop.call_soon_threadsafe(alive.set)
+        return not alive.wait(_STOP_S)
+
+
+ABOUT = f"""\
+Play an environment by hand: you are the policy. Without a terminal, lines are read from standard input.
+
+{HELP_TEXT}"""
+"""Shown by ``--help``."""
+_LARGEST_SEED = 1 << 31
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of the command."""
+    parser.description = ABOUT
+    parser.add_argument("reference", metavar="ENVIRONMENT", help="a registered name, file.py:Name or module:Name")
+    parser.add_argument("options", nargs="*", default=[], metavar="option=value", help="options of the environment")
+    parser.add_argument("--task", default="", metavar="ID", help="template of the task (drawn)")
+    parser.add_argument("--seed", type=int, help="instance of the task (drawn)")
+    parser.add_argument("--split", choices=SPLITS, default=TRAIN, help="tasks of training, or those held out")
+    parser.add_argument("--timeout", type=seconds, default=60.0, metavar="S", help="seconds one call may take (60)")
+
+
+def run(arguments: argparse.Namespace, console: Console) -> int:
+    """Play until the person has had enough. Returns the exit status; raises ValueError for wrong arguments."""
+    spec = build_environment(arguments.reference, parse_options(arguments.options))
+    if spec.launch is not None:
+        raise ValueError(
+            f"{spec.name} is played on a service ({spec.launch.module}), which `play` does not start; a service may "
+            "have a page of its own for that"
+        )
+    seed = random.randrange(_LARGEST_SEED) if arguments.seed is None else arguments.seed
+    lines = TerminalLines() if sys.stdin.isatty() and sys.stdout.isatty() else PipedLines(console)
+    board = Board(console)
+    game = Game(spec, board, UserCode(folders_of(arguments.reference)), arguments.timeout)
+    try:
+        if sys.stdin.isatty():
+            board.line("/help shows the commands, /quit ends", "dim")
+        return game.play(lines, arguments.split, arguments.task, seed)
+    except KeyboardInterrupt:
+        board.line("\ninterrupted", "dim")
+        return 130
+    finally:
+        try:
+            game.close()
+        except CallFailed as error:
+            board.line(f"the environment failed: {error.what}", "red")

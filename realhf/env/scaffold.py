@@ -1,0 +1,102 @@
+"""Writes a working start for an environment of one's own, with a test: ``python -m realhf.env init``."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import keyword
+import re
+from importlib import resources
+from pathlib import Path
+from string import Template
+from typing import NamedTuple
+
+from rich.console import Console
+from rich.text import Text
+
+DOORS = {
+    "class": "a class with tools; TRL's environment_factory takes it too",
+    "message": "a class that reads and answers messages",
+    "dataset": "questions of one turn, and a function that judges the answers",
+    "agent": "a small world, and an agent that knows only a base URL",
+}
+_NAME = re.compile(r"[a-z][a-z0-9_]*")
+_LONGEST = 60
+
+
+class Start(NamedTuple):
+    """What was written: the files, and the commands to go on with."""
+
+    files: tuple[Path, Path]
+    commands: tuple[str, ...]
+
+
+def write_start(name: str, door: str, folder: Path) -> Start:
+    """Write ``NAME.py`` and ``test_NAME.py``, both or none. Raises ValueError for a name that cannot be a module or is
+    one already, and for files that are there or cannot be written."""
+    check_name(name)
+    title = "".join(part.capitalize() for part in name.split("_"))
+    words = {"module": name, "name": title, "about": f"{title}: a start for an environment of your own. Change it."}
+    files = (folder / f"{name}.py", folder / f"test_{name}.py")
+    texts = [_template(template).substitute(words) for template in (door, f"test_{door}")]
+    if there := [file for file in files if file.exists() or file.is_symlink()]:
+        raise ValueError(f"{there[0]} is there already, and nothing was written")
+    written: list[Path] = []
+    try:
+        for file, text in zip(files, texts, strict=True):
+            with file.open("x", encoding="utf-8") as opened:
+                written.append(file)
+                opened.write(text)
+    except OSError as error:
+        for file in written:
+            file.unlink(missing_ok=True)
+        raise ValueError(f"{folder} cannot be written to: {error.strerror or error}") from None
+    return Start(files, _commands(files[0], title, door))
+
+
+def check_name(name: str) -> None:
+    """Raise ValueError for a name that a module of one's own cannot have."""
+    if not _NAME.fullmatch(name) or len(name) > _LONGEST or keyword.iskeyword(name):
+        raise ValueError(f"{name[:_LONGEST]!r} is no name: write a small letter, then letters, digits and underscores")
+    if importlib.util.find_spec(name) is not None and not Path(f"{name}.py").exists():
+        raise ValueError(f"{name!r} is the name of another module, which it would hide: choose another name")
+
+
+def _commands(file: Path, title: str, door: str) -> tuple[str, ...]:
+    reference = f"{file}:{'reward' if door == 'dataset' else title}"
+    train = f"python -m realhf.launch experiment=grpo env.path={reference}"
+    if door == "agent":
+        train = f"python -m realhf.launch experiment=grpo_async env.path={reference} rollout.agent={file}:solve"
+    return (f"python -m realhf.env check {reference}", f"python -m realhf.env play {reference}", train)
+
+
+def _template(name: str) -> Template:
+    return Template((resources.files("realhf.env.init") / "templates" / f"{name}.txt").read_text(encoding="utf-8"))
+
+
+ABOUT = "\n".join(
+    [
+        "Write NAME.py, a working environment of less than 60 lines to change, and test_NAME.py, which checks it.",
+        "Files that are there already are left alone.",
+        "",
+        *(f"--door {name:<8} {about}" for name, about in DOORS.items()),
+    ]
+)
+"""Shown by ``--help``."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of the command."""
+    parser.description = ABOUT
+    parser.add_argument("name", metavar="NAME", help="small letters, digits and underscores: guess, my_game")
+    parser.add_argument("--door", choices=[*DOORS], default="class", help="how it is written (class)")
+    parser.add_argument("--folder", type=Path, default=Path(), help="where the files go (the working directory)")
+
+
+def run(arguments: argparse.Namespace, console: Console) -> int:
+    """Write the files and say what comes next. Returns 0; raises ValueError for what cannot be written."""
+    start = write_start(arguments.name, arguments.door, arguments.folder)
+    lines = [f"wrote {start.files[0]} and {start.files[1]}; next:", *(f"    {command}" for command in start.commands)]
+    for line in lines:
+        console.print(Text(line), soft_wrap=True)
+    return 0

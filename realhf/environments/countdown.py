@@ -1,0 +1,469 @@
+"""Plays countdown: reach a number by arithmetic on given numbers, judged by a verifier that is a pure function.
+
+answer  := step (separator step)*          separator: "," or a line break
+    step    := sum ["=" value]
+    sum     := product (("+" | "-") product)*
+    product := atom (("*" | "/") atom)*
+    atom    := number | "(" sum ")"
+    value   := ["-"] number ["/" number]
+
+``3*4=12, 12+5=17`` reaches 17 from 3, 4 and 5, and so does ``3*4+5``. A step takes numbers from a pool, each once, and
+puts its value there if that is a whole number from 0 on, so that a later step may take it. A stated value must be
+right. Values are exact fractions.
+
+The text is hostile. Every number is taken from the pool as it is read, so no value outgrows what the given numbers
+allow; length, depth and digits are bounded before anything is computed.
+
+- *solution*: the steps that reach the target.
+- *recovery*: a line of steps that misses it, and on the next line the right steps. Only the last line is judged.
+- *habit*: an answer that earns no success. Most claim the target: the last step states it, whatever its operation comes
+  to. The others miss it honestly.
+
+Solutions are drawn with the puzzle, nothing is searched for.
+"""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from types import MappingProxyType
+from typing import Any
+
+from realhf.api.config.option import option
+from realhf.api.environment import (
+    HABIT,
+    HELD_OUT,
+    RECOVERY,
+    SPLITS,
+    TRAIN,
+    Demonstration,
+    DemonstrationRequest,
+    EnvironmentDefinition,
+    EnvironmentSpec,
+    Task,
+)
+from realhf.env.loader.single_turn import VerifierEnvironment, read_verifier
+from realhf.env.loader.threads import Threads
+
+LONGEST_ANSWER = 240
+"""Characters. Eight numbers with all steps written out take less."""
+DEEPEST = 16
+"""Parentheses within each other."""
+MOST_DIGITS = 18
+_DIGITS = "0123456789"
+_SYMBOLS = "+-*/()=,"
+
+
+class ArithmeticRefused(ValueError):
+    """The text is no right arithmetic on the given numbers; the message says why."""
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """What right steps come to: the ``value`` of the last one, and how many ``operations`` they hold."""
+
+    value: Fraction
+    operations: int
+
+
+def evaluate(text: str, numbers: Iterable[int]) -> Evaluated:
+    """Return what the steps in ``text`` come to. Raises ArithmeticRefused for text that is no such steps, for a number
+    that is not there (any more), for a stated value that is wrong, and for a division by 0."""
+    return _Reader(_tokens(text), Counter(numbers)).steps()
+
+
+def _tokens(text: str) -> list[str]:
+    if len(text) > LONGEST_ANSWER:
+        raise ArithmeticRefused(f"the answer has more than {LONGEST_ANSWER} characters")
+    found: list[str] = []
+    position = 0
+    while position < len(text):
+        character = text[position]
+        end = position + 1
+        if character in _DIGITS:
+            while end < len(text) and text[end] in _DIGITS:
+                end += 1
+            if end - position > MOST_DIGITS or (character == "0" and end - position > 1):
+                raise ArithmeticRefused("a number is too long or begins with 0")
+            found.append(text[position:end])
+        elif character in _SYMBOLS:
+            found.append(character)
+        elif character == "\n":
+            found += [","] if found and found[-1] != "," else []
+        elif character not in " \t\r":
+            raise ArithmeticRefused(f"{character!r} is not allowed")
+        position = end
+    return found
+
+
+class _Reader:
+    """Reads tokens from left to right and takes numbers from the pool as it meets them."""
+
+    def __init__(self, tokens: list[str], pool: Counter[int]) -> None:
+        self._tokens, self._at, self._pool = tokens, 0, pool
+        self._depth = self._operations = 0
+
+    def steps(self) -> Evaluated:
+        """Read all steps, and return the value of the last one. Raises ArithmeticRefused."""
+        value = self._step()
+        while self._skip(","):
+            value = self._step()
+        if self._at < len(self._tokens):
+            raise ArithmeticRefused(f"{self._tokens[self._at]!r} is not expected there")
+        return Evaluated(value, self._operations)
+
+    def _step(self) -> Fraction:
+        value = self._sum()
+        if self._skip("=") and self._value() != value:
+            raise ArithmeticRefused("a step states a wrong value")
+        if value.denominator == 1 and value >= 0:
+            self._pool[value.numerator] += 1
+        return value
+
+    def _value(self) -> Fraction:
+        sign = -1 if self._skip("-") else 1
+        value = Fraction(sign * self._digits())
+        return self._quotient(value, Fraction(self._digits())) if self._skip("/") else value
+
+    def _sum(self) -> Fraction:
+        value = self._product()
+        while sign := self._skip("+", "-"):
+            term = self._product()
+            value = value + term if sign == "+" else value - term
+            self._operations += 1
+        return value
+
+    def _product(self) -> Fraction:
+        value = self._atom()
+        while sign := self._skip("*", "/"):
+            factor = self._atom()
+            value = value * factor if sign == "*" else self._quotient(value, factor)
+            self._operations += 1
+        return value
+
+    def _atom(self) -> Fraction:
+        if not self._skip("("):
+            number = self._digits()
+            if self._pool[number] < 1:
+                raise ArithmeticRefused(f"{number} is not there, or is used up")
+            self._pool[number] -= 1
+            return Fraction(number)
+        self._depth += 1
+        if self._depth > DEEPEST:
+            raise ArithmeticRefused(f"more than {DEEPEST} parentheses stand within each other")
+        value = self._sum()
+        if not self._skip(")"):
+            raise ArithmeticRefused("a parenthesis is not closed")
+        self._depth -= 1
+        return value
+
+    def _quotient(self, value: Fraction, divisor: Fraction) -> Fraction:
+        if not divisor:
+            raise ArithmeticRefused("a step divides by 0")
+        return value / divisor
+
+    def _digits(self) -> int:
+        token = self._tokens[self._at] if self._at < len(self._tokens) else ""
+        if not token or token[0] not in _DIGITS:
+            raise ArithmeticRefused(f"a number is expected, not {token or 'the end'!r}")
+        self._at += 1
+        return int(token)
+
+    def _skip(self, *wanted: str) -> str:
+        """Step over the next token and return it if it is one of ``wanted``; else return ""."""
+        if self._at < len(self._tokens) and self._tokens[self._at] in wanted:
+            self._at += 1
+            return self._tokens[self._at - 1]
+        return ""
+
+
+PARTIAL_CREDIT = 0.1
+_OPEN, _CLOSE = "<answer>", "</answer>"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a completion is worth. ``valid``: right arithmetic on the given numbers, at least one operation;
+    ``solved``: it reaches the target, too; ``problem``: why it does not, in a sentence."""
+
+    valid: bool
+    solved: bool
+    problem: str = ""
+
+
+def answer_in(completion: str) -> str:
+    """Return the part of a completion that is judged: what the last ``<answer>`` element holds, else the last line that
+    is not blank. What comes before is thinking aloud."""
+    before, found, _ = completion.rpartition(_CLOSE)
+    if found and _OPEN in before:
+        return before.rpartition(_OPEN)[2].strip()
+    return completion.rstrip().rpartition("\n")[2].strip()
+
+
+def judge(completion: str, numbers: Sequence[int], target: int) -> Verdict:
+    """Judge a completion against the ``numbers`` and the ``target`` of its row; whatever the completion, it returns."""
+    try:
+        found = evaluate(answer_in(completion), numbers)
+    except ArithmeticRefused as error:
+        return Verdict(False, False, str(error))
+    if not found.operations:
+        return Verdict(False, False, "a number alone is no arithmetic")
+    if found.value != target:
+        return Verdict(True, False, f"the last step comes to {_shown(found.value)}, not to {target}")
+    return Verdict(True, True)
+
+
+def reward(
+    completion: str, *, numbers: Sequence[int], target: int, partial_credit: float = PARTIAL_CREDIT, **row: Any
+) -> float:
+    """Return 1 for steps that reach ``target`` from ``numbers``, each used at most once; ``partial_credit`` for right
+    arithmetic on them that comes to something else; 0 for everything else. Other columns of the row do not matter."""
+    verdict = judge(completion, numbers, target)
+    return 1.0 if verdict.solved else partial_credit * verdict.valid
+
+
+def _shown(value: Fraction) -> str:
+    text = str(value)
+    return text if len(text) <= LONGEST_ANSWER else "a very large number"
+
+
+PROMPT_COLUMN = "prompt"
+HELD_OUT_SHARE = 5
+"""One puzzle in this many is held out."""
+_MOST_DRAWS = 10_000
+
+
+@dataclass(frozen=True)
+class Level:
+    """Says what puzzles of a difficulty look like: how many numbers, the largest of them, and the bounds of the target
+    and of every value on the way to it."""
+
+    numbers: int
+    largest: int
+    least_target: int
+    most_target: int
+
+
+LEVELS: Mapping[str, Level] = MappingProxyType(
+    {
+        "two-small": Level(2, 25, 1, 24),
+        "two-large": Level(2, 40, 25, 100),
+        "three-small": Level(3, 8, 1, 24),
+        "three-large": Level(3, 12, 25, 60),
+        "four-small": Level(4, 8, 1, 24),
+        "four-large": Level(4, 12, 25, 60),
+    }
+)
+"""By name, the easiest first. Each is a template and a group of its own."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """Is one operation of a solution: ``left`` and ``right`` stand in the pool, ``value`` is put there."""
+
+    left: int
+    operator: str
+    right: int
+    value: int
+
+    def __str__(self) -> str:
+        return f"{self.left}{self.operator}{self.right}={self.value}"
+
+
+@dataclass(frozen=True)
+class Puzzle:
+    """Is an instance with its solution, one step for each number but the first."""
+
+    numbers: tuple[int, ...]
+    target: int
+    solution: tuple[Step, ...]
+
+    @property
+    def split(self) -> str:
+        """The split it belongs to, decided by a stable hash of the numbers, whatever their order, and the target."""
+        return split_of(self.numbers, self.target)
+
+
+def split_of(numbers: Iterable[int], target: int) -> str:
+    """Return the only split in which these numbers and this target occur."""
+    text = f"{' '.join(map(str, sorted(numbers)))} -> {target}"
+    return TRAIN if zlib.crc32(text.encode()) % HELD_OUT_SHARE else HELD_OUT
+
+
+def results(left: int, right: int) -> list[Step]:
+    """Return every operation on two numbers that comes to a positive whole number and is not idle (times or through 1);
+    the larger number stands first."""
+    high, low = max(left, right), min(left, right)
+    found = [Step(high, "+", low, high + low)]
+    if high > low:
+        found.append(Step(high, "-", low, high - low))
+    if low > 1:
+        found.append(Step(high, "*", low, high * low))
+        if high % low == 0:
+            found.append(Step(high, "/", low, high // low))
+    return found
+
+
+def draw_puzzle(level: Level, split: str, rng: random.Random) -> Puzzle:
+    """Draw a puzzle of a level that belongs to ``split`` and is not solved by fewer operations than its solution has.
+
+    Raises RuntimeError when the level has none.
+    """
+    for _ in range(_MOST_DRAWS):
+        numbers = tuple(rng.randint(1, level.largest) for _ in range(level.numbers))
+        solution = _solution(numbers, level, rng)
+        if solution and not _has_shortcut(numbers, solution[-1].value):
+            puzzle = Puzzle(numbers, solution[-1].value, solution)
+            if puzzle.split == split:
+                return puzzle
+    raise RuntimeError(f"{level} has no puzzle of the split {split!r} in {_MOST_DRAWS} draws")
+
+
+def _solution(numbers: Sequence[int], level: Level, rng: random.Random) -> tuple[Step, ...]:
+    """Return random steps that use up the numbers and end within the bounds of the level; () if they do not."""
+    pool, steps = list(numbers), []
+    while len(pool) > 1:
+        left, right = (pool.pop(rng.randrange(len(pool))) for _ in range(2))
+        possible = [step for step in results(left, right) if step.value <= level.most_target]
+        if not possible:
+            return ()
+        step = rng.choice(possible)
+        steps.append(step)
+        pool.append(step.value)
+    return tuple(steps) if pool[0] >= level.least_target else ()
+
+
+def _has_shortcut(numbers: Sequence[int], target: int) -> bool:
+    """Whether one of the numbers is the target, or one operation reaches it where the puzzle has more."""
+    if target in numbers:
+        return True
+    pairs = [(a, b) for i, a in enumerate(numbers) for b in numbers[i + 1 :]]
+    return len(numbers) > 2 and any(step.value == target for a, b in pairs for step in results(a, b))
+
+
+class CountdownTasks:
+    """Holds the levels of these names as an endless task set of one split: every seed draws another instance, and no
+    numbers with a target occur in both splits. Payloads are rows for ``verifier.reward``. Raises ValueError for a level
+    or split that does not exist."""
+
+    def __init__(self, levels: Iterable[str], split: str, partial_credit: float = PARTIAL_CREDIT) -> None:
+        chosen = [*levels]
+        if unknown := [name for name in chosen if name not in LEVELS]:
+            raise ValueError(f"unknown level {unknown[0]!r} (known: {', '.join(LEVELS)})")
+        if split not in SPLITS:
+            raise ValueError(f"unknown split {split!r} (known: {', '.join(SPLITS)})")
+        self.split, self._partial_credit = split, partial_credit
+        self.groups: Sequence[str] = [name for name in LEVELS if name in chosen]
+        self.group_of: Mapping[str, str] = {name: name for name in self.groups}
+
+    def puzzle(self, template_id: str, seed: int) -> Puzzle:
+        """Return the puzzle that ``seed`` draws, with its solution. Raises KeyError for a level that is not here."""
+        level = LEVELS[self.group_of[template_id]]
+        return draw_puzzle(level, self.split, random.Random(f"countdown {self.split} {template_id} {seed}"))
+
+    def instantiate(self, template_id: str, seed: int) -> Task:
+        """Return the instance that ``seed`` draws. Raises KeyError for a level that is not here."""
+        puzzle = self.puzzle(template_id, seed)
+        row = {
+            PROMPT_COLUMN: prompt(puzzle.numbers, puzzle.target),
+            "numbers": list(puzzle.numbers),
+            "target": puzzle.target,
+            "partial_credit": self._partial_credit,
+        }
+        return Task(f"{template_id}/{seed}", group=self.group_of[template_id], payload=row, seed=seed)
+
+
+def prompt(numbers: Iterable[int], target: int) -> str:
+    """Return what the policy is asked."""
+    return f"Reach {target} with {' '.join(map(str, numbers))}."
+
+
+CLAIMED_SHARE = 0.6
+"""Share of the habits that claim the target."""
+_SEED_BITS = 31
+
+
+def demonstrations(tasks: CountdownTasks, request: DemonstrationRequest) -> Iterator[Demonstration]:
+    """Yield what ``request`` asks for, in mixed order; of every level the rounded share of each kind."""
+    rng = random.Random(f"countdown demonstrations {request.seed}")
+    wanted = [(level, kind) for level in tasks.groups for kind in request.kinds()]
+    rng.shuffle(wanted)
+    for level, kind in wanted:
+        yield demonstration(tasks, level, rng.getrandbits(_SEED_BITS), kind, rng)
+
+
+def demonstration(tasks: CountdownTasks, level: str, seed: int, kind: str, rng: random.Random) -> Demonstration:
+    """Return an answer of a kind to the instance of a level that ``seed`` draws."""
+    puzzle = tasks.puzzle(level, seed)
+    right = written(puzzle.solution)
+    if kind == HABIT:
+        answer = claimed(puzzle, rng) if rng.random() < CLAIMED_SHARE else missed(puzzle, rng)
+    else:
+        answer = f"{missed(puzzle, rng)}\n{right}" if kind == RECOVERY else right
+    return Demonstration(tasks.instantiate(level, seed), (answer,), kind=kind, succeeds=kind != HABIT)
+
+
+def written(steps: tuple[Step, ...]) -> str:
+    """Return steps as an answer."""
+    return ", ".join(map(str, steps))
+
+
+def missed(puzzle: Puzzle, rng: random.Random) -> str:
+    """Return right arithmetic that does not reach the target: the last operation is another one."""
+    last = puzzle.solution[-1]
+    others = [step for step in results(last.left, last.right) if step.value != puzzle.target]
+    if not others:  # 1 and 1, to 2: the only puzzle in which every other operation is idle
+        others = [Step(last.left, "*", last.right, last.left * last.right)]
+    return written((*puzzle.solution[:-1], rng.choice(others)))
+
+
+def claimed(puzzle: Puzzle, rng: random.Random) -> str:
+    """Return steps of which the last states the target though its operation does not come to it."""
+    last = puzzle.solution[-1]
+    wrong = [sign for sign, value in _values(last) if value != puzzle.target]
+    return written((*puzzle.solution[:-1], replace(last, operator=rng.choice(wrong))))
+
+
+def _values(step: Step) -> list[tuple[str, float]]:
+    left, right = step.left, step.right
+    return [("+", left + right), ("-", left - right), ("*", left * right), ("/", left / right)]
+
+
+SYSTEM_PROMPT = (
+    "Reach the target with + - * / and the given numbers, each at most once. "
+    "The last line of your reply is the steps, such as: 3*4=12, 12+5=17"
+)
+
+
+@dataclass
+class CountdownOptions:
+    """Countdown: reach a number by arithmetic on given numbers, in a single turn."""
+
+    levels: list[str] = option([*LEVELS], "Puzzles are drawn from these levels.", choices=tuple(LEVELS))
+    partial_credit: float = option(
+        PARTIAL_CREDIT, "Right arithmetic that misses the target earns this much.", at_least=0, at_most=1
+    )
+
+
+def build(options: CountdownOptions) -> EnvironmentSpec:
+    """Return the environment with these options. Raises ValueError for an unknown level."""
+    verifier, threads = read_verifier(reward), Threads("countdown")
+
+    def tasks(split: str) -> CountdownTasks:
+        return CountdownTasks(options.levels, split, options.partial_credit)
+
+    training = tasks(TRAIN)
+    return EnvironmentSpec(
+        name="countdown",
+        make=lambda _: VerifierEnvironment(verifier, PROMPT_COLUMN, threads),
+        tasks=tasks,
+        system_prompt=SYSTEM_PROMPT,
+        demonstrate=lambda request: demonstrations(training, request),
+    )
+
+
+DEFINITION = EnvironmentDefinition(CountdownOptions, build)

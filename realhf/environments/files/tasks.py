@@ -1,0 +1,394 @@
+"""Draws the tasks of the files environment: names, templates in groups of rising difficulty, and the task set.
+
+The three kinds share no word, as in a real folder, where a date does not look like a person. So a small policy tells
+what a name is from the name.
+
+Names are held out, decided by a stable hash of the whole name. Their words, and the pairs of neighbours, occur in
+training names, so a policy must copy, not recall.
+
+Every template takes a ``Scene``, from which it draws names and files, and returns an ``Instance``. Texts are short and
+requests have one wording each, for policies of a few million parameters.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from realhf.api.environment import HELD_OUT, SPLITS, TRAIN, Task
+
+Words = tuple[str, ...]
+Kind = tuple[Words, Words, Words]
+HELD_OUT_SHARE = 5
+"""One name in this many is held out."""
+
+
+def _words(text: str) -> Words:
+    return tuple(text.split())
+
+
+ADJECTIVES = _words(
+    """amber bitter blank bronze damp dusty faint frosty golden grey hollow icy late long misty narrow open pale
+    plain quiet round silver small tall"""
+)
+NOUNS = _words(
+    """anchor arrow basket bell bottle bridge brush button candle carpet chair clock coat compass drum fence flute
+    garden hammer kettle key ladder lamp mirror needle oven piano pillow rope spoon table wagon"""
+)
+SUFFIXES = _words(
+    """agenda budget diary draft essay guide index list memo menu notes plan poem quiz recipe report review sketch
+    story"""
+)
+PLACES = _words("abbey attic barn cabin cellar chapel depot farm forge harbor hotel lodge mill museum station tower")
+SIDES = _words("east inner left lower north outer south upper west")
+PARTS = _words("annex bay court deck dock hall porch roof stage wing yard")
+ANIMALS = _words(
+    """badger bear crab crow deer dove eagle finch fox goat goose hawk heron lion lynx mole otter owl panda raven
+    seal swan tiger wolf"""
+)
+MATERIALS = _words("brass brick chalk clay copper cork flint glass iron leather linen marble oak sand slate wool")
+NUMBERS = _words("one two three four five six seven eight nine ten eleven twelve")
+FILE = (ADJECTIVES, NOUNS, SUFFIXES)
+FOLDER = (PLACES, SIDES, PARTS)
+TEXT = (ANIMALS, MATERIALS, NUMBERS)
+KINDS = (FILE, FOLDER, TEXT)
+NAME = re.compile(r"\b([a-z]+)-([a-z]+)-([a-z]+)\b")
+"""Finds names in any text of this environment, which holds no other words with hyphens."""
+
+
+def split_of(name: str) -> str:
+    """Return the only split in which this name occurs."""
+    return TRAIN if zlib.crc32(name.encode()) % HELD_OUT_SHARE else HELD_OUT
+
+
+def draw_name(rng: random.Random, split: str, kind: Kind = FILE) -> str:
+    """Draw a name of a kind (one of KINDS) and a split."""
+    while True:
+        name = "-".join(rng.choice(words) for words in kind)
+        if split_of(name) == split:
+            return name
+
+
+ONE_CALL, LOOK_FIRST, CHANGE, SEVERAL = "one_call", "look_first", "change", "several"
+GROUPS = (ONE_CALL, LOOK_FIRST, CHANGE, SEVERAL)
+"""The easiest first: one call does it; look, then answer; look, then change something; several changes."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """Is one call of a tool."""
+
+    tool: str
+    arguments: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Instance:
+    """Is a task: the ``request``, the folder before and after, the right ``answer`` ("" for none), and a solution."""
+
+    request: str
+    files: Mapping[str, str]
+    wanted: Mapping[str, str]
+    answer: str
+    solution: tuple[Call, ...]
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """The arguments of ``FilesWorkspace.reset``, as plain JSON whose form is the same for all tasks."""
+        return {
+            "request": self.request,
+            "files": [{"path": path, "text": text} for path, text in self.files.items()],
+            "wanted": [{"path": path, "text": text} for path, text in self.wanted.items()],
+            "answer": self.answer,
+        }
+
+
+@dataclass
+class Scene:
+    """Draws what a template needs; all names of a scene differ. ``files`` is the folder so far."""
+
+    rng: random.Random
+    split: str
+    files: dict[str, str] = field(default_factory=dict)
+    _names: set[str] = field(default_factory=set)
+
+    def name(self, kind: Kind) -> str:
+        """Draw a name of a kind that the scene does not have yet."""
+        while (name := draw_name(self.rng, self.split, kind)) in self._names:
+            pass
+        self._names.add(name)
+        return name
+
+    def word(self) -> str:
+        """Draw a word to put into a file."""
+        return self.name(TEXT)
+
+    def folder(self) -> str:
+        """Draw the name of a folder."""
+        return self.name(FOLDER)
+
+    def path(self, folder: str = "", ending: str = "txt") -> str:
+        """Draw a path where there is no file."""
+        name = f"{self.name(FILE)}.{ending}"
+        return f"{folder}/{name}" if folder else name
+
+    def file(self, folder: str = "", ending: str = "txt", *, words: int = 2) -> str:
+        """Add a file that holds so many words, and return its path."""
+        path = self.path(folder, ending)
+        self.files[path] = " ".join(self.word() for _ in range(words))
+        return path
+
+    def others(self, least: int = 1, most: int = 3) -> None:
+        """Add files that the task does not speak of."""
+        for _ in range(self.rng.randint(least, most)):
+            self.file()
+
+    def instance(
+        self, request: str, *solution: Call, wanted: Mapping[str, str | None] | None = None, answer: str = ""
+    ) -> Instance:
+        """Return the instance: ``wanted`` holds what differs in the end, None for a file that is gone. The files are
+        put into a random order."""
+        paths = list(self.files)
+        self.rng.shuffle(paths)
+        files = {path: self.files[path] for path in paths}
+        after = {path: text for path, text in {**files, **(wanted or {})}.items() if text is not None}
+        return Instance(request, files, after, answer, solution)
+
+
+def move(source: str, target: str) -> Call:
+    """Return a call that moves a file."""
+    return Call("move_file", {"source": source, "target": target})
+
+
+def write(path: str, text: str) -> Call:
+    """Return a call that writes a file."""
+    return Call("write_file", {"path": path, "text": text})
+
+
+def read(path: str) -> Call:
+    """Return a call that reads a file."""
+    return Call("read_file", {"path": path})
+
+
+def delete(path: str) -> Call:
+    """Return a call that deletes a file."""
+    return Call("delete_file", {"path": path})
+
+
+def search(text: str) -> Call:
+    """Return a call that searches."""
+    return Call("search_files", {"text": text})
+
+
+def list_folder(folder: str) -> Call:
+    """Return a call that lists a folder."""
+    return Call("list_files", {"folder": folder})
+
+
+def answer(text: str) -> Call:
+    """Return a call that answers."""
+    return Call("answer", {"text": text})
+
+
+def rename(scene: Scene) -> Instance:
+    """Give a file another name."""
+    scene.others()
+    old, new = scene.file(), scene.path()
+    return scene.instance(f"Rename {old} to {new}.", move(old, new), wanted={old: None, new: scene.files[old]})
+
+
+def remove(scene: Scene) -> Instance:
+    """Delete a file."""
+    scene.others()
+    path = scene.file()
+    return scene.instance(f"Delete {path}.", delete(path), wanted={path: None})
+
+
+def create(scene: Scene) -> Instance:
+    """Write a new file."""
+    scene.others()
+    path, text = scene.path(), scene.word()
+    return scene.instance(f"Write {text} to the new file {path}.", write(path, text), wanted={path: text})
+
+
+def put_away(scene: Scene) -> Instance:
+    """Move a file into a folder."""
+    scene.others()
+    old, folder = scene.file(), scene.folder()
+    new = f"{folder}/{old}"
+    request = f"Move {old} to the folder {folder}."
+    return scene.instance(request, move(old, new), wanted={old: None, new: scene.files[old]})
+
+
+def tell_text(scene: Scene) -> Instance:
+    """Say what a file holds."""
+    scene.others()
+    path = scene.file(words=1)
+    text = scene.files[path]
+    return scene.instance(f"What is the text of {path}?", read(path), answer(text), answer=text)
+
+
+def find(scene: Scene) -> Instance:
+    """Say which file holds a word."""
+    scene.others()
+    path, word = _with_word(scene)
+    return scene.instance(f"Which file holds {word}?", search(word), answer(path), answer=path)
+
+
+def count_files(scene: Scene) -> Instance:
+    """Count the files of a folder."""
+    scene.others()
+    folder, count = scene.folder(), scene.rng.randint(2, 5)
+    for _ in range(count):
+        scene.file(folder, words=1)
+    request = f"How many files are in the folder {folder}?"
+    return scene.instance(request, list_folder(folder), answer(str(count)), answer=str(count))
+
+
+def count_found(scene: Scene) -> Instance:
+    """Count the files that hold a word."""
+    scene.others()
+    word, count = scene.word(), scene.rng.randint(2, 4)
+    for _ in range(count):
+        scene.files[scene.path()] = word
+    request = f"How many files hold {word}?"
+    return scene.instance(request, search(word), answer(str(count)), answer=str(count))
+
+
+def copy(scene: Scene) -> Instance:
+    """Copy a file."""
+    scene.others()
+    old, new = scene.file(words=1), scene.path()
+    text = scene.files[old]
+    return scene.instance(f"Copy {old} to {new}.", read(old), write(new, text), wanted={new: text})
+
+
+def replace(scene: Scene) -> Instance:
+    """Replace a word of a file."""
+    scene.others()
+    path, old = _with_word(scene)
+    new = scene.word()
+    text = scene.files[path].replace(old, new)
+    request = f"Replace {old} with {new} in {path}."
+    return scene.instance(request, read(path), write(path, text), wanted={path: text})
+
+
+def append(scene: Scene) -> Instance:
+    """Add a word to a file."""
+    scene.others()
+    path, word = scene.file(words=1), scene.word()
+    text = f"{scene.files[path]} {word}"
+    request = f"Add {word} to the end of {path}, after a space."
+    return scene.instance(request, read(path), write(path, text), wanted={path: text})
+
+
+def rename_found(scene: Scene) -> Instance:
+    """Rename the file that holds a word."""
+    scene.others()
+    path, word = _with_word(scene)
+    new = scene.path()
+    request = f"Rename the file that holds {word} to {new}."
+    return scene.instance(request, search(word), move(path, new), wanted={path: None, new: scene.files[path]})
+
+
+def remove_found(scene: Scene) -> Instance:
+    """Delete the file that holds a word."""
+    scene.others()
+    path, word = _with_word(scene)
+    request = f"Delete the file that holds {word}."
+    return scene.instance(request, search(word), delete(path), wanted={path: None})
+
+
+def move_all(scene: Scene) -> Instance:
+    """Move the files of a folder to another one."""
+    scene.others()
+    old, new = scene.folder(), scene.folder()
+    paths = sorted(scene.file(old, words=1) for _ in range(2))
+    moved = {path: f"{new}/{path.removeprefix(f'{old}/')}" for path in paths}
+    request = f"Move all files from the folder {old} to the folder {new}."
+    wanted = {path: None for path in paths} | {moved[path]: scene.files[path] for path in paths}
+    return scene.instance(request, list_folder(old), *(move(*pair) for pair in moved.items()), wanted=wanted)
+
+
+def remove_all(scene: Scene) -> Instance:
+    """Delete the files with an ending."""
+    scene.others(2, 3)
+    paths = sorted(scene.file(ending="log", words=1) for _ in range(2))
+    request = "Delete every file whose name ends with .log."
+    return scene.instance(request, list_folder(""), *map(delete, paths), wanted=dict.fromkeys(paths))
+
+
+def swap(scene: Scene) -> Instance:
+    """Swap the names of two files."""
+    scene.others()
+    first, second = scene.file(), scene.file()
+    between = "swap.txt"
+    return scene.instance(
+        f"Swap the names of {first} and {second}.",
+        move(first, between),
+        move(second, first),
+        move(between, second),
+        wanted={first: scene.files[second], second: scene.files[first]},
+    )
+
+
+def join(scene: Scene) -> Instance:
+    """Write the texts of two files to a third one."""
+    scene.others()
+    first, second, third = scene.file(words=1), scene.file(words=1), scene.path()
+    text = f"{scene.files[first]} {scene.files[second]}"
+    request = f"Write the texts of {first} and {second}, with a space between, to {third}."
+    return scene.instance(request, read(first), read(second), write(third, text), wanted={third: text})
+
+
+def _with_word(scene: Scene) -> tuple[str, str]:
+    """Add a file and return its path and one of the words in it."""
+    path = scene.file()
+    return path, scene.rng.choice(scene.files[path].split())
+
+
+TEMPLATES: Mapping[str, tuple[str, Callable[[Scene], Instance]]] = MappingProxyType(
+    {
+        template.__name__: (group, template)
+        for group, templates in (
+            (ONE_CALL, (rename, remove, create, put_away)),
+            (LOOK_FIRST, (tell_text, find, count_files, count_found)),
+            (CHANGE, (copy, replace, append, rename_found, remove_found)),
+            (SEVERAL, (move_all, remove_all, swap, join)),
+        )
+        for template in templates
+    }
+)
+"""Name of a template to its group and to what makes its instances."""
+
+
+class FilesTasks:
+    """Holds the templates of these groups: every seed draws another instance of a template. Every instance holds names,
+    and no name occurs in both splits. Raises ValueError for a group or split that does not exist."""
+
+    def __init__(self, groups: Iterable[str], split: str) -> None:
+        chosen = [*groups]
+        if unknown := [group for group in chosen if group not in GROUPS]:
+            raise ValueError(f"unknown group {unknown[0]!r} (known: {', '.join(GROUPS)})")
+        if split not in SPLITS:
+            raise ValueError(f"unknown split {split!r} (known: {', '.join(SPLITS)})")
+        self.split = split
+        self.groups: Sequence[str] = [group for group in GROUPS if group in chosen]
+        self.group_of: Mapping[str, str] = {name: group for name, (group, _) in TEMPLATES.items() if group in chosen}
+
+    def instance(self, template_id: str, seed: int) -> Instance:
+        """Return the instance that ``seed`` draws, with its solution. Raises KeyError for a template not in the set."""
+        if template_id not in self.group_of:
+            raise KeyError(template_id)
+        rng = random.Random(f"files {self.split} {template_id} {seed}")
+        return TEMPLATES[template_id][1](Scene(rng, self.split))
+
+    def instantiate(self, template_id: str, seed: int) -> Task:
+        """Return the instance that ``seed`` draws. Raises KeyError for a template not in the set."""
+        row = self.instance(template_id, seed).row
+        return Task(f"{template_id}/{seed}", group=self.group_of[template_id], payload=row, seed=seed)

@@ -1,0 +1,267 @@
+"""Writes the templates of SQL tasks: questions (lookup, aggregate, join) and changes (change, steps)."""
+
+from __future__ import annotations
+
+from realhf.environments.sql import instance
+from realhf.environments.sql.instance import LARGEST, SMALLEST, Instance, Row, Scene, Table, change, question
+
+
+def cell(scene: Scene) -> Instance:
+    """A number of a row with a given name."""
+    table, number, row = scene.table, scene.number, scene.target
+    return question(
+        scene,
+        f"What is the {number} in {table} where name='{row.name}'?",
+        f"SELECT {number} FROM {table} WHERE name='{row.name}'",
+        row.number,
+    )
+
+
+def name_of_id(scene: Scene) -> Instance:
+    """The name of a row with a given id."""
+    return question(
+        scene,
+        f"What is the name in {scene.table} where id={scene.target.id}?",
+        f"SELECT name FROM {scene.table} WHERE id={scene.target.id}",
+        scene.target.name,
+    )
+
+
+def name_of_number(scene: Scene) -> Instance:
+    """The name of the row with a given number."""
+    table, number, row = scene.table, scene.number, scene.target
+    return question(
+        scene,
+        f"What is the name in {table} where {number}={row.number}?",
+        f"SELECT name FROM {table} WHERE {number}={row.number}",
+        row.name,
+    )
+
+
+def count(scene: Scene) -> Instance:
+    """How many rows have a given text."""
+    table, text, value = scene.table, scene.text, scene.target.text
+    return question(
+        scene,
+        f"How many rows are in {table} where {text}='{value}'?",
+        f"SELECT count(*) FROM {table} WHERE {text}='{value}'",
+        len(scene.having(value)),
+    )
+
+
+def total(scene: Scene) -> Instance:
+    """The sum of the numbers of the rows with a given text."""
+    table, text, number, value = scene.table, scene.text, scene.number, scene.target.text
+    return question(
+        scene,
+        f"What is the total {number} in {table} where {text}='{value}'?",
+        f"SELECT sum({number}) FROM {table} WHERE {text}='{value}'",
+        sum(row.number for row in scene.having(value)),
+    )
+
+
+def extreme(scene: Scene) -> Instance:
+    """The name of the row with the largest or smallest number."""
+    table, number = scene.table, scene.number
+    largest = scene.rng.random() < 0.5
+    row = (max if largest else min)(scene.rows, key=lambda row: row.number)
+    return question(
+        scene,
+        f"Which name in {table} has the {'largest' if largest else 'smallest'} {number}?",
+        f"SELECT name FROM {table} ORDER BY {number}{' DESC' if largest else ''} LIMIT 1",
+        row.name,
+    )
+
+
+def total_above(scene: Scene) -> Instance:
+    """The sum of the numbers of the rows above a given number."""
+    table, number, limit = scene.table, scene.number, scene.other.number
+    limit = min(limit, max(row.number for row in scene.rows) - 1)
+    return question(
+        scene,
+        f"What is the total {number} in {table} where {number}>{limit}?",
+        f"SELECT sum({number}) FROM {table} WHERE {number}>{limit}",
+        sum(row.number for row in scene.rows if row.number > limit),
+    )
+
+
+def linked_value(scene: Scene) -> Instance:
+    """What a second table says about a row with a given name."""
+    linked, row = linked_table(scene), scene.target
+    return question(
+        scene,
+        f"What is the {linked.columns[1]} in {scene.table} where name='{row.name}'?",
+        f"SELECT {linked.columns[1]} FROM {scene.table} JOIN {linked.name} USING({scene.text}) WHERE name='{row.name}'",
+        _value_of(linked)[row.text],
+        linked,
+    )
+
+
+def linked_count(scene: Scene) -> Instance:
+    """How many rows have a given value in a second table."""
+    linked = linked_table(scene)
+    column, value, having = _rows_with_value(scene, linked)
+    return question(
+        scene,
+        f"How many rows are in {scene.table} where {column}='{value}'?",
+        f"SELECT count(*) FROM {scene.table} JOIN {linked.name} USING({scene.text}) WHERE {column}='{value}'",
+        len(having),
+        linked,
+    )
+
+
+def linked_total(scene: Scene) -> Instance:
+    """The sum of the numbers of the rows with a given value in a second table."""
+    linked = linked_table(scene)
+    column, value, having = _rows_with_value(scene, linked)
+    return question(
+        scene,
+        f"What is the total {scene.number} in {scene.table} where {column}='{value}'?",
+        f"SELECT sum({scene.number}) FROM {scene.table} JOIN {linked.name} USING({scene.text}) "
+        f"WHERE {column}='{value}'",
+        sum(having),
+        linked,
+    )
+
+
+def linked_table(scene: Scene) -> Table:
+    """Draw a second table: it gives a value to every text that there is but one, which the main table does not have."""
+    column = scene.rng.choice([*instance.LINKED_COLUMNS])
+    used = {row.text for row in scene.rows}
+    left_out = scene.rng.choice([text for text in instance.TEXT_COLUMNS[scene.text] if text not in used])
+    texts = [text for text in instance.TEXT_COLUMNS[scene.text] if text != left_out]
+    rows = tuple((text, scene.rng.choice(instance.LINKED_COLUMNS[column])) for text in texts)
+    return Table(scene.other_table_name(), (scene.text, column), ("TEXT", "TEXT"), rows)
+
+
+def _rows_with_value(scene: Scene, linked: Table) -> tuple[str, str, list[int]]:
+    """Return the second table's column, its value for the target, and the numbers of the rows that share it."""
+    value_of = _value_of(linked)
+    value = value_of[scene.target.text]
+    return linked.columns[1], value, [row.number for row in scene.rows if value_of[row.text] == value]
+
+
+def _value_of(linked: Table) -> dict[str, str]:
+    return {str(text): str(value) for text, value in linked.rows}
+
+
+def set_number(scene: Scene) -> Instance:
+    """Give a row another number."""
+    table, number, row = scene.table, scene.number, scene.target
+    value = scene.rng.choice([value for value in range(SMALLEST, LARGEST + 1) if value != row.number])
+    return change(
+        scene,
+        f"Set {number} to {value} in {table} where name='{row.name}'.",
+        [f"UPDATE {table} SET {number}={value} WHERE name='{row.name}'"],
+        _with_number(scene, row, value),
+    )
+
+
+def delete(scene: Scene) -> Instance:
+    """Delete a row."""
+    return change(
+        scene,
+        f"Delete the row in {scene.table} where name='{scene.target.name}'.",
+        [f"DELETE FROM {scene.table} WHERE name='{scene.target.name}'"],
+        _without(scene, scene.target),
+    )
+
+
+def insert(scene: Scene) -> Instance:
+    """Add a row."""
+    new = scene.fresh(1)[0]
+    values = f"{new.id},'{new.name}','{new.text}',{new.number}"
+    return change(
+        scene,
+        f"Add the row {values} to {scene.table}.",
+        [f"INSERT INTO {scene.table} VALUES({values})"],
+        (*scene.rows, new),
+    )
+
+
+def raise_numbers(scene: Scene) -> Instance:
+    """Add to the numbers of all rows with a given text."""
+    table, text, number, value = scene.table, scene.text, scene.number, scene.target.text
+    step = scene.rng.randint(2, 9)
+    return change(
+        scene,
+        f"Add {step} to {number} in {table} where {text}='{value}'.",
+        [f"UPDATE {table} SET {number}={number}+{step} WHERE {text}='{value}'"],
+        scene.changed(lambda row: row._replace(number=row.number + step) if row.text == value else row),
+    )
+
+
+def transfer(scene: Scene) -> Instance:
+    """Move a part of a row's number to another row."""
+    table, number, giver, taker = scene.table, scene.number, scene.target, scene.other
+    moved = scene.rng.randint(2, 9)
+    wanted = {giver: giver.number - moved, taker: taker.number + moved}
+    return change(
+        scene,
+        f"Move {moved} of {number} in {table} from name='{giver.name}' to name='{taker.name}'.",
+        [
+            f"UPDATE {table} SET {number}={number}-{moved} WHERE name='{giver.name}'",
+            f"UPDATE {table} SET {number}={number}+{moved} WHERE name='{taker.name}'",
+        ],
+        scene.changed(lambda row: row._replace(number=wanted.get(row, row.number))),
+    )
+
+
+def copy_number(scene: Scene) -> Instance:
+    """Give a row the number of another one."""
+    table, number, source, target = scene.table, scene.number, scene.target, scene.other
+    return change(
+        scene,
+        f"Set {number} in {table} where name='{target.name}' to that where name='{source.name}'.",
+        [
+            f"SELECT {number} FROM {table} WHERE name='{source.name}'",
+            f"UPDATE {table} SET {number}={source.number} WHERE name='{target.name}'",
+        ],
+        _with_number(scene, target, source.number),
+    )
+
+
+def archive(scene: Scene) -> Instance:
+    """Move a row to another table."""
+    table, target = scene.table, scene.target
+    kept = scene.fresh(3)
+    before = scene.table_of(scene.other_table_name(), sorted(kept))
+    after = scene.table_of(before.name, [*kept, target])
+    return change(
+        scene,
+        f"Move the row where name='{target.name}' from {table} to {before.name}.",
+        [
+            f"INSERT INTO {before.name} SELECT * FROM {table} WHERE name='{target.name}'",
+            f"DELETE FROM {table} WHERE name='{target.name}'",
+        ],
+        _without(scene, target),
+        (before, after),
+    )
+
+
+def rename(scene: Scene) -> Instance:
+    """Rename a text in two tables."""
+    linked, text, old = linked_table(scene), scene.text, scene.target.text
+    linked_texts = {text for text, _ in linked.rows}
+    new = next(text for text in instance.TEXT_COLUMNS[scene.text] if text not in linked_texts)
+    after = Table(
+        linked.name,
+        linked.columns,
+        linked.types,
+        tuple((new if text == old else text, value) for text, value in linked.rows),
+    )
+    return change(
+        scene,
+        f"Change {text}='{old}' to {text}='{new}' in {scene.table} and {linked.name}.",
+        [f"UPDATE {name} SET {text}='{new}' WHERE {text}='{old}'" for name in (scene.table, linked.name)],
+        scene.changed(lambda row: row._replace(text=new) if row.text == old else row),
+        (linked, after),
+    )
+
+
+def _with_number(scene: Scene, target: Row, number: int) -> tuple[Row, ...]:
+    return scene.changed(lambda row: row._replace(number=number) if row == target else row)
+
+
+def _without(scene: Scene, target: Row) -> tuple[Row, ...]:
+    return scene.changed(lambda row: None if row == target else row)
