@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 from websockets.asyncio.client import ClientConnection, connect
 
-from realhf.aws.server.process import EnvServerProcess
+from realhf.aws.server.program import EnvServerProcess
 
 MAX_GB = 6.0
 MAX_SPREAD = 20.0

@@ -32,7 +32,7 @@ from rich.table import Table
 from websockets.exceptions import InvalidStatus, WebSocketException
 from websockets.sync.client import ClientConnection, connect
 
-from realhf.aws.server.process import EnvServerProcess
+from realhf.aws.server.program import EnvServerProcess
 from realhf.aws.tasks.loader import instantiate, load_templates, solve
 
 EPISODES_PER_CONNECTION = 10

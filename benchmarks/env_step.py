@@ -27,7 +27,7 @@ from typing import Any
 from realhf.api.environment import AssistantMessage
 from realhf.api.model import GenOutput, GenRequest
 from realhf.aws.client.multi_turn_pool import MultiTurnEnvPool
-from realhf.aws.server.process import EnvServerProcess
+from realhf.aws.server.program import EnvServerProcess
 from realhf.aws.simulator.pool import MiniStackPool, Slot
 from realhf.aws.tasks.loader import instantiate, load_templates, solve
 from realhf.aws.tasks.task import Task

@@ -16,7 +16,7 @@ from typing import Any
 from websockets.exceptions import WebSocketException
 from websockets.sync.client import connect
 
-from realhf.aws.server.process import EnvServerProcess
+from realhf.aws.server.program import EnvServerProcess
 
 LIST_OBJECTS = 1
 """A task of the warmup tier: list the objects of the one bucket that the account holds."""

@@ -7,7 +7,7 @@
 
 A row of the dataset names a task; `PoolRollouts` plays it in as many sessions as a group has members, token by token
 with the trainer's own model. For a model that calls tools, `GRPOTrainer(environment_factory=AwsToolEnv)` does the same
-(`realhf.aws.trl.aws_tool`).
+(`realhf.aws.client.trl_tool`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ except ModuleNotFoundError as error:
     sys.exit(f"{error.name} is not installed here: run this with a Python that has TRL, .venv-trl of make test-trl")
 
 from realhf.aws.client.multi_turn_pool import MultiTurnEnvPool
-from realhf.aws.trl.trl_rollout import PoolRollouts, episode_reward
+from realhf.aws.client.trl_rollout import PoolRollouts, episode_reward
 
 
 def options() -> argparse.Namespace:

@@ -19,7 +19,7 @@ from realhf.api.config.option import section
 from realhf.api.experiment import ExperimentSpec, ServiceSpec, SourceSpec
 from realhf.api.keys import ROLLOUT_KEY
 from realhf.api.mfc import InterfaceType, MFCDef
-from realhf.aws.options import AwsOptions
+from realhf.aws.environment import AwsOptions
 
 
 @dataclass

@@ -58,19 +58,16 @@ ROOMS: dict[str, str] = {
     "launch": "api api/chat api/config base builtins dataflow env/loader monitor scheduler transport",
     "env": "api base builtins env/check env/loader",
     "env/adapters": "api api/config base env env/loader",
-    "aws": "api api/config aws/tasks base base/files env env/server",
-    "aws/server": "aws base env/containment env/server",
-    "aws/simulator": "aws/cli aws/server base env/containment",
+    "aws/simulator": "aws/cli base env/containment",
+    "aws": "api api/chat api/config aws/cli aws/simulator aws/tasks backends/embedded backends/training base "
+    "base/files env env/containment env/server rollout",
     "aws/real_aws": "aws/cli aws/simulator base env/containment",
     "aws/grading": "aws/cli aws/simulator aws/tasks",
     "aws/episode": "api aws aws/cli aws/grading aws/simulator aws/tasks env/loader env/server",
-    "aws/evaluation": "api api/chat api/config aws aws/episode aws/simulator aws/tasks backends/embedded backends/training "
-    "base rollout",
-    "aws/playground": "aws/episode aws/grading aws/server aws/simulator aws/tasks env/server",
-    "aws/service": "aws/episode aws/playground aws/real_aws aws/server aws/simulator aws/tasks env/server",
+    "aws/playground": "aws aws/episode aws/grading aws/simulator aws/tasks env/server",
+    "aws/server": "aws aws/episode aws/playground aws/real_aws aws/simulator aws/tasks env/server",
     "aws/training": "api aws aws/cli aws/episode aws/simulator aws/tasks base/files rollout",
-    "aws/client": "api aws base env rollout",
-    "aws/trl": "api api/chat aws aws/client env",
+    "aws/client": "api api/chat aws base env rollout",
     "environments": "api api/config env/loader",
 }
 """Every folder of the product that holds modules, with the folders that it may import from. A row names rows above it
@@ -101,9 +98,9 @@ STATEMENTS = (ast.stmt, ast.excepthandler, ast.match_case)
 READS_ENVIRONMENT = {
     "realhf/cluster/engines/slurm.py",  # whether it runs in a job, which Slurm says in no other way
     "realhf/env/server/config.py",
-    "realhf/aws/server/config.py",
-    "realhf/aws/trl/aws_tool.py",
-    "realhf/aws/client/trainer_settings.py",
+    "realhf/aws/server_config.py",
+    "realhf/aws/client/trl_tool.py",
+    "realhf/aws/client/multi_turn_pool.py",
     "realhf/trajectory/http/config.py",
 }
 

@@ -71,7 +71,7 @@ def chosen_program(argv: Sequence[str] | None) -> Program:
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--env", default="")
     if not first.parse_known_args(argv)[0].env:
-        from realhf.aws.service import program
+        from realhf.aws.server import program
 
         return Program("aws-env", program.ABOUT, program.AwsServerConfig, program.prepare)
     from realhf.env.server.spec import program

@@ -1,14 +1,172 @@
-"""Says in messages what an AWS episode shows: the same wherever its commands run, on a server or in this process."""
+"""Finds the command in a policy turn, and says in messages what an AWS episode shows.
+
+The text is a pure function of the observation map, shared by rollouts and demonstrations. What differs between runs
+(ports, times, request ids) or has no use (response metadata) is normalised or dropped, because a small model would
+spend its capacity on copying it.
+"""
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from realhf.api.environment import AssistantMessage, Opening, Task, Turn
-from realhf.aws.extraction import extract_command
-from realhf.aws.observation_text import OBSERVATION_CHARS, observation_text
 from realhf.aws.tasks.task import Task as AwsTask
+from realhf.base.shell_quotes import quote_states
+from realhf.base.text import shorten
+
+_THINK = re.compile(r"<think>.*?</think>", re.DOTALL)
+_QUOTING = re.compile(r"""['"\\]""")
+
+
+def extract_command(text: str) -> str | None:
+    """Return the first ``aws ...`` command of a turn, or None.
+
+    Reasoning is dropped (an unclosed ``<think>`` swallows the rest, a ``</think>`` whose opening stood in the prompt
+    everything before it); code fences, enclosing backticks and a leading ``$ `` are stripped; lines that end in a
+    backslash or inside an open quote are joined with the next.
+    """
+    lines = _without_reasoning(text).replace("\r\n", "\n").split("\n")
+    for number, line in enumerate(lines):
+        start = _bare(line)
+        if start.startswith("aws "):
+            return _join(start, lines[number + 1 :])
+    return None
+
+
+def _without_reasoning(text: str) -> str:
+    text = _THINK.sub("", text)
+    text = text.rpartition("</think>")[2]
+    return text.partition("<think>")[0]
+
+
+def _bare(line: str) -> str:
+    line = line.strip()
+    if line.startswith("```"):
+        line = line.lstrip("`")
+        if not line.startswith(("aws ", "$ ")):
+            line = line.partition(" ")[2].lstrip()
+    if line.endswith("```"):
+        line = line.rstrip("`")
+    if len(line) > 1 and line.startswith("`"):
+        line = line[1:].removesuffix("`")
+    return line.removeprefix("$ ").lstrip()
+
+
+def _join(line: str, rest: list[str]) -> str:
+    command = line
+    for following in rest:
+        quote, escaped = _scan(command)
+        if (not quote and not escaped) or following.strip().startswith("```"):
+            break
+        command = f"{command}\n{following}" if quote else f"{command[:-1].rstrip()} {following.strip()}"
+    if _scan(command)[0]:
+        return line.strip()
+    return command.removesuffix("\\").strip()
+
+
+def _scan(text: str) -> tuple[str, bool]:
+    """Return (quote character open at the end or "", whether the text ends in an escaping backslash)."""
+    quote, escaped = "", False
+    if not _QUOTING.search(text):
+        return quote, escaped
+    for _, quote, escaped in quote_states(text):  # noqa: B007
+        pass
+    return quote, escaped
+
+
+OBSERVATION_CHARS = 200
+"""Largest number of characters by default: what a small model reads after every turn."""
+NO_COMMAND = "error: no command; reply with one line that starts with aws"
+_DROPPED_KEYS = frozenset(
+    {
+        "ResponseMetadata",
+        "RequestId",
+        "RequestCharged",
+        "ETag",
+        "MD5OfMessageBody",
+        "MD5OfMessageAttributes",
+        "ServerSideEncryption",
+        "ChecksumCRC32",
+        "ChecksumCRC64NVME",
+        "ChecksumType",
+        "IsTruncated",
+        "Prefix",
+        "ReceiptHandle",
+        "Owner",
+        "BucketArn",
+    }
+)
+_EMPTY = (None, "", [], {})
+_UUID = re.compile(r"\b[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}\b")
+_TIME = re.compile(
+    r"\b\d{4}-\d\d-\d\d[T ]\d\d:\d\d(?::\d\d)?(?:\.\d+)?(?:Z|[+-]\d\d:?\d\d)?|\b1[6-9]\d{8}(?:\.\d+|\d{3})?\b"
+)
+_LOCAL_PORT = re.compile(r"(localhost(?:\.[a-z.]+)?|127\.0\.0\.1|localstack\.cloud):\d{2,5}\b")
+_HEX = re.compile(r"\b(?=[0-9a-f]*[a-f])(?=[0-9a-f]*\d)[0-9a-f]{20,}\b")
+_IAM_ID = re.compile(r"\bA[A-Z]{3}[0-9A-Z]{15,17}\b")
+_SECRET_SUFFIX = re.compile(r"(:secret:[\w/+=.@-]+)-[0-9A-Za-z]{6}\b")
+_ERROR_LINE = re.compile(r"error|unknown options|invalid|denied|refused|timed out", re.IGNORECASE)
+_CALLED = re.compile(r"^An error occurred \((\w+)\) when calling the (\w+) operation(?: \([^)]*\))?: ?")
+
+
+def observation_text(observation: Mapping[str, Any], *, max_chars: int = OBSERVATION_CHARS) -> str:
+    """Return at most ``max_chars`` characters: minified output of a success ("ok" when there is none), the last
+    meaningful line of an error. Longer text keeps its head and its tail."""
+    if observation["command_success"]:
+        text = _compact(observation["command_output"]) or "ok"
+    else:
+        text = "error: " + _last_meaningful(observation["error"] or observation["command_output"])
+    if observation.get("hint_text"):
+        text = f"hint: {observation['hint_text']}\n{text}"
+    return shorten(normalise(text), max_chars)
+
+
+def normalise(text: str) -> str:
+    """Replace ports, times, uuids, IAM ids and long hexadecimal strings by fixed words, and drop the random
+    end of a secret's ARN (which AWS accepts without it)."""
+    text = _LOCAL_PORT.sub(r"\1:4566", text)
+    text = _TIME.sub("TIME", text)
+    text = _UUID.sub("UUID", text)
+    text = _IAM_ID.sub("ID", text)
+    text = _SECRET_SUFFIX.sub(r"\1", text)
+    return _HEX.sub("HEX", text)
+
+
+def _compact(output: str) -> str:
+    output = output.strip()
+    if output[:1] in ("{", "["):
+        try:
+            return json.dumps(_without_noise(json.loads(output)), separators=(",", ":"), ensure_ascii=False)
+        except ValueError:
+            pass
+    return "\n".join(" ".join(line.split()) for line in output.splitlines() if line.strip())
+
+
+def _without_noise(value: Any) -> Any:
+    if isinstance(value, dict):
+        kept = {key: item for key, item in value.items() if not _is_noise(key)}
+        told = {key: _without_noise(item) for key, item in kept.items() if item not in _EMPTY}
+        return told or kept
+    if isinstance(value, list):
+        return [_without_noise(item) for item in value]
+    return value
+
+
+def _is_noise(key: str) -> bool:
+    return key in _DROPPED_KEYS or key.endswith(("Date", "Time", "Timestamp"))
+
+
+def _last_meaningful(error: str) -> str:
+    lines = [line.strip() for line in error.splitlines() if line.strip()]
+    if not lines:
+        return "command failed"
+    line = next((line for line in reversed(lines) if _ERROR_LINE.search(line)), lines[-1])
+    line = _CALLED.sub(r"\1: ", line).removeprefix("aws: error: ").removeprefix("error: ")
+    return line
+
 
 PLAYGROUND_COMMAND, PLAYGROUND_URL = "aws-env", "http://127.0.0.1:8100/web"
 _COLUMNS = ("service", "type", "name", "before", "after", "calls")

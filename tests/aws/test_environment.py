@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from realhf.api.environment import AssistantMessage, DemonstrationRequest, EnvironmentFailure, TaskSet, Turn
-from realhf.aws.environment import DEFINITION, AwsEnvironment, AwsTaskSet
-from realhf.aws.observation_text import NO_COMMAND
-from realhf.aws.options import AwsOptions
-from realhf.aws.tasks.names import is_name
+from realhf.aws.environment import DEFINITION, AwsEnvironment, AwsOptions, AwsTaskSet
+from realhf.aws.messages import NO_COMMAND
+from realhf.aws.tasks.loader import is_name
 from realhf.aws.tasks.task import Task
 from realhf.aws.training import sft_data
 from realhf.rollout.player import ReplayDiverged, SlotEnvironment

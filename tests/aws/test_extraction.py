@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from realhf.aws.extraction import extract_command
+from realhf.aws.messages import extract_command
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from realhf.aws.observation_text import observation_text, shorten
+from realhf.aws.messages import observation_text, shorten
 
 
 def observed(output: str = "", error: str = "", *, hint: str = "") -> dict[str, Any]:

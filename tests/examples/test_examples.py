@@ -15,7 +15,7 @@ import pytest
 
 from realhf.api.environment import Task
 from realhf.aws.environment import AwsEnvironment
-from realhf.aws.server.process import EnvServerProcess
+from realhf.aws.server.program import EnvServerProcess
 from realhf.rollout.black_box_agent import BlackBoxAgent, load_agent
 from realhf.rollout.episode import EpisodeRequest, Limits
 from tests.rollout.black_box import FakeTokens, chat

@@ -237,7 +237,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("aws/simulator/ministack_server.py", True, True),
         ("backends/training/torch_engine.py", False, True),
         ("algorithms/aggregation.py", False, True),
-        ("aws/playground/playground_session.py", False, False),
+        ("aws/playground/playground.py", False, False),
         ("aws/client/grpo_pool.py", False, False),
     ],
 )

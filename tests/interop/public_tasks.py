@@ -16,7 +16,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from realhf.aws.server.process import EnvServerProcess
+from realhf.aws.server.program import EnvServerProcess
 
 HERE = Path(__file__).resolve().parent
 VERDICTS = ("solved", "refused", "unsolved")

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from realhf.aws.client.aws_env import AwsEnv
-from realhf.aws.server.process import EnvServerProcess
+from realhf.aws.server.program import EnvServerProcess
 from realhf.aws.tasks.loader import instantiate
 from realhf.base.free_port import free_port
 from realhf.env.openenv_client import CapacityError, ConnectError, OpenEnvClient

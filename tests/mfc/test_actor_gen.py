@@ -14,7 +14,7 @@ from experiments.policy_gradient import actor_gen, actor_model, config_class
 from realhf.algorithms.policy_gradient.options import PolicyGradientOptions
 from realhf.api.config import GenConfig, RolloutConfig
 from realhf.api.sample import SequenceSample
-from realhf.aws.options import AwsOptions
+from realhf.aws.environment import AwsOptions
 from realhf.aws.tasks.loader import instantiate
 from realhf.aws.tasks.task import Task
 from tests.mfc.mfc_bench import MfcBench, as_lists, sequences

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from examples.your_environment import DIGITS, Lock
-from realhf.aws.server.process import EnvServerProcess
+from realhf.aws.server.program import EnvServerProcess
 from realhf.aws.tasks.loader import instantiate
 from realhf.aws.training import sft_data
 

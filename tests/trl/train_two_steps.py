@@ -25,10 +25,10 @@ from examples.your_environment import Lock
 from realhf.api.chat import TemplateChat
 from realhf.api.config import BuiltinModelConfig
 from realhf.aws.client.multi_turn_pool import MultiTurnEnvPool
+from realhf.aws.client.trl_rollout import PoolRollouts, episode_reward
+from realhf.aws.client.trl_tool import AwsToolEnv
 from realhf.aws.environment import SYSTEM_PROMPT
-from realhf.aws.observation_text import observation_text
-from realhf.aws.trl.aws_tool import AwsToolEnv
-from realhf.aws.trl.trl_rollout import PoolRollouts, episode_reward
+from realhf.aws.messages import observation_text
 from realhf.backends.builtin_policy import build_model, train_tokenizer
 
 INSTRUCTION = "Use the tool. "

@@ -1,19 +1,139 @@
-"""Runs an agent's command: policy, then the slot's CLI worker, then an honest account of what was sent."""
+"""Runs an agent's command: policy, then the slot's CLI worker, then an honest account of what was sent.
+
+Nothing of a reply is believed before its size, its time and the type of every field are checked.
+"""
 
 from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
-from realhf.aws.cli.command_result import CommandResult, OutputLimits, SentRequest
-from realhf.aws.cli.policy import check_command, refusal_text
-from realhf.aws.cli.worker_reply import WorkerReply, parse_reply
+from realhf.aws.cli.policy import MAX_COMMAND_BYTES, check_command, refusal_text
 from realhf.env.containment.fork_server import ForkedProcess
 from realhf.env.containment.frames import BadFrame, frame, receive_frame, spoke_unasked
 
-__all__ = ["CliExecutor", "CommandResult", "ExecutorCounters", "OutputLimits", "SentRequest", "SimulatorLost"]
+
+@dataclass(frozen=True)
+class SentRequest:
+    """One request that really left for the simulator. ``service`` is botocore's name (``logs``, ``s3``), ``operation``
+    the API's (``CreateBucket``), ``status`` the HTTP status, 0 when no answer came."""
+
+    service: str
+    operation: str
+    params: dict[str, Any]
+    status: int
+    error_code: str
+
+    @property
+    def ok(self) -> bool:
+        """Whether the simulator accepted the request with a 2xx answer."""
+        return 200 <= self.status < 300
+
+
+@dataclass(frozen=True)
+class CommandResult:
+    """What a command did. ``refusal`` is the rule that stopped it, None when it ran; ``stopped``: its worker was lost
+    over it, so that nothing is known of what it did; ``truncated``: its output is not all here."""
+
+    exit_code: int
+    stdout: str
+    stderr: str
+    refusal: str | None = None
+    timed_out: bool = False
+    requests: tuple[SentRequest, ...] = ()
+    stopped: bool = False
+    truncated: bool = False
+
+    @property
+    def success(self) -> bool:
+        """Whether the command ran, ended in time and exited with 0."""
+        return self.exit_code == 0 and self.refusal is None and not self.timed_out
+
+    @property
+    def lost(self) -> bool:
+        """Whether nothing is known of what the command did: it may have sent anything."""
+        return self.stopped or self.timed_out
+
+
+@dataclass(frozen=True)
+class OutputLimits:
+    """Limits a command: seconds it may take, bytes kept of each stream, bytes of the command line itself."""
+
+    timeout_s: float = 10.0
+    stdout_bytes: int = 16384
+    stderr_bytes: int = 4096
+    command_bytes: int = MAX_COMMAND_BYTES
+
+
+_MAX_REQUESTS = 10_000
+_NOTE_CHARS = 64
+"""Longest remark that a stream was cut; it comes on top of what is kept."""
+_FIELDS: Mapping[str, type] = {
+    "exit_code": int,
+    "stdout": str,
+    "stderr": str,
+    "requests": list,
+    "last": bool,
+    "truncated": bool,
+}
+_REQUEST_FIELDS: Mapping[str, type] = {
+    "service": str,
+    "operation": str,
+    "params": dict,
+    "status": int,
+    "error_code": str,
+}
+
+
+@dataclass(frozen=True)
+class WorkerReply:
+    """Holds a checked reply. ``refusal``: rule and text; ``last``: the worker ends by itself now."""
+
+    result: CommandResult
+    refusal: tuple[str, str] | None
+    last: bool
+
+
+def parse_reply(data: Any, limits: OutputLimits) -> WorkerReply:
+    """Check a reply. Raises BadFrame for anything but a well-formed answer to a command that ran under ``limits``."""
+    if not isinstance(data, dict):
+        raise BadFrame("not an object")
+    _check_types(data, _FIELDS)
+    for stream, most in (("stdout", limits.stdout_bytes), ("stderr", limits.stderr_bytes)):
+        if len(data[stream]) > most + _NOTE_CHARS:
+            raise BadFrame(f"more {stream} than was asked for")
+    refusal = data.get("refusal")
+    if refusal is not None:
+        if not isinstance(refusal, list) or [type(part) for part in refusal] != [str, str]:
+            raise BadFrame("a malformed refusal")
+        refusal = (refusal[0], refusal[1])
+    if len(data["requests"]) > _MAX_REQUESTS:
+        raise BadFrame("more requests than a command can send")
+    result = CommandResult(
+        data["exit_code"],
+        data["stdout"],
+        data["stderr"],
+        truncated=data["truncated"],
+        requests=tuple(_sent(entry) for entry in data["requests"]),
+    )
+    return WorkerReply(result, refusal, data["last"])
+
+
+def _sent(entry: Any) -> SentRequest:
+    if not isinstance(entry, dict) or set(entry) != set(_REQUEST_FIELDS):
+        raise BadFrame("a malformed request")
+    _check_types(entry, _REQUEST_FIELDS)
+    return SentRequest(**entry)
+
+
+def _check_types(data: Mapping[str, Any], fields: Mapping[str, type]) -> None:
+    for name, kind in fields.items():
+        if type(data.get(name)) is not kind:
+            raise BadFrame(f"{name} is not of type {kind.__name__}")
+
 
 TIMED_OUT = "command timed out"
 STOPPED = "command stopped: it used too much"

@@ -1,4 +1,7 @@
-"""Decides what an agent's command line may say, on the parsed words, before anything runs.
+"""Decides what an agent's command line may say, on the words as the CLI parses them, before anything runs.
+
+Every part that must know what a command asks for takes it from here, by way of ``policy.Verdict``. Words that the CLI
+would read in another way than this module are refused, so that there are no two opinions.
 
 Rules, as they appear in observations: ``not-aws``, ``malformed``, ``newline``, ``too-long``, ``unknown-service``,
 ``operation``, ``global-option``, ``region``, ``local-file``, ``url-value``, ``internal-path``, ``stdin``, ``query``,
@@ -13,32 +16,127 @@ from __future__ import annotations
 import functools
 import re
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 from urllib.parse import unquote
 
 from botocore import xform_name
 
-from realhf.aws.cli.command_table import ALLOWED
-from realhf.aws.cli.command_words import (
-    FORBIDDEN_OPTIONS,
-    CommandWords,
-    read_words,
-    split_option,
-    with_option,
-    without_second_version,
-)
-from realhf.aws.cli.refusal import RefusedRequest, refuse
+from realhf.aws.cli.command_table import ALLOWED, WAITERS
 from realhf.aws.cli.virtual_folder import is_folder_name
-from realhf.aws.cli.waiters import WAITERS
 from realhf.base.shell_quotes import quote_states
+
+
+class RefusedRequest(Exception):
+    """An agent may not do something. ``rule`` is the refusal rule shown in the observation."""
+
+    def __init__(self, rule: str, message: str) -> None:
+        super().__init__(f"{rule}: {message}")
+        self.rule = rule
+        self.message = message
+
+
+Refuse = Callable[[str, str], NoReturn]
+"""Records a refusal (rule, message) and raises RefusedRequest."""
+
+
+def refuse(rule: str, message: str) -> NoReturn:
+    """Raise RefusedRequest; a ``Refuse`` that records nothing."""
+    raise RefusedRequest(rule, message)
+
+
+FORBIDDEN_OPTIONS = (
+    "endpoint-url", "profile", "no-sign-request", "no-verify-ssl", "ca-bundle", "debug", "color", "version",
+    "cli-input-json", "cli-input-yaml", "cli-auto-prompt", "no-cli-auto-prompt", "cli-read-timeout",
+    "cli-connect-timeout", "cli-binary-format", "no-cli-pager", "generate-cli-skeleton", "v2-debug",
+)  # fmt: skip
+"""Options that are refused in every spelling that the CLI would take for them."""
+_WITHOUT_EFFECT = frozenset({"--no-cli-pager", "--no-cli-auto-prompt"})
+"""Flags of the CLI's second version that ask for what is the case here anyway."""
+_BLOB_FORMAT, _RAW = "--cli-binary-format", "raw-in-base64-out"
+_VALUED_GLOBALS = ("region", "output", "query")
+_FLAG_GLOBALS = ("no-paginate",)
+_FLAGS = (
+    "--no-paginate", "--dryrun", "--quiet", "--recursive", "--only-show-errors", "--no-progress",
+    "--follow-symlinks", "--no-follow-symlinks", "--no-guess-mime-type", "--ignore-glacier-warnings",
+    "--force-glacier-transfer", "--no-overwrite", "--validate-same-s3-paths", "--delete", "--size-only",
+    "--exact-timestamps",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class CommandWords:
+    """Holds the parts of a command line. ``names``: up to two words, service and operation; ``arguments``: everything
+    after them."""
+
+    names: tuple[str, ...]
+    arguments: tuple[str, ...]
+
+
+def without_second_version(words: Sequence[str]) -> list[str]:
+    """Return the words without the options of the CLI's second version that change nothing here, wherever they stand.
+    Raises RefusedRequest for a binary format other than the one that is in force."""
+    kept: list[str] = []
+    pending = iter(words)
+    for word in pending:
+        name, value = split_option(word)
+        if name == _BLOB_FORMAT:
+            if (value if value is not None else next(pending, "")) != _RAW:
+                refuse("global-option", f"option {_BLOB_FORMAT} is {_RAW} here")
+        elif word not in _WITHOUT_EFFECT:
+            kept.append(word)
+    return kept
+
+
+def read_words(words: Sequence[str]) -> CommandWords:
+    """Find service and operation: the first words that are neither global options nor their values. Raises
+    RefusedRequest for any other option before them."""
+    names: list[str] = []
+    position = 0
+    while position < len(words) and len(names) < 2:
+        word = words[position]
+        position += 1
+        if not word.startswith("-"):
+            names.append(word)
+            continue
+        name, value = split_option(word)
+        stem = name.removeprefix("--")
+        if not name.startswith("--") or not stem:
+            refuse("global-option", f"option {word[:60]!r} is not known before the operation")
+        if any(option.startswith(stem) for option in _VALUED_GLOBALS):
+            position += value is None
+        elif value is not None or not any(option.startswith(stem) for option in _FLAG_GLOBALS):
+            refuse("global-option", f"option {word[:60]!r} is not known before the operation")
+    return CommandWords(tuple(names), tuple(words[position:]))
+
+
+def split_option(word: str) -> tuple[str, str | None]:
+    """Split ``--name=value`` into a pair; the value is None where there is none."""
+    name, equals, value = word.partition("=")
+    return name, value if equals else None
+
+
+def with_option(words: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield every word that is not an option, with the option it directly follows (a value) or ``""``."""
+    option = ""
+    for word in words:
+        if word.startswith("--"):
+            name, value = split_option(word)
+            is_flag = len(name) > 2 and any(flag.startswith(name) for flag in _FLAGS)
+            option = "" if value is not None or is_flag else name
+            if value is not None:
+                yield name, value
+        else:
+            yield option, word
+            option = ""
+
 
 REGION = "us-east-1"
 MAX_COMMAND_BYTES = 8192
 """Largest command line, unless the server's configuration says otherwise."""
 MAX_QUERY_CHARS = 1000
 MAX_QUERY_DEPTH = 20
-
 _OUTPUTS = ("json", "text", "table")
 _FILE_OPTIONS = {("s3api", "put-object"): "--body"}
 _OUTFILE_OPERATIONS = frozenset({("s3api", "get-object"), ("lambda", "invoke")})

@@ -1,4 +1,8 @@
-"""Drives the AWS CLI in-process, warm: its parsers, argument tables and clients are built once.
+"""Drives the AWS CLI in-process, warm, and bounds what its requests may ask for.
+
+Here stands every count that a simulator would turn into objects, by the name of its member in botocore's models, and
+what a document of YAML may unfold to. The memory and the time of a simulator are bounded beside that, by limits of its
+process: a template may hold counts that nobody sees here.
 
 The public program rebuilds all of these for every command. What a command registers on shared objects (event handlers)
 is undone after it, so the driver neither slows down nor remembers.
@@ -8,14 +12,16 @@ from __future__ import annotations
 
 import io
 import logging
+import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import date, datetime
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import awscli  # noqa: F401  (first: it makes the name botocore mean the CLI's own copy)
+import yaml
 from awscli import clidriver, paramfile
 from awscli.argparser import ServiceArgParser
 from awscli.customizations import globalargs
@@ -24,13 +30,72 @@ from awscli.customizations.generatecliskeleton import add_generate_skeleton
 from awscli.customizations.waiters import WaitCommand
 from awscli.help import HelpCommand
 from botocore.hooks import HierarchicalEmitter
+from botocore.model import OperationModel
 from botocore.waiter import SingleWaiterConfig
 
-from realhf.aws.cli.bounds import too_much
-from realhf.aws.cli.pinned_http import PinnedConnection
-from realhf.aws.cli.refusal import Refuse, RefusedRequest
-from realhf.aws.cli.unsigned_client import ENDPOINT, REGION, lighten
+from realhf.aws.cli.pinned_http import ENDPOINT, REGION, PinnedConnection, lighten
+from realhf.aws.cli.policy import Refuse, RefusedRequest
 from realhf.aws.cli.virtual_folder import is_folder_name
+
+MAX_COUNT = 100
+MAX_ALIASES = 16
+"""Most aliases in a document of YAML. Each may double what the ones before it unfold to, and more."""
+_COUNTED = re.compile(
+    r"(?<!sample)count$|capacity$|capacitybuffer$|instances$|workers$|nodes$|shards$|replicas|partitions$|buckets$|pools$"
+    r"|^m(in|ax)size$|^num(ber)?of|^num(cache|node)|concurrency$|concurrentruns$",
+    re.IGNORECASE,
+)
+_ALIAS, _ANCHOR = (re.compile(rf"(?:^|[\s\[{{,:?-]){sign}[^\s\]}},*&]") for sign in (r"\*", "&"))
+_NUMBERS = frozenset({"integer", "long", "float", "double"})
+
+
+def too_much(model: OperationModel, params: Any) -> str:
+    """Say what a request asks too much of; "" where it does not."""
+    stored = model.service_model.service_name == "s3"
+    for name, shape, value in _leaves(model.input_shape, params):
+        if isinstance(value, (str, bytes)):
+            if not stored and has_many_aliases(value):
+                return f"a document may have {MAX_ALIASES} aliases (*name)"
+        elif shape is not None and shape.type_name in _NUMBERS and _COUNTED.search(name):
+            most = shape.metadata.get("max") or MAX_COUNT
+            if isinstance(value, (int, float)) and value > most:
+                return f"{name} may be {most} at most here"
+    return ""
+
+
+def has_many_aliases(document: str | bytes) -> bool:
+    """Return whether a text, read as YAML, has more than ``MAX_ALIASES`` aliases."""
+    if isinstance(document, bytes) and document.startswith(b"PK\x03\x04"):
+        return False  # an archive: no reader of YAML takes these characters
+    text = document.decode("utf-8", "replace") if isinstance(document, bytes) else document
+    if text.count("*") <= MAX_ALIASES or "&" not in text:
+        return False
+    found = 0
+    try:
+        for token in yaml.scan(text, yaml.CSafeLoader):
+            found += isinstance(token, yaml.AliasToken)
+            if found > MAX_ALIASES:
+                return True
+    except (yaml.YAMLError, ValueError):  # another reader may be less strict
+        return len(_ALIAS.findall(text)) > MAX_ALIASES and _ANCHOR.search(text) is not None
+    return False
+
+
+def _leaves(shape: Any, params: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Yield every value that holds no others, with its shape and the name of the member that it belongs to. Agents
+    write deep documents, so this does not recurse."""
+    pending = [("", shape, params)]
+    while pending:
+        name, shape, value = pending.pop()
+        if isinstance(value, dict):
+            members = getattr(shape, "members", {})
+            other = getattr(shape, "value", None)
+            pending += [(str(key), members.get(key, other), item) for key, item in value.items()]
+        elif isinstance(value, (list, tuple)):
+            pending += [(name, getattr(shape, "member", None), item) for item in value]
+        else:
+            yield name, shape, value
+
 
 _MAX_PARAM_CHARS = 65536
 _WAIT_DELAY_S = 0.25

@@ -15,7 +15,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from realhf.aws.cli.refusal import RefusedRequest
+from realhf.aws.cli.policy import RefusedRequest
 from realhf.aws.cli.virtual_folder import MAX_DEPTH, MAX_FILES, MAX_FOLDERS, VirtualFolder
 from realhf.aws.cli.warm_cli import WarmCli
 from realhf.env.containment import sandbox

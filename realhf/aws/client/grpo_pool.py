@@ -22,18 +22,21 @@ from typing import Any, TypeVar
 
 from realhf.api.env import StepResult
 from realhf.aws.client.aws_env import AwsEnv, parse_result
-from realhf.aws.client.failures import (
+from realhf.aws.client.session_group import (
     FAILURES,
     GroupError,
     GroupResetError,
+    GroupSummary,
     PoolClosed,
+    ResultSink,
     RolloutFailure,
+    SessionGroup,
     as_failure,
     check_on_failure,
     failed_ones,
+    record_group,
+    reset_arguments,
 )
-from realhf.aws.client.group_result import GroupSummary, ResultSink, record_group
-from realhf.aws.client.session_group import SessionGroup, reset_arguments
 from realhf.aws.models import AwsStepResult
 from realhf.base.loop_thread import check_process
 from realhf.env.openenv_client import OpenEnvClient

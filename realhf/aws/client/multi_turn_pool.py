@@ -2,11 +2,15 @@
 
 Generation runs in the caller's thread, environment steps on the pool's loop, which answers pings while the caller
 generates or trains. Source: docs/reference/environment.md 9.
+
+AWS_RL_ENV_URL and AWS_RL_ENV_TOKEN say where the server is; NUM_GENERATIONS (8), MAX_TURNS (6) and MAX_TOTAL_TOKENS
+(4096) are rollouts of a group, policy turns and tokens of an episode. Source: docs/reference/environment.md 1.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import time
 import weakref
@@ -18,13 +22,20 @@ from typing import Any, Protocol
 from realhf.api.env import ChatFormat, RolloutOutcome, StepResult
 from realhf.api.environment import EnvironmentSpec, Task
 from realhf.api.model import GenOutput, GenRequest
-from realhf.aws.client.failures import GroupError, PoolClosed, RolloutFailure, check_on_failure, failed_ones
-from realhf.aws.client.group_result import GroupSummary, ResultSink, record_group
-from realhf.aws.client.session_group import SessionGroup, reset_arguments
-from realhf.aws.environment import SYSTEM_PROMPT, AwsEnvironment, AwsTaskSet
-from realhf.aws.extraction import extract_command
-from realhf.aws.observation_text import OBSERVATION_CHARS
-from realhf.aws.options import AwsOptions
+from realhf.aws.client.session_group import (
+    GroupError,
+    GroupSummary,
+    PoolClosed,
+    ResultSink,
+    RolloutFailure,
+    SessionGroup,
+    check_on_failure,
+    failed_ones,
+    record_group,
+    reset_arguments,
+)
+from realhf.aws.environment import SYSTEM_PROMPT, AwsEnvironment, AwsOptions, AwsTaskSet
+from realhf.aws.messages import OBSERVATION_CHARS, extract_command
 from realhf.base.loop_thread import LoopThread
 from realhf.env.openenv_client import OpenEnvClient
 from realhf.rollout.blocking_player import BatchEngine, BlockingPlayer
@@ -318,3 +329,31 @@ def _shut_down(thread: LoopThread, group: SessionGroup, timeout_s: float) -> Non
         with suppress(TimeoutError, RuntimeError):
             asyncio.run_coroutine_threadsafe(group.close(), thread.loop).result(timeout_s)
     thread.stop(timeout_s)
+
+
+DEFAULT_URL = "http://127.0.0.1:8100"
+_NUMBERS = {
+    "NUM_GENERATIONS": ("size", 8),
+    "MAX_TURNS": ("max_turns", 6),
+    "MAX_TOTAL_TOKENS": ("max_total_tokens", 4096),
+}
+
+
+def pool_arguments(environ: Mapping[str, str]) -> dict[str, Any]:
+    """Read arguments of ``MultiTurnEnvPool`` from variables. Raises ValueError naming a variable that is not a positive
+    number."""
+    found: dict[str, Any] = {
+        "base_url": environ.get("AWS_RL_ENV_URL") or DEFAULT_URL,
+        "token": environ.get("AWS_RL_ENV_TOKEN") or None,
+    }
+    for variable, (argument, default) in _NUMBERS.items():
+        text = environ.get(variable) or str(default)
+        if not text.isdecimal() or int(text) < 1:
+            raise ValueError(f"{variable} is {text!r}; it must be a positive whole number")
+        found[argument] = int(text)
+    return found
+
+
+def pool_from_environment(**arguments: Any) -> MultiTurnEnvPool:
+    """Return an unconnected pool; ``arguments`` win over variables. Raises ValueError."""
+    return MultiTurnEnvPool(**{**pool_arguments(os.environ), **arguments})

@@ -1,4 +1,8 @@
-"""Keeps N sessions of one environment server that live and are played together: the core of both pools.
+"""Keeps N sessions of one environment server that are played together, with their failures and group statistics.
+
+Source: docs/reference/environment.md 9. A failed environment is never a reward of 0.
+
+Source: docs/reference/environment.md 9 (``record_group_result``).
 
 Its coroutines run on the loop that owns the sockets. Connecting is all or nothing. Source:
 docs/reference/environment.md 9.
@@ -7,21 +11,149 @@ docs/reference/environment.md 9.
 from __future__ import annotations
 
 import asyncio
+import math
+import statistics
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
 
-from realhf.api.env import StepResult
-from realhf.aws.client.failures import (
-    FAILURES,
-    GroupResetError,
-    PoolClosed,
-    RolloutFailure,
-    as_failure,
-    failed_ones,
-)
+from realhf.api.env import POLICY_FAILED, StepResult
 from realhf.base.tls import believing
-from realhf.env.openenv_client import CapacityError, ConnectError, OpenEnvClient, fetch_metadata
+from realhf.env.openenv_client import CapacityError, ConnectError, EnvError, OpenEnvClient, fetch_metadata
+
+ON_FAILURE = ("drop", "retry", "raise")
+"""What a pool makes of a rollout whose environment failed: left out, played once more, an error."""
+FAILURES = (ConnectionError, TimeoutError, EnvError)
+"""Errors of an environment or of the way to it; anything else is a fault of the caller's code."""
+
+
+@dataclass(frozen=True)
+class RolloutFailure:
+    """Stands where a result would: ``status`` is one of ``realhf.api.env.FAILURE_STATUSES``."""
+
+    status: str
+    message: str
+    valid: bool = False
+    reward: None = None
+    achieved: bool = False
+
+
+class PoolClosed(RuntimeError):
+    """The pool was closed, or never connected."""
+
+
+class GroupError(RuntimeError):
+    """Rollouts of a group failed. ``outcomes``: one entry per rollout in order, a RolloutFailure where one failed."""
+
+    def __init__(self, message: str, outcomes: Sequence[Any]) -> None:
+        super().__init__(message)
+        self.outcomes = list(outcomes)
+
+
+class GroupResetError(GroupError):
+    """Not every session could be reset onto the task."""
+
+
+def failure_status(error: BaseException) -> str:
+    """Return the status of a rollout whose environment raised ``error``; that of a failed policy for an error that is
+    none of FAILURES."""
+    if isinstance(error, CapacityError):
+        return "capacity"
+    if isinstance(error, TimeoutError):
+        return "timeout"
+    if isinstance(error, EnvError):
+        return "unavailable" if error.retryable else "internal"
+    return "lost" if isinstance(error, ConnectionError) else POLICY_FAILED
+
+
+def as_failure(error: BaseException) -> RolloutFailure:
+    """Turn ``error`` into an outcome."""
+    return RolloutFailure(failure_status(error), str(error) or type(error).__name__)
+
+
+def failed_ones(outcomes: Sequence[Any]) -> str:
+    """Say, for an error message, which entries failed and how."""
+    named = [f"{i}: {o.status} ({o.message})" for i, o in enumerate(outcomes) if getattr(o, "valid", True) is False]
+    return "; ".join(named)
+
+
+def check_on_failure(value: str) -> None:
+    """Raise ValueError for a policy that does not exist."""
+    if value not in ON_FAILURE:
+        raise ValueError(f"on_failure is {value!r}; allowed: {', '.join(ON_FAILURE)}")
+
+
+class ResultSink(Protocol):
+    """Takes results for a curriculum: all that a pool needs of one."""
+
+    def record_result(self, task: Any, achieved: bool | float | None, reward: float = 0.0) -> None:
+        """Take the result of a group: ``achieved`` is the share of its valid rollouts that solved the task, None
+        without valid ones; ``reward`` is their mean reward."""
+        ...
+
+
+@dataclass(frozen=True)
+class GroupSummary:
+    """Summarises a group: ``mean`` and ``std`` (population) of the rewards of the ``valid`` ones of ``size`` rollouts,
+    0.0 without any; ``achieved`` is the share of them that solved the task; ``failures`` counts the others by status.
+    """
+
+    size: int
+    valid: int
+    achieved: float
+    mean: float
+    std: float
+    failures: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def trainable(self) -> bool:
+        """Whether advantages mean something: at least two rollouts are valid."""
+        return self.valid >= 2
+
+
+def record_group(
+    curriculum: ResultSink | None, task: Any, results: Sequence[Any], success_threshold: float = 0.99
+) -> GroupSummary:
+    """Report a group to the curriculum (if any), once, and return its statistics.
+
+    ``results`` are rewards, or outcomes with ``valid``, ``reward``, ``achieved`` and ``status``. None, NaN and failed
+    outcomes are excluded, never zeros; a bare reward is a success from ``success_threshold`` on.
+    """
+    entries = [_entry(result, success_threshold) for result in results]
+    valid = [(reward, achieved) for reward, achieved, _ in entries if reward is not None]
+    rewards = [reward for reward, _ in valid]
+    achieved = sum(achieved for _, achieved in valid) / len(valid) if valid else None
+    mean = statistics.fmean(rewards) if rewards else 0.0
+    if curriculum is not None:
+        curriculum.record_result(task, achieved, mean)
+    return GroupSummary(
+        size=len(entries),
+        valid=len(valid),
+        achieved=achieved or 0.0,
+        mean=mean,
+        std=statistics.pstdev(rewards) if rewards else 0.0,
+        failures=dict(Counter(status for reward, _, status in entries if reward is None)),
+    )
+
+
+def _entry(result: Any, threshold: float) -> tuple[float | None, bool, str]:
+    """Return (reward or None, achieved, status of a failure)."""
+    if result is None:
+        return None, False, "missing"
+    if isinstance(result, int | float):
+        reward = float(result)
+        return (None, False, "not_finite") if not math.isfinite(reward) else (reward, reward >= threshold, "")
+    if not result.valid or result.reward is None or not math.isfinite(result.reward):
+        return None, False, result.status
+    return float(result.reward), bool(result.achieved), ""
+
+
+def episode_return(rewards: Sequence[float], reward_mode: str) -> float:
+    """Return the score of an episode from its step rewards: their sum, or in ``level`` mode the last one."""
+    return (rewards[-1] if rewards else 0.0) if reward_mode == "level" else float(sum(rewards))
+
 
 T = TypeVar("T")
 _REOPEN_S = 5.0

@@ -17,8 +17,7 @@ import jmespath
 
 from realhf.aws.cli.state_client import StateCallError
 from realhf.aws.grading.criteria import StateReader
-from realhf.aws.grading.end_state import EndStateGrader
-from realhf.aws.grading.grader import Grader
+from realhf.aws.grading.grader import EndStateGrader, Grader
 from realhf.aws.grading.tracker import Evidence, Tracker
 from realhf.aws.tasks.task import ACCOUNT_ID
 

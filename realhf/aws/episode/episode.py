@@ -1,34 +1,146 @@
 """Plays one episode: a task set up in a slot's world, commands graded one by one, until achieved or out of steps.
 
+Level 1 names the services, level 2 the operations in order, level 3 shows the commands with ``...`` for every value.
+Names, checks and set-up are never revealed. Source: docs/reference/environment.md 7 (Hints).
+
+What becomes of a simulator while it executes a command of the agent, or so that it does not answer after one, is the
+agent's doing: the episode ends with the score it had, and cannot be had anew by breaking the account. What happens
+between commands is the environment's, and the episode does not count. An account that nobody can read, in a simulator
+that works, is neither: it is not as the task wants it, which is counted by kind, and the episode goes on.
+
 Source: docs/reference/environment.md 2.1 (observation), 6 (set-up) and 7 (end of an episode).
 """
 
 from __future__ import annotations
 
 import logging
+import shlex
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
+from botocore import xform_name
+
 from realhf.aws.cli.executor import CommandResult, SimulatorLost
-from realhf.aws.cli.state_client import StateCallError
-from realhf.aws.episode.blame import Blame, Watch, unreadable_kind
-from realhf.aws.episode.changes import AccountChanges
+from realhf.aws.cli.state_client import StateCallError, UnreadableAnswer
 from realhf.aws.episode.chaos import PROBABILITY, Chaos, chaos_rng
-from realhf.aws.episode.hints import LEVELS, hint_text, is_hint_request
-from realhf.aws.episode.target import TargetError, account_reader, begin_targets
-from realhf.aws.episode.world import SetupError, SlotState, World, build_world
-from realhf.aws.grading.criteria import criteria_of
-from realhf.aws.grading.end_state import EndStateGrader, is_graded_by_end_state
-from realhf.aws.grading.grader import Grader
-from realhf.aws.grading.inventory import Inventory
+from realhf.aws.episode.world import (
+    SetupError,
+    SlotState,
+    TargetError,
+    World,
+    account_reader,
+    begin_targets,
+    build_world,
+)
+from realhf.aws.grading.criteria import Criteria, criteria_of
+from realhf.aws.grading.grader import EndStateGrader, Grader, is_graded_by_end_state
+from realhf.aws.grading.inventory import AccountChanges, Inventory
 from realhf.aws.grading.reward import RewardMeter
+from realhf.aws.grading.snapshot import SnapshotError
 from realhf.aws.grading.tracker import Tracker, is_read
 from realhf.aws.grading.walked_account import RealAccountGrader
 from realhf.aws.simulator.pool import Slot
 from realhf.aws.tasks.captures import fill_setup
 from realhf.aws.tasks.task import Task, TaskError
+
+HINT_COMMAND = "aws help --task-hint"
+LEVELS = 3
+
+
+def is_hint_request(command: str) -> bool:
+    """Return whether a command asks for a hint; any other spelling is a command like others."""
+    return command.strip() == HINT_COMMAND
+
+
+def hint_text(level: int, criteria: Criteria, solution: Sequence[str]) -> str:
+    """Return the hint of ``level`` 1 to 3; higher levels repeat the last. Operations and their order come from the
+    canonical solution; a task without one is hinted at from its criteria."""
+    skeletons = list(filter(None, map(_skeleton, solution))) or _from_criteria(criteria)
+    operations = [" ".join(skeleton.split()[1:3]) for skeleton in skeletons]
+    if level <= 1:
+        services = dict.fromkeys(operation.split()[0] for operation in operations)
+        return f"services: {', '.join(services)}"
+    if level == 2:
+        return f"operations in order: {', '.join(operations)}"
+    return "commands: " + "; ".join(skeletons)
+
+
+def _skeleton(command: str) -> str:
+    """Return the command without its values; "" for text that is not a command."""
+    try:
+        words = shlex.split(command)
+    except ValueError:
+        return ""
+    if len(words) < 3:
+        return ""
+    shown = words[:3]
+    for word in words[3:]:
+        if word.startswith("--"):
+            name, equals, _ = word.partition("=")
+            shown.append(name + ("=..." if equals else ""))
+        elif shown[-1] != "...":
+            shown.append("...")
+    return " ".join(shown)
+
+
+def _from_criteria(criteria: Criteria) -> list[str]:
+    named = [step.operation for step in criteria.steps] or [criteria.operation]
+    skeletons = []
+    for operation in filter(None, named):
+        service, _, name = operation.partition(":")
+        skeletons.append(f"aws {'s3api' if service == 's3' else service} {xform_name(name, '-')} ...")
+    if skeletons:
+        return skeletons
+    services = dict.fromkeys(check.service for check in criteria.checks)
+    return [f"aws {'s3api' if service == 's3' else service} help" for service in services]
+
+
+class Blame(Enum):
+    """Says whose doing a fault is; UNREADABLE: nobody's, but the account does not show what was asked for."""
+
+    AGENT = "agent"
+    ENVIRONMENT = "environment"
+    UNREADABLE = "unreadable"
+
+
+class Watch:
+    """Watches the simulator of a slot from now on: over a command, or over the reads that grade it."""
+
+    def __init__(self, slot: Slot) -> None:
+        self._slot = slot
+        self._worked_s = slot.ministack.worked_s() if slot.simulated else 0.0
+
+    def blame(self, error: Exception, *, begun: bool = True) -> Blame:
+        """Say whose doing an error is; ``begun``: whether it came after a command had begun. Blocks until a simulator
+        that did not answer is known to be lost."""
+        lost = isinstance(error, SimulatorLost | ConnectionError)
+        if not begun:
+            return Blame.ENVIRONMENT
+        if not self._slot.simulated:
+            if isinstance(error, SnapshotError):
+                return Blame.UNREADABLE
+            return Blame.ENVIRONMENT if lost or isinstance(error, StateCallError) else Blame.UNREADABLE
+        simulator = self._slot.ministack
+        idle = 0 <= simulator.worked_s() == self._worked_s
+        if simulator.stopped():
+            return Blame.ENVIRONMENT
+        if not isinstance(error, SimulatorLost) and simulator.alive() and (not lost or simulator.healthy()):
+            return Blame.UNREADABLE
+        return Blame.ENVIRONMENT if idle else Blame.AGENT  # nothing inside it can keep all of it from running
+
+
+def unreadable_kind(error: Exception) -> str:
+    """Return a word for why an account could not be read: an ``answer`` that is too large or cannot be decoded, a
+    ``service`` that answered with an error, ``silence`` where others are answered, a ``grader`` that failed."""
+    if isinstance(error, UnreadableAnswer | SnapshotError):
+        return "answer"
+    if isinstance(error, StateCallError):
+        return "service"
+    return "silence" if isinstance(error, ConnectionError) else "grader"
+
 
 DEFAULT_MAX_STEPS = 15
 FINISHED = "episode finished; call reset"

@@ -16,11 +16,18 @@ from typing import Any, TypeVar
 
 from realhf.api.environment import AssistantMessage, EnvironmentFailure, EnvironmentSpec, Opening, Turn
 from realhf.aws.cli.executor import SimulatorLost
-from realhf.aws.environment import SYSTEM_PROMPT, AwsTaskSet
+from realhf.aws.environment import SYSTEM_PROMPT, AwsOptions, AwsTaskSet
 from realhf.aws.episode.episode import DEFAULT_MAX_STEPS, Episode, EpisodeError, StepData
-from realhf.aws.messages import command_of, command_turn, replay_of, task_opening, told, told_people
-from realhf.aws.observation_text import NO_COMMAND, OBSERVATION_CHARS
-from realhf.aws.options import AwsOptions
+from realhf.aws.messages import (
+    NO_COMMAND,
+    OBSERVATION_CHARS,
+    command_of,
+    command_turn,
+    replay_of,
+    task_opening,
+    told,
+    told_people,
+)
 from realhf.aws.simulator.pool import MiniStackPool, Slot
 from realhf.aws.tasks.task import Task, TaskError
 from realhf.env.loader.threads import Threads

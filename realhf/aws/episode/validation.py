@@ -21,24 +21,23 @@ from rich.progress import track
 
 from realhf.aws.cli.policy import check_command, operation_allowed
 from realhf.aws.episode.episode import DEFAULT_MAX_STEPS, Episode, EpisodeError
-from realhf.aws.episode.target import TargetError, make_targets
-from realhf.aws.episode.world import SetupError
+from realhf.aws.episode.world import SetupError, TargetError, make_targets
 from realhf.aws.grading.criteria import criteria_of
 from realhf.aws.grading.differences import has_field
-from realhf.aws.grading.end_state import freedom_of, is_graded_by_end_state
+from realhf.aws.grading.grader import freedom_of, is_graded_by_end_state
 from realhf.aws.simulator.pool import MiniStackPool
 from realhf.aws.tasks.captures import resolve
 from realhf.aws.tasks.loader import (
     SPLITS,
     Template,
     instantiate,
+    is_name,
     line_of,
     mistakes,
     solve,
     whole_state,
     with_drifts,
 )
-from realhf.aws.tasks.names import is_name
 from realhf.aws.tasks.task import FEWEST_DRIFTS, MOST_DRIFTS, SetupCommand, Task, TaskError
 
 BLIND_RETURN = 0.9

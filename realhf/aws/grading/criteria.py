@@ -31,8 +31,7 @@ from realhf.aws.cli.command_table import ALLOWED
 from realhf.aws.cli.executor import CommandResult
 from realhf.aws.cli.policy import check_command
 from realhf.aws.grading.inventory import LISTINGS, names_of
-from realhf.aws.grading.resource_identity import asks, has_effect, identity
-from realhf.aws.grading.tracker import Evidence, mentions, same_resource
+from realhf.aws.grading.tracker import Evidence, asks, has_effect, identity, mentions, same_resource
 from realhf.aws.tasks.task import Task, TaskError
 
 MAX_CHECKS = 40

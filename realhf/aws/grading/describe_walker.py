@@ -1,4 +1,4 @@
-"""Reads an account by its list and describe calls, guided by botocore's models alone: no table of attributes.
+"""Reads an account by its list and describe calls, guided by botocore's models alone.
 
 First the calls that need no argument; then, again and again, the calls whose arguments stand in an answer that is
 already there, together with the arguments that led to it, until nothing new comes. What two accounts say is compared
@@ -18,12 +18,58 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, cast
 
+import botocore.session
 from botocore import xform_name
-from botocore.model import OperationModel, Shape
+from botocore.exceptions import UnknownServiceError
+from botocore.model import ListShape, MapShape, OperationModel, ServiceModel, Shape, StringShape, StructureShape
 
 from realhf.aws.cli.command_table import ALLOWED
-from realhf.aws.cli.models import bounds, element, members, operation_models, required_members, words
 from realhf.aws.cli.state_client import StateCallError
+
+
+@functools.cache
+def _session() -> botocore.session.Session:
+    return botocore.session.Session()
+
+
+@functools.cache
+def operation_models(service: str) -> Mapping[str, OperationModel]:
+    """Return the operations of a service (botocore's name) by their API names; none for an unknown service."""
+    try:
+        model: ServiceModel = _session().get_service_model(service)
+    except UnknownServiceError:
+        return {}
+    return {name: model.operation_model(name) for name in cast(Sequence[str], model.operation_names)}
+
+
+def members(shape: Any) -> Mapping[str, Shape]:
+    """Return the members of a structure; none for any other shape."""
+    return cast(Mapping[str, Shape], shape.members) if isinstance(shape, StructureShape) else {}
+
+
+def required_members(shape: Any) -> Sequence[str]:
+    """Return the members that a structure must have."""
+    return cast(Sequence[str], shape.required_members) if isinstance(shape, StructureShape) else ()
+
+
+def element(shape: Any) -> Shape | None:
+    """Return the shape of a list's elements or of a map's values; None for any other shape."""
+    if isinstance(shape, MapShape):
+        return cast(Shape, shape.value)
+    return cast(Shape, shape.member) if isinstance(shape, ListShape) else None
+
+
+def words(shape: Any) -> Sequence[str]:
+    """Return the words that a text may be, those of the keys for a map; none where any text will do."""
+    if isinstance(shape, MapShape):
+        return words(cast(Shape, shape.key))
+    return list(cast(Sequence[str], shape.enum)) if isinstance(shape, StringShape) else ()
+
+
+def bounds(shape: Any) -> Mapping[str, Any]:
+    """Return what the model says of a value's size: perhaps ``min`` and ``max``."""
+    return cast(Mapping[str, Any], shape.metadata) if shape is not None else {}
+
 
 _VARIANTS = 8
 """Most calls that differ in a word of an enumeration."""
@@ -55,7 +101,6 @@ _VOLATILE = frozenset(
     {"sid", "etag", "revisionid", "clientrequesttoken", "creationtoken", "callerreference", "locktoken"}
 )
 _HARMLESS = re.compile(r"\.(tags?|taglist|tagset|description)\b", re.IGNORECASE)
-
 Call = Callable[[str, str, dict[str, Any]], Mapping[str, Any]]
 Answers = Mapping[str, Any]
 """By ``service:Operation {arguments}`` the answer; of an error its code."""

@@ -1,4 +1,9 @@
-"""Compares policies by what they mean, however they are written.
+"""Parses IAM policies and compares them by what they mean, however they are written.
+
+Patterns are those of IAM: ``*`` stands for any text, ``?`` for one character. ``combinations`` gives every combination
+of patterns that some name matches while it matches none of the others, with such a name. So two expressions over the
+patterns are equal for all names when they are equal for these few. The answer is exact: the patterns are run side by
+side as automata over all texts, and texts after which every pattern is equally far are one.
 
 ``compare_policies`` looks at one request of every kind that the policies of both sides tell apart: the principals,
 actions and resources that stand for all others come from ``pattern_sets``, and conditions are compared as formulas.
@@ -12,13 +17,287 @@ Which actions a service has, and on what, is not known here, so ``*`` on a bucke
 
 from __future__ import annotations
 
+import functools
 import itertools
+import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import re
+import string
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from realhf.aws.grading.iam_policy import Names, Statement, matches
-from realhf.aws.grading.pattern_sets import Budget, combinations
+MOST_CHARACTERS, LONGEST_NAME = 20_480, 2_048
+"""Longest policy and longest ARN, in characters, as AWS limits them."""
+_ANYTHING = ("*",)
+_STATEMENT_KEYS = frozenset(
+    {"Sid", "Effect", "Principal", "NotPrincipal", "Action", "NotAction", "Resource", "NotResource", "Condition"}
+)
+_PRINCIPAL_KINDS = frozenset({"AWS", "Service", "Federated", "CanonicalUser"})
+
+
+class PolicyError(ValueError):
+    """AWS would not take a document as a policy."""
+
+
+@dataclass(frozen=True)
+class Names:
+    """Describes a set of names: those that match one of the patterns, or, ``inverted``, all others."""
+
+    patterns: tuple[str, ...] = _ANYTHING
+    inverted: bool = False
+
+    def has(self, name: str) -> bool:
+        """Return whether the set contains ``name``."""
+        return any(matches(pattern, name) for pattern in self.patterns) is not self.inverted
+
+
+@dataclass(frozen=True)
+class Statement:
+    """Holds one statement. A part that is not written restricts nothing."""
+
+    allow: bool
+    principals: Names = Names()
+    actions: Names = Names()
+    resources: Names = Names()
+    conditions: tuple[tuple[str, str, tuple[str, ...]], ...] = ()
+
+
+def parse_policy(document: Any) -> tuple[Statement, ...]:
+    """Parse the statements of a policy, given as an object or as its JSON text. Raises PolicyError."""
+    try:
+        text = document if isinstance(document, str) else json.dumps(document, default=str)
+        document = json.loads(text) if len(text) <= MOST_CHARACTERS else None
+    except (ValueError, RecursionError):
+        raise PolicyError("the policy is not JSON") from None
+    if not isinstance(document, Mapping):
+        raise PolicyError("the policy is no object, or longer than AWS permits")
+    statements = document.get("Statement")
+    if isinstance(statements, Mapping):
+        statements = [statements]
+    if not isinstance(statements, list) or not statements:
+        raise PolicyError("the policy has no statement")
+    return tuple(map(_statement, statements))
+
+
+def matches(pattern: str, text: str) -> bool:
+    """Return whether the text fits a pattern of ``*`` (anything) and ``?`` (one character). No pattern that an agent
+    could write takes long: the pieces between the stars are sought one after the other, never again."""
+    first, *rest = pattern.split("*")
+    if not rest:
+        return len(text) == len(first) and _piece(first).match(text) is not None
+    found = _piece(first).match(text)
+    position = found.end() if found else -1
+    for piece in rest[:-1]:
+        found = _piece(piece).search(text, position) if position >= 0 else None
+        position = found.end() if found else -1
+    start = len(text) - len(rest[-1])
+    return 0 <= position <= start and _piece(rest[-1]).match(text, start) is not None
+
+
+@functools.lru_cache(maxsize=4096)
+def _piece(piece: str) -> re.Pattern[str]:
+    """Compile a pattern without stars."""
+    return re.compile("".join("." if char == "?" else re.escape(char) for char in piece), re.DOTALL)
+
+
+def _statement(entry: Any) -> Statement:
+    if not isinstance(entry, Mapping):
+        raise PolicyError("a statement is no object")
+    unknown = set(entry) - _STATEMENT_KEYS
+    if unknown:
+        raise PolicyError(f"a statement has the unknown key {sorted(map(str, unknown))[0]!r}")
+    if entry.get("Effect") not in ("Allow", "Deny"):
+        raise PolicyError("the effect of a statement is neither Allow nor Deny")
+    if ("Action" in entry) == ("NotAction" in entry):
+        raise PolicyError("a statement names either Action or NotAction")
+    actions = _names(entry, "Action", _texts)
+    return Statement(
+        allow=entry["Effect"] == "Allow",
+        principals=_names(entry, "Principal", _principals),
+        actions=Names(tuple(action.lower() for action in actions.patterns), actions.inverted),
+        resources=_names(entry, "Resource", _texts),
+        conditions=tuple(_conditions(entry.get("Condition") or {})),
+    )
+
+
+def _names(entry: Mapping[str, Any], key: str, read: Any) -> Names:
+    if key in entry and f"Not{key}" in entry:
+        raise PolicyError(f"a statement names both {key} and Not{key}")
+    if f"Not{key}" in entry:
+        return Names(read(entry[f"Not{key}"]), inverted=True)
+    return Names(read(entry[key])) if key in entry else Names()
+
+
+def _texts(value: Any) -> tuple[str, ...]:
+    values = [value] if isinstance(value, str) else value
+    if not isinstance(values, list | tuple) or not values or not all(isinstance(item, str) for item in values):
+        raise PolicyError("a part of a statement is neither a text nor a list of texts")
+    if any(len(item) > LONGEST_NAME for item in values):
+        raise PolicyError("a name in a statement is longer than an ARN")
+    return tuple(dict.fromkeys(values))
+
+
+def _principals(value: Any) -> tuple[str, ...]:
+    """Return the canonical principals of ``"*"``, ``"arn"``, a list, or ``{"AWS": ..., "Service": ...}``."""
+    if not isinstance(value, Mapping):
+        value = {"AWS": value}
+    if not value or not set(value) <= _PRINCIPAL_KINDS:
+        raise PolicyError("a principal is of an unknown kind")
+    found: list[str] = []
+    for kind, names in value.items():
+        for name in _texts(names):
+            if kind == "AWS" and name == "*":
+                found.append("*")
+            elif kind == "AWS" and name.isdigit():
+                found.append(f"AWS:arn:aws:iam::{name}:root")
+            else:
+                found.append(f"{kind}:{name}")
+    return tuple(dict.fromkeys(found))
+
+
+def _conditions(data: Any) -> Iterator[tuple[str, str, tuple[str, ...]]]:
+    """Yield (operator, key, values), operator and key in lower case."""
+    if not isinstance(data, Mapping):
+        raise PolicyError("a condition is no object")
+    for operator, keys in data.items():
+        if not isinstance(keys, Mapping):
+            raise PolicyError("a condition's operator holds no object")
+        for key, values in keys.items():
+            listed: Iterable[Any] = values if isinstance(values, list) else [values]
+            yield str(operator).lower(), str(key).lower(), tuple(_condition_text(value) for value in listed)
+
+
+def _condition_text(value: Any) -> str:
+    return json.dumps(value) if isinstance(value, bool | int | float) else str(value)
+
+
+FEWEST_STEPS = 256
+"""Least that a budget is charged for one call, in steps."""
+_STEP_BITS = 512
+"""How many characters of patterns one step looks at; longer sets of patterns pay for more steps."""
+_SPARE = string.ascii_lowercase + string.digits + "".join(map(chr, range(0xE000, 0xF8FF)))
+"""Characters of which one stands for all that no pattern names."""
+
+
+class TooManySteps(Exception):
+    """A comparison took more steps than it may; whoever wrote what is compared may have meant it to."""
+
+
+class Budget:
+    """Counts steps, each about a microsecond's work. ``spend`` raises TooManySteps when there are none left."""
+
+    def __init__(self, steps: int) -> None:
+        self.left = steps
+
+    def spend(self, steps: int) -> None:
+        """Take ``steps`` off. Raises TooManySteps."""
+        self.left -= steps
+        if self.left < 0:
+            raise TooManySteps
+
+
+def combinations(patterns: Sequence[str], budget: Budget) -> dict[int, str]:
+    """Return, for each set of patterns that some non-empty name matches while it matches no other of them, such a
+    name. A set is a number whose bit i stands for ``patterns[i]``. Raises TooManySteps.
+
+    A pattern that holds a policy variable (``${aws:username}``) is matched by what the variable's value decides, so
+    beside each name that it may match there is one that it does not, and what two such patterns have to do with one
+    another is not looked at: more combinations may be given than exist, never fewer.
+    """
+    budget.spend(FEWEST_STEPS)
+    plain = [re.sub(r"\$\{[^}]*\}", "*", pattern) for pattern in patterns]
+    simple = all("?" not in pattern and "*" not in pattern[:-1] for pattern in plain)
+    found = dict((_simple if simple else _automaton)(plain, budget))
+    for bit in [1 << number for number, pattern in enumerate(patterns) if "${" in pattern]:
+        budget.spend(2 * len(found))
+        found |= {mask & ~bit: name for mask, name in found.items() if mask & bit and mask & ~bit not in found}
+    return found
+
+
+def _simple(patterns: Sequence[str], budget: Budget) -> Iterator[tuple[int, str]]:
+    """Answer for patterns without wildcards but a star at the end. What decides is then the longest beginning that
+    a name shares with a pattern, so the whole names and the beginnings, prolonged by something else, are enough."""
+    whole: dict[str, int] = {}
+    starts: dict[str, int] = {"": 0}
+    for number, pattern in enumerate(patterns):
+        of, text = (starts, pattern[:-1]) if pattern.endswith("*") else (whole, pattern)
+        of[text] = of.get(text, 0) | 1 << number
+    spare = _spare(patterns)
+    lengths = sorted({len(text) for text in starts})
+    budget.spend((len(starts) + len(whole)) * len(lengths) * (1 + len(patterns) // _STEP_BITS))
+    for name in [text + spare for text in starts] + [text for text in whole if text]:
+        mask = whole.get(name, 0)
+        for length in lengths:
+            mask |= starts.get(name[:length], 0) if length <= len(name) else 0
+        yield mask, name
+
+
+def _automaton(patterns: Sequence[str], budget: Budget) -> Iterator[tuple[int, str]]:
+    """Walk over all texts at once. A state is the set of places that the patterns have reached, one bit a place; what
+    the next character can be is one of those that stand there, or any other."""
+    letters: dict[int, str] = {}  # bit of a place -> the character that leads to the next place
+    loops = ends = anything = start = named = 0
+    steps: dict[str, int] = {}  # character -> places that it leads on from
+    owners: dict[int, int] = {}  # bit of a last place -> bit of its pattern
+    place = 1
+    for number, pattern in enumerate(patterns):
+        start |= place
+        for char in pattern:
+            if char == "*":
+                loops |= place
+                continue
+            if char == "?":
+                anything |= place
+            else:
+                letters[place] = char
+                named |= place
+                steps[char] = steps.get(char, 0) | place
+            place <<= 1
+        ends |= place
+        owners[place] = 1 << number
+        place <<= 1
+    start |= place  # a place of its own, so that the state before any text is not met again
+    spare = _spare(patterns)
+    cost = 1 + place.bit_length() // _STEP_BITS
+    came: dict[int, tuple[int, str]] = {start: (0, "")}
+    waiting = [start]
+    seen: set[int] = set()
+    for state in waiting:  # grows while it is walked, so the shortest name of each kind comes first
+        budget.spend(cost + state.bit_count())
+        live, mask = state & ends, 0
+        while live:
+            mask |= owners[live & -live]
+            live &= live - 1
+        if state != start and mask not in seen:
+            seen.add(mask)
+            yield mask, _name(came, state)
+        nexts = {spare}
+        live = state & named
+        while live:
+            nexts.add(letters[live & -live])
+            live &= live - 1
+        for char in sorted(nexts):
+            budget.spend(cost)
+            after = (state & (steps.get(char, 0) | anything)) << 1 | state & loops
+            if after not in came:
+                came[after] = state, char
+                waiting.append(after)
+
+
+def _name(came: Mapping[int, tuple[int, str]], state: int) -> str:
+    """Return the text that leads to a state."""
+    chars: list[str] = []
+    while (step := came[state])[1]:
+        state = step[0]
+        chars.append(step[1])
+    return "".join(reversed(chars))
+
+
+def _spare(patterns: Sequence[str]) -> str:
+    used = set("".join(patterns))
+    return next(char for char in _SPARE if char not in used)
+
 
 Atom = tuple[str, str, tuple[str, ...]]
 """A condition: operator, key, values."""

@@ -24,9 +24,17 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-from realhf.aws.grading.iam_policy import Names, PolicyError, Statement, parse_policy
-from realhf.aws.grading.pattern_sets import Budget, TooManySteps
-from realhf.aws.grading.policy_comparison import Gain, Policies, compare_policies
+from realhf.aws.grading.policy_comparison import (
+    Budget,
+    Gain,
+    Names,
+    Policies,
+    PolicyError,
+    Statement,
+    TooManySteps,
+    compare_policies,
+    parse_policy,
+)
 
 Resources = Mapping[tuple[str, str, str], Mapping[str, Any]]
 """Attributes of resources by service, kind and identity, as a ``Snapshot`` has them: documents parsed or as text."""

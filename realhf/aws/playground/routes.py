@@ -1,10 +1,11 @@
-"""Serves the playground's routes below ``/web`` (docs/reference/environment.md 11)."""
+"""Serves the playground's routes below ``/web``, with the list of tasks for its picker."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import mimetypes
+import re
 from importlib import resources
 from importlib.resources.abc import Traversable
 from typing import Any
@@ -14,19 +15,37 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from realhf.aws.episode.hints import HINT_COMMAND, LEVELS
-from realhf.aws.episode.player import EpisodePlayer
+from realhf.aws.episode.episode import HINT_COMMAND, LEVELS
+from realhf.aws.episode.player import EpisodePlayer, checked_action, checked_reset
 from realhf.aws.grading.reward import HINT_FACTOR
-from realhf.aws.playground.catalog import catalog
-from realhf.aws.playground.playground import IDLE_RELEASE_S, Playground
-from realhf.aws.playground.playground_session import PlaygroundSession
-from realhf.aws.server.config import AwsServerConfig
-from realhf.aws.server.requests import checked_action, checked_reset
-from realhf.aws.simulator.configured_pool import simulator_pool
+from realhf.aws.playground.playground import IDLE_RELEASE_S, Playground, PlaygroundSession
+from realhf.aws.server_config import AwsServerConfig, simulator_pool
 from realhf.aws.simulator.pool import MiniStackPool
+from realhf.aws.tasks.loader import fill, load_templates
 from realhf.aws.tasks.task import TIERS
 from realhf.env.server import wire
 from realhf.env.server.access import BrowserAuth, Handler, Refused
+
+BLANK = "…"
+_RUN_TIME = re.compile(r"\$\{setup[^}]*\}")
+
+
+def catalog() -> list[dict[str, Any]]:
+    """List the tasks, easiest first: ``task_id``, ``tier``, ``description`` with an ellipsis for what only a seed or a
+    set-up tells, ``held_out``. Names of templates are left out: they would reveal the answer."""
+    found = []
+    for template in load_templates():
+        blank = _RUN_TIME.sub(BLANK, fill(template.descriptions[0], dict.fromkeys(template.params, BLANK)))
+        found.append(
+            {
+                "task_id": template.task_id,
+                "tier": template.tier,
+                "description": blank,
+                "held_out": template.split == "heldout",
+            }
+        )
+    return sorted(found, key=lambda task: (TIERS.index(task["tier"]), task["task_id"]))
+
 
 _LARGEST_SEED = (1 << 53) - 1
 """Largest integer that a browser's JSON holds exactly."""

@@ -26,12 +26,10 @@ import botocore.session
 from botocore import xform_name
 from botocore.exceptions import BotoCoreError, ClientError, ParamValidationError
 
-from realhf.aws.cli.command_result import CommandResult, OutputLimits
-from realhf.aws.cli.executor import TIMED_OUT, SimulatorLost
+from realhf.aws.cli.executor import TIMED_OUT, CommandResult, OutputLimits, SimulatorLost, parse_reply
 from realhf.aws.cli.policy import REGION, Verdict, check_command, refusal_text
 from realhf.aws.cli.state_client import StateCallError, UnreadableAnswer
 from realhf.aws.cli.virtual_folder import VirtualFolder, remove_folder
-from realhf.aws.cli.worker_reply import parse_reply
 from realhf.aws.real_aws.permissions import (
     Permissions,
     RealAwsRefused,
@@ -39,9 +37,8 @@ from realhf.aws.real_aws.permissions import (
     operations_sent,
     read_allow_file,
 )
-from realhf.aws.simulator.bench import Bench
 from realhf.aws.simulator.pool import MiniStackPool
-from realhf.aws.simulator.slot import PermittedReads
+from realhf.aws.simulator.slot import Bench, PermittedReads
 from realhf.base.paths import IMPORT_ROOT
 from realhf.env.containment.frames import BadFrame
 

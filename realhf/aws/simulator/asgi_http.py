@@ -1,4 +1,6 @@
-"""Serves HTTP/1.1 for one ASGI application and few clients on the loopback.
+"""Serves HTTP/1.1 for one ASGI application on the loopback, counts what it parsed, and keeps the owner's entrance apart.
+
+The owner reads it over the control connection (``MiniStackProcess.requests``); an agent's worker cannot.
 
 MiniStack's own server spends more time in HTTP than in answering. Here a request costs one parse of its head and one
 write of its answer; bodies arrive whole. A client waits for each answer before it sends the next request: bytes that
@@ -7,20 +9,101 @@ does not allow.
 
 A process that has no memory left answers some requests and fails others, reads of its owner among them, and what it
 keeps may be half written: it ends itself, which its owner notices.
+
+An agent's worker, and any other process that finds it, comes in by the ``port``: AWS alone, from no browser. Set-up,
+grading and control come in by a connection of the ``owner``.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
+import re
+from collections import deque
 from collections.abc import Awaitable, Callable
+from dataclasses import asdict, dataclass
 from http import HTTPStatus
 from typing import Any, cast
 from urllib.parse import unquote
 
-from realhf.aws.cli.http_grammar import BadHttp, RequestHead, check_field, parse_request_head
-from realhf.aws.simulator.parsed_requests import ParsedRequests
+from realhf.aws.cli.pinned_http import BadHttp, RequestHead, check_field, is_internal_path, parse_request_head
+from realhf.aws.simulator.account_state import AccountState, ModuleSwitches, TooLarge
+from realhf.base.loopback import is_loopback_authority
+
+KEPT = 2000
+TARGET_CHARS = 500
+"""Characters kept of a request's target."""
+_SCOPE = re.compile(rb"Credential=[^/,]*/[0-9]+/[^/,]*/([a-z0-9-]+)/aws4_request")
+_ACTION = re.compile(rb"(?:^|&)Action=([A-Za-z0-9]+)")
+_FORM_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class ParsedRequest:
+    """Describes one request. ``number`` counts from 1; ``entrance`` is ``port`` (the agent's worker, or any other
+    process that finds it), ``environment`` (the worker for command lines of tasks) or ``owner``. ``service`` is what
+    the signature names, ``operation`` what JSON and query protocols say, "" for REST."""
+
+    number: int
+    entrance: str
+    method: str
+    target: str
+    service: str
+    operation: str
+
+
+class ParsedRequests:
+    """Counts every request that was parsed, whatever its answer, and every one that was refused, by reason."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.entrances: dict[str, int] = {}
+        self.refused: dict[str, int] = {}
+        self._recent: deque[ParsedRequest] = deque(maxlen=KEPT)
+
+    def add(self, entrance: str, head: RequestHead, body: bytes) -> None:
+        """Count a request."""
+        self.count += 1
+        self.entrances[entrance] = self.entrances.get(entrance, 0) + 1
+        scope = _SCOPE.search(head.field(b"authorization"))
+        self._recent.append(
+            ParsedRequest(
+                self.count,
+                entrance,
+                head.method,
+                head.target[:TARGET_CHARS].decode("ascii"),
+                scope[1].decode() if scope else "",
+                _operation(head, body),
+            )
+        )
+
+    def refuse(self, reason: str) -> None:
+        """Count bytes that are not a request, or one that must not come from where it came."""
+        self.refused[reason] = self.refused.get(reason, 0) + 1
+
+    def report(self, after: int = 0) -> dict[str, Any]:
+        """Return ``count``, the same by ``entrances``, ``refused`` by reason, and the ``requests`` numbered above
+        ``after`` that are kept."""
+        recent = [asdict(request) for request in self._recent if request.number > after]
+        return {
+            "count": self.count,
+            "entrances": dict(self.entrances),
+            "refused": dict(self.refused),
+            "requests": recent,
+        }
+
+
+def _operation(head: RequestHead, body: bytes) -> str:
+    target = head.field(b"x-amz-target")
+    if target:
+        return target.rpartition(b".")[2].decode("latin-1")
+    if head.field(b"content-type").startswith(b"application/x-www-form-urlencoded"):
+        action = _ACTION.search(body[:_FORM_BYTES])
+        return action[1].decode() if action else ""
+    return ""
+
 
 MAX_HEAD_BYTES = 256 * 1024
 _SPARE_BYTES = 8 << 20
@@ -29,7 +112,6 @@ _REASONS = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode(
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _PIPELINED = "bytes behind a request, before its answer"
 _HOP_BY_HOP = frozenset({b"transfer-encoding", b"connection", b"keep-alive", b"upgrade", b"trailer"})
-
 Message = dict[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
@@ -207,3 +289,77 @@ def _scope(head: RequestHead) -> dict[str, Any]:
         "client": ("127.0.0.1", 0),
         "server": ("127.0.0.1", 0),
     }
+
+
+RESET_PATH = "/_realhf/reset"
+REQUESTS_PATH = "/_realhf/requests"
+SWITCHES_PATH = "/_realhf/switches"
+SNAPSHOT_PATH = "/_realhf/snapshot"
+_OF_BROWSERS = frozenset({b"origin", b"sec-fetch-site", b"sec-fetch-mode"})
+
+
+def port_app(app: AsgiApp, parsed: ParsedRequests) -> AsgiApp:
+    """Return ``app`` without its control paths, and for hosts of this machine alone."""
+
+    async def guarded(scope: dict[str, Any], receive: Receive, send: Send) -> None:
+        reason = _reason(scope)
+        if reason:
+            parsed.refuse(reason)
+            await _answer(send, 403, {"message": reason})
+        else:
+            await app(scope, receive, send)
+
+    return guarded
+
+
+def _reason(scope: dict[str, Any]) -> str:
+    if is_internal_path(scope["raw_path"].decode("ascii")):
+        return "this path is not part of AWS"
+    for name, value in scope["headers"]:
+        if name in _OF_BROWSERS:
+            return "a web page may not call a simulator"
+        if name == b"host" and not is_loopback_authority(value.decode("latin-1")):
+            return "this host is not served here"
+    return ""
+
+
+def owner_app(
+    app: AsgiApp,
+    seed: Callable[[int], None],
+    switches: ModuleSwitches,
+    parsed: ParsedRequests,
+    state: AccountState,
+) -> AsgiApp:
+    """Return ``app`` with its control paths and ours: reset to a seed, the account of requests, the modules'
+    switches, all that the account holds."""
+
+    async def controlled(scope: dict[str, Any], receive: Receive, send: Send) -> None:
+        path, number = scope["path"], scope["query_string"] or b"0"
+        if path == RESET_PATH:
+            await app({**scope, "path": "/_ministack/reset", "query_string": b""}, receive, send)
+            switches.restore()
+            seed(int(number))
+            state.forget()
+        elif path == REQUESTS_PATH:
+            await _answer(send, 200, parsed.report(int(number)))
+        elif path == SWITCHES_PATH:
+            await _answer(send, 200, switches.values())
+        elif path == SNAPSHOT_PATH:
+            try:
+                await _send(send, 200, "\n".join(state.report()))
+            except (TooLarge, RuntimeError) as error:  # one of its threads may change a store meanwhile
+                await _answer(send, 507, {"message": str(error)})
+        else:
+            await app(scope, receive, send)
+
+    return controlled
+
+
+async def _answer(send: Send, status: int, body: dict[str, Any]) -> None:
+    await _send(send, status, json.dumps(body, separators=(",", ":")))
+
+
+async def _send(send: Send, status: int, text: str) -> None:
+    headers = [(b"content-type", b"application/json")]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": text.encode()})

@@ -1,4 +1,9 @@
-"""Is the zygote of the simulators: imports MiniStack once, then forks one contained server per slot.
+"""Is the zygote of the simulators: imports MiniStack once, patches it, then forks one contained server per slot.
+
+A policy may call a user ``<|x|>`` or put a control character into a name. AWS escapes the one and refuses the other;
+the simulator's answer would be readable neither to the AWS CLI nor to the grader, for the rest of the episode.
+
+Source: docs/reference/environment.md 5, row 8.
 
 Run by ``ForkServer`` as ``python -m`` this module ``<control fd> <network> <root> <layers that may be missing> <MiB of
 memory>``. Every simulator believes that it is ``localhost:4566``, so what it prints (queue URLs, endpoints) is the same
@@ -18,14 +23,18 @@ import os
 import random
 import re
 import secrets
+import select
 import socket
 import sys
 import threading
 import uuid
+from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from xml.parsers import expat
 
 import botocore.session
 import uvloop
@@ -33,19 +42,139 @@ from botocore.exceptions import DataNotFoundError
 
 from realhf.aws.cli.command_table import MINISTACK_MODULES, MINISTACK_SERVICES
 from realhf.aws.cli.virtual_folder import remove_folder
-from realhf.aws.simulator.account_state import AccountState, Draws
-from realhf.aws.simulator.asgi_http import AsgiApp, HttpConnection
-from realhf.aws.simulator.entrances import owner_app, port_app
-from realhf.aws.simulator.lambda_gate import LambdaGate
-from realhf.aws.simulator.ministack_process import SIMULATOR_CPU_S
-from realhf.aws.simulator.module_switches import ModuleSwitches
-from realhf.aws.simulator.owner_channel import ENVIRONMENT, OWNER, serve_owner
-from realhf.aws.simulator.parsed_requests import ParsedRequests
-from realhf.aws.simulator.xml_repair import repaired
+from realhf.aws.simulator.account_state import AccountState, Draws, ModuleSwitches
+from realhf.aws.simulator.asgi_http import AsgiApp, HttpConnection, ParsedRequests, owner_app, port_app
+from realhf.aws.simulator.ministack_process import ENVIRONMENT, OWNER, SIMULATOR_CPU_S, serve_owner
 from realhf.env.containment import sandbox
 from realhf.env.containment.fork_server import serve_forks
+from realhf.env.containment.frames import frame, read_frame
 from realhf.env.containment.probe import PROBE, run_probe
 from realhf.env.containment.sandbox import ProcessGuard
+
+_TAG = re.compile(r'<(/?)([A-Za-z_][\w.:-]*)(?:\s+[\w.:-]+="[^"<]*")*\s*(/?)>|<\?xml[^>]*\?>')
+_AMPERSAND = re.compile(r"&(?!(?:amp|lt|gt|quot|apos|#\d+|#x[0-9a-fA-F]+);)")
+_NO_CHARACTER = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+
+
+@dataclass
+class _Piece:
+    """Is a tag or the text between two; a tag that has no counterpart is text, too."""
+
+    text: str
+    tag: re.Match[str] | None = None
+
+
+def well_formed(body: bytes) -> bool:
+    """Return whether the body is XML."""
+    try:
+        expat.ParserCreate().Parse(body, True)
+    except expat.ExpatError:
+        return False
+    return True
+
+
+def repaired(body: bytes) -> bytes:
+    """Return the body if it is XML. Otherwise everything that does not belong to a pair of tags is escaped, and
+    characters that XML does not have are replaced by U+FFFD; where that does not help, the body comes back as it was.
+    """
+    if well_formed(body):
+        return body
+    text = _NO_CHARACTER.sub("\ufffd", body.decode("utf-8", "replace"))
+    pieces = _pieces(text)
+    _unpair(pieces)
+    whole = "".join(piece.text if piece.tag else _escaped(piece.text) for piece in pieces).encode()
+    return whole if well_formed(whole) else body
+
+
+def _pieces(text: str) -> list[_Piece]:
+    pieces, end = [], 0
+    for match in _TAG.finditer(text):
+        pieces += [_Piece(text[end : match.start()]), _Piece(match[0], match)]
+        end = match.end()
+    return [*pieces, _Piece(text[end:])]
+
+
+def _unpair(pieces: list[_Piece]) -> None:
+    """Turn tags without their counterpart into text."""
+    opened: list[tuple[str, _Piece]] = []
+    depth: Counter[str] = Counter()
+    for piece in pieces:
+        if piece.tag is None or piece.tag[2] is None or piece.tag[3]:
+            continue
+        closing, name = piece.tag[1], piece.tag[2]
+        if not closing:
+            opened.append((name, piece))
+            depth[name] += 1
+        elif not depth[name]:
+            piece.tag = None
+        else:
+            while (inner := opened.pop())[0] != name:
+                inner[1].tag = None
+                depth[inner[0]] -= 1
+            depth[name] -= 1
+    for _, piece in opened:
+        piece.tag = None
+
+
+def _escaped(text: str) -> str:
+    return _AMPERSAND.sub("&amp;", text).replace("<", "&lt;").replace(">", "&gt;")
+
+
+_EXECUTORS = ("proxy", "docker", "provided", "provided_warm", "warm", "local")
+_ANSWER_S = 20.0
+
+
+class LambdaGate:
+    """Replaces every executor of MiniStack. Without a channel (LAMBDA=stub) no code is even read."""
+
+    def __init__(self) -> None:
+        self._channel: socket.socket | None = None
+        self._stream: Any = None
+        self._lock = threading.Lock()
+
+    def install(self) -> None:
+        """Replace the executors. Raises RuntimeError when this version of MiniStack has other executors than those
+        known."""
+        module = importlib.import_module("ministack.services.lambda_svc")
+        for executor in _EXECUTORS:
+            if not hasattr(module, f"_execute_function_{executor}"):
+                raise RuntimeError(f"this version of ministack has no Lambda executor {executor}: not contained")
+            setattr(module, f"_execute_function_{executor}", self.execute)
+
+    def attach(self, channel: socket.socket) -> None:
+        """Send code to the broker at the other end from now on."""
+        self._channel = channel
+        self._stream = channel.makefile("rb")
+
+    def execute(self, func: dict[str, Any], event: Any, *_: Any) -> dict[str, Any]:
+        """Return MiniStack's result of one invocation: ``body``, ``log``, ``error``."""
+        if self._channel is None:
+            return {"body": {"statusCode": 200, "body": "stub"}, "log": "", "error": False}
+        config = func.get("config") or func
+        request = {
+            "code": base64.b64encode(func.get("code_zip") or b"").decode(),
+            "handler": str(config.get("Handler", "")),
+            "runtime": str(config.get("Runtime", "")),
+            "name": str(config.get("FunctionName", "")),
+            "variables": (config.get("Environment") or {}).get("Variables") or {},
+            "timeout_s": int(config.get("Timeout") or 3),
+            "event": event,
+        }
+        with self._lock:
+            try:
+                self._channel.sendall(frame(request))
+                if not select.select([self._channel], [], [], _ANSWER_S)[0]:
+                    raise TimeoutError(f"the Lambda broker did not answer within {_ANSWER_S:g} s")
+                answer = read_frame(self._stream)
+            except OSError as error:
+                self._channel.close()  # a late answer must not become the next one's
+                return _failed("Service.Unavailable", str(error))
+        return answer or _failed("Service.Unavailable", "the Lambda broker ended")
+
+
+def _failed(kind: str, message: str) -> dict[str, Any]:
+    return {"body": {"errorType": kind, "errorMessage": message}, "log": "", "error": True}
+
 
 _XML_PATH = re.compile(r"/$|/\d{4}-\d\d-\d\d/")
 _LOG_BYTES = 4 << 20

@@ -1,4 +1,12 @@
-"""Defines MiniStackPool: one simulator, one CLI worker and one virtual folder per session.
+"""Defines MiniStackPool: it checks its containment, leases slots, watches their health and replaces the dead ones.
+
+starting -> free -> leased -> scrubbing -> free
+                  \________\___________\-> unhealthy -> respawning -> free
+
+Every transition is one call under one lock, so a slot has one owner at any time: the free list, a lease, or the
+one who scrubs or respawns it. Source: docs/reference/environment.md 3.
+
+It speaks plain HTTP to one simulator; all others are forks of the same zygote. Source: docs/reference/environment.md 5.
 
 Source: docs/reference/environment.md 1 and 3.
 """
@@ -6,28 +14,36 @@ Source: docs/reference/environment.md 1 and 3.
 from __future__ import annotations
 
 import atexit
+import base64
+import contextlib
+import enum
+import io
+import json
 import logging
+import select
+import socket
 import tempfile
 import threading
 import time
+import urllib.parse
+import zipfile
+from collections import deque
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Generic, TypeVar
 
 from realhf.aws.cli.executor import OutputLimits, SimulatorLost
 from realhf.aws.cli.state_client import ClientFactory
 from realhf.aws.cli.virtual_folder import remove_folder
-from realhf.aws.simulator.bench import Bench
-from realhf.aws.simulator.health_loop import HealthLoop
-from realhf.aws.simulator.lease_book import EXHAUSTED, LeaseBook, SlotState
 from realhf.aws.simulator.ministack_process import (
+    ANSWER_S,
     SIMULATOR_CPU_S,
     SIMULATOR_MEMORY_MB,
     MiniStackProcess,
     not_up,
     zygote_environment,
 )
-from realhf.aws.simulator.slot import ACCOUNT, START_TIMEOUT_S, Slot
-from realhf.aws.simulator.startup_check import startup_check
+from realhf.aws.simulator.slot import ACCOUNT, START_TIMEOUT_S, Bench, Slot
 from realhf.base.paths import IMPORT_ROOT
 from realhf.env.containment.fork_server import ForkServer
 from realhf.env.containment.probe import (
@@ -43,7 +59,289 @@ from realhf.env.containment.probe import (
 )
 from realhf.env.containment.sandbox import LAYERS, housekept, sandboxed
 
-__all__ = ["ACCOUNT", "MiniStackPool", "Slot", "worker_environment"]
+Item = TypeVar("Item")
+EXHAUSTED = "MiniStack pool exhausted"
+
+
+class SlotState(enum.StrEnum):
+    """Says where an item is between start, lease, scrub and respawn."""
+
+    STARTING = "starting"
+    FREE = "free"
+    LEASED = "leased"
+    SCRUBBING = "scrubbing"
+    UNHEALTHY = "unhealthy"
+    RESPAWNING = "respawning"
+
+
+class LeaseBook(Generic[Item]):
+    """Tracks ``items`` (ports, slots) by their index; all are STARTING at first. Thread-safe."""
+
+    def __init__(self, items: Sequence[Item]) -> None:
+        self._items = tuple(items)
+        self._states = [SlotState.STARTING] * len(self._items)
+        self._free: deque[int] = deque()
+        self._leases: dict[int, object] = {}
+        self._lock = threading.Condition()
+
+    def take(self, patience_s: float = 0.0) -> int:
+        """Take the least recently used free item, which is LEASED from now on, and return its index.
+
+        Waits ``patience_s`` for one that is on its way back. Raises RuntimeError("MiniStack pool exhausted").
+        """
+        with self._lock:
+            deadline = time.monotonic() + patience_s
+            while not self._free:
+                left = deadline - time.monotonic()
+                if left <= 0 or all(state is SlotState.LEASED for state in self._states):
+                    raise RuntimeError(EXHAUSTED)
+                self._lock.wait(left)
+            index = self._free.popleft()
+            self._states[index] = SlotState.LEASED
+            return index
+
+    def grant(self, index: int, lease: object) -> None:
+        """Note to whom a taken item is leased."""
+        with self._lock:
+            self._leases[index] = lease
+
+    def give_back(self, index: int, lease: object) -> None:
+        """End a lease; the item is SCRUBBING. Raises ValueError when this very lease is not in force."""
+        with self._lock:
+            if index not in self._leases or self._leases[index] is not lease:
+                raise ValueError(f"slot {index} is not leased from this pool")
+            del self._leases[index]
+            self._states[index] = SlotState.SCRUBBING
+
+    def free(self, index: int) -> None:
+        """Make a started, scrubbed or respawned item free. Raises ValueError when it is free or leased."""
+        with self._lock:
+            if self._states[index] in (SlotState.FREE, SlotState.LEASED):
+                raise ValueError(f"slot {index} is {self._states[index]}; it cannot become free")
+            self._states[index] = SlotState.FREE
+            self._free.append(index)
+            self._lock.notify()
+
+    def fail(self, index: int) -> None:
+        """Mark an item as unhealthy: its owner found it dead or dirty."""
+        with self._lock:
+            self._states[index] = SlotState.UNHEALTHY
+
+    def fail_if_free(self, index: int) -> bool:
+        """Mark an item as unhealthy if it is free: an onlooker found it dead. Returns False when it was taken
+        meanwhile: its holder will notice."""
+        with self._lock:
+            if self._states[index] is not SlotState.FREE:
+                return False
+            self._free.remove(index)
+            self._states[index] = SlotState.UNHEALTHY
+            return True
+
+    def begin_respawn(self, index: int) -> bool:
+        """Return whether the item was UNHEALTHY, so that the caller may respawn it."""
+        with self._lock:
+            if self._states[index] is not SlotState.UNHEALTHY:
+                return False
+            self._states[index] = SlotState.RESPAWNING
+            return True
+
+    def adopt(self, index: int) -> None:
+        """Lease a respawned item to the caller without having been free."""
+        with self._lock:
+            if self._states[index] is not SlotState.RESPAWNING:
+                raise ValueError(f"slot {index} is {self._states[index]}, not respawning")
+            self._states[index] = SlotState.LEASED
+
+    def in_state(self, state: SlotState) -> list[int]:
+        """Return the indices of the items in this state."""
+        with self._lock:
+            return [index for index, current in enumerate(self._states) if current is state]
+
+    def counts(self) -> dict[str, int]:
+        """Return the number of items by state."""
+        with self._lock:
+            return {str(state): self._states.count(state) for state in SlotState}
+
+
+INTERVAL_S = 5.0
+FIRST_BACK_OFF_S = 0.5
+MAX_BACK_OFF_S = 30.0
+_STOP_S = 10.0
+logger = logging.getLogger(__name__)
+
+
+def back_off_s(failures: int) -> float:
+    """Return the seconds until the next attempt after ``failures`` failed ones in a row: 0, 0.5, 1, 2 .. 30."""
+    return min(MAX_BACK_OFF_S, FIRST_BACK_OFF_S * 2 ** (failures - 1)) if failures else 0.0
+
+
+class HealthLoop:
+    """Checks every free slot every ``interval_s`` on a thread, and respawns UNHEALTHY ones.
+
+    ``respawns`` counts replaced simulators, ``failures`` attempts that replaced none.
+    """
+
+    def __init__(self, book: LeaseBook[Slot], slots: Sequence[Slot], interval_s: float = INTERVAL_S) -> None:
+        self.respawns = 0
+        self.failures = 0
+        self._book = book
+        self._slots = slots
+        self._interval_s = interval_s
+        self._failed = [0] * len(slots)
+        self._due = [0.0] * len(slots)
+        self._woken = threading.Event()
+        self._ending = False
+        self._thread = threading.Thread(target=self._run, name="ministack-health", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def wake(self) -> None:
+        """Start the next round now: there is an unhealthy slot."""
+        self._woken.set()
+
+    def stop(self) -> None:
+        """End the thread, after the answer or the respawn that it waits for. Idempotent."""
+        self._ending = True
+        self._woken.set()
+        if self._thread.is_alive():
+            self._thread.join(_STOP_S)
+
+    def sweep(self) -> None:
+        """Run one round: check the free slots, then respawn what is due."""
+        for index in self._book.in_state(SlotState.FREE):
+            if self._ending:
+                return
+            if not self._slots[index].ministack.answers(ANSWER_S) and self._book.fail_if_free(index):
+                logger.warning("slot %d: its simulator does not answer and is replaced", index)
+        for index in self._book.in_state(SlotState.UNHEALTHY):
+            if not self._ending and time.monotonic() >= self._due[index] and self._book.begin_respawn(index):
+                self._respawn(index)
+
+    def _respawn(self, index: int) -> None:
+        try:
+            self._slots[index].respawn()
+        except SimulatorLost as error:
+            self.failures += 1
+            self._failed[index] += 1
+            wait_s = back_off_s(self._failed[index])
+            self._due[index] = time.monotonic() + wait_s
+            self._book.fail(index)
+            logger.error("slot %d cannot be respawned, next attempt in %g s: %s", index, wait_s, error)
+        else:
+            self.respawns += 1
+            self._failed[index] = 0
+            self._book.free(index)
+
+    def _run(self) -> None:
+        next_round = time.monotonic() + self._interval_s
+        while not self._ending:
+            waiting = [self._due[index] for index in self._book.in_state(SlotState.UNHEALTHY)]
+            self._woken.wait(max(0.01, min([next_round, *waiting]) - time.monotonic()))
+            self._woken.clear()
+            if self._ending:
+                return
+            self.sweep()
+            next_round = time.monotonic() + self._interval_s
+
+
+_ROLE = "arn:aws:iam::000000000000:role/self-test"
+_FUNCTION = "/2015-03-31/functions"
+_EFFECT_S = 0.1
+_ANSWER_S = 30.0
+"""Seconds to wait for an answer. A simulator answers in milliseconds, but on a machine that starts many things at once
+it may take seconds."""
+_CODE = """
+import os, socket
+def touch(path):
+    try:
+        open(path, "w").close()
+    except OSError:
+        pass
+for path in {paths!r}:
+    touch(path)
+def handler(event, context):
+    for path in {paths!r}:
+        touch(path)
+    try:
+        socket.create_connection(("127.0.0.1", {port}), timeout=1)
+    except OSError:
+        return "ran, contained"
+    return "ran, connected"
+"""
+
+
+def startup_check(simulator: MiniStackProcess, root: Path, lambda_mode: str) -> tuple[str, ...]:
+    """Return what was tried without effect. Raises NotContained, and TimeoutError when the simulator does not answer.
+
+    ``root`` is the pool's folder; markers would appear there, in the simulator's own folder and in /tmp.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as canary:
+        port = canary.getsockname()[1]
+        marker = root / "self-test-marker"
+        markers = [marker, root / "simulators" / "0" / marker.name, Path("/tmp") / f"{root.name}-marker"]
+        with _patience():
+            answer = _invoke_and_trigger(simulator, [str(path) for path in markers], port)
+        called = bool(select.select([canary], [], [], _EFFECT_S)[0])
+        inside = Path(f"/proc/{simulator.pid}/root")
+        seen = [str(path) for path in markers if path.exists() or (inside / str(path)[1:]).exists()]
+        for path in markers:
+            path.unlink(missing_ok=True)
+    if seen:
+        raise NotContained(f"self-test: code of a Lambda function wrote {', '.join(seen)}")
+    if called:
+        raise NotContained("self-test: something inside the sandbox connected out")
+    expected = "ran, contained" if lambda_mode == "sandbox" else "stub"
+    if expected not in answer:
+        raise NotContained(f"self-test: LAMBDA={lambda_mode} should answer {expected!r}, got {answer[:200]!r}")
+    with _patience():
+        simulator.reset(0, _ANSWER_S)
+    return ("function invoked and event-triggered: no marker", "connect-out: failed")
+
+
+@contextlib.contextmanager
+def _patience() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise TimeoutError(
+            f"the self-test at start got no answer from its simulator within {_ANSWER_S:g} s ({error}); "
+            "the machine may be overloaded: start again, or with fewer sessions"
+        ) from error
+
+
+def _invoke_and_trigger(simulator: MiniStackProcess, markers: list[str], port: int) -> str:
+    """Invoke the function directly, by an event and with calls out over HTTP; returns the answer of the direct call."""
+    archive = io.BytesIO()
+    with zipfile.ZipFile(archive, "w") as packed:
+        packed.writestr("index.py", _CODE.format(paths=markers, port=port))
+    function = {
+        "FunctionName": "self-test",
+        "Runtime": "python3.12",
+        "Handler": "index.handler",
+        "Role": _ROLE,
+        "Code": {"ZipFile": base64.b64encode(archive.getvalue()).decode()},
+    }
+    created = simulator.ask("POST", _FUNCTION, "lambda", _ANSWER_S, body=json.dumps(function).encode())
+    arn = json.loads(created)["FunctionArn"]
+    path = f"{_FUNCTION}/self-test/invocations"
+    answer = simulator.ask("POST", path, "lambda", _ANSWER_S, body=b"{}").decode()
+    simulator.ask("POST", path, "lambda", _ANSWER_S, {"X-Amz-Invocation-Type": "Event"}, b"{}")
+    topic = _sns(simulator, Action="CreateTopic", Name="self-test")
+    arn_of_topic = topic.partition("<TopicArn>")[2].partition("<")[0]
+    _sns(simulator, Action="Subscribe", TopicArn=arn_of_topic, Protocol="lambda", Endpoint=arn)
+    _sns(simulator, Action="Subscribe", TopicArn=arn_of_topic, Protocol="http", Endpoint=f"http://127.0.0.1:{port}/")
+    _sns(simulator, Action="Publish", TopicArn=arn_of_topic, Message="self-test")
+    time.sleep(_EFFECT_S)
+    return answer
+
+
+def _sns(simulator: MiniStackProcess, **parameters: str) -> str:
+    body = urllib.parse.urlencode({"Version": "2010-03-31", **parameters}).encode()
+    headers = {"Content-Type": "application/x-www-form-urlencoded"}
+    return simulator.ask("POST", "/", "sns", _ANSWER_S, headers, body).decode()
+
 
 RETURN_WAIT_S = 8.0
 """Seconds that ``acquire`` waits for a slot that is being scrubbed or replaced. A client of a server waits for ten, and
@@ -58,8 +356,6 @@ CONTAINED_PARTS = (
     "aws/simulator",
 )
 """Parts of this package that simulators and CLI workers see: their own code, and neither tasks nor graders."""
-
-logger = logging.getLogger(__name__)
 
 
 class MiniStackPool:

@@ -13,7 +13,7 @@ from realhf.api.chat.call_json import MAX_DEPTH
 from realhf.api.chat.families import FAMILIES
 from realhf.api.chat.turn_parser import MAX_CALLS, parse_turn
 from realhf.api.environment import AssistantMessage
-from realhf.aws.extraction import extract_command
+from realhf.aws.messages import extract_command
 from tests.cheapest import cheapest
 
 PIECES = [

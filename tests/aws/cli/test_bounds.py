@@ -7,7 +7,7 @@ from typing import Any
 import botocore.session
 import pytest
 
-from realhf.aws.cli.bounds import MAX_ALIASES, has_many_aliases, too_much
+from realhf.aws.cli.warm_cli import MAX_ALIASES, has_many_aliases, too_much
 
 _SESSION = botocore.session.Session()
 

@@ -13,9 +13,8 @@ import pytest
 from realhf.aws.cli.executor import SentRequest
 from realhf.aws.cli.virtual_folder import MAX_FOLDERS
 from realhf.aws.cli.worker import CappedSink
-from realhf.aws.server.config import AwsServerConfig
-from realhf.aws.service.program import make_pool
-from realhf.aws.simulator.configured_pool import output_limits
+from realhf.aws.server.program import make_pool
+from realhf.aws.server_config import AwsServerConfig, output_limits
 from realhf.aws.simulator.pool import MiniStackPool, Slot
 from tests.process_family import freeze
 

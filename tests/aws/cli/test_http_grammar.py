@@ -14,11 +14,9 @@ from botocore.awsrequest import AWSPreparedRequest
 from botocore.compat import HTTPHeaders
 from botocore.exceptions import ConnectionClosedError
 
-from realhf.aws.cli.http_grammar import BadHttp, hides_a_slash, is_internal_path, parse_request_head
-from realhf.aws.cli.pinned_http import PinnedConnection
-from realhf.aws.cli.refusal import RefusedRequest, refuse
-from realhf.aws.simulator.asgi_http import HttpConnection
-from realhf.aws.simulator.parsed_requests import ParsedRequests
+from realhf.aws.cli.pinned_http import BadHttp, PinnedConnection, hides_a_slash, is_internal_path, parse_request_head
+from realhf.aws.cli.policy import RefusedRequest, refuse
+from realhf.aws.simulator.asgi_http import HttpConnection, ParsedRequests
 
 HOST = b"\r\nHost: localhost:4566"
 AMBIGUOUS = {

@@ -7,8 +7,8 @@ import random
 import pytest
 
 from realhf.aws.cli.command_table import ALLOWED as ALLOWED_OPERATIONS
+from realhf.aws.cli.command_table import WAITERS
 from realhf.aws.cli.policy import check_command
-from realhf.aws.cli.waiters import WAITERS
 
 ALLOWED = [
     "aws s3 ls",

@@ -11,8 +11,7 @@ from urllib.parse import quote
 import pytest
 
 from realhf.aws.cli import pinned_http
-from realhf.aws.cli.policy_documents import decoded
-from realhf.aws.cli.state_client import StateCallError, UnreadableAnswer
+from realhf.aws.cli.state_client import StateCallError, UnreadableAnswer, decoded
 from realhf.aws.grading.inventory import Inventory
 from realhf.aws.simulator.pool import MiniStackPool, Slot
 

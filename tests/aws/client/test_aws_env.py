@@ -15,7 +15,7 @@ from realhf.api.environment import AssistantMessage
 from realhf.aws.client.aws_env import AwsEnv
 from realhf.aws.environment import AwsEnvironment
 from realhf.aws.models import AwsAction, AwsObservation, AwsState
-from realhf.aws.server.process import EnvServerProcess
+from realhf.aws.server.program import EnvServerProcess
 from realhf.aws.tasks.loader import instantiate, solve
 from realhf.env.openenv_client import CapacityError, ConnectionLost, ConnectionPoisoned, MessageTimeout, fetch_metadata
 from realhf.rollout.player import SlotEnvironment

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from realhf.aws.client.aws_env import AwsEnv
-from realhf.aws.client.failures import PoolClosed
 from realhf.aws.client.grpo_pool import GrpoPool
 from realhf.aws.client.multi_turn_pool import MultiTurnEnvPool
-from realhf.aws.server.process import EnvServerProcess
+from realhf.aws.client.session_group import PoolClosed
+from realhf.aws.server.program import EnvServerProcess
 from realhf.base.loop_thread import LoopThread
 from tests.rollout.fake_env_server import FakeEnvServer
 

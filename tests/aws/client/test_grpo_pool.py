@@ -12,11 +12,17 @@ from typing import Any
 import pytest
 
 from realhf.aws.client.aws_env import AwsEnv
-from realhf.aws.client.failures import GroupError, GroupResetError, PoolClosed, RolloutFailure
-from realhf.aws.client.group_result import episode_return, record_group
 from realhf.aws.client.grpo_pool import GrpoPool
 from realhf.aws.client.multi_turn_pool import MultiTurnEnvPool
-from realhf.aws.server.process import EnvServerProcess
+from realhf.aws.client.session_group import (
+    GroupError,
+    GroupResetError,
+    PoolClosed,
+    RolloutFailure,
+    episode_return,
+    record_group,
+)
+from realhf.aws.server.program import EnvServerProcess
 from realhf.aws.tasks.loader import instantiate, solve
 from realhf.env.openenv_client import CapacityError, ConnectError
 from tests.rollout.fake_env_server import FakeEnvServer

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from realhf.aws.client.failures import GroupError
 from realhf.aws.client.multi_turn_pool import MultiTurnEnvPool
+from realhf.aws.client.session_group import GroupError
 from tests.rollout.fake_env_server import FakeEnvServer
 from tests.rollout.scripted import ScriptedPolicy
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from realhf.aws.client.multi_turn_pool import MultiTurnEnvPool, PoolClosed
-from realhf.aws.server.process import EnvServerProcess
+from realhf.aws.server.program import EnvServerProcess
 from realhf.aws.tasks.loader import instantiate, solve
 from realhf.env.openenv_client import CapacityError, ConnectError
 from tests.rollout.scripted import END, LossyChat, ScriptedPolicy

@@ -2,7 +2,7 @@
 
 import pytest
 
-from realhf.aws.client.trainer_settings import pool_arguments, pool_from_environment
+from realhf.aws.client.multi_turn_pool import pool_arguments, pool_from_environment
 
 
 def test_defaults() -> None:

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from realhf.aws.client.multi_turn_pool import MultiTurnEnvPool
-from realhf.aws.server.process import EnvServerProcess
+from realhf.aws.server.program import EnvServerProcess
 from realhf.aws.tasks.loader import TrainingTasks, solve
 from realhf.aws.tasks.task import Task
 from realhf.env.curriculum import Curriculum, make_curriculum

@@ -10,8 +10,7 @@ import pytest
 
 from realhf.aws.cli.executor import SimulatorLost
 from realhf.aws.cli.state_client import StateCallError, UnreadableAnswer
-from realhf.aws.episode.blame import Blame, Watch
-from realhf.aws.episode.episode import Episode
+from realhf.aws.episode.episode import Blame, Episode, Watch
 from realhf.aws.grading.grader import Grade
 from realhf.aws.grading.snapshot import SnapshotError
 from realhf.aws.grading.tracker import Evidence

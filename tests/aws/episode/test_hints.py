@@ -2,8 +2,7 @@
 
 import pytest
 
-from realhf.aws.episode.episode import Episode
-from realhf.aws.episode.hints import HINT_COMMAND, hint_text, is_hint_request
+from realhf.aws.episode.episode import HINT_COMMAND, Episode, hint_text, is_hint_request
 from realhf.aws.grading.criteria import Criteria, parse_criteria
 from realhf.aws.simulator.pool import Slot
 from realhf.aws.tasks import instantiate, load_templates, solve

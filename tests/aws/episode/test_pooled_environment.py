@@ -12,8 +12,7 @@ import pytest
 
 from realhf.api.environment import AssistantMessage, EnvironmentFailure, EnvironmentSpec
 from realhf.aws.episode.pooled_environment import pooled_environment
-from realhf.aws.messages import episode_task
-from realhf.aws.observation_text import NO_COMMAND, observation_text
+from realhf.aws.messages import NO_COMMAND, episode_task, observation_text
 from realhf.aws.simulator.pool import MiniStackPool
 from realhf.aws.tasks import instantiate
 from realhf.rollout.player import SlotEnvironment

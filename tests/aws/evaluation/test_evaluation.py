@@ -8,13 +8,18 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from realhf.aws import evaluate
-from realhf.aws.evaluation.agent import AgentError, Conversation, TextAgent
-from realhf.aws.evaluation.chat_agents import ChatApiAgent, served_model
-from realhf.aws.evaluation.evaluation import EpisodeRecord, EvaluationRun, report
-from realhf.aws.evaluation.scripted_agents import RandomAgent, ScriptedExpert
+from realhf.aws.agents import (
+    AgentError,
+    ChatApiAgent,
+    Conversation,
+    RandomAgent,
+    ScriptedExpert,
+    TextAgent,
+    served_model,
+)
+from realhf.aws.evaluate import EpisodeRecord, EvaluationRun, report
 from realhf.aws.simulator.pool import MiniStackPool
-from realhf.aws.tasks.loader import instantiate, load_templates
-from realhf.aws.tasks.names import is_name
+from realhf.aws.tasks.loader import instantiate, is_name, load_templates
 
 pytestmark = pytest.mark.sim
 

@@ -8,8 +8,7 @@ from realhf.aws.cli.executor import CommandResult, SentRequest
 from realhf.aws.cli.state_client import StateCallError, UnreadableAnswer
 from realhf.aws.grading.criteria import Step, parse_criteria
 from realhf.aws.grading.grader import Grader, unspent_request
-from realhf.aws.grading.resource_identity import plain_name, same_meaning
-from realhf.aws.grading.tracker import Tracker, is_read, resource_name, same_resource
+from realhf.aws.grading.tracker import Tracker, is_read, plain_name, resource_name, same_meaning, same_resource
 from realhf.aws.tasks.task import TaskError
 
 

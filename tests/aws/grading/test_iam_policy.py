@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from realhf.aws.grading.iam_policy import Names, PolicyError, matches, parse_policy
+from realhf.aws.grading.policy_comparison import Names, PolicyError, matches, parse_policy
 
 ALLOW = {"Effect": "Allow", "Action": "s3:GetObject", "Resource": "arn:aws:s3:::data/*"}
 

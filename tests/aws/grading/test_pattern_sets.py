@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realhf.aws.grading.pattern_sets import Budget, TooManySteps, combinations
+from realhf.aws.grading.policy_comparison import Budget, TooManySteps, combinations
 
 NAMES = ["".join(chars) for size in range(1, 7) for chars in itertools.product("abz", repeat=size)]
 """z stands for all that no pattern names."""

@@ -9,9 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realhf.aws.grading.iam_policy import Names, Statement, matches, parse_policy
-from realhf.aws.grading.pattern_sets import Budget, TooManySteps
-from realhf.aws.grading.policy_comparison import Gain, Policies, compare_policies
+from realhf.aws.grading.policy_comparison import (
+    Budget,
+    Gain,
+    Names,
+    Policies,
+    Statement,
+    TooManySteps,
+    compare_policies,
+    matches,
+    parse_policy,
+)
 
 
 def equal(one: Policies, other: Policies, budget: Budget) -> bool:

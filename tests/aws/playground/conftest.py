@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from realhf.aws.server.process import EnvServerProcess
+from realhf.aws.server.program import EnvServerProcess
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,7 @@ import time
 from contextlib import closing
 from pathlib import Path
 
-from realhf.aws.server.process import EnvServerProcess
+from realhf.aws.server.program import EnvServerProcess
 from realhf.aws.tasks.captures import resolve
 from realhf.aws.tasks.loader import instantiate, solve
 from tests.chromium import Chromium

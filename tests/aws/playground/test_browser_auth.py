@@ -13,7 +13,7 @@ from starlette.testclient import TestClient
 
 from realhf.aws.playground.playground import Playground
 from realhf.aws.playground.routes import mount
-from realhf.aws.server.config import AwsServerConfig
+from realhf.aws.server_config import AwsServerConfig
 
 ORIGIN = "http://127.0.0.1:8000"
 STATIC = resources.files("realhf.aws.playground").joinpath("static")

@@ -14,9 +14,8 @@ import pytest
 from websockets.sync.client import connect
 
 from realhf.aws.episode.player import EpisodePlayer
-from realhf.aws.playground.playground import Playground
-from realhf.aws.playground.playground_session import PlaygroundSession
-from realhf.aws.server.process import EnvServerProcess
+from realhf.aws.playground.playground import Playground, PlaygroundSession
+from realhf.aws.server.program import EnvServerProcess
 from realhf.aws.simulator.pool import MiniStackPool
 from realhf.aws.tasks.loader import load_templates
 from realhf.base.free_port import free_port

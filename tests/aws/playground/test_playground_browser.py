@@ -12,7 +12,7 @@ from urllib.parse import quote
 import httpx
 import pytest
 
-from realhf.aws.server.process import EnvServerProcess
+from realhf.aws.server.program import EnvServerProcess
 from realhf.aws.tasks.loader import instantiate, solve
 from tests.chromium import ABSENT, PROGRAM, Chromium
 

@@ -14,14 +14,14 @@ from botocore import xform_name
 from botocore.model import ListShape, MapShape, Shape, StructureShape
 from websockets.sync.client import ClientConnection, connect
 
-from realhf.aws.cli.command_result import OutputLimits
 from realhf.aws.cli.command_table import ALLOWED
+from realhf.aws.cli.executor import OutputLimits
 from realhf.aws.cli.policy import Verdict
 from realhf.aws.cli.state_client import StateCallError
 from realhf.aws.episode.episode import Episode
 from realhf.aws.real_aws.account import RealAwsExecutor, RealAwsPool, RealAwsSlot, RealState
 from realhf.aws.real_aws.permissions import DEFAULT_READS, Permissions, RealAwsRefused, read_allow_file
-from realhf.aws.server.process import EnvServerProcess
+from realhf.aws.server.program import EnvServerProcess
 from realhf.aws.simulator.pool import ACCOUNT, MiniStackPool, Slot
 from realhf.aws.tasks.loader import instantiate
 from realhf.aws.tasks.task import Task, TaskError

@@ -10,13 +10,13 @@ import sys
 
 import pytest
 
-from realhf.aws.cli.refusal import RefusedRequest
-from realhf.aws.real_aws.egress_pin import EgressPin
+from realhf.aws.cli.policy import RefusedRequest
+from realhf.aws.real_aws.cli import EgressPin
 
 _CHILD = r"""
 import json, socket, sys, urllib.request
 from realhf.env.containment import sandbox
-from realhf.aws.real_aws.egress_pin import EgressPin
+from realhf.aws.real_aws.cli import EgressPin
 good, bad = int(sys.argv[1]), int(sys.argv[2])
 pin = EgressPin()
 pin.allow(f"http://localhost:{good}")

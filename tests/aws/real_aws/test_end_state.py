@@ -10,8 +10,8 @@ from typing import Any
 import botocore.session
 import pytest
 
-from realhf.aws.cli.command_result import OutputLimits
 from realhf.aws.cli.command_table import ALLOWED
+from realhf.aws.cli.executor import OutputLimits
 from realhf.aws.cli.state_client import StateCallError
 from realhf.aws.episode.episode import Episode
 from realhf.aws.grading.snapshot import SnapshotError

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import botocore.session
 
-from realhf.aws.cli.command_result import OutputLimits
+from realhf.aws.cli.executor import OutputLimits
 from realhf.aws.cli.policy import Verdict
 from realhf.aws.episode.episode import Episode
 from realhf.aws.real_aws.account import RealAwsExecutor

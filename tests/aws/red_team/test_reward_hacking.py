@@ -14,8 +14,7 @@ import pytest
 
 from realhf.aws.cli.policy import check_command
 from realhf.aws.episode.chaos import Chaos
-from realhf.aws.episode.episode import Episode, masked_task
-from realhf.aws.episode.hints import HINT_COMMAND
+from realhf.aws.episode.episode import HINT_COMMAND, Episode, masked_task
 from realhf.aws.episode.validation import play
 from realhf.aws.episode.world import SlotState
 from realhf.aws.grading.criteria import ListedResource, Step, parse_criteria

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from realhf.aws.episode.player import EpisodePlayer
-from realhf.aws.server.config import AwsServerConfig
-from realhf.aws.server.served import AwsServed
+from realhf.aws.server.program import AwsServed
+from realhf.aws.server_config import AwsServerConfig
 from realhf.aws.simulator.pool import MiniStackPool
 from realhf.env.server.server import EnvServer, listen
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from realhf.aws.server.config import AwsServerConfig
+from realhf.aws.server_config import AwsServerConfig
 from realhf.env.server.config import ConfigError
 from realhf.env.server.config import parse as parse_any
 

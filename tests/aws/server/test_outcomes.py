@@ -8,8 +8,8 @@ import pytest
 
 from realhf.aws.client.aws_env import AwsEnv
 from realhf.aws.episode.player import EpisodePlayer
-from realhf.aws.server.config import AwsServerConfig
-from realhf.aws.server.served import AwsServed
+from realhf.aws.server.program import AwsServed
+from realhf.aws.server_config import AwsServerConfig
 from realhf.aws.simulator.pool import MiniStackPool
 from realhf.aws.tasks import instantiate, solve
 from realhf.env.openenv_client import EnvError

@@ -10,10 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from realhf.aws.cli.executor import SimulatorLost
-from realhf.aws.episode import target
+from realhf.aws.episode import world
 from realhf.aws.episode.episode import Episode, EpisodeError
-from realhf.aws.simulator.bench import Bench
-from realhf.aws.simulator.slot import Slot
+from realhf.aws.simulator.slot import Bench, Slot
 from realhf.aws.tasks.loader import instantiate
 
 pytestmark = pytest.mark.sim
@@ -95,19 +94,19 @@ def test_thirty_instances_asked_for_at_once_all_get_their_targets(
     slot: Slot, bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However long the queue is: each waits as long as it moves, and no longer where it stands still."""
-    monkeypatch.setattr(target, "WAIT_S", 1.5)
+    monkeypatch.setattr(world, "WAIT_S", 1.5)
     for number in range(4):
         bench.begin(f"ahead {number}", lambda own: time.sleep(0.6))
     tasks = [instantiate(101, seed) for seed in range(_UNUSED_SEED, _UNUSED_SEED + 30)]
-    waits = [target.begin_targets(slot, task, task.seed) for task in tasks]
+    waits = [world.begin_targets(slot, task, task.seed) for task in tasks]
     with ThreadPoolExecutor(30) as threads:
         ends = [list(found[0].target.end.resources) for found in threads.map(lambda wait: wait(), waits)]
     assert len({("s3", "buckets", task.params["name"]) for task in tasks}) > 20
     assert all(("s3", "buckets", task.params["name"]) in end for task, end in zip(tasks, ends, strict=True))
     bench.begin("stands still", lambda own: time.sleep(2))
-    stuck = target.begin_targets(slot, instantiate(101, _UNUSED_SEED + 31), _UNUSED_SEED + 31)
-    monkeypatch.setattr(target, "WAIT_S", 0.2)
-    with pytest.raises(target.TargetError, match="was not ready"):
+    stuck = world.begin_targets(slot, instantiate(101, _UNUSED_SEED + 31), _UNUSED_SEED + 31)
+    monkeypatch.setattr(world, "WAIT_S", 0.2)
+    with pytest.raises(world.TargetError, match="was not ready"):
         stuck()
 
 
@@ -120,7 +119,7 @@ def test_whatever_keeps_a_target_from_being_made_ends_the_episode_as_no_episode(
     def fails(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(target, "make_targets", fails)
+    monkeypatch.setattr(world, "make_targets", fails)
     episode, task = Episode(slot), instantiate(204, 0, "train")
     episode.reset(task, seed=_UNUSED_SEED)
     with pytest.raises(EpisodeError, match=f"task 204: {type(error).__name__}"):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from realhf.aws.server.process import EnvServerProcess
+from realhf.aws.server.program import EnvServerProcess
 
 pytestmark = pytest.mark.sim
 BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"

@@ -16,7 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from realhf.aws.simulator import lambda_broker, startup_check
+from realhf.aws.simulator import lambda_broker
+from realhf.aws.simulator import pool as startup_check
 from realhf.aws.simulator.pool import CONTAINED_PARTS, MiniStackPool, Slot
 from realhf.env.containment import sandbox
 from realhf.env.containment.probe import Containment

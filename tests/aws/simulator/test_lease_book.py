@@ -9,9 +9,7 @@ import time
 import pytest
 
 from realhf.aws.cli.executor import SimulatorLost
-from realhf.aws.simulator.health_loop import HealthLoop, back_off_s
-from realhf.aws.simulator.lease_book import LeaseBook, SlotState
-from realhf.aws.simulator.pool import RETURN_WAIT_S
+from realhf.aws.simulator.pool import RETURN_WAIT_S, HealthLoop, LeaseBook, SlotState, back_off_s
 from realhf.aws.simulator.slot import USABLE_S
 from realhf.env.openenv_client import OpenEnvClient
 from realhf.env.server import capacity

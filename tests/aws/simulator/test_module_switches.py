@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from realhf.aws.simulator.module_switches import ModuleSwitches
+from realhf.aws.simulator.account_state import ModuleSwitches
 
 
 def test_switches_come_back_and_running_things_stay(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from realhf.aws.simulator.xml_repair import repaired, well_formed
+from realhf.aws.simulator.ministack_server import repaired, well_formed
 
 ANSWER = (
     '<?xml version="1.0" encoding="UTF-8"?><GetGroupResponse xmlns="https://iam.amazonaws.com/doc/2010-05-08/">'

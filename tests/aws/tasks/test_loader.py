@@ -17,7 +17,7 @@ from realhf.aws.cli.command_table import ALLOWED
 from realhf.aws.episode.episode import Episode
 from realhf.aws.episode.validation import problems
 from realhf.aws.grading.criteria import criteria_of
-from realhf.aws.grading.end_state import freedom_of, is_graded_by_end_state
+from realhf.aws.grading.grader import freedom_of, is_graded_by_end_state
 from realhf.aws.simulator.pool import ACCOUNT
 from realhf.aws.tasks import (
     get_template,
@@ -29,8 +29,7 @@ from realhf.aws.tasks import (
     solve,
 )
 from realhf.aws.tasks.__main__ import main
-from realhf.aws.tasks.loader import fill
-from realhf.aws.tasks.names import ADJECTIVES, NOUNS, SUFFIXES, draw_name, is_heldout_pair, words
+from realhf.aws.tasks.loader import ADJECTIVES, NOUNS, SUFFIXES, draw_name, fill, is_heldout_pair, words
 from realhf.aws.tasks.task import ACCOUNT_ID, Task, TaskError
 
 TEMPLATES = load_templates()

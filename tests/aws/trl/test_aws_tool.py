@@ -10,9 +10,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from realhf.aws.server.process import EnvServerProcess
+from realhf.aws.client.trl_tool import AwsToolEnv
+from realhf.aws.server.program import EnvServerProcess
 from realhf.aws.tasks.loader import instantiate, solve
-from realhf.aws.trl.aws_tool import AwsToolEnv
 from realhf.env.openenv_client import CapacityError, ConnectionLost
 from tests.rollout.fake_env_server import FakeEnvServer
 
@@ -103,6 +103,6 @@ def test_a_lost_environment_has_no_reward_and_comes_back_with_the_next_episode(
 
 
 def test_making_one_needs_no_network_and_no_torch() -> None:
-    make = "from realhf.aws.trl.aws_tool import AwsToolEnv; AwsToolEnv()"
+    make = "from realhf.aws.client.trl_tool import AwsToolEnv; AwsToolEnv()"
     code = f"import sys; {make}; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300)

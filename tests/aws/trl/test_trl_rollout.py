@@ -11,7 +11,7 @@ import torch
 
 from realhf.api.config import BuiltinModelConfig
 from realhf.aws.client.multi_turn_pool import MultiTurnEnvPool
-from realhf.aws.trl.trl_rollout import PoolRollouts, episode_reward, task_of_prompt
+from realhf.aws.client.trl_rollout import PoolRollouts, episode_reward, task_of_prompt
 from realhf.backends.builtin_policy import build_model, train_tokenizer
 from tests.rollout.fake_env_server import FakeEnvServer
 

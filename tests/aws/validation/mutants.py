@@ -18,9 +18,8 @@ from typing import Any, Literal
 
 from botocore import xform_name
 
-from realhf.aws.cli.models import members
-from realhf.aws.tasks.loader import get_template, whole_state
-from realhf.aws.tasks.names import is_name
+from realhf.aws.grading.describe_walker import members
+from realhf.aws.tasks.loader import get_template, is_name, whole_state
 from realhf.aws.tasks.task import SetupCommand, Task
 from tests.aws.validation.command_line import (
     CommandLine,

@@ -9,8 +9,8 @@ from typing import Any
 
 from websockets.sync.client import ClientConnection, connect
 
-from realhf.aws.server.config import AwsServerConfig
-from realhf.aws.server.served import AwsServed
+from realhf.aws.server.program import AwsServed
+from realhf.aws.server_config import AwsServerConfig
 from realhf.env.server.server import EnvServer, listen
 
 

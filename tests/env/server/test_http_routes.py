@@ -12,8 +12,7 @@ import pytest
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
-from realhf.aws.server.command_tool import CommandTool
-from realhf.aws.server.process import EnvServerProcess
+from realhf.aws.server.program import CommandTool, EnvServerProcess
 from realhf.env.server import mcp
 from realhf.env.server.access import authorized
 

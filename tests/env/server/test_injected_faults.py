@@ -15,8 +15,8 @@ import pytest
 from realhf.api.environment import AssistantMessage
 from realhf.aws.client.aws_env import AwsEnv
 from realhf.aws.environment import AwsEnvironment
-from realhf.aws.server.config import AwsServerConfig
-from realhf.aws.server.served import AwsServed
+from realhf.aws.server.program import AwsServed
+from realhf.aws.server_config import AwsServerConfig
 from realhf.env.openenv_client import ConnectionLost, EnvError, MessageTimeout
 from realhf.env.server.config import ConfigError, InjectedFaults, parse, parse_kinds
 from realhf.env.server.server import EnvServer, listen

@@ -19,7 +19,7 @@ import pytest
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
-from realhf.aws.server.process import EnvServerProcess
+from realhf.aws.server.program import EnvServerProcess
 from realhf.aws.tasks.loader import instantiate, solve
 from realhf.aws.tasks.task import Task
 from realhf.env.server.server import listen

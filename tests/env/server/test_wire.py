@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 
-from realhf.aws.server.requests import checked_action, checked_reset
+from realhf.aws.episode.player import checked_action, checked_reset
 from realhf.env.server.wire import (
     Request,
     WireError,

@@ -12,9 +12,8 @@ import pytest
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
 
-from realhf.aws.server.command_tool import CommandTool
-from realhf.aws.server.process import EnvServerProcess
-from realhf.aws.server.requests import checked_action, checked_reset
+from realhf.aws.episode.player import checked_action, checked_reset
+from realhf.aws.server.program import CommandTool, EnvServerProcess
 from realhf.env.server import mcp, wire
 
 MAX_COMMAND = 8192

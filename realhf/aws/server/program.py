@@ -1,18 +1,73 @@
-"""Describes the AWS environment to the environment server: requests, schemas, metadata, playground."""
+"""Puts the server of the AWS environment together: its description for the environment server, pools, episodes, playground.
+
+Source: docs/reference/environment.md 2.1.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+import argparse
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from fastapi import FastAPI
 from pydantic import BaseModel
 
+from realhf.aws.episode.player import EpisodePlayer, checked_action, checked_reset
 from realhf.aws.models import AwsAction, AwsObservation, AwsState
-from realhf.aws.server.command_tool import CommandTool
-from realhf.aws.server.config import AwsServerConfig
-from realhf.aws.server.requests import checked_action, checked_reset
+from realhf.aws.playground.routes import mount
+from realhf.aws.real_aws.account import RealAwsPool
+from realhf.aws.server_config import AwsServerConfig, aws_endpoints, output_limits, simulator_pool
+from realhf.aws.simulator.pool import MiniStackPool
+from realhf.aws.tasks.loader import load_templates
+from realhf.env.server.config import ConfigError, ServerConfig
 from realhf.env.server.interfaces import McpDoor, Page, Player, SlotPool
+from realhf.env.server.process import ServerProcess
+
+TOOL = {
+    "name": "aws",
+    "description": "Run one AWS CLI command and return its output.",
+    "inputSchema": {
+        "type": "object",
+        "properties": {"command": {"type": "string", "description": "a command line that starts with 'aws '"}},
+        "required": ["command"],
+        "additionalProperties": False,
+    },
+}
+
+
+class CommandTool:
+    """Implements ``realhf.env.server.interfaces.McpDoor``."""
+
+    def __init__(self, max_command_bytes: int) -> None:
+        self._max_command_bytes = max_command_bytes
+
+    def tools(self, player: Player | None) -> Sequence[Mapping[str, Any]]:
+        """Return the one tool; no simulator is needed to know it."""
+        del player
+        return [TOOL]
+
+    def problem(self, params: Any) -> str:
+        """Say what is wrong with the parameters of a tools/call; "" when nothing is."""
+        if not isinstance(params, Mapping) or params.get("name") != TOOL["name"]:
+            return "params name the tool 'aws'"
+        given = params.get("arguments")
+        if not isinstance(given, Mapping) or set(given) != {"command"} or not isinstance(given["command"], str):
+            return "arguments hold one text: command"
+        try:
+            too_long = len(given["command"].encode()) > self._max_command_bytes
+        except UnicodeEncodeError:
+            return "command is not valid Unicode text"
+        return f"command is longer than {self._max_command_bytes} bytes" if too_long else ""
+
+    def action(self, params: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the action that a sound tools/call means."""
+        return {"command": params["arguments"]["command"]}
+
+    def said(self, observation: Mapping[str, Any]) -> tuple[str, bool]:
+        """Return the command's output, or its error and that it failed."""
+        failed = not observation.get("command_success", False)
+        text = observation.get("error") if failed else observation.get("command_output")
+        return text or "", failed
 
 
 class StartedPool(SlotPool, Protocol):
@@ -128,3 +183,37 @@ class AwsServed:
     def announcement(self) -> list[str]:
         """Say what contains the commands of agents."""
         return [self._started_pool.containment()]
+
+
+ABOUT = "Serve AWS episodes on MiniStack over the OpenEnv wire, one simulator per session."
+
+
+def make_pool(config: AwsServerConfig) -> MiniStackPool | RealAwsPool:
+    """Return simulators, or the real account where that is confirmed; not started yet."""
+    simulators = simulator_pool(config, config.pool_size, config.ministack_base_port)
+    if config.backend_type == "aws":
+        limits = output_limits(config)
+        return RealAwsPool(config.allow_real_aws, config.allow_file, limits, simulators, aws_endpoints())
+    return simulators
+
+
+def prepare(arguments: argparse.Namespace, config: ServerConfig) -> tuple[AwsServed, ServerConfig]:
+    """Return the environment as the server sees it, not started yet. Raises ConfigError for options of another
+    environment."""
+    assert isinstance(config, AwsServerConfig)
+    if arguments.option:
+        raise ConfigError(f"--option {arguments.option[0]!r} has no effect without --env; the settings are flags here")
+    chaos = config.enable_chaos and config.backend_type == "simulator"
+
+    def make_player(slot: Any) -> EpisodePlayer:
+        return EpisodePlayer(slot, config.max_steps, reward_mode=config.reward_mode, chaos=chaos)
+
+    templates = frozenset(template.task_id for template in load_templates())
+    return AwsServed(config, make_pool(config), make_player, mount, templates=templates), config
+
+
+class EnvServerProcess(ServerProcess):
+    """Runs ``python -m workers.env_worker`` with ``pool_size`` simulators on free ports; see ``ServerProcess``."""
+
+    def __init__(self, pool_size: int, *arguments: str, timeout_s: float = 60.0) -> None:
+        super().__init__("--ministack-base-port", "0", "--pool-size", str(pool_size), *arguments, timeout_s=timeout_s)

@@ -12,10 +12,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from realhf.aws.client.aws_env import AwsEnv, SyncAwsEnv
-from realhf.aws.client.failures import FAILURES
-from realhf.aws.client.group_result import episode_return
+from realhf.aws.client.session_group import FAILURES, episode_return
+from realhf.aws.messages import observation_text
 from realhf.aws.models import AwsStepResult
-from realhf.aws.observation_text import observation_text
 from realhf.env.openenv_client import EnvError
 
 _DEFAULT_URL = "http://127.0.0.1:8100"

@@ -1,4 +1,4 @@
-"""Configures the server of the AWS environment: ``AWS_RL_ENV_*`` variables and BACKEND_TYPE, overridden by flags.
+"""Configures the server of the AWS environment, and builds the simulator pools that its settings ask for.
 
 Beside the settings of every environment server (``realhf.env.server.config``) these say what simulators and commands
 may do. Source: docs/reference/environment.md 1.
@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import ClassVar
 
+from realhf.aws.cli.executor import OutputLimits
+from realhf.aws.simulator.pool import MiniStackPool
 from realhf.base.loopback import is_loopback_host
 from realhf.env.containment.sandbox import LAYERS
 from realhf.env.server.config import ConfigError, ServerConfig, setting
@@ -140,3 +142,23 @@ def aws_endpoints(environ: Mapping[str, str] | None = None) -> dict[str, str]:
     same ones as the server's own clients."""
     variables = os.environ if environ is None else environ
     return {name: value for name, value in variables.items() if name.startswith("AWS_ENDPOINT_URL")}
+
+
+def output_limits(config: AwsServerConfig) -> OutputLimits:
+    """Return what every command of a session is held to."""
+    return OutputLimits(
+        config.cmd_timeout_s, config.max_stdout_bytes, config.max_stderr_bytes, config.max_command_bytes
+    )
+
+
+def simulator_pool(config: AwsServerConfig, size: int, base_port: int) -> MiniStackPool:
+    """Return a pool of ``size`` simulators, contained as ``config`` says; it is not started yet."""
+    return MiniStackPool(
+        size,
+        base_port,
+        sandbox=config.containment,
+        limits=output_limits(config),
+        lambda_mode=config.lambda_mode,
+        may_lack=config.missing_layers,
+        memory_mb=config.simulator_memory_mb,
+    )

@@ -1,0 +1,326 @@
+"""Defines agents that read and write text: scripted and random ones, a local model, an OpenAI-compatible endpoint.
+
+A *conversation* is one episode as its agent sees it. ``TextAgent`` makes an agent out of a function from conversations
+to turns: it is asked for all of a round at once, so that a model can batch and an endpoint can be asked concurrently.
+
+Source of the turn format: docs/reference/environment.md 9; the conversation is the one that training uses.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import httpx
+
+from realhf.api.chat import TemplateChat
+from realhf.api.config import GenConfig
+from realhf.api.env import RolloutOutcome
+from realhf.api.environment import AssistantMessage, ChatMessage, Environment, Opening
+from realhf.api.generation import TokenSource
+from realhf.api.model import GenOutput, GenRequest
+from realhf.aws.environment import SYSTEM_PROMPT
+from realhf.aws.tasks.captures import fill_setup, resolve
+from realhf.aws.tasks.loader import instantiate, is_name, load_templates
+from realhf.rollout.episode import ContextFull, EpisodeRequest, Limits, Witness, play_episode
+from realhf.rollout.player import EpisodeAgent, TurnAgent
+
+
+@dataclass
+class Conversation:
+    """One episode: what was said, in the form of the chat API, the task first. ``reference`` is the canonical solution
+    and ``outputs`` what its commands printed so far, for the scripted expert alone."""
+
+    messages: list[dict[str, Any]]
+    reference: Sequence[str] = ()
+    outputs: list[str] = field(default_factory=list)
+
+    @property
+    def task_text(self) -> str:
+        """What the agent was asked to do."""
+        return str(self.messages[0]["content"])
+
+
+class AgentError(RuntimeError):
+    """The agent cannot answer at all (the endpoint is gone, the model does not load); this ends the evaluation."""
+
+
+class Agent(Protocol):
+    """Plays episodes, and is the engine (``BatchEngine``) that their turns come from. ``name`` labels tables and
+    plots."""
+
+    name: str
+
+    def speaker(self, max_turns: int) -> EpisodeAgent:
+        """Return who plays episodes of at most this many turns."""
+        ...
+
+    def generate(self, requests: Sequence[GenRequest], round_index: int) -> list[GenOutput]:
+        """Return the next turn of each episode, in order. Raises AgentError."""
+        ...
+
+    def free(self, slots: Sequence[int]) -> None:
+        """Forget the episodes on these slots: they are over."""
+        ...
+
+
+class TextAgent(ABC):
+    """Is an ``Agent`` without tokens."""
+
+    name: str
+
+    @abstractmethod
+    def act(self, conversations: Sequence[Conversation]) -> list[str]:
+        """Return the next turn of each conversation, in order; "" gives up. Raises AgentError."""
+
+    def speaker(self, max_turns: int) -> EpisodeAgent:
+        """See ``Agent``."""
+        return _TextTurns(max_turns)
+
+    def generate(self, requests: Sequence[GenRequest], round_index: int) -> list[GenOutput]:
+        """See ``Agent``."""
+        del round_index
+        texts = self.act([request.conversation for request in requests if isinstance(request, _Ask)])
+        return [_Said([], [], [], "stop", text=text) for text in texts]
+
+    def free(self, slots: Sequence[int]) -> None:
+        """See ``Agent``: there is nothing to forget."""
+        del slots
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Ask(GenRequest):
+    conversation: Conversation
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Said(GenOutput):
+    text: str
+
+
+class _TextTurns:
+    """Plays in turns of text; see ``EpisodeAgent``."""
+
+    def __init__(self, max_turns: int) -> None:
+        self._max_turns = max_turns
+
+    async def play(self, env: Environment, wanted: EpisodeRequest, llm: TokenSource, slot: int) -> RolloutOutcome:
+        """See ``EpisodeAgent``."""
+        seen = Witness(env)
+        speaker = _TextSpeaker(seen, wanted.task.payload["task"]["solution"], llm, slot)
+        return await play_episode(seen, wanted, speaker, self._max_turns)
+
+
+class _TextSpeaker:
+    """Is a ``Speaker`` without tokens. One that gives up ends the episode as one whose context is full."""
+
+    tokens = None
+    cut = False
+
+    def __init__(self, seen: Witness, solution: Sequence[str], llm: TokenSource, slot: int) -> None:
+        self._seen, self._solution, self._llm, self._slot = seen, solution, llm, slot
+        self._conversation = Conversation([])
+
+    def open(self, opening: Opening) -> None:
+        """See ``Speaker``."""
+        reference = fill_setup(list(self._solution), opening.info["setup_answers"])
+        self._conversation = Conversation([dict(message) for message in opening.messages], reference)
+
+    async def speak(self) -> AssistantMessage:
+        """See ``Speaker``."""
+        said = await self._llm.generate(_Ask(self._slot, (), conversation=self._conversation))
+        if not isinstance(said, _Said):
+            raise TypeError("an agent without tokens was played with an engine of tokens")
+        if not said.text:
+            raise ContextFull
+        self._conversation.messages.append({"role": "assistant", "content": said.text})
+        return AssistantMessage(said.text, text=said.text)
+
+    def hear(self, messages: Sequence[ChatMessage]) -> bool:
+        """See ``Speaker``."""
+        observation: Mapping[str, Any] = self._seen.turns[-1].info.get("observation", {})
+        self._conversation.outputs.append(observation.get("command_output", ""))
+        self._conversation.messages += [dict(message) for message in messages]
+        return True
+
+
+_SEED_BITS = 31
+
+
+class ScriptedExpert(TextAgent):
+    """Plays the canonical solution, command by command."""
+
+    name = "scripted expert"
+
+    def act(self, conversations: Sequence[Conversation]) -> list[str]:
+        """Return the next canonical command of each conversation."""
+        return [self._next(conversation) for conversation in conversations]
+
+    def _next(self, conversation: Conversation) -> str:
+        played = len(conversation.outputs)
+        if played >= len(conversation.reference):
+            return ""
+        return resolve(conversation.reference[played], conversation.outputs)
+
+
+class RandomAgent(TextAgent):
+    """Plays commands that solve some task, drawn without reading the present one except for its names: it shows what a
+    policy would reach that knows the CLI and not what it is asked."""
+
+    name = "random agent"
+
+    def __init__(self, seed: int = 0) -> None:
+        self._rng = random.Random(f"random agent:{seed}")
+        self._templates = [template.task_id for template in load_templates(split="train")]
+
+    def act(self, conversations: Sequence[Conversation]) -> list[str]:
+        """Return a drawn command for each conversation."""
+        return [self._guess(conversation.task_text) for conversation in conversations]
+
+    def _guess(self, task_text: str) -> str:
+        task = instantiate(self._rng.choice(self._templates), self._rng.getrandbits(_SEED_BITS))
+        command = self._rng.choice(task.solution)
+        names = [word for word in task_text.replace(",", " ").replace(".", " ").split() if is_name(word)]
+        if names:
+            for value in task.params.values():
+                if is_name(value):
+                    command = command.replace(value, self._rng.choice(names))
+        return command
+
+
+_ATTEMPTS = 4
+_BACKOFF_S = 0.5
+_RETRIED = frozenset({408, 409, 429, 500, 502, 503, 504})
+
+
+@dataclass
+class LocalModelAgent:
+    """Plays with a causal language model of transformers in this process, as training does; ``path`` is a folder or hub
+    id.
+
+    ``gen``: sampling (temperature 0: greedy). ``max_total_tokens`` ends a conversation that grew too long. Raises
+    ModelLoadError from ``load``.
+    """
+
+    path: str
+    gen: GenConfig
+    seed: int = 0
+    max_total_tokens: int = 4096
+    name: str = ""
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    def load(self, threads: int) -> LocalModelAgent:
+        """Read weights and tokenizer; torch computes on ``threads`` threads."""
+        import torch
+
+        from realhf.backends.embedded.compute_threads import threads as compute_threads
+        from realhf.backends.embedded.generation import EmbeddedGenerator
+        from realhf.backends.training.torch_backend import check_chat_template, load_causal_lm, load_tokenizer
+
+        torch.set_num_threads(threads)
+        tokenizer = load_tokenizer(self.path, "model")
+        check_chat_template(tokenizer, self.path, "model")
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        self._engine = EmbeddedGenerator(load_causal_lm(self.path, "model", torch.float32).to(device))
+        self._engine.threads = compute_threads(threads)
+        self._chat = TemplateChat(tokenizer, template_kwargs=self.chat_template_kwargs, stop_ids=self.gen.stop_ids)
+        return self
+
+    def speaker(self, max_turns: int) -> EpisodeAgent:
+        """See ``Agent``."""
+        return TurnAgent(
+            self._chat, Limits(max_turns, self.max_total_tokens, self.gen.max_new_tokens), system_prompt=SYSTEM_PROMPT
+        )
+
+    def generate(self, requests: Sequence[GenRequest], round_index: int) -> list[GenOutput]:
+        """See ``Agent``: all turns of a round are sampled as one batch."""
+        seed = self.seed * 1_000_003 + round_index + 1
+        return self._engine.generate(requests, self.gen, stop_ids=self._chat.stop_ids, seed=seed)
+
+    def free(self, slots: Sequence[int]) -> None:
+        """See ``Agent``: free the cached rows."""
+        self._engine.free(slots)
+
+
+@dataclass
+class ChatApiAgent(TextAgent):
+    """Answers with an OpenAI-compatible ``/chat/completions`` endpoint, asked with ``concurrency`` requests at once.
+
+    ``base_url`` ends before ``/chat/completions`` (usually in ``/v1``). A request that fails for a moment is sent
+    again, with pauses; one that keeps failing raises AgentError.
+    """
+
+    base_url: str
+    model: str
+    api_key: str = ""
+    temperature: float = 0.7
+    max_new_tokens: int = 256
+    timeout_s: float = 120.0
+    concurrency: int = 8
+    name: str = ""
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.name = self.name or self.model
+        headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+        self._client = httpx.Client(base_url=self.base_url.rstrip("/"), headers=headers, timeout=self.timeout_s)
+        self._threads = ThreadPoolExecutor(self.concurrency, thread_name_prefix="chat-api")
+
+    def act(self, conversations: Sequence[Conversation]) -> list[str]:
+        """Ask the endpoint for the next turn of each conversation, concurrently. Raises AgentError."""
+        return list(self._threads.map(self._reply, conversations))
+
+    def close(self) -> None:
+        """Close the connections and threads."""
+        self._threads.shutdown(cancel_futures=True)
+        self._client.close()
+
+    def _reply(self, conversation: Conversation) -> str:
+        messages = [{"role": "system", "content": SYSTEM_PROMPT}, *conversation.messages]
+        request = {
+            "model": self.model,
+            "messages": messages,
+            "temperature": self.temperature,
+            "max_tokens": self.max_new_tokens,
+        }
+        if self.chat_template_kwargs:
+            request["chat_template_kwargs"] = dict(self.chat_template_kwargs)
+        answer = self._post(request)
+        try:
+            text = answer["choices"][0]["message"]["content"] or ""
+        except (KeyError, IndexError, TypeError):
+            text = None
+        if not isinstance(text, str):
+            raise AgentError(f"{self.base_url}: the answer is not a chat completion: {str(answer)[:200]}")
+        return text
+
+    def _post(self, request: dict[str, Any]) -> Any:
+        problem = ""
+        for attempt in range(_ATTEMPTS):
+            time.sleep(_BACKOFF_S * (2**attempt - 1))
+            try:
+                response = self._client.post("/chat/completions", json=request)
+            except httpx.HTTPError as error:
+                problem = str(error) or type(error).__name__
+                continue
+            if response.is_success:
+                return response.json()
+            problem = f"HTTP {response.status_code} {response.text[:200]}"
+            if response.status_code not in _RETRIED:
+                break
+        raise AgentError(f"{self.base_url}/chat/completions does not answer: {problem}")
+
+
+def served_model(base_url: str, api_key: str = "", timeout_s: float = 10.0) -> str:
+    """Return the first model that the endpoint lists. Raises AgentError."""
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    try:
+        listing = httpx.get(f"{base_url.rstrip('/')}/models", headers=headers, timeout=timeout_s).raise_for_status()
+        return listing.json()["data"][0]["id"]
+    except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
+        raise AgentError(f"{base_url}/models lists no model ({error}); name it with --model-name") from None
