@@ -46,7 +46,7 @@ TRAIN = [
 """The launcher and its workers (realhf.launch), which start both servers, too."""
 
 setup(
-    name="realhf-agents",  # The package index has a "realhf" that is somebody else's; see realhf/base/extras.py.
+    name="realhf-agents",  # The package index has a "realhf" that is somebody else's; see realhf/base/installation.py.
     version=version(),
     description="Dataflow reinforcement learning for tool-using cloud agents",
     license="Apache-2.0",

@@ -26,8 +26,8 @@ from typing import Any
 
 import numpy as np
 
+from realhf.api.experiment import InterfaceType, MFCDef
 from realhf.api.graph import DataFlowGraph, build_graph
-from realhf.api.mfc import InterfaceType, MFCDef
 from realhf.api.sample import SequenceSample
 from realhf.dataflow.buffer import AsyncIOSequenceBuffer
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from realhf.api.chat import TemplateChat
+from realhf.api.chat_template import TemplateChat
 from realhf.api.config import BuiltinModelConfig
 from realhf.api.environment import EnvironmentSpec, Task
 from realhf.api.model import GenOutput, GenRequest

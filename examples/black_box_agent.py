@@ -3,7 +3,7 @@
     python -m realhf.launch experiment=grpo_async env=sql rollout.agent=examples/black_box_agent.py:rollout
 
 Given in the folder of the checkout, the command trains the model behind the base URL while agents like this one use it.
-The agent speaks plain HTTP, to show all there is on the wire; `experiments/agents/openai_agent.py` is one around the
+The agent speaks plain HTTP, to show all there is on the wire; `experiments/openai_agent.py` is one around the
 `openai` package. It plays in any environment, with or without tools.
 """
 

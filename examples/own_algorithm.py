@@ -14,15 +14,15 @@ from typing import Any
 import torch
 
 from experiments import policy_gradient
-from realhf.algorithms.policy_gradient.interface import PolicyGradientInterface
-from realhf.algorithms.policy_gradient.objective import ADVANTAGES
-from realhf.algorithms.sequences import replace_keys
-from realhf.api.config.option import option, section
+from realhf.algorithms.policy_gradient import PolicyGradientInterface
+from realhf.algorithms.policy_loss import ADVANTAGES
+from realhf.algorithms.train_step import replace_keys
 from realhf.api.experiment import ExperimentSpec
+from realhf.api.option import option, section
 from realhf.api.sample import SequenceSample
 from realhf.base.dataclass_json import to_json_value
-from realhf.builtins import interfaces
 from realhf.env.loader.load import with_environment
+from realhf.registry import interfaces
 
 
 @dataclass

@@ -13,12 +13,11 @@ from typing import Any
 from experiments import policy_gradient
 from experiments.policy_gradient import EPISODE_KEYS
 from experiments.sft import first_weights
-from realhf.algorithms.policy_gradient.resolve import resolve
+from realhf.algorithms.options import resolve
 from realhf.api.config import ConfigError, RecoverMode, run_folder
-from realhf.api.config.option import section
-from realhf.api.experiment import ExperimentSpec, ServiceSpec, SourceSpec
+from realhf.api.experiment import ExperimentSpec, InterfaceType, MFCDef, ServiceSpec, SourceSpec
 from realhf.api.keys import ROLLOUT_KEY
-from realhf.api.mfc import InterfaceType, MFCDef
+from realhf.api.option import section
 from realhf.aws.environment import AwsOptions
 
 

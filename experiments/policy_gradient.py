@@ -27,18 +27,32 @@ from typing import Any
 
 from experiments import sft
 from experiments.sft import BUILTIN, UNTRAINED, FirstWeights, first_weights
-from realhf.algorithms.critic.options import ACTOR, BUILTIN_RATE, CriticConfig
-from realhf.algorithms.policy_gradient.options import PolicyGradientOptions, ResolvedOptions, batch_problems
-from realhf.algorithms.policy_gradient.resolve import resolve
+from realhf.algorithms.options import (
+    ACTOR,
+    BUILTIN_RATE,
+    CriticConfig,
+    PolicyGradientOptions,
+    ResolvedOptions,
+    batch_problems,
+    resolve,
+)
 from realhf.api.config import ConfigError, run_folder
-from realhf.api.config.option import section
 from realhf.api.environment import HELD_OUT
-from realhf.api.experiment import EvaluationSpec, ExperimentSpec, ModelSpec, RolloutSpec, SourceSpec
+from realhf.api.experiment import (
+    EvaluationSpec,
+    ExperimentSpec,
+    HeldOutOptions,
+    InterfaceType,
+    MFCDef,
+    ModelSpec,
+    RolloutOptions,
+    RolloutSpec,
+    SourceSpec,
+)
 from realhf.api.graph import to_async
 from realhf.api.keys import ROLLOUT_KEY, TURN_KEYS
-from realhf.api.mfc import InterfaceType, MFCDef
+from realhf.api.option import section
 from realhf.api.parallel import alone, parallel_of
-from realhf.api.rollout import HeldOutOptions, RolloutOptions
 from realhf.api.sample import MicroBatchSpec
 from realhf.base.dataclass_json import to_json_value
 from realhf.base.plugin import absolute

@@ -14,16 +14,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from realhf.api.config import ConfigError, ExperimentConfig, LoraConfig, OptimizerConfig, run_folder
-from realhf.api.config.option import option
 from realhf.api.environment import DemonstrationRequest, EnvironmentSpec
-from realhf.api.experiment import ExperimentSpec, JobSpec, ModelSpec, SourceSpec
-from realhf.api.mfc import InterfaceType, MFCDef
+from realhf.api.experiment import ExperimentSpec, InterfaceType, JobSpec, MFCDef, ModelSpec, SourceSpec
+from realhf.api.option import option
 from realhf.api.parallel import parallel_of
 from realhf.api.sample import MicroBatchSpec
-from realhf.base.content_key import content_key
 from realhf.base.dataclass_json import to_json_value
-from realhf.base.files.source_files import imported_files
-from realhf.base.paths import PACKAGE
+from realhf.base.files import content_key, imported_files
+from realhf.base.installation import PACKAGE
 from realhf.env.loader.load import ChosenEnvironment, chosen_environment, with_environment
 from realhf.monitor.provenance import package_versions
 

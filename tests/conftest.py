@@ -22,7 +22,7 @@ from hypothesis import settings
 from realhf.aws.episode.episode import Episode
 from realhf.aws.simulator.pool import MiniStackPool, Slot
 from realhf.aws.tasks import instantiate, load_templates, solve
-from realhf.base.garbage import collect_rarely
+from realhf.base.process import collect_rarely
 from tests.asked_for import pytest_addoption, skip_unasked
 from tests.costs import pytest_runtest_call, pytest_terminal_summary
 from tests.sharing import place, pytest_xdist_make_scheduler

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from realhf.api.run_files import unknown_files
 from realhf.dataflow.journal.audit import audit_folder
+from realhf.launch.run import unknown_files
 from tests.test_end_to_end import MOVING, launch, undescribed
 
 pytestmark = [pytest.mark.sim, pytest.mark.slow, pytest.mark.timeout(900)]

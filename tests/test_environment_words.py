@@ -13,7 +13,7 @@ OWN = ROOT / "realhf" / "aws"
 WORDS = re.compile(r"(?<![A-Za-z])(?:aws|ministack|tiers?(?![A-Za-z]))", re.IGNORECASE)
 """``aws`` and ``ministack`` also at the beginning of a name, as in ``AwsEnvironment``; not in ``draws``."""
 EXCEPTIONS = {
-    "realhf/builtins.py": ('"aws": "realhf.aws.environment:DEFINITION"',),
+    "realhf/registry.py": ('"aws": "realhf.aws.environment:DEFINITION"',),
     "realhf/backends/builtin_policy.py": ("`aws s3api create-bucket`", r'r"aws [a-z0-9-]+ [a-z0-9-]+"', r'r"|arn:aws:'),
     "realhf/env/check/calls.py": ('_ENVIRONMENTS = ("environments", "aws")',),
     "realhf/monitor/provenance.py": ('"ministack",', '"awscli",'),

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from realhf.base.free_port import free_port
+from realhf.base.loopback import free_port
 from realhf.trajectory.client import TrajectoryClient, TrajectoryError
 from tests.process_family import family, gone
 

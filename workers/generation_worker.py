@@ -27,7 +27,7 @@ from realhf.api.calls import (
     UpdateWeightsAnswer,
     UpdateWeightsRequest,
 )
-from realhf.api.chat import TemplateChat
+from realhf.api.chat_template import TemplateChat
 from realhf.api.config import GenConfig
 from realhf.api.experiment import RolloutSpec, RunPlan
 from realhf.api.generation import Done, StreamingGenerator
@@ -35,7 +35,7 @@ from realhf.api.model import GenOutput, GenRequest
 from realhf.api.trace import WEIGHTS
 from realhf.backends.streaming_engines import longest_sequence, make_streaming_generator
 from realhf.backends.training.tokenizer_loading import load_tokenizer
-from realhf.base.garbage import settle
+from realhf.base.process import settle
 from realhf.dataflow.weight_proof import HeldWeights, WeightProbe, probe_ids
 from realhf.monitor.trace import open_trace
 from realhf.rollout.generation_client import answer_of, request_of

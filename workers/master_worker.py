@@ -27,15 +27,13 @@ from realhf.api.calls import (
 )
 from realhf.api.config import RecoverMode
 from realhf.api.evaluation import Report
-from realhf.api.experiment import EvaluationSpec, RolloutSpec, RunPlan
+from realhf.api.experiment import EvaluationSpec, InterfaceType, RolloutSpec, RunPlan
 from realhf.api.graph import build_graph
-from realhf.api.mfc import InterfaceType
 from realhf.api.source import DataSource
-from realhf.base.garbage import settle
-from realhf.base.host_load import LoadOfSteps
+from realhf.base.host_resources import LoadOfSteps
 from realhf.base.messages import Call
 from realhf.base.plugin import load_plugin
-from realhf.builtins import sources
+from realhf.base.process import settle
 from realhf.dataflow.buffer import EndOfData
 from realhf.dataflow.checkpoint import Checkpoint, CheckpointStore
 from realhf.dataflow.function_executor import FunctionExecutor
@@ -49,6 +47,7 @@ from realhf.monitor.provenance import record_launch
 from realhf.monitor.run_files import write_graph_files
 from realhf.monitor.run_log import RunLog, flatten_step
 from realhf.monitor.trace import open_trace
+from realhf.registry import sources
 from realhf.scheduler.process import run_guarded
 from realhf.transport.network import LOOPBACK, Network
 from realhf.transport.roster import WorkerInfo

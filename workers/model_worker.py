@@ -34,21 +34,20 @@ from realhf.api.calls import (
     PublishWeightsRequest,
 )
 from realhf.api.config import AsyncConfig
-from realhf.api.experiment import ExperimentSpec, ModelSpec, RunPlan
-from realhf.api.mfc import InterfaceType
+from realhf.api.experiment import ExperimentSpec, InterfaceType, ModelSpec, RunPlan
 from realhf.api.model import Model
 from realhf.api.parallel import SHARDED
 from realhf.api.trace import WEIGHTS
-from realhf.base.control_groups import usable_cores
-from realhf.base.garbage import settle
+from realhf.base.host_resources import usable_cores
 from realhf.base.loopback import is_loopback_host
-from realhf.builtins import backends, datasets
-from realhf.data.stream_host import StreamHost
+from realhf.base.process import settle
+from realhf.data.stream_dataset import StreamHost
 from realhf.dataflow.model_host import Handler, ModelHost, call_interfaces
 from realhf.dataflow.served_generation import ServedEngine, ServedGeneration
 from realhf.dataflow.weight_proof import WeightTrial, probe_ids
 from realhf.monitor.rollouts.writer import open_rollouts
 from realhf.monitor.trace import open_trace
+from realhf.registry import backends, datasets
 from realhf.transport.data_plane import DataPlane
 from realhf.transport.errors import NetworkError
 from realhf.transport.network import LOOPBACK, LOOPBACK_ADDRESS, Network, interface_of

@@ -18,17 +18,16 @@ from typing import Any
 
 import torch
 
-from realhf.api.chat import TemplateChat
+from realhf.api.chat_template import TemplateChat
 from realhf.api.config import GenConfig
-from realhf.api.env import RolloutOutcome
-from realhf.api.environment import task_of
+from realhf.api.environment import RolloutOutcome, task_of
 from realhf.api.experiment import ModelSpec
 from realhf.api.model import Model
 from realhf.api.source import SampleResult, SourceItem
 from realhf.backends.embedded.compute_threads import threads
-from realhf.builtins import backends
 from realhf.env.curriculum import TaskSource
 from realhf.env.loader.load import build_environment
+from realhf.registry import backends
 from realhf.rollout.blocking_player import BlockingPlayer
 from realhf.rollout.episode import EpisodeRequest, Limits
 from realhf.rollout.interface import ModelEngine

@@ -16,13 +16,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 
 from realhf.api.calls import PLAY, STOPPED, Nothing, PlayRequest
-from realhf.api.chat import TemplateChat
+from realhf.api.chat_template import TemplateChat
 from realhf.api.experiment import RolloutSpec, RunPlan
 from realhf.api.model import CallContext
 from realhf.api.sample import MicroBatchSpec
 from realhf.backends.training.tokenizer_loading import check_context, load_tokenizer
-from realhf.base.garbage import settle
-from realhf.base.loop_watch import LoopWatch
+from realhf.base.loop_thread import LoopWatch
+from realhf.base.process import settle
 from realhf.base.tls import with_certificate
 from realhf.env.loader.load import build_environment
 from realhf.monitor.rollouts.writer import open_rollouts

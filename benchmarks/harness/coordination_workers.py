@@ -25,11 +25,11 @@ from realhf.api.calls import (
     STATUS,
     UPDATE_WEIGHTS,
     Nothing,
+    RolloutLease,
     StatusAnswer,
 )
-from realhf.api.env import PlayedTurn, RolloutOutcome
+from realhf.api.environment import PlayedTurn, RolloutOutcome
 from realhf.api.experiment import RunPlan
-from realhf.api.streaming import RolloutLease
 from realhf.rollout.group_player import PlayedGroup
 from realhf.scheduler.process import run_guarded
 from realhf.transport.rpc_worker import RpcWorker
@@ -167,7 +167,7 @@ def model_worker(args: argparse.Namespace) -> None:
     import torch
 
     from realhf.api.model import Model
-    from realhf.data.stream_host import StreamHost
+    from realhf.data.stream_dataset import StreamHost
     from realhf.dataflow.model_host import ModelHost
     from realhf.transport.data_plane import DataPlane
     from realhf.transport.tensor_store import TensorStore

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from step_lines import GIVEN, Lines, peak_bytes
 
-from realhf.algorithms.policy_gradient.interface import PolicyGradientInterface
+from realhf.algorithms.policy_gradient import PolicyGradientInterface
 from realhf.api.config import GenConfig, OptimizerConfig
 from realhf.api.experiment import ModelSpec
 from realhf.api.model import CallContext, GenOutput, GenRequest, Model

@@ -26,8 +26,7 @@ from pathlib import Path
 
 import numpy as np
 
-from realhf.api.env import PlayedTurn, RolloutOutcome
-from realhf.api.environment import AssistantMessage
+from realhf.api.environment import AssistantMessage, PlayedTurn, RolloutOutcome
 from realhf.api.trace import PlayedSample, TrainedRows
 from realhf.monitor.rollouts.records import Selection
 from realhf.monitor.rollouts.writer import RolloutWriter

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.network.hosts import two_hosts
-from realhf.base.free_port import free_port
+from realhf.base.loopback import free_port
 from realhf.cluster.cluster_keys import add_hosts, make_keys
 from realhf.transport.network import write_private
 

@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.scale.master import Simulation, make_plan, say
-from realhf.base.garbage import settle
+from realhf.base.process import settle
 from realhf.dataflow.journal.audit import audit_folder
 from realhf.transport.sockets import new_event_loop
 

@@ -21,11 +21,11 @@ from benchmarks.scale.process_figures import descriptors, resident_bytes, thread
 from realhf.api.experiment import RunPlan
 from realhf.api.graph import build_graph
 from realhf.api.source import ResultSink, SampleResult
-from realhf.builtins import sources
 from realhf.dataflow.function_executor import FunctionExecutor
 from realhf.dataflow.rollouts.async_rollouts import AsyncRollouts, RolloutPlan
 from realhf.launch.build import build_experiment
 from realhf.launch.compose import compose_config
+from realhf.registry import sources
 from realhf.transport.roster import WorkerInfo
 from realhf.transport.rpc_master import RpcMaster
 

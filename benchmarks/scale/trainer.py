@@ -35,6 +35,7 @@ from realhf.api.calls import (
     STREAM_PRUNE,
     STREAM_RESTORE,
     UPDATE_WEIGHTS,
+    Arrival,
     ArrivedRequest,
     CallAnswer,
     CallRequest,
@@ -45,12 +46,12 @@ from realhf.api.calls import (
     PruneStreamRequest,
     RestoreStreamAnswer,
     RestoreStreamRequest,
+    RolloutLease,
     StatusAnswer,
 )
 from realhf.api.experiment import RunPlan
 from realhf.api.model import CallContext
 from realhf.api.sample import MicroBatchSpec, SequenceSample
-from realhf.api.streaming import Arrival, RolloutLease
 from realhf.data.stream_dataset import MAX_ROUND
 from realhf.rollout.group_player import PlayedGroup
 from realhf.rollout.rollout_loop import SampleEncoder

@@ -7,9 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from realhf.algorithms.aggregation import token_weights, weighted_sum
-from realhf.algorithms.nonfinite import NonFiniteGuard
-from realhf.algorithms.sequences import PredictedTokens, replace_keys
+from realhf.algorithms.train_step import NonFiniteGuard, PredictedTokens, replace_keys, token_weights, weighted_sum
 from realhf.api.model import POSITIONS, CallContext, ForwardOutputs, Model
 from realhf.api.sample import SequenceSample
 

@@ -1,4 +1,4 @@
-"""Every request and answer between the processes of a run (docs/reference/dataflow.md 6): who asks whom for what.
+"""Defines every request and answer between the processes of a run, leases and arrivals of streamed samples among them (docs/reference/dataflow.md 6, 9).
 
 The master calls workers (``transport/rpc``); rollout workers and the trainer ask the master, and rollout workers ask
 generation workers (``transport/service``). All processes of a run are of one version, so the forms may change freely.
@@ -6,14 +6,84 @@ generation workers (``transport/service``). All processes of a run are of one ve
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 from msgspec import Meta, field
 
 from realhf.api.evaluation import EpisodeResult
 from realhf.api.generation import HeldTensor, WeightsManifest
-from realhf.api.streaming import Arrival, EvaluationPart, PayloadRef, RolloutLease
 from realhf.base.messages import Call, Message
+
+ENV_ERROR, ENGINE_ERROR, AGENT_ERROR = "env_error", "engine_error", "agent_error"
+TIMEOUT, CANCELLED, SAMPLE_REJECTED = "timeout", "cancelled", "rejected"
+
+
+class RolloutLease(Message, frozen=True):
+    """Describes a sample to be played, which the master has admitted and given to one rollout worker. ``(id, attempt)``
+    is the idempotency key; ``order`` counts admissions; ``version`` is the policy version at admission. The worker has
+    ``deadline_s`` seconds. ``metadata`` and ``values`` are the source's item."""
+
+    id: str
+    attempt: int
+    order: int
+    version: int
+    deadline_s: float
+    metadata: dict[str, Any] = field(default_factory=dict)
+    values: dict[str, list[int]] = field(default_factory=dict)
+
+
+class EvaluationPart(Message, frozen=True):
+    """Describes a share of a held-out evaluation, which a rollout worker plays beside its samples: of all instances
+    (see ``HeldOutOptions``) every ``parts``-th from ``part`` on, ``greedy`` or at the training temperature. All tokens
+    come from weights of ``version``, which the generation workers ``engines`` keep for it. ``(evaluation, part,
+    greedy)`` names the share; the worker has ``deadline_s`` seconds."""
+
+    evaluation: int
+    part: int
+    parts: int
+    greedy: bool
+    version: int
+    engines: list[str]
+    split: str
+    episodes_per_task: int
+    templates: int
+    deadline_s: float
+
+
+PayloadRef = list[int]
+"""Where a payload lies: [segment, offset, bytes] in the payload log of the trainer's first rank, and [segment, offset,
+bytes, rank] in that of another one."""
+
+
+def rank_of(ref: Sequence[int]) -> int:
+    """Return the rank of the trainer whose payload log holds a payload."""
+    return ref[3] if len(ref) > 3 else 0
+
+
+ACCEPTED, DUPLICATE, REFUSED = "accepted", "duplicate", "refused"
+"""Answers to an arrival. ``accepted``: it will be trained; ``duplicate``: this attempt was accepted before, through the
+same receiver; ``refused``: another attempt counts, or none, or this one was accepted through another receiver."""
+
+
+class Arrival(Message, frozen=True):
+    """Describes a sample that has arrived and is durable. ``ref`` says where it lies, ``meta`` is the encoded
+    metadata-only sample. With ``error`` set the sample is unusable, and ``ref`` and ``meta`` are empty."""
+
+    id: str
+    attempt: int
+    producer: str
+    ref: PayloadRef = field(default_factory=list)
+    meta: list[bytes] = field(default_factory=list)
+    error: str = ""
+
+
+def checked_answers(arrivals: Sequence[Arrival], answers: Sequence[str]) -> list[str]:
+    """Return the answers if there is a known one for every arrival. Raises ValueError otherwise."""
+    if len(answers) != len(arrivals) or not set(answers) <= {ACCEPTED, DUPLICATE, REFUSED}:
+        raise ValueError(f"{len(arrivals)} arrivals were answered with {list(answers)!r:.200}")
+    return list(answers)
+
 
 Endpoints = dict[str, list[str]]
 """Kind of service -> addresses."""
@@ -138,6 +208,7 @@ LOAD = Call("load", LoadRequest, LoadAnswer)
 CLEAR = Call("clear", ClearRequest, Nothing)
 HELD = Call("stats", Nothing, HeldAnswer)
 
+
 # ---- master to model worker: beside the graph
 
 
@@ -217,13 +288,13 @@ class PublishWeightsAnswer(Message, frozen=True):
 
 TRIAL_CHANGE, TRIAL_RESTORE = 1, 2
 """Steps of a self-test of weight updates."""
-
 EVALUATE = Call("evaluate", EvaluateRequest, EvaluateAnswer)
 SAVE = Call("save", CheckpointRequest, SaveAnswer)
 RESTORE = Call("restore", CheckpointRequest, Nothing)
 COMMITTED = Call("committed", Nothing, Nothing)
 EXPORT = Call("export", ExportRequest, Nothing)
 PUBLISH_WEIGHTS = Call("publish_weights", PublishWeightsRequest, PublishWeightsAnswer)
+
 
 # ---- master to the model worker that trains: the stream of samples
 
@@ -272,6 +343,7 @@ STREAM_OPEN = Call("stream_open", OpenStreamRequest, OpenStreamAnswer)
 STREAM_RESTORE = Call("stream_restore", RestoreStreamRequest, RestoreStreamAnswer)
 STREAM_PRUNE = Call("stream_prune", PruneStreamRequest, Nothing)
 STREAM_CHECK = Call("stream_check", Nothing, Nothing)
+
 
 # ---- master to rollout and generation workers
 
@@ -343,6 +415,7 @@ PIN_WEIGHTS = Call("pin_weights", Nothing, PinAnswer)
 UNPIN_WEIGHTS = Call("unpin_weights", Nothing, Nothing)
 STATUS = Call("status", Nothing, StatusAnswer)
 
+
 # ---- rollout workers and the trainer to the master
 
 
@@ -396,6 +469,7 @@ REJECTED = Call("rejected", RejectedRequest, Nothing)
 EVALUATED = Call("evaluated", EvaluatedRequest, Nothing)
 STOPPED = Call("stopped", Nothing, Nothing)
 ARRIVED = Call("arrived", ArrivedRequest, ArrivedAnswer)
+
 
 # ---- rollout workers to generation workers
 

@@ -1,6 +1,12 @@
-"""Defines what an experiment file returns: models, model function calls, a data source and how to evaluate.
+"""Defines what an experiment file returns: models, model function calls, a data source, how rollouts are played and how to evaluate.
 
-    # experiments/my_algorithm.py
+Key names in an ``MFCDef`` are the names of the graph. An interface that uses other names says so with the remaps, which
+read ``{graph name: interface name}`` for inputs and ``{interface name: graph name}`` for outputs: each reads in the
+direction the data flows.
+
+They travel as the ``interface_args`` of the call ``env_rollout`` and in ``RolloutSpec``.
+
+# experiments/my_algorithm.py
     def build(config: ExperimentConfig) -> ExperimentSpec: ...
 
 plus one YAML in ``configs/experiment/``. Nothing else needs an edit. An experiment with options of its own takes a
@@ -12,6 +18,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +26,7 @@ from realhf.api.config import (
     AsyncConfig,
     CheckpointConfig,
     EngineConfig,
+    GenConfig,
     LoraConfig,
     MonitorConfig,
     NetworkConfig,
@@ -26,12 +34,141 @@ from realhf.api.config import (
     RecoverMode,
     RpcConfig,
 )
-from realhf.api.env import MAX_BRANCHES
-from realhf.api.environment import EnvironmentService
-from realhf.api.mfc import MFCDef
+from realhf.api.environment import MAX_BRANCHES, EnvironmentService
 from realhf.api.parallel import Parallel
-from realhf.api.rollout import RolloutOptions
+from realhf.api.sample import MicroBatchSpec
 from realhf.base.dataclass_json import from_json_value, to_json_value
+
+
+class InterfaceType(Enum):
+    """Says which method of the interface a call runs. The value is the method's name."""
+
+    GENERATE = "generate"
+    INFERENCE = "inference"
+    TRAIN_STEP = "train_step"
+    EVALUATE = "evaluate"
+
+    @property
+    def produces_keys(self) -> bool:
+        """Whether a call of this type answers with a sample (generation, inference) or with statistics only."""
+        return self in (InterfaceType.GENERATE, InterfaceType.INFERENCE)
+
+
+@dataclass(frozen=True)
+class MFCDef:
+    """One model function call.
+
+    ``interface`` is a registered name, ``interface_args`` its keyword arguments. ``n_seqs`` is the number of
+    *samples* (task groups) one call takes; it must divide the largest ``n_seqs`` of the graph.
+    ``optional_input_keys`` bind only if somebody produces them. ``balance`` decides how a call is split over
+    several workers: equal ``tokens`` or equal ``count``. ``timeout_s`` bounds one call, in seconds.
+
+    Raises ValueError on a value that cannot be right by itself; what concerns several MFCs is checked by
+    ``build_graph``.
+    """
+
+    name: str
+    model_role: str
+    interface_type: InterfaceType
+    interface: str
+    interface_args: Mapping[str, Any] = field(default_factory=dict)
+    n_seqs: int = 1
+    input_keys: tuple[str, ...] = ()
+    output_keys: tuple[str, ...] = ()
+    input_key_remap: Mapping[str, str] = field(default_factory=dict)
+    output_key_remap: Mapping[str, str] = field(default_factory=dict)
+    optional_input_keys: tuple[str, ...] = ()
+    mb_spec: MicroBatchSpec = field(default_factory=MicroBatchSpec)
+    balance: str = "tokens"
+    timeout_s: float = 1800.0
+
+    def __post_init__(self) -> None:
+        problems = [text for bad, text in self._checks() if bad]
+        if problems:
+            raise ValueError(f"model function call {self.name!r}: " + "; ".join(problems))
+
+    def _checks(self) -> list[tuple[bool, str]]:
+        declared = (*self.input_keys, *self.optional_input_keys)
+        twice = sorted({k for k in declared if declared.count(k) > 1})
+        twice_out = sorted({k for k in self.output_keys if self.output_keys.count(k) > 1})
+        stray_in = sorted(set(self.input_key_remap) - set(declared))
+        stray_out = sorted(set(self.output_key_remap.values()) - set(self.output_keys))
+        return [
+            (not self.name or self.name.startswith("__"), "the name must not be empty or start with '__'"),
+            (not self.model_role, "model_role is empty"),
+            (self.n_seqs < 1, f"n_seqs is {self.n_seqs}, must be at least 1"),
+            (self.timeout_s <= 0, f"timeout_s is {self.timeout_s}, must be positive"),
+            (self.balance not in ("tokens", "count"), f"balance {self.balance!r} is not tokens or count"),
+            (bool(twice), f"input keys declared twice: {', '.join(twice)}"),
+            (bool(twice_out), f"output keys declared twice: {', '.join(twice_out)}"),
+            (bool(stray_in), f"input_key_remap names keys it does not take: {', '.join(stray_in)}"),
+            (bool(stray_out), f"output_key_remap yields keys it does not output: {', '.join(stray_out)}"),
+            (_not_injective(self.input_key_remap), "input_key_remap maps two keys to one name"),
+            (_not_injective(self.output_key_remap), "output_key_remap maps two keys to one name"),
+        ]
+
+
+def _not_injective(remap: Mapping[str, str]) -> bool:
+    return len(set(remap.values())) != len(remap)
+
+
+@dataclass(frozen=True)
+class RolloutOptions:
+    """Says how the rollouts of a run are played.
+
+    ``environment`` is a registered name or ``file.py:Name``, ``environment_options`` are its own options as plain
+    values. ``group_size`` rollouts G play one task; ``sessions`` episodes are played at once. ``max_turns``,
+    ``max_total_tokens``, ``min_group_size``, ``message_timeout_s`` (seconds), ``on_failure``, ``retries`` and
+    ``keep_reasoning``: see ``RolloutConfig``. ``turn_rewards``: samples have the keys ``TURN_KEYS``. ``transcripts``:
+    how many episodes of a step are returned as text. ``seed`` is the run's; with a sample's id it decides the random
+    numbers of its rollouts.
+    """
+
+    environment: str
+    group_size: int
+    sessions: int
+    environment_options: Mapping[str, Any] = field(default_factory=dict)
+    gen: GenConfig = field(default_factory=GenConfig)
+    max_turns: int = 6
+    max_total_tokens: int = 1024
+    min_group_size: int = 2
+    message_timeout_s: float = 60.0
+    on_failure: str = "minimum_group"
+    retries: int = 2
+    transcripts: int = 2
+    seed: int = 0
+    turn_rewards: bool = False
+    keep_reasoning: bool = True
+
+    def to_args(self) -> dict[str, Any]:
+        """Return the keyword arguments of the interface ``env_rollout``, as JSON can hold them."""
+        return to_json_value(self)
+
+    @staticmethod
+    def from_args(args: Mapping[str, Any]) -> RolloutOptions:
+        """Rebuild the options from ``to_args``. Raises TypeError for an unknown or a missing option."""
+        return from_json_value(RolloutOptions, args)
+
+
+@dataclass(frozen=True)
+class HeldOutOptions:
+    """Says what an evaluation plays: instances of ``split``, of at most ``templates`` templates, each template
+    ``episodes_per_task`` times at the training temperature and ``greedy_episodes_per_task`` times greedily."""
+
+    split: str
+    episodes_per_task: int
+    greedy_episodes_per_task: int
+    templates: int
+
+    def to_args(self) -> dict[str, Any]:
+        """Return ``EvaluationSpec.args``, as JSON can hold them."""
+        return to_json_value(self)
+
+    @staticmethod
+    def from_args(args: Mapping[str, Any]) -> HeldOutOptions:
+        """Rebuild the options from ``to_args``. Raises TypeError for an unknown or a missing option."""
+        return from_json_value(HeldOutOptions, args)
+
 
 PLAN_FILE = "plan.json"
 

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 import networkx as nx
 
-from realhf.api.mfc import InterfaceType, MFCDef
+from realhf.api.experiment import InterfaceType, MFCDef
 
 DATASET = "__dataset__"
 

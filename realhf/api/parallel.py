@@ -11,7 +11,7 @@ import contextlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from realhf.api.config.error import ConfigError
+from realhf.api.config import ConfigError
 
 if TYPE_CHECKING:
     from realhf.api.config import ModelConfig

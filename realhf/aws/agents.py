@@ -18,10 +18,9 @@ from typing import Any, Protocol
 
 import httpx
 
-from realhf.api.chat import TemplateChat
+from realhf.api.chat_template import TemplateChat
 from realhf.api.config import GenConfig
-from realhf.api.env import RolloutOutcome
-from realhf.api.environment import AssistantMessage, ChatMessage, Environment, Opening
+from realhf.api.environment import AssistantMessage, ChatMessage, Environment, Opening, RolloutOutcome
 from realhf.api.generation import TokenSource
 from realhf.api.model import GenOutput, GenRequest
 from realhf.aws.environment import SYSTEM_PROMPT

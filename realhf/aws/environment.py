@@ -11,7 +11,6 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from realhf.api.config.option import option
 from realhf.api.environment import (
     AssistantMessage,
     DemonstrationProgram,
@@ -24,6 +23,7 @@ from realhf.api.environment import (
     Task,
     Turn,
 )
+from realhf.api.option import option
 from realhf.aws.messages import (
     NO_COMMAND,
     OBSERVATION_CHARS,
@@ -37,8 +37,8 @@ from realhf.aws.messages import (
 )
 from realhf.aws.tasks.loader import TrainingTasks, instantiate, training_tags
 from realhf.aws.tasks.task import TIERS, TaskError
-from realhf.base.files.source_files import matching_files
-from realhf.base.paths import PACKAGE
+from realhf.base.files import matching_files
+from realhf.base.installation import PACKAGE
 from realhf.base.text import shorten
 from realhf.base.tls import without_certificate
 from realhf.env.openenv_client import CapacityError, EnvError, OpenEnvClient, fetch_metadata, without_token

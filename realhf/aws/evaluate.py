@@ -29,8 +29,8 @@ from rich.progress import MofNCompleteColumn, Progress
 from rich.table import Table
 
 from realhf.api.config import GenConfig
-from realhf.api.env import FAILURE_STATUSES, RolloutOutcome
-from realhf.api.environment import Environment, Turn
+from realhf.api.environment import FAILURE_STATUSES, Environment, RolloutOutcome, Turn
+from realhf.api.evaluation import mean_interval, wilson_interval
 from realhf.api.generation import TokenSource
 from realhf.aws.agents import (
     Agent,
@@ -46,7 +46,6 @@ from realhf.aws.messages import OBSERVATION_CHARS, episode_task
 from realhf.aws.simulator.pool import MiniStackPool
 from realhf.aws.tasks.loader import instantiate, load_templates
 from realhf.aws.tasks.task import TIERS, Task, TaskError
-from realhf.base.intervals import mean_interval, wilson_interval
 from realhf.rollout.blocking_player import BlockingPlayer
 from realhf.rollout.episode import EpisodeRequest, Witness
 from realhf.rollout.player import EpisodeAgent, Player

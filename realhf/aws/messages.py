@@ -14,8 +14,7 @@ from typing import Any
 
 from realhf.api.environment import AssistantMessage, Opening, Task, Turn
 from realhf.aws.tasks.task import Task as AwsTask
-from realhf.base.shell_quotes import quote_states
-from realhf.base.text import shorten
+from realhf.base.text import quote_states, shorten
 
 _THINK = re.compile(r"<think>.*?</think>", re.DOTALL)
 _QUOTING = re.compile(r"""['"\\]""")

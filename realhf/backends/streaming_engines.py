@@ -19,8 +19,7 @@ from realhf.api.experiment import ModelSpec
 from realhf.api.generation import StreamingGenerator
 from realhf.api.trace import Tracer
 from realhf.backends.embedded.memory import cache_bytes
-from realhf.base.context_limit import context_limit
-from realhf.base.model_size import TrainerMemory, model_size, trainer_memory, weight_bytes
+from realhf.base.hf_config import TrainerMemory, context_limit, model_size, trainer_memory, weight_bytes
 
 if TYPE_CHECKING:
     from realhf.backends.vllm.server import VllmOptions

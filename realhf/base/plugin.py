@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from realhf.base.close_names import close_to
+from realhf.base.text import close_to
 
 
 class Reference(NamedTuple):

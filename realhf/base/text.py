@@ -1,9 +1,11 @@
-"""Shortens texts, and makes texts of others fit for a terminal."""
+"""Shortens texts, makes them fit for a terminal, reads shell quotes, and names the known word that was meant."""
 
 from __future__ import annotations
 
+import difflib
 import re
 import unicodedata
+from collections.abc import Iterator, Sequence
 
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -30,3 +32,31 @@ def shorten(text: str, max_chars: int) -> str:
     keep = max_chars - len(mark)
     tail = keep // 3
     return text[: keep - tail] + mark + (text[-tail:] if tail else "")
+
+
+_MOST_NAMES = 20
+
+
+def close_to(name: str, known: Sequence[str]) -> str:
+    """Return the end of a sentence about an unknown name: a close spelling, and the names that are known (the first
+    20 of them)."""
+    close = difflib.get_close_matches(name[:100], known, n=1)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    more = f", and {len(known) - _MOST_NAMES} more" if len(known) > _MOST_NAMES else ""
+    return f"{hint} (known: {', '.join(known[:_MOST_NAMES]) or 'none'}{more})"
+
+
+def quote_states(text: str) -> Iterator[tuple[str, str, bool]]:
+    """Yield every character with the state after it: the quote character that is open ("" outside of quotes), and
+    whether the character is a backslash that escapes the next one."""
+    quote, escaped = "", False
+    for char in text:
+        if escaped:
+            escaped = False
+        elif char == "\\" and quote != "'":
+            escaped = True
+        elif quote:
+            quote = "" if char == quote else quote
+        elif char in "'\"":
+            quote = char
+        yield char, quote, escaped

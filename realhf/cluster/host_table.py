@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from realhf.base.control_groups import usable_cores
+from realhf.base.host_resources import usable_cores
 from realhf.cluster.file_transfer import Dock
 from realhf.cluster.messages import HostHello, Probe, Probed
 from realhf.cluster.own_host import own_gpus

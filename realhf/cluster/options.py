@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from realhf.api.config.network import ADDRESS_WANTED, no_address
-from realhf.api.config.option import option
-from realhf.base.close_names import close_to
+from realhf.api.config import ADDRESS_WANTED, no_address
+from realhf.api.option import option
+from realhf.base.text import close_to
 from realhf.cluster.placement import LAUNCHER, kind_of, wished
 
 HOST_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")

@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
-from realhf.base.control_groups import memory_limit, usable_cores
-from realhf.base.files.source_files import digest_of
-from realhf.base.paths import IMPORT_ROOT
-from realhf.base.process_id import boot_id, host_token
+from realhf.base.files import digest_of
+from realhf.base.host_resources import memory_limit, usable_cores
+from realhf.base.installation import IMPORT_ROOT
+from realhf.base.process import boot_id, host_token
 from realhf.cluster.messages import HostHello
 from realhf.monitor.provenance import package_versions
 from realhf.scheduler.gpus import gpus_anywhere

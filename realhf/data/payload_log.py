@@ -18,8 +18,8 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from realhf.api.streaming import PayloadRef, rank_of
-from realhf.base.files.whole_file import disk_blamed
+from realhf.api.calls import PayloadRef, rank_of
+from realhf.base.files import disk_blamed
 
 SEGMENT_BYTES = 64 << 20
 MAX_FRAMES = 1 << 16

@@ -1,4 +1,4 @@
-"""Brings finished samples from rollout workers into the tensor store of a model worker (docs/reference/dataflow.md 9).
+"""Brings finished samples from rollout workers into the tensor store of a model worker, and serves the calls of the master about them (docs/reference/dataflow.md 9).
 
 A sample is received, decoded and checked, written to the payload log, put into the store, reported to the master, and
 when the master has answered (its ACCEPT is durable then) acknowledged to its producer. Until then the producer keeps
@@ -9,29 +9,52 @@ from __future__ import annotations
 
 import collections
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from realhf.api.calls import (
+    ACCEPTED,
+    ARRIVED,
+    DUPLICATE,
+    STREAM_CHECK,
+    STREAM_OPEN,
+    STREAM_PRUNE,
+    STREAM_RESTORE,
+    Arrival,
+    ArrivedRequest,
+    Nothing,
+    OpenStreamAnswer,
+    OpenStreamRequest,
+    PayloadRef,
+    PruneStreamRequest,
+    RestoreStreamAnswer,
+    RestoreStreamRequest,
+    checked_answers,
+    rank_of,
+)
+from realhf.api.keys import KeySpec, KeyTable
 from realhf.api.sample import SequenceSample
-from realhf.api.streaming import ACCEPTED, DUPLICATE, Arrival, PayloadRef, checked_answers, rank_of
 from realhf.data.payload_log import SEGMENT_BYTES, PayloadDamaged, PayloadLog
-from realhf.data.sample_limits import SampleLimits
-from realhf.transport.codec import encode_sample
+from realhf.transport.codec import decode_sample, encode_sample
 from realhf.transport.errors import CodecError, TransportError
 from realhf.transport.network import LOOPBACK, Network
 from realhf.transport.push_stream import StreamFailed, StreamMessage, StreamReceiver
+from realhf.transport.service import BlockingServiceClient
 from realhf.transport.tensor_store import TensorStore
 
-_log = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from torch import Tensor
 
+_log = logging.getLogger(__name__)
 Notify = Callable[[list[Arrival]], Sequence[str]]
 """Reports arrivals to the master and returns its answer (``accepted``, ``duplicate``, ``refused``) to each, in order.
 It blocks, with a deadline of its own. TransportError, TimeoutError and OSError mean that it cannot answer now and
 should be called again soon."""
-
 MAX_ROUND = 64
 RETRY_S = (0.1, 2.0)
 CLOSE_TIMEOUT_S = 10.0
@@ -306,3 +329,171 @@ def _stored_by(id: str, attempt: int) -> str:
 
 def _meta(sample: SequenceSample) -> list[bytes]:
     return [bytes(frame) for frame in encode_sample(sample.meta())]
+
+
+NOTIFY_TIMEOUT_S = 60.0
+
+
+class StreamHost:
+    """Owns the worker's ``StreamDataset``: ``open`` makes it, the other calls are passed on to it."""
+
+    def __init__(self, run_id: str, worker: str, folder: Path, store: TensorStore, network: Network = LOOPBACK) -> None:
+        self._network = network
+        self._run_id, self._worker, self._folder, self._store = run_id, worker, folder, store
+        self._master: BlockingServiceClient | None = None
+        self._dataset: StreamDataset | None = None
+
+    def handlers(self) -> dict[str, Callable[[Any], Any]]:
+        """Return the handlers of the immediate lane, by name."""
+        return dict(
+            [
+                STREAM_OPEN.served_by(self.open),
+                STREAM_RESTORE.served_by(self.restore),
+                STREAM_PRUNE.served_by(self.prune),
+                STREAM_CHECK.served_by(self.check),
+            ]
+        )
+
+    def open(self, request: OpenStreamRequest) -> OpenStreamAnswer:
+        """Make the dataset and its connection to the master, unless there is one already."""
+        if self._dataset is None:
+            self._master = BlockingServiceClient(
+                request.control, "the master", self._worker, self._run_id, self._network
+            )
+            known = KeyTable()
+            limits = SampleLimits(
+                tuple(known[name] for name in request.keys),
+                min_sequences=request.group_size,
+                max_sequences=request.max_sequences,
+                max_tokens=request.max_tokens,
+            )
+            self._dataset = StreamDataset(
+                self._run_id,
+                self._folder,
+                self._store,
+                self._notify,
+                credits=request.credits,
+                limits=limits,
+                network=self._network,
+                rank=request.rank,
+            )
+        return OpenStreamAnswer(self._dataset.endpoint)
+
+    def restore(self, request: RestoreStreamRequest) -> RestoreStreamAnswer:
+        """Put what was logged before back into the store, and return its arrivals."""
+        return RestoreStreamAnswer(self._opened().restore(request.items))
+
+    def prune(self, request: PruneStreamRequest) -> Nothing:
+        """Delete what no recovery needs any more."""
+        self._opened().prune(request.alive, request.newest, request.ranks)
+        return Nothing()
+
+    def check(self, request: Nothing) -> Nothing:
+        """Raise StreamFailed when nothing can arrive any more."""
+        del request
+        self._opened().check()
+        return Nothing()
+
+    def close(self) -> None:
+        """Close the connection to the master and the dataset, if ``open`` made them."""
+        if self._master is not None:
+            self._master.close()
+        if self._dataset is not None:
+            self._dataset.close()
+
+    def _opened(self) -> StreamDataset:
+        if self._dataset is None:
+            raise RuntimeError("the stream is not open")
+        return self._dataset
+
+    def _notify(self, arrivals: Sequence[Arrival]) -> Sequence[str]:
+        assert self._master is not None
+        return self._master.ask(ARRIVED, ArrivedRequest(list(arrivals)), timeout_s=NOTIFY_TIMEOUT_S).answers
+
+
+_FLOATS = ("f16", "bf16", "f32", "f64")
+
+
+@dataclass(frozen=True)
+class SampleLimits:
+    """Says what a finished sample must look like. Exactly the keys in ``keys`` must be there, with their dtype,
+    trailing shape and length rule, one of them ``packed_input_ids``; every sample has ``min_sequences`` to
+    ``max_sequences`` sequences of at most ``max_tokens`` tokens, in at most ``max_bytes`` bytes."""
+
+    keys: tuple[KeySpec, ...]
+    min_sequences: int = 1
+    max_sequences: int = 1024
+    max_tokens: int = 1 << 20
+    max_bytes: int = 256 << 20
+
+    def __post_init__(self) -> None:
+        if "packed_input_ids" not in {spec.name for spec in self.keys}:
+            raise ValueError("samples of a stream need the key packed_input_ids")
+
+    def read(self, id: str, frames: Sequence[Any]) -> SequenceSample:
+        """Decode the sample with this id from these frames. Raises CodecError that says what is wrong."""
+        nbytes = sum(memoryview(frame).nbytes for frame in frames)
+        if nbytes > self.max_bytes:
+            raise CodecError(f"sample {id!r} has {nbytes} bytes, allowed are {self.max_bytes}")
+        sample = decode_sample(frames)
+        if sample.ids != (id,):
+            raise CodecError(f"sample {id!r} came with the ids {sample.ids!r:.100}")
+        if sample.data is None:
+            raise CodecError(f"sample {id!r} came without data")
+        odd = sorted(sample.keys ^ {spec.name for spec in self.keys})
+        if odd:
+            raise CodecError(f"sample {id!r}: keys {odd} are missing or not expected")
+        tokens: list[int] = sample.lengths("packed_input_ids").values.tolist()
+        if not self.min_sequences <= len(tokens) <= self.max_sequences:
+            raise CodecError(
+                f"sample {id!r} has {len(tokens)} sequences, allowed are {self.min_sequences} to {self.max_sequences}"
+            )
+        if tokens and not 1 <= min(tokens) <= max(tokens) <= self.max_tokens:
+            raise CodecError(f"sample {id!r} has a sequence of no or more than {self.max_tokens} tokens")
+        expected = {"L": tokens, "L-1": [n - 1 for n in tokens], "1": [1] * len(tokens)}
+        dtypes = sample.dtypes
+        lengths = _length_lists(sample)
+        for spec in self.keys:
+            _check_key(sample, spec, dtypes[spec.name], lengths[spec.name], expected)
+        return sample
+
+
+def _check_key(
+    sample: SequenceSample, spec: KeySpec, dtype: str, lengths: list[int], expected: dict[str, list[int]]
+) -> None:
+    """Raise CodecError unless the key is as its specification says. ``lengths`` are those of the key's sequences,
+    ``expected`` what the length rule gives."""
+    tensor = sample[spec.name]
+    shape = tuple(tensor.shape[1:])
+    if dtype != spec.dtype or shape != spec.trailing:
+        raise CodecError(f"{_where(sample, spec)}: {dtype} {shape}, expected {spec.dtype} {spec.trailing}")
+    if spec.rule != "free" and lengths != expected[spec.rule]:
+        raise CodecError(f"{_where(sample, spec)}: lengths {lengths!r:.80} do not fit {expected['L']!r:.80} tokens")
+    if spec.dtype in _FLOATS and not _finite(tensor) and not _finite(_without_failures(sample, spec)):
+        raise CodecError(f"{_where(sample, spec)}: a value is not finite")
+
+
+def _finite(tensor: Tensor) -> bool:
+    """Return whether all values are finite, in one pass: their sum is finite exactly when all of them are, short of an
+    overflow."""
+    total = tensor.sum() if tensor.element_size() >= 4 else tensor.double().sum()
+    return math.isfinite(total.item())
+
+
+def _without_failures(sample: SequenceSample, spec: KeySpec) -> Tensor:
+    """Return the key's values of the rollouts that succeeded, where it has one per rollout: a failed one has no reward,
+    which is written as NaN."""
+    tensor = sample[spec.name]
+    alike = spec.rule == "1" and "outcome" in sample.keys and sample["outcome"].shape == tensor.shape
+    return tensor[sample["outcome"] == 0] if alike else tensor
+
+
+def _length_lists(sample: SequenceSample) -> dict[str, list[int]]:
+    """Return the lengths of the sequences by key; keys that share them share the list."""
+    columns = {key: sample.lengths(key) for key in sample.keys}
+    lists = {id(column): column.values.tolist() for column in columns.values()}
+    return {key: lists[id(column)] for key, column in columns.items()}
+
+
+def _where(sample: SequenceSample, spec: KeySpec) -> str:
+    return f"sample {sample.ids[0]!r}, key {spec.name!r}"

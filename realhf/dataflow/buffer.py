@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 
+from realhf.api.experiment import MFCDef
 from realhf.api.graph import DataFlowGraph
-from realhf.api.mfc import MFCDef
 from realhf.api.sample import DuplicateKeyError, SequenceSample
 from realhf.dataflow.sample_table import MetaView, Order, ReadyQueue, SampleTable
 

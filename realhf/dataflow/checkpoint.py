@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from realhf.api.calls import SavedFile
-from realhf.base.files.whole_file import disk_reason, sync, write_whole
+from realhf.base.files import disk_reason, sync, write_whole
 
 _log = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ from functools import partial
 from typing import Any
 
 from realhf.api.calls import CLEAR, ClearRequest
+from realhf.api.experiment import InterfaceType
 from realhf.api.graph import DataFlowGraph
-from realhf.api.mfc import InterfaceType
 from realhf.api.parallel import Parallel
 from realhf.api.source import ResultSink, SampleResult
 from realhf.dataflow.buffer import AsyncIOSequenceBuffer, EndOfData, Retired

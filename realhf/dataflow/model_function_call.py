@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from realhf.api.calls import CALL, CallAnswer, CallRequest, FetchPart, GroupPart
+from realhf.api.experiment import InterfaceType, MFCDef
 from realhf.api.graph import DataFlowGraph
-from realhf.api.mfc import InterfaceType, MFCDef
 from realhf.api.parallel import Parallel
 from realhf.api.sample import SequenceSample, inverse_perm
 from realhf.api.source import SampleResult

@@ -47,17 +47,17 @@ from realhf.api.calls import (
     Nothing,
     SaveAnswer,
 )
-from realhf.api.mfc import InterfaceType, MFCDef
+from realhf.api.experiment import InterfaceType, MFCDef
 from realhf.api.model import CallContext, Engine, Model, TrainResult
 from realhf.api.parallel import Group, HeldInParts
 from realhf.api.sample import MicroBatchSpec, SequenceSample
 from realhf.api.trace import GENERATE, NO_RECORDER, REF, TRAIN, NoRecorder, NoTrace, RolloutRecorder, Tracer
-from realhf.base.files.whole_file import disk_blamed, whole_folder, write_whole
+from realhf.base.files import disk_blamed, whole_folder, write_whole
 from realhf.base.tensor_digest import SCHEME, digests, joint_digest
-from realhf.builtins import interfaces
-from realhf.builtins import interfaces as interface_registry
 from realhf.dataflow.checkpoint import saved_file
 from realhf.dataflow.model_function_call import WrongReply, check_keys
+from realhf.registry import interfaces
+from realhf.registry import interfaces as interface_registry
 from realhf.transport.codec import encode_sample
 from realhf.transport.errors import CallCancelled
 from realhf.transport.tensor_store import TensorStore

@@ -16,8 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from realhf.api.lengths import Lengths
-from realhf.api.sample import SequenceSample
+from realhf.api.sample import Lengths, SequenceSample
 
 MAX_KEYS = 62
 

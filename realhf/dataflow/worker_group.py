@@ -28,8 +28,7 @@ from realhf.api.calls import (
     OpenWorldRequest,
     SavedFile,
 )
-from realhf.api.experiment import ExperimentSpec
-from realhf.api.mfc import InterfaceType, MFCDef
+from realhf.api.experiment import ExperimentSpec, InterfaceType, MFCDef
 from realhf.api.parallel import CollectiveBroken, Parallel
 from realhf.base.messages import Call, Message
 from realhf.transport.errors import RemoteError

@@ -13,9 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 from realhf.api.environment import SPLITS, TRAIN, EnvironmentSpec
-from realhf.builtins import environments
 from realhf.env.check.calls import described
 from realhf.env.loader.load import build_environment, definition_of
+from realhf.registry import environments
 
 ABOUT = "List the registered environments with their default options: tasks, tools, solver, what they are about."
 _RESET_S = 10.0

@@ -23,8 +23,7 @@ from urllib.parse import urlsplit
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
 
-from realhf.api.env import StepResult
-from realhf.api.environment import FAILURE_KINDS
+from realhf.api.environment import FAILURE_KINDS, StepResult
 
 _ENCODE = json.JSONEncoder(separators=(",", ":")).encode
 _MAX_REPLY_BYTES = 4 << 20

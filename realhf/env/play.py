@@ -17,9 +17,8 @@ from rich.console import Console
 from rich.text import Text
 
 from realhf.api.environment import SPLITS, TRAIN, AssistantMessage, Environment, EnvironmentSpec, Opening, Task, Turn
-from realhf.base.close_names import close_to
 from realhf.base.loop_thread import LoopThread
-from realhf.base.text import printable
+from realhf.base.text import close_to, printable
 from realhf.env.check.calls import Caller, CallFailed, UserCode, folders_of
 from realhf.env.check.command import seconds
 from realhf.env.check.contract import ends, opening_problems, tool_problems, turn_problems

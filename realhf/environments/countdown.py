@@ -33,7 +33,6 @@ from fractions import Fraction
 from types import MappingProxyType
 from typing import Any
 
-from realhf.api.config.option import option
 from realhf.api.environment import (
     HABIT,
     HELD_OUT,
@@ -46,6 +45,7 @@ from realhf.api.environment import (
     EnvironmentSpec,
     Task,
 )
+from realhf.api.option import option
 from realhf.env.loader.single_turn import VerifierEnvironment, read_verifier
 from realhf.env.loader.threads import Threads
 

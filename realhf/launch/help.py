@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from realhf.api.config import ExperimentConfig
-from realhf.api.config.option import Found, Option, walk
-from realhf.base.paths import CONFIGS
-from realhf.builtins import environments, registered_names
+from realhf.api.option import Found, Option, walk
+from realhf.base.installation import CONFIGS
 from realhf.env.loader.load import with_environment
-from realhf.launch.compose import GROUPS, Composed, choices, shipped_schemas
-from realhf.launch.schema import Schema
+from realhf.launch.compose import GROUPS, Composed, Schema, choices, shipped_schemas
+from realhf.registry import environments, registered_names
 
 _COLUMN = 44
 """Where the sentences begin, unless an option is longer."""

@@ -1,6 +1,6 @@
 """What a launch finds in its run folder, and which options may differ from those that the run had so far.
 
-Whether an option may stands at its field (``on_resume`` in ``realhf/api/config/option.py``). The options of a run are
+Whether an option may stands at its field (``on_resume`` in ``realhf/api/option.py``). The options of a run are
 kept with each of its checkpoints; before the first one ``config.yaml`` has them.
 """
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from realhf.api.config import ConfigError, ExperimentConfig, RecoverMode, run_folder
-from realhf.api.config.option import OnResume, walk
+from realhf.api.option import OnResume, walk
 from realhf.base.dataclass_json import to_json_value
 from realhf.dataflow.checkpoint import CheckpointStore
 from realhf.monitor.provenance import LAUNCH

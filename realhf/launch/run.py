@@ -1,4 +1,4 @@
-"""Run an experiment: what comes before it, its jobs, then its workers; say at the end what came out."""
+"""Runs an experiment: what comes before it, its jobs, then its workers; knows the files of a run folder."""
 
 from __future__ import annotations
 
@@ -13,17 +13,16 @@ from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from rich.console import Console
 from rich.text import Text
 
 from realhf.api.config import ConfigError, RecoverMode
 from realhf.api.experiment import ExperimentSpec, Launch, is_made
-from realhf.api.run_files import removable
 from realhf.base.text import printable
 from realhf.launch.build import BuiltExperiment
-from realhf.launch.chosen_scheduler import make_scheduler
+from realhf.launch.plugins import make_scheduler
 from realhf.launch.processes import LaunchError, run_job, run_workers
 from realhf.launch.resume import Resumption, plain_options, resume_line
 from realhf.monitor.display import Display, make_display
@@ -189,3 +188,67 @@ def _say_results(summary: dict[str, Any], run_dir: Path) -> None:
         text = f"{advisory['severity']}: {advisory['text']} {advisory['advice']}"
         console.print(Text(printable(text)), soft_wrap=True)
     console.print(f"results: {run_dir}", highlight=False, markup=False, soft_wrap=True)
+
+
+Written = Literal["whole", "appended", "folder"]
+
+
+class RunFile(NamedTuple):
+    """``name`` may be a pattern. ``written``: replaced when complete, appended to, or a folder that its writer looks
+    after. ``kept``: whether it stays when the run begins anew (``recover_mode=disabled``); everything that a run has
+    learned or recorded goes, lest two histories be read as one."""
+
+    name: str
+    writer: str
+    written: Written
+    kept: bool = False
+
+
+RUN_FILES = (
+    RunFile("config.yaml", "launcher, master", "whole"),
+    RunFile("provenance.json", "launcher, master", "whole"),
+    RunFile("plan.json", "launcher", "whole"),
+    RunFile(".lock", "launcher", "whole", kept=True),
+    RunFile(".keys-*", "launcher", "whole", kept=True),
+    RunFile("note.json", "python -m realhf.view note", "whole", kept=True),
+    RunFile("logs", "every process", "folder"),
+    RunFile("warm_start-*", "master of the warm start", "folder", kept=True),
+    RunFile("placements.jsonl", "launcher", "appended"),
+    RunFile("deaths.jsonl", "launcher", "appended"),
+    RunFile("graph.md", "master", "whole"),
+    RunFile("graph.dot", "master", "whole"),
+    RunFile("metrics.jsonl", "master", "appended"),
+    RunFile("evaluations.json", "master", "whole"),
+    RunFile("summary.json", "master", "whole"),
+    RunFile("episodes.txt", "master", "appended"),
+    RunFile("nonfinite.jsonl", "master", "appended"),
+    RunFile("report.html", "master", "whole"),
+    RunFile("trace", "every process", "folder"),
+    RunFile("trace.json", "master", "whole"),
+    RunFile("rollouts", "model workers, rollout workers", "folder"),
+    RunFile("tensorboard", "master", "folder"),
+    RunFile("trackers.json", "master", "whole"),
+    RunFile("wandb", "master", "folder"),
+    RunFile("mlflow", "master", "folder"),
+    RunFile("checkpoints", "model workers, master", "folder"),
+    RunFile("policy", "model worker", "folder"),
+    RunFile("journal", "master", "folder"),
+    RunFile("stream", "model workers", "folder"),
+    RunFile("weights", "model workers", "folder"),
+    RunFile("weights.jsonl", "master", "appended"),
+    RunFile("trajectory", "trajectory server", "folder"),
+)
+"""All of them. What is not in the table belongs to somebody else and is left alone."""
+
+
+def removable(run_dir: Path) -> Iterator[Path]:
+    """Yield what is there of a run and goes when it begins anew, halves of files that a killed process left with it."""
+    for file in RUN_FILES:
+        if not file.kept:
+            for pattern in (file.name, f"{file.name}.partial", f".{file.name}.*.tmp"):
+                yield from run_dir.glob(pattern)
+
+
+def unknown_files(run_dir: Path) -> list[str]:
+    """Names in a run folder that the table does not have."""
+    return sorted(path.name for path in run_dir.iterdir() if not any(path.match(file.name) for file in RUN_FILES))

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from realhf.api.experiment import Launch
-from realhf.base.files.whole_file import write_whole
-from realhf.base.paths import PACKAGE
+from realhf.base.files import write_whole
+from realhf.base.installation import PACKAGE
 
 CONFIG_FILE = "config.yaml"
 PROVENANCE_FILE = "provenance.json"

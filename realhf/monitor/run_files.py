@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from realhf.base.files.whole_file import write_whole
+from realhf.base.files import write_whole
 from realhf.monitor.rollouts.format import open_plain
 
 if TYPE_CHECKING:

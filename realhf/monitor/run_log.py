@@ -16,7 +16,7 @@ from realhf.api.config import MonitorConfig
 from realhf.api.environment import HELD_OUT
 from realhf.api.experiment import EvaluationSpec
 from realhf.api.trace import STEP, NoTrace, Tracer
-from realhf.base.files.whole_file import write_whole
+from realhf.base.files import write_whole
 from realhf.monitor.advisories import advise_run, as_json
 from realhf.monitor.events import EventStream
 from realhf.monitor.metrics import evaluation_metrics, public_names

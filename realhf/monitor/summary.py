@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from realhf.base.files.whole_file import write_whole
+from realhf.base.files import write_whole
 from realhf.base.text import printable
 
 Row = Mapping[str, Any]

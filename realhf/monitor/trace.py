@@ -26,7 +26,7 @@ from typing import Any
 
 import msgspec
 
-from realhf.base.files.whole_file import whole_file
+from realhf.base.files import whole_file
 from realhf.monitor.run_files import HostLanes
 
 TRACE_FOLDER = "trace"

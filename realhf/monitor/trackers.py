@@ -26,8 +26,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from realhf.base.extras import install_command
-from realhf.base.files.whole_file import write_whole
+from realhf.base.files import write_whole
+from realhf.base.installation import install_command
 
 IDENTITY_FILE = "trackers.json"
 

@@ -18,9 +18,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from realhf.api.chat import CallProblem, TemplateChat, read_json
-from realhf.api.env import AGENT_FAILED, POLICY_FAILED, RolloutOutcome
-from realhf.api.environment import AssistantMessage, ChatMessage, Environment, EnvironmentFailure, ToolCall, Turn
+from realhf.api.chat_template import CallProblem, TemplateChat, read_json
+from realhf.api.environment import (
+    AGENT_FAILED,
+    POLICY_FAILED,
+    AssistantMessage,
+    ChatMessage,
+    Environment,
+    EnvironmentFailure,
+    RolloutOutcome,
+    ToolCall,
+    Turn,
+)
 from realhf.api.generation import TokenSource
 from realhf.base.plugin import load_plugin, located
 from realhf.rollout.episode import EpisodeRequest, Limits, Progress

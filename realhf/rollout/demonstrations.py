@@ -19,8 +19,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 
-from realhf.api.chat import parse_turn
-from realhf.api.env import RolloutOutcome
+from realhf.api.chat_template import parse_turn
 from realhf.api.environment import (
     AssistantMessage,
     Demonstration,
@@ -28,6 +27,7 @@ from realhf.api.environment import (
     Environment,
     EnvironmentSpec,
     Opening,
+    RolloutOutcome,
 )
 from realhf.api.generation import TokenSource
 from realhf.env.loader.load import build_environment

@@ -20,8 +20,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from realhf.api.env import POLICY_FAILED, VALID_STATUSES, ChatFormat, PlayedTurn, RolloutOutcome
-from realhf.api.environment import AssistantMessage, ChatMessage, Environment, EnvironmentFailure, Opening, Task, Turn
+from realhf.api.environment import (
+    POLICY_FAILED,
+    VALID_STATUSES,
+    AssistantMessage,
+    ChatFormat,
+    ChatMessage,
+    Environment,
+    EnvironmentFailure,
+    Opening,
+    PlayedTurn,
+    RolloutOutcome,
+    Task,
+    Turn,
+)
 from realhf.api.generation import GenerationFailed, TokenSource
 from realhf.api.model import GenOutput, GenRequest
 from realhf.base.text import shorten

@@ -11,12 +11,11 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Protocol
 
+from realhf.api.calls import AGENT_ERROR, ENGINE_ERROR, ENV_ERROR, TIMEOUT, EvaluationPart, RolloutLease
 from realhf.api.config import ON_FAILURE, GenConfig
-from realhf.api.env import AGENT_FAILED, POLICY_FAILED, RolloutOutcome
-from realhf.api.environment import EnvironmentSpec, Task, task_of
+from realhf.api.environment import AGENT_FAILED, POLICY_FAILED, EnvironmentSpec, RolloutOutcome, Task, task_of
 from realhf.api.evaluation import EpisodeResult
 from realhf.api.generation import TokenSource
-from realhf.api.streaming import AGENT_ERROR, ENGINE_ERROR, ENV_ERROR, TIMEOUT, EvaluationPart, RolloutLease
 from realhf.api.trace import NO_RECORDER, PlayedSample, RolloutRecorder
 from realhf.base.dataclass_json import to_json_value
 from realhf.rollout.episode import EpisodeRequest
@@ -94,7 +93,7 @@ def episode_results(outcomes: Sequence[RolloutOutcome]) -> list[EpisodeResult]:
 
 class GroupFailed(RuntimeError):
     """Too few rollouts of a sample are valid, or it was not over in time. ``outcome`` is a word of
-    ``realhf.api.streaming``."""
+    ``realhf.api.calls``."""
 
     def __init__(self, outcome: str, message: str) -> None:
         super().__init__(message)

@@ -7,13 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from realhf.api.chat import TemplateChat
+from realhf.api.chat_template import TemplateChat
 from realhf.api.config import GenConfig
-from realhf.api.env import RolloutOutcome
-from realhf.api.environment import EnvironmentSpec, Task, task_of
+from realhf.api.environment import EnvironmentSpec, RolloutOutcome, Task, task_of
 from realhf.api.evaluation import evaluation_report
+from realhf.api.experiment import HeldOutOptions, RolloutOptions
 from realhf.api.model import CallContext, GenOutput, GenRequest, Model
-from realhf.api.rollout import HeldOutOptions, RolloutOptions
 from realhf.api.sample import SequenceSample
 from realhf.api.trace import PlayedSample
 from realhf.base.dataclass_json import to_json_value

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from realhf.api.chat import TemplateChat
+from realhf.api.chat_template import TemplateChat
 from realhf.rollout.openai_requests import call_body
 from realhf.rollout.openai_sessions import OpenTurn
 

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from realhf.api.chat import CallProblem, read_json
+from realhf.api.chat_template import CallProblem, read_json
 from realhf.api.environment import AssistantMessage
 
 _WHOLE_FLOATS = 2.0**53

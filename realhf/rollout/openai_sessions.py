@@ -17,9 +17,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from realhf.api.chat import ChatTemplateError, TemplateChat
-from realhf.api.env import AGENT_FAILED, MAX_BRANCHES, VALID_STATUSES, PlayedTurn, RolloutOutcome
-from realhf.api.environment import AssistantMessage, Task, finite_number
+from realhf.api.chat_template import ChatTemplateError, TemplateChat
+from realhf.api.environment import (
+    AGENT_FAILED,
+    MAX_BRANCHES,
+    VALID_STATUSES,
+    AssistantMessage,
+    PlayedTurn,
+    RolloutOutcome,
+    Task,
+    finite_number,
+)
 from realhf.api.generation import GenerationFailed, TokenSource
 from realhf.api.model import GenOutput, GenRequest
 from realhf.rollout.episode import TokenBuffer
@@ -294,7 +302,7 @@ class SessionLimits:
 
 @dataclass(frozen=True)
 class Ending:
-    """Says how an episode ended, for its trajectories. ``status``: see ``realhf.api.env``; ``reward`` None: what was
+    """Says how an episode ended, for its trajectories. ``status``: see ``realhf.api.environment``; ``reward`` None: what was
     reported to the session."""
 
     status: str

@@ -22,13 +22,21 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
-from realhf.api.chat import TemplateChat
+from realhf.api.chat_template import TemplateChat
 from realhf.api.config import GenConfig
-from realhf.api.env import ChatFormat, RolloutOutcome
-from realhf.api.environment import AssistantMessage, Environment, EnvironmentFailure, EnvironmentSpec, Opening, Turn
+from realhf.api.environment import (
+    AssistantMessage,
+    ChatFormat,
+    Environment,
+    EnvironmentFailure,
+    EnvironmentSpec,
+    Opening,
+    RolloutOutcome,
+    Turn,
+)
+from realhf.api.experiment import RolloutOptions
 from realhf.api.generation import GenerationFailed, TokenSource
 from realhf.api.model import GenOutput, GenRequest
-from realhf.api.rollout import RolloutOptions
 from realhf.rollout.episode import EpisodeRequest, ForgetfulSpeaker, Limits, PolicySpeaker, play_episode
 
 T = TypeVar("T")

@@ -9,13 +9,21 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from realhf.api.calls import ALLOCATE, EVALUATED, REJECTED, AllocateRequest, EvaluatedRequest, RejectedRequest
+from realhf.api.calls import (
+    ALLOCATE,
+    EVALUATED,
+    REJECTED,
+    AllocateRequest,
+    EvaluatedRequest,
+    EvaluationPart,
+    RejectedRequest,
+    RolloutLease,
+)
 from realhf.api.evaluation import EpisodeResult
-from realhf.api.mfc import MFCDef
+from realhf.api.experiment import MFCDef
 from realhf.api.model import CallContext
-from realhf.api.streaming import EvaluationPart, RolloutLease
 from realhf.api.trace import Tracer
-from realhf.builtins import interfaces
+from realhf.registry import interfaces
 from realhf.rollout.group_player import GroupFailed, PlayedGroup, SamplePlayer, within
 from realhf.rollout.rollout_sample import outcomes_to_sample, transcript
 from realhf.transport.codec import encode_sample

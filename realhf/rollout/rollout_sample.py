@@ -10,10 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from realhf.api.env import RolloutOutcome
+from realhf.api.environment import RolloutOutcome
 from realhf.api.keys import ROLLOUT_KEY
-from realhf.api.lengths import Lengths
-from realhf.api.sample import SequenceSample
+from realhf.api.sample import Lengths, SequenceSample
 
 _UNSEEN = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff\U000e0000-\U000e007f]"

@@ -13,8 +13,7 @@ import os
 import runpy
 import sys
 
-from realhf.base.garbage import collect_rarely
-from realhf.base.process_priority import step_back
+from realhf.base.process import collect_rarely, step_back
 from realhf.scheduler.process import die_with_parent
 
 

@@ -23,8 +23,8 @@ from typing import IO, Any
 
 import psutil
 
-from realhf.base.control_groups import MOUNT, counters, groups, memory_limit
-from realhf.base.process_id import start_time
+from realhf.base.host_resources import MOUNT, counters, groups, memory_limit
+from realhf.base.process import start_time
 from realhf.scheduler.base import SchedulerDefinition, WorkerEvent, WorkerExit, WorkerLine, WorkerSpec
 from realhf.scheduler.gpus import VISIBLE, with_one_gpu
 from realhf.scheduler.prepared_server import MOST_BYTES

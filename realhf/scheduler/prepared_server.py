@@ -20,8 +20,7 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
-from realhf.base.garbage import collect_rarely
-from realhf.base.process_priority import step_back
+from realhf.base.process import collect_rarely, step_back
 from realhf.scheduler.child import leave
 from realhf.scheduler.process import die_with_parent
 

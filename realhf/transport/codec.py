@@ -19,8 +19,7 @@ import msgpack
 import numpy as np
 
 from realhf.api.keys import ITEMSIZE, TORCH_NAMES
-from realhf.api.lengths import IntArray, Lengths
-from realhf.api.sample import SequenceSample
+from realhf.api.sample import IntArray, Lengths, SequenceSample
 from realhf.transport.envelope import MAX_HEADER_BYTES, field, unpack_map
 from realhf.transport.errors import CodecError, ProtocolError
 

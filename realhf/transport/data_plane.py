@@ -21,7 +21,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from realhf.api.sample import SequenceSample
-from realhf.base.process_id import host_token
+from realhf.base.process import host_token
 from realhf.transport import envelope
 from realhf.transport.bulk import LANES, NUMBER_BYTES, BulkConnection, BulkServer, Outgoing, Piece, fetch_pieces
 from realhf.transport.codec import MAX_MESSAGE_BYTES, decode_sample, encode_sample

@@ -18,8 +18,8 @@ from typing import Any
 
 import zmq
 
-from realhf.base.host_load import HostLoad
-from realhf.base.process_id import host_token, open_process
+from realhf.base.host_resources import HostLoad
+from realhf.base.process import host_token, open_process
 from realhf.transport.envelope import field, pack_header
 from realhf.transport.errors import MasterLost
 from realhf.transport.network import Network

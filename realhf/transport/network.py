@@ -31,7 +31,7 @@ import zmq
 from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
-from realhf.api.config.network import WILDCARD, NetworkConfig
+from realhf.api.config import WILDCARD, NetworkConfig
 from realhf.base.loopback import is_loopback_host
 from realhf.transport.errors import AddressTaken, NetworkError
 

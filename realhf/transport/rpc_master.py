@@ -21,8 +21,8 @@ from typing import Any
 
 import zmq
 
-from realhf.base.host_load import HostLoad
-from realhf.base.process_id import host_token, start_time
+from realhf.base.host_resources import HostLoad
+from realhf.base.process import host_token, start_time
 from realhf.transport import envelope
 from realhf.transport.envelope import pack_header, pack_payload, unpack_payload
 from realhf.transport.errors import (

@@ -20,7 +20,7 @@ from typing import Any
 
 import zmq
 
-from realhf.base.process_id import host_token, start_time
+from realhf.base.process import host_token, start_time
 from realhf.transport import envelope
 from realhf.transport.envelope import pack_header, pack_payload, unpack_header, unpack_payload
 from realhf.transport.errors import LOST_MASTER, CallCancelled, MasterLost, ProtocolError, RpcTimeout

@@ -33,9 +33,9 @@ import numpy as np
 
 from realhf.api.generation import TensorSlot, WeightsManifest
 from realhf.api.keys import ITEMSIZE, TORCH_NAMES, dtype_tag
-from realhf.base.files.whole_file import whole_file
+from realhf.base.files import whole_file
 from realhf.base.loopback import is_loopback_host
-from realhf.base.process_id import host_token, start_time
+from realhf.base.process import host_token, start_time
 from realhf.base.tensor_digest import TensorDigester, joint_digest
 from realhf.transport.bulk import LANES, BulkConnection, BulkServer, Piece, fetch_whole
 from realhf.transport.errors import DataError, FetchTimeout, NetworkError, PeerLost, ProtocolError, TransportError

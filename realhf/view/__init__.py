@@ -1,3 +1,3 @@
-from realhf.base.extras import needs
+from realhf.base.installation import needs
 
 needs("server", "starlette", "uvicorn")

@@ -15,7 +15,7 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
-from realhf.base.files.whole_file import write_whole
+from realhf.base.files import write_whole
 from realhf.view.run import PARTS, Run
 from realhf.view.run_folder import finished, read_json
 

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from realhf.base.files.whole_file import write_whole
+from realhf.base.files import write_whole
 from realhf.base.text import printable
 
 _LOCKS = Path("/proc/locks")

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from realhf.algorithms.logprob import LogprobInterface
-from realhf.algorithms.minibatches import minibatches
-from realhf.algorithms.policy_gradient.interface import PolicyGradientInterface
-from realhf.algorithms.sequences import PredictedTokens
+from realhf.algorithms.inference import LogprobInterface
+from realhf.algorithms.policy_gradient import PolicyGradientInterface
+from realhf.algorithms.train_step import PredictedTokens, minibatches
 from realhf.api.model import Model
 from realhf.api.sample import MicroBatchSpec, SequenceSample
 from tests.algorithms.tiny_policy import GROUPS, OUTCOME, REWARDS, context, tiny_actor, weights

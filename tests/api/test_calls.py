@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from realhf.api import calls
-from realhf.api.calls import CALL, GENERATE, STATUS, CallAnswer, EvaluateAnswer, GenerateRequest
+from realhf.api.calls import CALL, GENERATE, STATUS, Arrival, CallAnswer, EvaluateAnswer, GenerateRequest, RolloutLease
 from realhf.api.generation import TensorSlot, WeightsManifest
-from realhf.api.streaming import Arrival, RolloutLease
 from realhf.base.messages import Call, Message, MessageError, from_payload, to_payload
 from realhf.transport.envelope import pack_payload, unpack_payload
 

@@ -9,8 +9,8 @@ import sys
 import networkx as nx
 import pytest
 
+from realhf.api.experiment import InterfaceType, MFCDef
 from realhf.api.graph import DATASET, DataFlowGraph, GraphError, build_graph
-from realhf.api.mfc import InterfaceType, MFCDef
 
 GEN, INF, TRAIN = InterfaceType.GENERATE, InterfaceType.INFERENCE, InterfaceType.TRAIN_STEP
 

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from realhf.api.config import GenConfig
-from realhf.api.rollout import HeldOutOptions, RolloutOptions
+from realhf.api.experiment import HeldOutOptions, RolloutOptions
 from realhf.rollout.interface import EnvRolloutInterface
 
 

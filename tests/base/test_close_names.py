@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from realhf.base.close_names import close_to
+from realhf.base.text import close_to
 
 
 def test_a_close_spelling_is_offered_and_the_names_are_listed():

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from realhf.base.control_groups import memory_left, memory_limit, usable_cores
+from realhf.base.host_resources import memory_left, memory_limit, usable_cores
 
 
 @pytest.fixture(autouse=True)
 def many_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("realhf.base.control_groups.os.sched_getaffinity", lambda pid: set(range(96)))
+    monkeypatch.setattr("realhf.base.host_resources.os.sched_getaffinity", lambda pid: set(range(96)))
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from realhf.base.content_key import content_key
 from realhf.base.dataclass_json import from_json_value, to_json_value
+from realhf.base.files import content_key
 from realhf.base.plugin import load_plugin
 
 

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from realhf.base import extras
-from realhf.base.paths import IMPORT_ROOT
+from realhf.base import installation
+from realhf.base.installation import IMPORT_ROOT
 
 HEAVY = ("torch", "transformers", "hydra", "networkx", "matplotlib")
 
@@ -16,17 +16,17 @@ HEAVY = ("torch", "transformers", "hydra", "networkx", "matplotlib")
 def test_the_command_installs_into_the_checkout_and_never_a_strangers_distribution(tmp_path, monkeypatch):
     """It used to name the distribution that somebody else has on the package index."""
     monkeypatch.chdir(IMPORT_ROOT)
-    assert extras.install_command("wandb") == "pip install -e '.[wandb]'"
+    assert installation.install_command("wandb") == "pip install -e '.[wandb]'"
     monkeypatch.chdir(tmp_path)
-    assert extras.install_command("wandb") == f"pip install -e '{IMPORT_ROOT}[wandb]'"
-    monkeypatch.setattr(extras, "IMPORT_ROOT", tmp_path)
-    assert extras.install_command("wandb") == "pip install 'realhf-agents[wandb]'"
+    assert installation.install_command("wandb") == f"pip install -e '{IMPORT_ROOT}[wandb]'"
+    monkeypatch.setattr(installation, "IMPORT_ROOT", tmp_path)
+    assert installation.install_command("wandb") == "pip install 'realhf-agents[wandb]'"
 
 
 def test_a_missing_package_names_the_extra():
     with pytest.raises(ModuleNotFoundError, match=r"^not installed here: no_such; the extra 'x' .*: pip install -e '"):
-        extras.needs("x", "sys", "no_such")
-    extras.needs("x", "sys")
+        installation.needs("x", "sys", "no_such")
+    installation.needs("x", "sys")
 
 
 @pytest.mark.nightly

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import socket
 
-from realhf.base import free_port as free_ports
-from realhf.base.free_port import free_port
+from realhf.base import loopback as free_ports
+from realhf.base.loopback import free_port
 
 
 def test_a_free_port_can_be_listened_at_and_is_not_one_of_those_that_the_kernel_gives_away():

@@ -9,7 +9,7 @@ PROCESS = """
 import gc
 
 usual = gc.get_threshold()
-from realhf.base.garbage import collect_rarely, settle
+from realhf.base.process import collect_rarely, settle
 
 collect_rarely()
 assert all(rare > often for rare, often in zip(gc.get_threshold(), usual, strict=True)), gc.get_threshold()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from realhf.base.host_load import HostLoad, LoadOfSteps
+from realhf.base.host_resources import HostLoad, LoadOfSteps
 
 
 def test_a_reading_of_this_host_grows_while_it_works() -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from realhf.base.intervals import mean_interval, wilson_interval
+from realhf.api.evaluation import mean_interval, wilson_interval
 
 
 def test_wilson_interval_against_published_values() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from realhf.base.model_size import activation_bytes, model_size, size_of, trainer_memory, weight_bytes
+from realhf.base.hf_config import activation_bytes, model_size, size_of, trainer_memory, weight_bytes
 
 SMALL = {"vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
 KINDS: dict[str, dict[str, Any]] = {

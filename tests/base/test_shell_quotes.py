@@ -7,7 +7,7 @@ import shlex
 from hypothesis import given
 from hypothesis import strategies as st
 
-from realhf.base.shell_quotes import quote_states
+from realhf.base.text import quote_states
 
 
 def test_the_state_after_every_character():

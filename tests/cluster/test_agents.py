@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from realhf.base.process_id import start_time
+from realhf.base.process import start_time
 from realhf.cluster.messages import Order
 from realhf.cluster.options import ClusterOptions
 from realhf.cluster.placement import ClusterError

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from realhf.base.free_port import free_port
+from realhf.base.loopback import free_port
 from tests.cluster.bed import OPTIONS, ROOT
 from tests.cluster.key_ring import KeyRing
 from tests.process_family import family, gone

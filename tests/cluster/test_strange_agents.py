@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import zmq
 
-from realhf.base.files.source_files import digest_of
+from realhf.base.files import digest_of
 from realhf.cluster import control_endpoint, file_transfer, own_host
 from realhf.cluster import operator as operator_desk
 from realhf.cluster import scheduler as scheduler_module

@@ -7,11 +7,11 @@ import math
 import pytest
 import torch
 
-from realhf.algorithms.reward import OutcomeRewardInterface
-from realhf.api.env import RolloutOutcome
+from realhf.algorithms.inference import OutcomeRewardInterface
+from realhf.api.environment import RolloutOutcome
 from realhf.api.keys import KeySpec
 from realhf.api.sample import SequenceSample
-from realhf.data.sample_limits import SampleLimits
+from realhf.data.stream_dataset import SampleLimits
 from realhf.rollout.rollout_sample import outcomes_to_sample
 from realhf.transport.codec import encode_sample
 from realhf.transport.errors import CodecError

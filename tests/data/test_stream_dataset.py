@@ -9,12 +9,11 @@ from random import Random
 import pytest
 import torch
 
+from realhf.api.calls import ACCEPTED, DUPLICATE, REFUSED, Arrival
 from realhf.api.keys import KeySpec
 from realhf.api.sample import SequenceSample
-from realhf.api.streaming import ACCEPTED, DUPLICATE, REFUSED, Arrival
 from realhf.data.payload_log import PayloadLog
-from realhf.data.sample_limits import SampleLimits
-from realhf.data.stream_dataset import StreamDataset
+from realhf.data.stream_dataset import SampleLimits, StreamDataset
 from realhf.transport.codec import decode_sample, encode_sample
 from realhf.transport.push_stream import StreamFailed, StreamProducer
 from realhf.transport.tensor_store import TensorStore

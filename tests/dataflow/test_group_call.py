@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from realhf.api.mfc import InterfaceType, MFCDef
+from realhf.api.experiment import InterfaceType, MFCDef
 from realhf.api.parallel import CollectiveBroken, Parallel
 from realhf.dataflow.function_executor import FunctionExecutor
 from realhf.dataflow.model_function_call import MFCFailed

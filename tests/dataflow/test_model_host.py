@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from realhf.api.calls import CheckpointRequest, ExportRequest, Nothing
-from realhf.api.experiment import is_made
-from realhf.api.mfc import InterfaceType, MFCDef
+from realhf.api.experiment import InterfaceType, MFCDef, is_made
 from realhf.api.model import Model, TrainResult
 from realhf.api.parallel import HeldInParts
 from realhf.api.sample import SequenceSample

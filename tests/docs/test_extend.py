@@ -24,7 +24,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from realhf.algorithms.policy_gradient.losses import LossTerms
+from realhf.algorithms.policy_loss import LossTerms
 from realhf.api.config import AsyncConfig, EngineConfig, GenConfig
 from realhf.api.environment import AssistantMessage, Task, ToolCall
 from realhf.api.experiment import ModelSpec
@@ -36,7 +36,6 @@ from realhf.aws.tasks import loader
 from realhf.backends import streaming_engines
 from realhf.base.plugin import load_plugin
 from realhf.base.tensor_digest import digests
-from realhf.builtins import advantage_estimators, policy_losses
 from realhf.env.__main__ import main as environment_command
 from realhf.env.loader.author import Traits
 from realhf.env.loader.load import build_environment
@@ -44,6 +43,7 @@ from realhf.env.loader.single_turn import DatasetOptions
 from realhf.env.openenv_client import OpenEnvClient
 from realhf.env.server.process import ServerProcess
 from realhf.launch.__main__ import main
+from realhf.registry import advantage_estimators, policy_losses
 from realhf.rollout.black_box_agent import BlackBoxAgent, load_agent
 from realhf.rollout.episode import EpisodeRequest, Limits
 from realhf.scheduler.base import WorkerExit, WorkerLine, WorkerSpec

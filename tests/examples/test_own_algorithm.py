@@ -9,12 +9,12 @@ from types import ModuleType
 import pytest
 import torch
 
-from realhf.algorithms.policy_gradient.interface import PolicyGradientInterface
-from realhf.algorithms.policy_gradient.objective import ADVANTAGES
+from realhf.algorithms.policy_gradient import PolicyGradientInterface
+from realhf.algorithms.policy_loss import ADVANTAGES
 from realhf.api.sample import SequenceSample
 from realhf.base.plugin import load_plugin
-from realhf.builtins import interfaces
 from realhf.launch.__main__ import main
+from realhf.registry import interfaces
 
 FILE = Path(__file__).resolve().parents[2] / "examples" / "own_algorithm.py"
 ARGUMENTS = [f"+experiment_path={FILE}", "mode=check"]

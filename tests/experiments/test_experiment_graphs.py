@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from experiments import sft
-from realhf.algorithms.policy_gradient.interface import PolicyGradientInterface
+from realhf.algorithms.policy_gradient import PolicyGradientInterface
 from realhf.api.config import ConfigError, RolloutConfig
-from realhf.api.config.option import problems
-from realhf.api.env import MAX_BRANCHES
+from realhf.api.environment import MAX_BRANCHES
 from realhf.api.experiment import ExperimentSpec, RunPlan
 from realhf.api.keys import TURN_KEYS
+from realhf.api.option import problems
 from realhf.aws import environment
 from realhf.launch.build import BuiltExperiment, build_experiment
 from realhf.launch.compose import compose_config
@@ -236,7 +236,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("aws/cli/worker.py", True, True),
         ("aws/simulator/ministack_server.py", True, True),
         ("backends/training/torch_engine.py", False, True),
-        ("algorithms/aggregation.py", False, True),
+        ("algorithms/train_step.py", False, True),
         ("aws/playground/playground.py", False, False),
         ("aws/client/grpo_pool.py", False, False),
     ],

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from experiments import policy_gradient
-from realhf.algorithms.critic.interface import CriticInterface
-from realhf.algorithms.policy_gradient.interface import PolicyGradientInterface
+from realhf.algorithms.critic import CriticInterface
+from realhf.algorithms.policy_gradient import PolicyGradientInterface
 from realhf.api.config import ConfigError
 from realhf.api.keys import TURN_KEYS
 from realhf.backends.builtin_policy import SPECIAL_TOKENS

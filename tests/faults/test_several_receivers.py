@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.harness.killed_run import LAUNCHER, KilledRun
-from realhf.api.streaming import rank_of
+from realhf.api.calls import rank_of
 from realhf.dataflow.journal.journal import ARCHIVE, Accept, read_segment, segments
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]

@@ -14,7 +14,7 @@ import pytest
 from realhf.aws.client.aws_env import AwsEnv
 from realhf.aws.server.program import EnvServerProcess
 from realhf.aws.tasks.loader import instantiate
-from realhf.base.free_port import free_port
+from realhf.base.loopback import free_port
 from realhf.env.openenv_client import CapacityError, ConnectError, OpenEnvClient
 
 pytestmark = pytest.mark.sim

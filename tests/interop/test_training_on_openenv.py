@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from realhf.base.free_port import free_port
+from realhf.base.loopback import free_port
 from tests.interop.training import LIMIT_S, ROOT, STEPS, trained
 
 PYTHON = ROOT / ".venv-openenv" / "bin" / "python"

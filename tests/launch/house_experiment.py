@@ -9,11 +9,11 @@ from typing import Any
 from experiments.toy_experiment import ToyNumbers, ToyTrain
 from experiments.toy_experiment import build as build_toy
 
-from realhf.algorithms.policy_gradient.options import PolicyGradientOptions
+from realhf.algorithms.options import PolicyGradientOptions
 from realhf.api.config import ExperimentConfig
-from realhf.api.config.option import section
 from realhf.api.experiment import ExperimentSpec
-from realhf.builtins import interfaces, policy_losses, sources
+from realhf.api.option import section
+from realhf.registry import interfaces, policy_losses, sources
 
 
 @policy_losses.register("twice")

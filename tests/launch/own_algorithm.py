@@ -7,12 +7,11 @@ from typing import Any
 
 from realhf.algorithms.sft import SFTInterface
 from realhf.api.config import ExperimentConfig, run_folder
-from realhf.api.config.option import option, section
-from realhf.api.experiment import ExperimentSpec, ModelSpec, SourceSpec
-from realhf.api.mfc import InterfaceType, MFCDef
+from realhf.api.experiment import ExperimentSpec, InterfaceType, MFCDef, ModelSpec, SourceSpec
+from realhf.api.option import option, section
 from realhf.api.sample import MicroBatchSpec
 from realhf.base.dataclass_json import to_json_value
-from realhf.builtins import interfaces
+from realhf.registry import interfaces
 
 
 @dataclass

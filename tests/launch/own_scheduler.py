@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from realhf.api.config.option import option
+from realhf.api.option import option
 from realhf.scheduler.base import SchedulerDefinition, WorkerSpec
 from realhf.scheduler.local import LocalScheduler
 

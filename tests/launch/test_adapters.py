@@ -9,10 +9,9 @@ import torch
 from safetensors.torch import save_file
 
 from realhf.api.config import ConfigError, LoraConfig, ModelConfig
-from realhf.launch import adapters
-from realhf.launch.adapters import adapter_problems
+from realhf.launch import checks
 from realhf.launch.build import build_experiment
-from realhf.launch.checks import check_config
+from realhf.launch.checks import adapter_problems, check_config
 from realhf.launch.compose import compose_config
 
 
@@ -24,7 +23,7 @@ def problems(path: str, *targets: str, rank: int = 8, backend: str = "torch") ->
 
 @pytest.fixture(autouse=True)
 def with_peft(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapters, "find_spec", lambda name: object())
+    monkeypatch.setattr(checks, "find_spec", lambda name: object())
 
 
 def test_targets_are_looked_for_in_the_heads_of_the_files(tmp_path: Path) -> None:
@@ -60,7 +59,7 @@ def test_the_layers_of_the_built_in_policy_are_known() -> None:
 def test_a_backend_that_trains_all_weights_and_a_missing_package_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert problems("builtin", backend="ddp") == []
     assert "backend fsdp2 cuts a model" in problems("builtin", backend="fsdp2")[0]
-    monkeypatch.setattr(adapters, "find_spec", lambda name: None)
+    monkeypatch.setattr(checks, "find_spec", lambda name: None)
     assert "pip install -e '" in problems("builtin")[0]
     assert problems("builtin", rank=0) == []
 

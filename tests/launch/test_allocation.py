@@ -12,8 +12,8 @@ import pytest
 from realhf.api.config import AllocationConfig, ConfigError
 from realhf.launch.allocation import allocate
 from realhf.launch.build import build_experiment
-from realhf.launch.chosen_scheduler import definition_of, options_of
 from realhf.launch.compose import compose_config
+from realhf.launch.plugins import definition_of, options_of
 from realhf.scheduler.base import WorkerExit, WorkerSpec
 from realhf.scheduler.gpus import VISIBLE
 from realhf.scheduler.local import LocalScheduler

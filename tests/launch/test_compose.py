@@ -15,16 +15,15 @@ import pytest
 from experiments.policy_gradient import config_class
 from realhf.api.config import ConfigError, ExperimentConfig, LRSchedule
 from realhf.api.environment import SPLITS
-from realhf.api.rollout import RolloutOptions
+from realhf.api.experiment import RolloutOptions
 from realhf.aws.tasks.loader import load_templates
-from realhf.builtins import environments
 from realhf.env.curriculum import TaskSource
 from realhf.env.loader.load import build_environment
 from realhf.launch.__main__ import main
 from realhf.launch.build import build_experiment
 from realhf.launch.checks import check_config
-from realhf.launch.compose import choices, compose_config
-from realhf.launch.schema import Schema
+from realhf.launch.compose import Schema, choices, compose_config
+from realhf.registry import environments
 
 UNSOLVED = Path(__file__).resolve().parents[2] / "examples" / "your_environment.py"
 

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from realhf.api.config import ConfigError, ExperimentConfig
-from realhf.base.paths import CONFIGS
+from realhf.base.installation import CONFIGS
 from realhf.launch.compose import compose_config
-from realhf.launch.experiment_file import load_experiment
+from realhf.launch.plugins import load_experiment
 
 HEAD = """from __future__ import annotations
 from dataclasses import dataclass
 from realhf.api.config import ExperimentConfig
-from realhf.api.config.option import option
+from realhf.api.option import option
 """
 
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from realhf.base.paths import PACKAGE
+from realhf.base.installation import PACKAGE
 from realhf.launch.__main__ import main
 
 PAGE = PACKAGE.parent / "docs" / "reference" / "options.md"

@@ -65,7 +65,7 @@ def test_a_file_outside_the_tree_is_held_to_the_names_that_it_registers(tmp_path
     user = tmp_path / "mine.py"
     user.write_text(
         (HERE / "toy_experiment.py").read_text() + "\nfrom experiments.policy_gradient import Config\n"
-        "from realhf.builtins import policy_losses\npolicy_losses.register('my_loss')(len)\n_toy = build\n\n\n"
+        "from realhf.registry import policy_losses\npolicy_losses.register('my_loss')(len)\n_toy = build\n\n\n"
         "def build(config: Config):\n    assert config.ppo.loss == 'my_loss'\n    return _toy(config)\n"
     )
     command = [

@@ -8,11 +8,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from realhf.launch import memory_plan
+from realhf.launch import allocation
 from realhf.launch.__main__ import main
+from realhf.launch.allocation import GIB, Need, memory_lines, needs_of, shortages
 from realhf.launch.build import build_experiment
 from realhf.launch.compose import compose_config
-from realhf.launch.memory_plan import GIB, Need, memory_lines, needs_of, shortages
 
 LARGE = {"vocab_size": 151936, "hidden_size": 2560, "num_hidden_layers": 36, "num_attention_heads": 32}
 LARGE |= {"num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 9728, "tie_word_embeddings": True}
@@ -82,5 +82,5 @@ def test_what_is_not_known_is_said() -> None:
 
 def test_free_memory_is_that_of_the_container(monkeypatch) -> None:
     for left, free in ((1 << 20, 1 << 20), (1 << 62, psutil.virtual_memory().total), (None, None)):
-        monkeypatch.setattr(memory_plan, "memory_left", lambda left=left: left)
-        assert 0 < (memory_plan.free_bytes(0)[None] or 0) <= (free or psutil.virtual_memory().total)
+        monkeypatch.setattr(allocation, "memory_left", lambda left=left: left)
+        assert 0 < (allocation.free_bytes(0)[None] or 0) <= (free or psutil.virtual_memory().total)

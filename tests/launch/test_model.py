@@ -10,15 +10,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from realhf.api.chat import unread_variables
+from realhf.api.chat_template import unread_variables
 from realhf.api.config import ConfigError, ModelConfig
 from realhf.backends.builtin_policy import CHAT_TEMPLATE
 from realhf.backends.training.tokenizer_loading import ModelLoadError, check_context
-from realhf.launch import model
+from realhf.launch import checks
 from realhf.launch.build import build_experiment
-from realhf.launch.checks import check_config
+from realhf.launch.checks import BUILTIN_PATHS, BUILTIN_VARIABLES, check_config, model_problems
 from realhf.launch.compose import compose_config
-from realhf.launch.model import BUILTIN_PATHS, BUILTIN_VARIABLES, model_problems
 
 TEMPLATE = "{{ messages }}{% if enable_thinking %}<think>{% endif %}"
 
@@ -155,7 +154,7 @@ def test_the_folder_of_the_pretrained_model_is_no_hub_id(tmp_path: Path, monkeyp
 @pytest.fixture
 def with_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A machine that shows a GPU, and the folder of its commands."""
-    monkeypatch.setattr(model, "visible_gpus", lambda: ("0",))
+    monkeypatch.setattr(checks, "visible_gpus", lambda: ("0",))
     monkeypatch.setenv("PATH", str(tmp_path))
     return tmp_path
 
@@ -188,7 +187,7 @@ def test_vllm_samples_the_tokens_of_a_pretrained_model_on_a_gpu(with_gpu: Path):
 
 
 def test_without_a_gpu_the_embedded_engine_samples(with_gpu: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(model, "visible_gpus", lambda: ())
+    monkeypatch.setattr(checks, "visible_gpus", lambda: ())
     (with_gpu / "vllm").touch(mode=0o755)
     composed = compose_config(["experiment=grpo_aws", "actor.path=owner/name"])
     assert composed.config.engine.name == "embedded" and not composed.warnings

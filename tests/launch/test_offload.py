@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from realhf.api.config import ConfigError
+from realhf.launch.allocation import check_offload
 from realhf.launch.build import build_experiment
 from realhf.launch.compose import compose_config
-from realhf.launch.offload import check_offload
 from realhf.scheduler import gpus
 
 
@@ -20,11 +20,11 @@ def built(*options: str):
 def test_without_a_gpu_it_is_refused_for_every_role_and_with_one_only_where_it_cannot_be(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("realhf.launch.offload.visible_gpus", lambda: ())
+    monkeypatch.setattr("realhf.launch.allocation.visible_gpus", lambda: ())
     for option in ("actor.optimizer.offload", "critic.optimizer.offload", "warm_start.optimizer.offload"):
         with pytest.raises(ConfigError, match=r"optimizer.offload=true: has no effect on the CPU"):
             built(f"{option}=true")
-    monkeypatch.setattr("realhf.launch.offload.visible_gpus", lambda: ("0",))
+    monkeypatch.setattr("realhf.launch.allocation.visible_gpus", lambda: ("0",))
     spec = built("actor.optimizer.offload=true")
     assert spec.models["actor"].optimizer is not None and spec.models["actor"].optimizer.offload
     with pytest.raises(ConfigError, match="0 GPUs are visible"):

@@ -12,7 +12,7 @@ import pytest
 
 from realhf.api.config import BuiltinModelConfig
 from realhf.backends.builtin_policy import build_builtin_policy
-from realhf.base.paths import PACKAGE
+from realhf.base.installation import PACKAGE
 from realhf.launch.__main__ import main
 
 HERE = Path(__file__).resolve().parent

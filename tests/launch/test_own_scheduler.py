@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from realhf.api.config import ConfigError, ExperimentConfig
-from realhf.base.paths import CONFIGS
+from realhf.base.installation import CONFIGS
 from realhf.launch.__main__ import main
-from realhf.launch.chosen_scheduler import definition_of, make_scheduler, with_scheduler
 from realhf.launch.compose import compose_config
+from realhf.launch.plugins import definition_of, make_scheduler, with_scheduler
 from realhf.scheduler.local import LocalScheduler
 
 HERE = Path(__file__).resolve().parent

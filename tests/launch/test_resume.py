@@ -16,18 +16,18 @@ import pytest
 import yaml
 
 from realhf.api.config import ConfigError, ExperimentConfig, RecoverMode, run_folder
-from realhf.api.config.option import Found, walk
 from realhf.api.experiment import Launch
-from realhf.api.run_files import RUN_FILES, removable, unknown_files
-from realhf.base.paths import PACKAGE
-from realhf.builtins import registered_names
+from realhf.api.option import Found, walk
+from realhf.base.installation import PACKAGE
 from realhf.dataflow.checkpoint import CheckpointStore
 from realhf.launch.__main__ import main
 from realhf.launch.build import build_experiment
 from realhf.launch.checks import check_config
 from realhf.launch.compose import Composed, compose_config
 from realhf.launch.resume import check_resume, plain_options, resume_line
+from realhf.launch.run import RUN_FILES, removable, unknown_files
 from realhf.monitor.provenance import launches, record_launch
+from realhf.registry import registered_names
 
 NUMBER_OF_CHANGES = 200
 TOY = Path(__file__).with_name("toy_experiment.py")

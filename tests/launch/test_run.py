@@ -20,7 +20,7 @@ from typing import NamedTuple
 import psutil
 import pytest
 
-from realhf.api.run_files import unknown_files
+from realhf.launch.run import unknown_files
 from realhf.monitor.provenance import launches
 from tests.process_family import family, gone
 

@@ -7,7 +7,7 @@ from dataclasses import asdict
 import pytest
 
 from realhf.api.config import GenConfig
-from realhf.api.rollout import RolloutOptions
+from realhf.api.experiment import RolloutOptions
 from realhf.launch.__main__ import main
 from realhf.rollout.interface import EnvRolloutInterface
 from realhf.rollout.player import make_agent

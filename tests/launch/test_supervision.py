@@ -9,11 +9,19 @@ import pytest
 from rich.console import Console
 
 from realhf.api.config import AsyncConfig
-from realhf.launch import processes, supervision
+from realhf.launch import processes
 from realhf.launch.build import build_experiment
 from realhf.launch.compose import compose_config
-from realhf.launch.processes import Reinforcements, WorkerFailed
-from realhf.launch.supervision import LEAVE_S, MAX_ERRORS, MAX_QUICK_DEATHS, QUICK_S, Sentence, Supervisor
+from realhf.launch.processes import (
+    LEAVE_S,
+    MAX_ERRORS,
+    MAX_QUICK_DEATHS,
+    QUICK_S,
+    Reinforcements,
+    Sentence,
+    Supervisor,
+    WorkerFailed,
+)
 from realhf.monitor.display import PlainDisplay
 from realhf.monitor.run_files import deaths
 from realhf.scheduler.base import WorkerEvent, WorkerExit, WorkerSpec, WorkersWanted
@@ -34,7 +42,7 @@ class FakeClock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
     clock = FakeClock()
     monkeypatch.setattr(processes, "time", clock)
-    monkeypatch.setattr(supervision, "time", clock)
+    monkeypatch.setattr(processes, "time", clock)
     return clock
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from realhf.api.config import ConfigError
-from realhf.base.paths import CONFIGS
+from realhf.base.installation import CONFIGS
 from realhf.launch.__main__ import main
 from realhf.launch.build import build_experiment
 from realhf.launch.compose import choices, compose_config, experiment_names

@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from realhf.api.config import ExperimentConfig, run_folder
-from realhf.api.experiment import EvaluationSpec, ExperimentSpec, ModelSpec, SourceSpec
-from realhf.api.mfc import InterfaceType, MFCDef
+from realhf.api.experiment import EvaluationSpec, ExperimentSpec, InterfaceType, MFCDef, ModelSpec, SourceSpec
 from realhf.api.source import SourceItem
-from realhf.builtins import backends, interfaces, sources
+from realhf.registry import backends, interfaces, sources
 
 
 class ToyEngine:

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from realhf.api.config import CheckpointConfig, MonitorConfig, RecoverMode, RpcConfig
-from realhf.api.experiment import ExperimentSpec, ModelSpec, RunPlan, SourceSpec
-from realhf.api.mfc import MFCDef
+from realhf.api.experiment import ExperimentSpec, MFCDef, ModelSpec, RunPlan, SourceSpec
 from realhf.api.sample import SequenceSample
 from realhf.transport.codec import decode_sample
 from realhf.transport.data_plane import DataPlane

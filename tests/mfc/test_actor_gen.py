@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from experiments.policy_gradient import actor_gen, actor_model, config_class
-from realhf.algorithms.policy_gradient.options import PolicyGradientOptions
+from realhf.algorithms.options import PolicyGradientOptions
 from realhf.api.config import GenConfig, RolloutConfig
 from realhf.api.sample import SequenceSample
 from realhf.aws.environment import AwsOptions

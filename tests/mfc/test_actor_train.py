@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from experiments.policy_gradient import actor_model, actor_train, config_class, policy_options
-from realhf.algorithms.policy_gradient.options import PolicyGradientOptions
+from realhf.algorithms.options import PolicyGradientOptions
 from realhf.api.config import ModelConfig, OptimizerConfig
 from realhf.api.sample import SequenceSample
 from realhf.aws.tasks.task import Task

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from experiments.policy_gradient import config_class, rew_inf
-from realhf.algorithms.policy_gradient.options import PolicyGradientOptions
+from realhf.algorithms.options import PolicyGradientOptions
 from realhf.api.experiment import ModelSpec
 from realhf.api.sample import SequenceSample
 from tests.mfc.mfc_bench import MfcBench, as_lists

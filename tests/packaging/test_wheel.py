@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import realhf
-from realhf.base.extras import DISTRIBUTION
+from realhf.base.installation import DISTRIBUTION
 
 pytestmark = pytest.mark.slow
 

@@ -13,13 +13,13 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.decoders import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
-from realhf.api.chat import TemplateChat
+from realhf.api.chat_template import TemplateChat
 from realhf.api.config import GenConfig
 from realhf.api.environment import HELD_OUT
+from realhf.api.experiment import HeldOutOptions, RolloutOptions
 from realhf.api.model import CallContext, GenOutput, GenRequest, Model
-from realhf.api.rollout import HeldOutOptions, RolloutOptions
 from realhf.api.sample import MicroBatchSpec
-from realhf.base.paths import PACKAGE
+from realhf.base.installation import PACKAGE
 from realhf.data.chat_dataset import ChatDataset
 from realhf.rollout.interface import EnvRolloutInterface
 

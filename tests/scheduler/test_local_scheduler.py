@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from realhf.base.process_id import start_time
+from realhf.base.process import start_time
 from realhf.scheduler.base import WorkerEvent, WorkerExit, WorkerLine, WorkerSpec
 from realhf.scheduler.local import LocalScheduler
 from realhf.scheduler.process import describe, failure_cause, log_tail, orphans_adopted
@@ -31,7 +31,7 @@ time.sleep(600)
 STARTER = """
 import os, subprocess, sys, time
 from pathlib import Path
-from realhf.base.process_priority import share_niceness
+from realhf.base.process import share_niceness
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
 share_niceness(child.pid)
 pids = [os.getpid(), child.pid]

@@ -35,7 +35,7 @@ from pathlib import Path
 
 import httpx
 
-from realhf.base.free_port import free_port
+from realhf.base.loopback import free_port
 from tests.trajectory.conftest import REGISTRATION
 from tests.trajectory.groups import group
 from tests.trajectory.redis_server import RedisServer

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import redis
 
-from realhf.base.free_port import free_port
+from realhf.base.loopback import free_port
 
 
 class RedisServer:

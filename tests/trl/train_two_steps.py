@@ -22,7 +22,7 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.chat_template_utils import get_training_chat_template, qwen3_chat_template
 
 from examples.your_environment import Lock
-from realhf.api.chat import TemplateChat
+from realhf.api.chat_template import TemplateChat
 from realhf.api.config import BuiltinModelConfig
 from realhf.aws.client.multi_turn_pool import MultiTurnEnvPool
 from realhf.aws.client.trl_rollout import PoolRollouts, episode_reward

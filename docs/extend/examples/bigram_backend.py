@@ -7,7 +7,7 @@ from typing import Any
 
 from realhf.api.experiment import ModelSpec
 from realhf.base.plugin import load_plugin
-from realhf.builtins import backends
+from realhf.registry import backends
 
 
 @backends.register("bigram")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from realhf.algorithms.sequences import PredictedTokens
+from realhf.algorithms.train_step import PredictedTokens
 from realhf.api.model import GenerationEngine, LossFn, PostFn, TrainResult, logprobs_by
 from realhf.api.sample import MicroBatchSpec, SequenceSample
 from realhf.backends.training.micro_batches import SingleRank, StepAccount, parts_of

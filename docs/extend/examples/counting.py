@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from realhf.api.config import ExperimentConfig, run_folder
-from realhf.api.experiment import ExperimentSpec, ModelSpec, SourceSpec
-from realhf.api.mfc import InterfaceType, MFCDef
+from realhf.api.experiment import ExperimentSpec, InterfaceType, MFCDef, ModelSpec, SourceSpec
 from realhf.base.plugin import load_plugin
 
 for part in ("counting_source", "bigram_backend", "sure_metric"):

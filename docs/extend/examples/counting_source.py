@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from realhf.api.source import SampleResult, SourceItem
-from realhf.builtins import sources
+from realhf.registry import sources
 
 
 @sources.register("counting")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from experiments.policy_gradient import Config, build, config_class
-from realhf.builtins import advantage_estimators, policy_losses
+from realhf.registry import advantage_estimators, policy_losses
 
 __all__ = ["Config", "build", "config_class"]
 
@@ -15,7 +15,7 @@ def soft_clip_loss(terms: Any, options: Any) -> Any:
     """Return -A tanh(ratio - 1): the further a token's ratio is from 1, the less it is moved; no hard clip."""
     import torch
 
-    from realhf.algorithms.policy_gradient.losses import TokenLoss, policy_ratio
+    from realhf.algorithms.policy_loss import TokenLoss, policy_ratio
 
     ratio, clamped = policy_ratio(terms, options.ratio)
     advantages = torch.where(terms.mask, terms.advantages, 0.0)

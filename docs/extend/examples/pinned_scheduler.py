@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import cycle
 
-from realhf.api.config.option import option
+from realhf.api.option import option
 from realhf.scheduler.base import Scheduler, SchedulerDefinition, WorkerEvent, WorkerSpec
 from realhf.scheduler.local import LocalScheduler
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from realhf.api.model import CallContext, Model
 from realhf.api.sample import SequenceSample
-from realhf.builtins import interfaces
+from realhf.registry import interfaces
 
 
 @interfaces.register("sft_with_sure")

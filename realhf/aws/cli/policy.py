@@ -25,7 +25,7 @@ from botocore import xform_name
 
 from realhf.aws.cli.command_table import ALLOWED, WAITERS
 from realhf.aws.cli.virtual_folder import is_folder_name
-from realhf.base.shell_quotes import quote_states
+from realhf.base.text import quote_states
 
 
 class RefusedRequest(Exception):

@@ -20,7 +20,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any, TypeVar
 
-from realhf.api.env import StepResult
+from realhf.api.environment import StepResult
 from realhf.aws.models import AwsAction, AwsObservation, AwsState, AwsStepResult
 from realhf.base.loop_thread import LoopThread
 from realhf.base.tls import believing

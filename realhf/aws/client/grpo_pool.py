@@ -20,7 +20,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any, TypeVar
 
-from realhf.api.env import StepResult
+from realhf.api.environment import StepResult
 from realhf.aws.client.aws_env import AwsEnv, parse_result
 from realhf.aws.client.session_group import (
     FAILURES,

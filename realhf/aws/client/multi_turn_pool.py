@@ -19,8 +19,7 @@ from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any, Protocol
 
-from realhf.api.env import ChatFormat, RolloutOutcome, StepResult
-from realhf.api.environment import EnvironmentSpec, Task
+from realhf.api.environment import ChatFormat, EnvironmentSpec, RolloutOutcome, StepResult, Task
 from realhf.api.model import GenOutput, GenRequest
 from realhf.aws.client.session_group import (
     GroupError,

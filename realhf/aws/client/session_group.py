@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
-from realhf.api.env import POLICY_FAILED, StepResult
+from realhf.api.environment import POLICY_FAILED, StepResult
 from realhf.base.tls import believing
 from realhf.env.openenv_client import CapacityError, ConnectError, EnvError, OpenEnvClient, fetch_metadata
 
@@ -31,7 +31,7 @@ FAILURES = (ConnectionError, TimeoutError, EnvError)
 
 @dataclass(frozen=True)
 class RolloutFailure:
-    """Stands where a result would: ``status`` is one of ``realhf.api.env.FAILURE_STATUSES``."""
+    """Stands where a result would: ``status`` is one of ``realhf.api.environment.FAILURE_STATUSES``."""
 
     status: str
     message: str

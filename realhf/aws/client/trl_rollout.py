@@ -13,8 +13,8 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from realhf.api.chat import TemplateChat
-from realhf.api.env import RolloutOutcome
+from realhf.api.chat_template import TemplateChat
+from realhf.api.environment import RolloutOutcome
 from realhf.api.model import GenOutput, GenRequest
 from realhf.aws.client.multi_turn_pool import MultiTurnEnvPool
 

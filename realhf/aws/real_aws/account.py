@@ -39,7 +39,7 @@ from realhf.aws.real_aws.permissions import (
 )
 from realhf.aws.simulator.pool import MiniStackPool
 from realhf.aws.simulator.slot import Bench, PermittedReads
-from realhf.base.paths import IMPORT_ROOT
+from realhf.base.installation import IMPORT_ROOT
 from realhf.env.containment.frames import BadFrame
 
 _LOG = logging.getLogger(__name__)

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from realhf.aws.cli.pinned_http import AnswerReader
-from realhf.base.paths import IMPORT_ROOT
+from realhf.base.installation import IMPORT_ROOT
 from realhf.env.containment.fork_server import ForkedProcess, ForkServer
 
 OWNER = b"o"

@@ -44,7 +44,7 @@ from realhf.aws.simulator.ministack_process import (
     zygote_environment,
 )
 from realhf.aws.simulator.slot import ACCOUNT, START_TIMEOUT_S, Bench, Slot
-from realhf.base.paths import IMPORT_ROOT
+from realhf.base.installation import IMPORT_ROOT
 from realhf.env.containment.fork_server import ForkServer
 from realhf.env.containment.probe import (
     LAMBDA_MODES,

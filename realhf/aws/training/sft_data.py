@@ -38,8 +38,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from realhf.api.env import RolloutOutcome
-from realhf.api.environment import AssistantMessage, ChatMessage, Environment, Opening
+from realhf.api.environment import AssistantMessage, ChatMessage, Environment, Opening, RolloutOutcome
 from realhf.api.generation import TokenSource
 from realhf.aws.cli.command_table import ALLOWED
 from realhf.aws.episode.episode import HINT_COMMAND
@@ -49,7 +48,7 @@ from realhf.aws.simulator.pool import MiniStackPool
 from realhf.aws.tasks.captures import fill_setup, resolve
 from realhf.aws.tasks.loader import instantiate, is_name, load_templates, mistakes
 from realhf.aws.tasks.task import Task, TaskError
-from realhf.base.files.whole_file import whole_file
+from realhf.base.files import whole_file
 from realhf.rollout.episode import EpisodeRequest, Witness, play_episode
 from realhf.rollout.player import NO_TOKENS, Player
 

@@ -21,7 +21,7 @@ from realhf.backends.embedded.forward_pass import Decoding, ForwardPass, ModuleP
 from realhf.backends.embedded.kv_cache import RowCache
 from realhf.backends.embedded.memory import naming_shortage, token_bytes
 from realhf.backends.embedded.sampling import sample_tokens, uniform_at
-from realhf.base.context_limit import context_limit
+from realhf.base.hf_config import context_limit
 
 IntArray = np.ndarray
 _MIN_DONATED = 8

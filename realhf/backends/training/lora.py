@@ -27,7 +27,7 @@ from transformers.pytorch_utils import Conv1D
 from realhf.api.config import ConfigError, LoraConfig
 from realhf.api.model import Forwards, LossFn, PostFn, logprobs_by
 from realhf.api.sample import MicroBatchSpec, SequenceSample
-from realhf.base.extras import install_command
+from realhf.base.installation import install_command
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Module]:

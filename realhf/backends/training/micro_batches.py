@@ -12,8 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from realhf.api.sample import MicroBatchSpec, SequenceSample
-from realhf.api.sequence_choice import choose_sequences
+from realhf.api.sample import MicroBatchSpec, SequenceSample, choose_sequences
 from realhf.backends.training.sequence_packing import (
     BATCH_TOKENS,
     ROW_TOKENS,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from realhf.base.context_limit import context_limit, context_reason
+from realhf.base.hf_config import context_limit, context_reason
 
 
 class ModelLoadError(ValueError):

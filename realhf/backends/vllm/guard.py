@@ -18,7 +18,7 @@ import threading
 import time
 from types import FrameType
 
-from realhf.base.process_priority import share_niceness
+from realhf.base.process import share_niceness
 
 _PR_SET_PDEATHSIG = 1
 _GRACE_S = 6.0

@@ -14,8 +14,8 @@ from types import TracebackType
 
 import httpx
 
-from realhf.base.free_port import free_port
-from realhf.base.paths import PACKAGE
+from realhf.base.installation import PACKAGE
+from realhf.base.loopback import free_port
 
 _EXTENSION = "realhf.backends.vllm.extension.WeightExtension"
 _POLL_S = 0.25

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
 
-from realhf.api.config.option import option
+from realhf.api.option import option
 from realhf.cluster.cluster_keys import HostKeys
 from realhf.cluster.engines.engine_process import EngineProcess
 from realhf.cluster.engines.ray_driver import ADDRESS, NO_RAY, reach

@@ -21,7 +21,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from realhf.base.extras import install_command
+from realhf.base.installation import install_command
 from realhf.cluster.engines.engine_process import serve
 from realhf.cluster.placement import ClusterError
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from realhf.api.config.option import option
+from realhf.api.option import option
 from realhf.cluster.cluster_keys import HostKeys
 from realhf.cluster.engines.engine_process import EngineProcess
 from realhf.cluster.engines.slurm_driver import NO_SRUN

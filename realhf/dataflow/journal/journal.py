@@ -42,7 +42,7 @@ class Admit(msgspec.Struct, frozen=True, tag="admit", array_like=True):
 
 class Accept(msgspec.Struct, frozen=True, tag="accept", array_like=True):
     """The sample is finished. ``ref``: where its payload lies, which says as well what rank of the trainer received it
-    (``PayloadRef`` in ``realhf.api.streaming``); ``meta``: the frames of its metadata."""
+    (``PayloadRef`` in ``realhf.api.calls``); ``meta``: the frames of its metadata."""
 
     id: str
     attempt: int

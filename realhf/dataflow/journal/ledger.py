@@ -9,7 +9,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from realhf.api.streaming import rank_of
+from realhf.api.calls import rank_of
 from realhf.dataflow.journal.journal import (
     DIED,
     Accept,

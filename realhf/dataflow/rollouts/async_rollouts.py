@@ -15,8 +15,7 @@ from realhf.api.calls import (
     OpenStreamRequest,
     PlayRequest,
 )
-from realhf.api.experiment import EvaluationSpec, RolloutSpec
-from realhf.api.rollout import HeldOutOptions
+from realhf.api.experiment import EvaluationSpec, HeldOutOptions, RolloutSpec
 from realhf.api.sample import SequenceSample
 from realhf.api.source import DataSource, ResultSink
 from realhf.base.messages import Call

@@ -15,22 +15,27 @@ from functools import partial
 from typing import Any
 
 from realhf.api.calls import (
+    ACCEPTED,
     ALLOCATE,
     ARRIVED,
+    DUPLICATE,
     EVALUATED,
+    REFUSED,
     REJECTED,
     STOPPED,
     AllocateAnswer,
     AllocateRequest,
+    Arrival,
     ArrivedAnswer,
     ArrivedRequest,
     EvaluatedRequest,
+    EvaluationPart,
     Nothing,
     RejectedRequest,
+    RolloutLease,
 )
 from realhf.api.sample import SequenceSample
 from realhf.api.source import SampleResult
-from realhf.api.streaming import ACCEPTED, DUPLICATE, REFUSED, Arrival, EvaluationPart, RolloutLease
 from realhf.dataflow.journal.journal import DIED, Accept, Admit, Commit, Consume, Draw, Drop, Record, Reject
 from realhf.dataflow.journal.ledger import RolloutLedger
 from realhf.dataflow.rollouts.held_out import EvaluationBoard

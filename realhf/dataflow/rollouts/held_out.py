@@ -18,10 +18,9 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from realhf.api.calls import PIN_WEIGHTS, UNPIN_WEIGHTS, EvaluatedRequest, Nothing
+from realhf.api.calls import PIN_WEIGHTS, UNPIN_WEIGHTS, EvaluatedRequest, EvaluationPart, Nothing
 from realhf.api.evaluation import EpisodeResult, Report, evaluation_report
-from realhf.api.rollout import HeldOutOptions
-from realhf.api.streaming import EvaluationPart
+from realhf.api.experiment import HeldOutOptions
 from realhf.dataflow.rollouts.weight_updates import GenerationCaller, WeightUpdates
 from realhf.dataflow.worker_group import ask
 from realhf.transport.errors import RpcError

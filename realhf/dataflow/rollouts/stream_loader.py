@@ -14,14 +14,16 @@ from realhf.api.calls import (
     STREAM_OPEN,
     STREAM_PRUNE,
     STREAM_RESTORE,
+    Arrival,
     ClearRequest,
     Nothing,
     OpenStreamRequest,
+    PayloadRef,
     PruneStreamRequest,
     RestoreStreamRequest,
+    rank_of,
 )
 from realhf.api.sample import SequenceSample
-from realhf.api.streaming import Arrival, PayloadRef, rank_of
 from realhf.base.messages import Call
 from realhf.base.partition import parts_near
 from realhf.dataflow.buffer import AsyncIOSequenceBuffer

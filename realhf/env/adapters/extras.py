@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from types import ModuleType
 
-from realhf.base.extras import install_command
+from realhf.base.installation import install_command
 
 
 def needed(module: str, extra: str) -> ModuleType:

@@ -16,7 +16,6 @@ from functools import partial
 from types import ModuleType
 from typing import Any, ClassVar, TypeVar
 
-from realhf.api.config.option import option
 from realhf.api.environment import (
     AssistantMessage,
     EnvironmentDefinition,
@@ -25,6 +24,7 @@ from realhf.api.environment import (
     Opening,
     Turn,
 )
+from realhf.api.option import option
 from realhf.base.plugin import located
 from realhf.env.adapters.extras import needed
 from realhf.env.loader.tasks import SeedTaskSet

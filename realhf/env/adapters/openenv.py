@@ -19,8 +19,8 @@ from pathlib import Path
 from ssl import SSLContext
 from typing import Any, ClassVar, NamedTuple
 
-from realhf.api.config.option import option
 from realhf.api.environment import Environment, EnvironmentDefinition, EnvironmentSpec, TaskSet
+from realhf.api.option import option
 from realhf.base.tls import believing
 from realhf.env.adapters.openenv_action import form_of
 from realhf.env.adapters.openenv_episode import (

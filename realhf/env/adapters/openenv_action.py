@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from realhf.api.environment import AssistantMessage, ToolCall
-from realhf.base.close_names import close_to
+from realhf.base.text import close_to
 from realhf.env.loader.validation import json_problem, shown, whole_text
 from realhf.env.openenv_client import EnvError
 

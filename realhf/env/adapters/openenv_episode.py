@@ -6,13 +6,13 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from realhf.api.env import StepResult
 from realhf.api.environment import (
     TRAIN,
     AssistantMessage,
     ChatMessage,
     EnvironmentFailure,
     Opening,
+    StepResult,
     Task,
     ToolCall,
     Turn,

@@ -24,7 +24,6 @@ from types import ModuleType
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
-from realhf.api.config.option import option
 from realhf.api.environment import (
     HELD_OUT,
     SPLITS,
@@ -37,7 +36,8 @@ from realhf.api.environment import (
     TaskSet,
     Turn,
 )
-from realhf.base.extras import install_command
+from realhf.api.option import option
+from realhf.base.installation import install_command
 from realhf.env.adapters.extras import needed
 from realhf.env.adapters.policy_endpoint import (
     SECRET_HEADER,

@@ -25,7 +25,7 @@ from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 from realhf.api.environment import Environment, EnvironmentFailure
-from realhf.base.paths import PACKAGE
+from realhf.base.installation import PACKAGE
 from realhf.base.plugin import split_reference
 from realhf.env.check.report import alike, quoted
 from realhf.env.loader.validation import BrokenContract

@@ -14,13 +14,13 @@ from rich.console import Console
 from rich.status import Status
 from rich.text import Text
 
-from realhf.base.close_names import close_to
 from realhf.base.plugin import split_reference
-from realhf.builtins import environments
+from realhf.base.text import close_to
 from realhf.env.check.calls import UserCode, folders_of
 from realhf.env.check.report import FAULT, NOW, READ, SKIPPED, STAGE, VERDICT, Finding, Order, Report, counted, quoted
 from realhf.env.check.supervisor import Supervisor
 from realhf.env.loader.load import parse_options
+from realhf.registry import environments
 
 _NAME = 16
 _STYLES = {FAULT: "red", READ: "yellow", SKIPPED: "yellow"}

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from realhf.base.paths import PACKAGE
+from realhf.base.installation import PACKAGE
 from realhf.env.check.calls import UserCode
 from realhf.env.check.episodes import Arena, Broken, Case, first_difference
 from realhf.env.check.report import Finding

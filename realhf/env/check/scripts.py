@@ -11,7 +11,7 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from realhf.api.chat import parse_turn
+from realhf.api.chat_template import parse_turn
 from realhf.api.environment import AssistantMessage
 
 _FAMILY = "hermes"

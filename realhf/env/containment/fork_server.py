@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import IO, Any
 
-from realhf.base.process_priority import share_niceness
+from realhf.base.process import share_niceness
 from realhf.env.containment import sandbox
 
 _MAX_DATAGRAM = 64 * 1024

@@ -31,7 +31,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from realhf.base.paths import PACKAGE
+from realhf.base.installation import PACKAGE
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_DUMPABLE = 4

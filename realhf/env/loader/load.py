@@ -9,17 +9,17 @@ from dataclasses import fields, is_dataclass
 from types import ModuleType
 from typing import Any, NamedTuple, TypeVar
 
-from realhf.api.config.option import problems, with_path, with_section
 from realhf.api.environment import EnvironmentDefinition, EnvironmentSpec
-from realhf.base.close_names import close_to
+from realhf.api.option import problems, with_path, with_section
 from realhf.base.dataclass_json import to_json_value
 from realhf.base.plugin import absolute, imported, load_reference, split_reference
-from realhf.builtins import environments, registered_names
+from realhf.base.text import close_to
 from realhf.env.loader.author import NoOptions, place_of, raised
 from realhf.env.loader.multi_turn import message_class
 from realhf.env.loader.single_turn import dataset, is_verifier
 from realhf.env.loader.tool_env import tool_class
 from realhf.env.loader.validation import coerced
+from realhf.registry import environments, registered_names
 
 
 def parse_options(texts: Sequence[str]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from realhf.api.environment import (
     Opening,
     Turn,
 )
-from realhf.base.close_names import close_to
+from realhf.base.text import close_to
 from realhf.env.loader.author import class_parts, failure_of, place_of, takes
 from realhf.env.loader.validation import (
     BrokenContract,

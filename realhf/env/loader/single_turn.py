@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from realhf.api.config.option import option
 from realhf.api.environment import (
     AssistantMessage,
     EnvironmentDefinition,
@@ -21,7 +20,8 @@ from realhf.api.environment import (
     TaskSet,
     Turn,
 )
-from realhf.base.close_names import close_to
+from realhf.api.option import option
+from realhf.base.text import close_to
 from realhf.env.loader.author import Traits, failure_of, file_of, place_of, sets_of, tasks_function, traits_of
 from realhf.env.loader.tasks import Row, RowOptions, idle_options, tasks_of_data
 from realhf.env.loader.threads import Threads

@@ -10,8 +10,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
-from realhf.api.config.option import option
 from realhf.api.environment import HELD_OUT, SPLITS, TRAIN, Task, TaskSet
+from realhf.api.option import option
 from realhf.env.loader.validation import json_problem, shown
 
 ONE_GROUP = "all"

@@ -16,7 +16,7 @@ from dataclasses import is_dataclass
 from enum import Enum
 from typing import Any, Literal, NamedTuple, Union
 
-from realhf.base.close_names import close_to
+from realhf.base.text import close_to
 from realhf.env.loader.author import place_of
 from realhf.env.loader.validation import coerced, field_hints, json_problem, required_fields
 

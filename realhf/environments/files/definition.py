@@ -17,7 +17,6 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from realhf.api.config.option import option
 from realhf.api.environment import (
     HABIT,
     RECOVERY,
@@ -27,6 +26,7 @@ from realhf.api.environment import (
     EnvironmentDefinition,
     EnvironmentSpec,
 )
+from realhf.api.option import option
 from realhf.env.loader.threads import Threads
 from realhf.env.loader.tool_env import ToolClassEnvironment, read_class
 from realhf.environments.files.tasks import GROUPS, NAME, Call, FilesTasks, Instance, delete

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from realhf.api.config.option import option
 from realhf.api.environment import (
     RECOVERY,
     SOLUTION,
@@ -23,6 +22,7 @@ from realhf.api.environment import (
     EnvironmentSpec,
     Task,
 )
+from realhf.api.option import option
 from realhf.environments.sql.database import Limits
 from realhf.environments.sql.environment import SqlEnvironment
 from realhf.environments.sql.instance import Instance

@@ -20,8 +20,8 @@ from typing import Any
 
 import msgspec
 
-from realhf.base.extras import install_command
-from realhf.base.files.whole_file import whole_file
+from realhf.base.files import whole_file
+from realhf.base.installation import install_command
 from realhf.monitor.rollouts.format import TRAIN, encode_record, plain, readable
 from realhf.monitor.rollouts.reader import NoRecord, RolloutStore, Row
 

@@ -16,7 +16,7 @@ import numpy as np
 import zstandard
 from isal import igzip
 
-from realhf.api.env import RolloutOutcome
+from realhf.api.environment import RolloutOutcome
 from realhf.trajectory.client.protocol import BadAnswer, BadGroup
 from realhf.trajectory.records import FIELDS
 

@@ -1,3 +1,3 @@
-from realhf.base.extras import needs
+from realhf.base.installation import needs
 
 needs("server", "fastapi", "uvicorn", "prometheus_client")

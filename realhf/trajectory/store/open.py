@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from realhf.base.extras import install_command
+from realhf.base.installation import install_command
 from realhf.trajectory.records import Payload, PayloadRef
 from realhf.trajectory.store.base import Changes, Snapshot, Store, StoreFailure, empty_snapshot
 from realhf.trajectory.store.sqlite import SqliteStore

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from realhf.algorithms.critic.interface import CriticInterface
-from realhf.algorithms.policy_gradient.interface import PolicyGradientInterface
-from realhf.algorithms.sequences import PredictedTokens, predicted
-from realhf.api.mfc import InterfaceType, MFCDef
+from realhf.algorithms.critic import CriticInterface
+from realhf.algorithms.policy_gradient import PolicyGradientInterface
+from realhf.algorithms.train_step import PredictedTokens, predicted
+from realhf.api.experiment import InterfaceType, MFCDef
 from realhf.api.model import Model
 from realhf.api.sample import MicroBatchSpec, SequenceSample
 from realhf.dataflow.model_host import call_interfaces

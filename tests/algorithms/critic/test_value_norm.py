@@ -7,8 +7,7 @@ import math
 import pytest
 import torch
 
-from realhf.algorithms.critic.value_loss import value_loss
-from realhf.algorithms.critic.value_norm import ReturnMoments
+from realhf.algorithms.critic import ReturnMoments, value_loss
 
 
 def test_before_anything_was_seen_the_units_are_those_of_rewards() -> None:

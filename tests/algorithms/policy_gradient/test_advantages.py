@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from realhf.algorithms.policy_gradient.advantages import (
+from realhf.algorithms.advantages import (
     at_last_token,
     grpo,
     grpo_nostd,

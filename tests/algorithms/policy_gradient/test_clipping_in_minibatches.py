@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from realhf.algorithms.logprob import LogprobInterface
-from realhf.algorithms.policy_gradient.interface import PolicyGradientInterface
-from realhf.algorithms.sequences import PredictedTokens, replace_keys
+from realhf.algorithms.inference import LogprobInterface
+from realhf.algorithms.policy_gradient import PolicyGradientInterface
+from realhf.algorithms.train_step import PredictedTokens, replace_keys
 from realhf.api.model import Model, TrainResult
 from realhf.api.sample import MicroBatchSpec, SequenceSample
 from tests.algorithms.tiny_policy import GROUPS, OUTCOME, REWARDS, context, tiny_actor

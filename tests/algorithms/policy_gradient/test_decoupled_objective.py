@@ -8,11 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from realhf.algorithms.aggregation import token_weights
-from realhf.algorithms.policy_gradient.behaviour_weight import loglinear_proximal
-from realhf.algorithms.policy_gradient.objective import PolicyObjective
-from realhf.algorithms.policy_gradient.resolve import resolve
-from realhf.algorithms.sequences import PredictedTokens, replace_keys
+from realhf.algorithms.options import resolve
+from realhf.algorithms.policy_loss import PolicyObjective, loglinear_proximal
+from realhf.algorithms.train_step import PredictedTokens, replace_keys, token_weights
 from realhf.api.sample import MicroBatchSpec, SequenceSample
 from realhf.backends.training.micro_batches import micro_batches
 from tests.algorithms.given_outputs import GivenOutputs

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realhf.algorithms.policy_gradient.gae import first_of_turn, generalised, of_sampled_tokens, of_turns
+from realhf.algorithms.advantages import first_of_turn, generalised, of_sampled_tokens, of_turns
 
 SEEDS = st.integers(0, 10_000)
 DISCOUNTS = st.sampled_from([1.0, 0.9, 0.5])

@@ -9,13 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from realhf.algorithms.logprob import LogprobInterface
-from realhf.algorithms.policy_gradient.interface import PolicyGradientInterface
-from realhf.algorithms.policy_gradient.options import LOSS_AGGREGATIONS
-from realhf.algorithms.policy_gradient.presets import PRESETS
-from realhf.algorithms.reward import OutcomeRewardInterface
-from realhf.algorithms.sequences import PredictedTokens, replace_keys, select_sequences
+from realhf.algorithms.inference import LogprobInterface, OutcomeRewardInterface
+from realhf.algorithms.options import LOSS_AGGREGATIONS, PRESETS
+from realhf.algorithms.policy_gradient import PolicyGradientInterface
 from realhf.algorithms.sft import SFTInterface
+from realhf.algorithms.train_step import PredictedTokens, replace_keys, select_sequences
 from realhf.api.model import Model
 from realhf.api.sample import MicroBatchSpec, SequenceSample
 from tests.algorithms.tiny_policy import GROUPS, OUTCOME, REWARDS, context, tiny_actor, weights

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from realhf.algorithms.policy_gradient.interface import PolicyGradientInterface
-from realhf.algorithms.policy_gradient.kl_controller import KLController
-from realhf.algorithms.policy_gradient.resolve import resolve
-from realhf.algorithms.sequences import PredictedTokens
+from realhf.algorithms.options import resolve
+from realhf.algorithms.policy_gradient import PolicyGradientInterface
+from realhf.algorithms.token_advantages import KLController
+from realhf.algorithms.train_step import PredictedTokens
 from tests.algorithms.tiny_policy import GROUPS, OUTCOME, REWARDS, context, tiny_actor
 
 

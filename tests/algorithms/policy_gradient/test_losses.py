@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from realhf.algorithms.aggregation import token_weights, weighted_sum
-from realhf.algorithms.policy_gradient.losses import (
+from realhf.algorithms.options import resolve
+from realhf.algorithms.policy_loss import (
     LossTerms,
     cispo_loss,
     kl_estimate,
@@ -17,8 +17,8 @@ from realhf.algorithms.policy_gradient.losses import (
     ppo_loss,
     reinforce_loss,
 )
-from realhf.algorithms.policy_gradient.resolve import resolve
-from realhf.builtins import policy_losses
+from realhf.algorithms.train_step import token_weights, weighted_sum
+from realhf.registry import policy_losses
 
 LENGTHS = [4, 1, 6, 3]
 

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from realhf.algorithms.policy_gradient.options import PolicyGradientOptions
-from realhf.algorithms.policy_gradient.resolve import resolve
+from realhf.algorithms.options import PolicyGradientOptions, resolve
 
 TABLE = {
     "grpo": ("grpo", "token", "ppo", 0.2, 0.2, "seq_mean_token_mean"),

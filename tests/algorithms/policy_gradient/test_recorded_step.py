@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from realhf.algorithms.policy_gradient.interface import PolicyGradientInterface
-from realhf.algorithms.sequences import PredictedTokens
+from realhf.algorithms.policy_gradient import PolicyGradientInterface
+from realhf.algorithms.train_step import PredictedTokens
 from realhf.api.sample import MicroBatchSpec
 from realhf.api.trace import PlayedSample, TrainedRows
 from tests.algorithms.tiny_policy import GROUPS, OUTCOME, REWARDS, context, tiny_actor

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from realhf.algorithms.critic.interface import CriticInterface
-from realhf.algorithms.minibatches import minibatches
-from realhf.algorithms.policy_gradient.interface import PolicyGradientInterface
-from realhf.algorithms.policy_gradient.options import LOSS_AGGREGATIONS
+from realhf.algorithms.critic import CriticInterface
+from realhf.algorithms.options import LOSS_AGGREGATIONS
+from realhf.algorithms.policy_gradient import PolicyGradientInterface
+from realhf.algorithms.train_step import minibatches
 from realhf.api.model import Model
 from realhf.api.sample import SequenceSample
 from tests.algorithms.tiny_policy import context, tiny_actor, tiny_critic

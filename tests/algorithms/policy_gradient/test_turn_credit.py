@@ -12,12 +12,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realhf.algorithms.policy_gradient.advantages import grpo, grpo_nostd, reinforce, rloo
-from realhf.algorithms.policy_gradient.interface import PolicyGradientInterface
-from realhf.algorithms.policy_gradient.resolve import resolve
-from realhf.algorithms.policy_gradient.turn_credit import of_tokens, returns_by_turn, turn_advantages
-from realhf.algorithms.reward import OutcomeRewardInterface
-from realhf.algorithms.sequences import PredictedTokens, predicted
+from realhf.algorithms.advantages import grpo, grpo_nostd, of_tokens, reinforce, returns_by_turn, rloo, turn_advantages
+from realhf.algorithms.inference import OutcomeRewardInterface
+from realhf.algorithms.options import resolve
+from realhf.algorithms.policy_gradient import PolicyGradientInterface
+from realhf.algorithms.train_step import PredictedTokens, predicted
 from realhf.api.sample import SequenceSample
 from tests.algorithms.tiny_policy import GROUPS, OUTCOME, REWARDS, context, tiny_actor
 

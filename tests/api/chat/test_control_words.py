@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken
 
-from realhf.api.chat import TemplateChat
-from realhf.api.chat.control_words import ControlWords, control_words
+from realhf.api.chat_template import ControlWords, TemplateChat, control_words
 from realhf.backends.builtin_policy import train_tokenizer
 from tests.api.chat.templates import LLAMA3, QWEN3, QWEN25, tokenizer
 

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from realhf.api.chat import TemplateChat
-from realhf.api.chat.old_reasoning import reasoning_end
+from realhf.api.chat_template import TemplateChat, reasoning_end
 from tests.api.chat.templates import INSISTS, LLAMA3, QWEN3, QWEN25, SMOLLM2, tokenizer
 
 QWEN3_KEY = QWEN3.replace(

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from realhf.api.chat import ChatTemplateError, TemplateChat
+from realhf.api.chat_template import ChatTemplateError, TemplateChat
 from tests.api.chat.templates import tokenizer
 
 CHATML = (

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from realhf.api.chat import ChatTemplateError, TemplateChat, family_of
+from realhf.api.chat_template import ChatTemplateError, TemplateChat, family_of
 from realhf.backends.builtin_policy import CHAT_TEMPLATE, train_tokenizer
 from tests.api.chat.templates import DROPS, INSISTS, LLAMA3, QWEN3, QWEN25, SMOLLM2, tokenizer
 

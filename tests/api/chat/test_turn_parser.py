@@ -9,10 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realhf.api.chat.call_json import MAX_DEPTH
-from realhf.api.chat.families import FAMILIES
-from realhf.api.chat.turn_parser import MAX_CALLS, parse_turn
 from realhf.api.environment import AssistantMessage
+from realhf.api.tool_parser import FAMILIES, MAX_CALLS, MAX_DEPTH, parse_turn
 from realhf.aws.messages import extract_command
 from tests.cheapest import cheapest
 

@@ -9,7 +9,7 @@ import pytest
 
 from experiments.policy_gradient import config_class
 from realhf.api.config import ExperimentConfig
-from realhf.api.config.option import Option, option, problems, section, sections, walk
+from realhf.api.option import Option, option, problems, section, sections, walk
 
 
 @dataclass

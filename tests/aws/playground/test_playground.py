@@ -18,7 +18,7 @@ from realhf.aws.playground.playground import Playground, PlaygroundSession
 from realhf.aws.server.program import EnvServerProcess
 from realhf.aws.simulator.pool import MiniStackPool
 from realhf.aws.tasks.loader import load_templates
-from realhf.base.free_port import free_port
+from realhf.base.loopback import free_port
 from realhf.env.server.access import Refused
 from tests.process_family import family, gone
 

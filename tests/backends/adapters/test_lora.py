@@ -19,7 +19,7 @@ from realhf.api.model import ForwardOutputs, GenRequest
 from realhf.api.sample import MicroBatchSpec, SequenceSample
 from realhf.backends.training import lora
 from realhf.backends.training.torch_engine import TorchEngine
-from realhf.base.extras import install_command
+from realhf.base.installation import install_command
 from realhf.dataflow.model_host import check_digests, stored_weights, write_digests
 from realhf.dataflow.weight_proof import WeightTrial
 

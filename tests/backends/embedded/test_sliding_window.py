@@ -24,7 +24,7 @@ from realhf.backends.embedded.decode_core import DecodeCore, Turn
 from realhf.backends.embedded.generation import EmbeddedGenerator
 from realhf.backends.training.packed_forward import PackedForward
 from realhf.backends.training.torch_backend import load_causal_lm
-from realhf.base.context_limit import context_limit, context_reason
+from realhf.base.hf_config import context_limit, context_reason
 
 WINDOW = 8
 SHAPE: dict[str, Any] = {

@@ -6,8 +6,8 @@ import contextlib
 from pathlib import Path
 from typing import Any
 
-from realhf.algorithms.critic.interface import CriticInterface
-from realhf.algorithms.policy_gradient.interface import PolicyGradientInterface
+from realhf.algorithms.critic import CriticInterface
+from realhf.algorithms.policy_gradient import PolicyGradientInterface
 from realhf.api.model import CallContext, Model
 from realhf.api.parallel import Parallel
 from realhf.backends.parallel.process_groups import GroupRanks, World

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
-from realhf.algorithms.policy_gradient.interface import PolicyGradientInterface
+from realhf.algorithms.policy_gradient import PolicyGradientInterface
 from realhf.algorithms.sft import SFTInterface
 from realhf.api.config import GenConfig, OptimizerConfig
 from realhf.api.model import CallContext, GenRequest, Model

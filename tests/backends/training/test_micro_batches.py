@@ -14,8 +14,7 @@ from torch import Tensor
 
 from realhf.api.config import OptimizerConfig
 from realhf.api.model import ForwardOutputs
-from realhf.api.sample import MicroBatchSpec, SequenceSample
-from realhf.api.sequence_choice import choose_sequences
+from realhf.api.sample import MicroBatchSpec, SequenceSample, choose_sequences
 from realhf.backends.training.micro_batches import micro_batches
 from realhf.backends.training.torch_engine import TorchEngine
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from realhf.base.files.source_files import imported_files, matching_files
+from realhf.base.files import imported_files, matching_files
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from realhf.api.config import MonitorConfig
-from realhf.base.files.whole_file import whole_file, write_whole
+from realhf.base.files import whole_file, write_whole
 from realhf.dataflow.checkpoint import LATEST, CheckpointStore
 from realhf.monitor.run_files import EVALUATIONS_FILE, Evaluations
 from realhf.monitor.run_log import METRICS_FILE, MetricsLog

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from realhf.base.free_port import free_port
+from realhf.base.loopback import free_port
 from realhf.cluster.cluster_keys import KnownHosts
 from realhf.cluster.control_endpoint import ControlEndpoint
 from realhf.cluster.engines import ray as engine

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from realhf.api.experiment import InterfaceType, MFCDef
 from realhf.api.graph import DataFlowGraph, build_graph
-from realhf.api.mfc import InterfaceType, MFCDef
 from realhf.api.sample import SequenceSample
 from realhf.dataflow.buffer import BatchLease
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from realhf.api.calls import Arrival
 from realhf.api.source import SampleResult
-from realhf.api.streaming import Arrival
 from realhf.dataflow.journal.audit import audit_folder
 from realhf.dataflow.journal.journal import Journal
 from realhf.dataflow.rollouts import async_rollouts

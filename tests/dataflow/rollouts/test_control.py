@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from realhf.api.calls import ARRIVED, ArrivedRequest
+from realhf.api.calls import ACCEPTED, ARRIVED, DUPLICATE, REFUSED, Arrival, ArrivedRequest, RolloutLease
 from realhf.api.source import SampleResult
-from realhf.api.streaming import ACCEPTED, DUPLICATE, REFUSED, Arrival, RolloutLease
 from realhf.dataflow.journal.audit import audit_folder
 from realhf.dataflow.journal.journal import Journal, JournalError
 from realhf.dataflow.journal.ledger import RolloutLedger

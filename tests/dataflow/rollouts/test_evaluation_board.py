@@ -6,9 +6,8 @@ import asyncio
 
 import pytest
 
-from realhf.api.calls import EvaluatedRequest
+from realhf.api.calls import EvaluatedRequest, EvaluationPart
 from realhf.api.evaluation import EpisodeResult
-from realhf.api.streaming import EvaluationPart
 from realhf.dataflow.rollouts.held_out import LATE_S, MAX_ATTEMPTS, EvaluationBoard, EvaluationFailed
 
 A, B = "rollout_worker/0:1", "rollout_worker/1:2"

@@ -10,11 +10,9 @@ from typing import Any
 
 import pytest
 
-from realhf.api.calls import EvaluatedRequest
+from realhf.api.calls import EvaluatedRequest, EvaluationPart
 from realhf.api.evaluation import EpisodeResult
-from realhf.api.experiment import EvaluationSpec
-from realhf.api.rollout import HeldOutOptions
-from realhf.api.streaming import EvaluationPart
+from realhf.api.experiment import EvaluationSpec, HeldOutOptions
 from realhf.dataflow.journal.journal import Journal
 from realhf.dataflow.rollouts.async_rollouts import AsyncRollouts
 from realhf.dataflow.rollouts.control import RolloutsFailed

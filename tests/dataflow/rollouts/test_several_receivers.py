@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
+from realhf.api.calls import Arrival
 from realhf.api.sample import SequenceSample
-from realhf.api.streaming import Arrival
-from realhf.data.stream_host import StreamHost
+from realhf.data.stream_dataset import StreamHost
 from realhf.dataflow.journal.audit import audit_folder
 from realhf.dataflow.rollouts.async_rollouts import AsyncRollouts
 from realhf.dataflow.rollouts.stream_loader import share_out

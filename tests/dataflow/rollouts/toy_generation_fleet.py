@@ -10,9 +10,9 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from realhf.api.calls import ACCEPTED, Arrival, RolloutLease
 from realhf.api.generation import WeightsManifest
 from realhf.api.source import SampleResult
-from realhf.api.streaming import ACCEPTED, Arrival, RolloutLease
 from realhf.base.messages import to_payload
 from realhf.dataflow.rollouts.async_rollouts import AsyncRollouts
 from realhf.transport.errors import RpcTimeout, WorkerDied

@@ -10,14 +10,12 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from realhf.api.calls import ACCEPTED, DUPLICATE, REFUSED, Arrival, RolloutLease, rank_of
 from realhf.api.config import AsyncConfig
-from realhf.api.experiment import RolloutSpec
+from realhf.api.experiment import InterfaceType, MFCDef, RolloutOptions, RolloutSpec
 from realhf.api.generation import WeightsManifest
-from realhf.api.mfc import InterfaceType, MFCDef
-from realhf.api.rollout import RolloutOptions
 from realhf.api.sample import SequenceSample
 from realhf.api.source import SampleResult, SourceItem
-from realhf.api.streaming import ACCEPTED, DUPLICATE, REFUSED, Arrival, RolloutLease, rank_of
 from realhf.base.messages import to_payload
 from realhf.dataflow.journal.journal import segments
 from realhf.dataflow.rollouts.async_rollouts import AsyncRollouts, RolloutPlan

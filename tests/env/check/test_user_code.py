@@ -7,7 +7,7 @@ import json
 import sys
 from pathlib import Path
 
-from realhf.base.paths import PACKAGE
+from realhf.base.installation import PACKAGE
 from realhf.env.check.calls import UserCode
 
 CODE = UserCode()

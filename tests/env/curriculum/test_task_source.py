@@ -8,8 +8,8 @@ from realhf.api.environment import task_of
 from realhf.api.source import DataSource, SampleResult, SourceItem
 from realhf.aws.tasks import instantiate
 from realhf.aws.tasks.task import Task
-from realhf.builtins import sources
 from realhf.env.curriculum import TaskSource
+from realhf.registry import sources
 
 
 def results(items: list[SourceItem], rewards: list[float | None], achieved: list[bool]) -> list[SampleResult]:

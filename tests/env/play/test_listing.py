@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from realhf.builtins import environments
 from realhf.env.__main__ import main
 from realhf.env.listing import about
+from realhf.registry import environments
 
 
 def test_every_registered_environment_is_listed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from realhf.api.config.option import problems
 from realhf.api.environment import (
     AssistantMessage,
     DemonstrationRequest,
@@ -18,8 +17,9 @@ from realhf.api.environment import (
     Task,
     Turn,
 )
-from realhf.builtins import environments
+from realhf.api.option import problems
 from realhf.environments.countdown import CountdownOptions
+from realhf.registry import environments
 
 KINDS = ("solution", "recovery", "habit")
 

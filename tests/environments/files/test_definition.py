@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from realhf.api.chat.turn_parser import parse_turn
-from realhf.api.config.option import problems
 from realhf.api.environment import DemonstrationRequest, Environment, EnvironmentSpec, Task, Turn
-from realhf.builtins import environments
+from realhf.api.option import problems
+from realhf.api.tool_parser import parse_turn
 from realhf.environments.files.definition import FilesOptions
 from realhf.environments.files.tasks import GROUPS
+from realhf.registry import environments
 
 ASKED = DemonstrationRequest(4, 7, habit_fraction=0.25, recovery_fraction=0.25)
 

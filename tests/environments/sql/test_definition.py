@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from realhf.api.config.option import problems
 from realhf.api.environment import SPLITS, AssistantMessage, EnvironmentDefinition
-from realhf.builtins import environments
+from realhf.api.option import problems
 from realhf.environments.sql import DEFINITION, SqlOptions
+from realhf.registry import environments
 from tests.environments.sql.playing import play, said
 
 

@@ -6,8 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from realhf.api.env import PlayedTurn, RolloutOutcome
-from realhf.api.environment import AssistantMessage, ToolCall
+from realhf.api.environment import AssistantMessage, PlayedTurn, RolloutOutcome, ToolCall
 from realhf.api.trace import PlayedSample, TrainedRows
 
 

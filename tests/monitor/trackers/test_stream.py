@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from realhf.api.config import MonitorConfig
-from realhf.api.config.services import TRACKERS
+from realhf.api.config import TRACKERS, MonitorConfig
 from realhf.monitor import trackers
 from realhf.monitor.events import EventStream
 from realhf.monitor.run_log import RunLog

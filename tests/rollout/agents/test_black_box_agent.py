@@ -14,11 +14,10 @@ import numpy as np
 import pytest
 import torch
 
-from experiments.agents.openai_agent import rollout
+from experiments.openai_agent import rollout
 from realhf.api.config import GenConfig
-from realhf.api.env import RolloutOutcome
-from realhf.api.environment import EnvironmentFailure, Task
-from realhf.api.rollout import RolloutOptions
+from realhf.api.environment import EnvironmentFailure, RolloutOutcome, Task
+from realhf.api.experiment import RolloutOptions
 from realhf.aws.environment import AwsEnvironment
 from realhf.rollout.black_box_agent import AgentFunction, AgentSession, BlackBoxAgent, load_agent
 from realhf.rollout.episode import EpisodeRequest, Limits
@@ -80,7 +79,7 @@ def commands(prompt: str) -> str:
 
 async def test_the_example_plays_an_episode(fake: FakeEnvServer) -> None:
     tokens = FakeTokens(commands)
-    outcome = await play(fake, load_agent("experiments.agents.openai_agent:rollout"), tokens)
+    outcome = await play(fake, load_agent("experiments.openai_agent:rollout"), tokens)
     assert outcome.status == "achieved" and outcome.achieved and outcome.progress == 1.0
     assert outcome.reward == 1.0, "the environment's, as the agent reports none"
     assert [turn.text for turn in outcome.turns] == ["hm", "aws s3 ls", "aws s3api list-buckets"]
@@ -252,7 +251,7 @@ def test_the_option_makes_the_agent() -> None:
     options = RolloutOptions(
         "aws", group_size=2, sessions=2, gen=GenConfig(max_new_tokens=8), max_turns=2, max_total_tokens=100
     )
-    assert isinstance(make_agent("experiments.agents.openai_agent:rollout", chat(), "", options), BlackBoxAgent)
+    assert isinstance(make_agent("experiments.openai_agent:rollout", chat(), "", options), BlackBoxAgent)
     with pytest.raises(ValueError, match=r"rollout.agent='a:b' names no agent"):
         make_agent("a:b", chat(), "", options)
 
@@ -279,7 +278,7 @@ def test_the_built_in_agent_has_no_options_of_its_own() -> None:
         make_agent("", chat(), "", episodes, {"patience": 3})
 
 
-@pytest.mark.parametrize("name", ["nowhere:solve", "experiments.agents.openai_agent:nobody", "json:dumps", "solve", ""])
+@pytest.mark.parametrize("name", ["nowhere:solve", "experiments.openai_agent:nobody", "json:dumps", "solve", ""])
 def test_a_name_of_no_agent_is_told(name: str) -> None:
     with pytest.raises(ValueError, match=r"agent|async"):
         load_agent(name)

@@ -7,9 +7,16 @@ from typing import Any
 
 import pytest
 
-from realhf.api.chat import TemplateChat
-from realhf.api.env import RolloutOutcome
-from realhf.api.environment import AssistantMessage, Environment, EnvironmentFailure, Opening, Task, Turn
+from realhf.api.chat_template import TemplateChat
+from realhf.api.environment import (
+    AssistantMessage,
+    Environment,
+    EnvironmentFailure,
+    Opening,
+    RolloutOutcome,
+    Task,
+    Turn,
+)
 from realhf.api.model import GenOutput, GenRequest
 from realhf.rollout.episode import EpisodeRequest, Limits
 from realhf.rollout.player import TurnAgent

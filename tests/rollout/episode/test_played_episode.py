@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from realhf.api.env import RolloutOutcome
-from realhf.api.environment import Task, Turn
+from realhf.api.environment import RolloutOutcome, Task, Turn
 from realhf.api.model import GenOutput, GenRequest
 from realhf.rollout.episode import EpisodeRequest, Limits, PolicySpeaker, play_episode
 from realhf.rollout.player import SlotEnvironment

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from realhf.api.env import RolloutOutcome
+from realhf.api.environment import RolloutOutcome
 from realhf.rollout.rollout_sample import outcomes_to_sample
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from realhf.api.env import PlayedTurn
+from realhf.api.environment import PlayedTurn
 from realhf.monitor.run_files import append_episodes
 from realhf.rollout.rollout_sample import transcript
 from tests.monitor.rollouts.made_rollouts import outcome

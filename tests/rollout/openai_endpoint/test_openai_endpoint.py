@@ -12,7 +12,7 @@ import openai
 import pytest
 import pytest_asyncio
 
-from realhf.api.env import RolloutOutcome
+from realhf.api.environment import RolloutOutcome
 from realhf.rollout.openai_server import OpenAiServer
 from realhf.rollout.openai_sessions import Ending, Session, SessionLimits, Sessions
 from tests.rollout.black_box import FakeTokens, chat, spelt

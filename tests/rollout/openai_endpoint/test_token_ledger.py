@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realhf.api.env import MAX_BRANCHES
+from realhf.api.environment import MAX_BRANCHES
 from realhf.api.model import GenOutput
 from realhf.rollout.openai_requests import ApiError, Message
 from realhf.rollout.openai_sessions import TokenLedger

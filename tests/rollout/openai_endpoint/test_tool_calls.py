@@ -11,7 +11,7 @@ import openai
 import pytest
 import pytest_asyncio
 
-from realhf.api.chat import TemplateChat
+from realhf.api.chat_template import TemplateChat
 from realhf.api.model import GenOutput
 from realhf.rollout.openai_requests import ApiError, ChatRequest
 from realhf.rollout.openai_server import OpenAiServer

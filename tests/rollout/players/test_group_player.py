@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from realhf.api.calls import EvaluationPart, RolloutLease
 from realhf.api.config import GenConfig
 from realhf.api.environment import EnvironmentFailure, EnvironmentSpec, Task
-from realhf.api.streaming import EvaluationPart, RolloutLease
 from realhf.api.trace import NO_RECORDER, PlayedSample, RolloutRecorder, TrainedRows
 from realhf.rollout.episode import Limits
 from realhf.rollout.group_player import FailurePolicy, GroupFailed, GroupPlayer, failure_policy, sampling_seed, within

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from realhf.api.calls import ALLOCATE, EVALUATED, AllocateAnswer, EvaluatedRequest
+from realhf.api.calls import ALLOCATE, EVALUATED, AllocateAnswer, EvaluatedRequest, EvaluationPart, RolloutLease
 from realhf.api.evaluation import EpisodeResult
-from realhf.api.streaming import EvaluationPart, RolloutLease
 from realhf.api.trace import NoTrace
 from realhf.rollout.group_player import GroupFailed, PlayedGroup
 from realhf.rollout.rollout_loop import RolloutLoop

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from realhf.base.free_port import free_port
+from realhf.base.loopback import free_port
 from realhf.trajectory.client import AsyncTrajectoryClient, LeaseLost, NoBatchYet
 from tests.trajectory.groups import group
 

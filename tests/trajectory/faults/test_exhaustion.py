@@ -19,7 +19,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from realhf.base.free_port import free_port
+from realhf.base.loopback import free_port
 from tests.trajectory.conftest import start
 from tests.trajectory.groups import group
 

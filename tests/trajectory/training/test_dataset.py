@@ -13,7 +13,7 @@ import torch
 from realhf.api.model import CallContext, Model
 from realhf.api.sample import MicroBatchSpec, SequenceSample
 from realhf.api.source import DataSource
-from realhf.builtins import interfaces, sources
+from realhf.registry import interfaces, sources
 from realhf.trajectory.client import Denied, NoBatchYet, NotRegistered, TrajectoryClient
 from realhf.trajectory.training.dataset import LeaseKeeper
 from realhf.trajectory.training.stream_interface import TrajectoryStreamInterface

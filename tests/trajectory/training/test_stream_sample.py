@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from realhf.algorithms.policy_gradient.interface import PolicyGradientInterface
-from realhf.algorithms.policy_gradient.options import PolicyGradientOptions
-from realhf.algorithms.reward import OutcomeRewardInterface
-from realhf.api.env import RolloutOutcome
+from realhf.algorithms.inference import OutcomeRewardInterface
+from realhf.algorithms.options import PolicyGradientOptions
+from realhf.algorithms.policy_gradient import PolicyGradientInterface
+from realhf.api.environment import RolloutOutcome
 from realhf.api.model import CallContext
 from realhf.api.sample import MicroBatchSpec, SequenceSample
 from realhf.rollout.rollout_sample import outcomes_to_sample

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.network.hosts import Host, NoNamespaces, two_hosts
-from realhf.base.process_id import host_token
+from realhf.base.process import host_token
 from realhf.transport.network import Network, RunKeys
 from realhf.transport.rpc_master import RpcMaster
 from tests.process_family import gone

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 import zmq
 
-from realhf.base.process_id import host_token, start_time
+from realhf.base.process import host_token, start_time
 from realhf.transport.heartbeat import LATE_S, HeartbeatClient, HeartbeatServer, PauseDetector
 from realhf.transport.network import LOOPBACK
 

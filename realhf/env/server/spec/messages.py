@@ -13,9 +13,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from realhf.api.chat.call_json import CallProblem, broken_call, call_of, read_json
-from realhf.api.chat.turn_parser import MAX_CALLS
 from realhf.api.environment import SPLITS, AssistantMessage, Opening, ToolCall, Turn
+from realhf.api.tool_parser import MAX_CALLS, CallProblem, broken_call, call_of, read_json
 from realhf.env.loader.validation import (
     BrokenContract,
     checked_messages,

@@ -11,7 +11,6 @@ from typing import Any
 from fastapi import FastAPI
 from pydantic import BaseModel
 
-from realhf.builtins import environments
 from realhf.env.loader.load import build_environment, parse_options
 from realhf.env.server.config import ConfigError, ServerConfig, setting
 from realhf.env.server.interfaces import McpDoor, Player, SlotPool
@@ -19,6 +18,7 @@ from realhf.env.server.spec.messages import SpecAction, SpecObservation, SpecSta
 from realhf.env.server.spec.player import Facts, Host, SpecPlayer
 from realhf.env.server.spec.processes import Processes, ProcessPlayer
 from realhf.env.server.spec.slots import Places, keep_this_process
+from realhf.registry import environments
 
 
 @dataclass(frozen=True)

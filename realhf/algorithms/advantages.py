@@ -1,0 +1,286 @@
+"""Estimates advantages: per response from its group, per turn, and by GAE with the values of a critic (docs/reference/dataflow.md 10).
+
+Every estimator takes ``scores`` f32 (n,), ``valid`` bool (n,) and ``group`` i64 (n,), the sample number of each
+sequence, and returns f32 (n,). Invalid sequences enter no statistic and get exactly 0, whatever their score (NaN
+included). Statistics are fp64 and per response, never weighted by tokens.
+
+Source: Schulman et al. 2016, High-Dimensional Continuous Control Using Generalized Advantage Estimation; the formulas
+stand in docs/reference/ppo.md 2. Sums are fp64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+_EPS = 1e-6
+
+
+def grpo(scores: Tensor, valid: Tensor, group: Tensor) -> Tensor:
+    """Return (R - mean) / (unbiased std + 1e-6) within the group; exactly 0 when all valid scores are equal or fewer
+    than two are valid. Source: Shao et al. 2024, DeepSeekMath."""
+    score, stats = _group_statistics(scores, valid, group)
+    centred = score - stats.mean[group]
+    squares = torch.zeros_like(stats.mean).index_add(0, group, torch.where(valid, centred, 0.0).square())
+    std = (squares / (stats.count - 1).clamp(min=1)).sqrt()
+    return _finish(centred / (std[group] + _EPS), valid & stats.varied[group])
+
+
+def grpo_nostd(scores: Tensor, valid: Tensor, group: Tensor) -> Tensor:
+    """Return R - mean within the group. Source: Liu et al. 2025, Dr. GRPO."""
+    score, stats = _group_statistics(scores, valid, group)
+    return _finish(score - stats.mean[group], valid & stats.varied[group])
+
+
+def rloo(scores: Tensor, valid: Tensor, group: Tensor) -> Tensor:
+    """Return R minus the mean of the other valid responses of the group. Source: Ahmadian et al. 2024."""
+    score, stats = _group_statistics(scores, valid, group)
+    count = stats.count[group]
+    others = (stats.mean[group] * count - score) / (count - 1).clamp(min=1)
+    return _finish(score - others, valid & stats.varied[group])
+
+
+def reinforce(scores: Tensor, valid: Tensor, group: Tensor) -> Tensor:
+    """Return R minus the mean over all valid responses of the batch; exactly 0 when all are equal."""
+    return grpo_nostd(scores, valid, torch.zeros_like(group))
+
+
+def reinforce_pp(scores: Tensor, valid: Tensor, group: Tensor) -> Tensor:
+    """Return R itself. ``return_to_go`` then gives the earlier tokens their share, and all are whitened over the batch.
+    Source: Hu 2025, REINFORCE++."""
+    score, _ = _group_statistics(scores, valid, group)
+    return _finish(score, valid)
+
+
+def reinforce_pp_baseline(scores: Tensor, valid: Tensor, group: Tensor) -> Tensor:
+    """Return R minus the mean of the group; what follows is as in ``reinforce_pp``."""
+    return grpo_nostd(scores, valid, group)
+
+
+def gae(scores: Tensor, valid: Tensor, group: Tensor) -> Tensor:
+    """Return R itself, the reward of an episode's last token; ``generalised`` (``gae.py``) then compares what follows
+    each token with a critic's values."""
+    return reinforce_pp(scores, valid, group)
+
+
+def return_to_go(rewards: Tensor, mask: Tensor, sequence: Tensor, n_sequences: int, discount: float = 1.0) -> Tensor:
+    """Sum discount^(s-t) r_s over s >= t within each sequence: f32 (n,), 0 outside ``mask``.
+
+    Only positions in ``mask`` count, in the sum and in the distance s-t: text of the environment between two turns is
+    skipped, not discounted. ``sequence`` i64 (n,) is sorted; ``rewards`` may hold anything outside the mask.
+    """
+    chosen = sequence[mask]
+    count = torch.bincount(chosen, minlength=n_sequences)
+    rank = torch.arange(len(chosen), device=chosen.device) - (count.cumsum(0) - count)[chosen]
+    table = rewards.new_zeros(n_sequences, int(count.max()) if n_sequences else 0, dtype=torch.float64)
+    table[chosen, rank] = rewards[mask].double()
+    if discount == 1.0:
+        table = table.flip(1).cumsum(1).flip(1)
+    else:
+        for t in range(table.shape[1] - 2, -1, -1):
+            table[:, t] += discount * table[:, t + 1]
+    out = torch.zeros_like(rewards, dtype=torch.float32)
+    out[mask] = table[chosen, rank].float()
+    return out
+
+
+def at_last_token(values: Tensor, mask: Tensor, sequence: Tensor) -> Tensor:
+    """Put ``values`` (n sequences,) at the last position of each sequence inside ``mask``, and 0 elsewhere: (n,)."""
+    positions = torch.arange(len(mask), device=mask.device)
+    last = torch.full_like(values, -1, dtype=torch.int64)
+    last = last.scatter_reduce(0, sequence, torch.where(mask, positions, -1), "amax")
+    out = values.new_zeros(len(mask))
+    has = last >= 0
+    out[last[has]] = values[has]
+    return out
+
+
+def normalise(advantages: Tensor, mask: Tensor, eps: float = 1e-5) -> Tensor:
+    """Whiten f32 (n,) over ``mask`` (bool): masked mean and biased std in fp64; 0 elsewhere."""
+    if not bool(mask.any()):
+        return torch.zeros_like(advantages)
+    chosen = advantages[mask].double()
+    std = (chosen - chosen.mean()).square().mean().sqrt()
+    return _finish((advantages.double() - chosen.mean()) / (std + eps), mask)
+
+
+class _GroupStatistics:
+    """Holds the fp64 statistics (n groups,) of each group: ``count`` and ``mean`` of its valid scores, and ``varied``
+    (bool), whether they differ."""
+
+    def __init__(self, score: Tensor, valid: Tensor, group: Tensor) -> None:
+        n_groups = int(group.max()) + 1 if len(group) else 0
+        blank = torch.zeros(n_groups, dtype=torch.float64, device=score.device)
+        self.count = blank.index_add(0, group, valid.double())
+        self.mean = blank.index_add(0, group, score) / self.count.clamp(min=1)
+        low = torch.where(valid, score, torch.inf)
+        high = torch.where(valid, score, -torch.inf)
+        lowest = torch.full_like(blank, torch.inf).scatter_reduce(0, group, low, "amin")
+        highest = torch.full_like(blank, -torch.inf).scatter_reduce(0, group, high, "amax")
+        self.varied = (self.count >= 2) & (highest > lowest)
+
+
+def _group_statistics(scores: Tensor, valid: Tensor, group: Tensor) -> tuple[Tensor, _GroupStatistics]:
+    """Return the scores in fp64 with 0 at invalid sequences, and the statistics. Raises ValueError when a valid score
+    is not finite: a failure must be marked as one, not scored."""
+    if not bool(torch.isfinite(scores[valid]).all()):
+        raise ValueError("a valid sequence has a reward that is not finite")
+    score = torch.where(valid, scores.double(), 0.0)
+    return score, _GroupStatistics(score, valid, group)
+
+
+def _finish(advantages: Tensor, keep: Tensor) -> Tensor:
+    return torch.where(keep, advantages, 0.0).float()
+
+
+Estimator = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def returns_by_turn(rewards: Tensor, counts: Tensor, discount: float) -> Tensor:
+    """Return f64 (n sequences, most turns): entry (i, k) is the sum of discount^(j-k) r_ij over the turns j >= k of
+    sequence i; from its last turn on, the return of that one.
+
+    ``rewards`` f32 (sum of counts,) are the rewards of the turns, sequence after sequence; ``counts`` i64 (n
+    sequences,), each at least 1.
+    """
+    sequence = torch.repeat_interleave(torch.arange(len(counts)), counts)
+    turn = torch.arange(len(rewards)) - (counts.cumsum(0) - counts)[sequence]
+    table = torch.zeros(len(counts), int(counts.max()) if len(counts) else 0, dtype=torch.float64)
+    table[sequence, turn] = rewards.double()
+    for k in range(table.shape[1] - 2, -1, -1):
+        table[:, k] += discount * table[:, k + 1]
+    places = torch.arange(table.shape[1])
+    return table.gather(1, torch.minimum(places[None], counts[:, None] - 1))
+
+
+def turn_advantages(scores: Tensor, valid: Tensor, group: Tensor, estimator: Estimator) -> Tensor:
+    """Return f32 (n sequences, most turns): the advantage of the return from each turn on, among the returns from the
+    same turn on of its group. Invalid sequences get 0.
+
+    ``scores`` f32 (n sequences, most turns) are such returns, ``valid`` and ``group`` as for an estimator. This is the
+    turn-level advantage of MT-GRPO (Zeng et al. 2025, Reinforcing Multi-Turn Reasoning in LLM Agents via Turn-Level
+    Credit Assignment: rewards of one turn are normalised across the group) with the return-to-go of REINFORCE (Williams
+    1992) in the place of the turn's reward plus the outcome. An episode that is over by then is compared by its last
+    turn's return, so that every comparison has all of the group: with a reward in the last turn alone and without a
+    discount every turn gets what ``estimator`` gives the episode.
+    """
+    columns = [estimator(column, valid, group) for column in scores.unbind(1)]
+    return torch.stack(columns, 1) if columns else torch.zeros_like(scores)
+
+
+def of_tokens(advantages: Tensor, turn: Tensor, sequence: Tensor, mask: Tensor, counts: Tensor) -> Tensor:
+    """Spread ``advantages`` f32 (n sequences, most turns) over tokens: f32 (n,), 0 outside ``mask``. ``turn`` i32 (n,)
+    is the turn of each predicted token. Raises ValueError when a token of the mask is in no turn of its sequence."""
+    inside = torch.where(mask, turn.long(), 0)
+    if bool(((inside < 0) | (inside >= counts[sequence]))[mask].any()):
+        raise ValueError("turn_ids: a trained token is in no turn that has a reward in turn_rewards")
+    return torch.where(mask, advantages[sequence, inside], 0.0) if advantages.numel() else torch.zeros(len(mask))
+
+
+class ValueEstimate(NamedTuple):
+    """Holds ``advantages`` and ``returns`` f32 (n,), 0 outside their masks, and ``valued`` bool (n,): the positions
+    whose return the critic learns."""
+
+    advantages: Tensor
+    returns: Tensor
+    valued: Tensor
+
+
+def generalised(rewards: Tensor, values: Tensor, present: Tensor, discount: float, lam: float) -> Tensor:
+    """Return the advantage of every decision, f64 (n, k); where ``present`` is False it means nothing.
+
+    A row holds the decisions of a sequence in their order: ``rewards`` f64 (n, k) is what follows each, ``values`` f64
+    (n, k) that of the state it was made in. Behind the last decision the value is 0: the sequence is over. Where
+    ``present`` (bool) is False nothing was decided and no value is known; what is earned there belongs to the decision
+    before, discounted by the distance.
+    """
+    following, advantage = rewards.new_zeros(len(rewards)), rewards.new_zeros(len(rewards))
+    found = torch.zeros_like(rewards)
+    for k in range(rewards.shape[1] - 1, -1, -1):
+        here, earned = present[:, k], rewards[:, k] + discount * following
+        advantage = discount * torch.where(here, lam, 1.0) * advantage
+        advantage = torch.where(here, earned - values[:, k] + advantage, advantage)
+        following = torch.where(here, values[:, k], earned)
+        found[:, k] = advantage
+    return found
+
+
+def of_sampled_tokens(
+    rewards: Tensor, values: Tensor, mask: Tensor, sequence: Tensor, n_sequences: int, discount: float, lam: float
+) -> ValueEstimate:
+    """Take every token of ``mask`` as a decision: the next one is the policy's next token, however much text of the
+    environment stands between them.
+
+    ``rewards`` and ``values`` f32 (n,), ``mask`` bool (n,), ``sequence`` i64 (n,) sorted, in [0, n_sequences). The
+    return of a token is its advantage plus its value. Positions outside the mask may hold anything.
+    """
+    chosen, rank, most = _ranked(mask, sequence, n_sequences)
+    table = torch.zeros(3, n_sequences, most, dtype=torch.float64)
+    table[0, chosen, rank], table[1, chosen, rank], table[2, chosen, rank] = (
+        rewards[mask].double(),
+        values[mask].double(),
+        1.0,
+    )
+    found = generalised(table[0], table[1], table[2] > 0, discount, lam)
+    advantages, returns = (torch.zeros(len(mask)) for _ in range(2))
+    advantages[mask] = found[chosen, rank].float()
+    returns[mask] = (found + table[1])[chosen, rank].float()
+    return ValueEstimate(advantages, returns, mask)
+
+
+def of_turns(
+    rewards: Tensor,
+    turn_rewards: Tensor,
+    counts: Tensor,
+    values: Tensor,
+    turn: Tensor,
+    mask: Tensor,
+    sequence: Tensor,
+    discount: float,
+    lam: float,
+) -> ValueEstimate:
+    """Take every turn as one decision, made in the state before its first token; all its tokens get its advantage, and
+    the critic learns the return of that state.
+
+    ``turn_rewards`` f32 (sum of ``counts``,) follow the turns, sequence after sequence; ``rewards`` f32 (n,) are added
+    to the turn of their token. ``turn`` (n,) is the turn of each predicted token; the rest is as in
+    ``of_sampled_tokens``. Raises ValueError when a token of the mask is in no turn of its sequence.
+    """
+    inside = torch.where(mask, turn.long(), 0)
+    if bool(((inside < 0) | (inside >= counts[sequence]))[mask].any()):
+        raise ValueError("turn_ids: a trained token is in no turn that has a reward in turn_rewards")
+    first = first_of_turn(turn, mask, sequence)
+    owner = torch.repeat_interleave(torch.arange(len(counts)), counts)
+    number = torch.arange(len(owner)) - (counts.cumsum(0) - counts)[owner]
+    shape = len(counts), int(counts.max()) if len(counts) else 0
+    earned, value = torch.zeros(shape, dtype=torch.float64), torch.zeros(shape, dtype=torch.float64)
+    present = torch.zeros(shape, dtype=torch.bool)
+    earned[owner, number] = turn_rewards.double()
+    earned.index_put_((sequence[mask], inside[mask]), rewards[mask].double(), accumulate=True)
+    value[sequence[first], inside[first]] = values[first].double()
+    present[sequence[first], inside[first]] = True
+    found = generalised(earned, value, present, discount, lam)
+    advantages, returns = (torch.zeros(len(mask)) for _ in range(2))
+    advantages[mask] = found[sequence[mask], inside[mask]].float()
+    returns[first] = (found + value)[sequence[first], inside[first]].float()
+    return ValueEstimate(advantages, returns, first)
+
+
+def first_of_turn(turn: Tensor, mask: Tensor, sequence: Tensor) -> Tensor:
+    """Return the positions of ``mask`` whose predicted token is the first of its turn there, bool (n,)."""
+    places = torch.nonzero(mask).flatten()
+    new = torch.ones(len(places), dtype=torch.bool)
+    now, before = places[1:], places[:-1]
+    new[1:] = (turn[now] != turn[before]) | (sequence[now] != sequence[before])
+    return torch.zeros_like(mask).index_fill(0, places[new], True)
+
+
+def _ranked(mask: Tensor, sequence: Tensor, n_sequences: int) -> tuple[Tensor, Tensor, int]:
+    """Return the sequence of each masked position, its number there (i64 both), and the most that a sequence has."""
+    chosen = sequence[mask]
+    count = torch.bincount(chosen, minlength=n_sequences)
+    rank = torch.arange(len(chosen)) - (count.cumsum(0) - count)[chosen]
+    return chosen, rank, int(count.max()) if n_sequences else 0

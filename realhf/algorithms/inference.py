@@ -1,0 +1,88 @@
+"""Scores a batch without training: rewards from environment scores, and log-probabilities of a role."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+
+from realhf.api.model import CallContext, Model
+from realhf.api.sample import SequenceSample
+
+FloatArray = np.ndarray[Any, np.dtype[np.float32]]
+
+
+def scored(values: FloatArray, scaling: float, bias: float, clip: float) -> FloatArray:
+    """Return clip((value + bias) * scaling, +-clip) in fp32; NaN stays NaN."""
+    rewards = (values + np.float32(bias)) * np.float32(scaling)
+    return np.minimum(np.maximum(rewards, np.float32(-clip)), np.float32(clip))
+
+
+class OutcomeRewardInterface:
+    """Computes ``rewards`` from ``env_rewards``: clip((score + reward_bias) * reward_scaling, +-max_reward_clip), f32,
+    one per sequence (docs/reference/dataflow.md 10, Score). Where the key ``outcome`` reports a failure the reward is
+    NaN: a failed episode has no reward, not reward 0."""
+
+    def __init__(self, reward_scaling: float = 1.0, reward_bias: float = 0.0, max_reward_clip: float = 20.0) -> None:
+        if not max_reward_clip > 0 or not math.isfinite(reward_scaling) or not math.isfinite(reward_bias):
+            raise ValueError("max_reward_clip must be positive, reward_scaling and reward_bias finite")
+        self._scaling, self._bias, self._clip = reward_scaling, reward_bias, max_reward_clip
+
+    def inference(
+        self, model: Model, sample: SequenceSample, context: CallContext
+    ) -> tuple[SequenceSample, dict[str, float]]:
+        """Return ``rewards`` with the lengths of ``env_rewards``, and the statistics ``reward_mean`` and ``n_scored``
+        over the sequences that have a reward."""
+        scores = sample["env_rewards"].float().cpu().numpy()
+        if "outcome" in sample.keys:
+            scores = np.where(sample["outcome"].cpu().numpy() == 0, scores, np.float32(math.nan))
+        rewards = scored(scores, self._scaling, self._bias, self._clip)
+        finite = [reward for reward in rewards.tolist() if not math.isnan(reward)]
+        out = SequenceSample.from_lengths(
+            sample.ids,
+            {"rewards": sample.lengths("env_rewards")},
+            {"rewards": "f32"},
+            {"rewards": ()},
+            {"rewards": torch.from_numpy(rewards)},
+            {},
+        )
+        mean = sum(finite) / len(finite) if finite else 0.0
+        return out, {"reward_mean": mean, "n_scored": float(len(finite))}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return {}: the interface has no state."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Do nothing: the interface has no state."""
+        del state
+
+
+class LogprobInterface:
+    """Computes ``output_key`` from ``packed_input_ids`` (and ``loss_mask``): f32, L-1 per sequence, the log-probability
+    of every trainable token at ``temperature``, which must be the sampling temperature."""
+
+    def __init__(self, output_key: str = "packed_ref_logprobs", temperature: float = 1.0) -> None:
+        if not temperature > 0:
+            raise ValueError(f"temperature must be positive, got {temperature}")
+        self._key, self._temperature = output_key, temperature
+
+    def inference(
+        self, model: Model, sample: SequenceSample, context: CallContext
+    ) -> tuple[SequenceSample, dict[str, float]]:
+        """Return the sample of ``output_key`` and the statistic ``n_tokens``, the number of tokens of the scored
+        sequences."""
+        logprobs = model.engine.logprobs(sample, temperature=self._temperature, mb_spec=context.mb_spec)
+        lengths = [[length - 1 for length in inner] for inner in sample.seqlens["packed_input_ids"]]
+        out = SequenceSample.from_tensors(sample.ids, {self._key: logprobs}, {self._key: lengths})
+        return out, {"n_tokens": float(sample.n_tokens("packed_input_ids"))}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return {}: the interface has no state."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Do nothing: the interface has no state."""
+        del state

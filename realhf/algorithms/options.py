@@ -1,0 +1,543 @@
+"""Defines the sections ppo and critic, the presets of the algorithms, and how open options are resolved and refused; imports no torch."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from types import MappingProxyType
+from typing import Any
+
+from realhf.api.config import ExperimentConfig, LoraConfig, ModelConfig, OptimizerConfig
+from realhf.api.keys import TURN_KEYS
+from realhf.api.option import option, problems, section
+from realhf.registry import registered_names
+
+COMMON: Mapping[str, Any] = MappingProxyType(
+    {
+        "adv_estimator": "grpo",
+        "ratio": "token",
+        "loss": "ppo",
+        "eps_clip": 0.2,
+        "eps_clip_higher": 0.2,
+        "loss_agg": "seq_mean_token_mean",
+        "kl_ctl": 0.0,
+        "kl_loss_coef": 0.0,
+        "kl_estimator": "k3",
+        "adv_norm": False,
+    }
+)
+"""What an option that is None becomes, unless the preset says otherwise."""
+_NO_CLIPPING = {"loss": "reinforce", "loss_agg": "token_mean", "eps_clip_higher": None}
+"""With another loss, ``eps_clip_higher`` is ``eps_clip``."""
+PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "grpo": {},
+        "drgrpo": {"adv_estimator": "grpo_nostd", "loss_agg": "constant"},
+        "dapo": {"eps_clip_higher": 0.28, "loss_agg": "token_mean"},
+        "gspo": {"ratio": "sequence", "eps_clip": 3e-4, "eps_clip_higher": 4e-4},
+        "cispo": {"loss": "cispo", "eps_clip": 1.0, "eps_clip_higher": 4.0, "loss_agg": "token_mean"},
+        "rloo": {**_NO_CLIPPING, "adv_estimator": "rloo"},
+        "reinforce": {**_NO_CLIPPING, "adv_estimator": "reinforce"},
+        "reinforce_pp": {
+            "adv_estimator": "reinforce_pp",
+            "loss_agg": "token_mean",
+            "kl_ctl": 0.01,
+            "kl_estimator": "k1",
+            "adv_norm": True,
+        },
+        "ppo": {
+            "adv_estimator": "gae",
+            "loss_agg": "token_mean",
+            "kl_ctl": 0.01,
+            "kl_estimator": "k1",
+            "adv_norm": True,
+        },
+    }
+)
+"""``dapo`` is its loss: clip-higher and token mean. ``rloo`` takes its KL in the reward: set ``kl_ctl``."""
+
+
+LOSS_AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant")
+KL_ESTIMATORS = ("k1", "k2", "k3")
+PROXIMAL_METHODS = ("actor_inf", "recompute", "loglinear")
+WEIGHT_MODES = ("mask", "truncate", "none")
+CREDITS = ("episode", "turn")
+COUNTS = ("rollout", "row")
+LEVELS = ("token", "sequence")
+"""Levels at which the policy ratio and the behaviour weight are taken."""
+GAE = "gae"
+"""The estimator whose advantages come from the values of a critic."""
+_NO_KL = "there is no KL term (ppo.kl_ctl, ppo.kl_loss_coef)"
+_NO_KL_REWARD = "there is no KL term in the reward (ppo.kl_ctl)"
+
+
+@dataclass
+class PolicyGradientOptions:
+    """Policy-gradient options. ``algo`` names a preset (realhf/algorithms/options.py), which gives a
+    value to every option without one.
+
+    Off-policy tokens (docs/reference/dataflow.md 10): with ``use_decoupled_loss`` the ratio is clipped against the
+    proximal policy, the weights at the start of the train step, and every token is weighed by its proximal over its
+    behaviour probability; ``recompute_logprob`` puts the proximal in the place of the behaviour log-probabilities
+    instead. That is the default where the ratio is that of a sequence (gspo): its clip range is narrower than the
+    difference between the log-probabilities of generator and trainer. Where these differ by more than rounding (older
+    weights, another program, bfloat16), the decoupled objective is the default: with one update a step it costs no
+    forward pass."""
+
+    algo: str = option("grpo", "This preset fills in every option that is not set.", choices=tuple(PRESETS))
+    group_size: int = option(8, "Every task is played this many times, which makes a group.", at_least=1)
+    adv_estimator: str | None = option(
+        None, "This estimator makes advantages of a group's rewards.", registry="advantage_estimators"
+    )
+    loss: str | None = option(None, "This function is the loss of a token.", registry="policy_losses")
+    ratio: str | None = option(None, "The policy ratio is that of a token or of a sequence.", choices=LEVELS)
+    loss_agg: str | None = option(None, "The losses of tokens are put together in this way.", choices=LOSS_AGGREGATIONS)
+    eps_clip: float | None = option(None, "The ratio is clipped this far below 1.", at_least=0)
+    eps_clip_higher: float | None = option(None, "The ratio is clipped this far above 1.", at_least=0)
+    c_clip: float | None = option(
+        None, "Dual clipping bounds the loss at this many times a negative advantage.", above=1
+    )
+    kl_loss_coef: float | None = option(
+        None, "The loss contains the KL divergence from the reference times this.", at_least=0
+    )
+    kl_ctl: float | None = option(
+        None, "The reward contains the KL divergence from the reference times minus this.", at_least=0
+    )
+    kl_target: float | None = option(
+        None,
+        "ppo.kl_ctl is steered to a KL divergence of this many nats a rollout; without it, it stays.",
+        above=0,
+        idle=_NO_KL_REWARD,
+    )
+    kl_horizon: float = option(
+        10000.0,
+        "ppo.kl_target: after this many rollouts ppo.kl_ctl has changed by about its own size times the error.",
+        above=0,
+        idle="there is no ppo.kl_target",
+    )
+    kl_estimator: str | None = option(
+        None, "This estimator of the KL divergence is used.", choices=KL_ESTIMATORS, idle=_NO_KL
+    )
+    entropy_coef: float = option(0.0, "The loss contains the entropy times minus this.", at_least=0)
+    adv_norm: bool | None = option(None, "Advantages are normalised over the batch.")
+    count: str = option(
+        "rollout",
+        "Groups, baselines and means over sequences count each rollout once; or each of its rows, where dropped "
+        "reasoning or the branches of an agent make several.",
+        choices=COUNTS,
+    )
+    credit: str = option(
+        "episode",
+        "A token gets the advantage of its episode, or that of the return from its turn on.",
+        choices=CREDITS,
+    )
+    discount: float = option(
+        1.0,
+        "What comes later is discounted by this, per sampled token (gae, reinforce_pp) or per turn (ppo.credit=turn).",
+        above=0,
+        at_most=1,
+    )
+    gae_lambda: float = option(
+        1.0,
+        "adv_estimator=gae mixes returns and values by this: 1 takes the whole return, 0 the next value.",
+        at_least=0,
+        at_most=1,
+        idle="only adv_estimator=gae has values",
+    )
+    use_decoupled_loss: bool | None = option(
+        None,
+        "The ratio is taken against the proximal policy, and tokens carry a behaviour weight. It is the default where "
+        "sampler and trainer differ: in asynchronous runs, with tokens of others, and in bfloat16.",
+    )
+    recompute_logprob: bool | None = option(
+        None, "The proximal log-probabilities stand in the place of the generator's."
+    )
+    prox_logp_method: str | None = option(
+        None,
+        "The proximal log-probabilities come from the call actor_inf, are recomputed in the train call, or are "
+        "interpolated from versions (loglinear) without a forward pass.",
+        choices=PROXIMAL_METHODS,
+    )
+    behav_imp_weight_mode: str | None = option(
+        None,
+        "A behaviour weight outside its bounds is set to 0 (mask, the default), cut to them (truncate), or no weight "
+        "is used (none).",
+        choices=WEIGHT_MODES,
+    )
+    behav_imp_weight_cap: float | None = option(None, "A behaviour weight is at most this, by default 5.", above=0)
+    behav_imp_weight_floor: float | None = option(None, "A behaviour weight is at least this.", above=0)
+    behav_imp_weight_level: str | None = option(
+        None,
+        "A behaviour weight is that of a token, or the geometric mean of a sequence; by default as ppo.ratio.",
+        choices=LEVELS,
+    )
+    loss_scale_len: int | None = option(
+        None,
+        "loss_agg=constant divides by this; by default the most tokens that the policy can sample in an episode.",
+        at_least=1,
+    )
+    ppo_n_minibatches: int = option(1, "A pass over the batch makes this many updates.", at_least=1)
+    sample_reuse: int = option(1, "A train step makes this many passes over its batch.", at_least=1)
+    reward_scaling: float = option(1.0, "Rewards are multiplied by this, after the bias.")
+    reward_bias: float = option(0.0, "This is added to every reward.")
+    max_reward_clip: float = option(20.0, "Rewards are clipped at this distance from 0.", at_least=0)
+    mask_too_long: bool = option(
+        False, "Sequences that a limit of tokens ended, not one of turns, are left out of the loss."
+    )
+    max_nonfinite_steps: int = option(
+        3, "The run ends after this many updates in a row without a finite gradient.", at_least=1, on_resume="free"
+    )
+
+
+class ResolvedOptions(PolicyGradientOptions):
+    """Holds the same options with the preset filled in: those below are never None. ``loss_scale_len`` is the divisor
+    of ``loss_agg=constant`` (None with another aggregation), ``prox_logp_method`` is None when no proximal
+    log-probabilities are used, ``behav_imp_weight_mode`` is ``none`` when the objective is not decoupled."""
+
+    adv_estimator: str
+    loss: str
+    ratio: str
+    loss_agg: str
+    eps_clip: float
+    eps_clip_higher: float
+    kl_loss_coef: float
+    kl_ctl: float
+    kl_estimator: str
+    adv_norm: bool
+    use_decoupled_loss: bool
+    recompute_logprob: bool
+    behav_imp_weight_mode: str
+    behav_imp_weight_cap: float
+    behav_imp_weight_floor: float
+    behav_imp_weight_level: str
+
+    def chosen(self, given: PolicyGradientOptions) -> dict[str, Any]:
+        """Return the options ``given`` as plain values, with what followed from how tokens are sampled: they resolve to
+        these wherever they are resolved again."""
+        own = {"use_decoupled_loss": self.use_decoupled_loss, "prox_logp_method": self.prox_logp_method}
+        return {**{every.name: getattr(given, every.name) for every in fields(given)}, **own}
+
+    @property
+    def n_updates(self) -> int:
+        """Optimizer steps of one train step, if every minibatch has something to train on."""
+        return self.ppo_n_minibatches * self.sample_reuse
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether ``packed_ref_logprobs`` is an input, hence ``ref_inf`` in the graph."""
+        return self.kl_loss_coef != 0 or self.kl_ctl != 0
+
+    @property
+    def needs_actor_inf(self) -> bool:
+        """Whether ``proximal_logprobs`` is an input, hence ``actor_inf`` in the graph."""
+        return self.prox_logp_method == "actor_inf"
+
+    @property
+    def needs_values(self) -> bool:
+        """Whether ``values`` is an input, hence a critic in the graph."""
+        return self.adv_estimator == GAE
+
+    @property
+    def turn_keys(self) -> tuple[str, ...]:
+        """Inputs of the train call that rollouts make only where they are asked for."""
+        return TURN_KEYS if self.credit == "turn" else ()
+
+    @property
+    def scored_keys(self) -> tuple[str, ...]:
+        """Inputs of the train call that ``ref_inf``, ``critic_inf`` and ``actor_inf`` make."""
+        made = {
+            "packed_ref_logprobs": self.needs_reference,
+            "values": self.needs_values,
+            "proximal_logprobs": self.needs_actor_inf,
+        }
+        return tuple(key for key, needed in made.items() if needed)
+
+
+def batch_problems(ppo: PolicyGradientOptions, config: ExperimentConfig) -> Iterator[str]:
+    """Yield what is wrong with groups and minibatches beside the options of rollouts and batches."""
+    if config.rollout.min_group_size > ppo.group_size:
+        yield (f"rollout.min_group_size={config.rollout.min_group_size}: larger than ppo.group_size={ppo.group_size}")
+    sequences = config.dataset.train_bs_n_seqs * ppo.group_size
+    if ppo.ppo_n_minibatches > sequences:
+        yield (
+            f"ppo.ppo_n_minibatches={ppo.ppo_n_minibatches}: a step has dataset.train_bs_n_seqs times "
+            f"ppo.group_size = {sequences} sequences"
+        )
+    if ppo.kl_target is not None and ppo.kl_horizon < sequences:
+        yield (
+            f"ppo.kl_horizon={ppo.kl_horizon:g}: shorter than a step, which has dataset.train_bs_n_seqs times "
+            f"ppo.group_size = {sequences} sequences"
+        )
+
+
+def resolve(
+    config: PolicyGradientOptions | Mapping[str, Any],
+    *,
+    loss_scale_len: int | None = None,
+    sampler_differs: bool = False,
+) -> ResolvedOptions:
+    """Fill in the preset of ``config.algo``. ``loss_scale_len`` is the divisor of ``loss_agg=constant`` where the
+    option of that name is not set; ``sampler_differs`` says that tokens are sampled by other weights or with another
+    arithmetic than the trainer's, so that the objective is decoupled unless the options say otherwise. Raises
+    ValueError naming the option that is missing, unknown, out of range, or without effect."""
+    config = policy_gradient_options(config)
+    if wrong := [*problems(config, "ppo", registered_names)]:
+        raise ValueError("\n".join(wrong))
+    given = {every.name: getattr(config, every.name) for every in fields(config)}
+    value = {**COMMON, **PRESETS[config.algo], **{name: item for name, item in given.items() if item is not None}}
+    value["use_decoupled_loss"] = _decouples(config, sampler_differs)
+    value["recompute_logprob"] = _recomputes(config, value)
+    check_effects(config, value)
+    if value["eps_clip_higher"] is None:
+        value["eps_clip_higher"] = value["eps_clip"]
+    value["loss_scale_len"] = _divisor(config, value, loss_scale_len)
+    return ResolvedOptions(**{**value, **_off_policy(config, value)})
+
+
+def policy_gradient_options(options: PolicyGradientOptions | Mapping[str, Any]) -> PolicyGradientOptions:
+    """Build options from plain data. Raises ValueError that names an unknown option and a close one."""
+    if isinstance(options, PolicyGradientOptions):
+        return options
+    known = [every.name for every in fields(PolicyGradientOptions)]
+    for name in options:
+        if name not in known:
+            close = difflib.get_close_matches(str(name), known, n=1)
+            raise ValueError(f"ppo.{name} is not an option" + (f"; did you mean {close[0]!r}?" if close else ""))
+    return PolicyGradientOptions(**dict(options))
+
+
+def _divisor(config: PolicyGradientOptions, value: Mapping[str, Any], default: int | None) -> int | None:
+    """Return the divisor: the same number for the part that validates and the part that trains. It never has a silent
+    default."""
+    if value["loss_agg"] != "constant":
+        return None
+    divisor = default if config.loss_scale_len is None else config.loss_scale_len
+    if divisor is None:
+        raise ValueError(
+            "ppo.loss_agg=constant divides by ppo.loss_scale_len: set it, for example to the most tokens "
+            "that the policy can sample in an episode"
+        )
+    if divisor < 1:
+        raise ValueError(f"ppo.loss_scale_len must be at least 1, got {divisor}")
+    return divisor
+
+
+def _decouples(config: PolicyGradientOptions, sampler_differs: bool) -> bool:
+    """Return whether the ratio is taken against the proximal policy and tokens carry a behaviour weight.
+
+    Where sampler and trainer differ, their ratio is off 1 before any update: the clip would act on this difference in
+    place of the update, and nothing would correct for it.
+    """
+    if config.use_decoupled_loss is not None:
+        return config.use_decoupled_loss
+    return sampler_differs and not config.recompute_logprob
+
+
+def _recomputes(config: PolicyGradientOptions, value: Mapping[str, Any]) -> bool:
+    """Return whether the ratio is taken against recomputed log-probabilities in place of the generator's.
+
+    The ratio of a sequence is clipped within about 3e-4, less than the rounding by which two programs differ for the
+    same weights: against the generator's own numbers a third of the sequences would be clipped by chance.
+    """
+    if config.recompute_logprob is not None:
+        return config.recompute_logprob
+    return value["ratio"] == "sequence" and value["loss"] != "reinforce" and not value["use_decoupled_loss"]
+
+
+def _off_policy(config: PolicyGradientOptions, value: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options about the proximal policy and the behaviour weight, with their defaults."""
+    decoupled = value["use_decoupled_loss"]
+    cap, floor = config.behav_imp_weight_cap, config.behav_imp_weight_floor
+    return {
+        "prox_logp_method": _method(config, value) if decoupled or value["recompute_logprob"] else None,
+        "behav_imp_weight_mode": (config.behav_imp_weight_mode or "mask") if decoupled else "none",
+        "behav_imp_weight_cap": DEFAULT_CAP if cap is None else cap,
+        "behav_imp_weight_floor": 0.0 if floor is None else floor,
+        # A clip of whole sequences leaves nothing for weights of single tokens to repair.
+        "behav_imp_weight_level": config.behav_imp_weight_level or value["ratio"],
+    }
+
+
+def _method(config: PolicyGradientOptions, value: Mapping[str, Any]) -> str:
+    """Return where the proximal log-probabilities come from. What nobody chose does not change the graph: the train
+    call recomputes. A critic needs those of the reward too, and has no policy to recompute them with."""
+    if config.prox_logp_method is not None:
+        return config.prox_logp_method
+    shared = value["adv_estimator"] == GAE and value["recompute_logprob"] and value["kl_ctl"] != 0
+    return "actor_inf" if config.use_decoupled_loss or config.recompute_logprob is not None or shared else "recompute"
+
+
+RETURN_TO_GO = ("reinforce_pp", "reinforce_pp_baseline")
+"""Estimators whose advantage is what a token and those after it earn; the others give one number per response."""
+DEFAULT_CAP = 5.0
+"""Largest behaviour weight that is kept, where the options set no cap."""
+_NEEDS_GROUPS = ("grpo", "grpo_nostd", "rloo", "reinforce_pp_baseline")
+_CLIP_OPTIONS = ("eps_clip", "eps_clip_higher", "c_clip", "ratio")
+_HAS_NO_EFFECT = MappingProxyType({"reinforce": _CLIP_OPTIONS, "cispo": ("c_clip",)})
+"""For each loss, the options that it does not read."""
+_WEIGHT_BOUNDS = ("behav_imp_weight_cap", "behav_imp_weight_floor", "behav_imp_weight_level")
+
+
+def check_effects(config: PolicyGradientOptions, value: Mapping[str, Any]) -> None:
+    """Check ``value``: the options of ``config`` with those of the preset filled in, and whether log-probabilities are
+    recomputed. Raises ValueError naming the option."""
+    _check_effect(value, config)
+    _check_off_policy(value, config)
+    _check_ranges(value, config)
+
+
+def _check_effect(value: Mapping[str, Any], config: PolicyGradientOptions) -> None:
+    for name in _HAS_NO_EFFECT.get(value["loss"], ()):
+        if getattr(config, name) is not None:
+            raise ValueError(f"ppo.{name} has no effect with loss {value['loss']!r}: remove it")
+    if config.kl_estimator is not None and value["kl_ctl"] == 0 and value["kl_loss_coef"] == 0:
+        raise ValueError("ppo.kl_estimator has no effect while kl_ctl and kl_loss_coef are 0: remove it")
+    if value["kl_estimator"] == "k1" and value["kl_loss_coef"] != 0:
+        raise ValueError(
+            f"ppo.kl_estimator=k1 has zero expected gradient in the loss (algo {config.algo!r}): use k2 "
+            "or k3, or kl_loss_coef=0 and kl_ctl"
+        )
+    if config.credit == "turn" and value["adv_estimator"] in RETURN_TO_GO:
+        raise ValueError(
+            f"ppo.credit=turn: adv_estimator {value['adv_estimator']!r} has a return-to-go of its own; use grpo, "
+            "grpo_nostd, rloo, reinforce or gae"
+        )
+    if config.discount != 1.0 and value["adv_estimator"] not in (*RETURN_TO_GO, GAE) and config.credit != "turn":
+        raise ValueError(f"ppo.discount has no effect with adv_estimator {value['adv_estimator']!r}: remove it")
+    if config.gae_lambda != 1.0 and value["adv_estimator"] != GAE:
+        raise ValueError(
+            f"ppo.gae_lambda has no effect with adv_estimator {value['adv_estimator']!r}: remove it, or use gae"
+        )
+    if config.kl_target is not None and value["kl_ctl"] == 0:
+        raise ValueError("ppo.kl_target has no effect while kl_ctl is 0: it is where the steering starts, set it")
+    if config.kl_horizon != PolicyGradientOptions.kl_horizon and config.kl_target is None:
+        raise ValueError("ppo.kl_horizon has no effect without ppo.kl_target: remove it")
+    if config.loss_scale_len is not None and value["loss_agg"] != "constant":
+        raise ValueError(f"ppo.loss_scale_len has no effect with loss_agg {value['loss_agg']!r}: remove it")
+
+
+def _check_off_policy(value: Mapping[str, Any], config: PolicyGradientOptions) -> None:
+    decoupled, mode = value["use_decoupled_loss"], config.behav_imp_weight_mode
+    recomputed = value["recompute_logprob"]
+    if decoupled and recomputed:
+        raise ValueError(
+            "ppo.recompute_logprob has no effect with use_decoupled_loss, which clips against the "
+            "recomputed policy already: remove it"
+        )
+    if config.prox_logp_method is not None and not decoupled and not recomputed:
+        raise ValueError(
+            "ppo.prox_logp_method has no effect without use_decoupled_loss or recompute_logprob: remove it"
+        )
+    if config.prox_logp_method == "loglinear" and recomputed:
+        raise ValueError(
+            "ppo.prox_logp_method=loglinear recomputes nothing: with recompute_logprob use actor_inf or recompute"
+        )
+    if value["adv_estimator"] == GAE and recomputed and value["kl_ctl"] != 0 and config.prox_logp_method == "recompute":
+        raise ValueError(
+            "ppo.prox_logp_method=recompute: with recompute_logprob and kl_ctl the critic needs what it computes, too; "
+            "use actor_inf"
+        )
+    for name in ("behav_imp_weight_mode", *_WEIGHT_BOUNDS):
+        if getattr(config, name) is not None and not decoupled:
+            raise ValueError(f"ppo.{name} has no effect without use_decoupled_loss: remove it")
+    for name in _WEIGHT_BOUNDS:
+        if getattr(config, name) is not None and mode == "none":
+            raise ValueError(f"ppo.{name} has no effect with behav_imp_weight_mode=none: remove it")
+    if value["loss"] != "reinforce":
+        return
+    if decoupled and mode == "none":
+        raise ValueError("ppo.use_decoupled_loss has no effect with loss 'reinforce' and behav_imp_weight_mode=none")
+    if recomputed and value["kl_ctl"] == 0:
+        raise ValueError("ppo.recompute_logprob has no effect with loss 'reinforce' and without kl_ctl: remove it")
+
+
+def _check_ranges(value: Mapping[str, Any], config: PolicyGradientOptions) -> None:
+    if config.group_size < 2 and value["adv_estimator"] in _NEEDS_GROUPS:
+        raise ValueError(f"ppo.group_size must be at least 2 for adv_estimator {value['adv_estimator']!r}")
+    floor = config.behav_imp_weight_floor
+    cap = DEFAULT_CAP if config.behav_imp_weight_cap is None else config.behav_imp_weight_cap
+    if floor is not None and floor >= cap:
+        raise ValueError(f"ppo.behav_imp_weight_floor must be above 0 and below the cap, got {floor}")
+
+
+ACTOR = "actor"
+"""The path of a critic that starts from the actor's first weights."""
+BUILTIN_RATE = 1e-3
+"""The learning rate of the built-in policy's critic, unless ``critic.optimizer.lr`` sets one."""
+
+
+@dataclass
+class CriticOptions:
+    """How a critic learns to predict the return of every state that the policy samples in (docs/reference/ppo.md 3)."""
+
+    value_norm: bool = option(True, "The critic predicts returns in units of their running mean and deviation.")
+    value_norm_decay: float = option(
+        0.99,
+        "The running mean and deviation of returns keep this much of themselves in every train step.",
+        at_least=0,
+        at_most=0.99999,
+    )
+    value_clip: float | None = option(
+        0.2,
+        "A prediction moves at most this far in a train step before its loss stops to fall; in units of the running "
+        "deviation with critic.value_norm. null never clips.",
+        above=0,
+        idle="a prediction has not moved yet in the first update of a step, and the critic makes no second one "
+        "(critic.n_minibatches times critic.sample_reuse is 1)",
+    )
+    n_minibatches: int | None = option(
+        None, "A pass of the critic makes this many updates, by default ppo.ppo_n_minibatches.", at_least=1
+    )
+    sample_reuse: int | None = option(
+        None, "The critic makes this many passes over a batch, by default ppo.sample_reuse.", at_least=1
+    )
+
+
+@dataclass
+class CriticOptimizerConfig(OptimizerConfig):
+    """AdamW, with a learning rate that follows from the model unless it is set."""
+
+    lr: float | None = option(  # pyright: ignore[reportIncompatibleVariableOverride]
+        None,
+        f"The learning rate after the warm-up; by default {BUILTIN_RATE:g} for the critic of the built-in policy, and "
+        "actor.optimizer.lr for every other one.",
+        above=0,
+        on_resume="warns",
+    )
+
+    def at(self, rate: float) -> OptimizerConfig:
+        """The same optimizer with the learning rate ``rate``, unless it has one of its own."""
+        given = {every.name: getattr(self, every.name) for every in fields(OptimizerConfig)}
+        return OptimizerConfig(**{**given, "lr": rate if given["lr"] is None else given["lr"]})
+
+
+@dataclass
+class CriticConfig(CriticOptions, ModelConfig):
+    """The critic: a model role of its own with a value head, and how it learns."""
+
+    path: str = option(
+        ACTOR,
+        "The critic starts from these weights: 'actor' (the actor's first ones), a folder, or a hub id. A value head "
+        "that is not in them starts at 0.",
+    )
+    optimizer: CriticOptimizerConfig = section(CriticOptimizerConfig)
+    lora: LoraConfig = section(LoraConfig, idle="a critic trains all its weights, its value head with them")
+    warmup_steps: int = option(0, "In this many first train steps the critic trains and the actor waits.", at_least=0)
+
+    def learning(self, n_minibatches: int, sample_reuse: int) -> dict[str, Any]:
+        """The options of ``CriticOptions`` as plain values, where the actor has ``n_minibatches`` and ``sample_reuse``.
+        With one update a step there is no clip, and ``value_clip`` is not read."""
+        once = (self.n_minibatches or n_minibatches) * (self.sample_reuse or sample_reuse) == 1
+        idle = ("value_clip",) if once else ()
+        read = {every.name: getattr(self, every.name) for every in fields(CriticOptions) if every.name not in idle}
+        return {**dict.fromkeys(idle), **read}
+
+    def problems(self, name: str) -> Iterator[str]:
+        """Workers must be different ones, weights such as there are, and every option does something."""
+        if not self.value_norm and self.value_norm_decay != CriticOptions.value_norm_decay:
+            yield f"{name}.value_norm_decay={self.value_norm_decay}: has no effect without {name}.value_norm"
+        if self.path in ("builtin", "builtin_tiny"):
+            yield f"{name}.path={self.path}: the built-in policy is made for the actor; {name}.path={ACTOR} takes it"
+        if not self.workers or len(set(self.workers)) < len(self.workers):
+            yield f"{name}.workers={self.workers}: give different indices of model workers, from 0"

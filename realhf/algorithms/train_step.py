@@ -1,0 +1,172 @@
+"""Holds what the train steps of all algorithms share: views of a batch, minibatches, token weights of the loss, and the guard against non-finite updates.
+
+Source: docs/reference/dataflow.md 10.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from realhf.api.keys import ROLLOUT_KEY
+from realhf.api.model import TrainResult
+from realhf.api.sample import SequenceSample, choose_sequences
+
+_NONE: Mapping[str, Tensor] = MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class PredictedTokens:
+    """Describes the positions of the L-1 layout: ``mask`` bool (n,) is true where the predicted token is trainable;
+    ``sequence`` i64 (n,) numbers the sequence of each position; ``group`` i64 (n_sequences,) numbers the sample of each
+    sequence, ``rollout`` i64 (n_sequences,) its rollout: the branches of an agent are sequences of one, and so are the
+    parts of a conversation whose old reasoning was dropped."""
+
+    mask: Tensor
+    sequence: Tensor
+    group: Tensor
+    rollout: Tensor
+
+    @property
+    def n_sequences(self) -> int:
+        """The number of sequences of the batch."""
+        return len(self.group)
+
+    @property
+    def n_rollouts(self) -> int:
+        """The number of rollouts of the batch: at most that of sequences."""
+        return int(self.rollout.max()) + 1 if len(self.rollout) else 0
+
+    @property
+    def owner(self) -> Tensor:
+        """The number of the rollout of each position, i64 (n,)."""
+        return self.rollout[self.sequence]
+
+    @staticmethod
+    def of(sample: SequenceSample) -> PredictedTokens:
+        """Read the positions from ``loss_mask`` (all True if absent), the lengths of ``packed_input_ids`` and
+        ``rollout_index`` (if absent, each sequence is a rollout)."""
+        lengths = np.asarray(sample.lengths("packed_input_ids").values)
+        sequence = torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths - 1))
+        group = torch.from_numpy(np.asarray(sample.group_index("packed_input_ids")))
+        mask = torch.ones(len(sequence), dtype=torch.bool)
+        if "loss_mask" in sample.keys:
+            mask = predicted(sample, "loss_mask").bool()
+        return PredictedTokens(mask, sequence, group, rollouts(sample))
+
+
+def rollouts(sample: SequenceSample) -> Tensor:
+    """Return the number of each sequence's rollout, i64 (n sequences,), in the order of samples and of
+    ``rollout_index``; without that key each sequence is one."""
+    group = torch.from_numpy(np.asarray(sample.group_index("packed_input_ids")))
+    if ROLLOUT_KEY not in sample.keys:
+        return torch.arange(len(group))
+    index = sample[ROLLOUT_KEY].cpu().long()
+    if len(index) and int(index.min()) < 0:
+        raise ValueError(f"{ROLLOUT_KEY}: the number of a rollout is not negative")
+    return torch.unique(group * (int(index.max()) + 1 if len(index) else 1) + index, return_inverse=True)[1]
+
+
+def predicted(sample: SequenceSample, key: str) -> Tensor:
+    """Return the entries of a per-token key for the predicted tokens, all but the first of each sequence: (n,) in the
+    L-1 layout."""
+    lengths = np.asarray(sample.lengths(key).values)
+    starts = np.cumsum(lengths) - lengths
+    later = np.ones(int(lengths.sum()), dtype=bool)
+    later[starts[lengths > 0]] = False
+    return sample[key].cpu()[torch.from_numpy(later)]
+
+
+def replace_keys(
+    sample: SequenceSample, *, per_token: Mapping[str, Tensor] = _NONE, shifted: Mapping[str, Tensor] = _NONE
+) -> SequenceSample:
+    """Return the sample with keys added or replaced: ``per_token`` has L entries per sequence, ``shifted`` L-1."""
+    nested = sample.seqlens["packed_input_ids"]
+    less_one = [[length - 1 for length in inner] for inner in nested]
+    seqlens = {**dict.fromkeys(per_token, nested), **dict.fromkeys(shifted, less_one)}
+    new = SequenceSample.from_tensors(sample.ids, {**per_token, **shifted}, seqlens)
+    kept = [key for key in sample.keys if key not in seqlens]
+    return sample.select(kept).update(new)
+
+
+def select_sequences(sample: SequenceSample, keep: Tensor) -> SequenceSample | None:
+    """Keep only the sequences where ``keep`` (bool, (n sequences,)) is True; returns None if there are none. A sample
+    without any is left out. See ``choose_sequences``."""
+    return choose_sequences(sample, keep.cpu().numpy().astype(bool))
+
+
+def minibatches(sample: SequenceSample, n: int, seed: tuple[int, ...]) -> list[SequenceSample]:
+    """Cut ``sample`` into ``n`` parts, or into as many as there are rollouts; deterministic in ``seed``.
+
+    Groups are cut too, so whatever a loss needs of a group must be in the keys already; the sequences of a rollout stay
+    together. In shuffled order each rollout joins the part with the fewest tokens so far: parts differ by at most the
+    longest rollout.
+    """
+    rollout = rollouts(sample).numpy()
+    lengths = np.bincount(rollout, weights=sample.lengths("packed_input_ids").values).astype(np.int64)
+    owner, load = np.zeros(len(lengths), dtype=np.int64), np.zeros(n, dtype=np.int64)
+    for i in np.random.default_rng(seed).permutation(len(lengths)):
+        owner[i] = load.argmin()
+        load[owner[i]] += lengths[i]
+    parts = [choose_sequences(sample, owner[rollout] == number) for number in range(n)]
+    return [part for part in parts if part is not None]
+
+
+def token_weights(
+    mask: Tensor, sequence: Tensor, n_sequences: int, aggregation: str, loss_scale_len: int = 1
+) -> Tensor:
+    """Return the weight of every token such that the sum of weight * loss is the aggregated loss: f32 (n,), 0 outside
+    the mask. ``sequence`` i64 (n,) numbers what counts once in a mean over sequences: the rollout of each token, which
+    may have several rows.
+
+    The weights are computed over a whole minibatch, so that it can be cut into microbatches afterwards, and before any
+    sequence is left out for having no advantage: normalisers count those too.
+
+    With T tokens and S sequences that have at least one token: ``token_mean`` 1/T; ``seq_mean_token_mean`` 1/(S |o|);
+    ``seq_mean_token_sum`` 1/S; ``constant`` 1/(S loss_scale_len).
+    """
+    count = torch.zeros(n_sequences, dtype=torch.float64, device=mask.device)
+    count = count.index_add(0, sequence, mask.double())
+    n_trained = (count > 0).sum().clamp(min=1)
+    if aggregation == "token_mean":
+        weight = torch.full_like(count, 1.0) / count.sum().clamp(min=1)
+    elif aggregation == "seq_mean_token_mean":
+        weight = 1 / (n_trained * count.clamp(min=1))
+    elif aggregation == "seq_mean_token_sum":
+        weight = torch.full_like(count, 1.0) / n_trained
+    elif aggregation == "constant":
+        weight = torch.full_like(count, 1.0) / (n_trained * loss_scale_len)
+    else:
+        raise ValueError(f"unknown loss aggregation {aggregation!r}")
+    return torch.where(mask, weight[sequence], 0.0).float()
+
+
+def weighted_sum(values: Tensor, weights: Tensor, mask: Tensor) -> Tensor:
+    """Return the sum of weights * values over the mask, a scalar with the graph of ``values`` attached."""
+    return torch.where(mask, values * weights, 0.0).sum()
+
+
+class NonFiniteGuard:
+    """Counts consecutive updates that the engine skipped; the run should stop when there are ``limit`` of them."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self.in_a_row = 0
+
+    def observe(self, result: TrainResult) -> bool:
+        """Count the result of an update; call it after every one. Returns False when this step should make no further
+        update."""
+        self.in_a_row = self.in_a_row + 1 if result.skipped else 0
+        return self.in_a_row < self._limit
+
+    def verdict(self) -> dict[str, str]:
+        """Return what to add to the statistics of the step: ``stop``, the reason to end the run, or nothing. The master
+        ends the run after it has written down what was skipped."""
+        if self.in_a_row < self._limit:
+            return {}
+        return {"stop": f"loss or gradient not finite in {self.in_a_row} updates in a row; see nonfinite.jsonl"}

@@ -1,0 +1,486 @@
+"""Turns conversations into token ids through the tokenizer's own chat template, without rendering again what was sampled.
+
+The ids a policy sampled are never rendered again: a conversation grows by the ids of the template's text *around* them.
+The text that follows a policy turn is found by rendering a conversation in which a marker stands for the policy's
+words. A list of messages that comes again costs a look-up.
+
+A tokenizer reads them as control ids wherever they stand in a text. A file, a web page or a row of a database that
+holds them could end the environment's turn and go on as the policy, the user or the system. Here such a word is broken
+by a space after its first letter, so that it is encoded as ordinary text. Other texts are left alone, to the letter.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import marshal
+import re
+from array import array
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from realhf.api.environment import AssistantMessage
+from realhf.api.tool_parser import (
+    family_of,
+    parse_turn,
+    reads_tools,
+    unread_variables,
+)
+
+_MARKER = "\u2e28policy-turn\u2e29"
+_PROBE = "probe0of0message"
+_CACHED = 512
+_LONGEST_CACHED_BYTES = 1 << 15
+Messages = Sequence[Mapping[str, Any]]
+Tools = Sequence[Mapping[str, Any]]
+
+
+class ChatTemplateError(ValueError):
+    """The tokenizer has no chat template, or one that cannot render what it is given or drops it."""
+
+
+class TemplateChat:
+    """Implements ``realhf.api.environment.ChatFormat`` with a Hugging Face tokenizer. ``system_prompt`` precedes what ``first``
+    opens. ``template_kwargs`` are variables of the template, e.g. ``enable_thinking``, for everything that is rendered;
+    ``family`` says how its policy writes tool calls (``families.FAMILIES``). Control words in messages and tools become
+    ordinary text (``control_words``). A turn ends with the template's own end, the tokenizer's end of a sequence, an id
+    that the model's ``generation_config.json`` names, or one of ``stop_ids``. Raises ChatTemplateError, also for a
+    variable that the template does not read, and for a template that ends a turn with nothing."""
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        system_prompt: str | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+        stop_ids: Sequence[int] = (),
+    ) -> None:
+        if not getattr(tokenizer, "chat_template", None):
+            name = getattr(tokenizer, "name_or_path", "") or "of actor.path"
+            raise ChatTemplateError(
+                f"the tokenizer {name!r} has no chat template; use an instruction-tuned model "
+                "or add a chat_template to its tokenizer"
+            )
+        self._tokenizer = tokenizer
+        self._template_kwargs = dict(template_kwargs or {})
+        if idle := unread_variables(tokenizer.get_chat_template(), self._template_kwargs):
+            raise ChatTemplateError(f"chat_template_kwargs: the chat template does not read {', '.join(idle)}")
+        with_tools = tokenizer.get_chat_template(tools=[{}])
+        self.family = family_of(with_tools)
+        self._reads_tools = reads_tools(with_tools)
+        self._system = [{"role": "system", "content": system_prompt}] if system_prompt else []
+        self._cached_opening = lru_cache(_CACHED)(lambda key: array("q", self._opening(*marshal.loads(key))))
+        self._cached_following = lru_cache(_CACHED)(lambda key: array("q", self._following(*marshal.loads(key))))
+        self._cached_forgotten = lru_cache(_CACHED)(self._find_forgotten)
+        self._needs_calls = lru_cache(_CACHED)(self._find_whether_calls_are_needed)
+        self._control = ControlWords(())
+        self._control = ControlWords(control_words(tokenizer, self._framing()))
+        self._turn_end = self._after_marker([], [], generation=False)
+        self.stop_ids: tuple[int, ...] = self._find_stop_ids(stop_ids)
+        self._stops = frozenset(self.stop_ids)
+
+    def opening(self, messages: Messages, tools: Tools = ()) -> list[int]:
+        """Return the ids of the messages that a policy reads first, with the cue for its turn. ``tools`` are JSON
+        schemas, rendered as the template does; no system prompt is added. Raises ChatTemplateError, also for tools
+        that the template does not read."""
+        plain, schemas = _for_template(messages), self._schemas(tools)
+        key = _key(plain, schemas)
+        return self._opening(plain, schemas) if key is None else self._cached_opening(key).tolist()
+
+    def following_messages(self, messages: Messages, *, ended: bool, tools: Tools = ()) -> list[int]:
+        """Return the ids between two policy turns: the end of the first, the messages of any roles, and the cue for the
+        next. ``ended``: the policy itself sampled the end of its turn. ``tools`` are those of the opening. Raises
+        ChatTemplateError, also for tools or a role that the template does not show after a policy turn."""
+        plain, schemas = _for_template(messages), self._schemas(tools)
+        key = _key(plain, schemas)
+        ids = self._following(plain, schemas) if key is None else self._cached_following(key).tolist()
+        if ended and ids and ids[0] in self._stops:
+            del ids[0]
+        return ids
+
+    def parse(self, token_ids: Sequence[int], tools: Tools = ()) -> AssistantMessage:
+        """Return what a policy turn says (``turn_parser.parse_turn``), counted with its stop id. Never raises."""
+        return parse_turn(self.decode(token_ids), self.family, token_count=len(token_ids), tools=tools)
+
+    def first(self, text: str) -> list[int]:
+        """Return the ids of the system prompt and one message of the user, with the cue for the policy's turn."""
+        return self.opening([*self._system, {"role": "user", "content": text}])
+
+    def following(self, text: str, *, ended: bool) -> list[int]:
+        """Return what ``following_messages`` does for one message of the user."""
+        return self.following_messages([{"role": "user", "content": text}], ended=ended)
+
+    def closing(self) -> list[int]:
+        """Return the ids that end a policy turn in a demonstration; the first is a stop id."""
+        return self._ids(self._turn_end)
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of a demonstrated policy turn, without its end."""
+        return self._ids(text)
+
+    def encode_turn(self, message: Mapping[str, Any], tools: Tools = ()) -> list[int]:
+        """Return the ids of a demonstrated policy turn, without its end: its content, and its ``tool_calls`` as the
+        template writes them. Raises ChatTemplateError when it does not write them."""
+        if not message.get("tool_calls"):
+            return self._ids(str(message.get("content") or ""))
+        turn, schemas = _for_template([message]), self._schemas(tools)
+        head = [*self._system, {"role": "user", "content": "task"}]
+        before = self._render(head, schemas, generation=True)
+        problem = ""
+        for tail in ([{"role": "user", "content": "task"}], []):
+            try:
+                after = self._after_marker(tail, schemas, generation=False)
+                whole = self._render([*head, *turn, *tail], schemas, generation=False)
+            except ChatTemplateError as error:
+                problem = f": {error}"
+                continue
+            text = whole.removeprefix(before).removesuffix(after)
+            names = [call.get("function", call)["name"] for call in turn[0]["tool_calls"]]
+            if len(text) == len(whole) - len(before) - len(after) and all(name in text for name in names):
+                return self._ids(text)
+        raise ChatTemplateError(f"the chat template does not write a turn with calls as it cues one{problem}")
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of a policy turn. Stop ids are left out, other special tokens stay visible."""
+        stops = self._stops
+        return self._tokenizer.decode([i for i in token_ids if i not in stops], skip_special_tokens=False)
+
+    def forgotten(self, shape: Sequence[Sequence[str]], tools: Tools = ()) -> tuple[bool, ...]:
+        """Return, for each turn of the policy, whether the template leaves its reasoning out of the prompt that follows
+        the last answer. ``shape`` are the roles of the messages of the opening and of the answer to each turn."""
+        return self._cached_forgotten(tuple(map(tuple, shape)), bool(tools))
+
+    def without_reasoning(self, token_ids: Sequence[int]) -> list[int] | None:
+        """Return the ids of a turn without its leading reasoning and the line breaks after it; None where it has none
+        that is closed. They are those that were sampled, unless a token holds both."""
+        ids = list(token_ids)
+        text = self.decode(ids)
+        place = reasoning_end(text)
+        if not place:
+            return None
+        start = boundary(ids, self.decode, place)
+        return (
+            ids[start:] if start is not None else [*self._ids(text[place:]), *(i for i in ids[-1:] if i in self._stops)]
+        )
+
+    def without_open_reasoning(self, token_ids: Sequence[int]) -> list[int]:
+        """Return the ids before a turn, without a tag at their end that opens its reasoning."""
+        ids = list(token_ids)
+        text = self._whole_text(ids)
+        place = open_tag_start(text)
+        if place == len(text):
+            return ids
+        end = boundary(ids, self._whole_text, place)
+        return ids[:end] if end is not None else self._ids(text[:place])
+
+    def _whole_text(self, token_ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
+
+    def _find_forgotten(self, shape: tuple[tuple[str, ...], ...], with_tools: bool) -> tuple[bool, ...]:
+        """A template that cannot render such a conversation at all forgets nothing of it."""
+        tools = [_PROBE_TOOL] if with_tools else []
+        reads_key = "reasoning_content" in self._tokenizer.get_chat_template(tools=tools or None)
+        for calls in (True, False):
+            with suppress(ChatTemplateError):
+                return forgotten_turns(
+                    lambda messages: self._render(messages, tools, generation=True),
+                    shape,
+                    reads_key=reads_key,
+                    tool_calls=calls,
+                )
+        return (False,) * (len(shape) - 1)
+
+    def _schemas(self, tools: Tools) -> list[dict[str, Any]]:
+        if tools and not self._reads_tools:
+            raise ChatTemplateError("the chat template does not read tools; use a model that was trained with them")
+        return [dict(tool) for tool in tools]
+
+    def _opening(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> list[int]:
+        return self._ids(self._render(messages, tools, generation=True))
+
+    def _following(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> list[int]:
+        roles = dict.fromkeys(str(message.get("role")) for message in messages)
+        with_calls = any([self._needs_calls(role, bool(tools)) for role in roles])
+        after = self._after_calls if with_calls else self._after_marker
+        return self._ids(after(messages, tools, generation=True))
+
+    def _render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], *, generation: bool) -> str:
+        try:
+            return self._tokenizer.apply_chat_template(
+                self._control.broken(messages),
+                tools=self._control.broken(tools) or None,
+                tokenize=False,
+                add_generation_prompt=generation,
+                **self._template_kwargs,
+            )
+        except Exception as error:
+            raise ChatTemplateError(f"the chat template cannot render the messages: {error}") from error
+
+    def _framing(self) -> str:
+        """Return what the template writes around messages, of all roles that it shows."""
+        user, said = {"role": "user", "content": _PROBE}, {"role": "assistant", "content": _PROBE}
+        function = {"name": "tool", "arguments": {}}
+        calls = {**said, "tool_calls": [{"type": "function", "id": "call00000", "function": function}]}
+        told = {"role": "tool", "name": "tool", "tool_call_id": "call00000", "content": _PROBE}
+        texts = []
+        for messages in ([{"role": "system", "content": _PROBE}, user], [user, said, user], [user, calls, told, said]):
+            with suppress(ChatTemplateError):
+                texts.append(self._render(messages, [], generation=True))
+        return "".join(texts)
+
+    def _after_marker(self, tail: list[dict[str, Any]], tools: list[dict[str, Any]], *, generation: bool) -> str:
+        head = [*self._system, {"role": "user", "content": "task"}, {"role": "assistant", "content": _MARKER}]
+        _, found, after = self._render([*head, *tail], tools, generation=generation).partition(_MARKER)
+        if not found:
+            raise ChatTemplateError("the chat template does not show the assistant's words")
+        return after
+
+    def _after_calls(self, tail: list[dict[str, Any]], tools: list[dict[str, Any]], *, generation: bool) -> str:
+        """Return what ``_after_marker`` does, for a template that shows a ``tool`` message after a call only."""
+        said, calls = {"role": "assistant", "content": _MARKER}, []
+        answers = [dict(message) for message in tail]
+        for number, answer in enumerate(answer for answer in answers if answer["role"] == "tool"):
+            answer["tool_call_id"] = answer.get("tool_call_id") or f"call{number:05d}"
+            function = {"name": answer.setdefault("name", "tool"), "arguments": {}}
+            calls.append({"type": "function", "id": answer["tool_call_id"], "function": function})
+        head = [*self._system, {"role": "user", "content": "task"}, said | {"tool_calls": calls}]
+        before = self._render(head, tools, generation=False)
+        whole = self._render([*head, *answers], tools, generation=generation)
+        if not before.endswith(self._turn_end) or not whole.startswith(before):
+            raise ChatTemplateError("the chat template does not end a turn with calls as it ends any other")
+        return whole[len(before) - len(self._turn_end) :]
+
+    def _find_whether_calls_are_needed(self, role: str, with_tools: bool) -> bool:
+        """Whether messages of ``role`` are shown only after a turn with calls. Raises ChatTemplateError when they are
+        never shown."""
+        tail = [{"role": role, "content": _PROBE}]
+        tools = [_PROBE_TOOL] if with_tools else []
+        problem = ""
+        for after in (self._after_marker, self._after_calls) if role == "tool" else (self._after_marker,):
+            try:
+                if _PROBE in after(tail, tools, generation=True):
+                    return after == self._after_calls
+            except ChatTemplateError as error:
+                problem = f": {error}"
+        raise ChatTemplateError(f"the chat template does not show a {role!r} message after a policy turn{problem}")
+
+    def _ids(self, text: str) -> list[int]:
+        """Half of a surrogate pair, which an environment may echo and no tokenizer takes, becomes U+FFFD."""
+        if not text.isascii():
+            text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def _find_stop_ids(self, further: Sequence[int]) -> tuple[int, ...]:
+        if not self._turn_end.strip():
+            name = getattr(self._tokenizer, "name_or_path", "") or "of actor.path"
+            raise ChatTemplateError(
+                f"the chat template of {name!r} writes nothing after a policy turn, so no token ends one and the next "
+                "message follows at once; use a model whose template ends its turns"
+            )
+        if unknown := [i for i in further if not 0 <= i < len(self._tokenizer)]:
+            raise ChatTemplateError(f"gen.stop_ids: the tokenizer has no token {unknown[0]}")
+        closing = self._ids(self._turn_end)
+        special = set(self._tokenizer.all_special_ids)
+        stops = [i for i in closing[:1] if i in special]
+        if self._tokenizer.eos_token_id is not None:
+            stops.append(self._tokenizer.eos_token_id)
+        stops += [*_ends_of_generation(getattr(self._tokenizer, "name_or_path", "")), *further]
+        if not stops:
+            raise ChatTemplateError(
+                "the tokenizer has neither an end-of-sequence token nor one that ends a turn; name one in gen.stop_ids"
+            )
+        return tuple(dict.fromkeys(stops))
+
+
+def _ends_of_generation(path: str) -> list[int]:
+    """Return the ids that end a generation as the model's authors say it: ``eos_token_id`` of a folder's or hub id's
+    ``generation_config.json``. Llama 3.1 ends a turn with calls otherwise than one without, and says so nowhere else.
+    """
+    from transformers.utils.hub import cached_file
+
+    if not path:
+        return []
+    with suppress(OSError, ValueError, AttributeError):
+        file = cached_file(path, "generation_config.json", _raise_exceptions_for_missing_entries=False)
+        ends = json.loads(Path(file).read_text(encoding="utf-8")).get("eos_token_id") if file else None
+        return [i for i in (ends if isinstance(ends, list) else [ends]) if type(i) is int]
+    return []
+
+
+_PROBE_TOOL = {
+    "type": "function",
+    "function": {"name": "tool", "description": "", "parameters": {"type": "object", "properties": {}}},
+}
+
+
+def _for_template(messages: Messages) -> list[dict[str, Any]]:
+    """Return the messages as maps that a template reads: there the content is a text even beside calls, and arguments
+    are objects, not JSON texts."""
+    plain = [dict(message) for message in messages]
+    for message in plain:
+        if message.get("tool_calls"):
+            message["content"] = message.get("content") or ""
+            message["tool_calls"] = [_call_for_template(call) for call in message["tool_calls"]]
+    return plain
+
+
+def _call_for_template(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = dict(call.get("function", call))
+    if isinstance(function.get("arguments"), str):
+        with suppress(ValueError, RecursionError):
+            function["arguments"] = json.loads(function["arguments"])
+    return {**call, "function": function} if "function" in call else function
+
+
+def _key(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> bytes | None:
+    """Return the content as bytes that ``marshal.loads`` reads, or None for what is too long or no plain JSON."""
+    try:
+        key = marshal.dumps((messages, tools), 2)
+    except ValueError:
+        return None
+    return key if len(key) <= _LONGEST_CACHED_BYTES else None
+
+
+_TAG = re.compile(r"</?\w+>")
+"""``<think>``, ``<tool_call>``: tags within a turn, which an environment may speak of."""
+_HEAD = 3
+_log = logging.getLogger(__name__)
+
+
+def control_words(tokenizer: Any, framing: str) -> set[str]:
+    """Return the words that a tokenizer reads as control ids: its special tokens, and of its other added ones those
+    that the template writes around messages (``framing``), except tags within a turn."""
+    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+    framed = {each.content for each in added if each.content in framing and not _TAG.fullmatch(each.content)}
+    return {*tokenizer.all_special_tokens, *framed, *(each.content for each in added if each.special)}
+
+
+class ControlWords:
+    """Breaks ``words`` wherever they stand in a message; the first time, it is logged."""
+
+    def __init__(self, words: Iterable[str]) -> None:
+        whole = {word for word in words if word.strip()}
+        self._words = _any_of(whole)
+        # A template may put the keys of a schema into angle brackets.
+        self._keys = _any_of(whole | {word[1:-1] for word in whole if word[0] == "<" and not _TAG.fullmatch(word)})
+        self._logged = False
+
+    def broken(self, value: Any) -> Any:
+        """Return a text, or maps and lists of them, without any whole control word. Raises RecursionError for what is
+        nested too deeply."""
+        if isinstance(value, str):
+            return self._broken(self._words, value)
+        if isinstance(value, dict):
+            return {
+                self._broken(self._keys, key) if isinstance(key, str) else key: self.broken(item)
+                for key, item in value.items()
+            }
+        if isinstance(value, list | tuple):
+            return self._joined([self.broken(item) for item in value])
+        return value
+
+    def _joined(self, parts: list[Any]) -> list[Any]:
+        """A template may join the parts of a content: none of them may end what another begins."""
+        texts = [part.get("text") for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str)]
+        if len(texts) > 1 and self._words is not None and self._words.search("".join(map(str, texts))):
+            return [
+                {**part, "text": f" {part['text']}"} if isinstance(part, dict) and "text" in part else part
+                for part in parts
+            ]
+        return parts
+
+    def _broken(self, words: re.Pattern[str] | None, text: str) -> str:
+        while words is not None and (found := words.search(text)):
+            if not self._logged:
+                self._logged = True
+                _log.warning(
+                    "a message holds %r, which controls the chat; the policy reads such words as ordinary text, broken "
+                    "by a space (said once)",
+                    found[0],
+                )
+            text = words.sub(lambda match: f"{match[0][0]} {match[0][1:]}" if len(match[0]) > 1 else "", text)
+        return text
+
+
+def _any_of(words: Iterable[str]) -> re.Pattern[str] | None:
+    """Words with the same beginning stand together: some tokenizers have hundreds, and a page thousands of brackets."""
+    tails: dict[str, list[str]] = {}
+    for word in sorted(words, key=lambda word: (-len(word), word)):
+        tails.setdefault(word[:_HEAD], []).append(re.escape(word[_HEAD:]))
+    branches = [f"{re.escape(head)}(?:{'|'.join(rest)})" for head, rest in tails.items()]
+    return re.compile("|".join(branches)) if branches else None
+
+
+_LEADING = re.compile(r"\s*<think>.*?</think>\n*", re.DOTALL)
+_OPENED_BEFORE = re.compile(r"(?:(?!<think>|<tool_call>).)*?</think>\n*", re.DOTALL)
+_OPEN_AT_END = re.compile(r"<think>\s*$")
+Decode = Callable[[Sequence[int]], str]
+Encode = Callable[[str], list[int]]
+Render = Callable[[list[dict[str, Any]]], str]
+
+
+def reasoning_end(text: str) -> int:
+    """Return where the words of a turn begin after its leading reasoning, 0 where it has none that is closed. The
+    opening tag may have stood in the prompt. Line breaks after the closing tag belong to the reasoning."""
+    found = _LEADING.match(text) or _OPENED_BEFORE.match(text)
+    return found.end() if found else 0
+
+
+def open_tag_start(text: str) -> int:
+    """Return where the opening tag begins with which a prompt ends; the length of the text where there is none."""
+    found = _OPEN_AT_END.search(text)
+    return found.start() if found else len(text)
+
+
+def boundary(ids: Sequence[int], decode: Decode, place: int) -> int | None:
+    """Return how many of ``ids`` make up the first ``place`` characters of their text; None where a token crosses that
+    place."""
+    low, high = 0, len(ids)
+    while low < high:
+        middle = (low + high) // 2
+        if len(decode(ids[:middle])) < place:
+            low = middle + 1
+        else:
+            high = middle
+    return low if len(decode(ids[:low])) == place and decode(ids[:low]) == decode(ids)[:place] else None
+
+
+def forgotten_turns(
+    render: Render, shape: Sequence[Sequence[str]], *, reads_key: bool, tool_calls: bool
+) -> tuple[bool, ...]:
+    """Return, for each turn of the policy, whether its reasoning is left out of the prompt after the last answer.
+
+    ``shape`` are the roles of the messages of the opening and of the answer to each turn. ``render`` makes the text of
+    a prompt; ``reads_key``: reasoning is given as ``reasoning_content``, else within tags. ``tool_calls``: turns that
+    tools answer have calls.
+    """
+    messages: list[dict[str, Any]] = [{"role": role, "content": "words"} for role in shape[0]]
+    for number, roles in enumerate(shape[1:]):
+        calls = [_call(number, place) for place, role in enumerate(roles) if role == "tool" and tool_calls]
+        thought = _thought(number)
+        said = {"content": "said", "reasoning_content": thought} if reads_key else {"content": _tagged(thought)}
+        messages.append({"role": "assistant", **said, **({"tool_calls": calls} if calls else {})})
+        ids = iter(calls)
+        for role in roles:
+            told = {"role": role, "content": "words"}
+            if role == "tool" and (call := next(ids, None)):
+                told |= {"tool_call_id": call["id"], "name": "tool"}
+            messages.append(told)
+    text = render(messages)
+    return tuple(_thought(number) not in text for number in range(len(shape) - 1))
+
+
+def _thought(number: int) -> str:
+    return f"thought{number}of0turn"
+
+
+def _tagged(thought: str) -> str:
+    return f"<think>\n{thought}\n</think>\n\nsaid"
+
+
+def _call(number: int, place: int) -> dict[str, Any]:
+    function = {"name": "tool", "arguments": {}}
+    return {"id": f"c{number % 10000:04d}{place % 10000:04d}", "type": "function", "function": function}

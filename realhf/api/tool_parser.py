@@ -1,0 +1,360 @@
+"""Parses what a policy said in a turn: reasoning, tool calls in the form that its chat template asks for, and the rest."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from realhf.api.environment import AssistantMessage, ToolCall
+
+HERMES, XML, LLAMA, PLAIN = "hermes", "xml", "llama", "plain"
+FAMILIES = (HERMES, XML, LLAMA, PLAIN)
+"""How tool calls are written: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>`` (Hermes, Qwen 2.5 and 3,
+SmolLM); ``<tool_call><function=name><parameter=key>`` (Qwen3-Coder); ``{"name": ..., "parameters": {...}}`` as the
+whole turn (Llama 3); not at all, or in a way that is not known here, so that calls stay text."""
+_SET_HERE = frozenset({"messages", "add_generation_prompt", "tokenize", "chat_template", "tools"})
+
+
+def family_of(template: str) -> str:
+    """Return the one of ``FAMILIES`` that a chat template asks for, "plain" when it asks for no other."""
+    if "<tool_call>" in template:
+        return XML if "<function=" in template else HERMES
+    if "<|python_tag|>" in template or re.search(r'"parameters\\?":', template):
+        return LLAMA
+    return PLAIN
+
+
+def reads_tools(template: str) -> bool:
+    """Whether a chat template reads the schemas of tools."""
+    return bool(re.search(r"\btools\b", template))
+
+
+def unread_variables(template: str, names: Iterable[str]) -> list[str]:
+    """Return the names that do not occur in the text of a chat template, and those that are set at every rendering
+    anyway."""
+    return [name for name in names if name in _SET_HERE or not re.search(rf"\b{re.escape(name)}\b", template)]
+
+
+MAX_CALLS = 64
+_THINK, _THOUGHT = "<think>", "</think>"
+_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+_PYTHON_TAG = "<|python_tag|>"
+_TAG = re.compile(r"</?think>|<tool_call>")
+_THINK_TAG = re.compile(r"</?think>")
+_BROKEN_END = re.compile(r"</tool_call>|(?=<tool_call>|</?think>)")
+_SPACE = re.compile(r"\s*")
+_BEGUN_CALL = re.compile(r'\{\s*("(name|parameters|type)"|$)')
+_Read = Callable[[str, int, int], tuple[list[ToolCall], int]]
+"""Reads a call that opens at a place: (text, place after the tag, calls so far) to the calls and the place after."""
+
+
+def parse_turn(
+    text: str, family: str, *, token_count: int = 0, tools: Sequence[Mapping[str, Any]] = ()
+) -> AssistantMessage:
+    """Parse a turn by the template's ``family`` (``families.FAMILIES``).
+
+    Reasoning is between ``<think>`` and ``</think>``: one that is not closed swallows the rest, a ``</think>`` whose
+    opening stood in the prompt everything before it. Calls within it do not count; tags within a well-formed call are
+    its text. The content is what is left; when something was taken out, without white space at its ends. At most
+    ``MAX_CALLS`` calls are read, the next is a problem that swallows the rest. ``tools`` are schemas that say which
+    arguments are no text, for the family whose calls are not JSON.
+    """
+    if family == LLAMA:
+        reasoning, (content, calls) = "", _llama_calls(text)
+        if not calls or any(call.problem for call in calls):
+            reasoning, content, _ = _scan(text, None)
+            content, calls = _llama_calls(content)
+    else:
+        reader = {HERMES: _read_hermes, XML: partial(_read_xml, tools=tools)}.get(family)
+        reasoning, content, calls = _scan(text, reader)
+    return AssistantMessage(content, tuple(calls), reasoning, text, token_count)
+
+
+def _scan(text: str, read: _Read | None) -> tuple[str, str, list[ToolCall]]:
+    """Return reasoning, content and calls of a turn, read from left to right."""
+    tag = _TAG if read else _THINK_TAG
+    found = tag.search(text)
+    if found is None:
+        return "", text, []
+    thoughts: list[str] = []
+    said: list[str] = []
+    calls: list[ToolCall] = []
+    place = swallowed = 0
+    while found is not None:
+        said.append(text[place : found.start()])
+        place = found.end()
+        if found[0] == _THINK:
+            end = text.find(_THOUGHT, place)
+            thoughts.append(text[place:] if end < 0 else text[place:end])
+            place = len(text) if end < 0 else end + len(_THOUGHT)
+        elif found[0] == _THOUGHT:
+            thoughts, said, calls, swallowed = [], [], [], found.start()
+        elif len(calls) >= MAX_CALLS:
+            calls.append(broken_call(f"a turn has at most {MAX_CALLS} calls", text[found.start() :], len(calls)))
+            place = len(text)
+        elif read is not None:
+            more, place = read(text, place, len(calls))
+            calls += more
+        found = tag.search(text, place)
+    said.append(text[place:])
+    thoughts = [text[:swallowed], *thoughts]
+    return "\n".join(filter(None, (thought.strip() for thought in thoughts))), "".join(said).strip(), calls
+
+
+def _read_hermes(text: str, start: int, number: int) -> tuple[list[ToolCall], int]:
+    try:
+        value, end = read_json(text, _after_space(text, start))
+        end = _after_space(text, end)
+        if not text.startswith(_CLOSE, end):
+            raise CallProblem(f"{_CLOSE} does not follow the JSON of a call")
+    except CallProblem as error:
+        return _broken(str(error), text, start, number)
+    place = end + len(_CLOSE)
+    written = text[start - len(_OPEN) : place]
+    values = value if isinstance(value, list) and value else [value]
+    calls = [
+        call_of(item, written, position, arguments_key="arguments")
+        for position, item in enumerate(values[: MAX_CALLS - number], number)
+    ]
+    if number + len(values) > MAX_CALLS:
+        calls.append(broken_call(f"a turn has at most {MAX_CALLS} calls", written, MAX_CALLS))
+    return calls, place
+
+
+def _read_xml(text: str, start: int, number: int, *, tools: Sequence[Mapping[str, Any]]) -> tuple[list[ToolCall], int]:
+    try:
+        name, arguments, end = read_xml_call(text, start, tools)
+    except CallProblem as error:
+        return _broken(str(error), text, start, number)
+    call = call_of(
+        {"name": name, "arguments": arguments}, text[start - len(_OPEN) : end], number, arguments_key="arguments"
+    )
+    return [call], end
+
+
+def _broken(problem: str, text: str, start: int, number: int) -> tuple[list[ToolCall], int]:
+    end = _BROKEN_END.search(text, start)
+    if end is None or end[0] != _CLOSE:
+        problem = f"{_CLOSE} is missing ({problem})"
+    place = end.end() if end else len(text)
+    return [broken_call(problem, text[start - len(_OPEN) : place], number)], place
+
+
+def _llama_calls(content: str) -> tuple[str, list[ToolCall]]:
+    """Return the content and the calls of a turn that is either; several calls are separated by semicolons."""
+    words = content.strip()
+    tagged = words.startswith(_PYTHON_TAG)
+    start = _after_space(words, len(_PYTHON_TAG) if tagged else 0)
+    if not tagged and not words.startswith("{"):
+        return content, []
+    calls: list[ToolCall] = []
+    while start < len(words) or not calls:
+        if len(calls) >= MAX_CALLS:
+            return "", [*calls, broken_call(f"a turn has at most {MAX_CALLS} calls", words[start:], len(calls))]
+        try:
+            value, end = read_json(words, start)
+        except CallProblem as error:
+            if not tagged and not calls and not _BEGUN_CALL.match(words):
+                return content, []
+            return "", [*calls, broken_call(str(error), words[start:], len(calls))]
+        if not tagged and not calls and not (isinstance(value, dict) and "name" in value):
+            return content, []
+        calls.append(call_of(value, words[start:end], len(calls), arguments_key="parameters"))
+        start = _after_space(words, end)
+        if start < len(words) and words[start] != ";":
+            return "", [*calls, broken_call("text follows a call", words[start:], len(calls))]
+        start = _after_space(words, start + 1)
+    return "", calls
+
+
+def _after_space(text: str, start: int) -> int:
+    found = _SPACE.match(text, start)
+    return found.end() if found else start
+
+
+MAX_DEPTH = 32
+MAX_NAME_CHARS = 256
+_LARGEST = 2**63
+_IGNORED = frozenset({"id", "type"})
+
+
+class CallProblem(ValueError):
+    """The policy's JSON is no call; the message says why."""
+
+
+def read_json(text: str, start: int) -> tuple[Any, int]:
+    """Return the JSON value that begins at ``text[start]`` and the position after it. Raises CallProblem for what is no
+    JSON, and for what programs read differently: a repeated key, a number beyond 64 bits, half of a surrogate pair, a
+    nesting deeper than ``MAX_DEPTH``."""
+    try:
+        value, end = _DECODER.raw_decode(text, start)
+    except CallProblem:
+        raise
+    except json.JSONDecodeError as error:
+        raise CallProblem(f"no JSON: {error.msg} at character {error.pos - start}") from None
+    except (RecursionError, ValueError):
+        raise CallProblem("no JSON that can be read: too deep, or a number that is too long") from None
+    check_value(value)
+    return value, end
+
+
+def check_value(value: Any) -> None:
+    """Raise CallProblem for a value of JSON that is nested too deep or holds half of a surrogate pair."""
+    level = [value]
+    for _ in range(MAX_DEPTH + 1):
+        if not level:
+            return
+        below: list[Any] = []
+        for item in level:
+            if isinstance(item, dict):
+                below += [*item, *item.values()]
+            elif isinstance(item, list):
+                below += item
+            elif isinstance(item, str) and not item.isascii():
+                _check_text(item)
+        level = below
+    if level:
+        raise CallProblem(f"nested deeper than {MAX_DEPTH}")
+
+
+def call_of(value: Any, text: str, position: int, *, arguments_key: str) -> ToolCall:
+    """Return the call that a JSON value says, the ``position``-th (from 0) of its turn; ``text`` is what the policy
+    wrote. Without the key ``arguments_key`` there are no arguments. What is no call has a ``problem``."""
+    name = value.get("name") if isinstance(value, dict) else None
+    known_name = name if isinstance(name, str) and len(name) <= MAX_NAME_CHARS else ""
+    try:
+        arguments = _arguments(value, arguments_key)
+    except CallProblem as error:
+        return broken_call(str(error), text, position, name=known_name)
+    return ToolCall(known_name, arguments, call_id(position), text)
+
+
+def broken_call(problem: str, text: str, position: int, *, name: str = "") -> ToolCall:
+    """Return a call that could not be read, for the reason ``problem``."""
+    return ToolCall(name, {}, call_id(position), text, problem)
+
+
+def call_id(position: int) -> str:
+    """Return the id of the ``position``-th call (from 0) of a turn."""
+    return f"call_{position}"
+
+
+def _arguments(value: Any, key: str) -> Mapping[str, Any]:
+    if not isinstance(value, dict):
+        raise CallProblem(f"a call is a JSON object, not {_kind(value)}")
+    name, arguments = value.get("name"), value.get(key, {})
+    if not isinstance(name, str) or not name.strip() or len(name) > MAX_NAME_CHARS:
+        raise CallProblem(f"the name of a call is a text of 1 to {MAX_NAME_CHARS} characters")
+    if unknown := [other for other in value if other not in ("name", key) and other not in _IGNORED]:
+        raise CallProblem(f"a call has the keys name and {key}, not {unknown[0][:64]!r}")
+    if not isinstance(arguments, dict):
+        raise CallProblem(f"{key} are a JSON object, not {_kind(arguments)}")
+    return arguments
+
+
+def _check_text(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise CallProblem("a text holds half of a surrogate pair") from None
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))
+        raise CallProblem(f"the key {twice[:64]!r} is given twice")
+    return found
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > 20 or not -_LARGEST <= (number := int(digits)) < _LARGEST:
+        raise CallProblem("a number does not fit into 64 bits")
+    return number
+
+
+def _number(digits: str) -> float:
+    if not math.isfinite(number := float(digits)):
+        raise CallProblem("a number does not fit into 64 bits")
+    return number
+
+
+def _constant(word: str) -> float:
+    raise CallProblem(f"{word} is no number of JSON")
+
+
+def _kind(value: Any) -> str:
+    names = {dict: "an object", list: "a list", str: "a text", bool: "true or false", type(None): "null"}
+    return names.get(type(value), "a number")
+
+
+_DECODER = json.JSONDecoder(
+    object_pairs_hook=_object, parse_int=_integer, parse_float=_number, parse_constant=_constant
+)
+
+
+_FUNCTION = re.compile(r"\s*<function=([^<>\n]+)>\s*")
+_PARAMETER = re.compile(r"<parameter=([^<>\n]+)>\n?")
+_END = re.compile(r"</function>\s*</tool_call>")
+_PARAMETER_CLOSE = "</parameter>"
+
+
+def read_xml_call(text: str, start: int, tools: Sequence[Mapping[str, Any]]) -> tuple[str, dict[str, Any], int]:
+    """Return the name and the arguments of the call whose body begins at ``start``, and the position after its closing
+    tags. An argument is text, unless the schema of the tool in ``tools`` says that it is none. Raises CallProblem."""
+    function = _FUNCTION.match(text, start)
+    if function is None:
+        raise CallProblem("<function=...> does not follow <tool_call>")
+    name, place = function[1].strip(), function.end()
+    types = _types(name, tools)
+    arguments: dict[str, Any] = {}
+    while (parameter := _PARAMETER.match(text, place)) is not None:
+        key = parameter[1].strip()
+        end = text.find(_PARAMETER_CLOSE, parameter.end())
+        if end < 0:
+            raise CallProblem(f"the parameter {key[:64]!r} is not closed")
+        if key in arguments:
+            raise CallProblem(f"the parameter {key[:64]!r} is given twice")
+        arguments[key] = _value(text[parameter.end() : end].removesuffix("\n"), key, types)
+        place = end + len(_PARAMETER_CLOSE)
+        while place < len(text) and text[place].isspace():
+            place += 1
+    end = _END.match(text, place)
+    if end is None:
+        raise CallProblem("</function></tool_call> does not follow the parameters")
+    check_value([name, arguments])
+    return name, arguments, end.end()
+
+
+def _types(name: str, tools: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    for tool in tools:
+        function = tool.get("function", tool)
+        if function.get("name") == name:
+            return (function.get("parameters") or {}).get("properties") or {}
+    return {}
+
+
+def _value(text: str, key: str, types: Mapping[str, Any]) -> Any:
+    schema = types.get(key)
+    if not isinstance(schema, Mapping) or "string" in (kinds := _kinds(schema)) or not kinds:
+        return text
+    words = text.strip()
+    try:
+        value, end = read_json(words, 0)
+    except CallProblem as error:
+        raise CallProblem(f"the parameter {key[:64]!r}: {error}") from None
+    if end != len(words):
+        raise CallProblem(f"the parameter {key[:64]!r}: text follows its value")
+    return value
+
+
+def _kinds(schema: Mapping[str, Any]) -> list[str]:
+    kinds = schema.get("type")
+    if isinstance(kinds, list):
+        return [kind for kind in kinds if isinstance(kind, str)]
+    return [kinds] if isinstance(kinds, str) else []

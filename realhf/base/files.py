@@ -1,0 +1,208 @@
+"""Writes files and folders that are whole or absent, and digests the files that a result depends on."""
+
+from __future__ import annotations
+
+import ast
+import errno
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from realhf.base.dataclass_json import to_json_value
+
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
+_PROBE_BYTES = 1 << 20
+
+
+def disk_reason(error: BaseException) -> str:
+    """Why the disk is to blame for an error, here or in another process that put it into words; "" where it is not."""
+    number, text = getattr(error, "errno", None), str(error)
+    return next((os.strerror(every) for every in DISK_ERRORS if every == number or os.strerror(every) in text), "")
+
+
+@contextmanager
+def disk_blamed(folder: Path) -> Iterator[None]:
+    """Raise an OSError that names ``folder`` where a writer in it fails because of the disk. Libraries say what they
+    like of it, torch that a position is unexpected: so who fails without a word of the disk, on one that takes nothing
+    more, has failed because of it."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in DISK_ERRORS and error.filename is None:
+            error.filename = str(folder)
+        raise
+    except Exception as error:
+        number = next((every for every in DISK_ERRORS if os.strerror(every) in str(error)), _refusal(folder))
+        if number is None:
+            raise
+        raise OSError(number, os.strerror(number), str(folder)) from error
+
+
+def _refusal(folder: Path) -> int | None:
+    """The error number with which a disk refuses to take more; None if it takes more."""
+    probe = folder / f".probe.{os.getpid()}"
+    try:
+        with probe.open("wb") as file:
+            file.write(bytes(_PROBE_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        return error.errno if error.errno in DISK_ERRORS else None
+    finally:
+        with suppress(OSError):
+            probe.unlink()
+    return None
+
+
+@contextmanager
+def whole_file(out: Path, *, synced: bool = False) -> Iterator[Path]:
+    """Yield a path beside ``out`` to write to. It becomes ``out`` at the end of the block, and is removed where that is
+    not reached: a full disk keeps what was there before and no half of what comes. What a killed process left is
+    replaced by the next one that writes. ``synced``: the file is on the disk under its name when the block has ended.
+    Raises OSError."""
+    if out.is_dir():
+        raise IsADirectoryError(errno.EISDIR, "a file is wanted, and it is a folder", str(out))
+    partial = out.with_name(f"{out.name}.partial")
+    try:
+        with disk_blamed(out.parent):
+            yield partial
+        if synced:
+            sync(partial)
+        os.replace(partial, out)
+    except BaseException:
+        with suppress(OSError):  # the first error says more
+            partial.unlink()
+        raise
+    if synced:
+        sync(out.parent)
+
+
+def write_whole(out: Path, text: str, *, synced: bool = False) -> None:
+    """Write a text as a file that is whole or as it was before. Raises OSError."""
+    with whole_file(out, synced=synced) as partial:
+        partial.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def whole_folder(out: Path) -> Iterator[Path]:
+    """Yield an empty folder beside ``out`` to write to. It becomes ``out``, in place of what was there, at the end of
+    the block, and is removed where that is not reached. Whoever is killed leaves no ``out``, or the one before. Raises
+    OSError."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    partial, before = (out.with_name(f".{out.name}.{os.getpid()}.{end}") for end in ("tmp", "old"))
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    try:
+        with disk_blamed(partial):
+            yield partial
+        if out.exists():
+            os.replace(out, before)
+        os.replace(partial, out)
+    finally:
+        if before.exists() and not out.exists():
+            with suppress(OSError):
+                os.replace(before, out)
+        shutil.rmtree(partial, ignore_errors=True)
+        if out.exists():
+            shutil.rmtree(before, ignore_errors=True)
+
+
+def sync(path: Path) -> None:
+    """Bring a file, or the names in a folder, to the disk. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+_MODULE = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+")
+
+
+def digest_of(root: Path, folders: Iterable[str]) -> str:
+    """Return a digest of the names and contents of all files in these folders of ``root``, but for compiled and hidden
+    ones."""
+    digest = hashlib.sha256()
+    for folder in sorted(folders):
+        for path in sorted((root / folder).rglob("*")):
+            hidden = any(part.startswith(".") for part in path.relative_to(root).parts)
+            if path.is_file() and path.suffix != ".pyc" and not hidden:
+                data = path.read_bytes()
+                digest.update(f"{path.relative_to(root)}\0{len(data)}\0".encode() + data)
+    return digest.hexdigest()
+
+
+def imported_files(package: Path, roots: Iterable[str]) -> list[Path]:
+    """Return the files of ``package`` behind the modules ``roots`` (``realhf.api.sample``) and behind everything they
+    import or name in a string, as code does that starts ``python -m``. Raises FileNotFoundError for a root that does
+    not exist."""
+    file_of: dict[str, str] = {}
+    waiting = list(roots)
+    for root in waiting:
+        if not _file(package, root):
+            raise FileNotFoundError(f"{package} has no module {root}")
+    while waiting:
+        name = waiting.pop()
+        if name not in file_of:
+            file = file_of[name] = _file(package, name)
+            if file:
+                waiting += _named_in(Path(file).read_text(encoding="utf-8"))
+    return sorted({Path(file) for file in file_of.values() if file})
+
+
+def matching_files(package: Path, patterns: Iterable[str]) -> list[Path]:
+    """Return the files of ``package`` that match any of the patterns. Raises FileNotFoundError for a pattern that
+    matches no file."""
+    found: set[Path] = set()
+    for pattern in patterns:
+        files = {path for path in package.glob(pattern) if path.is_file() and path.suffix != ".pyc"}
+        if not files:
+            raise FileNotFoundError(f"no file of {package} matches {pattern}")
+        found |= files
+    return sorted(found)
+
+
+@cache
+def _named_in(text: str) -> frozenset[str]:
+    return frozenset(_names(ast.parse(text)))
+
+
+def _names(module: ast.Module) -> Iterator[str]:
+    """Yield every name that may be a module: ``from a.b import c`` names ``a.b`` and ``a.b.c``."""
+    for node in ast.walk(module):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and _MODULE.fullmatch(node.value):
+            yield node.value
+
+
+def _file(package: Path, module: str) -> str:
+    """Return the file of a module of the package, or of a package in it that imports something; empty for others.
+    Plain text: thousands of names are looked up, and a ``Path`` costs more than asking the file system."""
+    first, _, rest = module.partition(".")
+    if first != package.name or not rest:
+        return ""
+    path = f"{package}/{rest.replace('.', '/')}"
+    if os.path.isfile(f"{path}.py"):
+        return f"{path}.py"
+    initial = f"{path}/__init__.py"
+    return initial if os.path.isfile(initial) and os.path.getsize(initial) else ""
+
+
+def content_key(options: Any, files: Iterable[Path] = ()) -> str:
+    """Return sixteen hex digits of the SHA-256 over ``options`` (dataclasses, maps, scalars) and over the names and
+    bytes of ``files``. Raises FileNotFoundError for a file that is missing."""
+    digest = hashlib.sha256(json.dumps(to_json_value(options), sort_keys=True).encode())
+    for path in sorted(files):
+        digest.update(path.name.encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,270 @@
+"""Reads from the files of a model, without torch, how long its context is, whether it can be trained here, and how much memory it takes.
+
+What can be trained is a causal decoder whose only state is keys and values for each token: full or sliding-window
+attention, grouped or not, with or without a mixture in the feed-forward networks.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+LARGEST_HEAD = 100_000_000
+"""Largest number of bytes that the format safetensors allows for the head of a file."""
+_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """``parameters`` in all; ``matrices`` are the shapes of the linear layers in blocks, which adapters stand beside;
+    ``layers``, ``hidden``, ``inner`` (width of a feed-forward network) and ``key_values`` (numbers that one token keeps
+    in all layers) describe what a token takes."""
+
+    parameters: int
+    matrices: tuple[tuple[int, int], ...]
+    layers: int
+    hidden: int
+    inner: int
+    key_values: int
+
+    def adapters(self, rank: int) -> int:
+        """Number of parameters of adapters of this rank beside all linear layers."""
+        return sum(rank * (rows + columns) for rows, columns in self.matrices)
+
+
+@dataclass(frozen=True)
+class TrainerMemory:
+    """Bytes of what a trainer holds on its device between steps; ``weights`` with the fp32 copies of narrower ones."""
+
+    weights: int
+    gradients: int
+    moments: int
+
+    @property
+    def later(self) -> int:
+        """Bytes that are taken only when the first update is made."""
+        return self.gradients + self.moments
+
+
+def trainer_memory(
+    size: ModelSize, dtype: str, *, lora_rank: int = 0, offload: bool = False, parts: int = 1
+) -> TrainerMemory:
+    """Return what a worker holds that trains the model in ``dtype``, cut into ``parts``. Gradients add up in fp32, and
+    AdamW has two fp32 moments for each trained parameter, on the device unless ``offload``."""
+    trained = size.adapters(lora_rank) if lora_rank else size.parameters
+    masters = 4 * trained if dtype != "float32" else 0
+    weights = _BYTES[dtype] * (size.parameters + (trained if lora_rank else 0)) + masters
+    return TrainerMemory(weights // parts, 4 * trained // parts, 0 if offload else 8 * trained // parts)
+
+
+def weight_bytes(size: ModelSize, dtype: str) -> int:
+    """Return the bytes of the weights alone, as generation and a frozen model hold them."""
+    return _BYTES[dtype] * size.parameters
+
+
+def activation_bytes(size: ModelSize, dtype: str, tokens: int, *, checkpointing: bool) -> int:
+    """Estimate what a pass over ``tokens`` tokens keeps for its backward pass. In Llama and Qwen3 a block keeps 10 to
+    12 vectors of the hidden width and four of the feed-forward network; 16 leave room for the ones that stay
+    fp32. With ``checkpointing`` it is one vector for each block, beside all of a single block. Attention is taken to be
+    fused, and logits to be made in chunks, as they are here."""
+    block = 16 * size.hidden + 4 * size.inner
+    kept = size.layers * size.hidden + block if checkpointing else size.layers * block
+    return _BYTES[dtype] * tokens * kept
+
+
+def model_size(path: str) -> ModelSize | None:
+    """Return the size of the model in a folder, or of a hub id that lies in the cache of the hub's client; None where
+    that cannot be said."""
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        with suppress(ImportError, ValueError, OSError):
+            from huggingface_hub import try_to_load_from_cache
+
+            found = try_to_load_from_cache(path, "config.json")
+            folder = Path(found).parent if isinstance(found, str) else folder
+    with suppress(OSError, ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError):
+        described = size_of(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+        shapes = tensor_shapes(folder)
+        if not shapes:
+            return described
+        counted = sum(_product(shape) for shape in shapes.values())
+        return ModelSize(
+            counted, block_matrices(shapes), described.layers, described.hidden, described.inner, described.key_values
+        )
+    return None
+
+
+def size_of(config: Mapping[str, Any]) -> ModelSize:
+    """Return the size of a dense decoder or a mixture with gated feed-forward networks, as its ``config.json`` has it:
+    right within some percent. Raises KeyError or TypeError for a configuration that says too little."""
+    text = config.get("text_config") or config
+    hidden, layers = (
+        int(text.get("hidden_size") or text["n_embd"]),
+        int(text.get("num_hidden_layers") or text["n_layer"]),
+    )
+    heads = int(text.get("num_attention_heads") or text["n_head"])
+    kv_heads = int(text.get("num_key_value_heads") or heads)
+    head = int(text.get("head_dim") or hidden // heads)
+    experts = int(text.get("num_local_experts") or text.get("num_experts") or 1)
+    inner = int(text.get("intermediate_size") or text.get("n_inner") or 4 * hidden)
+    each = int(text.get("moe_intermediate_size") or inner) if experts > 1 else inner
+    up = [(each, hidden)] * (1 if "n_embd" in text else 2) * experts
+    block = [(heads * head, hidden), *[(kv_heads * head, hidden)] * 2, (hidden, heads * head), *up]
+    block += [(hidden, each)] * experts
+    embeddings = int(text["vocab_size"]) * hidden * (1 if text.get("tie_word_embeddings", True) else 2)
+    embeddings += int(text.get("n_positions") or 0) * hidden
+    parameters = layers * (sum(map(_product, block)) + 2 * hidden) + embeddings + hidden
+    return ModelSize(parameters, tuple(block * layers), layers, hidden, inner, 2 * layers * kv_heads * head)
+
+
+def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each tensor in a folder's safetensors files, read from their heads; files that cannot be read
+    so are left out."""
+    found: dict[str, tuple[int, ...]] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+            with file.open("rb") as content:
+                size = int.from_bytes(content.read(8), "little")
+                head = json.loads(content.read(size)) if size <= LARGEST_HEAD else {}
+            found |= {name: tuple(map(int, about["shape"])) for name, about in head.items() if name != "__metadata__"}
+    return found
+
+
+def block_matrices(shapes: Mapping[str, tuple[int, ...]]) -> tuple[tuple[int, int], ...]:
+    """Return the shapes of the linear layers in blocks: a block has a number, which embeddings and the head have
+    not."""
+    return tuple((shape[0], shape[1]) for name, shape in shapes.items() if is_block_matrix(name, shape))
+
+
+def is_block_matrix(name: str, shape: tuple[int, ...]) -> bool:
+    """Whether a tensor is the weight of a linear layer in a block."""
+    layer, _, kind = name.rpartition(".")
+    return kind == "weight" and len(shape) == 2 and any(part.isdigit() for part in layer.split("."))
+
+
+def _product(shape: tuple[int, ...]) -> int:
+    found = 1
+    for length in shape:
+        found *= length
+    return found
+
+
+UNLIMITED = 1 << 30
+"""The limit reported for architectures without positions, whose only bound is memory."""
+_EXTENDED = frozenset({"linear", "yarn"})
+"""Kinds of rotary embedding whose ``factor`` multiplies the length that ``max_position_embeddings`` gives, unless the
+configuration also gives the length before scaling. llama3 already includes the extension."""
+_BY_LENGTH = frozenset({"dynamic", "longrope", "su"})
+"""Kinds of rotary embedding that turn all tokens of a text otherwise once it is longer than before scaling. The keys
+that generation has kept are then not those of the trainer, which reads the whole text at once. So the context ends
+there."""
+
+
+def context_limit(config: Mapping[str, Any]) -> int:
+    """Return the length of the longest sequence that a model with this ``config.json`` takes. A sliding window does not
+    bound it: layers that see only the last tokens still receive what earlier layers made of older ones.
+
+    Source of the rules: vLLM, ``_get_and_verify_max_len``.
+    """
+    text = _text(config)
+    positions = (text.get(name) for name in ("max_position_embeddings", "n_positions", "max_seq_len"))
+    limit = next((int(found) for found in positions if isinstance(found, int | float) and found >= 1), UNLIMITED)
+    kind, rope = _rope(text)
+    before = rope.get("original_max_position_embeddings") or text.get("original_max_position_embeddings")
+    before = before if isinstance(before, int | float) else None
+    if kind in _BY_LENGTH:
+        return min(limit, int(before)) if before else limit
+    factor = rope.get("factor")
+    if kind not in _EXTENDED or not isinstance(factor, int | float):
+        return limit
+    return max(limit, int(factor * before)) if before else int(factor * limit)
+
+
+def context_reason(config: Mapping[str, Any]) -> str:
+    """Return what ends the context before the length that the model's configuration gives, to be put behind the number;
+    empty if nothing does."""
+    kind, _ = _rope(_text(config))
+    return f" (its rotary embedding, {kind}, changes for longer texts)" if kind in _BY_LENGTH else ""
+
+
+def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    inner = config.get("text_config")
+    return inner if isinstance(inner, Mapping) else config
+
+
+def _rope(text: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+    """Return kind and options of the rotary embedding; where layers differ, of the one that depends on the length."""
+    given = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    given = given if isinstance(given, Mapping) else {}
+    found = [(_kind(rope), rope) for rope in (given, *given.values()) if isinstance(rope, Mapping)]
+    return next((rope for rope in found if rope[0] in _BY_LENGTH), found[0])
+
+
+def _kind(rope: Mapping[str, Any]) -> str:
+    return str(rope.get("rope_type") or rope.get("type") or "default")
+
+
+_KEPT = frozenset({"full_attention", "sliding_attention", "attention", "sliding"})
+_KINDS = ("layer_types", "layers_block_type", "block_types")
+_STATE_SPACE = ("mamba", "rwkv", "xlstm", "recurrent_gemma", "zamba", "lfm2")
+_STATE_OPTIONS = ("mamba", "ssm_", "state_size", "conv_L_cache", "rwkv", "linear_conv_kernel", "linear_num")
+"""Beginnings of options that only models with a running state have; older files say nothing of layer types."""
+_OWN_WINDOWS = ("attention_types", "attention_layers", "keep_window_size")
+"""Options of models that cut what a token sees down by themselves, by columns, whatever mask they are given."""
+_ALIBI = frozenset({"bloom", "mpt"})
+_DECODERS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "Model")
+"""Ends of the names of classes that may be decoders; a bare ``Model`` is what a critic leaves."""
+
+
+def decoder_problem(config: Mapping[str, Any]) -> str | None:
+    """Return why the model that ``config`` describes cannot be sampled from and trained here, as the end of a sentence
+    that begins with its name; None if nothing speaks against it."""
+    inner = config.get("text_config")
+    return next(_problems(config, inner if isinstance(inner, Mapping) else config), None)
+
+
+def _problems(config: Mapping[str, Any], text: Mapping[str, Any]) -> Iterator[str]:
+    kind = str(text.get("model_type") or config.get("model_type") or "")
+    listed = config.get("architectures")
+    names = [name for name in listed if isinstance(name, str)] if isinstance(listed, list) else []
+    if config.get("is_encoder_decoder"):
+        yield f"{kind!r} is an encoder with a decoder; take a causal language model"
+    if names and not any(name.endswith(_DECODERS) for name in names):
+        yield f"{names[0]} is not a causal language model"
+    kinds = [layers for option in _KINDS if isinstance(layers := text.get(option), list)]
+    odd = dict.fromkeys(str(layer) for layers in kinds for layer in layers if str(layer) not in _KEPT)
+    if odd:
+        yield f"it has layers of the type {', '.join(odd)}, whose state is not keys and values for each token"
+    elif not kinds or kind.startswith(_STATE_SPACE):
+        marks = [option for option in text if option.startswith(_STATE_OPTIONS)]
+        if kind.startswith(_STATE_SPACE) or marks:
+            told = f"{kind!r} with {marks[0]}" if marks else repr(kind)
+            yield f"it has state-space or linear layers ({told}), whose state is not keys and values for each token"
+    if windowed := next((name for name in _OWN_WINDOWS if _local(text.get(name))), None):
+        yield f"{windowed} gives its layers a window of their own, which generation from cached rows does not have"
+    if kind in _ALIBI or text.get("alibi") is True:
+        yield f"{kind!r} tells positions by ALiBi, which generation from cached rows does not have"
+    if quantized := config.get("quantization_config"):
+        method = quantized.get("quant_method") if isinstance(quantized, Mapping) else None
+        yield f"its weights are quantized ({method or 'by an unknown method'}); save them in float32 or bfloat16 first"
+    if (width := _odd_head(text)) is not None:
+        yield f"its attention heads are {width} wide, and rotary positions need an even number"
+
+
+def _local(option: Any) -> bool:
+    """Return whether an option is a window, or names a local layer anywhere in its lists."""
+    if isinstance(option, list):
+        return any(_local(item) for item in option if not isinstance(item, int))
+    return option == "local" or (isinstance(option, int) and option > 0)
+
+
+def _odd_head(text: Mapping[str, Any]) -> int | None:
+    width, heads, hidden = text.get("head_dim"), text.get("num_attention_heads"), text.get("hidden_size")
+    if not isinstance(width, int) and isinstance(heads, int) and isinstance(hidden, int) and heads > 0:
+        width = hidden // heads
+    rotary = text.get("rope_theta") or text.get("rope_parameters")
+    return width if isinstance(width, int) and width % 2 and rotary else None

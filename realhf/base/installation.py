@@ -1,0 +1,44 @@
+"""Says where the package and its configurations lie, and how an extra that is missing is installed.
+
+No other module derives a folder from the place of its own file, so files may move between rooms.
+
+The package index has a distribution called like the import name that belongs to somebody else, so nothing may tell a
+person to install that.
+"""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+from pathlib import Path
+
+PACKAGE = Path(os.path.abspath(__file__)).parent.parent
+"""The folder ``realhf`` itself, in a checkout or among the installed packages."""
+IMPORT_ROOT = PACKAGE.parent
+"""What stands on the import path, so that ``realhf``, ``workers``, ``experiments`` and ``configs`` are found."""
+CONFIGS = IMPORT_ROOT / "configs"
+"""The YAML files that a run is composed of."""
+
+
+DISTRIBUTION = "realhf-agents"
+"""The name that ``setup.py`` gives what is installed."""
+
+
+def install_command(extra: str) -> str:
+    """Return the command that installs an extra: into the checkout that this code lies in, else of the distribution
+    that was installed."""
+    if not (IMPORT_ROOT / "setup.py").is_file():
+        return f"pip install '{DISTRIBUTION}[{extra}]'"
+    folder = "." if os.path.realpath(os.curdir) == os.path.realpath(IMPORT_ROOT) else IMPORT_ROOT
+    return f"pip install -e '{folder}[{extra}]'"
+
+
+def needs(extra: str, *modules: str) -> None:
+    """Raise ModuleNotFoundError with the command that installs ``extra`` where one of the modules is not there. It
+    imports none of them, so a package can begin with it."""
+    missing = [name for name in modules if find_spec(name) is None]
+    if missing:
+        raise ModuleNotFoundError(
+            f"not installed here: {', '.join(missing)}; the extra {extra!r} brings it: {install_command(extra)}",
+            name=missing[0],
+        )

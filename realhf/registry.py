@@ -1,0 +1,145 @@
+"""Registers the parts that have a name: interfaces, backends, data sources, datasets, environments, advantage estimators, policy losses and schedulers.
+
+So naming a part costs no import of torch. ``realhf.registry`` holds the registries and what they know from the start.
+
+Built-in parts are listed here as text, so that this module knows everybody and imports nobody. An experiment file adds
+its own with ``@interfaces.register("name")``.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class Registry:
+    """Maps names to objects; an unknown name lists the known ones, a second registration is an error."""
+
+    def __init__(self, kind: str, builtin: Mapping[str, str] | None = None) -> None:
+        self.kind = kind
+        self._entries: dict[str, Any] = dict(builtin or {})
+
+    def register(self, name: str) -> Callable[[T], T]:
+        """Return a decorator that adds an object under ``name``. Raises ValueError if the name is taken."""
+
+        def add(item: T) -> T:
+            """Register ``item`` and return it."""
+            if name in self._entries:
+                raise ValueError(f"{self.kind} {name!r} is registered already")
+            self._entries[name] = item
+            return item
+
+        return add
+
+    def get(self, name: str) -> Any:
+        """Return the object called ``name``. Raises KeyError that names close and known names."""
+        if name not in self._entries:
+            close = difflib.get_close_matches(name, self._entries, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise KeyError(f"unknown {self.kind} {name!r}{hint} (known: {', '.join(sorted(self._entries))})")
+        item = self._entries[name]
+        if isinstance(item, str):
+            module, _, attribute = item.partition(":")
+            item = self._entries[name] = getattr(importlib.import_module(module), attribute)
+        return item
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._entries
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(sorted(self._entries))
+
+
+interfaces = Registry(
+    "interface",
+    {
+        "critic": "realhf.algorithms.critic:CriticInterface",
+        "env_rollout": "realhf.rollout.interface:EnvRolloutInterface",
+        "outcome_reward": "realhf.algorithms.inference:OutcomeRewardInterface",
+        "logprob": "realhf.algorithms.inference:LogprobInterface",
+        "policy_gradient": "realhf.algorithms.policy_gradient:PolicyGradientInterface",
+        "sft": "realhf.algorithms.sft:SFTInterface",
+        "trajectory_stream": "realhf.trajectory.training.stream_interface:TrajectoryStreamInterface",
+    },
+)
+backends = Registry(
+    "backend",
+    {
+        "torch": "realhf.backends.training.torch_backend:TorchBackend",
+        "ddp": "realhf.backends.parallel.ddp:DdpBackend",
+        "fsdp2": "realhf.backends.parallel.fsdp:FsdpBackend",
+    },
+)
+sources = Registry(
+    "data source",
+    {
+        "tasks": "realhf.env.curriculum:TaskSource",
+        "jsonl_chat": "realhf.data.chat_dataset:ChatDatasetSource",
+        "trajectory_slots": "realhf.trajectory.training.stream_interface:BatchSlotSource",
+    },
+)
+datasets = Registry("dataset", {"jsonl_chat": "realhf.data.chat_dataset:ChatDataset"})
+advantage_estimators = Registry(
+    "advantage estimator",
+    {
+        "gae": "realhf.algorithms.advantages:gae",
+        "grpo": "realhf.algorithms.advantages:grpo",
+        "grpo_nostd": "realhf.algorithms.advantages:grpo_nostd",
+        "rloo": "realhf.algorithms.advantages:rloo",
+        "reinforce": "realhf.algorithms.advantages:reinforce",
+        "reinforce_pp": "realhf.algorithms.advantages:reinforce_pp",
+        "reinforce_pp_baseline": "realhf.algorithms.advantages:reinforce_pp_baseline",
+    },
+)
+environments = Registry(
+    "environment",
+    {
+        "aws": "realhf.aws.environment:DEFINITION",
+        "countdown": "realhf.environments.countdown:DEFINITION",
+        "files": "realhf.environments.files:DEFINITION",
+        "gymnasium": "realhf.env.adapters.gymnasium_text:DEFINITION",
+        "openenv": "realhf.env.adapters.openenv:DEFINITION",
+        "sql": "realhf.environments.sql:DEFINITION",
+        "verifiers": "realhf.env.adapters.verifiers_environment:DEFINITION",
+    },
+)
+policy_losses = Registry(
+    "policy loss",
+    {
+        "ppo": "realhf.algorithms.policy_loss:ppo_loss",
+        "cispo": "realhf.algorithms.policy_loss:cispo_loss",
+        "reinforce": "realhf.algorithms.policy_loss:reinforce_loss",
+    },
+)
+schedulers = Registry(
+    "scheduler",
+    {
+        "join": "realhf.cluster.scheduler:DEFINITION",
+        "local": "realhf.scheduler.local:DEFINITION",
+        "ray": "realhf.cluster.engines.ray:DEFINITION",
+        "slurm": "realhf.cluster.engines.slurm:DEFINITION",
+    },
+)
+REGISTRIES: Mapping[str, Registry] = MappingProxyType(
+    {
+        "interfaces": interfaces,
+        "backends": backends,
+        "sources": sources,
+        "datasets": datasets,
+        "environments": environments,
+        "advantage_estimators": advantage_estimators,
+        "policy_losses": policy_losses,
+        "schedulers": schedulers,
+    }
+)
+"""By the name that an option gives as ``registry=``."""
+
+
+def registered_names(registry: str) -> Sequence[str]:
+    """The names that are known to a registry now. Raises KeyError for a registry that does not exist."""
+    return [*REGISTRIES[registry]]
