@@ -1,4 +1,5 @@
-"""Registers the parts that have a name: interfaces, backends, data sources, datasets, environments, advantage estimators, policy losses and schedulers.
+"""Registers the parts that have a name: interfaces, backends, data sources, datasets, environments, advantage
+estimators, policy losses and schedulers.
 
 So naming a part costs no import of torch. ``realhf.registry`` holds the registries and what they know from the start.
 

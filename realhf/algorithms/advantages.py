@@ -1,4 +1,5 @@
-"""Estimates advantages: per response from its group, per turn, and by GAE with the values of a critic (docs/reference/dataflow.md 10).
+"""Estimates advantages: per response from its group, per turn, and by GAE with the values of a critic
+(docs/reference/dataflow.md 10).
 
 Every estimator takes ``scores`` f32 (n,), ``valid`` bool (n,) and ``group`` i64 (n,), the sample number of each
 sequence, and returns f32 (n,). Invalid sequences enter no statistic and get exactly 0, whatever their score (NaN

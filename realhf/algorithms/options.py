@@ -1,4 +1,5 @@
-"""Defines the sections ppo and critic, the presets of the algorithms, and how open options are resolved and refused; imports no torch."""
+"""Defines the sections ppo and critic, the presets of the algorithms, and how open options are resolved and refused;
+imports no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Computes the policy loss of a minibatch: token losses, KL estimators and the weight of off-policy tokens (docs/reference/dataflow.md 10).
+"""Computes the policy loss of a minibatch: token losses, KL estimators and the weight of off-policy tokens
+(docs/reference/dataflow.md 10).
 
 All tensors are fp32 and packed over the predicted tokens of a microbatch, (n,). Positions outside ``mask`` may hold
 anything, NaN included: they change neither loss nor gradient.

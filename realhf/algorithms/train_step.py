@@ -1,4 +1,5 @@
-"""Holds what the train steps of all algorithms share: views of a batch, minibatches, token weights of the loss, and the guard against non-finite updates.
+"""Holds what the train steps of all algorithms share: views of a batch, minibatches, token weights of the loss, and
+the guard against non-finite updates.
 
 Source: docs/reference/dataflow.md 10.
 """

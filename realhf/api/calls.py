@@ -1,4 +1,5 @@
-"""Defines every request and answer between the processes of a run, leases and arrivals of streamed samples among them (docs/reference/dataflow.md 6, 9).
+"""Defines every request and answer between the processes of a run, leases and arrivals of streamed samples among them
+(docs/reference/dataflow.md 6, 9).
 
 The master calls workers (``transport/rpc``); rollout workers and the trainer ask the master, and rollout workers ask
 generation workers (``transport/service``). All processes of a run are of one version, so the forms may change freely.

@@ -1,4 +1,5 @@
-"""Defines the configuration that Hydra reads: the sections that every experiment has, as dataclasses whose unknown options are errors.
+"""Defines the configuration that Hydra reads: the sections that every experiment has, as dataclasses whose unknown
+options are errors.
 
 Defaults here are the library's; ``configs/experiment/*.yaml`` holds what an experiment changes. The sections of an
 algorithm or an environment lie beside it (``realhf/algorithms/options.py``,

@@ -1,4 +1,5 @@
-"""Defines what an evaluation reports: the results of held-out episodes, and their success by group with 95 % intervals."""
+"""Defines what an evaluation reports: the results of held-out episodes, and their success by group with 95 %
+intervals."""
 
 from __future__ import annotations
 

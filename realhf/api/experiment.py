@@ -1,4 +1,5 @@
-"""Defines what an experiment file returns: models, model function calls, a data source, how rollouts are played and how to evaluate.
+"""Defines what an experiment file returns: models, model function calls, a data source, how rollouts are played and
+how to evaluate.
 
 Key names in an ``MFCDef`` are the names of the graph. An interface that uses other names says so with the remaps, which
 read ``{graph name: interface name}`` for inputs and ``{interface name: graph name}`` for outputs: each reads in the

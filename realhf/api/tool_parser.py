@@ -1,4 +1,5 @@
-"""Parses what a policy said in a turn: reasoning, tool calls in the form that its chat template asks for, and the rest."""
+"""Parses what a policy said in a turn: reasoning, tool calls in the form that its chat template asks for, and the
+rest."""
 
 from __future__ import annotations
 

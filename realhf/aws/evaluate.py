@@ -1,4 +1,5 @@
-"""Evaluates what an agent can do on AWS tasks: success, reward, steps to solve, hints, drift repair and recovery, by tier.
+"""Evaluates what an agent can do on AWS tasks: success, reward, steps to solve, hints, drift repair and recovery, by
+tier.
 
 Episodes run in this process on a ``MiniStackPool``; grading is the environment's own. They are played in lockstep: in
 every round the agent answers all living conversations, then all commands run concurrently. The metrics are success,

@@ -1,4 +1,5 @@
-"""Reads from the files of a model, without torch, how long its context is, whether it can be trained here, and how much memory it takes.
+"""Reads from the files of a model, without torch, how long its context is, whether it can be trained here, and how
+much memory it takes.
 
 What can be trained is a causal decoder whose only state is keys and values for each token: full or sliding-window
 attention, grouped or not, with or without a mixture in the feed-forward networks.

@@ -1,4 +1,5 @@
-"""Asks the launcher of a running job for a person, and answers there: who takes part, more workers, a host that leaves."""
+"""Asks the launcher of a running job for a person, and answers there: who takes part, more workers, a host that
+leaves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Brings finished samples from rollout workers into the tensor store of a model worker, and serves the calls of the master about them (docs/reference/dataflow.md 9).
+"""Brings finished samples from rollout workers into the tensor store of a model worker, and serves the calls of the
+master about them (docs/reference/dataflow.md 9).
 
 A sample is received, decoded and checked, written to the payload log, put into the store, reported to the master, and
 when the master has answered (its ACCEPT is durable then) acknowledged to its producer. Until then the producer keeps

@@ -1,4 +1,5 @@
-"""Serves model function calls on a worker: inputs from the store or peers, the interface, outputs into the store, weights into checkpoints.
+"""Serves model function calls on a worker: inputs from the store or peers, the interface, outputs into the store,
+weights into checkpoints.
 
 It knows models and interfaces by their contracts only and contains no algorithm. Every call starts from the
 seed in its request, for the random states of python, numpy and torch alike, so that a result depends on the

@@ -1,4 +1,5 @@
-"""Delivers the samples of the training steps: one protocol for synchronous and asynchronous runs, and the loader that draws them.
+"""Delivers the samples of the training steps: one protocol for synchronous and asynchronous runs, and the loader that
+draws them.
 
 The samples of step k + 1 are drawn only after the results of step k were recorded. So the source sees the results of
 every earlier step before each draw, always in the same order, and a run is a function of its seed.

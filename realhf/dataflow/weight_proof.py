@@ -1,4 +1,5 @@
-"""Proves that engines hold, and compute with, the weights they were given: digests, probes, trial changes and the verdict."""
+"""Proves that engines hold, and compute with, the weights they were given: digests, probes, trial changes and the
+verdict."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Builds a checked experiment from a configuration: calls its build, infers the graph, and refuses options without effect.
+"""Builds a checked experiment from a configuration: calls its build, infers the graph, and refuses options without
+effect.
 
 An experiment file reads the options it needs from a *watched* configuration. An option of an experiment
 section that was set and not read does nothing, and saying so is kinder than obeying in silence. A choice such as

@@ -1,4 +1,5 @@
-"""Composes the configuration of an experiment from the command line and YAML files through Hydra, with errors of one line.
+"""Composes the configuration of an experiment from the command line and YAML files through Hydra, with errors of one
+line.
 
 Importing this module is cheap; Hydra is imported by ``compose_config``. torch is never imported here.
 """

@@ -1,4 +1,5 @@
-"""Judges a run by rules, each of which looks for one thing that goes wrong, in its metrics, rollouts and evaluations."""
+"""Judges a run by rules, each of which looks for one thing that goes wrong, in its metrics, rollouts and
+evaluations."""
 
 from __future__ import annotations
 

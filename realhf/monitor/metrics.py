@@ -1,4 +1,5 @@
-"""Names every metric of a step and gives the numbers of a run these names; run as a program, it prints ``docs/metrics.md``.
+"""Names every metric of a step and gives the numbers of a run these names; run as a program, it prints
+``docs/metrics.md``.
 
 One scheme serves synchronous and asynchronous runs. ``docs/metrics.md`` is made from these tables.
 """

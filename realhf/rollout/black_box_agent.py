@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from realhf.api.chat_template import CallProblem, TemplateChat, read_json
+from realhf.api.chat_template import TemplateChat
 from realhf.api.environment import (
     AGENT_FAILED,
     POLICY_FAILED,
@@ -31,6 +31,7 @@ from realhf.api.environment import (
     Turn,
 )
 from realhf.api.generation import TokenSource
+from realhf.api.tool_parser import CallProblem, read_json
 from realhf.base.plugin import load_plugin, located
 from realhf.rollout.episode import EpisodeRequest, Limits, Progress
 from realhf.rollout.openai_requests import Call, Message

@@ -15,8 +15,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from realhf.api.chat_template import CallProblem, read_json
 from realhf.api.environment import AssistantMessage
+from realhf.api.tool_parser import CallProblem, read_json
 
 _WHOLE_FLOATS = 2.0**53
 
@@ -247,9 +247,9 @@ class ChatRequest(BaseModel):
             "parallel_tool_calls": bool(self.tools) and self.parallel_tool_calls is False,
             "response_format": self.response_format not in (None, {"type": "text"}),
         }
-        for field, wrong in refused.items():
+        for name, wrong in refused.items():
             if wrong:
-                raise ApiError(400, "unsupported", f"{field}: not supported by this endpoint")
+                raise ApiError(400, "unsupported", f"{name}: not supported by this endpoint")
 
 
 def _role(role: str) -> str:

@@ -302,8 +302,8 @@ class SessionLimits:
 
 @dataclass(frozen=True)
 class Ending:
-    """Says how an episode ended, for its trajectories. ``status``: see ``realhf.api.environment``; ``reward`` None: what was
-    reported to the session."""
+    """Says how an episode ended, for its trajectories. ``status``: see ``realhf.api.environment``; ``reward`` None:
+    what was reported to the session."""
 
     status: str
     reward: Reward | None = None

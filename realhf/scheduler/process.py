@@ -1,4 +1,5 @@
-"""Ends a worker process with its parent, adopts orphans, and reports how a worker failed, in its log and in one line."""
+"""Ends a worker process with its parent, adopts orphans, and reports how a worker failed, in its log and in one
+line."""
 
 from __future__ import annotations
 

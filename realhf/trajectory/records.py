@@ -1,4 +1,5 @@
-"""Defines what the trajectory server remembers, the rules it goes by, and the refusal that becomes an HTTP error; every part of the server imports it.
+"""Defines what the trajectory server remembers, the rules it goes by, and the refusal that becomes an HTTP error;
+every part of the server imports it.
 
 Source: docs/reference/trajectory.md 1 (vocabulary), 3.10 (leases), 3.11 (what is persisted).
 

@@ -1,4 +1,5 @@
-"""Carries the messages of all protocols of a run over ROUTER and DEALER, watches how connections come up, and makes the event loop.
+"""Carries the messages of all protocols of a run over ROUTER and DEALER, watches how connections come up, and makes
+the event loop.
 
 A message is a header (``envelope``) and further frames. A listener belongs to an event loop (``LoopListener``) or has a
 thread of its own (``Listener``); who connects either lives on an event loop (``LoopDealer``) or takes a ``dealer`` and

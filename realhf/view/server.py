@@ -1,4 +1,5 @@
-"""Serves the page and what it asks for, to this machine only: files of runs, read when they are asked for; nothing is ever written."""
+"""Serves the page and what it asks for, to this machine only: files of runs, read when they are asked for; nothing is
+ever written."""
 
 from __future__ import annotations
 

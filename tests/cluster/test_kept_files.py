@@ -71,8 +71,9 @@ def test_keys_are_kept_in_memory_and_gone_with_their_process(tmp_path: Path):
     keys, piece = RunKeys.make(), tmp_path / "keys" / "7"
     with_keys = "held.keep(FilePiece(sys.argv[2], 0, sys.stdin.buffer.read(), True)).problem"
     code = (
-        "import sys; from pathlib import Path; from realhf.cluster.file_transfer import *; from realhf.cluster.messages "
-        f"import FilePiece; held = HeldKeys(Path(sys.argv[1])); print({with_keys}, flush=True); sys.stdin.close(); "
+        "import sys; from pathlib import Path; from realhf.cluster.file_transfer import *; "
+        "from realhf.cluster.messages import FilePiece; "
+        f"held = HeldKeys(Path(sys.argv[1])); print({with_keys}, flush=True); sys.stdin.close(); "
         "import time; time.sleep(600)"
     )
     command = [sys.executable, "-c", code, str(tmp_path), str(piece)]

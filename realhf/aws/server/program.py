@@ -1,4 +1,5 @@
-"""Puts the server of the AWS environment together: its description for the environment server, pools, episodes, playground.
+"""Puts the server of the AWS environment together: its description for the environment server, pools, episodes,
+playground.
 
 Source: docs/reference/environment.md 2.1.
 """

@@ -1,4 +1,5 @@
-"""Serves HTTP/1.1 for one ASGI application on the loopback, counts what it parsed, and keeps the owner's entrance apart.
+"""Serves HTTP/1.1 for one ASGI application on the loopback, counts what it parsed, and keeps the owner's entrance
+apart.
 
 The owner reads it over the control connection (``MiniStackProcess.requests``); an agent's worker cannot.
 

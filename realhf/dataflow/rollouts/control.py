@@ -1,4 +1,5 @@
-"""Admits samples, takes them when they are finished and hands them to training steps, and answers the rollout workers' requests.
+"""Admits samples, takes them when they are finished and hands them to training steps, and answers the rollout
+workers' requests.
 
 Lives in the master's event loop. Every change of state is synchronous and goes into the journal in the same moment;
 only waiting, for capacity, for samples and for the disk, is asynchronous.

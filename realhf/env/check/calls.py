@@ -1,4 +1,5 @@
-"""Calls an environment's methods, each with a deadline, and finds the line of the author's code that failed, hangs or blocks the event loop.
+"""Calls an environment's methods, each with a deadline, and finds the line of the author's code that failed, hangs or
+blocks the event loop.
 
 Every callback of the loop is timed: its processor time exactly, and the time that it sleeps by a thread that samples
 the stack. What one sample adds is bounded, so a process that the kernel did not run for a while is not blamed.

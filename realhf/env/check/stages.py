@@ -1,4 +1,5 @@
-"""Runs the checks that play episodes, in order: openings, determinism, instances, wrong messages, an end, demonstrations."""
+"""Runs the checks that play episodes, in order: openings, determinism, instances, wrong messages, an end,
+demonstrations."""
 
 from __future__ import annotations
 

@@ -21,7 +21,17 @@ from typing import Any
 from realhf.env.containment import sandbox
 from realhf.env.containment.fork_server import ForkServer
 from realhf.env.containment.frames import BadFrame, frame, receive_frame
-from realhf.env.containment.sandbox import BUBBLEWRAP, FILTER, HOOKS, LAYERS, LIMITS, NETWORK, ProcessGuard, own_package
+from realhf.env.containment.sandbox import (
+    BUBBLEWRAP,
+    FILTER,
+    HOOKS,
+    LAYERS,
+    LIMITS,
+    NETWORK,
+    ProcessGuard,
+    find_bubblewrap,
+    own_package,
+)
 
 PROBE = "probe"
 """Key of a fork request that asks for a probe."""
@@ -194,7 +204,7 @@ class Containment:
     @classmethod
     def decide(cls, sandbox: str, lambda_mode: str) -> Containment:
         """Choose the layers. Raises RuntimeError when bubblewrap is demanded and does not work here."""
-        found = None if sandbox == "plain" and lambda_mode == "stub" else sandbox.find_bubblewrap()
+        found = None if sandbox == "plain" and lambda_mode == "stub" else find_bubblewrap()
         if sandbox == "bwrap" and found is None:
             raise RuntimeError(
                 "SANDBOX=bwrap, but bubblewrap does not work here: install Debian's package "

@@ -1,4 +1,5 @@
-"""Contains a process that handles text written by an agent: limits, hooks, a seccomp filter, bubblewrap (docs/reference/environment.md 5).
+"""Contains a process that handles text written by an agent: limits, hooks, a seccomp filter, bubblewrap
+(docs/reference/environment.md 5).
 
 Each layer is applied by a process to itself right after a fork: the kernel's (no new privileges, no network, resource
 limits, death with the parent) and the interpreter's (an audit hook that turns forbidden operations into ``Denied``).

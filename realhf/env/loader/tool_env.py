@@ -1,4 +1,5 @@
-"""Plays a class with tools, the one that TRL's ``environment_factory`` takes: ``reset(**row)``, public methods as tools.
+"""Plays a class with tools, the one that TRL's ``environment_factory`` takes: ``reset(**row)``, public methods as
+tools.
 
 Source: TRL 1.16, GRPOTrainer, ``environment_factory``. What an author may add here: a dataclass ``Options``, ``done``,
 ``metrics``, ``view``, ``close()``, ``user_reply(text)``, ``tasks(split)``, ``system_prompt``, ``deterministic``,

@@ -1,4 +1,5 @@
-"""Decides who may use the environment server: bearer tokens, the Host and Origin of requests, browsers of the playground.
+"""Decides who may use the environment server: bearer tokens, the Host and Origin of requests, browsers of the
+playground.
 
 A browser sends whatever page asks it to any port of its own machine, with or without an answer for the page. Such
 requests say where they come from (Origin, Sec-Fetch-Site), or, when a foreign name was made to resolve to this address,

@@ -1,4 +1,5 @@
-"""Puts the parts of the environment server together and serves them over HTTP on a thread (docs/reference/environment.md 2).
+"""Puts the parts of the environment server together and serves them over HTTP on a thread
+(docs/reference/environment.md 2).
 
 A stateless request builds a world, plays, and discards it. It takes a counted lease for its time and is answered 503
 with Retry-After when there is none; the other routes take no lease.

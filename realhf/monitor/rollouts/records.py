@@ -1,4 +1,5 @@
-"""Makes the records and index lines of rollouts, as they were played and as they were trained on, of the samples that are chosen.
+"""Makes the records and index lines of rollouts, as they were played and as they were trained on, of the samples that
+are chosen.
 
 The choice depends on the sample's id alone, so that all processes that see a sample make the same one without asking,
 and a group is kept whole or not at all.

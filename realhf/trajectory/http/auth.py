@@ -1,4 +1,5 @@
-"""Checks who may do what: tokens and roles, the name of a trainer without one, hosts and pages of a server without tokens.
+"""Checks who may do what: tokens and roles, the name of a trainer without one, hosts and pages of a server without
+tokens.
 
 Without it all trainers behind one address are one, and acknowledge each other's batches. It is handed out only with
 answers that carry no batch, and not while another answer carries one to the same address: the lease of a batch belongs

@@ -1,4 +1,5 @@
-"""Registers who takes part: the trainer, environments and their heartbeats, epochs, the policy version; answers repeated requests once.
+"""Registers who takes part: the trainer, environments and their heartbeats, epochs, the policy version; answers
+repeated requests once.
 
 Source: docs/reference/trajectory.md 2.3 to 2.5, 3.2, 3.7, 3.9.
 

@@ -1,4 +1,5 @@
-"""Finds the store that an address means: ``sqlite:DIR``, ``memory`` or ``redis://host:port/db``; the one in memory is here."""
+"""Finds the store that an address means: ``sqlite:DIR``, ``memory`` or ``redis://host:port/db``; the one in memory is
+here."""
 
 from __future__ import annotations
 

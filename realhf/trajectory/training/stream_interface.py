@@ -1,4 +1,5 @@
-"""Implements streamed runs: the ``stream_gen`` call that takes the next batch of a server, and the source that names its places.
+"""Implements streamed runs: the ``stream_gen`` call that takes the next batch of a server, and the source that names
+its places.
 
 The trajectory server decides which groups fill them when the batch is pulled, on a model worker.
 """

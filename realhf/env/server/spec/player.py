@@ -85,8 +85,8 @@ _LONGEST_MESSAGE = 1000
 
 
 class SpecPlayer:
-    """Implements ``realhf.env.server.interfaces.Player`` on a ``place`` of ``places``. Use it from one thread at a time,
-    except ``kill``. ``info``: whether observations carry it."""
+    """Implements ``realhf.env.server.interfaces.Player`` on a ``place`` of ``places``. Use it from one thread at a
+    time, except ``kill``. ``info``: whether observations carry it."""
 
     def __init__(self, place: Place, places: Places, choice: TaskChoice, system_prompt: str, *, info: bool) -> None:
         self._place, self._places, self._choice, self._system_prompt = place, places, choice, system_prompt

@@ -154,9 +154,9 @@ class _Process:
 
 
 class Processes:
-    """Implements ``realhf.env.server.interfaces.SlotPool``; a slot is the player of a session. ``count`` processes at most
-    hold at most ``size`` sessions together. Raises ValueError with what is wrong with the environment, RuntimeError
-    when no process can be started."""
+    """Implements ``realhf.env.server.interfaces.SlotPool``; a slot is the player of a session. ``count`` processes at
+    most hold at most ``size`` sessions together. Raises ValueError with what is wrong with the environment,
+    RuntimeError when no process can be started."""
 
     def __init__(
         self, reference: str, options: Mapping[str, Any], count: int, size: int, timeout_s: float, *, info: bool
@@ -327,8 +327,8 @@ class Processes:
 
 
 class ProcessPlayer:
-    """Implements ``realhf.env.server.interfaces.Player`` by a process's ``SpecPlayer``. Use it from one thread at a time,
-    except ``kill``."""
+    """Implements ``realhf.env.server.interfaces.Player`` by a process's ``SpecPlayer``. Use it from one thread at a
+    time, except ``kill``."""
 
     def __init__(self, pool: Processes) -> None:
         self._pool = pool

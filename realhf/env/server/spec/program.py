@@ -73,8 +73,8 @@ class ToolDoor:
 
 
 class SpecServed:
-    """Implements ``realhf.env.server.interfaces.ServedEnvironment`` for an environment of which ``facts`` are known, and
-    whose sessions take a slot of ``pool``; ``player`` makes of a slot what plays in it."""
+    """Implements ``realhf.env.server.interfaces.ServedEnvironment`` for an environment of which ``facts`` are known,
+    and whose sessions take a slot of ``pool``; ``player`` makes of a slot what plays in it."""
 
     slots_are: str = "environment"
     slot_label: str = "kind"
