@@ -9,10 +9,9 @@ import mimetypes
 import secrets
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from importlib.resources.abc import Traversable
 from typing import Any
-from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -24,7 +23,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from realhf.base.loopback import is_loopback_authority
+from realhf.base.loopback import is_loopback_host, request_problem
 from realhf.view.report import static_files
 from realhf.view.run import Run, RunList
 from realhf.view.run_data import MEDIA_TYPE
@@ -223,7 +222,6 @@ HEADERS = {
     "Cache-Control": "no-store",
 }
 SERVER_HEADER = "X-Realhf-Server"
-_OWN = frozenset({"same-origin", "none"})
 
 
 class WebGuard:
@@ -249,30 +247,7 @@ class WebGuard:
                 MutableHeaders(scope=message).update(self._headers)
             await send(message)
 
-        problem = _problem(scope)
+        unserved = "this page is served to 127.0.0.1 and localhost only"
+        problem = request_problem(scope, is_loopback_host, unserved=unserved, schemes=("http",))
         app = self._app if not problem else JSONResponse({"detail": problem}, 403)
         await app(scope, receive, guarded)
-
-
-def _problem(scope: Mapping[str, Any]) -> str:
-    hosts, origins = _values(scope, b"host"), _values(scope, b"origin")
-    if len(hosts) != 1 or not is_loopback_authority(hosts[0]):
-        return "this page is served to 127.0.0.1 and localhost only"
-    if any(urlsplit(origin).netloc.lower() != hosts[0].lower() for origin in origins if _is_url(origin)):
-        return "only pages of this server may ask it"
-    if not all(_is_url(origin) for origin in origins):
-        return "only pages of this server may ask it"
-    if set(_values(scope, b"sec-fetch-site")) <= _OWN or _values(scope, b"sec-fetch-mode") == ["navigate"]:
-        return ""
-    return "only pages of this server may ask it"
-
-
-def _is_url(origin: str) -> bool:
-    try:
-        return urlsplit(origin).scheme == "http"
-    except ValueError:
-        return False
-
-
-def _values(scope: Mapping[str, Any], name: bytes) -> list[str]:
-    return [value.decode("latin-1") for known, value in scope["headers"] if known.lower() == name]

@@ -1,10 +1,5 @@
 """Decides who may use the environment server: bearer tokens, the Host and Origin of requests, browsers of the
-playground.
-
-A browser sends whatever page asks it to any port of its own machine, with or without an answer for the page. Such
-requests say where they come from (Origin, Sec-Fetch-Site), or, when a foreign name was made to resolve to this address,
-where they were meant to go (Host). Programs send no Origin and are not concerned. Source:
-docs/reference/environment.md 1, 2.
+playground. Source: docs/reference/environment.md 1, 2.
 """
 
 from __future__ import annotations
@@ -23,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from realhf.base.loopback import host_of, is_loopback_host
+from realhf.base.loopback import is_loopback_host, request_problem
 from realhf.env.server.config import ServerConfig
 from realhf.env.server.wire import VALIDATION_ERROR, WireError
 
@@ -41,9 +36,6 @@ def authorized(headers: Iterable[tuple[bytes, bytes]], token: str) -> bool:
     return False
 
 
-_NO_PAGE = frozenset({"same-origin", "none"})
-
-
 class OriginGuard:
     """Answers HTTP and WebSocket requests of foreign pages, or for foreign hosts, with 403; an ASGI middleware.
 
@@ -53,7 +45,9 @@ class OriginGuard:
 
     def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
         self._app = app
-        self._option = config.named("allowed_hosts")
+        self._unserved = (
+            f"this host is not served here; {config.named('allowed_hosts')} names further ones that clients may use"
+        )
         named = [config.host, *config.allowed_hosts.split(",")]
         self._hosts = {name.strip().strip("[]").lower() for name in named} - {""}
         self._open = not is_loopback_host(config.host)
@@ -62,49 +56,20 @@ class OriginGuard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or refuse it with 403."""
-        problem = self._problem(scope) if scope["type"] in ("http", "websocket") else ""
+        known = scope["type"] in ("http", "websocket")
+        problem = request_problem(scope, self._serves, unserved=self._unserved) if known else ""
         if not problem:
             await self._app(scope, receive, send)
         elif scope["type"] == "websocket":
             await receive()
             await refuse_handshake(scope, send, 403, {"code": "FOREIGN_ORIGIN", "message": problem})
         else:
-            said = [(b"content-type", b"application/json")]
-            body = json.dumps({"detail": problem, "code": "FOREIGN_ORIGIN"}).encode()
-            await send({"type": "http.response.start", "status": 403, "headers": said})
-            await send({"type": "http.response.body", "body": body})
-
-    def _problem(self, scope: Mapping[str, Any]) -> str:
-        hosts, origins = _values(scope, b"host"), _values(scope, b"origin")
-        if len(hosts) != 1 or not self._serves(host_of(hosts[0])):
-            return f"this host is not served here; {self._option} names further ones that clients may use"
-        if origins and (len(origins) > 1 or not _same(origins[0], hosts[0])):
-            return "only pages of this server may call it; programs send no Origin"
-        if not set(_values(scope, b"sec-fetch-site")) <= _NO_PAGE and not _is_visit(scope):
-            return "only pages of this server may call it"
-        return ""
+            await JSONResponse({"detail": problem, "code": "FOREIGN_ORIGIN"}, 403)(scope, receive, send)
 
     def _serves(self, host: str) -> bool:
         if is_loopback_host(host) or host in self._hosts:
             return True
         return self._open and _is_address(host)
-
-
-def _is_visit(scope: Mapping[str, Any]) -> bool:
-    """Return whether somebody follows a link from elsewhere: the page that sent them sees nothing of the answer."""
-    return (
-        scope.get("method") == "GET"
-        and _values(scope, b"sec-fetch-mode") == ["navigate"]
-        and (_values(scope, b"sec-fetch-dest") == ["document"])
-    )
-
-
-def _same(origin: str, host: str) -> bool:
-    try:
-        parts = urlsplit(origin)
-    except ValueError:
-        return False
-    return parts.scheme in ("http", "https") and parts.netloc.lower() == host.lower()
 
 
 def _is_address(host: str) -> bool:
@@ -113,10 +78,6 @@ def _is_address(host: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _values(scope: Mapping[str, Any], name: bytes) -> list[str]:
-    return [value.decode("latin-1") for known, value in scope["headers"] if known.lower() == name]
 
 
 async def refuse_handshake(
