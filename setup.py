@@ -39,7 +39,6 @@ TRAIN = [
     "safetensors",
     "tokenizers",
     "hydra-core>=1.3",
-    "networkx>=3",
     "matplotlib",
     "tensorboard",
 ]

@@ -7,11 +7,10 @@ and reports all problems at once, each naming the model function call and the ke
 from __future__ import annotations
 
 import difflib
-import json
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
-
-import networkx as nx
+from graphlib import CycleError, TopologicalSorter
+from itertools import pairwise
 
 from realhf.api.experiment import InterfaceType, MFCDef
 
@@ -45,21 +44,17 @@ class DataFlowGraph:
         for mfc in self.mfcs:
             for key in self._inputs[mfc.name]:
                 self._consumers.setdefault(key, []).append(mfc.name)
-        self.nx = self._edges()
+        self.edges = [
+            (producer, consumer, key)
+            for key, producers in self._producers.items()
+            for producer in producers
+            for consumer in self._consumers.get(key, ())
+        ]
+        """Who makes what for whom: (producer, consumer, key)."""
 
     def _bound_inputs(self, mfc: MFCDef) -> tuple[str, ...]:
         optional = (key for key in mfc.optional_input_keys if key in self._producers)
         return (*mfc.input_keys, *optional)
-
-    def _edges(self) -> nx.MultiDiGraph:
-        graph = nx.MultiDiGraph()
-        graph.add_node(DATASET)
-        graph.add_nodes_from(mfc.name for mfc in self.mfcs)
-        for key, producers in self._producers.items():
-            for producer in producers:
-                for consumer in self._consumers.get(key, ()):
-                    graph.add_edge(producer, consumer, key=key)
-        return graph
 
     def __getitem__(self, name: str) -> MFCDef:
         return self._by_name[name]
@@ -83,17 +78,28 @@ class DataFlowGraph:
 
     def topological_levels(self) -> list[list[str]]:
         """Group the calls so that each group needs only earlier groups; calls of one group may overlap."""
-        calls = self.nx.subgraph([mfc.name for mfc in self.mfcs])
-        return [sorted(level) for level in nx.topological_generations(calls)]
+        sorter, levels = self._sorter(), list[list[str]]()
+        sorter.prepare()
+        while sorter:
+            levels.append(sorted(sorter.get_ready()))
+            sorter.done(*levels[-1])
+        return levels
 
-    def roots(self) -> list[str]:
-        """Return the calls that need nothing but the data source: keys of it, or (no input keys) a sample's metadata
-        alone."""
-        return [n for n in self._by_name if all(p == DATASET for p in self.nx.predecessors(n))]
+    def cycle(self) -> list[tuple[str, str, str]]:
+        """Return the edges of calls that wait for each other; [] in a valid graph."""
+        try:
+            self._sorter().prepare()
+        except CycleError as error:
+            keys = {(source, target): key for source, target, key in reversed(self.edges)}
+            return [(source, target, keys[source, target]) for source, target in pairwise(error.args[1])]
+        return []
 
-    def leaves(self) -> list[str]:
-        """Return the calls whose outputs no other call reads."""
-        return [n for n in self._by_name if not list(self.nx.successors(n))]
+    def _sorter(self) -> TopologicalSorter[str]:
+        sorter = TopologicalSorter(dict.fromkeys(self._by_name, ()))
+        for source, target, _ in self.edges:
+            if source != DATASET:
+                sorter.add(target, source)
+        return sorter
 
     def required_dataset_keys(self) -> list[str]:
         """Return the keys the data source must deliver, sorted."""
@@ -122,7 +128,7 @@ class DataFlowGraph:
 
     def _merged_edges(self) -> list[tuple[str, str, str]]:
         merged = {(DATASET, mfc.name): ["metadata"] for mfc in self.mfcs if not self._inputs[mfc.name]}
-        for source, target, key in sorted(self.nx.edges(keys=True)):
+        for source, target, key in sorted(self.edges):
             merged.setdefault((source, target), []).append(key)
         return [(source, target, ", ".join(keys)) for (source, target), keys in merged.items()]
 
@@ -143,23 +149,6 @@ class DataFlowGraph:
         lines += [f'  "{s}" -> "{t}" [label="{k}"];' for s, t, k in self._merged_edges()]
         return "\n".join([*lines, "}"]) + "\n"
 
-    def to_json(self) -> str:
-        """Return the graph as JSON text: nodes with their roles and keys, and one edge per key."""
-        nodes = [
-            {
-                "name": m.name,
-                "role": m.model_role,
-                "method": m.interface_type.value,
-                "interface": m.interface,
-                "n_seqs": m.n_seqs,
-                "inputs": list(self._inputs[m.name]),
-                "outputs": list(m.output_keys),
-            }
-            for m in self.mfcs
-        ]
-        edges = [{"from": s, "to": t, "key": k} for s, t, k in sorted(self.nx.edges(keys=True))]
-        return json.dumps({"n_seqs": self.n_seqs, "nodes": nodes, "edges": edges}, indent=1)
-
 
 def build_graph(
     mfcs: Iterable[MFCDef],
@@ -167,12 +156,11 @@ def build_graph(
     log_keys: Iterable[str] = (),
     *,
     roles: Collection[str] | None = None,
-    strict: bool = False,
 ) -> DataFlowGraph:
     """Join the calls by their keys and check them.
 
     ``roles`` are the model roles that exist (None: not checked). An output that nobody reads and that is not
-    in ``log_keys`` is a warning, or an error when ``strict``. Raises GraphError with every problem.
+    in ``log_keys`` is a warning. Raises GraphError with every problem.
     """
     calls = tuple(mfcs)
     if not calls:
@@ -183,8 +171,6 @@ def build_graph(
     problems += [] if names else _cycles(graph)
     problems += [*_role_problems(graph, roles), *_output_problems(graph), *_count_problems(graph)]
     graph.warnings = tuple(_unread_outputs(graph))
-    if strict:
-        problems += graph.warnings
     if problems:
         raise GraphError(problems)
     return graph
@@ -245,12 +231,9 @@ def _input_problems(graph: DataFlowGraph) -> list[str]:
 
 
 def _cycles(graph: DataFlowGraph) -> list[str]:
-    try:
-        edges = nx.find_cycle(graph.nx)
-    except nx.NetworkXNoCycle:
-        return []
-    path = "".join(f"{source} -[{key}]-> " for source, _, key in edges) + edges[0][0]
-    return [f"the calls form a cycle: {path}"]
+    edges = graph.cycle()
+    path = "".join(f"{source} -[{key}]-> " for source, _, key in edges)
+    return [f"the calls form a cycle: {path}{edges[0][0]}"] if edges else []
 
 
 def _role_problems(graph: DataFlowGraph, roles: Collection[str] | None) -> list[str]:

@@ -6,7 +6,6 @@ quantity for predicting token ``t+1``; rule ``1`` is one value per sequence; ``f
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -56,20 +55,6 @@ class KeySpec:
         if self.rule not in RULES:
             raise ValueError(f"key {self.name!r}: unknown length rule {self.rule!r}, one of {RULES}")
 
-    def lengths(self, tokens: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Return the lengths of this key for sequences of the given token counts (outer: samples, inner: sequences).
-
-        Raises ValueError when the rule is ``free`` or an ``L-1`` key meets an empty sequence.
-        """
-        if self.rule == "free":
-            raise ValueError(f"key {self.name!r} has free lengths: give them explicitly")
-        if self.rule == "1":
-            return [[1] * len(group) for group in tokens]
-        shift = 1 if self.rule == "L-1" else 0
-        if shift and any(length < 1 for group in tokens for length in group):
-            raise ValueError(f"key {self.name!r} needs sequences of at least one token")
-        return [[length - shift for length in group] for group in tokens]
-
 
 STANDARD_KEYS: tuple[KeySpec, ...] = (
     KeySpec("packed_prompts", "i64", "free"),
@@ -104,25 +89,9 @@ TURN_KEYS = ("turn_ids", "turn_rewards")
 """Made by rollouts where a call of the graph has them among its inputs."""
 
 
-class KeyTable:
-    """Holds the keys an experiment knows: the standard ones and those it registers itself."""
-
-    def __init__(self, specs: Iterable[KeySpec] = STANDARD_KEYS) -> None:
-        self._specs: dict[str, KeySpec] = {}
-        for spec in specs:
-            self.register(spec)
-
-    def register(self, spec: KeySpec) -> None:
-        """Add a key. Raises ValueError when the name is taken by a different specification."""
-        known = self._specs.setdefault(spec.name, spec)
-        if known != spec:
-            raise ValueError(f"key {spec.name!r} is already registered as {known}")
-
-    def __getitem__(self, name: str) -> KeySpec:
-        try:
-            return self._specs[name]
-        except KeyError:
-            raise KeyError(f"key {name!r} is not registered: give its dtype and lengths explicitly") from None
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._specs
+def key_spec(name: str) -> KeySpec:
+    """Describe the key of this name. Raises KeyError for one that is not listed here."""
+    for spec in STANDARD_KEYS:
+        if spec.name == name:
+            return spec
+    raise KeyError(f"key {name!r} is not registered: give its dtype and lengths explicitly")

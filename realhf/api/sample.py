@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from realhf.api.keys import ITEMSIZE, dtype_tag
-from realhf.base.partition import balanced_parts
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -380,15 +379,6 @@ class SequenceSample:
         """Return the number of rows of every sample: int64 (n samples,)."""
         return np.diff(self.lengths(key).rows())
 
-    def cu_seqlens(self, key: str) -> np.ndarray[Any, np.dtype[np.int32]]:
-        """Return the cumulative sequence lengths: int32 (n sequences + 1,), first 0."""
-        return self.lengths(key).cumulated().astype(np.int32)
-
-    def sequence_index(self, key: str) -> IntArray:
-        """Return the sequence number of every row: int64 (n tokens,)."""
-        values = self.lengths(key).values
-        return np.repeat(np.arange(len(values), dtype=np.int64), values)
-
     def group_index(self, key: str) -> IntArray:
         """Return the sample number of every sequence: int64 (n sequences,)."""
         offsets = self.lengths(key).offsets
@@ -456,19 +446,11 @@ class SequenceSample:
         """Yield every distinct lengths object once: keys of equal lengths often share them."""
         return {id(lengths): lengths for lengths in self._lengths.values()}.values()
 
-    def unpack(self) -> list[SequenceSample]:
-        """Return one sample per id; tensors are views. ``gather(s.unpack()) == s``."""
-        return [self.select_ids([i]) for i in range(len(self))]
-
     def reorder(self, perm: Sequence[int]) -> SequenceSample:
         """Move sample ``perm[i]`` to position ``i``. Raises ValueError unless ``perm`` is a permutation."""
         if len(perm) != len(self):
             raise ValueError(f"permutation of {len(perm)} for {len(self)} samples")
         return self.select_ids(perm)
-
-    def shuffled(self, seed: int) -> SequenceSample:
-        """Reorder by a permutation that depends on ``seed`` and length only."""
-        return self.reorder(np.random.default_rng(seed).permutation(len(self)).tolist())
 
     def to(self, device: Any) -> SequenceSample:
         """Return the sample with its tensors on ``device``; a metadata-only one stays as it is."""
@@ -525,27 +507,12 @@ class SequenceSample:
         metadata = {k: [x for p in parts for x in p._metadata[k]] for k in first._metadata if k in shared}
         return SequenceSample._build(ids, lengths, first._dtypes, first._trailing, data, metadata)
 
-    def split(self, parts: Sequence[Sequence[int]]) -> list[SequenceSample]:
-        """Cut into the given index lists. Raises ValueError unless they are an exact partition."""
-        if sorted(i for part in parts for i in part) != list(range(len(self))):
-            raise ValueError(f"parts are not an exact partition of {len(self)} samples")
-        return [self.select_ids(part) for part in parts]
-
     def costs(self) -> list[int]:
         """Return the tokens per sample of the key with the most tokens (1 each when there is no key)."""
         if not self._lengths:
             return [1] * len(self)
         longest = max(sorted(self._lengths), key=self.n_tokens)
         return self.sample_tokens(longest).tolist()
-
-    def split_balanced(
-        self, n: int, costs: Sequence[int] | None = None
-    ) -> tuple[list[SequenceSample], list[int], list[int]]:
-        """Cut into ``n`` parts of about equal cost. Returns (parts, forward, backward):
-        ``gather(parts) == reorder(forward)`` and ``gather(parts).reorder(backward)`` is this sample."""
-        parts = balanced_parts(self.costs() if costs is None else costs, n)
-        forward = [i for part in parts for i in part]
-        return self.split(parts), forward, inverse_perm(forward)
 
 
 def _checked_ids(ids: Sequence[Any]) -> tuple[str, ...]:

@@ -38,7 +38,7 @@ from realhf.api.calls import (
     checked_answers,
     rank_of,
 )
-from realhf.api.keys import KeySpec, KeyTable
+from realhf.api.keys import KeySpec, key_spec
 from realhf.api.sample import SequenceSample
 from realhf.data.payload_log import SEGMENT_BYTES, PayloadDamaged, PayloadLog
 from realhf.transport.codec import decode_sample, encode_sample
@@ -361,9 +361,8 @@ class StreamHost:
             self._master = BlockingServiceClient(
                 request.control, "the master", self._worker, self._run_id, self._network
             )
-            known = KeyTable()
             limits = SampleLimits(
-                tuple(known[name] for name in request.keys),
+                tuple(key_spec(name) for name in request.keys),
                 min_sequences=request.group_size,
                 max_sequences=request.max_sequences,
                 max_tokens=request.max_tokens,

@@ -1,3 +1,3 @@
 from realhf.base.installation import needs
 
-needs("train", "torch", "transformers", "hydra", "networkx")
+needs("train", "torch", "transformers", "hydra")

@@ -11,10 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from realhf.api.config import ConfigError, ExperimentConfig, Mode
 from realhf.api.experiment import ExperimentSpec, InterfaceType, ModelSpec, RunPlan, is_made
+from realhf.api.graph import DataFlowGraph, GraphError, build_graph
 from realhf.api.option import walk
 from realhf.base.dataclass_json import from_json_value, to_json_value
 from realhf.launch.allocation import Need, allocate, check_offload, free_bytes, memory_lines, needs_of, shortages
@@ -22,9 +23,6 @@ from realhf.launch.checks import is_builtin
 from realhf.launch.compose import Composed
 from realhf.launch.plugins import ExperimentFile, definition_of, located, options_of
 from realhf.scheduler.gpus import visible_gpus
-
-if TYPE_CHECKING:
-    from realhf.api.graph import DataFlowGraph
 
 LARGE_RATE, LARGE_SUPERVISED_RATE, LORA_FACTOR = 5e-5, 5e-4, 20
 """Learning rates above these are seldom meant where all weights of a pretrained model train, by reinforcement learning
@@ -84,8 +82,6 @@ def build_experiment(composed: Composed) -> BuiltExperiment:
 
 def spec_graph(spec: ExperimentSpec) -> DataFlowGraph:
     """The graph of an experiment; a ConfigError lists everything that is wrong with it."""
-    from realhf.api.graph import GraphError, build_graph
-
     try:
         return build_graph(spec.mfcs, spec.source.keys, spec.log_keys, roles=spec.models.keys())
     except GraphError as error:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 
-import networkx as nx
 import pytest
 
 from realhf.api.experiment import InterfaceType, MFCDef
@@ -47,13 +45,11 @@ def test_the_grpo_graph_follows_from_its_keys() -> None:
     graph = build_graph(grpo(), ["packed_prompts", "unused"])
     assert graph.topological_levels() == [["actor_gen"], ["ref_inf", "rew_inf"], ["actor_train"]]
     assert graph.n_seqs == 16
-    assert graph.roots() == ["actor_gen"] and graph.leaves() == ["actor_train"]
     assert graph.producers("packed_input_ids") == ("actor_gen",)
     assert graph.producers("packed_prompts") == (DATASET,) and graph.producers("nothing") == ()
     assert graph.consumers("packed_input_ids") == ("ref_inf", "actor_train")
     assert graph.required_dataset_keys() == ["packed_prompts"]
-    assert isinstance(graph.nx, nx.MultiDiGraph)
-    assert sorted(key for _, _, key in graph.nx.out_edges("actor_gen", keys=True)) == [
+    assert sorted(key for source, _, key in graph.edges if source == "actor_gen") == [
         "env_rewards",
         "packed_input_ids",
         "packed_input_ids",
@@ -129,12 +125,11 @@ def test_a_role_without_a_model() -> None:
     ]
 
 
-def test_unread_outputs_warn_or_fail() -> None:
+def test_unread_outputs_warn() -> None:
     calls = [*grpo(), mfc("extra", INF, "packed_input_ids", "values")]
     text = "'extra' produces key 'values', which nobody reads and which is not in log_keys"
     assert build_graph(calls, ["packed_prompts"]).warnings == (text,)
     assert build_graph(calls, ["packed_prompts"], log_keys=["values"]).warnings == ()
-    assert problems(calls, ["packed_prompts"], strict=True) == [text]
 
 
 def test_all_problems_come_at_once() -> None:
@@ -182,10 +177,6 @@ def test_drawings_show_every_call_and_every_key() -> None:
             assert word in text
     assert '  actor_gen -- "packed_input_ids, packed_logprobs" --> actor_train' in drawn().to_mermaid()
     assert '"rew_inf" -> "actor_train" [label="rewards"];' in drawn().to_dot()
-    loaded = json.loads(drawn().to_json())
-    assert [node["name"] for node in loaded["nodes"]] == ["actor_gen", "ref_inf", "rew_inf", "actor_train"]
-    assert {"from": "rew_inf", "to": "actor_train", "key": "rewards"} in loaded["edges"]
-    assert len(loaded["edges"]) == 7 and loaded["n_seqs"] == 16
 
 
 def test_the_graph_needs_no_torch() -> None:

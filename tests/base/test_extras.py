@@ -10,7 +10,7 @@ import pytest
 from realhf.base import installation
 from realhf.base.installation import IMPORT_ROOT
 
-HEAVY = ("torch", "transformers", "hydra", "networkx", "matplotlib")
+HEAVY = ("torch", "transformers", "hydra", "matplotlib")
 
 
 def test_the_command_installs_into_the_checkout_and_never_a_strangers_distribution(tmp_path, monkeypatch):

@@ -9,19 +9,15 @@ import torch
 
 from realhf.algorithms.inference import OutcomeRewardInterface
 from realhf.api.environment import RolloutOutcome
-from realhf.api.keys import KeySpec
+from realhf.api.keys import key_spec
 from realhf.api.sample import SequenceSample
 from realhf.data.stream_dataset import SampleLimits
 from realhf.rollout.rollout_sample import outcomes_to_sample
 from realhf.transport.codec import encode_sample
 from realhf.transport.errors import CodecError
 
-KEYS = (
-    KeySpec("packed_input_ids", "i64", "L"), KeySpec("prompt_mask", "bool", "L"), KeySpec("loss_mask", "bool", "L"),
-    KeySpec("packed_logprobs", "f32", "L-1"), KeySpec("packed_versions", "i32", "L-1"),
-    KeySpec("env_rewards", "f32", "1"), KeySpec("seq_no_eos_mask", "bool", "1"), KeySpec("outcome", "u8", "1"),
-    KeySpec("rewards", "f32", "1"), KeySpec("rollout_index", "i32", "1"),
-)  # fmt: skip
+NAMES = "packed_input_ids prompt_mask loss_mask packed_logprobs packed_versions env_rewards seq_no_eos_mask outcome"
+KEYS = tuple(map(key_spec, (NAMES + " rewards rollout_index").split()))
 
 
 def rollout(status: str, reward: float | None) -> RolloutOutcome:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from realhf.api.calls import ACCEPTED, DUPLICATE, REFUSED, Arrival
-from realhf.api.keys import KeySpec
+from realhf.api.keys import key_spec
 from realhf.api.sample import SequenceSample
 from realhf.data.payload_log import PayloadLog
 from realhf.data.stream_dataset import SampleLimits, StreamDataset
@@ -18,12 +18,7 @@ from realhf.transport.codec import decode_sample, encode_sample
 from realhf.transport.push_stream import StreamFailed, StreamProducer
 from realhf.transport.tensor_store import TensorStore
 
-KEYS = (
-    KeySpec("packed_input_ids", "i64", "L"),
-    KeySpec("loss_mask", "bool", "L"),
-    KeySpec("packed_logprobs", "f32", "L-1"),
-    KeySpec("rewards", "f32", "1"),
-)
+KEYS = tuple(map(key_spec, ("packed_input_ids", "loss_mask", "packed_logprobs", "rewards")))
 LIMITS = SampleLimits(KEYS, max_sequences=4, max_tokens=50, max_bytes=1 << 20)
 
 

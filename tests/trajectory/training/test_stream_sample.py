@@ -12,6 +12,7 @@ import torch
 from realhf.algorithms.inference import OutcomeRewardInterface
 from realhf.algorithms.options import PolicyGradientOptions
 from realhf.algorithms.policy_gradient import PolicyGradientInterface
+from realhf.algorithms.train_step import minibatches
 from realhf.api.environment import RolloutOutcome
 from realhf.api.model import CallContext
 from realhf.api.sample import MicroBatchSpec, SequenceSample
@@ -169,14 +170,14 @@ def test_missing_log_probabilities_are_computed_and_others_kept():
 def test_the_grpo_interface_takes_it_empty_places_and_all(tmp_path):
     """Advantages come from the groups, and the places without one change no figure."""
     context = CallContext(0, 1, MicroBatchSpec(), tmp_path)
-    for minibatches in (1, 2):
-        ppo = PolicyGradientInterface(PolicyGradientOptions(ppo_n_minibatches=minibatches))
+    for n in (1, 2):
+        ppo = PolicyGradientInterface(PolicyGradientOptions(ppo_n_minibatches=n))
         found = []
         for places in (2, 6):
             sample = converted(plain(2), plain(3), places=places).sample
             rewards, _ = OutcomeRewardInterface().inference(None, sample, context)  # type: ignore[arg-type]
             prepared, stats = ppo.prepare(sample.update(rewards))
-            parts = prepared.shuffled(3).split_balanced(minibatches)[0]
+            parts = minibatches(prepared, n, (3,))
             assert sum(part is not None for part in map(ppo._trained_part, parts)) > 0
             found.append((stats, prepared["advantages"].tolist()))
         assert found[0] == found[1]
