@@ -66,7 +66,7 @@ setup(
             "base/look/*",
             "view/static/*",
             "trajectory/http/static/*",
-            "env/init/templates/*",
+            "env/templates/*",
             "py.typed",
         ],
     },

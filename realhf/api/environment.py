@@ -4,7 +4,7 @@ An environment is a conversation: it opens an episode with messages and tools, t
 with messages, until it is done. Tokens, engines and training are not its concern. A task says which episode is played;
 a ``TaskSet`` draws tasks for training and lists held-out ones. ``EnvironmentSpec`` is what is registered.
 
-docs/extend/environment.md shows the ways to bring an environment; ``realhf.env.doors`` turns each of them into this.
+docs/extend/environment.md shows the ways to bring an environment; ``realhf.env.loader`` turns each of them into this.
 Messages are maps with ``role`` and ``content``, tools are JSON schemas, both in the form of the OpenAI chat API.
 """
 

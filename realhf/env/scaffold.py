@@ -71,7 +71,7 @@ def _commands(file: Path, title: str, door: str) -> tuple[str, ...]:
 
 
 def _template(name: str) -> Template:
-    return Template((resources.files("realhf.env.init") / "templates" / f"{name}.txt").read_text(encoding="utf-8"))
+    return Template((resources.files("realhf.env") / "templates" / f"{name}.txt").read_text(encoding="utf-8"))
 
 
 ABOUT = "\n".join(

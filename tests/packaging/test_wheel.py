@@ -65,7 +65,7 @@ def test_the_wheel_holds_what_the_tree_holds(wheel: Path) -> None:
     """Tasks, configurations, experiments, workers and pages are in it, each as it is, and nothing else is."""
     expected = in_tree()
     kinds = ("realhf/aws/tasks/*.yaml", "configs/experiment/*.yaml", "realhf/aws/playground/static/*.html")
-    for kind in (*kinds, "realhf/env/init/templates/*.txt"):
+    for kind in (*kinds, "realhf/env/templates/*.txt"):
         assert any(Path(name).match(kind) for name in expected), f"the tree has no {kind}"
     with zipfile.ZipFile(wheel) as archive:
         found = {name for name in archive.namelist() if ".dist-info/" not in name}

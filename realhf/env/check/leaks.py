@@ -28,7 +28,7 @@ THREADS, FILES, PROCESSES, TASKS, SCRATCH = KINDS = (
     "temporary files",
 )
 _OWN_THREADS = "check-"
-_DOORS = str(PACKAGE / "env" / "doors")
+_DOORS = str(PACKAGE / "env" / "loader")
 """A door keeps a bounded number of threads for an environment's blocking code."""
 _REMEMBERED = 20_000
 

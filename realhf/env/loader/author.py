@@ -93,7 +93,7 @@ class NoOptions:
 
 
 class ClassParts(NamedTuple):
-    """What the doors for classes share: the dataclass of all options, the attributes, and functions of given options
+    """What the ways to bring a class share: the dataclass of all options, the attributes, and functions of given options
     that return an instance and the task set of a split."""
 
     options: type[Any]

@@ -17,7 +17,7 @@ HERE = Path(__file__).name
 def test_the_environments_of_the_package_are_a_persons_code_and_the_rest_is_not() -> None:
     assert CODE.owns(__file__)
     assert CODE.owns(str(PACKAGE / "environments" / "sql" / "database.py"))
-    assert not CODE.owns(str(PACKAGE / "env" / "doors" / "load.py"))
+    assert not CODE.owns(str(PACKAGE / "env" / "loader" / "load.py"))
     assert not CODE.owns(json.__file__) and not CODE.owns("<frozen importlib>")
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from realhf.api.environment import AssistantMessage, EnvironmentFailure, EnvironmentSpec, ToolCall
 from realhf.env.loader.load import definition_of
-from tests.env.doors.counter import COUNTER
+from tests.env.loader.counter import COUNTER
 
 Build = Callable[..., EnvironmentSpec]
 

@@ -20,7 +20,7 @@ from realhf.rollout.black_box_agent import BlackBoxAgent, load_agent
 from realhf.rollout.episode import EpisodeRequest, Limits
 from tests.rollout.black_box import FakeTokens, chat
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(autouse=True)

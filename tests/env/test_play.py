@@ -16,7 +16,7 @@ import pytest
 
 from realhf.env.__main__ import main
 
-SOUND = f"{Path(__file__).parents[1] / 'check' / 'sound.py'}:Sound"
+SOUND = f"{Path(__file__).parent / 'check' / 'sound.py'}:Sound"
 OWN = '''
 """Two environments for the tests of the game."""
 

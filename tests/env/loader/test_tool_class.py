@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from realhf.api.environment import AssistantMessage, Environment, EnvironmentFailure, EnvironmentSpec, ToolCall, Turn
 from realhf.env.loader.load import build_environment
 from realhf.env.loader.validation import BrokenContract, checked_messages
-from tests.env.doors.counter import COUNTER
+from tests.env.loader.counter import COUNTER
 
 Build = Callable[..., EnvironmentSpec]
 
