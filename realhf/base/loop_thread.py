@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import functools
 import logging
 import os
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Coroutine
+import weakref
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar
 
 T = TypeVar("T")
+P = ParamSpec("P")
 _ROLLBACK_S = 5.0
+_CLOSE_S = 5.0
 _LOG = logging.getLogger(__name__)
 
 
@@ -25,14 +29,14 @@ class LoopThread:
     def __init__(self, name: str, *, instead: str) -> None:
         self._instead = instead
         self._name = name
-        self._pid = os.getpid()
+        self.pid = os.getpid()
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=_run_loop, args=(self.loop,), name=name, daemon=True)
         self._thread.start()
 
     def check_caller(self) -> None:
         """Raise RuntimeError in a forked child and in a coroutine."""
-        check_blocking_caller(self._pid, self._instead)
+        check_blocking_caller(self.pid, self._instead)
 
     def call(self, coroutine: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
         """Run a coroutine and wait for it; its own waits have deadlines, ``timeout_s`` bounds it from outside. When
@@ -55,7 +59,7 @@ class LoopThread:
 
     def stop(self, timeout_s: float) -> None:
         """Cancel what still runs and join the thread; one that hangs is left behind with a warning."""
-        if os.getpid() != self._pid:
+        if os.getpid() != self.pid:
             return
         with suppress(RuntimeError):
             self.loop.call_soon_threadsafe(self.loop.stop)
@@ -83,7 +87,79 @@ class LoopThread:
     @property
     def alive(self) -> bool:
         """Whether coroutines can run here: not after ``stop``, never in a forked child."""
-        return self._thread.is_alive() and os.getpid() == self._pid
+        return self._thread.is_alive() and os.getpid() == self.pid
+
+
+class Closable(Protocol):
+    """Is closed by a coroutine."""
+
+    async def close(self) -> None:
+        """Release what is held; harmless when repeated."""
+        ...
+
+
+A = TypeVar("A", bound=Closable)
+
+
+class BlockingFace(Generic[A]):
+    """Offers the coroutine methods of ``inner`` to blocking callers of any thread; they run on ``thread``, which is its
+    own. Subclasses name them: ``push = blocking(Inner.push)``."""
+
+    def __init__(self, inner: A, name: str) -> None:
+        self.inner = inner
+        self.thread = LoopThread(name, instead=type(inner).__name__)
+        self._finalizer = weakref.finalize(self, _shut_down, self.thread, inner)
+
+    def close(self) -> None:
+        """Close what is behind it and end the thread; harmless when repeated."""
+        self._finalizer()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def run(self, method: Callable[Concatenate[A, P], Coroutine[Any, Any, T]], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run a method of ``inner`` to its end. Raises RuntimeError after ``close`` and in a forked child."""
+        check_process(self.thread.pid)
+        if not self._finalizer.alive:
+            raise RuntimeError(f"this {type(self).__name__} has been closed")
+        return self.thread.call(method(self.inner, *args, **kwargs))
+
+
+def opening(make: Callable[P, A]) -> Callable[[Callable[[Any, A], None]], Callable[Concatenate[Any, P], None]]:
+    """Let the constructor of a face, which takes what ``make`` makes, take the arguments of ``make``."""
+
+    def decorate(init: Callable[[Any, A], None]) -> Callable[Concatenate[Any, P], None]:
+        @functools.wraps(make.__init__)
+        def opened(self: Any, *args: P.args, **kwargs: P.kwargs) -> None:
+            init(self, make(*args, **kwargs))
+
+        return opened
+
+    return decorate
+
+
+def blocking(
+    method: Callable[Concatenate[A, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[BlockingFace[A], P], T]:
+    """Make the blocking method of a face from a coroutine method."""
+
+    @functools.wraps(method)
+    def call(self: BlockingFace[A], *args: P.args, **kwargs: P.kwargs) -> T:
+        return self.run(method, *args, **kwargs)
+
+    return call
+
+
+def _shut_down(thread: LoopThread, inner: Closable) -> None:
+    """Close within a bounded time; only forget it in a forked child. The caller may be close(), the garbage collector
+    or the interpreter's end."""
+    if thread.alive and not thread.is_current():
+        with suppress(TimeoutError, RuntimeError):
+            asyncio.run_coroutine_threadsafe(inner.close(), thread.loop).result(_CLOSE_S)
+    thread.stop(_CLOSE_S)
 
 
 def check_blocking_caller(pid: int, instead: str) -> None:

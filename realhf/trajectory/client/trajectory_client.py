@@ -1,47 +1,53 @@
-"""Provides ``TrajectoryClient`` for blocking code and ``AsyncTrajectoryClient`` for coroutines."""
+"""Provides ``AsyncTrajectoryClient`` for coroutines, and ``TrajectoryClient``, its blocking face.
+
+Source: docs/reference/trajectory.md 2.2 to 2.8, 3.2, 3.9, 3.10.
+"""
 
 from __future__ import annotations
 
-import asyncio
-import time
-from collections.abc import Mapping, Sequence
-from types import TracebackType
-from typing import Any, TypeVar
+import json
+import logging
+import uuid
+from asyncio import sleep
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from time import monotonic
+from typing import Any, Self
 
 import httpx
 
+from realhf.base.loop_thread import BlockingFace, blocking, opening
 from realhf.base.tls import believing
-from realhf.trajectory.client.calls import Calls, ClientOptions
+from realhf.trajectory.client import encoding
 from realhf.trajectory.client.protocol import (
+    BadAnswer,
     Batch,
     EnvRegistration,
     EnvStatus,
-    Failed,
+    LeaseLost,
+    NoBatchYet,
+    NotRegistered,
     Pace,
-    Pause,
     PushReceipt,
-    Request,
     Response,
-    Retry,
-    Steps,
     TrainerRegistration,
+    Unreachable,
+    checked,
+    epoch_of,
+    field_of,
+    json_object,
+    pace,
+    retry_wait_s,
 )
 
-T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+_POLL_S, _LONGEST_POLL_S = 0.1, 1.0
+_TELL_EVERY_S = 10.0
+"""Seconds between two log lines about failed attempts, or about waiting for the server."""
 
 
-def lower(headers: httpx.Headers) -> dict[str, str]:
-    """Return headers as a plain map with names in lower case."""
-    return {name.lower(): value for name, value in headers.items()}
-
-
-def described(error: Exception) -> str:
-    """Describe an error of httpx, which may have no text."""
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-
-
-class TrajectoryClient:
-    """Acts as a producer, a trainer, or both. Use it as a context manager, or ``close`` it; one thread at a time.
+class AsyncTrajectoryClient:
+    """Acts as a producer, a trainer, or both, on one event loop. Use it as a context manager, or ``close`` it.
 
     Args:
         url: of the server.
@@ -54,7 +60,8 @@ class TrajectoryClient:
         explicit_acks: a batch ends by ``ack`` only; else the next pull acknowledges it.
         ca_file: PEM file with whom an https server is checked by ("": as this machine does, or SSL_CERT_FILE).
 
-    Every method raises a ``TrajectoryError``: Unreachable, Denied, StaleEpoch (register again), Refused, BadAnswer.
+    ``env`` is this client's registration as an environment, or None. Every method raises a ``TrajectoryError``:
+    Unreachable, Denied, StaleEpoch (register again), Refused, BadAnswer.
     """
 
     def __init__(
@@ -70,41 +77,33 @@ class TrajectoryClient:
         explicit_acks: bool = False,
         ca_file: str = "",
     ) -> None:
-        self._calls = Calls(
-            ClientOptions(url.rstrip("/"), token, trainer_id, binary, compression, Retry(retry_for_s), explicit_acks)
+        self.url = url.rstrip("/")
+        self.trainer_id = trainer_id or uuid.uuid4().hex
+        self.env: EnvRegistration | None = None
+        self._binary, self._explicit_acks, self._retry_for_s = binary, explicit_acks, retry_for_s
+        self._compression = encoding.choose_compression(compression, self.url, binary=binary)
+        self._epoch: int | None = None
+        self._in_hand: set[str] = set()
+        self._http = httpx.AsyncClient(
+            base_url=self.url,
+            timeout=request_timeout_s,
+            verify=believing(ca_file) if ca_file else True,
+            headers={"Authorization": f"Bearer {token}"} if token else None,
         )
-        self._http = httpx.Client(
-            base_url=url.rstrip("/"), timeout=request_timeout_s, verify=believing(ca_file) if ca_file else True
-        )
 
-    @property
-    def url(self) -> str:
-        """The address of the server."""
-        return self._calls.url
-
-    @property
-    def trainer_id(self) -> str:
-        """The name under which this client's batches are leased."""
-        return self._calls.trainer_id
-
-    @property
-    def env(self) -> EnvRegistration | None:
-        """This client's registration as an environment, or None."""
-        return self._calls.env
-
-    def close(self) -> None:
+    async def close(self) -> None:
         """Close the connections. Leases and registrations stay as they are."""
-        self._http.close()
+        await self._http.aclose()
 
-    def __enter__(self) -> TrajectoryClient:
+    async def __aenter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
 
     # ---- producer
 
-    def register_env(
+    async def register_env(
         self,
         name: str,
         *,
@@ -116,17 +115,48 @@ class TrajectoryClient:
     ) -> EnvRegistration:
         """Take part as an environment. Waits up to ``wait_s`` seconds for the trainer's first pull, then raises
         NotRegistered."""
-        return self._run(
-            self._calls.register_env(name, group_size, max_token_length, weight, min_batch_allocation, wait_s)
+        wanted = {
+            "desired_name": name,
+            "group_size": group_size,
+            "max_token_length": max_token_length,
+            "weight": weight,
+            "min_batch_allocation": min_batch_allocation,
+        }
+        began = told = monotonic()
+        while True:
+            # A key of its own for each question: a replayed answer "wait" would come for ever.
+            response = await self._post("/register-env", wanted, {"Idempotency-Key": uuid.uuid4().hex})
+            body = json_object(response, self.url)
+            if body.get("status") == "success":
+                break
+            waited = monotonic() - began
+            if waited >= wait_s:
+                raise NotRegistered(
+                    self.url, f"environment {name!r} waited {waited:.0f} s for the trainer: {body.get('status')}"
+                )
+            if monotonic() - told > _TELL_EVERY_S:
+                told = monotonic()
+                logger.info("%s: environment %s waits for the trainer, %.0f s so far", self.url, name, waited)
+            await sleep(min(1.0, max(0.0, wait_s - waited)))
+        info = await self.info()
+        self._epoch = epoch_of(response)
+        told_us = ("env_id", "wandb_name", "checkpoint_dir", "starting_step", "checkpoint_interval", "num_steps")
+        self.env = EnvRegistration(
+            group_size=group_size,
+            min_batch_allocation=min_batch_allocation,
+            epoch=self._epoch,
+            batch_size=field_of(info, "batch_size", self.url),
+            **{key: field_of(body, key, self.url) for key in told_us},
         )
+        return self.env
 
-    def push(
+    async def push(
         self, group: Mapping[str, Any], *, policy_version: int | None = None, idempotency_key: str | None = None
     ) -> PushReceipt:
         """Hand over one group, once, whatever breaks on the way. Raises BadGroup before anything is sent."""
-        return self._run(self._calls.push([group], listed=False, policy_version=policy_version, key=idempotency_key))
+        return await self._push([group], policy_version, idempotency_key, listed=False)
 
-    def push_many(
+    async def push_many(
         self,
         groups: Sequence[Mapping[str, Any]],
         *,
@@ -134,27 +164,70 @@ class TrajectoryClient:
         idempotency_key: str | None = None,
     ) -> PushReceipt:
         """Hand over several groups, all or none. Errors are those of ``push``."""
-        return self._run(self._calls.push(groups, listed=True, policy_version=policy_version, key=idempotency_key))
+        if not groups:
+            return PushReceipt(0, 0, (), replayed=False)
+        return await self._push(groups, policy_version, idempotency_key, listed=True)
 
-    def env_status(self) -> EnvStatus:
+    async def _push(
+        self, groups: Sequence[Mapping[str, Any]], policy_version: int | None, key: str | None, *, listed: bool
+    ) -> PushReceipt:
+        body, content = encoding.encode_groups(
+            groups,
+            listed=listed,
+            binary=self._binary,
+            compression=self._compression,
+            env_id=self.env.env_id if self.env else None,
+        )
+        headers = self._fence() | content | {"Idempotency-Key": key or uuid.uuid4().hex}
+        if policy_version is not None:
+            headers["X-Policy-Version"] = str(policy_version)
+        response = await self._send("POST", "/scored_data_list" if listed else "/scored_data", headers, body)
+        answer = json_object(response, self.url)
+        reasons = response.headers.get("x-quarantined", "")
+        if reasons:
+            logger.warning("%s: pushed groups are in quarantine: %s", self.url, reasons)
+        return PushReceipt(
+            len(groups),
+            answer.get("buffered", 0) if listed else int(answer.get("status") == "buffered"),
+            tuple(reasons.split(",")) if reasons else (),
+            replayed=response.headers.get("idempotency-replayed") == "true",
+        )
+
+    async def env_status(self) -> EnvStatus:
         """Return the server's numbers for this environment; the request is a sign of life, too."""
-        return self._run(self._calls.env_status())
+        response = await self._post("/status-env", {"env_id": self._registered_env().env_id}, self._fence())
+        found = json_object(response, self.url)
+        return EnvStatus(**{name: field_of(found, name, self.url) for name in EnvStatus.__annotations__})
 
-    def pace(self) -> Pace:
+    async def pace(self) -> Pace:
         """Return whether to pause, how many groups to work on at once, and whether all is done."""
-        return self._run(self._calls.pace())
+        env = self._registered_env()
+        return pace(await self.env_status(), env)
 
-    def wait_for_room(self, timeout_s: float) -> Pace:
+    async def wait_for_room(self, timeout_s: float) -> Pace:
         """Wait until producing makes sense again; after ``timeout_s`` the answer still says ``pause``."""
-        return self._run(self._calls.wait_for_room(timeout_s))
+        give_up, poll = monotonic() + timeout_s, _POLL_S
+        while True:
+            now = await self.pace()
+            if not now.pause or now.done or monotonic() + poll > give_up:
+                return now
+            await sleep(poll)
+            poll = min(_LONGEST_POLL_S, poll * 1.5)
 
-    def disconnect(self) -> None:
+    async def disconnect(self) -> None:
         """Leave as an environment; what was pushed is still served."""
-        self._run(self._calls.disconnect())
+        env, self.env = self.env, None
+        if env is not None:
+            await self._post("/disconnect-env", {"env_id": env.env_id})
+
+    def _registered_env(self) -> EnvRegistration:
+        if self.env is None:
+            raise NotRegistered(self.url, "this client is no environment; call register_env first")
+        return self.env
 
     # ---- trainer
 
-    def register(
+    async def register(
         self,
         *,
         batch_size: int,
@@ -187,277 +260,217 @@ class TrajectoryClient:
             "max_staleness": max_staleness,
             "trainer_id": self.trainer_id,
         }
-        return self._run(self._calls.register(registration, join=join, reset=reset, key=idempotency_key))
+        headers = {"Idempotency-Key": idempotency_key or uuid.uuid4().hex}
+        headers |= {name: "1" for name, wanted in (("X-Join", join), ("X-Reset", reset)) if wanted}
+        response = await self._post("/register", registration, headers)
+        number = field_of(json_object(response, self.url), "uuid", self.url)
+        self._epoch = epoch_of(response)
+        return TrainerRegistration(int(number), self._epoch)
 
-    def pull(self, timeout_s: float, *, acknowledges: Batch | None = None) -> Batch:
+    async def pull(self, timeout_s: float, *, acknowledges: Batch | None = None) -> Batch:
         """Return the next batch.
 
         Waits up to ``timeout_s`` seconds, then raises NoBatchYet. ``acknowledges``: end the lease of this batch on the
         way. Raises NotRegistered, LeaseLost.
         """
-        return self._run(self._calls.pull(timeout_s, acknowledges.lease_id if acknowledges else None))
+        poll, began = _POLL_S, monotonic()
+        told = began
+        await self._acknowledge_returned()
+        while True:
+            response = await self._answered("GET", "/batch", self._pull_headers(acknowledges), mend=self._give_back)
+            outcome = self._batch(checked(response, self.url))
+            if isinstance(outcome, Batch):
+                if not self._explicit_acks:
+                    self._in_hand.add(outcome.lease_id)
+                return outcome
+            waited = monotonic() - began
+            if waited + poll > timeout_s:
+                raise NoBatchYet(self.url, waited, outcome)
+            if monotonic() - told > _TELL_EVERY_S:
+                told = monotonic()
+                logger.info("%s: waits for a batch, %.0f s so far (%s)", self.url, waited, outcome)
+            await sleep(poll)
+            poll = min(_LONGEST_POLL_S, poll * 1.5)
 
-    def ack(self, lease_id: str) -> None:
-        """Acknowledge that the batch was consumed. Repeating it does no harm. Raises LeaseLost."""
-        self._run(self._calls.end_lease("ack", lease_id))
+    async def _acknowledge_returned(self) -> None:
+        """Acknowledge the batches that earlier pulls returned. The server itself would also count those whose answers
+        never arrived."""
+        for lease_id in list(self._in_hand):
+            try:
+                await self.ack(lease_id)
+            except LeaseLost as error:
+                logger.warning("the acknowledgement of a batch came too late: %s", error)
+                self._in_hand.discard(lease_id)
 
-    def nack(self, lease_id: str) -> None:
-        """Give the batch back; the next pull gets it. Raises LeaseLost."""
-        self._run(self._calls.end_lease("nack", lease_id))
+    async def _give_back(self, broken: Response) -> None:
+        """Give back a batch that broke off: the server may believe that it arrived, and would keep it until its lease
+        expires."""
+        if lease_id := broken.headers.get("x-lease-id"):
+            try:
+                await self.nack(lease_id)
+            except LeaseLost as error:
+                logger.warning("a batch that broke off is not ours any more: %s", error)
 
-    def renew(self, lease_id: str) -> float:
-        """Hold the batch longer; return the seconds from now until it expires. Raises LeaseLost."""
-        return float(self._run(self._calls.end_lease("renew", lease_id))["expires_in_s"])
-
-    def set_policy_version(self, version: int) -> None:
-        """Announce which version of the weights rollouts are made with from now on."""
-        self._run(self._calls.set_policy_version(version))
-
-    # ---- everyone
-
-    def info(self) -> dict[str, Any]:
-        """Return ``batch_size`` and ``max_token_len``; -1 without a trainer."""
-        return self._run(self._calls.get("/info"))
-
-    def run_names(self) -> dict[str, Any]:
-        """Return ``group`` and ``project`` that the trainer registered; null without one."""
-        return self._run(self._calls.get("/wandb_info"))
-
-    def status(self) -> dict[str, Any]:
-        """Return ``current_step`` and ``queue_size`` (in groups)."""
-        return self._run(self._calls.get("/status"))
-
-    def leases(self) -> list[dict[str, Any]]:
-        """List the batches in trainers' hands: ``lease_id``, ``owner``, ``step``, ``state``, ``expires_in_s``."""
-        return self._run(self._calls.get("/leases"))["leases"]
-
-    # ---- waiting
-
-    def _run(self, steps: Steps[T]) -> T:
-        outcome: Response | Failed | None = None
+    def _batch(self, response: Response) -> Batch | str:
+        """Return the batch of an answer, or the reason why there is none."""
+        headers = response.headers
+        found = encoding.decode_batch(response.body, headers.get("content-type", ""), self.url)
+        if found.get("status") == "error":
+            raise NotRegistered(self.url, str(found.get("message")))
+        groups = found.get("batch")
+        if groups is None:
+            return headers.get("x-batch-reason", "no reason given")
         try:
-            while True:
-                wanted = steps.send(outcome)
-                outcome = None
-                if isinstance(wanted, Pause):
-                    time.sleep(wanted.seconds)
-                else:
-                    outcome = self._perform(wanted)
-        except StopIteration as end:
-            return end.value
-        finally:
-            steps.close()
+            return Batch(
+                groups,
+                headers["x-lease-id"],
+                int(headers["x-batch-step"]),
+                int(headers["x-min-policy-version"]),
+                int(headers["x-max-policy-version"]),
+                redelivered=headers.get("x-redelivered") == "1",
+            )
+        except (KeyError, ValueError) as error:
+            raise BadAnswer(self.url, f"a batch without a usable lease ({error})") from None
 
-    def _perform(self, request: Request) -> Response | Failed:
-        headers: dict[str, str] = {}
-        try:
-            with self._http.stream(
-                request.method, request.path, headers=request.headers, content=request.body
-            ) as response:
-                headers = lower(response.headers)
-                return Response(response.status_code, headers, response.read())
-        except httpx.RequestError as error:
-            return Failed(described(error), headers)
-
-
-class AsyncTrajectoryClient:
-    """Acts as a producer, a trainer, or both, on one event loop. ``TrajectoryClient`` documents every method."""
-
-    def __init__(
-        self,
-        url: str,
-        *,
-        token: str = "",
-        trainer_id: str = "",
-        binary: bool = True,
-        compression: str = "auto",
-        retry_for_s: float = 120.0,
-        request_timeout_s: float = 60.0,
-        explicit_acks: bool = False,
-        ca_file: str = "",
-    ) -> None:
-        self._calls = Calls(
-            ClientOptions(url.rstrip("/"), token, trainer_id, binary, compression, Retry(retry_for_s), explicit_acks)
-        )
-        self._http = httpx.AsyncClient(
-            base_url=url.rstrip("/"), timeout=request_timeout_s, verify=believing(ca_file) if ca_file else True
-        )
-
-    @property
-    def url(self) -> str:
-        """See ``TrajectoryClient``."""
-        return self._calls.url
-
-    @property
-    def trainer_id(self) -> str:
-        """See ``TrajectoryClient``."""
-        return self._calls.trainer_id
-
-    @property
-    def env(self) -> EnvRegistration | None:
-        """See ``TrajectoryClient``."""
-        return self._calls.env
-
-    async def close(self) -> None:
-        """See ``TrajectoryClient``."""
-        await self._http.aclose()
-
-    async def __aenter__(self) -> AsyncTrajectoryClient:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
-        await self.close()
-
-    # ---- producer
-
-    async def register_env(
-        self,
-        name: str,
-        *,
-        group_size: int,
-        max_token_length: int,
-        weight: float = 1.0,
-        min_batch_allocation: float | None = None,
-        wait_s: float = 600.0,
-    ) -> EnvRegistration:
-        """See ``TrajectoryClient``."""
-        return await self._run(
-            self._calls.register_env(name, group_size, max_token_length, weight, min_batch_allocation, wait_s)
-        )
-
-    async def push(
-        self, group: Mapping[str, Any], *, policy_version: int | None = None, idempotency_key: str | None = None
-    ) -> PushReceipt:
-        """See ``TrajectoryClient``."""
-        return await self._run(
-            self._calls.push([group], listed=False, policy_version=policy_version, key=idempotency_key)
-        )
-
-    async def push_many(
-        self,
-        groups: Sequence[Mapping[str, Any]],
-        *,
-        policy_version: int | None = None,
-        idempotency_key: str | None = None,
-    ) -> PushReceipt:
-        """See ``TrajectoryClient``."""
-        return await self._run(
-            self._calls.push(groups, listed=True, policy_version=policy_version, key=idempotency_key)
-        )
-
-    async def env_status(self) -> EnvStatus:
-        """See ``TrajectoryClient``."""
-        return await self._run(self._calls.env_status())
-
-    async def pace(self) -> Pace:
-        """See ``TrajectoryClient``."""
-        return await self._run(self._calls.pace())
-
-    async def wait_for_room(self, timeout_s: float) -> Pace:
-        """See ``TrajectoryClient``."""
-        return await self._run(self._calls.wait_for_room(timeout_s))
-
-    async def disconnect(self) -> None:
-        """See ``TrajectoryClient``."""
-        await self._run(self._calls.disconnect())
-
-    # ---- trainer
-
-    async def register(
-        self,
-        *,
-        batch_size: int,
-        max_token_len: int,
-        num_steps: int,
-        starting_step: int = 0,
-        wandb_group: str = "",
-        wandb_project: str = "",
-        checkpoint_dir: str = "",
-        save_checkpoint_interval: int = 0,
-        max_staleness: int | None = None,
-        join: bool = False,
-        reset: bool = False,
-        idempotency_key: str | None = None,
-    ) -> TrainerRegistration:
-        """See ``TrajectoryClient``."""
-        registration = {
-            "wandb_group": wandb_group,
-            "wandb_project": wandb_project,
-            "batch_size": batch_size,
-            "max_token_len": max_token_len,
-            "checkpoint_dir": checkpoint_dir,
-            "num_steps": num_steps,
-            "save_checkpoint_interval": save_checkpoint_interval,
-            "starting_step": starting_step,
-            "max_staleness": max_staleness,
-            "trainer_id": self.trainer_id,
-        }
-        return await self._run(self._calls.register(registration, join=join, reset=reset, key=idempotency_key))
-
-    async def pull(self, timeout_s: float, *, acknowledges: Batch | None = None) -> Batch:
-        """See ``TrajectoryClient``."""
-        return await self._run(self._calls.pull(timeout_s, acknowledges.lease_id if acknowledges else None))
+    def _pull_headers(self, acknowledges: Batch | None) -> dict[str, str]:
+        headers = self._fence() | {"X-Trainer-Id": self.trainer_id, "X-Ack-Mode": "explicit"}
+        headers["Accept-Encoding"] = encoding.accepted_codings(self._compression)
+        if self._binary:
+            headers["Accept"] = encoding.MSGPACK
+        if acknowledges is not None:
+            headers["X-Ack"] = acknowledges.lease_id
+        return headers
 
     async def ack(self, lease_id: str) -> None:
-        """See ``TrajectoryClient``."""
-        await self._run(self._calls.end_lease("ack", lease_id))
+        """Acknowledge that the batch was consumed. Repeating it does no harm. Raises LeaseLost."""
+        json_object(await self._post("/batch/ack", {"lease_id": lease_id}), self.url)
+        self._in_hand.discard(lease_id)
 
     async def nack(self, lease_id: str) -> None:
-        """See ``TrajectoryClient``."""
-        await self._run(self._calls.end_lease("nack", lease_id))
+        """Give the batch back; the next pull gets it. Raises LeaseLost."""
+        self._in_hand.discard(lease_id)
+        json_object(await self._post("/batch/nack", {"lease_id": lease_id}), self.url)
 
     async def renew(self, lease_id: str) -> float:
-        """See ``TrajectoryClient``."""
-        return float((await self._run(self._calls.end_lease("renew", lease_id)))["expires_in_s"])
+        """Hold the batch longer; return the seconds from now until it expires. Raises LeaseLost."""
+        answer = json_object(await self._post("/batch/renew", {"lease_id": lease_id}), self.url)
+        return float(answer["expires_in_s"])
 
     async def set_policy_version(self, version: int) -> None:
-        """See ``TrajectoryClient``."""
-        await self._run(self._calls.set_policy_version(version))
+        """Announce which version of the weights rollouts are made with from now on."""
+        await self._post("/policy_version", {"version": version})
 
     # ---- everyone
 
     async def info(self) -> dict[str, Any]:
-        """See ``TrajectoryClient``."""
-        return await self._run(self._calls.get("/info"))
+        """Return ``batch_size`` and ``max_token_len``; -1 without a trainer."""
+        return await self._get("/info")
 
     async def run_names(self) -> dict[str, Any]:
-        """See ``TrajectoryClient``."""
-        return await self._run(self._calls.get("/wandb_info"))
+        """Return ``group`` and ``project`` that the trainer registered; null without one."""
+        return await self._get("/wandb_info")
 
     async def status(self) -> dict[str, Any]:
-        """See ``TrajectoryClient``."""
-        return await self._run(self._calls.get("/status"))
+        """Return ``current_step`` and ``queue_size`` (in groups)."""
+        return await self._get("/status")
 
     async def leases(self) -> list[dict[str, Any]]:
-        """See ``TrajectoryClient``."""
-        return (await self._run(self._calls.get("/leases")))["leases"]
+        """List the batches in trainers' hands: ``lease_id``, ``owner``, ``step``, ``state``, ``expires_in_s``."""
+        return (await self._get("/leases"))["leases"]
 
-    # ---- waiting
+    # ---- requests
 
-    async def _run(self, steps: Steps[T]) -> T:
-        outcome: Response | Failed | None = None
+    async def _get(self, path: str) -> dict[str, Any]:
+        return json_object(await self._send("GET", path), self.url)
+
+    async def _post(self, path: str, body: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> Response:
+        content = {"Content-Type": "application/json"} | dict(headers or {})
+        return await self._send("POST", path, content, json.dumps(body).encode())
+
+    def _fence(self) -> dict[str, str]:
+        return {} if self._epoch is None else {"X-Epoch": str(self._epoch)}
+
+    async def _send(
+        self, method: str, path: str, headers: Mapping[str, str] | None = None, body: bytes | None = None
+    ) -> Response:
+        return checked(await self._answered(method, path, headers or {}, body), self.url)
+
+    async def _answered(
+        self,
+        method: str,
+        path: str,
+        headers: Mapping[str, str],
+        body: bytes | None = None,
+        mend: Callable[[Response], Awaitable[None]] | None = None,
+    ) -> Response:
+        """Return the first answer below 500; ``mend`` is done before each new attempt. Raises Unreachable, with the
+        last cause, when there is none in time."""
+        began, told, attempt = monotonic(), monotonic(), 0
+        while True:
+            response = await self._performed(method, path, headers, body)
+            if not response.failure and response.status < 500:
+                return response
+            attempt += 1
+            wait, now = retry_wait_s(attempt, response), monotonic()
+            if now + wait > began + self._retry_for_s:
+                tried = f"gave up after {attempt} attempts in {now - began:.1f} s"
+                raise Unreachable(self.url, f"{method} {path}: {response.cause}; {tried}")
+            if attempt == 1 or now - told > _TELL_EVERY_S:
+                told = now
+                logger.warning("%s: %s %s: %s; trying again", self.url, method, path, response.cause)
+            await sleep(wait)
+            if mend is not None:
+                await mend(response)
+
+    async def _performed(self, method: str, path: str, headers: Mapping[str, str], body: bytes | None) -> Response:
+        status, received = 0, httpx.Headers()
+        sent = {"Accept-Encoding": "identity"} | dict(headers)
         try:
-            while True:
-                wanted = steps.send(outcome)
-                outcome = None
-                if isinstance(wanted, Pause):
-                    await asyncio.sleep(wanted.seconds)
-                else:
-                    outcome = await self._perform(wanted)
-        except StopIteration as end:
-            return end.value
-        finally:
-            steps.close()
-
-    async def _perform(self, request: Request) -> Response | Failed:
-        headers: dict[str, str] = {}
-        try:
-            async with self._http.stream(
-                request.method, request.path, headers=request.headers, content=request.body
-            ) as response:
-                headers = lower(response.headers)
-                return Response(response.status_code, headers, await response.aread())
+            async with self._http.stream(method, path, headers=sent, content=body) as response:
+                status, received = response.status_code, response.headers
+                return Response(status, received, await response.aread())
         except httpx.RequestError as error:
-            return Failed(described(error), headers)
+            cause = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+            return Response(status, received, b"", cause)
+
+
+class TrajectoryClient(BlockingFace[AsyncTrajectoryClient]):
+    """Acts as a producer, a trainer, or both: ``AsyncTrajectoryClient`` for blocking callers, of any thread. Use it as
+    a context manager, or ``close`` it; open a new one after a fork."""
+
+    @opening(AsyncTrajectoryClient)
+    def __init__(self, inner: AsyncTrajectoryClient) -> None:
+        super().__init__(inner, "trajectory-client")
+
+    @property
+    def url(self) -> str:
+        """The address of the server."""
+        return self.inner.url
+
+    @property
+    def trainer_id(self) -> str:
+        """The name under which this client's batches are leased."""
+        return self.inner.trainer_id
+
+    @property
+    def env(self) -> EnvRegistration | None:
+        """This client's registration as an environment, or None."""
+        return self.inner.env
+
+    register_env = blocking(AsyncTrajectoryClient.register_env)
+    push = blocking(AsyncTrajectoryClient.push)
+    push_many = blocking(AsyncTrajectoryClient.push_many)
+    env_status = blocking(AsyncTrajectoryClient.env_status)
+    pace = blocking(AsyncTrajectoryClient.pace)
+    wait_for_room = blocking(AsyncTrajectoryClient.wait_for_room)
+    disconnect = blocking(AsyncTrajectoryClient.disconnect)
+    register = blocking(AsyncTrajectoryClient.register)
+    pull = blocking(AsyncTrajectoryClient.pull)
+    ack = blocking(AsyncTrajectoryClient.ack)
+    nack = blocking(AsyncTrajectoryClient.nack)
+    renew = blocking(AsyncTrajectoryClient.renew)
+    set_policy_version = blocking(AsyncTrajectoryClient.set_policy_version)
+    info = blocking(AsyncTrajectoryClient.info)
+    run_names = blocking(AsyncTrajectoryClient.run_names)
+    status = blocking(AsyncTrajectoryClient.status)
+    leases = blocking(AsyncTrajectoryClient.leases)

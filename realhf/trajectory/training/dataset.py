@@ -6,18 +6,26 @@ server hands it out again. Source: docs/reference/trajectory.md 2.8, 3.9, 3.10.
 
 from __future__ import annotations
 
+import asyncio
 import logging
-import threading
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
 from realhf.api.sample import SequenceSample
-from realhf.trajectory.client import LeaseLost, NotRegistered, TrajectoryClient, TrajectoryError
+from realhf.trajectory.client import (
+    AsyncTrajectoryClient,
+    LeaseLost,
+    NotRegistered,
+    TrajectoryClient,
+    TrajectoryError,
+)
 from realhf.trajectory.training.stream_sample import Rescore, RowLimits, groups_to_sample
 
 logger = logging.getLogger(__name__)
+_RETRY_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -40,14 +48,13 @@ class StreamRun:
 class TrajectoryDataset:
     """Registers as the trainer, or finds its run again, and pulls batches.
 
-    Both clients belong to the dataset, which closes them; ``client`` must be in explicit mode. ``consumed``: leases
-    whose batches were learnt from already. Raises TrajectoryError: no server, no permission, no batch in time.
+    The client belongs to the dataset, which closes it; it must be in explicit mode. ``consumed``: leases whose batches
+    were learnt from already. Raises TrajectoryError: no server, no permission, no batch in time.
     """
 
     def __init__(
         self,
         client: TrajectoryClient,
-        renewing: TrajectoryClient,
         run: StreamRun,
         limits: RowLimits,
         *,
@@ -55,8 +62,7 @@ class TrajectoryDataset:
         consumed: Sequence[str] = (),
     ) -> None:
         self._client, self._limits = client, limits
-        self._held: list[str] = []
-        self._keeper = LeaseKeeper(renewing)
+        self._held: dict[str, Future[None]] = {}
         known = not run.fresh and self._is_ours(run)
         self._register(run, step, join=known)
         if known:
@@ -76,8 +82,8 @@ class TrajectoryDataset:
         began = time.perf_counter()
         self._client.set_policy_version(version)
         batch = self._client.pull(wait_s)
-        self._held.append(batch.lease_id)
-        self._keeper.keep(batch.lease_id)
+        renewal = keep_renewed(self._client.inner, batch.lease_id)
+        self._held[batch.lease_id] = asyncio.run_coroutine_threadsafe(renewal, self._client.thread.loop)
         waited = time.perf_counter() - began
         converted = groups_to_sample(ids, batch.groups, self._limits, version=batch.min_version, rescore=rescore)
         stats = {
@@ -105,12 +111,12 @@ class TrajectoryDataset:
             except TrajectoryError as error:
                 logger.warning("a batch was not acknowledged: %s", error)
                 return
-            self._keeper.release(lease_id)
-            self._held.remove(lease_id)
+            self._held.pop(lease_id).cancel()
 
     def close(self) -> None:
-        """Close the clients. A batch still held is given back when its lease expires, or when the run continues."""
-        self._keeper.close()
+        """Close the client. A batch still held is given back when its lease expires, or when the run continues."""
+        for renewal in self._held.values():
+            renewal.cancel()
         self._client.close()
 
     def _is_ours(self, run: StreamRun) -> bool:
@@ -153,73 +159,16 @@ def _named(problems: Mapping[str, int]) -> dict[str, Any]:
     return {f"n_{name}": float(count) for name, count in problems.items()}
 
 
-_RETRY_S = 1.0
-_JOIN_S = 5.0
-
-
-class LeaseKeeper:
-    """Renews leases with ``client``, which belongs to the keeper and is closed by it. A lease is renewed when it comes
-    in, which shows how long it lasts, and whenever a third of that time has gone by."""
-
-    def __init__(self, client: TrajectoryClient) -> None:
-        self._client = client
-        self._due: dict[str, float] = {}
-        self._changed = threading.Condition()
-        self._closed = False
-        self._thread = threading.Thread(target=self._run, name="lease-keeper", daemon=True)
-        self._thread.start()
-
-    def keep(self, lease_id: str) -> None:
-        """Renew this lease from now on."""
-        with self._changed:
-            self._due[lease_id] = time.monotonic()
-            self._changed.notify()
-
-    def release(self, lease_id: str) -> None:
-        """Stop renewing this lease."""
-        with self._changed:
-            self._due.pop(lease_id, None)
-
-    def close(self) -> None:
-        """Stop the thread and close the client."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify()
-        self._thread.join(_JOIN_S)
-        self._client.close()
-
-    def _run(self) -> None:
-        while (lease_id := self._next()) is not None:
-            wait = self._renewed(lease_id)
-            with self._changed:
-                if lease_id not in self._due:
-                    continue
-                if wait is None:
-                    del self._due[lease_id]
-                else:
-                    self._due[lease_id] = time.monotonic() + wait
-
-    def _next(self) -> str | None:
-        """Wait for and return the lease that is to be renewed now; None when the keeper is closed."""
-        with self._changed:
-            while not self._closed:
-                lease_id = min(self._due, key=self._due.__getitem__, default=None)
-                wait = None if lease_id is None else self._due[lease_id] - time.monotonic()
-                if lease_id is not None and wait is not None and wait <= 0:
-                    return lease_id
-                self._changed.wait(wait)
-        return None
-
-    def _renewed(self, lease_id: str) -> float | None:
-        """Renew a lease; return the seconds until the next renewal, None if the lease has ended."""
+async def keep_renewed(client: AsyncTrajectoryClient, lease_id: str) -> None:
+    """Renew a lease until it has ended: at once, which shows how long it lasts, and whenever a third of that time has
+    gone by."""
+    while True:
         try:
-            return self._client.renew(lease_id) / 3
+            wait_s = await client.renew(lease_id) / 3
         except LeaseLost as error:
-            with self._changed:
-                wanted = lease_id in self._due
-            if wanted:
-                logger.warning("somebody else may train on a batch of ours: %s", error)
-            return None
+            logger.warning("somebody else may train on a batch of ours: %s", error)
+            return
         except TrajectoryError as error:
             logger.warning("a lease was not renewed, and is tried again: %s", error)
-            return _RETRY_S
+            wait_s = _RETRY_S
+        await asyncio.sleep(wait_s)

@@ -108,7 +108,7 @@ class TrajectoryStreamInterface:
                 raise RuntimeError("no trajectory server is registered; stream_gen needs one (kind 'trajectory')")
             limits = RowLimits(len(model.tokenizer), self._run.max_tokens, self._min_group_size)
             self._dataset = TrajectoryDataset(
-                self._client(url), self._client(url), self._run, limits, step=context.step, consumed=self._saved
+                self._client(url), self._run, limits, step=context.step, consumed=self._saved
             )
         return self._dataset
 

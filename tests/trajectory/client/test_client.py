@@ -6,8 +6,10 @@ import asyncio
 import contextlib
 import inspect
 import json
+import os
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -28,17 +30,12 @@ from realhf.trajectory.client import (
     StaleEpoch,
     TrajectoryClient,
     Unreachable,
+    trajectory_client,
 )
 from realhf.trajectory.client.encoding import choose_compression, decode_batch, encode_groups
 from realhf.trajectory.client.protocol import (
     EnvRegistration,
     EnvStatus,
-    Failed,
-    Pause,
-    Request,
-    Response,
-    Retry,
-    answered,
     pace,
     retry_after_s,
 )
@@ -162,58 +159,51 @@ def test_compression_where_it_pays():
 # ---- how it waits
 
 
-class FakeTime:
-    """A clock that moves only when the steps pause."""
+async def drive(monkeypatch, outcomes, seconds) -> tuple[dict[str, Any], list[float]]:
+    """The status by a client to whom these answers (or their errors) come, and the pauses it made by its clock."""
+    pauses: list[float] = []
 
-    def __init__(self) -> None:
-        self.now = 0.0
+    async def pause(wait_s):
+        pauses.append(wait_s)
 
-    def __call__(self) -> float:
-        return self.now
+    def answer(request):
+        outcome = outcomes.pop(0)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
 
-
-def drive(outcomes: list[Response | Failed], seconds: float) -> tuple[Response, list[float]]:
-    """The result of ``answered`` over these outcomes, and the pauses it made."""
-    clock, pauses = FakeTime(), []
-    steps = answered(Request("POST", "/scored_data"), "http://server", Retry(seconds, clock))
-    outcome: Response | Failed | None = None
-    try:
-        while True:
-            wanted = steps.send(outcome)
-            outcome = None
-            if isinstance(wanted, Pause):
-                pauses.append(wanted.seconds)
-                clock.now += wanted.seconds
-            else:
-                outcome = outcomes.pop(0)
-    except StopIteration as end:
-        return end.value, pauses
+    monkeypatch.setattr(trajectory_client, "sleep", pause)
+    monkeypatch.setattr(trajectory_client, "monotonic", lambda: sum(pauses))
+    async with AsyncTrajectoryClient("http://server", retry_for_s=seconds) as client:
+        client._http = httpx.AsyncClient(base_url=client.url, transport=httpx.MockTransport(answer))
+        return await client.status(), pauses
 
 
-def test_failures_are_retried_with_growing_pauses():
-    good = Response(200, {}, b"{}")
-    failures: list[Response | Failed] = [Failed("ConnectError: refused"), Response(502, {}, b""), Failed("ReadTimeout")]
-    result, pauses = drive([*failures, good], 60)
-    assert result is good
+async def test_failures_are_retried_with_growing_pauses(monkeypatch):
+    failures = [httpx.ConnectError("refused"), httpx.Response(502), httpx.ReadTimeout("")]
+    result, pauses = await drive(monkeypatch, [*failures, httpx.Response(200, json={"current_step": 1})], 60)
+    assert result == {"current_step": 1}
     assert len(pauses) == 3 and 0.08 <= pauses[0] <= 0.12 and pauses[0] < pauses[1] < pauses[2]
 
 
-def test_a_full_queue_is_asked_again_when_it_says():
-    result, pauses = drive([Response(503, {"retry-after": "3"}, b"full"), Response(200, {}, b"")], 60)
-    assert result.status == 200 and 2.4 <= pauses[0] <= 3.6
+async def test_a_full_queue_is_asked_again_when_it_says(monkeypatch):
+    full = httpx.Response(503, headers={"Retry-After": "3"}, text="full")
+    _, pauses = await drive(monkeypatch, [full, httpx.Response(200, json={})], 60)
+    assert 2.4 <= pauses[0] <= 3.6
     assert retry_after_s("Thu, 01 Jan 1970 00:01:40 GMT", lambda: 90.0) == 10.0
     assert retry_after_s("soon") == retry_after_s(None) == 0.0
 
 
-def test_the_deadline_ends_it_with_the_cause():
-    failures: list[Response | Failed] = [Failed("ConnectError: [Errno 111] Connection refused")] * 99
-    with pytest.raises(Unreachable, match=r"http://server: POST /scored_data: ConnectError: .*refused; gave up after"):
-        drive(failures, 5)
+async def test_the_deadline_ends_it_with_the_cause(monkeypatch):
+    failures = [httpx.ConnectError("[Errno 111] Connection refused") for _ in range(99)]
+    with pytest.raises(Unreachable, match=r"http://server: GET /status: ConnectError: .*refused; gave up after"):
+        await drive(monkeypatch, failures, 5)
     assert len(failures) > 90
 
 
-def test_a_client_error_is_not_retried():
-    assert drive([Response(422, {}, b"")], 60)[0].status == 422
+async def test_a_client_error_is_not_retried(monkeypatch):
+    with pytest.raises(Refused, match="422"):
+        await drive(monkeypatch, [httpx.Response(422)], 60)
 
 
 def test_pacing_follows_the_reference():
@@ -463,15 +453,30 @@ async def test_a_pull_that_was_cancelled_is_not_acknowledged_by_the_next():
 
 
 def test_the_async_client_is_the_same():
-    def methods(kind: type) -> dict[str, list[str]]:
-        return {
-            name: list(inspect.signature(item).parameters)
-            for name, item in inspect.getmembers(kind)
-            if callable(item) and not name.startswith("_")
-        }
+    def methods(kind: type) -> set[str]:
+        return {name for name, item in inspect.getmembers(kind) if callable(item) and not name.startswith("_")}
 
-    assert methods(AsyncTrajectoryClient) == methods(TrajectoryClient)
+    assert methods(AsyncTrajectoryClient) == methods(TrajectoryClient) - {"run"}
     assert inspect.signature(AsyncTrajectoryClient) == inspect.signature(TrajectoryClient)
+    assert inspect.signature(AsyncTrajectoryClient.pull) == inspect.signature(TrajectoryClient.pull)
+
+
+def test_threads_and_children_of_one_blocking_client(api: httpx.Client, url: str, monkeypatch):
+    with TrajectoryClient(url) as client:
+        with ThreadPoolExecutor(4) as threads:
+            receipts = list(threads.map(lambda seed: client.push(group(1, seed=seed)), range(8)))
+        assert [receipt.groups for receipt in receipts] == [1] * 8 and client.status()["queue_size"] == 8
+        with monkeypatch.context() as forked, pytest.raises(RuntimeError, match="forked child"):
+            forked.setattr(client.thread, "pid", os.getppid())
+            client.status()
+    with pytest.raises(RuntimeError, match="has been closed"):
+        client.status()
+
+
+async def test_a_blocking_client_works_where_a_loop_runs(api: httpx.Client, url: str):
+    """As in the cell of a notebook."""
+    with TrajectoryClient(url) as client:
+        assert client.status() == {"current_step": 0, "queue_size": 0}
 
 
 async def test_coroutines_share_one_client(api: httpx.Client, url: str):

@@ -15,7 +15,7 @@ from realhf.api.sample import MicroBatchSpec, SequenceSample
 from realhf.api.source import DataSource
 from realhf.registry import interfaces, sources
 from realhf.trajectory.client import Denied, NoBatchYet, NotRegistered, TrajectoryClient
-from realhf.trajectory.training.dataset import LeaseKeeper
+from realhf.trajectory.training.dataset import keep_renewed
 from realhf.trajectory.training.stream_interface import TrajectoryStreamInterface
 from tests.trajectory.conftest import running_server
 from tests.trajectory.groups import group
@@ -177,13 +177,9 @@ def test_a_long_step_keeps_its_batch(tmp_path: Any):
 def test_a_lease_that_is_lost_is_said_and_forgotten(
     make: Maker, url: str, tmp_path: Any, caplog: pytest.LogCaptureFixture
 ):
-    keeper = LeaseKeeper(TrajectoryClient(url))
-    keeper.keep("unknown")
-    deadline = time.monotonic() + 60
-    while "train on a batch of ours" not in caplog.text and time.monotonic() < deadline:
-        time.sleep(0.02)
-    keeper.close()
-    assert "unknown lease" in caplog.text
+    with TrajectoryClient(url) as client:
+        client.run(keep_renewed, "unknown")
+    assert "train on a batch of ours" in caplog.text and "unknown lease" in caplog.text
     push(url, 1, 2)
     interface = make()
     generate(interface, 0, url, tmp_path)
