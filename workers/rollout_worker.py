@@ -27,7 +27,7 @@ from realhf.base.tls import with_certificate
 from realhf.env.loader.load import build_environment
 from realhf.monitor.rollouts.writer import open_rollouts
 from realhf.monitor.trace import open_trace
-from realhf.rollout.generation_client import GenerationClient, Pinned
+from realhf.rollout.generation_client import ConstrainedTokens, GenerationClient
 from realhf.rollout.group_player import GroupPlayer, TokenTexts, failure_policy
 from realhf.rollout.player import Player, make_agent
 from realhf.rollout.rollout_loop import RolloutLoop, SampleEncoder
@@ -172,7 +172,9 @@ class RolloutWorker:
                 run_seed=self._plan.spec.seed,
                 policy=policy,
                 held_out=environment,
-                pinned=lambda part: Pinned(generation, part.version, part.engines, greedy=part.greedy),
+                pinned=lambda part: ConstrainedTokens(
+                    generation, part.engines, pinned_version=part.version, greedy=part.greedy
+                ),
                 recorder=self._recorder,
                 gen=options.gen,
                 texts=texts,

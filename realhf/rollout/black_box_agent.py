@@ -12,18 +12,19 @@ from __future__ import annotations
 import asyncio
 import inspect
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+from pydantic import ValidationError
 
 from realhf.api.chat_template import TemplateChat
 from realhf.api.environment import (
     AGENT_FAILED,
     POLICY_FAILED,
     AssistantMessage,
-    ChatMessage,
     Environment,
     EnvironmentFailure,
     RolloutOutcome,
@@ -34,16 +35,9 @@ from realhf.api.generation import TokenSource
 from realhf.api.tool_parser import CallProblem, read_json
 from realhf.base.plugin import load_plugin, located
 from realhf.rollout.episode import EpisodeRequest, Limits, Progress
-from realhf.rollout.openai_requests import Call, Message
+from realhf.rollout.openai_requests import Call, ChatMessage, Message
 from realhf.rollout.openai_server import OpenAiServer
-from realhf.rollout.openai_sessions import (
-    Ending,
-    Reward,
-    Session,
-    SessionLimits,
-    Sessions,
-    read_reward,
-)
+from realhf.rollout.openai_sessions import Ending, Reward, Session, Sessions, read_reward
 
 _OVER = "error: the episode is over"
 
@@ -75,7 +69,7 @@ class AgentSession:
         self.tools: list[dict[str, Any]] = []
         self.text = ""
         self._env, self._progress, self._endpoint = env, progress, endpoint
-        self._system: list[ChatMessage] = [{"role": "system", "content": system_prompt}] if system_prompt else []
+        self._system: list[dict[str, Any]] = [{"role": "system", "content": system_prompt}] if system_prompt else []
         self._turn = asyncio.Lock()
         self._failure: EnvironmentFailure | None = None
         self._ended = False
@@ -159,28 +153,12 @@ def _as_message(given: object) -> Message:
         raise TypeError(f"step takes a text or a message of the chat API, not {type(given).__name__}")
     if body.get("role", "assistant") != "assistant":
         raise TypeError(f"step takes what the model said, not a message of the role {str(body['role'])[:32]!r}")
-    content = body.get("content") or ""
-    if not isinstance(content, str):
-        raise TypeError(f"step takes a message whose content is a text, not {type(content).__name__}")
-    return Message("assistant", content, tuple(map(_call, _calls_of(body))))
-
-
-def _calls_of(body: Mapping[str, Any]) -> Sequence[Any]:
-    calls = body.get("tool_calls") or ()
-    if not isinstance(calls, Sequence) or isinstance(calls, str):
-        raise TypeError("the tool_calls of a message are a list")
-    return calls
-
-
-def _call(given: Any) -> Call:
     try:
-        function = given["function"]
-        name, arguments, call_id = function["name"], function["arguments"], given.get("id") or ""
-    except (TypeError, KeyError, AttributeError):
-        raise TypeError("a tool call has an id and a function with name and arguments") from None
-    if not all(isinstance(value, str) for value in (name, arguments, call_id)):
-        raise TypeError("the name, the arguments (JSON) and the id of a tool call are texts")
-    return Call(call_id, name, arguments)
+        message = ChatMessage.model_validate({"role": "assistant", **body})
+    except ValidationError as error:
+        where, wrong = error.errors()[0]["loc"], error.errors()[0]["msg"]
+        raise TypeError(f"step takes a message of the chat API: {'.'.join(map(str, where))}: {wrong}") from None
+    return Message("assistant", message.text(), message.calls())
 
 
 def _tool_call(call: Call) -> ToolCall:
@@ -241,11 +219,9 @@ class BlackBoxAgent:
         *,
         timeout_s: float = 600.0,
     ) -> None:
-        self._agent, self._limits, self._timeout_s = agent, limits, timeout_s
-        self._system_prompt = system_prompt
-        session_limits = SessionLimits(limits.max_total_tokens, limits.turn_tokens, limits.max_turns)
+        self._agent, self._timeout_s, self._system_prompt = agent, timeout_s, system_prompt
         self._starting = asyncio.Lock()
-        self._server = OpenAiServer(Sessions(chat, session_limits))
+        self._server = OpenAiServer(Sessions(chat, limits))
 
     async def close(self) -> None:
         """Stop serving the endpoint."""

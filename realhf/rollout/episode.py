@@ -1,15 +1,8 @@
 """Plays one episode in tokens: a policy and an environment take turns, and what came of it is an outcome.
 
-Nothing here is ever decoded and encoded again: the prefix given to the engine at turn t is the list that is stored, and
-the trainer gets the same list.
-
-A speaker opens with the environment's messages, is asked for a turn, and hears what the environment answered. The token
-ids that it keeps are exactly those that the engine saw and sampled (docs/reference/environment.md 9).
-
-What the policy reads is then no extension of what it read and said before, so that one conversation becomes several
-*rows*: sequences of their own, each with the turns that were sampled in it. Their prompts share exact prefixes: a new
-row begins with the ids of the row before it up to the first turn whose reasoning went, and the words of that turn are
-the ids that were sampled for them, unless one token holds both. Every row is what the engine saw.
+A speaker opens with the environment's messages, is asked for a turn, and hears what the environment answered. Nothing
+is ever decoded and encoded again: the prefix given to the engine at turn t is the list that is stored, and the trainer
+gets the same list (docs/reference/environment.md 9).
 """
 
 from __future__ import annotations
@@ -135,6 +128,44 @@ class TokenBuffer:
         assert not self.completion_ids or self.loss_mask[-1], "environment tokens after the last policy turn"
         assert self.room >= 0, "token budget exceeded"
 
+    def columns(self) -> dict[str, list[Any]]:
+        """Return the tokens as the fields of a ``RolloutOutcome``, after checking them."""
+        self.check()
+        return {name: getattr(self, name) for name in _COLUMNS}
+
+
+_COLUMNS = ("prompt_ids", "completion_ids", "logprobs", "versions", "loss_mask", "turn_starts")
+
+
+def outcome_of(
+    task: Task,
+    tokens: TokenBuffer | None,
+    status: str,
+    reward: float | None = None,
+    *,
+    achieved: bool = False,
+    progress: float = 0.0,
+    turns: Sequence[PlayedTurn] = (),
+    **more: Any,
+) -> RolloutOutcome:
+    """Return the outcome of an episode of ``task``, ``more`` of its fields by name. A failure keeps its tokens, and no
+    reward."""
+    valid = status in VALID_STATUSES
+    columns = tokens.columns() if tokens is not None and valid else {n: getattr(tokens, n, []) for n in _COLUMNS}
+    return RolloutOutcome(
+        status=status,
+        reward=reward if valid else None,
+        achieved=achieved and valid,
+        progress=progress,
+        turns=tuple(turns),
+        task_id=task.id,
+        group=task.group,
+        seed=task.seed,
+        template=task.template,
+        **columns,
+        **more,
+    )
+
 
 _SHRINK_ATTEMPTS = 6
 
@@ -169,26 +200,21 @@ class Speaker(Protocol):
         ...
 
 
+@dataclass(eq=False)
 class PolicySpeaker:
-    """Speaks with tokens of a policy. ``slot`` is the cache row that the episode has to itself, ``seed`` starts the
-    random numbers of its tokens."""
+    """Speaks with tokens of a policy, which ``source`` samples. ``slot`` is the cache row that the episode has to
+    itself, ``seed`` starts the random numbers of its tokens, ``system`` are messages before the environment's."""
 
-    def __init__(
-        self,
-        chat: ChatFormat,
-        limits: Limits,
-        tokens: TokenSource,
-        slot: int,
-        seed: int | None,
-        system_prompt: str = "",
-    ) -> None:
-        self.tokens: TokenBuffer | None = None
-        self._chat, self._limits, self._source = chat, limits, tokens
-        self._slot, self._seed = slot, seed
-        self._system = [{"role": "system", "content": system_prompt}] if system_prompt else []
-        self._tools: Sequence[Mapping[str, Any]] = ()
-        self._ended = True
-        self._spoke = False
+    chat: ChatFormat
+    limits: Limits
+    source: TokenSource
+    slot: int
+    seed: int | None
+    system: Sequence[ChatMessage] = ()
+    tokens: TokenBuffer | None = None
+    tools: Sequence[Mapping[str, Any]] = ()
+    _ended: bool = True
+    _spoke: bool = False
 
     @property
     def cut(self) -> bool:
@@ -197,13 +223,13 @@ class PolicySpeaker:
 
     def open(self, opening: Opening) -> None:
         """See ``Speaker``."""
-        self._tools = opening.tools
-        prompt = self._chat.opening([*self._system, *opening.messages], opening.tools)
-        self.tokens = TokenBuffer(prompt, self._limits.max_total_tokens)
-        if self.tokens.room < self._limits.turn_tokens:
+        self.tools = opening.tools
+        prompt = self.chat.opening([*self.system, *opening.messages], opening.tools)
+        self.tokens = TokenBuffer(prompt, self.limits.max_total_tokens)
+        if self.tokens.room < self.limits.turn_tokens:
             raise ValueError(
-                f"the first prompt of {len(prompt)} tokens and a turn of {self._limits.turn_tokens} do not fit into "
-                f"max_total_tokens={self._limits.max_total_tokens}"
+                f"the first prompt of {len(prompt)} tokens and a turn of {self.limits.turn_tokens} do not fit into "
+                f"max_total_tokens={self.limits.max_total_tokens}"
             )
 
     async def speak(self) -> AssistantMessage:
@@ -211,8 +237,8 @@ class PolicySpeaker:
         assert self.tokens is not None
         sampled: list[int] = []
         while True:
-            request = GenRequest(self._slot, self.tokens.prefix(), len(sampled), self._seed)
-            output = await self._source.generate(request)
+            request = GenRequest(self.slot, self.tokens.prefix(), len(sampled), self.seed)
+            output = await self.source.generate(request)
             if not output.token_ids and not (output.finish_reason == "length" and sampled):
                 self._no_turn(output)
             self.tokens.append_policy(output, continues=bool(sampled))
@@ -220,7 +246,7 @@ class PolicySpeaker:
             if output.finish_reason != "interrupted":
                 break
         self._spoke, self._ended = True, output.finish_reason == "stop"
-        return self._chat.parse(sampled, self._tools)
+        return self.chat.parse(sampled, self.tools)
 
     def _no_turn(self, output: GenOutput) -> None:
         """Raise what it means that the engine sampled nothing."""
@@ -238,7 +264,7 @@ class PolicySpeaker:
     def hear(self, messages: Sequence[ChatMessage]) -> bool:
         """Add the messages, the longest of them cut until a policy turn fits after them."""
         assert self.tokens is not None
-        ids = self._fitting(messages, self.tokens.room - self._limits.turn_tokens)
+        ids = self._fitting(messages, self.tokens.room - self.limits.turn_tokens)
         if ids is not None:
             self.tokens.append_environment(ids)
         return ids is not None
@@ -248,7 +274,7 @@ class PolicySpeaker:
         is left to cut."""
         shown = [dict(message) for message in messages]
         for _ in range(_SHRINK_ATTEMPTS):
-            ids = self._chat.following_messages(shown, ended=self._ended, tools=self._tools)
+            ids = self.chat.following_messages(shown, ended=self._ended, tools=self.tools)
             if len(ids) <= room:
                 return ids
             longest = max(shown, key=lambda message: len(message.get("content") or ""), default={})
@@ -273,33 +299,29 @@ class _Turn:
     words: list[int] | None
 
 
+@dataclass(eq=False)
 class ForgetfulSpeaker(PolicySpeaker):
-    """``PolicySpeaker`` that begins a new row whenever the template leaves out reasoning that the row holds. Each row
-    has a stream of random numbers of its own. ``max_total_tokens`` bounds each row."""
+    """``PolicySpeaker`` that begins a new *row* whenever the template leaves out reasoning that the row holds: what the
+    policy reads is then no extension of what it read and said before. Each row has a stream of random numbers of its
+    own. ``max_total_tokens`` bounds each row.
 
-    def __init__(
-        self,
-        chat: ChatFormat,
-        limits: Limits,
-        tokens: TokenSource,
-        slot: int,
-        seed: int | None,
-        system_prompt: str = "",
-    ) -> None:
-        super().__init__(chat, limits, tokens, slot, seed, system_prompt)
-        self._rows: list[tuple[TokenBuffer, int]] = []
-        self._first_turn = 0
-        self._turns: list[_Turn] = []
-        self._before: list[int] = []
-        self._shape: list[tuple[str, ...]] = []
-        self._gone: set[int] = set()
+    Prompts of rows share exact prefixes: a new row begins with the ids of the row before it up to the first turn whose
+    reasoning went, and the words of that turn are the ids that were sampled for them, unless one token holds both.
+    """
+
+    _rows: list[tuple[TokenBuffer, int]] = field(default_factory=list)
+    _first_turn: int = 0
+    _turns: list[_Turn] = field(default_factory=list)
+    _before: list[int] = field(default_factory=list)
+    _shape: list[tuple[str, ...]] = field(default_factory=list)
+    _gone: set[int] = field(default_factory=set)
 
     def open(self, opening: Opening) -> None:
         """See ``Speaker``."""
         super().open(opening)
         assert self.tokens is not None
         self._before = list(self.tokens.prompt_ids)
-        self._shape = [_roles([*self._system, *opening.messages])]
+        self._shape = [_roles([*self.system, *opening.messages])]
 
     async def speak(self) -> AssistantMessage:
         """See ``Speaker``."""
@@ -307,24 +329,24 @@ class ForgetfulSpeaker(PolicySpeaker):
         start = len(self.tokens.completion_ids)
         said = await super().speak()
         ids = self.tokens.completion_ids[start:]
-        self._turns.append(_Turn(self._before, ids, self._chat.without_reasoning(ids)))
+        self._turns.append(_Turn(self._before, ids, self.chat.without_reasoning(ids)))
         return said
 
     def hear(self, messages: Sequence[ChatMessage]) -> bool:
         """See ``Speaker``; where reasoning goes, a new row begins, if its first prompt leaves room for a turn."""
         assert self.tokens is not None
         shape = [*self._shape, _roles(messages)]
-        forgotten = self._chat.forgotten(shape, self._tools)
+        forgotten = self.chat.forgotten(shape, self.tools)
         gone = self._gone | {n for n, turn in enumerate(self._turns) if turn.words is not None and forgotten[n]}
         head = self._without(gone) if gone > self._gone else self.tokens.prefix()
-        ids = self._fitting(messages, self._limits.max_total_tokens - len(head) - self._limits.turn_tokens)
+        ids = self._fitting(messages, self.limits.max_total_tokens - len(head) - self.limits.turn_tokens)
         if ids is None:
             return False
         if gone > self._gone:
             self._rows.append((self.tokens, self._first_turn))
-            self.tokens = TokenBuffer(head + ids, self._limits.max_total_tokens)
+            self.tokens = TokenBuffer(head + ids, self.limits.max_total_tokens)
             self._first_turn = len(self._turns)
-            self._seed = None if self._seed is None else (self._seed + _SEED_STRIDE) % _SEEDS
+            self.seed = None if self.seed is None else (self.seed + _SEED_STRIDE) % _SEEDS
         else:
             self.tokens.append_environment(ids)
         self._before, self._shape, self._gone = ids, shape, gone
@@ -333,11 +355,12 @@ class ForgetfulSpeaker(PolicySpeaker):
     def in_rows(self, outcome: RolloutOutcome) -> RolloutOutcome:
         """Return the outcome with a row for each part of the conversation: the last is the main one, the earlier ones
         are its branches. A failed episode stays one row, which trains nothing."""
-        rows = [(tokens, first) for tokens, first in [*self._rows, (self.tokens, self._first_turn)] if _spoken(tokens)]
-        if not outcome.valid or not rows:
+        rows = [*self._rows, (self.tokens, self._first_turn)]
+        spoken = [(tokens, first) for tokens, first in rows if tokens is not None and tokens.completion_ids]
+        if not outcome.valid or not spoken:
             return outcome
-        found = [_row(outcome, tokens, first) for tokens, first in rows if tokens is not None]
-        return replace(found[-1], branches=tuple(found[:-1]))
+        *branches, last = [replace(outcome, **tokens.columns(), first_turn=first) for tokens, first in spoken]
+        return replace(last, branches=tuple(branches))
 
     def _without(self, gone: set[int]) -> list[int]:
         """The conversation so far, without the reasoning of the turns ``gone``."""
@@ -345,27 +368,9 @@ class ForgetfulSpeaker(PolicySpeaker):
         for number, turn in enumerate(self._turns):
             words = turn.words if number in gone else None
             # A cue that opened the reasoning goes with it.
-            ids += turn.before if words is None else self._chat.without_open_reasoning(turn.before)
+            ids += turn.before if words is None else self.chat.without_open_reasoning(turn.before)
             ids += turn.ids if words is None else words
         return ids
-
-
-def _row(outcome: RolloutOutcome, tokens: TokenBuffer, first_turn: int) -> RolloutOutcome:
-    tokens.check()
-    return replace(
-        outcome,
-        prompt_ids=tokens.prompt_ids,
-        completion_ids=tokens.completion_ids,
-        logprobs=tokens.logprobs,
-        versions=tokens.versions,
-        loss_mask=tokens.loss_mask,
-        turn_starts=tokens.turn_starts,
-        first_turn=first_turn,
-    )
-
-
-def _spoken(tokens: TokenBuffer | None) -> bool:
-    return tokens is not None and bool(tokens.completion_ids)
 
 
 def _roles(messages: Sequence[ChatMessage]) -> tuple[str, ...]:
@@ -432,10 +437,6 @@ class Progress:
         self.task_text = "\n".join(said)
         return self.task_text
 
-    def fail(self, status: str, message: str) -> None:
-        """End the episode as a failure, which has no reward."""
-        self.status, self.message = status, message
-
     def take(self, said: AssistantMessage, turn: Turn, max_turns: int | None = None) -> str:
         """Take a turn of the policy and the environment's answer to it; returns the answer's text. Raises
         EnvironmentFailure for a number that is none."""
@@ -443,18 +444,8 @@ class Progress:
             if value is not None and not math.isfinite(value):
                 raise EnvironmentFailure("internal", f"{name} is {value}, not a finite number")
         shown = "\n".join(str(message.get("content") or "") for message in turn.messages)
-        self.turns.append(
-            PlayedTurn(
-                said.text or said.content,
-                shown,
-                turn.reward or 0.0,
-                said,
-                turn.messages,
-                turn.rewards,
-                turn.metrics,
-                turn.info,
-            )
-        )
+        text, reward = said.text or said.content, turn.reward or 0.0
+        self.turns.append(PlayedTurn(text, shown, reward, said, turn.messages, turn.rewards, turn.metrics, turn.info))
         before = self.reward
         if turn.reward is not None:
             self.reward = turn.reward if turn.final else self.reward + turn.reward
@@ -472,32 +463,21 @@ class Progress:
         return shown
 
     def outcome(self, speaker: Speaker) -> RolloutOutcome:
-        """Return the finished episode, after checking the token invariants. A failure keeps no reward."""
-        valid, tokens, task = self.status in VALID_STATUSES, speaker.tokens, self.wanted.task
-        if tokens is not None and valid:
-            tokens.check()
-        return RolloutOutcome(
-            status=self.status,
-            prompt_ids=tokens.prompt_ids if tokens else [],
-            completion_ids=tokens.completion_ids if tokens else [],
-            logprobs=tokens.logprobs if tokens else [],
-            versions=tokens.versions if tokens else [],
-            loss_mask=tokens.loss_mask if tokens else [],
-            reward=self.reward if valid else None,
-            achieved=self.achieved and valid,
+        """Return the finished episode."""
+        return outcome_of(
+            self.wanted.task,
+            speaker.tokens,
+            self.status,
+            self.reward,
+            achieved=self.achieved,
             progress=self.share,
-            turns=tuple(self.turns),
-            task_id=task.id,
-            group=task.group,
-            seed=task.seed,
-            template=task.template,
+            turns=self.turns,
             task_text=self.task_text,
             message=self.message,
             timings={"wall_s": time.perf_counter() - self._began},
             last_turn_cut=speaker.cut,
             rewards=self.rewards,
             metrics=self.metrics,
-            turn_starts=tokens.turn_starts if tokens else (),
             turn_rewards=self.turn_rewards,
             opening=self.opening.messages,
             tools=self.opening.tools,
@@ -522,7 +502,7 @@ async def play_episode(env: Environment, wanted: EpisodeRequest, speaker: Speake
     except ContextFull:
         progress.status = "token_budget"
     except EnvironmentFailure as error:
-        progress.fail(error.kind, str(error))
+        progress.status, progress.message = error.kind, str(error)
     except GenerationFailed as error:
-        progress.fail(POLICY_FAILED, str(error))
+        progress.status, progress.message = POLICY_FAILED, str(error)
     return progress.outcome(speaker)

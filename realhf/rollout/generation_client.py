@@ -8,8 +8,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
+
+import msgspec
+from msgspec.structs import asdict
 
 from realhf.api.calls import FREE, GENERATE, FreeRequest, GenerateAnswer, GenerateRequest
 from realhf.api.generation import GenerationFailed, TokenSource
@@ -65,15 +69,7 @@ class GenerationClient:
         Raises GenerationFailed."""
         deadline, failures = time.monotonic() + self._timeout_s, 0
         lost: set[str] = set()
-        asked = GenerateRequest(
-            request.slot,
-            list(request.token_ids),
-            request.sampled,
-            request.seed,
-            request.min_version,
-            request.pinned_version,
-            request.greedy,
-        )
+        asked = GenerateRequest(**{**vars(request), "token_ids": list(request.token_ids)})
         while True:
             endpoint = await self._endpoint(request.slot, deadline, among)
             worker = self._workers[endpoint]
@@ -81,7 +77,7 @@ class GenerationClient:
             try:
                 left = max(0.0, deadline - time.monotonic())
                 answer = await worker.client.ask(GENERATE, asked, timeout_s=left)
-                return GenOutput(answer.token_ids, answer.logprobs, answer.versions, answer.finish_reason)
+                return GenOutput(**asdict(answer))
             except PeerLost as error:
                 self._drop(endpoint, worker)
                 lost.add(endpoint)
@@ -165,47 +161,30 @@ class GenerationClient:
         self._changed = asyncio.Event()
 
 
-class NewEnough:
-    """Wraps a ``TokenSource`` for a sample that was admitted at policy version ``version``: none of its tokens comes
-    from older weights, not even from a worker that has missed an update."""
+class ConstrainedTokens:
+    """Wraps a ``TokenSource`` whose requests get these ``fields``, of ``GenRequest``, whoever makes them. A
+    ``GenerationClient`` is asked for workers with the names ``among`` alone."""
 
-    def __init__(self, tokens: TokenSource, version: int) -> None:
-        self._tokens, self._version = tokens, version
+    def __init__(self, tokens: TokenSource, among: Collection[str] | None = None, **fields: Any) -> None:
+        self._tokens, self._fields = tokens, fields
+        self._generate: Callable[..., Awaitable[GenOutput]] = tokens.generate
+        self._among = () if among is None else (frozenset(among),)
 
     async def generate(self, request: GenRequest) -> GenOutput:
         """See ``TokenSource``."""
-        return await self._tokens.generate(replace(request, min_version=self._version))
+        return await self._generate(replace(request, **self._fields), *self._among)
 
     def free(self, slots: Sequence[int]) -> None:
         """See ``TokenSource``."""
         self._tokens.free(slots)
 
 
-class Pinned:
-    """Wraps a ``GenerationClient`` for an evaluation: all tokens come from weights of one ``version``, which the
-    workers ``names`` keep, ``greedy`` or as training samples."""
-
-    def __init__(self, client: GenerationClient, version: int, names: Collection[str], *, greedy: bool) -> None:
-        self._client, self._version, self._names, self._greedy = client, version, frozenset(names), greedy
-
-    async def generate(self, request: GenRequest) -> GenOutput:
-        """See ``TokenSource``."""
-        asked = replace(request, pinned_version=self._version, greedy=self._greedy)
-        return await self._client.generate(asked, self._names)
-
-    def free(self, slots: Sequence[int]) -> None:
-        """See ``TokenSource``."""
-        self._client.free(slots)
-
-
 def answer_of(output: GenOutput) -> GenerateAnswer:
     """Return what a generation worker replies; the client goes on with an aborted turn."""
-    reason = "interrupted" if output.finish_reason == "aborted" else output.finish_reason
-    return GenerateAnswer(output.token_ids, output.logprobs, output.versions, reason)
+    answer = GenerateAnswer(**vars(output))
+    return msgspec.structs.replace(answer, finish_reason="interrupted") if output.finish_reason == "aborted" else answer
 
 
 def request_of(asked: GenerateRequest, slot: int) -> GenRequest:
     """Return the request of a client, in a slot of the worker's own."""
-    return GenRequest(
-        slot, asked.token_ids, asked.sampled, asked.seed, asked.min_version, asked.pinned_version, asked.greedy
-    )
+    return GenRequest(**{**asdict(asked), "slot": slot})

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 from realhf.api.calls import AGENT_ERROR, ENGINE_ERROR, ENV_ERROR, TIMEOUT, EvaluationPart, RolloutLease
 from realhf.api.config import ON_FAILURE, GenConfig
@@ -18,8 +18,8 @@ from realhf.api.evaluation import EpisodeResult
 from realhf.api.generation import TokenSource
 from realhf.api.trace import NO_RECORDER, PlayedSample, RolloutRecorder
 from realhf.base.dataclass_json import to_json_value
-from realhf.rollout.episode import EpisodeRequest
-from realhf.rollout.generation_client import NewEnough
+from realhf.rollout.episode import EpisodeRequest, outcome_of
+from realhf.rollout.generation_client import ConstrainedTokens
 from realhf.rollout.player import Player
 
 
@@ -57,28 +57,28 @@ def held_out_tasks(spec: EnvironmentSpec, split: str, episodes_per_task: int, te
     return [replace(task, template=task.template or name) for name, task in drawn]
 
 
-def evaluated_sample(
-    name: str,
-    step: int,
-    task: Task,
-    rollouts: Sequence[RolloutOutcome],
-    env: str,
-    gen: GenConfig,
-    texts: TokenTexts | None,
-) -> PlayedSample:
-    """Return the episodes of one task as the evaluation ``name`` (sampled, greedy) after ``step`` steps keeps them: of
-    the same tasks each time."""
-    instance = f"{task.id}/{task.seed}"
-    return PlayedSample(
-        f"eval/{name}/{step}/{instance}",
-        rollouts,
-        step,
-        f"eval/{name}",
-        key=instance,
-        env=env,
-        sampling=to_json_value(gen),
-        texts=texts,
-    )
+@dataclass(frozen=True)
+class RolloutKeeper:
+    """Hands played rollouts of the environment ``env`` to a ``recorder``, with the options ``gen`` of their sampling
+    and the ``texts`` of their tokens."""
+
+    recorder: RolloutRecorder
+    env: str
+    gen: GenConfig
+    texts: TokenTexts | None = None
+
+    def trained(self, id: str, rollouts: Sequence[RolloutOutcome], step: int, attempt: int = 0) -> None:
+        """Keep the rollouts of a sample of train step ``step``."""
+        self._keep(PlayedSample(id, rollouts, step, attempt=attempt), self.gen)
+
+    def evaluated(self, task: Task, rollouts: Sequence[RolloutOutcome], step: int, *, greedy: bool) -> None:
+        """Keep the episodes of one task of an evaluation after ``step`` steps, which plays the same tasks each time."""
+        name, instance = "greedy" if greedy else "sampled", f"{task.id}/{task.seed}"
+        gen = replace(self.gen, temperature=0.0) if greedy else self.gen
+        self._keep(PlayedSample(f"eval/{name}/{step}/{instance}", rollouts, step, f"eval/{name}", key=instance), gen)
+
+    def _keep(self, sample: PlayedSample, gen: GenConfig) -> None:
+        self.recorder.played(replace(sample, env=self.env, sampling=to_json_value(gen), texts=self.texts))
 
 
 def episode_results(outcomes: Sequence[RolloutOutcome]) -> list[EpisodeResult]:
@@ -108,21 +108,20 @@ class FailurePolicy:
     retries: int
     least: int | None = None
 
-    def suffices(self, valid: int, size: int) -> bool:
-        """Return whether a group of ``size`` rollouts, of which ``valid`` are valid, may be trained."""
+    def suffices(self, group: Sequence[RolloutOutcome]) -> bool:
+        """Return whether enough rollouts of a group are valid."""
+        valid, size = sum(outcome.valid for outcome in group), len(group)
         return valid >= (size if self.least is None else min(self.least, size))
 
-    def check(self, group: Sequence[RolloutOutcome]) -> None:
-        """Raise RuntimeError for a group that may not be trained, unless it may be left out."""
-        valid = sum(outcome.valid for outcome in group)
-        if self.least is None and valid < len(group):
-            raise RuntimeError(f"{shortfall(group)} (rollout.on_failure=minimum_group would leave such groups out)")
+
+def first_failed(group: Sequence[RolloutOutcome]) -> RolloutOutcome:
+    """Return the first rollout of a group that is not valid."""
+    return next(outcome for outcome in group if not outcome.valid)
 
 
 def shortfall(group: Sequence[RolloutOutcome]) -> str:
     """Say how many rollouts of a group are valid, and what became of the first that is not."""
-    worst = next(outcome for outcome in group if not outcome.valid)
-    valid = sum(outcome.valid for outcome in group)
+    worst, valid = first_failed(group), sum(outcome.valid for outcome in group)
     return f"{valid} of {len(group)} rollouts are valid; {worst.status}: {worst.message}"
 
 
@@ -163,27 +162,11 @@ class PlayedGroup:
         }
 
 
-class SamplePlayer(Protocol):
-    """Plays one sample after another."""
-
-    async def play(self, lease: RolloutLease) -> PlayedGroup:
-        """Play one sample. Raises GroupFailed."""
-        ...
-
-    async def evaluate(self, part: EvaluationPart) -> list[EpisodeResult]:
-        """Play a share of a held-out evaluation. Raises GroupFailed."""
-        ...
-
-    async def close(self) -> None:
-        """End what the player holds open."""
-        ...
-
-
 class GroupPlayer:
     """Plays samples on the slots of ``player``: ``group_size`` rollouts of each at once. ``run_seed`` decides, with the
     sample's id, the random numbers of their tokens; ``policy`` decides what a failed rollout means. ``held_out``: the
     tasks of the environment, for evaluations, and ``pinned`` the tokens that a share of one is played with.
-    ``recorder`` keeps the rollouts, with the options ``gen`` of their sampling and the ``texts`` of their tokens."""
+    ``recorder``, ``gen``, ``texts``: see ``RolloutKeeper``."""
 
     def __init__(
         self,
@@ -199,7 +182,7 @@ class GroupPlayer:
         gen: GenConfig | None = None,
         texts: TokenTexts | None = None,
     ) -> None:
-        self._recorder, self._gen, self._texts = recorder, gen or GenConfig(), texts
+        self._keeper = RolloutKeeper(recorder, held_out.name, gen or GenConfig(), texts)
         self._player, self._tokens, self._held_out, self._pinned = player, tokens, held_out, pinned
         self._group_size, self._run_seed, self._policy = group_size, run_seed, policy
 
@@ -212,18 +195,18 @@ class GroupPlayer:
             for member in range(self._group_size)
         ]
         try:
-            played = await self._player.play(wanted, NewEnough(self._tokens, lease.version))
+            played = await self._player.play(wanted, ConstrainedTokens(self._tokens, min_version=lease.version))
         except asyncio.CancelledError:
             if time.perf_counter() - began > 0.99 * lease.deadline_s:
-                self._keep(lease, [_too_late(request, lease.deadline_s) for request in wanted])
+                late, timings = f"the sample was not over after {lease.deadline_s:g} s", {"wall_s": lease.deadline_s}
+                lost = [outcome_of(task, None, TIMEOUT, message=late, timings=timings) for _ in wanted]
+                self._keeper.trained(lease.id, lost, lease.version + 1, lease.attempt)
             raise
-        self._keep(lease, played.outcomes)
-        group = PlayedGroup(played.outcomes, time.perf_counter() - began, played.failures, played.retried)
-        valid = sum(outcome.valid for outcome in group.outcomes)
-        if not self._policy.suffices(valid, self._group_size):
-            worst = next(outcome for outcome in group.outcomes if not outcome.valid)
-            raise GroupFailed(_OUTCOMES.get(worst.status, ENV_ERROR), shortfall(group.outcomes))
-        return group
+        self._keeper.trained(lease.id, played.outcomes, lease.version + 1, lease.attempt)
+        if not self._policy.suffices(played.outcomes):
+            status = first_failed(played.outcomes).status
+            raise GroupFailed(_OUTCOMES.get(status, ENV_ERROR), shortfall(played.outcomes))
+        return PlayedGroup(played.outcomes, time.perf_counter() - began, played.failures, played.retried)
 
     async def evaluate(self, part: EvaluationPart) -> list[EpisodeResult]:
         """Play a share of a held-out evaluation, each task once. An episode that its environment fails is a result;
@@ -236,45 +219,18 @@ class GroupPlayer:
             for index, task in enumerate(tasks[part.part :: part.parts])
         ]
         played = await self._player.play(wanted, self._pinned(part))
-        name = "greedy" if part.greedy else "sampled"
-        gen = replace(self._gen, temperature=0.0) if part.greedy else self._gen
         for request, outcome in zip(wanted, played.outcomes, strict=True):
-            self._recorder.played(
-                evaluated_sample(name, part.version, request.task, [outcome], self._held_out.name, gen, self._texts)
-            )
+            self._keeper.evaluated(request.task, [outcome], part.version, greedy=part.greedy)
         if lost := [outcome for outcome in played.outcomes if outcome.status == POLICY_FAILED]:
             raise GroupFailed(ENGINE_ERROR, shortfall(lost))
         return episode_results(played.outcomes)
-
-    def _keep(self, lease: RolloutLease, outcomes: list[RolloutOutcome]) -> None:
-        self._recorder.played(
-            PlayedSample(
-                lease.id,
-                outcomes,
-                lease.version + 1,
-                env=self._held_out.name,
-                sampling=to_json_value(self._gen),
-                attempt=lease.attempt,
-                texts=self._texts,
-            )
-        )
 
     async def close(self) -> None:
         """Close the environments."""
         await self._player.close()
 
 
-def _too_late(wanted: EpisodeRequest, deadline_s: float) -> RolloutOutcome:
-    """Return the outcome of a rollout whose sample was not over in time."""
-    task = wanted.task
-    return RolloutOutcome(
-        TIMEOUT, [], [], [], [], [], None, False, 0.0, (), task.id, task.group, task.seed,
-        template=task.template, message=f"the sample was not over after {deadline_s:g} s",
-        timings={"wall_s": deadline_s},
-    )  # fmt: skip
-
-
-async def within(player: SamplePlayer, lease: RolloutLease) -> PlayedGroup:
+async def within(player: GroupPlayer, lease: RolloutLease) -> PlayedGroup:
     """Run ``play`` within the sample's deadline. Raises GroupFailed."""
     try:
         async with asyncio.timeout(lease.deadline_s):

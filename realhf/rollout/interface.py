@@ -14,19 +14,18 @@ from realhf.api.evaluation import evaluation_report
 from realhf.api.experiment import HeldOutOptions, RolloutOptions
 from realhf.api.model import CallContext, GenOutput, GenRequest, Model
 from realhf.api.sample import SequenceSample
-from realhf.api.trace import PlayedSample
-from realhf.base.dataclass_json import to_json_value
 from realhf.env.loader.load import build_environment
 from realhf.rollout.blocking_player import BlockingPlayer
 from realhf.rollout.episode import EpisodeRequest, Limits
 from realhf.rollout.group_player import (
     FailurePolicy,
+    RolloutKeeper,
     TokenTexts,
     episode_results,
-    evaluated_sample,
     failure_policy,
     held_out_tasks,
     sampling_seed,
+    shortfall,
 )
 from realhf.rollout.player import Player, TurnAgent, check_whole_distribution
 from realhf.rollout.rollout_sample import outcomes_to_sample, transcript
@@ -88,20 +87,12 @@ class EnvRolloutInterface:
         ]
         own = [[sampling_seed(options.seed, i, member) for member in range(options.group_size)] for i in sample.ids]
         groups, stats = self._play(model, tasks, options.gen, options.group_size, context, own)
-        sampling = to_json_value(options.gen)
         for sample_id, group in zip(sample.ids, groups, strict=True):
-            context.recorder.played(
-                PlayedSample(
-                    sample_id,
-                    group,
-                    context.step + 1,
-                    env=self._environment().name,
-                    sampling=sampling,
-                    texts=self._texts,
-                )
-            )
+            self._keeper(context).trained(sample_id, group, context.step + 1)
+        # A group with too few valid rollouts is left out where the policy says so.
         for group in groups:
-            self._policy.check(group)
+            if self._policy.least is None and not self._policy.suffices(group):
+                raise RuntimeError(f"{shortfall(group)} (rollout.on_failure=minimum_group would leave such groups out)")
         stats["episodes"] = [
             transcript(group[0], header=f"step {context.step}, sample {sample_id}")
             for sample_id, group in list(zip(sample.ids, groups, strict=True))[: options.transcripts]
@@ -118,21 +109,16 @@ class EnvRolloutInterface:
         """
         options, wanted = self._options, HeldOutOptions.from_args(args)
         report = {}
-        for name, count, temperature in (
-            ("sampled", wanted.episodes_per_task, options.gen.temperature),
-            ("greedy", wanted.greedy_episodes_per_task, 0.0),
-        ):
+        for greedy, count in ((False, wanted.episodes_per_task), (True, wanted.greedy_episodes_per_task)):
             if count < 1:
                 continue
             tasks = held_out_tasks(self._environment(), wanted.split, count, wanted.templates)
-            gen = replace(options.gen, temperature=temperature)
+            gen = replace(options.gen, temperature=0.0) if greedy else options.gen
             groups, _ = self._play(model, tasks, gen, 1, context)
             for task, group in zip(tasks, groups, strict=True):
-                context.recorder.played(
-                    evaluated_sample(name, context.step, task, group, self._environment().name, gen, self._texts)
-                )
+                self._keeper(context).evaluated(task, group, context.step, greedy=greedy)
             results = episode_results([outcome for group in groups for outcome in group])
-            report[name] = evaluation_report(results, context.step)
+            report["greedy" if greedy else "sampled"] = evaluation_report(results, context.step)
         return report
 
     def close(self) -> None:
@@ -148,6 +134,9 @@ class EnvRolloutInterface:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Do nothing: the interface has no state."""
         del state
+
+    def _keeper(self, context: CallContext) -> RolloutKeeper:
+        return RolloutKeeper(context.recorder, self._environment().name, self._options.gen, self._texts)
 
     def _environment(self) -> EnvironmentSpec:
         if self._spec is None:

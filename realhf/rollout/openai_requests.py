@@ -157,7 +157,7 @@ class FunctionCall(BaseModel):
 class CallPart(BaseModel):
     """One tool call of an assistant's message."""
 
-    id: str = Field(max_length=256)
+    id: str = Field("", max_length=256)
     type: Literal["function"] = "function"
     function: FunctionCall
 
@@ -169,6 +169,14 @@ class ChatMessage(BaseModel):
     content: str | list[TextPart] | None = None
     tool_calls: list[CallPart] | None = None
     tool_call_id: str | None = Field(None, max_length=256)
+
+    def text(self) -> str:
+        """Return the whole content."""
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or ())
+
+    def calls(self) -> tuple[Call, ...]:
+        """Return the tool calls."""
+        return tuple(Call(c.id, c.function.name, c.function.arguments) for c in self.tool_calls or ())
 
 
 class Function(BaseModel):
@@ -224,12 +232,12 @@ class ChatRequest(BaseModel):
         messages = []
         for message in self.messages:
             role = _role(message.role)
-            calls = tuple(Call(c.id, c.function.name, c.function.arguments) for c in message.tool_calls or ())
+            calls = message.calls()
             if (calls and role != "assistant") or (role == "tool") != (message.tool_call_id is not None):
                 raise ApiError(400, "invalid_request", "tool_calls are an assistant's, tool_call_id is a tool's")
             tool_of |= {call.id: call.name for call in calls}
             call_id = message.tool_call_id or ""
-            messages.append(Message(role, _text(message.content), calls, call_id, tool_of.get(call_id, "")))
+            messages.append(Message(role, message.text(), calls, call_id, tool_of.get(call_id, "")))
         return messages
 
     def toolbox(self) -> Tools:
@@ -256,7 +264,3 @@ def _role(role: str) -> str:
     if role not in _ROLES:
         raise ApiError(400, "unsupported", f"messages of the role {role[:32]!r} are not supported")
     return _ROLES[role]
-
-
-def _text(content: str | list[TextPart] | None) -> str:
-    return content if isinstance(content, str) else "".join(part.text for part in content or ())

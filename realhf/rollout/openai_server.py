@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import AsyncIterator, Coroutine, Iterator
-from types import TracebackType
 from typing import Any, Self
 
 import uvicorn
@@ -144,7 +143,7 @@ class _Server(uvicorn.Server):
 
 
 class OpenAiServer:
-    """Serves ``sessions``; an async context manager. ``url`` is its address once started."""
+    """Serves ``sessions``. ``url`` is its address once started."""
 
     def __init__(self, sessions: Sessions) -> None:
         self.sessions = sessions
@@ -188,12 +187,3 @@ class OpenAiServer:
         await asyncio.wait((serving,), timeout=_STOP_S)
         serving.cancel()
         await asyncio.gather(serving, return_exceptions=True)
-
-    async def __aenter__(self) -> OpenAiServer:
-        await self.start()
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.stop()

@@ -30,7 +30,7 @@ from realhf.api.environment import (
 )
 from realhf.api.generation import GenerationFailed, TokenSource
 from realhf.api.model import GenOutput, GenRequest
-from realhf.rollout.episode import TokenBuffer
+from realhf.rollout.episode import Limits, TokenBuffer, outcome_of
 from realhf.rollout.openai_requests import NO_TOOLS, ApiError, Message, Tools, answer
 
 _SLOT_STRIDE = 1 << 40
@@ -128,24 +128,11 @@ class OpenTurn:
 
 
 class TokenLedger:
-    """Holds all conversations of one session.
+    """Holds all conversations of one session. ``slot`` is the cache row of the first conversation; those of others are
+    derived from it. ``seed`` is that of its random numbers. ``limits`` bound each trajectory, and the policy turns of
+    the session."""
 
-    Args:
-        slot: cache row of the first conversation; those of others are derived from it. seed: of its random numbers.
-        max_total_tokens: prompt and completion of one trajectory. turn_tokens: what a turn may have.
-        max_turns: policy turns of the session.
-    """
-
-    def __init__(
-        self,
-        chat: TemplateChat,
-        *,
-        slot: int,
-        seed: int | None,
-        max_total_tokens: int,
-        turn_tokens: int,
-        max_turns: int,
-    ) -> None:
+    def __init__(self, chat: TemplateChat, limits: Limits, *, slot: int, seed: int | None) -> None:
         self.branches: list[Branch] = []
         self.slots: list[int] = []
         self.turns = 0
@@ -153,26 +140,23 @@ class TokenLedger:
         """The limit beyond which the last turn was refused, until another turn is kept."""
         self.refusals: dict[str, str] = {}
         """Every limit of which a refusal has spoken, by the words of the refusal: its code and its message."""
-        self._chat = chat
-        self._first_slot = slot
-        self._seed = seed
-        self._max_total = max_total_tokens
-        self._turn_tokens = turn_tokens
-        self._max_turns = max_turns
+        self._chat, self._limits = chat, limits
+        self._first_slot, self._seed = slot, seed
 
     def begin(self, messages: Sequence[Message], tools: Tools = NO_TOOLS) -> OpenTurn:
         """Open the turn that follows ``messages``. Raises ApiError when there is no room for it, or when the model's
         chat template does not render them."""
-        if self.turns >= self._max_turns:
-            raise self._over("max_turns", "turn_limit", f"this session has had its {self._max_turns} turns")
+        limits = self._limits
+        if self.turns >= limits.max_turns:
+            raise self._over("max_turns", "turn_limit", f"this session has had its {limits.max_turns} turns")
         try:
             turn = self._opened(messages, tools)
         except ChatTemplateError as error:
             raise ApiError(400, "unsupported", str(error)) from error
-        if turn.branch.tokens.room - len(turn.between) < self._turn_tokens:
+        if turn.branch.tokens.room - len(turn.between) < limits.turn_tokens:
             text = (
-                f"the conversation has {len(turn.prompt)} tokens; with a turn of {self._turn_tokens} that is more "
-                f"than {self._max_total}"
+                f"the conversation has {len(turn.prompt)} tokens; with a turn of {limits.turn_tokens} that is more "
+                f"than {limits.max_total_tokens}"
             )
             raise self._over("token_budget", "context_length_exceeded", text)
         turn.branch.busy = True
@@ -271,7 +255,7 @@ class TokenLedger:
             raise self._over("max_turns", "branch_limit", f"this session has had its {MAX_BRANCHES} conversations")
         seed = None if self._seed is None else (self._seed + number * _SEED_STRIDE) % (1 << 63)
         self.slots.append(self._first_slot + number * _SLOT_STRIDE)
-        return Branch(self.slots[-1], seed, TokenBuffer(prompt, self._max_total), tools)
+        return Branch(self.slots[-1], seed, TokenBuffer(prompt, self._limits.max_total_tokens), tools)
 
     def _over(self, status: str, code: str, message: str) -> ApiError:
         self.limit_hit = status
@@ -288,16 +272,6 @@ MAX_AT_ONCE = 16
 Reward = float | Mapping[str, float]
 """The reward of all trajectories of a session; or of each, named by the id of a completion in it. Of several
 completions of one trajectory the latest counts; a trajectory that no id names is left out."""
-
-
-@dataclass(frozen=True)
-class SessionLimits:
-    """Bounds a session. ``max_total_tokens``: prompt and completion of a trajectory. ``turn_tokens``: the engine's
-    max_new_tokens. ``max_turns``: policy turns of a session."""
-
-    max_total_tokens: int
-    turn_tokens: int
-    max_turns: int = 64
 
 
 @dataclass(frozen=True)
@@ -408,30 +382,24 @@ class Session:
         if status in VALID_STATUSES and (branch is None or reward is None):
             status = AGENT_FAILED
             message = "the agent asked for nothing" if branch is None else "nobody reported a reward"
-        valid, tokens, task = status in VALID_STATUSES, branch.tokens if branch else None, ending.task
-        if tokens is not None:
-            tokens.check()
-        return RolloutOutcome(
-            status=status,
-            prompt_ids=tokens.prompt_ids if tokens else [],
-            completion_ids=tokens.completion_ids if tokens else [],
-            logprobs=tokens.logprobs if tokens else [],
-            versions=tokens.versions if tokens else [],
-            loss_mask=tokens.loss_mask if tokens else [],
-            reward=reward if valid else None,
-            achieved=ending.achieved and valid,
+        # What an agent is rewarded with is known at its last turn.
+        turns = branch.turns() if branch else ()
+        rewards = [0.0 for _ in turns]
+        if rewards and status in VALID_STATUSES:
+            rewards[-1] = reward or 0.0
+        return outcome_of(
+            ending.task,
+            branch.tokens if branch else None,
+            status,
+            reward,
+            achieved=ending.achieved,
             progress=ending.progress,
-            turns=branch.turns() if branch else (),
-            task_id=task.id,
-            group=task.group,
-            seed=task.seed,
-            template=task.template,
+            turns=turns,
             task_text=ending.task_text,
             message=message,
             timings={"branches": float(len(self.ledger.branches))},
             last_turn_cut=bool(branch and branch.marks and not branch.marks[-1].ended),
-            turn_starts=tokens.turn_starts if tokens else (),
-            turn_rewards=_at_last(reward if valid else None, tokens),
+            turn_rewards=rewards,
             opening=branch.opening() if branch else (),
         )
 
@@ -443,7 +411,7 @@ class Session:
 class Sessions:
     """Keeps the sessions of one endpoint."""
 
-    def __init__(self, chat: TemplateChat, limits: SessionLimits) -> None:
+    def __init__(self, chat: TemplateChat, limits: Limits) -> None:
         self.chat = chat
         self._limits = limits
         self._open: dict[str, Session] = {}
@@ -452,15 +420,7 @@ class Sessions:
         """Open a session whose tokens come from ``llm``. Raises RuntimeError when there are too many."""
         if len(self._open) >= MAX_SESSIONS:
             raise RuntimeError(f"the endpoint has {MAX_SESSIONS} sessions; close some")
-        limits = self._limits
-        ledger = TokenLedger(
-            self.chat,
-            slot=slot,
-            seed=seed,
-            max_total_tokens=limits.max_total_tokens,
-            turn_tokens=limits.turn_tokens,
-            max_turns=limits.max_turns,
-        )
+        ledger = TokenLedger(self.chat, self._limits, slot=slot, seed=seed)
         session = Session(secrets.token_urlsafe(24), ledger, llm)
         self._open[session.key] = session
         return session
@@ -508,12 +468,6 @@ def _known(reward: Reward, branches: Sequence[Branch]) -> Reward:
 
 def _named_reward(rewards: Mapping[str, float], branch: Branch) -> float | None:
     return next((rewards[mark.reply] for mark in reversed(branch.marks) if mark.reply in rewards), None)
-
-
-def _at_last(reward: float | None, tokens: TokenBuffer | None) -> list[float]:
-    """The rewards of a trajectory's turns: an agent's is known at the end."""
-    turns = len(tokens.turn_starts) if tokens else 0
-    return [0.0] * (turns - 1) + [reward or 0.0] if turns else []
 
 
 def _gone(message: str) -> ApiError:

@@ -27,6 +27,7 @@ from realhf.api.config import GenConfig
 from realhf.api.environment import (
     AssistantMessage,
     ChatFormat,
+    ChatMessage,
     Environment,
     EnvironmentFailure,
     EnvironmentSpec,
@@ -277,25 +278,20 @@ class TurnAgent:
     """
 
     def __init__(self, chat: ChatFormat, limits: Limits, system_prompt: str, *, keep_reasoning: bool = True) -> None:
-        self._chat, self._limits, self._system_prompt = chat, limits, system_prompt
+        self._chat, self._limits = chat, limits
+        self._system: list[ChatMessage] = [{"role": "system", "content": system_prompt}] if system_prompt else []
         self._keep_reasoning = keep_reasoning
         if not keep_reasoning and not any(any(chat.forgotten(shape)) for shape in _SHAPES):
             raise ValueError("rollout.keep_reasoning=false has no effect: the chat template drops no old reasoning")
 
     async def play(self, env: Environment, wanted: EpisodeRequest, llm: TokenSource, slot: int) -> RolloutOutcome:
         """See ``EpisodeAgent``."""
-        seed = wanted.sampling_seed
-        if self._keep_reasoning:
-            speaker = PolicySpeaker(self._chat, self._limits, llm, slot, seed, self._system_prompt)
-            return self._whole(await play_episode(env, wanted, speaker, self._limits.max_turns))
-        forgetful = ForgetfulSpeaker(self._chat, self._limits, llm, slot, seed, self._system_prompt)
-        return forgetful.in_rows(self._whole(await play_episode(env, wanted, forgetful, self._limits.max_turns)))
-
-    def _whole(self, outcome: RolloutOutcome) -> RolloutOutcome:
-        """Return the outcome with the system prompt before its opening: what the policy read."""
-        if not self._system_prompt:
-            return outcome
-        return replace(outcome, opening=({"role": "system", "content": self._system_prompt}, *outcome.opening))
+        kind = PolicySpeaker if self._keep_reasoning else ForgetfulSpeaker
+        speaker = kind(self._chat, self._limits, llm, slot, wanted.sampling_seed, self._system)
+        outcome = await play_episode(env, wanted, speaker, self._limits.max_turns)
+        # With the system prompt, the opening is what the policy read.
+        outcome = replace(outcome, opening=(*self._system, *outcome.opening)) if self._system else outcome
+        return speaker.in_rows(outcome) if isinstance(speaker, ForgetfulSpeaker) else outcome
 
 
 @dataclass

@@ -24,7 +24,7 @@ from realhf.api.experiment import MFCDef
 from realhf.api.model import CallContext
 from realhf.api.trace import Tracer
 from realhf.registry import interfaces
-from realhf.rollout.group_player import GroupFailed, PlayedGroup, SamplePlayer, within
+from realhf.rollout.group_player import GroupFailed, GroupPlayer, PlayedGroup, within
 from realhf.rollout.rollout_sample import outcomes_to_sample, transcript
 from realhf.transport.codec import encode_sample
 from realhf.transport.errors import ProtocolError
@@ -95,7 +95,7 @@ class RolloutLoop:
         self,
         control: ServiceClient,
         stream: Stream,
-        players: Sequence[SamplePlayer],
+        players: Sequence[GroupPlayer],
         encode: Encode,
         *,
         tracer: Tracer,
@@ -143,7 +143,7 @@ class RolloutLoop:
             self._playing.discard(task)
             task.result()
 
-    async def _one(self, player: SamplePlayer, lease: RolloutLease) -> None:
+    async def _one(self, player: GroupPlayer, lease: RolloutLease) -> None:
         began = time.time_ns()
         try:
             frames = await self._finished(player, lease)
@@ -156,7 +156,7 @@ class RolloutLoop:
             self._idle.append(player)
             self._freed.set()
 
-    async def _share(self, player: SamplePlayer, part: EvaluationPart) -> None:
+    async def _share(self, player: GroupPlayer, part: EvaluationPart) -> None:
         """Play a share of an evaluation and tell the master."""
         began, results, error = time.time_ns(), list[EpisodeResult](), ""
         try:
@@ -176,7 +176,7 @@ class RolloutLoop:
             self._idle.append(player)
             self._freed.set()
 
-    async def _finished(self, player: SamplePlayer, lease: RolloutLease) -> Sequence[Any] | None:
+    async def _finished(self, player: GroupPlayer, lease: RolloutLease) -> Sequence[Any] | None:
         """Return the frames of the sample; None when the attempt failed and the master knows."""
         try:
             return self._encode(lease, await within(player, lease))

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from functools import cache
 
 from realhf.api.chat_template import TemplateChat
 from realhf.api.generation import GenerationFailed
 from realhf.api.model import GenOutput, GenRequest
+from realhf.rollout.episode import Limits
+from realhf.rollout.openai_server import OpenAiServer
+from realhf.rollout.openai_sessions import Sessions
 
 
 @cache
@@ -22,6 +26,17 @@ def chat() -> TemplateChat:
 
 def spelt(text: str) -> list[int]:
     return [token for letter in text for token in chat().encode(letter)]
+
+
+@asynccontextmanager
+async def serving(limits: Limits) -> AsyncIterator[OpenAiServer]:
+    """An endpoint that is up."""
+    server = OpenAiServer(Sessions(chat(), limits))
+    await server.start()
+    try:
+        yield server
+    finally:
+        await server.stop()
 
 
 class FakeTokens:

@@ -110,7 +110,5 @@ def test_whoever_makes_a_chat_gives_it_the_variables() -> None:
                 makers.append(path.name)
                 assert "template_kwargs" in {word.arg for word in node.keywords}, f"{path}:{node.lineno}"
             elif isinstance(node, ast.Attribute) and node.attr == "apply_chat_template":
-                assert path.name in ("template_chat.py", "pretrained_model.py"), f"{path}:{node.lineno}"
-    assert {"interface.py", "rollout_worker.py", "generation_worker.py", "chat_dataset.py", "chat_agents.py"} <= set(
-        makers
-    )
+                assert path.name in ("chat_template.py", "pretrained_model.py"), f"{path}:{node.lineno}"
+    assert {"interface.py", "rollout_worker.py", "generation_worker.py", "chat_dataset.py", "agents.py"} <= set(makers)

@@ -124,11 +124,14 @@ async def test_calls_of_the_agents_own_are_read_and_bad_ones_reach_the_environme
         (None, "NoneType"),
         (3, "int"),
         ({"role": "user", "content": "x"}, "'user'"),
-        ({"content": [1]}, "list"),
-        ({"tool_calls": "turn"}, "are a list"),
-        ({"tool_calls": [{"id": "c"}]}, "name and arguments"),
-        ({"tool_calls": [None]}, "name and arguments"),
-        ({"tool_calls": [{"function": {"name": "turn", "arguments": {}}}]}, "are texts"),
+        ({"content": [1]}, "content"),
+        ({"tool_calls": "turn"}, "tool_calls: Input should be a valid list"),
+        ({"tool_calls": [{"id": "c"}]}, "tool_calls.0.function: Field required"),
+        ({"tool_calls": [None]}, "tool_calls.0"),
+        (
+            {"tool_calls": [{"function": {"name": "turn", "arguments": {}}}]},
+            "arguments: Input should be",
+        ),
     ],
 )
 async def test_what_is_no_message_ends_the_episode_as_the_agents_fault(message: Any, words: str) -> None:

@@ -15,7 +15,7 @@ from realhf.api.generation import GenerationFailed
 from realhf.api.model import GenOutput, GenRequest
 from realhf.base.messages import MessageError
 from realhf.rollout import generation_client
-from realhf.rollout.generation_client import GenerationClient, Pinned, answer_of, request_of
+from realhf.rollout.generation_client import ConstrainedTokens, GenerationClient, answer_of, request_of
 from realhf.transport.service import Request, ServiceServer
 
 
@@ -102,7 +102,7 @@ async def test_requests_of_a_worker_that_dies_go_to_another(client: Any, engines
 
 async def test_an_evaluation_asks_only_those_who_keep_its_weights(client: Any, engines: list[FakeEngine]) -> None:
     """And fails at once when none of them is left."""
-    pinned = Pinned(client, 4, ["generation/1"], greedy=True)
+    pinned = ConstrainedTokens(client, ["generation/1"], pinned_version=4, greedy=True)
     for slot in range(4):
         assert (await pinned.generate(GenRequest(slot, [1, 2]))).token_ids == [1]
     assert not engines[0].asked and {tuple(payload[5:]) for payload in engines[1].asked} == {(4, True)}

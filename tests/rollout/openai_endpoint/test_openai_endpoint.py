@@ -13,12 +13,13 @@ import pytest
 import pytest_asyncio
 
 from realhf.api.environment import RolloutOutcome
+from realhf.rollout.episode import Limits
 from realhf.rollout.openai_server import OpenAiServer
-from realhf.rollout.openai_sessions import Ending, Session, SessionLimits, Sessions
-from tests.rollout.black_box import FakeTokens, chat, spelt
+from realhf.rollout.openai_sessions import Ending, Session
+from tests.rollout.black_box import FakeTokens, chat, serving, spelt
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-LIMITS = SessionLimits(max_total_tokens=400, turn_tokens=40, max_turns=12)
+LIMITS = Limits(max_total_tokens=400, turn_tokens=40, max_turns=12)
 Endpoint = tuple[OpenAiServer, Any]
 USER = {"role": "user", "content": "task"}
 
@@ -30,7 +31,7 @@ def heard(prompt: str) -> str:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def endpoint() -> AsyncIterator[Endpoint]:
     """One server, and one pool of connections to it, for all tests."""
-    async with OpenAiServer(Sessions(chat(), LIMITS)) as server:
+    async with serving(LIMITS) as server:
         http = openai.DefaultAsyncHttpxClient(trust_env=False, verify=False)
         yield server, http
         await http.aclose()

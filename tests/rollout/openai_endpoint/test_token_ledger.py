@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from realhf.api.environment import MAX_BRANCHES
 from realhf.api.model import GenOutput
+from realhf.rollout.episode import Limits
 from realhf.rollout.openai_requests import ApiError, Message
 from realhf.rollout.openai_sessions import TokenLedger
 from tests.rollout.black_box import chat, spelt
@@ -17,9 +18,8 @@ from tests.rollout.black_box import chat, spelt
 STOP = chat().stop_ids[0]
 
 
-def ledger(**limits: int) -> TokenLedger:
-    room = {"max_total_tokens": 4000, "turn_tokens": 16, "max_turns": 100} | limits
-    return TokenLedger(chat(), slot=1, seed=None, **room)
+def ledger() -> TokenLedger:
+    return TokenLedger(chat(), Limits(max_total_tokens=4000, turn_tokens=16, max_turns=100), slot=1, seed=None)
 
 
 def sampled(words: str, reason: str = "stop") -> GenOutput:

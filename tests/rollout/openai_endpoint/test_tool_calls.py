@@ -13,14 +13,16 @@ import pytest_asyncio
 
 from realhf.api.chat_template import TemplateChat
 from realhf.api.model import GenOutput
+from realhf.rollout.episode import Limits
 from realhf.rollout.openai_requests import ApiError, ChatRequest
 from realhf.rollout.openai_server import OpenAiServer
-from realhf.rollout.openai_sessions import Ending, Session, SessionLimits, Sessions, TokenLedger
+from realhf.rollout.openai_sessions import Ending, Session, TokenLedger
 from tests.api.chat.templates import INSISTS, LLAMA3, QWEN25, SMOLLM2, tokenizer
-from tests.rollout.black_box import FakeTokens, chat, spelt
+from tests.rollout.black_box import FakeTokens, chat, serving, spelt
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-LIMITS = SessionLimits(max_total_tokens=4000, turn_tokens=200, max_turns=40)
+LIMITS = Limits(max_total_tokens=4000, turn_tokens=200, max_turns=40)
+LEDGER = Limits(max_total_tokens=9000, turn_tokens=100, max_turns=9)
 USER = {"role": "user", "content": "task"}
 TOOLS: list[Any] = [
     {
@@ -47,7 +49,7 @@ def speaks(prompt: str) -> str:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def server() -> AsyncIterator[tuple[OpenAiServer, Any]]:
-    async with OpenAiServer(Sessions(chat(), LIMITS)) as served:
+    async with serving(LIMITS) as served:
         http = openai.DefaultAsyncHttpxClient(trust_env=False, verify=False)
         yield served, http
         await http.aclose()
@@ -277,7 +279,7 @@ def request(messages: list[Any], **more: Any) -> ChatRequest:
 async def test_templates_of_all_families_take_part(template: str, eos: str, said: str) -> None:
     """The ids of the calls are such that also a template that looks at them takes them."""
     format = TemplateChat(tokenizer(template, eos), system_prompt=None)
-    ledger = TokenLedger(format, slot=0, seed=None, max_total_tokens=9000, turn_tokens=100, max_turns=9)
+    ledger = TokenLedger(format, LEDGER, slot=0, seed=None)
     messages: list[Any] = [USER]
     expected = format.opening(messages, TOOLS)
     for _ in range(2):
@@ -301,7 +303,7 @@ async def test_what_an_agent_passes_on_from_tools_and_users_holds_no_control_id(
     format = TemplateChat(tokenizer(QWEN25, "<|im_end|>"), system_prompt=None)
 
     def control(*told: str) -> list[int]:
-        ledger = TokenLedger(format, slot=0, seed=None, max_total_tokens=9000, turn_tokens=100, max_turns=9)
+        ledger = TokenLedger(format, LEDGER, slot=0, seed=None)
         first = ledger.begin(request([{**USER, "content": told[0]}]).conversation(), request([USER]).toolbox())
         ids = [*format.encode(call_text(1)), format.stop_ids[0]]
         ledger.add(first, GenOutput(ids, [0.0] * len(ids), [0] * len(ids), "stop"))
@@ -319,7 +321,7 @@ async def test_what_an_agent_passes_on_from_tools_and_users_holds_no_control_id(
 
 async def test_a_template_without_tools_refuses_them_in_words_of_the_api() -> None:
     plain = TemplateChat(tokenizer(SMOLLM2, "<|im_end|>"), system_prompt=None)
-    ledger = TokenLedger(plain, slot=0, seed=None, max_total_tokens=9000, turn_tokens=100, max_turns=9)
+    ledger = TokenLedger(plain, LEDGER, slot=0, seed=None)
     asked = request([USER])
     with pytest.raises(ApiError, match="does not read tools") as refused:
         ledger.begin(asked.conversation(), asked.toolbox())
