@@ -134,10 +134,9 @@ def _serve(
     network: Network,
 ) -> None:
     try:
-        served.start()
+        served.pool.start()
         server.start()
-        for line in served.announcement():
-            print(line, flush=True)
+        print(served.announcement(), flush=True)
         if simulated := config.injected.described():
             print(f"{name}: SIMULATED trouble: {simulated}", flush=True)
         print(f"{name}: serving {config.pool_size} sessions at {server.url}", flush=True)
@@ -149,7 +148,7 @@ def _serve(
             raise RuntimeError("the HTTP server ended unexpectedly; its log tells why")
     finally:
         server.stop()
-        served.stop()
+        served.pool.stop()
         if arguments.env:
             # Threads that an environment left behind must not keep the process; the kernel ends it then.
             signal.alarm(STOP_WITHIN_S)

@@ -23,6 +23,7 @@ from realhf.aws.simulator.pool import Slot
 from realhf.aws.tasks.loader import instantiate, load_templates
 from realhf.aws.tasks.task import Task, TaskError
 from realhf.env.server import wire
+from realhf.env.server.interfaces import Reply
 from realhf.env.server.wire import VALIDATION_ERROR, WireError, checked_object
 
 MAX_METADATA_CHARS = 16 << 10
@@ -71,7 +72,6 @@ def _is_small_object(value: Any) -> bool:
 
 
 _LOG = logging.getLogger(__name__)
-Reply = tuple[dict[str, Any], float | None, bool]
 
 
 class EpisodePlayer:
@@ -96,9 +96,9 @@ class EpisodePlayer:
             raise WireError(wire.VALIDATION_ERROR, str(error)[:300], field="data.task") from None
         return self._play(lambda: self._episode.reset(task, data.get("seed"), data.get("episode_id"), chaos=chaos))
 
-    def step(self, command: str) -> Reply:
-        """Run a command. Raises WireError (EXECUTION_ERROR)."""
-        return self._play(lambda: self._episode.step(command))
+    def step(self, action: dict[str, Any]) -> Reply:
+        """Run the command of a checked action. Raises WireError (EXECUTION_ERROR)."""
+        return self._play(lambda: self._episode.step(action["command"]))
 
     def state(self) -> dict[str, Any]:
         """Return what ``AwsState`` describes; never criteria, setup, seed or solution. Sends list calls where something

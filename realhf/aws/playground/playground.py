@@ -18,12 +18,13 @@ from concurrent.futures import TimeoutError as NoAnswer
 from datetime import UTC, datetime
 from typing import Any, TypeVar
 
-from realhf.aws.episode.player import EpisodePlayer, Reply
+from realhf.aws.episode.player import EpisodePlayer
 from realhf.aws.simulator.pool import MiniStackPool, Slot
 from realhf.aws.tasks.captures import CaptureError, resolve
 from realhf.aws.tasks.loader import instantiate, load_templates
 from realhf.aws.tasks.task import Task
 from realhf.env.server.access import Refused
+from realhf.env.server.interfaces import Reply
 from realhf.env.server.wire import VALIDATION_ERROR, WireError
 
 LOG_FORMAT = "realhf-episode-1"
@@ -101,7 +102,7 @@ class PlaygroundSession:
         steps, began = self.log["steps"], time.perf_counter()
         if steps and steps[-1]["done"]:
             raise NoEpisode
-        observation, reward, done = self._player.step(command)
+        observation, reward, done = self._player.step({"command": command})
         spent, reward = time.perf_counter() - began, reward or 0.0
         before = steps[-1]["score"] if steps and self._summed else 0.0
         shown = (

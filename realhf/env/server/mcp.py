@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from realhf.env.server.interfaces import McpDoor, Player, Reply
+from realhf.env.server.interfaces import Player, Reply, ServedEnvironment
 from realhf.env.server.wire import size_problem
 
 PARSE_ERROR = -32700
@@ -29,7 +29,7 @@ def rpc_error(request_id: Any, code: int, message: str, data: Mapping[str, Any] 
     return {"jsonrpc": "2.0", "id": request_id, "error": error | ({"data": dict(data)} if data else {})}
 
 
-def checked(request: Any, door: McpDoor) -> dict[str, Any] | None:
+def checked(request: Any, served: ServedEnvironment) -> dict[str, Any] | None:
     """Return the answer to a request that is wrong, or that needs no session; None for what ``answered`` serves."""
     if not isinstance(request, Mapping):
         return rpc_error(None, INVALID_REQUEST, "a request is an object")
@@ -41,23 +41,23 @@ def checked(request: Any, door: McpDoor) -> dict[str, Any] | None:
     if request.get("jsonrpc") != "2.0":
         return rpc_error(request_id, INVALID_REQUEST, "jsonrpc is '2.0'")
     if request.get("method") == "tools/list":
-        known = door.tools(None)
+        known = served.tools(None)
         return None if known is None else _listed(request_id, known)
     if request.get("method") != "tools/call":
         return rpc_error(request_id, UNKNOWN_METHOD, "known methods: tools/list, tools/call")
-    problem = door.problem(request.get("params"))
+    problem = served.call_problem(request.get("params"))
     return rpc_error(request_id, INVALID_PARAMS, problem) if problem else None
 
 
 def answered(
-    request: Mapping[str, Any], door: McpDoor, player: Player, step: Callable[[dict[str, Any]], Reply]
+    request: Mapping[str, Any], served: ServedEnvironment, player: Player, step: Callable[[dict[str, Any]], Reply]
 ) -> dict[str, Any]:
     """Answer a checked request: list the tools of the player's episode, or run a tools/call as a step of it (``step``
     takes an action); the structured content is the whole reply of a step. Raises WireError."""
     if request["method"] == "tools/list":
-        return _listed(request.get("id"), door.tools(player) or ())
-    observation, reward, done = step(door.action(request["params"]))
-    text, failed = door.said(observation)
+        return _listed(request.get("id"), served.tools(player) or ())
+    observation, reward, done = step(served.call_action(request["params"]))
+    text, failed = served.call_answer(observation)
     return rpc_result(
         request.get("id"),
         {

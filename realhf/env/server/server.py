@@ -213,7 +213,7 @@ def _add_stateless(app: FastAPI, stateless: StatelessPlayer, served: ServedEnvir
 
         def play(player: Player) -> Reply:
             player.reset({})
-            return player.step(served.step_argument(action))
+            return player.step(action)
 
         return _reply(await stateless.play(play, body.timeout_s))
 
@@ -226,7 +226,7 @@ def _add_stateless(app: FastAPI, stateless: StatelessPlayer, served: ServedEnvir
             message = json.loads(await request.body())
         except (ValueError, RecursionError):
             return JSONResponse(mcp.rpc_error(None, mcp.PARSE_ERROR, "the body is not JSON"))
-        answer = mcp.checked(message, served.mcp)
+        answer = mcp.checked(message, served)
         if answer is None:
             answer = await _call_tool(stateless, served, message)
         return JSONResponse(answer)
@@ -237,7 +237,7 @@ async def _call_tool(
 ) -> dict[str, Any]:
     def play(player: Player) -> dict[str, Any]:
         player.reset({})
-        return mcp.answered(message, served.mcp, player, lambda action: player.step(served.step_argument(action)))
+        return mcp.answered(message, served, player, player.step)
 
     try:
         return await stateless.play(play)

@@ -241,7 +241,7 @@ class Session:
     def _step(self, action: dict[str, Any]) -> Reply:
         began = time.perf_counter()
         try:
-            observation, reward, done = self._player.step(self._served.step_argument(action))
+            observation, reward, done = self._player.step(action)
         except WireError as error:
             if error.code == wire.EXECUTION_ERROR:
                 self._metrics.episodes.labels(FAILED, self._template).inc()
@@ -253,8 +253,8 @@ class Session:
 
     def _mcp(self, message: dict[str, Any]) -> dict[str, Any]:
         try:
-            door = self._served.mcp
-            return mcp.checked(message, door) or mcp.answered(message, door, self._player, self._step)
+            served = self._served
+            return mcp.checked(message, served) or mcp.answered(message, served, self._player, self._step)
         except WireError as error:
             return mcp.rpc_error(message.get("id"), mcp.SERVER_ERROR, error.message, {"code": error.code})
 

@@ -43,7 +43,7 @@ def test_a_whole_task_brings_its_seed(player: EpisodePlayer) -> None:
 
     def answers(**data: object) -> list[str]:
         player.reset({"task": task.to_json(), "chaos": False} | data)
-        return [player.step(command)[0]["command_output"] for command in solve(task)]
+        return [player.step({"command": command})[0]["command_output"] for command in solve(task)]
 
     assert answers() == answers() == answers(seed=4)
 
@@ -115,14 +115,15 @@ def test_a_task_of_another_maker_is_played(player: EpisodePlayer) -> None:
     assert Task.from_json(Task.from_json(task).to_json()) == Task.from_json(task)
     player.reset({"task": task})
     queue = "--queue-url http://localhost/000000000000/orders"
-    assert player.step(f"aws sqs set-queue-attributes {queue} --attributes VisibilityTimeout=60")[1:] == (0.0, False)
-    assert player.step(f"aws sqs set-queue-attributes {queue} --attributes VisibilityTimeout=90")[1:] == (1.0, True)
+    for seconds, reward, done in ((60, 0.0, False), (90, 1.0, True)):
+        command = f"aws sqs set-queue-attributes {queue} --attributes VisibilityTimeout={seconds}"
+        assert player.step({"command": command})[1:] == (reward, done)
 
 
 def test_rewards_as_levels(slot: Slot) -> None:
     player = EpisodePlayer(slot, 5, reward_mode="level")
     player.reset({"task_id": VERSIONED, "seed": 1, "chaos": False})
-    rewards = [player.step(command)[1] for command in solve(instantiate(VERSIONED, 1))]
+    rewards = [player.step({"command": command})[1] for command in solve(instantiate(VERSIONED, 1))]
     assert rewards == [pytest.approx(0.5, abs=1e-8), 1.0]
 
 

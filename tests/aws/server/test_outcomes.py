@@ -21,7 +21,7 @@ VERSIONED = 201
 @pytest.mark.sim
 def test_episodes_are_counted_by_outcome_and_template(pool: MiniStackPool) -> None:
     config = AwsServerConfig(port=0, pool_size=1)
-    served = AwsServed(config, pool, lambda slot: EpisodePlayer(slot, 2, chaos=False), templates={VERSIONED})
+    served = AwsServed(config, pool, lambda slot: EpisodePlayer(slot, 2, chaos=False))
     server = EnvServer(served, config, listen("127.0.0.1", 0))
     server.start()
     try:
@@ -54,9 +54,7 @@ def test_episodes_are_counted_by_outcome_and_template(pool: MiniStackPool) -> No
     ],
 )
 def test_each_episode_has_one_outcome(seen: dict[str, object], outcome: str) -> None:
-    served = AwsServed(
-        AwsServerConfig(port=0), MiniStackPool(1), lambda slot: EpisodePlayer(slot, 2), templates={VERSIONED}
-    )
+    served = AwsServed(AwsServerConfig(port=0), MiniStackPool(1))
     assert served.outcome(seen) == outcome
     assert served.template({"task": {"task_id": VERSIONED}}) == str(VERSIONED)
     assert served.template({"task": {"task_id": 10**9}}) == served.template({}) == "other", "a client wrote it"

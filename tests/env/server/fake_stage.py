@@ -55,7 +55,8 @@ class FakeBlockingPlayer:
     def reset(self, data: dict[str, Any]) -> tuple[dict[str, Any], float | None, bool]:
         return {}, 0.0, False
 
-    def step(self, command: str) -> tuple[dict[str, Any], float | None, bool]:
+    def step(self, action: dict[str, Any]) -> tuple[dict[str, Any], float | None, bool]:
+        command = action["command"]
         self.started.set()
         if command != "quick":
             self.finish.wait(60)

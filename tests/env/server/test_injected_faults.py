@@ -32,7 +32,8 @@ class FakeQuickPlayer:
     def reset(self, data: dict[str, Any]) -> tuple[dict[str, Any], float | None, bool]:
         return {}, 0.0, False
 
-    def step(self, command: str) -> tuple[dict[str, Any], float | None, bool]:
+    def step(self, action: dict[str, Any]) -> tuple[dict[str, Any], float | None, bool]:
+        command = action["command"]
         self._executed.append(command)
         return (
             {"command_output": command, "command_success": True, "task_achieved": False, "partial_progress": 0.0},

@@ -5,19 +5,19 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import pytest
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
 
-from realhf.aws.episode.player import checked_action, checked_reset
-from realhf.aws.server.program import CommandTool, EnvServerProcess
+from realhf.aws.server.program import AwsServed, EnvServerProcess
+from realhf.aws.server_config import AwsServerConfig
 from realhf.env.server import mcp, wire
+from tests.env.server.fake_stage import FakePool
 
 MAX_COMMAND = 8192
-CHECK_ACTION = partial(checked_action, max_command_bytes=MAX_COMMAND)
+SERVED = AwsServed(AwsServerConfig(max_command_bytes=MAX_COMMAND), FakePool(1))
 CODES = {wire.INVALID_JSON, wire.UNKNOWN_TYPE, wire.VALIDATION_ERROR, wire.EXECUTION_ERROR}
 
 COUNT = 10_000
@@ -83,7 +83,7 @@ def test_ten_thousand_frames_are_requests_or_error_frames() -> None:
 def check_frame(text: str) -> bool:
     """Whether it was taken for a request."""
     try:
-        request = wire.parse_request(text, checked_reset, CHECK_ACTION)
+        request = wire.parse_request(text, SERVED.check_reset, SERVED.check_action)
     except wire.WireError as error:
         frame = json.loads(wire.encode_error(error))
         assert frame["type"] == "error" and frame["data"]["code"] in CODES and frame["data"]["message"]
@@ -91,7 +91,7 @@ def check_frame(text: str) -> bool:
         return False
     assert request.kind in ("reset", "step", "state", "close", "mcp") and isinstance(request.data, dict)
     if request.kind == "mcp":
-        answer = mcp.checked(request.data, CommandTool(MAX_COMMAND))
+        answer = mcp.checked(request.data, SERVED)
         assert answer is None or answer["jsonrpc"] == "2.0"
     return True
 
@@ -172,6 +172,6 @@ def _is_text(text: str) -> bool:
 
 def _ends_the_session(text: str) -> bool:
     try:
-        return wire.parse_request(text, checked_reset, CHECK_ACTION).kind == "close"
+        return wire.parse_request(text, SERVED.check_reset, SERVED.check_action).kind == "close"
     except wire.WireError:
         return False

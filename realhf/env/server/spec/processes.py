@@ -200,6 +200,9 @@ class Processes:
             with self._lock:
                 self._taken.discard(slot)
 
+    def start(self) -> None:
+        """The first process runs already."""
+
     def stop(self) -> None:
         """End all processes, and with them every call."""
         with self._lock:

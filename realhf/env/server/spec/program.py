@@ -8,12 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fastapi import FastAPI
-from pydantic import BaseModel
-
 from realhf.env.loader.load import build_environment, parse_options
 from realhf.env.server.config import ConfigError, ServerConfig, setting
-from realhf.env.server.interfaces import McpDoor, Player, SlotPool
+from realhf.env.server.interfaces import Player, ServedEnvironment
 from realhf.env.server.spec.messages import SpecAction, SpecObservation, SpecState, checked_action, checked_reset
 from realhf.env.server.spec.player import Facts, Host, SpecPlayer
 from realhf.env.server.spec.processes import Processes, ProcessPlayer
@@ -40,12 +37,37 @@ class SpecServerConfig(ServerConfig):
 _NO_ARGUMENTS = {"type": "object", "properties": {}}
 
 
-class ToolDoor:
-    """Implements ``realhf.env.server.interfaces.McpDoor``."""
+class SpecServed(ServedEnvironment):
+    """Is an environment of the registry as the server sees it, known by its ``facts``: the wire carries the messages
+    of its contract."""
 
-    def tools(self, player: Player | None) -> Sequence[Mapping[str, Any]] | None:
-        """Return the tools of the player's episode; None without a player. Raises WireError without an episode."""
-        if not isinstance(player, SpecPlayer | ProcessPlayer):
+    slots_are, slot_label = "environment", "kind"
+    action_model, observation_model, state_model = SpecAction, SpecObservation, SpecState
+
+    def __init__(
+        self, facts: Facts, pool: Places | Processes, player: Callable[[Any], Player], config: SpecServerConfig
+    ) -> None:
+        super().__init__(config, pool, player)
+        self.title = f"realhf environment {facts.name}"
+        self.about = f"Episodes of {facts.name} over the OpenEnv wire"
+        self._facts, self._call_timeout_s = facts, config.call_timeout_s
+
+    def check_reset(self, data: Any) -> dict[str, Any]:
+        """Check which task is asked for."""
+        return checked_reset(data)
+
+    def check_action(self, data: Any) -> dict[str, Any]:
+        """Check a turn of the policy."""
+        return checked_action(data)
+
+    def outcome(self, observation: Mapping[str, Any]) -> str:
+        """Say whether the task was solved, where the environment says so."""
+        success = observation["metrics"].get("success")
+        return "finished" if success is None else "achieved" if success >= 1 else "failed"
+
+    def tools(self, player: SpecPlayer | ProcessPlayer | None) -> Sequence[Mapping[str, Any]] | None:
+        """Return the tools of the player's episode. Raises WireError without an episode."""
+        if player is None:
             return None
         functions = [tool["function"] for tool in player.tools()]
         return [
@@ -57,105 +79,40 @@ class ToolDoor:
             for function in functions
         ]
 
-    def problem(self, params: Any) -> str:
-        """Say what is wrong with the parameters of a tools/call; "" when nothing is."""
+    def call_problem(self, params: Any) -> str:
+        """Say what is wrong with the frame of a call; the environment answers a wrong call itself."""
         if not isinstance(params, Mapping) or not isinstance(params.get("name"), str) or not params["name"]:
             return "params name a tool"
         return "" if isinstance(params.get("arguments", {}), Mapping) else "arguments are an object"
 
-    def action(self, params: Mapping[str, Any]) -> dict[str, Any]:
+    def call_action(self, params: Mapping[str, Any]) -> dict[str, Any]:
         """Return a turn of the policy that consists of the call."""
         return {"tool_calls": [{"name": params["name"], "arguments": dict(params.get("arguments", {}))}]}
 
-    def said(self, observation: Mapping[str, Any]) -> tuple[str, bool]:
+    def call_answer(self, observation: Mapping[str, Any]) -> tuple[str, bool]:
         """Return the messages of the environment. What a call did wrong is told in their words."""
         return "\n".join(str(message["content"]) for message in observation["messages"]), False
 
-
-class SpecServed:
-    """Implements ``realhf.env.server.interfaces.ServedEnvironment`` for an environment of which ``facts`` are known,
-    and whose sessions take a slot of ``pool``; ``player`` makes of a slot what plays in it."""
-
-    slots_are: str = "environment"
-    slot_label: str = "kind"
-    action_model: type[BaseModel] = SpecAction
-    own_guard: str = ""
-    home: str = "/health"
-
-    def __init__(
-        self, facts: Facts, pool: Places | Processes, player: Callable[[Any], Player], config: SpecServerConfig
-    ) -> None:
-        self.title: str = f"realhf environment {facts.name}"
-        self.about: str = f"Episodes of {facts.name} over the OpenEnv wire"
-        self._facts, self._config, self._pool, self._player = facts, config, pool, player
-        self.pool: SlotPool = pool
-        self.mcp: McpDoor = ToolDoor()
-
-    def start(self) -> None:
-        """Nothing is needed before the first session."""
-
-    def stop(self) -> None:
-        """Break off every call of the environment."""
-        self._pool.stop()
-
-    def announcement(self) -> list[str]:
-        """Say how many tasks there are."""
-        counts = (f"{count} templates of the split {split}" for split, count in self._facts.templates.items())
-        return [f"{self._facts.name}: {', '.join(counts)}"]
-
-    def make_player(self, slot: Any) -> Player:
-        """See ``ServedEnvironment``."""
-        return self._player(slot)
-
-    def check_reset(self, data: Any) -> dict[str, Any]:
-        """See ``ServedEnvironment``."""
-        return checked_reset(data)
-
-    def check_action(self, data: Any) -> dict[str, Any]:
-        """See ``ServedEnvironment``."""
-        return checked_action(data)
-
-    def step_argument(self, action: dict[str, Any]) -> dict[str, Any]:
-        """Return the action: a player reads what the policy said."""
-        return action
-
-    def outcome(self, observation: Mapping[str, Any]) -> str:
-        """Say whether the task was solved, where the environment says so."""
-        success = observation["metrics"].get("success")
-        return "finished" if success is None else "achieved" if success >= 1 else "failed"
-
-    def template(self, observation: Mapping[str, Any]) -> str:
-        """Return "": what a task was made of is not said over the wire."""
-        return ""
-
-    def schema(self) -> dict[str, Any]:
-        """See ``ServedEnvironment``."""
-        models = {"action": SpecAction, "observation": SpecObservation, "state": SpecState}
-        return {name: model.model_json_schema() for name, model in models.items()}
-
     def metadata(self) -> dict[str, Any]:
-        """See ``ServedEnvironment``."""
-        return {
+        """Return what clients want to know: that messages are spoken, deadline and tasks."""
+        return super().metadata() | {
             "name": f"realhf-{self._facts.name}",
-            "description": self.about,
             "environment": self._facts.name,
             "messages": True,
-            "max_concurrent_envs": self._config.pool_size,
-            "call_timeout_s": self._config.call_timeout_s,
+            "call_timeout_s": self._call_timeout_s,
             "deterministic": self._facts.deterministic,
             "templates": self._facts.templates,
             "groups": self._facts.groups,
-            "correlation": True,
-            "simulated": self._config.injected.described(),
         }
 
     def blank_state(self) -> dict[str, Any]:
-        """See ``ServedEnvironment``."""
+        """Return the state before a reset, without what is not known yet."""
         return SpecState().model_dump(exclude_none=True)
 
-    def mount(self, app: FastAPI) -> None:
-        """An environment brings no pages."""
-        del app
+    def announcement(self) -> str:
+        """Say how many tasks there are."""
+        counts = (f"{count} templates of the split {split}" for split, count in self._facts.templates.items())
+        return f"{self._facts.name}: {', '.join(counts)}"
 
 
 ABOUT = "Serve episodes of an environment over the OpenEnv wire, an instance for each session."

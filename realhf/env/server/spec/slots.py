@@ -208,6 +208,9 @@ class Places:
             with self._lock:
                 self._taken.discard(slot)
 
+    def start(self) -> None:
+        """Nothing is needed before the first session."""
+
     def stop(self) -> None:
         """Break off every call, so that no thread waits for the environment."""
         with self._lock:

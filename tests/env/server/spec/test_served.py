@@ -396,7 +396,7 @@ async def test_a_silent_session_gives_its_place_back() -> None:
         await wait_until(lambda: served.pool.free_count == 1)
     finally:
         await asyncio.to_thread(server.stop)
-        served.stop()
+        served.pool.stop()
 
 
 def test_there_are_no_more_sessions_than_instances(tmp_path: Path) -> None:
@@ -410,7 +410,7 @@ def test_there_are_no_more_sessions_than_instances(tmp_path: Path) -> None:
     arguments = argparse.Namespace(env=f"{file}:Narrow", option=[])
     served, config = prepare(arguments, SpecServerConfig(pool_size=8))
     assert config.pool_size == served.pool.free_count == served.metadata()["max_concurrent_envs"] == 3
-    served.stop()
+    served.pool.stop()
 
 
 @pytest.mark.parametrize(
