@@ -153,7 +153,7 @@ class FunctionExecutor:
         reports: list[CallReport] = []
         for call in range(self.graph.n_seqs // mfc.n_seqs):
             try:
-                reports.append(await self.calls[name].run(step, call, step_batch=step))
+                reports.append(await self.calls[name].run(step, call))
             except EndOfData:
                 break
             self._note_progress()
@@ -213,16 +213,13 @@ class FunctionExecutor:
     # ---- results
 
     def _on_retire(self, retired: Retired) -> None:
-        self._to_clear += retired.ids
-        metadata = retired.view.metadata
-        for i, (sample_id, birth, step_batch) in enumerate(
-            zip(retired.ids, retired.births, retired.step_batches, strict=True)
-        ):
-            own = {name: column[i] for name, column in metadata.items()}
+        for i, sample in enumerate(retired.samples):
+            own = {name: column[i] for name, column in retired.metadata.items()}
             rewards = json.loads(own.pop("rewards", "[]"))
             achieved = json.loads(own.pop("achieved", "[]"))
-            result = SampleResult(sample_id, own, rewards, achieved)
-            self._retired.setdefault(step_batch, []).append((birth, result))
+            result = SampleResult(sample.id, own, rewards, achieved)
+            self._retired.setdefault(sample.step_batch, []).append((sample.birth, result))
+            self._to_clear.append(sample.id)
 
     def _record(self, step: int) -> list[SampleResult]:
         """Tell the source what became of the step's samples, in the order of drawing."""

@@ -191,12 +191,12 @@ class ModelFunctionCall:
         self._seed = seed
         self._endpoints = {kind: list(urls) for kind, urls in endpoints.items()}
 
-    async def run(self, step: int, call: int, step_batch: int | None) -> CallReport:
+    async def run(self, step: int, call: int) -> CallReport:
         """Take one batch through the call. Raises EndOfData when the source is exhausted, MFCFailed when a
         worker fails or answers wrongly; the batch is ready again then."""
         began = time.monotonic()
         try:
-            async with self._buffer.lease(self.mfc.name, step_batch) as lease:
+            async with self._buffer.lease(self.mfc.name, step) as lease:
                 queued = time.monotonic()
                 self.activity = f"runs on {', '.join(self._workers)} since {time.strftime('%H:%M:%S')}"
                 return await self._run_lease(lease, step, call, queued - began)

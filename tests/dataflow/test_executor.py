@@ -16,6 +16,7 @@ from realhf.dataflow.function_executor import FunctionExecutor, StallError
 from realhf.dataflow.model_function_call import MFCFailed, StepReport
 from realhf.dataflow.step_source import SynchronousSteps
 from realhf.transport.errors import WorkerDied
+from tests.dataflow.toy_buffer import check_invariants
 from tests.dataflow.toy_graph import FakeCaller
 from tests.dataflow.toy_source import ToySource, toy_graph
 
@@ -192,7 +193,7 @@ async def test_an_error_cancels_the_siblings(tmp_path: Path) -> None:
         await bench.run(1)
     assert isinstance(caught.value.cause, WorkerDied)
     assert cancelled.is_set()
-    bench.executor.buffer.check_invariants()
+    check_invariants(bench.executor.buffer)
 
 
 async def test_a_failure_to_load_reaches_the_step(tmp_path: Path) -> None:
@@ -218,9 +219,9 @@ async def test_a_stall_names_what_is_missing(tmp_path: Path, caplog: pytest.LogC
     bench = Bench(tmp_path, ONE, stall_warn_s=0.1, stall_fail_s=1.5)
     run = bench.executor.calls["rew"].run
 
-    async def forgotten(*args: Any, **step_batch: Any) -> Any:
+    async def forgotten(*args: Any) -> Any:
         await asyncio.sleep(30)
-        return await run(*args, **step_batch)
+        return await run(*args)
 
     bench.executor.calls["rew"].run = forgotten
     with caplog.at_level(logging.WARNING), pytest.raises(StallError) as caught:

@@ -6,33 +6,32 @@ import asyncio
 from collections import Counter
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from realhf.dataflow.buffer import AsyncIOSequenceBuffer, BatchLease, BufferClosed, EndOfData, Retired
-from tests.dataflow.buffer.toy_buffer import buffer_graph, meta_of, outputs_of
+from tests.dataflow.toy_buffer import buffer_graph, check_invariants, meta_of, outputs_of
 
 MAX_SIZE = 24
 SIZES = {"gen": 2, "ref": 3, "rew": 1, "train": 6}
-STEP_BATCHES = st.sampled_from([None, 0, 1])
+STEP_BATCHES = st.sampled_from([0, 1])
 
 
 class WatchedBuffer(AsyncIOSequenceBuffer):
     """Checks every batch at the instant it is issued: full or final, and birth-minimal (invariants 4, 5)."""
 
-    def _issue(self, station: Any, queues: Any, count: int) -> BatchLease:
-        table, slots = self.table, self.table.resident()
-        step_batches = {c for c, queue in station.queues.items() if any(queue is q for q in queues)}
-        free = (table.ready[slots] & station.bit != 0) & ((table.leased[slots] | table.done[slots]) & station.bit == 0)
-        free &= np.isin(table.step_batch[slots], sorted(step_batches))
-        eligible = sorted((int(table.birth[s]), int(table.serial[s]), table.ids[s]) for s in slots[free])
-        lease = super()._issue(station, queues, count)
-        assert list(lease.ids) == [sample_id for _, _, sample_id in eligible[:count]]
+    def _issue(self, call: Any, step_batch: int, count: int) -> BatchLease:
+        eligible = sorted(
+            (sample.birth, sample.id)
+            for sample in self.samples.values()
+            if sample.step_batch == step_batch and sample.state.get(call.name) == "ready"
+        )
+        lease = super()._issue(call, step_batch, count)
+        assert list(lease.ids) == [sample_id for _, sample_id in eligible[:count]]
         assert len(set(lease.ids)) == count == len(lease.ids)
-        assert count == station.n_seqs or (self.closed is not None and count == len(eligible))
+        assert count == call.n_seqs or (self.closed is not None and count == len(eligible))
         return lease
 
 
@@ -44,7 +43,7 @@ class BufferMachine(RuleBasedStateMachine):
         self.buffer = WatchedBuffer(self.graph, max_size=MAX_SIZE, on_retire=self.note_retired)
         self.count = 0
         self.getters: list[tuple[str, asyncio.Task[BatchLease]]] = []
-        self.putters: list[asyncio.Task[None]] = []
+        self.putters: list[tuple[int, asyncio.Task[None]]] = []
         self.leases: list[BatchLease] = []
         self.lengths: dict[tuple[str, str], list[int]] = {}
         self.done: Counter[tuple[str, str]] = Counter()
@@ -53,13 +52,14 @@ class BufferMachine(RuleBasedStateMachine):
     # ---- rules
 
     @rule(n=st.integers(1, 9), step_batch=STEP_BATCHES)
-    def put(self, n: int, step_batch: int | None) -> None:
+    def put(self, n: int, step_batch: int) -> None:
         ids = [f"s{self.count + i}" for i in range(n)]
         self.count += n
-        self.putters.append(self.loop.create_task(self.buffer.put_batch(meta_of(ids), step_batch=step_batch)))
+        task = self.loop.create_task(self.buffer.put_batch(meta_of(ids), step_batch=step_batch))
+        self.putters.append((n, task))
 
     @rule(mfc=st.sampled_from(sorted(SIZES)), step_batch=STEP_BATCHES)
-    def get(self, mfc: str, step_batch: int | None) -> None:
+    def get(self, mfc: str, step_batch: int) -> None:
         self.getters.append((mfc, self.loop.create_task(self.buffer.get_batch_for_rpc(mfc, step_batch))))
 
     @rule()
@@ -81,7 +81,7 @@ class BufferMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.getters or self.putters)
     @rule(pick=st.integers(0, 99), settle=st.booleans())
     def cancel(self, pick: int, settle: bool) -> None:
-        tasks = [task for _, task in self.getters] + self.putters
+        tasks = [task for _, task in [*self.getters, *self.putters]]
         tasks[pick % len(tasks)].cancel()
         if settle:
             self.settle()
@@ -100,34 +100,33 @@ class BufferMachine(RuleBasedStateMachine):
             self.getters.remove((mfc, task))
             if not task.cancelled() and not isinstance(task.exception(), EndOfData):
                 self.leases.append(task.result())
-        for task in [task for task in self.putters if task.done()]:
-            self.putters.remove(task)
+        for n, task in [item for item in self.putters if item[1].done()]:
+            self.putters.remove((n, task))
             if not task.cancelled() and task.exception() is not None:
                 assert isinstance(task.exception(), BufferClosed), task.exception()
+        if self.putters:  # invariant 9: a put waits only while there is no room
+            assert len(self.buffer) + self.putters[0][0] > MAX_SIZE
 
     def note_retired(self, retired: Retired) -> None:
-        self.retired += retired.ids
+        self.retired += [sample.id for sample in retired.samples]
 
     @invariant()
     def holds(self) -> None:
         if not hasattr(self, "buffer"):
             return
-        self.buffer.check_invariants()
+        check_invariants(self.buffer)
         assert all(count == 1 for count in self.done.values())
         assert len(self.retired) == len(set(self.retired))
-        table = self.buffer.table
-        for sample_id, slot in table.slot_of.items():
-            for key in table.key_names(int(table.keys[slot])):
-                now = table.lengths(slot, key)
-                assert self.lengths.setdefault((sample_id, key), now) == now
+        for sample in self.buffer.samples.values():
+            for key, (batch, row) in sample.keys.items():
+                now = batch.lengths(key).nested()[row]
+                assert self.lengths.setdefault((sample.id, key), now) == now
 
     def teardown(self) -> None:
         """After any history, what is left runs to its end: no path waits for ever (invariant 10)."""
         if not hasattr(self, "buffer"):
             return
-        for _, task in self.getters:
-            task.cancel()
-        for task in self.putters:
+        for _, task in [*self.getters, *self.putters]:
             task.cancel()
         self.settle()
         for lease in self.leases:
@@ -139,16 +138,16 @@ class BufferMachine(RuleBasedStateMachine):
         self.loop.close()
 
     async def drain(self) -> None:
-        async def work(mfc: str) -> None:
+        async def work(mfc: str, step_batch: int) -> None:
             while True:
                 try:
-                    async with self.buffer.lease(mfc) as lease:
+                    async with self.buffer.lease(mfc, step_batch) as lease:
                         self.buffer.complete(lease, outputs_of(self.graph, lease))
                 except EndOfData:
                     return
-                self.buffer.check_invariants()
+                check_invariants(self.buffer)
 
-        await asyncio.gather(*(work(mfc) for mfc in SIZES))
+        await asyncio.gather(*(work(mfc, step_batch) for mfc in SIZES for step_batch in (0, 1)))
 
 
 TestBuffer = pytest.mark.slow(BufferMachine.TestCase)
