@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from realhf.monitor import advisory_rules
-from realhf.monitor.advisory_rules import SEVERITIES, Advisory, Evidence, Row
+from realhf.monitor.advisory_rules import RULES, SEVERITIES, Advisory, Evidence, Row
 from realhf.monitor.rollouts.reader import RolloutStore
 from realhf.monitor.rollouts.reader import Row as RolloutRow
 
-Rule = Callable[[Evidence], Iterator[Advisory]]
 OPTION = re.compile(r"\b(?:ppo|actor|critic|env|gen|rollout|async_rl|evaluation)\.[a-z_]\w*(?:\.[a-z]\w*)*")
 """How advice names an option."""
-RULES: tuple[Rule, ...] = (*advisory_rules.LEARNING_RULES, *advisory_rules.POLICY_RULES, *advisory_rules.RUNNING_RULES)
 
 
 def advise(
@@ -49,14 +46,7 @@ def _fitting(advisory: Advisory, effective: Collection[str] | None) -> Advisory:
 
 def as_json(advisory: Advisory) -> dict[str, Any]:
     """Return an advisory as a map that JSON can hold, for the viewer."""
-    return {
-        "id": advisory.id,
-        "severity": advisory.severity,
-        "text": advisory.text,
-        "since": advisory.since,
-        "advice": advisory.advice,
-        "filter": dict(advisory.filter),
-    }
+    return asdict(advisory)
 
 
 def staleness_bound(run_dir: Path) -> float | None:

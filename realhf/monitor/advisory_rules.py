@@ -61,6 +61,10 @@ class Evidence:
         return self.rows[:RECENT] if len(self.rows) >= LEAST else ()
 
 
+Rule = Callable[[Evidence], Iterator[Advisory]]
+Condition = Callable[[Row], bool | None]
+
+
 def number(row: Row, name: str) -> float | None:
     """Return a value that is a number, NaN and infinities included; None for anything else."""
     value = row.get(name)
@@ -96,7 +100,7 @@ def step_of(row: Row) -> int:
     return int(found) if found is not None and math.isfinite(found) else 0
 
 
-def lasting(rows: Sequence[Row], holds: Callable[[Row], bool | None], least: int = LASTING) -> int | None:
+def lasting(rows: Sequence[Row], holds: Condition, least: int = LASTING) -> int | None:
     """Return the step since which a condition holds without a break up to the end; None where it does not hold now or
     has not for ``least`` steps. Rows of which ``holds`` says None count for nothing."""
     since, count = 0, 0
@@ -110,22 +114,22 @@ def lasting(rows: Sequence[Row], holds: Callable[[Row], bool | None], least: int
     return since if count >= least else None
 
 
-def above(name: str, limit: float) -> Callable[[Row], bool | None]:
+def above(name: str, limit: float) -> Condition:
     """Make a condition: the metric is above a limit."""
     return lambda row: None if (value := number(row, name)) is None else value > limit
 
 
-def below(name: str, limit: float) -> Callable[[Row], bool | None]:
+def below(name: str, limit: float) -> Condition:
     """Make a condition: the metric is below a limit."""
     return lambda row: None if (value := number(row, name)) is None else value < limit
 
 
-def is_equal(name: str, wanted: float) -> Callable[[Row], bool | None]:
+def is_equal(name: str, wanted: float) -> Condition:
     """Make a condition: the metric has this value."""
     return lambda row: None if (value := number(row, name)) is None else value == wanted
 
 
-def both(*conditions: Callable[[Row], bool | None]) -> Callable[[Row], bool | None]:
+def both(*conditions: Condition) -> Condition:
     """Make a condition: all hold. None where one of them says nothing."""
 
     def holds(row: Row) -> bool | None:
@@ -133,6 +137,35 @@ def both(*conditions: Callable[[Row], bool | None]) -> Callable[[Row], bool | No
         return None if None in found else all(found)
 
     return holds
+
+
+def _since(run: Evidence, holds: Condition) -> int:
+    """Return the step since which a condition holds, the first of the last steps where it is not so now."""
+    return lasting(run.rows, holds, 1) or step_of(run.recent[0])
+
+
+def _lasting(
+    name: str,
+    severity: str,
+    holds: Condition,
+    text: str,
+    advice: str,
+    shown_by: Filter | None = None,
+    *,
+    least: int = LASTING,
+    **figures: str,
+) -> Rule:
+    """Make the rule that a condition holds to the end. ``text`` may name ``{since}`` and ``figures``, each the mean of
+    a metric in the last steps; ``shown_by`` are the rollouts of training from then on that show it."""
+
+    def rule(run: Evidence) -> Iterator[Advisory]:
+        since = lasting(run.rows, holds, least)
+        if since is not None:
+            now = {key: mean(run.recent, metric) or 0.0 for key, metric in figures.items()}
+            rollouts: Filter = {} if shown_by is None else {"split": "train", **shown_by, "step_min": since}
+            yield Advisory(name, severity, text.format(since=since, **now), since, advice, rollouts)
+
+    return rule
 
 
 SIGNAL, ALL_GROUPS, SUCCESS, SPREAD = "groups/with_signal", "groups/total", "success/overall", "reward/std"
@@ -152,51 +185,6 @@ UNSEEN = 50
 """A run of so many steps wants an evaluation beside the one before training."""
 
 
-def all_zero(run: Evidence) -> Iterator[Advisory]:
-    """No group has a signal, and nothing succeeds."""
-    since = lasting(run.rows, both(is_equal(SIGNAL, 0.0), is_equal(SUCCESS, 0.0)))
-    if since is not None:
-        yield Advisory(
-            "all_groups_zero",
-            CRITICAL,
-            f"No rollout has succeeded since step {since}, and no group has an advantage: the policy learns nothing.",
-            since,
-            "Begin with easier tasks (options of env), more rollouts of each (ppo.group_size), or a warm start "
-            "(actor.warm_start=true).",
-            {"split": "train", "outcome": "unsolved", "step_min": since},
-        )
-
-
-def all_one(run: Evidence) -> Iterator[Advisory]:
-    """No group has a signal, because everything succeeds."""
-    since = lasting(run.rows, both(is_equal(SIGNAL, 0.0), is_equal(SUCCESS, 1.0)))
-    if since is not None:
-        yield Advisory(
-            "all_groups_one",
-            WARNING,
-            f"Every rollout has succeeded since step {since}, and no group has an advantage: nothing is left to learn.",
-            since,
-            "Take harder tasks (options of env), or stop here.",
-            {"split": "train", "outcome": "success", "step_min": since},
-        )
-
-
-def flat_reward(run: Evidence) -> Iterator[Advisory]:
-    """All rewards are equal, and are neither those of success nor of failure alone."""
-    mixed = both(above(SUCCESS, 0.0), below(SUCCESS, 1.0))
-    since = lasting(run.rows, both(below(SPREAD, 1e-6), mixed))
-    if since is not None:
-        value = mean(run.recent, "reward/mean")
-        yield Advisory(
-            "reward_flat",
-            CRITICAL,
-            f"All rewards have been equal since step {since} (mean {value or 0.0:.3g}), yet some rollouts succeed.",
-            since,
-            "Look at how the environment rewards, and at ppo.max_reward_clip and ppo.reward_scaling.",
-            {"split": "train", "step_min": since},
-        )
-
-
 def few_groups_teach(run: Evidence) -> Iterator[Advisory]:
     """Most groups have no signal."""
     signal, groups = finite(run.recent, SIGNAL), finite(run.recent, ALL_GROUPS)
@@ -213,21 +201,6 @@ def few_groups_teach(run: Evidence) -> Iterator[Advisory]:
     )
 
 
-def truncation(run: Evidence) -> Iterator[Advisory]:
-    """A token limit ends many sequences."""
-    since = lasting(run.rows, above("length/truncated", TRUNCATED))
-    if since is not None:
-        share = mean(run.recent, "length/truncated") or 0.0
-        yield Advisory(
-            "truncation",
-            WARNING,
-            f"A token limit has ended more than {TRUNCATED:.0%} of the sequences since step {since} (now {share:.0%}).",
-            since,
-            "Raise gen.max_new_tokens or rollout.max_total_tokens, or mask such sequences (ppo.mask_too_long=true).",
-            {"split": "train", "outcome": "truncated", "step_min": since},
-        )
-
-
 def length_changed(run: Evidence) -> Iterator[Advisory]:
     """Answers have become much longer or much shorter."""
     before, now = mean(run.early, "length/mean"), mean(run.recent, "length/mean")
@@ -235,7 +208,7 @@ def length_changed(run: Evidence) -> Iterator[Advisory]:
         return
     longer = now > before
     limit = before * GROWN if longer else before / GROWN
-    since = lasting(run.rows, (above if longer else below)("length/mean", limit), 1) or step_of(run.recent[0])
+    since = _since(run, (above if longer else below)("length/mean", limit))
     yield Advisory(
         "length_exploding" if longer else "length_collapsing",
         WARNING,
@@ -257,7 +230,7 @@ def group_fails(run: Evidence) -> Iterator[Advisory]:
         if value is None or value >= FALLEN_BEHIND or len(finite(run.rows, name)) < LASTING:
             continue
         group = name.removeprefix("success/")
-        since = lasting(run.rows, below(name, FALLEN_BEHIND), 1) or step_of(run.recent[0])
+        since = _since(run, below(name, FALLEN_BEHIND))
         yield Advisory(
             "group_failing",
             WARNING,
@@ -322,17 +295,6 @@ def _overall(report: Mapping[str, Any], way: str) -> dict[str, float] | None:
 
 
 _NEEDED = ("success", "low", "high")
-LEARNING_RULES = (
-    all_zero,
-    all_one,
-    flat_reward,
-    few_groups_teach,
-    truncation,
-    length_changed,
-    group_fails,
-    evaluation_late,
-    evaluation_falls,
-)
 
 
 COLLAPSED = 0.2
@@ -354,7 +316,7 @@ def entropy_collapses(run: Evidence) -> Iterator[Advisory]:
     before, now = mean(run.early, "policy/entropy"), mean(run.recent, "policy/entropy")
     if before is None or now is None or before <= 0 or now >= COLLAPSED * before:
         return
-    since = lasting(run.rows, below("policy/entropy", COLLAPSED * before), 1) or step_of(run.recent[0])
+    since = _since(run, below("policy/entropy", COLLAPSED * before))
     yield Advisory(
         "entropy_collapse",
         WARNING,
@@ -376,7 +338,7 @@ def kl_runs_away(run: Evidence) -> Iterator[Advisory]:
         WARNING,
         f"The KL divergence from the reference is {now:.3g} nats a token"
         + ("." if before is None else f"; in the first {RECENT} steps it was {before:.3g}."),
-        lasting(run.rows, above("policy/kl_ref", limit), 1) or step_of(run.recent[0]),
+        _since(run, above("policy/kl_ref", limit)),
         "Raise ppo.kl_loss_coef or ppo.kl_ctl, or lower actor.optimizer.lr.",
     )
 
@@ -387,7 +349,7 @@ def mismatch_grows(run: Evidence) -> Iterator[Advisory]:
     if now is None or now <= MISMATCHED or (before is not None and now < GROWN_MISMATCH * before):
         return
     p99 = mean(run.recent, "mismatch/abs_p99")
-    since = lasting(run.rows, above("mismatch/kl", MISMATCHED), 1) or step_of(run.recent[0])
+    since = _since(run, above("mismatch/kl", MISMATCHED))
     yield Advisory(
         "mismatch_growing",
         WARNING,
@@ -446,21 +408,6 @@ def _is_bad(row: Row, call: str) -> bool:
     return any(value is not None and not math.isfinite(value) for value in values)
 
 
-def clips_much(run: Evidence) -> Iterator[Advisory]:
-    """The clip decides many tokens: the updates are too large."""
-    since = lasting(run.rows, above("policy/clip_fraction", CLIPPED))
-    if since is not None:
-        share = mean(run.recent, "policy/clip_fraction") or 0.0
-        yield Advisory(
-            "clip_fraction_high",
-            WARNING,
-            f"The clip has decided more than {CLIPPED:.0%} of the tokens since step {since} (now {share:.0%}).",
-            since,
-            "Lower actor.optimizer.lr, ppo.sample_reuse or ppo.ppo_n_minibatches, or staleness.",
-            {"split": "train", "step_min": since, "clip_min": CLIPPED},
-        )
-
-
 def ratio_large(run: Evidence) -> Iterator[Advisory]:
     """Single tokens have become far likelier than they were when sampled."""
     since = lasting(run.rows, above("policy/ratio_max", LARGE_RATIO))
@@ -474,48 +421,6 @@ def ratio_large(run: Evidence) -> Iterator[Advisory]:
             "Look at the mismatch and at staleness; ppo.c_clip bounds what such a token costs.",
             {"split": "train", "step_min": since},
         )
-
-
-def rate_is_zero(run: Evidence) -> Iterator[Advisory]:
-    """The learning rate is 0: steps change nothing."""
-    since = lasting(run.rows, is_equal("policy/lr", 0.0))
-    if since is not None:
-        yield Advisory(
-            "learning_rate_zero",
-            CRITICAL,
-            f"The learning rate has been 0 since step {since}: the weights do not change.",
-            since,
-            "See actor.optimizer.lr and its schedule; a run that was made longer goes on with the schedule it began.",
-        )
-
-
-def critic_is_useless(run: Evidence) -> Iterator[Advisory]:
-    """The critic predicts returns worse than their mean would."""
-    since = lasting(run.rows, below("critic/explained_variance", 0.0), RECENT)
-    if since is not None:
-        value = mean(run.recent, "critic/explained_variance") or 0.0
-        yield Advisory(
-            "critic_useless",
-            WARNING,
-            f"The critic has explained less than nothing of the returns since step {since} (variance {value:.3g}): "
-            "their mean would be a better guess.",
-            since,
-            "Give the critic steps of its own (critic.warmup_steps), a higher critic.optimizer.lr or more passes "
-            "(critic.sample_reuse).",
-        )
-
-
-POLICY_RULES = (
-    entropy_collapses,
-    kl_runs_away,
-    mismatch_grows,
-    gradient_spikes,
-    not_finite,
-    clips_much,
-    ratio_large,
-    rate_is_zero,
-    critic_is_useless,
-)
 
 
 SPEED, GENERATION, TRAINING = "throughput/tokens_per_second", "generation/occupancy", "training/occupancy"
@@ -585,59 +490,6 @@ def task_fails(run: Evidence) -> Iterator[Advisory]:
         )
 
 
-def trainer_starves(run: Evidence) -> Iterator[Advisory]:
-    """The trainer waits for samples."""
-    since = lasting(run.rows, both(below(TRAINING, IDLE), above(GENERATION, BUSY)), RECENT)
-    if since is not None:
-        yield Advisory(
-            "trainer_starved",
-            WARNING,
-            f"The trainer has worked {_percent(run, TRAINING)} of the time since step {since}, while generation works "
-            f"{_percent(run, GENERATION)}: it waits for rollouts.",
-            since,
-            "Give generation more: async_rl.n_generation_workers, more devices, shorter rollouts.",
-        )
-
-
-def generation_starves(run: Evidence) -> Iterator[Advisory]:
-    """Generation has nothing to do although samples may be admitted."""
-    waits = both(below(GENERATION, IDLE), below(TRAINING, BUSY), above("admission/capacity", 0.0))
-    since = lasting(run.rows, waits, RECENT)
-    if since is not None:
-        yield Advisory(
-            "generation_starved",
-            WARNING,
-            f"Generation has worked {_percent(run, GENERATION)} of the time since step {since}, although "
-            f"{mean(run.recent, 'admission/capacity') or 0.0:.0f} samples might be admitted: episodes wait for their "
-            "environment.",
-            since,
-            "Play more at once: env.pool_size, async_rl.n_rollout_workers; look how long the environment takes.",
-        )
-
-
-def buffer_is_full(run: Evidence) -> Iterator[Advisory]:
-    """Finished samples wait for the trainer, a batch of them and more, and nothing is admitted."""
-    rows = [row for row in run.rows if (number(row, "groups/total") or 0.0) > 0]
-    since = lasting(
-        rows,
-        lambda row: (
-            None
-            if (staged := number(row, "admission/staged")) is None
-            else staged >= (number(row, "groups/total") or 0.0) and number(row, "admission/capacity") == 0
-        ),
-        RECENT,
-    )
-    if since is not None:
-        yield Advisory(
-            "buffer_full",
-            INFO,
-            f"At least a whole batch of finished samples has waited for the trainer since step {since}, and nothing is "
-            f"admitted meanwhile (generation works {_percent(run, GENERATION)} of the time).",
-            since,
-            "The trainer is the slower side: give it more workers (actor.workers), or generation fewer.",
-        )
-
-
 def staleness_at_bound(run: Evidence) -> Iterator[Advisory]:
     """Nearly everything that is trained on is as old as it may be."""
     bound = run.staleness_bound
@@ -662,7 +514,7 @@ def slower(run: Evidence) -> Iterator[Advisory]:
     now = median(run.recent, SPEED)
     if not before or now is None or now >= SLOWED * before:
         return
-    since = lasting(run.rows, below(SPEED, SLOWED * before), 1) or step_of(run.recent[0])
+    since = _since(run, below(SPEED, SLOWED * before))
     seconds, usual = median(run.recent, "time/step"), median(run.rows[: len(run.rows) // 2], "time/step")
     yield Advisory(
         "throughput_halved",
@@ -707,16 +559,120 @@ def no_updates(run: Evidence) -> Iterator[Advisory]:
         )
 
 
-def _percent(run: Evidence, name: str) -> str:
-    return f"{mean(run.recent, name) or 0.0:.0%}"
+def _batch_waits(row: Row) -> bool | None:
+    """Whether a whole batch of finished samples is staged and nothing may be admitted."""
+    groups, staged = number(row, ALL_GROUPS) or 0.0, number(row, "admission/staged")
+    return None if staged is None or groups <= 0 else staged >= groups and number(row, "admission/capacity") == 0
 
 
-RUNNING_RULES = (
+RULES: tuple[Rule, ...] = (
+    _lasting(
+        "all_groups_zero",
+        CRITICAL,
+        both(is_equal(SIGNAL, 0.0), is_equal(SUCCESS, 0.0)),
+        "No rollout has succeeded since step {since}, and no group has an advantage: the policy learns nothing.",
+        "Begin with easier tasks (options of env), more rollouts of each (ppo.group_size), or a warm start "
+        "(actor.warm_start=true).",
+        {"outcome": "unsolved"},
+    ),
+    _lasting(
+        "all_groups_one",
+        WARNING,
+        both(is_equal(SIGNAL, 0.0), is_equal(SUCCESS, 1.0)),
+        "Every rollout has succeeded since step {since}, and no group has an advantage: nothing is left to learn.",
+        "Take harder tasks (options of env), or stop here.",
+        {"outcome": "success"},
+    ),
+    _lasting(
+        "reward_flat",
+        CRITICAL,
+        both(below(SPREAD, 1e-6), above(SUCCESS, 0.0), below(SUCCESS, 1.0)),
+        "All rewards have been equal since step {since} (mean {reward:.3g}), yet some rollouts succeed.",
+        "Look at how the environment rewards, and at ppo.max_reward_clip and ppo.reward_scaling.",
+        {},
+        reward="reward/mean",
+    ),
+    few_groups_teach,
+    _lasting(
+        "truncation",
+        WARNING,
+        above("length/truncated", TRUNCATED),
+        f"A token limit has ended more than {TRUNCATED:.0%} of the sequences since step {{since}} (now {{share:.0%}}).",
+        "Raise gen.max_new_tokens or rollout.max_total_tokens, or mask such sequences (ppo.mask_too_long=true).",
+        {"outcome": "truncated"},
+        share="length/truncated",
+    ),
+    length_changed,
+    group_fails,
+    evaluation_late,
+    evaluation_falls,
+    entropy_collapses,
+    kl_runs_away,
+    mismatch_grows,
+    gradient_spikes,
+    not_finite,
+    _lasting(
+        "clip_fraction_high",
+        WARNING,
+        above("policy/clip_fraction", CLIPPED),
+        f"The clip has decided more than {CLIPPED:.0%} of the tokens since step {{since}} (now {{share:.0%}}).",
+        "Lower actor.optimizer.lr, ppo.sample_reuse or ppo.ppo_n_minibatches, or staleness.",
+        {"clip_min": CLIPPED},
+        share="policy/clip_fraction",
+    ),
+    ratio_large,
+    _lasting(
+        "learning_rate_zero",
+        CRITICAL,
+        is_equal("policy/lr", 0.0),
+        "The learning rate has been 0 since step {since}: the weights do not change.",
+        "See actor.optimizer.lr and its schedule; a run that was made longer goes on with the schedule it began.",
+    ),
+    _lasting(
+        "critic_useless",
+        WARNING,
+        below("critic/explained_variance", 0.0),
+        "The critic has explained less than nothing of the returns since step {since} (variance {value:.3g}): their "
+        "mean would be a better guess.",
+        "Give the critic steps of its own (critic.warmup_steps), a higher critic.optimizer.lr or more passes "
+        "(critic.sample_reuse).",
+        least=RECENT,
+        value="critic/explained_variance",
+    ),
     failures_rise,
     task_fails,
-    trainer_starves,
-    generation_starves,
-    buffer_is_full,
+    _lasting(
+        "trainer_starved",
+        WARNING,
+        both(below(TRAINING, IDLE), above(GENERATION, BUSY)),
+        "The trainer has worked {training:.0%} of the time since step {since}, while generation works "
+        "{generation:.0%}: it waits for rollouts.",
+        "Give generation more: async_rl.n_generation_workers, more devices, shorter rollouts.",
+        least=RECENT,
+        training=TRAINING,
+        generation=GENERATION,
+    ),
+    _lasting(
+        "generation_starved",
+        WARNING,
+        both(below(GENERATION, IDLE), below(TRAINING, BUSY), above("admission/capacity", 0.0)),
+        "Generation has worked {generation:.0%} of the time since step {since}, although {capacity:.0f} samples might "
+        "be admitted: episodes wait for their environment.",
+        "Play more at once: env.pool_size, async_rl.n_rollout_workers; look how long the environment takes.",
+        least=RECENT,
+        generation=GENERATION,
+        capacity="admission/capacity",
+    ),
+    _lasting(
+        "buffer_full",
+        INFO,
+        _batch_waits,
+        "At least a whole batch of finished samples has waited for the trainer since step {since}, and nothing is "
+        "admitted meanwhile (generation works {generation:.0%} of the time).",
+        "The trainer is the slower side: give it more workers (actor.workers), or generation fewer.",
+        least=RECENT,
+        generation=GENERATION,
+    ),
     staleness_at_bound,
     slower,
     many_discarded,

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from realhf.monitor.advisories import RULES, advise, as_json, index_of
-from realhf.monitor.advisory_rules import SEVERITIES
+from realhf.monitor.advisories import advise, as_json, index_of
+from realhf.monitor.advisory_rules import RULES, SEVERITIES
 from realhf.monitor.rollouts.format import PlayLine
 from realhf.monitor.rollouts.reader import Row
 
