@@ -45,20 +45,22 @@ def make_streaming_generator(
     """
     with contextlib.ExitStack() as stack:
         if model.engine.name == "embedded":
-            engine = stack.enter_context(_embedded(model, options, tracer, shared))
+            engine = _embedded(model, options, tracer, shared)
         else:
             url = model.engine.vllm_url or stack.enter_context(
                 _vllm_server(model, options, log, timeout_s, on_death, shared)
             )
-            engine = stack.enter_context(_vllm(url, options, tracer))
+            from realhf.backends.vllm.generation import VllmGenerator
+
+            policy, pause_s = options.kv_policy, options.pause_timeout_s
+            engine = VllmGenerator(url, version=-1, kv_policy=policy, pause_timeout_s=pause_s, tracer=tracer)
         try:
             yield engine
         finally:
             engine.close()
 
 
-@contextlib.contextmanager
-def _embedded(model: ModelSpec, options: AsyncConfig, tracer: Tracer, shared: bool) -> Iterator[StreamingGenerator]:
+def _embedded(model: ModelSpec, options: AsyncConfig, tracer: Tracer, shared: bool) -> StreamingGenerator:
     from realhf.backends.embedded.continuous_batching import ContinuousGenerator
     from realhf.backends.training.torch_backend import load_causal_lm, named_loading_shortage
 
@@ -68,7 +70,7 @@ def _embedded(model: ModelSpec, options: AsyncConfig, tracer: Tracer, shared: bo
         weights = load_causal_lm(model.path, model.role, getattr(torch, model.dtype)).to(device)
     held = _held_by_trainer(model) if shared else None
     taken = sum(p.nbytes for p in weights.parameters()) + held.weights + held.later if held is not None else 0
-    yield ContinuousGenerator(
+    return ContinuousGenerator(
         weights,
         kv_policy=options.kv_policy,
         threads=options.generation_threads,
@@ -76,15 +78,6 @@ def _embedded(model: ModelSpec, options: AsyncConfig, tracer: Tracer, shared: bo
         pause_timeout_s=options.pause_timeout_s,
         tracer=tracer,
         most_bytes=lambda: cache_bytes(model.engine.kv_cache_gib, weights.device, shared=shared, taken=taken),
-    )
-
-
-@contextlib.contextmanager
-def _vllm(url: str, options: AsyncConfig, tracer: Tracer) -> Iterator[StreamingGenerator]:
-    from realhf.backends.vllm.generation import VllmGenerator
-
-    yield VllmGenerator(
-        url, version=-1, kv_policy=options.kv_policy, pause_timeout_s=options.pause_timeout_s, tracer=tracer
     )
 
 
@@ -136,10 +129,7 @@ def server_options(model: ModelSpec, options: AsyncConfig, shared: bool) -> Vllm
         max_model_len=longest_sequence(model),
         gpu_memory_utilization=share,
         tensor_parallel_size=wanted.tensor_parallel_size,
-        eager=not cuda,
-        chunked_prefill=cuda,
-        device_transfer=cuda,
-        arguments=("--enable-prefix-caching",) if cuda else (),
+        cuda=cuda,
     )
 
 

@@ -34,6 +34,11 @@ def shorten(text: str, max_chars: int) -> str:
     return text[: keep - tail] + mark + (text[-tail:] if tail else "")
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text, or its type where it has none; libraries write essays below."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+
+
 _MOST_NAMES = 20
 
 

@@ -36,7 +36,7 @@ def test_training_gets_the_memory_of_generation(
     engine, seen = TorchEngine(model_on(device), None, optimizer=OptimizerConfig(), total_train_steps=9), []
 
     def loss(outputs: ForwardOutputs, part: SequenceSample) -> tuple[Tensor, dict[str, float]]:
-        seen.append((engine.generator().kv_bytes, torch.cuda.memory_allocated()))
+        seen.append((engine.generator().core.kv_bytes, torch.cuda.memory_allocated()))
         return mean_nll(outputs, part)
 
     def step() -> None:
@@ -47,7 +47,7 @@ def test_training_gets_the_memory_of_generation(
     alone = seen[-1][1]
     requests = [GenRequest(slot, [5 + slot] * 300) for slot in range(64)]
     engine.generator().generate(requests, GenConfig(max_new_tokens=4), stop_ids=(), seed=1)
-    filled = engine.generator().kv_bytes
+    filled = engine.generator().core.kv_bytes
     assert filled > 8 << 20
     step()
     assert seen[-1] == (0, pytest.approx(alone, abs=filled / 4)), "a step needs no more memory after generation"

@@ -95,10 +95,7 @@ def test_a_vllm_of_this_machine_takes_weights_so(device: torch.device, tmp_path:
     models[0].save_pretrained(tmp_path / "model")
     words = [f"aws s3api create-bucket --bucket fox-{n}" for n in range(50)]
     train_tokenizer(words, 512, 1024).save_pretrained(tmp_path / "model")
-    options = VllmOptions(
-        dtype="bfloat16", max_model_len=512, gpu_memory_utilization=0.3, eager=False, chunked_prefill=True,
-        device_transfer=True,
-    )  # fmt: skip
+    options = VllmOptions(dtype="bfloat16", max_model_len=512, gpu_memory_utilization=0.3, cuda=True)
     with VllmServer(tmp_path / "model", executable=Path(found), log=tmp_path / "log.txt", options=options) as server:
         engine = VllmGenerator(server.url)
         try:

@@ -57,16 +57,17 @@ class AttentionMasks:
         or one mask for each kind of layer where a model has several."""
         column, at = torch.arange(width, device=positions.device), positions[:, None, :, None]
         later = column > at
-        full = self._mask(later)
+        full = additive_mask(later, self._dtype)
         if self._window is None:
             return full
         # A row that idles beyond the width must see something too: a softmax over nothing is not a number.
-        windowed = self._mask(later | (column <= at.clamp(max=width - 1) - self._window))
+        windowed = additive_mask(later | (column <= at.clamp(max=width - 1) - self._window), self._dtype)
         return {_FULL: full, _SLIDING: windowed} if self._kinds else windowed
 
-    def _mask(self, closed: Tensor) -> Tensor:
-        zeros = torch.zeros(closed.shape, dtype=self._dtype, device=closed.device)
-        return zeros.masked_fill_(closed, float("-inf"))
+
+def additive_mask(closed: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return -inf where bool ``closed`` is set, 0 elsewhere."""
+    return torch.zeros(closed.shape, dtype=dtype, device=closed.device).masked_fill_(closed, float("-inf"))
 
 
 @contextlib.contextmanager
@@ -83,9 +84,9 @@ def attending_by(model: Any, name: str) -> Iterator[None]:
             config._attn_implementation = before
 
 
-_NAME = "row_decode"
-_KNOWN = frozenset({"sliding_window", "position_ids", "use_cache", "is_causal", "cache_position", "output_attentions"})
-"""Keyword arguments that do not change this computation, because the mask says what a query sees."""
+ROW_DECODE = "row_decode"
+HARMLESS = frozenset({"position_ids", "use_cache", "is_causal", "cache_position", "output_attentions"})
+"""Keyword arguments that do not change attention where a mask or a layout says what a query sees."""
 
 
 def row_decode_attention(
@@ -101,7 +102,7 @@ def row_decode_attention(
     """Attend with ``query`` (n, heads, n_query, dim) over ``key``/``value`` (n, kv heads, width, dim) under the
     additive ``attention_mask`` (n, 1, n_query, width); return ((n, n_query, heads, dim), None)."""
     n, heads, n_query, dim = query.shape
-    odd = any(v for k, v in kwargs.items() if k not in _KNOWN)
+    odd = any(v for k, v in kwargs.items() if k not in HARMLESS and k != "sliding_window")
     if n_query != 1 or attention_mask is None or dropout or odd or query.is_cuda:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
@@ -117,12 +118,7 @@ def row_decode_attention(
     return mixed.view(n, 1, heads, value.shape[-1]), None
 
 
-AttentionInterface.register(_NAME, row_decode_attention)
-
-
-def row_decoding(model: Any) -> contextlib.AbstractContextManager[None]:
-    """Let a model on the ``sdpa`` implementation attend by ``row_decode_attention`` within the block."""
-    return attending_by(model, _NAME)
+AttentionInterface.register(ROW_DECODE, row_decode_attention)
 
 
 _MIN_SHARED = 64

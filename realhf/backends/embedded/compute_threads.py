@@ -25,23 +25,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 _TASKS = "/proc/self/task"
 
 
-class CoreAccount(Protocol):
-    """Keeps a running total, in seconds times cores."""
-
-    def waited_s(self) -> float:
-        """Return how long threads of this process were ready to run and had no core."""
-        ...
-
-
 class LinuxCoreAccount:
-    """Keeps one descriptor per thread open, so that asking costs a few microseconds a thread. Not thread-safe."""
+    """Keeps a running total of seconds times cores. One descriptor per thread stays open, so that asking costs a few
+    microseconds a thread. Not thread-safe."""
 
     def __init__(self) -> None:
         self._files: dict[str, int] = {}
@@ -58,7 +51,7 @@ class LinuxCoreAccount:
             return None
 
     def waited_s(self) -> float:
-        """See ``CoreAccount``."""
+        """Return how long threads of this process were ready to run and had no core."""
         threads = set(os.listdir(_TASKS))
         for gone in self._files.keys() - threads:
             self._forget(gone)
@@ -167,23 +160,6 @@ windows was right; if it lasted less, the wait for the next doubles, up to this 
 moment then costs half a second of sleep, which is up to twice as slow where cores fall idle."""
 
 
-class Spin(Protocol):
-    """See ``OmpSpin``."""
-
-    @property
-    def short(self) -> bool:
-        """See ``OmpSpin``."""
-        ...
-
-    def shorten(self) -> None:
-        """See ``OmpSpin``."""
-        ...
-
-    def lengthen(self) -> None:
-        """See ``OmpSpin``."""
-        ...
-
-
 class ComputeThreads:
     """Runs ``count`` threads. With an ``account`` of cores and a ``spin`` to switch they sleep at barriers while other
     programs keep cores busy. They begin asleep, because a start among other programs would be as slow as any step. Not
@@ -192,8 +168,8 @@ class ComputeThreads:
     def __init__(
         self,
         count: int,
-        account: CoreAccount | None = None,
-        spin: Spin | None = None,
+        account: LinuxCoreAccount | None = None,
+        spin: OmpSpin | None = None,
         *,
         clock: Callable[[], float] = time.monotonic,
         set_threads: Callable[[int], None] = torch.set_num_threads,
@@ -231,7 +207,7 @@ class ComputeThreads:
         if self._account is not None and self._clock() - self._at >= WINDOW_S:
             self._look(self._account)
 
-    def _look(self, account: CoreAccount) -> None:
+    def _look(self, account: LinuxCoreAccount) -> None:
         now, waited = self._clock(), account.waited_s()
         self._seen_s += now - self._at
         self._seen_waited += waited - self._waited
@@ -241,7 +217,7 @@ class ComputeThreads:
             self._seen_s = self._seen_waited = 0.0
             self._switch(self._spin, crowded)
 
-    def _switch(self, spin: Spin, crowded: bool) -> None:
+    def _switch(self, spin: OmpSpin, crowded: bool) -> None:
         """Take a window into account: sleep from now on when it was crowded, spin again after enough quiet ones."""
         self._since_spin += 1
         if self._since_spin == STEADY_WINDOWS:
@@ -256,7 +232,7 @@ class ComputeThreads:
             self._quiet = self._since_spin = 0
             spin.lengthen()
 
-    def _sleep(self, spin: Spin) -> None:
+    def _sleep(self, spin: OmpSpin) -> None:
         """Shorten the spinning; where that fails the threads go on as they are, because slow is better than failed."""
         try:
             spin.shorten()

@@ -21,10 +21,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from realhf.backends.embedded.attention import (
+    ROW_DECODE,
     AttentionMasks,
+    additive_mask,
+    attending_by,
     blocks_attention,
     row_blocks,
-    row_decoding,
     sliding_window,
 )
 from realhf.backends.embedded.kernels import LEAST_ROWS, OneDnnLinear, product, rows_of_product, suits
@@ -81,7 +83,7 @@ class ModulePass:
 
     def run(self, decoding: Decoding | None, pieces: Sequence[Piece]) -> Tensor:
         """See ``ForwardPass``."""
-        with row_decoding(self._model):
+        with attending_by(self._model, ROW_DECODE):
             logits = [] if decoding is None else [self._decode(decoding)]
             by_piece: list[Tensor | None] = [None] * len(pieces)
             for chunk in _chunks(pieces):
@@ -293,7 +295,7 @@ class _Plan:
             reach = np.zeros((self.height, 1, 1, 1), dtype=np.int64)
             reach[decoding.rows, 0, 0, 0] = decoding.positions
             closed = torch.arange(width, device=device) > torch.from_numpy(reach).to(device)
-            self.mask = torch.zeros(closed.shape, dtype=like.dtype, device=device).masked_fill_(closed, float("-inf"))
+            self.mask = additive_mask(closed, like.dtype)
 
 
 class FastDecoder:

@@ -34,36 +34,21 @@ class EmbeddedGenerator:
     ) -> None:
         self.model = model
         self._version, self._ready = version, ready
-        self._core = DecodeCore(model, most_bytes=most_bytes)
+        self.core = DecodeCore(model, most_bytes=most_bytes)
         self.threads: ComputeThreads = unmanaged()
 
     @property
     def context_limit(self) -> int:
         """See ``GenerationEngine``."""
-        return self._core.limit
-
-    @property
-    def kv_bytes(self) -> int:
-        """Number of bytes held for keys and values."""
-        return self._core.kv_bytes
-
-    @property
-    def computed_tokens(self) -> int:
-        """Number of prefix tokens computed so far."""
-        return self._core.computed_tokens
-
-    @property
-    def reused_tokens(self) -> int:
-        """Number of prefix tokens taken from the cache so far."""
-        return self._core.reused_tokens
+        return self.core.limit
 
     def free(self, slots: Sequence[int] | None = None) -> None:
         """Forget these slots (all when None)."""
-        self._core.free(slots)
+        self.core.free(slots)
 
     def release(self) -> None:
         """Forget all slots and give the memory of their keys and values back, until the next call."""
-        self._core.release()
+        self.core.release()
 
     def generate(
         self, requests: Sequence[GenRequest], config: GenConfig, *, stop_ids: Sequence[int], seed: int
@@ -74,7 +59,7 @@ class EmbeddedGenerator:
         check_gen_config(config)
         _check(requests)
         outputs = [GenOutput([], [], [], "length") for _ in requests]
-        room = [i for i, r in enumerate(requests) if rest_of_turn(r, config, self._core.limit) > 0]
+        room = [i for i, r in enumerate(requests) if rest_of_turn(r, config, self.core.limit) > 0]
         if not room:
             return outputs
         self._ready()
@@ -84,19 +69,19 @@ class EmbeddedGenerator:
         try:
             version = self._version()
             with self.threads.computing():
-                waiting = turns[self._core.join(turns) :]
-                while self._core.live:
-                    ended = self._core.step(version)
+                waiting = turns[self.core.join(turns) :]
+                while self.core.live:
+                    ended = self.core.step(version)
                     if ended and waiting:
-                        waiting = waiting[self._core.join(waiting) :]
+                        waiting = waiting[self.core.join(waiting) :]
                     self.threads.pace()
         except BaseException:
-            self._core.reset()
+            self.core.reset()
             raise
         finally:
             self.model.train(was_training)
         for i, turn in zip(room, turns, strict=True):
-            if turn.reason == "length" and turn.budget < rest_of_turn(turn.request, config, self._core.limit):
+            if turn.reason == "length" and turn.budget < rest_of_turn(turn.request, config, self.core.limit):
                 turn.reason = "interrupted"
             outputs[i] = turn.output()
         return outputs
@@ -105,7 +90,7 @@ class EmbeddedGenerator:
         """Make the turns of these requests. One without a seed gets a draw per step in advance, so that its tokens do
         not depend on when others end."""
         chunk = config.new_tokens_per_chunk or config.max_new_tokens
-        budgets = [min(rest_of_turn(r, config, self._core.limit), chunk) for r in requests]
+        budgets = [min(rest_of_turn(r, config, self.core.limit), chunk) for r in requests]
         generator = torch.Generator().manual_seed(seed)
         draws = torch.rand(max(budgets), len(requests), generator=generator, dtype=torch.float64).numpy()
         return [

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from realhf.base.text import first_line
+
 _SAID = ("can't allocate memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 """What errors of other types say: those of the CPU's memory, and of what a GPU keeps outside of torch's own pool."""
 
@@ -19,7 +21,7 @@ def shortage(error: BaseException) -> str | None:
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
         isinstance(error, RuntimeError) and any(said in str(error) for said in _SAID)
     ):
-        return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+        return first_line(error)
     return None
 
 

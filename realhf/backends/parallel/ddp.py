@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Sequence
+import json
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from realhf.api.experiment import ModelSpec
 from realhf.backends.parallel.process_groups import GroupRanks, World
@@ -16,6 +14,7 @@ from realhf.backends.training.packed_forward import PackedForward
 from realhf.backends.training.sharded_checkpoint import is_sharded, load_state, save_state
 from realhf.backends.training.torch_backend import TorchBackend
 from realhf.backends.training.torch_engine import TorchEngine, of_this_model
+from realhf.base.tensor_digest import digests
 
 
 class JoinedEngine(TorchEngine):
@@ -77,26 +76,12 @@ class CopiesDiffer(RuntimeError):
 def check_copies(model: nn.Module, ranks: GroupRanks, role: str) -> None:
     """Raise CopiesDiffer, naming a tensor and a rank, unless all ranks hold the same weights to the bit. To be called
     inside ``together``."""
-    names, own = zip(*[(name, digest(tensor)) for name, tensor in model.state_dict().items()], strict=True)
-    for rank, other in enumerate(ranks.exchange(b"".join(own))):
-        if other != b"".join(own):
-            raise CopiesDiffer(f"{role}: {_first(names, own, other)} differs between rank {ranks.rank} and rank {rank}")
-
-
-def digest(tensor: Tensor) -> bytes:
-    """Return 16 bytes that depend on every byte of a tensor, on its type and its shape."""
-    values = tensor.detach().cpu().contiguous()
-    found = hashlib.blake2b(f"{values.dtype} {tuple(values.shape)}".encode(), digest_size=16)
-    found.update(values.reshape(-1).view(torch.uint8).numpy().data)
-    return found.digest()
-
-
-def _first(names: Sequence[str], own: Sequence[bytes], other: bytes) -> str:
-    """The name of the first tensor whose digest is not in its place in ``other``."""
-    for number, (name, mine) in enumerate(zip(names, own, strict=True)):
-        if other[16 * number : 16 * (number + 1)] != mine:
-            return name
-    return "the number of tensors"
+    own = digests(model.state_dict())
+    for rank, theirs in enumerate(ranks.exchange(json.dumps(own).encode())):
+        other: dict[str, str] = json.loads(theirs)
+        if other != own:
+            name = next((name for name in own if other.get(name) != own[name]), "the number of tensors")
+            raise CopiesDiffer(f"{role}: {name} differs between rank {ranks.rank} and rank {rank}")
 
 
 class DdpEngine(JoinedEngine):

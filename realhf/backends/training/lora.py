@@ -14,6 +14,7 @@ import copy
 import json
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partialmethod
 from itertools import chain
 from pathlib import Path
 from typing import Any, NoReturn
@@ -25,7 +26,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from realhf.api.config import ConfigError, LoraConfig
-from realhf.api.model import Forwards, LossFn, PostFn, logprobs_by
+from realhf.api.model import Forwards, PostFn, logprobs_by
 from realhf.api.sample import MicroBatchSpec, SequenceSample
 from realhf.base.installation import install_command
 
@@ -143,27 +144,19 @@ def plain_copy(model: nn.Module) -> Any:
 
 class MergedWeights:
     """Gives ``plain``, a ``plain_copy``, weights of its own in some layers: ``base`` of a layer and what ``delta`` says
-    that its adapter adds to it, (out, in) or as the weight lies, added in fp32 and rounded once."""
+    that its adapter adds to it, (out, in) or as the weight lies, added in fp32 and rounded once. ``held``: whether they
+    are there."""
 
     def __init__(self, plain: Any, base: Mapping[str, nn.Parameter], delta: Callable[[str], Tensor]) -> None:
-        self.plain, self._base, self._delta = plain, dict(base), delta
-        self._held = False
-
-    @property
-    def base(self) -> Mapping[str, Tensor]:
-        """The weights that adapters stand beside, by layer."""
-        return self._base
-
-    @property
-    def held(self) -> bool:
-        """Whether the merged weights are there."""
-        return self._held
+        self.plain, self.base, self._delta = plain, dict(base), delta
+        self.held = False
 
     def merge(self) -> None:
         """Compute the merged weights of all layers."""
-        for name in self._base:
-            self._set(name, self._merged(name))
-        self._held = True
+        for name, base in self.base.items():
+            with torch.inference_mode(False):
+                self._place(name, nn.Parameter(self._merged(name).to(base.dtype), requires_grad=False))
+        self.held = True
 
     def merge_again(self, name: str) -> Tensor:
         """Compute the merged weight of one layer anew, in its place; return a copy of the one before."""
@@ -180,24 +173,18 @@ class MergedWeights:
 
     def drop(self) -> None:
         """Give the memory of the merged weights back; the layers of the plain model have base weights meanwhile."""
-        if self._held:
-            for name, weight in self._base.items():
+        if self.held:
+            for name, weight in self.base.items():
                 self._place(name, weight)
-        self._held = False
+        self.held = False
 
     def _merged(self, name: str) -> Tensor:
         # Tensors made in inference mode could not be written to later.
         with torch.inference_mode(False), torch.no_grad():
-            base = self._base[name]
-            return (
-                base.float().add_(self._delta(name).float())
-                if base.dtype != torch.float32
-                else (base + self._delta(name))
-            )
-
-    def _set(self, name: str, weight: Tensor) -> None:
-        with torch.inference_mode(False):
-            self._place(name, nn.Parameter(weight.to(self._base[name].dtype), requires_grad=False))
+            base = self.base[name]
+            if base.dtype == torch.float32:
+                return base + self._delta(name)
+            return base.float().add_(self._delta(name).float())
 
     def _place(self, name: str, weight: nn.Parameter) -> None:
         self.plain.get_submodule(name)._parameters["weight"] = weight
@@ -294,6 +281,7 @@ class LoraAdapters:
         model.eval()
         self._layers: dict[str, Any] = {name: model.get_submodule(name) for name in names}
         self._stirred: list[tuple[str, Tensor, Tensor | None]] = []
+        self.skeleton = plain  # Its weights are ``merged()`` only after that was called.
         self._merged = MergedWeights(plain, base, lambda name: self._layers[name].get_delta_weight(_NAME))
         self._prove_by_other_values()
 
@@ -340,11 +328,6 @@ class LoraAdapters:
             except BaseException:
                 self._merged.drop()  # Nobody may find them there and believe them.
                 raise
-        return self._merged.plain
-
-    @property
-    def skeleton(self) -> Any:
-        """The plain model; its weights are ``merged()`` only after that was called."""
         return self._merged.plain
 
     def changed(self) -> None:
@@ -487,31 +470,9 @@ class BaseEngine:
         """See ``Engine.state``; there is nothing to continue with."""
         return {"version": self.version}
 
-    def train_batch(
-        self, sample: SequenceSample, loss_fn: LossFn, *, mb_spec: MicroBatchSpec, normaliser: float = 1.0
-    ) -> NoReturn:
-        """Raise RuntimeError: a reference does not train."""
-        self._refuse("train")
-
-    def generator(self) -> NoReturn:
-        """Raise RuntimeError: a reference does not generate."""
-        self._refuse("generate")
-
-    def weights(self) -> NoReturn:
-        """Raise RuntimeError: the weights are those of the model's folder."""
-        self._refuse("publish weights")
-
-    def save_checkpoint(self, folder: Path) -> NoReturn:
-        """Raise RuntimeError: nothing changes that could be saved."""
-        self._refuse("save")
-
-    def load_checkpoint(self, folder: Path) -> NoReturn:
-        """Raise RuntimeError: nothing was saved."""
-        self._refuse("load")
-
-    def export_hf(self, folder: Path) -> NoReturn:
-        """Raise RuntimeError: the weights are those of the model's folder."""
-        self._refuse("export")
-
-    def _refuse(self, what: str) -> NoReturn:
+    def _refuse(self, what: str, *_given: Any, **_named: Any) -> NoReturn:
         raise RuntimeError(f"a model with its adapters off does not {what}: it is the frozen base of another role")
+
+    train_batch, generator = partialmethod(_refuse, "train"), partialmethod(_refuse, "generate")
+    weights, export_hf = partialmethod(_refuse, "publish weights"), partialmethod(_refuse, "export")
+    save_checkpoint, load_checkpoint = partialmethod(_refuse, "save"), partialmethod(_refuse, "load")

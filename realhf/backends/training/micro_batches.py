@@ -19,9 +19,8 @@ from realhf.backends.training.sequence_packing import (
     SMALL,
     Row,
     SequenceInputs,
-    packed_batches,
-    padded_batches,
     plain_rows,
+    row_batches,
     shared_rows,
     split_row,
 )
@@ -136,17 +135,6 @@ class Part:
         return len(self.rows) * max((row.length for row in self.rows), default=0)
 
 
-def micro_batches(sample: SequenceSample, spec: MicroBatchSpec) -> list[SequenceSample]:
-    """Cut a batch by sequence, even within a group: what concerns groups or the whole batch is already in its keys.
-
-    No part computes more than ``spec.max_tokens_per_mb`` positions, padding included (a single longer sequence is a
-    part of its own, and logged), and there are at least ``spec.n_mbs`` parts as far as there are sequences. A sequence
-    without a trainable token computes nothing; it goes with the first part. Deterministic; the largest part comes
-    first.
-    """
-    return [part.sample for part in parts_of(sample, spec, SingleRank())]
-
-
 def parts_of(
     sample: SequenceSample,
     spec: MicroBatchSpec,
@@ -156,7 +144,13 @@ def parts_of(
     packed: bool = False,
     row_tokens: int = ROW_TOKENS,
 ) -> list[Part]:
-    """Return the micro-batches (see ``micro_batches``) that this rank computes; none if there is nothing for it. With
+    """Return the micro-batches that this rank computes; none if there is nothing for it. A batch is cut by sequence,
+    even within a group: what concerns groups or the whole batch is already in its keys. No part computes more than
+    ``spec.max_tokens_per_mb`` positions, padding included (a single longer sequence is a part of its own, and logged),
+    and there are at least ``spec.n_mbs`` parts as far as there are sequences. A sequence without a trainable token
+    computes nothing; it goes with the first part. Deterministic; the largest part comes first.
+
+    With
     ``share`` a prefix that sequences have in common is computed once where that saves enough; such sequences stay
     together in rows of up to ``row_tokens`` positions, or twice those of a sequence that is long itself (up to
     ``BATCH_TOKENS``), as far as ranks and ``spec`` let them. ``packed``: the rows of a pass need no padding, and no
@@ -198,7 +192,7 @@ def _passes(rows: list[Row], inputs: SequenceInputs, spec: MicroBatchSpec, packe
     passes = []
     for kind in (rows,) if packed else _by_kind(rows):
         lengths = np.asarray([row.length for row in kind])
-        batches = (packed_batches if packed else padded_batches)(range(len(kind)), lengths, cap)
+        batches = row_batches(range(len(kind)), lengths, cap, packed=packed)
         passes += [[kind[i] for i in batch] for batch in batches]
     while len(passes) < spec.n_mbs and any(_divisible(chosen) for chosen in passes):
         _halve_largest(passes, inputs)

@@ -6,7 +6,7 @@ import math
 import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,36 +21,14 @@ _ALIGNED, _PORTABLE = 256, 1
 _ROOMS = 2
 
 
-class Memory(Protocol):
-    """Is where moments lie between steps, and moves pieces of it to rooms on the device and back. Piece ``number``
-    (0, 1, ... in a step) uses room ``number % 2``; each method only begins what it says, in its order with the others.
-    """
-
-    def slab(self, nbytes: int) -> Tensor:
-        """Return a tensor of this memory: u8 (nbytes,), zeros."""
-        ...
-
-    def fetch(self, number: int, held: Tensor, room: Tensor) -> None:
-        """Copy a piece into its room, once the piece that was there before is stored."""
-        ...
-
-    def await_fetched(self, number: int) -> None:
-        """Let what is computed from now on wait for the piece."""
-        ...
-
-    def store(self, number: int, held: Tensor, room: Tensor) -> None:
-        """Copy the piece back, once what was computed on it so far is complete."""
-        ...
-
-    def finish(self) -> None:
-        """Wait until all is stored, on the host: it may read its memory, and the rooms may go."""
-        ...
-
-
 class HostMemory:
     """Is the memory of the host of a CUDA ``device``, pinned where it lies: an allocator of pinned memory would round
     its size up to a power of two. Pieces come in on one stream and go out on another, so that both directions of the
-    bus are used and the arithmetic hides behind them. Raises ValueError for a device whose memory it is itself."""
+    bus are used and the arithmetic hides behind them. Raises ValueError for a device whose memory it is itself.
+
+    Moments lie here between steps, and pieces of them move to rooms on the device and back. Piece ``number`` (0, 1, ...
+    in a step) uses room ``number % 2``; each method only begins what it says, in its order with the others.
+    """
 
     def __init__(self, device: torch.device) -> None:
         if device.type != "cuda":
@@ -61,7 +39,8 @@ class HostMemory:
         self._lanes: _Lanes | None = None
 
     def slab(self, nbytes: int) -> Tensor:
-        """See ``Memory``. Raises RuntimeError where the host cannot pin as much."""
+        """Return a tensor of this memory: u8 (nbytes,), zeros. Raises RuntimeError where the host cannot pin as
+        much."""
         slab = torch.zeros(nbytes, dtype=torch.uint8)
         runtime: Any = torch.cuda.cudart()
         with torch.cuda.device(self._device):
@@ -76,7 +55,7 @@ class HostMemory:
         return slab
 
     def fetch(self, number: int, held: Tensor, room: Tensor) -> None:
-        """See ``Memory``."""
+        """Copy a piece into its room, once the piece that was there before is stored."""
         lanes = self._lanes = self._lanes or _Lanes.on(self._device)
         stored = lanes.stored[number % _ROOMS]
         if number < _ROOMS:  # The room was made, or used by somebody else, on the stream that computes.
@@ -88,12 +67,12 @@ class HostMemory:
             lanes.fetched[number % _ROOMS].record()
 
     def await_fetched(self, number: int) -> None:
-        """See ``Memory``."""
+        """Let what is computed from now on wait for the piece."""
         assert self._lanes is not None, "a piece is fetched before it is awaited"
         torch.cuda.current_stream(self._device).wait_event(self._lanes.fetched[number % _ROOMS])
 
     def store(self, number: int, held: Tensor, room: Tensor) -> None:
-        """See ``Memory``."""
+        """Copy the piece back, once what was computed on it so far is complete."""
         assert self._lanes is not None, "a piece is fetched before it is stored"
         self._lanes.outward.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._lanes.outward):
@@ -101,7 +80,7 @@ class HostMemory:
             self._lanes.stored[number % _ROOMS].record()
 
     def finish(self) -> None:
-        """See ``Memory``."""
+        """Wait until all is stored, on the host: it may read its memory, and the rooms may go."""
         if self._lanes is not None:
             self._lanes.inward.synchronize()
             self._lanes.outward.synchronize()
@@ -145,7 +124,7 @@ class RestingMoments:
     order of the parameters, the two moments of each beside each other, so that a piece is one copy. The arithmetic is
     that of the device, so results are those without it, to the bit."""
 
-    def __init__(self, adamw: torch.optim.AdamW, memory: Memory, piece_bytes: int = PIECE_BYTES) -> None:
+    def __init__(self, adamw: torch.optim.AdamW, memory: HostMemory, piece_bytes: int = PIECE_BYTES) -> None:
         self._adamw, self._memory = adamw, memory
         own = [parameter for group in adamw.param_groups for parameter in group["params"]]
         self._places, self._pieces = _layout(own, piece_bytes)
@@ -275,13 +254,15 @@ class PolicyOptimizer:
     ValueError where that is no other memory."""
 
     def __init__(
-        self, module: nn.Module, config: OptimizerConfig, total_steps: int, *, memory: Memory | None = None
+        self, module: nn.Module, config: OptimizerConfig, total_steps: int, *, memory: HostMemory | None = None
     ) -> None:
         if config.lr < 0 or total_steps < 1:
             raise ValueError(f"optimizer: lr {config.lr} must be >= 0 and total steps {total_steps} >= 1")
         self._config, self._total = config, total_steps
         self._parameters = [p for p in module.parameters() if p.requires_grad]
-        self._masters = [p if p.dtype == torch.float32 else _master(p) for p in self._parameters]
+        self._masters = [
+            p if p.dtype == torch.float32 else nn.Parameter(p.detach().float().clone()) for p in self._parameters
+        ]
         self._adamw = torch.optim.AdamW(
             [
                 {"params": [p for p in self._masters if p.ndim > 1], "weight_decay": config.weight_decay},
@@ -343,10 +324,12 @@ class PolicyOptimizer:
         for group in self._adamw.param_groups:
             group["lr"] = rate
         (self._resting or self._adamw).step()
-        self._publish()
+        self.publish()
         return rate
 
-    def _publish(self) -> None:
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Write the master weights to the model."""
         for parameter, master in zip(self._parameters, self._masters, strict=True):
             if master is not parameter:
                 parameter.copy_(master)
@@ -376,11 +359,6 @@ class PolicyOptimizer:
                     "exp_avg_sq": torch.zeros_like(master, requires_grad=False),
                 }
 
-    @torch.no_grad()
-    def publish(self) -> None:
-        """Write the master weights to the model."""
-        self._publish()
-
     def state_dict(self) -> dict[str, Any]:
         """Return the moments, and the master weights where they differ from the model's."""
         masters = [m if m is not p else None for p, m in zip(self._parameters, self._masters, strict=True)]
@@ -394,18 +372,9 @@ class PolicyOptimizer:
         for master, moments in self._adamw.state.items():
             if (shape := tuple(moments["exp_avg"].shape)) != tuple(master.shape):
                 raise ValueError(f"optimizer state has moments of shape {shape}, the parameter {tuple(master.shape)}")
-        for held, saved in zip(self._masters, _matching(state["masters"], self._masters), strict=True):
+        if len(state["masters"]) != len(self._masters):
+            raise ValueError(f"optimizer state has {len(state['masters'])} parameters, the model {len(self._masters)}")
+        for held, saved in zip(self._masters, state["masters"], strict=True):
             if saved is not None:
                 held.copy_(saved)
-        self._publish()
-
-
-def _master(parameter: nn.Parameter) -> nn.Parameter:
-    return nn.Parameter(parameter.detach().float().clone())
-
-
-def _matching(saved: Iterable[Any], held: list[nn.Parameter]) -> list[Any]:
-    items = list(saved)
-    if len(items) != len(held):
-        raise ValueError(f"optimizer state has {len(items)} parameters, the model {len(held)}")
-    return items
+        self.publish()

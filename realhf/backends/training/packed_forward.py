@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from realhf.api.sample import SequenceSample
-from realhf.backends.embedded.attention import n_sliding_layers, sliding_window
+from realhf.backends.embedded.attention import attending_by, n_sliding_layers, sliding_window
 from realhf.backends.training.selected_logprobs import BentHead, bent_head, selected_logprobs
 from realhf.backends.training.sequence_packing import (
     BATCH_TOKENS,
@@ -34,7 +34,7 @@ from realhf.backends.training.sequence_packing import (
     row_pass,
     shared_rows,
 )
-from realhf.backends.training.tree_attention import by_trees
+from realhf.backends.training.tree_attention import ROW_TREE
 from realhf.backends.training.varlen_attention import (
     LAYOUT,
     Kernel,
@@ -251,7 +251,7 @@ class PackedForward:
             given["attention_mask"] = masks(self.model.config, one, one[0].long(), self._dtype)
         if chosen.trees is None:
             return self._read(given, chosen)
-        with by_trees(self.model):
+        with attending_by(self.model, ROW_TREE):
             given |= {"position_ids": chosen.depth.to(device), "row_trees": chosen.trees}
             return self._read(given, chosen)
 

@@ -7,7 +7,7 @@ import functools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -43,24 +43,10 @@ def _rows_on(device: torch.device, vocabulary: int) -> int:
     return chunk_rows(vocabulary, gpu)
 
 
-class _Products(Protocol):
-    """Multiplies by the weight of a head, ``head`` (vocabulary, width), which ``of`` makes of a parameter. Logits, and
-    the gradient of the head as it adds up, are fp32."""
-
-    def of(self, weight: Tensor) -> Tensor: ...
-    def logits(self, hidden: Tensor, head: Tensor) -> Tensor: ...
-    def rounded(self, slope: Tensor) -> Tensor:
-        """Return the gradient of logits as the next two take it."""
-        ...
-
-    def of_hidden(self, slope: Tensor, head: Tensor) -> Tensor: ...
-    def of_head(self, slope: Tensor, hidden: Tensor, so_far: Tensor | None) -> Tensor:
-        """Return the gradient of the head, added to that of the chunks before, which may be overwritten."""
-        ...
-
-
 class _InFp32:
-    """Multiplies in fp32, whatever the type of the factors."""
+    """Multiplies by the weight of a head (vocabulary, width), in fp32 whatever the type of the factors. ``rounded`` is
+    the gradient of logits as the next two take it; ``of_head`` adds to the gradient of the head so far, which it may
+    overwrite."""
 
     def of(self, weight: Tensor) -> Tensor:
         return weight.float()
@@ -105,7 +91,7 @@ class _InBf16:
         return torch.addmm(so_far, slope.t(), hidden, out_dtype=torch.float32, out=so_far)
 
 
-def _products_of(hidden: Tensor, weight: Tensor) -> _Products:
+def _products_of(hidden: Tensor, weight: Tensor) -> _InFp32 | _InBf16:
     narrow = hidden.dtype == weight.dtype == torch.bfloat16
     return _InBf16() if narrow and multiplies_bf16(weight.device) else _InFp32()
 

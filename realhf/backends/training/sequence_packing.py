@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from realhf.api.sample import SequenceSample
-from realhf.backends.embedded.attention import sliding_window
+from realhf.backends.embedded.attention import additive_mask, sliding_window
 from realhf.backends.training.tree_attention import RowTrees
 from realhf.backends.training.varlen_attention import Kernel, PackedLayout, packed_layout
 
@@ -177,44 +177,27 @@ SMALL = BATCH_TOKENS // 8
 """Number of positions up to which a batch may have more padding, because that costs less than another pass."""
 
 
-def padded_batches(members: Sequence[int], lengths: np.ndarray, most: int | None = None) -> list[list[int]]:
+def row_batches(
+    members: Sequence[int], lengths: np.ndarray, most: int | None = None, *, packed: bool = False
+) -> list[list[int]]:
     """Batch the rows ``members``, from longest to shortest.
 
-    A batch ends where it would have more than ``most`` positions or too much of it would be padding. ``lengths`` int64
-    (n,) are those of all rows; one that is longer than ``most`` is a batch of its own. Deterministic.
+    A batch ends where it would have more than ``most`` positions or, unless it is ``packed`` without padding, too much
+    of it would be padding. ``lengths`` int64 (n,) are those of all rows; one that is longer than ``most`` is a batch of
+    its own. Deterministic.
     """
     most = BATCH_TOKENS if most is None else most
     batches: list[list[int]] = []
     for i in sorted(members, key=lambda i: (-lengths[i], i)):
         current = batches[-1] if batches else []
-        if current:
-            positions = padded_size([*current, i], lengths)
-            padding = positions - int(lengths[current].sum()) - int(lengths[i])
-            if positions <= most and (padding <= _MAX_PADDING * positions or positions <= SMALL):
-                current.append(i)
-                continue
-        batches.append([i])
+        tokens = int(lengths[current].sum()) + int(lengths[i])
+        positions = tokens if packed or not current else int(lengths[current[0]]) * (len(current) + 1)
+        padding = positions - tokens
+        if current and positions <= most and (padding <= _MAX_PADDING * positions or positions <= SMALL):
+            current.append(i)
+        else:
+            batches.append([i])
     return batches
-
-
-def packed_batches(members: Sequence[int], lengths: np.ndarray, most: int | None = None) -> list[list[int]]:
-    """Batch the rows ``members``, from longest to shortest, where nothing is padded: a batch ends where it would have
-    more than ``most`` positions. A row that is longer is a batch of its own. Deterministic."""
-    most = BATCH_TOKENS if most is None else most
-    batches: list[list[int]] = []
-    room = 0
-    for i in sorted(members, key=lambda i: (-lengths[i], i)):
-        if not batches or lengths[i] > room:
-            batches.append([])
-            room = most
-        batches[-1].append(i)
-        room -= int(lengths[i])
-    return batches
-
-
-def padded_size(batch: Sequence[int], lengths: np.ndarray) -> int:
-    """Return the positions of a batch whose first row is its longest."""
-    return int(lengths[batch[0]]) * len(batch)
 
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
@@ -255,15 +238,11 @@ def row_pass(rows: Sequence[Row], inputs: SequenceInputs, *, by_trees: bool = Fa
         trees = RowTrees([lay.columns for lay in layouts], [row.shared for row in rows], width)
     elif not plain:
         seen = np.stack([visible(row, lay, width) for row, lay in zip(rows, layouts, strict=True)])
-    parts = (columns, [inputs.target[i] for i in members], [inputs.place[i] for i in members])
-    column, target, place = (torch.from_numpy(np.concatenate(part).astype(np.int64)) for part in parts)
     return RowPass(
         torch.from_numpy(tokens),
         torch.from_numpy(depth),
         None if seen is None else torch.from_numpy(seen),
-        column,
-        target,
-        place,
+        *_scored_at(columns, members, inputs),
         trees=trees,
     )
 
@@ -282,30 +261,29 @@ def packed_pass(rows: Sequence[Row], inputs: SequenceInputs, kernel: Kernel) -> 
         before += row.length
     members = [i for row in rows for i in row.members]
     columns = [path[inputs.asked[i]] for i, path in zip(members, paths, strict=True)]
-    parts = (columns, [inputs.target[i] for i in members], [inputs.place[i] for i in members])
-    column, target, place = (torch.from_numpy(np.concatenate(part).astype(np.int64)) for part in parts)
     return RowPass(
         torch.from_numpy(np.concatenate(tokens))[None],
         torch.from_numpy(np.concatenate(depth))[None],
         None,
-        column,
-        target,
-        place,
+        *_scored_at(columns, members, inputs),
         packed_layout(paths, [common for row in rows for common in row.shared], kernel),
     )
+
+
+def _scored_at(columns: list[np.ndarray], members: list[int], inputs: SequenceInputs) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ``column``, ``target`` and ``place`` of a pass."""
+    parts = (columns, [inputs.target[i] for i in members], [inputs.place[i] for i in members])
+    column, target, place = (torch.from_numpy(np.concatenate(part).astype(np.int64)) for part in parts)
+    return column, target, place
 
 
 def masks(config: Any, seen: Tensor, depth: Tensor, dtype: torch.dtype) -> Tensor | dict[str, Tensor]:
     """Return additive masks (n, 1, width, width) of ``dtype`` for a model with this configuration: one, or one for each
     kind of layer where the model takes several. ``seen`` and ``depth`` are those of a ``RowPass``."""
-    full = _additive(seen, dtype)
+    full = additive_mask(~seen, dtype)[:, None]
     window = sliding_window(config)
     if window is None:
         return full
     near = depth[:, :, None] - depth[:, None, :] < window
-    windowed = _additive(seen & near, dtype)
+    windowed = additive_mask(~(seen & near), dtype)[:, None]
     return {_FULL: full, _SLIDING: windowed} if getattr(config.get_text_config(), "layer_types", None) else windowed
-
-
-def _additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, float("-inf"))[:, None]

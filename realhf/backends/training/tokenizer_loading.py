@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from realhf.base.hf_config import context_limit, context_reason
+from realhf.base.text import first_line
 
 
 class ModelLoadError(ValueError):
@@ -45,9 +46,3 @@ def check_folder(path: str, role: str) -> None:
     looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
     if looks_local and not Path(path).is_dir():
         raise ModelLoadError(f"{role}.path={path}: no such folder")
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error's text, without what the library adds below."""
-    lines = str(error).strip().splitlines()
-    return lines[0][:200] if lines else type(error).__name__

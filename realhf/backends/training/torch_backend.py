@@ -12,10 +12,11 @@ from transformers.utils import logging as transformers_logging
 
 from realhf.api.experiment import ModelSpec
 from realhf.backends.embedded.memory import naming_shortage, shortage
-from realhf.backends.training.tokenizer_loading import ModelLoadError, check_folder, first_line, load_tokenizer
+from realhf.backends.training.tokenizer_loading import ModelLoadError, check_folder, load_tokenizer
 from realhf.backends.training.torch_engine import TorchEngine
 from realhf.backends.training.value_head import ValueModel, load_value_model
 from realhf.base.hf_config import decoder_problem
+from realhf.base.text import first_line
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _HEADS = ("lm", "value")

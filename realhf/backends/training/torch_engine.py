@@ -30,6 +30,7 @@ from realhf.backends.training.micro_batches import Part, Ranks, SingleRank, Step
 from realhf.backends.training.optimizer import PolicyOptimizer
 from realhf.backends.training.packed_forward import PackedForward
 from realhf.backends.training.sharded_checkpoint import is_sharded, load_state
+from realhf.base.text import first_line
 
 
 class CompiledBlocks:
@@ -44,8 +45,11 @@ class CompiledBlocks:
         self._blocks = [module for module in model.modules() if type(module).__name__ in kinds]
         if not self._blocks:
             raise ValueError(f"{self._option}: {type(model).__name__} does not say which of its modules are blocks")
-        self._check_compiler(model.device)
-        self._compiled: list[Callable[..., Any]] = [_compiled(block) for block in self._blocks]
+        if problem := _missing_compiler(model.device):
+            raise ValueError(f"{self._option}: {problem}; install one, or set false")
+        self._compiled: list[Callable[..., Any]] = [
+            torch.compile(block._call_impl, dynamic=True) for block in self._blocks
+        ]
 
     @contextlib.contextmanager
     def on(self) -> Iterator[None]:
@@ -58,20 +62,10 @@ class CompiledBlocks:
         except Exception as error:
             if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
                 raise
-            raise RuntimeError(
-                f"{self._option}: the blocks do not compile ({_first_line(error)}); set false"
-            ) from error
+            raise RuntimeError(f"{self._option}: the blocks do not compile ({first_line(error)}); set false") from error
         finally:
             for block in self._blocks:
                 block._compiled_call_impl = None
-
-    def _check_compiler(self, device: torch.device) -> None:
-        if problem := _missing_compiler(device):
-            raise ValueError(f"{self._option}: {problem}; install one, or set false")
-
-
-def _compiled(block: nn.Module) -> Callable[..., Any]:
-    return torch.compile(block._call_impl, dynamic=True)
 
 
 def _missing_compiler(device: torch.device) -> str:
@@ -87,12 +81,8 @@ def _missing_compiler(device: torch.device) -> str:
     try:
         get_cpp_compiler()
     except (InvalidCxxCompiler, OSError, RuntimeError) as error:
-        return f"torch.compile needs a C++ compiler on the CPU, which is not here ({_first_line(error)})"
+        return f"torch.compile needs a C++ compiler on the CPU, which is not here ({first_line(error)})"
     return ""
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
 
 
 WEIGHTS_FILE, STATE_FILE = "model.safetensors", "engine.pt"

@@ -15,7 +15,6 @@ implementation ``row_tree``, which without such rows is ``sdpa``.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 from collections.abc import Sequence
@@ -30,7 +29,7 @@ from torch.autograd.function import once_differentiable
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from realhf.backends.embedded.attention import attending_by
+from realhf.backends.embedded.attention import HARMLESS, additive_mask
 
 MOST_GATHERED = 4
 """Columns of keys that may be copied, per column of the rows: copies are kept for the backward pass."""
@@ -177,9 +176,7 @@ def _batches(bundles: Sequence[Bundle]) -> list[list[Bundle]]:
     return found
 
 
-_NAME = "row_tree"
-_KNOWN = frozenset({"position_ids", "use_cache", "is_causal", "cache_position", "output_attentions"})
-"""Keyword arguments that do not change this computation."""
+ROW_TREE = "row_tree"
 
 
 class _Gathering:
@@ -286,17 +283,6 @@ class RowTrees:
         self.keys = _Gathering(self._batches, columns, whole=True)
         self._masks: dict[torch.dtype, list[Tensor | None]] = {}
 
-    @property
-    def columns_gathered(self) -> int:
-        """How many columns of keys are copied out of the rows."""
-        return len(self.keys.index)
-
-    @property
-    def products(self) -> int:
-        """How many pairs of a query and a key are multiplied, those that a mask hides included."""
-        shapes = zip(self.queries.shapes, self.keys.shapes, strict=True)
-        return sum(count * queries * keys for (count, queries), (_, keys) in shapes)
-
     def masks(self, dtype: torch.dtype) -> list[Tensor | None]:
         """Return the additive masks of the batches, (bundles, 1, queries, keys), made once for all layers; None for
         pieces without anything before them, for which causal attention is right."""
@@ -313,8 +299,7 @@ def _mask(bundles: Sequence[Bundle], queries: int, keys: int, dtype: torch.dtype
     for each, bundle in zip(seen, bundles, strict=True):
         each[: bundle.own, : bundle.seen] = bundle.visible()
         each[bundle.own :, 0] = True  # A query that is padding sees something: a softmax over nothing is not a number.
-    closed = torch.from_numpy(~seen)
-    return torch.zeros(closed.shape, dtype=dtype).masked_fill_(closed, float("-inf"))[:, None]
+    return additive_mask(torch.from_numpy(~seen), dtype)[:, None]
 
 
 def row_tree_attention(
@@ -331,7 +316,7 @@ def row_tree_attention(
 ) -> tuple[Tensor, None]:
     """Attend with ``query`` (n, heads, width, dim) over ``key``/``value`` (n, kv heads, width, dim) as ``row_trees``
     says; return ((n, width, heads, dim), None). Raises ValueError for a layer that wants more than that."""
-    odd = any(v for k, v in kwargs.items() if k not in _KNOWN)
+    odd = any(v for k, v in kwargs.items() if k not in HARMLESS)
     n, heads, width, _ = query.shape
     if row_trees is None:
         return sdpa_attention_forward(
@@ -352,9 +337,4 @@ def row_tree_attention(
     return row_trees.queries.put(found).view(n, width, heads, value.shape[-1]), None
 
 
-AttentionInterface.register(_NAME, row_tree_attention)
-
-
-def by_trees(model: Any) -> contextlib.AbstractContextManager[None]:
-    """Let a model on the ``sdpa`` implementation attend by ``row_tree_attention`` within the block."""
-    return attending_by(model, _NAME)
+AttentionInterface.register(ROW_TREE, row_tree_attention)

@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
-from realhf.backends.training.tokenizer_loading import ModelLoadError, first_line
+from realhf.backends.training.tokenizer_loading import ModelLoadError
+from realhf.base.text import first_line
 
 HEAD_FILE = "value_head.safetensors"
 """Stands beside the weights of the decoder in a folder that a critic was exported to."""

@@ -28,6 +28,9 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from realhf.backends.embedded.attention import HARMLESS
+from realhf.base.text import first_line
+
 Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int, int, "int | None", float], Tensor]
 """(query (q, heads, dim), key (k, kv heads, dim), value, ends of queries int32 (n + 1,), ends of keys, most queries of
 a sequence, most keys, window, scale) -> (q, heads, dim). Causal: the last query of a sequence sees all of its keys, or
@@ -150,7 +153,7 @@ def fault(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_size: i
         except NotImplementedError:
             continue
         except _UNFIT as error:
-            return f"fails: {(str(error).strip().splitlines() or [type(error).__name__])[0][:200]}"
+            return f"fails: {first_line(error)}"
         expected = _trial(plain_attention, device, dtype, window, head_size)
         for what, one, other in zip(("outputs", "queries", "keys", "values"), found, expected, strict=True):
             off = float((one - other).abs().max() / other.abs().max())
@@ -250,8 +253,6 @@ def _ends(sizes: Sequence[int]) -> Tensor:
 
 NAME, LAYOUT = "packed_rows", "packed_layout"
 """The implementation's name, and the keyword argument of a forward pass that brings a ``PackedLayout``."""
-_KNOWN = frozenset({"position_ids", "use_cache", "is_causal", "cache_position", "output_attentions"})
-"""Keyword arguments that change nothing where a layout says what a query sees."""
 
 
 def packed_attention(
@@ -274,7 +275,7 @@ def packed_attention(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
     odd = sorted(
-        name for name, given in kwargs.items() if name not in _KNOWN and given is not None and given is not False
+        name for name, given in kwargs.items() if name not in HARMLESS and given is not None and given is not False
     )
     if odd or dropout or query.shape[0] != 1 or key.shape[2] != query.shape[2]:
         raise ValueError(f"attention with {odd[0] if odd else 'dropout or cached keys'} cannot run over packed rows")

@@ -30,24 +30,19 @@ _WORDS = 3000
 class VllmOptions:
     """Holds options of a server.
 
-    ``dtype``: float32, bfloat16 or auto. ``threads``: of the CPU backend (None: its own choice); ``kv_cache_gib``: its
-    memory for keys and values. ``max_model_len``: longest sequence (None: the model's).
-    ``gpu_memory_utilization``: share of a GPU's memory (None: its own choice); ``tensor_parallel_size``: devices that
-    hold the model together. ``eager``: no graph capture.
-    ``chunked_prefill``: prompts may be computed in parts, which ends a CPU server when a request has a seed.
-    ``device_transfer``: weights come from memory of the same GPUs, by vLLM's own transfer over CUDA IPC.
-    ``arguments``: further arguments of ``vllm serve``.
+    ``dtype``: float32, bfloat16 or auto. ``threads``: of the CPU backend (None: its own choice). ``max_model_len``:
+    longest sequence (None: the model's). ``gpu_memory_utilization``: share of a GPU's memory (None: its own choice);
+    ``tensor_parallel_size``: devices that hold the model together. ``cuda``: graphs are captured, prompts may be
+    computed in parts (which ends a CPU server when a request has a seed), prefixes are kept, and weights come from
+    memory of the same GPUs, by vLLM's own transfer over CUDA IPC. ``arguments``: further arguments of ``vllm serve``.
     """
 
     dtype: str = "float32"
     threads: int | None = None
-    kv_cache_gib: int = 1
     max_model_len: int | None = None
     gpu_memory_utilization: float | None = None
     tensor_parallel_size: int = 1
-    eager: bool = True
-    chunked_prefill: bool = False
-    device_transfer: bool = False
+    cuda: bool = False
     arguments: tuple[str, ...] = ()
 
 
@@ -55,18 +50,16 @@ class VllmServer:
     """Runs ``vllm serve`` on this host's loopback; use it as a context manager. The server ends with the process that
     started it, however that one ends. ``url`` is its address; ``log`` collects its output."""
 
-    def __init__(
-        self, model: str | Path, *, executable: Path, log: Path, port: int = 0, options: VllmOptions = VllmOptions()
-    ) -> None:
+    def __init__(self, model: str | Path, *, executable: Path, log: Path, options: VllmOptions = VllmOptions()) -> None:
         """Start the server and return at once (see ``wait_until_up``).
 
-        ``model``: folder or hub name. ``executable``: the ``vllm`` of its environment. ``port`` 0: a free one. Raises
+        ``model``: folder or hub name. ``executable``: the ``vllm`` of its environment. Raises
         FileNotFoundError without the executable.
         """
         if not executable.exists():
             raise FileNotFoundError(f"{executable}: no vLLM there (`make test-vllm` installs one for the CPU)")
-        self._port = port or free_port()
-        self.url = f"http://127.0.0.1:{self._port}"
+        port = free_port()
+        self.url = f"http://127.0.0.1:{port}"
         self._log = log
         log.parent.mkdir(parents=True, exist_ok=True)
         imports = _imports(log.parent / "vllm_imports")
@@ -74,7 +67,7 @@ class VllmServer:
             sys.executable,
             "-m",
             "realhf.backends.vllm.guard",
-            *_command(str(executable), str(model), self._port, options),
+            *_command(str(executable), str(model), port, options),
         ]
         with log.open("ab") as output:
             self.process = subprocess.Popen(
@@ -168,12 +161,10 @@ def _command(executable: str, model: str, port: int, options: VllmOptions) -> Se
         "--worker-extension-cls",
         _EXTENSION,
     ]
-    if not options.chunked_prefill:
-        command.append("--no-enable-chunked-prefill")
-    if options.device_transfer:
-        command += ["--weight-transfer-config", '{"backend": "ipc"}']
-    if options.eager:
-        command.append("--enforce-eager")
+    if options.cuda:
+        command += ["--enable-prefix-caching", "--weight-transfer-config", '{"backend": "ipc"}']
+    else:
+        command += ["--no-enable-chunked-prefill", "--enforce-eager"]
     if options.max_model_len is not None:
         command += ["--max-model-len", str(options.max_model_len)]
     if options.gpu_memory_utilization is not None:
@@ -197,7 +188,7 @@ def _environment(options: VllmOptions, imports: Path) -> dict[str, str]:
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_CPU_KVCACHE_SPACE": str(options.kv_cache_gib),
+        "VLLM_CPU_KVCACHE_SPACE": "1",
         "PYTHONPATH": str(imports.resolve()),
     }
     if options.threads is not None:

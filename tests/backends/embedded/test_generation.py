@@ -48,7 +48,7 @@ def test_logprobs_equal_full_forward_over_turns_with_kept_caches(tiny_model: Any
             expected = full_forward_logprobs(model, texts[slot], out.token_ids, 0.7)
             torch.testing.assert_close(torch.tensor(out.logprobs).double(), expected, atol=1e-4, rtol=0)
             texts[slot] += out.token_ids + [rng.randrange(97) for _ in range(rng.randrange(1, 9))]
-    assert engine.reused_tokens > 2 * engine.computed_tokens
+    assert engine.core.reused_tokens > 2 * engine.core.computed_tokens
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -93,7 +93,7 @@ def test_kept_cache_and_fresh_engine_draw_the_same_tokens(tiny_model: Any) -> No
     again = _run(kept, longer, max_new_tokens=8, seed=9)[0]
     fresh = _run(EmbeddedGenerator(tiny_model()), longer, max_new_tokens=8, seed=9)[0]
     assert again.token_ids == fresh.token_ids
-    assert kept.reused_tokens == 3 + 5 - 1
+    assert kept.core.reused_tokens == 3 + 5 - 1
 
 
 def test_changed_prefix_is_recomputed_from_the_difference(tiny_model: Any) -> None:
@@ -102,7 +102,7 @@ def test_changed_prefix_is_recomputed_from_the_difference(tiny_model: Any) -> No
     _run(engine, [list(range(3, 23))], max_new_tokens=3)
     edited = [*range(3, 13), 50, *range(14, 23)]
     out = _run(engine, [edited], max_new_tokens=3)[0]
-    assert engine.reused_tokens == 10
+    assert engine.core.reused_tokens == 10
     expected = full_forward_logprobs(model, edited, out.token_ids, 1.0)
     torch.testing.assert_close(torch.tensor(out.logprobs).double(), expected, atol=1e-4, rtol=0)
 
@@ -111,7 +111,7 @@ def test_group_prompt_is_computed_once(tiny_model: Any) -> None:
     engine = EmbeddedGenerator(tiny_model())
     prompt = list(range(3, 63))
     _run(engine, [prompt] * 8, max_new_tokens=2)
-    assert engine.computed_tokens == 60 + 7
+    assert engine.core.computed_tokens == 60 + 7
 
 
 def test_freed_slots_are_computed_again(tiny_model: Any) -> None:
@@ -119,7 +119,7 @@ def test_freed_slots_are_computed_again(tiny_model: Any) -> None:
     _run(engine, [list(range(3, 33))], max_new_tokens=2)
     engine.free()
     _run(engine, [list(range(3, 33))], max_new_tokens=2)
-    assert engine.reused_tokens == 0
+    assert engine.core.reused_tokens == 0
 
 
 @pytest.mark.slow
@@ -199,7 +199,7 @@ def test_broken_weights_raise_and_leave_no_rows_behind(tiny_model: Any) -> None:
         _run(engine, [[5, 6]], max_new_tokens=2)
     model.get_input_embeddings().weight.data.copy_(good)
     out = _run(engine, [[5, 6]], max_new_tokens=2)[0]
-    assert engine.reused_tokens == 0
+    assert engine.core.reused_tokens == 0
     expected = full_forward_logprobs(model, [5, 6], out.token_ids, 1.0)
     torch.testing.assert_close(torch.tensor(out.logprobs).double(), expected, atol=1e-4, rtol=0)
 
@@ -284,7 +284,7 @@ def test_a_bound_on_the_cache_makes_requests_wait_and_changes_no_token(tiny_mode
         bound = EmbeddedGenerator(model, most_bytes=lambda most=most: most)
         for requests, tokens in ((asked, expected[0]), (long, expected[1]), (asked, expected[0])):
             assert generated(bound, requests) == tokens
-            assert 0 < bound.kv_bytes <= max(most, 2 * one), "one row there always is"
+            assert 0 < bound.core.kv_bytes <= max(most, 2 * one), "one row there always is"
 
 
 def test_the_size_of_a_cache_is_an_option_or_a_share_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -151,7 +151,7 @@ def test_update_frees_the_generation_rows(tiny_model: Any, ragged_sample: Any) -
     engine.generator().generate(request, GenConfig(max_new_tokens=2), stop_ids=(), seed=0)
     train(engine, ragged_sample(GROUPS))
     out = engine.generator().generate(request, GenConfig(max_new_tokens=2), stop_ids=(), seed=0)[0]
-    assert engine.generator().reused_tokens == 0 and out.versions == [1, 1]
+    assert engine.generator().core.reused_tokens == 0 and out.versions == [1, 1]
 
 
 @pytest.mark.slow
@@ -274,18 +274,18 @@ def test_training_gets_the_memory_of_keys_and_values(tiny_model: Any, ragged_sam
         return [output.token_ids for output in outputs]
 
     def loss(outputs: ForwardOutputs, part: SequenceSample) -> tuple[Tensor, dict[str, float]]:
-        held.append(engine.generator().kv_bytes)
+        held.append(engine.generator().core.kv_bytes)
         return mean_nll(outputs, part)[0] * 0, {}
 
-    tokens, filled = play(), engine.generator().kv_bytes
+    tokens, filled = play(), engine.generator().core.kv_bytes
     assert filled > 0
     engine.train_batch(ragged_sample(GROUPS), loss, mb_spec=MicroBatchSpec(n_mbs=2))
     assert held == [0, 0]
     play()
     engine.release_generation()
-    assert engine.generator().kv_bytes == 0, "the pass of another role wants it, too"
+    assert engine.generator().core.kv_bytes == 0, "the pass of another role wants it, too"
     engine.generator().generate(requests[:1], GenConfig(max_new_tokens=1), stop_ids=(), seed=3)
-    assert engine.generator().kv_bytes == filled, "it comes back in one piece"
+    assert engine.generator().core.kv_bytes == filled, "it comes back in one piece"
     with torch.no_grad():
         for p, old in zip(engine.model.parameters(), tiny_model().parameters(), strict=True):
             p.copy_(old)
