@@ -1,16 +1,14 @@
 """Defines what the trajectory server remembers, the rules it goes by, and the refusal that becomes an HTTP error;
 every part of the server imports it.
 
-Source: docs/reference/trajectory.md 1 (vocabulary), 3.10 (leases), 3.11 (what is persisted).
-
-Source: docs/reference/trajectory.md 3.12 (the strict switch) and the options named in 3.4 to 3.10.
+Source: docs/reference/trajectory.md 1 (vocabulary), 3.4 to 3.10 (rules), 3.11 (what is persisted), 3.12 (strict).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, TypeAlias
 
@@ -228,49 +226,74 @@ class Incoming(msgspec.Struct, frozen=True):
     policy_version: int | None
 
 
-DEFAULT_QUEUE_BYTES = 16 << 30
-DEFAULT_QUARANTINE_BYTES = 256 << 20
+STRICT_ROWS = (
+    "reregister", "divisor_packing", "weighted_fill", "recheck_minimums", "heartbeat_timeout_s", "lease_anonymous",
+    "count_others_of_size_one", "status_before_registration", "fence_epochs", "bound_staleness", "bound_integers",
+    "forget_on_reset",
+)  # fmt: skip
+"""Rows of the strict switch (docs/reference/trajectory.md 3.12)."""
+TRUE_WORDS, FALSE_WORDS = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
 _CHOICES = {
     "reregister": ("continue", "reset", "ignore"), "delivery": ("at_least_once", "at_most_once"),
     "stale_policy": ("quarantine", "last"), "min_rounding": ("floor", "ceil"),
 }  # fmt: skip
 
 
+def setting(default: Any, about: str, kind: type = str, **more: Any) -> Any:
+    """Declare a setting, which is also a flag and a variable of the server; ``kind`` reads its text."""
+    return field(default=default, metadata={"about": about, "kind": kind, **more})
+
+
 @dataclass(frozen=True)
 class StateOptions:
-    """Holds the rules of one state. Sizes in bytes (0: no limit), times in seconds. The first twelve are the rows of
-    the strict switch, each with the default of this server."""
+    """Holds the rules of one state. Sizes in bytes (0: no limit), times in seconds. Raises ValueError naming a bad
+    one."""
 
-    reregister: str = "continue"
-    divisor_packing: bool = True
-    weighted_fill: bool = True
-    recheck_minimums: bool = True
-    heartbeat_timeout_s: float = 300.0
-    lease_anonymous: bool = True
-    count_others_of_size_one: bool = True
-    status_before_registration: bool = True
-    fence_epochs: bool = True
-    bound_staleness: bool = True
-    bound_integers: bool = True
-    forget_on_reset: bool = True
-
-    lease_timeout_s: float = 600.0
-    send_timeout_s: float = 60.0
-    delivery: str = "at_least_once"
-    max_queue_groups: int = 1_000_000
-    max_queue_bytes: int = DEFAULT_QUEUE_BYTES
-    quarantine_bytes: int = DEFAULT_QUARANTINE_BYTES
-    max_quarantine_groups: int = 100_000
-    buffer_expiry_s: float = 3600.0
-    max_buffered_groups: int = 4096
-    replay_ttl_s: float = 3600.0
-    max_replays: int = 250_000
-    env_expiry_s: float = 86_400.0
-    max_staleness: int | None = None
-    stale_policy: str = "quarantine"
-    min_rounding: str = "floor"
+    strict: str = setting(
+        "", "the original's behaviour: all of it, or the rows with these names (docs/reference/trajectory.md 3.12), "
+        "with commas between them", bare="all",
+    )  # fmt: skip
+    reregister: str = setting(
+        None, "a second registration of the same group, project and batch size: continue (the run and its queue go on), "
+        "reset (a new epoch) or ignore (the first one wins, as for any other registration); default continue, strict "
+        "ignore",
+    )  # fmt: skip
+    heartbeat_timeout_s: float = setting(
+        None, "seconds of silence after which an environment stops blocking; default 300, strict never", float
+    )
+    lease_timeout_s: float = setting(
+        600.0, "seconds after which an unacknowledged batch goes to another trainer", float
+    )
+    send_timeout_s: float = setting(60.0, "seconds that a response may take to go out", float)
+    delivery: str = setting("at_least_once", "at_least_once, or at_most_once: a batch is gone when it is handed out")
+    max_queue_groups: int = setting(
+        1_000_000, "groups held before pushes get 503 (0: no limit); those in quarantine count, and go first", int
+    )
+    max_queue_bytes: int = setting(16 << 30, "bytes held before pushes get 503 (0: no limit), likewise", int)
+    quarantine_bytes: int = setting(256 << 20, "bytes kept in quarantine; the oldest go first", int)
+    max_quarantine_groups: int = setting(100_000, "groups kept in quarantine; the oldest go first", int)
+    buffer_expiry_s: float = setting(3600.0, "seconds that a group of an odd size waits for others", float)
+    max_buffered_groups: int = setting(4096, "groups of odd sizes held for one environment", int)
+    replay_ttl_s: float = setting(3600.0, "seconds that idempotency keys and ended leases are remembered", float)
+    max_replays: int = setting(
+        250_000, "idempotency keys, and ended leases, remembered; beyond that the oldest are forgotten early", int
+    )
+    env_expiry_s: float = setting(
+        86_400.0, "seconds of silence after which an environment is forgotten, if nothing of it waits", float
+    )
+    max_staleness: int | None = setting(None, "policy versions that a group may lie behind (default: no bound)", int)
+    stale_policy: str = setting("quarantine", "too stale groups: quarantine, or last (only when nothing fresher fills)")
+    min_rounding: str = setting("floor", "minimum allocations in sequences: floor or ceil")
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "strict", ",".join(_strict_rows(self.strict)))
+        defaults = {
+            "reregister": "ignore" if self.is_strict("reregister") else "continue",
+            "heartbeat_timeout_s": math.inf if self.is_strict("heartbeat_timeout_s") else 300.0,
+        }
+        for name, default in defaults.items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, default)
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; choose one of {', '.join(choices)}")
@@ -281,24 +304,22 @@ class StateOptions:
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be more than 0 seconds")
 
+    def is_strict(self, *rows: str) -> bool:
+        """Return whether the original's behaviour counts in all of these rows."""
+        return set(rows) <= set(self.strict.split(","))
 
-def strict(options: StateOptions, **chosen: Any) -> StateOptions:
-    """Set every row of the strict switch to the original's behaviour, except the rows named in ``chosen``."""
-    rows: dict[str, Any] = {
-        "reregister": "ignore",
-        "divisor_packing": False,
-        "weighted_fill": False,
-        "recheck_minimums": False,
-        "heartbeat_timeout_s": math.inf,
-        "lease_anonymous": False,
-        "count_others_of_size_one": False,
-        "status_before_registration": False,
-        "fence_epochs": False,
-        "bound_staleness": False,
-        "bound_integers": False,
-        "forget_on_reset": False,
-    }
-    return replace(options, **(rows | chosen))
+
+def _strict_rows(names: str) -> list[str]:
+    """Return the rows named, in the order of ``STRICT_ROWS``; a word like yes or no means all or none of them."""
+    words = names.lower()
+    if words in (*FALSE_WORDS, "none"):
+        return []
+    if words in (*TRUE_WORDS, "all"):
+        return list(STRICT_ROWS)
+    chosen = {name.strip().replace("-", "_") for name in words.split(",")}
+    if unknown := sorted(chosen.difference(STRICT_ROWS)):
+        raise ValueError(f"strict has no row {unknown[0]!r}; give all, none or some of {', '.join(STRICT_ROWS)}")
+    return [row for row in STRICT_ROWS if row in chosen]
 
 
 class Refusal(Exception):

@@ -11,16 +11,14 @@ import ipaddress
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from realhf.base.tls import certificate_problem
-from realhf.trajectory.records import StateOptions, strict
+from realhf.trajectory.records import FALSE_WORDS, TRUE_WORDS, StateOptions, setting
 
 PREFIX = "REALHF_TRAJ_"
-_TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
-
 
 SECRETS = ("token", "producer_token", "trainer_token", "admin_token")
 """Settings that hold a token; ``<name>_file`` may hold it in its place."""
@@ -31,99 +29,53 @@ class ConfigError(ValueError):
     """Is raised for a setting that is unknown or out of range; the text names it."""
 
 
-def _setting(default: Any, about: str, kind: type = str) -> Any:
-    return field(default=default, metadata={"about": about, "kind": kind})
-
-
-def _row(about: str, kind: type = bool) -> Any:
-    """Declare a setting of ``StateOptions``; None means its default, or the value that ``strict`` gives it."""
-    return field(default=None, metadata={"about": about, "kind": kind, "state": True})
-
-
 @dataclass(frozen=True)
-class TrajectoryConfig:
-    """Holds the settings of one server process. Raises ConfigError naming a bad one."""
+class TrajectoryConfig(StateOptions):
+    """Holds the settings of one server process, the rules of its state among them. Raises ConfigError naming a bad
+    one."""
 
-    host: str = _setting("127.0.0.1", "address to listen on; other than loopback it needs a token or --insecure")
-    port: int = _setting(8000, "port; 0: any free one", int)
-    store: str = _setting(
+    host: str = setting("127.0.0.1", "address to listen on; other than loopback it needs a token or --insecure")
+    port: int = setting(8000, "port; 0: any free one", int)
+    store: str = setting(
         "",
         "sqlite:DIR, memory, or redis://host:port for several instances; default sqlite:trajectory in the folder "
         "realhf of $XDG_STATE_HOME (~/.local/state)",
     )
-    durable: bool = _setting(False, "sqlite: survive the loss of power too, for a disk flush a commit", bool)
-    insecure: bool = _setting(False, "listen on other than loopback without a token", bool)
-    allowed_hosts: str = _setting(
+    durable: bool = setting(False, "sqlite: survive the loss of power too, for a disk flush a commit", bool)
+    insecure: bool = setting(False, "listen on other than loopback without a token", bool)
+    allowed_hosts: str = setting(
         "",
         "names (with a dot) by which this server may be addressed without a token, with "
         "commas between them, or *; addresses and local names always may",
     )
-    token: str = _setting("", "bearer token of producers and trainers")
-    producer_token: str = _setting("", "bearer token that may only push and poll")
-    trainer_token: str = _setting("", "bearer token that may only register and pull")
-    admin_token: str = _setting("", "bearer token that may do everything, resets included")
-    token_file: str = _setting("", "file with the token, which as a flag or variable others may see")
-    producer_token_file: str = _setting("", "file with the producer token")
-    trainer_token_file: str = _setting("", "file with the trainer token")
-    admin_token_file: str = _setting("", "file with the admin token")
-    tls_cert: str = _setting("", "file with the certificate (PEM) of the server, which speaks https with it")
-    tls_key: str = _setting("", "file with the private key of the certificate")
-    reset_policy: str = _setting(
+    token: str = setting("", "bearer token of producers and trainers")
+    producer_token: str = setting("", "bearer token that may only push and poll")
+    trainer_token: str = setting("", "bearer token that may only register and pull")
+    admin_token: str = setting("", "bearer token that may do everything, resets included")
+    token_file: str = setting("", "file with the token, which as a flag or variable others may see")
+    producer_token_file: str = setting("", "file with the producer token")
+    trainer_token_file: str = setting("", "file with the trainer token")
+    admin_token_file: str = setting("", "file with the admin token")
+    tls_cert: str = setting("", "file with the certificate (PEM) of the server, which speaks https with it")
+    tls_key: str = setting("", "file with the private key of the certificate")
+    reset_policy: str = setting(
         "", "who may reset: open, token (admin only) or off; default: open without tokens, token with them"
     )
-    max_body_bytes: int = _setting(512 << 20, "largest body, before and after decompression", int)
-    max_bodies_bytes: int = _setting(
+    max_body_bytes: int = setting(512 << 20, "largest body, before and after decompression", int)
+    max_bodies_bytes: int = setting(
         0,
         "bytes of all bodies that are being served, before and after decompression; "
         "more get 503 (0: four times the largest body)",
         int,
     )
-    gzip_level: int = _setting(1, "compression of answers, 0 to 3", int)
-    tokenizer: str = _setting("", "folder or name of a tokenizer that decodes the latest example on the status page")
-    strict: bool = _setting(
-        False, "the original's behaviour (docs/reference/trajectory.md 3.12); rows may differ", bool
-    )
-
-    reregister: str | None = _row(
-        "a second registration of the same group, project and batch size: continue (the run "
-        "and its queue go on), reset (a new epoch) or ignore (the first one wins, as for any "
-        "other registration)",
-        str,
-    )
-    divisor_packing: bool | None = _row("sizes that divide the batch never jam (else the original's packing rule)")
-    weighted_fill: bool | None = _row("batches are filled by the environments' weights (else in order of arrival)")
-    recheck_minimums: bool | None = _row("no batch below a minimum allocation")
-    lease_anonymous: bool | None = _row("batches of anonymous trainers are leases (else acknowledged when sent)")
-    count_others_of_size_one: bool | None = _row("status-env counts the groups of others of size 1 too")
-    status_before_registration: bool | None = _row("/status shows the queue before a trainer registers")
-    fence_epochs: bool | None = _row("refuse requests with the X-Epoch of an older run")
-    bound_staleness: bool | None = _row("max_staleness counts")
-    bound_integers: bool | None = _row("refuse tokens and masks beyond signed 64 bit")
-    forget_on_reset: bool | None = _row("a reset forgets the latest example and the token limit too")
-    heartbeat_timeout_s: float | None = _row("seconds of silence after which an environment stops blocking", float)
-    lease_timeout_s: float | None = _row("seconds after which an unacknowledged batch goes to another trainer", float)
-    send_timeout_s: float | None = _row("seconds that a response may take to go out", float)
-    delivery: str | None = _row("at_least_once, or at_most_once: a batch is gone when it is handed out", str)
-    max_queue_groups: int | None = _row(
-        "groups held before pushes get 503 (0: no limit); those in quarantine count, and go first", int
-    )
-    max_queue_bytes: int | None = _row("bytes held before pushes get 503 (0: no limit), likewise", int)
-    quarantine_bytes: int | None = _row("bytes kept in quarantine; the oldest go first", int)
-    max_quarantine_groups: int | None = _row("groups kept in quarantine; the oldest go first", int)
-    buffer_expiry_s: float | None = _row("seconds that a group of an odd size waits for others", float)
-    max_buffered_groups: int | None = _row("groups of odd sizes held for one environment", int)
-    replay_ttl_s: float | None = _row("seconds that idempotency keys and ended leases are remembered", float)
-    env_expiry_s: float | None = _row(
-        "seconds of silence after which an environment is forgotten, if nothing of it waits", float
-    )
-    max_replays: int | None = _row(
-        "idempotency keys, and ended leases, remembered; beyond that the oldest are forgotten early", int
-    )
-    max_staleness: int | None = _row("policy versions that a group may lie behind (default: no bound)", int)
-    stale_policy: str | None = _row("too stale groups: quarantine, or last (only when nothing fresher fills)", str)
-    min_rounding: str | None = _row("minimum allocations in sequences: floor or ceil", str)
+    gzip_level: int = setting(1, "compression of answers, 0 to 3", int)
+    tokenizer: str = setting("", "folder or name of a tokenizer that decodes the latest example on the status page")
 
     def __post_init__(self) -> None:
+        try:
+            super().__post_init__()
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
         if not self.store:
             object.__setattr__(self, "store", f"sqlite:{_state_home() / 'realhf' / 'trajectory'}")
         if not 0 <= self.port <= 65535:
@@ -150,10 +102,6 @@ class TrajectoryConfig:
             raise ConfigError(problem)
         if self.durable and not self.store.startswith("sqlite:"):
             raise ConfigError(f"--durable needs --store sqlite:DIR; it is {self.store!r}")
-        try:
-            self.state_options()
-        except ValueError as error:
-            raise ConfigError(str(error)) from error
 
     @property
     def has_tokens(self) -> bool:
@@ -186,15 +134,6 @@ class TrajectoryConfig:
         """Who may reset: open, token or off."""
         return self.reset_policy or ("token" if self.has_tokens else "open")
 
-    def state_options(self) -> StateOptions:
-        """Return the rules of the state: strict or not, with the rows that were set alone. Raises ValueError."""
-        chosen = {
-            item.name: value
-            for item in fields(self)
-            if item.metadata.get("state") and (value := getattr(self, item.name)) is not None
-        }
-        return strict(StateOptions(), **chosen) if self.strict else StateOptions(**chosen)
-
     def to_environment(self) -> dict[str, str]:
         """Return variables that make the same configuration in a child process."""
         return {
@@ -222,6 +161,8 @@ def add_arguments(parser: argparse._ArgumentGroup | argparse.ArgumentParser) -> 
         default = "" if item.default in (None, "", False) else f"; default {item.default}"
         text = f"{about}{default} [{PREFIX}{item.name.upper()}]".replace("%", "%%")
         options: dict[str, Any] = {"dest": item.name, "default": None, "help": text}
+        if "bare" in item.metadata:
+            options |= {"nargs": "?", "const": item.metadata["bare"]}
         if kind is bool:
             parser.add_argument(_flag(item.name), action=argparse.BooleanOptionalAction, **options)
         else:
@@ -262,9 +203,9 @@ def _flag(name: str) -> str:
 
 def _parsed(name: str, text: str, kind: type) -> Any:
     if kind is bool:
-        if text.lower() not in (*_TRUE, *_FALSE):
+        if text.lower() not in (*TRUE_WORDS, *FALSE_WORDS):
             raise ConfigError(f"{name} is {text!r}; give 1 or 0")
-        return text.lower() in _TRUE
+        return text.lower() in TRUE_WORDS
     try:
         value = kind(text)
     except ValueError:

@@ -91,7 +91,7 @@ async def _push(service: Service, request: Request, *, listed: bool) -> Response
             body,
             request.headers.get("content-type"),
             listed=listed,
-            int64=service.engine.state.options.bound_integers,
+            int64=not service.engine.state.options.is_strict("bound_integers"),
             offload=service.offload,
         )
         groups = _versioned(groups, integer_header(request, "x-policy-version"))

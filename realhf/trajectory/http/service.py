@@ -47,7 +47,7 @@ class Service:
             store = open_store(config.store, durable=config.durable)
         except ValueError as error:
             raise ConfigError(str(error)) from error
-        self.engine = Engine(store, config.state_options())
+        self.engine = Engine(store, config)
         self.offload = Offload()
         self.bodies = BodyBudget(config.all_bodies_bytes)
         self.metrics = Metrics(self.engine, self.bodies)

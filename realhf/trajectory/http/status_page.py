@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from realhf.trajectory.http.auth import PAGE_PATH, UI_FILES
 from realhf.trajectory.http.service import Service, answer
-from realhf.trajectory.records import GroupRecord
+from realhf.trajectory.records import STRICT_ROWS, GroupRecord
 from realhf.trajectory.state import views
 from realhf.trajectory.state.server_state import TrajectoryState
 from realhf.trajectory.wire.encode import encode_group
@@ -45,7 +45,7 @@ def router(service: Service) -> APIRouter:
         engine = service.engine
         body = await engine.read(_overview)
         body["example"] = await _example(await service.latest(), tokenizer)
-        return answer(body | {"store": engine.store.name, "strict": service.config.strict})
+        return answer(body | {"store": engine.store.name, "strict": service.config.is_strict(*STRICT_ROWS)})
 
     return routes
 

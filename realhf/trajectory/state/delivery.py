@@ -257,7 +257,7 @@ def _lease(state: TrajectoryState, now: float, groups: list[GroupRecord], reques
 def _mode(state: TrajectoryState, request: PullRequest) -> str:
     if state.options.delivery == "at_most_once":
         return "at_most_once"
-    if request.anonymous and not state.options.lease_anonymous:
+    if request.anonymous and state.options.is_strict("lease_anonymous"):
         return "on_sent"
     return "explicit" if request.explicit else "implicit"
 
@@ -334,19 +334,20 @@ def _select(state: TrajectoryState, index: QueueIndex, now: float) -> Selected |
         for env in state.envs.values()
         if env.min_batch_allocation is not None and is_alive(state, env, now)
     ]
-    if options.divisor_packing:
+    recheck = not options.is_strict("recheck_minimums")
+    if not options.is_strict("divisor_packing"):
         if minimums:
             return select_with_minimums(
-                index, batch_size, fair, minimums, rounding=options.min_rounding, recheck=options.recheck_minimums
+                index, batch_size, fair, minimums, rounding=options.min_rounding, recheck=recheck
             )
         return select_exact(index, batch_size, fair)
     if minimums:
-        return select_strict_with_minimums(index, batch_size, fair, minimums, recheck=options.recheck_minimums)
+        return select_strict_with_minimums(index, batch_size, fair, minimums, recheck=recheck)
     return select_strict(index, batch_size, fair)
 
 
 def _fair_share(state: TrajectoryState, now: float) -> FairShare:
-    if not state.options.weighted_fill:
+    if state.options.is_strict("weighted_fill"):
         return FairShare(shares={}, times={}, clock=0.0, default_share=math.inf)
     known, other = shares(state, now)
     times: dict[int | None, float] = {env.env_id: env.virtual_time for env in state.envs.values()}
@@ -363,6 +364,6 @@ def _charge(state: TrajectoryState, selected: Selected) -> None:
             time = selected.times.get(env_id, env.virtual_time)
             changed = msgspec.structs.replace(env, served=env.served + served, virtual_time=time)
             state.put("envs", env.env_id, changed)
-    if state.options.weighted_fill:
+    if not state.options.is_strict("weighted_fill"):
         other = selected.times.get(None, state.run.other_time)
         state.put_run(msgspec.structs.replace(state.run, clock=selected.clock, other_time=other))

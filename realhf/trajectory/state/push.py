@@ -118,7 +118,7 @@ def _wake(state: TrajectoryState, env: EnvRecord | None) -> None:
 def _unbufferable(state: TrajectoryState, env: EnvRecord, size: int) -> str | None:
     if size < 1:
         return "zero_sequences"
-    if size > max(1, env.group_size) and state.options.divisor_packing:
+    if size > max(1, env.group_size) and not state.options.is_strict("divisor_packing"):
         return "larger_than_env_group_size"
     return None
 
@@ -139,7 +139,12 @@ def _buffer(state: TrajectoryState, group: GroupRecord, env: EnvRecord, reasons:
     if not found:
         return
     batch_size = state.run.batch_size
-    if state.options.divisor_packing and len(found) > 1 and batch_size > 0 and batch_size % target == 0:
+    if (
+        not state.options.is_strict("divisor_packing")
+        and len(found) > 1
+        and batch_size > 0
+        and batch_size % target == 0
+    ):
         _enqueue(state, found, (0, len(found)))
         return
     for member in found:

@@ -21,7 +21,7 @@ def unservable_reason(state: TrajectoryState, size: int) -> str | None:
         return "zero_sequences"
     if not state.run.registered:
         return None
-    return unservable(size, state.run.batch_size, strict=not state.options.divisor_packing)
+    return unservable(size, state.run.batch_size, strict=state.options.is_strict("divisor_packing"))
 
 
 def isolate(state: TrajectoryState, group: GroupRecord, reason: str) -> None:

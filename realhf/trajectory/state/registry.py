@@ -120,7 +120,7 @@ def reset(state: TrajectoryState, now: float) -> None:
     keeps."""
     old = state.run
     run = RunRecord(epoch=old.epoch + 1)
-    if not state.options.forget_on_reset:
+    if state.options.is_strict("forget_on_reset"):
         run = msgspec.structs.replace(
             run,
             latest=old.latest,
@@ -190,7 +190,7 @@ def check_epoch(state: TrajectoryState, now: float, sent: str | None) -> None:
 
     Source: docs/reference/trajectory.md 3.2.
     """
-    if sent is not None and state.options.fence_epochs and sent != str(state.run.epoch):
+    if sent is not None and not state.options.is_strict("fence_epochs") and sent != str(state.run.epoch):
         raise Refusal(409, f"epoch {sent[:40]} has ended; the current one is {state.run.epoch}")
 
 
@@ -267,7 +267,7 @@ def _has_foreign_groups(state: TrajectoryState) -> bool:
 
 def _others(state: TrajectoryState, env_id: int, largest: int, allocations: Mapping[int, float]) -> int:
     """Count the sequences of the other environments, packed in the largest size, beyond their minimums."""
-    if largest == 1 and not state.options.count_others_of_size_one:
+    if largest == 1 and state.options.is_strict("count_others_of_size_one"):
         return 0
     batch_size, found = state.run.batch_size, 0
     for other, sequences in state.queue.env_sequences().items():
@@ -282,7 +282,7 @@ def _env_weight(state: TrajectoryState, env: EnvRecord, alive: list[EnvRecord]) 
     total = sum(other.max_token_length * _weight(other) for other in alive)
     share = env.max_token_length * _weight(env) / total if total else 0.0
     share = max(MIN_WEIGHT, share)
-    return min(1.0, share) if state.options.count_others_of_size_one else share
+    return share if state.options.is_strict("count_others_of_size_one") else min(1.0, share)
 
 
 MAX_KEY_LENGTH = 128

@@ -107,7 +107,7 @@ class TrajectoryState:
 
         Source: docs/reference/trajectory.md 3.9.
         """
-        if not self.options.bound_staleness:
+        if self.options.is_strict("bound_staleness"):
             return None
         own = self.run.max_staleness
         return self.options.max_staleness if own is None else own

@@ -16,7 +16,7 @@ from realhf.trajectory.state.server_state import TrajectoryState
 
 def status(state: TrajectoryState, now: float) -> dict[str, Any]:
     """Return the step, and the number of queued groups (not sequences, without buffers and leases)."""
-    if not state.run.registered and not state.options.status_before_registration:
+    if not state.run.registered and state.options.is_strict("status_before_registration"):
         return {"current_step": 0, "queue_size": 0}
     return {"current_step": state.run.step, "queue_size": state.queue.groups + len(state.stale)}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from realhf.trajectory.http.auth import OPEN_PATHS, needed
 from realhf.trajectory.http.cli import command_line, main
 from realhf.trajectory.http.config import ConfigError, TrajectoryConfig, resolve
 from realhf.trajectory.http.server import create_app
+from realhf.trajectory.records import STRICT_ROWS
 from tests.trajectory.conftest import REGISTRATION, register_env, running_server, start
 from tests.trajectory.groups import group
 
@@ -124,15 +126,35 @@ def test_token_files_that_hold_no_token(tmp_path: Path):
 
 def test_flags_win_over_variables_and_unknown_ones_are_refused():
     environment = {"REALHF_TRAJ_PORT": "9", "REALHF_TRAJ_STRICT": "1", "REALHF_TRAJ_HEARTBEAT_TIMEOUT_S": "7"}
-    config = resolve(command_line().parse_args(["--port", "11", "--weighted-fill"]), environment)
-    assert (config.port, config.strict) == (11, True)
-    options = config.state_options()
-    assert (options.heartbeat_timeout_s, options.weighted_fill, options.divisor_packing) == (7.0, True, False)
-    assert not options.bound_integers
+    config = resolve(command_line().parse_args(["--port", "11"]), environment)
+    assert (config.port, config.heartbeat_timeout_s, config.reregister) == (11, 7.0, "ignore")
+    assert config.is_strict(*STRICT_ROWS)
     assert resolve(None, config.to_environment()) == config
-    for bad in ({"REALHF_TRAJ_NONSENSE": "1"}, {"REALHF_TRAJ_PORT": "x"}, {"REALHF_TRAJ_STRICT": "maybe"}):
-        with pytest.raises(ConfigError, match=next(iter(bad))):
-            resolve(None, bad)
+    for name, value, said in (
+        ("REALHF_TRAJ_NONSENSE", "1", "REALHF_TRAJ_NONSENSE"),
+        ("REALHF_TRAJ_PORT", "x", "REALHF_TRAJ_PORT"),
+        ("REALHF_TRAJ_STRICT", "maybe", "no row 'maybe'"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            resolve(None, {name: value})
+
+
+@pytest.mark.parametrize(
+    ("flags", "rows", "reregister", "heartbeat_timeout_s"),
+    [
+        ([], "", "continue", 300.0),
+        (["--strict"], ",".join(STRICT_ROWS), "ignore", math.inf),
+        (["--strict", "--reregister", "reset", "--heartbeat-timeout-s", "300"], ",".join(STRICT_ROWS), "reset", 300.0),
+        (["--strict=weighted-fill, divisor_packing"], "divisor_packing,weighted_fill", "continue", 300.0),
+        (["--strict=heartbeat_timeout_s"], "heartbeat_timeout_s", "continue", math.inf),
+        (["--strict=none"], "", "continue", 300.0),
+    ],
+)
+def test_the_strict_switch_takes_names_of_rows(flags, rows, reregister, heartbeat_timeout_s):
+    config = resolve(command_line().parse_args(flags), {"REALHF_TRAJ_STRICT": "0"})
+    assert (config.strict, config.reregister, config.heartbeat_timeout_s) == (rows, reregister, heartbeat_timeout_s)
+    assert all(config.is_strict(row) == (row in rows.split(",")) for row in STRICT_ROWS)
+    assert resolve(None, config.to_environment()) == config
 
 
 def test_the_command_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -188,7 +210,7 @@ def test_every_route_says_who_may_use_it():
 
 
 def test_strict_mode_over_http():
-    with running_server(strict=True) as url, httpx.Client(base_url=url) as api:
+    with running_server(strict="all") as url, httpx.Client(base_url=url) as api:
         api.post("/scored_data", json=group(4))
         assert api.get("/status").json() == {"current_step": 0, "queue_size": 0}, "as the original, before a trainer"
         start_uuid = api.post("/register", json=REGISTRATION).json()["uuid"]

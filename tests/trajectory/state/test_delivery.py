@@ -191,7 +191,7 @@ def test_at_most_once_after_a_crash_or_a_silent_client():
 
 
 def test_strict_anonymous_pulls_are_acknowledged_when_sent():
-    driver = started(lease_anonymous=False)
+    driver = started(strict="lease_anonymous")
     driver.push(4, 4, 4, 4)
     first = driver.batch("peer", anonymous=True, sent=False)
     delivery.mark_lost(driver.state, driver.now, first)

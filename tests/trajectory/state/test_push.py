@@ -114,7 +114,7 @@ def test_larger_than_its_environments_groups():
 
 
 def test_strict_keeps_too_large_groups_in_the_buffer():
-    driver = started(divisor_packing=False)
+    driver = started(strict="divisor_packing")
     env = driver.env(group_size=2)
     assert driver.push(4, env=env) == ({"status": "buffered", "buffer_size": 4}, {})
 

@@ -138,7 +138,7 @@ def test_unknown_ids_are_404(unknown: int):
 
 def test_others_of_size_one_count_unless_strict():
     for strict, expected in ((False, 3), (True, 1)):
-        driver = started(count_others_of_size_one=not strict)
+        driver = started(strict="count_others_of_size_one" if strict else "")
         env = driver.env(group_size=1)
         driver.push(1, env=env)
         driver.push(1)
@@ -182,7 +182,7 @@ def test_reset_forgets_everything():
 
 
 def test_strict_reset_keeps_what_the_original_keeps():
-    driver = started(batch_size=4, forget_on_reset=False)
+    driver = started(batch_size=4, strict="forget_on_reset")
     driver.push(4)
     registry.reset(driver.state, driver.now)
     assert views.latest(driver.state, 0) is not None
@@ -198,7 +198,7 @@ def test_epoch_fence():
         with pytest.raises(Refusal) as refusal:
             registry.check_epoch(driver.state, 0, stale)
         assert refusal.value.status == 409
-    registry.check_epoch(started(fence_epochs=False).state, 0, "nonsense")
+    registry.check_epoch(started(strict="fence_epochs").state, 0, "nonsense")
 
 
 def test_a_silent_environment_stops_blocking_and_a_poll_revives_it():

@@ -202,7 +202,7 @@ def test_a_token_comes_from_a_file(tmp_path: Any):
 
 
 def test_a_strict_server_that_serves_another_run(make: Maker, tmp_path: Any):
-    with running_server(strict=True) as url:
+    with running_server(strict="all") as url:
         with TrajectoryClient(url) as client:
             client.register(batch_size=64, max_token_len=1, num_steps=1, wandb_group="theirs")
         with pytest.raises(NotRegistered, match=r"'theirs'.*batches of 64 sequences"):
