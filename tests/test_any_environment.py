@@ -1,7 +1,5 @@
 """Whole runs on environments that are no AWS, from the command line: registered ones, and a file of one's own."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections import Counter
@@ -10,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from realhf.launch.__main__ import main
-from realhf.monitor.rollouts.reader import RolloutStore, Row
+from realhf.monitor.rollouts.reader import RolloutStore
 
 TINY = (
     "model=builtin_tiny",
@@ -32,19 +30,19 @@ EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "your_environmen
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def root(tmp_path_factory):
     """For all runs of this file, which find the model that one of them has made."""
     return tmp_path_factory.mktemp("runs")
 
 
-def trained(root: Path, name: str, *arguments: str) -> list[dict]:
+def trained(root, name, *arguments):
     """Run an experiment and return the metrics of its steps."""
     assert main([*TINY, *arguments, f"fileroot={root}", "trial_name=default", f"experiment_name={name}"]) == 0
     lines = (root / name / "default" / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]
 
 
-def kept(root: Path, name: str) -> list[Row]:
+def kept(root, name):
     """Return the rollouts that a run kept. Whatever was trained was played, with the same tokens, and is read whole."""
     store = RolloutStore(root / name / "default")
     store.refresh()
@@ -58,7 +56,7 @@ def kept(root: Path, name: str) -> list[Row]:
 
 @pytest.mark.nightly
 @pytest.mark.slow
-def test_an_environment_that_ships_is_trained_on_after_a_warm_start(root: Path) -> None:
+def test_an_environment_that_ships_is_trained_on_after_a_warm_start(root):
     """By the second algorithm, which needs no reference."""
     rows = trained(root, "countdown", "experiment=reinforce", "env=countdown", "ppo.entropy_coef=0.05")
     assert len(rows) == 2 and all(row["batch/tokens"] > 0 for row in rows)
@@ -70,7 +68,7 @@ def test_an_environment_that_ships_is_trained_on_after_a_warm_start(root: Path) 
 
 
 @pytest.mark.slow
-def test_an_agent_with_tools_and_branches_is_trained_and_its_failures_are_counted(root: Path) -> None:
+def test_an_agent_with_tools_and_branches_is_trained_and_its_failures_are_counted(root):
     """On a file of one's own, untrained and asynchronously. Rows of every branch arrive, failures of the agent are
     counted by kind, and no loss is lost to them."""
     rows = trained(

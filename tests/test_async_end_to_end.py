@@ -1,10 +1,7 @@
 """The asynchronous command, with everything real and tiny, beside the synchronous one."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,15 +33,15 @@ ALIKE = ("ppo.use_decoupled_loss=true", "ppo.prox_logp_method=recompute", *MOVIN
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def root(tmp_path_factory):
     return tmp_path_factory.mktemp("async-runs")
 
 
 @pytest.fixture(scope="module")
-def trained(root: Path, tiny_policy: Path) -> Trained:
+def trained(root, tiny_policy):
     """trained(experiment, trial, *options, steps=STEPS) -> the metrics of a run that must succeed."""
 
-    def run(experiment: str, trial: str, *options: str, steps: int = STEPS) -> list[dict[str, Any]]:
+    def run(experiment, trial, *options, steps=STEPS):
         wanted = (f"total_train_steps={steps}", *ALIKE, *options)
         done = launch(root, trial, *wanted, experiment=experiment, policy=tiny_policy)
         assert done.returncode == 0, done.stderr[-2000:]
@@ -55,11 +52,11 @@ def trained(root: Path, tiny_policy: Path) -> Trained:
 
 
 @pytest.fixture(scope="module")
-def streamed(trained: Trained) -> list[dict[str, Any]]:
+def streamed(trained):
     return trained("grpo_aws_async", "eta0", "async_rl.max_head_offpolicyness=0")
 
 
-def test_staleness_zero_is_the_synchronous_run(root: Path, trained: Trained, streamed: list[dict[str, Any]]) -> None:
+def test_staleness_zero_is_the_synchronous_run(root, trained, streamed):
     played = trained("grpo_aws", "sync")
     for one, other in zip(played, streamed, strict=True):
         for name in ALIKE_IN_BOTH:
@@ -76,7 +73,7 @@ def test_staleness_zero_is_the_synchronous_run(root: Path, trained: Trained, str
     assert order[0] == order[1] and len(order[0]) == 2 * STEPS
 
 
-def test_a_run_leaves_what_it_promised(root: Path, streamed: list[dict[str, Any]]) -> None:
+def test_a_run_leaves_what_it_promised(root, streamed):
     folder = root / "grpo_aws_async" / "eta0"
     for name in (
         "admission/accepted",
@@ -101,7 +98,7 @@ def test_a_run_leaves_what_it_promised(root: Path, streamed: list[dict[str, Any]
 
 
 @pytest.mark.nightly
-def test_stale_samples_within_the_bound_and_a_run_that_goes_on(root: Path, trained: Trained) -> None:
+def test_stale_samples_within_the_bound_and_a_run_that_goes_on(root, trained):
     """Begun with two workers of a kind, it goes on with one of each."""
     options = ("async_rl.max_head_offpolicyness=2", "async_rl.weights=disk")
     two = ("async_rl.n_rollout_workers=2", "async_rl.n_generation_workers=2", "env.pool_size=4")

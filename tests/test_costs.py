@@ -1,9 +1,5 @@
 """What is said about tests that cost too much: only of those without a mark, and only of what they did themselves."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 
 from tests.costs import COST, LIMIT_S, pytest_runtest_call, unmarked
@@ -11,13 +7,13 @@ from tests.costs import COST, LIMIT_S, pytest_runtest_call, unmarked
 DEAR, CHEAP = 2 * LIMIT_S, LIMIT_S / 2
 
 
-def report(name: str, cost: float, *marks: str, when: Any = "call") -> pytest.TestReport:
+def report(name, cost, *marks, when="call"):
     return pytest.TestReport(
         name, ("", None, ""), dict.fromkeys(marks, 1), "passed", None, when, user_properties=[(COST, cost)]
     )
 
 
-def test_the_dearest_come_first_and_marked_and_cheap_ones_not_at_all() -> None:
+def test_the_dearest_come_first_and_marked_and_cheap_ones_not_at_all():
     found = unmarked(
         [
             report("dear", DEAR),
@@ -31,7 +27,7 @@ def test_the_dearest_come_first_and_marked_and_cheap_ones_not_at_all() -> None:
     assert found == [(2 * DEAR, "dearer"), (DEAR, "dear")]
 
 
-def test_a_test_is_measured_while_it_runs(request: pytest.FixtureRequest) -> None:
+def test_a_test_is_measured_while_it_runs(request):
     """The hook around this very test has not ended yet, so another one is put around some work."""
     item = request.node
     around = pytest_runtest_call(item)

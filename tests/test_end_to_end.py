@@ -1,7 +1,5 @@
 """The command itself, with everything real and tiny: simulators, a policy made here, master, workers, training."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -9,9 +7,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
 
 import psutil
 import pytest
@@ -53,11 +49,11 @@ Rows = list[dict[str, float]]
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def root(tmp_path_factory):
     return tmp_path_factory.mktemp("runs")
 
 
-def command(root: Path, trial: str, *options: str, policy: Path, experiment: str = "grpo_aws") -> list[str]:
+def command(root, trial, *options, policy, experiment="grpo_aws"):
     return [
         sys.executable,
         "-m",
@@ -72,13 +68,13 @@ def command(root: Path, trial: str, *options: str, policy: Path, experiment: str
     ]
 
 
-def launch(root: Path, trial: str, *options: str, **more: Any) -> subprocess.CompletedProcess[str]:
+def launch(root, trial, *options, **more):
     return subprocess.run(
         command(root, trial, *options, **more), capture_output=True, text=True, timeout=300, check=False
     )
 
 
-def leftovers(root: Path) -> list[list[str]]:
+def leftovers(root):
     """Command lines of processes that belong to a run below ``root``."""
     found = []
     for process in psutil.process_iter():
@@ -88,7 +84,7 @@ def leftovers(root: Path) -> list[list[str]]:
     return found
 
 
-def trained(root: Path, policy: Path, trial: str, steps: int) -> Rows:
+def trained(root, policy, trial, steps):
     """The metrics of a run that must succeed."""
     done = launch(root, trial, f"total_train_steps={steps}", *MOVING, policy=policy)
     assert done.returncode == 0, done.stderr + done.stdout[-2000:]
@@ -98,19 +94,19 @@ def trained(root: Path, policy: Path, trial: str, steps: int) -> Rows:
     return rows
 
 
-def figures(row: dict[str, float]) -> dict[str, float]:
+def figures(row):
     """What a seed determines: everything but the clock."""
     return {name: value for name, value in row.items() if not name.startswith(CLOCKED)}
 
 
-def undescribed(rows: Rows) -> set[str]:
+def undescribed(rows):
     """Names that docs/metrics.md does not list, or only as any number that a call returns."""
     names = {name for row in rows for name in row} - {"step"}
     return {name for name in names if (found := metric_of(name)) is None or found.name == "<call>/<name>"}
 
 
 @pytest.fixture(scope="module")
-def first(root: Path, tiny_policy: Path) -> Rows:
+def first(root, tiny_policy):
     """Three steps without a break, on one model worker. What comes before a run without a policy is seen by the
     example of a first run, and in ``tests/test_any_environment.py``."""
     rows = trained(root, tiny_policy, "first", 3)
@@ -119,17 +115,14 @@ def first(root: Path, tiny_policy: Path) -> Rows:
 
 
 @pytest.fixture(scope="module")
-def others(root: Path, tiny_policy: Path) -> dict[str, Rows]:
+def others(root, tiny_policy):
     """A run to compare with the first: one that ended and went on."""
-    rows = {
-        "two steps": trained(root, tiny_policy, "again", 2),
-        "three steps": trained(root, tiny_policy, "again", 3),
-    }
+    rows = {"two steps": trained(root, tiny_policy, "again", 2), "three steps": trained(root, tiny_policy, "again", 3)}
     assert not leftovers(root)
     return rows
 
 
-def test_a_run_trains_and_leaves_what_it_promised(root: Path, first: Rows) -> None:
+def test_a_run_trains_and_leaves_what_it_promised(root, first):
     losses = [row["policy/loss"] for row in first]
     assert len(set(losses)) == 3 and all(row["policy/grad_norm"] > 0 for row in first)
     assert first[0]["policy/kl_ref"] == 0 < min(row["policy/kl_ref"] for row in first[1:])
@@ -145,14 +138,14 @@ def test_a_run_trains_and_leaves_what_it_promised(root: Path, first: Rows) -> No
 
 
 @pytest.mark.nightly
-def test_the_same_seed_is_bit_identical_even_across_a_restart(first: Rows, others: dict[str, Rows]) -> None:
+def test_the_same_seed_is_bit_identical_even_across_a_restart(first, others):
     two, three = others["two steps"], others["three steps"]
     assert [figures(row) for row in two] == [figures(row) for row in first[:2]]
     assert three[:2] == two, "steps that were done are not done again"
     assert figures(three[2]) == figures(first[2])
 
 
-def failed(done: subprocess.CompletedProcess[str]) -> str:
+def failed(done):
     """The message of a run that failed: one clear line."""
     assert done.returncode == 1
     assert "Traceback" not in done.stderr and len(done.stderr.strip().splitlines()) == 1, done.stderr
@@ -160,7 +153,7 @@ def failed(done: subprocess.CompletedProcess[str]) -> str:
 
 
 @pytest.mark.nightly
-def test_a_taken_port_is_named(root: Path, tiny_policy: Path) -> None:
+def test_a_taken_port_is_named(root, tiny_policy):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         options = ("total_train_steps=1", f"env.ministack_base_port={port}")
@@ -170,10 +163,10 @@ def test_a_taken_port_is_named(root: Path, tiny_policy: Path) -> None:
 
 
 @pytest.fixture
-def without_simulators(root: Path, tiny_policy: Path) -> Iterator[Launch]:
+def without_simulators(root, tiny_policy):
     """A launch whose simulators are killed as soon as they appear."""
 
-    def run(*options: str) -> subprocess.CompletedProcess[str]:
+    def run(*options):
         line = command(root, "no_simulator", *options, policy=tiny_policy)
         process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         deadline = time.monotonic() + 60
@@ -191,6 +184,6 @@ def without_simulators(root: Path, tiny_policy: Path) -> Iterator[Launch]:
 
 
 @pytest.mark.nightly
-def test_simulators_that_do_not_come_up_are_named(without_simulators: Launch) -> None:
+def test_simulators_that_do_not_come_up_are_named(without_simulators):
     message = failed(without_simulators("total_train_steps=1"))
     assert "env/0" in message and "MiniStack did not come up" in message

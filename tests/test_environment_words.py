@@ -1,7 +1,5 @@
 """The framework knows no environment: outside its own folder nothing imports AWS or speaks its words."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path
@@ -23,18 +21,18 @@ another policy; folders of the package that hold environments; the default exper
 stand in the reference already; packages whose versions a run records."""
 
 
-def files() -> list[Path]:
+def files():
     return [path for path in sorted((ROOT / "realhf").rglob("*.py")) if OWN not in path.parents]
 
 
-def said(path: Path, text: str) -> list[str]:
+def said(path, text):
     """Lines with a word that is no exception of the file."""
     allowed = EXCEPTIONS.get(path.relative_to(ROOT).as_posix(), ())
     lines = [line for line in text.splitlines() if WORDS.search(line)]
     return [line.strip() for line in lines if not any(words in line for words in allowed)]
 
 
-def test_only_an_environments_own_folder_speaks_its_words() -> None:
+def test_only_an_environments_own_folder_speaks_its_words():
     assert len(files()) > 300
     found = {path.relative_to(ROOT).as_posix(): said(path, path.read_text(encoding="utf-8")) for path in files()}
     assert {name: lines for name, lines in found.items() if lines} == {}
@@ -42,7 +40,7 @@ def test_only_an_environments_own_folder_speaks_its_words() -> None:
 
 @pytest.mark.nightly
 @pytest.mark.slow
-def test_nothing_outside_imports_it() -> None:
+def test_nothing_outside_imports_it():
     for path in files():
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
@@ -52,11 +50,11 @@ def test_nothing_outside_imports_it() -> None:
 
 
 @pytest.mark.parametrize("name", EXCEPTIONS)
-def test_every_exception_is_needed(name: str) -> None:
+def test_every_exception_is_needed(name):
     text = (ROOT / name).read_text(encoding="utf-8")
     assert all(words in text and WORDS.search(words) for words in EXCEPTIONS[name])
 
 
-def test_the_search_sees_what_it_looks_for() -> None:
+def test_the_search_sees_what_it_looks_for():
     told = "the AWS CLI\nAWS_RL_ENV_URL\nclass AwsTask\nby tier\nTIERS\nMiniStack pool\nit draws\nfrontier\nlaws\n"
     assert len(said(ROOT / "realhf" / "none.py", told)) == 6

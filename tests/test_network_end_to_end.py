@@ -37,7 +37,7 @@ OPTIONS = (
 )
 
 
-def test_a_run_over_two_hosts_trains_and_takes_no_strangers(tmp_path: Path, tiny_policy: Path):
+def test_a_run_over_two_hosts_trains_and_takes_no_strangers(tmp_path, tiny_policy):
     try:
         with two_hosts() as (first, second):
             seen = run(tmp_path, tiny_policy, first, second)
@@ -52,7 +52,7 @@ def test_a_run_over_two_hosts_trains_and_takes_no_strangers(tmp_path: Path, tiny
     assert len(seen) >= 6, "master, its heartbeat and its control; tensors, stream, tokens, acknowledgements"
 
 
-def run(folder: Path, policy: Path, first: Host, second: Host) -> set[tuple[Host, str, int]]:
+def run(folder, policy, first, second):
     """Run the experiment to its end; return every listener that was there, after it has refused a stranger."""
     places = (f"scheduler.path={ROOT / 'tests' / 'network_scheduler.py'}:ON_HOSTS", f"scheduler.first={first.name}")
     network = (f"scheduler.second={second.name}", f"network.bind={first.address}", "async_rl.weights=shm")
@@ -82,7 +82,7 @@ def run(folder: Path, policy: Path, first: Host, second: Host) -> set[tuple[Host
     return seen
 
 
-def look(host: Host, seen: set[tuple[Host, str, int]]) -> None:
+def look(host, seen):
     """Try every listener of this thread's network that is new."""
     for port, address in listeners("thread-self").items():
         if (host, address, port) in seen:

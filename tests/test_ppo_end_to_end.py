@@ -7,8 +7,6 @@ import json
 import subprocess
 import sys
 import time
-from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -63,14 +61,14 @@ COMPUTED = ("policy/", "critic/", "mismatch/", "batch/", "groups/", "critic_inf/
 class Run:
     """One command and what it leaves in its folder."""
 
-    def __init__(self, folder: Path, trial: str, policy: Path, *options: str) -> None:
+    def __init__(self, folder, trial, policy, *options):
         environment = folder / "letters.py"
         environment.write_text(LETTERS)
         place = (f"env.path={environment}:Letters", f"actor.path={policy}", f"fileroot={folder}", f"trial_name={trial}")
         self._command = [sys.executable, "-m", "realhf.launch", *OPTIONS, *place, *options]  # The last word counts.
         self._rows = folder / "ppo" / trial / "metrics.jsonl"
 
-    def rows(self) -> dict[int, dict[str, Any]]:
+    def rows(self):
         """What each step computed, by step; without what the clock says."""
         lines = self._rows.read_text().splitlines() if self._rows.exists() else []
         found = {}
@@ -81,13 +79,13 @@ class Run:
                 found[int(row["step"])] = own
         return found
 
-    def finish(self) -> dict[int, dict[str, Any]]:
+    def finish(self):
         """Run to the end."""
         done = subprocess.run(self._command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
         assert done.returncode == 0, done.stderr + done.stdout[-2000:]
         return self.rows()
 
-    def crash(self, after: int) -> None:
+    def crash(self, after):
         """Run until ``after`` steps are done, then kill every process of it at once."""
         with subprocess.Popen(self._command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as launcher:
             everybody: list[psutil.Process] = []
@@ -102,12 +100,12 @@ class Run:
 
 
 @pytest.fixture(scope="module")
-def together(tmp_path_factory: pytest.TempPathFactory, tiny_policy: Path) -> dict[int, dict[str, Any]]:
+def together(tmp_path_factory, tiny_policy):
     """All roles on one worker, without a break."""
     return Run(tmp_path_factory.mktemp("together"), "one", tiny_policy).finish()
 
 
-def test_the_critic_learns_first_and_then_both_do(together: dict[int, dict[str, Any]]) -> None:
+def test_the_critic_learns_first_and_then_both_do(together):
     assert sorted(together) == [*range(1, STEPS + 1)]
     assert [row["policy/updates"] for row in together.values()] == [0, *[2] * (STEPS - 1)]
     assert not undescribed([*together.values()])
@@ -120,9 +118,7 @@ def test_the_critic_learns_first_and_then_both_do(together: dict[int, dict[str, 
 
 
 @pytest.mark.nightly
-def test_apart_and_killed_the_losses_are_the_same(
-    tmp_path: Path, tiny_policy: Path, together: dict[int, dict[str, Any]]
-) -> None:
+def test_apart_and_killed_the_losses_are_the_same(tmp_path, tiny_policy, together):
     """To the bit: where the critic and the reference compute, and how often the run began, changes nothing."""
     run = Run(tmp_path, "two", tiny_policy, "critic.workers=[1]", "ref.workers=[1]")
     run.crash(after=KILLED_AFTER)
@@ -134,7 +130,7 @@ def test_apart_and_killed_the_losses_are_the_same(
 
 
 @pytest.mark.nightly
-def test_asynchronously_the_critic_learns_beside_the_actor(tmp_path: Path, tiny_policy: Path) -> None:
+def test_asynchronously_the_critic_learns_beside_the_actor(tmp_path, tiny_policy):
     """At the trainer, from episodes that rollout workers stream; what the sampler says otherwise is weighed."""
     options = ("experiment=ppo_async", "total_train_steps=2", "rollout.sessions=4")
     rows = Run(tmp_path, "streamed", tiny_policy, *options).finish()

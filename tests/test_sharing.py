@@ -1,19 +1,14 @@
 """Which test process runs which files."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
-
-import pytest
 
 from tests.sharing import RANKS, FilesThatBelongTogether, place, pytest_xdist_make_scheduler, together
 
 TESTS = Path(__file__).resolve().parent
 
 
-def test_files_that_run_ranks_are_handed_out_together_and_others_alone() -> None:
+def test_files_that_run_ranks_are_handed_out_together_and_others_alone():
     """Whoever imports what starts ranks would otherwise start their server in a process of its own."""
     imports = "from tests.backends.parallel.rank_processes import"
     found = {path.relative_to(TESTS.parent).as_posix() for path in TESTS.rglob("test_*.py")}
@@ -24,8 +19,8 @@ def test_files_that_run_ranks_are_handed_out_together_and_others_alone() -> None
     assert {together(name) for name in others} == others
 
 
-def test_the_order_of_other_ways_to_share_out_tests_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    def config(dist: str) -> Any:
+def test_the_order_of_other_ways_to_share_out_tests_is_left_alone(monkeypatch):
+    def config(dist):
         return SimpleNamespace(getoption={"dist": dist}.get)
 
     monkeypatch.setattr(FilesThatBelongTogether, "__init__", lambda self, config, log: None)
@@ -35,11 +30,11 @@ def test_the_order_of_other_ways_to_share_out_tests_is_left_alone(monkeypatch: p
     assert made._split_scope("tests/backends/parallel/test_ppo.py::test_five[dp2]") == RANKS
 
 
-def test_slow_files_come_first_each_in_one_piece_and_mixed_where_processes_share_them() -> None:
+def test_slow_files_come_first_each_in_one_piece_and_mixed_where_processes_share_them():
     slow = [f"tests/{room}/test_{number}.py::test_{case}" for room in "ab" for number in range(9) for case in "xy"]
     found = [("tests/a/test_quick.py::test_z", False), *((nodeid, True) for nodeid in slow)]
 
-    def ordered(mixed: bool) -> list[str]:
+    def ordered(mixed):
         return [nodeid for nodeid, _ in sorted(found, key=lambda item: place(*item, mixed=mixed))]
 
     assert ordered(mixed=False) == [*slow, found[0][0]]

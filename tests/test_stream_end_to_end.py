@@ -9,9 +9,6 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -36,7 +33,7 @@ TINY = (
 DEADLINE_S = 300.0
 
 
-def until(found: Callable[[], Any], what: str) -> Any:
+def until(found, what):
     """The first true value of ``found``."""
     deadline = time.monotonic() + DEADLINE_S
     while time.monotonic() < deadline:
@@ -50,20 +47,20 @@ def until(found: Callable[[], Any], what: str) -> Any:
 class Processes:
     """Programs of one test, with their output in files; all of them end with it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self._folder = folder
         self._running: list[subprocess.Popen[bytes]] = []
 
-    def start(self, name: str, module: str, *arguments: str) -> subprocess.Popen[bytes]:
+    def start(self, name, module, *arguments):
         with (self._folder / f"{name}.log").open("wb") as log:
             process = subprocess.Popen([sys.executable, "-m", module, *arguments], stdout=log, stderr=log)
         self._running.append(process)
         return process
 
-    def said(self, name: str) -> str:
+    def said(self, name):
         return (self._folder / f"{name}.log").read_text()
 
-    def stop(self) -> None:
+    def stop(self):
         for process in self._running:
             if process.poll() is None:
                 process.terminate()
@@ -72,32 +69,30 @@ class Processes:
 
 
 @pytest.fixture
-def processes(tmp_path: Path) -> Iterator[Processes]:
+def processes(tmp_path):
     running = Processes(tmp_path)
     yield running
     running.stop()
 
 
-def rows(run: Path) -> list[dict[str, float]]:
+def rows(run):
     path = run / "metrics.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def leases_of(url: str) -> list[dict[str, Any]]:
+def leases_of(url):
     with contextlib.suppress(TrajectoryError), TrajectoryClient(url, retry_for_s=0) as client:
         return client.leases()
     return []
 
 
-def kill_model_worker(launcher: subprocess.Popen[bytes]) -> None:
+def kill_model_worker(launcher):
     [worker] = [child for child, line in family(launcher.pid).items() if "workers.model_worker" in line]
     os.kill(worker.pid, 9)
 
 
 @pytest.mark.nightly
-def test_groups_of_a_producer_are_trained_on_and_a_kill_loses_none(
-    tmp_path: Path, processes: Processes, tiny_policy: Path
-) -> None:
+def test_groups_of_a_producer_are_trained_on_and_a_kill_loses_none(tmp_path, processes, tiny_policy):
     port, env_port, runs = free_port(), free_port(), tmp_path / "runs"
     url, run = f"http://127.0.0.1:{port}", runs / "grpo_stream_http" / "default"
     launch = (
@@ -164,7 +159,7 @@ def test_groups_of_a_producer_are_trained_on_and_a_kill_loses_none(
     check_queue(processes, run, port)
 
 
-def check_queue(processes: Processes, run: Path, port: int) -> None:
+def check_queue(processes, run, port):
     """What the run left at its server: every group was trained on, and nothing is in anybody's hands."""
     processes.start("server", "realhf.trajectory", "--port", str(port), "--store", f"sqlite:{run / 'trajectory'}")
     with TrajectoryClient(f"http://127.0.0.1:{port}", retry_for_s=30) as client:

@@ -1,9 +1,5 @@
 """Batches of grouped rollouts."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-
 import pytest
 import torch
 
@@ -11,17 +7,15 @@ from realhf.api.sample import SequenceSample
 
 
 @pytest.fixture(scope="session", autouse=True)
-def one_thread() -> None:
+def one_thread():
     torch.set_num_threads(1)
 
 
 @pytest.fixture
-def rollout_batch() -> Callable[..., SequenceSample]:
+def rollout_batch():
     """rollout_batch(groups, rewards, outcome) -> a complete train input with these lengths and scores."""
 
-    def build(
-        groups: list[list[int]], rewards: list[float], outcome: list[int] | None = None, seed: int = 0
-    ) -> SequenceSample:
+    def build(groups, rewards, outcome=None, seed=0):
         g = torch.Generator().manual_seed(seed)
         lengths = [n for group in groups for n in group]
         total, n = sum(lengths), len(lengths)

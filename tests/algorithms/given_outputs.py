@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 
@@ -12,24 +10,24 @@ class GivenOutputs:
 
     head = None
 
-    def __init__(self, logprobs: Tensor, entropy: Tensor | None = None) -> None:
+    def __init__(self, logprobs, entropy=None):
         self._logprobs, self._entropy = logprobs, entropy
         self.kept: dict[str, Tensor] = {}
 
-    def logprobs(self, *, temperature: float = 1.0, with_entropy: bool = False) -> tuple[Tensor, Tensor | None]:
+    def logprobs(self, *, temperature=1.0, with_entropy=False):
         """What was given."""
         return self._logprobs, self._entropy if with_entropy else None
 
-    def values(self) -> Tensor:
+    def values(self):
         """Refuse: there is no value head."""
         raise ValueError("no value head")
 
-    def keep(self, name: str, values: Tensor) -> None:
+    def keep(self, name, values):
         """Keep it for the test to see."""
         self.kept[name] = values.detach()
 
     @property
-    def hidden(self) -> Any:
+    def hidden(self):
         """Refuse: there are no hidden states."""
         raise AssertionError("no hidden states here")
 

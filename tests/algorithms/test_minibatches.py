@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,17 +10,16 @@ import torch
 from realhf.algorithms.inference import LogprobInterface
 from realhf.algorithms.policy_gradient import PolicyGradientInterface
 from realhf.algorithms.train_step import PredictedTokens, minibatches
-from realhf.api.model import Model
 from realhf.api.sample import MicroBatchSpec, SequenceSample
 from tests.algorithms.tiny_policy import GROUPS, OUTCOME, REWARDS, context, tiny_actor, weights
 
 
-def on_policy(model: Model, sample: SequenceSample, tmp_path: Path) -> SequenceSample:
+def on_policy(model, sample, tmp_path):
     own = LogprobInterface("packed_logprobs").inference(model, sample, context(tmp_path))[0]
     return sample.select(sample.keys - {"packed_logprobs"}).update(own)
 
 
-def test_parts_hold_every_sequence_once_and_balance_tokens(rollout_batch: Any) -> None:
+def test_parts_hold_every_sequence_once_and_balance_tokens(rollout_batch):
     sample = rollout_batch(GROUPS, [float(i) for i in range(12)])
     parts = minibatches(sample, 4, (3, 0))
     assert sorted(r for part in parts for r in part["rewards"].tolist()) == [float(i) for i in range(12)]
@@ -30,14 +27,14 @@ def test_parts_hold_every_sequence_once_and_balance_tokens(rollout_batch: Any) -
     assert max(loads) - min(loads) <= max(map(max, GROUPS))
     assert max(len(part["rewards"]) for part in parts) > 1
 
-    def rewards(seed: tuple[int, int]) -> list[list[float]]:
+    def rewards(seed):
         return [part["rewards"].tolist() for part in minibatches(sample, 4, seed)]
 
     assert rewards((3, 0)) == rewards((3, 0)) != rewards((3, 1))
     assert len(minibatches(sample, 20, (0, 0))) == 12
 
 
-def test_the_second_update_clips_what_has_moved_too_far(rollout_batch: Any, tmp_path: Path) -> None:
+def test_the_second_update_clips_what_has_moved_too_far(rollout_batch, tmp_path):
     """The loss of the second pass and the tokens it clips, against a loop over the policy after the first."""
     first_model, model = tiny_actor(lr=3e-2), tiny_actor(lr=3e-2)
     sample = on_policy(model, rollout_batch(GROUPS, REWARDS, OUTCOME), tmp_path)
@@ -65,7 +62,7 @@ def test_the_second_update_clips_what_has_moved_too_far(rollout_batch: Any, tmp_
     assert both["clip_fraction"] * 2 * trained == pytest.approx(clipped)
 
 
-def test_a_clipped_token_has_no_gradient(rollout_batch: Any, tmp_path: Path) -> None:
+def test_a_clipped_token_has_no_gradient(rollout_batch, tmp_path):
     """Where all ratios lie beyond the clip on the side that it guards, an update changes nothing."""
     model = tiny_actor()
     sample = on_policy(model, rollout_batch(GROUPS, REWARDS, OUTCOME), tmp_path)
@@ -79,10 +76,8 @@ def test_a_clipped_token_has_no_gradient(rollout_batch: Any, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_minibatches_repeat_bit_identically_and_depend_on_seed_and_microbatches_not(
-    rollout_batch: Any, tmp_path: Path
-) -> None:
-    def trained(**spec: Any) -> torch.Tensor:
+def test_minibatches_repeat_bit_identically_and_depend_on_seed_and_microbatches_not(rollout_batch, tmp_path):
+    def trained(**spec):
         model = tiny_actor()
         sample = rollout_batch(GROUPS, REWARDS, OUTCOME)
         stats = PolicyGradientInterface({"ppo_n_minibatches": 3, "sample_reuse": 2, "kl_loss_coef": 0.1}).train_step(
@@ -96,16 +91,14 @@ def test_minibatches_repeat_bit_identically_and_depend_on_seed_and_microbatches_
 
 
 @pytest.mark.parametrize("options", [{"algo": "gspo"}, {"use_decoupled_loss": True, "prox_logp_method": "recompute"}])
-def test_the_proximal_policy_is_that_before_the_first_update_in_every_pass(
-    rollout_batch: Any, tmp_path: Path, options: dict[str, Any]
-) -> None:
+def test_the_proximal_policy_is_that_before_the_first_update_in_every_pass(rollout_batch, tmp_path, options):
     seen: list[tuple[int, SequenceSample]] = []
     model = tiny_actor()
     sample = on_policy(model, rollout_batch(GROUPS, REWARDS, OUTCOME), tmp_path)
     before = LogprobInterface("own").inference(model, sample, context(tmp_path))[0]["own"]
     score, train = model.engine.logprobs, model.engine.train_batch
 
-    def count(given: SequenceSample, **more: Any) -> torch.Tensor:
+    def count(given, **more):
         seen.append((len(seen), given))
         return score(given, **more)
 

@@ -1,10 +1,6 @@
 """A real engine small enough to train in milliseconds, and the groups that tests of the train step use."""
 
-from __future__ import annotations
-
 import math
-from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
@@ -21,20 +17,20 @@ OUTCOME = [0, 0, 0, 0, 0, 0, 0, 0, 3, 0, 0, 0]
 """The second group has no signal, one row of the third failed, one row of the fourth is at its mean."""
 
 
-def tiny_actor(lr: float = 1e-2) -> Model:
+def tiny_actor(lr=1e-2):
     return Model("actor", _engine(_language_model(), lr), None)
 
 
-def tiny_critic(lr: float = 1e-2) -> Model:
+def tiny_critic(lr=1e-2):
     """A critic of the same size, with a value head at 0."""
     return Model("critic", _engine(ValueModel(_language_model()), lr), None)
 
 
-def _engine(model: Any, lr: float) -> TorchEngine:
+def _engine(model, lr):
     return TorchEngine(model, None, optimizer=OptimizerConfig(lr=lr), total_train_steps=10)
 
 
-def _language_model() -> Any:
+def _language_model():
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=50,
@@ -50,9 +46,9 @@ def _language_model() -> Any:
     return AutoModelForCausalLM.from_config(config)
 
 
-def context(tmp_path: Path, step: int = 0, **spec: Any) -> CallContext:
+def context(tmp_path, step=0, **spec):
     return CallContext(step, 1, MicroBatchSpec(**spec), tmp_path)
 
 
-def weights(model: Model) -> torch.Tensor:
+def weights(model):
     return torch.cat([p.detach().reshape(-1) for p in model.engine.model.parameters()])  # type: ignore[attr-defined]

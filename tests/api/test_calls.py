@@ -12,7 +12,7 @@ import pytest
 from realhf.api import calls
 from realhf.api.calls import CALL, GENERATE, STATUS, Arrival, CallAnswer, EvaluateAnswer, GenerateRequest, RolloutLease
 from realhf.api.generation import TensorSlot, WeightsManifest
-from realhf.base.messages import Call, Message, MessageError, from_payload, to_payload
+from realhf.base.messages import Call, MessageError, from_payload, to_payload
 from realhf.transport.envelope import pack_payload, unpack_payload
 
 ALL: list[Call[Any, Any]] = [value for value in vars(calls).values() if isinstance(value, Call)]
@@ -29,11 +29,11 @@ REQUEST = {
 }
 
 
-def through_the_wire(message: Message) -> Message:
+def through_the_wire(message):
     return from_payload(type(message), unpack_payload([pack_payload(to_payload(message))]))
 
 
-def test_names_are_unique_and_every_form_can_be_read() -> None:
+def test_names_are_unique_and_every_form_can_be_read():
     """msgspec resolves the annotations of a form on first use; one that it cannot read is found here."""
     assert len({call.name for call in ALL}) == len(ALL) > 20
     for call in ALL:
@@ -41,7 +41,7 @@ def test_names_are_unique_and_every_form_can_be_read() -> None:
             assert msgspec.json.schema(kind)
 
 
-def test_messages_come_back_from_the_wire_as_they_were() -> None:
+def test_messages_come_back_from_the_wire_as_they_were():
     slot = TensorSlot("w", "f32", (4, 6), 0, 96)
     for message in (
         CALL.unpack(REQUEST),
@@ -54,7 +54,7 @@ def test_messages_come_back_from_the_wire_as_they_were() -> None:
         assert through_the_wire(message) == message
 
 
-def test_numbers_of_numpy_and_read_only_maps_are_sent_as_plain_ones() -> None:
+def test_numbers_of_numpy_and_read_only_maps_are_sent_as_plain_ones():
     stats = {"sampled": MappingProxyType({"success": np.float64(0.25), "episodes": np.int64(4)})}
     assert through_the_wire(EvaluateAnswer(stats)) == EvaluateAnswer({"sampled": {"success": 0.25, "episodes": 4}})
 
@@ -69,12 +69,12 @@ def test_numbers_of_numpy_and_read_only_maps_are_sent_as_plain_ones() -> None:
         ({"metadata": None}, "field metadata: Expected `object`, got `null`"),
     ],
 )
-def test_a_wrong_payload_names_the_message_and_the_field(change: dict[str, Any], words: str) -> None:
+def test_a_wrong_payload_names_the_message_and_the_field(change, words):
     with pytest.raises(MessageError, match=rf"message call \(CallRequest\), {words}"):
         CALL.unpack({**REQUEST, **change})
 
 
-def test_a_wrong_answer_names_who_gave_it() -> None:
+def test_a_wrong_answer_names_who_gave_it():
     with pytest.raises(MessageError, match=r"message status of generation/0 \(StatusAnswer\), field at_s: .*missing"):
         STATUS.unpack_answer({}, "generation/0")
     with pytest.raises(
@@ -83,6 +83,6 @@ def test_a_wrong_answer_names_who_gave_it() -> None:
         GENERATE.unpack([0, [-1], 0, None, -1])
 
 
-def test_what_cannot_be_sent_is_refused_where_it_is_made() -> None:
+def test_what_cannot_be_sent_is_refused_where_it_is_made():
     with pytest.raises(MessageError, match=r"message call \(CallAnswer\): a object cannot be sent"):
         CALL.pack_answer(CallAnswer(None, {"odd": object()}, 0.0, 0.0))

@@ -1,19 +1,17 @@
 """The dataflow graph: edges from keys, and every error that stops it from being built."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 
 import pytest
 
 from realhf.api.experiment import InterfaceType, MFCDef
-from realhf.api.graph import DATASET, DataFlowGraph, GraphError, build_graph
+from realhf.api.graph import DATASET, GraphError, build_graph
 
 GEN, INF, TRAIN = InterfaceType.GENERATE, InterfaceType.INFERENCE, InterfaceType.TRAIN_STEP
 
 
-def mfc(name: str, kind: InterfaceType, inputs: str = "", outputs: str = "", **more) -> MFCDef:
+def mfc(name, kind, inputs="", outputs="", **more):
     return MFCDef(
         name,
         more.pop("role", "actor"),
@@ -25,7 +23,7 @@ def mfc(name: str, kind: InterfaceType, inputs: str = "", outputs: str = "", **m
     )
 
 
-def grpo(**more) -> list[MFCDef]:
+def grpo(**more):
     return [
         mfc("actor_gen", GEN, "packed_prompts", "packed_input_ids packed_logprobs env_rewards"),
         mfc("ref_inf", INF, "packed_input_ids", "packed_ref_logprobs", role="ref", n_seqs=8),
@@ -34,14 +32,14 @@ def grpo(**more) -> list[MFCDef]:
     ]
 
 
-def problems(mfcs: list[MFCDef], keys: list[str], **more) -> list[str]:
+def problems(mfcs, keys, **more):
     with pytest.raises(GraphError) as caught:
         build_graph(mfcs, keys, **more)
     assert all(problem in str(caught.value) for problem in caught.value.problems)
     return list(caught.value.problems)
 
 
-def test_the_grpo_graph_follows_from_its_keys() -> None:
+def test_the_grpo_graph_follows_from_its_keys():
     graph = build_graph(grpo(), ["packed_prompts", "unused"])
     assert graph.topological_levels() == [["actor_gen"], ["ref_inf", "rew_inf"], ["actor_train"]]
     assert graph.n_seqs == 16
@@ -58,14 +56,14 @@ def test_the_grpo_graph_follows_from_its_keys() -> None:
     assert graph.warnings == ()
 
 
-def test_a_single_training_call_on_a_dataset() -> None:
+def test_a_single_training_call_on_a_dataset():
     graph = build_graph([mfc("actor_train", TRAIN, "packed_input_ids loss_mask")], ["packed_input_ids", "loss_mask"])
     assert graph.topological_levels() == [["actor_train"]]
     assert graph.required_dataset_keys() == ["loss_mask", "packed_input_ids"]
 
 
 @pytest.mark.parametrize("produced", [True, False])
-def test_optional_inputs_bind_only_if_produced(produced: bool) -> None:
+def test_optional_inputs_bind_only_if_produced(produced):
     train = mfc("actor_train", TRAIN, "x", optional_input_keys=("packed_ref_logprobs",))
     calls = [train, mfc("ref_inf", INF, "x", "packed_ref_logprobs")] if produced else [train]
     graph = build_graph(calls, ["x"])
@@ -73,19 +71,19 @@ def test_optional_inputs_bind_only_if_produced(produced: bool) -> None:
     assert (graph.topological_levels()[-1] == ["actor_train"]) and len(graph.topological_levels()) == 1 + produced
 
 
-def test_duplicate_names() -> None:
+def test_duplicate_names():
     found = problems([mfc("a", INF, "x", "y"), mfc("a", INF, "y", "z"), mfc("t", TRAIN, "z")], ["x"])
     assert found == ["2 model function calls are named 'a'"]
 
 
-def test_two_producers_of_a_key() -> None:
+def test_two_producers_of_a_key():
     calls = [mfc("a", INF, "x", "y"), mfc("b", INF, "x", "y"), mfc("t", TRAIN, "y")]
     assert problems(calls, ["x"]) == ["key 'y' has 2 producers: 'a' and 'b'"]
     calls = [mfc("a", INF, "x", "y"), mfc("t", TRAIN, "y")]
     assert problems(calls, ["x", "y"]) == ["key 'y' has 2 producers: the dataset and 'a'"]
 
 
-def test_a_missing_key_names_the_call_and_a_close_key() -> None:
+def test_a_missing_key_names_the_call_and_a_close_key():
     calls = grpo()
     calls[1] = mfc("ref_inf", INF, "packed_inptu_ids", "packed_ref_logprobs")
     assert problems(calls, ["packed_prompts"]) == [
@@ -97,42 +95,39 @@ def test_a_missing_key_names_the_call_and_a_close_key() -> None:
     ]
 
 
-def test_a_cycle_is_printed_as_a_path() -> None:
+def test_a_cycle_is_printed_as_a_path():
     calls = [mfc("a", INF, "x z", "y"), mfc("b", INF, "y", "z")]
     (found,) = problems(calls, ["x"])
-    assert found in (
-        "the calls form a cycle: a -[y]-> b -[z]-> a",
-        "the calls form a cycle: b -[z]-> a -[y]-> b",
-    )
+    assert found in ("the calls form a cycle: a -[y]-> b -[z]-> a", "the calls form a cycle: b -[z]-> a -[y]-> b")
     (found,) = problems([mfc("a", INF, "x y", "y")], ["x"])
     assert found == "the calls form a cycle: a -[y]-> a"
 
 
-def test_training_cannot_produce_keys_that_are_read() -> None:
+def test_training_cannot_produce_keys_that_are_read():
     calls = [mfc("t", TRAIN, "x", "y"), mfc("u", TRAIN, "y")]
     assert problems(calls, ["x"]) == ["'t' is a train_step and cannot produce key 'y', read by 'u'"]
 
 
-def test_n_seqs_must_divide_the_step() -> None:
+def test_n_seqs_must_divide_the_step():
     assert problems(grpo(n_seqs=6), ["packed_prompts"]) == [
         "'actor_train' takes n_seqs=6 samples, which does not divide the step's 16"
     ]
 
 
-def test_a_role_without_a_model() -> None:
+def test_a_role_without_a_model():
     assert problems(grpo(), ["packed_prompts"], roles=["actor"]) == [
         "'ref_inf' runs on model role 'ref', which has no model (models: actor)"
     ]
 
 
-def test_unread_outputs_warn() -> None:
+def test_unread_outputs_warn():
     calls = [*grpo(), mfc("extra", INF, "packed_input_ids", "values")]
     text = "'extra' produces key 'values', which nobody reads and which is not in log_keys"
     assert build_graph(calls, ["packed_prompts"]).warnings == (text,)
     assert build_graph(calls, ["packed_prompts"], log_keys=["values"]).warnings == ()
 
 
-def test_all_problems_come_at_once() -> None:
+def test_all_problems_come_at_once():
     calls = [mfc("a", INF, "x q", "y"), mfc("b", INF, "x", "y", role="ghost"), mfc("t", TRAIN, "y", n_seqs=5)]
     found = problems(calls, ["x"], roles=["actor"])
     assert len(found) == 4
@@ -154,7 +149,7 @@ def test_all_problems_come_at_once() -> None:
         ({"input_keys": ("x", "z"), "input_key_remap": {"x": "k", "z": "k"}}, "maps two keys to one name"),
     ],
 )
-def test_a_call_that_cannot_be_right(change: dict, message: str) -> None:
+def test_a_call_that_cannot_be_right(change, message):
     good = {
         "name": "a",
         "model_role": "actor",
@@ -167,11 +162,11 @@ def test_a_call_that_cannot_be_right(change: dict, message: str) -> None:
         MFCDef(**{**good, **change})
 
 
-def drawn() -> DataFlowGraph:
+def drawn():
     return build_graph(grpo(), ["packed_prompts"])
 
 
-def test_drawings_show_every_call_and_every_key() -> None:
+def test_drawings_show_every_call_and_every_key():
     for text in (drawn().to_mermaid(), drawn().to_dot(), drawn().summary()):
         for word in ("actor_gen", "ref_inf", "rew_inf", "actor_train", "packed_ref_logprobs", "packed_prompts"):
             assert word in text
@@ -179,6 +174,6 @@ def test_drawings_show_every_call_and_every_key() -> None:
     assert '"rew_inf" -> "actor_train" [label="rewards"];' in drawn().to_dot()
 
 
-def test_the_graph_needs_no_torch() -> None:
+def test_the_graph_needs_no_torch():
     code = "import sys, realhf.api.graph, realhf.api.source; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300)

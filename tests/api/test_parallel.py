@@ -1,14 +1,12 @@
 """Workers that cannot hold what they are to train together are refused with the numbers, before any of them starts."""
 
-from __future__ import annotations
-
 import pytest
 
 from realhf.api.config import ConfigError, ModelConfig, ParallelConfig
 from realhf.api.parallel import Parallel, parallel_of
 
 
-def of(workers: int, backend: str, **parallel: int) -> Parallel:
+def of(workers, backend, **parallel):
     return parallel_of(
         "critic", ModelConfig(workers=[*range(workers)], backend=backend, parallel=ParallelConfig(**parallel))
     )
@@ -29,14 +27,12 @@ def of(workers: int, backend: str, **parallel: int) -> Parallel:
         (2, "ddp", {"tp": 2}, r"^critic.parallel.tp=2: no backend cuts layers"),
     ],
 )
-def test_a_mesh_that_the_workers_cannot_hold_is_refused(
-    workers: int, backend: str, asked: dict[str, int], said: str
-) -> None:
+def test_a_mesh_that_the_workers_cannot_hold_is_refused(workers, backend, asked, said):
     with pytest.raises(ConfigError, match=said):
         of(workers, backend, **asked)
 
 
-def test_what_is_not_asked_for_follows_from_the_workers() -> None:
+def test_what_is_not_asked_for_follows_from_the_workers():
     assert of(1, "torch") == of(1, "ddp") == of(1, "fsdp2") == Parallel()
     assert of(3, "ddp") == of(3, "ddp", dp=3) == Parallel(dp=3)
     assert of(4, "fsdp2") == of(4, "fsdp2", dp=1) == Parallel(fsdp=4)

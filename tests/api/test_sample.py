@@ -1,7 +1,5 @@
 """SequenceSample: validation, and operations against plain-list references."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 
@@ -17,7 +15,7 @@ from realhf.api.sample import DuplicateKeyError, SequenceSample, inverse_perm
 torch.set_num_threads(1)
 
 
-def build(groups: list[list[int]], dtype: str = "i64", trailing: tuple[int, ...] = ()) -> SequenceSample:
+def build(groups, dtype="i64", trailing=()):
     """Sample whose element values are all different, with a second key of one value per sequence."""
     rows = sum(map(sum, groups))
     count = rows * int(np.prod(trailing, dtype=int))
@@ -28,7 +26,7 @@ def build(groups: list[list[int]], dtype: str = "i64", trailing: tuple[int, ...]
     return SequenceSample.from_tensors(ids, {"x": x, "score": score}, lengths, {"tag": ids})
 
 
-def as_lists(sample: SequenceSample) -> list[tuple[str, list[list[int]], str]]:
+def as_lists(sample):
     """Per sample: id, rows of every sequence of x, metadata; read without the code under test."""
     flat, out, row = sample["x"].tolist(), [], 0
     for sample_id, group, tag in zip(sample.ids, sample.seqlens["x"], sample.metadata["tag"], strict=True):
@@ -142,7 +140,7 @@ def test_unsupported_tensor_dtype():
 
 
 def test_equality_compares_bits():
-    def one(value: float) -> SequenceSample:
+    def one(value):
         return SequenceSample.from_tensors(["a"], {"x": torch.tensor([value])}, {"x": [[1]]})
 
     assert one(float("nan")) == one(float("nan"))

@@ -1,7 +1,5 @@
 """What is said about a name that is not known."""
 
-from __future__ import annotations
-
 from realhf.base.text import close_to
 
 

@@ -1,17 +1,13 @@
 """What a process may use of cores and memory, in a container or job with limits too. Files stand in for those of the
 kernel."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from realhf.base.host_resources import memory_left, memory_limit, usable_cores
 
 
 @pytest.fixture(autouse=True)
-def many_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+def many_cores(monkeypatch):
     monkeypatch.setattr("realhf.base.host_resources.os.sched_getaffinity", lambda pid: set(range(96)))
 
 
@@ -32,7 +28,7 @@ def many_cores(monkeypatch: pytest.MonkeyPatch) -> None:
         ("0::/gone\n", {}, 96),
     ],
 )
-def test_the_limit_of_a_control_group_counts(tmp_path: Path, own: str, files: dict[str, str], cores: int):
+def test_the_limit_of_a_control_group_counts(tmp_path, own, files, cores):
     """A pod of 8 cores on a machine of 96 began 96 threads, which it stopped again and again."""
     (tmp_path / "own").write_text(own)
     for name, text in files.items():
@@ -41,7 +37,7 @@ def test_the_limit_of_a_control_group_counts(tmp_path: Path, own: str, files: di
     assert usable_cores(tmp_path / "top", tmp_path / "own") == cores
 
 
-def test_without_control_groups_what_it_is_bound_to_counts(tmp_path: Path):
+def test_without_control_groups_what_it_is_bound_to_counts(tmp_path):
     assert usable_cores(tmp_path, tmp_path / "none") == 96
 
 
@@ -71,9 +67,7 @@ GROWN = "anon 100\ninactive_file 300\nactive_file 200\n"
         ("0::/gone\n", {}, None, None),
     ],
 )  # fmt: skip
-def test_the_memory_of_a_job_is_that_of_all_groups_around_it(
-    tmp_path: Path, own: str, files: dict[str, str], limit: int | None, left: int | None
-):
+def test_the_memory_of_a_job_is_that_of_all_groups_around_it(tmp_path, own, files, limit, left):
     """Only the uppermost group of version 2 was looked at, so a batch job had the memory of its whole node; and what
     the kernel keeps of files, which it gives up, counted as used."""
     (tmp_path / "own").write_text(own)

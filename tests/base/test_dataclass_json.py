@@ -54,7 +54,7 @@ def test_an_unknown_field_is_an_error():
         from_json_value(Inner, {})
 
 
-def test_content_keys_depend_on_options_and_on_bytes_of_files(tmp_path: Path):
+def test_content_keys_depend_on_options_and_on_bytes_of_files(tmp_path):
     file = tmp_path / "f"
     file.write_text("1")
     key = content_key({"a": 1, "b": 2}, [file])
@@ -64,7 +64,7 @@ def test_content_keys_depend_on_options_and_on_bytes_of_files(tmp_path: Path):
     assert key != content_key({"a": 1, "b": 2}, [file])
 
 
-def test_a_plugin_is_imported_once_and_a_broken_one_can_be_tried_again(tmp_path: Path):
+def test_a_plugin_is_imported_once_and_a_broken_one_can_be_tried_again(tmp_path):
     file = tmp_path / "plugin_under_test.py"
     file.write_text("1 / 0\n")
     with pytest.raises(ZeroDivisionError):

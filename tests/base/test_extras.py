@@ -1,7 +1,5 @@
 """What is missing is named with the command that installs it, and the parts that need little ask for little."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 
@@ -47,7 +45,7 @@ def test_a_missing_package_names_the_extra():
         ("realhf.backends.training.torch_engine", (), "train"),
     ],
 )
-def test_a_part_starts_with_its_extra_alone(module: str, further: tuple[str, ...], extra: str):
+def test_a_part_starts_with_its_extra_alone(module, further, extra):
     """What the extra ``train`` brings is hidden, and ``further``: the part is imported, or names the ``extra``."""
     hide = (
         "import importlib.abc, sys\n"

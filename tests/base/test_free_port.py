@@ -1,7 +1,5 @@
 """A port for a server that starts later."""
 
-from __future__ import annotations
-
 import socket
 
 from realhf.base import loopback as free_ports

@@ -1,7 +1,5 @@
 """A process that starts collects rarely, and as usual once it has settled."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 
@@ -24,7 +22,7 @@ print("settled")
 """
 
 
-def test_what_is_there_when_it_settles_is_left_out_and_what_comes_later_is_collected() -> None:
+def test_what_is_there_when_it_settles_is_left_out_and_what_comes_later_is_collected():
     """In a process of its own: the tests' own process collects rarely all the time."""
     done = subprocess.run([sys.executable, "-c", PROCESS], capture_output=True, text=True, timeout=300, check=False)
     assert (done.stdout, done.stderr, done.returncode) == ("settled\n", "", 0)

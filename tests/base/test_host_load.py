@@ -1,16 +1,13 @@
 """How busy a host is: readings, what comes of them over the wire, and the figures of a step."""
 
-from __future__ import annotations
-
 import os
-from typing import Any
 
 import pytest
 
 from realhf.base.host_resources import HostLoad, LoadOfSteps
 
 
-def test_a_reading_of_this_host_grows_while_it_works() -> None:
+def test_a_reading_of_this_host_grows_while_it_works():
     first = HostLoad.read()
     while (second := HostLoad.read()).busy_s == first.busy_s:  # the kernel counts in hundredths of a second
         sum(range(10_000))
@@ -21,16 +18,16 @@ def test_a_reading_of_this_host_grows_while_it_works() -> None:
 @pytest.mark.parametrize(
     "said", [None, 1, [], [1.0, 2.0], [1, 2, "x"], [1, 2, float("nan")], [-1, 2, 0.5], [True, 2, 0.5]]
 )
-def test_what_is_no_reading_is_none(said: Any) -> None:
+def test_what_is_no_reading_is_none(said):
     assert HostLoad.from_list(said) is None
 
 
-def test_a_step_has_the_share_of_its_own_time() -> None:
+def test_a_step_has_the_share_of_its_own_time():
     """Not that since the boot; a host keeps its share until it is read anew, and one that was started anew, or came
     just now, has none yet."""
     loads = LoadOfSteps()
 
-    def figures(*others: tuple[str, HostLoad]) -> dict[str, float]:
+    def figures(*others):
         own = f"host/{os.uname().nodename}/"
         found = loads.figures([(name, name, load) for name, load in others])
         assert 0 < found[f"{own}memory"] < 1
@@ -45,7 +42,7 @@ def test_a_step_has_the_share_of_its_own_time() -> None:
     assert figures(("a", HostLoad(2.0, 4.0, 0.2)), ("a", HostLoad(3.0, 6.0, 0.2)))["host/a/cpu"] == 0.5
 
 
-def test_this_host_is_read_without_being_told_and_hosts_of_one_name_are_kept_apart() -> None:
+def test_this_host_is_read_without_being_told_and_hosts_of_one_name_are_kept_apart():
     loads, own = LoadOfSteps(), os.uname().nodename
     others = [(own, "another", HostLoad(1.0, 2.0, 0.25)), ("a/b\n", "third", HostLoad(1.0, 2.0, 0.5))]
     first = loads.figures(others)

@@ -8,10 +8,8 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -26,7 +24,7 @@ MOST, STRANGERS = 8, 30
 LARGE = 24 << 20
 
 
-async def app(scope: Any, receive: Any, send: Any) -> None:
+async def app(scope, receive, send):
     """Answers at once, after a second for /slow, with ``LARGE`` bytes for /large; greets on a web socket and answers
     what it hears."""
     if scope["type"] == "websocket":
@@ -41,7 +39,7 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
 
 
 @contextlib.contextmanager
-def served(kind: str, **bounds: Any) -> Iterator[tuple[str, int]]:
+def served(kind, **bounds):
     """A server on the loopback; its address."""
     listener = socket.create_server(("127.0.0.1", 0), backlog=64)
     config = uvicorn.Config(
@@ -58,13 +56,13 @@ def served(kind: str, **bounds: Any) -> Iterator[tuple[str, int]]:
         listener.close()
 
 
-def connected(address: tuple[str, int], said: bytes) -> socket.socket:
+def connected(address, said):
     found = socket.create_connection(address, timeout=WAIT_S)
     found.sendall(said)
     return found
 
 
-def closed(connection: socket.socket) -> bool:
+def closed(connection):
     """Whether the server ends a connection, without another word."""
     try:
         return connection.recv(1) == b""
@@ -114,7 +112,7 @@ def test_answers_that_nobody_reads_keep_nobody_out(kind: str):
     was the first to go when strangers came."""
     asked = HALF.replace(b"/ ", b"/large ") + b"\r\n"
 
-    def read(reader: socket.socket) -> int:
+    def read(reader):
         size = 0
         while size < LARGE and (more := reader.recv(1 << 17)):
             size += len(more)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_size_is_that_of_the_model(kind: str, tmp_path: Path) -> None:
+def test_the_size_is_that_of_the_model(kind, tmp_path):
     config = AutoConfig.for_model(kind, **SMALL, **KINDS[kind])
     model = AutoModelForCausalLM.from_config(config)
     counted = sum(p.numel() for p in model.parameters())
@@ -37,7 +36,7 @@ def test_the_size_is_that_of_the_model(kind: str, tmp_path: Path) -> None:
     assert model_size(str(tmp_path)) is None and model_size("owner/never-downloaded") is None
 
 
-def test_a_trainer_holds_weights_gradients_and_moments() -> None:
+def test_a_trainer_holds_weights_gradients_and_moments():
     """By hand, in bytes for each parameter: fp32 4 + 4 + 8; bf16 2 with an fp32 copy of 4, + 4 + 8."""
     size = size_of({**SMALL, "intermediate_size": 96, "tie_word_embeddings": True})
     n, few = size.parameters, size.adapters(4)

@@ -1,7 +1,5 @@
 """Quotes of a command line, character by character, beside what a shell's own reader makes of the same text."""
 
-from __future__ import annotations
-
 import shlex
 
 from hypothesis import given
@@ -19,7 +17,7 @@ def test_the_state_after_every_character():
 
 
 @given(st.text(alphabet="ab '\"\\", max_size=20))
-def test_open_quotes_and_escapes_are_those_that_a_shell_refuses(text: str):
+def test_open_quotes_and_escapes_are_those_that_a_shell_refuses(text):
     quote, escaped = "", False
     for _, quote, escaped in quote_states(text):  # noqa: B007
         pass

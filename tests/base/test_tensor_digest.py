@@ -1,7 +1,5 @@
 """Digests of tensors: what they depend on, and that a plain computation gives the same."""
 
-from __future__ import annotations
-
 import hashlib
 
 import numpy as np
@@ -14,7 +12,7 @@ from realhf.base.tensor_digest import LAST_ROWS, ROW_BYTES, SUMS, TensorDigester
 torch.set_num_threads(1)
 
 
-def plain(tensor: torch.Tensor) -> str:
+def plain(tensor):
     """The definition, in numbers without a bound."""
     raw = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     named = hashlib.blake2b(f"{str(tensor.dtype)[6:]}{tuple(tensor.shape)}".encode(), digest_size=16)
@@ -34,18 +32,18 @@ def plain(tensor: torch.Tensor) -> str:
 DIGESTER = TensorDigester()
 
 
-def of(tensor: torch.Tensor) -> str:
+def of(tensor):
     return DIGESTER.digest(tensor)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool])
 @pytest.mark.parametrize("shape", [(), (1,), (7, 3), (0, 4), (3, ROW_BYTES // 2 + 5), (LAST_ROWS + 1, ROW_BYTES)])
-def test_it_is_the_sums_of_the_bytes(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def test_it_is_the_sums_of_the_bytes(dtype, shape):
     tensor = torch.randn(shape, generator=torch.Generator().manual_seed(1)).mul(9).to(dtype)
     assert of(tensor) == plain(tensor)
 
 
-def test_type_shape_order_and_place_count() -> None:
+def test_type_shape_order_and_place_count():
     tensor = torch.arange(1.0, 13.0).reshape(3, 4)
     others = [
         tensor.reshape(4, 3),
@@ -62,14 +60,14 @@ def test_type_shape_order_and_place_count() -> None:
     assert of(torch.zeros(0)) != of(torch.zeros(0, 1))
 
 
-def test_strides_and_alignment_do_not_count() -> None:
+def test_strides_and_alignment_do_not_count():
     tensor = torch.randn(50, 40)
     assert of(tensor.T.contiguous().T) == of(tensor)
     shifted = torch.empty(2001)[1:].copy_(tensor.reshape(-1)).view(50, 40)
     assert of(shifted) == of(tensor)
 
 
-def test_every_single_bit_and_pairs_of_high_bits_count() -> None:
+def test_every_single_bit_and_pairs_of_high_bits_count():
     """Also pairs of the highest bits, such as the signs of two weights, which a product modulo 2**64 would lose."""
     words = torch.randint(-(2**62), 2**62, (24,), generator=torch.Generator().manual_seed(2))
     seen = {of(words)}
@@ -86,7 +84,7 @@ def test_every_single_bit_and_pairs_of_high_bits_count() -> None:
     assert len(seen) == 1 + 24 * 64 + 48 * 47 // 2
 
 
-def test_a_bit_counts_in_every_row_and_rows_do_not_change_places() -> None:
+def test_a_bit_counts_in_every_row_and_rows_do_not_change_places():
     rows = 2 * LAST_ROWS
     tensor = torch.randint(-128, 128, (rows, ROW_BYTES), dtype=torch.int8, generator=torch.Generator().manual_seed(3))
     seen = {of(tensor)}
@@ -99,7 +97,7 @@ def test_a_bit_counts_in_every_row_and_rows_do_not_change_places() -> None:
 
 @pytest.mark.parametrize("product", ["_product_of_bytes", "_product_of_floats"])
 @pytest.mark.parametrize("block", [1, 7, 4096])
-def test_ways_and_blocks_give_the_same_digest(monkeypatch: pytest.MonkeyPatch, product: str, block: int) -> None:
+def test_ways_and_blocks_give_the_same_digest(monkeypatch, product, block):
     """Extreme bytes are among them: products that saturate or round would show."""
     keys = tensor_digest._Place(torch.device("cpu"))._keys_of(0)[0]
     extreme = torch.where(keys.T < 0, -128, 127).to(torch.int8)
@@ -110,7 +108,7 @@ def test_ways_and_blocks_give_the_same_digest(monkeypatch: pytest.MonkeyPatch, p
     assert TensorDigester().digest(tensor) == plain(tensor)
 
 
-def test_the_joint_digest_knows_which_name_has_which_tensor() -> None:
+def test_the_joint_digest_knows_which_name_has_which_tensor():
     ones, twos = torch.ones(3), torch.full((3,), 2.0)
     joint = joint_digest(digests({"a": ones, "b": twos}))
     assert joint == joint_digest(digests({"b": twos, "a": ones}))

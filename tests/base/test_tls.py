@@ -1,7 +1,5 @@
 """Certificates of HTTP servers: what is wrong with them is said before anybody comes."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 import ssl
@@ -26,11 +24,11 @@ FLAGS = ("--tls-cert", "--tls-key")
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+def pair(tmp_path_factory):
     return self_signed(tmp_path_factory.mktemp("pair"))
 
 
-def test_what_is_wrong_with_a_certificate_is_one_line(pair: tuple[str, str], tmp_path: Path) -> None:
+def test_what_is_wrong_with_a_certificate_is_one_line(pair, tmp_path):
     cert, key = pair
     assert certificate_problem("", "", FLAGS) == certificate_problem(cert, key, FLAGS) == ""
     assert certificate_problem(cert, "", FLAGS) == "--tls-cert is given without --tls-key"
@@ -43,7 +41,7 @@ def test_what_is_wrong_with_a_certificate_is_one_line(pair: tuple[str, str], tmp
         assert problem.startswith(f"--tls-cert {wrong[0]} and --tls-key") and "\n" not in problem
 
 
-def test_a_file_of_authorities_that_holds_none_is_named(tmp_path: Path) -> None:
+def test_a_file_of_authorities_that_holds_none_is_named(tmp_path):
     (tmp_path / "text").write_text("nothing")
     with pytest.raises(ValueError, match="no certificates in it"):
         believing(str(tmp_path / "text"))
@@ -51,13 +49,13 @@ def test_a_file_of_authorities_that_holds_none_is_named(tmp_path: Path) -> None:
         believing("/nowhere")
 
 
-def test_only_a_server_that_others_reach_is_warned_of() -> None:
+def test_only_a_server_that_others_reach_is_warned_of():
     assert in_the_clear("127.0.0.1", "", FLAGS) == in_the_clear("0.0.0.0", "cert", FLAGS) == ""
     warning = in_the_clear("0.0.0.0", "", FLAGS)
     assert "0.0.0.0 without TLS" in warning and "--tls-cert" in warning and "\n" not in warning
 
 
-def test_an_address_may_name_the_one_certificate_of_its_server(pair: tuple[str, str], tmp_path: Path) -> None:
+def test_an_address_may_name_the_one_certificate_of_its_server(pair, tmp_path):
     """Whatever name the server is reached by, as in a run whose certificate holds none; another one is refused."""
     certificate = Path(pair[0]).read_text()
     assert with_certificate("http://h:1", certificate) == "http://h:1"
@@ -73,7 +71,7 @@ def test_an_address_may_name_the_one_certificate_of_its_server(pair: tuple[str, 
         assert _shaken(server, context) is believed
 
 
-def test_the_certificate_of_a_run_is_believed_whatever_the_clock_says() -> None:
+def test_the_certificate_of_a_run_is_believed_whatever_the_clock_says():
     """That of a host may be minutes behind the launcher's, which has just made it."""
     pytest.importorskip("cryptography")
     from cryptography import x509
@@ -92,13 +90,13 @@ def test_the_certificate_of_a_run_is_believed_whatever_the_clock_says() -> None:
     assert context is not None and _shaken(server, context)
 
 
-def test_a_client_that_shakes_no_hands_is_let_go(pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_shakes_no_hands_is_let_go(pair, monkeypatch):
     """As early as one that sends no request; a loop by itself gives it a minute."""
     monkeypatch.setattr(http_guard, "HEAD_S", 0.1)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(*pair)
 
-    async def silent() -> bytes:
+    async def silent():
         server = await asyncio.get_running_loop().create_server(asyncio.Protocol, "127.0.0.1", 0, ssl=context)
         reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
         try:
@@ -111,13 +109,13 @@ def test_a_client_that_shakes_no_hands_is_let_go(pair: tuple[str, str], monkeypa
         assert runner.run(silent()) == b""
 
 
-def _shaken(server: ssl.SSLContext, client: ssl.SSLContext) -> bool:
+def _shaken(server, client):
     """Whether the client believes the server."""
     ours, theirs = socket.socketpair()
     ours.settimeout(60)
     theirs.settimeout(60)
 
-    def serve() -> None:
+    def serve():
         try:
             server.wrap_socket(theirs, server_side=True).close()
         except OSError:

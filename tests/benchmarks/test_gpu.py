@@ -7,7 +7,6 @@ import itertools
 import json
 import subprocess
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -29,12 +28,12 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def gpu(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     return importlib.import_module("gpu")
 
 
-def test_operations_are_those_that_torch_counts() -> None:
+def test_operations_are_those_that_torch_counts():
     """Torch counts whole squares of attention, of which a causal model needs the lower half with its diagonal."""
     config = Qwen3Config(
         vocab_size=96, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
@@ -54,19 +53,19 @@ def test_operations_are_those_that_torch_counts() -> None:
     assert forward_operations(shape, [4, 8]) > forward_operations(shape, [6, 6]), "a longer text attends to more"
 
 
-def test_the_models_of_the_table_have_the_sizes_it_says(gpu: ModuleType) -> None:
+def test_the_models_of_the_table_have_the_sizes_it_says(gpu):
     assert Shape.of(gpu.BILLIONS_06).weights == pytest.approx(0.596e9, rel=1e-3)
     assert Shape.of(gpu.MILLION).weights == 4 * (128 * 32 * 16 + 3 * 128 * 384) + 128 * 1536
 
 
-def test_a_device_is_known_by_its_name() -> None:
+def test_a_device_is_known_by_its_name():
     assert peak_of("NVIDIA H100 80GB HBM3") == 989e12
     assert peak_of("NVIDIA H100 PCIe") == 756e12
     assert peak_of("NVIDIA L40S") == 362e12 and peak_of("NVIDIA L4") == 121e12
     assert peak_of("A card of next year") is None
 
 
-def test_timing_leaves_the_warm_up_out_and_waits_for_the_device() -> None:
+def test_timing_leaves_the_warm_up_out_and_waits_for_the_device():
     events: list[str] = []
     clock = itertools.accumulate([0.0, 2.0, 5.0, 1.0, 5.0, 4.0])  # Runs of 2, 1 and 4 s.
     found = timed(
@@ -82,7 +81,7 @@ def test_timing_leaves_the_warm_up_out_and_waits_for_the_device() -> None:
     assert Timing((3.0,)).rate(6.0) == 2.0
 
 
-def test_the_table_says_where_there_is_no_number() -> None:
+def test_the_table_says_where_there_is_no_number():
     text = table(
         [Row("speed", 12345.6, "tokens/s", "a | b\nc"), Row("small", 0.01234, "s"), Row("none", None, "", "why")]
     )
@@ -96,7 +95,7 @@ def test_the_table_says_where_there_is_no_number() -> None:
 
 
 @pytest.mark.slow
-def test_the_program_runs_on_the_cpu(gpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_program_runs_on_the_cpu(gpu, monkeypatch):
     """All that it does to a model, on one of no size; and a part that fails, or has no time left, is a row."""
     torch.set_num_threads(1)
     rows = gpu.measure(torch.device("cpu"), ["1m"], 5.0, lambda text: None)
@@ -111,17 +110,15 @@ def test_the_program_runs_on_the_cpu(gpu: ModuleType, monkeypatch: pytest.Monkey
     assert (rows[-1].number, rows[-1].remark) == (None, "left out: -1 minutes are over")
 
 
-def test_without_a_gpu_it_says_so(
-    gpu: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_a_gpu_it_says_so(gpu, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr("sys.argv", ["gpu.py"])
     assert gpu.main() == 0
     assert "no GPU" in capsys.readouterr().out
 
 
-def test_the_default_experiment_is_read_from_its_run(gpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+def test_the_default_experiment_is_read_from_its_run(gpu, monkeypatch):
+    def run(command, **_):
         root = next(word.removeprefix("fileroot=") for word in command if word.startswith("fileroot="))
         folder = Path(root) / "grpo_aws" / "measured"
         folder.mkdir(parents=True)

@@ -16,11 +16,11 @@ from benchmarks.scale.master import SPARE_DESCRIPTORS, Connections
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "scaling.md"
 
 
-def test_the_page_shows_the_table_that_the_program_prints() -> None:
+def test_the_page_shows_the_table_that_the_program_prints():
     assert table(lines()) in PAGE.read_text()
 
 
-def test_rates_follow_the_assumptions() -> None:
+def test_rates_follow_the_assumptions():
     given = replace(Assumptions(), sampled=1000, tokens=2000)
     for model in MODELS:
         usual, shorter = line(64, model, Assumptions()), line(64, model, given)
@@ -31,7 +31,7 @@ def test_rates_follow_the_assumptions() -> None:
         )
 
 
-def test_what_does_not_fit_is_said_first() -> None:
+def test_what_does_not_fit_is_said_first():
     found = {(one.gpus, one.model): one for one in lines()}
     assert len(found) == len(GPUS) * len(MODELS)
     small = found[8, "70B"]
@@ -40,7 +40,7 @@ def test_what_does_not_fit_is_said_first() -> None:
     assert found[1024, "8B"].update_s > found[1024, "8B"].tree_s > found[1024, "8B"].step_s
 
 
-def test_connections_are_shared_where_descriptors_do_not_suffice() -> None:
+def test_connections_are_shared_where_descriptors_do_not_suffice():
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
@@ -52,7 +52,7 @@ def test_connections_are_shared_where_descriptors_do_not_suffice() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_a_missed_bar_is_named() -> None:
+def test_a_missed_bar_is_named():
     figures = {
         "windows": [{"per_master_second": 2999.0}],
         "memory": {"bytes_per_episode": 100.0},
@@ -63,12 +63,12 @@ def test_a_missed_bar_is_named() -> None:
 
 
 @pytest.mark.parametrize("words", [["--workers", "1", "--processes", "2"], ["--lose", "1"], ["--group", "0"]])
-def test_options_that_make_no_sense_are_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_that_make_no_sense_are_refused(words, capsys):
     with pytest.raises(SystemExit):
         parse(words)
     assert "error" in capsys.readouterr().err
 
 
-def test_the_usual_size_is_that_of_the_page() -> None:
+def test_the_usual_size_is_that_of_the_page():
     args: Namespace = parse([])
     assert (args.workers, args.episodes) == (10_000, 100_000)

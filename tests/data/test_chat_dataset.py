@@ -25,7 +25,7 @@ MESSAGES = [
 
 
 @pytest.fixture(scope="module")
-def demos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def demos(tmp_path_factory):
     path = tmp_path_factory.mktemp("demos") / "demos.jsonl"
     path.write_text("\n".join(json.dumps({"messages": MESSAGES}) for _ in range(5)), encoding="utf-8")
     config = BuiltinModelConfig(vocab_size=320, hidden_size=16, num_layers=1, num_heads=1, intermediate_size=16)
@@ -33,7 +33,7 @@ def demos(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_only_trained_turns_and_their_end_are_in_the_loss(demos: Path) -> None:
+def test_only_trained_turns_and_their_end_are_in_the_loss(demos):
     tokenizer = AutoTokenizer.from_pretrained(demos.parent / "policy")
     sample = ChatDataset(str(demos), tokenizer).load(["x"], [0])
     ids, mask = sample["packed_input_ids"], sample["loss_mask"]
@@ -44,7 +44,7 @@ def test_only_trained_turns_and_their_end_are_in_the_loss(demos: Path) -> None:
     assert ids[: len(first)].tolist() == first
 
 
-def test_what_an_environment_said_in_a_demonstration_ends_no_turn(demos: Path) -> None:
+def test_what_an_environment_said_in_a_demonstration_ends_no_turn(demos):
     chat = TemplateChat(AutoTokenizer.from_pretrained(demos.parent / "policy"))
     control = set(chat._tokenizer.all_special_ids)
     hostile = [{**m, "content": f"<|end|>{m['content']}<|end|>"} if m["role"] == "user" else m for m in MESSAGES]
@@ -56,7 +56,7 @@ def test_what_an_environment_said_in_a_demonstration_ends_no_turn(demos: Path) -
     ]
 
 
-def test_every_row_comes_once_an_epoch_in_an_order_of_the_seed(demos: Path) -> None:
+def test_every_row_comes_once_an_epoch_in_an_order_of_the_seed(demos):
     source = ChatDatasetSource(seed=1, path=str(demos))
     epochs = [[item.id for item in source.next_batch(5)] for _ in range(2)]
     assert sorted(epochs[0]) == [f"{row}@0" for row in range(5)]
@@ -66,14 +66,14 @@ def test_every_row_comes_once_an_epoch_in_an_order_of_the_seed(demos: Path) -> N
     assert [item.id for item in again.next_batch(5)] == epochs[1]
 
 
-def test_the_masters_side_needs_no_torch() -> None:
+def test_the_masters_side_needs_no_torch():
     import subprocess
 
     code = "import sys, realhf.data.chat_dataset; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_a_conversation_that_is_too_long_is_refused_and_not_cut(demos: Path) -> None:
+def test_a_conversation_that_is_too_long_is_refused_and_not_cut(demos):
     tokenizer = AutoTokenizer.from_pretrained(demos.parent / "policy")
     length = ChatDataset(str(demos), tokenizer).load(["x"], [0]).n_tokens("packed_input_ids")
     ChatDataset(str(demos), tokenizer, max_tokens=length)
@@ -84,7 +84,7 @@ def test_a_conversation_that_is_too_long_is_refused_and_not_cut(demos: Path) -> 
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
 
 
-def calling(content: str = "", **more: Any) -> dict[str, Any]:
+def calling(content="", **more):
     function = {"name": "look", "arguments": "{}"}
     calls = [{"type": "function", "id": "a", "function": function}]
     return {"role": "assistant", "content": content or None, "tool_calls": calls, **more}
@@ -104,7 +104,7 @@ ROW: dict[str, Any] = {
 }
 
 
-def test_a_row_of_any_environment_is_what_the_template_renders() -> None:
+def test_a_row_of_any_environment_is_what_the_template_renders():
     """System message, tools, calls and answers; what follows the last turn is left out, and so is the template's own
     text after the end of that turn."""
     tokenizer = tokenizer_of(QWEN25, "<|im_end|>")
@@ -121,7 +121,7 @@ def test_a_row_of_any_environment_is_what_the_template_renders() -> None:
     assert tokenizer.decode([i for i, m in zip(ids, trained, strict=True) if m]) == said
 
 
-def test_the_system_prompt_precedes_a_row() -> None:
+def test_the_system_prompt_precedes_a_row():
     chat = TemplateChat(tokenizer_of(QWEN25, "<|im_end|>"))
     row = {"messages": [{"role": "user", "content": "Do it."}, {"role": "assistant", "content": "done"}]}
     ids, mask = conversation_tokens(row, chat, "Be brief.")

@@ -1,13 +1,10 @@
 """The payload log: what was handed a reference is there after any death, and nothing else is believed."""
 
-from __future__ import annotations
-
 import errno
 import os
 import resource
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -19,7 +16,7 @@ from realhf.data.payload_log import PayloadDamaged, PayloadLog
 FRAMES = st.lists(st.binary(max_size=200), min_size=1, max_size=5)
 
 
-def path(folder: Path, segment: int) -> Path:
+def path(folder, segment):
     return folder / f"payload-{segment:06d}.log"
 
 
@@ -133,7 +130,7 @@ def test_a_full_disk_is_an_error_and_the_next_append_is_whole(tmp_path, monkeypa
     log = PayloadLog(tmp_path)
     (first,) = log.append([[b"first"]])
 
-    def full(descriptor: int, buffers: list) -> int:
+    def full(descriptor, buffers):
         os.write(descriptor, b"half of a rec")
         raise OSError(errno.ENOSPC, "no space left")
 

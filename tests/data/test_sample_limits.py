@@ -1,7 +1,5 @@
 """What a finished group must look like, with a rollout that failed among the others."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -20,7 +18,7 @@ NAMES = "packed_input_ids prompt_mask loss_mask packed_logprobs packed_versions 
 KEYS = tuple(map(key_spec, (NAMES + " rewards rollout_index").split()))
 
 
-def rollout(status: str, reward: float | None) -> RolloutOutcome:
+def rollout(status, reward):
     return RolloutOutcome(
         status=status,
         prompt_ids=[1, 2],
@@ -38,21 +36,21 @@ def rollout(status: str, reward: float | None) -> RolloutOutcome:
     )
 
 
-def finished(statuses: dict[str, float | None]) -> SequenceSample:
+def finished(statuses):
     """A group as a rollout worker streams it, its rewards computed."""
     sample = outcomes_to_sample(["s"], [[rollout(status, reward) for status, reward in statuses.items()]])
     rewards, _ = OutcomeRewardInterface().inference(None, sample, None)
     return sample.update(rewards)
 
 
-def test_a_failed_rollout_has_no_reward_and_its_group_is_taken() -> None:
+def test_a_failed_rollout_has_no_reward_and_its_group_is_taken():
     sample = finished({"achieved": 1.0, "internal": None, "max_turns": 0.25})
     rewards = SampleLimits(KEYS).read("s", encode_sample(sample))["rewards"]
     assert rewards[0] == 1.0 and math.isnan(rewards[1]) and rewards[2] == 0.25
 
 
 @pytest.mark.parametrize("key", ["rewards", "packed_logprobs", "env_rewards"])
-def test_what_is_not_finite_without_a_failure_is_refused(key: str) -> None:
+def test_what_is_not_finite_without_a_failure_is_refused(key):
     sample = finished({"achieved": 1.0, "internal": None})
     broken = sample[key].clone()
     broken[0] = math.inf
@@ -62,7 +60,7 @@ def test_what_is_not_finite_without_a_failure_is_refused(key: str) -> None:
         SampleLimits(KEYS).read("s", encode_sample(whole))
 
 
-def test_an_outcome_of_another_length_is_refused() -> None:
+def test_an_outcome_of_another_length_is_refused():
     sample = finished({"achieved": 1.0, "internal": None})
     tensors = {name: sample[name] for name in sample.keys} | {"outcome": torch.zeros(1, dtype=torch.uint8)}
     whole = SequenceSample.from_tensors(["s"], tensors, {**sample.seqlens, "outcome": [[1]]})

@@ -22,7 +22,7 @@ KEYS = tuple(map(key_spec, ("packed_input_ids", "loss_mask", "packed_logprobs", 
 LIMITS = SampleLimits(KEYS, max_sequences=4, max_tokens=50, max_bytes=1 << 20)
 
 
-def group(id: str, lengths: tuple[int, ...] = (3, 5), seed: int = 0, **changes: torch.Tensor) -> SequenceSample:
+def group(id, lengths=(3, 5), seed=0, **changes):
     random = torch.Generator().manual_seed(seed)
     total, count = sum(lengths), len(lengths)
     tensors = {
@@ -40,7 +40,7 @@ def group(id: str, lengths: tuple[int, ...] = (3, 5), seed: int = 0, **changes: 
 class FakeMaster:
     """Answers arrivals from a table, by id and attempt; the second time an accepted one is a duplicate."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.arrivals: list[Arrival] = []
         self.answers: dict[tuple[str, int], str] = {}
         self.accepted: dict[tuple[str, int], Arrival] = {}
@@ -48,7 +48,7 @@ class FakeMaster:
         self.may_answer = threading.Event()
         self.may_answer.set()
 
-    def notify(self, arrivals: list[Arrival]) -> list[str]:
+    def notify(self, arrivals):
         self.may_answer.wait(60)
         out = [self.answer(arrival) for arrival in arrivals]
         self.arrivals += arrivals
@@ -56,7 +56,7 @@ class FakeMaster:
             raise self.troubles.pop(0)
         return out
 
-    def answer(self, arrival: Arrival) -> str:
+    def answer(self, arrival):
         key = (arrival.id, arrival.attempt)
         if key in self.accepted:
             return DUPLICATE
@@ -67,12 +67,12 @@ class FakeMaster:
 
 
 class Bench:
-    def __init__(self, folder) -> None:
+    def __init__(self, folder):
         self.folder, self.store, self.master = folder, TensorStore(), FakeMaster()
         self.dataset = self.open("tcp://127.0.0.1:0")
         self.producers: list[StreamProducer] = []
 
-    def open(self, bind: str, segment_bytes: int = 1) -> StreamDataset:
+    def open(self, bind, segment_bytes=1):
         return StreamDataset(
             "run",
             self.folder,
@@ -84,26 +84,26 @@ class Bench:
             segment_bytes=segment_bytes,
         )
 
-    def reopen(self) -> None:
+    def reopen(self):
         """As after a death of the model worker."""
         self.dataset.close()
         self.store = TensorStore()
         self.dataset = self.open(self.dataset.endpoint)
 
-    def logged(self, ref: list[int]) -> SequenceSample:
+    def logged(self, ref):
         return decode_sample(PayloadLog(self.folder).read(ref))
 
-    def producer(self, name: str = "w0") -> StreamProducer:
+    def producer(self, name="w0"):
         self.producers.append(StreamProducer(self.dataset.endpoint, name, "run", probe_s=0.1))
         return self.producers[-1]
 
-    async def push(self, *samples: SequenceSample, attempt: int = 0) -> None:
+    async def push(self, *samples, attempt=0):
         producer = self.producer()
         for sample in samples:
             await producer.push(sample.ids[0], attempt, encode_sample(sample), timeout_s=60)
         assert await producer.drain(60)
 
-    def get(self, id: str) -> SequenceSample:
+    def get(self, id):
         return self.store.get([id], [spec.name for spec in KEYS])
 
 
@@ -292,7 +292,7 @@ class Crash(Exception):
 async def test_deaths_at_any_point_lose_nothing_and_accept_nothing_twice(bench, seed):
     random, told = Random(seed), bench.master.notify
 
-    def notify(arrivals: list[Arrival]) -> list[str]:
+    def notify(arrivals):
         if not bench.master.arrivals or random.random() < 0.3:
             bench.master.arrivals += arrivals
             raise Crash("before the master knew")
@@ -306,7 +306,7 @@ async def test_deaths_at_any_point_lose_nothing_and_accept_nothing_twice(bench, 
     samples = [group(f"s{n}", seed=n) for n in range(40)]
     producers = [bench.producer(name) for name in ("w0", "w1")]
 
-    async def work(producer: StreamProducer, mine: list[SequenceSample]) -> None:
+    async def work(producer, mine):
         for sample in mine:
             await producer.push(sample.ids[0], 0, encode_sample(sample), timeout_s=60)
         assert await producer.drain(20)

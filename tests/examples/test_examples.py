@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -28,7 +27,7 @@ TRL_PYTHON = ROOT / ".venv-trl" / "bin" / "python"
 LONGEST = 85
 
 
-def run(*command: str, cwd: Path = ROOT, timeout_s: float = 300, **environment: str) -> str:
+def run(*command, cwd=ROOT, timeout_s=300, **environment):
     """What a command that must succeed printed."""
     done = subprocess.run(
         command,
@@ -43,12 +42,12 @@ def run(*command: str, cwd: Path = ROOT, timeout_s: float = 300, **environment: 
     return done.stdout
 
 
-def scripts() -> list[Path]:
+def scripts():
     """The examples, each one file."""
     return sorted(path for path in EXAMPLES.rglob("*") if path.suffix in (".py", ".sh"))
 
 
-def test_each_example_is_short_and_has_its_line_on_the_page() -> None:
+def test_each_example_is_short_and_has_its_line_on_the_page():
     """An example is read in one sitting: under 85 lines. The page names each, and nothing that is not there."""
     page = (EXAMPLES / "README.md").read_text()
     assert len(scripts()) >= 7
@@ -58,7 +57,7 @@ def test_each_example_is_short_and_has_its_line_on_the_page() -> None:
 
 
 @pytest.mark.slow
-def test_groups_are_pushed_and_pulled_with_curl(tmp_path: Path) -> None:
+def test_groups_are_pushed_and_pulled_with_curl(tmp_path):
     """The group that the shell pushed, twice under one key, is pulled once, and the server counts the step."""
     if shutil.which("curl") is None:
         pytest.skip("no curl on this machine")
@@ -73,17 +72,17 @@ def test_groups_are_pushed_and_pulled_with_curl(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.slow
-def test_a_trainer_of_ones_own_learns_from_the_server() -> None:
+def test_a_trainer_of_ones_own_learns_from_the_server():
     """A score of 1/16 is chance; fifteen steps on pulled batches bring it far above."""
     printed = run(sys.executable, str(EXAMPLES / "own_trainer.py"), "15", OMP_NUM_THREADS="1")
     means = [float(mean) for mean in re.findall(r"32 sequences, mean score ([\d.]+)", printed)]
     assert len(means) == 15 and means[0] < 0.13 and means[-1] > 0.2, means
 
 
-async def test_the_black_box_agent_plays_an_episode_and_corrects_itself() -> None:
+async def test_the_black_box_agent_plays_an_episode_and_corrects_itself():
     """It asks again when no command was said, shows the model what a command printed, and ends with the environment."""
 
-    def speak(prompt: str) -> str:
+    def speak(prompt):
         return ("hm", "aws s3 ls", "aws s3api list-buckets")[min(2, prompt.count("<|user|>") - 1)]
 
     limits = Limits(max_turns=5, max_total_tokens=600, turn_tokens=40)
@@ -99,7 +98,7 @@ async def test_the_black_box_agent_plays_an_episode_and_corrects_itself() -> Non
     assert outcome.status == "achieved" and outcome.reward == 1.0
 
 
-async def test_the_black_box_agent_stops_at_a_limit() -> None:
+async def test_the_black_box_agent_stops_at_a_limit():
     """An episode that ran out of turns is valid data; the refusal of a third turn is not a fault of the agent."""
     limits = Limits(max_turns=2, max_total_tokens=600, turn_tokens=40)
     agent = BlackBoxAgent(load_agent("examples/black_box_agent.py:rollout"), chat(), limits, timeout_s=60)
@@ -117,14 +116,14 @@ async def test_the_black_box_agent_stops_at_a_limit() -> None:
 
 @pytest.mark.nightly
 @pytest.mark.sim
-def test_an_episode_is_played_over_the_wire() -> None:
+def test_an_episode_is_played_over_the_wire():
     """The scripted agent of the example finds the bucket and solves its task on a real simulator."""
     printed = run(sys.executable, str(EXAMPLES / "environment_over_the_wire.py"))
     assert printed.count("$ aws s3api ") == 2 and printed.endswith("return 1.0\n")
 
 
 @pytest.fixture(scope="module")
-def first_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
+def first_run(tmp_path_factory):
     """What the first run printed at toy size, and its folder."""
     root = tmp_path_factory.mktemp("first")
     printed = run(
@@ -141,7 +140,7 @@ def first_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, P
 @pytest.mark.nightly
 @pytest.mark.sim
 @pytest.mark.slow
-def test_the_first_run_says_what_it_learned(first_run: tuple[str, Path]) -> None:
+def test_the_first_run_says_what_it_learned(first_run):
     """It trains, evaluates before and after, and prints both numbers of the summary."""
     printed, folder = first_run
     summary = json.loads((folder / "summary.json").read_text())
@@ -173,7 +172,7 @@ def test_an_example_that_cannot_run_so_says_why_in_a_line(example: str, given: s
 @pytest.mark.nightly
 @pytest.mark.sim
 @pytest.mark.slow
-def test_an_algorithm_of_ones_own_trains_the_policy_of_the_first_run(first_run: tuple[str, Path]) -> None:
+def test_an_algorithm_of_ones_own_trains_the_policy_of_the_first_run(first_run):
     """The launcher takes the file from where it lies, and the train step in the worker is the example's."""
     folder = first_run[1]
     toy = [option for option in SMALL if not option.startswith("evaluation.")]
@@ -194,7 +193,7 @@ def test_an_algorithm_of_ones_own_trains_the_policy_of_the_first_run(first_run: 
 @pytest.mark.sim
 @pytest.mark.slow
 @pytest.mark.skipif(not TRL_PYTHON.exists(), reason="no TRL beside us; `make test-trl` makes .venv-trl and runs this")
-def test_trl_trains_the_policy_of_the_first_run(first_run: tuple[str, Path]) -> None:
+def test_trl_trains_the_policy_of_the_first_run(first_run):
     """TRL takes two steps on episodes that the environment played."""
     policy = str(first_run[1] / "policy")
     toy = ("--group-size", "2", "--steps", "2", "--tasks", "1", "3")

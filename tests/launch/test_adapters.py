@@ -1,9 +1,5 @@
 """What speaks against adapters is said before any process starts: no package, backend, layer, or sense."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -15,18 +11,18 @@ from realhf.launch.checks import adapter_problems, check_config
 from realhf.launch.compose import compose_config
 
 
-def problems(path: str, *targets: str, rank: int = 8, backend: str = "torch") -> list[str]:
+def problems(path, *targets, rank=8, backend="torch"):
     return list(
         adapter_problems("actor", ModelConfig(path=path, backend=backend, lora=LoraConfig(rank, targets=[*targets])))
     )
 
 
 @pytest.fixture(autouse=True)
-def with_peft(monkeypatch: pytest.MonkeyPatch) -> None:
+def with_peft(monkeypatch):
     monkeypatch.setattr(checks, "find_spec", lambda name: object())
 
 
-def test_targets_are_looked_for_in_the_heads_of_the_files(tmp_path: Path) -> None:
+def test_targets_are_looked_for_in_the_heads_of_the_files(tmp_path):
     """Names of matrices in numbered blocks, whole or their ends; embeddings, heads, norms and biases are none."""
     matrix, vector = torch.zeros(2, 2), torch.zeros(2)
     tensors = {
@@ -51,12 +47,12 @@ def test_targets_are_looked_for_in_the_heads_of_the_files(tmp_path: Path) -> Non
     assert problems(path, "anything") == [], "the engine says it where files do not"
 
 
-def test_the_layers_of_the_built_in_policy_are_known() -> None:
+def test_the_layers_of_the_built_in_policy_are_known():
     assert problems("builtin", "q_proj", "mlp.down_proj") == []
     assert "(there are down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj)" in problems("builtin", "fc1")[0]
 
 
-def test_a_backend_that_trains_all_weights_and_a_missing_package_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_backend_that_trains_all_weights_and_a_missing_package_are_refused(monkeypatch):
     assert problems("builtin", backend="ddp") == []
     assert "backend fsdp2 cuts a model" in problems("builtin", backend="fsdp2")[0]
     monkeypatch.setattr(checks, "find_spec", lambda name: None)
@@ -75,14 +71,14 @@ def test_a_backend_that_trains_all_weights_and_a_missing_package_are_refused(mon
         ("grpo", ["actor.compile=true", "actor.backend=fsdp2", "actor.workers=[0,1]"], "does not compile them"),
     ],
 )
-def test_options_without_sense_are_refused(experiment: str, options: list[str], said: str) -> None:
+def test_options_without_sense_are_refused(experiment, options, said):
     with pytest.raises(ConfigError, match=said):
         composed = compose_config([f"experiment={experiment}", "env=countdown", *options])
         check_config(composed.config)
         build_experiment(composed)
 
 
-def test_with_adapters_the_reference_is_the_base_of_the_actor() -> None:
+def test_with_adapters_the_reference_is_the_base_of_the_actor():
     """Warm starts train all weights; dropout is for supervised training."""
     options = ["env=countdown", "actor.lora.rank=2"]
     spec = build_experiment(compose_config(["experiment=grpo", *options])).spec

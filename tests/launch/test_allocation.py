@@ -1,11 +1,8 @@
 """Workers get their GPUs from the launcher; what cannot be is refused with the numbers."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import pytest
 
@@ -19,7 +16,7 @@ from realhf.scheduler.gpus import VISIBLE
 from realhf.scheduler.local import LocalScheduler
 
 
-def spec_of(*arguments: str):
+def spec_of(*arguments):
     return build_experiment(compose_config(["experiment=grpo_aws_async", *arguments])).spec
 
 
@@ -44,10 +41,9 @@ def test_workers_that_train_together_get_different_gpus_though_none_are_named():
 
 
 @pytest.mark.parametrize(
-    ("there", "gpus"),
-    [(2, (0, 1, 0, 1, 0)), (3, (0, 1, 2, 2, 2)), (4, (0, 1, 2, 3, 2)), (8, (0, 1, 2, 3, 4))],
+    ("there", "gpus"), [(2, (0, 1, 0, 1, 0)), (3, (0, 1, 2, 2, 2)), (4, (0, 1, 2, 3, 2)), (8, (0, 1, 2, 3, 4))]
 )
-def test_roles_are_dealt_out_though_none_are_named(there: int, gpus: tuple[int, ...]):
+def test_roles_are_dealt_out_though_none_are_named(there, gpus):
     """All of them used to take GPU 0 while the others of the machine stood by."""
     spec = spec_of("actor.workers=[0]", "ref.workers=[1]", "async_rl.n_generation_workers=3")
     workers = ("model_worker/0", "model_worker/1", *(f"generation/{number}" for number in range(3)))
@@ -61,7 +57,7 @@ def test_workers_on_other_hosts_have_the_gpus_of_those():
     joined = (*several, "scheduler=join", "scheduler.hosts=[beta]")
     spec = spec_of(*joined)
 
-    def given(*options: str, there: int) -> dict[str, int]:
+    def given(*options, there):
         scheduler = compose_config(["experiment=grpo_aws_async", *joined, *options]).config.scheduler
         elsewhere = definition_of("join").elsewhere
         assert elsewhere is not None
@@ -97,9 +93,7 @@ def test_too_few_are_refused_with_the_numbers():
 
 
 @pytest.mark.parametrize(("inherited", "own"), [(None, "3"), ("4,5,6, GPU-7", "GPU-7")])
-def test_a_worker_sees_its_own_gpu_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inherited: str | None, own: str
-):
+def test_a_worker_sees_its_own_gpu_only(tmp_path, monkeypatch, inherited, own):
     monkeypatch.delenv(VISIBLE, raising=False)
     if inherited is not None:
         monkeypatch.setenv(VISIBLE, inherited)

@@ -1,7 +1,5 @@
 """Composition of the configuration: what is right composes, what is wrong is one line that names it."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import subprocess
@@ -28,7 +26,7 @@ from realhf.registry import environments
 UNSOLVED = Path(__file__).resolve().parents[2] / "examples" / "your_environment.py"
 
 
-def errors(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+def errors(capsys, *arguments):
     assert main(arguments) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and "Traceback" not in captured.err
@@ -65,7 +63,7 @@ def errors(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["+experiment_path=/nowhere/x.py"], "experiment_path: no such Python file: /nowhere/x.py"),
     ],
 )
-def test_mistakes_in_names_and_types(capsys, arguments: list[str], expected: str):
+def test_mistakes_in_names_and_types(capsys, arguments, expected):
     assert expected in errors(capsys, *arguments)
 
 
@@ -115,7 +113,7 @@ def test_mistakes_in_names_and_types(capsys, arguments: list[str], expected: str
         },
     ],
 )
-def test_mistakes_across_options(capsys, mistakes: dict[str, str]):
+def test_mistakes_across_options(capsys, mistakes):
     """What can be found together is told together, one line each."""
     arguments = [argument for text in mistakes for argument in text.split()]
     lines = errors(capsys, "experiment=grpo_aws", *arguments).splitlines()
@@ -140,10 +138,7 @@ def test_mistakes_across_options(capsys, mistakes: dict[str, str]):
                 "option stream.wait_s has no effect in experiment grpo_aws",
             ],
         ),
-        (
-            ["experiment=sft_aws", "ppo.group_size=4"],
-            ["option ppo.group_size has no effect in experiment sft_aws"],
-        ),
+        (["experiment=sft_aws", "ppo.group_size=4"], ["option ppo.group_size has no effect in experiment sft_aws"]),
         (["experiment=reinforce_aws", "ref.workers=[0]"], ["option ref.workers has no effect"]),
         (
             ["experiment=grpo_stream_http", "evaluation.every_steps=2", "stream.url=http://a:1", "stream.port=2"],
@@ -158,7 +153,7 @@ def test_mistakes_across_options(capsys, mistakes: dict[str, str]):
         ),
     ],
 )
-def test_options_without_effect(capsys, arguments: list[str], expected: list[str]):
+def test_options_without_effect(capsys, arguments, expected):
     lines = errors(capsys, *arguments, "mode=check").splitlines()
     assert [text for text in expected if not any(text in line for line in lines)] == []
     assert len(lines) == len(expected)
@@ -173,7 +168,7 @@ def test_options_with_effect(capsys):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("experiment", ["grpo_aws", "grpo_aws_async"])
-def test_what_a_failed_rollout_means_is_one_option_for_all_runs(experiment: str, capsys):
+def test_what_a_failed_rollout_means_is_one_option_for_all_runs(experiment, capsys):
     for arguments in (["rollout.on_failure=retry", "rollout.retries=5"], ["rollout.on_failure=fail_fast"]):
         spec = build_experiment(compose_config([f"experiment={experiment}", *arguments])).spec
         played = spec.rollout.episodes if spec.rollout else RolloutOptions.from_args(spec.mfcs[0].interface_args)
@@ -192,7 +187,7 @@ def test_what_a_failed_rollout_means_is_one_option_for_all_runs(experiment: str,
         (["env=countdown", "env.pool_size=3"], "env.pool_size"),
     ],
 )
-def test_an_environment_that_cannot_be_had_is_told(arguments: list[str], expected: str, capsys):
+def test_an_environment_that_cannot_be_had_is_told(arguments, expected, capsys):
     assert expected in errors(capsys, "experiment=grpo", *arguments, "mode=check")
 
 
@@ -211,7 +206,7 @@ def test_a_reference_on_two_workers_is_no_mistake():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tiers", [["advanced"], ["expert"], ["warmup", "advanced"]])
-def test_every_tier_can_be_trained_on(tiers: list[str]):
+def test_every_tier_can_be_trained_on(tiers):
     composed = compose_config(["experiment=grpo_aws", f"env.tiers=[{','.join(tiers)}]"])
     check_config(composed.config)
     spec = build_experiment(composed).spec
@@ -235,7 +230,7 @@ def test_all_problems_are_listed_at_once(capsys):
 
 
 @pytest.mark.slow
-def test_a_folder_without_model_or_chat_template_names_the_option(capsys, tmp_path: Path):
+def test_a_folder_without_model_or_chat_template_names_the_option(capsys, tmp_path):
     assert "holds no config.json" in errors(capsys, "experiment=grpo_aws", f"actor.path={tmp_path}")
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     (tmp_path / "tokenizer_config.json").write_text("{}")
@@ -256,7 +251,7 @@ def test_a_folder_without_model_or_chat_template_names_the_option(capsys, tmp_pa
     assert main(["experiment=grpo_aws", f"actor.path={tmp_path}", "mode=check"]) == 0, "of a format that is not read"
 
 
-def test_what_is_not_installed_or_cannot_be_written_is_told_at_the_check(capsys, tmp_path: Path):
+def test_what_is_not_installed_or_cannot_be_written_is_told_at_the_check(capsys, tmp_path):
     """mode=check used to pass, and the run to end after its warm start."""
     (tmp_path / "file").touch()
     trackers = [name for name in ("wandb", "trackio") if importlib.util.find_spec(name) is None]
@@ -304,11 +299,11 @@ def test_choices_win_over_the_experiment_and_the_command_line_over_both():
 
 @pytest.mark.nightly
 @pytest.mark.slow
-def test_learning_rates_of_the_built_in_policy_are_not_those_of_other_models(tiny_policy: Path, capsys):
+def test_learning_rates_of_the_built_in_policy_are_not_those_of_other_models(tiny_policy, capsys):
     """They used to stand in the experiments, where any actor.path trained 300 times too fast. mode=check prints both
     rates, and warns of one that is large for a pretrained model."""
 
-    def rates(*arguments: str) -> tuple[float, float]:
+    def rates(*arguments):
         config = compose_config(arguments).config
         return config.actor.optimizer.lr, config.warm_start.optimizer.lr
 
@@ -340,14 +335,14 @@ def test_values_arrive_with_their_types():
 
 
 @pytest.mark.parametrize(("group", "choice"), [(g, c) for g in ("model", "env", "scheduler") for c in choices(g)])
-def test_every_choice_of_every_group_is_valid(group: str, choice: str, tiny_policy: Path):
+def test_every_choice_of_every_group_is_valid(group, choice, tiny_policy):
     """A model that a command has to make first is stood in for by another one."""
     experiment = "grpo" if group == "env" else "grpo_aws"
     made = [f"actor.path={tiny_policy}"] if choice == "smollm2_135m" else []
     check_config(compose_config([f"experiment={experiment}", f"{group}={choice}", *made]).config)
 
 
-def test_a_model_that_was_not_made_names_the_command(tmp_path: Path, monkeypatch):
+def test_a_model_that_was_not_made_names_the_command(tmp_path, monkeypatch):
     """The folder is looked for where the run is started."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=r"actor\.path=models/smollm2_135m: no such folder; `make model` makes it"):
@@ -367,7 +362,7 @@ def test_every_registered_environment_is_a_choice():
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("model", [[], ["model=builtin"], ["model=builtin_tiny"], ["actor.path=builtin_tiny"]])
-def test_an_environment_without_a_solver_starts_untrained(model: list[str], capsys: pytest.CaptureFixture[str]):
+def test_an_environment_without_a_solver_starts_untrained(model, capsys):
     """Whatever is asked for of the built-in policy. It is said unless the untrained one was named; what needs
     demonstrations says what works."""
     arguments = ["experiment=grpo", f"env.path={UNSOLVED}:Lock", "mode=check", *model]
@@ -392,7 +387,7 @@ def test_a_model_wins_over_an_environment():
         assert config.rollout.max_turns == 1 and config.env.partial_credit == 0
 
 
-def test_an_experiment_file_of_the_user_brings_its_yaml_and_its_mistakes(tmp_path: Path):
+def test_an_experiment_file_of_the_user_brings_its_yaml_and_its_mistakes(tmp_path):
     (tmp_path / "mine.py").write_text("def build(config):\n    return config.nothing\n")
     (tmp_path / "mine.yaml").write_text("dataset: {train_bs_n_seqs: 2}\n")
     assert compose_config([f"+experiment_path={tmp_path / 'mine.py'}"]).config.dataset.train_bs_n_seqs == 2
@@ -401,7 +396,7 @@ def test_an_experiment_file_of_the_user_brings_its_yaml_and_its_mistakes(tmp_pat
         compose_config([f"experiment_path={tmp_path / 'mine.py'}"])
 
 
-def test_an_error_in_an_experiment_file_shows_its_line(tmp_path: Path, capsys):
+def test_an_error_in_an_experiment_file_shows_its_line(tmp_path, capsys):
     (tmp_path / "wrong.py").write_text("\ndef build(config):\n    return config.nothing\n")
     assert "wrong.py, line 3" in errors(capsys, f"+experiment_path={tmp_path / 'wrong.py'}")
     (tmp_path / "empty.py").write_text("")
@@ -415,7 +410,7 @@ def test_help_names_every_option_and_neither_help_nor_an_error_imports_torch():
         "assert 'torch' not in sys.modules and 'transformers' not in sys.modules\nsys.exit(code)"
     )
 
-    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    def run(*arguments):
         return subprocess.run(
             [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=300, check=False
         )

@@ -1,7 +1,5 @@
 """Help and the reference of options are made from the fields, and the reference in the tree is current."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 
@@ -32,7 +30,7 @@ def test_the_reference_is_what_the_fields_say():
     assert "| `ppo.group_size` | `8` |" in done.stdout and "| `env.pool_size` | `16` |" in done.stdout
 
 
-def test_the_help_of_an_experiment_shows_its_own_values_and_sections(capsys: pytest.CaptureFixture[str]):
+def test_the_help_of_an_experiment_shows_its_own_values_and_sections(capsys):
     assert main(["experiment=sft_aws", "seed=7", "--help"]) == 0
     shown = capsys.readouterr().out
     assert shown.startswith("sft_aws: Supervised training")
@@ -40,12 +38,12 @@ def test_the_help_of_an_experiment_shows_its_own_values_and_sections(capsys: pyt
     assert "ppo." not in shown.replace("(ppo.", ""), "it does not train with a policy gradient"
 
 
-def test_a_mistake_beside_help_is_told(capsys: pytest.CaptureFixture[str]):
+def test_a_mistake_beside_help_is_told(capsys):
     assert main(["experiment=sft_awz", "--help"]) == 2
     assert "did you mean 'sft_aws'" in capsys.readouterr().err
 
 
-def test_the_general_help_says_whose_the_other_sections_are(capsys: pytest.CaptureFixture[str]):
+def test_the_general_help_says_whose_the_other_sections_are(capsys):
     assert main(["--help"]) == 0
     shown = capsys.readouterr().out
     at = shown.index(

@@ -1,9 +1,6 @@
 """What the processes of a run will keep in memory is told before any of them starts."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import psutil
 import pytest
@@ -21,18 +18,18 @@ PARAMETERS = 4.02e9
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", **LARGE}))
     return tmp_path
 
 
-def needs(*arguments: str, gpus: dict[str, int] | None = None, there: int = 0) -> dict[tuple[str, str], Need]:
+def needs(*arguments, gpus=None, there=0):
     composed = compose_config(arguments)
     built = build_experiment(composed)
     return {(need.process, need.role): need for need in needs_of(built.spec, built.config, gpus or {}, there)}
 
 
-def test_each_process_has_a_plan_by_role(folder: Path) -> None:
+def test_each_process_has_a_plan_by_role(folder):
     given = (
         "experiment=grpo_aws_async",
         f"actor.path={folder}",
@@ -57,7 +54,7 @@ def test_each_process_has_a_plan_by_role(folder: Path) -> None:
     assert {need.device for need in adapters.values()} == {None}
 
 
-def test_a_plan_that_does_not_fit_is_told_at_the_check(folder: Path, monkeypatch, capsys) -> None:
+def test_a_plan_that_does_not_fit_is_told_at_the_check(folder, monkeypatch, capsys):
     """A model too large used to end as 'killed by SIGKILL', after minutes."""
     (folder / "chat_template.jinja").write_text("{{ messages }}")
     (folder / "model.safetensors").write_bytes(b"")
@@ -73,14 +70,14 @@ def test_a_plan_that_does_not_fit_is_told_at_the_check(folder: Path, monkeypatch
     assert not capsys.readouterr().err
 
 
-def test_what_is_not_known_is_said() -> None:
+def test_what_is_not_known_is_said():
     unknown = Need("model_worker/0", "actor", "owner/name", None, None)
     lines = [*memory_lines([unknown], {})]
     assert "the size of owner/name is not known" in lines[1] and [*shortages([unknown], {})] == []
     assert [*memory_lines([], {})] == []
 
 
-def test_free_memory_is_that_of_the_container(monkeypatch) -> None:
+def test_free_memory_is_that_of_the_container(monkeypatch):
     for left, free in ((1 << 20, 1 << 20), (1 << 62, psutil.virtual_memory().total), (None, None)):
         monkeypatch.setattr(allocation, "memory_left", lambda left=left: left)
         assert 0 < (allocation.free_bytes(0)[None] or 0) <= (free or psutil.virtual_memory().total)

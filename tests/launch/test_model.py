@@ -1,10 +1,6 @@
 """The folder of a model is read before anything starts: its chat template and the length of its context."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,17 +18,17 @@ from realhf.launch.compose import compose_config
 TEMPLATE = "{{ messages }}{% if enable_thinking %}<think>{% endif %}"
 
 
-def folder_of(path: Path, template: str | None = TEMPLATE, **config: Any) -> str:
+def folder_of(path, template=TEMPLATE, **config):
     (path / "config.json").write_text(json.dumps({"max_position_embeddings": 4096, **config}))
     (path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
     return str(path)
 
 
-def problems(path: str, total: int = 1024, **kwargs: Any) -> list[str]:
+def problems(path, total=1024, **kwargs):
     return list(model_problems("actor", ModelConfig(path=path, chat_template_kwargs=kwargs), total))
 
 
-def test_the_template_must_exist_and_read_the_variables(tmp_path: Path):
+def test_the_template_must_exist_and_read_the_variables(tmp_path):
     assert problems(folder_of(tmp_path), enable_thinking=False) == []
     assert "does not read enable_thinkin" in problems(folder_of(tmp_path), enable_thinkin=False)[0]
     assert "no chat template" in problems(folder_of(tmp_path, None))[0]
@@ -44,7 +40,7 @@ def test_the_template_must_exist_and_read_the_variables(tmp_path: Path):
     assert not unread_variables(CHAT_TEMPLATE, BUILTIN_VARIABLES)
 
 
-def test_episodes_longer_than_the_context_are_refused(tmp_path: Path):
+def test_episodes_longer_than_the_context_are_refused(tmp_path):
     assert problems(folder_of(tmp_path), total=4096) == []
     [problem] = problems(folder_of(tmp_path), total=4097)
     assert problem == f"rollout.max_total_tokens=4097: the context of {tmp_path} holds 4096 tokens"
@@ -53,21 +49,21 @@ def test_episodes_longer_than_the_context_are_refused(tmp_path: Path):
 
 
 @pytest.mark.parametrize("option", ["={enable_thinking:false}", ".enable_thinking=false"])
-def test_variables_can_be_set_on_the_command_line(option: str):
+def test_variables_can_be_set_on_the_command_line(option):
     given = ["experiment=grpo_aws", "actor.path=owner/name", f"actor.chat_template_kwargs{option}"]
     spec = build_experiment(compose_config(given)).spec
     assert spec.models["actor"].chat_template_kwargs == {"enable_thinking": False}
 
 
 @pytest.mark.parametrize("experiment", ["grpo_aws", "grpo_aws_async", "sft_aws"])
-def test_the_qwen3_configuration_does_not_think_anywhere(experiment: str):
+def test_the_qwen3_configuration_does_not_think_anywhere(experiment):
     spec = build_experiment(compose_config([f"experiment={experiment}", "model=qwen3_0_6b"])).spec
     assert spec.models["actor"].chat_template_kwargs == {"enable_thinking": False}
     if spec.source.dataset_args is not None:
         assert spec.source.dataset_args["chat_template_kwargs"] == {"enable_thinking": False}
 
 
-def test_rollout_workers_refuse_a_context_that_is_too_short(tmp_path: Path):
+def test_rollout_workers_refuse_a_context_that_is_too_short(tmp_path):
     folder_of(tmp_path, model_type="llama")
     check_context(str(tmp_path), "actor", 4096)
     with pytest.raises(ModelLoadError, match="holds 4096 tokens"):
@@ -95,12 +91,12 @@ LAYERS = "it has layers of the type {}, whose state is not keys and values for e
         ({"hidden_size": 30, "num_attention_heads": 6, "rope_theta": 1e4}, "its attention heads are 5 wide"),
     ],
 )
-def test_a_model_that_is_no_dense_decoder_is_refused_by_name(tmp_path: Path, config: dict[str, Any], problem: str):
+def test_a_model_that_is_no_dense_decoder_is_refused_by_name(tmp_path, config, problem):
     [found] = problems(folder_of(tmp_path, **config))
     assert found.startswith(f"actor.path={tmp_path}: {problem}")
 
 
-def test_mistakes_in_a_folder_end_the_check(tmp_path: Path):
+def test_mistakes_in_a_folder_end_the_check(tmp_path):
     """What is written in config.json comes from others: whatever it is, it is answered with a line."""
     odd = {"layer_types": [3, []], "architectures": 4, "rope_parameters": 7, "vocab_size": "x", "head_dim": [1]}
     odd |= {"max_position_embeddings": "many", "quantization_config": [1], "model_type": 5, "hidden_size": None}
@@ -119,14 +115,14 @@ def test_mistakes_in_a_folder_end_the_check(tmp_path: Path):
         check_config(compose_config(["experiment=grpo_aws", f"actor.path={tmp_path}"]).config)
 
 
-def test_a_text_that_turns_its_tokens_otherwise_when_longer_is_no_context(tmp_path: Path):
+def test_a_text_that_turns_its_tokens_otherwise_when_longer_is_no_context(tmp_path):
     rope = {"rope_type": "longrope", "original_max_position_embeddings": 512}
     [problem] = problems(folder_of(tmp_path, rope_scaling=rope), total=513)
     assert problem.endswith("holds 512 tokens (its rotary embedding, longrope, changes for longer texts)")
     assert problems(str(tmp_path), total=512) == []
 
 
-def test_tokenizer_and_weights_must_have_the_vocabulary_of_the_model(tmp_path: Path):
+def test_tokenizer_and_weights_must_have_the_vocabulary_of_the_model(tmp_path):
     folder = folder_of(tmp_path, vocab_size=4)
     words = {"model": {"vocab": {"a": 0, "b": 1}}, "added_tokens": [{"id": 3, "content": "<end>"}]}
     (tmp_path / "tokenizer.json").write_text(json.dumps(words))
@@ -142,7 +138,7 @@ def test_tokenizer_and_weights_must_have_the_vocabulary_of_the_model(tmp_path: P
         assert problems(folder) == []
 
 
-def test_the_folder_of_the_pretrained_model_is_no_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_folder_of_the_pretrained_model_is_no_hub_id(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path = compose_config(["experiment=grpo_aws", "model=smollm2_135m"]).config.actor.path
     assert problems(path) == [f"actor.path={path}: no such folder; `make model` makes it"]
@@ -152,7 +148,7 @@ def test_the_folder_of_the_pretrained_model_is_no_hub_id(tmp_path: Path, monkeyp
 
 
 @pytest.fixture
-def with_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+def with_gpu(monkeypatch, tmp_path):
     """A machine that shows a GPU, and the folder of its commands."""
     monkeypatch.setattr(checks, "visible_gpus", lambda: ("0",))
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -160,7 +156,7 @@ def with_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_vllm_samples_the_tokens_of_a_pretrained_model_on_a_gpu(with_gpu: Path):
+def test_vllm_samples_the_tokens_of_a_pretrained_model_on_a_gpu(with_gpu):
     """Where the options name no engine. The embedded one is slow there, which is said where vLLM cannot be taken."""
     given = ["experiment=grpo_aws", "actor.path=owner/name"]
     composed = compose_config(given)
@@ -186,7 +182,7 @@ def test_vllm_samples_the_tokens_of_a_pretrained_model_on_a_gpu(with_gpu: Path):
     assert streamed.models["actor"].engine.name == "embedded", "nothing is sampled"
 
 
-def test_without_a_gpu_the_embedded_engine_samples(with_gpu: Path, monkeypatch: pytest.MonkeyPatch):
+def test_without_a_gpu_the_embedded_engine_samples(with_gpu, monkeypatch):
     monkeypatch.setattr(checks, "visible_gpus", lambda: ())
     (with_gpu / "vllm").touch(mode=0o755)
     composed = compose_config(["experiment=grpo_aws", "actor.path=owner/name"])

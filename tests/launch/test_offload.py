@@ -1,7 +1,5 @@
 """Moments are offloaded from GPUs only, by the backends that can."""
 
-from __future__ import annotations
-
 import pytest
 
 from realhf.api.config import ConfigError
@@ -11,15 +9,13 @@ from realhf.launch.compose import compose_config
 from realhf.scheduler import gpus
 
 
-def built(*options: str):
+def built(*options):
     return build_experiment(compose_config(["experiment=ppo", "env=countdown", *options])).spec
 
 
 @pytest.mark.nightly
 @pytest.mark.slow
-def test_without_a_gpu_it_is_refused_for_every_role_and_with_one_only_where_it_cannot_be(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_without_a_gpu_it_is_refused_for_every_role_and_with_one_only_where_it_cannot_be(monkeypatch):
     monkeypatch.setattr("realhf.launch.allocation.visible_gpus", lambda: ())
     for option in ("actor.optimizer.offload", "critic.optimizer.offload", "warm_start.optimizer.offload"):
         with pytest.raises(ConfigError, match=r"optimizer.offload=true: has no effect on the CPU"):

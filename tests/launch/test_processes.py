@@ -5,19 +5,18 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from realhf.launch import run as launch_run
-from realhf.launch.build import BuiltExperiment, build_experiment
+from realhf.launch.build import build_experiment
 from realhf.launch.compose import compose_config
 from realhf.launch.processes import LaunchError, failure_message, run_workers, worker_specs
 from realhf.monitor.display import PlainDisplay
 from realhf.monitor.run_files import deaths
-from realhf.scheduler.base import WorkerEvent, WorkerExit, WorkerLine, WorkerSpec
+from realhf.scheduler.base import WorkerExit, WorkerLine
 from realhf.transport.errors import NetworkError
 from realhf.transport.network import RunKeys
 
@@ -26,30 +25,30 @@ class ScriptedScheduler:
     """Starts nothing; workers end when the script says so, which real ones on a busy machine do not. ``started`` is
     called with what would be."""
 
-    def __init__(self, *script: WorkerEvent, started: Callable[[WorkerSpec], None] = lambda spec: None) -> None:
+    def __init__(self, *script, started=lambda spec: None):
         self._script, self._started = list(script), started
         self.killed: list[tuple[str, str, int, int]] = []
 
-    def start(self, spec: WorkerSpec) -> None:
+    def start(self, spec):
         self._started(spec)
 
-    def wait(self, timeout_s: float) -> list[WorkerEvent]:
+    def wait(self, timeout_s):
         return [self._script.pop(0)] if self._script else []
 
-    def kill(self, name: str, cause: str, *, pid: int = 0, started: int = 0) -> None:
+    def kill(self, name, cause, *, pid=0, started=0):
         self.killed.append((name, cause, pid, started))
         self._script.append(WorkerExit(name, -9, Path("none.log"), 0, cause))
 
-    def stop(self, grace_s: float = 8.0) -> None: ...
+    def stop(self, grace_s=8.0): ...
 
 
-def test_the_marked_cause_wins_over_what_was_logged_after_it(tmp_path: Path):
+def test_the_marked_cause_wins_over_what_was_logged_after_it(tmp_path):
     log = tmp_path / "m.log"
     log.write_text("Traceback (most recent call last):\n  ...\nFATAL: the cause\nlater noise\n")
     assert failure_message(WorkerExit("master", 1, log)) == f"master failed: the cause (log: {log})"
 
 
-def test_a_killed_process_is_shown_with_the_end_of_its_log(tmp_path: Path):
+def test_a_killed_process_is_shown_with_the_end_of_its_log(tmp_path):
     log = tmp_path / "w.log"
     log.write_text("".join(f"line {i}\n" for i in range(20)))
     first, *tail = failure_message(WorkerExit("model_worker/0", -9, log)).splitlines()
@@ -57,7 +56,7 @@ def test_a_killed_process_is_shown_with_the_end_of_its_log(tmp_path: Path):
     assert tail == [f"  | line {i}" for i in range(12, 20)]
 
 
-def test_what_a_predecessor_logged_is_not_blamed(tmp_path: Path):
+def test_what_a_predecessor_logged_is_not_blamed(tmp_path):
     log = tmp_path / "w.log"
     log.write_text("FATAL: the cause before\n")
     before = log.stat().st_size
@@ -68,7 +67,7 @@ def test_what_a_predecessor_logged_is_not_blamed(tmp_path: Path):
 
 
 @pytest.mark.parametrize("order", [("model_worker/0", "master"), ("master", "model_worker/0")])
-def test_a_worker_that_was_sent_away_is_not_the_cause(tmp_path: Path, order: tuple[str, str]):
+def test_a_worker_that_was_sent_away_is_not_the_cause(tmp_path, order):
     (tmp_path / "master.log").write_text("FATAL: the cause\n")
     built = build_experiment(compose_config(["experiment=grpo_aws", f"fileroot={tmp_path}"]))
     ends = {
@@ -81,7 +80,7 @@ def test_a_worker_that_was_sent_away_is_not_the_cause(tmp_path: Path, order: tup
         run_workers(built.plan(built.spec, 0.0), scheduler, PlainDisplay(Console(quiet=True)))
 
 
-def test_only_the_master_reports_for_the_run(tmp_path: Path):
+def test_only_the_master_reports_for_the_run(tmp_path):
     """Whatever another process prints, it is not the end of the run."""
     (tmp_path / "master.log").write_text("FATAL: the cause\n")
     built = build_experiment(compose_config(["experiment=grpo_aws", f"fileroot={tmp_path}"]))
@@ -94,7 +93,7 @@ def test_only_the_master_reports_for_the_run(tmp_path: Path):
         run_workers(built.plan(built.spec, 0.0), scheduler, PlainDisplay(Console(quiet=True)))
 
 
-def test_a_worker_of_any_run_that_the_master_declares_dead_is_killed_and_named(tmp_path: Path):
+def test_a_worker_of_any_run_that_the_master_declares_dead_is_killed_and_named(tmp_path):
     built = build_experiment(compose_config(["experiment=grpo_aws", f"fileroot={tmp_path}"]))
     built.spec.run_dir.mkdir(parents=True)
     said = {"kind": "lost", "name": "env/0", "pid": 7, "started": 70, "reason": "no heartbeat for 8.1 s", "left": False}
@@ -107,20 +106,18 @@ def test_a_worker_of_any_run_that_the_master_declares_dead_is_killed_and_named(t
     ]
 
 
-def test_a_ctrl_c_during_the_clean_up_waits_for_its_end_and_does_not_hide_the_cause(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
+def test_a_ctrl_c_during_the_clean_up_waits_for_its_end_and_does_not_hide_the_cause(tmp_path, capsys, monkeypatch):
     """It ended the clean-up: a worker that was stopped outlived the launcher, which told of the signal alone."""
     built = build_experiment(compose_config(["experiment=grpo_aws", f"fileroot={tmp_path}"]))
     ended: list[str] = []
 
     class Impatient(ScriptedScheduler):
-        def stop(self, grace_s: float = 8.0) -> None:
+        def stop(self, grace_s=8.0):
             for number in (signal.SIGINT, signal.SIGTERM):
                 os.kill(os.getpid(), number)
             ended.append("all of them")
 
-    def run(built: BuiltExperiment, *_: object) -> dict[str, object]:
+    def run(built, *_):
         scheduler = Impatient(WorkerExit("model_worker/0", -9, tmp_path / "none.log"))
         return run_workers(built.plan(built.spec, 0.0), scheduler, PlainDisplay(Console(quiet=True)))
 
@@ -131,12 +128,12 @@ def test_a_ctrl_c_during_the_clean_up_waits_for_its_end_and_does_not_hide_the_ca
     assert "model_worker/0 ended before the run did: killed by SIGKILL" in said and "stopped by SIGINT" in said
 
 
-def test_an_early_clean_exit_is_a_failure_too(tmp_path: Path):
+def test_an_early_clean_exit_is_a_failure_too(tmp_path):
     text = failure_message(WorkerExit("env/0", 0, tmp_path / "none.log"))
     assert text.startswith("env/0 ended before the run did: exit code 0")
 
 
-def test_flags_of_the_environment_server_are_named_as_options(tmp_path: Path):
+def test_flags_of_the_environment_server_are_named_as_options(tmp_path):
     log = tmp_path / "e.log"
     log.write_text("env_worker: cannot listen on 127.0.0.1:1 (--ministack-base-port): in use\n")
     assert "(env.ministack_base_port)" in failure_message(WorkerExit("env/0", 1, log))
@@ -146,7 +143,7 @@ def test_flags_of_the_environment_server_are_named_as_options(tmp_path: Path):
 
 
 @pytest.mark.parametrize("niceness", [0, 10])
-def test_whoever_feeds_the_trainer_steps_back_behind_it(niceness: int):
+def test_whoever_feeds_the_trainer_steps_back_behind_it(niceness):
     built = build_experiment(compose_config(["experiment=grpo_aws_async", f"async_rl.niceness={niceness}"]))
     workers = worker_specs(built.plan(built.spec, 0.0), "run", "tcp://127.0.0.1:1")
     assert {worker.name: worker.niceness for worker in workers} == {
@@ -171,7 +168,7 @@ def test_without_rollout_workers_nobody_steps_back():
 
 
 @pytest.mark.parametrize("bind", ["", "127.0.0.1", "10.0.0.1"])
-def test_keys_are_in_the_launchers_memory_and_on_no_disk_or_command_line(tmp_path: Path, bind: str):
+def test_keys_are_in_the_launchers_memory_and_on_no_disk_or_command_line(tmp_path, bind):
     """Beyond the loopback the launcher makes keys before the first process. They lie in no folder, so that a launcher
     that is killed leaves none behind."""
     options = ["experiment=grpo_aws", f"fileroot={tmp_path}", *([f"network.bind={bind}"] if bind else [])]
@@ -180,7 +177,7 @@ def test_keys_are_in_the_launchers_memory_and_on_no_disk_or_command_line(tmp_pat
     folder.mkdir(parents=True)
     seen: dict[Path, RunKeys] = {}
 
-    def look(spec: WorkerSpec) -> None:
+    def look(spec):
         files = [Path(spec.argv[at + 1]) for at, text in enumerate(spec.argv) if text == "--key-file"]
         seen.update({file: RunKeys.read(file) for file in files})
         written = [path.read_text() for path in tmp_path.rglob("*") if path.is_file()]

@@ -6,7 +6,6 @@ import copy
 import json
 import time
 from collections import Counter
-from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
 from random import Random
@@ -15,15 +14,15 @@ from typing import Any
 import pytest
 import yaml
 
-from realhf.api.config import ConfigError, ExperimentConfig, RecoverMode, run_folder
+from realhf.api.config import ConfigError, RecoverMode, run_folder
 from realhf.api.experiment import Launch
-from realhf.api.option import Found, walk
+from realhf.api.option import walk
 from realhf.base.installation import PACKAGE
 from realhf.dataflow.checkpoint import CheckpointStore
 from realhf.launch.__main__ import main
 from realhf.launch.build import build_experiment
 from realhf.launch.checks import check_config
-from realhf.launch.compose import Composed, compose_config
+from realhf.launch.compose import compose_config
 from realhf.launch.resume import check_resume, plain_options, resume_line
 from realhf.launch.run import RUN_FILES, removable, unknown_files
 from realhf.monitor.provenance import launches, record_launch
@@ -40,7 +39,7 @@ BASES = (
 )
 
 
-def saved(config: ExperimentConfig, step: int = 5, options: Mapping[str, Any] | None = None) -> Path:
+def saved(config, step=5, options=None):
     """A run folder with a checkpoint, as far as options go."""
     folder = run_folder(config)
     state = {"options": plain_options(config) if options is None else options}
@@ -48,7 +47,7 @@ def saved(config: ExperimentConfig, step: int = 5, options: Mapping[str, Any] | 
     return folder
 
 
-def other_value(random: Random, found: Found) -> Any:
+def other_value(random, found):
     """Another value of an option, one that may stand there as far as its field says."""
     _, about, now = found
     names = [*about.choices] or ([*registered_names(about.registry)] if about.registry else [])
@@ -70,7 +69,7 @@ def other_value(random: Random, found: Found) -> Any:
     return round(drawn) if isinstance(now, int) else drawn
 
 
-def with_option(composed: Composed, name: str, value: Any) -> Composed:
+def with_option(composed, name, value):
     config = copy.deepcopy(composed.config)
     section, _, leaf = name.rpartition(".")
     part: Any = config
@@ -81,7 +80,7 @@ def with_option(composed: Composed, name: str, value: Any) -> Composed:
 
 
 @pytest.mark.slow
-def test_random_changes_are_free_told_or_refused_as_their_fields_say(tmp_path: Path) -> None:
+def test_random_changes_are_free_told_or_refused_as_their_fields_say(tmp_path):
     """Whatever could be launched into an empty folder is tried on one that has made five steps with other options."""
     random, seen = Random(11), Counter()
     bases = [compose_config([*base, f"fileroot={tmp_path / str(i)}", "trial_name=t"]) for i, base in enumerate(BASES)]
@@ -115,7 +114,7 @@ def test_random_changes_are_free_told_or_refused_as_their_fields_say(tmp_path: P
     assert set(seen) == {"free", "warns", "refuses"} and min(seen.values()) >= 5, seen
 
 
-def test_a_refused_launch_names_the_options_and_changes_nothing(tmp_path: Path, capsys: Any) -> None:
+def test_a_refused_launch_names_the_options_and_changes_nothing(tmp_path, capsys):
     """It used to report the old run as if it were the new one, and to write the new options into its folder."""
     where = [f"fileroot={tmp_path}", "trial_name=z"]
     first = ["experiment=grpo", "env=countdown", "actor.path=owner/name", *where]
@@ -139,9 +138,7 @@ def test_a_refused_launch_names_the_options_and_changes_nothing(tmp_path: Path, 
 
 
 @pytest.mark.nightly
-def test_a_second_launch_with_another_learning_rate_never_reports_the_first_ones_result(
-    tmp_path: Path, capsys: Any
-) -> None:
+def test_a_second_launch_with_another_learning_rate_never_reports_the_first_ones_result(tmp_path, capsys):
     """A complete run has nothing left to train with it, and is not shown as if it had been trained so; one that is not
     complete takes it from its next step on, and says so. Of the warm start it would come too late in any case."""
     options = ["experiment=ppo", "env=sql", "actor.path=owner/name", f"fileroot={tmp_path}", "trial_name=z"]
@@ -160,7 +157,7 @@ def test_a_second_launch_with_another_learning_rate_never_reports_the_first_ones
         check_resume(compose_config([*options, "total_train_steps=20", "warm_start.optimizer.lr=0.01"]).config)
 
 
-def test_options_that_come_too_late_are_refused_and_more_steps_are_not(tmp_path: Path) -> None:
+def test_options_that_come_too_late_are_refused_and_more_steps_are_not(tmp_path):
     config = compose_config(["experiment=grpo", "env=sql", "actor.path=owner/name", f"fileroot={tmp_path}"]).config
     saved(config, config.total_train_steps)
     config.evaluation.templates += 1
@@ -178,7 +175,7 @@ def test_options_that_come_too_late_are_refused_and_more_steps_are_not(tmp_path:
     assert check_resume(config) is None, "it begins anew"
 
 
-def test_options_are_known_from_the_configuration_before_the_first_checkpoint(tmp_path: Path) -> None:
+def test_options_are_known_from_the_configuration_before_the_first_checkpoint(tmp_path):
     """A run that was killed before its first checkpoint has samples in its journal all the same."""
     options = ["experiment=grpo_aws_async", "actor.path=owner/name", f"fileroot={tmp_path}", "trial_name=t"]
     config = compose_config(options).config
@@ -196,7 +193,7 @@ def test_options_are_known_from_the_configuration_before_the_first_checkpoint(tm
     assert resumption and "it is not known which options" in "".join(resumption.warnings())
 
 
-def test_options_of_an_earlier_version_had_their_defaults_and_paths_may_be_written_otherwise(tmp_path: Path) -> None:
+def test_options_of_an_earlier_version_had_their_defaults_and_paths_may_be_written_otherwise(tmp_path):
     config = compose_config(["experiment=grpo", "env=sql", f"fileroot={tmp_path}", "trial_name=t"]).config
     (tmp_path / "model").mkdir()
     config.actor.path = str(tmp_path / "model")
@@ -210,7 +207,7 @@ def test_options_of_an_earlier_version_had_their_defaults_and_paths_may_be_writt
 
 
 @pytest.mark.parametrize("name", ["grpo_aws_async", "grpo_aws"])
-def test_runs_from_before_the_switch_go_on_as_asynchronously_as_they_began(tmp_path: Path, name: str) -> None:
+def test_runs_from_before_the_switch_go_on_as_asynchronously_as_they_began(tmp_path, name):
     config = compose_config([f"experiment={name}", f"fileroot={tmp_path}", "trial_name=t"]).config
     before = plain_options(config)
     streamed = before.pop("async_rl.enabled")
@@ -223,7 +220,7 @@ def test_runs_from_before_the_switch_go_on_as_asynchronously_as_they_began(tmp_p
 
 
 @pytest.mark.nightly
-def test_a_run_without_a_name_is_a_new_one_and_says_how_to_go_on(tmp_path: Path) -> None:
+def test_a_run_without_a_name_is_a_new_one_and_says_how_to_go_on(tmp_path):
     arguments = ["experiment=grpo", "env=sql", f"fileroot={tmp_path}", "recover_mode=disabled"]
     names = {compose_config(arguments).config.trial_name for _ in range(3)}
     assert len(names) == 3 and all(name.startswith(time.strftime("%Y%m")) for name in names)
@@ -232,7 +229,7 @@ def test_a_run_without_a_name_is_a_new_one_and_says_how_to_go_on(tmp_path: Path)
     assert line.endswith(" trial_name=20260101-000000-abcd") and "recover_mode" not in line
 
 
-def test_a_resume_without_a_checkpoint_names_the_runs_that_have_one(tmp_path: Path) -> None:
+def test_a_resume_without_a_checkpoint_names_the_runs_that_have_one(tmp_path):
     arguments = ["experiment=grpo", "env=sql", "actor.path=owner/name", f"fileroot={tmp_path}"]
     saved(compose_config([*arguments, "trial_name=mine"]).config)
     config = compose_config([*arguments, "recover_mode=resume"]).config
@@ -240,7 +237,7 @@ def test_a_resume_without_a_checkpoint_names_the_runs_that_have_one(tmp_path: Pa
         check_config(config)
 
 
-def test_the_history_of_a_run_is_kept(tmp_path: Path) -> None:
+def test_the_history_of_a_run_is_kept(tmp_path):
     for name, steps in (("a", 0), ("b", 5), ("b", 5)):
         launch = Launch(
             name, f"seed: {steps}\n", {}, {"seed": [0, steps]}, {"git": {"commit": "c"}, "arguments": [name]}
@@ -252,7 +249,7 @@ def test_the_history_of_a_run_is_kept(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "provenance.json").read_text())["arguments"] == ["b"]
 
 
-def test_what_a_run_wrote_goes_when_it_begins_anew_and_nothing_else(tmp_path: Path) -> None:
+def test_what_a_run_wrote_goes_when_it_begins_anew_and_nothing_else(tmp_path):
     """``weights.jsonl`` used to stay, so that the proof of the weights held two histories."""
     made = [file.name.replace("*", "x") for file in RUN_FILES] + ["notes.txt", "metrics.jsonl.partial", ".policy.7.tmp"]
     for name in made:
@@ -264,12 +261,12 @@ def test_what_a_run_wrote_goes_when_it_begins_anew_and_nothing_else(tmp_path: Pa
     )
 
 
-def test_every_file_of_a_run_is_in_the_docs() -> None:
+def test_every_file_of_a_run_is_in_the_docs():
     page = (PACKAGE.parent / "docs" / "running.md").read_text(encoding="utf-8")
     assert [file.name for file in RUN_FILES if f"`{file.name.rstrip('*')}" not in page] == []
 
 
-def _launched(at: str, config: ExperimentConfig) -> Launch:
+def _launched(at, config):
     from omegaconf import OmegaConf
 
     text = OmegaConf.to_yaml(OmegaConf.structured(config))

@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -48,7 +47,7 @@ class Ended(NamedTuple):
     root: Path
 
 
-def command(root: Path, *options: str) -> list[str]:
+def command(root, *options):
     return [
         sys.executable,
         "-m",
@@ -60,12 +59,12 @@ def command(root: Path, *options: str) -> list[str]:
     ]
 
 
-def launch(root: Path, *options: str) -> subprocess.CompletedProcess[str]:
+def launch(root, *options):
     return subprocess.run(command(root, *options), capture_output=True, text=True, timeout=300, check=False)
 
 
 @pytest.fixture(scope="module")
-def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
+def ended(tmp_path_factory):
     """Runs that end by themselves, by a name of their own; two are made at a time."""
     options = {
         "fails": ("experiment_name=fails",),
@@ -74,7 +73,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
         "ends": ("experiment_name=ends", "total_train_steps=10", "evaluation.every_steps=1", "rpc.control_timeout_s=6"),
     }
 
-    def end(name: str) -> Ended:
+    def end(name):
         root = tmp_path_factory.mktemp(name)
         return Ended(launch(root, *options[name]), root)
 
@@ -82,14 +81,14 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
         return dict(zip(options, pool.map(end, options), strict=True))
 
 
-def losses(run: Path) -> dict[int, float]:
+def losses(run):
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
     assert all(0 < row[f"host/{os.uname().nodename}/memory"] < 1 for row in rows), "of the host, with every step"
     return {row["step"]: row["policy/loss"] for row in rows}
 
 
-def expected_losses(steps: int) -> dict[int, float]:
+def expected_losses(steps):
     """Two numbers a step, counted from seed 1; the weight is their sum so far."""
     return {step: float(sum(range(1, 2 * step + 1))) for step in range(1, steps + 1)}
 
@@ -102,7 +101,7 @@ class Slow(NamedTuple):
     root: Path
 
 
-def start_slow(root: Path) -> Slow:
+def start_slow(root):
     process = subprocess.Popen(
         command(root, "experiment_name=slow"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -120,7 +119,7 @@ def start_slow(root: Path) -> Slow:
 
 
 @pytest.fixture(scope="module")
-def slow_runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Slow]]:
+def slow_runs(tmp_path_factory):
     """One for each test that ends one; two are started at a time."""
     with ThreadPoolExecutor(2) as pool:
         runs = list(pool.map(start_slow, [tmp_path_factory.mktemp("slow") for _ in range(2)]))
@@ -130,11 +129,11 @@ def slow_runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Slow]]:
 
 
 @pytest.fixture
-def slow(slow_runs: list[Slow]) -> Slow:
+def slow(slow_runs):
     return slow_runs.pop()
 
 
-def test_a_run_saves_everything_and_goes_on_where_it_ended(tmp_path: Path):
+def test_a_run_saves_everything_and_goes_on_where_it_ended(tmp_path):
     """Its second step is skipped: that is said and counted, and the samples are written out."""
     done = launch(tmp_path, "experiment_name=skips")
     assert done.returncode == 0, done.stderr
@@ -180,7 +179,7 @@ def test_a_run_saves_everything_and_goes_on_where_it_ended(tmp_path: Path):
     assert losses(run) == expected_losses(1) and len(launches(run)) == 1
 
 
-def test_a_signal_to_the_launcher_stops_everything(slow: Slow):
+def test_a_signal_to_the_launcher_stops_everything(slow):
     process, workers, _ = slow
     process.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=300)
@@ -190,7 +189,7 @@ def test_a_signal_to_the_launcher_stops_everything(slow: Slow):
 
 
 @pytest.mark.nightly
-def test_a_failing_call_is_one_line_and_its_traceback_is_in_the_log(ended: dict[str, Ended]):
+def test_a_failing_call_is_one_line_and_its_traceback_is_in_the_log(ended):
     done, root = ended["fails"]
     assert done.returncode == 1
     assert "actor_train failed at step 1 on model_worker/0" in done.stderr and "the toy fell over" in done.stderr
@@ -198,14 +197,14 @@ def test_a_failing_call_is_one_line_and_its_traceback_is_in_the_log(ended: dict[
     assert "Traceback" in (root / "fails" / "t" / "logs" / "master.log").read_text()
 
 
-def test_a_model_that_does_not_load_names_the_option(ended: dict[str, Ended]):
+def test_a_model_that_does_not_load_names_the_option(ended):
     done = ended["broken"].done
     assert done.returncode == 1
     assert "actor.path=hub/broken: this model is broken" in done.stderr
     assert "Traceback" not in done.stderr and len(done.stderr.splitlines()) == 1
 
 
-def test_a_call_that_asks_for_the_end_gets_it_after_its_samples_were_written_out(ended: dict[str, Ended]):
+def test_a_call_that_asks_for_the_end_gets_it_after_its_samples_were_written_out(ended):
     done, root = ended["stops"]
     assert done.returncode == 1
     assert "actor_train ended the run at step 2: it was skipped" in done.stderr and "Traceback" not in done.stderr
@@ -213,14 +212,14 @@ def test_a_call_that_asks_for_the_end_gets_it_after_its_samples_were_written_out
     assert [(row["step"], row["ids"]) for row in rows] == [(2, ["n3", "n4"])]
 
 
-def test_loading_waits_for_an_evaluation_that_lasts_longer_than_a_control_call_may(ended: dict[str, Ended]):
+def test_loading_waits_for_an_evaluation_that_lasts_longer_than_a_control_call_may(ended):
     done, root = ended["ends"]
     assert done.returncode == 0, done.stderr
     assert list(json.loads((root / "ends" / "t" / "evaluations.json").read_text())) == ["0", "1", "2", "3"]
 
 
 @pytest.mark.nightly
-def test_a_finite_source_ends_with_evaluation_checkpoint_and_export(ended: dict[str, Ended]):
+def test_a_finite_source_ends_with_evaluation_checkpoint_and_export(ended):
     done, root = ended["ends"]
     assert done.returncode == 0, done.stderr
     assert "the data ended after step 3, before total_train_steps=10" in done.stdout
@@ -236,7 +235,7 @@ def test_a_finite_source_ends_with_evaluation_checkpoint_and_export(ended: dict[
 
 
 @pytest.mark.nightly
-def test_two_launchers_cannot_share_a_run_folder_and_ctrl_c_ends_the_first(slow: Slow):
+def test_two_launchers_cannot_share_a_run_folder_and_ctrl_c_ends_the_first(slow):
     process, workers, root = slow
     second = launch(root, "experiment_name=slow")
     assert second.returncode == 2

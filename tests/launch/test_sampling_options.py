@@ -1,7 +1,5 @@
 """Sampling that cuts the distribution is refused for training, before anything starts."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 
 import pytest
@@ -14,7 +12,7 @@ from realhf.rollout.player import make_agent
 
 
 @pytest.mark.parametrize("experiment", ["grpo_aws", "grpo_aws_async", "reinforce_aws"])
-def test_a_cut_distribution_is_refused_with_the_reason(capsys, experiment: str):
+def test_a_cut_distribution_is_refused_with_the_reason(capsys, experiment):
     options = ["gen.top_p=0.9", "gen.top_k=20", "gen.min_new_tokens=2"]
     assert main([f"experiment={experiment}", "mode=check", *options]) == 2
     lines = capsys.readouterr().err.splitlines()
@@ -35,6 +33,6 @@ def test_rollouts_for_training_refuse_it_too_and_evaluation_does_not():
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float8"])
-def test_a_dtype_that_cannot_be_trained_is_refused(capsys, dtype: str):
+def test_a_dtype_that_cannot_be_trained_is_refused(capsys, dtype):
     assert main(["experiment=grpo_aws", "mode=check", f"actor.dtype={dtype}"]) == 2
     assert f"actor.dtype={dtype}: unknown (known: float32, bfloat16)" in capsys.readouterr().err

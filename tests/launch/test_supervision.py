@@ -24,44 +24,44 @@ from realhf.launch.processes import (
 )
 from realhf.monitor.display import PlainDisplay
 from realhf.monitor.run_files import deaths
-from realhf.scheduler.base import WorkerEvent, WorkerExit, WorkerSpec, WorkersWanted
+from realhf.scheduler.base import WorkerExit, WorkerSpec, WorkersWanted
 from realhf.transport.errors import LOST_MASTER
 
 
 class FakeClock:
     """Stands in for the module ``time``."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.now = 0.0
 
-    def monotonic(self) -> float:
+    def monotonic(self):
         return self.now
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
+def clock(monkeypatch):
     clock = FakeClock()
     monkeypatch.setattr(processes, "time", clock)
     monkeypatch.setattr(processes, "time", clock)
     return clock
 
 
-def spec(name: str) -> WorkerSpec:
+def spec(name):
     return WorkerSpec(name, "module", (), Path("log"))
 
 
-def end(name: str, code: int = -9) -> WorkerExit:
+def end(name, code=-9):
     return WorkerExit(name, code, Path("log"))
 
 
-def supervisor(*names: str) -> Supervisor:
+def supervisor(*names):
     made = Supervisor()
     for name in names:
         made.started(spec(name))
     return made
 
 
-def test_only_workers_that_hold_nothing_have_successors(clock: FakeClock) -> None:
+def test_only_workers_that_hold_nothing_have_successors(clock):
     names = ("rollout_worker/1", "generation/0", "env/0", "model_worker/0", "master", "trajectory/0")
     watch = supervisor(*names)
     clock.now = 2 * QUICK_S
@@ -71,7 +71,7 @@ def test_only_workers_that_hold_nothing_have_successors(clock: FakeClock) -> Non
     assert watch.restarts == {"rollout_worker": 1, "generation": 1, "env": 1}
 
 
-def test_one_that_is_killed_now_and_then_is_started_for_ever(clock: FakeClock) -> None:
+def test_one_that_is_killed_now_and_then_is_started_for_ever(clock):
     watch = supervisor("generation/0")
     for _ in range(50):
         clock.now += QUICK_S
@@ -79,7 +79,7 @@ def test_one_that_is_killed_now_and_then_is_started_for_ever(clock: FakeClock) -
         watch.started(spec("generation/0"))
 
 
-def test_one_that_dies_at_once_again_and_again_is_not(clock: FakeClock) -> None:
+def test_one_that_dies_at_once_again_and_again_is_not(clock):
     watch = supervisor("generation/0", "generation/1")
     for _ in range(MAX_QUICK_DEATHS):
         clock.now += QUICK_S / 2
@@ -90,7 +90,7 @@ def test_one_that_dies_at_once_again_and_again_is_not(clock: FakeClock) -> None:
     assert watch.successor(end("generation/1")) is not None, "each is counted for itself"
 
 
-def test_one_that_fails_by_itself_may_do_so_a_few_times(clock: FakeClock) -> None:
+def test_one_that_fails_by_itself_may_do_so_a_few_times(clock):
     watch = supervisor("rollout_worker/0")
     for _ in range(MAX_ERRORS):
         clock.now += 2 * QUICK_S
@@ -103,7 +103,7 @@ def test_one_that_fails_by_itself_may_do_so_a_few_times(clock: FakeClock) -> Non
     assert watch.successor(end("rollout_worker/0", 1)) is None
 
 
-def test_one_that_is_given_up_ends_the_run_only_when_no_other_of_its_kind_is_left(clock: FakeClock) -> None:
+def test_one_that_is_given_up_ends_the_run_only_when_no_other_of_its_kind_is_left(clock):
     watch = supervisor("generation/0", "generation/1", "env/0", "model_worker/0", "model_worker/1")
     for _ in range(MAX_QUICK_DEATHS):
         assert watch.successor(end("generation/0")) is not None
@@ -117,7 +117,7 @@ def test_one_that_is_given_up_ends_the_run_only_when_no_other_of_its_kind_is_lef
     assert watch.successor(end("generation/1")) is None and not watch.dispensable("generation/1")
 
 
-def test_only_deaths_of_the_last_hour_count_towards_the_new_beginnings(clock: FakeClock) -> None:
+def test_only_deaths_of_the_last_hour_count_towards_the_new_beginnings(clock):
     options = AsyncConfig(recover_retries=2, recover_window_s=100.0)
     failures: deque[float] = deque()
     fates = []
@@ -126,12 +126,12 @@ def test_only_deaths_of_the_last_hour_count_towards_the_new_beginnings(clock: Fa
     assert fates == [True, True, True, False, True, True]
 
 
-def lost(name: str, *, left: bool = False) -> dict[str, object]:
+def lost(name, *, left=False):
     reason = "it left" if left else "no heartbeat for 8.1 s (was idle)"
     return {"kind": "lost", "name": name, "pid": 7, "started": 70, "reason": reason, "left": left}
 
 
-def test_whom_the_master_declares_dead_is_killed_and_only_that_process(clock: FakeClock) -> None:
+def test_whom_the_master_declares_dead_is_killed_and_only_that_process(clock):
     """A worker that was silent counted as dead for the master alone: nobody ended it, nobody took its place, and the
     run stood still for half an hour."""
     watch = supervisor("generation/0", "rollout_worker/0")
@@ -149,7 +149,7 @@ def test_whom_the_master_declares_dead_is_killed_and_only_that_process(clock: Fa
     assert watch.condemned() == []
 
 
-def test_a_worker_whose_start_was_put_off_has_its_whole_time_to_join(clock: FakeClock) -> None:
+def test_a_worker_whose_start_was_put_off_has_its_whole_time_to_join(clock):
     """It waits until a host has rested, which may take longer than it may take to register."""
     watch = Supervisor(join_s=50.0)
     watch.started(spec("generation/0"))
@@ -162,7 +162,7 @@ def test_a_worker_whose_start_was_put_off_has_its_whole_time_to_join(clock: Fake
     assert [sentence.name for sentence in watch.condemned()] == ["generation/0"]
 
 
-def test_who_never_registers_is_killed_and_so_is_a_master_that_never_listens(clock: FakeClock) -> None:
+def test_who_never_registers_is_killed_and_so_is_a_master_that_never_listens(clock):
     watch = Supervisor(join_s=50.0)
     for name in ("master", "generation/0", "generation/1"):
         watch.started(spec(name))
@@ -180,7 +180,7 @@ def test_who_never_registers_is_killed_and_so_is_a_master_that_never_listens(clo
     assert watch.condemned() == []
 
 
-def test_in_a_synchronous_run_nobody_has_a_successor(clock: FakeClock) -> None:
+def test_in_a_synchronous_run_nobody_has_a_successor(clock):
     watch = Supervisor(replaces=False)
     for name in ("env/0", "rollout_worker/0", "rollout_worker/1"):
         watch.started(spec(name))
@@ -190,23 +190,23 @@ def test_in_a_synchronous_run_nobody_has_a_successor(clock: FakeClock) -> None:
 class FullScheduler:
     """Has no room for a worker; what it has is in ``started``."""
 
-    def __init__(self, *full: str) -> None:
+    def __init__(self, *full):
         self._full, self.started = full, list[WorkerSpec]()
 
-    def start(self, spec: WorkerSpec) -> None:
+    def start(self, spec):
         if spec.name in self._full or spec.host in self._full:
             raise OSError(f"{spec.name}: no host has room")
         self.started.append(spec)
 
-    def wait(self, timeout_s: float) -> list[WorkerEvent]:
+    def wait(self, timeout_s):
         return []
 
-    def kill(self, name: str, cause: str, *, pid: int = 0, started: int = 0) -> None: ...
+    def kill(self, name, cause, *, pid=0, started=0): ...
 
-    def stop(self, grace_s: float = 8.0) -> None: ...
+    def stop(self, grace_s=8.0): ...
 
 
-def test_a_successor_without_a_place_is_left_out_while_others_of_its_kind_run(clock: FakeClock, tmp_path: Path) -> None:
+def test_a_successor_without_a_place_is_left_out_while_others_of_its_kind_run(clock, tmp_path):
     watch, display = supervisor("generation/0", "generation/1"), PlainDisplay(Console(quiet=True))
     scheduler = FullScheduler("generation/0")
     processes._replace([end("generation/0")], scheduler, display, watch, tmp_path)
@@ -219,7 +219,7 @@ def test_a_successor_without_a_place_is_left_out_while_others_of_its_kind_run(cl
     ]
 
 
-def test_nobody_gets_a_successor_where_the_run_ends_anyway(clock: FakeClock, tmp_path: Path) -> None:
+def test_nobody_gets_a_successor_where_the_run_ends_anyway(clock, tmp_path):
     """A master that stood still is lost by all its workers: rollout workers used to be started once, for nothing."""
     watch, display = supervisor("generation/0", "rollout_worker/0", "model_worker/0"), PlainDisplay(Console(quiet=True))
     scheduler = FullScheduler()
@@ -235,7 +235,7 @@ def test_nobody_gets_a_successor_where_the_run_ends_anyway(clock: FakeClock, tmp
     ]
 
 
-def test_who_lost_the_master_is_judged_when_others_may_have_lost_it_too(tmp_path: Path) -> None:
+def test_who_lost_the_master_is_judged_when_others_may_have_lost_it_too(tmp_path):
     log = tmp_path / "log"
     log.write_text(f"FATAL: worker 'rollout_worker/0' {LOST_MASTER} tcp://10.0.0.1:1: no answer for 10.0 s\n")
     assert processes._may_be_the_master(WorkerExit("rollout_worker/0", 1, log))
@@ -245,7 +245,7 @@ def test_who_lost_the_master_is_judged_when_others_may_have_lost_it_too(tmp_path
 
 
 @pytest.mark.slow
-def test_a_host_that_joins_gets_workers_with_new_names_once_the_master_listens(tmp_path: Path) -> None:
+def test_a_host_that_joins_gets_workers_with_new_names_once_the_master_listens(tmp_path):
     built = build_experiment(compose_config(["experiment=grpo_aws_async", f"fileroot={tmp_path}"]))
     more = Reinforcements(built.plan(built.spec, 0.0), "run", tmp_path / "keys")
     more.wanted = [WorkersWanted("b", "rollout_worker", 2), WorkersWanted("gone", "generation", 1)]

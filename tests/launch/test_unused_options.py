@@ -1,8 +1,6 @@
 """Options without effect are refused wherever they are written: in the experiment's YAML, in one that it builds on, in
 a choice of which nothing is read."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 
@@ -19,22 +17,22 @@ TOY = Path(__file__).with_name("toy_experiment.py")
 
 
 @pytest.fixture
-def configs(tmp_path: Path) -> Path:
+def configs(tmp_path):
     """A copy of the configurations, to be added to."""
     shutil.copytree(CONFIGS, tmp_path / "configs")
     return tmp_path / "configs"
 
 
-def write(configs: Path, experiment: str, text: str) -> None:
+def write(configs, experiment, text):
     path = configs / "experiment" / f"{experiment}.yaml"
     path.write_text((path.read_text() if path.exists() else "# @package _global_\n") + text)
 
 
-def build(configs: Path, *arguments: str) -> None:
+def build(configs, *arguments):
     build_experiment(compose_config(list(arguments), configs))
 
 
-def test_in_the_yaml_of_an_experiment_of_the_house(configs: Path):
+def test_in_the_yaml_of_an_experiment_of_the_house(configs):
     write(configs, "sft", "rollout:\n  max_turns: 3\nstream: {port: 8000}\n")
     with pytest.raises(ConfigError) as refused:
         build(configs, "experiment=sft", "env.path=aws", "async_rl.enabled=true")
@@ -45,7 +43,7 @@ def test_in_the_yaml_of_an_experiment_of_the_house(configs: Path):
     ]
 
 
-def test_in_the_yaml_beside_a_file_of_ones_own(tmp_path: Path, capsys):
+def test_in_the_yaml_beside_a_file_of_ones_own(tmp_path, capsys):
     shutil.copy(TOY, tmp_path / "mine.py")
     (tmp_path / "mine.yaml").write_text(
         TOY.with_suffix(".yaml").read_text().replace("toy_experiment", "mine") + "rollout: {max_turns: 4}\n"
@@ -57,7 +55,7 @@ def test_in_the_yaml_beside_a_file_of_ones_own(tmp_path: Path, capsys):
 
 
 @pytest.mark.slow
-def test_in_a_yaml_that_it_builds_on_unless_it_is_set_back(configs: Path):
+def test_in_a_yaml_that_it_builds_on_unless_it_is_set_back(configs):
     write(configs, "reinforce_aws", "")
     (configs / "experiment" / "reinforce_aws.yaml").write_text(
         "# @package _global_\ndefaults: [grpo_aws, _self_]\nexperiment: reinforce_aws\nppo: {algo: rloo}\n"
@@ -76,13 +74,13 @@ def test_in_a_yaml_that_it_builds_on_unless_it_is_set_back(configs: Path):
     build(configs, "experiment=sft")
 
 
-def test_a_choice_of_which_nothing_is_read(configs: Path):
+def test_a_choice_of_which_nothing_is_read(configs):
     (configs / "model" / "streamed.yaml").write_text("# @package _global_\nstream: {wait_s: 9}\n")
     with pytest.raises(ConfigError, match=r"^model=streamed has no effect .*: it reads none of stream"):
         build(configs, "experiment=sft_aws", "model=streamed")
 
 
-def test_a_choice_about_one_section_of_which_nothing_is_read(configs: Path):
+def test_a_choice_about_one_section_of_which_nothing_is_read(configs):
     (configs / "env" / "aws.yaml").write_text("pool_size: 4\ntiers: [warmup]\n")
     with pytest.raises(ConfigError, match=r"^env=aws has no effect .*: it reads none of env\.pool_size, env\.tiers$"):
         build(configs, "experiment=grpo_stream_http", "actor.path=owner/name", "env=aws")
@@ -90,7 +88,7 @@ def test_a_choice_about_one_section_of_which_nothing_is_read(configs: Path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("experiment", experiment_names())
-def test_what_is_shipped_has_effect(experiment: str):
+def test_what_is_shipped_has_effect(experiment):
     environment = [] if "aws" in experiment or "stream" in experiment else ["env.path=countdown"]
     build(CONFIGS, f"experiment={experiment}", *environment)
     for model in choices("model"):
@@ -100,7 +98,7 @@ def test_what_is_shipped_has_effect(experiment: str):
 @pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("environment", [path.stem for path in sorted((CONFIGS / "env").glob("*.yaml"))])
-def test_the_settings_of_an_environment_have_effect(environment: str):
+def test_the_settings_of_an_environment_have_effect(environment):
     for experiment in ("grpo", "grpo_async", "reinforce", "sft"):
         build(CONFIGS, f"experiment={experiment}", f"env={environment}")
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,10 +12,9 @@ from realhf.algorithms.sft import SFTInterface
 from realhf.api.config import BuiltinModelConfig, OptimizerConfig
 from realhf.api.experiment import ModelSpec
 from realhf.api.model import CallContext, Model
-from realhf.api.sample import MicroBatchSpec, SequenceSample
+from realhf.api.sample import MicroBatchSpec
 from realhf.aws.environment import SYSTEM_PROMPT
 from realhf.aws.tasks.loader import instantiate
-from realhf.aws.tasks.task import Task
 from realhf.backends.builtin_policy import build_builtin_policy
 from realhf.backends.training.torch_backend import TorchBackend
 from realhf.data.chat_dataset import ChatDataset
@@ -29,18 +25,18 @@ TEACHING_STEPS = 60
 
 
 @pytest.fixture(scope="session", autouse=True)
-def one_thread() -> None:
+def one_thread():
     torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
-def task() -> Task:
+def task():
     """One listing request solves it; ``USELESS`` does not."""
     return instantiate(1, seed=7)
 
 
 @pytest.fixture(scope="session")
-def policy(tmp_path_factory: pytest.TempPathFactory, task: Task) -> Path:
+def policy(tmp_path_factory, task):
     """A folder with the built-in policy, taught for a second to solve ``task``, or to ask something useless first."""
     folder = tmp_path_factory.mktemp("policy")
     ask = {"role": "user", "content": task.description}
@@ -74,16 +70,16 @@ def policy(tmp_path_factory: pytest.TempPathFactory, task: Task) -> Path:
 
 
 @pytest.fixture(scope="session")
-def tokenizer(policy: Path) -> Any:
+def tokenizer(policy):
     return AutoTokenizer.from_pretrained(policy)
 
 
 @pytest.fixture(scope="session")
-def expected_logprobs(policy: Path) -> Callable[..., list[torch.Tensor]]:
+def expected_logprobs(policy):
     """expected_logprobs(sample, temperature=T, folder=policy) -> f32 (L-1,) per sequence: one plain forward of
     transformers for each, in float64."""
 
-    def compute(sample: SequenceSample, *, temperature: float = 1.0, folder: Path = policy) -> list[torch.Tensor]:
+    def compute(sample, *, temperature=1.0, folder=policy):
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
         found = []
         with torch.no_grad():
@@ -96,11 +92,11 @@ def expected_logprobs(policy: Path) -> Callable[..., list[torch.Tensor]]:
 
 
 @pytest.fixture(scope="module")
-def make_bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., MfcBench]]:
+def make_bench(tmp_path_factory):
     """make_bench(mfc, model, sessions=0) -> a bench that is closed after the module's tests."""
     made: list[MfcBench] = []
 
-    def make(*arguments: Any, **more: Any) -> MfcBench:
+    def make(*arguments, **more):
         made.append(MfcBench(tmp_path_factory.mktemp("run"), *arguments, **more))
         return made[-1]
 

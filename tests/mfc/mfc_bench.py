@@ -10,12 +10,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from realhf.api.config import CheckpointConfig, MonitorConfig, RecoverMode, RpcConfig
-from realhf.api.experiment import ExperimentSpec, MFCDef, ModelSpec, RunPlan, SourceSpec
+from realhf.api.experiment import ExperimentSpec, RunPlan, SourceSpec
 from realhf.api.sample import SequenceSample
 from realhf.transport.codec import decode_sample
 from realhf.transport.data_plane import DataPlane
@@ -40,7 +38,7 @@ class Reply(NamedTuple):
 class MfcBench:
     """Starts the worker (and an environment worker with ``sessions`` slots), loads the model, sends calls."""
 
-    def __init__(self, folder: Path, mfc: MFCDef, model: ModelSpec, *, sessions: int = 0) -> None:
+    def __init__(self, folder, mfc, model, *, sessions=0):
         self._folder, self._mfc = folder, mfc
         self._runner = asyncio.Runner()
         self._master = RpcMaster(RUN_ID)
@@ -55,7 +53,7 @@ class MfcBench:
             self.close()
             raise
 
-    def _start(self, model: ModelSpec, sessions: int) -> None:
+    def _start(self, model, sessions):
         spec = ExperimentSpec(
             name="mfc",
             models={model.role: model},
@@ -99,19 +97,19 @@ class MfcBench:
         self.ask("initialize", {})
         assert self.ask("stats", {})["roles"] == [model.role]
 
-    def _spawn(self, module: str, *argv: str) -> None:
+    def _spawn(self, module, *argv):
         with (self._folder / f"{module}.log").open("wb") as log:
             self._processes.append(subprocess.Popen([sys.executable, "-m", module, *argv], stdout=log, stderr=log))
 
-    def ask(self, handler: str, payload: dict[str, Any]) -> Any:
+    def ask(self, handler, payload):
         """One request to the worker."""
 
-        async def request() -> Any:
+        async def request():
             return await self._master.call(WORKER, handler, payload, timeout_s=TIMEOUT_S)
 
         return self._runner.run(request())
 
-    def call(self, sample: SequenceSample, *, step: int = 0, seed: int = 1) -> Reply:
+    def call(self, sample, *, step=0, seed=1):
         """Offer ``sample`` to the worker, as another worker would, and have it run the call."""
         self._store.clear(sample.ids)
         roster = self._master.roster
@@ -135,7 +133,7 @@ class MfcBench:
         )
         return Reply(None if reply["meta"] is None else decode_sample(reply["meta"]), reply["stats"])
 
-    def infer(self, sample: SequenceSample, **more: Any) -> tuple[SequenceSample, dict[str, Any]]:
+    def infer(self, sample, **more):
         """``call``, then fetch the outputs from the worker's store and have them cleared there."""
         meta, stats = self.call(sample, **more)
         assert meta is not None and meta.data is None and meta.keys == set(self._mfc.output_keys)
@@ -148,13 +146,13 @@ class MfcBench:
             outputs.ids, {key: outputs[key].clone() for key in outputs.keys}, outputs.seqlens, meta.metadata
         ), stats
 
-    def export(self, name: str) -> Path:
+    def export(self, name):
         """The worker's weights as a Hugging Face folder."""
         folder = self._folder / name
         self.ask("export", {"role": self._mfc.model_role, "folder": str(folder)})
         return folder
 
-    def close(self) -> None:
+    def close(self):
         """Say bye; the worker and every process must end by themselves."""
         self._runner.run(self._master.close())
         self._plane.close()
@@ -169,10 +167,10 @@ class MfcBench:
         assert codes == [0] * len(codes) and not (self._thread and self._thread.is_alive())
 
 
-def as_lists(seqlens: Mapping[str, Any]) -> dict[str, list[list[int]]]:
+def as_lists(seqlens):
     return {key: [list(inner) for inner in groups] for key, groups in seqlens.items()}
 
 
-def sequences(sample: SequenceSample, key: str) -> list[Any]:
+def sequences(sample, key):
     """The inner sequences of a key, in order."""
     return list(sample[key].split([length for inner in sample.seqlens[key] for length in inner]))

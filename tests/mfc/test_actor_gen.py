@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,8 +14,7 @@ from realhf.api.config import GenConfig, RolloutConfig
 from realhf.api.sample import SequenceSample
 from realhf.aws.environment import AwsOptions
 from realhf.aws.tasks.loader import instantiate
-from realhf.aws.tasks.task import Task
-from tests.mfc.mfc_bench import MfcBench, as_lists, sequences
+from tests.mfc.mfc_bench import as_lists, sequences
 
 pytestmark = pytest.mark.sim
 
@@ -26,7 +23,7 @@ Played = tuple[SequenceSample, dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def bench(make_bench: Callable[..., MfcBench], policy: Path) -> MfcBench:
+def bench(make_bench, policy):
     config = config_class("aws")(
         experiment="grpo_aws",
         env=AwsOptions(pool_size=SESSIONS),
@@ -38,12 +35,12 @@ def bench(make_bench: Callable[..., MfcBench], policy: Path) -> MfcBench:
 
 
 @pytest.fixture(scope="module")
-def tasks(task: Task) -> list[Task]:
+def tasks(task):
     """One that the policy was taught, and the same template with a name that it never saw."""
     return [task, instantiate(1, seed=8)]
 
 
-def drawn(tasks: list[Task], name: str) -> SequenceSample:
+def drawn(tasks, name):
     """What the curriculum sends: a task each."""
     metadata = {
         "task": [json.dumps({"task": task.to_json(), "chaos": False}) for task in tasks],
@@ -55,11 +52,11 @@ def drawn(tasks: list[Task], name: str) -> SequenceSample:
 
 
 @pytest.fixture(scope="module")
-def played(bench: MfcBench, tasks: list[Task]) -> Played:
+def played(bench, tasks):
     return bench.infer(drawn(tasks, "first"), step=STEP, seed=11)
 
 
-def turns(ids: torch.Tensor, mask: torch.Tensor) -> list[list[int]]:
+def turns(ids, mask):
     """Runs of sampled tokens."""
     found: list[list[int]] = []
     for position, sampled in enumerate(mask.tolist()):
@@ -70,13 +67,13 @@ def turns(ids: torch.Tensor, mask: torch.Tensor) -> list[list[int]]:
     return found
 
 
-def rollouts(played: Played) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def rollouts(played):
     """(ids, mask) of every rollout."""
     return list(zip(sequences(played[0], "packed_input_ids"), sequences(played[0], "loss_mask"), strict=True))
 
 
 @pytest.mark.nightly
-def test_groups_of_one_instance(played: Played, tasks: list[Task], tokenizer: Any) -> None:
+def test_groups_of_one_instance(played, tasks, tokenizer):
     outputs, stats = played
     assert outputs.ids == ("first0", "first1") and stats["rollouts"] == 2 * G and stats["failed_rollouts"] == 0
     lengths = as_lists(outputs.seqlens)
@@ -91,7 +88,7 @@ def test_groups_of_one_instance(played: Played, tasks: list[Task], tokenizer: An
         assert bool(prompts[number][: int(prompts[number].sum())].all()), "the prompt comes first"
 
 
-def test_the_mask_covers_what_was_sampled_and_nothing_else(played: Played, tokenizer: Any) -> None:
+def test_the_mask_covers_what_was_sampled_and_nothing_else(played, tokenizer):
     stop = tokenizer.eos_token_id
     for (ids, mask), prompt in zip(rollouts(played), sequences(played[0], "prompt_mask"), strict=True):
         assert mask[int(prompt.sum())] and mask[-1] and not bool((mask & prompt).any())
@@ -105,7 +102,7 @@ def test_the_mask_covers_what_was_sampled_and_nothing_else(played: Played, token
     assert played[1]["generated_tokens"] == sum(int(mask.sum()) for _, mask in rollouts(played))
 
 
-def test_logprobs_are_those_of_a_plain_forward_of_the_same_tokens(played: Played, expected_logprobs: Any) -> None:
+def test_logprobs_are_those_of_a_plain_forward_of_the_same_tokens(played, expected_logprobs):
     outputs, _ = played
     expected = expected_logprobs(outputs, temperature=TEMPERATURE)
     found, versions = sequences(outputs, "packed_logprobs"), sequences(outputs, "packed_versions")
@@ -117,7 +114,7 @@ def test_logprobs_are_those_of_a_plain_forward_of_the_same_tokens(played: Played
         assert bool((versions[number][sampled] == STEP).all()) and bool((versions[number][~sampled] == -1).all())
 
 
-def test_the_solution_is_rewarded_and_nothing_else(played: Played, tasks: list[Task], tokenizer: Any) -> None:
+def test_the_solution_is_rewarded_and_nothing_else(played, tasks, tokenizer):
     outputs, stats = played
     solved = [
         any(tokenizer.decode(turn).removesuffix("<|end|>") == tasks[number // G].solution[0] for turn in spoken)
@@ -134,7 +131,7 @@ def test_the_solution_is_rewarded_and_nothing_else(played: Played, tasks: list[T
     assert not any(outputs["seq_no_eos_mask"].tolist()), "an episode ends by success or by its turns, none by length"
 
 
-def test_the_observation_is_that_of_the_simulator(played: Played, tasks: list[Task], tokenizer: Any) -> None:
+def test_the_observation_is_that_of_the_simulator(played, tasks, tokenizer):
     asked = [
         (number, tokenizer.decode(ids))
         for number, (ids, _) in enumerate(rollouts(played))
@@ -145,7 +142,7 @@ def test_the_observation_is_that_of_the_simulator(played: Played, tasks: list[Ta
         assert f'"Name":"{tasks[number // G].params["name"]}"' in text.replace(" ", "")
 
 
-def test_a_samples_own_id_decides_its_tokens(bench: MfcBench, tasks: list[Task], played: Played) -> None:
+def test_a_samples_own_id_decides_its_tokens(bench, tasks, played):
     one, _ = bench.infer(drawn(tasks, "own"), step=STEP, seed=11)
     bench.ask("clear", {"ids": list(one.ids)})
     again, _ = bench.infer(drawn(tasks, "own"), step=STEP, seed=12)

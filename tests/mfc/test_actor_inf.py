@@ -1,18 +1,12 @@
 """``actor_inf`` alone on a worker: the log-probabilities of the policy that is about to train."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 
 from experiments.policy_gradient import actor_inf, actor_model, config_class
 from realhf.api.config import GenConfig
 from realhf.api.sample import SequenceSample
-from tests.mfc.mfc_bench import MfcBench, as_lists, sequences
+from tests.mfc.mfc_bench import as_lists, sequences
 
 pytestmark = pytest.mark.slow
 
@@ -21,12 +15,12 @@ GROUPS = [[12, 7], [9, 20]]
 
 
 @pytest.fixture(scope="module")
-def bench(make_bench: Callable[..., MfcBench], policy: Path) -> MfcBench:
+def bench(make_bench, policy):
     config = config_class("aws")(experiment="grpo_aws", gen=GenConfig(temperature=TEMPERATURE))
     return make_bench(actor_inf(config), actor_model(config, str(policy)))
 
 
-def test_sampled_tokens_are_scored_at_the_training_temperature(bench: MfcBench, expected_logprobs: Any) -> None:
+def test_sampled_tokens_are_scored_at_the_training_temperature(bench, expected_logprobs):
     generator = torch.Generator().manual_seed(0)
     n = sum(map(sum, GROUPS))
     tensors = {

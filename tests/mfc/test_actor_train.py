@@ -1,11 +1,6 @@
 """``actor_train`` alone on a worker: one policy-gradient step."""
 
-from __future__ import annotations
-
 import math
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,8 +10,7 @@ from experiments.policy_gradient import actor_model, actor_train, config_class, 
 from realhf.algorithms.options import PolicyGradientOptions
 from realhf.api.config import ModelConfig, OptimizerConfig
 from realhf.api.sample import SequenceSample
-from realhf.aws.tasks.task import Task
-from tests.mfc.mfc_bench import USELESS, MfcBench, sequences
+from tests.mfc.mfc_bench import USELESS, sequences
 
 pytestmark = pytest.mark.slow
 
@@ -28,7 +22,7 @@ OUTCOME = [0, 0, 0, 3, 0, 0, 0, 0]
 
 
 @pytest.fixture(scope="module")
-def bench(make_bench: Callable[..., MfcBench], policy: Path) -> MfcBench:
+def bench(make_bench, policy):
     actor = ModelConfig(optimizer=OptimizerConfig(lr=LR, weight_decay=0.0, gradient_clipping=0.0))
     config = config_class("aws")(
         experiment="grpo_aws",
@@ -38,13 +32,7 @@ def bench(make_bench: Callable[..., MfcBench], policy: Path) -> MfcBench:
     return make_bench(actor_train(config, policy_options(config)), actor_model(config, str(policy)))
 
 
-def rollouts(
-    logprobs: Callable[..., list[torch.Tensor]],
-    folder: Path,
-    rewards: list[float],
-    seed: int = 0,
-    outcome: list[int] = OUTCOME,
-) -> SequenceSample:
+def rollouts(logprobs, folder, rewards, seed=0, outcome=OUTCOME):
     """Random tokens, the second half of each sequence sampled by the policy in ``folder``."""
     generator = torch.Generator().manual_seed(seed)
     lengths = [n for group in GROUPS for n in group]
@@ -55,9 +43,7 @@ def rollouts(
     return complete(tokens, mask, logprobs(tokens, folder=folder), rewards, outcome)
 
 
-def complete(
-    tokens: SequenceSample, mask: torch.Tensor, logprobs: list[torch.Tensor], rewards: list[float], outcome: list[int]
-) -> SequenceSample:
+def complete(tokens, mask, logprobs, rewards, outcome):
     """All inputs of the call. A failed rollout has no reward."""
     lengths = tokens.seqlens["packed_input_ids"]
     keep = torch.cat([part[1:] for part in mask.split([n for group in lengths for n in group])])
@@ -84,18 +70,18 @@ def complete(
     return tokens.update(SequenceSample.from_tensors(tokens.ids, tensors, seqlens))
 
 
-def weights(folder: Path) -> torch.Tensor:
+def weights(folder):
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
 
 
-def sampled_sums(sample: SequenceSample, logprobs: list[torch.Tensor]) -> list[float]:
+def sampled_sums(sample, logprobs):
     """Log-probability of the sampled tokens of every rollout."""
     masks = sequences(sample, "loss_mask")
     return [float(lp[mask[1:]].sum()) for lp, mask in zip(logprobs, masks, strict=True)]
 
 
-def gradient_norm(folder: Path, sample: SequenceSample, advantages: list[float]) -> float:
+def gradient_norm(folder, sample, advantages):
     """Of -(1/T) sum of advantage * log-probability over sampled tokens; T counts those of valid rollouts."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
     total, count = torch.zeros((), dtype=torch.float64), 0
@@ -108,7 +94,7 @@ def gradient_norm(folder: Path, sample: SequenceSample, advantages: list[float])
     return math.sqrt(sum(float(p.grad.square().sum()) for p in model.parameters() if p.grad is not None))
 
 
-def test_one_step_follows_the_policy_gradient(bench: MfcBench, expected_logprobs: Any) -> None:
+def test_one_step_follows_the_policy_gradient(bench, expected_logprobs):
     before = bench.export("before")
     sample = rollouts(expected_logprobs, before, REWARDS)
     outputs, stats = bench.call(sample, step=0)
@@ -131,8 +117,8 @@ def test_one_step_follows_the_policy_gradient(bench: MfcBench, expected_logprobs
 
 
 def test_the_better_of_two_answers_becomes_likelier_and_the_other_less(
-    bench: MfcBench, expected_logprobs: Any, policy: Path, tokenizer: Any, task: Task
-) -> None:
+    bench, expected_logprobs, policy, tokenizer, task
+):
     question = f"<|user|>{task.description}<|assistant|>"
     texts = [f"{question}{answer}<|end|>" for answer in (task.solution[0], USELESS)]
     ids = [torch.tensor(tokenizer.encode(text, add_special_tokens=False)) for text in texts]
@@ -148,7 +134,7 @@ def test_the_better_of_two_answers_becomes_likelier_and_the_other_less(
     assert new[0] > old[0] + 1e-3 and new[1] < old[1] - 1e-3
 
 
-def test_statistics_of_a_step(bench: MfcBench, expected_logprobs: Any) -> None:
+def test_statistics_of_a_step(bench, expected_logprobs):
     sample = rollouts(expected_logprobs, bench.export("now"), REWARDS, seed=1)
     stats = bench.call(sample, step=1).stats
     assert {
@@ -176,7 +162,7 @@ def test_statistics_of_a_step(bench: MfcBench, expected_logprobs: Any) -> None:
     assert 0 <= stats["mismatch_kl"] < 1e-7 and stats["mismatch_abs"] < 1e-4
 
 
-def test_a_stale_policy_shows_in_ratio_and_mismatch(bench: MfcBench, expected_logprobs: Any, policy: Path) -> None:
+def test_a_stale_policy_shows_in_ratio_and_mismatch(bench, expected_logprobs, policy):
     now = bench.export("moved")
     sample = rollouts(expected_logprobs, policy, REWARDS, seed=2)
     old, new = (expected_logprobs(sample, folder=folder) for folder in (policy, now))
@@ -190,9 +176,7 @@ def test_a_stale_policy_shows_in_ratio_and_mismatch(bench: MfcBench, expected_lo
 
 
 @pytest.mark.parametrize(("rewards", "outcome"), [([0.5] * 8, [0] * 8), (REWARDS, [3] * 8)], ids=["equal", "failed"])
-def test_without_a_signal_and_without_kl_nothing_changes(
-    bench: MfcBench, expected_logprobs: Any, rewards: list[float], outcome: list[int]
-) -> None:
+def test_without_a_signal_and_without_kl_nothing_changes(bench, expected_logprobs, rewards, outcome):
     before = bench.export("unchanged")
     sample = rollouts(expected_logprobs, before, rewards, seed=3, outcome=outcome)
     stats = bench.call(sample, step=3).stats

@@ -1,11 +1,5 @@
 """``ref_inf`` alone on a worker: the log-probabilities of the reference."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 
@@ -13,7 +7,7 @@ from experiments.policy_gradient import config_class, ref_inf
 from realhf.api.config import GenConfig, MicroBatchConfig
 from realhf.api.experiment import ModelSpec
 from realhf.api.sample import SequenceSample
-from tests.mfc.mfc_bench import MfcBench, as_lists, sequences
+from tests.mfc.mfc_bench import as_lists, sequences
 
 pytestmark = pytest.mark.slow
 
@@ -22,14 +16,14 @@ GROUPS = [[9, 30, 2], [17, 17, 5]]
 
 
 @pytest.fixture(scope="module")
-def bench(make_bench: Callable[..., MfcBench], policy: Path) -> MfcBench:
+def bench(make_bench, policy):
     config = config_class("aws")(
         experiment="grpo_aws", gen=GenConfig(temperature=TEMPERATURE), mb_spec=MicroBatchConfig(max_tokens_per_mb=32)
     )
     return make_bench(ref_inf(config), ModelSpec("ref", str(policy)))
 
 
-def tokens(groups: list[list[int]], seed: int = 0) -> SequenceSample:
+def tokens(groups, seed=0):
     generator = torch.Generator().manual_seed(seed)
     n = sum(map(sum, groups))
     tensors = {
@@ -41,7 +35,7 @@ def tokens(groups: list[list[int]], seed: int = 0) -> SequenceSample:
     )
 
 
-def test_it_is_the_log_softmax_of_the_models_own_forward(bench: MfcBench, expected_logprobs: Any) -> None:
+def test_it_is_the_log_softmax_of_the_models_own_forward(bench, expected_logprobs):
     sample = tokens(GROUPS)
     outputs, stats = bench.infer(sample)
     assert as_lists(outputs.seqlens) == {"packed_ref_logprobs": [[8, 29, 1], [16, 16, 4]]}
@@ -59,14 +53,14 @@ def test_it_is_the_log_softmax_of_the_models_own_forward(bench: MfcBench, expect
     assert stats["n_tokens"] == 80
 
 
-def test_a_sample_scores_the_same_in_any_company(bench: MfcBench) -> None:
+def test_a_sample_scores_the_same_in_any_company(bench):
     together, _ = bench.infer(tokens(GROUPS))
     sample = tokens(GROUPS).select_ids([1])
     alone, _ = bench.infer(sample)
     torch.testing.assert_close(alone["packed_ref_logprobs"], together["packed_ref_logprobs"][-36:], atol=1e-5, rtol=0)
 
 
-def test_the_reference_does_not_move(bench: MfcBench, policy: Path, expected_logprobs: Any) -> None:
+def test_the_reference_does_not_move(bench, policy, expected_logprobs):
     bench.infer(tokens(GROUPS, seed=1), step=5, seed=2)
     sample, exported = tokens(GROUPS, seed=2), bench.export("ref")
     for before, after in zip(expected_logprobs(sample), expected_logprobs(sample, folder=exported), strict=True):

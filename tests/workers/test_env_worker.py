@@ -1,11 +1,8 @@
 """The environment server as a member of a run."""
 
-from __future__ import annotations
-
 import asyncio
 import subprocess
 import sys
-from pathlib import Path
 
 import httpx
 import pytest
@@ -21,7 +18,7 @@ AWS = ("--pool-size", "1", "--ministack-base-port", "0")
 @pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("served", [pytest.param(AWS, marks=pytest.mark.sim), ("--env", "sql")], ids=["aws", "sql"])
-async def test_it_registers_its_address_and_leaves_with_the_master(served: tuple[str, ...]) -> None:
+async def test_it_registers_its_address_and_leaves_with_the_master(served):
     master = RpcMaster("run-1")
     await master.start()
     command = [
@@ -54,7 +51,7 @@ async def test_it_registers_its_address_and_leaves_with_the_master(served: tuple
 
 @pytest.mark.nightly
 @pytest.mark.slow
-async def test_with_the_keys_of_a_run_it_takes_the_token_of_that_run_only(tmp_path: Path) -> None:
+async def test_with_the_keys_of_a_run_it_takes_the_token_of_that_run_only(tmp_path):
     """The address that it registers holds no token; who has the keys puts it there."""
     keys = RunKeys.make()
     keys.write(tmp_path / "keys")
@@ -81,7 +78,7 @@ async def test_with_the_keys_of_a_run_it_takes_the_token_of_that_run_only(tmp_pa
 
 @pytest.mark.nightly
 @pytest.mark.slow
-def test_a_bad_setting_is_one_fatal_line_in_the_log() -> None:
+def test_a_bad_setting_is_one_fatal_line_in_the_log():
     command = [sys.executable, "-m", "workers.env_worker", "--pool-size", "0", "--master", "tcp://127.0.0.1:1"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 1

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-from realhf.api.experiment import RunPlan
 from realhf.launch.build import build_experiment
 from realhf.launch.compose import compose_config
 from workers import generation_worker
@@ -18,7 +15,7 @@ APART = {"model_worker/0": 0, "generation/0": 1}
 
 
 @pytest.fixture(scope="module")
-def plan(tmp_path_factory: pytest.TempPathFactory, tiny_policy: Path) -> RunPlan:
+def plan(tmp_path_factory, tiny_policy):
     given = ["experiment=grpo_async", "env=sql", f"actor.path={tiny_policy}"]
     built = build_experiment(compose_config([*given, f"fileroot={tmp_path_factory.mktemp('runs')}"]))
     built.spec.run_dir.mkdir(parents=True)
@@ -35,15 +32,13 @@ def plan(tmp_path_factory: pytest.TempPathFactory, tiny_policy: Path) -> RunPlan
         (APART, ("--beside-trainer", "yes"), True),
     ],
 )
-def test_who_dealt_out_the_gpu_knows_better_than_the_plan(
-    plan: RunPlan, monkeypatch: pytest.MonkeyPatch, gpus: dict[str, int], flags: tuple[str, ...], shared: bool
-) -> None:
+def test_who_dealt_out_the_gpu_knows_better_than_the_plan(plan, monkeypatch, gpus, flags, shared):
     """A host agent deals out GPUs of its host, of which the plan knows nothing: every engine there took half of what
     was free on a GPU of its own, and four fifths of a trainer's where the plan named that one."""
     replace(plan, gpus=gpus).write()
     seen: list[bool] = []
 
-    def make(*given: Any, **more: Any) -> Any:
+    def make(*given, **more):
         seen.append(more["shared"])
         raise RuntimeError("it is enough to know")
 

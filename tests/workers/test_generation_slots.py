@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from realhf.transport.roster import WorkerInfo
 from workers.generation_worker import GenerationWorker, KeptWeights, SlotTable, VersionGate
 
 
-def test_rows_of_different_clients_are_different_and_never_used_again() -> None:
+def test_rows_of_different_clients_are_different_and_never_used_again():
     table = SlotTable()
     numbers = [table.of(client, slot) for client in "ab" for slot in range(3)]
     assert sorted(set(numbers)) == sorted(numbers) and table.of("a", 2) == numbers[2]
@@ -28,42 +27,42 @@ def test_rows_of_different_clients_are_different_and_never_used_again() -> None:
 class FakeStreamingEngine:
     """Keeps requests and what it was told."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.version = 3
         self.told: list[tuple[str, Any]] = []
         self.done: list[Any] = []
         self.configs: list[Any] = []
         self.closed = False
 
-    def close(self) -> None:
+    def close(self):
         self.closed = True
 
-    def submit(self, request: Any, config: Any, stop_ids: Sequence[int], done: Any) -> None:
+    def submit(self, request, config, stop_ids, done):
         self.configs.append(config)
         self.told.append(("submit", request.slot))
         self.done.append(done)
 
-    def abort(self, slots: Sequence[int]) -> None:
+    def abort(self, slots):
         self.told.append(("abort", list(slots)))
 
-    def free(self, slots: Sequence[int]) -> None:
+    def free(self, slots):
         self.told.append(("free", list(slots)))
 
 
 class FakeRequest:
-    def __init__(self, client: str, method: str, payload: Any) -> None:
+    def __init__(self, client, method, payload):
         self.client, self.method, self.payload = client, method, payload
         self.answers: list[Any] = []
 
-    def reply(self, value: Any) -> None:
+    def reply(self, value):
         self.answers.append(value)
 
-    def fail(self, error: BaseException) -> None:
+    def fail(self, error):
         self.answers.append(error)
 
 
 @pytest.fixture
-def worker() -> Any:
+def worker():
     """A generation worker without its process: only what answers requests."""
     made = GenerationWorker.__new__(GenerationWorker)
     made._slots, made._gen, made._stop_ids = SlotTable(), None, ()  # pyright: ignore[reportAttributeAccessIssue]
@@ -73,13 +72,13 @@ def worker() -> Any:
     return made
 
 
-def ask(worker: Any, client: str, method: str, payload: Any) -> FakeRequest:
+def ask(worker, client, method, payload):
     request = FakeRequest(client, method, payload)
     worker._on_request(request)
     return request
 
 
-def test_answers_go_to_who_asked_and_an_aborted_turn_is_to_be_gone_on_with(worker: Any) -> None:
+def test_answers_go_to_who_asked_and_an_aborted_turn_is_to_be_gone_on_with(worker):
     first = ask(worker, "a:1", "generate", [0, [5], 0, 7, -1])
     second = ask(worker, "b:2", "generate", [0, [5], 0, None, -1])
     worker._engine.done[1](GenOutput([9], [-1.0], [0], "aborted"))
@@ -88,14 +87,14 @@ def test_answers_go_to_who_asked_and_an_aborted_turn_is_to_be_gone_on_with(worke
     assert [slot for _, slot in worker._engine.told] == [0, 1]
 
 
-def test_an_episode_that_is_given_up_ends_its_turn_and_its_row(worker: Any) -> None:
+def test_an_episode_that_is_given_up_ends_its_turn_and_its_row(worker):
     ask(worker, "a:1", "generate", [3, [5], 0, 7, -1])
     assert ask(worker, "a:1", "free", [[3, 4]]).answers == [{}]
     ask(worker, "a:1", "generate", [3, [5], 0, 7, -1])
     assert worker._engine.told == [("submit", 0), ("abort", [0]), ("free", [0]), ("submit", 1)]
 
 
-def test_a_request_for_newer_weights_waits_until_the_engine_has_them(worker: Any) -> None:
+def test_a_request_for_newer_weights_waits_until_the_engine_has_them(worker):
     later, latest = (ask(worker, "a:1", "generate", [slot, [5], 0, None, 4 + slot]) for slot in (0, 1))
     ask(worker, "a:1", "generate", [2, [5], 0, None, 3])
     assert worker._engine.told == [("submit", 2)]
@@ -109,7 +108,7 @@ def test_a_request_for_newer_weights_waits_until_the_engine_has_them(worker: Any
     assert later.answers == [] and worker._engine.told[2:] == [("abort", [1]), ("free", [1])]
 
 
-def test_what_belonged_to_a_dead_client_is_ended_but_not_its_successors(worker: Any) -> None:
+def test_what_belonged_to_a_dead_client_is_ended_but_not_its_successors(worker):
     for client in ("rollout_worker/0:11", "rollout_worker/0:12", "rollout_worker/1:13"):
         ask(worker, client, "generate", [0, [5], 0, None, -1])
     roster = [
@@ -123,7 +122,7 @@ def test_what_belonged_to_a_dead_client_is_ended_but_not_its_successors(worker: 
 
 
 @pytest.mark.parametrize("payload", [None, [], [0], [0, [-1], 0, None, -1], ["x", [1], 0, None, -1], [0, [1], 0, None]])
-def test_a_request_that_makes_no_sense_is_an_error_and_nothing_more(worker: Any, payload: Any) -> None:
+def test_a_request_that_makes_no_sense_is_an_error_and_nothing_more(worker, payload):
     with pytest.raises(MessageError, match=r"message generate \(GenerateRequest\)"):
         ask(worker, "a:1", "generate", payload)
     with pytest.raises(ValueError, match="no_such"):
@@ -131,7 +130,7 @@ def test_a_request_that_makes_no_sense_is_an_error_and_nothing_more(worker: Any,
     assert worker._engine.told == []
 
 
-def test_weights_that_are_kept_answer_for_their_version_alone(worker: Any) -> None:
+def test_weights_that_are_kept_answer_for_their_version_alone(worker):
     """Whatever is loaded meanwhile, until they are not needed any more."""
     worker._gen = GenConfig(temperature=0.7)
     live, replica = worker._engine, FakeStreamingEngine()
@@ -154,7 +153,7 @@ def test_weights_that_are_kept_answer_for_their_version_alone(worker: Any) -> No
         ask(worker, "a:1", "generate", [4, [5], 0, None, -1, 3, False])
 
 
-def test_where_no_second_engine_can_be_the_version_is_there_until_the_next(worker: Any) -> None:
+def test_where_no_second_engine_can_be_the_version_is_there_until_the_next(worker):
     worker._gen, worker._engine.replica = GenConfig(), lambda: None
     assert worker._kept.pin(Nothing()) == PinAnswer(3, False)
     ask(worker, "a:1", "generate", [0, [5], 0, None, -1, 3, False])

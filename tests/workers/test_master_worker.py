@@ -3,7 +3,6 @@
 import asyncio
 import io
 import threading
-from pathlib import Path
 
 import pytest
 
@@ -19,7 +18,7 @@ class Start:
     """The start of an asynchronous run up to the first weights; its workers are threads that do nothing, but the model
     worker loads until ``loaded`` is set."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         built = build_experiment(
             compose_config(["experiment=grpo_aws_async", f"fileroot={folder}", "rpc.connect_timeout_s=30"])
         )
@@ -28,7 +27,7 @@ class Start:
         self.loading, self.loaded = threading.Event(), threading.Event()
         self.threads: list[threading.Thread] = []
 
-    def join(self, name: str) -> RpcWorker:
+    def join(self, name):
         kind, _, index = name.partition("/")
         worker = RpcWorker(
             name,
@@ -43,7 +42,7 @@ class Start:
         self.threads[-1].start()
         return worker
 
-    def _load(self, payload: object) -> dict[str, object]:
+    def _load(self, payload):
         self.loading.set()
         self.loaded.wait(60)
         return {}
@@ -52,9 +51,7 @@ class Start:
 @pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["generation/0", "rollout_worker/0", "env/0"])
-async def test_a_worker_that_dies_while_models_load_and_is_started_again_does_not_end_the_start(
-    tmp_path: Path, name: str
-) -> None:
+async def test_a_worker_that_dies_while_models_load_and_is_started_again_does_not_end_the_start(tmp_path, name):
     start = Start(tmp_path)
     rpc = start.master._rpc
     await rpc.start()
@@ -75,7 +72,7 @@ async def test_a_worker_that_dies_while_models_load_and_is_started_again_does_no
 
 
 @pytest.mark.nightly
-async def test_a_model_worker_that_dies_while_models_load_ends_the_start(tmp_path: Path) -> None:
+async def test_a_model_worker_that_dies_while_models_load_ends_the_start(tmp_path):
     start = Start(tmp_path)
     rpc = start.master._rpc
     await rpc.start()
@@ -91,7 +88,7 @@ async def test_a_model_worker_that_dies_while_models_load_ends_the_start(tmp_pat
     await asyncio.to_thread(start.threads[0].join, 60)
 
 
-def test_a_checkpoint_is_not_continued_with_another_reference() -> None:
+def test_a_checkpoint_is_not_continued_with_another_reference():
     saved = {"actor": "/cache/policy-1", "ref": "/cache/policy-1"}
     check_same_models(saved, dict(saved))
     with pytest.raises(RuntimeError, match="made with ref from /cache/policy-1, this run has it from /cache/policy-2"):

@@ -1,16 +1,13 @@
 """Parts of the model worker that need no master."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 
 @pytest.mark.slow
-def test_without_a_plan_it_ends_with_one_line_about_the_cause(tmp_path: Path):
+def test_without_a_plan_it_ends_with_one_line_about_the_cause(tmp_path):
     done = subprocess.run(
         [
             sys.executable,

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from contextlib import suppress
-from typing import Any
 
 import pytest
 
@@ -17,7 +15,7 @@ FLAGS = ["--server", "", "--env-url", "", "--policy", "", "--group-size", "2", "
 
 
 @pytest.fixture(scope="module")
-def url() -> Iterator[str]:
+def url():
     with running_server() as address:
         yield address
 
@@ -25,11 +23,11 @@ def url() -> Iterator[str]:
 class Games:
     """Plays nothing, but counts; ``before`` is called ahead of every round."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.rounds: list[int] = []
         self.before = lambda: None
 
-    def play(self, count: int) -> list[dict[str, Any]]:
+    def play(self, count):
         self.rounds.append(count)
         self.before()
         return [
@@ -43,7 +41,7 @@ class Games:
         ]
 
 
-def trainer(url: str, steps: int) -> TrajectoryClient:
+def trainer(url, steps):
     """A trainer that began a run of its own and has asked once."""
     client = TrajectoryClient(url)
     client.register(batch_size=4, max_token_len=64, num_steps=steps, reset=True)
@@ -52,19 +50,19 @@ def trainer(url: str, steps: int) -> TrajectoryClient:
     return client
 
 
-def run(url: str, games: Games, *flags: str) -> int:
+def run(url, games, *flags):
     with TrajectoryClient(url) as client:
         return Producer(client, games.play, command_line().parse_args([*FLAGS, *flags])).run()
 
 
-def test_it_stops_when_the_queue_holds_the_rest_of_the_run(url: str):
+def test_it_stops_when_the_queue_holds_the_rest_of_the_run(url):
     games = Games()
     with trainer(url, steps=2) as client:
         assert run(url, games) == 6
         assert games.rounds == [2, 2, 2] and client.status()["queue_size"] == 6
 
 
-def test_it_pauses_when_enough_is_queued_and_goes_on_when_batches_leave(url: str):
+def test_it_pauses_when_enough_is_queued_and_goes_on_when_batches_leave(url):
     games, got = Games(), []
     with trainer(url, steps=99) as client:
         thread = threading.Thread(target=lambda: got.append(run(url, games, "--groups", "11")))
@@ -75,10 +73,10 @@ def test_it_pauses_when_enough_is_queued_and_goes_on_when_batches_leave(url: str
         assert rounds == sorted(rounds) and client.status()["queue_size"] == 1
 
 
-def test_what_was_played_for_a_run_that_ended_goes_to_the_next(url: str):
+def test_what_was_played_for_a_run_that_ended_goes_to_the_next(url):
     games, runs = Games(), [trainer(url, steps=99)]
 
-    def restart_once() -> None:
+    def restart_once():
         if len(games.rounds) == 2:
             runs.append(trainer(url, steps=99))
 
@@ -90,7 +88,7 @@ def test_what_was_played_for_a_run_that_ended_goes_to_the_next(url: str):
 
 
 @pytest.mark.slow
-def test_its_patience_with_the_trainer_ends(url: str):
+def test_its_patience_with_the_trainer_ends(url):
     with TrajectoryClient(url) as client:
         client.register(batch_size=4, max_token_len=64, num_steps=1, reset=True)
     with pytest.raises(NotRegistered, match="waited 0 s for the trainer"):

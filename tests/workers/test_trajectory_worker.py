@@ -1,12 +1,9 @@
 """The trajectory server as a member of a run."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -19,7 +16,7 @@ GROUP = {"tokens": [[1, 2]], "masks": [[-100, 2]], "scores": [1.0]}
 
 
 @pytest.mark.nightly
-async def test_it_registers_its_address_and_leaves_with_the_master(tmp_path: Path) -> None:
+async def test_it_registers_its_address_and_leaves_with_the_master(tmp_path):
     master = RpcMaster("run-1")
     await master.start()
     command = [
@@ -69,7 +66,7 @@ leave(trajectory_worker.main(sys.argv[1:]))  # as the module does
 
 
 @pytest.mark.nightly
-async def test_a_server_that_never_stops_does_not_keep_the_process() -> None:
+async def test_a_server_that_never_stops_does_not_keep_the_process():
     master = RpcMaster("run-1")
     await master.start()
     process = subprocess.Popen(
@@ -104,7 +101,7 @@ runpy.run_module("workers.trajectory_worker", run_name="__main__", alter_sys=Tru
 """
 
 
-def test_it_ends_without_taking_down_the_interpreter_under_a_server_that_may_still_run() -> None:
+def test_it_ends_without_taking_down_the_interpreter_under_a_server_that_may_still_run():
     flags = ["--master", "tcp://127.0.0.1:1", "--run-id", "r", "--store", "memory", "--gzip-level", "9"]
     command = [sys.executable, "-c", TELLS_THAT_THE_INTERPRETER_IS_TAKEN_DOWN, *flags]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
@@ -113,7 +110,7 @@ def test_it_ends_without_taking_down_the_interpreter_under_a_server_that_may_sti
 
 
 @pytest.mark.nightly
-def test_what_keeps_it_from_starting_is_one_fatal_line(tmp_path: Path) -> None:
+def test_what_keeps_it_from_starting_is_one_fatal_line(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         for flags, said in (

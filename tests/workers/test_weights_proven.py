@@ -4,9 +4,7 @@ right passes, and one that is wrong in any of these ways is found and named."""
 from __future__ import annotations
 
 import copy
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -29,17 +27,17 @@ VICTIM = "model.layers.1.mlp.down_proj.weight"
 class Boaster(ContinuousGenerator):
     """Says that it holds whatever it was given, and loads of it what ``takes`` says."""
 
-    def __init__(self, model: Any, takes: Callable[[str], bool], **options: Any) -> None:
+    def __init__(self, model, takes, **options):
         super().__init__(model, **options)
         self.takes, self.given = takes, dict[str, Tensor]()
 
-    def load_weights(self, version: int, tensors: Mapping[str, Tensor], *, again: bool = False) -> None:
+    def load_weights(self, version, tensors, *, again=False):
         self.given = dict(tensors)
         own = dict(self._model.state_dict())
         mixed = {name: new if self.version < 0 or self.takes(name) else own[name] for name, new in tensors.items()}
         super().load_weights(version, mixed, again=again)
 
-    def weight_digests(self, names: Sequence[str]) -> dict[str, HeldTensor]:
+    def weight_digests(self, names):
         found = digests(self.given)
         return {name: HeldTensor(dtype_tag(self.given[name].dtype), found[name]) for name in names if name in found}
 
@@ -47,13 +45,13 @@ class Boaster(ContinuousGenerator):
 class Corrupted(ContinuousGenerator):
     """Loses one bit of a tensor while it loads a version, which is what a test asks it to do."""
 
-    def load_weights(self, version: int, tensors: Mapping[str, Tensor], *, again: bool = False) -> None:
+    def load_weights(self, version, tensors, *, again=False):
         super().load_weights(version, tensors, again=again)
         if version > 0:
             flip(self._model)
 
 
-def flip(model: Any) -> None:
+def flip(model):
     """Flip the lowest bit of the last element of a tensor."""
     with torch.no_grad():
         model.state_dict()[VICTIM].view(torch.int32)[-1, -1] ^= 1
@@ -63,11 +61,11 @@ Make = Callable[..., Fleet]
 
 
 @pytest.fixture
-async def make(tmp_path: Path) -> AsyncIterator[Make]:
+async def make(tmp_path):
     fleets: list[Fleet] = []
     model = build_model(SIZES, SIZES.vocab_size, 3, 0, 7)
 
-    def made(kind: Callable[..., ContinuousGenerator] = ContinuousGenerator, **options: Any) -> Fleet:
+    def made(kind=ContinuousGenerator, **options):
         """A fleet whose second engine is of this kind."""
         engines = {
             "generation/0": ContinuousGenerator(copy.deepcopy(model), version=-1),
@@ -82,7 +80,7 @@ async def make(tmp_path: Path) -> AsyncIterator[Make]:
         fleet.close()
 
 
-async def test_right_engines_pass_and_hold_every_version(make: Make) -> None:
+async def test_right_engines_pass_and_hold_every_version(make):
     fleet = make()
     await fleet.start()
     before = digests(fleet.trainer._host._engine.weights())  # pyright: ignore
@@ -93,14 +91,14 @@ async def test_right_engines_pass_and_hold_every_version(make: Make) -> None:
     assert (fleet.wrong, fleet.warned) == ([], []) and fleet.updates.versions == {"generation/0": 2, "generation/1": 2}
 
 
-async def test_an_engine_that_ignores_updates_and_says_otherwise_fails_the_self_test(make: Make) -> None:
+async def test_an_engine_that_ignores_updates_and_says_otherwise_fails_the_self_test(make):
     fleet = make(Boaster, takes=lambda name: False)
     await fleet.start()
     with pytest.raises(WrongWeights, match="generation/1 failed the self-test of weight updates: it ignores updates"):
         await fleet.prove()
 
 
-async def test_an_engine_that_computes_with_an_old_copy_of_one_matrix_fails_the_self_test(make: Make) -> None:
+async def test_an_engine_that_computes_with_an_old_copy_of_one_matrix_fails_the_self_test(make):
     """As a server did whose packed copy of a tied head was not renewed."""
     fleet = make(Boaster, takes=lambda name: "embed_tokens" not in name)
     await fleet.start()
@@ -108,14 +106,14 @@ async def test_an_engine_that_computes_with_an_old_copy_of_one_matrix_fails_the_
         await fleet.prove()
 
 
-async def test_an_engine_that_answers_from_a_cache_of_earlier_weights_fails_the_self_test(make: Make) -> None:
+async def test_an_engine_that_answers_from_a_cache_of_earlier_weights_fails_the_self_test(make):
     fleet = make(kv_policy="keep")
     await fleet.start()
     with pytest.raises(WrongWeights, match=r"generation/1 failed the self-test of weight updates: .*cache"):
         await fleet.prove()
 
 
-async def test_one_bit_that_is_lost_on_the_way_into_a_model_ends_the_run(make: Make) -> None:
+async def test_one_bit_that_is_lost_on_the_way_into_a_model_ends_the_run(make):
     fleet = make(Corrupted)
     await fleet.start()
     await fleet.publish(1)
@@ -124,7 +122,7 @@ async def test_one_bit_that_is_lost_on_the_way_into_a_model_ends_the_run(make: M
     assert "1 of " in str(error) and fleet.updates.versions["generation/0"] == 1
 
 
-async def test_one_bit_that_changes_between_two_updates_is_found_at_the_next(make: Make) -> None:
+async def test_one_bit_that_changes_between_two_updates_is_found_at_the_next(make):
     fleet = make()
     await fleet.start()
     await fleet.publish(1)
@@ -135,7 +133,7 @@ async def test_one_bit_that_changes_between_two_updates_is_found_at_the_next(mak
     assert str(error).startswith(f"generation/1: {VICTIM} changed while version 1 was in use: its digest was ")
 
 
-async def test_an_engine_of_another_element_type_is_compared_in_its_own(make: Make) -> None:
+async def test_an_engine_of_another_element_type_is_compared_in_its_own(make):
     fleet = make(lambda model, **options: ContinuousGenerator(model.to(torch.bfloat16), **options))
     await fleet.start()
     assert await fleet.prove() == ["generation/0", "generation/1"]

@@ -4,17 +4,13 @@ log-probabilities is real."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
 from realhf.api.calls import PROBE_WEIGHTS, PUBLISH_WEIGHTS, UPDATE_WEIGHTS
 from realhf.api.experiment import ModelSpec
-from realhf.api.generation import StreamingGenerator
 from realhf.api.trace import NoTrace
 from realhf.backends.training.torch_engine import TorchEngine
 from realhf.dataflow.rollouts.weight_updates import SelfTest, WeightUpdates
@@ -29,19 +25,17 @@ from workers.model_worker import ModelWorker
 class Host:
     """The trainer's model, whatever version it is asked for."""
 
-    def __init__(self, engine: TorchEngine) -> None:
+    def __init__(self, engine):
         self._engine = engine
 
-    def engine(self, role: str, version: int) -> TorchEngine:
+    def engine(self, role, version):
         return self._engine
 
 
 class Fleet:
     """A trainer and generation workers without processes; their handlers run on threads, as those of a worker do."""
 
-    def __init__(
-        self, folder: Path, engines: Mapping[str, StreamingGenerator], model: Any, prefix: Sequence[int]
-    ) -> None:
+    def __init__(self, folder, engines, model, prefix):
         torch.set_num_threads(1)
         self.prefix = list(prefix)
         self.folder, self.engines, self.warned, self.wrong = folder, engines, list[str](), list[WrongWeights]()
@@ -65,7 +59,7 @@ class Fleet:
             timeout_s=60.0,
         )
 
-    def _worker(self, engine: StreamingGenerator) -> Any:
+    def _worker(self, engine):
         made = GenerationWorker.__new__(GenerationWorker)
         made._engine, made._tracer, made._held = engine, NoTrace(), HeldWeights(engine)  # pyright: ignore
         made._network = Network()
@@ -74,9 +68,7 @@ class Fleet:
         made._probe = WeightProbe(engine, self.prefix, "recompute")
         return made
 
-    def call(
-        self, worker: str, handler: str, payload: Any = None, *, timeout_s: float, step: int = -1, mfc: str = ""
-    ) -> asyncio.Future[Any]:
+    def call(self, worker, handler, payload=None, *, timeout_s, step=-1, mfc=""):
         if handler == PUBLISH_WEIGHTS.name:
             name, serve = PUBLISH_WEIGHTS.served_by(self.trainer._publish_weights)
         elif handler == UPDATE_WEIGHTS.name:
@@ -86,29 +78,29 @@ class Fleet:
         assert name == handler
         return asyncio.ensure_future(asyncio.to_thread(serve, payload))
 
-    def list_services(self, worker: str, listed: bool) -> None:
+    def list_services(self, worker, listed):
         (self.unlisted.discard if listed else self.unlisted.add)(worker)
 
-    def dismiss(self, worker: str, reason: str) -> None:
+    def dismiss(self, worker, reason):
         raise AssertionError(reason)
 
-    async def start(self) -> None:
+    async def start(self):
         for name in self.engines:
             self.updates.joined(name)
         await self.updates.publish(0)
         await self.updates.loaded()
 
-    async def prove(self) -> list[str]:
+    async def prove(self):
         return await SelfTest(self, self.updates, timeout_s=60.0, warn=self.warned.append).run()
 
-    async def publish(self, version: int) -> None:
+    async def publish(self, version):
         with torch.no_grad():
             for parameter in self.trainer._host._engine.model.parameters():  # pyright: ignore
                 parameter.mul_(1.01)
         await self.updates.publish(version)
         await self.updates.loaded()
 
-    def close(self) -> None:
+    def close(self):
         for engine in self.engines.values():
             engine.close()
         self.trainer._publisher.close()

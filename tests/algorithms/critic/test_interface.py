@@ -13,7 +13,6 @@ from realhf.algorithms.critic import CriticInterface
 from realhf.algorithms.policy_gradient import PolicyGradientInterface
 from realhf.algorithms.train_step import PredictedTokens, predicted
 from realhf.api.experiment import InterfaceType, MFCDef
-from realhf.api.model import Model
 from realhf.api.sample import MicroBatchSpec, SequenceSample
 from realhf.dataflow.model_host import call_interfaces
 from tests.algorithms.tiny_policy import GROUPS, OUTCOME, REWARDS, context, tiny_actor, tiny_critic, weights
@@ -21,16 +20,14 @@ from tests.algorithms.tiny_policy import GROUPS, OUTCOME, REWARDS, context, tiny
 PPO: dict[str, Any] = {"algo": "ppo", "discount": 0.9, "gae_lambda": 0.8, "kl_ctl": 0.05, "adv_norm": False}
 
 
-def valued(
-    interface: CriticInterface, critic: Model, sample: SequenceSample, step: int = 0
-) -> tuple[SequenceSample, SequenceSample]:
+def valued(interface, critic, sample, step=0):
     """The batch with the values of the critic, and these alone."""
     values, stats = interface.inference(critic, sample, context(Path("."), step))
     assert stats == {"n_tokens": float(sum(n for group in GROUPS for n in group))}
     return sample.select(sample.keys - {"values"}).update(values), values
 
 
-def with_turns(sample: SequenceSample, rewards: list[float]) -> SequenceSample:
+def with_turns(sample, rewards):
     """Two turns a sequence, the second from its middle on; a third of the reward comes after the first."""
     lengths = [n for group in sample.seqlens["packed_input_ids"] for n in group]
     ids = torch.cat([(torch.arange(n) >= n // 2).int() for n in lengths])
@@ -41,7 +38,7 @@ def with_turns(sample: SequenceSample, rewards: list[float]) -> SequenceSample:
     return sample.update(SequenceSample.from_tensors(sample.ids, {"turn_ids": ids, "turn_rewards": parts}, seqlens))
 
 
-def gae_of(sample: SequenceSample, i: int) -> dict[int, tuple[float, float]]:
+def gae_of(sample, i):
     """Position -> (advantage, return) of one sequence, by the definition, in float64."""
     tokens = PredictedTokens.of(sample)
     places = [t for t in range(len(tokens.mask)) if tokens.sequence[t] == i and tokens.mask[t]]
@@ -56,7 +53,7 @@ def gae_of(sample: SequenceSample, i: int) -> dict[int, tuple[float, float]]:
     return found
 
 
-def test_both_train_calls_make_the_same_advantages_of_the_same_inputs(rollout_batch: Any, tmp_path: Path) -> None:
+def test_both_train_calls_make_the_same_advantages_of_the_same_inputs(rollout_batch, tmp_path):
     """And they are those of the definition; failed rollouts have none. The critic's loss is that of its formula."""
     critic, interface = tiny_critic(), CriticInterface(PPO, {"value_norm": True, "value_clip": 0.2})
     sample = rollout_batch(GROUPS, REWARDS, OUTCOME)
@@ -90,9 +87,7 @@ def test_both_train_calls_make_the_same_advantages_of_the_same_inputs(rollout_ba
 
 
 @pytest.mark.slow
-def test_an_untrained_critic_says_nothing_and_a_trained_one_explains_the_returns(
-    rollout_batch: Any, tmp_path: Path
-) -> None:
+def test_an_untrained_critic_says_nothing_and_a_trained_one_explains_the_returns(rollout_batch, tmp_path):
     critic, interface = tiny_critic(lr=3e-2), CriticInterface({**PPO, "gae_lambda": 1.0, "discount": 1.0})
     sample = rollout_batch(GROUPS, REWARDS, OUTCOME)
     history = []
@@ -107,7 +102,7 @@ def test_an_untrained_critic_says_nothing_and_a_trained_one_explains_the_returns
 
 
 @pytest.mark.parametrize("spec", [{"n_mbs": 3}, {"max_tokens_per_mb": 16}], ids=str)
-def test_micro_batches_change_nothing(rollout_batch: Any, tmp_path: Path, spec: dict[str, int]) -> None:
+def test_micro_batches_change_nothing(rollout_batch, tmp_path, spec):
     results = []
     for given in ({}, spec):
         critic, interface = tiny_critic(), CriticInterface(PPO)
@@ -118,9 +113,7 @@ def test_micro_batches_change_nothing(rollout_batch: Any, tmp_path: Path, spec: 
     torch.testing.assert_close(after_other, after_one, atol=1e-4, rtol=1e-3)
 
 
-def test_minibatches_update_several_times_and_the_clip_holds_predictions_back(
-    rollout_batch: Any, tmp_path: Path
-) -> None:
+def test_minibatches_update_several_times_and_the_clip_holds_predictions_back(rollout_batch, tmp_path):
     """As many updates as the actor makes, unless the critic has numbers of its own."""
     for given, updates in (({}, 4), ({"n_minibatches": 3, "sample_reuse": 1}, 3)):
         critic = tiny_critic(lr=0.1)
@@ -130,7 +123,7 @@ def test_minibatches_update_several_times_and_the_clip_holds_predictions_back(
         assert stats["n_updates"] == updates and 0 < stats["value_clip_fraction"] < 1
 
 
-def test_by_turns_the_critic_learns_the_states_in_which_turns_begin(rollout_batch: Any, tmp_path: Path) -> None:
+def test_by_turns_the_critic_learns_the_states_in_which_turns_begin(rollout_batch, tmp_path):
     options = {**PPO, "credit": "turn"}
     critic, interface = tiny_critic(), CriticInterface(options)
     sample, _ = valued(interface, critic, with_turns(rollout_batch(GROUPS, REWARDS, OUTCOME), REWARDS))
@@ -144,11 +137,11 @@ def test_by_turns_the_critic_learns_the_states_in_which_turns_begin(rollout_batc
         assert bool((mine == mine[0]).all()) and (bool(mine[0]) == (OUTCOME[i] == 0))
 
 
-def test_a_resumed_critic_goes_on_to_the_bit(rollout_batch: Any, tmp_path: Path) -> None:
+def test_a_resumed_critic_goes_on_to_the_bit(rollout_batch, tmp_path):
     """The weights with the value head, the optimizer, and the units of the returns."""
     sample = rollout_batch(GROUPS, REWARDS, OUTCOME)
 
-    def step(interface: CriticInterface, critic: Model, number: int) -> dict[str, Any]:
+    def step(interface, critic, number):
         critic.engine.version = number
         batch, _ = valued(interface, critic, sample, number)
         return interface.train_step(critic, batch, context(tmp_path, number))
@@ -167,16 +160,10 @@ def test_a_resumed_critic_goes_on_to_the_bit(rollout_batch: Any, tmp_path: Path)
 
 @pytest.mark.parametrize(
     ("outcome", "rewards", "updates"),
-    [
-        ([1] * 12, REWARDS, 0),
-        ([1] * 4 + [0] + [1] * 7, REWARDS, 1),
-        ([0] * 12, [0.5] * 12, 1),
-    ],
+    [([1] * 12, REWARDS, 0), ([1] * 4 + [0] + [1] * 7, REWARDS, 1), ([0] * 12, [0.5] * 12, 1)],
     ids=["nothing valid", "one sequence", "equal rewards"],
 )
-def test_batches_with_little_in_them_train_what_there_is(
-    rollout_batch: Any, tmp_path: Path, outcome: list[int], rewards: list[float], updates: int
-) -> None:
+def test_batches_with_little_in_them_train_what_there_is(rollout_batch, tmp_path, outcome, rewards, updates):
     critic, interface = tiny_critic(), CriticInterface(PPO)
     sample, _ = valued(interface, critic, rollout_batch(GROUPS, rewards, outcome))
     before = weights(critic)
@@ -186,12 +173,12 @@ def test_batches_with_little_in_them_train_what_there_is(
     assert PolicyGradientInterface(PPO).train_step(tiny_actor(), sample, context(tmp_path))["n_updates"] == updates
 
 
-def test_a_model_without_a_value_head_is_refused(rollout_batch: Any) -> None:
+def test_a_model_without_a_value_head_is_refused(rollout_batch):
     with pytest.raises(ValueError, match="no value head"):
         valued(CriticInterface(PPO), tiny_actor(), rollout_batch(GROUPS, REWARDS, OUTCOME))
 
 
-def test_a_critic_that_has_diverged_is_named(rollout_batch: Any, tmp_path: Path) -> None:
+def test_a_critic_that_has_diverged_is_named(rollout_batch, tmp_path):
     critic, interface = tiny_critic(), CriticInterface(PPO)
     with torch.no_grad():
         critic.engine.model.value_head.weight.fill_(math.nan)  # type: ignore[attr-defined]
@@ -204,7 +191,7 @@ def test_a_critic_that_has_diverged_is_named(rollout_batch: Any, tmp_path: Path)
             call()
 
 
-def test_missing_values_and_estimators_without_them_are_named(rollout_batch: Any, tmp_path: Path) -> None:
+def test_missing_values_and_estimators_without_them_are_named(rollout_batch, tmp_path):
     sample = rollout_batch(GROUPS, REWARDS, OUTCOME)
     with pytest.raises(ValueError, match=r"adv_estimator=gae .* needs the key values"):
         PolicyGradientInterface(PPO).train_step(tiny_actor(), sample, context(tmp_path))
@@ -212,7 +199,7 @@ def test_missing_values_and_estimators_without_them_are_named(rollout_batch: Any
         CriticInterface({"algo": "grpo"})
 
 
-def test_the_actor_waits_while_the_critic_warms_up(rollout_batch: Any, tmp_path: Path) -> None:
+def test_the_actor_waits_while_the_critic_warms_up(rollout_batch, tmp_path):
     critic, interface = tiny_critic(), CriticInterface(PPO)
     sample, _ = valued(interface, critic, rollout_batch(GROUPS, REWARDS, OUTCOME))
     actor, policy = tiny_actor(), PolicyGradientInterface(PPO, first_step=1)
@@ -223,7 +210,7 @@ def test_the_actor_waits_while_the_critic_warms_up(rollout_batch: Any, tmp_path:
     assert not torch.equal(weights(actor), before)
 
 
-def test_calls_with_the_same_arguments_share_their_interface() -> None:
+def test_calls_with_the_same_arguments_share_their_interface():
     """What critic_train measures of the returns, critic_inf predicts in."""
     args = {"ppo": PPO, "critic": {"value_clip": None}}
     kinds = (("critic_inf", InterfaceType.INFERENCE), ("critic_train", InterfaceType.TRAIN_STEP))

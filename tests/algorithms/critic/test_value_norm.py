@@ -1,7 +1,5 @@
 """The units that a critic predicts in, and the loss of its predictions."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -10,7 +8,7 @@ import torch
 from realhf.algorithms.critic import ReturnMoments, value_loss
 
 
-def test_before_anything_was_seen_the_units_are_those_of_rewards() -> None:
+def test_before_anything_was_seen_the_units_are_those_of_rewards():
     moments = ReturnMoments(0.9)
     moments.observe(torch.zeros(0))
     values = torch.tensor([0.5, -2.0])
@@ -19,7 +17,7 @@ def test_before_anything_was_seen_the_units_are_those_of_rewards() -> None:
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.5, 0.99])
-def test_moments_are_weighted_means_of_the_batches_seen(decay: float) -> None:
+def test_moments_are_weighted_means_of_the_batches_seen(decay):
     """Batch k of n has the weight decay^(n-1-k), and the weights sum to one from the first batch on."""
     generator = torch.Generator().manual_seed(1)
     batches = [2 + k + torch.randn(5 + k, generator=generator, dtype=torch.float64) for k in range(4)]
@@ -37,13 +35,13 @@ def test_moments_are_weighted_means_of_the_batches_seen(decay: float) -> None:
     torch.testing.assert_close(moments.restored(moments.normalised(values)), values)
 
 
-def test_equal_returns_do_not_blow_up_the_units() -> None:
+def test_equal_returns_do_not_blow_up_the_units():
     moments = ReturnMoments(0.9)
     moments.observe(torch.full((7,), 0.3))
     assert moments.mean == pytest.approx(0.3) and moments.std == 0.01
 
 
-def test_moments_go_on_where_they_were_saved() -> None:
+def test_moments_go_on_where_they_were_saved():
     first, second = ReturnMoments(0.9), ReturnMoments(0.9)
     first.observe(torch.tensor([1.0, 2.0]))
     second.load_state_dict(first.state_dict())
@@ -52,7 +50,7 @@ def test_moments_go_on_where_they_were_saved() -> None:
     assert (first.mean, first.std) == (second.mean, second.std)
 
 
-def test_a_return_that_is_no_number_is_refused() -> None:
+def test_a_return_that_is_no_number_is_refused():
     moments = ReturnMoments(0.9)
     with pytest.raises(ValueError, match="not finite"):
         moments.observe(torch.tensor([math.nan]))
@@ -60,7 +58,7 @@ def test_a_return_that_is_no_number_is_refused() -> None:
         ReturnMoments(1.0)
 
 
-def test_the_value_loss_is_its_formula() -> None:
+def test_the_value_loss_is_its_formula():
     """In float64, with and without the clip; the gradient vanishes where the clip decides."""
     predicted = torch.tensor([0.0, 0.5, 1.0, -1.0, 0.35], requires_grad=True)
     before = torch.tensor([0.1, 0.1, 0.1, 0.1, 0.1])

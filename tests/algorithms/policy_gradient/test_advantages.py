@@ -1,11 +1,8 @@
 """Estimators against loops over plain Python numbers."""
 
-from __future__ import annotations
-
 import math
 import random
 import statistics
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -23,7 +20,7 @@ from realhf.algorithms.advantages import (
 )
 
 
-def loop(kind: str, scores: list[float], valid: list[bool], group: list[int]) -> list[float]:
+def loop(kind, scores, valid, group):
     out = []
     for i, score in enumerate(scores):
         same = [j for j in range(len(scores)) if valid[j] and (kind == "reinforce" or group[j] == group[i])]
@@ -40,7 +37,7 @@ def loop(kind: str, scores: list[float], valid: list[bool], group: list[int]) ->
 
 
 @pytest.mark.parametrize("estimator", [grpo, grpo_nostd, rloo, reinforce])
-def test_equals_loop(estimator: Callable[..., torch.Tensor]) -> None:
+def test_equals_loop(estimator):
     rng = random.Random(0)
     for _ in range(40):
         sizes = [rng.randrange(1, 6) for _ in range(4)]
@@ -56,18 +53,18 @@ def test_equals_loop(estimator: Callable[..., torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize("estimator", [grpo, grpo_nostd, rloo, reinforce])
-def test_equal_scores_give_exact_zeros(estimator: Callable[..., torch.Tensor]) -> None:
+def test_equal_scores_give_exact_zeros(estimator):
     scores = torch.full((7,), 0.1)
     got = estimator(scores, torch.ones(7, dtype=torch.bool), torch.zeros(7, dtype=torch.int64))
     assert got.tolist() == [0.0] * 7
 
 
-def test_valid_score_that_is_no_number_is_an_error() -> None:
+def test_valid_score_that_is_no_number_is_an_error():
     with pytest.raises(ValueError, match="not finite"):
         grpo(torch.tensor([1.0, float("nan")]), torch.tensor([True, True]), torch.tensor([0, 0]))
 
 
-def test_normalise_whitens_the_masked_part() -> None:
+def test_normalise_whitens_the_masked_part():
     values, mask = torch.tensor([1.0, 2.0, float("nan"), 6.0]), torch.tensor([True, True, False, True])
     got = normalise(values, mask)
     mean, std = 3.0, statistics.pstdev([1.0, 2.0, 6.0])
@@ -76,7 +73,7 @@ def test_normalise_whitens_the_masked_part() -> None:
 
 
 @pytest.mark.parametrize("discount", [1.0, 0.8])
-def test_return_to_go_skips_what_is_masked(discount: float) -> None:
+def test_return_to_go_skips_what_is_masked(discount):
     rng = random.Random(1)
     for _ in range(20):
         lengths = [rng.randrange(0, 7) for _ in range(5)]
@@ -97,7 +94,7 @@ def test_return_to_go_skips_what_is_masked(discount: float) -> None:
         assert at_last_token(torch.arange(10.0, 15.0), inside, of).tolist() == last
 
 
-def test_reinforce_pp_scores() -> None:
+def test_reinforce_pp_scores():
     scores, valid = torch.tensor([1.0, math.nan, 0.5, 0.25]), torch.tensor([True, False, True, True])
     group = torch.tensor([0, 0, 1, 1])
     assert reinforce_pp(scores, valid, group).tolist() == [1.0, 0.0, 0.5, 0.25]

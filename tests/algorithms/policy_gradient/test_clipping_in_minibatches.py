@@ -29,21 +29,21 @@ Rows = list[list[int]]
 class Witness:
     """Stands before the engine and notes each minibatch with the log-probabilities that it meets."""
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine):
         self._engine = engine
         self.seen: list[tuple[SequenceSample, list[float], TrainResult]] = []
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         return getattr(self._engine, name)
 
-    def train_batch(self, part: SequenceSample, *args: Any, **more: Any) -> TrainResult:
+    def train_batch(self, part, *args, **more):
         current = self._engine.logprobs(part, temperature=1.0, mb_spec=SPEC).double().tolist()
         result = self._engine.train_batch(part, *args, **more)
         self.seen.append((part, current, result))
         return result
 
 
-def trained(options: dict[str, Any], sample: SequenceSample, tmp_path: Path) -> tuple[dict[str, Any], Witness]:
+def trained(options, sample, tmp_path):
     """A step of several updates, each of which moves the policy far."""
     model = tiny_actor(lr=0.03)
     witness = Witness(model.engine)
@@ -57,14 +57,14 @@ def trained(options: dict[str, Any], sample: SequenceSample, tmp_path: Path) -> 
 
 
 @pytest.fixture
-def sample(rollout_batch: Any, tmp_path: Path) -> SequenceSample:
+def sample(rollout_batch, tmp_path):
     """A batch of the tiny actor's own."""
     drawn = rollout_batch(GROUPS, REWARDS, OUTCOME)
     own = LogprobInterface("packed_logprobs").inference(tiny_actor(), drawn, context(tmp_path))[0]
     return drawn.select(drawn.keys - {"packed_logprobs"}).update(own)
 
 
-def rows_of(part: SequenceSample) -> Rows:
+def rows_of(part):
     """The positions of the trained tokens of each sequence."""
     tokens = PredictedTokens.of(part)
     rows: Rows = [[] for _ in range(tokens.n_sequences)]
@@ -74,16 +74,16 @@ def rows_of(part: SequenceSample) -> Rows:
     return [row for row in rows if row]
 
 
-def token_ratio(row: list[int], current: list[float], old: list[float]) -> list[float]:
+def token_ratio(row, current, old):
     return [math.exp(current[t] - old[t]) for t in row]
 
 
-def sequence_ratio(row: list[int], current: list[float], old: list[float]) -> list[float]:
+def sequence_ratio(row, current, old):
     """The geometric mean of the tokens' ratios, for each of them."""
     return [math.exp(sum(current[t] - old[t] for t in row) / len(row))] * len(row)
 
 
-def surrogate(ratio: float, advantage: float, low: float, high: float, dual: float = math.inf) -> tuple[float, bool]:
+def surrogate(ratio, advantage, low, high, dual=math.inf):
     """The loss of a token, and whether the clip decides it."""
     plain, cut = -advantage * ratio, -advantage * min(max(ratio, low), high)
     loss = max(plain, cut)
@@ -92,17 +92,7 @@ def surrogate(ratio: float, advantage: float, low: float, high: float, dual: flo
     return loss, cut > plain
 
 
-def check(
-    stats: dict[str, Any],
-    witness: Witness,
-    ratio_of: Callable[..., list[float]],
-    old_of: Callable[[SequenceSample], list[float]],
-    low: float,
-    high: float,
-    *,
-    dual: float = math.inf,
-    weight_of: Callable[..., list[float]] | None = None,
-) -> list[float]:
+def check(stats, witness, ratio_of, old_of, low, high, *, dual=math.inf, weight_of=None):
     """Compare losses and the number of clipped tokens of every minibatch; return all ratios after the first one."""
     clipped = tokens = 0
     later: list[float] = []
@@ -132,22 +122,22 @@ def check(
     return later
 
 
-def behaviour(part: SequenceSample) -> list[float]:
+def behaviour(part):
     return part["packed_logprobs"].double().tolist()
 
 
-def proximal(part: SequenceSample) -> list[float]:
+def proximal(part):
     return part["proximal_logprobs"].double().tolist()
 
 
-def test_ppo_clips_on_both_sides(sample: SequenceSample, tmp_path: Path) -> None:
+def test_ppo_clips_on_both_sides(sample, tmp_path):
     stats, witness = trained({}, sample, tmp_path)
     later = check(stats, witness, token_ratio, behaviour, 0.8, 1.2)
     assert min(later) < 0.8 and max(later) > 1.2
 
 
 @pytest.mark.slow
-def test_clip_higher_leaves_more_room_above(sample: SequenceSample, tmp_path: Path) -> None:
+def test_clip_higher_leaves_more_room_above(sample, tmp_path):
     """The same steps with more room above: fewer tokens are clipped, and no ratio below 0.8 is any freer."""
     narrow, _ = trained({}, sample, tmp_path)
     stats, witness = trained({"eps_clip_higher": 1.0}, sample, tmp_path)
@@ -155,14 +145,14 @@ def test_clip_higher_leaves_more_room_above(sample: SequenceSample, tmp_path: Pa
     assert any(1.2 < ratio < 2.0 for ratio in later) and stats["clip_fraction"] < narrow["clip_fraction"]
 
 
-def test_the_dual_clip_bounds_what_a_negative_advantage_costs(sample: SequenceSample, tmp_path: Path) -> None:
+def test_the_dual_clip_bounds_what_a_negative_advantage_costs(sample, tmp_path):
     stats, witness = trained({"c_clip": 1.3}, sample, tmp_path)
     check(stats, witness, token_ratio, behaviour, 0.8, 1.2, dual=1.3)
     assert stats["dual_clip_fraction"] > 0
 
 
 @pytest.mark.slow
-def test_gspo_clips_whole_sequences(sample: SequenceSample, tmp_path: Path) -> None:
+def test_gspo_clips_whole_sequences(sample, tmp_path):
     """Against the policy at the start of the step; with a wide range, and with the published one."""
     options = {"algo": "gspo", "eps_clip": 0.05, "eps_clip_higher": 0.1}
     stats, witness = trained(options, sample, tmp_path)
@@ -172,13 +162,13 @@ def test_gspo_clips_whole_sequences(sample: SequenceSample, tmp_path: Path) -> N
     check(published, strict, sequence_ratio, proximal, 1 - 3e-4, 1 + 4e-4)
 
 
-def of_tokens(row: list[int], prox: list[float], part: SequenceSample) -> list[float]:
+def of_tokens(row, prox, part):
     """What a token's proximal over its behaviour probability is, and 0 above 1.5."""
     raw = [math.exp(prox[t] - behaviour(part)[t]) for t in row]
     return [weight if weight <= 1.5 else 0.0 for weight in raw]
 
 
-def of_sequences(row: list[int], prox: list[float], part: SequenceSample) -> list[float]:
+def of_sequences(row, prox, part):
     """The geometric mean of these, cut to 1.02."""
     return [min(1.02, math.exp(sum(prox[t] - behaviour(part)[t] for t in row) / len(row)))] * len(row)
 
@@ -188,11 +178,7 @@ def of_sequences(row: list[int], prox: list[float], part: SequenceSample) -> lis
     [
         ({"behav_imp_weight_cap": 1.5}, of_tokens),
         (
-            {
-                "behav_imp_weight_level": "sequence",
-                "behav_imp_weight_mode": "truncate",
-                "behav_imp_weight_cap": 1.02,
-            },
+            {"behav_imp_weight_level": "sequence", "behav_imp_weight_mode": "truncate", "behav_imp_weight_cap": 1.02},
             of_sequences,
         ),
     ],

@@ -1,9 +1,6 @@
 """Advantages by the values of a critic, against loops over single sequences in float64."""
 
-from __future__ import annotations
-
 import random
-from typing import Any
 
 import pytest
 import torch
@@ -17,14 +14,14 @@ DISCOUNTS = st.sampled_from([1.0, 0.9, 0.5])
 LAMBDAS = st.sampled_from([1.0, 0.95, 0.3, 0.0])
 
 
-def by_definition(rewards: list[float], values: list[float], discount: float, lam: float) -> list[float]:
+def by_definition(rewards, values, discount, lam):
     """A_t is the sum over l of (discount lam)^l delta_(t+l), with delta_t = r_t + discount V_(t+1) - V_t."""
     after = [*values, 0.0][1:]
     deltas = [r + discount * n - v for r, n, v in zip(rewards, after, values, strict=True)]
     return [sum((discount * lam) ** (s - t) * deltas[s] for s in range(t, len(deltas))) for t in range(len(deltas))]
 
 
-def drawn(seed: int, most: int = 7) -> tuple[list[list[bool]], Any, Any, Any, Any]:
+def drawn(seed, most=7):
     """Sequences of random lengths, some without any sampled token, with NaN where nobody may look."""
     choice = random.Random(seed)
     masks = [[choice.random() < 0.6 for _ in range(choice.randrange(most))] for _ in range(choice.randrange(1, 5))]
@@ -37,7 +34,7 @@ def drawn(seed: int, most: int = 7) -> tuple[list[list[bool]], Any, Any, Any, An
 
 @settings(max_examples=60, deadline=None)
 @given(SEEDS, DISCOUNTS, LAMBDAS)
-def test_tokens_of_the_environment_are_skipped_and_not_discounted(seed: int, discount: float, lam: float) -> None:
+def test_tokens_of_the_environment_are_skipped_and_not_discounted(seed, discount, lam):
     """The loop knows the policy's tokens alone."""
     masks, rewards, values, mask, sequence = drawn(seed)
     found = of_sampled_tokens(rewards, values, mask, sequence, len(masks), discount, lam)
@@ -53,7 +50,7 @@ def test_tokens_of_the_environment_are_skipped_and_not_discounted(seed: int, dis
 
 @settings(max_examples=30, deadline=None)
 @given(SEEDS)
-def test_with_lambda_and_discount_of_one_the_critic_is_only_a_baseline(seed: int) -> None:
+def test_with_lambda_and_discount_of_one_the_critic_is_only_a_baseline(seed):
     """Advantages are returns minus values, and the returns are those of the rewards, whatever the values say."""
     masks, rewards, values, mask, sequence = drawn(seed)
     found = of_sampled_tokens(rewards, values, mask, sequence, len(masks), 1.0, 1.0)
@@ -62,7 +59,7 @@ def test_with_lambda_and_discount_of_one_the_critic_is_only_a_baseline(seed: int
     torch.testing.assert_close(found.advantages[mask], (found.returns - values)[mask], atol=1e-5, rtol=1e-5)
 
 
-def test_numbers_worked_out_by_hand() -> None:
+def test_numbers_worked_out_by_hand():
     """One episode of two turns of two tokens with text of the environment between them, and one of a single token."""
     mask = torch.tensor([0, 1, 1, 0, 0, 1, 1, 1], dtype=torch.bool)
     sequence = torch.tensor([0, 0, 0, 0, 0, 0, 0, 1])
@@ -74,7 +71,7 @@ def test_numbers_worked_out_by_hand() -> None:
     assert found.returns.tolist() == pytest.approx([0, 0.575, 0.75, 0, 0, 0.9, 1.0, 2.0])
 
 
-def turns_of(seed: int) -> dict[str, Any]:
+def turns_of(seed):
     """Rows of episodes: each turn has rewards, and tokens in this row or not."""
     choice = random.Random(seed)
     rows = []
@@ -104,7 +101,7 @@ def turns_of(seed: int) -> dict[str, Any]:
 
 @settings(max_examples=60, deadline=None)
 @given(SEEDS, DISCOUNTS, LAMBDAS)
-def test_a_turn_is_one_decision(seed: int, discount: float, lam: float) -> None:
+def test_a_turn_is_one_decision(seed, discount, lam):
     """Its tokens have one advantage, and what turns without tokens earn belongs to the turn before, discounted."""
     drawn_turns = turns_of(seed)
     rows = drawn_turns.pop("rows")
@@ -132,7 +129,7 @@ def test_a_turn_is_one_decision(seed: int, discount: float, lam: float) -> None:
     assert not bool(found.returns[~found.valued].any())
 
 
-def test_a_turn_of_one_token_each_is_the_advantage_by_token() -> None:
+def test_a_turn_of_one_token_each_is_the_advantage_by_token():
     mask, sequence = torch.ones(4, dtype=torch.bool), torch.tensor([0, 0, 0, 1])
     rewards, values = torch.tensor([0.0, 0.5, 1.0, -1.0]), torch.tensor([0.1, 0.2, 0.3, 0.4])
     by_token = of_sampled_tokens(rewards, values, mask, sequence, 2, 0.9, 0.8)
@@ -141,7 +138,7 @@ def test_a_turn_of_one_token_each_is_the_advantage_by_token() -> None:
     assert all(torch.equal(a, b) for a, b in zip(by_token, by_turn, strict=True))
 
 
-def test_nothing_sampled_has_no_advantage_and_no_return() -> None:
+def test_nothing_sampled_has_no_advantage_and_no_return():
     mask, nothing = torch.zeros(3, dtype=torch.bool), torch.full((3,), float("nan"))
     sequence = torch.tensor([0, 0, 2])
     for found in (
@@ -152,7 +149,7 @@ def test_nothing_sampled_has_no_advantage_and_no_return() -> None:
     assert generalised(torch.zeros(0, 0), torch.zeros(0, 0), torch.zeros(0, 0) > 0, 1.0, 1.0).shape == (0, 0)
 
 
-def test_a_token_outside_of_its_turns_is_refused() -> None:
+def test_a_token_outside_of_its_turns_is_refused():
     mask, sequence = torch.ones(2, dtype=torch.bool), torch.zeros(2, dtype=torch.int64)
     for wrong in (-1, 1):
         turn = torch.tensor([0, wrong])
@@ -160,7 +157,7 @@ def test_a_token_outside_of_its_turns_is_refused() -> None:
             of_turns(torch.zeros(2), torch.ones(1), torch.tensor([1]), torch.zeros(2), turn, mask, sequence, 1.0, 1.0)
 
 
-def test_the_first_token_of_a_turn_is_that_of_its_own_sequence() -> None:
+def test_the_first_token_of_a_turn_is_that_of_its_own_sequence():
     """Two sequences whose turns have the same number stand beside each other."""
     turn, sequence = torch.tensor([0, 0, -1, 1, 1, 1]), torch.tensor([0, 0, 0, 0, 1, 1])
     mask = turn >= 0

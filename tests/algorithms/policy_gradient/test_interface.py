@@ -19,11 +19,11 @@ from realhf.api.sample import MicroBatchSpec, SequenceSample
 from tests.algorithms.tiny_policy import GROUPS, OUTCOME, REWARDS, context, tiny_actor, weights
 
 
-def fingerprint(sample: SequenceSample) -> dict[str, bytes]:
+def fingerprint(sample):
     return {key: sample[key].numpy().tobytes() for key in sample.keys}
 
 
-def on_policy(model: Model, sample: SequenceSample, tmp_path: Path) -> SequenceSample:
+def on_policy(model, sample, tmp_path):
     """The sample with the behaviour log-probabilities of ``model`` itself."""
     own = LogprobInterface("packed_logprobs").inference(model, sample, context(tmp_path))[0]
     return sample.select(sample.keys - {"packed_logprobs"}).update(own)
@@ -36,9 +36,7 @@ VARIANTS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("options", VARIANTS, ids=str)
-def test_leaving_out_and_microbatching_change_no_gradient(
-    rollout_batch: Any, tmp_path: Path, options: dict[str, Any]
-) -> None:
+def test_leaving_out_and_microbatching_change_no_gradient(rollout_batch, tmp_path, options):
     sample = rollout_batch(GROUPS, REWARDS, OUTCOME)
     before = fingerprint(sample)
     results = []
@@ -55,7 +53,7 @@ def test_leaving_out_and_microbatching_change_no_gradient(
     assert (results[0]["n_trained_tokens"] < results[1]["n_trained_tokens"]) == pure
 
 
-def test_loss_equals_an_independent_computation(rollout_batch: Any, tmp_path: Path) -> None:
+def test_loss_equals_an_independent_computation(rollout_batch, tmp_path):
     sample, model = rollout_batch(GROUPS, REWARDS, OUTCOME), tiny_actor()
     current = model.engine.logprobs(sample, temperature=1.0, mb_spec=MicroBatchSpec())
     ref, old = sample["packed_ref_logprobs"], sample["packed_logprobs"]
@@ -79,7 +77,7 @@ def test_loss_equals_an_independent_computation(rollout_batch: Any, tmp_path: Pa
     assert stats["loss"] == pytest.approx(sum(per_sequence) / len(per_sequence), rel=1e-4)
 
 
-def test_on_policy_step_has_unit_ratio_and_reports(rollout_batch: Any, tmp_path: Path) -> None:
+def test_on_policy_step_has_unit_ratio_and_reports(rollout_batch, tmp_path):
     model = tiny_actor()
     sample = on_policy(model, rollout_batch(GROUPS, REWARDS, OUTCOME), tmp_path)
     stats = PolicyGradientInterface({"algo": "grpo"}).train_step(model, sample, context(tmp_path))
@@ -90,7 +88,7 @@ def test_on_policy_step_has_unit_ratio_and_reports(rollout_batch: Any, tmp_path:
     assert stats["skipped"] == 0 and stats["n_updates"] == 1
 
 
-def test_minibatches_share_advantages_and_update_several_times(rollout_batch: Any, tmp_path: Path) -> None:
+def test_minibatches_share_advantages_and_update_several_times(rollout_batch, tmp_path):
     model = tiny_actor()
     sample = on_policy(model, rollout_batch(GROUPS, REWARDS, OUTCOME), tmp_path)
     interface = PolicyGradientInterface({"ppo_n_minibatches": 2, "kl_loss_coef": 0.1})
@@ -99,7 +97,7 @@ def test_minibatches_share_advantages_and_update_several_times(rollout_batch: An
     assert stats["mismatch_abs"] < 1e-5 < abs(stats["ratio_max"] - 1), "the second minibatch is off-policy"
 
 
-def test_no_signal_trains_nothing(rollout_batch: Any, tmp_path: Path) -> None:
+def test_no_signal_trains_nothing(rollout_batch, tmp_path):
     model, sample = tiny_actor(), rollout_batch(GROUPS, [1.0] * 12)
     before = weights(model)
     stats = PolicyGradientInterface({}).train_step(model, sample, context(tmp_path))
@@ -112,9 +110,7 @@ LITTLE = {"one valid": [1] * 4 + [0] + [1] * 7, "nothing valid": [1] * 12, "noth
 
 @pytest.mark.parametrize("algo", [name for name in PRESETS if name != "ppo"])
 @pytest.mark.parametrize("case", LITTLE)
-def test_a_batch_with_little_in_it_trains_what_there_is(
-    rollout_batch: Any, tmp_path: Path, algo: str, case: str
-) -> None:
+def test_a_batch_with_little_in_it_trains_what_there_is(rollout_batch, tmp_path, algo, case):
     """One valid sequence has nobody to be compared with: only an estimator that compares nothing learns of it. Without
     any, and where no token was sampled, nothing changes, and every statistic is a number."""
     model, sample = tiny_actor(), rollout_batch(GROUPS, [1.0] * 4 + [0.5] + [0.0] * 7, LITTLE[case])
@@ -129,9 +125,7 @@ def test_a_batch_with_little_in_it_trains_what_there_is(
 
 
 @pytest.mark.parametrize("aggregation", LOSS_AGGREGATIONS)
-def test_supervised_training_without_a_token_changes_nothing(
-    rollout_batch: Any, tmp_path: Path, aggregation: str
-) -> None:
+def test_supervised_training_without_a_token_changes_nothing(rollout_batch, tmp_path, aggregation):
     model, sample = tiny_actor(), rollout_batch(GROUPS, REWARDS)
     sample = replace_keys(sample, per_token={"loss_mask": torch.zeros_like(sample["loss_mask"])})
     before = weights(model)
@@ -139,7 +133,7 @@ def test_supervised_training_without_a_token_changes_nothing(
     assert stats["nll"] == stats["n_tokens"] == stats["grad_norm"] == 0 and torch.equal(weights(model), before)
 
 
-def test_token_kl_reward_to_go(rollout_batch: Any) -> None:
+def test_token_kl_reward_to_go(rollout_batch):
     sample = rollout_batch(GROUPS, REWARDS, OUTCOME)
     got = PolicyGradientInterface({"algo": "rloo", "kl_ctl": 0.1, "kl_estimator": "k1"}).prepare(sample)[0]
     plain = PolicyGradientInterface({"algo": "rloo"}).prepare(sample)[0]["advantages"]
@@ -151,7 +145,7 @@ def test_token_kl_reward_to_go(rollout_batch: Any) -> None:
         assert float(got["advantages"][t]) == pytest.approx(expected, abs=1e-5)
 
 
-def test_missing_reference_and_truncation_keys_are_named(rollout_batch: Any, tmp_path: Path) -> None:
+def test_missing_reference_and_truncation_keys_are_named(rollout_batch, tmp_path):
     sample = rollout_batch(GROUPS, REWARDS, OUTCOME)
     bare = sample.select(sample.keys - {"packed_ref_logprobs"})
     with pytest.raises(ValueError, match="packed_ref_logprobs"):
@@ -160,7 +154,7 @@ def test_missing_reference_and_truncation_keys_are_named(rollout_batch: Any, tmp
         PolicyGradientInterface({"mask_too_long": True}).train_step(tiny_actor(), bare, context(tmp_path))
 
 
-def test_three_non_finite_updates_in_a_row_ask_for_the_end(rollout_batch: Any, tmp_path: Path) -> None:
+def test_three_non_finite_updates_in_a_row_ask_for_the_end(rollout_batch, tmp_path):
     model, sample = tiny_actor(), rollout_batch(GROUPS, REWARDS, OUTCOME)
     with torch.no_grad():
         next(iter(model.engine.model.parameters())).fill_(math.nan)  # type: ignore[attr-defined]
@@ -173,7 +167,7 @@ def test_three_non_finite_updates_in_a_row_ask_for_the_end(rollout_batch: Any, t
     assert "3 updates in a row" in resumed.train_step(model, sample, context(tmp_path, 2))["stop"]
 
 
-def test_no_further_minibatch_after_too_many_skipped_ones(rollout_batch: Any, tmp_path: Path) -> None:
+def test_no_further_minibatch_after_too_many_skipped_ones(rollout_batch, tmp_path):
     model, sample = tiny_actor(), rollout_batch(GROUPS, REWARDS, OUTCOME)
     with torch.no_grad():
         next(iter(model.engine.model.parameters())).fill_(math.nan)  # type: ignore[attr-defined]
@@ -182,7 +176,7 @@ def test_no_further_minibatch_after_too_many_skipped_ones(rollout_batch: Any, tm
     assert stats["skipped"] == 2 and "2 updates in a row" in stats["stop"]
 
 
-def test_supervised_training_asks_for_the_end_too(rollout_batch: Any, tmp_path: Path) -> None:
+def test_supervised_training_asks_for_the_end_too(rollout_batch, tmp_path):
     model, sample = tiny_actor(), rollout_batch(GROUPS, REWARDS)
     with torch.no_grad():
         next(iter(model.engine.model.parameters())).fill_(math.nan)  # type: ignore[attr-defined]
@@ -191,7 +185,7 @@ def test_supervised_training_asks_for_the_end_too(rollout_batch: Any, tmp_path: 
     assert "stop" not in stats[0] and "2 updates in a row" in stats[1]["stop"]
 
 
-def test_outcome_reward() -> None:
+def test_outcome_reward():
     tensors = {"env_rewards": torch.tensor([0.0, 1.0, 100.0, 0.0]), "outcome": torch.tensor([0, 0, 0, 3])}
     sample = SequenceSample.from_tensors(["a", "b"], tensors, {key: [[1, 1], [1, 1]] for key in tensors})
     out, stats = OutcomeRewardInterface(reward_scaling=2.0, reward_bias=-0.5).inference(
@@ -204,7 +198,7 @@ def test_outcome_reward() -> None:
 
 
 @pytest.mark.slow
-def test_sft_learns_the_masked_tokens(rollout_batch: Any, tmp_path: Path) -> None:
+def test_sft_learns_the_masked_tokens(rollout_batch, tmp_path):
     model, interface = tiny_actor(lr=2e-2), SFTInterface()
     sample = rollout_batch(GROUPS, REWARDS).select(["packed_input_ids", "loss_mask"])
     start = interface.evaluate(model, sample, context(tmp_path))["nll"]
@@ -213,7 +207,7 @@ def test_sft_learns_the_masked_tokens(rollout_batch: Any, tmp_path: Path) -> Non
     assert interface.evaluate(model, sample, context(tmp_path))["nll"] < start - 1
 
 
-def test_select_sequences_keeps_order_and_drops_empty_samples(rollout_batch: Any) -> None:
+def test_select_sequences_keeps_order_and_drops_empty_samples(rollout_batch):
     sample = rollout_batch(GROUPS, REWARDS)
     keep = torch.tensor([False, True, True] + [False] * 3 + [True] * 3 + [False, False, True])
     got = select_sequences(sample, keep)
@@ -224,7 +218,7 @@ def test_select_sequences_keeps_order_and_drops_empty_samples(rollout_batch: Any
     assert select_sequences(sample, torch.zeros(12, dtype=torch.bool)) is None
 
 
-def test_rounding_of_the_generator_clips_no_sequence(rollout_batch: Any, tmp_path: Path) -> None:
+def test_rounding_of_the_generator_clips_no_sequence(rollout_batch, tmp_path):
     """The clip range of gspo is narrower than the difference between two programs that compute the same policy."""
     generator, clipped = torch.Generator().manual_seed(3), {}
     for recompute in (None, False):
@@ -244,7 +238,7 @@ def test_rounding_of_the_generator_clips_no_sequence(rollout_batch: Any, tmp_pat
     assert clipped[None] == 0 and clipped[False] > 0.2
 
 
-def test_lengths_and_spread_of_a_batch_are_reported(rollout_batch: Any) -> None:
+def test_lengths_and_spread_of_a_batch_are_reported(rollout_batch):
     sample = rollout_batch(GROUPS, REWARDS, OUTCOME)
     cut = SequenceSample.from_tensors(
         sample.ids, {"seq_no_eos_mask": torch.arange(12) % 4 == 0}, {"seq_no_eos_mask": [[1] * 3] * 4}

@@ -1,10 +1,6 @@
 """The weight of the KL term in the reward: fixed, or steered to a target."""
 
-from __future__ import annotations
-
 import math
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,27 +12,27 @@ from realhf.algorithms.train_step import PredictedTokens
 from tests.algorithms.tiny_policy import GROUPS, OUTCOME, REWARDS, context, tiny_actor
 
 
-def test_without_a_target_it_stays() -> None:
+def test_without_a_target_it_stays():
     controller = KLController(resolve({"kl_ctl": 0.1}))
     controller.observe(1e6, 64)
     assert controller.value == 0.1
 
 
 @pytest.mark.parametrize(("kl", "error"), [(6.0, 0.0), (6.6, 0.1), (60.0, 0.2), (5.7, -0.05), (0.0, -0.2)])
-def test_it_moves_by_the_error_cut_to_a_fifth(kl: float, error: float) -> None:
+def test_it_moves_by_the_error_cut_to_a_fifth(kl, error):
     controller = KLController(resolve({"kl_ctl": 0.1, "kl_target": 6.0, "kl_horizon": 1000.0}))
     controller.observe(kl, 50)
     assert controller.value == pytest.approx(0.1 * (1 + error * 50 / 1000))
 
 
-def test_what_is_no_number_or_about_nothing_moves_nothing() -> None:
+def test_what_is_no_number_or_about_nothing_moves_nothing():
     controller = KLController(resolve({"kl_ctl": 0.1, "kl_target": 6.0}))
     controller.observe(math.nan, 50)
     controller.observe(9.0, 0)
     assert controller.value == 0.1
 
 
-def test_more_sequences_than_the_horizon_move_it_by_a_fifth_and_it_comes_back() -> None:
+def test_more_sequences_than_the_horizon_move_it_by_a_fifth_and_it_comes_back():
     """A weight of 0 would stay 0 whatever the divergence: nothing steers it back."""
     controller = KLController(resolve({"kl_ctl": 0.1, "kl_target": 6.0, "kl_horizon": 1.0}))
     controller.observe(0.0, 1000)
@@ -45,7 +41,7 @@ def test_more_sequences_than_the_horizon_move_it_by_a_fifth_and_it_comes_back() 
     assert controller.value == pytest.approx(0.096)
 
 
-def test_a_train_step_steers_the_next_one_and_a_resumed_run_goes_on(rollout_batch: Any, tmp_path: Path) -> None:
+def test_a_train_step_steers_the_next_one_and_a_resumed_run_goes_on(rollout_batch, tmp_path):
     """The divergence is that of whole sequences, and the weight of a step is known before its batch."""
     options = {"algo": "reinforce_pp", "kl_ctl": 0.1, "kl_target": 0.01, "kl_horizon": 100.0}
     sample = rollout_batch(GROUPS, REWARDS, OUTCOME)
@@ -74,6 +70,6 @@ def test_a_train_step_steers_the_next_one_and_a_resumed_run_goes_on(rollout_batc
         ({"gae_lambda": 0.5}, "ppo.gae_lambda has no effect with adv_estimator 'grpo'"),
     ],
 )
-def test_options_that_do_nothing_are_refused(options: dict[str, Any], names: str) -> None:
+def test_options_that_do_nothing_are_refused(options, names):
     with pytest.raises(ValueError, match=names):
         resolve(options)

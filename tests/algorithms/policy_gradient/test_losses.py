@@ -9,21 +9,14 @@ import pytest
 import torch
 
 from realhf.algorithms.options import resolve
-from realhf.algorithms.policy_loss import (
-    LossTerms,
-    cispo_loss,
-    kl_estimate,
-    kl_penalty,
-    ppo_loss,
-    reinforce_loss,
-)
+from realhf.algorithms.policy_loss import LossTerms, cispo_loss, kl_estimate, kl_penalty, ppo_loss, reinforce_loss
 from realhf.algorithms.train_step import token_weights, weighted_sum
 from realhf.registry import policy_losses
 
 LENGTHS = [4, 1, 6, 3]
 
 
-def random_terms(seed: int = 0) -> LossTerms:
+def random_terms(seed=0):
     g = torch.Generator().manual_seed(seed)
     n = sum(LENGTHS)
     old = -3 * torch.rand(n, generator=g)
@@ -35,7 +28,7 @@ def random_terms(seed: int = 0) -> LossTerms:
     return LossTerms(current, old, advantages, mask, sequence, len(LENGTHS))
 
 
-def loop_ppo(terms: LossTerms, low: float, high: float, c_clip: float | None, level: str) -> list[float]:
+def loop_ppo(terms, low, high, c_clip, level):
     lp, old, adv = terms.logprobs.tolist(), terms.old.tolist(), terms.advantages.tolist()
     out = []
     for t, ok in enumerate(terms.mask.tolist()):
@@ -56,7 +49,7 @@ def loop_ppo(terms: LossTerms, low: float, high: float, c_clip: float | None, le
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("c_clip", [None, 1.3])
-def test_ppo_equals_loop(level: str, c_clip: float | None) -> None:
+def test_ppo_equals_loop(level, c_clip):
     options = resolve({"ratio": level, "eps_clip": 0.2, "eps_clip_higher": 0.28, "c_clip": c_clip})
     for seed in range(10):
         terms = random_terms(seed)
@@ -65,7 +58,7 @@ def test_ppo_equals_loop(level: str, c_clip: float | None) -> None:
         torch.testing.assert_close(got.loss.detach(), expected)
 
 
-def test_clip_counters() -> None:
+def test_clip_counters():
     options = resolve({"eps_clip": 0.2, "c_clip": 3.0})
     old = torch.zeros(5)
     ratio = torch.tensor([1.5, 1.5, 0.5, 4.0, 1.0])
@@ -76,7 +69,7 @@ def test_clip_counters() -> None:
     assert got.dual_clipped.tolist() == [False, False, False, True, False]
 
 
-def test_cispo_and_reinforce_gradients() -> None:
+def test_cispo_and_reinforce_gradients():
     terms = random_terms(3)
     cispo = cispo_loss(terms, resolve({"algo": "cispo", "eps_clip": 0.3, "eps_clip_higher": 0.5}))
     (grad,) = torch.autograd.grad(cispo.loss.sum(), terms.logprobs)
@@ -87,7 +80,7 @@ def test_cispo_and_reinforce_gradients() -> None:
     torch.testing.assert_close(grad, torch.where(terms.mask, -terms.advantages, 0.0))
 
 
-def test_sequence_ratio_gradient_is_that_of_the_own_token() -> None:
+def test_sequence_ratio_gradient_is_that_of_the_own_token():
     """GSPO-token: d(s_i)/d(lp_t) = s_i at every unclipped token of the sequence."""
     terms = random_terms(5)
     options = resolve({"algo": "gspo", "eps_clip": 100.0, "eps_clip_higher": 100.0})
@@ -105,7 +98,7 @@ def test_garbage_in_masked_positions_is_harmless(given: dict[str, str], junk: fl
     options = resolve(given)
     loss_fn = policy_losses.get(options.loss)
 
-    def value_and_gradient(spoil: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    def value_and_gradient(spoil):
         terms = random_terms(1)
         data: dict[str, Any] = {}
         for name in ("logprobs", "old", "advantages"):
@@ -124,7 +117,7 @@ def test_garbage_in_masked_positions_is_harmless(given: dict[str, str], junk: fl
     assert torch.equal(clean[0], spoilt[0]) and torch.equal(clean[1], spoilt[1])
 
 
-def test_huge_ratio_is_clamped_and_counted() -> None:
+def test_huge_ratio_is_clamped_and_counted():
     lp = torch.tensor([0.0], requires_grad=True)
     one = torch.ones(1, dtype=torch.bool)
     terms = LossTerms(lp, torch.tensor([-500.0]), torch.tensor([-1.0]), one, torch.zeros(1, dtype=torch.int64), 1)
@@ -133,7 +126,7 @@ def test_huge_ratio_is_clamped_and_counted() -> None:
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant"])
-def test_aggregation_equals_loop(aggregation: str) -> None:
+def test_aggregation_equals_loop(aggregation):
     terms = random_terms(2)
     x = torch.arange(1.0, 15.0)
     rows = [[float(v) for v, s, m in zip(x, terms.sequence, terms.mask, strict=True) if s == i and m] for i in range(4)]
@@ -148,7 +141,7 @@ def test_aggregation_equals_loop(aggregation: str) -> None:
     assert float(weighted_sum(x, weights, terms.mask)) == pytest.approx(expected, rel=1e-6)
 
 
-def test_empty_mask_gives_zero_with_graph() -> None:
+def test_empty_mask_gives_zero_with_graph():
     x = torch.ones(3, requires_grad=True)
     mask, sequence = torch.zeros(3, dtype=torch.bool), torch.zeros(3, dtype=torch.int64)
     loss = weighted_sum(x, token_weights(mask, sequence, 1, "seq_mean_token_mean"), mask)
@@ -157,7 +150,7 @@ def test_empty_mask_gives_zero_with_graph() -> None:
 
 
 @pytest.mark.parametrize("estimator", ["k2", "k3"])
-def test_a_penalty_pulls_harder_the_further_a_token_lies_below_the_reference(estimator: str) -> None:
+def test_a_penalty_pulls_harder_the_further_a_token_lies_below_the_reference(estimator):
     """A clamped value used to have no gradient: k3 pulled with -12.5 at 2.6 nats and with exactly 0 at 2.7."""
     apart = torch.tensor([-2.6, -2.7, -4.5, -15.0, -19.9, -20.1, -200.0, 0.0, 3.0, 50.0], requires_grad=True)
     value, cut = kl_penalty(apart, torch.zeros(10), estimator)
@@ -169,7 +162,7 @@ def test_a_penalty_pulls_harder_the_further_a_token_lies_below_the_reference(est
     assert far == sorted(far) and far[0] == pytest.approx(0.5 * 2.6**2 if estimator == "k2" else math.exp(2.6) - 3.6)
 
 
-def test_kl_estimators() -> None:
+def test_kl_estimators():
     a, b = torch.tensor([-1.0, -2.0, 0.0]), torch.tensor([-1.5, -1.0, -50.0])
     x = [0.5, -1.0, 50.0]
     assert kl_estimate(a, b, "k1").tolist() == pytest.approx([0.5, -1.0, 10.0])

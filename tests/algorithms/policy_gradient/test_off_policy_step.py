@@ -13,12 +13,11 @@ import torch
 from realhf.algorithms.inference import LogprobInterface
 from realhf.algorithms.policy_gradient import PolicyGradientInterface, mismatch_statistics, staleness_statistics
 from realhf.algorithms.train_step import PredictedTokens, replace_keys
-from realhf.api.model import ForwardOutputs, Model
-from realhf.api.sample import MicroBatchSpec, SequenceSample
+from realhf.api.sample import MicroBatchSpec
 from tests.algorithms.tiny_policy import GROUPS, OUTCOME, REWARDS, context, tiny_actor, weights
 
 
-def off_policy(rollout_batch: Any) -> SequenceSample:
+def off_policy(rollout_batch):
     """A batch whose behaviour policy is near the tiny actor, but another."""
     sample = rollout_batch(GROUPS, REWARDS, OUTCOME)
     own = scored(tiny_actor(), sample)["proximal_logprobs"]
@@ -29,13 +28,13 @@ def off_policy(rollout_batch: Any) -> SequenceSample:
     )
 
 
-def scored(model: Model, sample: SequenceSample) -> SequenceSample:
+def scored(model, sample):
     """With the output of the call ``actor_inf``."""
     out = LogprobInterface("proximal_logprobs").inference(model, sample, context(Path(".")))[0]
     return sample.select(sample.keys - {"proximal_logprobs"}).update(out)
 
 
-def step(options: dict[str, Any], sample: SequenceSample, *, version: int = 3, **spec: Any) -> tuple[Any, torch.Tensor]:
+def step(options, sample, *, version=3, **spec):
     """Statistics of a step of a new actor, and its weights afterwards."""
     model = tiny_actor()
     stats = PolicyGradientInterface(options).train_step(model, sample, context(Path("."), version, **spec))
@@ -69,7 +68,7 @@ def test_recomputed_in_the_train_call_is_what_actor_inf_says(
     assert (abs(called["ratio_max"] - 1) < 1e-4) == (n_minibatches == 1), "the ratio is to the start of the step"
 
 
-def test_recomputed_logprobs_replace_the_old_ones_in_the_kl_reward_too(rollout_batch: Any) -> None:
+def test_recomputed_logprobs_replace_the_old_ones_in_the_kl_reward_too(rollout_batch):
     sample = scored(tiny_actor(), off_policy(rollout_batch))
     got = PolicyGradientInterface({"recompute_logprob": True, "kl_ctl": 0.1}).prepare(sample)[0]["advantages"]
     replaced = replace_keys(sample, shifted={"packed_logprobs": sample["proximal_logprobs"]})
@@ -98,7 +97,7 @@ def test_recompute_and_one_minibatch_is_the_plain_policy_gradient(rollout_batch:
     if "behav_imp_weight_cap" in given:
         w = (own - sample["packed_logprobs"]).exp().clamp(max=1.1)
 
-    def surrogate(outputs: ForwardOutputs, part: SequenceSample) -> tuple[torch.Tensor, dict[str, float]]:
+    def surrogate(outputs, part):
         gain = part["advantages"] * part["w"] * outputs.logprobs()[0]
         return -torch.where(PredictedTokens.of(part).mask, gain, 0.0).sum() / int(tokens.mask.sum()), {}
 
@@ -127,7 +126,7 @@ def test_microbatches_and_leaving_out_change_nothing(rollout_batch: Any, given: 
         assert stats == pytest.approx(whole, rel=1e-3, abs=1e-5)
 
 
-def test_decoupled_step_on_its_own_samples_is_an_ordinary_one(rollout_batch: Any) -> None:
+def test_decoupled_step_on_its_own_samples_is_an_ordinary_one(rollout_batch):
     sample = scored(tiny_actor(), rollout_batch(GROUPS, REWARDS, OUTCOME))
     sample = replace_keys(sample, shifted={"packed_logprobs": sample["proximal_logprobs"]})
     plain, after_plain = step({}, sample)
@@ -136,7 +135,7 @@ def test_decoupled_step_on_its_own_samples_is_an_ordinary_one(rollout_batch: Any
     assert stats["behav_weight_mean"] == stats["behav_weight_max"] == 1.0 and stats["rejected_fraction"] == 0
 
 
-def test_the_step_reports_weights_and_mismatch(rollout_batch: Any) -> None:
+def test_the_step_reports_weights_and_mismatch(rollout_batch):
     sample = scored(tiny_actor(), off_policy(rollout_batch))
     options = {"use_decoupled_loss": True, "behav_imp_weight_cap": 1.2, "entropy_coef": 0.01}
     stats, _ = step(options, sample)
@@ -155,21 +154,21 @@ def test_the_step_reports_weights_and_mismatch(rollout_batch: Any) -> None:
     assert stats["mismatch/abs_p50"] == pytest.approx(ordered[len(ordered) // 2], rel=1e-3)
 
 
-def test_mismatch_is_of_the_first_minibatch_only(rollout_batch: Any) -> None:
+def test_mismatch_is_of_the_first_minibatch_only(rollout_batch):
     sample = scored(tiny_actor(), rollout_batch(GROUPS, REWARDS, OUTCOME))
     sample = replace_keys(sample, shifted={"packed_logprobs": sample["proximal_logprobs"]})
     stats, _ = step({"ppo_n_minibatches": 3, "kl_loss_coef": 0.1}, sample)
     assert stats["mismatch/abs_max"] < 1e-5 < abs(stats["ratio_max"] - 1)
 
 
-def test_quantiles() -> None:
+def test_quantiles():
     values = torch.cat([torch.arange(60.0, 100.0), torch.arange(0.0, 60.0).flip(0)])
     assert mismatch_statistics(values) == {"mismatch/abs_p50": 50.0, "mismatch/abs_p99": 99.0, "mismatch/abs_max": 99.0}
     assert mismatch_statistics(torch.ones(1))["mismatch/abs_p99"] == 1.0
     assert mismatch_statistics(torch.zeros(0)) == {}
 
 
-def test_staleness_equals_loop() -> None:
+def test_staleness_equals_loop():
     g = torch.Generator().manual_seed(0)
     for u in (0, 3, 12):
         lengths = torch.randint(1, 7, (20,), generator=g)
@@ -192,7 +191,7 @@ def test_staleness_equals_loop() -> None:
         assert bins == pytest.approx([sum(min(h, 7) == i for h in head) / len(head) for i in range(8)])
 
 
-def test_the_step_reports_the_staleness_of_valid_sequences(rollout_batch: Any) -> None:
+def test_the_step_reports_the_staleness_of_valid_sequences(rollout_batch):
     sample = rollout_batch(GROUPS, REWARDS, OUTCOME)
     tokens = PredictedTokens.of(sample)
     born = torch.tensor([2, 3, 3, 3, 3, 3, 3, 3, 0, 3, 3, 3])  # the failed one is the oldest and does not count
@@ -222,7 +221,7 @@ def test_missing_keys_are_named(rollout_batch: Any, given: dict[str, Any], key: 
     assert torch.equal(weights(model), before)
 
 
-def test_inputs_are_not_changed(rollout_batch: Any) -> None:
+def test_inputs_are_not_changed(rollout_batch):
     sample = scored(tiny_actor(), off_policy(rollout_batch))
     before = {key: sample[key].numpy().tobytes() for key in sample.keys}
     step({"use_decoupled_loss": True, "ppo_n_minibatches": 2, "prox_logp_method": "recompute"}, sample)
@@ -231,7 +230,7 @@ def test_inputs_are_not_changed(rollout_batch: Any) -> None:
 
 @pytest.mark.parametrize("discount", [1.0, 0.9])
 @pytest.mark.parametrize("estimator", ["reinforce_pp", "reinforce_pp_baseline"])
-def test_reinforce_pp_advantages_equal_a_loop(rollout_batch: Any, estimator: str, discount: float) -> None:
+def test_reinforce_pp_advantages_equal_a_loop(rollout_batch, estimator, discount):
     sample = rollout_batch(GROUPS, REWARDS, OUTCOME)
     options = {"algo": "reinforce_pp", "adv_estimator": estimator, "discount": discount}
     got = PolicyGradientInterface(options).prepare(sample)[0]["advantages"]

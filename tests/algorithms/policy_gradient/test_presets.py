@@ -1,9 +1,5 @@
 """The preset table and the options that must be refused."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 
 from realhf.algorithms.options import PolicyGradientOptions, resolve
@@ -18,20 +14,20 @@ TABLE = {
 
 
 @pytest.mark.parametrize("algo", sorted(TABLE))
-def test_rows_are_those_of_the_reference(algo: str) -> None:
+def test_rows_are_those_of_the_reference(algo):
     got = resolve(PolicyGradientOptions(algo=algo), loss_scale_len=64)
     cells = (got.adv_estimator, got.ratio, got.loss, got.eps_clip, got.eps_clip_higher, got.loss_agg)
     assert cells == TABLE[algo] and not got.needs_reference
 
 
 @pytest.mark.parametrize("algo", ["rloo", "reinforce"])
-def test_rows_without_clipping(algo: str) -> None:
+def test_rows_without_clipping(algo):
     got = resolve({"algo": algo, "kl_ctl": 0.05})
     assert (got.adv_estimator, got.loss, got.loss_agg) == (algo, "reinforce", "token_mean")
     assert got.needs_reference
 
 
-def test_reinforce_pp_row() -> None:
+def test_reinforce_pp_row():
     got = resolve({"algo": "reinforce_pp"})
     assert (got.adv_estimator, got.ratio, got.loss, got.eps_clip, got.loss_agg) == (
         "reinforce_pp",
@@ -45,7 +41,7 @@ def test_reinforce_pp_row() -> None:
     assert not other.needs_reference and not other.adv_norm and other.discount == 0.99
 
 
-def test_decoupled_defaults_and_what_they_ask_of_the_graph() -> None:
+def test_decoupled_defaults_and_what_they_ask_of_the_graph():
     got = resolve({"use_decoupled_loss": True, "kl_ctl": 0.1})
     assert (got.prox_logp_method, got.behav_imp_weight_mode) == ("actor_inf", "mask")
     assert got.behav_imp_weight_level == "token"
@@ -60,14 +56,9 @@ def test_decoupled_defaults_and_what_they_ask_of_the_graph() -> None:
     assert replaced.needs_actor_inf and replaced.behav_imp_weight_mode == "none"
 
 
-def test_any_cell_may_be_overridden() -> None:
+def test_any_cell_may_be_overridden():
     got = resolve({"algo": "grpo", "loss_agg": "token_mean", "eps_clip_higher": 0.4, "kl_loss_coef": 0.01})
-    assert (got.loss_agg, got.eps_clip, got.eps_clip_higher, got.kl_loss_coef) == (
-        "token_mean",
-        0.2,
-        0.4,
-        0.01,
-    )
+    assert (got.loss_agg, got.eps_clip, got.eps_clip_higher, got.kl_loss_coef) == ("token_mean", 0.2, 0.4, 0.01)
 
 
 @pytest.mark.parametrize(
@@ -130,18 +121,18 @@ def test_any_cell_may_be_overridden() -> None:
         ),
     ],
 )
-def test_refused_options_are_named(options: dict[str, Any], names: str) -> None:
+def test_refused_options_are_named(options, names):
     with pytest.raises(ValueError, match=names):
         resolve(options)
 
 
-def test_the_option_decides_the_divisor_and_else_the_experiment() -> None:
+def test_the_option_decides_the_divisor_and_else_the_experiment():
     assert resolve({"algo": "drgrpo", "loss_scale_len": 77}, loss_scale_len=160).loss_scale_len == 77
     assert resolve({"algo": "drgrpo"}, loss_scale_len=160).loss_scale_len == 160
     assert resolve({"algo": "grpo"}, loss_scale_len=160).loss_scale_len is None, "nothing is divided by it"
 
 
-def test_the_ratio_of_sequences_is_taken_against_recomputed_log_probabilities() -> None:
+def test_the_ratio_of_sequences_is_taken_against_recomputed_log_probabilities():
     for options in ({"algo": "gspo"}, {"algo": "grpo", "ratio": "sequence"}):
         got = resolve(options)
         assert (got.recompute_logprob, got.prox_logp_method, got.scored_keys) == (True, "recompute", ())

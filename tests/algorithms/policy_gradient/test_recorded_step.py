@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +11,7 @@ import torch
 from realhf.algorithms.policy_gradient import PolicyGradientInterface
 from realhf.algorithms.train_step import PredictedTokens
 from realhf.api.sample import MicroBatchSpec
-from realhf.api.trace import PlayedSample, TrainedRows
+from realhf.api.trace import TrainedRows
 from tests.algorithms.tiny_policy import GROUPS, OUTCOME, REWARDS, context, tiny_actor
 
 
@@ -22,20 +20,20 @@ class Kept:
 
     keeps = True
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.rows: list[TrainedRows] = []
 
-    def played(self, sample: PlayedSample) -> None:
+    def played(self, sample):
         raise AssertionError("nothing is played here")
 
-    def trained(self, rows: TrainedRows) -> None:
+    def trained(self, rows):
         self.rows.append(rows)
 
 
 @pytest.mark.parametrize(
     "options", [{}, {"ppo_n_minibatches": 3, "sample_reuse": 2}, {"algo": "gspo"}], ids=["one update", "six", "gspo"]
 )
-def test_what_is_kept_is_what_was_trained(rollout_batch: Any, tmp_path: Path, options: dict[str, Any]) -> None:
+def test_what_is_kept_is_what_was_trained(rollout_batch, tmp_path, options):
     sample = rollout_batch(GROUPS, REWARDS, OUTCOME)
     stats, kept = [], Kept()
     for recorder in (None, kept):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ from realhf.algorithms.critic import CriticInterface
 from realhf.algorithms.options import LOSS_AGGREGATIONS
 from realhf.algorithms.policy_gradient import PolicyGradientInterface
 from realhf.algorithms.train_step import minibatches
-from realhf.api.model import Model
 from realhf.api.sample import SequenceSample
 from tests.algorithms.tiny_policy import context, tiny_actor, tiny_critic
 
@@ -27,7 +25,7 @@ CASES: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-def batch(rows: list[list[list[int]]], rewards: list[list[float]], failed: tuple[int, ...] = ()) -> SequenceSample:
+def batch(rows, rewards, failed=()):
     """A train input in which every row is a token that nobody predicts and then the tokens that train. Cut or whole,
     what is said of each trained token is the same; ``failed`` are rollouts of the first group without a reward."""
     lengths = [[n + 1 for rollout in group for n in rollout] for group in rows]
@@ -61,7 +59,7 @@ def batch(rows: list[list[list[int]]], rewards: list[list[float]], failed: tuple
     return SequenceSample.from_tensors(["a", "b"], tensors, {key: by_length.get(key, ones) for key in tensors})
 
 
-def trained_parts(sample: SequenceSample, options: dict[str, Any], tmp_path: Path) -> tuple[dict[str, Any], list[Any]]:
+def trained_parts(sample, options, tmp_path):
     """The statistics of a train step, and what each update of the engine got."""
     model, parts = tiny_actor(), []
     train = model.engine.train_batch
@@ -71,9 +69,7 @@ def trained_parts(sample: SequenceSample, options: dict[str, Any], tmp_path: Pat
 
 @pytest.mark.parametrize("failed", [(), (3,)], ids=["all valid", "one failed"])
 @pytest.mark.parametrize("options", CASES, ids=str)
-def test_a_token_has_the_advantage_that_it_has_in_a_rollout_of_one_row(
-    options: dict[str, Any], failed: tuple[int, ...]
-) -> None:
+def test_a_token_has_the_advantage_that_it_has_in_a_rollout_of_one_row(options, failed):
     """Failures of eight rows each used to move the mean of their group towards themselves, and were their own baseline;
     ``ppo.count=row`` still does so."""
     whole, cut = (PolicyGradientInterface(options).prepare(batch(rows, REWARDS, failed)) for rows in (WHOLE, CUT))
@@ -90,7 +86,7 @@ def test_a_token_has_the_advantage_that_it_has_in_a_rollout_of_one_row(
 
 
 @pytest.mark.parametrize("aggregation", LOSS_AGGREGATIONS)
-def test_a_token_weighs_what_it_weighs_in_a_rollout_of_one_row(tmp_path: Path, aggregation: str) -> None:
+def test_a_token_weighs_what_it_weighs_in_a_rollout_of_one_row(tmp_path, aggregation):
     options = {"loss_agg": aggregation, "kl_loss_coef": 0.1}
     options |= {"loss_scale_len": 40} if aggregation == "constant" else {}
     (cut, parts), (whole, expected) = (trained_parts(batch(rows, REWARDS), options, tmp_path) for rows in (CUT, WHOLE))
@@ -100,7 +96,7 @@ def test_a_token_weighs_what_it_weighs_in_a_rollout_of_one_row(tmp_path: Path, a
         assert cut[name] == whole[name], name
 
 
-def test_a_rollout_is_in_one_minibatch() -> None:
+def test_a_rollout_is_in_one_minibatch():
     """So that each update can count it once."""
     for n in (2, 3, 8):
         parts = minibatches(batch(CUT, REWARDS), n, (0, 0))
@@ -109,12 +105,12 @@ def test_a_rollout_is_in_one_minibatch() -> None:
     assert len(minibatches(batch(CUT, REWARDS), 20, (0, 0))) == 8
 
 
-def _rollouts(sample: SequenceSample) -> list[tuple[str, int]]:
+def _rollouts(sample):
     group = sample.group_index("packed_input_ids").tolist()
     return [(sample.ids[i], int(k)) for i, k in zip(group, sample["rollout_index"], strict=True)]
 
 
-def test_the_divergence_that_steers_the_kl_reward_is_that_of_rollouts(tmp_path: Path) -> None:
+def test_the_divergence_that_steers_the_kl_reward_is_that_of_rollouts(tmp_path):
     """Of the actor and of the critic alike: spread over its rows, a rollout used to lie too near the reference."""
     options = {"algo": "rloo", "kl_ctl": 0.1, "kl_estimator": "k1", "kl_target": 2.0, "kl_horizon": 10.0}
     moved = []
@@ -127,11 +123,11 @@ def test_the_divergence_that_steers_the_kl_reward_is_that_of_rollouts(tmp_path: 
     assert moved[0] == moved[1] and moved[0][1] == moved[0][2] != 0.1
 
 
-def _trained(critic: CriticInterface, model: Model, sample: SequenceSample, tmp_path: Path) -> None:
+def _trained(critic, model, sample, tmp_path):
     assert critic.train_step(model, sample, context(tmp_path))["n_updates"] == 1
 
 
-def test_rows_that_an_agent_judges_apart_are_compared_with_other_rollouts_alone() -> None:
+def test_rows_that_an_agent_judges_apart_are_compared_with_other_rollouts_alone():
     """A row has what its rollout would have with its reward; the rollout counts with the mean of its rows."""
     sample = batch([[[2, 2], [3]], [[1], [1]]], [[0.0, 0.5], [1.0, 1.0]])
     judged = SequenceSample.from_tensors(

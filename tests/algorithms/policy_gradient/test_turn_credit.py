@@ -1,11 +1,7 @@
 """Advantages of turns: against loops over plain Python numbers, and against those of whole episodes."""
 
-from __future__ import annotations
-
 import random
 import statistics
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -24,10 +20,10 @@ ESTIMATORS = [grpo, grpo_nostd, rloo, reinforce]
 EPISODES = st.lists(st.lists(st.integers(-40, 40).map(lambda n: n / 8), min_size=1, max_size=5), min_size=1, max_size=6)
 
 
-def loop(episodes: list[list[float]], valid: list[bool], discount: float, i: int, k: int) -> float:
+def loop(episodes, valid, discount, i, k):
     """The advantage of turn ``k`` of episode ``i`` in one group, as ``grpo`` has it."""
 
-    def to_go(rewards: list[float]) -> float:
+    def to_go(rewards):
         start = min(k, len(rewards) - 1)
         return sum(discount ** (j - start) * reward for j, reward in enumerate(rewards) if j >= start)
 
@@ -37,12 +33,12 @@ def loop(episodes: list[list[float]], valid: list[bool], discount: float, i: int
     return (to_go(episodes[i]) - statistics.fmean(others)) / (statistics.stdev(others) + 1e-6)
 
 
-def tabled(episodes: list[list[float]], discount: float) -> torch.Tensor:
+def tabled(episodes, discount):
     rewards = torch.tensor([reward for rewards in episodes for reward in rewards], dtype=torch.float32)
     return returns_by_turn(rewards, torch.tensor([len(rewards) for rewards in episodes]), discount)
 
 
-def test_two_episodes_by_hand() -> None:
+def test_two_episodes_by_hand():
     """Returns 1.5, 1 and 2 against 0.25; the second episode is over after one turn and keeps its return."""
     returns = tabled([[0.5, -1.0, 2.0], [0.25]], 1.0)
     assert returns.tolist() == [[1.5, 1.0, 2.0], [0.25, 0.25, 0.25]]
@@ -54,7 +50,7 @@ def test_two_episodes_by_hand() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(EPISODES, st.sampled_from([1.0, 0.5]), st.data())
-def test_equals_a_loop(episodes: list[list[float]], discount: float, data: st.DataObject) -> None:
+def test_equals_a_loop(episodes, discount, data):
     valid = data.draw(st.lists(st.booleans(), min_size=len(episodes), max_size=len(episodes)))
     returns, group = tabled(episodes, discount), torch.zeros(len(episodes), dtype=torch.int64)
     found = turn_advantages(returns.float(), torch.tensor(valid), group, grpo)
@@ -66,9 +62,7 @@ def test_equals_a_loop(episodes: list[list[float]], discount: float, data: st.Da
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 @settings(max_examples=30, deadline=None)
 @given(episodes=EPISODES, seed=st.integers(0, 100))
-def test_a_reward_at_the_end_alone_gives_every_turn_what_the_episode_gets(
-    estimator: Any, episodes: list[list[float]], seed: int
-) -> None:
+def test_a_reward_at_the_end_alone_gives_every_turn_what_the_episode_gets(estimator, episodes, seed):
     """Bit for bit, with groups and failures as they come."""
     choice = random.Random(seed)
     group = torch.tensor(sorted(choice.randrange(2) for _ in episodes))
@@ -82,13 +76,11 @@ def test_a_reward_at_the_end_alone_gives_every_turn_what_the_episode_gets(
 
 @settings(max_examples=40, deadline=None)
 @given(EPISODES, st.integers(-8, 8).map(lambda n: n / 4), st.sampled_from([0.5, 2.0]))
-def test_a_constant_on_every_last_reward_changes_nothing_and_a_scale_scales(
-    episodes: list[list[float]], move: float, scale: float
-) -> None:
+def test_a_constant_on_every_last_reward_changes_nothing_and_a_scale_scales(episodes, move, scale):
     """The same number added to every last reward changes no advantage; scaling all scales it."""
     valid, group = torch.ones(len(episodes), dtype=torch.bool), torch.zeros(len(episodes), dtype=torch.int64)
 
-    def found(changed: list[list[float]]) -> torch.Tensor:
+    def found(changed):
         return turn_advantages(tabled(changed, 1.0).float(), valid, group, grpo_nostd)
 
     before = found(episodes)
@@ -98,7 +90,7 @@ def test_a_constant_on_every_last_reward_changes_nothing_and_a_scale_scales(
     torch.testing.assert_close(scaled, scale * before, atol=1e-4, rtol=1e-4)
 
 
-def test_tokens_get_the_advantage_of_their_turn() -> None:
+def test_tokens_get_the_advantage_of_their_turn():
     table = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     turn = torch.tensor([0, -1, 1, -1, 0], dtype=torch.int32)
     mask = torch.tensor([True, False, True, False, True])
@@ -110,7 +102,7 @@ def test_tokens_get_the_advantage_of_their_turn() -> None:
             of_tokens(table, turn, sequence, mask, counts)
 
 
-def with_turns(sample: SequenceSample, rewards: list[float], *, at_end: bool) -> SequenceSample:
+def with_turns(sample, rewards, *, at_end):
     """The sample with two turns in each sequence, the second from its middle on; the reward is in the second turn
     alone, or in both halves."""
     lengths = [n for group in sample.seqlens["packed_input_ids"] for n in group]
@@ -127,9 +119,7 @@ SHAPED = {"reward_scaling": 2.0, "reward_bias": 0.5, "max_reward_clip": 2.5}
 
 
 @pytest.mark.parametrize("options", [{}, {"algo": "rloo", "kl_ctl": 0.1}, {"algo": "drgrpo", "loss_scale_len": 9}])
-def test_a_train_step_with_a_reward_at_the_end_is_the_step_of_the_episode(
-    rollout_batch: Any, tmp_path: Path, options: dict[str, Any]
-) -> None:
+def test_a_train_step_with_a_reward_at_the_end_is_the_step_of_the_episode(rollout_batch, tmp_path, options):
     """Bit for bit, with rewards scaled, moved and clipped, and a failed rollout without a number."""
     sample = rollout_batch(GROUPS, REWARDS, OUTCOME)
     scores = SequenceSample.from_tensors(
@@ -151,7 +141,7 @@ def test_a_train_step_with_a_reward_at_the_end_is_the_step_of_the_episode(
     }
 
 
-def test_a_train_step_tells_the_turns_of_an_episode_apart(rollout_batch: Any) -> None:
+def test_a_train_step_tells_the_turns_of_an_episode_apart(rollout_batch):
     """What a first turn earns and a second one loses pushes the two apart; the episode as a whole has nothing."""
     sample = with_turns(
         rollout_batch(GROUPS, [0.0] * len(REWARDS)), [float(n) for n in range(len(REWARDS))], at_end=False
@@ -165,7 +155,7 @@ def test_a_train_step_tells_the_turns_of_an_episode_apart(rollout_batch: Any) ->
     assert not bool(whole["advantages"].any())
 
 
-def test_options_about_turns_that_do_nothing_or_contradict_are_refused(rollout_batch: Any, tmp_path: Path) -> None:
+def test_options_about_turns_that_do_nothing_or_contradict_are_refused(rollout_batch, tmp_path):
     with pytest.raises(ValueError, match=r"ppo.credit=turn: adv_estimator 'reinforce_pp' has a return-to-go"):
         resolve({"algo": "reinforce_pp", "credit": "turn"})
     with pytest.raises(ValueError, match=r"ppo.discount has no effect"):

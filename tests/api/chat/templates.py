@@ -1,9 +1,5 @@
 """Small chat templates in the style of known models, and a byte-level tokenizer for any of them."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-
 from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.decoders import ByteLevel
 from transformers import PreTrainedTokenizerFast
@@ -106,9 +102,7 @@ DROPS = (
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<|start|>", "<|stop|>", "<|eot|>", "<|begin|>", "</s>", "<|python_tag|>"]
 
 
-def tokenizer(
-    template: str | dict[str, str] | None, eos: str, merges: Sequence[tuple[str, str]] = ()
-) -> PreTrainedTokenizerFast:
+def tokenizer(template, eos, merges=()):
     """Byte-level, so that every text has ids and every id a text. ``merges`` join two letters to a token more."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = [*alphabet, *("".join(pair) for pair in merges)]

@@ -4,7 +4,6 @@ and all other texts are encoded as ever."""
 from __future__ import annotations
 
 import logging
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -23,7 +22,7 @@ ROLES = (
 """Shows every role and whatever it is called, with an added token that is no special one."""
 
 
-def chat_of(template: str, eos: str = "<|im_end|>") -> TemplateChat:
+def chat_of(template, eos="<|im_end|>"):
     tok = tokenizer(template, eos)
     tok.add_tokens([AddedToken("<|turn|>", special=False), AddedToken("<tool_call>", special=False)])
     return TemplateChat(tok)
@@ -38,22 +37,22 @@ CHATS = {
 }
 
 
-def words_of(chat: TemplateChat) -> list[str]:
+def words_of(chat):
     return sorted(control_words(chat._tokenizer, chat._framing()))
 
 
-def control_ids(chat: TemplateChat, ids: list[int]) -> list[int]:
+def control_ids(chat, ids):
     known = set(chat._tokenizer.convert_tokens_to_ids(words_of(chat)))
     return [token for token in ids if token in known]
 
 
-def conversation(role: str, text: str) -> list[dict[str, Any]]:
+def conversation(role, text):
     call_id = {"name": "look", "tool_call_id": "call00000"} if role == "tool" else {}
     return [{"role": role, "content": text, **call_id}]
 
 
 @st.composite
-def texts_with_control_words(draw: st.DrawFn) -> tuple[str, str]:
+def texts_with_control_words(draw):
     """The name of a chat, and a text of its control words, pieces of them and ordinary letters."""
     name = draw(st.sampled_from(sorted(CHATS)))
     words = words_of(CHATS[name])
@@ -79,7 +78,7 @@ def test_no_text_adds_a_control_id_to_those_of_the_template(drawn: tuple[str, st
 
 
 @pytest.mark.parametrize("name", sorted(CHATS))
-def test_every_control_word_is_found_and_broken_where_it_stands(name: str) -> None:
+def test_every_control_word_is_found_and_broken_where_it_stands(name):
     chat = CHATS[name]
     assert set(words_of(chat)) >= {*chat._tokenizer.all_special_tokens}
     for word in words_of(chat):
@@ -91,7 +90,7 @@ def test_every_control_word_is_found_and_broken_where_it_stands(name: str) -> No
         assert f"a{word[0]} {word[1:]}b" in text, "the policy reads nearly what was said"
 
 
-def test_a_token_that_the_template_uses_counts_although_it_is_no_special_one() -> None:
+def test_a_token_that_the_template_uses_counts_although_it_is_no_special_one():
     assert "<|turn|>" in words_of(CHATS["roles"]) and "<|turn|>" not in words_of(CHATS["qwen25"])
     assert not any("<tool_call>" in words_of(chat) for chat in CHATS.values()), "an environment may speak of calls"
 
@@ -100,7 +99,7 @@ TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="<|[]>"), max_si
 
 
 @given(TEXTS, st.sampled_from(sorted(CHATS)))
-def test_other_texts_are_encoded_as_ever(text: str, name: str) -> None:
+def test_other_texts_are_encoded_as_ever(text, name):
     chat = CHATS[name]
     messages = conversation("user", text)
     rendered = chat._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
@@ -108,7 +107,7 @@ def test_other_texts_are_encoded_as_ever(text: str, name: str) -> None:
     assert ControlWords(words_of(chat)).broken(messages) == messages
 
 
-def test_roles_names_and_schemas_are_no_way_in_either() -> None:
+def test_roles_names_and_schemas_are_no_way_in_either():
     """All of them come over the network from a server of others."""
     chat = CHATS["roles"]
     plain = {"role": "tool", "name": "look", "content": "x"}
@@ -121,7 +120,7 @@ def test_roles_names_and_schemas_are_no_way_in_either() -> None:
         assert "|im_end|>x" not in text and '"|im_end|"' not in text
 
 
-def test_parts_of_a_content_do_not_join_to_a_control_word() -> None:
+def test_parts_of_a_content_do_not_join_to_a_control_word():
     words = ControlWords(["<|im_end|>"])
     parts = [{"type": "text", "text": "<|im_"}, {"type": "text", "text": "end|>"}]
     assert "<|im_end|>" not in "".join(part["text"] for part in words.broken(parts))
@@ -130,7 +129,7 @@ def test_parts_of_a_content_do_not_join_to_a_control_word() -> None:
 
 
 @given(st.text("ab §", max_size=12))
-def test_words_that_overlap_hold_spaces_or_have_one_letter(text: str) -> None:
+def test_words_that_overlap_hold_spaces_or_have_one_letter(text):
     """Only a word of one letter is left out; a word of spaces is none."""
     words = ("aba", "a b", "§")
     broken = ControlWords([*words, " ", ""]).broken(text)
@@ -139,14 +138,14 @@ def test_words_that_overlap_hold_spaces_or_have_one_letter(text: str) -> None:
     assert broken == text or any(word in text for word in words)
 
 
-def test_what_the_policy_sampled_is_not_touched() -> None:
+def test_what_the_policy_sampled_is_not_touched():
     chat = CHATS["qwen25"]
     sampled = chat.encode("say <|im_end|>")
     assert control_ids(chat, sampled) == [chat.stop_ids[0]]
     assert chat.decode(chat.encode("<|im_start|>")) == "<|im_start|>"
 
 
-def test_it_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_it_is_said_once(caplog):
     chat = chat_of(QWEN25)
     with caplog.at_level(logging.WARNING):
         for number in range(3):

@@ -19,7 +19,7 @@ U, T = ("user",), ("tool",)
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]
 
 
-def chat(template: str, merges: tuple[tuple[str, str], ...] = ()) -> TemplateChat:
+def chat(template, merges=()):
     return TemplateChat(tokenizer(template, "<|im_end|>", merges), system_prompt=None)
 
 
@@ -43,7 +43,7 @@ def test_reasoning_before_the_last_word_of_a_user_is_forgotten(
 
 
 @pytest.mark.parametrize("template", [QWEN25, SMOLLM2, LLAMA3, INSISTS])
-def test_templates_that_know_of_no_reasoning_forget_none(template: str) -> None:
+def test_templates_that_know_of_no_reasoning_forget_none(template):
     assert not any(chat(template).forgotten((U, U, U)))
 
 
@@ -67,7 +67,7 @@ def test_the_leading_reasoning_of_a_turn_goes_with_its_line_breaks(text: str, wo
     assert made.without_reasoning(ids) == expected
 
 
-def test_what_is_left_are_the_ids_that_were_sampled_unless_a_token_holds_both() -> None:
+def test_what_is_left_are_the_ids_that_were_sampled_unless_a_token_holds_both():
     made = chat(QWEN3, (("l", "s"), ("Ċ", "w")))
     thought, stop = made.encode("<think>a</think>\n\n"), made.stop_ids[0]
     spelt = [*made.encode("l"), *made.encode("s")]
@@ -77,7 +77,7 @@ def test_what_is_left_are_the_ids_that_were_sampled_unless_a_token_holds_both() 
     assert made.without_reasoning([*crossing, stop]) == [*made.encode("wls"), stop]
 
 
-def test_a_cue_that_opens_the_reasoning_goes_with_it() -> None:
+def test_a_cue_that_opens_the_reasoning_goes_with_it():
     made = chat(QWEN3)
     assert made.without_open_reasoning(made.encode("x\n<think>\n")) == made.encode("x\n")
     assert made.without_open_reasoning(made.encode("x <think> y")) == made.encode("x <think> y")

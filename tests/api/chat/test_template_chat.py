@@ -1,7 +1,5 @@
 """A conversation grows by ids around what the policy sampled, through any chat template."""
 
-from pathlib import Path
-
 import pytest
 from transformers import AutoTokenizer
 
@@ -19,7 +17,7 @@ LLAMA2_LIKE = (
 
 
 @pytest.mark.parametrize(("template", "eos"), [(CHATML, "<|im_end|>"), (LLAMA2_LIKE, "</s>")])
-def test_pieces_join_to_the_templates_own_rendering(template: str, eos: str) -> None:
+def test_pieces_join_to_the_templates_own_rendering(template, eos):
     tok = tokenizer(template, eos)
     chat = TemplateChat(tok, system_prompt=None)
     turn = [*chat.encode("aws s3 ls"), chat.stop_ids[0]]
@@ -39,22 +37,22 @@ def test_pieces_join_to_the_templates_own_rendering(template: str, eos: str) -> 
     assert tok.decode(pieces, skip_special_tokens=False) == whole
 
 
-def test_a_turn_cut_by_length_is_ended_by_us() -> None:
+def test_a_turn_cut_by_length_is_ended_by_us():
     chat = TemplateChat(tokenizer(CHATML, "<|im_end|>"), system_prompt=None)
     assert chat.following("x", ended=False) == [chat.stop_ids[0], *chat.following("x", ended=True)]
 
 
-def test_decode_hides_the_stop_token_only() -> None:
+def test_decode_hides_the_stop_token_only():
     chat = TemplateChat(tokenizer(CHATML, "<|im_end|>"))
     assert chat.decode([*chat.encode("aws s3 ls <|im_start|>"), *chat.stop_ids]) == "aws s3 ls <|im_start|>"
 
 
-def test_a_tokenizer_without_template_is_named() -> None:
+def test_a_tokenizer_without_template_is_named():
     with pytest.raises(ChatTemplateError, match="no chat template"):
         TemplateChat(tokenizer(None, "<|im_end|>"))
 
 
-def test_the_system_prompt_reaches_the_first_ids() -> None:
+def test_the_system_prompt_reaches_the_first_ids():
     tok = tokenizer(CHATML, "<|im_end|>")
     assert "be brief" in tok.decode(TemplateChat(tok, system_prompt="be brief").first("hello"))
 
@@ -65,7 +63,7 @@ GLM_LIKE = (
 )
 
 
-def test_a_turn_ends_with_every_id_that_the_models_authors_name(tmp_path: Path) -> None:
+def test_a_turn_ends_with_every_id_that_the_models_authors_name(tmp_path):
     """The list of generation_config.json used to be read nowhere, so a policy went on after the end of its call."""
     tok = tokenizer(CHATML, "<|im_end|>")
     tok.save_pretrained(tmp_path)
@@ -79,7 +77,7 @@ def test_a_turn_ends_with_every_id_that_the_models_authors_name(tmp_path: Path) 
         TemplateChat(tok, stop_ids=[123456])
 
 
-def test_a_template_that_ends_a_turn_with_nothing_is_refused() -> None:
+def test_a_template_that_ends_a_turn_with_nothing_is_refused():
     """The next message used to follow at once, and nothing ended a turn but the end of the sequence."""
     with pytest.raises(ChatTemplateError, match="writes nothing after a policy turn"):
         TemplateChat(tokenizer(GLM_LIKE, "<|im_end|>"))
@@ -92,7 +90,7 @@ THINKING = (
 )
 
 
-def test_variables_of_the_template_reach_every_rendering() -> None:
+def test_variables_of_the_template_reach_every_rendering():
     tok = tokenizer(THINKING, "<|im_end|>")
     quiet = TemplateChat(tok, template_kwargs={"enable_thinking": False})
     thinks = TemplateChat(tok)
@@ -108,6 +106,6 @@ def test_variables_of_the_template_reach_every_rendering() -> None:
 
 
 @pytest.mark.parametrize("name", ["enable_thinkin", "add_generation_prompt"])
-def test_a_variable_that_the_template_does_not_read_is_refused(name: str) -> None:
+def test_a_variable_that_the_template_does_not_read_is_refused(name):
     with pytest.raises(ChatTemplateError, match=f"does not read {name}"):
         TemplateChat(tokenizer(THINKING, "<|im_end|>"), template_kwargs={name: False})

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -29,26 +28,22 @@ OPENING = [{"role": "system", "content": "Be brief."}, {"role": "user", "content
 ANSWER = {"role": "tool", "name": "look", "tool_call_id": "call00000", "content": 'a "cup" é\nempty'}
 
 
-def chat_of(template: str, eos: str = "<|im_end|>", **more: Any) -> TemplateChat:
+def chat_of(template, eos="<|im_end|>", **more):
     return TemplateChat(tokenizer(template, eos), system_prompt=None, **more)
 
 
-def call(where: str) -> dict[str, Any]:
+def call(where):
     function = {"name": "look", "arguments": {"where": where}}
     return {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "id": "x", "function": function}]}
 
 
-def written(family: str, where: str) -> str:
+def written(family, where):
     key = "parameters" if family == "llama" else "arguments"
     body = json.dumps({"name": "look", key: {"where": where}}, ensure_ascii=False)
     return body if family == "llama" else f"<tool_call>\n{body}\n</tool_call>"
 
 
-REAL = {
-    "qwen25": (QWEN25, "<|im_end|>", {}),
-    "qwen3": (QWEN3, "<|im_end|>", {}),
-    "llama3": (LLAMA3, "<|eot|>", {}),
-}
+REAL = {"qwen25": (QWEN25, "<|im_end|>", {}), "qwen3": (QWEN3, "<|im_end|>", {}), "llama3": (LLAMA3, "<|eot|>", {})}
 
 
 @pytest.mark.parametrize("name", REAL)
@@ -80,7 +75,7 @@ def test_the_pieces_join_to_what_the_template_renders(name: str, tools: list[Any
 
 
 @pytest.mark.parametrize("name", REAL)
-def test_the_tools_reach_the_opening(name: str) -> None:
+def test_the_tools_reach_the_opening(name):
     template, eos, _ = REAL[name]
     chat = chat_of(template, eos)
     with_tools, without = (chat._tokenizer.decode(chat.opening(OPENING, tools)) for tools in (TOOLS, []))
@@ -89,7 +84,7 @@ def test_the_tools_reach_the_opening(name: str) -> None:
         assert "Be brief." in text and "Where is <b>it</b>?" in text
 
 
-def test_tools_are_refused_by_a_template_that_does_not_read_them() -> None:
+def test_tools_are_refused_by_a_template_that_does_not_read_them():
     chat = chat_of(SMOLLM2)
     assert chat.opening(OPENING)
     with pytest.raises(ChatTemplateError, match="does not read tools"):
@@ -107,14 +102,14 @@ def test_the_template_says_how_calls_are_written(template: str, family: str) -> 
     assert family_of(template) == family
 
 
-def test_a_tokenizer_with_a_template_for_tools_uses_it() -> None:
+def test_a_tokenizer_with_a_template_for_tools_uses_it():
     chat = TemplateChat(tokenizer({"default": SMOLLM2, "tool_use": QWEN25}, "<|im_end|>"))  # type: ignore[arg-type]
     assert chat.family == "hermes"
     assert "Look somewhere." in chat._tokenizer.decode(chat.opening(OPENING, TOOLS))
 
 
 @pytest.mark.parametrize("number", [1, 3])
-def test_a_template_that_insists_on_calls_gets_them(number: int) -> None:
+def test_a_template_that_insists_on_calls_gets_them(number):
     """Ids that the messages lack are made up; the call of the marker itself is no part of what follows."""
     chat = chat_of(INSISTS, "</s>")
     answers = [{"role": "tool", "content": f"r{n}"} for n in range(number)]
@@ -135,19 +130,19 @@ def test_a_role_that_the_template_drops_is_an_error(role: str) -> None:
     assert chat.following_messages([{"role": "user", "content": "x"}], ended=True)
 
 
-def test_what_a_template_refuses_is_an_error_of_ours() -> None:
+def test_what_a_template_refuses_is_an_error_of_ours():
     chat = chat_of(LLAMA3, "<|eot|>")
     twice = [{**call("x"), "tool_calls": call("x")["tool_calls"] * 2}]
     with pytest.raises(ChatTemplateError, match="single tool-calls"):
         chat.opening([*OPENING, *twice])
 
 
-def test_what_comes_again_is_not_rendered_again_and_cannot_be_spoilt() -> None:
+def test_what_comes_again_is_not_rendered_again_and_cannot_be_spoilt():
     chat = chat_of(QWEN25)
     rendered = 0
     inner = chat._tokenizer.apply_chat_template
 
-    def counted(*args: Any, **more: Any) -> Any:
+    def counted(*args, **more):
         nonlocal rendered
         rendered += 1
         return inner(*args, **more)
@@ -166,7 +161,7 @@ def test_what_comes_again_is_not_rendered_again_and_cannot_be_spoilt() -> None:
 
 
 @pytest.mark.parametrize("kind", [MappingProxyType, OrderedDict])
-def test_maps_of_any_kind_and_long_texts_are_rendered_alike(kind: type[Mapping[str, Any]]) -> None:
+def test_maps_of_any_kind_and_long_texts_are_rendered_alike(kind):
     chat = chat_of(QWEN25)
     for content in ("short", "long " * 10_000):
         message = {"role": "user", "content": content}
@@ -174,7 +169,7 @@ def test_maps_of_any_kind_and_long_texts_are_rendered_alike(kind: type[Mapping[s
         assert chat.opening([kind(message)], [tool]) == chat.opening([message], TOOLS)  # type: ignore[call-arg]
 
 
-def test_arguments_may_be_the_json_text_of_the_chat_api() -> None:
+def test_arguments_may_be_the_json_text_of_the_chat_api():
     chat = chat_of(QWEN25)
     text = call("x")
     text["tool_calls"][0]["function"]["arguments"] = '{"where": "x"}'
@@ -182,7 +177,7 @@ def test_arguments_may_be_the_json_text_of_the_chat_api() -> None:
     assert chat.opening([*OPENING, text, ANSWER]) == chat.opening([*OPENING, call("x"), ANSWER])
 
 
-def test_half_of_a_surrogate_pair_is_replaced() -> None:
+def test_half_of_a_surrogate_pair_is_replaced():
     chat = chat_of(QWEN25)
     for made in (lambda text: chat.opening([{"role": "user", "content": text}]), chat.encode):
         assert made("a\ud800b\udcff") == made("a\ufffdb\ufffd")
@@ -191,18 +186,18 @@ def test_half_of_a_surrogate_pair_is_replaced() -> None:
     assert "\ufffd" in chat._tokenizer.decode(chat.following_messages([answer], ended=True))
 
 
-def test_reasoning_is_parsed_and_kept_in_the_ids() -> None:
+def test_reasoning_is_parsed_and_kept_in_the_ids():
     chat = chat_of(QWEN3)
     message = chat.parse([*chat.encode(f"<think>\nhm\n</think>\n\n{written('hermes', 'x')}"), chat.stop_ids[0]])
     assert (message.reasoning, message.content, message.tool_calls[0].name) == ("hm", "", "look")
 
 
-def builtin(**variables: Any) -> TemplateChat:
+def builtin(**variables):
     tok = train_tokenizer([m["content"] for m in [*OPENING, ANSWER]] * 3, 330, 512)
     return TemplateChat(tok, system_prompt=None, template_kwargs=variables)
 
 
-def test_the_builtin_policy_reads_answers_of_tools_as_the_users_words_and_no_preamble() -> None:
+def test_the_builtin_policy_reads_answers_of_tools_as_the_users_words_and_no_preamble():
     chat = builtin()
     decode = chat._tokenizer.decode
     assert chat.opening(OPENING, TOOLS) == chat.opening(OPENING[1:]), "neither the system message nor the tools"
@@ -218,14 +213,14 @@ def test_the_builtin_policy_reads_answers_of_tools_as_the_users_words_and_no_pre
     assert decode(chat.opening(OPENING[:1])) == "<|user|>Be brief.<|assistant|>", "there is nothing else to read"
 
 
-def test_the_builtin_policy_reads_system_message_and_tools_when_told_to() -> None:
+def test_the_builtin_policy_reads_system_message_and_tools_when_told_to():
     chat = builtin(show_system=True, show_tools=True)
     assert chat._tokenizer.decode(chat.opening(OPENING, TOOLS)) == (
         f"<|user|>look(where)\n<|user|>Be brief.<|user|>{OPENING[1]['content']}<|assistant|>"
     )
 
 
-def test_the_pieces_of_the_builtin_policy_join_to_its_templates_rendering() -> None:
+def test_the_pieces_of_the_builtin_policy_join_to_its_templates_rendering():
     chat = builtin()
     ids = chat.opening(OPENING, TOOLS)
     for where in ("a", "b"):
@@ -245,7 +240,7 @@ OLD_BUILTIN = (
 )
 
 
-def test_conversations_of_user_and_assistant_are_what_they_were() -> None:
+def test_conversations_of_user_and_assistant_are_what_they_were():
     chat = builtin()
     said = {"role": "assistant", "content": "aws s3 ls"}
     for messages in ([*OPENING], [*OPENING, said], OPENING[1:], [*OPENING, said, *OPENING[1:], said, OPENING[1]]):
@@ -261,7 +256,7 @@ def test_conversations_of_user_and_assistant_are_what_they_were() -> None:
 
 @pytest.mark.parametrize("variables", [{}, {"enable_thinking": False}])
 @pytest.mark.parametrize("content", ["", "I look."])
-def test_a_demonstrated_call_is_written_as_the_template_writes_it(variables: dict[str, Any], content: str) -> None:
+def test_a_demonstrated_call_is_written_as_the_template_writes_it(variables, content):
     chat = chat_of(QWEN3, template_kwargs=variables)
     ids = chat.encode_turn({**call("x"), "content": content}, TOOLS)
     assert chat.decode(ids) == (f"{content}\n" if content else "") + written("hermes", "x")

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realhf.api.environment import AssistantMessage
 from realhf.api.tool_parser import FAMILIES, MAX_CALLS, MAX_DEPTH, parse_turn
 from realhf.aws.messages import extract_command
 from tests.cheapest import cheapest
@@ -33,7 +32,7 @@ VALUES: Any = st.recursive(
 CALLS = st.lists(st.tuples(NAMES, st.dictionaries(TEXTS, VALUES, max_size=3)), min_size=1, max_size=4)
 
 
-def hermes(calls: list[tuple[str, Any]]) -> str:
+def hermes(calls):
     """As the templates of Qwen and Hermes write calls."""
     return "\n".join(
         f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments}, ensure_ascii=False)}\n</tool_call>"
@@ -41,14 +40,14 @@ def hermes(calls: list[tuple[str, Any]]) -> str:
     )
 
 
-def problems(message: AssistantMessage) -> list[str]:
+def problems(message):
     return [call.problem for call in message.tool_calls]
 
 
 @pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(HOSTILE, st.sampled_from(FAMILIES))
-def test_no_text_raises_and_every_call_is_whole_or_has_a_reason(text: str, family: str) -> None:
+def test_no_text_raises_and_every_call_is_whole_or_has_a_reason(text, family):
     message = parse_turn(text, family, token_count=7)
     assert message.text == text and message.token_count == 7
     for number, call in enumerate(message.tool_calls):
@@ -66,7 +65,7 @@ def test_no_text_raises_and_every_call_is_whole_or_has_a_reason(text: str, famil
 @pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(CALLS, TEXTS.filter(lambda text: "<" not in text), TEXTS.filter(lambda text: "think>" not in text))
-def test_calls_of_hermes_come_back_as_they_were_rendered(calls: Any, said: str, thought: str) -> None:
+def test_calls_of_hermes_come_back_as_they_were_rendered(calls, said, thought):
     message = parse_turn(f"<think>{thought}</think>{said}\n{hermes(calls)}", "hermes")
     assert problems(message) == [""] * len(calls)
     assert [(call.name, call.arguments) for call in message.tool_calls] == calls
@@ -76,7 +75,7 @@ def test_calls_of_hermes_come_back_as_they_were_rendered(calls: Any, said: str, 
 @pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(CALLS)
-def test_calls_of_llama_come_back_as_they_were_rendered(calls: Any) -> None:
+def test_calls_of_llama_come_back_as_they_were_rendered(calls):
     written = "; ".join(json.dumps({"name": name, "parameters": arguments}) for name, arguments in calls)
     for text in (written, f"<|python_tag|>{written}"):
         message = parse_turn(text, "llama")
@@ -86,7 +85,7 @@ def test_calls_of_llama_come_back_as_they_were_rendered(calls: Any) -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.sampled_from(["<think>", "</think>", "a", "aws s3 ls", "\n", "```", "<", ">"]), max_size=12))
-def test_reasoning_follows_the_rules_by_which_commands_are_found(pieces: list[str]) -> None:
+def test_reasoning_follows_the_rules_by_which_commands_are_found(pieces):
     """The command of a turn is that of its content; joined pieces that form a new tag are left to the other test."""
     text = "|".join(pieces)
     assert extract_command(parse_turn(text, "hermes").content) == extract_command(text)
@@ -108,7 +107,7 @@ def test_reasoning_is_taken_out(text: str, reasoning: str, content: str) -> None
     assert (message.reasoning, message.content, message.tool_calls) == (reasoning, content, ())
 
 
-def tagged(inner: str) -> str:
+def tagged(inner):
     return f"<tool_call>{inner}</tool_call>"
 
 
@@ -148,7 +147,7 @@ def test_a_call_that_cannot_be_read_has_a_reason(text: str, reason: str) -> None
     assert message.content == "so:"
 
 
-def test_a_broken_call_does_not_swallow_the_next() -> None:
+def test_a_broken_call_does_not_swallow_the_next():
     good = tagged('{"name": "g"}')
     for bad in ("<tool_call>{", tagged("{"), '<tool_call>{"name": "'):
         message = parse_turn(bad + good, "hermes")
@@ -156,7 +155,7 @@ def test_a_broken_call_does_not_swallow_the_next() -> None:
         assert [bool(reason) for reason in problems(message)] == [True, False]
 
 
-def test_several_calls_may_stand_in_one_tag() -> None:
+def test_several_calls_may_stand_in_one_tag():
     message = parse_turn(tagged('[{"name": "f", "arguments": {"a": 1}}, {"name": 1}, {"name": "g"}]'), "hermes")
     assert [(call.name, bool(call.problem)) for call in message.tool_calls] == [("f", False), ("", True), ("g", False)]
 
@@ -180,13 +179,13 @@ def test_the_number_of_calls_is_bounded(text: str) -> None:
         ('<|python_tag|>{"a": 1}', "the name"),
     ],
 )
-def test_a_broken_call_of_llama_has_a_reason(text: str, reason: str) -> None:
+def test_a_broken_call_of_llama_has_a_reason(text, reason):
     message = parse_turn(text, "llama")
     assert reason in message.tool_calls[-1].problem
 
 
 @pytest.mark.parametrize("text", ['{"answer": 3}', "{x}", 'I call {"name": "f", "parameters": {}}', "", "{"])
-def test_what_is_no_call_of_llama_is_content(text: str) -> None:
+def test_what_is_no_call_of_llama_is_content(text):
     message = parse_turn(text, "llama")
     assert (message.content, message.tool_calls) == (text, ()) or text == "{"
 
@@ -204,7 +203,7 @@ MOVE = {
 }
 
 
-def test_the_schema_says_which_arguments_of_xml_are_no_text() -> None:
+def test_the_schema_says_which_arguments_of_xml_are_no_text():
     for tools, times in (((MOVE,), 3), ((), "3")):
         (call,) = parse_turn(f"I move.\n{XML_CALL}", "xml", tools=tools).tool_calls
         assert (call.name, call.problem, call.text) == ("move", "", XML_CALL)
@@ -228,7 +227,7 @@ def test_a_broken_call_of_xml_has_a_reason(old: str, new: str, reason: str) -> N
     assert reason in call.problem and not call.arguments
 
 
-def test_a_hostile_turn_takes_no_time() -> None:
+def test_a_hostile_turn_takes_no_time():
     keys = ",".join(f'"{n}": 1' for n in range(5000))
     twice = f'<tool_call>{{{keys}, "4999": 1}}</tool_call>'
     for text in (

@@ -1,16 +1,12 @@
 """The files behind a result: imports followed, modules that are started followed, nothing missing in silence."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from realhf.base.files import imported_files, matching_files
 
 
 @pytest.fixture
-def package(tmp_path: Path) -> Path:
+def package(tmp_path):
     texts = {
         "made/first.py": "from made import second\nimport json\nSTARTED = ['-m', 'made.started', 'made.nothing']\n",
         "made/second.py": "def later():\n    from made.deep.third import thing\n    return thing\n",
@@ -29,12 +25,12 @@ def package(tmp_path: Path) -> Path:
     return tmp_path / "made"
 
 
-def test_imports_are_followed_through_others_and_into_processes(package: Path):
+def test_imports_are_followed_through_others_and_into_processes(package):
     names = [path.relative_to(package).as_posix() for path in imported_files(package, ["made.first"])]
     assert names == ["deep/third.py", "first.py", "room/__init__.py", "room/one.py", "second.py", "started.py"]
 
 
-def test_a_module_or_a_pattern_that_finds_nothing_is_an_error(package: Path):
+def test_a_module_or_a_pattern_that_finds_nothing_is_an_error(package):
     assert [path.name for path in matching_files(package, ["data/**/*"])] == ["two.yaml", "one.yaml"]
     with pytest.raises(FileNotFoundError, match=r"made\.gone"):
         imported_files(package, ["made.first", "made.gone"])

@@ -6,7 +6,7 @@ import json
 import os
 import resource
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from realhf.view.report import REPORT_FILE, write_report
 
 
 @contextmanager
-def room_for(size: int) -> Iterator[None]:
+def room_for(size):
     """No file grows beyond so many bytes: a write fails in the middle, as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
@@ -34,27 +34,27 @@ def room_for(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def evaluations(folder: Path) -> None:
+def evaluations(folder):
     Evaluations(folder).add(1, {"sampled": {}})
 
 
-def report(folder: Path) -> None:
+def report(folder):
     write_report(folder)
 
 
-def metrics(folder: Path) -> None:
+def metrics(folder):
     MetricsLog(folder, MonitorConfig(trackers=[]), completed_steps=9).close()
 
 
-def summary(folder: Path) -> None:
+def summary(folder):
     write_summary({"steps": list(range(40))}, folder)
 
 
-def identity(folder: Path) -> None:
+def identity(folder):
     facts_of(folder, 1).remember("wandb", "x" * 40)
 
 
-def trace(folder: Path) -> None:
+def trace(folder):
     merge_traces(folder)
 
 
@@ -69,7 +69,7 @@ WRITERS: dict[str, Callable[[Path], None]] = {
 
 
 @pytest.mark.parametrize("name", WRITERS)
-def test_a_write_that_fails_half_way_leaves_the_old_file_and_no_other(tmp_path: Path, name: str):
+def test_a_write_that_fails_half_way_leaves_the_old_file_and_no_other(tmp_path, name):
     """The half of the new one used to lie beside it until the next one was written."""
     (tmp_path / METRICS_FILE).write_text("".join(json.dumps({"step": step}) + "\n" for step in range(1, 4)))
     (tmp_path / IDENTITY_FILE).write_text('{"id": "ab"}')
@@ -84,7 +84,7 @@ def test_a_write_that_fails_half_way_leaves_the_old_file_and_no_other(tmp_path: 
     assert (tmp_path / name).read_bytes() == content
 
 
-def test_a_checkpoint_that_cannot_be_named_leaves_the_name_of_the_one_before(tmp_path: Path):
+def test_a_checkpoint_that_cannot_be_named_leaves_the_name_of_the_one_before(tmp_path):
     store = CheckpointStore(tmp_path)
     store.save(1, lambda folder: None, {})
     (tmp_path / f"{LATEST}.partial").mkdir()  # in the way of the next one
@@ -93,7 +93,7 @@ def test_a_checkpoint_that_cannot_be_named_leaves_the_name_of_the_one_before(tmp
     assert (tmp_path / LATEST).read_text() == "ckpt-00000001"
 
 
-def test_modes_are_those_of_a_new_file(tmp_path: Path):
+def test_modes_are_those_of_a_new_file(tmp_path):
     before = os.umask(0o027)
     try:
         write_whole(tmp_path / "file", "1")
@@ -102,14 +102,14 @@ def test_modes_are_those_of_a_new_file(tmp_path: Path):
     assert stat.S_IMODE((tmp_path / "file").stat().st_mode) == 0o640
 
 
-def test_what_a_killed_process_left_is_replaced(tmp_path: Path):
+def test_what_a_killed_process_left_is_replaced(tmp_path):
     (tmp_path / "file.partial").write_text("half of a long one")
     write_whole(tmp_path / "file", "ü", synced=True)
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
     assert (tmp_path / "file").read_text(encoding="utf-8") == "ü"
 
 
-def test_a_folder_is_not_replaced_and_an_error_of_the_block_is_told(tmp_path: Path):
+def test_a_folder_is_not_replaced_and_an_error_of_the_block_is_told(tmp_path):
     with pytest.raises(IsADirectoryError, match="a file is wanted"):
         write_whole(tmp_path, "1")
     with pytest.raises(KeyboardInterrupt), whole_file(tmp_path / "file") as partial:
@@ -120,16 +120,16 @@ def test_a_folder_is_not_replaced_and_an_error_of_the_block_is_told(tmp_path: Pa
     assert not list(tmp_path.iterdir())
 
 
-def test_synced_brings_file_and_name_to_the_disk_in_this_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_synced_brings_file_and_name_to_the_disk_in_this_order(tmp_path, monkeypatch):
     """What is seen is what the kernel is asked, in its order: a name on the disk without its bytes is a torn file."""
     asked: list[str] = []
     real = {name: getattr(os, name) for name in ("fsync", "replace")}
 
-    def fsync(descriptor: int) -> None:
+    def fsync(descriptor):
         asked.append(os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")))
         real["fsync"](descriptor)
 
-    def replace(source: Path, target: Path) -> None:
+    def replace(source, target):
         asked.append("replace")
         real["replace"](source, target)
 
