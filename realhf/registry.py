@@ -88,13 +88,13 @@ datasets = Registry("dataset", {"jsonl_chat": "realhf.data.chat_dataset:ChatData
 advantage_estimators = Registry(
     "advantage estimator",
     {
-        "gae": "realhf.algorithms.advantages:gae",
+        "gae": "realhf.algorithms.advantages:reinforce_pp",
         "grpo": "realhf.algorithms.advantages:grpo",
         "grpo_nostd": "realhf.algorithms.advantages:grpo_nostd",
         "rloo": "realhf.algorithms.advantages:rloo",
         "reinforce": "realhf.algorithms.advantages:reinforce",
         "reinforce_pp": "realhf.algorithms.advantages:reinforce_pp",
-        "reinforce_pp_baseline": "realhf.algorithms.advantages:reinforce_pp_baseline",
+        "reinforce_pp_baseline": "realhf.algorithms.advantages:grpo_nostd",
     },
 )
 environments = Registry(

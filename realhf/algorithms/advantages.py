@@ -50,21 +50,10 @@ def reinforce(scores: Tensor, valid: Tensor, group: Tensor) -> Tensor:
 
 
 def reinforce_pp(scores: Tensor, valid: Tensor, group: Tensor) -> Tensor:
-    """Return R itself. ``return_to_go`` then gives the earlier tokens their share, and all are whitened over the batch.
-    Source: Hu 2025, REINFORCE++."""
+    """Return R itself. ``return_to_go`` then gives the earlier tokens their share, and all are whitened over the batch
+    (Hu 2025, REINFORCE++); or, for ``gae``, ``generalised`` compares what follows each token with a critic's values."""
     score, _ = _group_statistics(scores, valid, group)
     return _finish(score, valid)
-
-
-def reinforce_pp_baseline(scores: Tensor, valid: Tensor, group: Tensor) -> Tensor:
-    """Return R minus the mean of the group; what follows is as in ``reinforce_pp``."""
-    return grpo_nostd(scores, valid, group)
-
-
-def gae(scores: Tensor, valid: Tensor, group: Tensor) -> Tensor:
-    """Return R itself, the reward of an episode's last token; ``generalised`` (``gae.py``) then compares what follows
-    each token with a critic's values."""
-    return reinforce_pp(scores, valid, group)
 
 
 def return_to_go(rewards: Tensor, mask: Tensor, sequence: Tensor, n_sequences: int, discount: float = 1.0) -> Tensor:
@@ -73,19 +62,29 @@ def return_to_go(rewards: Tensor, mask: Tensor, sequence: Tensor, n_sequences: i
     Only positions in ``mask`` count, in the sum and in the distance s-t: text of the environment between two turns is
     skipped, not discounted. ``sequence`` i64 (n,) is sorted; ``rewards`` may hold anything outside the mask.
     """
-    chosen = sequence[mask]
-    count = torch.bincount(chosen, minlength=n_sequences)
-    rank = torch.arange(len(chosen), device=chosen.device) - (count.cumsum(0) - count)[chosen]
-    table = rewards.new_zeros(n_sequences, int(count.max()) if n_sequences else 0, dtype=torch.float64)
+    chosen, rank, most = _ranked(sequence[mask], n_sequences)
+    table = torch.zeros(n_sequences, most, dtype=torch.float64)
     table[chosen, rank] = rewards[mask].double()
-    if discount == 1.0:
-        table = table.flip(1).cumsum(1).flip(1)
-    else:
-        for t in range(table.shape[1] - 2, -1, -1):
-            table[:, t] += discount * table[:, t + 1]
-    out = torch.zeros_like(rewards, dtype=torch.float32)
-    out[mask] = table[chosen, rank].float()
+    out = torch.zeros(len(mask))
+    out[mask] = _discounted(table, discount)[chosen, rank].float()
     return out
+
+
+def _ranked(owner: Tensor, n_owners: int) -> tuple[Tensor, Tensor, int]:
+    """Return ``owner`` i64 (n,), sorted, the number of each entry among those of its owner, i64 (n,), and the most that
+    an owner has: where the entries lie in a table of one row per owner."""
+    count = torch.bincount(owner, minlength=n_owners)
+    rank = torch.arange(len(owner)) - (count.cumsum(0) - count)[owner]
+    return owner, rank, int(count.max()) if n_owners else 0
+
+
+def _discounted(table: Tensor, discount: float) -> Tensor:
+    """Return the sum of discount^(s-t) r_s over s >= t of every row."""
+    if discount == 1.0:
+        return table.flip(1).cumsum(1).flip(1)
+    for t in range(table.shape[1] - 2, -1, -1):
+        table[:, t] += discount * table[:, t + 1]
+    return table
 
 
 def at_last_token(values: Tensor, mask: Tensor, sequence: Tensor) -> Tensor:
@@ -147,14 +146,10 @@ def returns_by_turn(rewards: Tensor, counts: Tensor, discount: float) -> Tensor:
     ``rewards`` f32 (sum of counts,) are the rewards of the turns, sequence after sequence; ``counts`` i64 (n
     sequences,), each at least 1.
     """
-    sequence = torch.repeat_interleave(torch.arange(len(counts)), counts)
-    turn = torch.arange(len(rewards)) - (counts.cumsum(0) - counts)[sequence]
-    table = torch.zeros(len(counts), int(counts.max()) if len(counts) else 0, dtype=torch.float64)
+    sequence, turn, most = _ranked(torch.repeat_interleave(torch.arange(len(counts)), counts), len(counts))
+    table = torch.zeros(len(counts), most, dtype=torch.float64)
     table[sequence, turn] = rewards.double()
-    for k in range(table.shape[1] - 2, -1, -1):
-        table[:, k] += discount * table[:, k + 1]
-    places = torch.arange(table.shape[1])
-    return table.gather(1, torch.minimum(places[None], counts[:, None] - 1))
+    return _discounted(table, discount).gather(1, torch.minimum(torch.arange(most)[None], counts[:, None] - 1))
 
 
 def turn_advantages(scores: Tensor, valid: Tensor, group: Tensor, estimator: Estimator) -> Tensor:
@@ -175,10 +170,15 @@ def turn_advantages(scores: Tensor, valid: Tensor, group: Tensor, estimator: Est
 def of_tokens(advantages: Tensor, turn: Tensor, sequence: Tensor, mask: Tensor, counts: Tensor) -> Tensor:
     """Spread ``advantages`` f32 (n sequences, most turns) over tokens: f32 (n,), 0 outside ``mask``. ``turn`` i32 (n,)
     is the turn of each predicted token. Raises ValueError when a token of the mask is in no turn of its sequence."""
+    inside = _turns_inside(turn, sequence, mask, counts)
+    return torch.where(mask, advantages[sequence, inside], 0.0) if advantages.numel() else torch.zeros(len(mask))
+
+
+def _turns_inside(turn: Tensor, sequence: Tensor, mask: Tensor, counts: Tensor) -> Tensor:
     inside = torch.where(mask, turn.long(), 0)
     if bool(((inside < 0) | (inside >= counts[sequence]))[mask].any()):
         raise ValueError("turn_ids: a trained token is in no turn that has a reward in turn_rewards")
-    return torch.where(mask, advantages[sequence, inside], 0.0) if advantages.numel() else torch.zeros(len(mask))
+    return inside
 
 
 class ValueEstimate(NamedTuple):
@@ -218,17 +218,18 @@ def of_sampled_tokens(
     ``rewards`` and ``values`` f32 (n,), ``mask`` bool (n,), ``sequence`` i64 (n,) sorted, in [0, n_sequences). The
     return of a token is its advantage plus its value. Positions outside the mask may hold anything.
     """
-    chosen, rank, most = _ranked(mask, sequence, n_sequences)
-    table = torch.zeros(3, n_sequences, most, dtype=torch.float64)
-    table[0, chosen, rank], table[1, chosen, rank], table[2, chosen, rank] = (
+    chosen, rank, most = _ranked(sequence[mask], n_sequences)
+    earned, value = torch.zeros(2, n_sequences, most, dtype=torch.float64)
+    present = torch.zeros(n_sequences, most, dtype=torch.bool)
+    earned[chosen, rank], value[chosen, rank], present[chosen, rank] = (
         rewards[mask].double(),
         values[mask].double(),
-        1.0,
+        True,
     )
-    found = generalised(table[0], table[1], table[2] > 0, discount, lam)
-    advantages, returns = (torch.zeros(len(mask)) for _ in range(2))
+    found = generalised(earned, value, present, discount, lam)
+    advantages, returns = torch.zeros(2, len(mask))
     advantages[mask] = found[chosen, rank].float()
-    returns[mask] = (found + table[1])[chosen, rank].float()
+    returns[mask] = (found + value)[chosen, rank].float()
     return ValueEstimate(advantages, returns, mask)
 
 
@@ -250,21 +251,17 @@ def of_turns(
     to the turn of their token. ``turn`` (n,) is the turn of each predicted token; the rest is as in
     ``of_sampled_tokens``. Raises ValueError when a token of the mask is in no turn of its sequence.
     """
-    inside = torch.where(mask, turn.long(), 0)
-    if bool(((inside < 0) | (inside >= counts[sequence]))[mask].any()):
-        raise ValueError("turn_ids: a trained token is in no turn that has a reward in turn_rewards")
+    inside = _turns_inside(turn, sequence, mask, counts)
     first = first_of_turn(turn, mask, sequence)
-    owner = torch.repeat_interleave(torch.arange(len(counts)), counts)
-    number = torch.arange(len(owner)) - (counts.cumsum(0) - counts)[owner]
-    shape = len(counts), int(counts.max()) if len(counts) else 0
-    earned, value = torch.zeros(shape, dtype=torch.float64), torch.zeros(shape, dtype=torch.float64)
-    present = torch.zeros(shape, dtype=torch.bool)
+    owner, number, most = _ranked(torch.repeat_interleave(torch.arange(len(counts)), counts), len(counts))
+    earned, value = torch.zeros(2, len(counts), most, dtype=torch.float64)
+    present = torch.zeros(len(counts), most, dtype=torch.bool)
     earned[owner, number] = turn_rewards.double()
     earned.index_put_((sequence[mask], inside[mask]), rewards[mask].double(), accumulate=True)
     value[sequence[first], inside[first]] = values[first].double()
     present[sequence[first], inside[first]] = True
     found = generalised(earned, value, present, discount, lam)
-    advantages, returns = (torch.zeros(len(mask)) for _ in range(2))
+    advantages, returns = torch.zeros(2, len(mask))
     advantages[mask] = found[sequence[mask], inside[mask]].float()
     returns[first] = (found + value)[sequence[first], inside[first]].float()
     return ValueEstimate(advantages, returns, first)
@@ -277,11 +274,3 @@ def first_of_turn(turn: Tensor, mask: Tensor, sequence: Tensor) -> Tensor:
     now, before = places[1:], places[:-1]
     new[1:] = (turn[now] != turn[before]) | (sequence[now] != sequence[before])
     return torch.zeros_like(mask).index_fill(0, places[new], True)
-
-
-def _ranked(mask: Tensor, sequence: Tensor, n_sequences: int) -> tuple[Tensor, Tensor, int]:
-    """Return the sequence of each masked position, its number there (i64 both), and the most that a sequence has."""
-    chosen = sequence[mask]
-    count = torch.bincount(chosen, minlength=n_sequences)
-    rank = torch.arange(len(chosen)) - (count.cumsum(0) - count)[chosen]
-    return chosen, rank, int(count.max()) if n_sequences else 0

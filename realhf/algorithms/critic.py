@@ -25,14 +25,17 @@ from realhf.algorithms.train_step import (
     minibatches,
     replace_keys,
     select_sequences,
+    summary,
     token_weights,
     weighted_sum,
 )
 from realhf.api.keys import ROLLOUT_KEY
-from realhf.api.model import CallContext, ForwardOutputs, Model, TrainResult
+from realhf.api.model import CallContext, ForwardOutputs, Model
 from realhf.api.sample import SequenceSample
 
 VALUES = "values"
+_REPORTED = ("n_updates", "skipped", "grad_norm", "loss", "lr", "value_clip_fraction")
+"""Of an update's statistics; ``loss`` is half the mean squared error in the critic's units."""
 
 
 class CriticInterface:
@@ -64,7 +67,7 @@ class CriticInterface:
     ) -> tuple[SequenceSample, dict[str, float]]:
         """Return the sample of ``values`` and the statistic ``n_tokens``. Raises ValueError on a model without a value
         head."""
-        predicted = model.engine.forward(sample, _predicted, mb_spec=context.mb_spec)
+        predicted = model.engine.forward(sample, lambda outputs, _: outputs.values(), mb_spec=context.mb_spec)
         values = self._moments.restored(predicted) if self.critic.value_norm else predicted
         values = torch.where(PredictedTokens.of(sample).mask.to(values.device), values, 0.0)
         lengths = [[length - 1 for length in inner] for inner in sample.seqlens["packed_input_ids"]]
@@ -92,7 +95,7 @@ class CriticInterface:
         return {
             **stats,
             **(norm if self.critic.value_norm else {}),
-            **_summary(results),
+            **{name: value for name, value in summary(results).items() if name in _REPORTED},
             **self._guard.verdict(),
         }
 
@@ -144,11 +147,6 @@ class CriticInterface:
         self._guard.in_a_row = int(state["nonfinite_in_a_row"])
 
 
-def _predicted(outputs: ForwardOutputs, part: SequenceSample) -> Tensor:
-    del part
-    return outputs.values()
-
-
 def _per_token(sample: SequenceSample, shifted: Tensor) -> Tensor:
     """Return a mask over predicted tokens, bool (L-1), as one over tokens, bool (L)."""
     lengths = torch.from_numpy(sample.lengths("packed_input_ids").values)
@@ -175,23 +173,6 @@ def _statistics(values: Tensor, estimate: ValueEstimate) -> dict[str, float]:
         "explained_variance": 1 - error / spread if spread > 0 else 0.0,
         "n_values": float(len(value)),
     }
-
-
-def _summary(results: list[TrainResult]) -> dict[str, float]:
-    """Return the means over the updates of a step; ``loss`` is half the mean squared error in the critic's units."""
-    skipped = float(sum(result.skipped for result in results))
-    out = {"n_updates": len(results) - skipped, "skipped": skipped, "grad_norm": 0.0}
-    if not results:
-        return out
-    n_tokens = sum(result.stats.get("n_trained_tokens", 0.0) for result in results)
-    clipped = sum(result.stats.get("value_clip_fraction", 0.0) for result in results)
-    for name in ("loss", "lr"):
-        values = [result.stats[name] for result in results if name in result.stats]
-        if values:
-            out[name] = sum(values) / len(values)
-    out["value_clip_fraction"] = clipped / max(1.0, n_tokens)
-    out["grad_norm"] = sum(result.grad_norm for result in results) / len(results)
-    return out
 
 
 TARGETS, BEFORE, WEIGHTS = "returns", "values", "loss_weights"

@@ -51,14 +51,6 @@ class OutcomeRewardInterface:
         mean = sum(finite) / len(finite) if finite else 0.0
         return out, {"reward_mean": mean, "n_scored": float(len(finite))}
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return {}: the interface has no state."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Do nothing: the interface has no state."""
-        del state
-
 
 class LogprobInterface:
     """Computes ``output_key`` from ``packed_input_ids`` (and ``loss_mask``): f32, L-1 per sequence, the log-probability
@@ -78,11 +70,3 @@ class LogprobInterface:
         lengths = [[length - 1 for length in inner] for inner in sample.seqlens["packed_input_ids"]]
         out = SequenceSample.from_tensors(sample.ids, {self._key: logprobs}, {self._key: lengths})
         return out, {"n_tokens": float(sample.n_tokens("packed_input_ids"))}
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return {}: the interface has no state."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Do nothing: the interface has no state."""
-        del state

@@ -383,83 +383,68 @@ _WEIGHT_BOUNDS = ("behav_imp_weight_cap", "behav_imp_weight_floor", "behav_imp_w
 def check_effects(config: PolicyGradientOptions, value: Mapping[str, Any]) -> None:
     """Check ``value``: the options of ``config`` with those of the preset filled in, and whether log-probabilities are
     recomputed. Raises ValueError naming the option."""
-    _check_effect(value, config)
-    _check_off_policy(value, config)
-    _check_ranges(value, config)
+    for wrong in (*_without_effect(config, value), *_contradictions(config, value)):
+        raise ValueError(f"ppo.{wrong}")
 
 
-def _check_effect(value: Mapping[str, Any], config: PolicyGradientOptions) -> None:
-    for name in _HAS_NO_EFFECT.get(value["loss"], ()):
-        if getattr(config, name) is not None:
-            raise ValueError(f"ppo.{name} has no effect with loss {value['loss']!r}: remove it")
-    if config.kl_estimator is not None and value["kl_ctl"] == 0 and value["kl_loss_coef"] == 0:
-        raise ValueError("ppo.kl_estimator has no effect while kl_ctl and kl_loss_coef are 0: remove it")
-    if value["kl_estimator"] == "k1" and value["kl_loss_coef"] != 0:
-        raise ValueError(
-            f"ppo.kl_estimator=k1 has zero expected gradient in the loss (algo {config.algo!r}): use k2 "
-            "or k3, or kl_loss_coef=0 and kl_ctl"
-        )
-    if config.credit == "turn" and value["adv_estimator"] in RETURN_TO_GO:
-        raise ValueError(
-            f"ppo.credit=turn: adv_estimator {value['adv_estimator']!r} has a return-to-go of its own; use grpo, "
-            "grpo_nostd, rloo, reinforce or gae"
-        )
-    if config.discount != 1.0 and value["adv_estimator"] not in (*RETURN_TO_GO, GAE) and config.credit != "turn":
-        raise ValueError(f"ppo.discount has no effect with adv_estimator {value['adv_estimator']!r}: remove it")
-    if config.gae_lambda != 1.0 and value["adv_estimator"] != GAE:
-        raise ValueError(
-            f"ppo.gae_lambda has no effect with adv_estimator {value['adv_estimator']!r}: remove it, or use gae"
-        )
-    if config.kl_target is not None and value["kl_ctl"] == 0:
-        raise ValueError("ppo.kl_target has no effect while kl_ctl is 0: it is where the steering starts, set it")
-    if config.kl_horizon != PolicyGradientOptions.kl_horizon and config.kl_target is None:
-        raise ValueError("ppo.kl_horizon has no effect without ppo.kl_target: remove it")
-    if config.loss_scale_len is not None and value["loss_agg"] != "constant":
-        raise ValueError(f"ppo.loss_scale_len has no effect with loss_agg {value['loss_agg']!r}: remove it")
-
-
-def _check_off_policy(value: Mapping[str, Any], config: PolicyGradientOptions) -> None:
-    decoupled, mode = value["use_decoupled_loss"], config.behav_imp_weight_mode
-    recomputed = value["recompute_logprob"]
+def _without_effect(config: PolicyGradientOptions, value: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a line for every option that is set and that nothing reads."""
+    loss, estimator = value["loss"], value["adv_estimator"]
+    decoupled, recomputed = value["use_decoupled_loss"], value["recompute_logprob"]
+    no_kl, by_turn = value["kl_ctl"] == 0, config.credit == "turn"
+    of_later = estimator in (*RETURN_TO_GO, GAE) or by_turn
+    rules = [
+        *((name, True, f"with loss {loss!r}") for name in _HAS_NO_EFFECT.get(loss, ())),
+        ("kl_estimator", no_kl and value["kl_loss_coef"] == 0, "while kl_ctl and kl_loss_coef are 0"),
+        ("discount", not of_later, f"with adv_estimator {estimator!r}"),
+        ("gae_lambda", estimator != GAE, f"with adv_estimator {estimator!r}: remove it, or use gae"),
+        ("kl_target", no_kl, "while kl_ctl is 0: it is where the steering starts, set it"),
+        ("kl_horizon", config.kl_target is None, "without ppo.kl_target"),
+        ("loss_scale_len", value["loss_agg"] != "constant", f"with loss_agg {value['loss_agg']!r}"),
+        ("prox_logp_method", not decoupled and not recomputed, "without use_decoupled_loss or recompute_logprob"),
+        *((name, not decoupled, "without use_decoupled_loss") for name in ("behav_imp_weight_mode", *_WEIGHT_BOUNDS)),
+        *((name, config.behav_imp_weight_mode == "none", "with behav_imp_weight_mode=none") for name in _WEIGHT_BOUNDS),
+    ]
+    for name, idle, why in rules:
+        if idle and getattr(config, name) != getattr(PolicyGradientOptions, name):
+            yield f"{name} has no effect {why}" + ("" if ": " in why else ": remove it")
     if decoupled and recomputed:
-        raise ValueError(
-            "ppo.recompute_logprob has no effect with use_decoupled_loss, which clips against the "
-            "recomputed policy already: remove it"
+        yield (
+            "recompute_logprob has no effect with use_decoupled_loss, which clips against the recomputed policy "
+            "already: remove it"
         )
-    if config.prox_logp_method is not None and not decoupled and not recomputed:
-        raise ValueError(
-            "ppo.prox_logp_method has no effect without use_decoupled_loss or recompute_logprob: remove it"
+    if loss == "reinforce" and decoupled and config.behav_imp_weight_mode == "none":
+        yield "use_decoupled_loss has no effect with loss 'reinforce' and behav_imp_weight_mode=none"
+    if loss == "reinforce" and recomputed and no_kl:
+        yield "recompute_logprob has no effect with loss 'reinforce' and without kl_ctl: remove it"
+
+
+def _contradictions(config: PolicyGradientOptions, value: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a line for every option that cannot be beside the others."""
+    estimator, recomputed = value["adv_estimator"], value["recompute_logprob"]
+    if value["kl_estimator"] == "k1" and value["kl_loss_coef"] != 0:
+        yield (
+            f"kl_estimator=k1 has zero expected gradient in the loss (algo {config.algo!r}): use k2 or k3, or "
+            "kl_loss_coef=0 and kl_ctl"
+        )
+    if config.credit == "turn" and estimator in RETURN_TO_GO:
+        yield (
+            f"credit=turn: adv_estimator {estimator!r} has a return-to-go of its own; use grpo, grpo_nostd, rloo, "
+            "reinforce or gae"
         )
     if config.prox_logp_method == "loglinear" and recomputed:
-        raise ValueError(
-            "ppo.prox_logp_method=loglinear recomputes nothing: with recompute_logprob use actor_inf or recompute"
+        yield "prox_logp_method=loglinear recomputes nothing: with recompute_logprob use actor_inf or recompute"
+    if estimator == GAE and recomputed and value["kl_ctl"] != 0 and config.prox_logp_method == "recompute":
+        yield (
+            "prox_logp_method=recompute: with recompute_logprob and kl_ctl the critic needs what it computes, too; use "
+            "actor_inf"
         )
-    if value["adv_estimator"] == GAE and recomputed and value["kl_ctl"] != 0 and config.prox_logp_method == "recompute":
-        raise ValueError(
-            "ppo.prox_logp_method=recompute: with recompute_logprob and kl_ctl the critic needs what it computes, too; "
-            "use actor_inf"
-        )
-    for name in ("behav_imp_weight_mode", *_WEIGHT_BOUNDS):
-        if getattr(config, name) is not None and not decoupled:
-            raise ValueError(f"ppo.{name} has no effect without use_decoupled_loss: remove it")
-    for name in _WEIGHT_BOUNDS:
-        if getattr(config, name) is not None and mode == "none":
-            raise ValueError(f"ppo.{name} has no effect with behav_imp_weight_mode=none: remove it")
-    if value["loss"] != "reinforce":
-        return
-    if decoupled and mode == "none":
-        raise ValueError("ppo.use_decoupled_loss has no effect with loss 'reinforce' and behav_imp_weight_mode=none")
-    if recomputed and value["kl_ctl"] == 0:
-        raise ValueError("ppo.recompute_logprob has no effect with loss 'reinforce' and without kl_ctl: remove it")
-
-
-def _check_ranges(value: Mapping[str, Any], config: PolicyGradientOptions) -> None:
-    if config.group_size < 2 and value["adv_estimator"] in _NEEDS_GROUPS:
-        raise ValueError(f"ppo.group_size must be at least 2 for adv_estimator {value['adv_estimator']!r}")
+    if config.group_size < 2 and estimator in _NEEDS_GROUPS:
+        yield f"group_size must be at least 2 for adv_estimator {estimator!r}"
     floor = config.behav_imp_weight_floor
     cap = DEFAULT_CAP if config.behav_imp_weight_cap is None else config.behav_imp_weight_cap
     if floor is not None and floor >= cap:
-        raise ValueError(f"ppo.behav_imp_weight_floor must be above 0 and below the cap, got {floor}")
+        yield f"behav_imp_weight_floor must be above 0 and below the cap, got {floor}"
 
 
 ACTOR = "actor"

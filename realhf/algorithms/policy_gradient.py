@@ -40,10 +40,11 @@ from realhf.algorithms.train_step import (
     minibatches,
     replace_keys,
     select_sequences,
+    summary,
     token_weights,
 )
 from realhf.api.keys import ROLLOUT_KEY
-from realhf.api.model import POSITIONS, CallContext, Model, TrainResult
+from realhf.api.model import CallContext, Model, TrainResult
 from realhf.api.sample import SequenceSample
 from realhf.api.trace import TrainedRows
 
@@ -111,7 +112,7 @@ class PolicyGradientInterface:
             context.recorder.trained(
                 record.rows(sample["packed_versions"] if "packed_versions" in sample.keys else None)
             )
-        return {**batch_stats, **stats, **_summary(results), **self._guard.verdict()}
+        return {**batch_stats, **stats, **summary(results), **self._guard.verdict()}
 
     @property
     def _kl_of_proximal(self) -> bool:
@@ -261,36 +262,6 @@ def _entropy_statistics(sample: SequenceSample, tokens: PredictedTokens, valid: 
         return {}
     logprobs = sample["packed_logprobs"].cpu()[tokens.mask & valid[tokens.sequence]]
     return {"entropy_estimate": -float(logprobs.double().mean())} if len(logprobs) else {}
-
-
-_OF_FIRST = ("mismatch_kl", "mismatch_abs")
-_TOTALS = ("clamped_exponents", "n_trained_tokens")
-
-
-def _summary(results: list[TrainResult]) -> dict[str, float]:
-    """Summarise a train step. Per-token means and losses are averaged over minibatches; the mismatch is that of the
-    first minibatch, the only one that ran before any update."""
-    skipped = float(sum(result.skipped for result in results))
-    out = {"n_updates": len(results) - skipped, "skipped": skipped, "n_trained_tokens": 0.0, "grad_norm": 0.0}
-    if not results:
-        return out
-    n_tokens = sum(result.stats.get("n_trained_tokens", 0.0) for result in results)
-    for name in sorted({name for result in results for name in result.stats}):
-        values = [result.stats[name] for result in results if name in result.stats]
-        if name in _TOTALS:
-            out[name] = sum(values)
-        elif name in _OF_FIRST:
-            out[name] = values[0] / max(1.0, results[0].stats["n_trained_tokens"])
-        elif name.endswith("_max"):
-            out[name] = max(values)
-        elif name == POSITIONS:
-            out["positions_per_token"] = sum(values) / max(1.0, n_tokens)
-        elif name in ("loss", "lr"):
-            out[name] = sum(values) / len(values)
-        else:
-            out[name] = sum(values) / max(1.0, n_tokens)
-    out["grad_norm"] = sum(result.grad_norm for result in results) / len(results)
-    return out
 
 
 PLACE = "place"

@@ -3,11 +3,6 @@
 
 All tensors are fp32 and packed over the predicted tokens of a microbatch, (n,). Positions outside ``mask`` may hold
 anything, NaN included: they change neither loss nor gradient.
-
-All tensors are fp32 over the predicted tokens of a microbatch, (n,), without gradient. Positions outside ``mask`` may
-hold anything, NaN included.
-
-Source: docs/reference/dataflow.md 10.
 """
 
 from __future__ import annotations

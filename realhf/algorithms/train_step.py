@@ -6,7 +6,7 @@ Source: docs/reference/dataflow.md 10.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from realhf.api.keys import ROLLOUT_KEY
-from realhf.api.model import TrainResult
+from realhf.api.model import POSITIONS, TrainResult
 from realhf.api.sample import SequenceSample, choose_sequences
 
 _NONE: Mapping[str, Tensor] = MappingProxyType({})
@@ -171,3 +171,33 @@ class NonFiniteGuard:
         if self.in_a_row < self._limit:
             return {}
         return {"stop": f"loss or gradient not finite in {self.in_a_row} updates in a row; see nonfinite.jsonl"}
+
+
+_OF_FIRST = ("mismatch_kl", "mismatch_abs")
+_TOTALS = ("clamped_exponents", "n_trained_tokens")
+
+
+def summary(results: Sequence[TrainResult]) -> dict[str, float]:
+    """Summarise a train step. Per-token means and losses are averaged over minibatches; the mismatch is that of the
+    first minibatch, the only one that ran before any update."""
+    skipped = float(sum(result.skipped for result in results))
+    out = {"n_updates": len(results) - skipped, "skipped": skipped, "n_trained_tokens": 0.0, "grad_norm": 0.0}
+    if not results:
+        return out
+    n_tokens = sum(result.stats.get("n_trained_tokens", 0.0) for result in results)
+    for name in sorted({name for result in results for name in result.stats}):
+        values = [result.stats[name] for result in results if name in result.stats]
+        if name in _TOTALS:
+            out[name] = sum(values)
+        elif name in _OF_FIRST:
+            out[name] = values[0] / max(1.0, results[0].stats["n_trained_tokens"])
+        elif name.endswith("_max"):
+            out[name] = max(values)
+        elif name == POSITIONS:
+            out["positions_per_token"] = sum(values) / max(1.0, n_tokens)
+        elif name in ("loss", "lr"):
+            out[name] = sum(values) / len(values)
+        else:
+            out[name] = sum(values) / max(1.0, n_tokens)
+    out["grad_norm"] = sum(result.grad_norm for result in results) / len(results)
+    return out

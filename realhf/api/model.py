@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol
 
 from realhf.api.sample import MicroBatchSpec, SequenceSample
 from realhf.api.trace import NO_RECORDER, RolloutRecorder
@@ -270,7 +270,6 @@ class CallContext:
     recorder: RolloutRecorder = NO_RECORDER
 
 
-@runtime_checkable
 class ModelInterface(Protocol):
     """Is the algorithm of a model function call. It is built from the kwargs of ``MFCDef.interface_args``; any of
     ``generate``, ``inference``, ``train_step`` and ``evaluate`` may be present.
@@ -279,14 +278,7 @@ class ModelInterface(Protocol):
     order, and optionally a statistics dict: returns ``(sample, stats)``. ``train_step``/``evaluate``: (model, sample,
     context) -> stats. Inputs are never mutated.
 
-    An interface may also have ``committed()``, called when the checkpoint with its last ``state_dict`` is complete, and
-    ``close()``.
+    An interface may also have ``state_dict()``, everything that a resumed run needs of it, as JSON can hold it (it is
+    saved with the checkpoint), and ``load_state_dict(state)``, which restores it; ``committed()``, called when the
+    checkpoint with its last ``state_dict`` is complete; and ``close()``.
     """
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return everything a resumed run needs of the interface; it is saved with the checkpoint."""
-        ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what ``state_dict`` returned."""
-        ...

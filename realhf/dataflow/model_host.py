@@ -385,7 +385,10 @@ class ModelHost:
                 elif self._ranks(role).number == 0:
                     own = [*own, *_whole_digests(folder, engine)]
             files += own
-        states = {name: interface.state_dict() for name, (_, interface) in sorted(self._interfaces.items())}
+        states = {
+            name: interface.state_dict() if hasattr(interface, "state_dict") else {}
+            for name, (_, interface) in sorted(self._interfaces.items())
+        }
         folder = Path(request.folder)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / INTERFACE_STATE).write_text(json.dumps(states))
@@ -403,7 +406,8 @@ class ModelHost:
         for path in [*sorted(own.parent.glob(f"*/{INTERFACE_STATE}"), reverse=True), own / INTERFACE_STATE]:
             states |= json.loads(path.read_text()) if path.is_file() else {}
         for name, (_, interface) in self._interfaces.items():
-            interface.load_state_dict(states.get(name, {}))
+            if hasattr(interface, "load_state_dict"):
+                interface.load_state_dict(states.get(name, {}))
         return Nothing()
 
     def committed(self, request: Nothing) -> Nothing:

@@ -127,14 +127,6 @@ class EnvRolloutInterface:
             self._player.close()
             self._player = None
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return {}: the interface has no state."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Do nothing: the interface has no state."""
-        del state
-
     def _keeper(self, context: CallContext) -> RolloutKeeper:
         return RolloutKeeper(context.recorder, self._environment().name, self._options.gen, self._texts)
 

@@ -14,7 +14,6 @@ from realhf.algorithms.advantages import (
     normalise,
     reinforce,
     reinforce_pp,
-    reinforce_pp_baseline,
     return_to_go,
     rloo,
 )
@@ -98,6 +97,6 @@ def test_reinforce_pp_scores():
     scores, valid = torch.tensor([1.0, math.nan, 0.5, 0.25]), torch.tensor([True, False, True, True])
     group = torch.tensor([0, 0, 1, 1])
     assert reinforce_pp(scores, valid, group).tolist() == [1.0, 0.0, 0.5, 0.25]
-    assert reinforce_pp_baseline(scores, valid, group).tolist() == [0.0, 0.0, 0.125, -0.125]
+    assert grpo_nostd(scores, valid, group).tolist() == [0.0, 0.0, 0.125, -0.125]
     with pytest.raises(ValueError, match="not finite"):
         reinforce_pp(scores, torch.ones(4, dtype=torch.bool), group)
