@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -34,31 +34,15 @@ _ROLLOUTS_LINE_S = 30.0
 """How long a display without a panel waits for a step, in seconds, before it prints a line about the rollouts."""
 
 
-class Display(Protocol):
-    """Shows the events of ``realhf.monitor.events`` to a person."""
-
-    def show(self, event: Mapping[str, Any]) -> None:
-        """Show one event: a map with its ``kind`` and the values of that kind."""
-        ...
-
-    def say(self, text: str) -> None:
-        """Print a line that stays on the screen."""
-        ...
-
-    def close(self) -> None:
-        """Leave the terminal as it was found."""
-        ...
-
-
 def make_display(title: str, *, live: bool, console: Console | None = None) -> Display:
     """Make a live display if ``live`` is set and the console is a terminal, else one of plain lines."""
     console = console or Console()
-    return LiveDisplay(console, title) if live and console.is_terminal else PlainDisplay(console)
+    return LiveDisplay(console, title) if live and console.is_terminal else Display(console)
 
 
-class PlainDisplay:
-    """Prints one line per event that a reader of a log wants to see. When steps are quick, it prints one in a while and
-    the last."""
+class Display:
+    """Shows the events of ``realhf.monitor.events`` to a person: prints one line per event that a reader of a log wants
+    to see; when steps are quick, one in a while and the last."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -93,21 +77,20 @@ class PlainDisplay:
         self._console.print(Text(stamp, style="dim").append(shown), soft_wrap=True)
 
     def close(self) -> None:
-        """Do nothing: plain lines leave the terminal as it is."""
+        """Leave the terminal as it was found."""
 
 
-class LiveDisplay:
+class LiveDisplay(Display):
     """Redraws a panel in place: progress, metrics, time split, and what runs now."""
 
     def __init__(self, console: Console, title: str) -> None:
+        super().__init__(console)
         self._title = title
-        self._began = time.monotonic()
         self._first_step: tuple[int, float] | None = None
         self._step: Mapping[str, Any] | None = None
         self._activity: Mapping[str, Any] = {}
         self._rollouts: dict[str, Any] = {}
         self._phase = ""
-        self._plain = PlainDisplay(console)
         self._live = Live(console=console, get_renderable=self._render, refresh_per_second=4, transient=True)
         self._live.start()
 
@@ -126,11 +109,7 @@ class LiveDisplay:
         elif event["kind"] == "rollouts":
             self._rollouts |= flatten_rollouts(event)
         else:
-            self._plain.show(event)
-
-    def say(self, text: str) -> None:
-        """Print a line above the panel."""
-        self._plain.say(text)
+            super().show(event)
 
     def close(self) -> None:
         """Stop redrawing and give the terminal back."""

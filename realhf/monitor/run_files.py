@@ -12,13 +12,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import time
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
@@ -94,8 +92,7 @@ DEATHS_FILE = "deaths.jsonl"
 _MOST_DEATH_BYTES = 4 << 20
 
 
-@dataclass(frozen=True)
-class Death:
+class Death(msgspec.Struct, frozen=True):
     """The end of ``process`` at ``at`` (s since the epoch): ``why``, and what ``then`` became of its work."""
 
     at: float
@@ -106,23 +103,13 @@ class Death:
 
 def note_death(run_dir: Path, process: str, why: str, then: str) -> None:
     """Append one line. A full disk must not end the run."""
-    with contextlib.suppress(OSError), (run_dir / DEATHS_FILE).open("a", encoding="utf-8") as file:
-        file.write(json.dumps(asdict(Death(time.time(), process, why, then))) + "\n")
+    with contextlib.suppress(OSError, UnicodeEncodeError):
+        _append(run_dir / DEATHS_FILE, Death(time.time(), process, why, then))
 
 
 def deaths(run_dir: Path) -> list[Death]:
-    """Read what can be read: a kill may have cut off the last line."""
-    found: list[Death] = []
-    try:
-        with open_plain(run_dir / DEATHS_FILE) as file:
-            lines = file.read(_MOST_DEATH_BYTES).splitlines()
-    except OSError:
-        return []
-    for line in lines:
-        with contextlib.suppress(ValueError, TypeError):
-            death = Death(**json.loads(line))
-            found.append(Death(float(death.at), *map(str, (death.process, death.why, death.then))))
-    return found
+    """Return the ends of processes in the order in which they were noted."""
+    return _rows(run_dir / DEATHS_FILE, Death, _MOST_DEATH_BYTES)
 
 
 PLACEMENTS_FILE = "placements.jsonl"
@@ -146,14 +133,8 @@ def note_placement(
     run_dir: Path, host: str, process: str = "", *, lost: str = "", made_of: Mapping[str, str] = {}
 ) -> None:
     """Append one line. Raises OSError when it cannot be written."""
-    line = msgspec.json.encode(Placement(time.time(), host, process, lost, made_of)) + b"\n"
-    path = run_dir / PLACEMENTS_FILE
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-    try:
-        os.write(descriptor, line)
-    finally:
-        os.close(descriptor)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    _append(run_dir / PLACEMENTS_FILE, Placement(time.time(), host, process, lost, made_of))
 
 
 class HostLanes:
@@ -164,7 +145,7 @@ class HostLanes:
     def __init__(self, run_dir: Path) -> None:
         self._starts: dict[str, list[tuple[int, str]]] = {}
         self.lost: list[tuple[int, str, str]] = []
-        for row in _rows(run_dir / PLACEMENTS_FILE):
+        for row in _rows(run_dir / PLACEMENTS_FILE, Placement, _MOST_PLACEMENT_BYTES):
             moment = round(row.at * 1e6)
             if row.process:
                 self._starts.setdefault(row.process, []).append((moment, row.host))
@@ -188,17 +169,23 @@ class HostLanes:
         return sorted(process for process, starts in self._starts.items() if any(at == host for _, at in starts))
 
 
-def _rows(path: Path) -> list[Placement]:
+_Row = TypeVar("_Row", bound=msgspec.Struct)
+
+
+def _append(path: Path, row: msgspec.Struct) -> None:
+    with path.open("ab", buffering=0) as file:
+        file.write(msgspec.json.encode(row) + b"\n")
+
+
+def _rows(path: Path, form: type[_Row], most_bytes: int) -> list[_Row]:
     """Read what can be read: a kill may have cut off the last line."""
     try:
         with open_plain(path) as file:
-            lines = file.read(_MOST_PLACEMENT_BYTES).splitlines()
+            lines = file.read(most_bytes).splitlines()
     except OSError:
         return []
-    decode, found = msgspec.json.Decoder(Placement).decode, []
+    decode, found = msgspec.json.Decoder(form).decode, []
     for line in lines:
-        try:
+        with contextlib.suppress(msgspec.MsgspecError, RecursionError):
             found.append(decode(line))
-        except (msgspec.MsgspecError, RecursionError):
-            continue
     return found

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,41 +26,6 @@ from realhf.monitor.trace import merge_traces
 from realhf.monitor.trackers import TrackerStream
 
 METRICS_FILE = "metrics.jsonl"
-_log = logging.getLogger(__name__)
-
-
-class MetricsLog:
-    """Keeps one flat map of numbers per step. Opened at ``completed_steps``, it drops what a killed run wrote after its
-    last checkpoint, so that every step is in the file once."""
-
-    def __init__(
-        self,
-        run_dir: Path,
-        config: MonitorConfig,
-        *,
-        completed_steps: int,
-        warn: Callable[[str], None] = _log.warning,
-        evaluations: Sequence[tuple[int, Mapping[str, float]]] = (),
-    ) -> None:
-        self._path = run_dir / METRICS_FILE
-        self.rows = [row for row in read_metrics(run_dir) if row["step"] <= completed_steps]
-        write_whole(self._path, "".join(json.dumps(row) + "\n" for row in self.rows))
-        past = [(row["step"], {name: row[name] for name in row if name != "step"}) for row in self.rows]
-        self.trackers = TrackerStream(
-            run_dir, config.trackers, completed_steps=completed_steps, warn=warn, past=[*past, *evaluations]
-        )
-
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append the metrics of a step to ``rows``, ``metrics.jsonl`` and the trackers."""
-        row = {"step": step, **metrics}
-        self.rows.append(row)
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
-        self.trackers.metrics(step, metrics)
-
-    def close(self, *, failed: bool = False) -> None:
-        """Close the trackers, which may take a while; ``failed``: the run ended early."""
-        self.trackers.close(failed=failed)
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
@@ -91,7 +55,11 @@ def flatten_step(
     """
     metrics: dict[str, float] = {"step_seconds": wall_s}
     for call, values in stats.items():
-        metrics |= {_name(call, name): float(value) for name, value in values.items() if _is_number(value)}
+        metrics |= {
+            name if name.startswith("staleness/") else f"{call}/{name}": float(value)
+            for name, value in values.items()
+            if _is_number(value)
+        }
     for call, spent in times.items():
         metrics[f"seconds/{call}"] = spent["compute_s"]
         metrics[f"fetch_seconds/{call}"] = spent["fetch_s"]
@@ -104,18 +72,14 @@ def flatten_step(
     return metrics
 
 
-def _name(call: str, name: str) -> str:
-    return name if name.startswith("staleness/") else f"{call}/{name}"
-
-
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 class RunLog:
     """Writes what a run reports, opened at ``completed_steps`` (0: a fresh start); what a killed run wrote after that
-    is dropped. ``tracer`` marks the end of every step in the master's trace; ``evaluation`` says which split is
-    evaluated."""
+    is dropped, so that every step is in ``metrics.jsonl`` once. ``tracer`` marks the end of every step in the master's
+    trace; ``evaluation`` says which split is evaluated."""
 
     def __init__(
         self,
@@ -134,12 +98,16 @@ class RunLog:
         self._told_every = config.episodes_every_steps
         self.evaluations = Evaluations(run_dir)
         self.evaluations.forget_after(completed_steps if completed_steps else -1)
-        self._metrics = MetricsLog(
+        self.rows = [row for row in read_metrics(run_dir) if row["step"] <= completed_steps]
+        write_whole(run_dir / METRICS_FILE, "".join(json.dumps(row) + "\n" for row in self.rows))
+        past = [(row["step"], {name: row[name] for name in row if name != "step"}) for row in self.rows]
+        past += [(step, evaluation_metrics(report, self._split)) for step, report in self.evaluations.all()]
+        self._trackers = TrackerStream(
             run_dir,
-            config,
+            config.trackers,
             completed_steps=completed_steps,
             warn=lambda text: events.emit("warning", text=text),
-            evaluations=[(step, evaluation_metrics(report, self._split)) for step, report in self.evaluations.all()],
+            past=past,
         )
         if completed_steps == 0:
             for file in (EPISODES_FILE, NONFINITE_FILE):
@@ -148,11 +116,15 @@ class RunLog:
     def step(self, step: int, metrics: Mapping[str, float], episodes: Sequence[str]) -> None:
         """Record a finished step, counted from 1, with the transcripts sampled from it."""
         self._tracer.instant(STEP, step=step)
-        self._metrics.write(step, metrics)
+        row = {"step": step, **metrics}
+        self.rows.append(row)
+        with (self._run_dir / METRICS_FILE).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+        self._trackers.metrics(step, metrics)
         if episodes:
             append_episodes(self._run_dir, step, episodes)
             if step == 1 or (self._told_every and step % self._told_every == 0):
-                self._metrics.trackers.rollouts(step, episodes)
+                self._trackers.rollouts(step, episodes)
         self._events.emit("step", step=step, total=self._total, metrics=metrics)
 
     def skipped(self, step: int, call: str, ids: Sequence[str], stats: Mapping[str, Any]) -> None:
@@ -167,7 +139,7 @@ class RunLog:
     def evaluation(self, step: int, report: dict[str, Any]) -> None:
         """Record a held-out evaluation after ``step`` steps."""
         self.evaluations.add(step, report)
-        self._metrics.trackers.metrics(step, evaluation_metrics(report, self._split))
+        self._trackers.metrics(step, evaluation_metrics(report, self._split))
         when = "before training" if step == 0 else f"after step {step}"
         versions = {int(entry.get("version", step)) for groups in report.values() for entry in groups.values()}
         if versions != {step}:
@@ -180,7 +152,7 @@ class RunLog:
 
     def finish(self, *, wall_seconds: float, train_calls: Sequence[str]) -> dict[str, Any]:
         """Write ``summary.json`` and ``trace.json``; return the summary."""
-        rows = self._metrics.rows
+        rows = self.rows
         last = rows[-1]["step"] if rows else 0
         summary = build_summary(
             rows,
@@ -202,7 +174,7 @@ class RunLog:
 
     def close(self, *, failed: bool = False) -> None:
         """Close the trackers, which may wait for them; ``failed``: the run ended early."""
-        self._metrics.close(failed=failed)
+        self._trackers.close(failed=failed)
 
     async def leave(self, kind: object, *_: object) -> None:
         """Close as the end of an ``async with`` block does, without holding up the event loop."""

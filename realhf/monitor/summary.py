@@ -182,10 +182,6 @@ def build_summary(
     generated, took = total(rows, "throughput/tokens"), total(rows, STEP_TIME)
     counted = (after or before or {}).get("sampled", {}).get("overall", {})
     summary: dict[str, Any] = {
-        "heldout_success_before": _success(before, "sampled"),
-        "heldout_success_after": _success(after, "sampled"),
-        "heldout_success_before_greedy": _success(before, "greedy"),
-        "heldout_success_after_greedy": _success(after, "greedy"),
         "heldout_episodes": int(counted.get("episodes", 0)),
         "steps": max((int(row["step"]) for row in rows), default=0),
         "wall_seconds": wall_seconds,
@@ -196,10 +192,17 @@ def build_summary(
         "mismatch_kl": mean(rows, "mismatch/kl"),
     }
     for when, report in (("before", before), ("after", after)):
-        for kind in ("sampled", "greedy"):
-            suffix = "_greedy" if kind == "greedy" else ""
-            summary[f"heldout_interval_{when}{suffix}"] = _intervals(report, kind)
-            summary[f"heldout_episodes_{when}{suffix}"] = _episodes(report, kind)
+        for kind, suffix in (("sampled", ""), ("greedy", "_greedy")):
+            groups = (report or {}).get(kind, {})
+            summary |= {
+                f"heldout_success_{when}{suffix}": {name: entry["success"] for name, entry in groups.items()},
+                f"heldout_interval_{when}{suffix}": {
+                    name: [entry["low"], entry["high"]]
+                    for name, entry in groups.items()
+                    if "low" in entry and "high" in entry
+                },
+                f"heldout_episodes_{when}{suffix}": {name: int(entry["episodes"]) for name, entry in groups.items()},
+            }
     if is_asynchronous(rows):
         summary["asynchronous"] = rollout_summary(rows)
     return summary
@@ -240,19 +243,3 @@ def _cell(success: float | None, interval: Sequence[float] | None) -> str:
     if success is None:
         return ""
     return f"{100 * success:.1f} %" + (f" [{100 * interval[0]:.0f}, {100 * interval[1]:.0f}]" if interval else "")
-
-
-def _success(report: Report | None, kind: str) -> dict[str, float]:
-    return {name: entry["success"] for name, entry in (report or {}).get(kind, {}).items()}
-
-
-def _episodes(report: Report | None, kind: str) -> dict[str, int]:
-    return {name: int(entry["episodes"]) for name, entry in (report or {}).get(kind, {}).items()}
-
-
-def _intervals(report: Report | None, kind: str) -> dict[str, list[float]]:
-    return {
-        name: [entry["low"], entry["high"]]
-        for name, entry in (report or {}).get(kind, {}).items()
-        if "low" in entry and "high" in entry
-    }

@@ -14,7 +14,7 @@ from realhf.launch import run as launch_run
 from realhf.launch.build import build_experiment
 from realhf.launch.compose import compose_config
 from realhf.launch.processes import LaunchError, failure_message, run_workers, worker_specs
-from realhf.monitor.display import PlainDisplay
+from realhf.monitor.display import Display
 from realhf.monitor.run_files import deaths
 from realhf.scheduler.base import WorkerExit, WorkerLine
 from realhf.transport.errors import NetworkError
@@ -77,7 +77,7 @@ def test_a_worker_that_was_sent_away_is_not_the_cause(tmp_path, order):
     built.spec.run_dir.mkdir(parents=True)
     scheduler = ScriptedScheduler(*(ends[name] for name in order))
     with pytest.raises(LaunchError, match="master failed: the cause"):
-        run_workers(built.plan(built.spec, 0.0), scheduler, PlainDisplay(Console(quiet=True)))
+        run_workers(built.plan(built.spec, 0.0), scheduler, Display(Console(quiet=True)))
 
 
 def test_only_the_master_reports_for_the_run(tmp_path):
@@ -90,7 +90,7 @@ def test_only_the_master_reports_for_the_run(tmp_path):
         WorkerLine("rollout_worker/0", done), WorkerExit("master", 1, tmp_path / "master.log")
     )
     with pytest.raises(LaunchError, match="master failed: the cause"):
-        run_workers(built.plan(built.spec, 0.0), scheduler, PlainDisplay(Console(quiet=True)))
+        run_workers(built.plan(built.spec, 0.0), scheduler, Display(Console(quiet=True)))
 
 
 def test_a_worker_of_any_run_that_the_master_declares_dead_is_killed_and_named(tmp_path):
@@ -99,7 +99,7 @@ def test_a_worker_of_any_run_that_the_master_declares_dead_is_killed_and_named(t
     said = {"kind": "lost", "name": "env/0", "pid": 7, "started": 70, "reason": "no heartbeat for 8.1 s", "left": False}
     scheduler = ScriptedScheduler(WorkerLine("master", json.dumps(said)))
     with pytest.raises(LaunchError, match="env/0 ended before the run did: killed: no heartbeat for"):
-        run_workers(built.plan(built.spec, 0.0), scheduler, PlainDisplay(Console(quiet=True)))
+        run_workers(built.plan(built.spec, 0.0), scheduler, Display(Console(quiet=True)))
     assert scheduler.killed == [("env/0", "killed: no heartbeat for 8.1 s", 7, 70)]
     assert [(death.process, death.then) for death in deaths(built.spec.run_dir)] == [
         ("env/0", "the run cannot go on without it")
@@ -119,7 +119,7 @@ def test_a_ctrl_c_during_the_clean_up_waits_for_its_end_and_does_not_hide_the_ca
 
     def run(built, *_):
         scheduler = Impatient(WorkerExit("model_worker/0", -9, tmp_path / "none.log"))
-        return run_workers(built.plan(built.spec, 0.0), scheduler, PlainDisplay(Console(quiet=True)))
+        return run_workers(built.plan(built.spec, 0.0), scheduler, Display(Console(quiet=True)))
 
     monkeypatch.setattr(launch_run, "_with_display", run)
     assert launch_run.run_to_the_end(built, [], 0.0) == 128 + signal.SIGINT
@@ -188,7 +188,7 @@ def test_keys_are_in_the_launchers_memory_and_on_no_disk_or_command_line(tmp_pat
 
     scheduler = ScriptedScheduler(WorkerExit("master", 1, tmp_path / "none.log"), started=look)
     with pytest.raises(LaunchError):
-        run_workers(built.plan(built.spec, 0.0), scheduler, PlainDisplay(Console(quiet=True)))
+        run_workers(built.plan(built.spec, 0.0), scheduler, Display(Console(quiet=True)))
     assert len(seen) == (bind == "10.0.0.1")
     for file in seen:
         with pytest.raises(NetworkError):

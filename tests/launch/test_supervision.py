@@ -22,7 +22,7 @@ from realhf.launch.processes import (
     Supervisor,
     WorkerFailed,
 )
-from realhf.monitor.display import PlainDisplay
+from realhf.monitor.display import Display
 from realhf.monitor.run_files import deaths
 from realhf.scheduler.base import WorkerExit, WorkerSpec, WorkersWanted
 from realhf.transport.errors import LOST_MASTER
@@ -207,7 +207,7 @@ class FullScheduler:
 
 
 def test_a_successor_without_a_place_is_left_out_while_others_of_its_kind_run(clock, tmp_path):
-    watch, display = supervisor("generation/0", "generation/1"), PlainDisplay(Console(quiet=True))
+    watch, display = supervisor("generation/0", "generation/1"), Display(Console(quiet=True))
     scheduler = FullScheduler("generation/0")
     processes._replace([end("generation/0")], scheduler, display, watch, tmp_path)
     assert scheduler.started == []
@@ -221,7 +221,7 @@ def test_a_successor_without_a_place_is_left_out_while_others_of_its_kind_run(cl
 
 def test_nobody_gets_a_successor_where_the_run_ends_anyway(clock, tmp_path):
     """A master that stood still is lost by all its workers: rollout workers used to be started once, for nothing."""
-    watch, display = supervisor("generation/0", "rollout_worker/0", "model_worker/0"), PlainDisplay(Console(quiet=True))
+    watch, display = supervisor("generation/0", "rollout_worker/0", "model_worker/0"), Display(Console(quiet=True))
     scheduler = FullScheduler()
     with pytest.raises(WorkerFailed, match="model_worker/0 ended"):
         processes._replace(
@@ -249,7 +249,7 @@ def test_a_host_that_joins_gets_workers_with_new_names_once_the_master_listens(t
     built = build_experiment(compose_config(["experiment=grpo_aws_async", f"fileroot={tmp_path}"]))
     more = Reinforcements(built.plan(built.spec, 0.0), "run", tmp_path / "keys")
     more.wanted = [WorkersWanted("b", "rollout_worker", 2), WorkersWanted("gone", "generation", 1)]
-    watch, scheduler, display = Supervisor(), FullScheduler("gone"), PlainDisplay(Console(quiet=True))
+    watch, scheduler, display = Supervisor(), FullScheduler("gone"), Display(Console(quiet=True))
     more.send(scheduler, watch, display)
     assert scheduler.started == [] and more.wanted
     more.master = "tcp://10.0.0.1:1"

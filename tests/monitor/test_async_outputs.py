@@ -13,7 +13,7 @@ from rich.console import Console
 from realhf.api.config import MonitorConfig
 from realhf.monitor import display as display_module
 from realhf.monitor.advisories import staleness_bound
-from realhf.monitor.display import LiveDisplay, PlainDisplay, step_line
+from realhf.monitor.display import Display, LiveDisplay, step_line
 from realhf.monitor.events import EventStream, parse_event
 from realhf.monitor.run_log import RunLog
 from realhf.monitor.summary import (
@@ -124,7 +124,7 @@ def test_the_panel_shows_rollouts_before_the_first_step_and_between_steps():
 
 def test_a_log_without_steps_says_now_and_then_what_the_rollouts_do(monkeypatch: pytest.MonkeyPatch):
     console = Console(file=io.StringIO(), width=300)
-    display = PlainDisplay(console)
+    display = Display(console)
     display.show(EVENT)
     assert console.file.getvalue() == ""  # type: ignore[attr-defined]
     monkeypatch.setattr(display_module, "_ROLLOUTS_LINE_S", 0.0)

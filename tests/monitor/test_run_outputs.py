@@ -10,12 +10,12 @@ import pytest
 from rich.console import Console
 
 from realhf.api.config import MonitorConfig
-from realhf.monitor.display import LiveDisplay, PlainDisplay, make_display, step_line
+from realhf.monitor.display import Display, LiveDisplay, make_display, step_line
 from realhf.monitor.events import EventStream, parse_event
 from realhf.monitor.metrics import success_by_group
 from realhf.monitor.provenance import git_state, package_versions
 from realhf.monitor.run_files import Evaluations
-from realhf.monitor.run_log import MetricsLog, RunLog, flatten_step, read_metrics
+from realhf.monitor.run_log import RunLog, flatten_step, read_metrics
 from realhf.monitor.summary import build_summary, held_out_table, time_split
 
 ROW = {
@@ -45,13 +45,13 @@ def quiet() -> MonitorConfig:
 
 
 def test_metrics_after_the_checkpoint_are_dropped_and_written_once(tmp_path: Path):
-    log = MetricsLog(tmp_path, quiet(), completed_steps=0)
+    log = RunLog(tmp_path, quiet(), EventStream(io.StringIO()), completed_steps=0, total_steps=3)
     for step in (1, 2, 3):
-        log.write(step, {"loss": float(step)})
+        log.step(step, {"loss": float(step)}, [])
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "lo')
-    again = MetricsLog(tmp_path, quiet(), completed_steps=2)
-    again.write(3, {"loss": 30.0})
+    again = RunLog(tmp_path, quiet(), EventStream(io.StringIO()), completed_steps=2, total_steps=3)
+    again.step(3, {"loss": 30.0}, [])
     assert [(row["step"], row["loss"]) for row in read_metrics(tmp_path)] == [(1, 1.0), (2, 2.0), (3, 30.0)]
 
 
@@ -176,9 +176,9 @@ def test_displays_show_the_figures():
 
 
 def test_plain_lines_without_a_terminal():
-    assert isinstance(make_display("t", live=True, console=Console(file=io.StringIO())), PlainDisplay)
+    assert not isinstance(make_display("t", live=True, console=Console(file=io.StringIO())), LiveDisplay)
     terminal = Console(file=io.StringIO(), force_terminal=True)
-    assert isinstance(make_display("t", live=False, console=terminal), PlainDisplay)
+    assert not isinstance(make_display("t", live=False, console=terminal), LiveDisplay)
 
 
 def test_lines_that_are_no_events_are_told_apart():
@@ -194,7 +194,7 @@ def test_provenance_without_importing_anything(tmp_path: Path):
 
 def test_a_log_gets_few_lines_of_quick_steps_and_the_last_one():
     console = Console(file=io.StringIO(), width=200)
-    display = PlainDisplay(console)
+    display = Display(console)
     for step in range(1, 401):
         display.show({"kind": "step", "step": step, "total": 400, "metrics": ROW})
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
@@ -205,5 +205,21 @@ def test_a_log_gets_few_lines_of_quick_steps_and_the_last_one():
 def test_what_a_failed_program_wrote_does_not_drive_the_terminal():
     """The end of a worker's log stands in the warning of its failure, and what the policy ran may have written it."""
     console = Console(file=io.StringIO(), width=200, force_terminal=True, color_system=None)
-    PlainDisplay(console).show({"kind": "warning", "text": "it ended:\n  | \x1b[31mred\x1b[0m \x1b[2J\x07"})
+    Display(console).show({"kind": "warning", "text": "it ended:\n  | \x1b[31mred\x1b[0m \x1b[2J\x07"})
     assert console.file.getvalue().endswith("warning: it ended:\n  | red ␛[2J␇\n")  # type: ignore[attr-defined]
+
+
+def test_staleness_stands_at_the_top_level() -> None:
+    measured = {"loss": 0.5, "staleness/head_mean": 0.5, "staleness/head_max": 2.0, "mismatch/abs_p50": 0.1}
+    metrics = flatten_step(
+        wall_s=1.0,
+        stats={"actor_train": measured},
+        times={},
+        tokens={"actor_train": 3},
+        buffer={},
+        source={},
+        train_calls=["actor_train"],
+    )
+    assert (metrics["staleness/head_mean"], metrics["staleness/head_max"]) == (0.5, 2.0)
+    assert (metrics["actor_train/loss"], metrics["actor_train/mismatch/abs_p50"]) == (0.5, 0.1)
+    assert not [name for name in metrics if name.startswith("actor_train/staleness")]
