@@ -253,7 +253,7 @@ def test_a_worker_leaves_without_taking_down_its_interpreter(tmp_path, modules, 
 def test_a_worker_that_does_not_unwind_is_ended(tmp_path, modules, scheduler):
     modules(
         "stubborn",
-        "import signal, sys, time\nfrom realhf.scheduler import failure\nfailure.STOP_WITHIN_S = 1\n"
+        "import signal, sys, time\nfrom realhf.scheduler import process as failure\nfailure.STOP_WITHIN_S = 1\n"
         "def work():\n    try:\n        print('up', flush=True); time.sleep(60)\n"
         "    finally:\n        time.sleep(60)\n"
         "sys.exit(failure.run_guarded(work))\n",

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from realhf.aws.simulator import lambda_bootstrap
-from realhf.env.containment import sandbox
+from realhf.env.containment import sandbox, seccomp
 from realhf.env.containment.fork_server import serve_forks
 from realhf.env.containment.frames import frame, read_frame
 from realhf.env.containment.sandbox import hidden
@@ -30,7 +30,7 @@ _LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache")
 _PYTHON = "/python"
 _TMP_BYTES = 16 << 20
 _BOOT = "/boot"
-_BOOT_FILES = (str(lambda_bootstrap.__file__), str(sandbox.__file__))
+_BOOT_FILES = (str(lambda_bootstrap.__file__), str(seccomp.__file__))
 _CPU_EXCEEDED = (-24, -9, 137, 152)
 
 

@@ -93,8 +93,8 @@ class NoOptions:
 
 
 class ClassParts(NamedTuple):
-    """What the ways to bring a class share: the dataclass of all options, the attributes, and functions of given options
-    that return an instance and the task set of a split."""
+    """What the ways to bring a class share: the dataclass of all options, the attributes, and functions of given
+    options that return an instance and the task set of a split."""
 
     options: type[Any]
     traits: Traits

@@ -19,7 +19,7 @@ import pytest
 from realhf.aws.simulator import lambda_broker
 from realhf.aws.simulator import pool as startup_check
 from realhf.aws.simulator.pool import CONTAINED_PARTS, MiniStackPool, Slot
-from realhf.env.containment import sandbox
+from realhf.env.containment import probe, sandbox
 from realhf.env.containment.probe import Containment
 
 pytestmark = pytest.mark.sim
@@ -34,13 +34,13 @@ needs_bubblewrap = pytest.mark.skipif(BWRAP is None, reason="bubblewrap is not i
 def test_what_needs_bubblewrap_does_not_start_without(
     monkeypatch: pytest.MonkeyPatch, mode: str, lambda_mode: str, name: str
 ) -> None:
-    monkeypatch.setattr(sandbox, "find", lambda: None)
+    monkeypatch.setattr(probe, "find_bubblewrap", lambda: None)
     with pytest.raises(RuntimeError, match=f"{name}.*bubblewrap"):
         MiniStackPool(1, sandbox=mode, lambda_mode=lambda_mode).start()
 
 
 def test_auto_says_what_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sandbox, "find", lambda: None)
+    monkeypatch.setattr(probe, "find_bubblewrap", lambda: None)
     statement = Containment.decide("auto", "stub").statement()
     assert "bubblewrap: off" in statement and "LAMBDA=sandbox and hosts beyond loopback are off" in statement
 

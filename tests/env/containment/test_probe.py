@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from realhf.aws.simulator.pool import MiniStackPool
-from realhf.env.containment import sandbox
+from realhf.env.containment import sandbox, seccomp
 from realhf.env.containment.probe import Attempt, Containment, NotContained, judge
 from realhf.env.containment.sandbox import LAYERS, own_package
 
@@ -64,7 +64,7 @@ def attempts(tmp_path: Path, without: str) -> list[Attempt]:
     return [Attempt(**attempt) for attempt in answer["attempts"]]
 
 
-@pytest.mark.skipif(not sandbox.filter_available(), reason="the system calls of this machine are not known")
+@pytest.mark.skipif(not seccomp.available(), reason="the system calls of this machine are not known")
 @pytest.mark.parametrize("without", ["filter", "hooks", "limits", "network", "nothing"])
 def test_each_layer_is_seen_to_be_missing_by_its_own_acts(tmp_path: Path, without: str) -> None:
     """Only the layer that is left out fails, and bubblewrap, which is not there: no other layer stands in for it."""
@@ -110,7 +110,7 @@ def test_a_process_does_not_go_on_without_its_filter() -> None:
     """The result of installing the system call filter is looked at in every worker."""
     script = """
 import sys
-from realhf.env.containment import bubblewrap, seccomp
+from realhf.env.containment import sandbox, seccomp
 from realhf.env.containment.sandbox import ProcessGuard
 seccomp.install = lambda: False
 guard = ProcessGuard(1 << 20, 64, 1 << 30, 60, may_lack=frozenset(sys.argv[1:]))
@@ -137,7 +137,7 @@ def test_the_probe_needs_no_package_that_can_be_written(tmp_path: Path) -> None:
     script = """
 import sys
 from pathlib import Path
-from realhf.env.containment import probe_report as containment_check
+from realhf.env.containment import probe as containment_check
 containment_check._probe = lambda *of_a_child: []
 print(containment_check.probe_layers({"simulators": None}, Path(sys.argv[1]), ()))
 """

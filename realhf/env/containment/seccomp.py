@@ -1,0 +1,83 @@
+"""Has the kernel itself refuse new programs, new processes and new sockets, by a seccomp filter.
+
+The audit hook of ``sandbox`` sees what Python code asks for; this filter also sees what C code asks for (uvloop's
+connects, a library's fork). Threads stay possible: ``clone`` is allowed only with CLONE_THREAD, and ``clone3``, whose
+flags a filter cannot read, reports ENOSYS, upon which the C library falls back to ``clone``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import platform
+import struct
+
+_SET_MODE_FILTER = 1
+_FLAG_SPEC_ALLOW = 4
+_ALLOW = 0x7FFF0000
+_ERRNO = 0x00050000
+_CLONE_THREAD = 0x00010000
+_LOAD, _JUMP_EQUAL, _JUMP_AT_LEAST, _JUMP_SET, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_X32_CALLS = 0x40000000
+_OFFSET_NUMBER, _OFFSET_ARCH, _OFFSET_FIRST_ARGUMENT = 0, 4, 16
+
+# Numbers of the system calls: machine -> (audit architecture, seccomp, clone, clone3, refused ones)
+_MACHINES = {
+    # fork, vfork, execve, execveat, socket, connect, bind, ptrace, mount, umount2, chroot, pivot_root, unshare,
+    # setns, bpf, kexec_load, init_module, finit_module, process_vm_readv, process_vm_writev, keyctl, userfaultfd,
+    # open_by_handle_at, io_uring_setup, pidfd_getfd, kill, pidfd_send_signal
+    "x86_64": (0xC000003E, 317, 56, 435, (57, 58, 59, 322, 41, 42, 49, 101, 165, 166, 161, 155, 272, 308, 321, 246,
+                                          175, 313, 310, 311, 250, 323, 304, 425, 438, 62, 424)),
+    "aarch64": (0xC00000B7, 277, 220, 435, (221, 281, 198, 203, 200, 117, 40, 39, 51, 41, 97, 268, 280, 104, 105,
+                                            273, 270, 271, 219, 282, 265, 425, 438, 129, 424)),
+}  # fmt: skip
+
+
+class _Program(ctypes.Structure):
+    _fields_ = (("length", ctypes.c_ushort), ("filter", ctypes.c_void_p))
+
+
+def available() -> bool:
+    """Return whether the system calls of this machine are known here."""
+    return platform.machine() in _MACHINES
+
+
+def install() -> bool:
+    """Filter this process and its threads for good; needs no-new-privileges. Call with a single thread.
+
+    Returns False on a machine or kernel that it does not know."""
+    known = _MACHINES.get(platform.machine())
+    if known is None:
+        return False
+    architecture, seccomp, clone, clone3, refused = known
+    code = _filter(architecture, clone, clone3, refused)
+    buffer = ctypes.create_string_buffer(code, len(code))
+    program = _Program(len(code) // 8, ctypes.addressof(buffer))
+    libc = ctypes.CDLL(None, use_errno=True)
+    return libc.syscall(seccomp, _SET_MODE_FILTER, _FLAG_SPEC_ALLOW, ctypes.byref(program)) == 0
+
+
+def _filter(architecture: int, clone: int, clone3: int, refused: tuple[int, ...]) -> bytes:
+    """Assemble the classic BPF program; instructions are (code, jump if true, jump if false, operand)."""
+    denied = _ERRNO | errno.EPERM
+    program = [
+        (_LOAD, 0, 0, _OFFSET_ARCH),
+        (_JUMP_EQUAL, 1, 0, architecture),
+        (_RETURN, 0, 0, denied),
+        (_LOAD, 0, 0, _OFFSET_NUMBER),
+        (_JUMP_EQUAL, 0, 1, clone3),
+        (_RETURN, 0, 0, _ERRNO | errno.ENOSYS),
+        (_JUMP_AT_LEAST, 0, 1, _X32_CALLS),
+        (_RETURN, 0, 0, denied),
+    ]
+    for number in refused:
+        program += [(_JUMP_EQUAL, 0, 1, number), (_RETURN, 0, 0, denied)]
+    program += [
+        (_JUMP_EQUAL, 1, 0, clone),
+        (_RETURN, 0, 0, _ALLOW),
+        (_LOAD, 0, 0, _OFFSET_FIRST_ARGUMENT),
+        (_JUMP_SET, 0, 1, _CLONE_THREAD),
+        (_RETURN, 0, 0, _ALLOW),
+        (_RETURN, 0, 0, denied),
+    ]
+    return b"".join(struct.pack("<HBBI", *instruction) for instruction in program)
