@@ -1,4 +1,4 @@
-"""A small taught policy, and the bench that runs one model function call with it."""
+"""A small taught policy, and what it would say."""
 
 from __future__ import annotations
 
@@ -18,10 +18,12 @@ from realhf.aws.tasks.loader import instantiate
 from realhf.backends.builtin_policy import build_builtin_policy
 from realhf.backends.training.torch_backend import TorchBackend
 from realhf.data.chat_dataset import ChatDataset
-from tests.mfc.mfc_bench import USELESS, MfcBench, sequences
+from tests.mfc.mfc_bench import sequences
 
 TINY = BuiltinModelConfig(vocab_size=400, hidden_size=32, num_layers=2, num_heads=2, intermediate_size=64)
 TEACHING_STEPS = 60
+USELESS = "aws s3api list-buckets"
+"""A command that the taught policy likes and that solves nothing."""
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -76,11 +78,11 @@ def tokenizer(policy):
 
 @pytest.fixture(scope="session")
 def expected_logprobs(policy):
-    """expected_logprobs(sample, temperature=T, folder=policy) -> f32 (L-1,) per sequence: one plain forward of
-    transformers for each, in float64."""
+    """expected_logprobs(sample, temperature) -> f32 (L-1,) per sequence: one plain forward of transformers for each, in
+    float64."""
 
-    def compute(sample, *, temperature=1.0, folder=policy):
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
+    def compute(sample, temperature):
+        model = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float64, attn_implementation="eager")
         found = []
         with torch.no_grad():
             for ids in sequences(sample, "packed_input_ids"):
@@ -89,17 +91,3 @@ def expected_logprobs(policy):
         return found
 
     return compute
-
-
-@pytest.fixture(scope="module")
-def make_bench(tmp_path_factory):
-    """make_bench(mfc, model, sessions=0) -> a bench that is closed after the module's tests."""
-    made: list[MfcBench] = []
-
-    def make(*arguments, **more):
-        made.append(MfcBench(tmp_path_factory.mktemp("run"), *arguments, **more))
-        return made[-1]
-
-    yield make
-    for bench in made:
-        bench.close()

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-from typing import Any, NamedTuple
 
 from realhf.api.config import CheckpointConfig, MonitorConfig, RecoverMode, RpcConfig
 from realhf.api.experiment import ExperimentSpec, RunPlan, SourceSpec
@@ -24,28 +23,18 @@ from workers.model_worker import ModelWorker
 RUN_ID = "mfc"
 WORKER, ENV, PEER = "model_worker/0", "env/0", "peer"
 TIMEOUT_S = 200.0
-USELESS = "aws s3api list-buckets"
-"""A command that the taught policy likes and that solves nothing."""
-
-
-class Reply(NamedTuple):
-    """``outputs``: lengths only, as the master sees them; None for a train step."""
-
-    outputs: SequenceSample | None
-    stats: dict[str, Any]
 
 
 class MfcBench:
-    """Starts the worker (and an environment worker with ``sessions`` slots), loads the model, sends calls."""
+    """Starts the worker and an environment worker with ``sessions`` slots, loads the model, sends calls."""
 
-    def __init__(self, folder, mfc, model, *, sessions=0):
+    def __init__(self, folder, mfc, model, *, sessions):
         self._folder, self._mfc = folder, mfc
         self._runner = asyncio.Runner()
         self._master = RpcMaster(RUN_ID)
-        self._store = TensorStore(PEER)
-        self._plane = DataPlane(PEER, RUN_ID, self._store)
+        self._plane = DataPlane(PEER, RUN_ID, TensorStore(PEER))
         self._plane.start()
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._process: subprocess.Popen[bytes] | None = None
         self._thread: threading.Thread | None = None
         try:
             self._start(model, sessions)
@@ -75,31 +64,15 @@ class MfcBench:
         )
         self._runner.run(self._master.start())
         join = ("--run-id", RUN_ID, "--master", self._master.endpoint)
-        names = [WORKER]
-        if sessions:
-            names.append(ENV)
-            self._spawn(
-                "workers.env_worker",
-                "--name",
-                ENV,
-                "--port",
-                "0",
-                "--ministack-base-port",
-                "0",
-                "--pool-size",
-                str(sessions),
-                *join,
-            )
+        argv = f"-m workers.env_worker --name {ENV} --port 0 --ministack-base-port 0 --pool-size {sessions}".split()
+        with (self._folder / "env_worker.log").open("wb") as log:
+            self._process = subprocess.Popen([sys.executable, *argv, *join], stdout=log, stderr=log)
         worker = ModelWorker(plan, 0, RUN_ID, self._master.endpoint)
         self._thread = threading.Thread(target=worker.run, name=WORKER, daemon=True)
         self._thread.start()
-        self._runner.run(self._master.wait_for(names, TIMEOUT_S))
+        self._runner.run(self._master.wait_for([WORKER, ENV], TIMEOUT_S))
         self.ask("initialize", {})
         assert self.ask("stats", {})["roles"] == [model.role]
-
-    def _spawn(self, module, *argv):
-        with (self._folder / f"{module}.log").open("wb") as log:
-            self._processes.append(subprocess.Popen([sys.executable, "-m", module, *argv], stdout=log, stderr=log))
 
     def ask(self, handler, payload):
         """One request to the worker."""
@@ -109,34 +82,25 @@ class MfcBench:
 
         return self._runner.run(request())
 
-    def call(self, sample, *, step=0, seed=1):
-        """Offer ``sample`` to the worker, as another worker would, and have it run the call."""
-        self._store.clear(sample.ids)
-        roster = self._master.roster
-        ids, keys = list(sample.ids), list(self._mfc.input_keys)
-        if keys:
-            self._store.put(sample.select(keys))
-        fetches = [{"endpoint": self._plane.endpoint, "ids": ids, "keys": keys}] if keys else []
+    def infer(self, sample, *, step=0, seed=1):
+        """Have the worker run the call, then fetch the outputs from its store and have them cleared there."""
+        endpoint = self._master.roster[ENV].endpoints["env"]
         reply = self.ask(
             "call",
             {
                 "mfc": self._mfc.name,
                 "role": self._mfc.model_role,
-                "ids": ids,
-                "keys": keys,
+                "ids": list(sample.ids),
+                "keys": [],
                 "metadata": dict(sample.metadata),
                 "step": step,
                 "seed": seed,
-                "fetches": fetches,
-                "endpoints": {"env": [roster[ENV].endpoints["env"]]} if ENV in roster else {},
+                "fetches": [],
+                "endpoints": {"env": [endpoint]},
             },
         )
-        return Reply(None if reply["meta"] is None else decode_sample(reply["meta"]), reply["stats"])
-
-    def infer(self, sample, **more):
-        """``call``, then fetch the outputs from the worker's store and have them cleared there."""
-        meta, stats = self.call(sample, **more)
-        assert meta is not None and meta.data is None and meta.keys == set(self._mfc.output_keys)
+        meta = decode_sample(reply["meta"])
+        assert meta.data is None and meta.keys == set(self._mfc.output_keys)
         endpoint = self._master.roster[WORKER].data_endpoint
         outputs = self._plane.fetch(endpoint, sample.ids, self._mfc.output_keys, TIMEOUT_S)
         self.ask("clear", {"ids": list(sample.ids)})
@@ -144,13 +108,7 @@ class MfcBench:
         assert as_lists(outputs.seqlens) == as_lists(meta.seqlens)
         return SequenceSample.from_tensors(
             outputs.ids, {key: outputs[key].clone() for key in outputs.keys}, outputs.seqlens, meta.metadata
-        ), stats
-
-    def export(self, name):
-        """The worker's weights as a Hugging Face folder."""
-        folder = self._folder / name
-        self.ask("export", {"role": self._mfc.model_role, "folder": str(folder)})
-        return folder
+        ), reply["stats"]
 
     def close(self):
         """Say bye; the worker and every process must end by themselves."""
@@ -159,12 +117,11 @@ class MfcBench:
         self._runner.close()
         if self._thread is not None:
             self._thread.join(TIMEOUT_S)
-        try:
-            codes = [process.wait(60) for process in self._processes]
-        finally:
-            for process in self._processes:
-                process.kill()
-        assert codes == [0] * len(codes) and not (self._thread and self._thread.is_alive())
+        if self._process is not None:
+            try:
+                assert self._process.wait(60) == 0 and not (self._thread and self._thread.is_alive())
+            finally:
+                self._process.kill()
 
 
 def as_lists(seqlens):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import pytest
 import torch
@@ -14,16 +13,15 @@ from realhf.api.config import GenConfig, RolloutConfig
 from realhf.api.sample import SequenceSample
 from realhf.aws.environment import AwsOptions
 from realhf.aws.tasks.loader import instantiate
-from tests.mfc.mfc_bench import as_lists, sequences
+from tests.mfc.mfc_bench import MfcBench, as_lists, sequences
 
 pytestmark = pytest.mark.sim
 
 G, SESSIONS, MAX_TURNS, MAX_NEW, TEMPERATURE, STEP = 3, 3, 2, 40, 0.8, 4
-Played = tuple[SequenceSample, dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def bench(make_bench, policy):
+def bench(tmp_path_factory, policy):
     config = config_class("aws")(
         experiment="grpo_aws",
         env=AwsOptions(pool_size=SESSIONS),
@@ -31,7 +29,10 @@ def bench(make_bench, policy):
         gen=GenConfig(max_new_tokens=MAX_NEW, temperature=TEMPERATURE),
         rollout=RolloutConfig(max_turns=MAX_TURNS),
     )
-    return make_bench(actor_gen(config), actor_model(config, str(policy)), sessions=SESSIONS)
+    model = actor_model(config, str(policy))
+    bench = MfcBench(tmp_path_factory.mktemp("run"), actor_gen(config), model, sessions=SESSIONS)
+    yield bench
+    bench.close()
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +105,7 @@ def test_the_mask_covers_what_was_sampled_and_nothing_else(played, tokenizer):
 
 def test_logprobs_are_those_of_a_plain_forward_of_the_same_tokens(played, expected_logprobs):
     outputs, _ = played
-    expected = expected_logprobs(outputs, temperature=TEMPERATURE)
+    expected = expected_logprobs(outputs, TEMPERATURE)
     found, versions = sequences(outputs, "packed_logprobs"), sequences(outputs, "packed_versions")
     for number, (_, mask) in enumerate(rollouts(played)):
         sampled = mask[1:]

@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+from experiments.policy_gradient import actor_inf, config_class, ref_inf, rew_inf
 from realhf.algorithms.inference import LogprobInterface, OutcomeRewardInterface
-from realhf.algorithms.options import LOSS_AGGREGATIONS, PRESETS
+from realhf.algorithms.options import LOSS_AGGREGATIONS, PRESETS, PolicyGradientOptions
 from realhf.algorithms.policy_gradient import PolicyGradientInterface
 from realhf.algorithms.sft import SFTInterface
 from realhf.algorithms.train_step import PredictedTokens, replace_keys, select_sequences
+from realhf.api.config import GenConfig
 from realhf.api.model import Model
 from realhf.api.sample import MicroBatchSpec, SequenceSample
 from tests.algorithms.tiny_policy import GROUPS, OUTCOME, REWARDS, context, tiny_actor, weights
@@ -186,15 +188,59 @@ def test_supervised_training_asks_for_the_end_too(rollout_batch, tmp_path):
 
 
 def test_outcome_reward():
-    tensors = {"env_rewards": torch.tensor([0.0, 1.0, 100.0, 0.0]), "outcome": torch.tensor([0, 0, 0, 3])}
-    sample = SequenceSample.from_tensors(["a", "b"], tensors, {key: [[1, 1], [1, 1]] for key in tensors})
-    out, stats = OutcomeRewardInterface(reward_scaling=2.0, reward_bias=-0.5).inference(
-        Model("rew", None, None),
-        sample,
-        context(Path(".")),  # type: ignore[arg-type]
-    )
-    assert out["rewards"][:3].tolist() == [-1.0, 1.0, 20.0] and bool(out["rewards"][3].isnan())
-    assert stats["n_scored"] == 3 and out.seqlens["rewards"] == [[1, 1], [1, 1]]
+    """Bias, then scale, then clip; a failed rollout has no reward rather than one of 0."""
+    config = config_class("aws")(experiment="grpo_aws", ppo=PolicyGradientOptions(reward_scaling=2.0, reward_bias=-0.5))
+    interface = OutcomeRewardInterface(**rew_inf(config).interface_args)
+    for scores, failures, rewards, mean in (
+        ([0.0, 1.0, 100.0, -50.0], [0, 0, 0, 0], [-1.0, 1.0, 20.0, -20.0], 0.0),
+        ([0.0, 1.0, 0.0, 1.0], [0, 3, 2, 0], [-1.0, None, None, 1.0], 0.0),
+        ([0.0] * 4, [3] * 4, [None] * 4, 0.0),
+    ):
+        tensors = {"env_rewards": torch.tensor(scores), "outcome": torch.tensor(failures)}
+        sample = SequenceSample.from_tensors(["a", "b"], tensors, {key: [[1, 1], [1, 1]] for key in tensors})
+        out, stats = interface.inference(Model("rew", None, None), sample, context(Path(".")))
+        assert [None if reward != reward else reward for reward in out["rewards"].tolist()] == rewards
+        assert out["rewards"].dtype == torch.float32 and out.seqlens["rewards"] == [[1, 1], [1, 1]]
+        assert stats == {"reward_mean": mean, "n_scored": failures.count(0)}
+
+
+def plain_logprobs(model, sample, temperature=1.0):
+    """One plain forward of transformers for each sequence, with a gradient: [f32 (L-1,)]."""
+    found = []
+    for ids in sample["packed_input_ids"].split([n for group in sample.seqlens["packed_input_ids"] for n in group]):
+        logits = model.engine.model(input_ids=ids[None]).logits[0, :-1] / temperature
+        found.append(logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0])
+    return found
+
+
+@pytest.mark.parametrize("call", [ref_inf, actor_inf])
+def test_scores_are_the_log_softmax_at_the_sampling_temperature(rollout_batch, tmp_path, call):
+    mfc = call(config_class("aws")(experiment="grpo_aws", gen=GenConfig(temperature=0.7)))
+    model, sample = tiny_actor(), rollout_batch(GROUPS, REWARDS)
+    interface = LogprobInterface(**mfc.interface_args)
+    out, stats = interface.inference(model, sample, context(tmp_path, max_tokens_per_mb=32))
+    with torch.no_grad():
+        expected = torch.where(PredictedTokens.of(sample).mask, torch.cat(plain_logprobs(model, sample, 0.7)), 0.0)
+    torch.testing.assert_close(out[mfc.output_keys[0]], expected, atol=1e-4, rtol=1e-4)
+    assert stats["n_tokens"] == sum(map(sum, GROUPS))
+
+
+def test_a_step_follows_the_policy_gradient(rollout_batch, tmp_path):
+    """Its norm is that of -(1/T) sum of advantage * log-probability, and better rollouts become likelier."""
+    model = tiny_actor()
+    sample = on_policy(model, rollout_batch(GROUPS, REWARDS, OUTCOME), tmp_path)
+    interface = PolicyGradientInterface({"loss_agg": "token_mean"})
+    prepared = interface.prepare(sample)[0]
+    advantages, mask = prepared["advantages"], PredictedTokens.of(prepared).mask
+    before = torch.cat(plain_logprobs(model, sample))
+    loss = -(advantages * before)[mask].sum() / int(mask.sum())
+    gradient = torch.autograd.grad(loss, [*model.engine.model.parameters()], allow_unused=True)
+    norm = math.sqrt(sum(float(part.square().sum()) for part in gradient if part is not None))
+    stats = interface.train_step(model, sample, context(tmp_path))
+    assert stats["grad_norm"] == pytest.approx(norm, rel=1e-3)
+    with torch.no_grad():
+        rise = (torch.cat(plain_logprobs(model, sample)) - before)[mask]
+    assert float((rise * advantages[mask]).sum()) > 0
 
 
 @pytest.mark.slow
