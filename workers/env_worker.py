@@ -25,8 +25,7 @@ from realhf.env.server.interfaces import ServedEnvironment
 from realhf.env.server.server import EnvServer, listen
 from realhf.scheduler.process import STOP_WITHIN_S, run_guarded
 from realhf.transport.network import Network
-from realhf.transport.rpc_worker import RpcWorker
-from workers.worker_main import add_key_file, keys_in, reachable
+from workers.worker_main import add_key_file, follow_master, keys_in, reachable
 
 
 class Interrupted(Exception):
@@ -141,7 +140,7 @@ def _serve(
             print(f"{name}: SIMULATED trouble: {simulated}", flush=True)
         print(f"{name}: serving {config.pool_size} sessions at {server.url}", flush=True)
         if arguments.master:
-            _follow_master(server, arguments.master, arguments.run_id, arguments.name, network)
+            follow_master("env", server.url, server.ended.wait, arguments, network)
         else:
             server.ended.wait()
         if server.ended.is_set():
@@ -152,16 +151,6 @@ def _serve(
         if arguments.env:
             # Threads that an environment left behind must not keep the process; the kernel ends it then.
             signal.alarm(STOP_WITHIN_S)
-
-
-def _follow_master(server: EnvServer, master: str, run_id: str, name: str, network: Network) -> None:
-    index = name.rpartition("/")[2]
-    if not index.isdigit():
-        raise ConfigError(f"--name is {name!r}; it must end in /<number>")
-    url = network.reached_at(server.url)
-    worker = RpcWorker(name, "env", int(index), run_id, master, ordered={}, endpoints={"env": url}, network=network)
-    threading.Thread(target=lambda: (server.ended.wait(), worker.stop()), name="watch-server", daemon=True).start()
-    worker.run()
 
 
 if __name__ == "__main__":

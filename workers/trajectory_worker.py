@@ -21,10 +21,9 @@ from realhf.base.loopback import is_loopback_host
 from realhf.scheduler.child import leave
 from realhf.scheduler.process import run_guarded
 from realhf.trajectory.http.cli import uvicorn_config
-from realhf.trajectory.http.config import ConfigError, TrajectoryConfig, add_arguments, resolve
-from realhf.transport.network import LOOPBACK, Network
-from realhf.transport.rpc_worker import RpcWorker
-from workers.worker_main import add_key_file, keys_in, reachable
+from realhf.trajectory.http.config import TrajectoryConfig, add_arguments, resolve
+from realhf.transport.network import Network
+from workers.worker_main import add_key_file, follow_master, keys_in, reachable
 
 logger = logging.getLogger(__name__)
 START_TIMEOUT_S = 60.0
@@ -62,15 +61,12 @@ def start(arguments: argparse.Namespace) -> None:
     if keys is not None:
         host = network.host if is_loopback_host(config.host) else config.host
         config = replace(config, host=host, token=config.token if config.has_tokens else keys.token)
-    serve(config, arguments.master, arguments.run_id, arguments.name, network)
+    serve(config, arguments, network)
 
 
-def serve(config: TrajectoryConfig, master: str, run_id: str, name: str, network: Network = LOOPBACK) -> None:
+def serve(config: TrajectoryConfig, arguments: argparse.Namespace, network: Network) -> None:
     """Serve in a thread, follow the master in this one. Raises RuntimeError (port taken, the store does not open) or
     MasterLost."""
-    index = name.rpartition("/")[2]
-    if not index.isdigit():
-        raise ConfigError(f"--name is {name!r}; it must end in /<number>")
     from realhf.trajectory.http.server import create_app
 
     listener = listen(config.host, config.port)
@@ -82,14 +78,9 @@ def serve(config: TrajectoryConfig, master: str, run_id: str, name: str, network
         host, port = listener.getsockname()[:2]
         host = str(REACHED_AT.get(host, host))
         scheme = "https" if server.config.is_ssl else "http"
-        url = network.reached_at(f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}")
-        print(f"trajectory server at {url}", flush=True)
-        endpoints = {"trajectory": url}
-        worker = RpcWorker(
-            name, "trajectory", int(index), run_id, master, ordered={}, endpoints=endpoints, network=network
-        )
-        threading.Thread(target=lambda: (thread.join(), worker.stop()), name="watch-server", daemon=True).start()
-        worker.run()
+        url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+        print(f"trajectory server at {network.reached_at(url)}", flush=True)
+        follow_master("trajectory", url, thread.join, arguments, network)
         if not thread.is_alive():
             raise RuntimeError("the HTTP server ended unexpectedly; its log tells why")
     finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from realhf.api.experiment import RunPlan
 from realhf.base.plugin import load_plugin
 from realhf.scheduler.process import run_guarded
 from realhf.transport.network import LOOPBACK, Network, RunKeys
+from realhf.transport.rpc_worker import RpcWorker
 
 _CHATTY = ("httpx", "httpx2")
 """Libraries that write a line about every request."""
@@ -32,6 +34,28 @@ def reachable(master: str, keys: RunKeys | None) -> Network:
     """Return the network of a server that no plan describes: it listens on the address from which it reaches the master
     at ``master``; on the loopback without one or without keys."""
     return Network.of_worker(NetworkConfig(), keys, master) if master and keys is not None else LOOPBACK
+
+
+def follow_master(
+    kind: str, url: str, ended: Callable[[], object], arguments: argparse.Namespace, network: Network
+) -> None:
+    """Register the server at ``url`` with the master, and follow it until it says bye or ``ended()`` returns: it waits
+    for the end of the server. Raises ValueError for a name without a number, and MasterLost."""
+    index = arguments.name.rpartition("/")[2]
+    if not index.isdigit():
+        raise ValueError(f"--name is {arguments.name!r}; it must end in /<number>")
+    worker = RpcWorker(
+        arguments.name,
+        kind,
+        int(index),
+        arguments.run_id,
+        arguments.master,
+        ordered={},
+        endpoints={kind: network.reached_at(url)},
+        network=network,
+    )
+    threading.Thread(target=lambda: (ended(), worker.stop()), name="watch-server", daemon=True).start()
+    worker.run()
 
 
 def network_of(plan: RunPlan, arguments: argparse.Namespace) -> Network:
