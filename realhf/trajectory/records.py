@@ -254,8 +254,8 @@ class StateOptions:
         "with commas between them", bare="all",
     )  # fmt: skip
     reregister: str = setting(
-        None, "a second registration of the same group, project and batch size: continue (the run and its queue go on), "
-        "reset (a new epoch) or ignore (the first one wins, as for any other registration); default continue, strict "
+        None, "a second registration of the same group, project and batch size: continue (the run and its queue go on),"
+        " reset (a new epoch) or ignore (the first one wins, as for any other registration); default continue, strict "
         "ignore",
     )  # fmt: skip
     heartbeat_timeout_s: float = setting(
