@@ -108,7 +108,7 @@ class BlockingFace(Generic[A]):
     def __init__(self, inner: A, name: str) -> None:
         self.inner = inner
         self.thread = LoopThread(name, instead=type(inner).__name__)
-        self._finalizer = weakref.finalize(self, _shut_down, self.thread, inner)
+        self._finalizer = weakref.finalize(self, shut_down, self.thread, inner)
 
     def close(self) -> None:
         """Close what is behind it and end the thread; harmless when repeated."""
@@ -153,13 +153,13 @@ def blocking(
     return call
 
 
-def _shut_down(thread: LoopThread, inner: Closable) -> None:
+def shut_down(thread: LoopThread, inner: Closable, timeout_s: float = _CLOSE_S) -> None:
     """Close within a bounded time; only forget it in a forked child. The caller may be close(), the garbage collector
     or the interpreter's end."""
     if thread.alive and not thread.is_current():
         with suppress(TimeoutError, RuntimeError):
-            asyncio.run_coroutine_threadsafe(inner.close(), thread.loop).result(_CLOSE_S)
-    thread.stop(_CLOSE_S)
+            asyncio.run_coroutine_threadsafe(inner.close(), thread.loop).result(timeout_s)
+    thread.stop(timeout_s)
 
 
 def check_blocking_caller(pid: int, instead: str) -> None:

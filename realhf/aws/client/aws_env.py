@@ -13,22 +13,20 @@ observation. Source: docs/reference/environment.md 2.4, 10.
 
 from __future__ import annotations
 
-import asyncio
-import weakref
-from collections.abc import Coroutine, Mapping
-from contextlib import suppress
+import os
+from collections.abc import Callable, Coroutine, Mapping
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 from realhf.api.environment import StepResult
 from realhf.aws.models import AwsAction, AwsObservation, AwsState, AwsStepResult
-from realhf.base.loop_thread import LoopThread
+from realhf.base.loop_thread import BlockingFace, blocking
 from realhf.base.tls import believing
 from realhf.env.openenv_client import OpenEnvClient, fetch_metadata
 
 Action = AwsAction | str | Mapping[str, Any]
+P = ParamSpec("P")
 T = TypeVar("T")
-_CLOSE_S = 5.0
 
 
 class AwsEnv:
@@ -124,67 +122,42 @@ class AwsEnv:
         return self._session
 
 
-class SyncAwsEnv:
-    """``AwsEnv`` with blocking methods. Its thread answers the server's pings while the caller is busy."""
+class SyncAwsEnv(BlockingFace[AwsEnv]):
+    """``AwsEnv`` with blocking methods. Its thread answers the server's pings while the caller is busy; after ``close``
+    ``connect`` opens a new session."""
+
+    connect = blocking(AwsEnv.connect)
+    reset = blocking(AwsEnv.reset)
+    step = blocking(AwsEnv.step)
+    state = blocking(AwsEnv.state)
 
     def __init__(self, env: AwsEnv) -> None:
-        self._env = env
-        self._thread: LoopThread | None = None
-        self._finalizer: weakref.finalize[Any, Any] | None = None
+        super().__init__(env, "aws-env")
 
     @property
     def usable(self) -> bool:
         """Whether a request may be sent now."""
-        return self._thread is not None and self._thread.alive and self._env.usable
+        return self.thread.alive and self.inner.usable
 
     @property
     def metadata(self) -> dict[str, Any]:
         """What the server reported at connecting; {} before."""
-        return self._env.metadata
+        return self.inner.metadata
 
-    def connect(self) -> None:
-        """See ``AwsEnv.connect``."""
-        self._run(self._env.connect())
-
-    def reset(self, **arguments: Any) -> AwsStepResult:
-        """See ``AwsEnv.reset``."""
-        return self._run(self._env.reset(**arguments))
-
-    def step(self, action: Action) -> AwsStepResult:
-        """See ``AwsEnv.step``."""
-        return self._run(self._env.step(action))
-
-    def state(self) -> AwsState:
-        """See ``AwsEnv.state``."""
-        return self._run(self._env.state())
-
-    def close(self) -> None:
-        """See ``AwsEnv.close``; ends the thread."""
-        thread, self._thread = self._thread, None
-        if self._finalizer is not None:
-            self._finalizer.detach()
-        if thread is not None:
-            _close(thread, self._env)
-
-    def __enter__(self) -> SyncAwsEnv:
+    def __enter__(self) -> Self:
         self.connect()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        try:
-            if self._thread is None:
-                self._thread = LoopThread("aws-env", instead="AwsEnv")
-                self._finalizer = weakref.finalize(self, _close, self._thread, self._env)
-            self._thread.check_caller()
-        except BaseException:
-            coroutine.close()
-            raise
-        return self._thread.call(coroutine)
+    def run(
+        self, method: Callable[Concatenate[AwsEnv, P], Coroutine[Any, Any, T]], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """Run a method of the client to its end. Raises RuntimeError in a coroutine, and in a forked child of a process
+        that has opened the session."""
+        in_child = self.thread.pid != os.getpid() and not self.inner.usable
+        if in_child or not self._finalizer.alive:
+            super().__init__(self.inner, "aws-env")
+        self.thread.check_caller()
+        return super().run(method, *args, **kwargs)
 
 
 def wire_action(action: Action) -> str | Mapping[str, Any]:
@@ -195,11 +168,3 @@ def wire_action(action: Action) -> str | Mapping[str, Any]:
 def parse_result(result: StepResult) -> AwsStepResult:
     """Return the typed reply; fields that are not AWS's are kept."""
     return AwsStepResult(AwsObservation.model_validate(result.observation), result.reward, result.done)
-
-
-def _close(thread: LoopThread, env: AwsEnv) -> None:
-    """Close within a bounded time. The caller may be close(), the garbage collector or the interpreter's end."""
-    if thread.alive and not thread.is_current():
-        with suppress(TimeoutError, RuntimeError):
-            asyncio.run_coroutine_threadsafe(env.close(), thread.loop).result(_CLOSE_S)
-    thread.stop(_CLOSE_S)

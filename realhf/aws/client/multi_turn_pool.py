@@ -9,13 +9,12 @@ AWS_RL_ENV_URL and AWS_RL_ENV_TOKEN say where the server is; NUM_GENERATIONS (8)
 
 from __future__ import annotations
 
-import asyncio
 import os
 import threading
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -35,7 +34,7 @@ from realhf.aws.client.session_group import (
 )
 from realhf.aws.environment import SYSTEM_PROMPT, AwsEnvironment, AwsOptions, AwsTaskSet
 from realhf.aws.messages import OBSERVATION_CHARS, extract_command
-from realhf.base.loop_thread import LoopThread
+from realhf.base.loop_thread import LoopThread, shut_down
 from realhf.env.openenv_client import OpenEnvClient
 from realhf.rollout.blocking_player import BatchEngine, BlockingPlayer
 from realhf.rollout.episode import EpisodeRequest, Limits
@@ -144,7 +143,7 @@ class MultiTurnEnvPool:
             thread.stop(1.0)
             raise
         self._thread = thread
-        self._finalizer = weakref.finalize(self, _shut_down, thread, self._group, _FINALIZE_S)
+        self._finalizer = weakref.finalize(self, shut_down, thread, self._group, _FINALIZE_S)
 
     def run_group(
         self,
@@ -222,7 +221,7 @@ class MultiTurnEnvPool:
         if self._finalizer is not None:
             self._finalizer.detach()
         if thread is not None:
-            _shut_down(thread, self._group, timeout_s)
+            shut_down(thread, self._group, timeout_s)
 
     def __enter__(self) -> MultiTurnEnvPool:
         self.connect()
@@ -319,15 +318,6 @@ def _task(arguments: Mapping[str, Any], seed: int) -> Task:
     task = arguments.get("task") or {}
     name, group = str(task.get("task_id", arguments.get("task_id", ""))), str(task.get("difficulty", ""))
     return Task(name, group, arguments, seed=seed)
-
-
-def _shut_down(thread: LoopThread, group: SessionGroup, timeout_s: float) -> None:
-    """Close sessions and thread within the time; does nothing in a forked child. The caller may be close(), the garbage
-    collector or the interpreter's end."""
-    if thread.alive and not thread.is_current():
-        with suppress(TimeoutError, RuntimeError):
-            asyncio.run_coroutine_threadsafe(group.close(), thread.loop).result(timeout_s)
-    thread.stop(timeout_s)
 
 
 DEFAULT_URL = "http://127.0.0.1:8100"

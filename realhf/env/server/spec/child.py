@@ -96,7 +96,7 @@ class _Sessions:
                 channel.sendall(frame({}))
 
     def _tell_stuck(self) -> None:
-        STUCK.pack_into(self._shared, 0, self._host.stuck())
+        STUCK.pack_into(self._shared, 0, self._host.places.stuck)
 
 
 def _answer(player: SpecPlayer, request: dict[str, Any]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -82,6 +83,7 @@ class TaskChoice:
 
 
 _LONGEST_MESSAGE = 1000
+_LOG = logging.getLogger(__name__)
 
 
 class SpecPlayer:
@@ -160,7 +162,8 @@ class SpecPlayer:
             if failure.kind != "unavailable":
                 self._playing = False
             told = EnvironmentFailure(failure.kind, f"{shorten(str(failure), _LONGEST_MESSAGE)}{self._of_task()}")
-            self._places.count(told)
+            self._places.count(told.kind)
+            _LOG.warning("%s: %s", told.kind, told)
             again = failure.kind == "unavailable"
             code = wire.UNAVAILABLE if again else wire.EXECUTION_ERROR
             raise WireError(code, str(told), kind=failure.kind, retryable=again) from None
@@ -205,8 +208,3 @@ class Host:
     def player(self, place: Place) -> SpecPlayer:
         """Return what plays the episodes of a session on its place."""
         return SpecPlayer(place, self.places, self._choice, self._spec.system_prompt, info=self._info)
-
-    def stuck(self) -> int:
-        """Return how many threads are left behind in the environment's code."""
-        found: Any = self.places.metrics()["stuck_threads"]
-        return found

@@ -19,7 +19,6 @@ import sys
 import threading
 import time
 from array import array
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -32,7 +31,7 @@ from realhf.env.server.interfaces import Reply
 from realhf.env.server.spec.child import CLOSE, FIRST, KILL, OPEN, RESET, STEP, STUCK
 from realhf.env.server.spec.messages import SpecState
 from realhf.env.server.spec.player import Facts
-from realhf.env.server.spec.slots import CLOSE_S, GRACE_S, MOST_STUCK
+from realhf.env.server.spec.slots import CLOSE_S, GRACE_S, SessionSlots
 from realhf.env.server.wire import WireError
 
 _MODULE = "realhf.env.server.spec.child"
@@ -153,22 +152,21 @@ class _Process:
         return Facts(**found[FIRST]) if FIRST in found else str(found["error"])
 
 
-class Processes:
-    """Implements ``realhf.env.server.interfaces.SlotPool``; a slot is the player of a session. ``count`` processes at
+class Processes(SessionSlots):
+    """Keeps the processes; a slot is the player of a session. ``count`` processes at
     most hold at most ``size`` sessions together. Raises ValueError with what is wrong with the environment,
     RuntimeError when no process can be started."""
 
     def __init__(
         self, reference: str, options: Mapping[str, Any], count: int, size: int, timeout_s: float, *, info: bool
     ) -> None:
+        super().__init__(size)
         self._request = {"reference": reference, "options": dict(options), "timeout_s": timeout_s, "info": info}
         self._request["size"] = size
-        self._count, self.size, self.limit_s = count, size, timeout_s + _LATE_S
-        self._lock, self._choosing = threading.Lock(), threading.Lock()
+        self._count, self.limit_s = count, timeout_s + _LATE_S
+        self._choosing = threading.Lock()
         self._processes: list[_Process] = []
-        self._taken: set[ProcessPlayer] = set()
-        self._failures: Counter[str] = Counter()
-        self._acquired = self._deaths = 0
+        self._deaths = 0
         self._numbers = itertools.count()
         self._over = False
         path = os.pathsep.join(os.path.abspath(each) for each in sys.path)
@@ -181,27 +179,6 @@ class Processes:
         except BaseException:
             self.stop()
             raise
-
-    def acquire(self) -> ProcessPlayer:
-        """Take a place. Raises RuntimeError when there is none."""
-        with self._lock:
-            if self._free <= 0:
-                raise RuntimeError(f"environment {self.facts.name}: no place is free")
-            player = ProcessPlayer(self)
-            self._taken.add(player)
-            self._acquired += 1
-            return player
-
-    def release(self, slot: ProcessPlayer) -> None:
-        """End a session and free its place, whatever came of it."""
-        try:
-            slot.close()
-        finally:
-            with self._lock:
-                self._taken.discard(slot)
-
-    def start(self) -> None:
-        """The first process runs already."""
 
     def stop(self) -> None:
         """End all processes, and with them every call."""
@@ -218,33 +195,24 @@ class Processes:
         self._log.close()
 
     @property
-    def free_count(self) -> int:
-        """How many sessions could begin now."""
-        with self._lock:
-            return self._free
+    def name(self) -> str:
+        """The environment's."""
+        return self.facts.name
 
     @property
-    def _free(self) -> int:
-        stuck = sum(process.stuck for process in self._processes)
-        return 0 if stuck >= MOST_STUCK else self.size - len(self._taken)
+    def stuck(self) -> int:
+        """How many threads were left behind in the environment's code, in all processes."""
+        with self._lock:
+            return sum(process.stuck for process in self._processes)
 
     def metrics(self) -> dict[str, Any]:
-        """Return numbers for ``/metrics``: places, processes and deaths of them, threads left behind, failures."""
+        """Return numbers for ``/metrics``, with those of the processes and of deaths of them."""
         with self._lock:
-            return {
-                "size": self.size,
-                "free": self._free,
-                "acquired": self._acquired,
-                "processes": sum(process.alive for process in self._processes),
-                "process_deaths": self._deaths,
-                "stuck_threads": sum(process.stuck for process in self._processes),
-                "failures": dict(self._failures),
-            }
+            alive = sum(process.alive for process in self._processes)
+            return super().metrics() | {"processes": alive, "process_deaths": self._deaths}
 
-    def count(self, kind: str) -> None:
-        """Count a failure of the environment."""
-        with self._lock:
-            self._failures[kind] += 1
+    def _new_slot(self) -> ProcessPlayer:
+        return ProcessPlayer(self)
 
     def next_number(self) -> int:
         """Return the seed of a reset that names nothing: the next of all sessions together."""
@@ -296,7 +264,7 @@ class Processes:
         if not process.counted:
             process.counted = True
             self._deaths += 1
-            _LOG.error("environment %s: %s; sessions in it: %d", self.facts.name, process.death(), process.sessions)
+            _LOG.error("environment %s: %s; sessions in it: %d", self.name, process.death(), process.sessions)
 
     def _forget(self, process: _Process) -> None:
         self._count_death(process)
@@ -381,7 +349,7 @@ class ProcessPlayer:
         answer = self._exchanged({"what": what, "data": data}, what)
         self._state = answer["state"]
         if "failed" in answer:
-            raise RuntimeError(f"environment {self._pool.facts.name}: {what}: {answer['failed']}")
+            raise RuntimeError(f"environment {self._pool.name}: {what}: {answer['failed']}")
         if (error := answer.get("error")) is not None:
             if error["kind"]:
                 self._pool.count(error["kind"])
@@ -418,7 +386,7 @@ class ProcessPlayer:
     def _failure(self, kind: str, what: str, why: str) -> WireError:
         self._state["playing"] = False
         self._pool.count(kind)
-        text = f"environment {self._pool.facts.name}: {what}: {why}"
+        text = f"environment {self._pool.name}: {what}: {why}"
         if "seed" in self._state:
             task = self._state["task_id"] or "without an id"
             text = f"{text} (task {task}, seed {self._state['seed']})"

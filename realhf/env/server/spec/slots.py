@@ -178,38 +178,83 @@ MOST_STUCK = 64
 """Threads that were left behind in the environment's code; beyond, no session is opened until some of them end."""
 
 
-class Places:
-    """Implements ``realhf.env.server.interfaces.SlotPool``: at most ``size`` places at once, each new for its session.
-    ``make`` returns an instance of the environment ``name``; ``timeout_s`` bounds each of its calls."""
+class SessionSlots:
+    """Implements ``realhf.env.server.interfaces.SlotPool``: at most ``size`` slots at once, each made for its session
+    and closed after it. ``name`` is the environment's; subclasses say what a slot is and which threads are stuck."""
 
-    def __init__(self, name: str, make: Callable[[], Environment], size: int, timeout_s: float) -> None:
-        self._name, self._make, self.size, self._timeout_s = name, make, size, timeout_s
-        self._lock = threading.Lock()
-        self._taken: set[Place] = set()
-        self._left: list[LoopThread] = []
+    name: str
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._lock = threading.RLock()
+        self._taken: set[Any] = set()
         self._failures: Counter[str] = Counter()
         self._acquired = 0
 
-    def acquire(self) -> Place:
-        """Take a place. Raises RuntimeError when there is none."""
-        with self._lock:
-            if self._free <= 0:
-                raise RuntimeError(f"environment {self._name}: no place is free")
-            place = Place(self._name, self._make, self._timeout_s, self._on_stuck)
-            self._taken.add(place)
-            self._acquired += 1
-            return place
+    def start(self) -> None:
+        """Nothing is needed before the first session."""
 
-    def release(self, slot: Place) -> None:
-        """Close the environment of a place; the place is free then, whatever came of it."""
+    def stop(self) -> None:
+        """End every call, so that no thread waits for the environment."""
+        raise NotImplementedError
+
+    def acquire(self) -> Any:
+        """Take a slot. Raises RuntimeError when there is none."""
+        with self._lock:
+            if self.free_count <= 0:
+                raise RuntimeError(f"environment {self.name}: no place is free")
+            slot = self._new_slot()
+            self._taken.add(slot)
+            self._acquired += 1
+            return slot
+
+    def release(self, slot: Any) -> None:
+        """Close what is in a slot; the slot is free then, whatever came of it."""
         try:
             slot.close()
         finally:
             with self._lock:
                 self._taken.discard(slot)
 
-    def start(self) -> None:
-        """Nothing is needed before the first session."""
+    def count(self, kind: str) -> None:
+        """Count a failure of the environment."""
+        with self._lock:
+            self._failures[kind] += 1
+
+    @property
+    def stuck(self) -> int:
+        """How many threads were left behind in the environment's code."""
+        raise NotImplementedError
+
+    @property
+    def free_count(self) -> int:
+        """How many sessions could begin now."""
+        with self._lock:
+            return 0 if self.stuck >= MOST_STUCK else self.size - len(self._taken)
+
+    def metrics(self) -> dict[str, Any]:
+        """Return numbers for ``/metrics``: slots, threads left behind, failures by kind."""
+        with self._lock:
+            return {
+                "size": self.size,
+                "free": self.free_count,
+                "acquired": self._acquired,
+                "stuck_threads": self.stuck,
+                "failures": dict(self._failures),
+            }
+
+    def _new_slot(self) -> Any:
+        raise NotImplementedError
+
+
+class Places(SessionSlots):
+    """Hands out places in this process. ``make`` returns an instance of the environment ``name``; ``timeout_s`` bounds
+    each of its calls."""
+
+    def __init__(self, name: str, make: Callable[[], Environment], size: int, timeout_s: float) -> None:
+        super().__init__(size)
+        self.name, self._make, self._timeout_s = name, make, timeout_s
+        self._left: list[LoopThread] = []
 
     def stop(self) -> None:
         """Break off every call, so that no thread waits for the environment."""
@@ -218,37 +263,15 @@ class Places:
         for place in taken:
             place.kill(for_good=True)
 
-    def count(self, failure: EnvironmentFailure) -> None:
-        """Count and log a failure of the environment."""
-        with self._lock:
-            self._failures[failure.kind] += 1
-        _LOG.warning("%s: %s", failure.kind, failure)
-
     @property
-    def free_count(self) -> int:
-        """How many sessions could begin now."""
+    def stuck(self) -> int:
+        """How many threads were left behind in the environment's code and are there still."""
         with self._lock:
-            return self._free
+            self._left = [thread for thread in self._left if thread.alive]
+            return len(self._left)
 
-    def metrics(self) -> dict[str, Any]:
-        """Return numbers for ``/metrics``: places, threads left behind, failures by kind."""
-        with self._lock:
-            self._forget_ended()
-            return {
-                "size": self.size,
-                "free": self._free,
-                "acquired": self._acquired,
-                "stuck_threads": len(self._left),
-                "failures": dict(self._failures),
-            }
-
-    @property
-    def _free(self) -> int:
-        self._forget_ended()
-        return 0 if len(self._left) >= MOST_STUCK else self.size - len(self._taken)
-
-    def _forget_ended(self) -> None:
-        self._left = [thread for thread in self._left if thread.alive]
+    def _new_slot(self) -> Place:
+        return Place(self.name, self._make, self._timeout_s, self._on_stuck)
 
     def _on_stuck(self, thread: LoopThread) -> None:
         with self._lock:
