@@ -14,7 +14,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,19 +53,6 @@ class CheckpointStore:
         self.folder = folder
         self.keep = keep
 
-    def save(self, step: int, write: Callable[[Path], None], state: Mapping[str, Any]) -> Path:
-        """Write one checkpoint and return its folder; the three parts of it in one.
-
-        ``write`` fills the temporary folder it is given; ``state`` is JSON-able. On any failure the temporary
-        folder is removed and the earlier checkpoints stay valid; see ``failed`` for what is raised.
-        """
-        draft = self.begin(step)
-        try:
-            write(draft)
-        except BaseException as error:
-            raise self.failed(step, draft, error) from error
-        return self.commit(step, draft, state)
-
     def begin(self, step: int) -> Path:
         """An empty temporary folder for the checkpoint of ``step``, for a writer in other processes."""
         draft = self.folder / f"{_name(step)}.tmp"
@@ -78,12 +65,12 @@ class CheckpointStore:
 
     def commit(self, step: int, draft: Path, state: Mapping[str, Any], saved: Iterable[SavedFile] = ()) -> Path:
         """Make the filled folder the latest checkpoint. ``saved`` are files in it that their writers have synced and
-        hashed; all others are synced and hashed here. Raises CheckpointError as ``save`` does, also for a file that is
-        not as its writer said."""
+        hashed; all others are synced and hashed here. Raises what ``failed`` returns, also for a file that is not as
+        its writer said."""
         try:
-            _write_synced(draft / STATE, json.dumps(state))
+            write_whole(draft / STATE, json.dumps(state), synced=True)
             known = _known(draft, saved)
-            _write_synced(draft / MANIFEST, json.dumps(_manifest(draft, step, known), indent=1))
+            write_whole(draft / MANIFEST, json.dumps(_manifest(draft, step, known), indent=1), synced=True)
             _sync_tree(draft, known)
             final = self._unused(step)
             os.rename(draft, final)
@@ -233,13 +220,6 @@ def _defect(folder: Path) -> str | None:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _write_synced(path: Path, text: str) -> None:
-    with path.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _sync_tree(folder: Path, synced: Iterable[Path]) -> None:

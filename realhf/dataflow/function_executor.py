@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,7 +20,8 @@ from realhf.dataflow.buffer import AsyncIOSequenceBuffer, EndOfData, Retired
 from realhf.dataflow.model_function_call import WAITS, CallReport, ModelFunctionCall, StepReport, step_report
 from realhf.dataflow.step_source import StepLoader
 from realhf.dataflow.storage_map import StorageMap
-from realhf.dataflow.worker_group import Caller, GroupNumbers, ask
+from realhf.dataflow.worker_group import ask
+from realhf.transport.rpc_master import RpcMaster
 
 _log = logging.getLogger(__name__)
 
@@ -41,7 +43,7 @@ class FunctionExecutor:
     def __init__(
         self,
         graph: DataFlowGraph,
-        caller: Caller,
+        caller: RpcMaster,
         results: ResultSink,
         *,
         workers: Mapping[str, Sequence[str]],
@@ -49,7 +51,7 @@ class FunctionExecutor:
         make_loader: Callable[[AsyncIOSequenceBuffer, StorageMap], StepLoader],
         endpoints: Mapping[str, Sequence[str]] | None = None,
         parallel: Mapping[str, Parallel] | None = None,
-        numbers: GroupNumbers | None = None,
+        numbers: Iterator[int] | None = None,
         control_timeout_s: float = 30.0,
         stall_warn_s: float = 60.0,
         stall_fail_s: float = 1800.0,
@@ -57,7 +59,9 @@ class FunctionExecutor:
         self.graph = graph
         self.storage = StorageMap()
         self.buffer = AsyncIOSequenceBuffer(graph, max_size=graph.n_seqs, on_retire=self._on_retire)
-        make_call = partial(ModelFunctionCall, seed=seed, endpoints=endpoints or {}, numbers=numbers or GroupNumbers())
+        make_call = partial(
+            ModelFunctionCall, seed=seed, endpoints=endpoints or {}, numbers=numbers or itertools.count(1)
+        )
         self.calls = {
             mfc.name: make_call(
                 mfc,

@@ -8,8 +8,9 @@ Only ids, lengths and statistics pass through here; the workers fetch tensors fr
 from __future__ import annotations
 
 import hashlib
+import itertools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,17 +25,15 @@ from realhf.base.partition import balanced_parts, parts_near
 from realhf.dataflow.buffer import AsyncIOSequenceBuffer, BatchLease
 from realhf.dataflow.storage_map import Fetch, StorageMap
 from realhf.dataflow.worker_group import (
-    Caller,
     GroupFailed,
-    GroupNumbers,
     RanksDiffer,
     check_agreement,
     first_failure,
     gather_weights,
-    group_parts,
     is_group_call,
 )
 from realhf.transport.codec import decode_sample
+from realhf.transport.rpc_master import RpcMaster
 
 
 @dataclass(frozen=True)
@@ -167,15 +166,15 @@ class ModelFunctionCall:
         graph: DataFlowGraph,
         buffer: AsyncIOSequenceBuffer,
         storage: StorageMap,
-        caller: Caller,
+        caller: RpcMaster,
         workers: Sequence[str],
         *,
         seed: int,
         endpoints: Mapping[str, Sequence[str]],
         parallel: Parallel | None = None,
-        numbers: GroupNumbers | None = None,
+        numbers: Iterator[int] | None = None,
     ) -> None:
-        self._parallel, self._numbers = parallel or Parallel(), numbers or GroupNumbers()
+        self._parallel, self._numbers = parallel or Parallel(), numbers or itertools.count(1)
         if not workers:
             raise ValueError(f"{mfc.name}: model role {mfc.model_role!r} has no worker")
         if not mfc.interface_type.produces_keys and len(workers) != self._parallel.size:
@@ -283,7 +282,8 @@ class ModelFunctionCall:
         plan = self._storage.plan(placement, self.inputs, hosts)
         groups: Sequence[GroupPart | None] = [None] * len(metas)
         if together:
-            groups = group_parts(self._numbers.next(), len(self._workers))
+            number, size = next(self._numbers), len(self._workers)
+            groups = [GroupPart(number, rank, size) for rank in range(size)]
         return [
             Shard(worker, m, tuple(fetch for fetch in plan if fetch.dst == worker), sum(m.costs()), group)
             for worker, m, group in zip(self._workers, metas, groups, strict=False)

@@ -1,4 +1,4 @@
-"""Delivers the samples of the training steps: one protocol for synchronous and asynchronous runs, and the loader that
+"""Delivers the samples of the training steps: one base class for synchronous and asynchronous runs, and the loader that
 draws them.
 
 The samples of step k + 1 are drawn only after the results of step k were recorded. So the source sees the results of
@@ -21,9 +21,10 @@ from realhf.api.source import DataSource, ResultSink, SourceItem
 from realhf.dataflow.buffer import AsyncIOSequenceBuffer
 from realhf.dataflow.model_function_call import StepReport
 from realhf.dataflow.storage_map import StorageMap
-from realhf.dataflow.worker_group import Caller, ask
+from realhf.dataflow.worker_group import ask
 from realhf.transport.codec import decode_sample
 from realhf.transport.roster import WorkerInfo
+from realhf.transport.rpc_master import RpcMaster
 
 
 class StepLoader(Protocol):
@@ -64,7 +65,7 @@ class Loader:
         source: DataSource,
         buffer: AsyncIOSequenceBuffer,
         storage: StorageMap,
-        caller: Caller,
+        caller: RpcMaster,
         *,
         worker: str,
         keys: Sequence[str],
@@ -104,7 +105,11 @@ class Loader:
 
     async def _load(self, items: Sequence[SourceItem], step: int) -> None:
         given = [key for key in self._keys if key in items[0].values]
-        values = {key: [self._value(item, key) for item in items] for key in given}
+        lacking = next((item for item in items if not item.values.keys() >= set(given)), None)
+        if lacking is not None:
+            key = min(set(given) - lacking.values.keys())
+            raise ValueError(f"the source gave sample {lacking.id!r} without key {key!r}")
+        values = {key: [[int(value) for value in item.values[key]] for item in items] for key in given}
         metadata = {
             name: [item.metadata[name] for item in items]
             for name in items[0].metadata
@@ -141,12 +146,6 @@ class Loader:
             raise ValueError(f"the source gave sample {item.id!r} without key {key!r}, nor has {self._worker} it")
         return meta
 
-    @staticmethod
-    def _value(item: SourceItem, key: str) -> list[int]:
-        if key not in item.values:
-            raise ValueError(f"the source gave sample {item.id!r} without key {key!r}")
-        return [int(value) for value in item.values[key]]
-
     def state_dict(self) -> dict[str, Any]:
         """Source state, and the samples that were drawn but not finished: they are loaded again."""
         pending = {
@@ -164,104 +163,81 @@ class Loader:
         self._restored = {int(step): [SourceItem(**item) for item in items] for step, items in state["pending"].items()}
 
 
-class StepSource(Protocol):
-    """Delivers the samples of every step. ``results`` hears what became of them."""
+class StepSource:
+    """Delivers the samples of every step. What is not overridden does nothing: there is nothing to publish, to pause or
+    to report, and the trainer has the only engine."""
 
     @property
     def results(self) -> ResultSink:
         """Where the results of trained samples go."""
-        ...
+        raise NotImplementedError
 
     def loader(self, buffer: AsyncIOSequenceBuffer, storage: StorageMap) -> StepLoader:
         """Return what fills the executor's buffer."""
-        ...
+        raise NotImplementedError
 
     def joined(self, info: WorkerInfo) -> None:
         """Take note of a worker that has registered."""
-        ...
 
     def left(self, name: str, reason: str) -> None:
         """Take note of a worker that is gone."""
-        ...
 
     async def start(self) -> None:
         """Begin to make samples, before the first step."""
-        ...
 
     async def publish(self, completed_steps: int) -> None:
         """Hand the policy of this version to whoever samples with it."""
-        ...
 
     async def evaluate(self, step: int, evaluation: EvaluationSpec, deliver: Callable[[Report], None]) -> bool:
         """Begin a held-out evaluation with the weights of now, after ``step`` steps, and go on; ``deliver`` is called
         with its report. Returns False when the trainer has to make it itself."""
-        ...
+        return False
 
     @property
     def evaluating(self) -> bool:
         """Whether an evaluation is in play beside training."""
-        ...
+        return False
 
     async def evaluated(self) -> None:
         """Wait for the evaluation in play, if there is one."""
-        ...
 
     async def pause(self) -> None:
         """Let what is being made come to its end; the end of the run follows."""
-        ...
 
     async def step_metrics(self, report: StepReport) -> dict[str, float]:
         """Return what is to be logged about the making of a step's samples."""
-        ...
+        return {}
 
     def episodes(self, report: StepReport) -> list[str]:
         """Return transcripts that travelled with the samples of a step."""
-        ...
+        return []
 
     async def live(self) -> Mapping[str, Mapping[str, float]]:
         """Return what the display shows between steps: {section: {name: value}}, {} for nothing."""
-        ...
+        return {}
 
     async def before_checkpoint(self) -> None:
         """Write down what the checkpoint will cover."""
-        ...
 
     async def checkpointed(self, completed_steps: int, folder: str) -> None:
         """Take note that a checkpoint is valid."""
-        ...
 
     def end(self) -> None:
         """Take note that the run has come to its end."""
-        ...
 
     async def close(self) -> None:
         """Release everything, in whatever state it is."""
-        ...
 
 
-class SynchronousSteps:
-    """A ``StepSource`` whose samples are drawn from a data source, step by step; the calls of the graph do the rest, so
-    there is nothing to publish, to pause or to report. ``worker`` stores the values of ``keys``."""
-
-    evaluating = False
+class SynchronousSteps(StepSource):
+    """Draws the samples from a data source, step by step; the calls of the graph do the rest. ``worker`` stores the
+    values of ``keys``."""
 
     def __init__(
-        self,
-        source: DataSource,
-        caller: Caller,
-        *,
-        worker: str,
-        keys: Sequence[str],
-        n_seqs: int,
-        timeout_s: float,
+        self, source: DataSource, caller: RpcMaster, *, worker: str, keys: Sequence[str], n_seqs: int, timeout_s: float
     ) -> None:
         self._source, self._caller = source, caller
-        self._loading: dict[str, Any] = {
-            "worker": worker,
-            "keys": keys,
-            "n_seqs": n_seqs,
-            "timeout_s": timeout_s,
-        }
+        self._loading: dict[str, Any] = {"worker": worker, "keys": keys, "n_seqs": n_seqs, "timeout_s": timeout_s}
 
     @property
     def results(self) -> ResultSink:
@@ -271,52 +247,3 @@ class SynchronousSteps:
     def loader(self, buffer: AsyncIOSequenceBuffer, storage: StorageMap) -> StepLoader:
         """Return a loader that draws from the source."""
         return Loader(self._source, buffer, storage, self._caller, **self._loading)
-
-    def joined(self, info: WorkerInfo) -> None:
-        """See ``StepSource``."""
-
-    def left(self, name: str, reason: str) -> None:
-        """See ``StepSource``."""
-
-    async def start(self) -> None:
-        """See ``StepSource``."""
-
-    async def publish(self, completed_steps: int) -> None:
-        """See ``StepSource``."""
-
-    async def evaluate(self, step: int, evaluation: EvaluationSpec, deliver: Callable[[Report], None]) -> bool:
-        """See ``StepSource``: the trainer has the only engine."""
-        del step, evaluation, deliver
-        return False
-
-    async def evaluated(self) -> None:
-        """See ``StepSource``."""
-
-    async def pause(self) -> None:
-        """See ``StepSource``."""
-
-    async def step_metrics(self, report: StepReport) -> dict[str, float]:
-        """See ``StepSource``."""
-        del report
-        return {}
-
-    def episodes(self, report: StepReport) -> list[str]:
-        """See ``StepSource``."""
-        del report
-        return []
-
-    async def live(self) -> Mapping[str, Mapping[str, float]]:
-        """See ``StepSource``."""
-        return {}
-
-    async def before_checkpoint(self) -> None:
-        """See ``StepSource``."""
-
-    async def checkpointed(self, completed_steps: int, folder: str) -> None:
-        """See ``StepSource``."""
-
-    def end(self) -> None:
-        """See ``StepSource``."""
-
-    async def close(self) -> None:
-        """See ``StepSource``."""

@@ -7,11 +7,12 @@ them is none of the master's business.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from realhf.api.calls import (
     ABORT,
@@ -32,33 +33,14 @@ from realhf.api.experiment import ExperimentSpec, InterfaceType, MFCDef
 from realhf.api.parallel import CollectiveBroken, Parallel
 from realhf.base.messages import Call, Message
 from realhf.transport.errors import RemoteError
-from realhf.transport.roster import WorkerInfo
+from realhf.transport.rpc_master import RpcMaster
 
 Q = TypeVar("Q", bound=Message)
 A = TypeVar("A", bound=Message)
 
 
-class Caller(Protocol):
-    """The part of ``RpcMaster`` that the brain uses."""
-
-    roster: dict[str, WorkerInfo]
-
-    def call(
-        self,
-        worker: str,
-        handler: str,
-        payload: Any = None,
-        *,
-        timeout_s: float,
-        step: int = -1,
-        mfc: str = "",
-    ) -> asyncio.Future[Any]:
-        """Send a request to ``handler`` of ``worker`` and return what answers it."""
-        ...
-
-
 async def ask(
-    caller: Caller, worker: str, call: Call[Q, A], request: Q, *, timeout_s: float, step: int = -1, mfc: str = ""
+    caller: RpcMaster, worker: str, call: Call[Q, A], request: Q, *, timeout_s: float, step: int = -1, mfc: str = ""
 ) -> A:
     """The worker's answer. Raises what ``RpcMaster.call`` does, or MessageError for an answer of another form."""
     payload = call.pack(request)
@@ -87,11 +69,6 @@ def is_group_call(mfc: MFCDef, parallel: Parallel) -> bool:
     return parallel.fsdp > 1 or not mfc.interface_type.produces_keys
 
 
-def group_parts(no: int, size: int) -> list[GroupPart]:
-    """One part for each rank."""
-    return [GroupPart(no, rank, size) for rank in range(size)]
-
-
 class GroupFailed(RuntimeError):
     """A worker failed, and with it what several compute together; the message names worker and cause."""
 
@@ -100,21 +77,9 @@ class GroupFailed(RuntimeError):
         self.worker, self.cause = worker, cause
 
 
-class GroupNumbers:
-    """Counts the group calls of a run, from 1."""
-
-    def __init__(self) -> None:
-        self._last = 0
-
-    def next(self) -> int:
-        """Return the number of a new group call."""
-        self._last += 1
-        return self._last
-
-
 async def gather_weights(
-    caller: Caller,
-    numbers: GroupNumbers,
+    caller: RpcMaster,
+    numbers: Iterator[int],
     role: str,
     workers: Sequence[str],
     *,
@@ -124,7 +89,8 @@ async def gather_weights(
 ) -> None:
     """Bring the whole weights of a role together, on each of its workers or on the first, until it trains again. Raises
     GroupFailed."""
-    requests = [GatherRequest(role, part, everywhere) for part in group_parts(numbers.next(), len(workers))]
+    number = next(numbers)
+    requests = [GatherRequest(role, GroupPart(number, i, len(workers)), everywhere) for i in range(len(workers))]
     futures = [
         caller.call(worker, GATHER.name, GATHER.pack(request), timeout_s=timeout_s, step=step)
         for worker, request in zip(workers, requests, strict=True)
@@ -139,7 +105,7 @@ async def gather_weights(
 
 
 async def first_failure(
-    caller: Caller, workers: Sequence[str], futures: Sequence[asyncio.Future[Any]], *, together: bool
+    caller: RpcMaster, workers: Sequence[str], futures: Sequence[asyncio.Future[Any]], *, together: bool
 ) -> GroupFailed | None:
     """Wait for the answers of all workers; return the first failure, or None when all have answered.
 
@@ -193,11 +159,12 @@ def _same(first: Any, other: Any) -> bool:
 
 class Roles:
     """The model workers of a run, ``model_worker/0`` and so on. ``timeout_s`` bounds what one is asked for;
-    ``trusted``: nobody else is on the network, so that workers may train together over it."""
+    ``trusted``: nobody else is on the network, so that workers may train together over it. ``numbers`` count the group
+    calls of the run."""
 
-    def __init__(self, spec: ExperimentSpec, caller: Caller, *, timeout_s: float, trusted: bool = False) -> None:
+    def __init__(self, spec: ExperimentSpec, caller: RpcMaster, *, timeout_s: float, trusted: bool = False) -> None:
         self._spec, self._caller, self._timeout_s, self._trusted = spec, caller, timeout_s, trusted
-        self.numbers = GroupNumbers()
+        self.numbers = itertools.count(1)
         self.workers = [_name(index) for index in range(spec.n_model_workers)]
 
     @property

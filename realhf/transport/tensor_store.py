@@ -87,12 +87,6 @@ class TensorStore:
         with self._lock:
             return key in self._entries.get(sample_id, ())
 
-    def missing(self, ids: Sequence[str], keys: Iterable[str]) -> list[tuple[str, str]]:
-        """Return those of the (id, key) pairs that are not stored."""
-        names = list(keys)
-        with self._lock:
-            return self._missing(ids, names)
-
     def _missing(self, ids: Sequence[str], names: Sequence[str]) -> list[tuple[str, str]]:
         return [(i, name) for i in ids for name in names if name not in self._entries.get(i, ())]
 

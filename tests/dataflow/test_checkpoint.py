@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from realhf.dataflow.checkpoint import CheckpointError, CheckpointStore
+from tests.dataflow.checkpoints import save
 
 
 def put(text: str, size: int = 1000):
@@ -31,7 +32,7 @@ def test_the_latest_comes_back_whole_and_old_ones_go(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path / "recover", keep=2)
     assert store.latest() is None
     for step in (5, 10, 15):
-        store.save(step, put(f"w{step} "), {"next_step": step, "text": "ü"})
+        save(store, step, put(f"w{step} "), {"next_step": step, "text": "ü"})
     found = store.latest()
     assert found is not None
     assert (found.step, found.state) == (15, {"next_step": 15, "text": "ü"})
@@ -42,7 +43,7 @@ def test_the_latest_comes_back_whole_and_old_ones_go(tmp_path: Path) -> None:
 def test_a_step_that_is_run_again_replaces_the_history_after_it(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=2)
     for step, text in ((5, "a"), (10, "b"), (5, "c")):
-        store.save(step, put(text), {"text": text})
+        save(store, step, put(text), {"text": text})
     found = store.latest()
     assert found is not None and found.state == {"text": "c"} and weights(found.folder).startswith("c")
     assert not list(tmp_path.glob("ckpt-00000010*"))
@@ -53,8 +54,8 @@ def test_a_broken_checkpoint_falls_back_with_a_warning(
     tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = CheckpointStore(tmp_path)
-    store.save(1, put("old"), {"n": 1})
-    folder = store.save(2, put("new"), {"n": 2})
+    save(store, 1, put("old"), {"n": 1})
+    folder = save(store, 2, put("new"), {"n": 2})
     file = folder / "actor" / "weights.bin"
     if damage == "flip":
         file.write_text("nex" + file.read_text()[3:])
@@ -76,8 +77,8 @@ def test_a_broken_checkpoint_falls_back_with_a_warning(
 
 def test_latest_lost_or_wrong_still_finds_the_newest(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
-    store.save(1, put("a"), {})
-    store.save(2, put("b"), {})
+    save(store, 1, put("a"), {})
+    save(store, 2, put("b"), {})
     for text in (None, "ckpt-99", "\0\0"):
         if text is None:
             (tmp_path / "LATEST").unlink()
@@ -92,6 +93,7 @@ import os, sys
 from pathlib import Path
 from realhf.dataflow import checkpoint
 from realhf.dataflow.checkpoint import CheckpointStore
+from tests.dataflow.checkpoints import save
 
 countdown = [int(sys.argv[2])]
 def dying(name):
@@ -108,7 +110,7 @@ for name in ("mkdir", "fsync", "rename", "replace", "rmdir", "unlink"):
 def write(folder):
     (folder / "actor").mkdir()
     (folder / "actor" / "weights.bin").write_text("new" * 1000)
-CheckpointStore(Path(sys.argv[1]), keep=1).save(7, write, {"name": "new"})
+save(CheckpointStore(Path(sys.argv[1]), keep=1), 7, write, {"name": "new"})
 print("finished")
 """
 
@@ -119,7 +121,7 @@ def test_killed_at_each_phase_leaves_the_old_or_the_new(tmp_path: Path) -> None:
     for phase in range(1, 60):
         folder = tmp_path / str(phase)
         store = CheckpointStore(folder, keep=1)
-        store.save(6, put("old"), {"name": "old"})
+        save(store, 6, put("old"), {"name": "old"})
         run = subprocess.run(
             [sys.executable, "-c", KILLED, str(folder), str(phase)], capture_output=True, text=True, timeout=300
         )
@@ -127,7 +129,7 @@ def test_killed_at_each_phase_leaves_the_old_or_the_new(tmp_path: Path) -> None:
         assert found is not None
         assert weights(found.folder) == found.state["name"] * 1000
         seen.append(found.state["name"])
-        store.save(8, put("next"), {"name": "next"})
+        save(store, 8, put("next"), {"name": "next"})
         assert sorted(p.name for p in folder.iterdir()) == ["LATEST", "ckpt-00000008"]
         if "finished" in run.stdout:
             break
@@ -139,7 +141,7 @@ def test_killed_at_each_phase_leaves_the_old_or_the_new(tmp_path: Path) -> None:
 
 def test_a_full_disk_is_one_clear_error_and_harms_nothing(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
-    store.save(1, put("good"), {"n": 1})
+    save(store, 1, put("good"), {"n": 1})
 
     def full(folder: Path) -> None:
         (folder / "partial").write_text("x")
@@ -150,7 +152,7 @@ def test_a_full_disk_is_one_clear_error_and_harms_nothing(tmp_path: Path) -> Non
 
     for write in (full, full_elsewhere):
         with pytest.raises(CheckpointError, match=r"step 2 was not written to .*no space left on device.*intact"):
-            store.save(2, write, {})
+            save(store, 2, write, {})
         found = store.latest()
         assert found is not None and found.step == 1
         assert not list(tmp_path.glob("*.tmp"))
@@ -163,7 +165,7 @@ def test_a_write_to_a_really_full_device(tmp_path: Path) -> None:
             file.write("x" * 100_000)
 
     with pytest.raises(CheckpointError, match="no space left on device"):
-        CheckpointStore(tmp_path).save(1, write, {})
+        save(CheckpointStore(tmp_path), 1, write, {})
 
 
 def test_an_error_of_the_writer_passes_and_leaves_nothing(tmp_path: Path) -> None:
@@ -171,7 +173,7 @@ def test_an_error_of_the_writer_passes_and_leaves_nothing(tmp_path: Path) -> Non
         raise KeyError("no such role")
 
     with pytest.raises(KeyError, match="no such role"):
-        CheckpointStore(tmp_path).save(1, write, {})
+        save(CheckpointStore(tmp_path), 1, write, {})
     assert list(tmp_path.iterdir()) == []
 
 

@@ -28,6 +28,7 @@ from realhf.transport.errors import CallCancelled
 from realhf.transport.rpc_master import RpcMaster
 from realhf.transport.rpc_worker import RpcWorker
 from realhf.transport.tensor_store import TensorStore
+from tests.dataflow.checkpoints import save as save_checkpoint
 from tests.dataflow.toy_graph import ToyEngine, ToyInterface
 
 
@@ -327,12 +328,12 @@ def test_a_disk_that_takes_no_more_is_the_cause_that_is_told_and_nothing_of_it_s
     def save(draft: Path) -> None:
         host.host.save(CheckpointRequest({"actor": str(draft / "actor")}, str(draft)))
 
-    store.save(1, save, {})
+    save_checkpoint(store, 1, save, {})
     engine.save_checkpoint = engine.export_hf = large
     resource.setrlimit(resource.RLIMIT_FSIZE, (400_000, hard))
     try:
         with pytest.raises(CheckpointError) as failed:
-            store.save(2, save, {})
+            save_checkpoint(store, 2, save, {})
         with pytest.raises(OSError, match=rf"File too large: '{tmp_path}/\.hf\.") as exported:
             host.host.export(ExportRequest("actor", str(tmp_path / "hf")))
     finally:

@@ -22,6 +22,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
+from realhf.base.files import sync
+
 DIED = "worker_died"
 
 
@@ -354,7 +356,7 @@ def _index(path: Path) -> int:
 def _create(folder: Path, segment: int) -> int:
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     handle = os.open(folder / f"journal-{segment:06d}.log", flags, 0o600)
-    _sync_folder(folder)
+    sync(folder)
     return handle
 
 
@@ -374,14 +376,6 @@ def _put_away(folder: Path, paths: Sequence[Path], archive: bool) -> None:
             path.rename(folder / ARCHIVE / path.name)
         else:
             path.unlink(missing_ok=True)
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _take_lock(folder: Path) -> int:

@@ -111,10 +111,6 @@ class JournalState:
         accept = self.accepted.get(id) or self._trained.get(id)
         return accept.attempt if accept else None
 
-    def admission(self, id: str) -> Admit:
-        """The last admission of an open sample. Raises KeyError where it is unknown or final."""
-        return self._admits[id]
-
     def resume(self, step: int) -> Recovery:
         """What to do after a restart from the checkpoint after ``step`` (-1: from the beginning). Changes nothing:
         append and apply ``Resume(step)`` for that. Raises ValueError for a step before the last final one, and for one

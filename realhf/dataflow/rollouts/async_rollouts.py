@@ -29,7 +29,8 @@ from realhf.dataflow.rollouts.metrics import GenerationFigures, episode_texts, r
 from realhf.dataflow.rollouts.sample_queue import SampleQueue, Task, item_of
 from realhf.dataflow.rollouts.staleness import StalenessManager, StragglerGate
 from realhf.dataflow.rollouts.stream_loader import Receivers, StreamLoader
-from realhf.dataflow.rollouts.weight_updates import GenerationCaller, SelfTest, WeightUpdates
+from realhf.dataflow.rollouts.weight_updates import SelfTest, WeightUpdates
+from realhf.dataflow.step_source import StepSource
 from realhf.dataflow.storage_map import StorageMap
 from realhf.dataflow.weight_proof import WeightRecord
 from realhf.dataflow.worker_group import A, Q, ask
@@ -37,6 +38,7 @@ from realhf.transport.codec import decode_sample
 from realhf.transport.errors import WorkerDied
 from realhf.transport.network import LOOPBACK, Network
 from realhf.transport.roster import WorkerInfo
+from realhf.transport.rpc_master import RpcMaster
 
 
 @dataclass(frozen=True)
@@ -121,13 +123,13 @@ ROUNDS = 4
 """A share of an evaluation may take as long as so many samples, one after the other."""
 
 
-class AsyncRollouts:
-    """The ``StepSource`` of an asynchronous run. Make it with ``open``, before the executor."""
+class AsyncRollouts(StepSource):
+    """The samples of an asynchronous run. Make it with ``open``, before the executor."""
 
     def __init__(
         self,
         plan: RolloutPlan,
-        caller: GenerationCaller,
+        caller: RpcMaster,
         source: DataSource,
         ledger: RolloutLedger,
         warn: Callable[[str], None] = _log.warning,
@@ -182,7 +184,7 @@ class AsyncRollouts:
     async def open(
         cls,
         plan: RolloutPlan,
-        caller: GenerationCaller,
+        caller: RpcMaster,
         source: DataSource,
         warn: Callable[[str], None] = _log.warning,
     ) -> AsyncRollouts:

@@ -12,7 +12,6 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from realhf.api.calls import (
@@ -37,6 +36,7 @@ from realhf.api.calls import (
 )
 from realhf.api.sample import SequenceSample
 from realhf.api.source import SampleResult
+from realhf.base.messages import Call
 from realhf.dataflow.journal.journal import DIED, Accept, Admit, Commit, Consume, Draw, Drop, Record, Reject
 from realhf.dataflow.journal.ledger import RolloutLedger
 from realhf.dataflow.rollouts.held_out import EvaluationBoard
@@ -165,7 +165,7 @@ class RolloutControl:
         while not work.done():
             if self._failure is not None:
                 raise self._failure
-            await self._change()
+            await self._changed.wait()
         work.result()
 
     async def stopped(self) -> None:
@@ -173,7 +173,7 @@ class RolloutControl:
         while self._workers:
             if self._failure is not None:
                 raise self._failure
-            await self._change()
+            await self._changed.wait()
 
     async def allocate(
         self, worker: str, count: int, hold_s: float
@@ -366,7 +366,7 @@ class RolloutControl:
             ids = self._released(step)
             if ids is not None:
                 break
-            await self._change()
+            await self._changed.wait()
         for sample_id in ids:
             self._step_of[sample_id] = step
         return [self._staged.pop(sample_id) for sample_id in ids]
@@ -460,14 +460,6 @@ class RolloutControl:
         self._failure = self._failure or error
         self._wake()
 
-    async def _change(self, timeout_s: float | None = None) -> bool:
-        """Wait for any change; False when there was none in time."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await self._changed.wait()
-        except TimeoutError:
-            return False
-
     def _wake(self) -> None:
         """Let every waiter look again; of those who ask for samples, no more than there may be some for."""
         self._changed.set()
@@ -501,6 +493,13 @@ class RolloutService:
         self._control = control
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._handlers: dict[str, tuple[Call[Any, Any], Callable[[str, Any], Awaitable[Any]]]] = {
+            ALLOCATE.name: (ALLOCATE, self._allocate),
+            ARRIVED.name: (ARRIVED, self._arrived),
+            REJECTED.name: (REJECTED, self._rejected),
+            EVALUATED.name: (EVALUATED, self._evaluated),
+            STOPPED.name: (STOPPED, self._stopped),
+        }
         self._server = LoopServiceServer("the master's rollout control", run_id, self._begin, network=network)
         self.endpoint = self._server.endpoint
 
@@ -517,46 +516,34 @@ class RolloutService:
 
     async def _answer(self, request: Request) -> None:
         try:
-            answer = self._understood(request.client, request.method, request.payload)
+            if request.method not in self._handlers:
+                raise ValueError(f"there is no request {request.method!r}")
+            call, handle = self._handlers[request.method]
+            asked = call.unpack(request.payload)
         except ValueError as error:
             request.fail(error)
             return
         try:
-            request.reply(await answer())
+            request.reply(call.pack_answer(await handle(request.client, asked)))
         except Exception as error:
             request.fail(error)
             self._control.fail(error)
 
-    def _understood(self, client: str, method: str, payload: Any) -> Callable[[], Awaitable[Any]]:
-        """What answers the request. Raises ValueError for one that makes no sense."""
-        if method == ALLOCATE.name:
-            return partial(self._allocate, client, ALLOCATE.unpack(payload))
-        if method == ARRIVED.name:
-            return partial(self._arrived, client, ARRIVED.unpack(payload))
-        if method == REJECTED.name:
-            return partial(self._rejected, client, REJECTED.unpack(payload))
-        if method == EVALUATED.name:
-            return partial(self._evaluated, client, EVALUATED.unpack(payload))
-        if method == STOPPED.name:
-            return partial(self._stopped, client)
-        raise ValueError(f"there is no request {method!r}")
-
-    async def _allocate(self, client: str, request: AllocateRequest) -> Any:
+    async def _allocate(self, client: str, request: AllocateRequest) -> AllocateAnswer:
         count = max(1, min(request.count, MAX_LEASES))
-        leases, parts = await self._control.allocate(client, count, min(request.hold_s, MAX_HOLD_S))
-        return ALLOCATE.pack_answer(AllocateAnswer(leases, parts))
+        return AllocateAnswer(*await self._control.allocate(client, count, min(request.hold_s, MAX_HOLD_S)))
 
-    async def _arrived(self, client: str, request: ArrivedRequest) -> Any:
-        return ARRIVED.pack_answer(ArrivedAnswer(await self._control.arrived(request.arrivals, client)))
+    async def _arrived(self, client: str, request: ArrivedRequest) -> ArrivedAnswer:
+        return ArrivedAnswer(await self._control.arrived(request.arrivals, client))
 
-    async def _rejected(self, client: str, request: RejectedRequest) -> Any:
+    async def _rejected(self, client: str, request: RejectedRequest) -> Nothing:
         self._control.rejected(client, request.id, request.attempt, request.outcome, request.message)
-        return REJECTED.pack_answer(Nothing())
+        return Nothing()
 
-    async def _evaluated(self, client: str, request: EvaluatedRequest) -> Any:
+    async def _evaluated(self, client: str, request: EvaluatedRequest) -> Nothing:
         self._control.evaluated(client, request)
-        return EVALUATED.pack_answer(Nothing())
+        return Nothing()
 
-    async def _stopped(self, client: str) -> Any:
+    async def _stopped(self, client: str, request: Nothing) -> Nothing:
         self._control.worker_stopped(client)
-        return STOPPED.pack_answer(Nothing())
+        return request

@@ -21,9 +21,10 @@ from dataclasses import dataclass
 from realhf.api.calls import PIN_WEIGHTS, UNPIN_WEIGHTS, EvaluatedRequest, EvaluationPart, Nothing
 from realhf.api.evaluation import EpisodeResult, Report, evaluation_report
 from realhf.api.experiment import HeldOutOptions
-from realhf.dataflow.rollouts.weight_updates import GenerationCaller, WeightUpdates
+from realhf.dataflow.rollouts.weight_updates import WeightUpdates
 from realhf.dataflow.worker_group import ask
 from realhf.transport.errors import RpcError
+from realhf.transport.rpc_master import RpcMaster
 
 MAX_ATTEMPTS = 3
 """A share that fails, or whose player dies, so often ends the evaluation."""
@@ -137,7 +138,7 @@ class HeldOutEvaluations:
 
     def __init__(
         self,
-        caller: GenerationCaller,
+        caller: RpcMaster,
         weights: WeightUpdates,
         *,
         players: int,

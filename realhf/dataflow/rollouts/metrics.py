@@ -11,8 +11,9 @@ from typing import Any
 from realhf.api.calls import STATUS, Nothing, StatusAnswer
 from realhf.api.source import SampleResult
 from realhf.dataflow.rollouts.weight_updates import WeightUpdates
-from realhf.dataflow.worker_group import Caller, ask
+from realhf.dataflow.worker_group import ask
 from realhf.transport.errors import RpcError
+from realhf.transport.rpc_master import RpcMaster
 
 
 def rollout_figures(results: Sequence[SampleResult]) -> dict[str, float]:
@@ -66,7 +67,7 @@ class GenerationFigures:
     """Occupancy and speed are those since the ``read`` before, so whoever reads at a pace of its own has its own
     instance. ``timeout_s`` bounds a question."""
 
-    def __init__(self, caller: Caller, weights: WeightUpdates, timeout_s: float) -> None:
+    def __init__(self, caller: RpcMaster, weights: WeightUpdates, timeout_s: float) -> None:
         self._caller, self._weights, self._timeout_s = caller, weights, timeout_s
         self._before: dict[str, tuple[float, float, float]] = {}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
@@ -29,7 +29,11 @@ from realhf.base.partition import parts_near
 from realhf.dataflow.buffer import AsyncIOSequenceBuffer
 from realhf.dataflow.journal.ledger import RolloutLedger
 from realhf.dataflow.storage_map import StorageMap
-from realhf.dataflow.worker_group import A, Caller, Q, ask
+from realhf.dataflow.worker_group import A, Q, ask
+from realhf.transport.rpc_master import RpcMaster
+
+if TYPE_CHECKING:
+    from realhf.dataflow.rollouts.control import RolloutControl
 
 
 class Holders:
@@ -61,7 +65,7 @@ class Holders:
 class Receivers:
     """The master's calls to the receivers of ``workers``, which are in the order of ranks; each has ``timeout_s``."""
 
-    def __init__(self, caller: Caller, workers: Sequence[str], timeout_s: float) -> None:
+    def __init__(self, caller: RpcMaster, workers: Sequence[str], timeout_s: float) -> None:
         self._caller, self._workers, self._timeout_s = caller, tuple(workers), timeout_s
 
     async def open(self, request: OpenStreamRequest) -> list[str]:
@@ -124,25 +128,13 @@ def share_out(refs: Sequence[PayloadRef], ranks: int) -> list[list[int]]:
     return parts_near([ref[2] for ref in refs], homes, ranks)
 
 
-class StepBatchSource(Protocol):
-    """Hands out the samples of a step, in the order of their admission; the part of ``RolloutControl`` used here."""
-
-    async def step_batch(self, step: int) -> list[SequenceSample]:
-        """Metadata of every sample of the step, [] when no more will come."""
-        ...
-
-    def waiting_for(self, step: int) -> str:
-        """Say in words what a step still waits for."""
-        ...
-
-
 class StreamLoader:
-    """A ``StepLoader``. ``held_by(ids)`` says which worker holds the tensors of which samples; ``keys`` enter the
-    buffer."""
+    """A ``StepLoader``. ``source`` hands out the samples of a step, ``held_by(ids)`` says which worker holds the
+    tensors of which; ``keys`` enter the buffer."""
 
     def __init__(
         self,
-        source: StepBatchSource,
+        source: RolloutControl,
         buffer: AsyncIOSequenceBuffer,
         storage: StorageMap,
         *,

@@ -22,7 +22,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
 
 from realhf.api.calls import (
     PROBE_WEIGHTS,
@@ -38,23 +37,12 @@ from realhf.api.calls import (
 )
 from realhf.api.generation import WeightsManifest
 from realhf.dataflow.weight_proof import WeightRecord, WrongWeights, check_held, verdict
-from realhf.dataflow.worker_group import Caller, ask
+from realhf.dataflow.worker_group import ask
 from realhf.transport.errors import RemoteError, RpcError, WorkerDied
+from realhf.transport.rpc_master import RpcMaster
 from realhf.transport.weights import staging_s
 
 _log = logging.getLogger(__name__)
-
-
-class GenerationCaller(Caller, Protocol):
-    """A caller that also decides which workers others may ask; ``RpcMaster`` is one."""
-
-    def list_services(self, worker: str, listed: bool) -> None:
-        """Whether the roster shows the addresses of a worker."""
-        ...
-
-    def dismiss(self, worker: str, reason: str) -> None:
-        """Send a worker away; for everybody it has died."""
-        ...
 
 
 LAG_S = 10.0
@@ -71,7 +59,7 @@ class WeightUpdates:
 
     def __init__(
         self,
-        caller: GenerationCaller,
+        caller: RpcMaster,
         trainer: str,
         role: str,
         *,
@@ -115,11 +103,6 @@ class WeightUpdates:
     def current(self) -> frozenset[str]:
         """The generation workers that are listed."""
         return frozenset(self._current)
-
-    @property
-    def stale(self) -> frozenset[str]:
-        """The generation workers that get no requests until they have the weights that admission counts."""
-        return frozenset(self._versions.keys() - self._current)
 
     @property
     def busy(self) -> bool:
@@ -298,7 +281,7 @@ class SelfTest:
     what the test could not find out."""
 
     def __init__(
-        self, caller: Caller, weights: WeightUpdates, *, timeout_s: float, warn: Callable[[str], None]
+        self, caller: RpcMaster, weights: WeightUpdates, *, timeout_s: float, warn: Callable[[str], None]
     ) -> None:
         self._caller, self._weights, self._timeout_s, self._warn = caller, weights, timeout_s, warn
 

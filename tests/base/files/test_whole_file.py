@@ -21,6 +21,7 @@ from realhf.monitor.summary import write_summary
 from realhf.monitor.trace import TRACE_FILE, TraceWriter, file_of, merge_traces
 from realhf.monitor.trackers import IDENTITY_FILE, facts_of
 from realhf.view.report import REPORT_FILE, write_report
+from tests.dataflow.checkpoints import save
 
 
 @contextmanager
@@ -86,10 +87,10 @@ def test_a_write_that_fails_half_way_leaves_the_old_file_and_no_other(tmp_path, 
 
 def test_a_checkpoint_that_cannot_be_named_leaves_the_name_of_the_one_before(tmp_path):
     store = CheckpointStore(tmp_path)
-    store.save(1, lambda folder: None, {})
+    save(store, 1, lambda folder: None, {})
     (tmp_path / f"{LATEST}.partial").mkdir()  # in the way of the next one
     with pytest.raises(Exception, match="checkpoint of step 2 was not written"):
-        store.save(2, lambda folder: None, {})
+        save(store, 2, lambda folder: None, {})
     assert (tmp_path / LATEST).read_text() == "ckpt-00000001"
 
 
