@@ -22,7 +22,7 @@ ROOMS: dict[str, str] = {
     "backends/vllm": "api backends/embedded base",
     "backends": "api backends/embedded backends/training backends/vllm base",
     "data": "api base transport",
-    "dataflow/journal": "api",
+    "dataflow/journal": "api base",
     "env/containment": "base",
     "env/server": "base",
     "environments/sql": "api",
