@@ -1,18 +1,27 @@
-"""What is asked of all workers of a run: where a role's state lies, and who is to blame when it fails."""
+"""What is asked of all workers of a run: where a role's state lies, and who is to blame when it fails. Calls that
+several workers make together: one batch for all, one answer of all, one failure for all."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from realhf.api.experiment import ExperimentSpec, ModelSpec, SourceSpec
+from realhf.api.experiment import ExperimentSpec, InterfaceType, MFCDef, ModelSpec, SourceSpec
 from realhf.api.parallel import CollectiveBroken, Parallel
-from realhf.dataflow.worker_group import Roles
-from realhf.transport.errors import RemoteError
+from realhf.dataflow.function_executor import FunctionExecutor
+from realhf.dataflow.model_function_call import MFCFailed
+from realhf.dataflow.step_source import SynchronousSteps
+from realhf.dataflow.worker_group import RanksDiffer, Roles, check_agreement, is_group_call
+from realhf.transport.errors import RemoteError, WorkerDied
 from realhf.transport.roster import WorkerInfo
+from tests.dataflow.toy_graph import FakeCaller
+from tests.dataflow.toy_source import ToySource, toy_graph
 
 
 class Answers:
@@ -98,3 +107,159 @@ async def test_the_worker_that_failed_by_itself_is_the_cause(tmp_path: Path) -> 
     with pytest.raises(RemoteError, match="No space left"):
         await roles_of(caller).save(tmp_path)
     assert ("model_worker/1", "abort") in [(worker, handler) for worker, handler, _ in caller.sent]
+
+
+WORKERS = ("w0", "w1", "w2")
+
+
+class ToyRanks:
+    """Notes what a worker computes together with others, and is broken off by ``abort``."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.aborted = ""
+
+    @contextlib.contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        self.calls.append(what)
+        yield
+
+    def abort(self, reason: str) -> None:
+        self.aborted = reason
+
+
+class Bench:
+    """The toy graph with an actor on three workers that train together."""
+
+    def __init__(self, folder: Path, parallel: Parallel) -> None:
+        graph, source = toy_graph(), ToySource()
+        self.caller = FakeCaller()
+        self.ranks = {name: ToyRanks() for name in WORKERS}
+        self.gathered: list[str] = []
+        for name in WORKERS:
+            host = self.caller.add(name, ["actor", *(["ref"] if name == "w0" else [])], graph, folder)
+            engine: Any = host._models["actor"].engine
+            engine.ranks, engine.gather = self.ranks[name], lambda here, name=name: self.gathered.append(name)
+        steps = SynchronousSteps(
+            source, self.caller, worker="w0", keys=graph.required_dataset_keys(), n_seqs=graph.n_seqs, timeout_s=60
+        )
+        self.executor = FunctionExecutor(
+            graph,
+            self.caller,
+            steps.results,
+            make_loader=steps.loader,
+            workers={"actor": WORKERS, "ref": ["w0"]},
+            parallel={"actor": parallel},
+            seed=7,
+        )
+
+    async def step(self) -> Any:
+        async with self.executor as executor:
+            return await executor.execute_step(0)
+
+    def seen(self, mfc: str) -> list[tuple[str, ...]]:
+        return [ids for name in WORKERS for _, ids, _ in self.caller.interface(name, mfc).trace]
+
+    def requests(self, mfc: str) -> list[Any]:
+        return [p for _, handler, p in self.caller.sent if handler == "call" and p["mfc"] == mfc]
+
+
+ALL = ("t0", "t1", "t2", "t3")
+
+
+def broken(*_: Any) -> Any:
+    raise CollectiveBroken("lost its peers")
+
+
+async def test_copies_train_together_on_the_whole_batch_and_play_apart(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, Parallel(dp=3))
+    report = await bench.step()
+    assert bench.seen("train") == [ALL] * 3
+    assert sorted(i for ids in bench.seen("gen") for i in ids) == sorted(ALL) and len(bench.seen("gen")) == 3
+    groups = [request["group"] for request in bench.requests("train")]
+    assert [g["rank"] for g in groups] == [0, 1, 2] and {(g["no"], g["size"]) for g in groups} == {(1, 3)}
+    assert len({request["seed"] for request in bench.requests("train")}) == 1
+    assert all(request["group"] is None for request in bench.requests("gen"))
+    assert [r.calls for r in bench.ranks.values()] == [["actor, group call 1"]] * 3
+    assert report.stats["train"]["n_rows"] == 22.0, "what all ranks report alike is reported once"
+    assert all(len(store) == 0 for store in bench.caller.stores.values()), "every copy of the inputs is freed"
+
+
+async def test_a_model_that_is_cut_scores_together_and_one_rank_keeps_the_outputs(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, Parallel(fsdp=3))
+    held: dict[str, bool] = {}
+
+    def before(worker: str, handler: str, payload: Any) -> None:
+        if handler == "call" and payload["mfc"] == "train":
+            held[worker] = bench.caller.stores[worker].has("t0", "rewards")
+
+    bench.caller.before = before
+    await bench.step()
+    assert sorted(bench.gathered) == list(WORKERS), "before the actor plays, on each of its workers"
+    assert bench.seen("rew") == [ALL] * 3
+    assert held == {"w0": True, "w1": False, "w2": False}
+    assert [len(r.calls) for r in bench.ranks.values()] == [3] * 3
+
+
+async def test_the_rank_that_failed_is_named_and_not_those_that_lost_it(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, Parallel(dp=3))
+
+    def out_of_memory(*_: Any) -> Any:
+        raise MemoryError("no room for the batch")
+
+    for name in WORKERS:
+        bench.caller.interface(name, "train").train_step = out_of_memory if name == "w1" else broken
+    # The cause is heard of last.
+    bench.caller.before = lambda w, h, p: asyncio.sleep(0.1) if h == "call" and w == "w1" else None
+    with pytest.raises(MFCFailed, match=r"train failed at step 0 on w1 .*MemoryError: no room for the batch"):
+        await bench.step()
+
+
+async def test_the_others_are_told_to_break_off_when_a_rank_dies(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, Parallel(dp=3))
+
+    async def until_told(worker: str) -> None:
+        while not bench.ranks[worker].aborted:
+            await asyncio.sleep(0.01)
+        bench.caller.interface(worker, "train").train_step = broken
+
+    def before(worker: str, handler: str, payload: Any) -> Any:
+        if handler == "call" and payload["mfc"] == "train":
+            if worker == "w2":
+                raise WorkerDied("w2", "killed by the test")
+            return until_told(worker)
+        return None
+
+    bench.caller.before = before
+    with pytest.raises(MFCFailed, match=r"train failed at step 0 on w2 .*killed by the test"):
+        await bench.step()
+    assert bench.ranks["w0"].aborted and bench.ranks["w1"].aborted
+
+
+@pytest.mark.slow
+async def test_ranks_that_answer_differently_are_refused(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, Parallel(dp=3))
+    engine: Any = bench.caller.hosts["w2"]._models["actor"].engine
+    engine.weight = 2.0
+    with pytest.raises(MFCFailed, match=r"train failed .*: weight is .* on w0 and .* on w2"):
+        await bench.step()
+
+
+def test_statistics_agree_to_rounding_and_durations_need_not() -> None:
+    nan = {"loss": math.nan, "step_seconds": 1.0}
+    check_agreement([nan, {"loss": math.nan, "step_seconds": 2.0}], ["w0", "w1"])
+    check_agreement([{"loss": 1.0}, {"loss": 1.0 + 1e-7}], ["w0", "w1"])
+    with pytest.raises(RanksDiffer, match="logits_s is 1"):
+        check_agreement([{"logits_s": 1.0}, {"logits_s": 2.0}], ["w0", "w1"])
+    with pytest.raises(RanksDiffer, match=r"loss is None on w0 and 1\.0 on w1"):
+        check_agreement([{}, {"loss": 1.0}], ["w0", "w1"])
+
+
+def test_which_calls_are_made_together() -> None:
+    def together(kind: InterfaceType, parallel: Parallel) -> bool:
+        return is_group_call(MFCDef("x", "actor", kind, "x"), parallel)
+
+    train, score, play = InterfaceType.TRAIN_STEP, InterfaceType.INFERENCE, InterfaceType.GENERATE
+    assert [together(kind, Parallel()) for kind in (train, score, play)] == [False] * 3
+    assert [together(kind, Parallel(dp=2)) for kind in (train, score, play)] == [True, False, False]
+    assert [together(kind, Parallel(dp=2, fsdp=2)) for kind in (train, score, play)] == [True, True, False]

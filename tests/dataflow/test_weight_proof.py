@@ -1,9 +1,13 @@
-"""Engines say what they hold and what they compute: what is right, what ends the run, and what is written down."""
+"""Engines say what they hold and what they compute: what is right, what ends the run, and what is written down. The
+prefix after which engines are probed: long enough for a block of a prefix cache, and never too long. Digests beside
+the weights of a checkpoint."""
 
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +18,19 @@ from realhf.api.calls import ChangedTensor, Probe, UpdateWeightsAnswer
 from realhf.api.generation import HeldTensor, TensorSlot, WeightsManifest
 from realhf.api.model import Engine
 from realhf.base.tensor_digest import digests, joint_digest
-from realhf.dataflow.weight_proof import WEIGHTS_FILE, WeightRecord, WeightTrial, WrongWeights, check_held, verdict
+from realhf.dataflow.model_host import DIGESTS_FILE, check_digests, write_digests
+from realhf.dataflow.weight_proof import (
+    LONG,
+    NEW_TOKENS,
+    SHORT,
+    WEIGHTS_FILE,
+    WeightRecord,
+    WeightTrial,
+    WrongWeights,
+    check_held,
+    probe_ids,
+    verdict,
+)
 
 SLOTS = (TensorSlot("a", "f32", (2,), 0, 8, "d-a"), TensorSlot("b", "f32", (2,), 64, 8, "d-b"))
 MANIFEST = WeightsManifest(3, "shm", "here", 128, "", SLOTS)
@@ -177,3 +193,56 @@ def test_a_step_of_the_self_test_out_of_turn_is_refused() -> None:
     for step in (0, 1):
         with pytest.raises(RuntimeError, match="out of turn"):
             trial.step(step, typed, engine.weights(), [])
+
+
+class Letters:
+    """A tokenizer of single letters; ``knows`` none of them where it is empty."""
+
+    def __init__(self, knows: bool = True) -> None:
+        self.knows = knows
+
+    def encode(self, text: str, **_: Any) -> list[int]:
+        return [ord(letter) for letter in text] if self.knows else []
+
+
+@pytest.mark.parametrize(
+    ("engine", "policy", "limit", "length"),
+    [
+        ("vllm", "recompute", None, LONG),
+        ("vllm", "recompute", 100, 100 - NEW_TOKENS),
+        ("vllm", "keep", 4096, SHORT),
+        ("embedded", "recompute", None, SHORT),
+        ("embedded", "recompute", 3, 1),
+    ],
+)
+def test_it_has_the_length_that_the_engine_needs_and_takes(
+    engine: str, policy: str, limit: int | None, length: int
+) -> None:
+    for tokenizer in (Letters(), Letters(knows=False)):
+        assert len(probe_ids(tokenizer, engine, policy, limit)) == length
+
+
+def engine(value: float) -> Any:
+    """Return what the functions ask an engine for: its version and its weights."""
+    return SimpleNamespace(version=3, weights=lambda: {"a": torch.full((3,), value)})
+
+
+def test_other_weights_are_refused_with_the_name_of_the_tensor(tmp_path: Path) -> None:
+    write_digests(tmp_path, engine(1.0))
+    check_digests(tmp_path, engine(1.0))
+    with pytest.raises(ValueError, match="a was saved with digest"):
+        check_digests(tmp_path, engine(2.0))
+
+
+def test_digests_of_another_computation_are_not_compared_and_that_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A checkpoint made before the computation changed still loads."""
+    write_digests(tmp_path, engine(1.0))
+    path = tmp_path / DIGESTS_FILE
+    old = json.loads(path.read_text())
+    del old["scheme"]
+    path.write_text(json.dumps(old))
+    with caplog.at_level(logging.WARNING):
+        check_digests(tmp_path, engine(2.0))
+    assert f"{path} was computed otherwise" in caplog.text
