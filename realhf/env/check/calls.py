@@ -49,15 +49,15 @@ class UserCode:
     def __init__(self, folders: Sequence[Path] = ()) -> None:
         kinds = ("stdlib", "platstdlib", "purelib", "platlib")
         paths = sysconfig.get_paths()
-        self._folders = {_real(paths[kind]): False for kind in kinds} | {_real(PACKAGE): False}
-        self._folders |= {_real(PACKAGE / name): True for name in _ENVIRONMENTS}
-        self._folders |= {_real(folder): True for folder in folders}
-        self._here = _real(os.getcwd())
+        self._folders = {os.path.realpath(paths[kind]): False for kind in kinds} | {os.path.realpath(PACKAGE): False}
+        self._folders |= {os.path.realpath(PACKAGE / name): True for name in _ENVIRONMENTS}
+        self._folders |= {os.path.realpath(folder): True for folder in folders}
+        self._here = os.path.realpath(os.getcwd())
         self._owned: dict[str, bool] = {}
 
     def add(self, folder: str) -> None:
         """Count what lies in a folder to the environment's code, from now on."""
-        self._folders[_real(folder)] = True
+        self._folders[os.path.realpath(folder)] = True
         self._owned.clear()
 
     def owns(self, file: str) -> bool:
@@ -70,7 +70,7 @@ class UserCode:
     def _owns(self, file: str) -> bool:
         if file.startswith("<"):
             return False
-        folder = path = _real(file)
+        folder = path = os.path.realpath(file)
         while (above := os.path.dirname(folder)) != folder:
             folder = above
             if folder in self._folders:
@@ -79,7 +79,7 @@ class UserCode:
 
     def place(self, file: str, line: int, name: str) -> str:
         """Return ``file:line in name``, the path relative to the working directory where it lies below it."""
-        path = _real(file)
+        path = os.path.realpath(file)
         shown = os.path.relpath(path, self._here) if path.startswith(self._here + os.sep) else path
         return f"{shown}:{line} in {name}"
 
@@ -150,10 +150,6 @@ class UserCode:
                 if found and self.owns(found["file"]):
                     return self.place(found["file"], int(found["line"]), found["name"])
         return ""
-
-
-def _real(path: str | Path) -> str:
-    return os.path.realpath(path)
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
@@ -276,9 +272,9 @@ _CANCELLED_S = 1.0
 
 
 class CallFailed(Exception):
-    """A call raised or gave no answer. ``what`` is a sentence, ``kind`` what it shares with others about
-    the same fault, ``where`` the line of the environment's code; ``hung`` tells the second from the first, and
-    ``shape`` is set when a door refused what the environment returned."""
+    """An episode cannot go on: a call raised, gave no answer, or returned what it must not. ``what`` is a sentence,
+    ``kind`` what it shares with others about the same fault, ``where`` the line of the environment's code; ``hung``:
+    there was no answer; ``shape``: a door refused what the environment returned."""
 
     def __init__(self, what: str, where: str, kind: str, *, hung: bool = False, shape: bool = False) -> None:
         super().__init__(what)
@@ -289,20 +285,12 @@ class CallFailed(Exception):
         self.shape = shape
 
 
-class _Ended(Exception):
-    """The environment raised what would end the interpreter."""
-
-    def __init__(self, error: BaseException) -> None:
-        super().__init__(str(error))
-        self.error = error
-
-
 class Caller:
     """Calls environments. ``timeout_s``: seconds until an answer must be there; ``announce`` is told what begins and
     which task it concerns, so that whoever watches this process knows what it was doing when it died."""
 
     def __init__(self, code: UserCode, timeout_s: float, announce: Callable[[str, str], None]) -> None:
-        self._code = code
+        self.code = code
         self._timeout_s = timeout_s
         self._announce = announce
 
@@ -310,19 +298,17 @@ class Caller:
         """Await ``method()``, the call of ``name`` (``reset``, ``step``, ``close``), which is defined at ``place``.
         Raises CallFailed."""
         self._announce(name, task)
-        running = asyncio.create_task(_guarded(method), name=f"{CALL}{place}")
+        running = asyncio.create_task(_outcome(method), name=f"{CALL}{place}")
         done, _ = await asyncio.wait({running}, timeout=self._timeout_s)
         if done:
-            try:
-                return running.result()
-            except (Exception, asyncio.CancelledError) as error:
+            found, error = running.result()
+            if error is not None:
                 raise self._raised(name, error) from None
-        where = self._code.of_awaitable(running)
+            return found
+        where = self.code.of_awaitable(running)
         running.cancel()
         await asyncio.wait({running}, timeout=_CANCELLED_S)
         stubborn = "" if running.done() else " and cannot be cancelled"
-        if running.done() and not running.cancelled():
-            running.exception()
         raise CallFailed(f"{name} gave no answer within {self._timeout_s:g} s{stubborn}", where, "hung", hung=True)
 
     def make(self, make: Callable[[str], Environment], address: str) -> Environment:
@@ -334,8 +320,7 @@ class Caller:
             raise self._raised("make", error) from None
 
     def _raised(self, name: str, error: BaseException) -> CallFailed:
-        error = error.error if isinstance(error, _Ended) else error
-        where = self._code.of_exception(error)
+        where = self.code.of_exception(error)
         if isinstance(error, EnvironmentFailure) and error.kind == "internal":
             # A door says what an author's code raised as the cause, and what broke the contract without one.
             refused = error.__context__ if isinstance(error.__context__, BrokenContract) else None
@@ -354,9 +339,9 @@ def described(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-async def _guarded(method: Callable[[], Awaitable[Any]]) -> Any:
+async def _outcome(method: Callable[[], Awaitable[Any]]) -> tuple[Any, BaseException | None]:
+    """What a call returned or raised: SystemExit and its like would leave the event loop past everybody who waits."""
     try:
-        return await method()
-    except (SystemExit, KeyboardInterrupt, GeneratorExit) as error:
-        # These would leave the event loop past everybody who waits for this call.
-        raise _Ended(error) from error
+        return await method(), None
+    except BaseException as error:
+        return None, error

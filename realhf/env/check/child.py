@@ -6,6 +6,7 @@ It may hang, exit or crash at any point, because the environment's code runs in 
 from __future__ import annotations
 
 import faulthandler
+import json
 import os
 import signal
 import sys
@@ -14,8 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from realhf.env.check.judge import Judge
-from realhf.env.check.report import CRASH, DUMP, END, EXIT, ORDER, Order, Reporter
+from realhf.env.check.checker import Checker
+from realhf.env.check.report import ABOUT, DUMP, ENDED, EXIT, ORDER, Finding, Order, Reporter, quoted
 from realhf.env.containment.sandbox import die_with_parent
 
 
@@ -23,33 +24,29 @@ def main(argv: Sequence[str]) -> int:
     """Check what the order says and report. Returns the exit status."""
     die_with_parent()
     descriptor, folder = int(argv[0]), Path(argv[1])
-    order = Order.from_text((folder / ORDER).read_text(encoding="utf-8"))
+    order = Order(**json.loads((folder / ORDER).read_text(encoding="utf-8")))
     os.set_inheritable(descriptor, False)
     reporter = Reporter(descriptor)
     # The file stays open as long as the process lives: a crash writes to it.
     file = open(folder / DUMP, "w")  # noqa: SIM115
     faulthandler.enable(file, all_threads=True)
     faulthandler.register(signal.SIGUSR1, file, all_threads=True)
-    judge = Judge(order, reporter)
-    _report_exits(judge, reporter)
-    try:
-        judge.run()
-    except BaseException:
-        reporter.tell(CRASH, traceback.format_exc())
-        return 1
-    reporter.tell(END)
-    return 0
-
-
-def _report_exits(judge: Judge, reporter: Reporter) -> None:
-    """Have ``os._exit`` say which line called it."""
+    checker = Checker(order, reporter.tell)
     leave = os._exit
 
     def exits(status: int) -> Any:
-        reporter.tell(EXIT, status, judge.code.of_frame(sys._getframe(1)))
+        """Say which line called it, and exit."""
+        reporter.tell(ABOUT, {EXIT: [status, checker.code.of_frame(sys._getframe(1))]})
         leave(status)
 
     os._exit = exits
+    try:
+        checker.run()
+    except BaseException as error:
+        what = f"the check itself failed: {quoted(traceback.format_exception_only(error)[-1])}"
+        checker.add(Finding("check", what, "Report this, with the environment"))
+    reporter.tell(ABOUT, {ENDED: True})
+    return 0
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Runs the command ``python -m realhf.env check`` and shows the check to a person."""
+"""Runs the command ``python -m realhf.env check``: holds what is found, and shows it to a person."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from rich.console import Console
@@ -17,7 +17,25 @@ from rich.text import Text
 from realhf.base.plugin import split_reference
 from realhf.base.text import close_to
 from realhf.env.check.calls import UserCode, folders_of
-from realhf.env.check.report import FAULT, NOW, READ, SKIPPED, STAGE, VERDICT, Finding, Order, Report, counted, quoted
+from realhf.env.check.report import (
+    ABOUT,
+    ENDED,
+    EXIT,
+    FAULT,
+    FINDING,
+    FINGERPRINTS,
+    FOLDER,
+    NOW,
+    READ,
+    SKIPPED,
+    VERDICT,
+    Finding,
+    Findings,
+    Order,
+    counted,
+    difference,
+    quoted,
+)
 from realhf.env.check.supervisor import Supervisor
 from realhf.env.loader.load import parse_options
 from realhf.registry import environments
@@ -26,56 +44,88 @@ _NAME = 16
 _STYLES = {FAULT: "red", READ: "yellow", SKIPPED: "yellow"}
 
 
-class Screen:
-    """Prints on ``console``; nothing when that is quiet."""
+class Report:
+    """Holds what is known about an environment so far, and shows it on ``console``, unless that is quiet: ``about`` it,
+    and ``verdicts`` (check, outcome, remark)."""
 
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._stage = ""
-        self._skipped: dict[str, list[str]] = {}
+    def __init__(self, reference: str, console: Console | None = None) -> None:
+        self.reference = reference
+        self.about: dict[str, Any] = {}
+        self.verdicts: list[tuple[str, str, str]] = []
+        self.seconds = 0.0
+        self._findings = Findings()
+        self._console = console or Console(quiet=True)
         self._status: Status | None = None
 
-    def begin(self, reference: str) -> None:
+    def begin(self) -> None:
         """Say what is checked."""
-        self._line(f"check of {reference}", "bold")
+        self._line(f"check of {self.reference}", "bold")
         if self._console.is_terminal:
             self._status = self._console.status("starting a process")
             self._status.start()
 
     def hear(self, event: Sequence[Any]) -> None:
-        """Show an event of the child."""
+        """Take in and show an event of the child."""
         kind, *values = event
-        if kind == STAGE:
-            self._stage = values[0]
-            self._now(self._stage)
-        elif kind == NOW and self._status is not None:
-            self._now(f"{self._stage}: {values[0]} {quoted(values[1], 40)}")
-        elif kind == VERDICT and values[1] == SKIPPED:
-            self._skipped.setdefault(values[2], []).append(values[0])
+        if kind == NOW and self._status is not None:
+            check, call, task, _ = values
+            self._status.update(Text(check if call == check else f"{check}: {call} {quoted(task, 40)}"))
+        elif kind == ABOUT:
+            self.about.update(values[0])
+        elif kind == FINDING:
+            self.add(Finding(**values[0]))
         elif kind == VERDICT:
             name, outcome, remark = values
-            self._line(f"{outcome:<8} {name:<{_NAME}} {remark}".rstrip(), _STYLES.get(outcome, "green"))
+            self.verdicts.append((name, outcome, remark))
+            if outcome != SKIPPED:
+                self._line(f"{outcome:<8} {name:<{_NAME}} {remark}".rstrip(), _STYLES.get(outcome, "green"))
 
-    def show(self, finding: Finding) -> None:
-        """Show a finding on a line of its own."""
-        self._line(f"{'FAULT' if finding.is_fault else 'note'} {finding.line()}", "red" if finding.is_fault else "")
+    def add(self, finding: Finding) -> None:
+        """Take in a finding."""
+        self._findings.add(finding)
 
-    def finish(self, report: Report) -> None:
+    def compare(self, other: Report) -> None:
+        """Compare what another process played, which draws its hashes otherwise; what went wrong there counts."""
+        if other.faults:
+            for finding in other.findings:
+                if finding.is_fault:
+                    self.add(replace(finding, what=f"in another process, {finding.what}"))
+            return
+        again = other.about.get(FINGERPRINTS, {})
+        mend = "Nothing may depend on hash(), the order of a set, the clock or a process id"
+        for key, turns in self.about[FINGERPRINTS].items():
+            if key not in again:
+                self.add(Finding("determinism", f"another process has other tasks: {key!r} is missing there", mend))
+                return
+            for number, (one, two) in enumerate(zip(turns, again[key], strict=False)):
+                if one[0] != two[0]:
+                    name = f"turn {number}" if number else "the opening"
+                    what = f"another process answers otherwise: {name} is {difference(one[1], two[1], 100)}"
+                    self.add(Finding("determinism", what, mend, task=key))
+                    return
+
+    def show_findings(self) -> None:
+        """Show each finding on a line of its own."""
+        for found in self.findings:
+            self._line(f"{'FAULT' if found.is_fault else 'note'} {found.line()}", "red" if found.is_fault else "")
+
+    def finish(self) -> None:
         """Show the tools, what was found, and the sum."""
         self.close()
-        for why, names in self._skipped.items():
+        skipped: dict[str, list[str]] = {}
+        for name, outcome, why in self.verdicts:
+            if outcome == SKIPPED:
+                skipped.setdefault(why, []).append(name)
+        for why, names in skipped.items():
             self._line(f"{SKIPPED:<8} {', '.join(names)}: {why}", _STYLES[SKIPPED])
-        tools = report.about.get("tools", ())
-        for tool in tools:
+        for tool in self.about.get("tools", ()):
             function = tool["function"]
-            about = quoted(function.get("description", ""), 100)
-            self._line(f"tool {function['name']}: {about}")
+            self._line(f"tool {function['name']}: {quoted(function.get('description', ''), 100)}")
             self._line(f"  {json.dumps(function.get('parameters', {}), ensure_ascii=False)}")
-        for finding in report.findings:
-            self.show(finding)
-        name = report.about.get("name", report.reference)
-        found = f"{counted(report.faults, 'fault')}, {counted(report.notes, 'note')}"
-        self._line(f"{name}: {found}, {report.seconds:.1f} s", "bold red" if report.faults else "bold green")
+        self.show_findings()
+        name = self.about.get("name", self.reference)
+        found = f"{counted(self.faults, 'fault')}, {counted(len(self.findings) - self.faults, 'note')}"
+        self._line(f"{name}: {found}, {self.seconds:.1f} s", "bold red" if self.faults else "bold green")
 
     def close(self) -> None:
         """Leave the terminal as it was found."""
@@ -83,16 +133,35 @@ class Screen:
             self._status.stop()
             self._status = None
 
-    def _now(self, text: str) -> None:
-        if self._status is not None:
-            self._status.update(Text(text))
+    @property
+    def findings(self) -> list[Finding]:
+        """What was found, in the order in which it came."""
+        return self._findings.all
+
+    @property
+    def faults(self) -> int:
+        """How many findings are faults."""
+        return self._findings.faults()
+
+    def to_json(self) -> dict[str, Any]:
+        """Return everything that a person should know as a map for JSON."""
+        inner = (FOLDER, FINGERPRINTS, EXIT, ENDED)
+        findings = [asdict(finding) | {"line": finding.line()} for finding in self.findings]
+        return {
+            "reference": self.reference,
+            "ok": not self.faults,
+            **{name: value for name, value in self.about.items() if name not in inner},
+            "checks": [{"name": name, "outcome": outcome, "remark": text} for name, outcome, text in self.verdicts],
+            "findings": [{key: value for key, value in each.items() if key != "kind"} for each in findings],
+            "seconds": round(self.seconds, 3),
+        }
 
     def _line(self, text: str, style: str = "") -> None:
         shown = "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
         self._console.print(Text(shown, style=style), soft_wrap=True)
 
 
-ABOUT = """\
+HELP = """\
 Play an environment in a process of its own and say what is wrong with it: one line a fault, with the line of your code.
 
 It resets tasks twice and compares every turn, plays many instances at once, sends messages that are wrong, looks for
@@ -104,7 +173,7 @@ _FIRST_SEED, _OTHER_SEED = 1, 2
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the command."""
-    parser.description = ABOUT
+    parser.description = HELP
     parser.add_argument("reference", metavar="ENVIRONMENT", help="a registered name, file.py:Name or module:Name")
     parser.add_argument("options", nargs="*", default=[], metavar="option=value", help="options of the environment")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
@@ -136,20 +205,18 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
         mutants=arguments.most if arguments.mutate else 0,
         seed=arguments.seed,
     )
-    screen = Screen(Console(quiet=True) if arguments.json else console)
-    report = Report(order.reference)
-    screen.begin(order.reference)
+    report = Report(order.reference, None if arguments.json else console)
+    report.begin()
     try:
-        check(order, report, screen, arguments.limit)
+        check(order, report, arguments.limit)
     except KeyboardInterrupt:
-        screen.close()
-        for finding in report.findings:
-            screen.show(finding)
+        report.close()
+        report.show_findings()
         print("interrupted: the environment's process is gone, and what was not judged yet stays so", file=sys.stderr)
         return 130
     finally:
-        screen.close()
-    screen.finish(report)
+        report.close()
+    report.finish()
     if arguments.json:
         print(json.dumps(report.to_json(), indent=2))
     return 1 if report.faults else 0
@@ -167,26 +234,16 @@ def check_reference(reference: str) -> None:
         raise ValueError(f"unknown environment {reference!r}{known}; one of your own is file.py:Name or module:Name")
 
 
-def check(order: Order, report: Report, screen: Screen, limit_s: float) -> None:
+def check(order: Order, report: Report, limit_s: float) -> None:
     """Check an environment in a child process; one without faults is played by a second process too, whose hashes are
     drawn otherwise. Both together take ``limit_s`` seconds at most."""
     began = time.monotonic()
     code = UserCode(folders_of(order.reference))
-
-    def hear(event: list[Any]) -> None:
-        report.hear(event)
-        screen.hear(event)
-
-    def add(finding: Finding) -> None:
-        report.add(finding)
-
-    Supervisor(order, code, hear, add).run(limit_s, _FIRST_SEED)
-    if report.fingerprints and not report.faults:
+    Supervisor(order, code, report.hear, report.add).run(limit_s, _FIRST_SEED)
+    if (played := report.about.get(FINGERPRINTS)) and not report.faults:
         left_s = max(1.0, limit_s - (time.monotonic() - began))
         again = Report(order.reference)
-        Supervisor(replace(order, again=tuple(report.fingerprints)), code, again.hear, again.add).run(
-            left_s, _OTHER_SEED
-        )
+        Supervisor(replace(order, again=tuple(played)), code, again.hear, again.add).run(left_s, _OTHER_SEED)
         report.compare(again)
     report.seconds = time.monotonic() - began
 

@@ -5,19 +5,22 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from types import FunctionType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-from realhf.api.environment import AssistantMessage, Environment, EnvironmentSpec, Opening, Turn
+from realhf.api.environment import AssistantMessage, Environment, EnvironmentSpec, Opening, Task, Turn
 from realhf.env.check.calls import Caller, CallFailed, UserCode
-from realhf.env.check.contract import Sampled, ends, opening_problems, plain, tool_problems, turn_problems
+from realhf.env.check.contract import ends, opening_problems, plain, solved, tool_problems, turn_problems
 from realhf.env.check.report import Finding, alike, difference
 from realhf.env.check.scripts import policy_turn, trying
 from realhf.env.loader.tool_env import TOOL_ERRORS, ToolClassEnvironment
 
 _TRIED_TURNS = 6
+_MOST_FAILED = 3
+"""After so many failed episodes of a check, the next would say the same."""
 _MOST_SEEN = 200
 _INSTEAD = {"step": ("get_reward", "step")}
 """What an author writes in the place of a method: a class with tools has no step."""
@@ -30,44 +33,52 @@ _MEND = {
     "get_reward": "Let get_reward say what the state is worth, whenever it is asked",
     "close": "Let close return at any time after the instance was made, also without or within an episode",
 }
-
+_MEND_TOOLS = "Give every tool a name, a description and a JSON schema with a type for each parameter"
 _MEND_WORTH = "It says what the state is worth so far, and changes nothing; what turns earn is added up in the instance"
-
-
-class Broken(Exception):
-    """An episode cannot go on; the fault has been reported. ``hung``: an answer did not come in time."""
-
-    def __init__(self, *, hung: bool = False) -> None:
-        super().__init__("the episode cannot go on")
-        self.hung = hung
 
 
 class Case(NamedTuple):
     """An episode to be played: a task, and what is said in it; ``texts`` None tries things."""
 
-    sampled: Sampled
+    task: Task
     texts: Sequence[str] | None = None
 
     @property
     def key(self) -> str:
         """Names the case among others of one check."""
-        return self.sampled.task.id if self.texts is None else f"{self.sampled.task.id} (demonstration)"
+        return self.task.id if self.texts is None else f"{self.task.id} (demonstration)"
 
     def script(self, tools: Sequence[Mapping[str, Any]]) -> list[AssistantMessage]:
         """Return the policy's turns, for an opening with ``tools``."""
         if self.texts is None:
-            return trying(tools, self.sampled.task.seed, _TRIED_TURNS)
+            return trying(tools, self.task.seed, _TRIED_TURNS)
         return [policy_turn(text, tools) for text in self.texts]
 
 
+class Episode(NamedTuple):
+    """What became of an episode: the turns that were said until its end, whether it ``ended``, what was paid, whether
+    it was solved, the ``view`` of its last state (None for an environment that describes none), the texts that the
+    policy read, and those of the last answer among them."""
+
+    said: tuple[str, ...]
+    ended: bool
+    paid: float
+    solved: bool
+    view: Any
+    texts: tuple[str, ...]
+    answer: str
+    tools: Sequence[Mapping[str, Any]]
+
+
 class Arena:
-    """Makes instances of ``spec`` and plays on them; ``add`` takes what is wrong with an episode."""
+    """Makes instances of ``spec`` and plays on them; ``add`` takes what is wrong with an episode. A failure of an
+    episode is reported before it is raised as CallFailed."""
 
     def __init__(
-        self, spec: EnvironmentSpec, address: str, caller: Caller, code: UserCode, add: Callable[[Finding], None]
+        self, spec: EnvironmentSpec, caller: Caller, add: Callable[[Finding], None], address: str = ""
     ) -> None:
         self.spec = spec
-        self.code = code
+        self.code = caller.code
         self.add = add
         self.tools: dict[str, Mapping[str, Any]] = {}
         self.turns = 0
@@ -75,7 +86,7 @@ class Arena:
         """The longest that a turn has taken so far."""
         self.was_cut = False
         """Whether the check that is running left something out because its time was up."""
-        self._late_at = math.inf
+        self._late_at, self._failed = math.inf, 0
         self._places: dict[str, str] = {}
         self._worth: WeakKeyDictionary[Environment, float] = WeakKeyDictionary()
         self._address = address
@@ -84,7 +95,12 @@ class Arena:
     def begin(self, seconds: float) -> None:
         """Give the next check its time; it may take longer by one episode."""
         self._late_at = time.monotonic() + seconds
-        self.was_cut = False
+        self.was_cut, self._failed = False, 0
+
+    def is_over(self, played: bool = True) -> bool:
+        """Return whether a check has played enough: several episodes have failed, or its time is up and it has
+        ``played`` something."""
+        return self._failed >= _MOST_FAILED or (played and self.is_late())
 
     def is_late(self) -> bool:
         """Return whether the time of the check is up; what it has not played yet it leaves out then."""
@@ -93,63 +109,70 @@ class Arena:
         return late
 
     def make(self) -> Environment:
-        """Return a new instance. Raises Broken."""
+        """Return a new instance. Raises CallFailed."""
         try:
             return self._caller.make(self.spec.make, self._address)
         except CallFailed as error:
-            raise self._broken("make", error, "") from None
+            self._report("make", error)
+            raise
 
-    async def reset(self, environment: Environment, sampled: Sampled) -> Opening:
-        """Begin an episode of a task and judge its opening. Raises Broken."""
-        task = sampled.task
+    @asynccontextmanager
+    async def instance(self, task: str) -> AsyncIterator[Environment]:
+        """Make an instance and close it. A failure on the way ends what is played on it, and no more; one that hung is
+        raised."""
+        environment = self.make()
         try:
-            place = self.place(environment, "reset")
-            opening = await self._caller.call(
-                "reset", task.id, lambda: environment.reset(task.payload, seed=task.seed), place
-            )
+            yield environment
         except CallFailed as error:
-            raise self._broken("reset", error, task.id, environment) from None
-        problems = [*opening_problems(opening, self.spec.system_prompt)]
-        wrong_tools = [] if problems else [*tool_problems(opening.tools)]
+            self.forgive(error)
+        finally:
+            await self.close(environment, task)
+
+    def forgive(self, error: CallFailed) -> None:
+        """Count a failed episode; raises it again if it hung."""
+        if error.hung:
+            raise error
+        self._failed += 1
+
+    async def reset(self, environment: Environment, task: Task) -> Opening:
+        """Begin an episode of a task and judge its opening. Raises CallFailed."""
+        opening = await self._call(
+            "reset", environment, task.id, lambda: environment.reset(task.payload, seed=task.seed)
+        )
         self._worth.pop(environment, None)
-        for problem in problems:
-            self._fault("reset", f"the opening is wrong: {problem}", environment, task.id)
-        for problem in wrong_tools:
-            mend = "Give every tool a name, a description and a JSON schema with a type for each parameter"
-            self._fault("reset", f"the schema of a tool is wrong: {problem}", environment, task.id, mend)
-        if problems or wrong_tools:
-            raise Broken()
+        wrong = opening_problems(opening, self.spec.system_prompt)
+        problems = [(f"the opening is wrong: {each}", "") for each in wrong]
+        problems = problems or [
+            (f"the schema of a tool is wrong: {each}", _MEND_TOOLS) for each in tool_problems(opening.tools)
+        ]
+        for problem, mend in problems:
+            self._refuse("reset", problem, environment, task.id, mend=mend)
+        if problems:
+            raise CallFailed(problems[0][0], "", "")
         for tool in opening.tools:
             self.tools.setdefault(tool["function"]["name"], tool)
         return opening
 
-    async def step(self, environment: Environment, sampled: Sampled, message: AssistantMessage, said: str = "") -> Turn:
-        """Take a turn and judge the answer; ``said`` describes a message that is wrong on purpose. Raises Broken."""
-        task = sampled.task
+    async def step(self, environment: Environment, task: Task, message: AssistantMessage, said: str = "") -> Turn:
+        """Take a turn and judge the answer; ``said`` describes a message that is wrong on purpose. Raises
+        CallFailed."""
         self.turns += 1
         began = time.monotonic()
-        try:
-            place = self.place(environment, "step")
-            turn = await self._caller.call("step", task.id, lambda: environment.step(message), place)
-        except CallFailed as error:
-            raise self._broken("step", error, task.id, environment, said) from None
+        turn = await self._call("step", environment, task.id, lambda: environment.step(message), said)
         self.slowest_s = max(self.slowest_s, time.monotonic() - began)
-        problems = [*turn_problems(turn)]
+        problems = [f"the turn is wrong: {each}" for each in turn_problems(turn)]
         for problem in problems:
-            self._fault("step", f"the turn is wrong: {problem}", environment, task.id, said=said)
+            self._refuse("step", problem, environment, task.id, said)
         if problems:
-            raise Broken()
+            raise CallFailed(problems[0], "", "")
         if isinstance(environment, ToolClassEnvironment):
             await self._judge_reward(environment, task.id, turn)
         return turn
 
     async def _judge_reward(self, environment: ToolClassEnvironment, task: str, turn: Turn) -> None:
         """The state is worth the same when it is asked again, and hardly nothing after it was worth something: else the
-        author adds up what turns earn. What tools raise by mistake is noted. Raises Broken."""
-        try:
-            again = await self._caller.call("get_reward", task, environment.reward_again)
-        except CallFailed as error:
-            raise self._broken("get_reward", error, task, environment) from None
+        author adds up what turns earn. What tools raise by mistake is noted. Raises CallFailed."""
+        again = await self._call("get_reward", environment, task, environment.reward_again)
         place, before = self.place(environment, "get_reward"), self._worth.get(environment, 0.0)
         now = self._worth[environment] = turn.reward or 0.0
         if again != now:
@@ -164,57 +187,86 @@ class Arena:
             self.add(Finding("tools", what, mend, task=task, is_fault=False, kind=told))
 
     async def close(self, environment: Environment, task: str = "") -> None:
-        """Close an instance; a fault in it is reported and ends nothing."""
+        """Close an instance; a fault in it is reported and ends nothing, unless it hung."""
         try:
-            await self._caller.call("close", task, environment.close)
+            await self._call("close", environment, task, environment.close)
         except CallFailed as error:
-            broken = self._broken("close", error, task, environment)
-            if broken.hung:
-                raise broken from None
+            if error.hung:
+                raise
 
-    async def play(self, case: Case) -> list[Any]:
-        """Play a case on an instance of its own and return its transcript. Raises Broken."""
+    async def play(self, case: Case, left: Case | None = None, turns: int = 0) -> list[Any]:
+        """Play a case on an instance of its own, which has left another one before, after some turns. Returns its
+        transcript. Raises CallFailed."""
         environment = self.make()
         try:
+            if left is not None:
+                await self.transcript(environment, left, turns)
             return await self.transcript(environment, case)
         finally:
-            await self.close(environment, case.sampled.task.id)
+            await self.close(environment, case.task.id)
 
-    async def transcript(self, environment: Environment, case: Case) -> list[Any]:
-        """Play a case and return the opening and the turns as plain values. Raises Broken."""
-        opening = await self.reset(environment, case.sampled)
+    async def transcript(self, environment: Environment, case: Case, turns: int | None = None) -> list[Any]:
+        """Return the opening and the turns as plain values."""
+        opening = await self.reset(environment, case.task)
         found = [plain(opening)]
-        for message in case.script(opening.tools):
-            turn = await self.step(environment, case.sampled, message)
+        for message in case.script(opening.tools)[:turns]:
+            turn = await self.step(environment, case.task, message)
             found.append(plain(turn))
             if ends(turn):
                 break
         return found
 
-    def _broken(
-        self, method: str, error: CallFailed, task: str, environment: Environment | None = None, said: str = ""
-    ) -> Broken:
-        where = error.where or (self.place(environment, method) if environment is not None else "")
-        what = f"{error.what} (the answer to {said})" if said else error.what
-        mend = _MEND_HANG if error.hung else _mend_shape(error.what) if error.shape else _MEND[method]
-        self.add(Finding(method, what, mend, where, task, kind=error.kind))
-        return Broken(hung=error.hung)
+    async def follow(self, task: Task, texts: Sequence[str]) -> Episode | None:
+        """Say texts until the episode is over. Returns None when it failed, and raises CallFailed when it hung."""
+        episode = None
+        async with self.instance(task.id) as environment:
+            opening = await self.reset(environment, task)
+            read, said, ended, paid, success, view, answer = _contents(opening), [], False, 0.0, False, None, ""
+            for text in texts:
+                said.append(text)
+                turn = await self.step(environment, task, policy_turn(text, opening.tools))
+                paid = (turn.reward or 0.0) + (0.0 if turn.final else paid)
+                ended, success, view = ends(turn), success or solved(turn), turn.info.get("view", view)
+                read += _contents(turn)
+                answer = " ".join(_contents(turn))
+                if ended:
+                    break
+            episode = Episode((*said,), ended, paid, success, view, (*read,), answer, opening.tools)
+        return episode
 
-    def _fault(
-        self, method: str, what: str, environment: Environment, task: str, mend: str = "", said: str = ""
+    async def _call(
+        self, method: str, environment: Environment, task: str, call: Callable[[], Any], said: str = ""
+    ) -> Any:
+        try:
+            return await self._caller.call(method, task, call, self.place(environment, method))
+        except CallFailed as error:
+            self._report(method, error, environment, task, said)
+            raise
+
+    def _report(
+        self, method: str, error: CallFailed, environment: Environment | None = None, task: str = "", said: str = ""
     ) -> None:
-        where = self.place(environment, method)
+        mend = _MEND_HANG if error.hung else _mend_shape(error.what) if error.shape else _MEND[method]
+        what = f"{error.what} (the answer to {said})" if said else error.what
+        self.add(Finding(method, what, mend, error.where or self.place(environment, method), task, kind=error.kind))
+
+    def _refuse(
+        self, method: str, what: str, environment: Environment, task: str, said: str = "", mend: str = ""
+    ) -> None:
         shown = f"{what} (the answer to {said})" if said else what
+        where = self.place(environment, method)
         self.add(Finding(method, shown, mend or _mend_shape(what), where, task, kind=alike(what)))
 
     def place(self, environment: Environment | None, method: str) -> str:
         """Return where the environment's own code defines ``method``, or what a door calls in its place; without an
         instance, if that has been found out."""
-        if environment is None:
-            return self._places.get(method, "")
-        if not self._places.get(method):
+        if environment is not None and not self._places.get(method):
             self._places[method] = defined_at(environment, method, self.code)
-        return self._places[method]
+        return self._places.get(method, "")
+
+
+def _contents(found: Opening | Turn) -> list[str]:
+    return [str(message["content"]) for message in found.messages]
 
 
 def defined_at(environment: Any, method: str, code: UserCode) -> str:
@@ -239,7 +291,7 @@ def defined_at(environment: Any, method: str, code: UserCode) -> str:
 
 
 def _mend_shape(what: str) -> str:
-    if "reward" in what or "metric" in what or "component" in what:
+    if "reward" in what or "metric" in what:
         return "Rewards and metrics are finite numbers; success and progress lie between 0 and 1"
     return "A message is {'role': ..., 'content': text}, and everything in a turn is JSON"
 

@@ -11,42 +11,33 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+import psutil
+
 from realhf.base.installation import PACKAGE
-from realhf.env.check.calls import UserCode
-from realhf.env.check.episodes import Arena, Broken, Case, first_difference
+from realhf.env.check.calls import CallFailed, UserCode
+from realhf.env.check.episodes import Arena, Case, first_difference
 from realhf.env.check.report import Finding
 
-THREADS, FILES, PROCESSES, TASKS, SCRATCH = KINDS = (
-    "threads",
-    "file descriptors",
-    "child processes",
-    "tasks of the event loop",
-    "temporary files",
-)
+THREADS = "threads"
 _OWN_THREADS = "check-"
 _DOORS = str(PACKAGE / "env" / "loader")
 """A door keeps a bounded number of threads for an environment's blocking code."""
 _REMEMBERED = 20_000
 
 
-@dataclass(frozen=True)
-class Held:
-    """What is held now: kind to (name of the thing to the place that it comes from, "" if unknown)."""
+Held = Mapping[str, Mapping[Any, str]]
+"""What is held: kind to (name of the thing to the place that it comes from, "" if unknown)."""
 
-    things: Mapping[str, Mapping[Any, str]]
 
-    def grown_since(self, before: Held) -> Iterator[tuple[str, int, str]]:
-        """Yield (kind, how many more there are, the place that most of the new ones come from)."""
-        for kind in KINDS:
-            new = {thing: place for thing, place in self.things[kind].items() if thing not in before.things[kind]}
-            more = len(self.things[kind]) - len(before.things[kind])
-            if more > 0:
-                places = Counter(place for place in new.values() if place)
-                yield kind, more, places.most_common(1)[0][0] if places else ""
+def grown(before: Held, after: Held) -> Iterator[tuple[str, int, str]]:
+    """Yield (kind, how many more there are, the place that most of the new ones come from)."""
+    for kind, things in after.items():
+        more = len(things) - len(before[kind])
+        if more > 0:
+            places = Counter(place for thing, place in things.items() if place and thing not in before[kind])
+            yield kind, more, places.most_common(1)[0][0] if places else ""
 
 
 class ResourceBook:
@@ -64,15 +55,13 @@ class ResourceBook:
 
     def look(self) -> Held:
         """Return what this process holds now."""
-        return Held(
-            {
-                THREADS: dict(self._threads()),
-                FILES: dict(self._files()),
-                PROCESSES: {pid: self._started for pid in _children()},
-                TASKS: dict(self._tasks()),
-                SCRATCH: {path: place for path, place in self._scratch.items() if os.path.lexists(path)},
-            }
-        )
+        return {
+            THREADS: dict(self._threads()),
+            "file descriptors": dict(self._files()),
+            "child processes": {child.pid: self._started for child in psutil.Process().children()},
+            "tasks of the event loop": dict(self._tasks()),
+            "temporary files": {path: place for path, place in self._scratch.items() if os.path.lexists(path)},
+        }
 
     def _hear(self, event: str, args: tuple[Any, ...]) -> None:
         if event not in _HEARD or getattr(self._busy, "yes", False):
@@ -144,14 +133,6 @@ _HEARD = frozenset(
 )
 
 
-def _children() -> Iterator[int]:
-    for listed in Path("/proc/self/task").glob("*/children"):
-        try:
-            yield from map(int, listed.read_text().split())
-        except OSError:
-            continue
-
-
 _ROUNDS = 3
 """The first fills pools and caches; only what grows after it has leaked."""
 _LEAST_EPISODES = 20
@@ -163,12 +144,11 @@ _SETTLED_S = 0.5
 """How long a closed instance may take to let go of what it held, in seconds."""
 
 
-async def check_crowd(
-    arena: Arena, cases: Sequence[Case], alone: Mapping[str, Sequence[Any]], count: int, book: ResourceBook
-) -> float:
+async def check_crowd(arena: Arena, cases: Sequence[Case], alone: Mapping[str, Sequence[Any]], count: int) -> float:
     """Play ``count`` instances at once, several times, turn by turn. ``alone``: transcripts of the cases played one by
-    one; without the one of a case nothing is compared. Returns how many turns were played in a second. Raises Broken
-    when an answer did not come."""
+    one; without the one of a case nothing is compared. Returns how many turns were played in a second. Raises
+    CallFailed     when an answer did not come."""
+    book = ResourceBook(arena.code)
     played, seconds = arena.turns, 0.0
     episodes = 0
     held: list[Held] = []
@@ -183,7 +163,7 @@ async def check_crowd(
         if number == 0 and seconds > _ROUND_S:
             # Those that go on must be as many in all further rounds, or nothing could be compared.
             arena.was_cut, count = True, max(2, int(count * _ROUND_S / seconds))
-    for kind, more, place in held[-1].grown_since(held[-2]):
+    for kind, more, place in grown(held[-2], held[-1]):
         if more >= max(2, episodes // (_THREAD_SHARE if kind == THREADS else _SHARE)):
             what = f"{episodes} closed instances left {more} {kind} behind"
             arena.add(Finding("leaks", what, "Release in close whatever reset and step took", place))
@@ -191,12 +171,12 @@ async def check_crowd(
 
 
 async def _play_at_once(arena: Arena, cases: Sequence[Case], alone: Mapping[str, Sequence[Any]], count: int) -> None:
-    crowd = [asyncio.create_task(_play_among_others(arena, cases[i % len(cases)])) for i in range(count)]
+    # Each is played on an instance that has left another episode; the others go on between its turns.
+    played = [cases[index % len(cases)] for index in range(count)]
+    crowd = [asyncio.create_task(arena.play(case, left=case)) for case in played]
     transcripts = await asyncio.gather(*crowd, return_exceptions=True)
-    for index, found in enumerate(transcripts):
-        case = cases[index % len(cases)]
-        task = case.sampled.task.id
-        if isinstance(found, Broken):
+    for case, found in zip(played, transcripts, strict=True):
+        if isinstance(found, CallFailed):
             if found.hung:
                 raise found
         elif isinstance(found, BaseException):
@@ -207,17 +187,7 @@ async def _play_at_once(arena: Arena, cases: Sequence[Case], alone: Mapping[str,
                 "Keep what an episode changes in the instance (self), not in the class, the module or a shared object"
             )
             place = arena.place(None, "reset")
-            arena.add(Finding("instances", what, mend, place, task, kind="otherwise"))
-
-
-async def _play_among_others(arena: Arena, case: Case) -> list[Any]:
-    """Play a case on an instance that has left another episode; the others go on between its turns."""
-    environment = arena.make()
-    try:
-        await arena.reset(environment, case.sampled)
-        return await arena.transcript(environment, case)
-    finally:
-        await arena.close(environment, case.sampled.task.id)
+            arena.add(Finding("instances", what, mend, place, case.task.id, kind="otherwise"))
 
 
 async def _settled(book: ResourceBook, before: Held | None) -> Held:
@@ -227,5 +197,5 @@ async def _settled(book: ResourceBook, before: Held | None) -> Held:
         await asyncio.sleep(0.02)
         gc.collect()
         held = book.look()
-        if before is None or time.monotonic() > deadline or not any(held.grown_since(before)):
+        if before is None or time.monotonic() > deadline or not any(grown(before, held)):
             return held

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, NamedTuple
 
 from realhf.api.environment import SOLUTION, TRAIN, Demonstration, DemonstrationRequest, EnvironmentSpec
-from realhf.env.check.contract import Sampled, ends, solved
-from realhf.env.check.episodes import Arena, Broken
+from realhf.env.check.episodes import Arena, Episode
 from realhf.env.check.mutators import (
     FIRST,
     NEIGHBOUR,
@@ -54,7 +53,9 @@ class Action(NamedTuple):
 
     def text(self) -> str:
         """Return the turn as a policy writes it."""
-        return "\n".join([*([self.content] if self.content or not self.calls else []), *_written(self.calls)])
+        return "\n".join(
+            [*([self.content] if self.content or not self.calls else []), *(call_text(*call) for call in self.calls)]
+        )
 
 
 def read_action(text: str, tools: Sequence[Mapping[str, Any]]) -> Action:
@@ -69,8 +70,7 @@ def mutants_of(
     actions: Sequence[Action], tools: Sequence[Mapping[str, Any]], words: Sequence[str], rng: random.Random
 ) -> Iterator[Change[tuple[Action, ...]]]:
     """Yield the actions with something changed. ``words`` stand in the episode and may be names, the likeliest first;
-    ``rng`` draws the
-    arguments of calls that the demonstration does not make."""
+    ``rng`` draws the arguments of calls that the demonstration does not make."""
     properties = {name: _properties(parameters) for name, parameters in functions(tools)}
 
     def variants(action: Action) -> Iterator[Change[Action]]:
@@ -177,10 +177,6 @@ def _properties(parameters: Mapping[str, Any]) -> dict[str, Any]:
     )
 
 
-def _written(calls: Sequence[tuple[str, dict[str, Any]]]) -> list[str]:
-    return [call_text(name, given) for name, given in calls]
-
-
 MUTANTS = "mutants"
 _EPISODES_PER_TASK = 2
 _ALIKE = 1e-6
@@ -195,18 +191,6 @@ _NO_VIEW = (
     "It is right if the task asks no more; else a policy finds it, too. What an episode leaves may be described under "
     "`view`: in a class with tools a property, in a class that speaks messages in the info of its turns"
 )
-
-
-class Episode(NamedTuple):
-    """What became of an episode: the turns that were said until its end, what was paid, whether it was solved, the
-    ``view`` of its last state (None for an environment that describes none), and the texts that the policy read."""
-
-    said: tuple[str, ...]
-    paid: float
-    solved: bool
-    view: Any
-    texts: tuple[str, ...]
-    tools: Sequence[Mapping[str, Any]]
 
 
 @dataclass
@@ -237,10 +221,6 @@ class Outcome:
     described: bool = False
     tasks: dict[str, Tally] = field(default_factory=dict)
     listed: list[dict[str, Any]] = field(default_factory=list)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return everything as a map for JSON."""
-        return asdict(self)
 
 
 def missing(spec: EnvironmentSpec) -> Finding | None:
@@ -280,7 +260,7 @@ class Mutation:
         end: Callable[[str, str, str], None],
     ) -> None:
         """Play the mutants of all scripts. ``begin`` is told what comes next, ``end`` the verdict on each template:
-        name, outcome, remark. Raises Broken when an answer did not come."""
+        name, outcome, remark. Raises CallFailed when an answer did not come."""
         played, scripted = 0, sum(map(len, scripts.values()))
         for template, solutions in scripts.items():
             tally, faults = self.outcome.tasks.setdefault(template, Tally()), 0
@@ -299,7 +279,7 @@ class Mutation:
 
     async def _script(self, template: str, script: Demonstration, most: int, rng: random.Random, tally: Tally) -> int:
         """Play a demonstration and its mutants. Returns how many faults were found in playing the former."""
-        whole = await self._episode(script, script.turns)
+        whole = await self._arena.follow(script.task, script.turns)
         if whole is None or not (whole.solved or whole.paid > 0):
             fate = "cannot be played" if whole is None else f"is not solved and earns {whole.paid:g}"
             what = f"a demonstration {fate}, so its mutants say nothing"
@@ -313,7 +293,7 @@ class Mutation:
             if change.value in sent:
                 continue
             sent.add(change.value)
-            mutant = await self._episode(script, change.value)
+            mutant = await self._arena.follow(script.task, change.value)
             if mutant is None or mutant.said in seen:  # it was over before what was changed
                 continue
             seen.add(mutant.said)
@@ -352,31 +332,6 @@ class Mutation:
             what = f"{mutant.paid:g} is paid ({change.what}): {did}"
             kind = f"{template} {change.kind}"
             self._add(Finding(MUTANTS, what, task=script.task.id, is_fault=False, kind=kind))
-
-    async def _episode(self, script: Demonstration, turns: Sequence[str]) -> Episode | None:
-        """Play turns until the episode is over; None when the environment failed, which has been reported then. Raises
-        Broken when it hung."""
-        sampled, environment = Sampled(TRAIN, "", script.task), self._arena.make()
-        paid, success, view, said, texts = 0.0, False, None, [], []
-        try:
-            opening = await self._arena.reset(environment, sampled)
-            texts += [str(message["content"]) for message in opening.messages]
-            for text in turns:
-                said.append(text)
-                turn = await self._arena.step(environment, sampled, policy_turn(text, opening.tools))
-                paid = (turn.reward or 0.0) + (0.0 if turn.final else paid)
-                success = success or solved(turn)
-                view = turn.info.get("view", view)
-                texts += [str(message["content"]) for message in turn.messages]
-                if ends(turn):
-                    break
-            return Episode((*said,), paid, success, view, (*texts,), opening.tools)
-        except Broken as error:
-            if error.hung:
-                raise
-            return None
-        finally:
-            await self._arena.close(environment, script.task.id)
 
 
 def _texts(changes: Iterable[Change[tuple[Action, ...]]]) -> Iterator[Change[tuple[str, ...]]]:

@@ -1,12 +1,12 @@
-"""Defines what a check is asked to do, the events that its child process sends, and the report that is made of them."""
+"""Defines what a check is asked to do, what it finds, and the events that its child process sends."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 _TEXT_CHARS = 300
@@ -67,18 +67,12 @@ class Finding:
         after = f" ({', '.join(seen)})" if seen else ""
         return f"{self.check}: {self.what}{place}{after}.{f' {self.mend}.' if self.mend else ''}"
 
-    def to_json(self) -> dict[str, Any]:
-        """Return what a person should know as a map for JSON."""
-        return {name: value for name, value in asdict(self).items() if name != "kind"}
-
 
 class Findings:
-    """Collects findings; ``emit`` gets each when it is new. The count of a finding that is known goes up."""
+    """Collects findings; the count of one that is known goes up."""
 
-    def __init__(self, emit: Callable[[int, Finding], None]) -> None:
-        self._emit = emit
-        self._found: dict[tuple[str, str, str], int] = {}
-        self.all: list[Finding] = []
+    def __init__(self) -> None:
+        self._found: dict[tuple[str, str, str], Finding] = {}
         self.hits = 0
         """How often a fault was seen, also one that is known."""
 
@@ -86,36 +80,26 @@ class Findings:
         """Take a finding in."""
         self.hits += finding.is_fault
         key = (finding.check, finding.where, finding.kind or finding.what)
-        if key in self._found:
-            index = self._found[key]
-            self.all[index] = replace(self.all[index], times=self.all[index].times + finding.times)
-            return
-        self._found[key] = len(self.all)
-        self.all.append(finding)
-        self._emit(len(self.all) - 1, finding)
+        known = self._found.get(key)
+        self._found[key] = replace(known, times=known.times + finding.times) if known else finding
+
+    @property
+    def all(self) -> list[Finding]:
+        """The findings in the order in which they came."""
+        return [*self._found.values()]
 
     def faults(self, *checks: str) -> int:
         """Return how many faults there are, of these checks or of all."""
-        return sum(found.is_fault and (not checks or found.check in checks) for found in self.all)
+        return sum(found.is_fault and (not checks or found.check in checks) for found in self._found.values())
 
 
-NOW, STAGE, VERDICT, FINDING, TIMES, ABOUT, FOLDER, FINGERPRINTS, EXIT, CRASH, END = (
-    "now",
-    "stage",
-    "verdict",
-    "finding",
-    "times",
-    "about",
-    "folder",
-    "fingerprints",
-    "exit",
-    "crash",
-    "end",
-)
-"""Kinds of events. ``now``: a call begins (name, task, seconds that it may take); ``stage`` and ``verdict``: a check
-begins and is over (name, outcome, remark); ``finding`` (index, fields) and ``times`` (index, count); ``about``: a map;
-``folder``: one that holds the environment's code; ``fingerprints``: what was played; ``exit``: the environment ends the
-process (status, place); ``crash``: the check itself failed (text); ``end``: all is done."""
+NOW, VERDICT, FINDING, ABOUT = "now", "verdict", "finding", "about"
+"""Kinds of events. ``now``: a call begins (check, call, task, seconds that it may take); ``verdict``: a check is over
+(name, outcome, remark); ``finding``: its fields; ``about``: a map of what is known of the environment and its
+process."""
+FOLDER, FINGERPRINTS, EXIT, ENDED = "folder", "fingerprints", "exit", "ended"
+"""What only the parent needs to know, among what an ``about`` says: the folder that holds the environment's code, what
+was played, how the environment ended its process (status, place), and that all is done."""
 ORDER, DUMP = "order.json", "dump"
 """Files of a check: what the child is to do, and where it writes the stacks of its threads."""
 OK, FAULT, SKIPPED, READ = "ok", "fault", "not run", "read"
@@ -141,15 +125,6 @@ class Order:
     mutants: int = 0
     seed: int = 0
 
-    def to_text(self) -> str:
-        """Return the order as JSON."""
-        return json.dumps(asdict(self))
-
-    @staticmethod
-    def from_text(text: str) -> Order:
-        """Read what ``to_text`` wrote."""
-        return Order(**json.loads(text))
-
 
 class Reporter:
     """Writes events to a file descriptor, from the process that made it only: a fork of it reports nothing."""
@@ -168,78 +143,3 @@ class Reporter:
                 line = line[os.write(self._descriptor, line) :]
         except BrokenPipeError:
             pass
-
-
-_DETERMINISM = "determinism"
-
-
-class Report:
-    """Holds what is known about an environment so far: ``about`` it, ``verdicts`` (check, outcome, remark) and
-    ``findings`` in the order in which they came."""
-
-    def __init__(self, reference: str) -> None:
-        self.reference = reference
-        self.about: dict[str, Any] = {}
-        self.verdicts: list[tuple[str, str, str]] = []
-        self.findings: list[Finding] = []
-        self.fingerprints: Mapping[str, Sequence[Sequence[str]]] = {}
-        self.seconds = 0.0
-
-    def hear(self, event: Sequence[Any]) -> None:
-        """Take an event of the child in."""
-        kind, *values = event
-        if kind == ABOUT:
-            self.about.update(values[0])
-        elif kind == VERDICT:
-            self.verdicts.append((values[0], values[1], values[2]))
-        elif kind == FINDING:
-            self.findings.append(Finding(**values[1]))
-        elif kind == TIMES:
-            # The child numbers its findings from 0, and they come first.
-            self.findings[values[0]] = replace(self.findings[values[0]], times=values[1])
-        elif kind == FINGERPRINTS:
-            self.fingerprints = values[0]
-
-    def add(self, finding: Finding) -> None:
-        """Take in a finding that the parent made."""
-        self.findings.append(finding)
-
-    def compare(self, other: Report) -> None:
-        """Compare what another process played, which draws its hashes otherwise; what went wrong there counts."""
-        faults = [finding for finding in other.findings if finding.is_fault]
-        if faults:
-            self.findings += [replace(finding, what=f"in another process, {finding.what}") for finding in faults]
-            return
-        again = other.fingerprints
-        mend = "Nothing may depend on hash(), the order of a set, the clock or a process id"
-        for key, turns in self.fingerprints.items():
-            if key not in again:
-                self.add(Finding(_DETERMINISM, f"another process has other tasks: {key!r} is missing there", mend))
-                return
-            for number, (one, two) in enumerate(zip(turns, again[key], strict=False)):
-                if one[0] != two[0]:
-                    name = f"turn {number}" if number else "the opening"
-                    what = f"another process answers otherwise: {name} is {difference(one[1], two[1], 100)}"
-                    self.add(Finding(_DETERMINISM, what, mend, task=key))
-                    return
-
-    @property
-    def faults(self) -> int:
-        """How many findings are faults."""
-        return sum(finding.is_fault for finding in self.findings)
-
-    @property
-    def notes(self) -> int:
-        """How many findings are only worth knowing."""
-        return len(self.findings) - self.faults
-
-    def to_json(self) -> dict[str, Any]:
-        """Return everything as a map for JSON."""
-        return {
-            "reference": self.reference,
-            "ok": not self.faults,
-            **self.about,
-            "checks": [{"name": name, "outcome": outcome, "remark": text} for name, outcome, text in self.verdicts],
-            "findings": [{**finding.to_json(), "line": finding.line()} for finding in self.findings],
-            "seconds": round(self.seconds, 3),
-        }

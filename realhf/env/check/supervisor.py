@@ -12,13 +12,14 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from realhf.env.check.calls import UserCode
-from realhf.env.check.report import CRASH, DUMP, END, EXIT, FOLDER, NOW, ORDER, STAGE, Finding, Order, quoted
+from realhf.env.check.report import ABOUT, DUMP, ENDED, EXIT, FOLDER, NOW, ORDER, Finding, Order, quoted
 
 _GRACE_S = 3.0
 """How much longer than a call may take its answer is waited for: the child itself reports it in this time."""
@@ -41,22 +42,31 @@ class Supervisor:
         self._code = code
         self._hear = hear
         self._add = add
-        self._call = self._task = self._stage = ""
+        self._check, self._call, self._task = "", "its start", ""
         self._exit: tuple[int, str] | None = None
-        self._ended = self._crashed = False
+        self._ended = False
         self._silent_at = 0.0
         self._text = b""
         self._output = b""
 
-    def run(self, limit_s: float, hash_seed: int) -> bool:
-        """Run the child to its end. Returns whether it did all that it was asked to. ``hash_seed`` decides the order of
-        its sets. The child is gone when this returns or raises."""
+    def run(self, limit_s: float, hash_seed: int) -> None:
+        """Run the child to its end. ``hash_seed`` decides the order of its sets. The child is gone when this returns or
+        raises."""
         with tempfile.TemporaryDirectory(prefix="realhf-check-") as folder:
             dump = Path(folder) / DUMP
-            (Path(folder) / ORDER).write_text(self._order.to_text(), encoding="utf-8")
+            (Path(folder) / ORDER).write_text(json.dumps(asdict(self._order)), encoding="utf-8")
             reading, writing = os.pipe()
+            command = [sys.executable, "-m", "realhf.env.check.child", str(writing), folder]
             try:
-                process = self._start(writing, folder, hash_seed)
+                process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    pass_fds=(writing,),
+                    env={**os.environ, "PYTHONHASHSEED": str(hash_seed)},
+                    start_new_session=True,
+                )
             except BaseException:
                 os.close(reading)
                 raise
@@ -69,34 +79,22 @@ class Supervisor:
                 os.close(reading)
                 if process.stdout is not None:
                     process.stdout.close()
-        return self._ended
-
-    def _start(self, writing: int, folder: str, hash_seed: int) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "realhf.env.check.child", str(writing), folder]
-        return subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            pass_fds=(writing,),
-            env={**os.environ, "PYTHONHASHSEED": str(hash_seed)},
-            start_new_session=True,
-        )
 
     def _watch(self, process: subprocess.Popen[bytes], reading: int, dump: Path, limit: float) -> None:
         self._silent_at = time.monotonic() + _START_S
-        exited = os.pidfd_open(process.pid)
+        assert process.stdout is not None
+        exited, printed = os.pidfd_open(process.pid), process.stdout.fileno()
         try:
             with selectors.DefaultSelector() as selector:
-                for file in (reading, process.stdout, exited):
-                    assert file is not None
-                    selector.register(file, selectors.EVENT_READ)
+                takers = {reading: self._take_lines, printed: self._take_output}
+                for file in (*takers, exited):
+                    selector.register(file, selectors.EVENT_READ, takers.get(file))
                 while (now := time.monotonic()) < limit:
-                    ready = {key.fd for key, _ in selector.select(max(0.0, min(self._silent_at, limit) - now))}
-                    self._read(process, reading, ready, selector)
-                    if exited in ready:
+                    if exited in self._read(selector, max(0.0, min(self._silent_at, limit) - now)):
                         _kill_family(process)
-                        self._drain(process, reading, selector)
+                        # Its own children may hold the pipes open, so nothing waits for what it wrote before.
+                        while self._read(selector, 0) - {exited}:
+                            pass
                         self._judge_end(process.returncode, dump)
                         return
                     if now >= self._silent_at:
@@ -105,59 +103,45 @@ class Supervisor:
         finally:
             os.close(exited)
 
-    def _read(
-        self, process: subprocess.Popen[bytes], reading: int, ready: set[int], selector: selectors.BaseSelector
-    ) -> bool:
-        """Take in what has arrived; return whether there was anything."""
-        some = False
-        if reading in ready:
-            found = os.read(reading, _READ_BYTES)
-            some = bool(found)
-            if not found:
-                selector.unregister(reading)
-            *lines, self._text = (self._text + found).split(b"\n")
-            for line in lines:
-                with suppress(json.JSONDecodeError):  # the environment may write to any descriptor of its process
-                    self._take(json.loads(line))
-        output = process.stdout
-        if output is not None and output.fileno() in ready:
-            found = os.read(output.fileno(), _READ_BYTES)
-            some = some or bool(found)
-            if not found:
-                selector.unregister(output)
-            self._output = (self._output + found)[-_OUTPUT_BYTES:]
-        return some
+    def _read(self, selector: selectors.BaseSelector, wait_s: float) -> set[int]:
+        """Take in what has arrived; return the descriptors that have something."""
+        ready = set()
+        for key, _ in selector.select(wait_s):
+            ready.add(key.fd)
+            if key.data is not None:
+                if found := os.read(key.fd, _READ_BYTES):
+                    key.data(found)
+                else:
+                    selector.unregister(key.fd)
+        return ready
 
-    def _drain(self, process: subprocess.Popen[bytes], reading: int, selector: selectors.BaseSelector) -> None:
-        """Read what the child wrote before it ended; its own children may hold the pipes open, so nothing waits."""
-        while self._read(process, reading, {key.fd for key, _ in selector.select(0)}, selector):
-            pass
+    def _take_output(self, found: bytes) -> None:
+        self._output = (self._output + found)[-_OUTPUT_BYTES:]
+
+    def _take_lines(self, found: bytes) -> None:
+        *lines, self._text = (self._text + found).split(b"\n")
+        for line in lines:
+            with suppress(json.JSONDecodeError):  # the environment may write to any descriptor of its process
+                self._take(json.loads(line))
 
     def _take(self, event: list[Any]) -> None:
         kind, *values = event
         if kind == NOW:
-            self._call, self._task, limit_s = values
+            self._check, self._call, self._task, limit_s = values
             self._silent_at = time.monotonic() + limit_s + _GRACE_S
-        elif kind == STAGE:
-            self._stage, limit_s = values
-            self._call, self._task = values[0], ""
-            self._silent_at = time.monotonic() + limit_s + _GRACE_S
-        elif kind == FOLDER:
-            self._code.add(values[0])
-        elif kind == EXIT:
-            self._exit = (values[0], values[1])
-        elif kind == CRASH:
-            self._crashed = True
-            last = values[0].strip().splitlines()[-1]
-            self._add(Finding("check", f"the check itself failed: {quoted(last)}", "Report this, with the environment"))
-        elif kind == END:
-            self._ended = True
-            self._silent_at = time.monotonic() + _EXIT_S
+        elif kind == ABOUT:
+            [known] = values
+            if FOLDER in known:
+                self._code.add(known[FOLDER])
+            self._exit = known.get(EXIT, self._exit)
+            if ENDED in known:
+                self._ended = True
+                self._silent_at = time.monotonic() + _EXIT_S
         self._hear(event)
 
     def _judge_end(self, status: int, dump: Path) -> None:
         """The child has ended: was it time?"""
-        if self._crashed or (self._ended and status == 0):
+        if self._ended and status == 0:
             return
         where = self._exit[1] if self._exit else self._code.of_dump(_text_of(dump))
         how = f"signal {signal.Signals(-status).name}" if status < 0 else f"status {status}"
@@ -165,7 +149,7 @@ class Supervisor:
             what, mend = f"the process ended with {how} after all was closed", "Stop in close what still runs"
         else:
             cause = f"os._exit({self._exit[0]})" if self._exit else how
-            what = f"the process of the environment died by {cause} in {self._call or self._stage or 'its start'}"
+            what = f"the process of the environment died by {cause} in {self._call}"
             mend = "It would take all episodes of a worker with it; raise an exception instead"
         output = self._output.decode(errors="replace").strip().splitlines()
         if output and not where:
@@ -180,13 +164,13 @@ class Supervisor:
             self._add(Finding("exit", what, "Make threads daemons, or end them in close", where))
         elif late:
             fewer = "a smaller --most" if self._order.mutants else "fewer --instances"
-            what = f"the check was not finished by its limit, in {self._stage or 'its start'}"
+            what = f"the check was not finished by its limit, in {self._check or 'its start'}"
             self._add(Finding("limit", what, f"Give it a larger --limit, or {fewer}", where, self._task))
         else:
             what = f"{self._call} blocks the event loop and gave no answer within {self._order.timeout_s:g} s"
             mend = "Await what waits, with a deadline; nothing else can go on, and nothing can end it"
             if not self._task:
-                what = f"{self._call or 'the start'} did not end in time"
+                what = f"{self._call} did not end in time"
                 mend = "Load large things on first use, or raise --slow"
             self._add(Finding("hangs", what, mend, where, self._task))
 

@@ -19,11 +19,11 @@ from realhf.base.text import close_to
 from realhf.env.loader.author import class_parts, failure_of, place_of, takes
 from realhf.env.loader.validation import (
     BrokenContract,
+    checked_info,
     checked_messages,
-    checked_number,
-    checked_numbers,
+    checked_tools,
+    checked_turn,
     copied,
-    json_problem,
     shown,
 )
 
@@ -92,22 +92,13 @@ class MessageClassEnvironment:
         opening = _read(Opening, await self._instance.reset(copied(task), seed=seed))
         checked_messages(opening.messages, "messages")
         if opening.tools is not self._tools:
-            _check_tools(opening.tools)
+            checked_tools(opening.tools)
             self._tools = opening.tools
-        _check_json(opening.info, "info")
+        checked_info(opening.info)
         return opening
 
     async def _turn(self, message: AssistantMessage) -> Turn:
-        turn = _read(Turn, await self._instance.step(message))
-        checked_messages(turn.messages, "messages")
-        for name in ("done", "final"):
-            if not isinstance(getattr(turn, name), bool):
-                raise BrokenContract(f"{name} must be true or false, not {shown(getattr(turn, name))}")
-        _check_json(turn.info, "info")
-        reward = None if turn.reward is None else checked_number(turn.reward, "reward")
-        rewards = checked_numbers(turn.rewards, "rewards") if turn.rewards else {}
-        metrics = checked_numbers(turn.metrics, "metrics") if turn.metrics else {}
-        return Turn(turn.messages, turn.done, reward, rewards, metrics, turn.info, turn.final)
+        return checked_turn(_read(Turn, await self._instance.step(message)))
 
     async def _guarded(self, method: str, work: Awaitable[T]) -> T:
         try:
@@ -140,23 +131,3 @@ def _read(kind: type[Said], found: Any) -> Said:
     if kind is Opening and "messages" not in found:
         raise BrokenContract("an Opening needs messages")
     return kind(**found)
-
-
-def _check_tools(tools: Any) -> None:
-    if isinstance(tools, (str, bytes, Mapping)) or not isinstance(tools, (list, tuple)):
-        raise BrokenContract(f"tools must be a list of JSON schemas, not {shown(tools)}")
-    for number, tool in enumerate(tools):
-        function = tool.get("function") if isinstance(tool, Mapping) else None
-        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
-            raise BrokenContract(
-                f'tools[{number}] must be {{"type": "function", "function": {{"name": ..., ...}}}}, not {shown(tool)}'
-            )
-        if problem := json_problem(tool):
-            raise BrokenContract(f"tools[{number}]: {problem}")
-
-
-def _check_json(info: Any, what: str) -> None:
-    if not isinstance(info, Mapping):
-        raise BrokenContract(f"{what} must be a map, not {shown(info)}")
-    if info and (problem := json_problem(info)):
-        raise BrokenContract(f"{what}: {problem}")

@@ -17,7 +17,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Literal, Union
 
-from realhf.api.environment import ChatMessage, finite_number
+from realhf.api.environment import ChatMessage, Turn, finite_number
 from realhf.base.text import close_to
 
 WHOLE_NUMBER = re.compile(r"[+-]?[0-9]{1,18}")
@@ -312,3 +312,41 @@ def checked_rewards(found: Any, what: str) -> tuple[float, dict[str, float]]:
     components = checked_numbers(found, what)
     reward = components.pop("reward", None)
     return (checked_number(sum(components.values()), what) if reward is None else reward), components
+
+
+def checked_tools(found: Any) -> Sequence[Mapping[str, Any]]:
+    """Return the schemas of tools, which are JSON with a name each. Raises BrokenContract."""
+    if isinstance(found, (str, bytes, Mapping)) or not isinstance(found, Sequence):
+        raise BrokenContract(f"tools must be a list of JSON schemas, not {shown(found)}")
+    for number, tool in enumerate(found):
+        function = tool.get("function") if isinstance(tool, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
+            raise BrokenContract(
+                f'tools[{number}] must be {{"type": "function", "function": {{"name": ..., ...}}}}, not {shown(tool)}'
+            )
+        if problem := json_problem(tool):
+            raise BrokenContract(f"tools[{number}]: {problem}")
+    return found
+
+
+def checked_info(found: Any) -> Mapping[str, Any]:
+    """Return an info, which is a map of JSON. Raises BrokenContract."""
+    if not isinstance(found, Mapping):
+        raise BrokenContract(f"info must be a map, not {shown(found)}")
+    if found and (problem := json_problem(found)):
+        raise BrokenContract(f"info: {problem}")
+    return found
+
+
+def checked_turn(turn: Turn) -> Turn:
+    """Return a turn whose messages, numbers and info are what they must be, its numbers as floats. Raises
+    BrokenContract."""
+    checked_messages(turn.messages, "messages")
+    for name in ("done", "final"):
+        if not isinstance(getattr(turn, name), bool):
+            raise BrokenContract(f"{name} must be true or false, not {shown(getattr(turn, name))}")
+    checked_info(turn.info)
+    reward = None if turn.reward is None else checked_number(turn.reward, "reward")
+    rewards = checked_numbers(turn.rewards, "rewards") if turn.rewards else {}
+    metrics = checked_numbers(turn.metrics, "metrics") if turn.metrics else {}
+    return Turn(turn.messages, turn.done, reward, rewards, metrics, turn.info, turn.final)

@@ -10,11 +10,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from realhf.env.check import leaks, supervisor
-from realhf.env.check.command import Screen, check
-from realhf.env.check.report import SKIPPED, STAGE, Order, Report
+from realhf.env.check.command import Report, check
+from realhf.env.check.report import NOW, SKIPPED, Order
 from tests.process_family import family
 
 pytestmark = pytest.mark.slow
@@ -131,7 +130,7 @@ def waits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 def checked(reference: str, **changed: object) -> Report:
     order = Order(reference, **{"instances": 40, "most_tasks": 3, **changed})  # type: ignore[arg-type]
     report = Report(reference)
-    check(order, report, Screen(Console(quiet=True)), limit_s=240)
+    check(order, report, limit_s=240)
     return report
 
 
@@ -188,20 +187,20 @@ def test_what_may_be_meant_is_noted(tmp_path: Path) -> None:
 @pytest.mark.nightly
 def test_the_limit_of_the_whole_check_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """A check that would take longer is ended, and says in which check it was."""
-    report = Report("sound")
     order = Order(f"{HERE / 'sound.py'}:Sound", instances=100_000)
     passed = [0.0]
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + passed[0], sleep=time.sleep)
     monkeypatch.setattr(supervisor, "time", clock)
 
-    class Waiting(Screen):
+    class Waiting(Report):
         """Lets the limit pass as soon as the instances are checked."""
 
         def hear(self, event: Sequence[Any]) -> None:
             super().hear(event)
-            if event[:2] == [STAGE, "instances"]:
+            if event[:3] == [NOW, "instances", "instances"]:
                 passed[0] = 60.0
 
-    check(order, report, Waiting(Console(quiet=True)), limit_s=60)
+    report = Waiting("sound")
+    check(order, report, limit_s=60)
     assert "limit: the check was not finished by its limit, in instances" in report.findings[-1].line()
     assert leaks._ROUNDS > 1

@@ -3,76 +3,60 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from realhf.env.__main__ import main
-from realhf.env.check.judge import Judge
-from realhf.env.check.report import ABOUT, FINDING, VERDICT, Order, Reporter
+from realhf.env.check.checker import Checker
+from realhf.env.check.command import Report
+from realhf.env.check.report import Order
 
 BUYABLE = Path(__file__).parent / "buyable.py"
 SHIPPED = ("files", "sql")
 
 
-class Events(Reporter):
-    """Keeps what would be told to a parent process."""
+class Mutated(Report):
+    """What a check with mutants found in this process."""
 
-    def __init__(self) -> None:
-        super().__init__(os.open(os.devnull, os.O_WRONLY))
-        self.told: list[tuple[Any, ...]] = []
-
-    def tell(self, kind: str, *values: Any) -> None:
-        self.told.append((kind, *values))
-
-    def of(self, kind: str) -> list[list[Any]]:
-        return [values for each, *values in self.told if each == kind]
+    def __init__(self, reference: str, most: int = 120, seed: int = 0) -> None:
+        super().__init__(reference)
+        Checker(Order(reference, mutants=most, seed=seed), lambda *event: self.hear(event)).run()
+        self.outcome = self.about.get("mutants", {})
+        self.outcomes = [outcome for _, outcome, _ in self.verdicts[1:]]
 
     @property
     def lines(self) -> list[str]:
         """What was found: whether it is a fault, and the sentence."""
-        return [f"{'fault' if found['is_fault'] else 'note'} {found['what']}" for _, found in self.of(FINDING)]
-
-    @property
-    def outcome(self) -> dict[str, Any]:
-        return next(found["mutants"] for (found,) in self.of(ABOUT) if "mutants" in found)
-
-
-def mutated(reference: str, most: int = 120, seed: int = 0) -> Events:
-    """Play mutants of an environment in this process."""
-    events = Events()
-    Judge(Order(reference, mutants=most, seed=seed), events).run()
-    return events
+        return [f"{'fault' if found.is_fault else 'note'} {found.what}" for found in self.findings]
 
 
 def test_what_leaves_another_state_and_is_paid_is_a_fault_with_its_actions() -> None:
     """Moving the other box, too, is paid in full; each such mutant is a line of its own, by task."""
-    found = mutated(f"{BUYABLE}:Bought")
+    found = Mutated(f"{BUYABLE}:Bought")
     assert found.outcome["described"] and {*found.outcome["tasks"]} == {"tea-train", "salt-train"}
     listed = {(each["task"], *each["actions"]) for each in found.outcome["listed"]}
     assert ("tea-train", "move(box='salt', place='left')", "move(box='tea', place='left')") in listed
     assert all(line.startswith("fault 1 is paid though another state is left (") for line in found.lines)
     assert len(found.lines) == len(listed) == sum(each["unequal"] for each in found.outcome["tasks"].values())
-    assert {outcome for _, outcome, _ in found.of(VERDICT)[1:]} == {"fault"}
+    assert {*found.outcomes} == {"fault"}
 
 
 def test_a_reward_for_the_whole_state_is_bought_by_nothing() -> None:
     """Though mutants that come to the same are paid: a call that is refused before, the same call again."""
-    found = mutated(f"{BUYABLE}:Paid")
+    found = Mutated(f"{BUYABLE}:Paid")
     assert not found.lines and not found.outcome["listed"]
     assert all(each["mutants"] > 10 and each["paid"] > 0 for each in found.outcome["tasks"].values())
-    assert [outcome for _, outcome, _ in found.of(VERDICT)[1:]] == ["ok", "ok"]
+    assert found.outcomes == ["ok", "ok"]
 
 
 def test_without_a_described_state_everything_paid_is_listed_for_reading() -> None:
     """These are notes and no faults, alike ones in a line; the last one says how a state is described."""
-    found = mutated(f"{BUYABLE}:Undescribed")
+    found = Mutated(f"{BUYABLE}:Undescribed")
     assert not found.outcome["described"] and len(found.outcome["listed"]) > len(found.lines) > 3
     assert all(line.startswith("note ") for line in found.lines)
     assert found.lines[-1].startswith("note it does not describe the state that an episode leaves")
-    assert {outcome for _, outcome, _ in found.of(VERDICT)[1:]} == {"read"}
+    assert {*found.outcomes} == {"read"}
 
 
 @pytest.mark.parametrize(
@@ -84,19 +68,19 @@ def test_without_a_described_state_everything_paid_is_listed_for_reading() -> No
     ],
 )
 def test_what_keeps_mutants_from_being_played_is_one_fault(name: str, says: str) -> None:
-    found = mutated(f"{BUYABLE}:{name}", most=60)
+    found = Mutated(f"{BUYABLE}:{name}", most=60)
     assert {line[: len(says)] for line in found.lines} == {says}
 
 
 def test_a_seed_draws_the_same_mutants_and_another_one_others() -> None:
-    one, again, other = (mutated(f"{BUYABLE}:Bought", 80, seed).outcome["listed"] for seed in (0, 0, 1))
+    one, again, other = (Mutated(f"{BUYABLE}:Bought", 80, seed).outcome["listed"] for seed in (0, 0, 1))
     assert one == again != other
 
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_what_ships_cannot_be_bought(name: str) -> None:
     """A sample of a few mutants of every template; the whole is a command on the page of the environments."""
-    found = mutated(name, most=110)
+    found = Mutated(name, most=110)
     assert found.outcome["described"] and not found.lines
     assert sum(each["mutants"] for each in found.outcome["tasks"].values()) > 60
 

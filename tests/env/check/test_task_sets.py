@@ -11,8 +11,8 @@ import pytest
 
 from realhf.api.environment import EnvironmentSpec, Task
 from realhf.env.check.calls import UserCode
-from realhf.env.check.contract import TaskSetJudge, choose, spread
 from realhf.env.check.report import Finding
+from realhf.env.check.task_sets import TaskSetJudge, spread
 
 COUNT = itertools.count()
 
@@ -54,11 +54,9 @@ def test_a_sound_set_has_no_findings_and_every_group_is_played() -> None:
     judge, found = judged(lambda tasks: None)
     assert found == []
     assert judge.remark() == "train: 4 templates in 2 groups, heldout: 4 templates in 2 groups"
-    chosen = choose(judge.instances, judge.sets, 4)
-    assert {(each.split, each.task.group) for each in chosen} == {
-        (split, group) for split in ("train", "heldout") for group in ("easy", "hard")
-    }
-    assert chosen == choose(judge.instances, judge.sets, 4)
+    chosen = judge.chosen(4)
+    assert {(task.seed % 2, task.group) for task in chosen} == {(0, "easy"), (0, "hard"), (1, "easy"), (1, "hard")}
+    assert chosen == judge.chosen(4)
 
 
 def moved(tasks: Tasks) -> None:
@@ -81,7 +79,7 @@ def raises(task: Task) -> Task:
         (made(lambda task: replace(task, id="")), "instantiate('a', 0) returns a task whose id is ''"),
         (
             made(lambda task: replace(task, payload={"when": {1, 2}})),
-            "instantiate('a', 0) returns a task whose payload is no JSON: payload['when'] is of the type set",
+            "instantiate('a', 0) returns a task whose payload is no JSON: set is not JSON",
         ),
         (
             spoiled(made=lambda task: replace(task, seed=1.5)),
@@ -105,7 +103,7 @@ def test_one_id_with_several_seeds_is_kept_for_a_look_at_its_openings() -> None:
     """A finite set may ignore the seed, so this is no fault by itself."""
     judge, found = judged(made(lambda task: replace(task, id=task.id.partition("/")[0])))
     assert found == [] and len(judge.twins) == 4
-    assert all(one.task.id == other.task.id and one.task.seed != other.task.seed for one, other in judge.twins)
+    assert all(one.id == other.id and one.seed != other.seed for one, other in judge.twins)
 
 
 def test_a_spread_reaches_over_everything() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,20 +11,18 @@ import pytest
 
 from realhf.api.environment import Demonstration, EnvironmentSpec, Opening, Task, Turn
 from realhf.env.check.calls import Caller, UserCode
-from realhf.env.check.contract import Sampled
-from realhf.env.check.episodes import Arena, Case, first_difference
-from realhf.env.check.report import Finding
-from realhf.env.check.stages import (
+from realhf.env.check.checks import (
+    Run,
     check_demonstrations,
     check_determinism,
     check_end,
     check_openings,
-    check_twins,
     check_wrong_messages,
 )
+from realhf.env.check.episodes import Arena, first_difference
+from realhf.env.check.report import Finding, Order
 
 TASK = Task("t", "g", {"word": "xyzzy"}, seed=3)
-SAMPLED = Sampled("train", "t", TASK)
 
 
 class Game:
@@ -51,12 +49,14 @@ class Game:
             raise RuntimeError("no")
 
 
-def found(quirk: str, check: Callable[[Arena], Awaitable[Any]], **spec: Any) -> list[Finding]:
+def found(
+    quirk: str, check: Callable[[Run], Coroutine[Any, Any, str]], held: dict[str, Any], **spec: Any
+) -> list[Finding]:
     """What a check says of a game."""
     findings: list[Finding] = []
     about = EnvironmentSpec("game", lambda _: Game(quirk), lambda _: None, **spec)  # type: ignore[arg-type,return-value]
     caller = Caller(UserCode(), 5.0, lambda name, task: None)
-    asyncio.run(check(Arena(about, "", caller, UserCode(), findings.append)))  # type: ignore[arg-type]
+    asyncio.run(check(Run(Arena(about, caller, findings.append), Order("game", most_turns=20), **held)))
     return findings
 
 
@@ -73,7 +73,7 @@ def found(quirk: str, check: Callable[[Arena], Awaitable[Any]], **spec: Any) -> 
 )
 def test_a_demonstration_ends_as_it_is_labelled(turns: Sequence[str], succeeds: bool, quirk: str, says: str) -> None:
     script = Demonstration(TASK, tuple(turns), kind="sort", succeeds=succeeds)
-    lines = [finding.line() for finding in found(quirk, lambda arena: check_demonstrations(arena, [script]))]
+    lines = [finding.line() for finding in found(quirk, check_demonstrations, {"scripts": [script]})]
     assert len(lines) == bool(says)
     assert not says or lines[0].startswith(f"demonstrations: a demonstration of the kind 'sort' {says}")
 
@@ -89,43 +89,41 @@ def test_silence_that_solves_a_task_is_a_fault_unless_a_demonstration_is_silent_
         ([replace(silent, succeeds=False)], True),
         ([replace(silent, task=replace(TASK, id="another"))], True),
     ):
-        check = lambda arena, known=scripts: check_wrong_messages(arena, [SAMPLED._replace(task=task)], known)
-        assert {finding.is_fault for finding in found("ends by success", check)} == {is_fault}
+        held = {"scripts": scripts, "playable": [task]}
+        assert {each.is_fault for each in found("ends by success", check_wrong_messages, held)} == {is_fault}
 
 
 def test_one_id_may_not_open_two_episodes() -> None:
-    twins = [(SAMPLED, replace_seed(9))]
-    [finding] = found("opens by seed", lambda arena: check_twins(arena, twins))
+    held = {"tasks": [TASK], "twins": [(TASK, replace(TASK, seed=9))]}
+    [finding] = found("opens by seed", check_openings, held)
     assert finding.what == "one id names two episodes: seeds 3 and 9 open otherwise" and " in reset" in finding.where
-    assert found("", lambda arena: check_twins(arena, twins)) == []
-
-
-def replace_seed(seed: int) -> Sampled:
-    return SAMPLED._replace(task=replace(TASK, seed=seed))
+    assert found("", check_openings, held | {"playable": []}) == []
 
 
 def test_an_episode_that_ends_by_success_alone_is_a_note_where_there_are_scripts() -> None:
     for demonstrated in (True, False):
-        check = lambda arena, known=demonstrated: check_end(arena, SAMPLED, 20, known)
-        [finding] = found("ends by success", check, system_prompt="x")
+        held = {"playable": [TASK], "scripts": [Demonstration(TASK, ("xyzzy",))] if demonstrated else []}
+        [finding] = found("ends by success", check_end, held, system_prompt="x")
         assert finding.is_fault is not demonstrated
         assert finding.what.startswith("no episode ended within 20 turns")
 
 
 def test_a_close_that_raises_is_a_fault_and_ends_nothing() -> None:
-    [finding] = found("cannot close", lambda arena: check_openings(arena, [SAMPLED]))[:1]
+    [finding] = found("cannot close", check_openings, {"tasks": [TASK]})[:1]
     assert finding.line().startswith("close: close raised RuntimeError: no, at ")
 
 
 def test_what_is_declared_not_to_be_deterministic_is_played_once() -> None:
-    transcripts: list[Any] = []
+    turns: list[int] = []
 
-    async def check(arena: Arena) -> None:
-        transcripts.append((await check_determinism(arena, [Case(SAMPLED)]), arena.turns))
+    async def check(run: Run) -> str:
+        await check_determinism(run)
+        turns.append(run.arena.turns)
+        return ""
 
-    assert found("", check, deterministic=False) == []
-    assert found("", check) == []
-    assert [turns for _, turns in transcripts] == [3, 10]
+    assert found("", check, {"playable": [TASK]}, deterministic=False) == []
+    assert found("", check, {"playable": [TASK]}) == []
+    assert turns == [3, 10]
 
 
 def test_the_first_difference_of_two_transcripts_is_named() -> None:

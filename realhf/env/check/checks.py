@@ -1,0 +1,237 @@
+"""The checks that play episodes, in their order. Each takes what a ``Run`` holds and returns a remark for people; it
+raises CallFailed when nothing more can be played."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from realhf.api.environment import Demonstration, Task, Turn
+from realhf.env.check.calls import CallFailed
+from realhf.env.check.contract import ends, plain, solved
+from realhf.env.check.episodes import Arena, Case, first_difference
+from realhf.env.check.leaks import check_crowd
+from realhf.env.check.report import Finding, Order, counted, quoted
+from realhf.env.check.scripts import Said, talking, trying, wrong_messages
+from realhf.env.loader.threads import MOST_THREADS
+
+_WRONG_TASKS = 2
+_SHOWN = 120
+_KEPT_CHARS = 4000
+_SCRIPTED_CASES = 4
+
+
+@dataclass
+class Run:
+    """What the checks share: the ``tasks`` to play, ``twins`` (tasks of one id and two seeds) and ``scripts``; the
+    tasks that opened, the transcripts of those played alone, and the processor time of a turn."""
+
+    arena: Arena
+    order: Order
+    tasks: Sequence[Task] = ()
+    twins: Sequence[tuple[Task, Task]] = ()
+    scripts: Sequence[Demonstration] = ()
+    playable: list[Task] = field(default_factory=list)
+    transcripts: dict[str, list[Any]] = field(default_factory=dict)
+    comparable: bool = True
+    """Whether the transcripts are the same whenever they are played."""
+    busy_s: float = 0.0
+
+    def cases(self) -> list[Case]:
+        """Return what is played: all tasks that opened, and a few of the scripts."""
+        scripted = self.scripts[:: max(1, len(self.scripts) // _SCRIPTED_CASES)][:_SCRIPTED_CASES]
+        return [*map(Case, self.playable), *(Case(script.task, script.turns) for script in scripted)]
+
+
+async def check_openings(run: Run) -> str:
+    """Reset every task, and close an instance that never played."""
+    arena = run.arena
+    await arena.close(arena.make())
+    for task in run.tasks:
+        if arena.is_over(bool(run.playable)):
+            break
+        async with arena.instance(task.id) as environment:
+            await arena.reset(environment, task)
+            run.playable.append(task)
+    for twins in run.twins if run.playable else ():
+        if await _opens_otherwise(arena, *twins):
+            break
+    return f"{counted(len(run.playable), 'task')}, {counted(len(arena.tools), 'tool') if arena.tools else 'plain text'}"
+
+
+async def _opens_otherwise(arena: Arena, one: Task, other: Task) -> bool:
+    """Open tasks that have one id and two seeds: the seed may not make another episode of them."""
+    openings = []
+    for task in (one, other):
+        async with arena.instance(task.id) as environment:
+            openings.append(plain(await arena.reset(environment, task)))
+    if len(openings) < 2 or openings[0] == openings[1]:
+        return False
+    what = f"one id names two episodes: seeds {one.seed} and {other.seed} open otherwise"
+    place = arena.place(None, "reset")
+    arena.add(Finding("tasks", what, "Make the seed part of the id", place, one.id, kind="one id"))
+    return True
+
+
+async def check_determinism(run: Run) -> str:
+    """Play every case alone, again on another instance, and again on one that has played before and left off."""
+    arena, cases = run.arena, run.cases()
+    turns, busy_s = arena.turns, time.process_time()
+    for case, other in zip(cases, [*cases[1:], *cases[:1]], strict=True):
+        if arena.is_over(bool(run.transcripts)):
+            break
+        try:
+            found = run.transcripts[case.key] = await arena.play(case)
+            if not arena.spec.deterministic:
+                continue
+            again = await arena.play(case)
+            used = await arena.play(case, left=other, turns=1)
+        except CallFailed as error:
+            arena.forgive(error)
+            continue
+        if differs := first_difference(found, again):
+            what = f"the same task, seed and messages give other turns: {differs}"
+            mend = "Draw from random.Random(seed) alone; or declare deterministic=False"
+        elif differs := first_difference(found, used):
+            what = f"an instance that has played before answers otherwise: {differs}"
+            mend = "Set everything that an episode changes in reset"
+        else:
+            continue
+        run.comparable = False
+        kind, place = what.partition(":")[0], arena.place(None, "reset")
+        arena.add(Finding("determinism", what, mend, place, case.task.id, kind=kind))
+    run.busy_s = (time.process_time() - busy_s) / max(1, arena.turns - turns)
+    if not arena.spec.deterministic:
+        return "declared not to be deterministic"
+    return f"{counted(len(run.transcripts), 'episode')}, played three times"
+
+
+async def check_instances(run: Run) -> str:
+    """Play many instances at once, but no more than get their answers in time: turns that compute come one after
+    another, and a door makes a limited number of blocking calls at once."""
+    arena, most = run.arena, run.order.instances
+    half_s = run.order.timeout_s / 2
+    waiting = MOST_THREADS * half_s / max(arena.slowest_s, 1e-6)
+    bearable = max(2, int(min(half_s / max(run.busy_s, 1e-6), waiting)))
+    count = min(most, arena.spec.concurrency or most, bearable)
+    alone = run.transcripts if arena.spec.deterministic and run.comparable else {}
+    turns = await check_crowd(arena, run.cases(), alone, count)
+    return f"{count} at once, {turns:,.0f} turns per second"
+
+
+async def check_wrong_messages(run: Run) -> str:
+    """Send everything that a policy can get wrong. An episode goes on until it is over or failed. Where a script solves
+    a task by saying nothing, that is right there."""
+    arena, before = run.arena, run.arena.turns
+    quiet = [script.task for script in run.scripts if script.succeeds and not "".join(script.turns).strip()]
+    for task in run.playable[:_WRONG_TASKS]:
+        meant = any(task.id == other.id or task.payload == other.payload for other in quiet)
+        waiting = wrong_messages([*arena.tools.values()])
+        while waiting and not arena.is_over():
+            async with arena.instance(task.id) as environment:
+                is_open = False
+                while waiting and not arena.is_late():
+                    said = waiting.pop(0)
+                    if not is_open:
+                        await arena.reset(environment, task)
+                    turn = await arena.step(environment, task, said.message, said.name)
+                    _judge_payment(arena, arena.place(environment, "step"), task, said, turn, meant=meant)
+                    is_open = not ends(turn)
+    return counted(arena.turns - before, "message")
+
+
+def _judge_payment(arena: Arena, place: str, task: Task, said: Said, turn: Turn, *, meant: bool) -> None:
+    """Nothing that says nothing may be paid, unless that is ``meant``."""
+    name, message = said
+    if message.tool_calls or (message.content.strip() and message.content.isprintable()):
+        return
+    if solved(turn):
+        mend = "Look at what the grader takes for a solution; where nothing is to be done, let a demonstration say so"
+        what = f"the task is solved by {name}"
+        arena.add(Finding("rewards", what, mend, place, task.id, is_fault=not meant, kind="solved"))
+    elif turn.reward is not None and turn.reward > 0:
+        mend = "A policy finds such rewards first; pay for what the task asks"
+        what = f"{turn.reward:g} is earned by {name}"
+        arena.add(Finding("rewards", what, mend, place, task.id, is_fault=False, kind="earned"))
+
+
+async def check_end(run: Run) -> str:
+    """Let a policy talk, and another one try its tools: one of the two episodes must end. Where there are scripts that
+    end, it is enough to say that nothing else does."""
+    arena, task, most = run.arena, run.playable[0], run.order.most_turns
+    ways = [talking(most)]
+    if arena.tools:
+        ways.append(trying([*arena.tools.values()], 0, most))
+    async with arena.instance(task.id) as environment:
+        for script in ways:
+            await arena.reset(environment, task)
+            for turns, message in enumerate(script, 1):
+                if ends(await arena.step(environment, task, message)):
+                    return f"after {counted(turns, 'turn')}"
+                if arena.is_late():
+                    return ""
+        what = f"no episode ended within {most} turns"
+        mend = "End an episode after a number of turns (done=True), whatever the policy says"
+        if run.scripts:
+            what, mend = f"{what}, unless it was solved", f"{mend}, or rely on rollout.max_turns"
+        place = arena.place(environment, "step")
+        arena.add(Finding("end", what, mend, place, task.id, is_fault=not run.scripts))
+    return ""
+
+
+async def check_demonstrations(run: Run) -> str:
+    """Play scripts: each must end with its last turn, in success or without as it is labelled."""
+    for script in run.scripts:
+        if run.arena.is_over():
+            break
+        episode = await run.arena.follow(script.task, script.turns)
+        if episode is None:
+            continue
+        if episode.ended and len(episode.said) < len(script.turns):
+            fate = f"is over after turn {len(episode.said)} of {len(script.turns)}"
+        elif episode.solved != script.succeeds:
+            fate = "does not succeed" if script.succeeds else "succeeds, though succeeds=False"
+        elif script.succeeds and not episode.ended:
+            fate = "does not end the episode"
+        elif episode.solved and episode.paid <= 0:
+            fate = f"succeeds and earns {episode.paid:g}"
+        else:
+            continue
+        answer = quoted(episode.answer, _SHOWN)
+        what = f"a demonstration of the kind {script.kind!r} {fate}: the last answer is {answer!r}"
+        mend = "Play what the solver writes with `play`, and mend the solver or the grading"
+        place = run.arena.code.of_code(getattr(run.arena.spec.demonstrate, "__code__", None))
+        run.arena.add(Finding("demonstrations", what, mend, place, script.task.id, kind=fate))
+    return counted(len(run.scripts), "script") if run.scripts else "no scripted solver"
+
+
+CHECKS: Mapping[str, Callable[[Run], Awaitable[str]]] = {
+    "openings": check_openings,
+    "determinism": check_determinism,
+    "instances": check_instances,
+    "wrong messages": check_wrong_messages,
+    "end": check_end,
+    "demonstrations": check_demonstrations,
+}
+
+
+async def play_again(run: Run) -> dict[str, list[Any]]:
+    """Play what the determinism check of another process has played, as far as it is there. Returns the
+    transcripts."""
+    await check_openings(run)
+    return {case.key: await run.arena.play(case) for case in run.cases() if case.key in run.order.again}
+
+
+def fingerprints(transcripts: Mapping[str, Sequence[Any]]) -> dict[str, list[tuple[str, str]]]:
+    """Return for every case a digest and the beginning of the text of its opening and of every turn, to compare with
+    those of another process."""
+    return {key: [_fingerprint(turn) for turn in turns] for key, turns in transcripts.items()}
+
+
+def _fingerprint(turn: Any) -> tuple[str, str]:
+    text = json.dumps(turn, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest(), text[:_KEPT_CHARS]

@@ -1,0 +1,151 @@
+"""Judges the task sets of an environment, and chooses the tasks that a check plays."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from realhf.api.environment import HELD_OUT, SPLITS, TRAIN, EnvironmentSpec, Task, TaskSet
+from realhf.env.check.calls import UserCode, described
+from realhf.env.check.report import Finding, counted, quoted
+from realhf.env.loader.validation import json_problem
+
+_MOST_TEMPLATES = 2000
+_SEEDS = (0, 1, 2, 12_345, 2**31 - 1)
+_MANY, _FEW_SEEDS = 200, 2
+"""From this number of templates on, fewer seeds are tried of each."""
+_MOST_TWINS = 4
+
+
+class TaskSetJudge:
+    """Judges the task sets of ``spec``; ``add`` takes what is wrong."""
+
+    def __init__(self, spec: EnvironmentSpec, code: UserCode, add: Callable[[Finding], None]) -> None:
+        self._spec = spec
+        self._code = code
+        self._add = add
+        self.groups: dict[str, Counter[str]] = {}
+        """For each split its groups, each with its number of templates."""
+        self.twins: list[tuple[Task, Task]] = []
+        """Tasks of one id and payload and two seeds: they must be the same episode."""
+        self._by_group: dict[tuple[str, str], list[Task]] = {}
+
+    def judge(self) -> None:
+        """Look at both splits and at the two together."""
+        seen: dict[str, dict[str, Task]] = {}
+        for split in SPLITS:
+            try:
+                tasks = self._spec.tasks(split)
+                self.groups[split] = Counter(tasks.group_of.values())
+                self._judge_groups(split, tasks)
+                found = [*self._instances(split, tasks)]
+            except (Exception, SystemExit) as error:
+                self.groups.pop(split, None)
+                what = str(error) if isinstance(error, ValueError) else described(error)
+                what = f"the split {split!r} cannot be made: {quoted(what)}"
+                mend = "tasks(split) and instantiate(template, seed) return for every split, template and seed"
+                place, kind = self._code.of_exception(error), type(error).__name__
+                self._add(Finding("tasks", what, mend, place, kind=kind))
+                continue
+            seen[split] = {instance_key(task): task for _, task in found}
+            for template, task in found:
+                self._by_group.setdefault((split, tasks.group_of[template]), []).append(task)
+        for key, task in seen.get(HELD_OUT, {}).items():
+            if twin := seen.get(TRAIN, {}).get(key):
+                self._fault(
+                    f"the splits share an instance: train {twin.id!r} and held-out {task.id!r}",
+                    "Hold out rows or seeds that training never draws, else evaluation measures memory",
+                    task.id,
+                )
+                return
+
+    def remark(self) -> str:
+        """Return one line about the sizes of the splits."""
+        return ", ".join(
+            f"{split}: {counted(of.total(), 'template')} in {counted(len(of), 'group')}"
+            for split, of in self.groups.items()
+        )
+
+    def chosen(self, most: int) -> list[Task]:
+        """Return the tasks that are played: one of every group of both splits in turns, up to ``most``."""
+        rng = random.Random(0)
+        by_group = [[*found] for found in self._by_group.values()]
+        for found in by_group:
+            rng.shuffle(found)
+        chosen: dict[str, Task] = {}
+        while len(chosen) < most and any(by_group):
+            for found in by_group:
+                if found and len(chosen) < most:
+                    task = found.pop()
+                    chosen.setdefault(task.id, task)
+        return [*chosen.values()]
+
+    def _fault(self, what: str, mend: str, task: str = "") -> None:
+        self._add(Finding("tasks", what, mend, task=task))
+
+    def _judge_groups(self, split: str, tasks: TaskSet) -> None:
+        group_of, groups = dict(tasks.group_of), [*tasks.groups]
+        mend = "group_of maps every template to one of groups, and groups are listed once each, the easiest first"
+        if not group_of:
+            self._fault(f"the split {split!r} has no task", "Give it at least one; a fifth of all is usual")
+            return
+        if not_text := [key for pair in group_of.items() for key in pair if not isinstance(key, str)]:
+            self._fault(f"split {split!r}: group_of holds {quoted(repr(not_text[0]), 60)}, which is no text", mend)
+        if len({*groups}) < len(groups):
+            self._fault(f"split {split!r}: a group is listed twice in groups", mend)
+        if unknown := [group for group in group_of.values() if group not in groups]:
+            self._fault(f"split {split!r}: the group {unknown[0]!r} of a template is not in groups", mend)
+        if empty := [group for group in groups if group not in {*group_of.values()}]:
+            self._fault(f"split {split!r}: the group {empty[0]!r} has no template", mend)
+        if [*self._spec.tasks(split).group_of.items()] != [*group_of.items()]:
+            self._fault(f"split {split!r}: a second call of tasks lists other templates or another order", mend)
+
+    def _instances(self, split: str, tasks: TaskSet) -> Iterator[tuple[str, Task]]:
+        """Yield a few instances of every template, with its name, up to the first that is wrong."""
+        templates = spread([*tasks.group_of], _MOST_TEMPLATES)
+        seeds = _SEEDS if len(templates) < _MANY else _SEEDS[:_FEW_SEEDS]
+        owner: dict[str, tuple[str, Task]] = {}
+        for template, seed in ((template, seed) for template in templates for seed in seeds):
+            task, again = tasks.instantiate(template, seed), tasks.instantiate(template, seed)
+            if wrong := _task_problem(task):
+                what = f"instantiate({template!r}, {seed}) returns a task whose {wrong}"
+                self._fault(what, "See Task in realhf/api/environment.py")
+                return
+            if task != again:
+                what = f"instantiate({template!r}, {seed}) returns another task the second time"
+                mend = "Draw from random.Random(seed) alone, not from the clock or a generator that is shared"
+                self._fault(what, mend, task.id)
+                return
+            other, twin = owner.setdefault(task.id, (template, task))
+            if other != template or twin.payload != task.payload:
+                what = f"an id names two tasks: that of {other!r} and that of {template!r}"
+                self._fault(what, "Make the template and whatever else tells instances apart part of the id", task.id)
+                return
+            if twin.seed != task.seed and len(self.twins) < _MOST_TWINS:
+                self.twins.append((twin, task))
+            yield template, task
+
+
+def instance_key(task: Task) -> str:
+    """Return a text that two tasks share when the same episode is played for both."""
+    return json.dumps([task.payload, task.seed], sort_keys=True, default=repr)
+
+
+def _task_problem(task: object) -> str:
+    if not isinstance(task, Task):
+        return f"type is {type(task).__name__} and not Task"
+    if not isinstance(task.id, str) or not task.id:
+        return f"id is {quoted(repr(task.id), 60)}"
+    if not isinstance(task.seed, int) or isinstance(task.seed, bool):
+        return f"seed is of the type {type(task.seed).__name__}"
+    if not isinstance(task.payload, Mapping):
+        return f"payload is of the type {type(task.payload).__name__} and not a map"
+    problem = json_problem(task.payload)
+    return problem and f"payload is no JSON: {problem}"
+
+
+def spread(items: Sequence[str], most: int) -> list[str]:
+    """Return at most ``most`` items, evenly spread over all."""
+    return [*items[:: max(1, -(-len(items) // most))]]
