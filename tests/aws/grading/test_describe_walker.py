@@ -6,10 +6,11 @@ import pytest
 
 from realhf.aws.cli.state_client import StateCallError
 from realhf.aws.episode.episode import Episode
-from realhf.aws.grading.describe_walker import disagreements, told, walk
+from realhf.aws.grading.describe_walker import walk
 from realhf.aws.simulator.pool import Slot
 from realhf.aws.tasks import instantiate
 from tests.aws.validation.command_line import renumbered
+from tests.aws.validation.describe_answers import disagreements, told
 from tests.aws.validation.mutant_player import perform
 
 NOTHING: frozenset[Any] = frozenset()

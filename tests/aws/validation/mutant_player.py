@@ -17,13 +17,14 @@ from typing import Any
 
 from realhf.aws.episode.episode import Episode
 from realhf.aws.episode.world import make_targets
-from realhf.aws.grading.describe_walker import Said, disagreements, walk
-from realhf.aws.grading.describe_walker import told as told_by
+from realhf.aws.grading.describe_walker import walk
 from realhf.aws.grading.differences import Target, compare
 from realhf.aws.grading.grader import freedom_of
 from realhf.aws.grading.snapshot import Snapshot, take_snapshot
 from realhf.aws.tasks.captures import CaptureError, resolve
 from realhf.aws.tasks.task import Task
+from tests.aws.validation.describe_answers import Said, disagreements
+from tests.aws.validation.describe_answers import told as told_by
 from tests.aws.validation.mutants import Mutant
 
 MAX_STEPS = 64
