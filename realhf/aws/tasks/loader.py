@@ -362,7 +362,7 @@ def _template(tier: str, entry: Mapping[str, Any], file: str) -> Template:
         any_of=tuple(tuple(commands) for commands in entry.get("any_of", ())),
         free=tuple(entry.get("free", ())),
         may_change=tuple(entry.get("may_change", ())),
-        mistakes=tuple(entry["mistakes"]),
+        mistakes=tuple(entry.get("mistakes", ())),
         split=entry.get("split", "train"),
         tags=frozenset(entry.get("tags", ())),
         desired_state_spec=entry.get("desired_state_spec", ""),
