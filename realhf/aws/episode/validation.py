@@ -81,7 +81,7 @@ def template_problems(template: Template) -> list[Fault]:
         task = instantiate(template.task_id, 0)
         operations = frozenset() if is_graded_by_end_state(task) else criteria_of(task).operations
     except (TaskError, KeyError, TypeError) as error:
-        return [Fault(f"{type(error).__name__}: {error}", "success_criteria" if template.success else "")]
+        return [Fault(f"{type(error).__name__}: {error}", "success_criteria" if template.success_criteria else "")]
     try:
         freedom_of(task)
     except TaskError as error:

@@ -35,7 +35,7 @@ def catalog() -> list[dict[str, Any]]:
     set-up tells, ``held_out``. Names of templates are left out: they would reveal the answer."""
     found = []
     for template in load_templates():
-        blank = _RUN_TIME.sub(BLANK, fill(template.descriptions[0], dict.fromkeys(template.params, BLANK)))
+        blank = _RUN_TIME.sub(BLANK, fill(template.description[0], dict.fromkeys(template.params, BLANK)))
         found.append(
             {
                 "task_id": template.task_id,

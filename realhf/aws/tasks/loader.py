@@ -15,7 +15,7 @@ import random
 import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from importlib import resources
 from importlib.resources.abc import Traversable
@@ -24,7 +24,7 @@ from typing import Any
 
 import yaml
 
-from realhf.aws.tasks.task import ACCOUNT_ID, TIERS, Task, TaskError, choose_drifts, parse_setup, repairs
+from realhf.aws.tasks.task import ACCOUNT_ID, TIERS, Task, TaskError, choose_drifts, repairs
 
 HELDOUT_SHARE = 5
 """One pair in this many is held out."""
@@ -84,21 +84,11 @@ _SEED_SHARE = 10
 _FOLDERS = {"drift": "expert"}
 """Files and folders that are not named after their tier."""
 _PLACE = re.compile(r"(?<!\$)\{([a-z_]+)\}")
-_KEYS = frozenset(
-    {"task_id", "name", "description", "params", "setup_commands", "success_criteria", "solution"}
-    | {
-        "any_of",
-        "free",
-        "may_change",
-        "mistakes",
-        "split",
-        "tags",
-        "desired_state_spec",
-        "possible_drifts",
-        "assets",
-        "decoys",
-    }
+_FILLED = (
+    *("setup_commands", "success_criteria", "solution", "any_of", "free", "may_change", "desired_state_spec"),
+    *("possible_drifts", "assets", "decoys"),
 )
+"""Keys of a template that its instances have as well."""
 
 
 @dataclass(frozen=True)
@@ -112,29 +102,30 @@ class Mistake:
 
 @dataclass(frozen=True)
 class Template:
-    """Describes one task of the YAML files, places unfilled; ``mistakes`` are as written there. ``solution`` of a drift
-    task applies its whole desired state, without a look at what drifted. ``split`` "heldout": never served to training.
-    ``tags``: topics; "starter" marks what the built-in policy learns. ``file``: where it is written."""
+    """Describes one task of the YAML files as written there, places unfilled. ``description`` holds its phrasings,
+    ``solution`` of a drift task applies its whole desired state, without a look at what drifted. ``split`` "heldout":
+    never served to training. ``tags``: topics; "starter" marks what the built-in policy learns. ``file``: where it is
+    written."""
 
     task_id: int
     name: str
     tier: str
-    descriptions: tuple[str, ...]
+    file: str
+    description: Sequence[str]
     params: Mapping[str, Any]
-    setup: list[Any]
-    success: Mapping[str, Any]
-    solution: tuple[str, ...]
-    mistakes: tuple[Mapping[str, Any], ...]
+    solution: Sequence[str]
+    setup_commands: Sequence[Any] = ()
+    success_criteria: Mapping[str, Any] = field(default_factory=dict)
+    mistakes: Sequence[Mapping[str, Any]] = ()
     split: str = "train"
-    tags: frozenset[str] = frozenset()
+    tags: Sequence[str] = ()
     desired_state_spec: str = ""
-    possible_drifts: tuple[Any, ...] = ()
+    possible_drifts: Sequence[Any] = ()
     assets: Mapping[str, str] = field(default_factory=dict)
-    decoys: tuple[Any, ...] = ()
-    any_of: tuple[tuple[str, ...], ...] = ()
-    free: tuple[str, ...] = ()
-    may_change: tuple[str, ...] = ()
-    file: str = ""
+    decoys: Sequence[Any] = ()
+    any_of: Sequence[Sequence[str]] = ()
+    free: Sequence[str] = ()
+    may_change: Sequence[str] = ()
 
     @property
     def kind(self) -> str:
@@ -154,7 +145,7 @@ def load_templates(
     return [
         template
         for template in everything
-        if template.tier in wanted and template.split in splits and (not tagged or tagged & template.tags)
+        if template.tier in wanted and template.split in splits and (not tagged or tagged.intersection(template.tags))
     ]
 
 
@@ -183,12 +174,6 @@ def get_template(template_id: int) -> Template:
         return _all_templates()[template_id]
     except KeyError:
         raise TaskError(f"no task template has the id {template_id}") from None
-
-
-def load_tasks(split: str = "train") -> list[Task]:
-    """Return one instance of every template of a split, with names of the same split, ordered by id. Raises
-    TaskError."""
-    return [instantiate(template.task_id, 0, split) for template in load_templates(split=split)]
 
 
 class TrainingTasks:
@@ -222,26 +207,14 @@ def instantiate(template_id: int, seed: int, split: str = "train") -> Task:
     params = {
         key: draw_name(rng, split) if kind == "words" else rng.choice(kind) for key, kind in template.params.items()
     }
-    drifts = parse_setup(fill(list(template.possible_drifts), params), "possible_drifts")
-    drawn = repairs(choose_drifts(drifts, seed))
-    return Task(
-        task_id=template_id,
-        template=template.name,
-        tier=template.tier,
-        seed=seed,
-        description=fill(rng.choice(template.descriptions), params),
-        setup=parse_setup(fill(template.setup, params)),
-        success=fill(template.success, params),
-        solution=tuple(drawn or fill(list(template.solution), params)),
-        any_of=tuple(tuple(fill(list(commands), params)) for commands in template.any_of),
-        free=template.free,
-        may_change=tuple(fill(list(template.may_change), params)),
-        params=params,
-        desired_state_spec=fill(template.desired_state_spec, params),
-        possible_drifts=drifts,
-        assets=fill(template.assets, params),
-        decoys=parse_setup(fill(list(template.decoys), params), "decoys"),
+    filled = {key: fill(getattr(template, key), params) for key in _FILLED}
+    task = Task.from_json(
+        filled
+        | {"task_id": template_id, "template": template.name, "difficulty": template.tier, "seed": seed}
+        | {"description": fill(rng.choice(template.description), params), "params": params}
     )
+    drawn = repairs(choose_drifts(task.possible_drifts, seed))
+    return replace(task, solution=tuple(drawn)) if drawn else task
 
 
 def solve(task: Task) -> list[str]:
@@ -258,7 +231,7 @@ def with_drifts(task: Task, places: Iterable[int]) -> Task:
 
 def whole_state(task: Task) -> list[str]:
     """Return the commands that apply the whole desired state of a drift task; for other tasks the solution."""
-    return list(fill(list(get_template(task.task_id).solution), task.params))
+    return fill(get_template(task.task_id).solution, task.params)
 
 
 def mistakes(task: Task) -> list[Mistake]:
@@ -282,7 +255,7 @@ def fill(value: Any, params: Mapping[str, Any]) -> Any:
         return _PLACE.sub(lambda match: str(_lookup(match, params)), value)
     if isinstance(value, Mapping):
         return {fill(key, params): fill(item, params) for key, item in value.items()}
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return [fill(item, params) for item in value]
     return value
 
@@ -347,27 +320,7 @@ def _nodes(file: str) -> dict[int, yaml.MappingNode]:
 
 
 def _template(tier: str, entry: Mapping[str, Any], file: str) -> Template:
-    unknown = set(entry) - _KEYS
+    unknown = set(entry) - {field.name for field in fields(Template)} | set(entry) & {"tier", "file"}
     if unknown:
         raise TaskError(f"{file}: task {entry.get('task_id')} has the unknown key {sorted(unknown)[0]!r}")
-    return Template(
-        task_id=entry["task_id"],
-        name=entry["name"],
-        tier=tier,
-        descriptions=tuple(entry["description"]),
-        params=entry["params"],
-        setup=entry.get("setup_commands", []),
-        success=entry.get("success_criteria", {}),
-        solution=tuple(entry["solution"]),
-        any_of=tuple(tuple(commands) for commands in entry.get("any_of", ())),
-        free=tuple(entry.get("free", ())),
-        may_change=tuple(entry.get("may_change", ())),
-        mistakes=tuple(entry.get("mistakes", ())),
-        split=entry.get("split", "train"),
-        tags=frozenset(entry.get("tags", ())),
-        desired_state_spec=entry.get("desired_state_spec", ""),
-        possible_drifts=tuple(entry.get("possible_drifts", ())),
-        assets=entry.get("assets", {}),
-        decoys=tuple(entry.get("decoys", ())),
-        file=file,
-    )
+    return Template(tier=tier, file=file, **entry)

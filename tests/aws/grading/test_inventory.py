@@ -67,7 +67,7 @@ def test_lists_are_reads_of_known_services() -> None:
     used = {
         check["service"]
         for t in load_templates()
-        for check in t.setup
+        for check in t.setup_commands
         if isinstance(check, dict) and "service" in check
     }
     assert used - {"sts"} <= LISTINGS.keys(), "every service of the tasks can be listed"

@@ -50,7 +50,7 @@ def test_counts_ids_and_services() -> None:
 
 @pytest.mark.parametrize("template", STARTERS, ids=lambda template: template.name)
 def test_template_text(template) -> None:
-    assert 1 <= len(template.descriptions) <= 2
+    assert 1 <= len(template.description) <= 2
     for seed, split in itertools.product(range(6), SPLITS):
         task = instantiate(template.task_id, seed, split)
         assert 15 <= len(task.description.split()) <= 32
@@ -187,7 +187,7 @@ def test_acceptance_finds_a_task_that_is_too_easy(episode: Episode) -> None:
 @pytest.mark.nightly
 @pytest.mark.sim
 def test_the_validator_prints_verdicts(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    easy = replace(get_template(101), success={"operation": "sts:GetCallerIdentity"})
+    easy = replace(get_template(101), success_criteria={"operation": "sts:GetCallerIdentity"})
     templates = {101: easy, 102: get_template(102)}
     monkeypatch.setattr(loader, "_all_templates", lambda: templates)
     assert main(["validate", "--ids", "101", "102", "--seeds", "1", "--pool-size", "1"]) == 1

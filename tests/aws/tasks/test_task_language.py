@@ -27,7 +27,7 @@ def by_name(template: Template) -> str:
 
 def shown(template: Template) -> list[str]:
     """Per phrasing, all that the agent reads before it acts."""
-    return [f"{text}\n{template.desired_state_spec}" for text in template.descriptions]
+    return [f"{text}\n{template.desired_state_spec}" for text in template.description]
 
 
 def criteria_keys(value: Any) -> Iterator[str]:
@@ -85,7 +85,9 @@ def test_every_value_of_the_solution_can_be_known(template: Template) -> None:
     needed = {place for command in template.solution for place in PLACE.findall(command)} - {"account"}
     assert needed <= set(template.params), "a place without a parameter"
     found = (
-        repr([*template.setup, *template.possible_drifts, dict(template.assets)]) if template.tier == "expert" else ""
+        repr([*template.setup_commands, *template.possible_drifts, dict(template.assets)])
+        if template.tier == "expert"
+        else ""
     )
     for text in shown(template):
         assert needed <= set(PLACE.findall(text + found)), text
@@ -102,14 +104,14 @@ def test_every_id_that_set_up_made_is_told(template: Template) -> None:
 @pytest.mark.parametrize("template", EASY, ids=by_name)
 def test_numbers_that_are_checked_are_told(template: Template) -> None:
     for text in shown(template):
-        assert expected_numbers(dict(template.success)) <= set(map(int, re.findall(r"\d+", text))), text
+        assert expected_numbers(dict(template.success_criteria)) <= set(map(int, re.findall(r"\d+", text))), text
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("template", TEMPLATES, ids=by_name)
 def test_descriptions_do_not_tell_commands_or_criteria(template: Template) -> None:
-    technical = {key for key in criteria_keys(dict(template.success)) if re.search(r"[.:\[]", key)}
-    for text in template.descriptions:
+    technical = {key for key in criteria_keys(dict(template.success_criteria)) if re.search(r"[.:\[]", key)}
+    for text in template.description:
         words = set(re.findall(r"[\w-]+", text))
         assert not words & CLI_OPERATIONS, "an operation of the CLI"
         assert not re.search(r"(^|\s)--\w|\baws [a-z0-9-]+ [a-z]+-[a-z]", text), "a piece of a command line"
@@ -119,15 +121,15 @@ def test_descriptions_do_not_tell_commands_or_criteria(template: Template) -> No
 
 @pytest.mark.parametrize("template", EASY, ids=by_name)
 def test_a_request_is_short_and_can_be_put_in_two_ways(template: Template) -> None:
-    assert len(template.descriptions) >= 2
-    for text in template.descriptions:
+    assert len(template.description) >= 2
+    for text in template.description:
         assert 15 <= len(plain_words(text)) <= 60
         assert text[0].isupper() and text.rstrip().endswith((".", "?"))
     assert template.mistakes, "at least one wrong habit"
 
 
 def test_no_two_templates_share_a_phrasing() -> None:
-    texts = Counter(" ".join(plain_words(text)) for template in TEMPLATES for text in template.descriptions)
+    texts = Counter(" ".join(plain_words(text)) for template in TEMPLATES for text in template.description)
     assert [text for text, count in texts.items() if count > 1] == []
 
 
@@ -138,7 +140,7 @@ def test_held_out_templates_do_not_read_like_train_templates() -> None:
     copies = [
         f"{template.name} and {other.name}: {likeness(one, two):.2f}"
         for template, other in itertools.product(kept, seen)
-        for one, two in itertools.product(template.descriptions, other.descriptions)
+        for one, two in itertools.product(template.description, other.description)
         if likeness(one, two) >= COPIED_SHARE
     ]
     assert copies == []

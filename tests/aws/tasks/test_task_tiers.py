@@ -41,7 +41,7 @@ def test_services_are_many_and_names_are_taken_once() -> None:
 @pytest.mark.parametrize("template", TEMPLATES, ids=lambda template: template.name)
 def test_a_template_has_the_shape_of_its_kind(template: Template) -> None:
     """A warm-up task looks at one thing and says at what; all others are graded by the state of the account."""
-    assert bool(template.success) is (template.kind == "warmup")
+    assert bool(template.success_criteria) is (template.kind == "warmup")
     low, high = COMMANDS.get(template.kind, (1, 8))
     assert low <= len(template.solution) <= high
     assert len(template.possible_drifts) in ((4, 5, 6) if template.kind == "drift" else (0,))

@@ -13,7 +13,7 @@ from tests.aws.validation.mutant_player import MAX_STEPS, Played, Targets, is_lo
 from tests.aws.validation.mutants import Kind, Mutant, mutants_of
 from tests.aws.validation.mutation import main
 
-BY_END_STATE = [template for template in load_templates() if not template.success]
+BY_END_STATE = [template for template in load_templates() if not template.success_criteria]
 SAMPLE = 6
 
 
