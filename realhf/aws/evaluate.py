@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from rich.console import Console
@@ -53,7 +52,7 @@ from realhf.rollout.player import EpisodeAgent, Player
 
 DRIFT = "drift"
 OVERALL = "overall"
-_WORDS = MappingProxyType({"max_turns": "finished", "token_budget": "gave_up"})
+_WORDS = {"max_turns": "finished", "token_budget": "gave_up"}
 
 
 @dataclass(frozen=True)

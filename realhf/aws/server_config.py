@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import ClassVar
 
 from realhf.aws.cli.executor import OutputLimits
@@ -24,8 +23,8 @@ class AwsServerConfig(ServerConfig):
     """Holds the settings of one server process. Raises ConfigError naming variable and flag of a bad one."""
 
     PREFIX: ClassVar[str] = "AWS_RL_ENV_"
-    UNPREFIXED: ClassVar[Mapping[str, str]] = MappingProxyType({"backend_type": "BACKEND_TYPE"})
-    FLAGS: ClassVar[Mapping[str, str]] = MappingProxyType({"lambda_mode": "lambda"})
+    UNPREFIXED: ClassVar[Mapping[str, str]] = {"backend_type": "BACKEND_TYPE"}
+    FLAGS: ClassVar[Mapping[str, str]] = {"lambda_mode": "lambda"}
     FOREIGN: ClassVar[frozenset[str]] = frozenset({"URL"})
 
     host: str = setting("127.0.0.1", "address to listen on; other than loopback it needs a token and bubblewrap")

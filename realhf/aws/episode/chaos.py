@@ -10,7 +10,6 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import jmespath
@@ -21,9 +20,7 @@ from realhf.aws.grading.grader import EndStateGrader, Grader
 from realhf.aws.grading.tracker import Evidence, Tracker
 from realhf.aws.tasks.task import ACCOUNT_ID
 
-PROBABILITY: Mapping[str, float] = MappingProxyType(
-    {"warmup": 0.0, "beginner": 0.0, "intermediate": 0.1, "advanced": 0.2, "expert": 0.3}
-)
+PROBABILITY: Mapping[str, float] = {"warmup": 0.0, "beginner": 0.0, "intermediate": 0.1, "advanced": 0.2, "expert": 0.3}
 """Probability of a disturbance at each roll, by tier."""
 
 
@@ -57,60 +54,58 @@ _OTHER_FUNCTION = Perturbation(
 )
 _GONE_BUCKET = Perturbation("DeleteBucket", _BUCKET, ("HeadBucket", _BUCKET, "@"))
 
-PERTURBATIONS: Mapping[str, tuple[Perturbation, ...]] = MappingProxyType(
-    {
-        "s3:CreateBucket": (_GONE_BUCKET,),
-        "s3:PutBucketPolicy": (Perturbation("DeleteBucketPolicy", _BUCKET, ("GetBucketPolicy", _BUCKET, "Policy")),),
-        "s3:PutBucketVersioning": (
-            Perturbation(
-                "PutBucketVersioning",
-                _BUCKET | {"VersioningConfiguration": {"Status": "Suspended"}},
-                ("GetBucketVersioning", _BUCKET, "Status"),
-            ),
+PERTURBATIONS: Mapping[str, tuple[Perturbation, ...]] = {
+    "s3:CreateBucket": (_GONE_BUCKET,),
+    "s3:PutBucketPolicy": (Perturbation("DeleteBucketPolicy", _BUCKET, ("GetBucketPolicy", _BUCKET, "Policy")),),
+    "s3:PutBucketVersioning": (
+        Perturbation(
+            "PutBucketVersioning",
+            _BUCKET | {"VersioningConfiguration": {"Status": "Suspended"}},
+            ("GetBucketVersioning", _BUCKET, "Status"),
         ),
-        "dynamodb:CreateTable": (
-            Perturbation("DeleteTable", _TABLE, ("DescribeTable", _TABLE, "Table.TableStatus")),
-            Perturbation(
-                "UpdateTable",
-                _TABLE
-                | {
-                    "BillingMode": "PROVISIONED",
-                    "ProvisionedThroughput": {"ReadCapacityUnits": 9, "WriteCapacityUnits": 9},
-                },
-                ("DescribeTable", _TABLE, "Table.ProvisionedThroughput.ReadCapacityUnits"),
-            ),
+    ),
+    "dynamodb:CreateTable": (
+        Perturbation("DeleteTable", _TABLE, ("DescribeTable", _TABLE, "Table.TableStatus")),
+        Perturbation(
+            "UpdateTable",
+            _TABLE
+            | {
+                "BillingMode": "PROVISIONED",
+                "ProvisionedThroughput": {"ReadCapacityUnits": 9, "WriteCapacityUnits": 9},
+            },
+            ("DescribeTable", _TABLE, "Table.ProvisionedThroughput.ReadCapacityUnits"),
         ),
-        "lambda:CreateFunction": (_OTHER_FUNCTION,),
-        "lambda:UpdateFunctionConfiguration": (_OTHER_FUNCTION,),
-        "sqs:CreateQueue": (
-            Perturbation("DeleteQueue", _QUEUE, ("GetQueueAttributes", _ALL_OF_QUEUE, "Attributes")),
-            _OTHER_TIMES,
+    ),
+    "lambda:CreateFunction": (_OTHER_FUNCTION,),
+    "lambda:UpdateFunctionConfiguration": (_OTHER_FUNCTION,),
+    "sqs:CreateQueue": (
+        Perturbation("DeleteQueue", _QUEUE, ("GetQueueAttributes", _ALL_OF_QUEUE, "Attributes")),
+        _OTHER_TIMES,
+    ),
+    "sqs:SetQueueAttributes": (_OTHER_TIMES,),
+    "sns:Subscribe": (
+        Perturbation(
+            "Unsubscribe",
+            {"SubscriptionArn": "%(found)s"},
+            ("ListSubscriptionsByTopic", _TOPIC, "Subscriptions"),
+            lookup=("ListSubscriptionsByTopic", _TOPIC, "Subscriptions[-1].SubscriptionArn"),
         ),
-        "sqs:SetQueueAttributes": (_OTHER_TIMES,),
-        "sns:Subscribe": (
-            Perturbation(
-                "Unsubscribe",
-                {"SubscriptionArn": "%(found)s"},
-                ("ListSubscriptionsByTopic", _TOPIC, "Subscriptions"),
-                lookup=("ListSubscriptionsByTopic", _TOPIC, "Subscriptions[-1].SubscriptionArn"),
-            ),
+    ),
+    "iam:AttachRolePolicy": (
+        Perturbation(
+            "DetachRolePolicy",
+            {"RoleName": "%(name)s", "PolicyArn": "%(PolicyArn)s"},
+            ("ListAttachedRolePolicies", {"RoleName": "%(name)s"}, "AttachedPolicies"),
         ),
-        "iam:AttachRolePolicy": (
-            Perturbation(
-                "DetachRolePolicy",
-                {"RoleName": "%(name)s", "PolicyArn": "%(PolicyArn)s"},
-                ("ListAttachedRolePolicies", {"RoleName": "%(name)s"}, "AttachedPolicies"),
-            ),
+    ),
+    "iam:AttachUserPolicy": (
+        Perturbation(
+            "DetachUserPolicy",
+            {"UserName": "%(name)s", "PolicyArn": "%(PolicyArn)s"},
+            ("ListAttachedUserPolicies", {"UserName": "%(name)s"}, "AttachedPolicies"),
         ),
-        "iam:AttachUserPolicy": (
-            Perturbation(
-                "DetachUserPolicy",
-                {"UserName": "%(name)s", "PolicyArn": "%(PolicyArn)s"},
-                ("ListAttachedUserPolicies", {"UserName": "%(name)s"}, "AttachedPolicies"),
-            ),
-        ),
-    }
-)
+    ),
+}
 """For each operation of the agent, what may happen to what it made."""
 
 

@@ -14,7 +14,6 @@ import random
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from types import MappingProxyType
 from typing import Any
 
 from realhf.aws.cli.executor import SimulatorLost
@@ -28,16 +27,14 @@ from realhf.env.server.wire import VALIDATION_ERROR, WireError, checked_object
 
 MAX_METADATA_CHARS = 16 << 10
 _ACTION_KEYS = frozenset({"command", "metadata"})
-_RESET_TYPES: Mapping[str, tuple[type, ...]] = MappingProxyType(
-    {
-        "seed": (int,),
-        "episode_id": (str,),
-        "task": (dict,),
-        "task_id": (int, str),
-        "chaos": (bool,),
-        "split": (str,),
-    }
-)
+_RESET_TYPES: Mapping[str, tuple[type, ...]] = {
+    "seed": (int,),
+    "episode_id": (str,),
+    "task": (dict,),
+    "task_id": (int, str),
+    "chaos": (bool,),
+    "split": (str,),
+}
 """In the order in which mistakes are told."""
 
 

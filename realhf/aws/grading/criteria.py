@@ -19,7 +19,6 @@ import re
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from functools import cache
-from types import MappingProxyType
 from typing import Any, Protocol
 
 import botocore.loaders
@@ -30,31 +29,31 @@ from jmespath.exceptions import JMESPathError, JMESPathTypeError
 from realhf.aws.cli.command_table import ALLOWED
 from realhf.aws.cli.executor import CommandResult
 from realhf.aws.cli.policy import check_command
-from realhf.aws.grading.inventory import LISTINGS, names_of
+from realhf.aws.grading.inventory import LISTINGS, Caller, names_of
 from realhf.aws.grading.tracker import Evidence, asks, has_effect, identity, mentions, same_resource
 from realhf.aws.tasks.task import Task, TaskError
 
 MAX_CHECKS = 40
-_TYPES: Mapping[str, type] = MappingProxyType(
-    {"operation": str, "params": dict, "command_contains": str, "resource_exists": dict, "steps": list}
-    | {"services": list, "state_checks": list}
-)
-_CHECK_TYPES: Mapping[str, type] = MappingProxyType({"command": str, "json_path": str, "output_contains": str})
-_SERVICES: Mapping[str, str] = MappingProxyType({"s3api": "s3", "ebs": "ec2"})
+_TYPES: Mapping[str, type] = {
+    **{"operation": str, "command_contains": str, "params": dict, "resource_exists": dict},
+    **dict.fromkeys(("steps", "services", "state_checks"), list),
+}
+_CHECK_TYPES: Mapping[str, type] = {"command": str, "json_path": str, "output_contains": str}
+_SERVICES: Mapping[str, str] = {"s3api": "s3", "ebs": "ec2"}
 """Names of services in such tasks, and the names in evidence that they stand for."""
-_S3_WORDS: Mapping[str, str] = MappingProxyType(
-    {"ls": "ListBuckets", "mb": "CreateBucket", "rb": "DeleteBucket", "cp": "PutObject", "mv": "PutObject",
-     "sync": "PutObject", "rm": "DeleteObject"}
-)  # fmt: skip
-_KINDS: Mapping[str, str] = MappingProxyType({"elasticache:create-cache-cluster": "cluster"})
+_S3_WORDS: Mapping[str, str] = {
+    **{"ls": "ListBuckets", "mb": "CreateBucket", "rb": "DeleteBucket", "rm": "DeleteObject"},
+    **dict.fromkeys(("cp", "mv", "sync"), "PutObject"),
+}
+_KINDS: Mapping[str, str] = {"elasticache:create-cache-cluster": "cluster"}
 """What an operation makes, where that is not the rest of its name."""
-_USUAL_KINDS: Mapping[str, str] = MappingProxyType(
-    {"s3": "bucket", "dynamodb": "table", "sqs": "queue", "sns": "topic", "lambda": "function", "iam": "role"}
-    | {"secretsmanager": "secret", "ecs": "cluster", "rds": "db-instance", "elasticache": "cluster"}
-    | {"route53": "hosted-zone", "elbv2": "load-balancer", "efs": "file-system", "cognito-idp": "user-pool"}
-    | {"ssm": "parameter", "events": "rule", "cloudformation": "stack", "apigateway": "rest-api"}
-    | {"apigatewayv2": "api", "glue": "database", "firehose": "delivery-stream"}
-)
+_USUAL_KINDS: Mapping[str, str] = {
+    **{"s3": "bucket", "dynamodb": "table", "sqs": "queue", "sns": "topic", "lambda": "function", "iam": "role"},
+    **{"secretsmanager": "secret", "ecs": "cluster", "rds": "db-instance", "elasticache": "cluster"},
+    **{"route53": "hosted-zone", "elbv2": "load-balancer", "efs": "file-system", "cognito-idp": "user-pool"},
+    **{"ssm": "parameter", "events": "rule", "cloudformation": "stack", "apigateway": "rest-api"},
+    **{"apigatewayv2": "api", "glue": "database", "firehose": "delivery-stream"},
+}
 """What a resource of a service is, where no operation names it."""
 _UNNAMED = frozenset(
     {("ec2", "instance"), ("ec2", "subnet"), ("ec2", "volume"), ("ec2", "vpc"), ("kms", "key"), ("sns", "subscription")}
@@ -67,12 +66,8 @@ _DRAWN_IDS = re.compile(
 _LOOKING = ("get-", "list-", "describe-", "head-", "batch-get-", "query", "scan", "search-", "lookup-", "filter-", "ls")
 
 
-class StateReader(Protocol):
+class StateReader(Caller, Protocol):
     """Is what a check needs of a slot; see ``world.SlotState``."""
-
-    def call(self, service: str, operation: str, params: dict[str, Any]) -> dict[str, Any]:
-        """See ``StateClient.call``."""
-        ...
 
     def run(self, command: str) -> CommandResult:
         """Run a command that only looks. Raises ConnectionError when nothing is known of the answer."""

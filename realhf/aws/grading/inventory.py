@@ -12,7 +12,8 @@ import json
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from types import MappingProxyType
+from itertools import groupby
+from operator import itemgetter
 from typing import Any, Protocol
 
 import botocore.loaders
@@ -36,116 +37,88 @@ class Caller(Protocol):
         ...
 
 
-_LOCAL: Mapping[str, Any] = MappingProxyType({"Scope": "Local"})
-_POOLS: Mapping[str, Any] = MappingProxyType({"MaxResults": 60})
-_WEB: Mapping[str, Any] = MappingProxyType({"Scope": "REGIONAL"})
-_NONE: Mapping[str, Any] = MappingProxyType({})
+_PARAMS: Mapping[str, Mapping[str, Any]] = {
+    "ListUserPools": {"MaxResults": 60},
+    "ListPolicies": {"Scope": "Local"},
+    "ListIPSets": {"Scope": "REGIONAL"},
+    "ListWebACLs": {"Scope": "REGIONAL"},
+}
+"""Parameters of the lists that need some."""
+_ROWS = """
+acm certificate ListCertificates CertificateSummaryList[].DomainName
+apigateway rest-api GetRestApis items[].name
+apigatewayv2 api GetApis Items[].Name
+athena work-group ListWorkGroups WorkGroups[].Name
+autoscaling group DescribeAutoScalingGroups AutoScalingGroups[].AutoScalingGroupName
+autoscaling launch-configuration DescribeLaunchConfigurations LaunchConfigurations[].LaunchConfigurationName
+backup plan ListBackupPlans BackupPlansList[].BackupPlanName
+backup vault ListBackupVaults BackupVaultList[].BackupVaultName
+batch compute-environment DescribeComputeEnvironments computeEnvironments[].computeEnvironmentName
+batch job-queue DescribeJobQueues jobQueues[].jobQueueName
+cloudformation stack DescribeStacks Stacks[].StackName
+cloudtrail trail DescribeTrails trailList[].Name
+cloudwatch alarm DescribeAlarms MetricAlarms[].AlarmName
+codebuild project ListProjects projects
+cognito-idp user-pool ListUserPools UserPools[].Name
+dynamodb table ListTables TableNames
+ec2 instance DescribeInstances Reservations[].Instances[].InstanceId
+ec2 launch-template DescribeLaunchTemplates LaunchTemplates[].LaunchTemplateName
+ec2 security-group DescribeSecurityGroups SecurityGroups[].GroupName
+ec2 subnet DescribeSubnets Subnets[].SubnetId
+ec2 volume DescribeVolumes Volumes[].VolumeId
+ec2 vpc DescribeVpcs Vpcs[].VpcId
+ecr repository DescribeRepositories repositories[].repositoryName
+ecs cluster ListClusters clusterArns
+ecs task-definition ListTaskDefinitionFamilies families
+efs file-system DescribeFileSystems FileSystems[].CreationToken
+elasticache cluster DescribeCacheClusters CacheClusters[].CacheClusterId
+elasticache parameter-group DescribeCacheParameterGroups \
+CacheParameterGroups[?!starts_with(CacheParameterGroupName,'default.')].CacheParameterGroupName
+elbv2 load-balancer DescribeLoadBalancers LoadBalancers[].LoadBalancerName
+elbv2 target-group DescribeTargetGroups TargetGroups[].TargetGroupName
+events event-bus ListEventBuses EventBuses[].Name
+events rule ListRules Rules[].Name
+firehose delivery-stream ListDeliveryStreams DeliveryStreamNames
+glue crawler GetCrawlers Crawlers[].Name
+glue database GetDatabases DatabaseList[].Name
+glue job GetJobs Jobs[].Name
+iam group ListGroups Groups[].GroupName
+iam instance-profile ListInstanceProfiles InstanceProfiles[].InstanceProfileName
+iam policy ListPolicies Policies[].PolicyName
+iam role ListRoles Roles[].RoleName
+iam user ListUsers Users[].UserName
+kinesis stream ListStreams StreamNames
+kms alias ListAliases Aliases[?!starts_with(AliasName,'alias/aws/')].AliasName
+kms key ListKeys Keys[].KeyId
+lambda function ListFunctions Functions[].FunctionName
+logs log-group DescribeLogGroups logGroups[].logGroupName
+opensearch domain ListDomainNames DomainNames[].DomainName
+rds db-instance DescribeDBInstances DBInstances[].DBInstanceIdentifier
+rds db-parameter-group DescribeDBParameterGroups DBParameterGroups[].DBParameterGroupName
+rds db-subnet-group DescribeDBSubnetGroups DBSubnetGroups[].DBSubnetGroupName
+route53 hosted-zone ListHostedZones HostedZones[].Name
+s3 bucket ListBuckets Buckets[].Name
+scheduler schedule ListSchedules Schedules[].Name
+scheduler schedule-group ListScheduleGroups ScheduleGroups[].Name
+secretsmanager secret ListSecrets SecretList[].Name
+ses identity ListIdentities Identities
+sns subscription ListSubscriptions Subscriptions[].Endpoint
+sns topic ListTopics Topics[].TopicArn
+sqs queue ListQueues QueueUrls
+ssm parameter DescribeParameters Parameters[].Name
+stepfunctions activity ListActivities activities[].name
+stepfunctions state-machine ListStateMachines stateMachines[].name
+wafv2 ip-set ListIPSets IPSets[].Name
+wafv2 web-acl ListWebACLs WebACLs[].Name
+"""
+"""Service (botocore's name), type, operation, and the JMESPath of the names in the response; sorted."""
 Listing = tuple[str, str, Mapping[str, Any], str]
-"""Type, operation, its parameters, and the JMESPath of the names in the response."""
-LISTINGS: Mapping[str, tuple[Listing, ...]] = MappingProxyType(
-    {
-        "acm": (("certificate", "ListCertificates", _NONE, "CertificateSummaryList[].DomainName"),),
-        "apigateway": (("rest-api", "GetRestApis", _NONE, "items[].name"),),
-        "apigatewayv2": (("api", "GetApis", _NONE, "Items[].Name"),),
-        "athena": (("work-group", "ListWorkGroups", _NONE, "WorkGroups[].Name"),),
-        "autoscaling": (
-            ("group", "DescribeAutoScalingGroups", _NONE, "AutoScalingGroups[].AutoScalingGroupName"),
-            ("launch-configuration", "DescribeLaunchConfigurations", _NONE,
-             "LaunchConfigurations[].LaunchConfigurationName"),
-        ),
-        "backup": (
-            ("plan", "ListBackupPlans", _NONE, "BackupPlansList[].BackupPlanName"),
-            ("vault", "ListBackupVaults", _NONE, "BackupVaultList[].BackupVaultName"),
-        ),
-        "batch": (
-            ("compute-environment", "DescribeComputeEnvironments", _NONE,
-             "computeEnvironments[].computeEnvironmentName"),
-            ("job-queue", "DescribeJobQueues", _NONE, "jobQueues[].jobQueueName"),
-        ),
-        "cloudformation": (("stack", "DescribeStacks", _NONE, "Stacks[].StackName"),),
-        "cloudtrail": (("trail", "DescribeTrails", _NONE, "trailList[].Name"),),
-        "cloudwatch": (("alarm", "DescribeAlarms", _NONE, "MetricAlarms[].AlarmName"),),
-        "codebuild": (("project", "ListProjects", _NONE, "projects"),),
-        "cognito-idp": (("user-pool", "ListUserPools", _POOLS, "UserPools[].Name"),),
-        "dynamodb": (("table", "ListTables", _NONE, "TableNames"),),
-        "ec2": (
-            ("instance", "DescribeInstances", _NONE, "Reservations[].Instances[].InstanceId"),
-            ("launch-template", "DescribeLaunchTemplates", _NONE, "LaunchTemplates[].LaunchTemplateName"),
-            ("security-group", "DescribeSecurityGroups", _NONE, "SecurityGroups[].GroupName"),
-            ("subnet", "DescribeSubnets", _NONE, "Subnets[].SubnetId"),
-            ("volume", "DescribeVolumes", _NONE, "Volumes[].VolumeId"),
-            ("vpc", "DescribeVpcs", _NONE, "Vpcs[].VpcId"),
-        ),
-        "ecr": (("repository", "DescribeRepositories", _NONE, "repositories[].repositoryName"),),
-        "ecs": (
-            ("cluster", "ListClusters", _NONE, "clusterArns"),
-            ("task-definition", "ListTaskDefinitionFamilies", _NONE, "families"),
-        ),
-        "efs": (("file-system", "DescribeFileSystems", _NONE, "FileSystems[].CreationToken"),),
-        "elasticache": (
-            ("cluster", "DescribeCacheClusters", _NONE, "CacheClusters[].CacheClusterId"),
-            ("parameter-group", "DescribeCacheParameterGroups", _NONE,
-             "CacheParameterGroups[?!starts_with(CacheParameterGroupName, 'default.')].CacheParameterGroupName"),
-        ),
-        "elbv2": (
-            ("load-balancer", "DescribeLoadBalancers", _NONE, "LoadBalancers[].LoadBalancerName"),
-            ("target-group", "DescribeTargetGroups", _NONE, "TargetGroups[].TargetGroupName"),
-        ),
-        "events": (
-            ("event-bus", "ListEventBuses", _NONE, "EventBuses[].Name"),
-            ("rule", "ListRules", _NONE, "Rules[].Name"),
-        ),
-        "firehose": (("delivery-stream", "ListDeliveryStreams", _NONE, "DeliveryStreamNames"),),
-        "glue": (
-            ("crawler", "GetCrawlers", _NONE, "Crawlers[].Name"),
-            ("database", "GetDatabases", _NONE, "DatabaseList[].Name"),
-            ("job", "GetJobs", _NONE, "Jobs[].Name"),
-        ),
-        "iam": (
-            ("group", "ListGroups", _NONE, "Groups[].GroupName"),
-            ("instance-profile", "ListInstanceProfiles", _NONE, "InstanceProfiles[].InstanceProfileName"),
-            ("policy", "ListPolicies", _LOCAL, "Policies[].PolicyName"),
-            ("role", "ListRoles", _NONE, "Roles[].RoleName"),
-            ("user", "ListUsers", _NONE, "Users[].UserName"),
-        ),
-        "kinesis": (("stream", "ListStreams", _NONE, "StreamNames"),),
-        "kms": (
-            ("alias", "ListAliases", _NONE, "Aliases[?!starts_with(AliasName, 'alias/aws/')].AliasName"),
-            ("key", "ListKeys", _NONE, "Keys[].KeyId"),
-        ),
-        "lambda": (("function", "ListFunctions", _NONE, "Functions[].FunctionName"),),
-        "logs": (("log-group", "DescribeLogGroups", _NONE, "logGroups[].logGroupName"),),
-        "opensearch": (("domain", "ListDomainNames", _NONE, "DomainNames[].DomainName"),),
-        "rds": (
-            ("db-instance", "DescribeDBInstances", _NONE, "DBInstances[].DBInstanceIdentifier"),
-            ("db-parameter-group", "DescribeDBParameterGroups", _NONE, "DBParameterGroups[].DBParameterGroupName"),
-            ("db-subnet-group", "DescribeDBSubnetGroups", _NONE, "DBSubnetGroups[].DBSubnetGroupName"),
-        ),
-        "route53": (("hosted-zone", "ListHostedZones", _NONE, "HostedZones[].Name"),),
-        "s3": (("bucket", "ListBuckets", _NONE, "Buckets[].Name"),),
-        "scheduler": (
-            ("schedule", "ListSchedules", _NONE, "Schedules[].Name"),
-            ("schedule-group", "ListScheduleGroups", _NONE, "ScheduleGroups[].Name"),
-        ),
-        "secretsmanager": (("secret", "ListSecrets", _NONE, "SecretList[].Name"),),
-        "ses": (("identity", "ListIdentities", _NONE, "Identities"),),
-        "sns": (
-            ("subscription", "ListSubscriptions", _NONE, "Subscriptions[].Endpoint"),
-            ("topic", "ListTopics", _NONE, "Topics[].TopicArn"),
-        ),
-        "sqs": (("queue", "ListQueues", _NONE, "QueueUrls"),),
-        "ssm": (("parameter", "DescribeParameters", _NONE, "Parameters[].Name"),),
-        "stepfunctions": (
-            ("activity", "ListActivities", _NONE, "activities[].name"),
-            ("state-machine", "ListStateMachines", _NONE, "stateMachines[].name"),
-        ),
-        "wafv2": (
-            ("ip-set", "ListIPSets", _WEB, "IPSets[].Name"),
-            ("web-acl", "ListWebACLs", _WEB, "WebACLs[].Name"),
-        ),
-    }
-)  # fmt: skip
-"""By botocore's service name, the lists that are taken, sorted."""
+"""Type, operation, its parameters, and path."""
+LISTINGS: Mapping[str, tuple[Listing, ...]] = {
+    service: tuple((kind, operation, _PARAMS.get(operation, {}), path) for _, kind, operation, path in rows)
+    for service, rows in groupby(map(str.split, _ROWS.strip().splitlines()), itemgetter(0))
+}
+"""By service, the lists that are taken."""
 
 
 class Inventory:

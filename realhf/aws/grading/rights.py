@@ -21,7 +21,6 @@ import functools
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Any
 
 from realhf.aws.grading.policy_comparison import (
@@ -303,9 +302,12 @@ def _arn(service: str, identity: str, attributes: Mapping[str, Any]) -> str:
     return ""
 
 
-_ARN_FIELDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {"sqs": ("QueueArn",), "sns": ("TopicArn", "arn"), "lambda": ("FunctionArn",), "kms": ("Arn",)}
-)
+_ARN_FIELDS: Mapping[str, tuple[str, ...]] = {
+    "sqs": ("QueueArn",),
+    "sns": ("TopicArn", "arn"),
+    "lambda": ("FunctionArn",),
+    "kms": ("Arn",),
+}
 
 
 def _key_grant(grant: Mapping[str, Any], renamed: Callable[[str], str]) -> Policies:

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import lru_cache
-from types import MappingProxyType
 from typing import Any
 from xml.etree import ElementTree
 
@@ -37,18 +36,16 @@ _REMEMBERED = 2048
 _LONGEST_REMEMBERED = 4096
 """Records that are remembered, and their characters: most are as they were a command ago, and in every session."""
 _DEEPEST = 24
-_SERVICES: Mapping[str, str] = MappingProxyType(
-    {
-        "alb": "elbv2",
-        "apigateway": "apigatewayv2",
-        "apigateway_v1": "apigateway",
-        "cloudwatch_logs": "logs",
-        "cognito": "cognito-idp",
-        "eventbridge": "events",
-        "lambda_svc": "lambda",
-        "waf": "wafv2",
-    }
-)
+_SERVICES: Mapping[str, str] = {
+    "alb": "elbv2",
+    "apigateway": "apigatewayv2",
+    "apigateway_v1": "apigateway",
+    "cloudwatch_logs": "logs",
+    "cognito": "cognito-idp",
+    "eventbridge": "events",
+    "lambda_svc": "lambda",
+    "waf": "wafv2",
+}
 """Names of services whose modules are called otherwise."""
 _ISO_TIME = re.compile(r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d")
 _UNDER_WAY = frozenset(
@@ -92,17 +89,15 @@ _GIVEN = frozenset({"StartDate", "EndDate"})
 """Times that no service sets."""
 _ENDS = frozenset({"NotAfter", "NotBefore", "ValidTo"})
 """Times that the service sets, far from now."""
-_UNSAID: Mapping[tuple[str, str], frozenset[str]] = MappingProxyType(
-    {
-        ("ssm", "parameters"): frozenset({"Version"}),
-        ("firehose", "streams"): frozenset({"id", "version"}),
-        ("stepfunctions", "state_machines"): frozenset({"lastVersionNumber", "createVersionArn"}),
-        ("lambda", "functions"): frozenset({"next_version", "architectures_declared"}),
-        ("efs", "file_systems"): frozenset({"Name"}),
-        ("cognito-idp", "user_pools"): frozenset({"_password"}),
-        ("cloudwatch", "alarms"): frozenset({"StateValue"}),
-    }
-)
+_UNSAID: Mapping[tuple[str, str], frozenset[str]] = {
+    ("ssm", "parameters"): frozenset({"Version"}),
+    ("firehose", "streams"): frozenset({"id", "version"}),
+    ("stepfunctions", "state_machines"): frozenset({"lastVersionNumber", "createVersionArn"}),
+    ("lambda", "functions"): frozenset({"next_version", "architectures_declared"}),
+    ("efs", "file_systems"): frozenset({"Name"}),
+    ("cognito-idp", "user_pools"): frozenset({"_password"}),
+    ("cloudwatch", "alarms"): frozenset({"StateValue"}),
+}
 """Fields of one kind that count writes, that are readings, or that the service draws letter by letter and mixes."""
 _DEFAULTS = frozenset(
     {
@@ -251,15 +246,13 @@ def _queue(name: str, value: Any) -> tuple[str, Any]:
     return name, {**value, "messages": messages}
 
 
-_NUMBERED: Mapping[tuple[str, str], Callable[[str, Any], tuple[str, Any]]] = MappingProxyType(
-    {
-        ("lambda", "functions"): _function,
-        ("secretsmanager", "secrets"): _secret,
-        ("ecs", "task_defs"): _task_definition,
-        ("secretsmanager", "resource_policies"): _secret_policy,
-        ("sqs", "queues"): _queue,
-    }
-)
+_NUMBERED: Mapping[tuple[str, str], Callable[[str, Any], tuple[str, Any]]] = {
+    ("lambda", "functions"): _function,
+    ("secretsmanager", "secrets"): _secret,
+    ("ecs", "task_defs"): _task_definition,
+    ("secretsmanager", "resource_policies"): _secret_policy,
+    ("sqs", "queues"): _queue,
+}
 """What of a kind depends on how often something was written, as what it names."""
 _RUN_TASKS = frozenset({"ecs", "events", "scheduler"})
 _REVISED = "task-definition/"

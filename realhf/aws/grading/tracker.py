@@ -10,7 +10,6 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import jmespath
@@ -22,51 +21,45 @@ if TYPE_CHECKING:
     from realhf.aws.cli.executor import CommandResult
 
 _SECRET_SUFFIX = re.compile(r"-[A-Za-z0-9]{6}$")
-_NAMES: Mapping[str, re.Pattern[str]] = MappingProxyType(
-    {
-        "s3": re.compile(r"([^/]+)"),
-        "dynamodb": re.compile(r"table/([^/]+)"),
-        "kinesis": re.compile(r"stream/([^/]+)"),
-        "lambda": re.compile(r"function:([^:]+)"),
-        "logs": re.compile(r"log-group:([^:]+)"),
-        "secretsmanager": re.compile(r"secret:(.+)"),
-        "ssm": re.compile(r"parameter/?(/.+|[^/]+$)"),
-        "ecr": re.compile(r"repository/(.+)"),
-        "ecs": re.compile(r"task-definition/([^:]+)"),
-        "kms": re.compile(r"(alias/.+)"),
-        "cloudformation": re.compile(r"stack/([^/]+)"),
-        "elasticloadbalancing": re.compile(r"(?:targetgroup|loadbalancer/\w+)/([^/]+)/[^/]+$"),
-        "autoscaling": re.compile(r".*autoScalingGroupName/([^:]+)"),
-    }
-)
+_NAMES: Mapping[str, re.Pattern[str]] = {
+    "s3": re.compile(r"([^/]+)"),
+    "dynamodb": re.compile(r"table/([^/]+)"),
+    "kinesis": re.compile(r"stream/([^/]+)"),
+    "lambda": re.compile(r"function:([^:]+)"),
+    "logs": re.compile(r"log-group:([^:]+)"),
+    "secretsmanager": re.compile(r"secret:(.+)"),
+    "ssm": re.compile(r"parameter/?(/.+|[^/]+$)"),
+    "ecr": re.compile(r"repository/(.+)"),
+    "ecs": re.compile(r"task-definition/([^:]+)"),
+    "kms": re.compile(r"(alias/.+)"),
+    "cloudformation": re.compile(r"stack/([^/]+)"),
+    "elasticloadbalancing": re.compile(r"(?:targetgroup|loadbalancer/\w+)/([^/]+)/[^/]+$"),
+    "autoscaling": re.compile(r".*autoScalingGroupName/([^:]+)"),
+}
 """By the service of an ARN, where in its resource the name is; elsewhere it is the last part."""
 _PARTIAL_FUNCTION = re.compile(r"(?:\d{12}:)?(?:function:)?([\w-]+)(?::[\w$-]+)?")
 _OWN_ACCOUNTS, _OWN_REGIONS = frozenset({"", "aws", ACCOUNT_ID}), frozenset({"", REGION})
-_QUESTIONS: Mapping[str, tuple[tuple[str, Mapping[str, str]], ...]] = MappingProxyType(
-    {
-        "cloudformation:ListStackResources": (("cloudformation:DescribeStackResources", {}),),
-        "kinesis:DescribeStreamSummary": (("kinesis:DescribeStreamSummary", {"StreamName": "StreamARN"}),),
-        "lambda:GetFunctionConfiguration": (("lambda:GetFunction", {}),),
-        "logs:DescribeLogStreams": (("logs:DescribeLogStreams", {"logGroupName": "logGroupIdentifier"}),),
-        "opensearch:DescribeDomain": (("opensearch:DescribeDomains", {"DomainName": "DomainNames"}),),
-        "ecr:ListImages": (("ecr:DescribeImages", {}),),
-        "rds:DescribeDBInstances": (
-            ("rds:DescribeDBInstances", {"DBInstanceIdentifier": "Filters[?Name=='db-instance-id'].Values[]"}),
-        ),
-        "s3:ListObjectsV2": (("s3:ListObjects", {}),),
-        "ssm:GetParameter": (("ssm:GetParameters", {"Name": "Names"}),),
-    }
-)
+_QUESTIONS: Mapping[str, tuple[tuple[str, Mapping[str, str]], ...]] = {
+    "cloudformation:ListStackResources": (("cloudformation:DescribeStackResources", {}),),
+    "kinesis:DescribeStreamSummary": (("kinesis:DescribeStreamSummary", {"StreamName": "StreamARN"}),),
+    "lambda:GetFunctionConfiguration": (("lambda:GetFunction", {}),),
+    "logs:DescribeLogStreams": (("logs:DescribeLogStreams", {"logGroupName": "logGroupIdentifier"}),),
+    "opensearch:DescribeDomain": (("opensearch:DescribeDomains", {"DomainName": "DomainNames"}),),
+    "ecr:ListImages": (("ecr:DescribeImages", {}),),
+    "rds:DescribeDBInstances": (
+        ("rds:DescribeDBInstances", {"DBInstanceIdentifier": "Filters[?Name=='db-instance-id'].Values[]"}),
+    ),
+    "s3:ListObjectsV2": (("s3:ListObjects", {}),),
+    "ssm:GetParameter": (("ssm:GetParameters", {"Name": "Names"}),),
+}
 """For each operation, others with the same answer, and where (JMESPath) they name a parameter otherwise."""
-_EFFECTS: Mapping[str, frozenset[str]] = MappingProxyType(
-    {
-        "dynamodb:PutItem": frozenset({"dynamodb:UpdateItem"}),
-        "s3:PutBucketLifecycleConfiguration": frozenset({"s3:PutBucketLifecycle"}),
-        "s3:PutBucketNotificationConfiguration": frozenset({"s3:PutBucketNotification"}),
-        "s3:PutObject": frozenset({"s3:CopyObject", "s3:CompleteMultipartUpload"}),
-        "secretsmanager:PutSecretValue": frozenset({"secretsmanager:UpdateSecret"}),
-    }
-)
+_EFFECTS: Mapping[str, frozenset[str]] = {
+    "dynamodb:PutItem": frozenset({"dynamodb:UpdateItem"}),
+    "s3:PutBucketLifecycleConfiguration": frozenset({"s3:PutBucketLifecycle"}),
+    "s3:PutBucketNotificationConfiguration": frozenset({"s3:PutBucketNotification"}),
+    "s3:PutObject": frozenset({"s3:CopyObject", "s3:CompleteMultipartUpload"}),
+    "secretsmanager:PutSecretValue": frozenset({"secretsmanager:UpdateSecret"}),
+}
 """For each operation, others about the same resource that can bring the same state about."""
 
 
@@ -140,64 +133,60 @@ def _ways(operation: str) -> Iterator[tuple[str, Mapping[str, str]]]:
 
 
 _READ_PREFIXES = ("Get", "List", "Describe", "Head", "BatchGet", "Query", "Scan", "Search", "Lookup", "Filter")
-_IDENTIFYING: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "s3": ("Bucket",),
-        "dynamodb": ("TableName",),
-        "sqs": ("QueueName", "QueueUrl"),
-        "sns": ("Name", "TopicArn", "SubscriptionArn"),
-        "iam": ("GroupName", "RoleName", "UserName", "PolicyName", "PolicyArn", "InstanceProfileName"),
-        "lambda": ("FunctionName",),
-        "logs": ("logGroupName",),
-        "ssm": ("Name", "ResourceId"),
-        "kinesis": ("StreamName", "StreamARN"),
-        "ecr": ("repositoryName",),
-        "events": ("Rule", "Name"),
-        "secretsmanager": ("SecretId", "Name"),
-        "ecs": ("clusterName", "cluster", "family"),
-        "glue": ("DatabaseName", "DatabaseInput.Name", "Name"),
-        "acm": ("DomainName",),
-        "apigateway": ("pathPart", "restApiId", "name"),
-        "apigatewayv2": ("Name", "ApiId"),
-        "athena": ("Name", "WorkGroup"),
-        "autoscaling": ("AutoScalingGroupName", "LaunchConfigurationName"),
-        "backup": ("BackupVaultName",),
-        "cloudtrail": ("Name",),
-        "cloudwatch": ("AlarmName",),
-        "codebuild": ("name",),
-        "cognito-idp": ("PoolName", "Username", "GroupName", "UserPoolId"),
-        "ec2": ("GroupName", "LaunchTemplateName"),
-        "efs": ("CreationToken", "FileSystemId"),
-        "elasticache": ("CacheClusterId", "CacheParameterGroupName", "CacheSubnetGroupName"),
-        "elbv2": ("Name",),
-        "firehose": ("DeliveryStreamName",),
-        "kms": ("AliasName", "KeyId"),
-        "opensearch": ("DomainName",),
-        "rds": ("DBInstanceIdentifier", "DBSubnetGroupName", "DBParameterGroupName"),
-        "route53": ("Name", "HostedZoneId"),
-        "scheduler": ("GroupName", "Name"),
-        "stepfunctions": ("name", "activityArn", "stateMachineArn"),
-    }
-)
+_IDENTIFYING: Mapping[str, tuple[str, ...]] = {
+    "s3": ("Bucket",),
+    "dynamodb": ("TableName",),
+    "sqs": ("QueueName", "QueueUrl"),
+    "sns": ("Name", "TopicArn", "SubscriptionArn"),
+    "iam": ("GroupName", "RoleName", "UserName", "PolicyName", "PolicyArn", "InstanceProfileName"),
+    "lambda": ("FunctionName",),
+    "logs": ("logGroupName",),
+    "ssm": ("Name", "ResourceId"),
+    "kinesis": ("StreamName", "StreamARN"),
+    "ecr": ("repositoryName",),
+    "events": ("Rule", "Name"),
+    "secretsmanager": ("SecretId", "Name"),
+    "ecs": ("clusterName", "cluster", "family"),
+    "glue": ("DatabaseName", "DatabaseInput.Name", "Name"),
+    "acm": ("DomainName",),
+    "apigateway": ("pathPart", "restApiId", "name"),
+    "apigatewayv2": ("Name", "ApiId"),
+    "athena": ("Name", "WorkGroup"),
+    "autoscaling": ("AutoScalingGroupName", "LaunchConfigurationName"),
+    "backup": ("BackupVaultName",),
+    "cloudtrail": ("Name",),
+    "cloudwatch": ("AlarmName",),
+    "codebuild": ("name",),
+    "cognito-idp": ("PoolName", "Username", "GroupName", "UserPoolId"),
+    "ec2": ("GroupName", "LaunchTemplateName"),
+    "efs": ("CreationToken", "FileSystemId"),
+    "elasticache": ("CacheClusterId", "CacheParameterGroupName", "CacheSubnetGroupName"),
+    "elbv2": ("Name",),
+    "firehose": ("DeliveryStreamName",),
+    "kms": ("AliasName", "KeyId"),
+    "opensearch": ("DomainName",),
+    "rds": ("DBInstanceIdentifier", "DBSubnetGroupName", "DBParameterGroupName"),
+    "route53": ("Name", "HostedZoneId"),
+    "scheduler": ("GroupName", "Name"),
+    "stepfunctions": ("name", "activityArn", "stateMachineArn"),
+}
 """For each service, the parameters that identify what a request is about; the first one present counts."""
-ROLLBACK_PAIRS: Mapping[str, str] = MappingProxyType(
-    {
-        "s3:CreateBucket": "s3:DeleteBucket",
-        "s3:PutBucketPolicy": "s3:DeleteBucketPolicy",
-        "dynamodb:CreateTable": "dynamodb:DeleteTable",
-        "lambda:CreateFunction": "lambda:DeleteFunction",
-        "sqs:CreateQueue": "sqs:DeleteQueue",
-        "sns:CreateTopic": "sns:DeleteTopic",
-        "iam:CreateRole": "iam:DeleteRole",
-        "iam:AttachRolePolicy": "iam:DetachRolePolicy",
-        "secretsmanager:CreateSecret": "secretsmanager:DeleteSecret",
-        "apigateway:CreateRestApi": "apigateway:DeleteRestApi",
-    }
-)
+ROLLBACK_PAIRS: Mapping[str, str] = {
+    "s3:CreateBucket": "s3:DeleteBucket",
+    "s3:PutBucketPolicy": "s3:DeleteBucketPolicy",
+    "dynamodb:CreateTable": "dynamodb:DeleteTable",
+    "lambda:CreateFunction": "lambda:DeleteFunction",
+    "sqs:CreateQueue": "sqs:DeleteQueue",
+    "sns:CreateTopic": "sns:DeleteTopic",
+    "iam:CreateRole": "iam:DeleteRole",
+    "iam:AttachRolePolicy": "iam:DetachRolePolicy",
+    "secretsmanager:CreateSecret": "secretsmanager:DeleteSecret",
+    "apigateway:CreateRestApi": "apigateway:DeleteRestApi",
+}
 """For each create, the delete that undoes it."""
 _POLICY_PAIR = "iam:DetachRolePolicy"
 """The undo whose policy belongs to the identity of what is undone, beside the role."""
-_GENERATED_IDS: Mapping[str, str] = MappingProxyType({"apigateway:CreateRestApi": "id"})
+_GENERATED_IDS: Mapping[str, str] = {"apigateway:CreateRestApi": "id"}
 """Creates whose deletes name the resource by an id of the answer."""
 MAX_IDEMPOTENT_RETRIES = 3
 
