@@ -68,11 +68,6 @@ class MoreRights:
     who: str
     new: bool
 
-    @property
-    def opening(self) -> bool:
-        """Whether it lets somebody in from outside of the account."""
-        return self.who in ("anybody", "another account")
-
     def __str__(self) -> str:
         who = self.holder if self.gain.principal == "" else f"{self.gain.principal} ({self.who})"
         return f"{who} may {self.gain}"
@@ -86,18 +81,6 @@ class RightsChange:
     changed: tuple[str, ...] = ()
     more: tuple[MoreRights, ...] = ()
     unread: tuple[str, ...] = ()
-
-    @property
-    def openings(self) -> tuple[MoreRights, ...]:
-        """What lets somebody in from outside of the account."""
-        return tuple(one for one in self.more if one.opening)
-
-
-def same_policy(wanted: Any, found: Any, owner: str = "") -> bool:
-    """Return whether two documents mean the same; ``found`` may demand TLS besides. ``owner``: ARN of what they hang
-    on. Raises TooManySteps."""
-    one, other = (Policies(read_document(document), None, owner) for document in (wanted, found))
-    return compare_policies(one, other, Budget(MOST_STEPS)).equal
 
 
 def compare_rights(before: Rights, after: Rights, account: str = "000000000000") -> RightsChange:

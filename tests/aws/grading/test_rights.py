@@ -5,7 +5,16 @@ from typing import Any
 
 import pytest
 
-from realhf.aws.grading.rights import Resources, RightsChange, compare_rights, read_rights, same_policy
+from realhf.aws.grading.policy_comparison import Budget, Policies, compare_policies
+from realhf.aws.grading.rights import (
+    MOST_STEPS,
+    MoreRights,
+    Resources,
+    RightsChange,
+    compare_rights,
+    read_document,
+    read_rights,
+)
 
 ACCOUNT = "000000000000"
 QUEUE = f"arn:aws:sqs:us-east-1:{ACCOUNT}:jobs"
@@ -60,6 +69,16 @@ def change(before: Account, after: Account) -> RightsChange:
     return compare_rights(read_rights(before.resources()), read_rights(after.resources()), ACCOUNT)
 
 
+def openings(found: RightsChange) -> list[MoreRights]:
+    """What lets somebody in from outside of the account."""
+    return [one for one in found.more if one.who in ("anybody", "another account")]
+
+
+def same_policy(wanted: Any, found: Any) -> bool:
+    one, other = Policies(read_document(wanted)), Policies(read_document(found))
+    return compare_policies(one, other, Budget(MOST_STEPS)).equal
+
+
 def test_the_same_account_has_the_same_rights() -> None:
     assert change(Account(), Account()) == RightsChange()
 
@@ -70,7 +89,7 @@ def test_whoever_stays_administrator_through_a_group_is_seen() -> None:
     found.group.update(Users=["ann"], AttachedPolicies=[ADMIN])
     (more,) = change(wanted, found).more
     assert str(more) == f"{wanted.user['Arn']} may * on *"
-    assert not more.opening
+    assert more.who == "the account"
     by_group, by_inline = Account(), Account()
     by_group.group.update(Users=["ann"])
     by_group.group_inline["all"] = ALL
@@ -155,7 +174,7 @@ def test_who_gains_by_the_policy_of_a_resource(document: Any, who: str, opening:
     after.queue["attributes"]["Policy"] = document
     found = change(before, after)
     assert {one.who for one in found.more} == {who}
-    assert bool(found.openings) is opening
+    assert bool(openings(found)) is opening
     assert found.changed == ("sqs/queues/jobs/attributes/Policy",)
     assert not change(after, before).more
 
@@ -166,7 +185,7 @@ def test_wider_trust_is_told_with_the_role() -> None:
     (more,) = change(before, after).more
     assert (more.holder, more.who) == (f"trust in {before.role['Arn']}", "a service")
     after.role["AssumeRolePolicyDocument"] = trust()
-    assert [one.who for one in change(before, after).openings] == ["anybody"]
+    assert [one.who for one in openings(change(before, after))] == ["anybody"]
 
 
 def test_policies_are_found_wherever_they_hang() -> None:
@@ -185,7 +204,7 @@ def test_policies_are_found_wherever_they_hang() -> None:
         },
     }
     found = change(before, after)
-    assert [(one.holder, one.who, one.new) for one in found.openings] == [
+    assert [(one.holder, one.who, one.new) for one in openings(found)] == [
         ("kms/grants/g", "another account", True),
         ("lambda/functions/f/policy", "anybody", True),
         ("s3/bucket_policies/data", "anybody", True),
