@@ -42,8 +42,8 @@ ROOMS: dict[str, str] = {
     "cluster/engines": "api base cluster scheduler transport",
     "view": "api base monitor monitor/rollouts",
     "aws/simulator": "aws/cli base env/containment",
-    "aws/real_aws": "aws/cli aws/simulator base env/containment",
     "aws/grading": "aws/cli aws/simulator aws/tasks",
+    "aws/real_aws": "aws/cli aws/grading aws/simulator aws/tasks base env/containment",
     "registry": "",
     "algorithms": "api registry",
     "dataflow": "api base registry transport",
@@ -58,7 +58,7 @@ ROOMS: dict[str, str] = {
     "env/adapters": "api base env env/loader",
     "aws": "api aws/cli aws/simulator aws/tasks backends/embedded backends/training base env env/containment "
     "env/server rollout",
-    "aws/episode": "api aws aws/cli aws/grading aws/simulator aws/tasks env/loader env/server",
+    "aws/episode": "api aws aws/cli aws/grading aws/real_aws aws/simulator aws/tasks env/loader env/server",
     "aws/playground": "aws aws/episode aws/grading aws/simulator aws/tasks env/server",
     "aws/server": "aws aws/episode aws/playground aws/real_aws aws/simulator aws/tasks env/server",
     "aws/training": "api aws aws/cli aws/episode aws/simulator aws/tasks base rollout",

@@ -25,6 +25,7 @@ from botocore import xform_name
 
 from realhf.aws.cli.executor import CommandResult, SimulatorLost
 from realhf.aws.cli.state_client import StateCallError, UnreadableAnswer
+from realhf.aws.episode.account_changes import AccountChanges
 from realhf.aws.episode.chaos import PROBABILITY, Chaos, chaos_rng
 from realhf.aws.episode.world import (
     SetupError,
@@ -37,11 +38,11 @@ from realhf.aws.episode.world import (
 )
 from realhf.aws.grading.criteria import Criteria, criteria_of
 from realhf.aws.grading.grader import EndStateGrader, Grader, is_graded_by_end_state
-from realhf.aws.grading.inventory import AccountChanges, Inventory
+from realhf.aws.grading.inventory import Inventory
 from realhf.aws.grading.reward import RewardMeter
 from realhf.aws.grading.snapshot import SnapshotError
 from realhf.aws.grading.tracker import Tracker, is_read
-from realhf.aws.grading.walked_account import RealAccountGrader
+from realhf.aws.real_aws.walked_account import RealAccountGrader
 from realhf.aws.simulator.pool import Slot
 from realhf.aws.tasks.captures import fill_setup
 from realhf.aws.tasks.task import Task, TaskError

@@ -24,7 +24,7 @@ from realhf.aws.grading.differences import Goal, Target
 from realhf.aws.grading.grader import freedom_of, services_of
 from realhf.aws.grading.snapshot import Snapshot, take_snapshot
 from realhf.aws.grading.tracker import is_read, resource_name
-from realhf.aws.grading.walked_account import WalkedAccount
+from realhf.aws.real_aws.walked_account import WalkedAccount
 from realhf.aws.simulator.pool import Slot
 from realhf.aws.tasks.captures import CaptureError, fill_setup, has_setup_captures, resolve
 from realhf.aws.tasks.task import SetupCommand, Task, TaskError, choose_drifts, repairs

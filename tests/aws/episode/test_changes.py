@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from realhf.aws.grading import inventory
-from realhf.aws.grading.inventory import AccountChanges
+from realhf.aws.episode import account_changes
+from realhf.aws.episode.account_changes import AccountChanges
 from realhf.aws.grading.tracker import Evidence, resource_name
 
 
@@ -55,13 +55,16 @@ def test_what_only_looked_or_failed_changed_nothing() -> None:
 
 
 def test_calls_say_what_was_set_and_everything_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inventory, "MOST_RESOURCES", 3)
+    monkeypatch.setattr(account_changes, "MOST_RESOURCES", 3)
     found = AccountChanges()
     found.record([deed("s3:PutBucketTagging", {"Bucket": "b", "Tagging": "\ud800" * 10_000})] * 9)
     found.record([deed("s3:CreateBucket", {"Bucket": "c" * 10_000})])
     found.record([deed("s3:CreateBucket", {"Bucket": f"d{number}"}) for number in range(4)])
     first, second, third, more = found.described({("s3", "b")})
-    assert len(first["calls"]) == inventory.MOST_CALLS + 2 and first["calls"][0] == "3 calls, then"
-    assert first["calls"][1].startswith('PutBucketTagging {"Tagging": ') and first["calls"][-1] == inventory.DISTURBED
-    assert len(second["name"]) == inventory.LONGEST and third["name"] == "d0" and more == {"more": 3}
+    assert len(first["calls"]) == account_changes.MOST_CALLS + 2 and first["calls"][0] == "3 calls, then"
+    assert (
+        first["calls"][1].startswith('PutBucketTagging {"Tagging": ')
+        and first["calls"][-1] == account_changes.DISTURBED
+    )
+    assert len(second["name"]) == account_changes.LONGEST and third["name"] == "d0" and more == {"more": 3}
     assert len(json.dumps(found.described()).encode()) < 4000

@@ -15,9 +15,9 @@ from realhf.aws.cli.executor import OutputLimits
 from realhf.aws.cli.state_client import StateCallError
 from realhf.aws.episode.episode import Episode
 from realhf.aws.grading.snapshot import SnapshotError
-from realhf.aws.grading.walked_account import WalkedAccount
 from realhf.aws.real_aws.account import RealAwsPool, RealState
 from realhf.aws.real_aws.permissions import DEFAULT_READS, is_default_read
+from realhf.aws.real_aws.walked_account import WalkedAccount
 from realhf.aws.simulator.pool import ACCOUNT, MiniStackPool, Slot
 from realhf.aws.tasks.captures import resolve
 from realhf.aws.tasks.loader import instantiate

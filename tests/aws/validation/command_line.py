@@ -19,7 +19,7 @@ from awscli.customizations.argrename import ARGUMENT_RENAMES
 from botocore import xform_name
 from botocore.model import OperationModel, Shape
 
-from realhf.aws.grading.describe_walker import members, operation_models
+from realhf.aws.real_aws.describe_walker import members, operation_models
 from realhf.aws.tasks.task import SetupCommand
 
 _CAPTURE = re.compile(r"\$\{(?:step|setup)\d+:[^}]+\}")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from realhf.aws.grading.describe_walker import ID, Answers, inner_noun, noun_of, own_names
+from realhf.aws.real_aws.describe_walker import ID, Answers, inner_noun, noun_of, own_names
 
 _TIME = re.compile(r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d|\d{8}T\d{6}Z")
 _DAY_S = 86_400.0

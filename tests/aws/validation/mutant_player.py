@@ -17,10 +17,10 @@ from typing import Any
 
 from realhf.aws.episode.episode import Episode
 from realhf.aws.episode.world import make_targets
-from realhf.aws.grading.describe_walker import walk
 from realhf.aws.grading.differences import Target, compare
 from realhf.aws.grading.grader import freedom_of
 from realhf.aws.grading.snapshot import Snapshot, take_snapshot
+from realhf.aws.real_aws.describe_walker import walk
 from realhf.aws.tasks.captures import CaptureError, resolve
 from realhf.aws.tasks.task import Task
 from tests.aws.validation.describe_answers import Said, disagreements

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from botocore import xform_name
 
-from realhf.aws.grading.describe_walker import members
+from realhf.aws.real_aws.describe_walker import members
 from realhf.aws.tasks.loader import get_template, is_name, whole_state
 from realhf.aws.tasks.task import SetupCommand, Task
 from tests.aws.validation.command_line import (

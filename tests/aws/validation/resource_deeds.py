@@ -15,7 +15,7 @@ from typing import Any, Literal, cast
 from botocore.model import OperationModel, Shape
 
 from realhf.aws.cli.command_table import ALLOWED
-from realhf.aws.grading.describe_walker import element, members, required_members
+from realhf.aws.real_aws.describe_walker import element, members, required_members
 from tests.aws.validation.command_line import operation_model, option_of
 from tests.aws.validation.field_changes import OPEN_POLICY, Words, option_words, samples
 

@@ -6,7 +6,7 @@ import pytest
 
 from realhf.aws.cli.state_client import StateCallError
 from realhf.aws.episode.episode import Episode
-from realhf.aws.grading.describe_walker import walk
+from realhf.aws.real_aws.describe_walker import walk
 from realhf.aws.simulator.pool import Slot
 from realhf.aws.tasks import instantiate
 from tests.aws.validation.command_line import renumbered

@@ -17,11 +17,11 @@ from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
-from realhf.aws.grading.describe_walker import ID, MAX_CALLS, Answers, Call, inner_noun, noun_of, own_names, walk
 from realhf.aws.grading.differences import Comparison, Goal, Target, canonical, is_opening, transferred
 from realhf.aws.grading.grader import EndStateGrader, Grade
 from realhf.aws.grading.snapshot import Key, Snapshot, SnapshotError, normal_attributes
 from realhf.aws.grading.tracker import Evidence, is_read
+from realhf.aws.real_aws.describe_walker import ID, MAX_CALLS, Answers, Call, inner_noun, noun_of, own_names, walk
 from realhf.aws.simulator.account_state import DRAWN, END_DRAWN
 from realhf.aws.tasks.task import TaskError
 
