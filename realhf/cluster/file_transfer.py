@@ -158,10 +158,15 @@ def key_file_in(argv: Sequence[str]) -> Path | None:
     return Path(argv[argv.index(KEY_FLAG) + 1]) if KEY_FLAG in argv[:-1] else None
 
 
+def read_plan(run_dir: Path) -> dict[str, Any]:
+    """Return the plan of a run as JSON. Raises OSError or ValueError for one that cannot be read."""
+    return json.loads((run_dir / PLAN_FILE).read_text(encoding="utf-8"))
+
+
 def needed_paths(run_dir: Path) -> dict[str, str]:
     """Return what a plan names that a worker without the run folder has to have, and the option that names it: weights
     and tokenizers, data files, a person's own code. Raises OSError or ValueError for a plan that cannot be read."""
-    plan = json.loads((run_dir / PLAN_FILE).read_text(encoding="utf-8"))
+    plan = read_plan(run_dir)
     spec = plan["spec"]
     found = {model["path"]: f"{role}.path" for role, model in spec["models"].items()}
     for text in _texts([plan["plugins"], spec.get("rollout"), spec.get("environment"), spec["source"]]):
@@ -181,16 +186,10 @@ def _is(what: Callable[[Path], bool], text: str) -> bool:
         return False
 
 
-def takes_more(run_dir: Path) -> bool:
-    """Return whether a run takes more workers while it goes on: an asynchronous one does. Raises OSError or ValueError
-    for a plan that cannot be read."""
-    return bool(json.loads((run_dir / PLAN_FILE).read_text(encoding="utf-8"))["spec"].get("rollout"))
-
-
 def weights_problem(run_dir: Path, host: str, trainer: str, *, shared: bool) -> str:
     """Return why a generation worker on ``host`` could not get its weights from the trainer's host, "" if it can.
     Raises OSError or ValueError for a plan that cannot be read."""
-    rollout = json.loads((run_dir / PLAN_FILE).read_text(encoding="utf-8"))["spec"].get("rollout")
+    rollout = read_plan(run_dir)["spec"].get("rollout")
     weights = rollout["options"]["weights"] if rollout else ""
     if weights == "shm" and host != trainer:
         return (
@@ -237,14 +236,9 @@ def cargo(
             )
         found.paths[path] = target
         found.files |= {each: target + str(each)[len(path) :] for each in files}
-    plan = json.loads((run_dir / PLAN_FILE).read_text(encoding="utf-8"))
+    plan = read_plan(run_dir)
     found.texts[f"{found.paths[str(run_dir)]}/{PLAN_FILE}"] = json.dumps(found.rewritten_value(plan))
     return found
-
-
-def prints_of(paths: Sequence[str]) -> list[str]:
-    """Return how these paths look here."""
-    return [fingerprint(Path(path)) for path in paths]
 
 
 AHEAD = 32

@@ -6,8 +6,8 @@ import math
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from realhf.base.host_resources import usable_cores
@@ -212,9 +212,3 @@ class FolderProbe:
         """Remove the token and its answer."""
         for path in (self._token, self._answer):
             path.unlink(missing_ok=True)
-
-
-def with_place(spec: WorkerSpec, rewrite: Callable[[str], str], gpu: int | None, shared: bool) -> WorkerSpec:
-    """Return a worker as it is started on its host: with paths of that host."""
-    log = spec.log if shared else Path(rewrite(str(spec.log)))
-    return replace(spec, argv=tuple(rewrite(text) for text in spec.argv), log=log, gpu=gpu)

@@ -22,8 +22,8 @@ from realhf.cluster.control_endpoint import (
     HostRefused,
     Nonsense,
 )
-from realhf.cluster.file_transfer import Dock, cargo, key_file_in, needed_paths, prints_of, takes_more, weights_problem
-from realhf.cluster.host_table import PROBE_S, FolderProbe, Host, HostTable, Running, warnings, with_place
+from realhf.cluster.file_transfer import Dock, cargo, key_file_in, needed_paths, read_plan, weights_problem
+from realhf.cluster.host_table import PROBE_S, FolderProbe, Host, HostTable, Running, warnings
 from realhf.cluster.messages import (
     Ended,
     EndWorker,
@@ -36,9 +36,9 @@ from realhf.cluster.messages import (
     Probed,
     StartWorker,
 )
-from realhf.cluster.operator import OperatorDesk
+from realhf.cluster.operator import serve_operator
 from realhf.cluster.options import ELASTIC, ClusterOptions, elsewhere, placement_problems
-from realhf.cluster.own_host import unlike
+from realhf.cluster.own_host import fingerprint, unlike
 from realhf.cluster.placement import LAUNCHER, ClusterError, Place, kind_of
 from realhf.monitor.run_files import note_placement
 from realhf.scheduler.base import (
@@ -132,7 +132,7 @@ class ClusterScheduler:
             raise ValueError(f"worker {spec.name} was started already")
         if spec.name == MASTER:
             self._wait_for_hosts(control)
-            self._running, self._elastic = True, takes_more(spec.log.parent.parent)
+            self._running, self._elastic = True, bool(read_plan(spec.log.parent.parent)["spec"].get("rollout"))
             asking = [host.hello for host in self._table.hosts.values() if host.hello.wants and not self._elastic]
             self._backlog += [_unused(hello) for hello in asking]
         if kind_of(spec.name) != JOB:
@@ -335,7 +335,7 @@ class ClusterScheduler:
             return
         run_dir = spec.log.parent.parent
         paths = [*needed_paths(run_dir)][:256]
-        looks = dict(zip(paths, prints_of(paths), strict=True))
+        looks = {path: fingerprint(Path(path)) for path in paths}
         asked: dict[str, tuple[int, FolderProbe]] = {}
         try:
             for name in new:
@@ -382,10 +382,9 @@ class ClusterScheduler:
         brought.files = {here: there for here, there in brought.files.items() if there not in host.dock.brought}
         brought.texts = {there: text for there, text in brought.texts.items() if there not in host.dock.brought}
         host.dock.brought |= {*brought.files.values(), *brought.texts}
-        placed = with_place(spec, brought.rewritten, gpu, shared)
-        asked = StartWorker(
-            placed.name, placed.module, list(placed.argv), str(placed.log), placed.events, placed.niceness, gpu
-        )
+        argv = [brought.rewritten(text) for text in spec.argv]
+        log = str(spec.log) if shared else brought.rewritten(str(spec.log))
+        asked = StartWorker(spec.name, spec.module, argv, log, spec.events, spec.niceness, gpu)
         host.dock.add(brought.pieces(), asked)
         self._table.workers[spec.name] = Running(spec, name, time.monotonic(), gpu)
         self._advance(name, host)
@@ -433,8 +432,9 @@ class ClusterScheduler:
             self._gone(event.name, f"its host {event.name} was lost: {event.reason}")
         elif isinstance(event, FromOperator) and self._control is not None:
             assert self._known is not None
-            desk = OperatorDesk(self._control, self._table, self._known, running=self._running, elastic=self._elastic)
-            self._backlog += desk.serve(event)
+            self._backlog += serve_operator(
+                event, self._control, self._table, self._known, running=self._running, elastic=self._elastic
+            )
         elif isinstance(event, Nonsense):
             self._strange(event)
         elif isinstance(event, FromHost):

@@ -1,7 +1,8 @@
-"""Keys of a cluster for tests: the launcher's file, and a key for each host that is asked for."""
+"""What a launcher of tests has: its file of keys with a key for each host that is asked for, and a run folder."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from realhf.cluster.cluster_keys import HostKey, HostKeys, add_hosts, make_keys
@@ -32,3 +33,20 @@ class KeyRing:
         if not path.exists():
             write_private(path, self.keys_of(name).text())
         return path
+
+
+ASYNCHRONOUS = {"options": {"weights": "fetch"}}
+
+
+def run_folder(folder: Path, rollout: object = ASYNCHRONOUS) -> Path:
+    """Make a run folder whose plan needs nothing; ``rollout`` is None of a synchronous run."""
+    run = folder / "exp" / "run"
+    (run / "logs").mkdir(parents=True)
+    plan = {"spec": {"models": {}, "source": {}, "rollout": rollout}, "plugins": []}
+    (run / "plan.json").write_text(json.dumps(plan))
+    return run
+
+
+def log_of(run: Path, worker: str) -> Path:
+    """Where a worker of a run writes its log."""
+    return run / "logs" / f"{worker.replace('/', '-')}.log"

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import zmq
 
-from realhf.cluster.cluster_keys import HostKey
+from realhf.cluster.cluster_keys import HostKey, KnownHosts
+from realhf.cluster.control_endpoint import ControlEndpoint
 from realhf.cluster.messages import OF_LAUNCHER, HostHello, Message, Welcome, packed, unpacked
 from realhf.cluster.own_host import made_of
 from realhf.transport.envelope import pack_header, pack_payload, unpack_header
@@ -89,3 +91,26 @@ class StrangeAgent:
     def close(self) -> None:
         """Say nothing any more."""
         self.socket.close(0)
+
+
+class OpenEndpoint:
+    """A control endpoint on the loopback, and agents by hand."""
+
+    def __init__(self, folder: Path, dead_after_s: float = 40.0) -> None:
+        self.ring = KeyRing(folder / "cluster.key")
+        self.known = KnownHosts(self.ring.file)
+        self.control = ControlEndpoint(self.known, "tcp://127.0.0.1:0", dead_after_s)
+        self.agents: list[StrangeAgent] = []
+
+    def agent(self, name: str, key: HostKey | None = None) -> StrangeAgent:
+        """An agent with the key of its name, or with another one."""
+        self.agents.append(StrangeAgent(self.control.endpoint, key or self.ring, name))
+        return self.agents[-1]
+
+    def __enter__(self) -> OpenEndpoint:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for agent in self.agents:
+            agent.close()
+        self.control.close()

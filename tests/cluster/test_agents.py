@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -21,7 +20,7 @@ from realhf.cluster.placement import ClusterError
 from realhf.cluster.scheduler import ClusterScheduler
 from realhf.scheduler.base import Notice, WorkerEvent, WorkerExit, WorkerLine, WorkerSpec, WorkersWanted
 from realhf.transport.network import connect_encrypted
-from tests.cluster.key_ring import KeyRing
+from tests.cluster.key_ring import KeyRing, log_of, run_folder
 from tests.process_family import gone
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -48,10 +47,7 @@ class Cluster:
         self.folder, self.keys = folder, folder / "cluster.key"
         self.ring = KeyRing(self.keys)
         (folder / "sleeper.py").write_text(SLEEPER)
-        (folder / "exp" / "run" / "logs").mkdir(parents=True)
-        rollout = {"options": {"weights": "fetch"}}
-        plan = {"spec": {"models": {}, "source": {}, "rollout": rollout}, "plugins": []}
-        (folder / "exp" / "run" / "plan.json").write_text(json.dumps(plan))
+        self.run = run_folder(folder)
         given = {"address": "127.0.0.1", "port": 0, "key_file": str(self.keys), "dead_after_s": 7.0, **options}
         self.said: list[str] = []
         self.scheduler = ClusterScheduler(ClusterOptions(**given), say=self.said.append)  # pyright: ignore
@@ -67,21 +63,9 @@ class Cluster:
         self, name: str, *options: str, keys: Path | None = None, before: Sequence[str] = (), folder: str = ""
     ) -> subprocess.Popen[bytes]:
         """Start an agent; ``before`` are words before its command, ``folder`` is its own if another has its name."""
-        given = [
-            "--join",
-            self.door,
-            "--key-file",
-            str(keys or self.ring.file_of(name)),
-            "--name",
-            name,
-            "--linger-s",
-            "2",
-        ]
-        given += [
-            "--folder",
-            str(self.folder / f"host-{folder or name}"),
-            *(options or ("--host-agent", "--no-prepare")),
-        ]
+        given = ["--join", self.door, "--key-file", str(keys or self.ring.file_of(name)), "--name", name]
+        given += ["--linger-s", "2", "--folder", str(self.folder / f"host-{folder or name}")]
+        given += options or ("--host-agent", "--no-prepare")
         command = [*before, sys.executable, "-m", "realhf.worker", *given]
         # An agent is no process of the launcher's, which kills what it finds of its own in the end.
         with (self.folder / f"{name}.log").open("wb") as log, self.scheduler._local.beside():
@@ -90,8 +74,7 @@ class Cluster:
 
     def start(self, name: str, seconds: float = LONG_S, **more: object) -> None:
         """Start a worker that sleeps."""
-        log = self.folder / "exp" / "run" / "logs" / f"{name.replace('/', '-')}.log"
-        self.scheduler.start(WorkerSpec(name, "sleeper", (str(seconds),), log, **more))  # pyright: ignore
+        self.scheduler.start(WorkerSpec(name, "sleeper", (str(seconds),), log_of(self.run, name), **more))  # pyright: ignore
 
     def where(self, name: str) -> str:
         """The host of a worker."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from realhf.cluster.file_transfer import cargo, needed_paths, prints_of, weights_problem
+from realhf.cluster.file_transfer import cargo, needed_paths, weights_problem
 from realhf.cluster.messages import PIECE_BYTES
 from realhf.cluster.own_host import fingerprint
 from realhf.cluster.placement import ClusterError
@@ -66,7 +66,7 @@ def test_one_that_does_not_gets_what_the_plan_names_under_new_paths(run_dir: Pat
 def test_what_looks_the_same_there_stays_and_what_is_too_large_is_refused(run_dir: Path, tmp_path: Path):
     paths = [*needed_paths(run_dir)]
     assert paths == [str(tmp_path / "model"), str(tmp_path / "mine.py")]
-    assert all(prints_of(paths)) and prints_of(["/nowhere"]) == [""]
+    assert all(fingerprint(Path(path)) for path in paths) and fingerprint(Path("/nowhere")) == ""
     found = cargo(run_dir, "/h", None, shared=False, there=paths, limit_mb=0, host="b")
     assert not found.files and found.rewritten(paths[0]) == paths[0]
     with pytest.raises(ClusterError, match=r"actor\.path=.*host b neither shares .* 4 MB .* scheduler\.carry_mb=1"):

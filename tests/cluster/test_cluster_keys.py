@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,32 +19,15 @@ from realhf.transport.errors import NetworkError
 from realhf.transport.network import RunKeys, connect_encrypted
 from realhf.transport.sockets import HandshakeWatch
 from tests.cluster.key_ring import KeyRing
-from tests.cluster.strange_agent import ANSWER_S, StrangeAgent
+from tests.cluster.strange_agent import ANSWER_S, OpenEndpoint
 
 AT = "tcp://127.0.0.1:0"
 
 
-class OpenDoor:
-    """A control endpoint on the loopback, and agents by hand."""
-
-    def __init__(self, folder: Path) -> None:
-        self.ring = KeyRing(folder / "cluster.key")
-        self.known = KnownHosts(self.ring.file)
-        self.door = ControlEndpoint(self.known, AT, 40.0)
-        self.agents: list[StrangeAgent] = []
-
-    def agent(self, key: HostKey, name: str) -> StrangeAgent:
-        self.agents.append(StrangeAgent(self.door.endpoint, key, name))
-        return self.agents[-1]
-
-
 @pytest.fixture
-def opened(tmp_path: Path):
-    made = OpenDoor(tmp_path)
-    yield made
-    for agent in made.agents:
-        agent.close()
-    made.door.close()
+def opened(tmp_path: Path) -> Iterator[OpenEndpoint]:
+    with OpenEndpoint(tmp_path) as made:
+        yield made
 
 
 def refused(door: ControlEndpoint, key: HostKey) -> str:
@@ -78,46 +62,46 @@ def test_a_host_has_no_secret_of_the_launcher_and_none_of_another_host(tmp_path:
 
 
 @pytest.mark.nightly
-def test_with_the_key_of_a_host_nobody_is_another_host_or_an_operator(opened: OpenDoor):
-    pretender = opened.agent(opened.ring.of("a"), "b")
+def test_with_the_key_of_a_host_nobody_is_another_host_or_an_operator(opened: OpenEndpoint):
+    pretender = opened.agent("b", opened.ring.of("a"))
     pretender.hello()
     assert pretender.hears(Refused).reason.startswith("its key is that of a, and not of a host 'b'")
     for kind in ("status", "remove"):
         pretender.say(kind, Nothing())
     said = pretender.hears(Report)
     assert said.failed and "the key of host a is none of an operator" in said.lines[0]
-    victim = opened.agent(opened.ring.of("b"), "b").join()
+    victim = opened.agent("b").join()
     pretender.session = victim.session
     pretender.say("leave")
     pretender.hello()
     pretender.hears(Refused)
-    assert not [event for event in opened.door.events() if isinstance(event, HostGone | FromOperator)]
+    assert not [event for event in opened.control.events() if isinstance(event, HostGone | FromOperator)]
 
 
 @pytest.mark.nightly
-def test_a_key_that_was_taken_away_is_worth_nothing_also_on_a_connection_that_is_there(opened: OpenDoor):
+def test_a_key_that_was_taken_away_is_worth_nothing_also_on_a_connection_that_is_there(opened: OpenEndpoint):
     """And after a new one was drawn for the same name, the old one is not."""
     old = opened.ring.of("a")
-    there = opened.agent(old, "a").join()
+    there = opened.agent("a", old).join()
     opened.known.let_leave("a")
-    assert refused(opened.door, old) == "refused the key of this process", "before it has left"
-    opened.door.send_away("a")
+    assert refused(opened.control, old) == "refused the key of this process", "before it has left"
+    opened.control.send_away("a")
     assert "a" not in LauncherKeys.read(opened.ring.file).hosts
-    opened.door.events()
+    opened.control.events()
     there.say("ping")
     there.hello()
-    assert refused(opened.door, old) == "refused the key of this process"
+    assert refused(opened.control, old) == "refused the key of this process"
     fresh = add_hosts(opened.ring.file, ["a"]).of("a")
-    assert not refused(opened.door, fresh)
-    opened.agent(fresh, "a").join()
+    assert not refused(opened.control, fresh)
+    opened.agent("a", fresh).join()
     there.hello()
-    assert refused(opened.door, old), "the old one, also beside a new one of the same name"
-    assert [type(event) for event in opened.door.events()] == [HostCame]
+    assert refused(opened.control, old), "the old one, also beside a new one of the same name"
+    assert [type(event) for event in opened.control.events()] == [HostCame]
 
 
 @pytest.mark.nightly
-def test_a_host_that_gets_its_key_while_the_launcher_waits_may_join(opened: OpenDoor):
-    agent = opened.agent(add_hosts(opened.ring.file, ["late"]).of("late"), "late")
+def test_a_host_that_gets_its_key_while_the_launcher_waits_may_join(opened: OpenEndpoint):
+    agent = opened.agent("late", add_hosts(opened.ring.file, ["late"]).of("late"))
     assert agent.join()
 
 

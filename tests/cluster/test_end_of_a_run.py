@@ -15,13 +15,12 @@ import pytest
 
 from realhf.cluster import control_endpoint
 from realhf.cluster import scheduler as scheduler_module
-from realhf.cluster.cluster_keys import KnownHosts
 from realhf.cluster.control_endpoint import ControlEndpoint, HostGone
 from realhf.cluster.messages import EndWorker, Welcome
 from realhf.cluster.options import ClusterOptions
 from realhf.cluster.scheduler import ClusterScheduler
 from tests.cluster.key_ring import KeyRing
-from tests.cluster.strange_agent import ANSWER_S, StrangeAgent
+from tests.cluster.strange_agent import ANSWER_S, OpenEndpoint, StrangeAgent
 
 SOON_S = 30.0
 """Five seconds for hosts to say that they have heard, half of one for what is under way, and a busy machine."""
@@ -41,34 +40,19 @@ while True:
 """
 
 
-class OpenDoor:
-    """A control endpoint on the loopback, and agents by hand."""
-
-    def __init__(self, folder: Path) -> None:
-        self.keys = KeyRing(folder / "cluster.key")
-        self.door = ControlEndpoint(KnownHosts(self.keys.file), "tcp://127.0.0.1:0", 7.0)
-        self.agents: list[StrangeAgent] = []
-
-    def agent(self, name: str) -> StrangeAgent:
-        self.agents.append(StrangeAgent(self.door.endpoint, self.keys, name))
-        return self.agents[-1]
-
-    def closes(self) -> float:
-        """Close the endpoint; how long it took. The port is free afterwards."""
-        began = time.monotonic()
-        self.door.close()
-        took = time.monotonic() - began
-        with socket.create_server(("127.0.0.1", int(self.door.endpoint.rpartition(":")[2]))):
-            return took
+def closes(opened: OpenEndpoint) -> float:
+    """Close the endpoint; how long it took. The port is free afterwards."""
+    began = time.monotonic()
+    opened.control.close()
+    took = time.monotonic() - began
+    with socket.create_server(("127.0.0.1", int(opened.control.endpoint.rpartition(":")[2]))):
+        return took
 
 
 @pytest.fixture
-def opened(tmp_path: Path) -> Iterator[OpenDoor]:
-    made = OpenDoor(tmp_path)
-    yield made
-    for agent in made.agents:
-        agent.close()
-    made.door.close()
+def opened(tmp_path: Path) -> Iterator[OpenEndpoint]:
+    with OpenEndpoint(tmp_path, dead_after_s=7.0) as made:
+        yield made
 
 
 def heard(agent: StrangeAgent, kind: str) -> bool:
@@ -82,7 +66,7 @@ def heard(agent: StrangeAgent, kind: str) -> bool:
     return False
 
 
-def test_hosts_that_say_that_they_have_heard_are_not_waited_for(opened: OpenDoor, monkeypatch: pytest.MonkeyPatch):
+def test_hosts_that_say_that_they_have_heard_are_not_waited_for(opened: OpenEndpoint, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(control_endpoint, "PART_S", 3 * ANSWER_S)
     agents = [opened.agent(name).join() for name in ("a", "b")]
 
@@ -93,13 +77,13 @@ def test_hosts_that_say_that_they_have_heard_are_not_waited_for(opened: OpenDoor
     threads = [threading.Thread(target=part, args=(agent,), daemon=True) for agent in agents]
     for thread in threads:
         thread.start()
-    assert opened.closes() < ANSWER_S
+    assert closes(opened) < ANSWER_S
 
 
 @pytest.mark.nightly
-def test_a_host_that_never_answers_delays_the_end_by_some_seconds(opened: OpenDoor):
+def test_a_host_that_never_answers_delays_the_end_by_some_seconds(opened: OpenEndpoint):
     agent = opened.agent("a").join()
-    assert opened.closes() < SOON_S
+    assert closes(opened) < SOON_S
     assert heard(agent, "over")
 
 
@@ -118,17 +102,17 @@ def slowed(door: ControlEndpoint, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.nightly
 @pytest.mark.slow
 def test_a_host_that_sends_faster_than_the_door_reads_does_not_hold_it_open(
-    opened: OpenDoor, monkeypatch: pytest.MonkeyPatch
+    opened: OpenEndpoint, monkeypatch: pytest.MonkeyPatch
 ):
     """The endpoint went on to read, told nobody that the run was over, and kept its port. Here it is slow."""
-    slowed(opened.door, monkeypatch)
+    slowed(opened.control, monkeypatch)
     quiet = opened.agent("a").join()
-    words = [sys.executable, "-c", FLOOD, opened.door.endpoint, str(opened.keys.file_of("flood"))]
+    words = [sys.executable, "-c", FLOOD, opened.control.endpoint, str(opened.ring.file_of("flood"))]
     floods = subprocess.Popen(words, stdout=subprocess.PIPE, cwd=Path(__file__).resolve().parents[2])
     try:
         assert floods.stdout is not None and floods.stdout.readline() == b"begins\n"
         time.sleep(1.0)  # so that much lies there
-        assert opened.closes() < SOON_S
+        assert closes(opened) < SOON_S
         assert heard(quiet, "over")
     finally:
         floods.kill()
@@ -138,20 +122,20 @@ def test_a_host_that_sends_faster_than_the_door_reads_does_not_hold_it_open(
 
 
 @pytest.mark.nightly
-def test_a_host_is_found_lost_though_the_door_stood_still_for_long(opened: OpenDoor):
+def test_a_host_is_found_lost_though_the_door_stood_still_for_long(opened: OpenEndpoint):
     opened.agent("a").join()
-    opened.door._excuse(1000.0)  # pyright: ignore[reportPrivateUsage]
+    opened.control._excuse(1000.0)  # pyright: ignore[reportPrivateUsage]
     deadline, lost = time.monotonic() + SOON_S, False
     while not lost and time.monotonic() < deadline:
-        lost = any(isinstance(event, HostGone) for event in opened.door.events())
+        lost = any(isinstance(event, HostGone) for event in opened.control.events())
         time.sleep(0.05)
     assert lost
 
 
-def test_who_comes_when_the_door_closes_is_not_welcomed(opened: OpenDoor):
+def test_who_comes_when_the_door_closes_is_not_welcomed(opened: OpenEndpoint):
     """It was, and never told that the run was over: it took the launcher for lost nine seconds later."""
     agent = opened.agent("late")
-    door = opened.door
+    door = opened.control
     with door._lock:  # pyright: ignore[reportPrivateUsage]
         agent.hello()
         time.sleep(0.2)  # the endpoint has its hello, and waits for the lock as it would for a launcher that closes it

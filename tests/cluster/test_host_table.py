@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ from realhf.cluster.placement import LAUNCHER, choose, gpu_of
 from realhf.cluster.scheduler import ClusterScheduler
 from realhf.scheduler.base import Notice, WorkerSpec
 from realhf.scheduler.gpus import VISIBLE, gpus_anywhere
+from tests.cluster.key_ring import ASYNCHRONOUS, log_of, run_folder
 
 DOOR = "tcp://127.0.0.1:1"
 Sees = Callable[..., None]
@@ -53,11 +53,7 @@ class Bench:
     """A launcher's scheduler whose workers end at once, and hosts that have joined."""
 
     def __init__(self, folder: Path, *, asynchronous: bool = True, **options: object) -> None:
-        self._logs = folder / "exp" / "run" / "logs"
-        self._logs.mkdir(parents=True)
-        rollout = {"options": {"weights": "fetch"}} if asynchronous else None
-        plan = {"spec": {"models": {}, "source": {}, "rollout": rollout}, "plugins": []}
-        (self._logs.parent / "plan.json").write_text(json.dumps(plan))
+        self._run = run_folder(folder, ASYNCHRONOUS if asynchronous else None)
         given = {"address": "127.0.0.1", "port": 0, "key_file": str(folder / "key"), "min_hosts": 0, **options}
         self.scheduler = ClusterScheduler(ClusterOptions(**given), say=lambda text: None)  # pyright: ignore
         self.table = self.scheduler._table  # pyright: ignore[reportPrivateUsage]
@@ -73,7 +69,7 @@ class Bench:
         return worker.host, worker.gpu
 
     def log(self, name: str) -> Path:
-        return self._logs / f"{name.replace('/', '-')}.log"
+        return log_of(self._run, name)
 
     def says(self, host: str, message: Exited | NotStarted) -> None:
         """Let a host say something."""

@@ -29,22 +29,18 @@ from realhf.cluster.scheduler import ClusterScheduler
 from realhf.monitor.run_files import HostLanes
 from realhf.scheduler.base import BeginAgain, Notice, WorkerEvent, WorkerExit, WorkerLine, WorkerSpec, WorkersWanted
 from realhf.transport.sockets import allow_many_connections
-from tests.cluster.key_ring import KeyRing
+from tests.cluster.key_ring import ASYNCHRONOUS, KeyRing, log_of, run_folder
 from tests.cluster.strange_agent import ANSWER_S, StrangeAgent
 
 SILENT = {"dead_after_s": 40.0}
 """Strange agents give no signs of life."""
-ASYNCHRONOUS = {"options": {"weights": "fetch"}}
 
 
 class Bench:
     """A launcher's scheduler with a run folder, and strange agents."""
 
     def __init__(self, folder: Path, rollout: object = ASYNCHRONOUS, **more: Any) -> None:
-        (folder / "exp" / "run" / "logs").mkdir(parents=True)
-        plan = {"spec": {"models": {}, "source": {}, "rollout": rollout}, "plugins": []}
-        (folder / "exp" / "run" / "plan.json").write_text(json.dumps(plan))
-        self.folder, self.keys = folder, KeyRing(folder / "cluster.key")
+        self.run, self.folder, self.keys = run_folder(folder, rollout), folder, KeyRing(folder / "cluster.key")
         given = {"address": "127.0.0.1", "port": 0, "key_file": str(folder / "cluster.key"), **SILENT, **more}
         self.scheduler = ClusterScheduler(ClusterOptions(**given), say=lambda text: None)
         self.agents: list[StrangeAgent] = []
@@ -65,8 +61,7 @@ class Bench:
         self.start("master", "platform")
 
     def start(self, name: str, module: str = "none", *argv: str, events: bool = False) -> None:
-        log = self.folder / "exp" / "run" / "logs" / f"{name.replace('/', '-')}.log"
-        self.scheduler.start(WorkerSpec(name, module, argv, log, events=events))
+        self.scheduler.start(WorkerSpec(name, module, argv, log_of(self.run, name), events=events))
 
     def until(self, wanted: type[WorkerEvent] | tuple[type, ...], about: str = "") -> WorkerEvent:
         """Wait for an event of a kind whose text holds ``about``."""

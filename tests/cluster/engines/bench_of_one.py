@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 
 from realhf.cluster.scheduler import ClusterScheduler
 from realhf.scheduler.base import WorkerExit, WorkerLine, WorkerSpec
+from tests.cluster.key_ring import log_of
 
 LIMIT_S = 300.0
 """Starting Ray takes a minute on a busy machine."""
-
-
-def run_folder(folder: Path) -> Path:
-    """A run folder whose plan needs nothing."""
-    run = folder / "exp" / "run"
-    (run / "logs").mkdir(parents=True)
-    (run / "plan.json").write_text(json.dumps({"spec": {"models": {}, "source": {}}, "plugins": []}))
-    return run
 
 
 def started(scheduler: ClusterScheduler, run: Path, host: str) -> tuple[str, WorkerExit]:
     """Start the master here and a worker on a host, wait for the ends of both; what the worker said, and its end."""
 
     def spec(name: str, where: str = "") -> WorkerSpec:
-        log = run / "logs" / f"{name.replace('/', '-')}.log"
-        return WorkerSpec(name, "tests.cluster.engines.ends_with_three", (), log, events=True, host=where)
+        module = "tests.cluster.engines.ends_with_three"
+        return WorkerSpec(name, module, (), log_of(run, name), events=True, host=where)
 
     scheduler.start(spec("master"))
     scheduler.start(spec("rollout_worker/0", host))

@@ -21,8 +21,8 @@ from realhf.cluster.engines.ray_agent import RayAgent
 from realhf.cluster.placement import ClusterError
 from realhf.cluster.scheduler import ClusterScheduler
 from realhf.scheduler.base import WorkerSpec
-from tests.cluster.engines.bench_of_one import LIMIT_S, run_folder, started
-from tests.cluster.key_ring import KeyRing
+from tests.cluster.engines.bench_of_one import LIMIT_S, started
+from tests.cluster.key_ring import KeyRing, run_folder
 
 own_cluster = pytest.mark.several_hosts
 """Ray takes seconds to start, a minute where others compute."""
@@ -34,7 +34,7 @@ def made(folder: Path, **options: object) -> ClusterScheduler:
 
 
 def master(folder: Path) -> WorkerSpec:
-    return WorkerSpec("master", "platform", (), run_folder(folder) / "logs" / "master.log")
+    return WorkerSpec("master", "platform", (), run_folder(folder, None) / "logs" / "master.log")
 
 
 def of_ray() -> list[psutil.Process]:
@@ -140,7 +140,7 @@ def test_a_worker_runs_below_ray_and_nothing_is_left(tmp_path):
     scheduler = made(tmp_path)
     try:
         for attempt in ("first", "second"):
-            said, end = started(scheduler, run_folder(tmp_path / attempt), "player-0")
+            said, end = started(scheduler, run_folder(tmp_path / attempt, None), "player-0")
             assert end.exit_code == 3 and said.endswith("ray False")
             assert of_ray()
             assert listening(of_ray()) == {"127.0.0.1"}, "who reaches Ray runs programs as its user"

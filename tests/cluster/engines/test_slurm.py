@@ -14,7 +14,7 @@ from realhf.cluster.engines.slurm import SlurmOptions, script
 from realhf.cluster.placement import ClusterError
 from realhf.scheduler.base import WorkerSpec
 from realhf.scheduler.process import describe
-from tests.cluster.engines.bench_of_one import run_folder
+from tests.cluster.key_ring import run_folder
 
 
 def test_the_script_is_short_and_has_what_was_asked_for():
@@ -78,7 +78,7 @@ def test_outside_a_job_the_launch_says_so_at_once(tmp_path, monkeypatch, name, w
     scheduler = slurm.make(SlurmOptions(address="127.0.0.1", port=0, key_file=str(tmp_path / "k"), nodes=1))
     try:
         with pytest.raises(ClusterError, match=r"srun cannot be run here .*mode=check prints"):
-            scheduler.start(WorkerSpec(name, "platform", (), run_folder(tmp_path) / "logs" / "m.log"))
+            scheduler.start(WorkerSpec(name, "platform", (), run_folder(tmp_path, None) / "logs" / "m.log"))
     finally:
         scheduler.stop(1.0)
 
@@ -102,7 +102,7 @@ def test_why_srun_has_ended_is_in_the_one_line_that_a_person_sees(tmp_path, monk
     scheduler = slurm.make(SlurmOptions(address="127.0.0.1", port=0, key_file=str(tmp_path / "k"), nodes=1))
     try:
         with pytest.raises(ClusterError) as found:
-            scheduler.start(WorkerSpec("master", "platform", (), run_folder(tmp_path) / "logs" / "m.log"))
+            scheduler.start(WorkerSpec("master", "platform", (), run_folder(tmp_path, None) / "logs" / "m.log"))
     finally:
         scheduler.stop(1.0)
     line = describe(found.value)
