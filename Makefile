@@ -221,7 +221,7 @@ test-architectures: install
 	$(BIN)/python -m pytest -q -rs -n 2 tests/architectures tests/backends/test_architectures.py --run-architectures $(if $(NAMES),-k "$(NAMES)")
 
 test-compile: install
-	$(BIN)/python -m pytest -q -rs tests/backends/execution --run-compile
+	$(BIN)/python -m pytest -q -rs tests/backends/training/test_compiled_blocks.py --run-compile
 
 # GPU_PYTHON is a Python that has torch with CUDA and our other packages: nothing is installed then, and no network needed.
 # What the tests say does not keep the table from being made.

@@ -12,7 +12,7 @@ from xdist.scheduler import LoadFileScheduling
 RANKS = "tests/backends/parallel"
 """Files that run ranks. Their server, from which every rank is forked, imports for five seconds of CPU in each test
 process that runs one of them."""
-WITH_RANKS = ("tests/backends/parallel/", "tests/backends/adapters/test_lora_ranks.py")
+WITH_RANKS = ("tests/backends/parallel/", "tests/backends/training/test_lora_ranks.py")
 
 
 class FilesThatBelongTogether(LoadFileScheduling):

@@ -5,9 +5,10 @@ import math
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
+from realhf.algorithms.inference import LogprobInterface
 from realhf.api.config import OptimizerConfig
 from realhf.api.model import CallContext, Model
-from realhf.api.sample import MicroBatchSpec
+from realhf.api.sample import MicroBatchSpec, SequenceSample
 from realhf.backends.training.torch_engine import TorchEngine
 from realhf.backends.training.value_head import ValueModel
 
@@ -52,3 +53,9 @@ def context(tmp_path, step=0, **spec):
 
 def weights(model):
     return torch.cat([p.detach().reshape(-1) for p in model.engine.model.parameters()])  # type: ignore[attr-defined]
+
+
+def on_policy(model: Model, sample: SequenceSample, tmp_path: Path) -> SequenceSample:
+    """The sample with the behaviour log-probabilities of ``model`` itself."""
+    own = LogprobInterface("packed_logprobs").inference(model, sample, context(tmp_path))[0]
+    return sample.select(sample.keys - {"packed_logprobs"}).update(own)

@@ -18,17 +18,11 @@ from realhf.algorithms.train_step import PredictedTokens, replace_keys, select_s
 from realhf.api.config import GenConfig
 from realhf.api.model import Model
 from realhf.api.sample import MicroBatchSpec, SequenceSample
-from tests.algorithms.tiny_policy import GROUPS, OUTCOME, REWARDS, context, tiny_actor, weights
+from tests.algorithms.tiny_policy import GROUPS, OUTCOME, REWARDS, context, on_policy, tiny_actor, weights
 
 
 def fingerprint(sample):
     return {key: sample[key].numpy().tobytes() for key in sample.keys}
-
-
-def on_policy(model, sample, tmp_path):
-    """The sample with the behaviour log-probabilities of ``model`` itself."""
-    own = LogprobInterface("packed_logprobs").inference(model, sample, context(tmp_path))[0]
-    return sample.select(sample.keys - {"packed_logprobs"}).update(own)
 
 
 VARIANTS: list[dict[str, Any]] = [
