@@ -242,8 +242,8 @@ def test_adapters_that_do_not_reach_the_merged_weights_are_found(
     train(engine, ragged_sample(GROUPS), 3)
     right = lora.MergedWeights._merged
     for wrong in (
-        lambda self, name: self._base[name] + 0.0,
-        lambda self, name: 2 * right(self, name) - self._base[name],
+        lambda self, name: self.base[name] + 0.0,
+        lambda self, name: 2 * right(self, name) - self.base[name],
     ):
         monkeypatch.setattr(lora.MergedWeights, "_merged", wrong)
         engine.adapters.changed()  # type: ignore[union-attr]
@@ -272,7 +272,7 @@ def test_a_hundredth_too_much_of_an_adapter_is_found_and_right_merges_of_any_siz
 
     def wrong(self: Any, name: str) -> Tensor:
         """Only one layer, and only by a hundredth."""
-        base, layer = self._base[name].float(), first.removeprefix("base_model.model.").partition(".lora_B")[0]
+        base, layer = self.base[name].float(), first.removeprefix("base_model.model.").partition(".lora_B")[0]
         return base + (1.01 if name == layer else 1.0) * (right(self, name) - base)
 
     for size in (1e-4, 1e-2, 1.0):
