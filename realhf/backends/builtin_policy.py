@@ -2,9 +2,8 @@
 
     python -m realhf.backends.builtin_policy --demonstrations demos.jsonl --out DIR
 
-For machines without downloads. Without demonstrations the tokenizer has an id for each byte.
-The result is an ordinary Hugging Face folder with random weights;
-nothing after this point knows that it is not a hub model.
+For machines without downloads. Without demonstrations the tokenizer has an id for each byte. The result is an ordinary
+Hugging Face folder with random weights.
 
 Copying a resource name is the hardest thing such a model must learn, so the tokenizer keeps every word of a
 name one token with the same id wherever it stands (`-otter` after a space, a quote or a colon), and spends its
@@ -17,13 +16,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from realhf.api.config import BuiltinModelConfig
+from realhf.base.files import whole_folder
 
 SPECIAL_TOKENS = PAD, USER, ASSISTANT, END = ("<|pad|>", "<|user|>", "<|assistant|>", "<|end|>")
 SPLIT_PATTERN = (
@@ -134,12 +132,9 @@ def build_builtin_policy(demonstrations: Path | None, out: Path, config: Builtin
     vocab_size = config.vocab_size if demonstrations else len(SPECIAL_TOKENS) + 256
     tokenizer = train_tokenizer(texts, vocab_size, config.max_positions)
     model = build_model(config, vocab_size, tokenizer.eos_token_id, tokenizer.pad_token_id, seed)
-    partial = out.with_name(f"{out.name}.{os.getpid()}.tmp")
-    shutil.rmtree(partial, ignore_errors=True)
-    model.save_pretrained(partial)
-    tokenizer.save_pretrained(partial)
-    shutil.rmtree(out, ignore_errors=True)
-    os.replace(partial, out)
+    with whole_folder(out) as partial:
+        model.save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
 
 
 def main() -> None:

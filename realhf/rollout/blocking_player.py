@@ -1,9 +1,10 @@
-"""Plays episodes for a thread that generates batches: the episodes live on an event loop of their own thread.
+"""Plays episodes for a thread that generates batches.
 
-The episodes live on an event loop. What they ask for is collected there and handed to the generating thread, which
-calls ``serve`` and gets back when all episodes are over. In *lockstep* a batch is released when every running episode
-waits for tokens, in the order of the slots: then the sequence of batches depends only on what was sampled before, and
-never on the timing of environments. *Freely*, a batch is whatever waits when the engine is free.
+The episodes live on an event loop of their own thread. What they ask for is collected there and handed to the
+generating thread, which calls ``serve`` and gets back when all episodes are over. In *lockstep* a batch is released
+when every running episode waits for tokens, in the order of the slots: then the sequence of batches depends only on
+what was sampled before, and never on the timing of environments. *Freely*, a batch is whatever waits when the engine is
+free.
 """
 
 from __future__ import annotations

@@ -1,10 +1,5 @@
 """Plays episodes: the one driver of training, evaluation, demonstrations and agents, each slot with its environment.
 
-A step that was not executed, by the environment's own report, is sent again. An environment that is lost in the middle
-of an episode is made anew, reset with the same task and seed, and given the same messages; where it answers as before,
-the episode goes on as if nothing had happened. This needs an environment that is deterministic; another is played again
-from the start. Source: docs/reference/dataflow.md 9 (a failure is never a reward of 0).
-
 A player has *slots*. Each has an environment of its own and a row of the engine's cache, and plays one episode after
 another. What differs between runs are values: where tokens come from (a ``TokenSource``), in which order slots take
 episodes (a ``SlotOrder``, for runs that must not depend on timing), who speaks (an ``EpisodeAgent``), and what a failed
@@ -57,6 +52,11 @@ class ReplayDiverged(EnvironmentFailure):
 class SlotEnvironment:
     """Is the environment of a slot, over all its episodes: an ``Environment`` that raises nothing but
     EnvironmentFailure, named after the environment.
+
+    A step that was not executed, by the environment's own report, is sent again. An environment that is lost in the
+    middle of an episode is made anew, reset with the same task and seed, and given the same messages; where it answers
+    as before, the episode goes on as if nothing had happened. This needs an environment that is deterministic; another
+    is played again from the start. Source: docs/reference/dataflow.md 9 (a failure is never a reward of 0).
 
     Args:
         name: of the environment, for messages. make: returns a new instance.

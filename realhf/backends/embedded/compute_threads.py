@@ -1,18 +1,15 @@
 """Manages the threads that compute for one engine: how many there are, and how they wait for one another.
 
-Linux only. The time is the second number of ``/proc/<pid>/task/<tid>/schedstat``.
-
-libgomp lets a waiting thread spin for about three milliseconds, but hardly at all once it manages more threads than
-there are cores. A parked team of idle threads makes that so, and its end undoes it. The number of threads that compute
-and the way their work is divided stay what they are, so every result is the same to the last bit.
-
-Source: libgomp's ``config/linux/wait.h`` (``do_spin``) and the description of ``GOMP_SPINCOUNT`` in its manual.
-
 OpenMP threads meet at a barrier after every product, a hundred thousand times in a train step, and spin while they
 wait. Where one of them has to share its core with another program, the others spin for milliseconds each time, and
 everything takes twenty times as long. Sleeping instead costs a fifth of the speed on a quiet machine. So the threads
 spin while cores are free and sleep while other programs keep them busy. Their number never changes, because gradients
 depend on it in their last bits.
+
+libgomp lets a waiting thread spin for about three milliseconds, but hardly at all once it manages more threads than
+there are cores (``do_spin`` in its ``config/linux/wait.h``, ``GOMP_SPINCOUNT`` in its manual). A parked team of idle
+threads makes that so, and its end undoes it. How long threads waited for a core is the second number of
+``/proc/<pid>/task/<tid>/schedstat`` (Linux only).
 """
 
 from __future__ import annotations

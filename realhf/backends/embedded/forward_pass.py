@@ -1,11 +1,8 @@
 """Runs a forward pass over cache rows, through the modules of transformers or, for Llama and Qwen, without them.
 
 A pass mixes two kinds of work: *decoding* feeds one token to each of many rows, *pieces* are the missing tokens of rows
-that join.
-
-For small models on a CPU, the layers of Python around the arithmetic cost more than the arithmetic. Parameters are read
-from the module at every pass, so weights that were copied in place, or replaced, take effect. The tokens of all rows
-lie behind each other without padding; only attention tells rows apart.
+that join. For small models on a CPU, the layers of Python around the arithmetic cost more than the arithmetic, so
+Llama and Qwen have a way without them.
 """
 
 from __future__ import annotations
@@ -300,7 +297,9 @@ class _Plan:
 
 class FastDecoder:
     """Implements ``ForwardPass``. Attention of decoding rows is computed as batched products over the cache as it lies;
-    idle rows in between are computed and thrown away."""
+    idle rows in between are computed and thrown away. Parameters are read from the module at every pass, so weights
+    that were copied in place, or replaced, take effect. The tokens of all rows lie behind each other without padding;
+    only attention tells rows apart."""
 
     def __init__(self, model: Any, cache: RowCache) -> None:
         self._cache = cache

@@ -1,10 +1,8 @@
 """Trains a model by low-rank adapters of peft: puts them on, merges them for generation, and scores without them.
 
-Rounding a sum is off by at most half the distance of neighbouring numbers, wherever the number lies, so whatever is
-further off was computed wrongly, however small the adapters are beside the weights that they stand by.
-
-It is a second skeleton over the same tensors. Only layers with adapters have weights of their own, and those only from
-``merge`` to ``drop``.
+What generates is a second skeleton over the same tensors. Only layers with adapters have weights of their own, and
+those only from ``merge`` to ``drop``. A merge is proven: rounding a sum is off by at most half the distance of
+neighbouring numbers, so whatever is further off was computed wrongly, however small the adapters are.
 """
 
 from __future__ import annotations

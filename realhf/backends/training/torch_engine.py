@@ -132,7 +132,8 @@ class TorchEngine:
         self._version = 0
         generates = self._forward.heads.logits
         self._kv_cache_gib = kv_cache_gib
-        self._generator = self._own_generator() if generates else None
+        generating = model if self.adapters is None else self.adapters.skeleton
+        self._generator = self._made_generator(generating, ready=self._whole_model) if generates else None
         self._threads = unmanaged()
 
     @property
@@ -196,10 +197,6 @@ class TorchEngine:
             raise ValueError("a model with a value head does not generate")
         return self._generator
 
-    def _own_generator(self) -> EmbeddedGenerator:
-        model = self.model if self.adapters is None else self.adapters.skeleton
-        return self._made_generator(model, ready=self._whole_model)
-
     def _made_generator(self, model: Any, ready: Callable[[], object] = lambda: None) -> EmbeddedGenerator:
         """Make a generation engine over ``model``, which shares the device with training."""
         most = lambda: cache_bytes(self._kv_cache_gib, model.device, shared=True)
@@ -231,15 +228,12 @@ class TorchEngine:
             optimizer.zero_grad()
             return TrainResult(stats, norm, skipped=True, kept=kept)
         if backward:
-            with self._named_update_shortage(optimizer):
+            adapters = self.adapters is None and self._forward.heads.logits
+            offload = self.model.device.type == "cuda" and not (optimizer.offloads or self._ranks.in_step)
+            with named_update_shortage(optimizer.masters, self._named, adapters=adapters, offload=offload):
                 stats["lr"] = optimizer.step(self._version, norm)
         optimizer.zero_grad()
         return TrainResult(stats, norm, skipped=False, kept=kept)
-
-    def _named_update_shortage(self, optimizer: PolicyOptimizer) -> contextlib.AbstractContextManager[None]:
-        adapters = self.adapters is None and self._forward.heads.logits
-        offload = self.model.device.type == "cuda" and not (optimizer.offloads or self._ranks.in_step)
-        return named_update_shortage(optimizer.masters, self._named, adapters=adapters, offload=offload)
 
     def _passes(
         self,
@@ -350,11 +344,9 @@ class TorchEngine:
         from."""
         found: dict[str, Any] = {"version": self._version, "torch_rng": torch.get_rng_state()}
         if self._optimizer is not None:
-            found |= {"optimizer": self._optimizer.state_dict(), "weights": self._trained_weights()}
+            trained = self.weights() if self.adapters is None else self.adapters.tensors()
+            found |= {"optimizer": self._optimizer.state_dict(), "weights": trained}
         return found
-
-    def _trained_weights(self) -> dict[str, Tensor]:
-        return self.weights() if self.adapters is None else self.adapters.tensors()
 
     def save_checkpoint(self, folder: Path) -> None:
         """Write what training needs to continue bit-identically into ``folder`` (made if missing); of a model with

@@ -1,15 +1,11 @@
 """Computes attention of rows in which sequences share their common prefixes, without the square of a row.
 
-The pieces of a row follow each other in depth-first order, so whatever a piece sees outside a run of neighbours, the
-first of them sees, too. A *bundle* is such a run: its keys are what its first piece sees and the columns of all of
-them, and a mask hides what a piece does not see. It copies a prefix once for all of its pieces, and multiplies pairs
-that none of them needs.
-
 Such a row is a tree of tokens in depth-first order (see ``realhf.backends.training.sequence_packing``). Under a mask a
 kernel multiplies all pairs of its columns, although a token sees only its own sequence: of a row with eight rollouts, a
 sixth. Here each *piece*, the columns that one sequence adds to the row, attends to the columns of its sequence, which
 are gathered; pieces of similar size are computed in one batch. Where many short pieces would copy a long prefix too
-often, neighbours are computed as one *bundle* with one copy. Registered with transformers as the attention
+often, a run of neighbours is computed as one *bundle* with one copy: its keys are what its first piece sees and the
+columns of all of them, and a mask hides what a piece does not see. Registered with transformers as the attention
 implementation ``row_tree``, which without such rows is ``sdpa``.
 """
 
