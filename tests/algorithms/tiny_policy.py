@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from realhf.algorithms.inference import LogprobInterface
 from realhf.api.config import OptimizerConfig
 from realhf.api.model import CallContext, Model
-from realhf.api.sample import MicroBatchSpec, SequenceSample
+from realhf.api.sample import MicroBatchSpec
 from realhf.backends.training.torch_engine import TorchEngine
 from realhf.backends.training.value_head import ValueModel
 
@@ -55,7 +55,7 @@ def weights(model):
     return torch.cat([p.detach().reshape(-1) for p in model.engine.model.parameters()])  # type: ignore[attr-defined]
 
 
-def on_policy(model: Model, sample: SequenceSample, tmp_path: Path) -> SequenceSample:
+def on_policy(model, sample, tmp_path):
     """The sample with the behaviour log-probabilities of ``model`` itself."""
     own = LogprobInterface("packed_logprobs").inference(model, sample, context(tmp_path))[0]
     return sample.select(sample.keys - {"packed_logprobs"}).update(own)
