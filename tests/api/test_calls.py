@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from types import MappingProxyType
 from typing import Any
 
@@ -11,8 +12,13 @@ import pytest
 
 from realhf.api import calls
 from realhf.api.calls import CALL, GENERATE, STATUS, Arrival, CallAnswer, EvaluateAnswer, GenerateRequest, RolloutLease
+from realhf.api.config import ConfigError, GenConfig, ModelConfig, ParallelConfig
+from realhf.api.evaluation import mean_interval, wilson_interval
+from realhf.api.experiment import HeldOutOptions, RolloutOptions
 from realhf.api.generation import TensorSlot, WeightsManifest
+from realhf.api.parallel import Parallel, parallel_of
 from realhf.base.messages import Call, MessageError, from_payload, to_payload
+from realhf.rollout.interface import EnvRolloutInterface
 from realhf.transport.envelope import pack_payload, unpack_payload
 
 ALL: list[Call[Any, Any]] = [value for value in vars(calls).values() if isinstance(value, Call)]
@@ -86,3 +92,67 @@ def test_a_wrong_answer_names_who_gave_it():
 def test_what_cannot_be_sent_is_refused_where_it_is_made():
     with pytest.raises(MessageError, match=r"message call \(CallAnswer\): a object cannot be sent"):
         CALL.pack_answer(CallAnswer(None, {"odd": object()}, 0.0, 0.0))
+
+
+def of(workers, backend, **parallel):
+    return parallel_of(
+        "critic", ModelConfig(workers=[*range(workers)], backend=backend, parallel=ParallelConfig(**parallel))
+    )
+
+
+@pytest.mark.parametrize(
+    ("workers", "backend", "asked", "said"),
+    [
+        (3, "ddp", {"dp": 2}, r"dp=2 times fsdp=1 needs 2 workers, critic.workers=\[0, 1, 2\] names 3"),
+        (1, "ddp", {"dp": 2}, r"dp=2 times fsdp=1 needs 2 workers, critic.workers=\[0\] names 1"),
+        (4, "fsdp2", {"dp": 2, "fsdp": 3}, r"dp=2 times fsdp=3 needs 6 workers, .* names 4"),
+        (3, "fsdp2", {"dp": 2}, r"dp=2 times fsdp=1 needs 2 workers, .* names 3"),
+        (2, "fsdp2", {"fsdp": 4}, r"dp=1 times fsdp=4 needs 4 workers, .* names 2"),
+        (2, "ddp", {"fsdp": 2}, r"^critic.parallel.fsdp=2: backend ddp keeps whole copies; set critic.backend=fsdp2"),
+        (1, "torch", {"dp": 2}, r"^critic.parallel.dp=2: backend torch trains on one worker; set critic.backend=ddp"),
+        (1, "torch", {"fsdp": 2}, r"^critic.parallel.fsdp=2: backend torch .*; set critic.backend=fsdp2"),
+        (2, "torch", {}, r"^critic.workers=\[0, 1\]: backend torch trains on one worker"),
+        (2, "ddp", {"tp": 2}, r"^critic.parallel.tp=2: no backend cuts layers"),
+    ],
+)
+def test_a_mesh_that_the_workers_cannot_hold_is_refused(workers, backend, asked, said):
+    with pytest.raises(ConfigError, match=said):
+        of(workers, backend, **asked)
+
+
+def test_what_is_not_asked_for_follows_from_the_workers():
+    assert of(1, "torch") == of(1, "ddp") == of(1, "fsdp2") == Parallel()
+    assert of(3, "ddp") == of(3, "ddp", dp=3) == Parallel(dp=3)
+    assert of(4, "fsdp2") == of(4, "fsdp2", dp=1) == Parallel(fsdp=4)
+    assert of(4, "fsdp2", dp=2) == of(4, "fsdp2", fsdp=2) == Parallel(dp=2, fsdp=2)
+
+
+def test_options_survive_json():
+    options = RolloutOptions("sql", 8, 16, {"rows": 3}, gen=GenConfig(max_new_tokens=9), retries=0, seed=3)
+    assert RolloutOptions.from_args(json.loads(json.dumps(options.to_args()))) == options
+    held_out = HeldOutOptions("heldout", 2, 0, 40)
+    assert HeldOutOptions.from_args(json.loads(json.dumps(held_out.to_args()))) == held_out
+
+
+def test_an_unknown_or_a_missing_option_is_named():
+    args = RolloutOptions("sql", group_size=8, sessions=16).to_args()
+    with pytest.raises(TypeError, match="RolloutOptions has no field 'max_turn'; did you mean 'max_turns'"):
+        EnvRolloutInterface(**args, max_turn=3)
+    with pytest.raises(TypeError, match="GenConfig has no field 'temp'"):
+        EnvRolloutInterface(**{**args, "gen": {"temp": 1.0}})
+    with pytest.raises(TypeError, match="sessions"):
+        EnvRolloutInterface(environment="sql", group_size=8)
+
+
+def test_wilson_interval_against_published_values():
+    # Newcombe 1998, table I: 81 of 263 and 15 of 148.
+    assert wilson_interval(81, 263) == pytest.approx((0.2553, 0.3662), abs=1e-4)
+    assert wilson_interval(15, 148) == pytest.approx((0.0624, 0.1605), abs=1e-4)
+    assert wilson_interval(0, 0) == (0.0, 1.0)
+
+
+def test_mean_interval_is_the_mean_and_its_standard_error():
+    # standard error of 1, 2, 3, 4: sqrt(5 / 3) / 2
+    assert mean_interval([1.0, 2.0, 3.0, 4.0]) == pytest.approx((2.5, 2.5 - 1.959964 * 0.645497, 3.765152), abs=1e-5)
+    assert mean_interval([7.0]) == (7.0, 7.0, 7.0)
+    assert mean_interval([]) is None

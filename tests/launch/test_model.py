@@ -1,19 +1,24 @@
 """The folder of a model is read before anything starts: its chat template and the length of its context."""
 
 import json
+from dataclasses import asdict
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from realhf.api.chat_template import unread_variables
-from realhf.api.config import ConfigError, ModelConfig
+from realhf.api.config import ConfigError, GenConfig, LoraConfig, ModelConfig
+from realhf.api.experiment import RolloutOptions
 from realhf.backends.builtin_policy import CHAT_TEMPLATE
 from realhf.backends.training.tokenizer_loading import ModelLoadError, check_context
 from realhf.launch import checks
+from realhf.launch.__main__ import main
 from realhf.launch.build import build_experiment
-from realhf.launch.checks import BUILTIN_PATHS, BUILTIN_VARIABLES, check_config, model_problems
+from realhf.launch.checks import BUILTIN_PATHS, BUILTIN_VARIABLES, adapter_problems, check_config, model_problems
 from realhf.launch.compose import compose_config
+from realhf.rollout.interface import EnvRolloutInterface
+from realhf.rollout.player import make_agent
 
 TEMPLATE = "{{ messages }}{% if enable_thinking %}<think>{% endif %}"
 
@@ -187,3 +192,109 @@ def test_without_a_gpu_the_embedded_engine_samples(with_gpu, monkeypatch):
     (with_gpu / "vllm").touch(mode=0o755)
     composed = compose_config(["experiment=grpo_aws", "actor.path=owner/name"])
     assert composed.config.engine.name == "embedded" and not composed.warnings
+
+
+def misfits(path, *targets, rank=8, backend="torch"):
+    return list(
+        adapter_problems("actor", ModelConfig(path=path, backend=backend, lora=LoraConfig(rank, targets=[*targets])))
+    )
+
+
+@pytest.fixture(autouse=True)
+def with_peft(monkeypatch):
+    monkeypatch.setattr(checks, "find_spec", lambda name: object())
+
+
+def test_targets_are_looked_for_in_the_heads_of_the_files(tmp_path):
+    """Names of matrices in numbered blocks, whole or their ends; embeddings, heads, norms and biases are none."""
+    matrix, vector = torch.zeros(2, 2), torch.zeros(2)
+    tensors = {
+        "model.embed_tokens.weight": matrix,
+        "lm_head.weight": matrix.clone(),
+        "model.layers.0.self_attn.q_proj.weight": matrix.clone(),
+        "model.layers.0.self_attn.q_proj.bias": vector,
+        "model.layers.0.norm.weight": vector.clone(),
+    }
+    save_file(tensors, tmp_path / "model-1.safetensors")
+    save_file({"model.layers.1.mlp.up_proj.weight": matrix.clone()}, tmp_path / "model-2.safetensors")
+    path = str(tmp_path)
+    assert misfits(path) == misfits(path, "q_proj", "mlp.up_proj", "layers.1.mlp.up_proj") == []
+    for target in ("lm_head", "norm", "embed_tokens", "proj", "mlp.q_proj"):
+        [problem] = misfits(path, "q_proj", target)
+        assert problem == (
+            f"actor.lora.targets: no linear layer of the blocks of {path} is called '{target}' "
+            "(there are q_proj, up_proj)"
+        )
+    (tmp_path / "model-1.safetensors").write_bytes(b"\xff" * 100)
+    (tmp_path / "model-2.safetensors").write_bytes(b"")
+    assert misfits(path, "anything") == [], "the engine says it where files do not"
+
+
+def test_the_layers_of_the_built_in_policy_are_known():
+    assert misfits("builtin", "q_proj", "mlp.down_proj") == []
+    assert "(there are down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj)" in misfits("builtin", "fc1")[0]
+
+
+def test_a_backend_that_trains_all_weights_and_a_missing_package_are_refused(monkeypatch):
+    assert misfits("builtin", backend="ddp") == []
+    assert "backend fsdp2 cuts a model" in misfits("builtin", backend="fsdp2")[0]
+    monkeypatch.setattr(checks, "find_spec", lambda name: None)
+    assert "pip install -e '" in misfits("builtin")[0]
+    assert misfits("builtin", rank=0) == []
+
+
+@pytest.mark.parametrize(
+    ("experiment", "options", "said"),
+    [
+        ("grpo", ["actor.lora.alpha=8"], "actor.lora.alpha has no effect in experiment grpo: there are no adapters"),
+        ("grpo", ["actor.lora.rank=2", "actor.lora.dropout=0.1"], "must be the one that sampled"),
+        ("ppo", ["critic.lora.rank=2"], "a critic trains all its weights"),
+        ("grpo", ["actor.lora.rank=-1"], "must be at least 0"),
+        ("grpo", ["actor.lora.rank=2", "actor.compile=true"], "blocks with adapters are not compiled"),
+        ("grpo", ["actor.compile=true", "actor.backend=fsdp2", "actor.workers=[0,1]"], "does not compile them"),
+    ],
+)
+def test_options_without_sense_are_refused(experiment, options, said):
+    with pytest.raises(ConfigError, match=said):
+        composed = compose_config([f"experiment={experiment}", "env=countdown", *options])
+        check_config(composed.config)
+        build_experiment(composed)
+
+
+def test_with_adapters_the_reference_is_the_base_of_the_actor():
+    """Warm starts train all weights; dropout is for supervised training."""
+    options = ["env=countdown", "actor.lora.rank=2"]
+    spec = build_experiment(compose_config(["experiment=grpo", *options])).spec
+    assert spec.models["actor"].lora == LoraConfig(2) and spec.models["ref"].base_of == "actor"
+    assert all(model.lora is None for before in spec.before for model in before.models.values())
+    taught = build_experiment(compose_config(["experiment=sft", *options, "actor.lora.dropout=0.1"])).spec
+    assert taught.models["actor"].lora == LoraConfig(2, dropout=0.1)
+    plain = build_experiment(compose_config(["experiment=grpo", "env=countdown"])).spec
+    assert plain.models["actor"].lora is None and plain.models["ref"].base_of == ""
+
+
+@pytest.mark.parametrize("experiment", ["grpo_aws", "grpo_aws_async", "reinforce_aws"])
+def test_a_cut_distribution_is_refused_with_the_reason(capsys, experiment):
+    options = ["gen.top_p=0.9", "gen.top_k=20", "gen.min_new_tokens=2"]
+    assert main([f"experiment={experiment}", "mode=check", *options]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert [sum(option in line for line in lines) for option in options] == [1, 1, 1]
+    assert len(lines) == 3 and all("log-probabilities" in line for line in lines)
+
+
+def test_rollouts_for_training_refuse_it_too_and_evaluation_does_not():
+    gen = asdict(GenConfig(top_p=0.9))
+    interface = EnvRolloutInterface(environment="aws", group_size=2, sessions=2, gen=gen)
+    with pytest.raises(ValueError, match=r"gen.top_p=0.9.*whole distribution"):
+        interface.generate(None, None, None)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="training samples from the whole"):
+        make_agent(
+            "", None, "", RolloutOptions.from_args({"environment": "aws", "group_size": 2, "sessions": 2, "gen": gen})
+        )  # type: ignore[arg-type]
+    assert GenConfig(temperature=0.3, max_new_tokens=9).truncations() == []
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float8"])
+def test_a_dtype_that_cannot_be_trained_is_refused(capsys, dtype):
+    assert main(["experiment=grpo_aws", "mode=check", f"actor.dtype={dtype}"]) == 2
+    assert f"actor.dtype={dtype}: unknown (known: float32, bfloat16)" in capsys.readouterr().err

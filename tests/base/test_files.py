@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import resource
@@ -13,10 +14,11 @@ from pathlib import Path
 import pytest
 
 from realhf.api.config import MonitorConfig
-from realhf.base.files import whole_file, write_whole
+from realhf.base.files import imported_files, matching_files, whole_file, write_whole
 from realhf.dataflow.checkpoint import LATEST, CheckpointStore
+from realhf.monitor.events import EventStream
 from realhf.monitor.run_files import EVALUATIONS_FILE, Evaluations
-from realhf.monitor.run_log import METRICS_FILE, MetricsLog
+from realhf.monitor.run_log import METRICS_FILE, RunLog
 from realhf.monitor.summary import write_summary
 from realhf.monitor.trace import TRACE_FILE, TraceWriter, file_of, merge_traces
 from realhf.monitor.trackers import IDENTITY_FILE, facts_of
@@ -44,7 +46,7 @@ def report(folder):
 
 
 def metrics(folder):
-    MetricsLog(folder, MonitorConfig(trackers=[]), completed_steps=9).close()
+    RunLog(folder, MonitorConfig(trackers=[]), EventStream(io.StringIO()), completed_steps=9, total_steps=9)
 
 
 def summary(folder):
@@ -141,3 +143,36 @@ def test_synced_brings_file_and_name_to_the_disk_in_this_order(tmp_path, monkeyp
     asked.clear()
     write_whole(tmp_path / "file", "2", synced=True)
     assert asked == ["file.partial", "replace", tmp_path.name]
+
+
+@pytest.fixture
+def package(tmp_path):
+    texts = {
+        "made/first.py": "from made import second\nimport json\nSTARTED = ['-m', 'made.started', 'made.nothing']\n",
+        "made/second.py": "def later():\n    from made.deep.third import thing\n    return thing\n",
+        "made/deep/third.py": "import made.first\nthing = 1\n",
+        "made/started.py": "from made.room import thing\n",
+        "made/room/__init__.py": "from made.room.one import thing\n",
+        "made/room/one.py": "thing = 1\n",
+        "made/deep/__init__.py": "",
+        "made/alone.py": "",
+        "made/data/one.yaml": "",
+        "made/data/more/two.yaml": "",
+    }
+    for name, text in texts.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    return tmp_path / "made"
+
+
+def test_imports_are_followed_through_others_and_into_processes(package):
+    names = [path.relative_to(package).as_posix() for path in imported_files(package, ["made.first"])]
+    assert names == ["deep/third.py", "first.py", "room/__init__.py", "room/one.py", "second.py", "started.py"]
+
+
+def test_a_module_or_a_pattern_that_finds_nothing_is_an_error(package):
+    assert [path.name for path in matching_files(package, ["data/**/*"])] == ["two.yaml", "one.yaml"]
+    with pytest.raises(FileNotFoundError, match=r"made\.gone"):
+        imported_files(package, ["made.first", "made.gone"])
+    with pytest.raises(FileNotFoundError, match="data/\\*\\.yml"):
+        matching_files(package, ["data/*.yaml", "data/*.yml"])
