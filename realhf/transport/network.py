@@ -557,11 +557,6 @@ class Network:
         """Whether sockets are encrypted and take nobody without the keys of the run."""
         return self.keys is not None
 
-    @property
-    def beyond_loopback(self) -> bool:
-        """Whether other hosts can reach this process."""
-        return not is_loopback_host(self.host)
-
     def reached_at(self, url: str) -> str:
         """Return the address at which others reach an HTTP server that listens at ``url`` in this process."""
         parts = urlsplit(url)
@@ -575,10 +570,10 @@ class Network:
         scheme, _, rest = url.partition("://")
         return f"{scheme}://:{self.keys.token}@{rest}"
 
-    def context(self, io_threads: int = 1, *, sockets: int = 0) -> zmq.Context[Any]:
+    def context(self, *, sockets: int = 0) -> zmq.Context[Any]:
         """Make a context for sockets that listen; those that connect may share it. ``sockets``: so many may be open at
         once (0: ZeroMQ's own limit, about a thousand)."""
-        context: zmq.Context[Any] = zmq.Context(io_threads=io_threads)
+        context: zmq.Context[Any] = zmq.Context(io_threads=1)
         if sockets:
             context.set(zmq.MAX_SOCKETS, sockets)  # counts until the first socket is made
         if self.keys is not None:

@@ -27,7 +27,6 @@ from realhf.transport import envelope
 from realhf.transport.envelope import pack_header, pack_payload, unpack_payload
 from realhf.transport.errors import (
     AddressTaken,
-    MasterLost,
     ProtocolError,
     RemoteError,
     RpcError,
@@ -112,17 +111,6 @@ def remote_error(call: PendingCall, value: Any) -> RpcError:
         remote_traceback=str(value.get("traceback", "")),
     )
 
-
-__all__ = [
-    "MasterLost",
-    "ProtocolError",
-    "RemoteError",
-    "RpcError",
-    "RpcMaster",
-    "RpcTimeout",
-    "WorkerDied",
-    "WorkerInfo",
-]
 
 _log = logging.getLogger(__name__)
 

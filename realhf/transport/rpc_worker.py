@@ -23,13 +23,11 @@ import zmq
 from realhf.base.process import host_token, start_time
 from realhf.transport import envelope
 from realhf.transport.envelope import pack_header, pack_payload, unpack_header, unpack_payload
-from realhf.transport.errors import LOST_MASTER, CallCancelled, MasterLost, ProtocolError, RpcTimeout
+from realhf.transport.errors import LOST_MASTER, CallCancelled, MasterLost, ProtocolError
 from realhf.transport.heartbeat import HeartbeatClient
 from realhf.transport.network import LOOPBACK, Network
 from realhf.transport.roster import WorkerInfo
 from realhf.transport.sockets import Waker, dealer, greeted, own_versions
-
-__all__ = ["MasterLost", "ProtocolError", "RpcTimeout", "RpcWorker"]
 
 _log = logging.getLogger(__name__)
 

@@ -12,8 +12,6 @@ from realhf.api.keys import ITEMSIZE
 from realhf.api.sample import SequenceSample
 from realhf.transport.errors import DataMissing, DuplicateDataError
 
-__all__ = ["DataMissing", "DuplicateDataError", "TensorStore"]
-
 
 @dataclass(frozen=True, slots=True)
 class _Entry:

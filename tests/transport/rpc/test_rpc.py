@@ -16,15 +16,9 @@ import pytest
 import zmq
 
 from realhf.transport.envelope import MAX_PAYLOAD_BYTES, pack_header
-from realhf.transport.rpc_master import (
-    ProtocolError,
-    RemoteError,
-    RpcError,
-    RpcMaster,
-    RpcTimeout,
-    WorkerDied,
-)
-from realhf.transport.rpc_worker import MasterLost, RpcWorker
+from realhf.transport.errors import MasterLost, ProtocolError, RemoteError, RpcError, RpcTimeout, WorkerDied
+from realhf.transport.rpc_master import RpcMaster
+from realhf.transport.rpc_worker import RpcWorker
 
 SCRIPT = str(Path(__file__).with_name("worker_process.py"))
 

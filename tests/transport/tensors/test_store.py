@@ -10,8 +10,9 @@ import torch
 
 from realhf.api.sample import SequenceSample
 from realhf.transport.bulk import Piece, fetch_pieces
+from realhf.transport.errors import DataMissing, DuplicateDataError
 from realhf.transport.shared_memory import KEPT_FROM_BYTES, TargetMemory
-from realhf.transport.tensor_store import DataMissing, DuplicateDataError, TensorStore
+from realhf.transport.tensor_store import TensorStore
 
 torch.set_num_threads(1)
 
