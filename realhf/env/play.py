@@ -9,9 +9,9 @@ import random
 import shlex
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TextIO
+from typing import Any
 
 from rich.console import Console
 from rich.text import Text
@@ -26,55 +26,32 @@ from realhf.env.check.scripts import call_text, functions, policy_turn
 from realhf.env.loader.load import build_environment, parse_options
 
 
-class Lines(Protocol):
-    """Is where the lines of a game come from."""
-
-    def read(self) -> str | None:
-        """Return the next line without its end, or None when there is no more."""
-        ...
-
-
-class TerminalLines:
-    """Asks a person, with the editing and history of the terminal."""
-
-    def __init__(self, prompt: str = "> ") -> None:
-        # Importing it is what gives ``input`` its editing.
-        import readline  # noqa: F401
-
-        self._prompt = prompt
-
-    def read(self) -> str | None:
-        """Return the next line; one that ends with a backslash goes on in the next. None at Ctrl-D."""
-        text = ""
-        while True:
-            try:
-                line = input("… " if text else self._prompt)
-            except EOFError:
-                return text or None
-            if not line.endswith("\\"):
-                return text + line
-            text += line[:-1] + "\n"
-
-
-class PipedLines:
-    """Reads a pipe or a file and repeats every line, so that the output is a transcript."""
-
-    def __init__(self, console: Console, stream: TextIO | None = None) -> None:
-        self._console = console
-        self._stream = stream or sys.stdin
-
-    def read(self) -> str | None:
-        """Return the next line; one that ends with a backslash goes on in the next. None at the end."""
-        text = ""
-        while line := self._stream.readline():
-            text += line.rstrip("\r\n")
-            if not text.endswith("\\"):
-                break
-            text = text[:-1] + "\n"
+def typed_lines(console: Console, *, terminal: bool) -> Iterator[str]:
+    """Yield what is typed until Ctrl-D or the end; a line that ends with a backslash goes on in the next. A terminal
+    has its editing and history; lines of a pipe are repeated, so that the output is a transcript."""
+    if terminal:
+        import readline  # noqa: F401 (it is what gives ``input`` its editing)
+    text = ""
+    while True:
+        line = _line(text) if terminal else sys.stdin.readline()
+        if line.rstrip("\r\n").endswith("\\"):
+            text += line.rstrip("\r\n")[:-1] + "\n"
+            continue
         if not line and not text:
-            return None
-        self._console.print(Text(f"> {text}"), soft_wrap=True)
-        return text
+            return
+        text += line.rstrip("\r\n")
+        if not terminal:
+            console.print(Text(f"> {text}"), soft_wrap=True)
+        yield text
+        text = ""
+
+
+def _line(before: str) -> str:
+    """Ask for a line; it has its end, and is empty at Ctrl-D."""
+    try:
+        return input("… " if before else "> ") + "\n"
+    except EOFError:
+        return ""
 
 
 SAY, CALL, HELP, TOOLS, RESTART, NEXT, QUIT = "say", "call", "help", "tools", "restart", "next", "quit"
@@ -275,12 +252,12 @@ class Game:
         self._return = 0.0
         self._over = True
 
-    def play(self, lines: Lines, split: str, template: str, seed: int) -> int:
+    def play(self, lines: Iterable[str], split: str, template: str, seed: int) -> int:
         """Play until the lines end. Returns 0, or 1 when the environment failed in the last episode. Raises ValueError
         for a task that does not exist."""
         task = choose_task(self._spec, split, template, seed)
         whole = self._begin(task, split, seed)
-        while (line := lines.read()) is not None:
+        for line in lines:
             try:
                 typed = read_line(line, self._opening.tools if self._opening else ())
             except ValueError as error:
@@ -433,7 +410,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
             "have a page of its own for that"
         )
     seed = random.randrange(_LARGEST_SEED) if arguments.seed is None else arguments.seed
-    lines = TerminalLines() if sys.stdin.isatty() and sys.stdout.isatty() else PipedLines(console)
+    lines = typed_lines(console, terminal=sys.stdin.isatty() and sys.stdout.isatty())
     board = Board(console)
     game = Game(spec, board, UserCode(folders_of(arguments.reference)), arguments.timeout)
     try:
