@@ -261,9 +261,7 @@ class StateOptions:
     heartbeat_timeout_s: float = setting(
         None, "seconds of silence after which an environment stops blocking; default 300, strict never", float
     )
-    lease_timeout_s: float = setting(
-        600.0, "seconds after which an unacknowledged batch goes to another trainer", float
-    )
+    lease_timeout_s: float = setting(600.0, "seconds until an unacknowledged batch goes to another trainer", float)
     send_timeout_s: float = setting(60.0, "seconds that a response may take to go out", float)
     delivery: str = setting("at_least_once", "at_least_once, or at_most_once: a batch is gone when it is handed out")
     max_queue_groups: int = setting(

@@ -22,7 +22,8 @@ from realhf.trajectory.records import GroupRecord, LeaseRecord, Payload, Payload
 from realhf.trajectory.state import quarantine
 from realhf.trajectory.state.delivery import close_lease
 from realhf.trajectory.state.server_state import TrajectoryState
-from realhf.trajectory.store.base import Files, PayloadLost
+from realhf.trajectory.store.base import PayloadLost
+from realhf.trajectory.store.segments import Segments
 
 if TYPE_CHECKING:
     from realhf.trajectory.state.engine import Engine
@@ -138,7 +139,7 @@ class Compactor:
             logger.info("%s: %d groups moved out of files that were mostly empty", self._engine.store.name, moved)
         return moved
 
-    async def _worth_moving(self, files: Files) -> list[GroupRecord]:
+    async def _worth_moving(self, files: Segments) -> list[GroupRecord]:
         """Return the groups in the emptiest files."""
         groups, used = _stored(self._engine.state), Counter[int]()
         for start in range(0, len(groups), _LOOKED_AT_ONCE):
@@ -158,7 +159,7 @@ class Compactor:
             await asyncio.sleep(0)
         return found
 
-    async def _move(self, files: Files, groups: list[GroupRecord]) -> int:
+    async def _move(self, files: Segments, groups: list[GroupRecord]) -> int:
         store = self._engine.store
         try:
             data = await store.read([group.payload for group in groups])
@@ -173,7 +174,7 @@ class Compactor:
             await store.unstage(refs)
             raise
 
-    def _give_up(self, files: Files, lost: Sequence[Payload]) -> None:
+    def _give_up(self, files: Segments, lost: Sequence[Payload]) -> None:
         """Leave files with damaged payloads as they are, unless the payloads were only acknowledged meanwhile."""
         alive = {group.payload.ref for group in _stored(self._engine.state)}
         self._unreadable |= {files.file_of(payload) for payload in lost if payload.ref in alive}

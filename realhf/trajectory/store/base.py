@@ -6,11 +6,12 @@ it returns. Source: docs/reference/trajectory.md 3.11.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from realhf.trajectory.records import TABLES, Payload, PayloadRef, Record
+from realhf.trajectory.store.segments import Segments
 
 
 class StoreFailure(RuntimeError):
@@ -64,89 +65,70 @@ def empty_snapshot() -> Snapshot:
     return {table: [] for table in TABLES}
 
 
-class Files(Protocol):
-    """Manages files of payloads; a file is deleted as a whole, and each has a number."""
-
-    def wasteful(self, held_bytes: int) -> bool:
-        """Return whether the files take much more than the payloads in use do."""
-        ...
-
-    def file_of(self, payload: Payload) -> int:
-        """Return the number of the file that holds a payload."""
-        ...
-
-    def sparse(self, used: Mapping[int, int]) -> list[int]:
-        """Return the files of which no more than half is in use, the emptiest first; ``used``: bytes in use of each."""
-        ...
-
-
-class Store(Protocol):
-    """Stores rows and payloads on one medium.
+class Store(ABC):
+    """Stores rows and payloads on one medium. What is given here holds for a store that one server has for itself.
 
     Every method is called from the event loop and does its slow work elsewhere. ``shared``: other processes may write
     too, so the engine wraps each round in ``begin`` and ``commit`` or ``abandon``.
     """
 
-    shared: bool
+    shared = False
     name: str
+    files: Segments | None = None
+    """The files that may have to be compacted; None if there never are any."""
 
-    @property
-    def files(self) -> Files | None:
-        """The files that may have to be compacted; None if there never are any."""
-        ...
-
+    @abstractmethod
     async def open(self) -> Snapshot:
         """Return everything that was committed. Raises StoreFailure (unreachable, or a second server on one folder)."""
-        ...
 
+    @abstractmethod
     async def stage(self, payloads: Sequence[bytes], *, reserve: bool = True) -> list[PayloadRef]:
         """Keep payloads; they are durable once a commit that was begun afterwards returns. Raises StoreFailure, also
         where there is room for the payloads and too little for what has to follow; not so without ``reserve``."""
-        ...
 
+    @abstractmethod
     async def unstage(self, refs: Sequence[PayloadRef]) -> None:
         """Give up staged payloads of a command whose commit failed. Those that a commit kept after all stay; payloads
         that a command gave up itself are in ``Changes.freed``."""
-        ...
 
+    @abstractmethod
     async def commit(self, changes: Changes) -> None:
         """Make changes durable, in the order of the calls. Raises StoreFailure (nothing kept), OutcomeUnknown or
         StateLost; the engine undoes the changes after the first, and calls ``reload`` after the others and wherever
         the store is shared. Once the changes are durable it raises nothing."""
-        ...
 
+    @abstractmethod
     async def read(self, payloads: Sequence[Payload]) -> list[bytes]:
         """Return the bytes of staged payloads, checked against their CRC. Raises PayloadLost, and StoreFailure where
         they cannot be read at present."""
-        ...
 
     async def begin(self) -> list[Changes]:
         """Take the write lock of a shared store; return what others committed since the last call. Raises StateLost,
         StoreFailure."""
-        ...
+        raise AssertionError(f"one server has {self.name} for itself")
 
     async def abandon(self) -> None:
         """Give up the write lock of a shared store without a commit."""
-        ...
+        raise AssertionError(f"one server has {self.name} for itself")
 
     async def follow(self) -> list[Changes]:
         """Return what others committed to a shared store since the last call, without the lock. Raises as ``begin``."""
-        ...
+        raise AssertionError(f"one server has {self.name} for itself")
 
+    @abstractmethod
     async def reload(self) -> Snapshot:
         """Return everything that was committed to a store that is open. Raises StoreFailure."""
-        ...
 
     def now(self) -> float | None:
         """Return the time, in seconds since 1970, that all servers of a shared store go by; None where there is but
         one server."""
-        ...
+        return None
 
     def take_loss(self) -> str:
         """Describe what the medium has forgotten of what this server knows to be committed; each loss is reported once.
         An empty text means that no loss is known."""
-        ...
+        return ""
 
+    @abstractmethod
     async def close(self) -> None:
         """Release the medium."""
-        ...

@@ -31,19 +31,17 @@ def open_store(url: str, *, durable: bool = False) -> Store:
     raise ValueError(f"--store is {url!r}; give sqlite:DIR, memory or redis://host:port")
 
 
-class MemoryStore:
-    """Implements ``Store`` in memory: everything is lost with the process."""
+class MemoryStore(Store):
+    """Keeps everything in memory: it is lost with the process."""
 
-    shared = False
-    files = None
     name = "memory"
 
     async def open(self) -> Snapshot:
-        """See ``Store``."""
+        """Return nothing: the store is new."""
         return empty_snapshot()
 
     async def stage(self, payloads: Sequence[bytes], *, reserve: bool = True) -> list[PayloadRef]:
-        """See ``Store``."""
+        """Return the payloads themselves."""
         return list(payloads)
 
     async def unstage(self, refs: Sequence[PayloadRef]) -> None:
@@ -53,32 +51,12 @@ class MemoryStore:
         """Do nothing: the state in memory is all there is."""
 
     async def read(self, payloads: Sequence[Payload]) -> list[bytes]:
-        """See ``Store``."""
+        """Return the payloads, which are their own references."""
         return [payload.ref for payload in payloads if isinstance(payload.ref, bytes)]
-
-    async def begin(self) -> list[Changes]:
-        """Raise AssertionError: the memory store is not shared."""
-        raise AssertionError("the memory store is not shared")
-
-    async def abandon(self) -> None:
-        """Raise AssertionError: the memory store is not shared."""
-        raise AssertionError("the memory store is not shared")
-
-    async def follow(self) -> list[Changes]:
-        """Raise AssertionError: the memory store is not shared."""
-        raise AssertionError("the memory store is not shared")
 
     async def reload(self) -> Snapshot:
         """Raise StoreFailure: memory cannot be read again."""
         raise StoreFailure("memory cannot be read again")
 
-    def now(self) -> None:
-        """See ``Store``."""
-
-    def take_loss(self) -> str:
-        """See ``Store``. Nothing is ever forgotten."""
-        return ""
-
     async def close(self) -> None:
-        """See ``Store``."""
-        ...
+        """Do nothing."""

@@ -35,6 +35,7 @@ from realhf.trajectory.store.base import (
     PayloadLost,
     Snapshot,
     StateLost,
+    Store,
     StoreFailure,
 )
 
@@ -129,11 +130,10 @@ class LogEntry(msgspec.Struct, array_like=True):
     rows: list[tuple[str, Key, bytes | None]]
 
 
-class RedisStore:
-    """Implements ``Store`` for one of several servers over the Redis at ``url``; ``?prefix=name`` keeps runs apart."""
+class RedisStore(Store):
+    """Shares the state of one of several servers over the Redis at ``url``; ``?prefix=name`` keeps runs apart."""
 
     shared = True
-    files = None
 
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)
@@ -160,11 +160,11 @@ class RedisStore:
         self._decoders = {table: msgspec.msgpack.Decoder(kind) for table, kind in TABLES.items()}
 
     async def open(self) -> Snapshot:
-        """See ``Store``."""
+        """Read everything."""
         return await self.reload()
 
     async def reload(self) -> Snapshot:
-        """See ``Store``."""
+        """Read everything at one moment, and notice what Redis has lost since the last time."""
         keys = [*self._keys, f"{self._prefix}:born", *map(self._table, TABLES)]
         try:
             born, version, last, known, tables = await self._redis.eval(
@@ -190,7 +190,7 @@ class RedisStore:
         return self._now
 
     def take_loss(self) -> str:
-        """See ``Store``."""
+        """Describe what Redis has forgotten, once."""
         loss, self._loss = self._loss, ""
         return loss
 
@@ -211,7 +211,7 @@ class RedisStore:
         return "" if same else f"Redis went back behind commit {self._version}, and others took its number"
 
     async def stage(self, payloads: Sequence[bytes], *, reserve: bool = True) -> list[PayloadRef]:
-        """See ``Store``. A number that any server has used is never written over."""
+        """Write payloads that expire. A number that any server has used is never written over."""
         for _ in range(_STAGE_ATTEMPTS):
             refs = [next(self._refs) for _ in payloads]
             try:
@@ -231,7 +231,7 @@ class RedisStore:
         self._staged.difference_update(refs)
 
     async def read(self, payloads: Sequence[Payload]) -> list[bytes]:
-        """See ``Store``."""
+        """Return payloads, checked."""
         try:
             found = await self._redis.mget([self._payload(payload.ref) for payload in payloads]) if payloads else []
         except _FAILED as error:
@@ -245,7 +245,7 @@ class RedisStore:
         return whole
 
     async def begin(self) -> list[Changes]:
-        """See ``Store``."""
+        """Take the lock, with a new fencing token."""
         deadline = time.monotonic() + LOCK_DEADLINE_S
         self._token = uuid.uuid4().hex.encode()
         while True:
@@ -261,15 +261,15 @@ class RedisStore:
             await asyncio.sleep(random.uniform(0.0005, 0.003))
 
     async def follow(self) -> list[Changes]:
-        """See ``Store``."""
+        """Read the log."""
         return self._seen(*await self._run(_FOLLOW, self._version))
 
     async def abandon(self) -> None:
-        """See ``Store``."""
+        """Release the lock."""
         await self._run(_SETTLE, self._token, "+")
 
     async def commit(self, changes: Changes) -> None:
-        """See ``Store``."""
+        """Commit in one script, which checks the token."""
         rows = [
             (table, key, None if record is None else msgspec.msgpack.encode(record))
             for (table, key), record in changes.rows.items()
@@ -295,7 +295,7 @@ class RedisStore:
         self._staged.difference_update(changes.freed)
 
     async def close(self) -> None:
-        """See ``Store``."""
+        """Close the connections."""
         await self._redis.aclose()
 
     async def _settle(self) -> int:

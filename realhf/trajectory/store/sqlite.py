@@ -42,10 +42,10 @@ from realhf.trajectory.records import (
 )
 from realhf.trajectory.store.base import (
     Changes,
-    Files,
     OutcomeUnknown,
     PayloadLost,
     Snapshot,
+    Store,
     StoreFailure,
     empty_snapshot,
 )
@@ -78,16 +78,14 @@ _CHECKED_BYTES = 64 << 20
 when they are read."""
 
 
-class SqliteStore:
+class SqliteStore(Store):
     """Keeps one folder, locked to one process. ``durable``: every commit reaches the disk before it returns."""
-
-    shared = False
 
     def __init__(self, folder: Path, *, durable: bool = False, segment_bytes: int = SEGMENT_BYTES) -> None:
         self.name = f"sqlite:{folder}"
         self._folder = folder
         self._durable = durable
-        self._segments = Segments(folder, segment_bytes)
+        self.files = self._segments = Segments(folder, segment_bytes)
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="trajectory-store")
         self._lock: int | None = None
         self._database: sqlite3.Connection | None = None
@@ -96,11 +94,6 @@ class SqliteStore:
         self._has_ballast = False
         self._loss = ""
         self._room, self._look_again_at = 0, 0.0
-
-    @property
-    def files(self) -> Files:
-        """See ``Store``."""
-        return self._segments
 
     async def open(self) -> Snapshot:
         """Lock the folder and read everything back. Raises StoreFailure."""
@@ -118,7 +111,7 @@ class SqliteStore:
             raise StoreFailure(f"{self.name}: {error}") from error
 
     async def reload(self) -> Snapshot:
-        """See ``Store``."""
+        """Read all rows again."""
         try:
             snapshot = await self._on_writer(self._load)
         except (OSError, sqlite3.Error) as error:
@@ -127,13 +120,13 @@ class SqliteStore:
         return snapshot
 
     async def stage(self, payloads: Sequence[bytes], *, reserve: bool = True) -> list[PayloadRef]:
-        """See ``Store``. Raises StoreFailure when the disk would be too full for what has to follow."""
+        """Put payloads into the files. Raises StoreFailure when the disk would be too full for what has to follow."""
         if reserve:
             self._refuse_when_full(sum(map(len, payloads)))
         return list(self._segments.stage(payloads))
 
     async def unstage(self, refs: Sequence[PayloadRef]) -> None:
-        """See ``Store``."""
+        """Take payloads out of the files again."""
         self._segments.unstage(ref for ref in refs if isinstance(ref, int))
 
     async def commit(self, changes: Changes) -> None:
@@ -185,28 +178,13 @@ class SqliteStore:
         were written, and StoreFailure where they cannot be read at present."""
         return await asyncio.to_thread(self._read, payloads)
 
-    def now(self) -> None:
-        """See ``Store``."""
-
     def take_loss(self) -> str:
-        """See ``Store``. Rows of groups and leases that are damaged are told in the log; the run itself is a loss."""
+        """Describe a loss. Rows of groups and leases that are damaged are logged; the run itself is a loss."""
         loss, self._loss = self._loss, ""
         return loss
 
-    async def begin(self) -> list[Changes]:
-        """Raise AssertionError: one server has this store for itself."""
-        raise AssertionError("one server has this store for itself")
-
-    async def follow(self) -> list[Changes]:
-        """Raise AssertionError: one server has this store for itself."""
-        raise AssertionError("one server has this store for itself")
-
-    async def abandon(self) -> None:
-        """Raise AssertionError: one server has this store for itself."""
-        raise AssertionError("one server has this store for itself")
-
     async def close(self) -> None:
-        """See ``Store``. The lock of the folder is released last."""
+        """Close database and files. The lock of the folder is released last."""
         await self._on_writer(self._close_database)
         await self._on_writer(self._drop_needless_ballast)
         await asyncio.to_thread(self._writer.shutdown)
