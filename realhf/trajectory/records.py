@@ -10,28 +10,35 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import msgspec
 
-FIELDS = (
-    "tokens",
-    "masks",
-    "scores",
-    "advantages",
-    "ref_logprobs",
-    "messages",
-    "generation_params",
-    "inference_logprobs",
-    "overrides",
-    "group_overrides",
-    "images",
-    "env_id",
-    "distill_token_ids",
-    "distill_logprobs",
-    "policy_version",
-)
-"""Fields of a group. Every delivered item has all but the last; ``policy_version`` is there only where it was sent."""
+Int64: Any = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+SCHEMA: dict[str, Any] = {
+    "tokens": list[list[Int64]],
+    "masks": list[list[Int64]],
+    "scores": list[float],
+    "advantages": list[list[float]] | None,
+    "ref_logprobs": list[list[float]] | None,
+    "messages": list[list[dict[str, Any]]] | None,
+    "generation_params": dict[str, Any] | None,
+    "inference_logprobs": list[list[float]] | None,
+    "overrides": list[dict[str, Any]] | None,
+    "group_overrides": dict[str, Any] | None,
+    "images": Any,
+    "env_id": Int64 | None,
+    "distill_token_ids": list[list[list[Int64]]] | None,
+    "distill_logprobs": list[list[list[float]]] | None,
+    "policy_version": Int64 | None,
+}  # fmt: skip
+"""Fields of a group and their types, in order; in binary ``INTEGER_ROWS`` and ``FLOAT_ROWS`` may be tensors."""
+FIELDS = tuple(SCHEMA)
+"""Every delivered item has all but the last; ``policy_version`` is there only where it was sent."""
+REQUIRED = ("tokens", "masks", "scores")
+INTEGER_ROWS = ("tokens", "masks")
+FLOAT_ROWS = ("advantages", "ref_logprobs", "inference_logprobs")
+FREE_FIELDS = ("messages", "generation_params", "overrides", "group_overrides", "images")
 N_STOCK_FIELDS = 14
 PayloadRef: TypeAlias = int | bytes
 """Where a group's bytes are: the bytes themselves (memory store) or a number that the store understands."""

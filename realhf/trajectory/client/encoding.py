@@ -5,7 +5,6 @@ Rows may be lists or numpy arrays, a two-dimensional array included. Source: doc
 
 from __future__ import annotations
 
-import ipaddress
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -17,15 +16,13 @@ import zstandard
 from isal import igzip
 
 from realhf.api.environment import RolloutOutcome
+from realhf.base.loopback import is_loopback_host
 from realhf.trajectory.client.protocol import BadAnswer, BadGroup
-from realhf.trajectory.records import FIELDS
+from realhf.trajectory.records import FIELDS, FLOAT_ROWS, INTEGER_ROWS, REQUIRED
 
 MSGPACK = "application/msgpack"
 COMPRESSIONS = ("auto", "none", "gzip", "zstd")
 COMPRESS_FROM_BYTES = 1024
-INTEGER_ROWS = ("tokens", "masks")
-FLOAT_ROWS = ("advantages", "ref_logprobs", "inference_logprobs")
-REQUIRED = ("tokens", "masks", "scores")
 _FLOATS = {"float16": "f2", "float32": "f4", "float64": "f8"}
 
 
@@ -38,7 +35,7 @@ def choose_compression(wanted: str, url: str, *, binary: bool) -> str:
         raise ValueError("compression zstd needs the binary wire; JSON bodies take gzip")
     if wanted != "auto":
         return wanted
-    if _is_loopback(urlsplit(url).hostname or ""):
+    if is_loopback_host(urlsplit(url).hostname or ""):
         return "none"
     return "zstd" if binary else "gzip"
 
@@ -75,13 +72,6 @@ def decode_batch(body: bytes, content_type: str, url: str) -> dict[str, Any]:
         return answer | {"batch": None if groups is None else [_with_arrays(group) for group in groups]}
     except (ValueError, KeyError, TypeError, msgspec.MsgspecError) as error:
         raise BadAnswer(url, f"a batch that cannot be read: {type(error).__name__}: {error}") from None
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _compressed(body: bytes, headers: dict[str, str], compression: str) -> tuple[bytes, dict[str, str]]:

@@ -1,13 +1,7 @@
 """Encodes responses that carry groups: converted where the encodings differ, spliced, compressed.
 
-Source: docs/reference/trajectory.md 2.1, 3.11.
-
-Source: docs/reference/trajectory.md 2.6, 3.11.
-
-Source: docs/reference/trajectory.md 3.11.
-
 The gzip segments are joined under one header with one checksum, since some clients do not read several members. Source:
-docs/reference/trajectory.md 3.11.
+docs/reference/trajectory.md 2.1, 2.6, 3.11.
 """
 
 from __future__ import annotations
@@ -25,9 +19,8 @@ import numpy as np
 import zstandard
 from isal import isal_zlib
 
-from realhf.trajectory.records import FIELDS, N_STOCK_FIELDS, Encoding, Payload
-from realhf.trajectory.wire.json_groups import Int64
-from realhf.trajectory.wire.msgpack_groups import FLOAT_ROWS, INTEGER_ROWS, Tensor, decoders
+from realhf.trajectory.records import FIELDS, FLOAT_ROWS, INTEGER_ROWS, N_STOCK_FIELDS, SCHEMA, Encoding, Payload
+from realhf.trajectory.wire.msgpack_groups import Tensor, decoders
 
 GZIP_FROM_BYTES = 1000
 """Size from which answers are compressed; smaller ones go out plain."""
@@ -148,7 +141,7 @@ def _packed(name: str, raw: bytes) -> bytes:
         if raw == b"null" or name not in (*INTEGER_ROWS, *FLOAT_ROWS):
             value = json.loads(raw)
         elif name in INTEGER_ROWS:
-            value = integer_tensor(msgspec.json.decode(raw, type=list[list[Int64]]))
+            value = integer_tensor(msgspec.json.decode(raw, type=SCHEMA[name]))
         else:
             value = _tensor(msgspec.json.decode(raw, type=list[list[float]]), np.dtype("<f8"))
         return msgspec.msgpack.encode(value)

@@ -1,7 +1,7 @@
 """Implements the fast path for JSON: one typed pass over the bytes of a group, which are then kept as they came.
 
-Both functions take valid JSON (msgspec has walked through it) and answer only where the bytes leave no doubt. With None
-the caller has to decode it. Source: docs/reference/trajectory.md 2.6, 3.8.
+``integer_rows`` and ``float_rows`` take valid JSON (msgspec has walked through it) and answer only where the bytes
+leave no doubt. With None the caller has to decode it.
 
 Anything unusual (a value that needs coercion, an unknown or repeated key, an error) makes ``read_group`` return None,
 and the lax path decides. Source: docs/reference/trajectory.md 2.6, 3.8, 3.11.
@@ -11,14 +11,23 @@ from __future__ import annotations
 
 import sys
 from functools import cache
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 import numpy as np
 from isal import isal_zlib
 from msgspec import UNSET, UnsetType
 
-from realhf.trajectory.records import FIELDS, Encoding, Incoming
+from realhf.trajectory.records import (
+    FIELDS,
+    FLOAT_ROWS,
+    FREE_FIELDS,
+    INTEGER_ROWS,
+    REQUIRED,
+    SCHEMA,
+    Encoding,
+    Incoming,
+)
 
 _COMMA, _OPEN, _CLOSE, _SPACE, _ZERO = b",[] 0"
 _INTEGER_BLOCK = 8
@@ -67,52 +76,20 @@ def _no_block_of_digits(data: np.ndarray, block: int) -> bool:
     return bool(words.all() if block == 8 else words.reshape(-1, block // 8).any(axis=1).all())
 
 
-Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 WHITE_SPACE = b" \t\r\n"
 _QUOTE = ord('"')
-FREE_FIELDS = ("messages", "generation_params", "overrides", "group_overrides", "images")
-_ROWS = {
-    "tokens": integer_rows,
-    "masks": integer_rows,
-    "advantages": float_rows,
-    "ref_logprobs": float_rows,
-    "inference_logprobs": float_rows,
-}
-
-
-class _Group(msgspec.Struct, forbid_unknown_fields=True):
-    tokens: msgspec.Raw
-    masks: msgspec.Raw
-    scores: list[float]
-    advantages: msgspec.Raw | UnsetType = UNSET
-    ref_logprobs: msgspec.Raw | UnsetType = UNSET
-    messages: msgspec.Raw | UnsetType = UNSET
-    generation_params: msgspec.Raw | UnsetType = UNSET
-    inference_logprobs: msgspec.Raw | UnsetType = UNSET
-    overrides: msgspec.Raw | UnsetType = UNSET
-    group_overrides: msgspec.Raw | UnsetType = UNSET
-    images: msgspec.Raw | UnsetType = UNSET
-    env_id: Int64 | UnsetType | None = UNSET
-    distill_token_ids: list[list[list[Int64]]] | UnsetType | None = UNSET
-    distill_logprobs: list[list[list[float]]] | UnsetType | None = UNSET
-    policy_version: Int64 | UnsetType | None = UNSET
+_ROWS = dict.fromkeys(INTEGER_ROWS, integer_rows) | dict.fromkeys(FLOAT_ROWS, float_rows)
+_WHOLE_FIELDS = [name for name in FIELDS if name not in (*_ROWS, *FREE_FIELDS)]
 
 
 @cache
-def _decoders() -> tuple[msgspec.json.Decoder[_Group], dict[str, msgspec.json.Decoder[Any]]]:
-    integers, floats = msgspec.json.Decoder(list[list[Int64]]), msgspec.json.Decoder(list[list[float]] | None)
-    return msgspec.json.Decoder(_Group), {
-        "tokens": integers,
-        "masks": integers,
-        "advantages": floats,
-        "ref_logprobs": floats,
-        "inference_logprobs": floats,
-        "messages": msgspec.json.Decoder(list[list[dict[str, Any]]] | None),
-        "generation_params": msgspec.json.Decoder(dict[str, Any] | None),
-        "overrides": msgspec.json.Decoder(list[dict[str, Any]] | None),
-        "group_overrides": msgspec.json.Decoder(dict[str, Any] | None),
-        "images": msgspec.json.Decoder(Any),
-    }
+def _decoders() -> tuple[msgspec.json.Decoder[Any], dict[str, msgspec.json.Decoder[Any]]]:
+    """Return the decoder of a group, whose fields in the second table are left as bytes, and theirs."""
+    kinds = {name: SCHEMA[name] if name in _WHOLE_FIELDS else msgspec.Raw for name in FIELDS}
+    fields = [(name, kind) if name in REQUIRED else (name, kind | UnsetType, UNSET) for name, kind in kinds.items()]
+    group = msgspec.defstruct("Group", fields, forbid_unknown_fields=True)
+    later = {name: msgspec.json.Decoder(SCHEMA[name]) for name in (*_ROWS, *FREE_FIELDS)}
+    return msgspec.json.Decoder(group), later
 
 
 def read_group(data: bytes, most_nests: int = sys.maxsize) -> Incoming | None:

@@ -13,8 +13,8 @@ from typing import Annotated, Any, TypeVar
 from isal import isal_zlib
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, field_validator
 
-from realhf.trajectory.records import FIELDS, Encoding, Incoming, Refusal, invalid
-from realhf.trajectory.wire.json_groups import FREE_FIELDS, complete_messages
+from realhf.trajectory.records import FIELDS, FREE_FIELDS, Encoding, Incoming, Refusal, invalid
+from realhf.trajectory.wire.json_groups import complete_messages
 
 MAX_ERRORS = 20
 """Number of errors that a 422 lists at most."""

@@ -8,23 +8,27 @@ from __future__ import annotations
 
 import math
 from functools import cache
-from typing import Any, Literal, Union
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
 from isal import isal_zlib
 
-from realhf.trajectory.records import FIELDS, Encoding, Incoming, Refusal, invalid
-from realhf.trajectory.wire.json_groups import Int64, complete_messages
+from realhf.trajectory.records import (
+    FIELDS,
+    FLOAT_ROWS,
+    INTEGER_ROWS,
+    REQUIRED,
+    SCHEMA,
+    Encoding,
+    Incoming,
+    Refusal,
+    invalid,
+)
+from realhf.trajectory.wire.json_groups import complete_messages
 
 Loc = list[str | int]
-INTEGER_ROWS = ("tokens", "masks")
-FLOAT_ROWS = ("advantages", "ref_logprobs", "inference_logprobs")
-REQUIRED = ("tokens", "masks", "scores")
 INTEGER_DTYPES = ("i4", "i8")
-
-
-MaybeInt64: Any = Union[Int64, None]  # noqa: UP007 - the type checker knows no | for this alias
 
 
 class Tensor(msgspec.Struct, forbid_unknown_fields=True):
@@ -64,22 +68,10 @@ class RowsDecoder:
 @cache
 def decoders() -> dict[str, RowsDecoder | msgspec.msgpack.Decoder[Any]]:
     """Make one decoder for the form of each field."""
-    objects = list[dict[str, Any]] | None
-    forms = {
-        "scores": list[float],
-        "messages": list[list[dict[str, Any]]] | None,
-        "images": Any,
-        "generation_params": dict[str, Any] | None,
-        "group_overrides": dict[str, Any] | None,
-        "overrides": objects,
-        "env_id": MaybeInt64,
-        "policy_version": MaybeInt64,
-        "distill_token_ids": list[list[list[Int64]]] | None,
-        "distill_logprobs": list[list[list[float]]] | None,
+    return {
+        name: (RowsDecoder if name in (*INTEGER_ROWS, *FLOAT_ROWS) else msgspec.msgpack.Decoder)(form)
+        for name, form in SCHEMA.items()
     }
-    rows = dict.fromkeys(INTEGER_ROWS, RowsDecoder(list[list[Int64]]))
-    rows |= dict.fromkeys(FLOAT_ROWS, RowsDecoder(list[list[float]] | None))
-    return rows | {name: msgspec.msgpack.Decoder(form) for name, form in forms.items()}
 
 
 def read_group(raw: bytes | memoryview, loc: Loc) -> Incoming:

@@ -13,7 +13,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from realhf.trajectory.wire.json_groups import Int64, float_rows, integer_rows
+from realhf.trajectory.records import Int64
+from realhf.trajectory.wire.json_groups import float_rows, integer_rows
 
 DECODERS: dict[Any, Any] = {
     integer_rows: msgspec.json.Decoder(list[list[Int64]]),
