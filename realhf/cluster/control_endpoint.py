@@ -51,7 +51,7 @@ OPERATOR = ("status", "add", "remove")
 
 
 @dataclass(frozen=True)
-class HostCame:
+class HostJoined:
     """A host has registered; ``session`` is its agent's, of which another one of its name has another."""
 
     hello: HostHello
@@ -67,7 +67,7 @@ class HostRefused:
 
 
 @dataclass(frozen=True)
-class HostGone:
+class HostLost:
     """A host takes part no longer."""
 
     name: str
@@ -83,7 +83,7 @@ class FromHost:
 
 
 @dataclass(frozen=True)
-class Nonsense:
+class InvalidMessage:
     """A host says what no agent of this version says."""
 
     name: str
@@ -99,7 +99,7 @@ class FromOperator:
     sender: tuple[bytes, bytes]
 
 
-EndpointEvent = HostCame | HostRefused | HostGone | FromHost | Nonsense | FromOperator
+EndpointEvent = HostJoined | HostRefused | HostLost | FromHost | InvalidMessage | FromOperator
 
 
 @dataclass
@@ -269,7 +269,7 @@ class ControlEndpoint:
         with self._lock:
             name = self._name_of(session)
         if name is not None:
-            self._happened(Nonsense(name, reason))
+            self._happened(InvalidMessage(name, reason))
 
     def _name_of(self, session: bytes) -> str | None:
         """Return the host whose agent has this session; the lock is held."""
@@ -303,11 +303,11 @@ class ControlEndpoint:
                     self._post(identity, packed("refused", session, Refused(text)))
                 return  # perhaps its agent was killed, and this one is the next
             if known is not None:
-                self._happened(HostGone(hello.name, "its agent was started anew"))
+                self._happened(HostLost(hello.name, "its agent was started anew"))
             self._hosts[hello.name] = _Host(identity, session, now)
             self._doubles.clear()
         self._post(identity, packed("welcome", session, Welcome(PING_S, SILENT_FACTOR * self._dead_after_s)))
-        self._happened(HostCame(hello, session))
+        self._happened(HostJoined(hello, session))
 
     def _from_host(self, identity: bytes, session: bytes, kind: str, message: Message) -> None:
         with self._lock:
@@ -322,11 +322,11 @@ class ControlEndpoint:
                 del self._hosts[name]
         if broken:
             self._post(identity, packed("again", session))
-            self._happened(HostGone(name, "its connection broke"))
+            self._happened(HostLost(name, "its connection broke"))
         elif kind == "ping":
             self._post(identity, packed("pong", session))
         elif kind == "leave":
-            self._happened(HostGone(name, "its agent was stopped"))
+            self._happened(HostLost(name, "its agent was stopped"))
         else:
             self._happened(FromHost(name, message))
 
@@ -345,4 +345,4 @@ class ControlEndpoint:
             for name in silent:
                 del self._hosts[name]
         for name, seconds in silent.items():
-            self._happened(HostGone(name, f"nothing was heard of it for {seconds:.1f} s"))
+            self._happened(HostLost(name, f"nothing was heard of it for {seconds:.1f} s"))

@@ -115,7 +115,7 @@ _CODE = re.compile(r"(?P<file>/[^:]*\.py)(:\w+)?")
 
 
 @dataclass
-class Cargo:
+class FileTransfer:
     """What goes to one host: ``files`` from path here to path there, ``texts`` by their path there; ``paths`` maps
     paths of the launcher to those of the host, longest first when applied."""
 
@@ -207,12 +207,12 @@ def _texts(value: Any) -> Iterator[str]:
         yield from _texts(item)
 
 
-def cargo(
+def files_for_host(
     run_dir: Path, folder: str, key_file: Path | None, *, shared: bool, there: Sequence[str], limit_mb: float, host: str
-) -> Cargo:
+) -> FileTransfer:
     """Return what a host without it needs, to lie in the agent's ``folder``. ``there`` are paths that look the same on
     the host, which it uses as they are. Raises ClusterError when the rest is more than ``limit_mb``."""
-    found = Cargo()
+    found = FileTransfer()
     if key_file is not None:
         found.paths[str(key_file)] = f"{folder}/keys/{key_file.name.lstrip('.')}"
         found.files[key_file] = found.paths[str(key_file)]
@@ -253,7 +253,7 @@ class _Delivery:
     start: StartWorker
 
 
-class Dock:
+class TransferQueue:
     """Is where files for one host wait, and the workers that need them, in order. ``send`` gives a message of a kind to
     the host's agent. Nothing here waits: ``advance`` is called again and again. When the host cannot keep a file, none
     of the workers that wait is started."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from realhf.base.host_resources import usable_cores
-from realhf.cluster.file_transfer import Dock
+from realhf.cluster.file_transfer import TransferQueue
 from realhf.cluster.messages import HostHello, Probe, Probed
 from realhf.cluster.own_host import own_gpus
 from realhf.cluster.placement import LAUNCHER, USES_GPU, Place, kind_of
@@ -29,7 +29,7 @@ QUICK_S, QUICK_ENDS = 10.0, 2
 
 
 @dataclass
-class Trouble:
+class Backoff:
     """What has failed on a host since a worker last ran there for ``QUICK_S``: how many ends in a row, how often it was
     let rest for them and until when (``time.monotonic``), and what the last one said."""
 
@@ -56,12 +56,12 @@ class Running:
 
 @dataclass
 class Host:
-    """A host that takes part. ``dock``: what is on the way to it; ``shared``: whether it has the run folder, None
+    """A host that takes part. ``transfers``: what is on the way to it; ``shared``: whether it has the run folder, None
     before it was asked; ``there``: paths that look the same on it; ``leave_by``: when it is sent away at the latest
     (``time.monotonic``), if it was told to leave; ``strange``: it has talked nonsense."""
 
     hello: HostHello
-    dock: Dock
+    transfers: TransferQueue
     shared: bool | None = None
     there: set[str] = field(default_factory=set)
     since: float = field(default_factory=time.monotonic)
@@ -78,7 +78,7 @@ class HostTable:
     """Is what the scheduler knows: ``hosts`` by name, ``workers`` by name, and the ``troubles`` of hosts, which outlast
     a run that begins again."""
 
-    def __init__(self, troubles: dict[str, Trouble] | None = None) -> None:
+    def __init__(self, troubles: dict[str, Backoff] | None = None) -> None:
         self.hosts: dict[str, Host] = {}
         self.workers: dict[str, Running] = {}
         self.troubles = {} if troubles is None else troubles
@@ -129,7 +129,7 @@ class HostTable:
         if not sure and time.monotonic() - worker.since >= QUICK_S:
             self.troubles.pop(host, None)
             return ""
-        trouble = self.troubles.setdefault(host, Trouble())
+        trouble = self.troubles.setdefault(host, Backoff())
         trouble.ends, trouble.why = trouble.ends + 1, f"{worker.spec.name} {why}"
         if not (sure or trouble.ends >= QUICK_ENDS) or trouble.left_s:
             return ""

@@ -120,7 +120,7 @@ def _remove(
         lines = [f"{host} leaves, and the run begins again with new keys", *lines]
         return Report(lines), [BeginAgain(f"host {host} was removed, and the run gets new keys")]
     table.hosts[host].leave_by = time.monotonic() + LEAVE_S
-    waiting = [table.workers.pop(name) for name in table.hosts[host].dock.withdraw()]
+    waiting = [table.workers.pop(name) for name in table.hosts[host].transfers.withdraw()]
     for name in table.on(host):
         control.send(host, "end", EndWorker(name, GRACE_S))
     if not table.on(host):

@@ -17,12 +17,19 @@ from realhf.cluster.control_endpoint import (
     EndpointEvent,
     FromHost,
     FromOperator,
-    HostCame,
-    HostGone,
+    HostJoined,
+    HostLost,
     HostRefused,
-    Nonsense,
+    InvalidMessage,
 )
-from realhf.cluster.file_transfer import Dock, cargo, key_file_in, needed_paths, read_plan, weights_problem
+from realhf.cluster.file_transfer import (
+    TransferQueue,
+    files_for_host,
+    key_file_in,
+    needed_paths,
+    read_plan,
+    weights_problem,
+)
 from realhf.cluster.host_table import PROBE_S, FolderProbe, Host, HostTable, Running, warnings
 from realhf.cluster.messages import (
     Ended,
@@ -231,7 +238,7 @@ class ClusterScheduler:
             if control is not None:
                 self._ended.clear()
                 for name, host in self._table.hosts.items():
-                    host.dock.withdraw()
+                    host.transfers.withdraw()
                     control.send(name, "end", EndWorker("", grace_s))
             self._local.stop(grace_s)
             if control is not None:
@@ -370,7 +377,7 @@ class ClusterScheduler:
     def _start_there(self, spec: WorkerSpec, name: str, gpu: int | None) -> None:
         host = self._table.hosts[name]
         shared = bool(host.shared)
-        brought = cargo(
+        brought = files_for_host(
             spec.log.parent.parent,
             host.hello.folder,
             key_file_in(spec.argv),
@@ -379,13 +386,13 @@ class ClusterScheduler:
             limit_mb=self._options.carry_mb,
             host=name,
         )
-        brought.files = {here: there for here, there in brought.files.items() if there not in host.dock.brought}
-        brought.texts = {there: text for there, text in brought.texts.items() if there not in host.dock.brought}
-        host.dock.brought |= {*brought.files.values(), *brought.texts}
+        brought.files = {here: there for here, there in brought.files.items() if there not in host.transfers.brought}
+        brought.texts = {there: text for there, text in brought.texts.items() if there not in host.transfers.brought}
+        host.transfers.brought |= {*brought.files.values(), *brought.texts}
         argv = [brought.rewritten(text) for text in spec.argv]
         log = str(spec.log) if shared else brought.rewritten(str(spec.log))
         asked = StartWorker(spec.name, spec.module, argv, log, spec.events, spec.niceness, gpu)
-        host.dock.add(brought.pieces(), asked)
+        host.transfers.add(brought.pieces(), asked)
         self._table.workers[spec.name] = Running(spec, name, time.monotonic(), gpu)
         self._advance(name, host)
         self._note(name, spec.name)
@@ -416,35 +423,35 @@ class ClusterScheduler:
 
     def _advance(self, name: str, host: Host) -> None:
         """Bring a host more of what it needs; workers that it has no room for end before they start."""
-        for worker, why in host.dock.advance():
+        for worker, why in host.transfers.advance():
             if (running := self._table.workers.pop(worker, None)) is not None:
                 log = running.spec.log
                 self._failed(running, why, sure=True)
                 self._backlog.append(WorkerExit(worker, 1, log, _size(log), f"host {name} {why}"))
 
     def _happened(self, event: EndpointEvent) -> None:
-        if isinstance(event, HostCame):
+        if isinstance(event, HostJoined):
             self._came(event)
         elif isinstance(event, HostRefused):
             self._refused[event.name] = event.reason
             self._backlog.append(Notice(f"host {event.name} is refused: {event.reason}"))
-        elif isinstance(event, HostGone):
+        elif isinstance(event, HostLost):
             self._gone(event.name, f"its host {event.name} was lost: {event.reason}")
         elif isinstance(event, FromOperator) and self._control is not None:
             assert self._known is not None
             self._backlog += serve_operator(
                 event, self._control, self._table, self._known, running=self._running, elastic=self._elastic
             )
-        elif isinstance(event, Nonsense):
-            self._strange(event)
+        elif isinstance(event, InvalidMessage):
+            self._told_nonsense(event)
         elif isinstance(event, FromHost):
             self._said(event)
 
-    def _came(self, event: HostCame) -> None:
+    def _came(self, event: HostJoined) -> None:
         hello, control = event.hello, self._control
         assert control is not None
-        dock = Dock(lambda kind, message: control.send(hello.name, kind, message, session=event.session))
-        self._table.hosts[hello.name] = Host(hello, dock)
+        transfers = TransferQueue(lambda kind, message: control.send(hello.name, kind, message, session=event.session))
+        self._table.hosts[hello.name] = Host(hello, transfers)
         self._refused.pop(hello.name, None)
         if self._running:
             self._note_origin(hello)
@@ -477,7 +484,7 @@ class ClusterScheduler:
         if text := self._table.failed(worker, why, sure=sure):
             self._backlog.append(Notice(text))
 
-    def _strange(self, event: Nonsense) -> None:
+    def _told_nonsense(self, event: InvalidMessage) -> None:
         """Tell once of a host that its agent says what cannot be understood."""
         host = self._table.hosts.get(event.name)
         if host is not None and not host.strange:
@@ -492,7 +499,7 @@ class ClusterScheduler:
             self._answers[event.name, message.number] = message
         elif isinstance(message, Kept):
             if host is not None:
-                host.dock.has_kept(message)
+                host.transfers.has_kept(message)
         elif isinstance(message, (Exited, NotStarted, Lines)):
             running = self._table.workers.get(message.name)
             if running is None or running.host != event.name or host is None:

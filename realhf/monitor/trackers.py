@@ -1,9 +1,5 @@
 """Sends the metrics of a run to TensorBoard, W&B, MLflow and Trackio, each on a thread of its own.
 
-A log is a header of 7 bytes, then records in blocks of 32 KiB. Each piece of a record stands behind 7 bytes: a checksum
-(4), its length (2) and its kind (1: whole, 2: first, 3: middle, 4: last). A killed process leaves the beginning of a
-record at the end.
-
 A tracker has a thread of its own, so that a slow one holds up nobody, and one that fails is left out: the run goes on
 and says so once.
 """
@@ -50,7 +46,7 @@ class Tracker(Protocol):
 
 
 @dataclass(frozen=True)
-class RunFacts:
+class RunInfo:
     """Tells a tracker about the run. ``id`` is the same after a resumption and another one after a fresh start;
     ``first_step`` is the next step to come; ``config`` what was asked for; ``past`` what a resumed run had reported of
     the steps before."""
@@ -77,14 +73,14 @@ class RunFacts:
         _write_identity(self.run_dir, {**_read_identity(self.run_dir), tracker: name})
 
 
-def facts_of(run_dir: Path, completed_steps: int, past: Sequence[tuple[int, Mapping[str, float]]] = ()) -> RunFacts:
+def run_info(run_dir: Path, completed_steps: int, past: Sequence[tuple[int, Mapping[str, float]]] = ()) -> RunInfo:
     """Return the facts of the run in a folder, with the id that it had before where it is resumed."""
     known = _read_identity(run_dir) if completed_steps > 0 else {}
     if "id" not in known:
         known = {"id": uuid.uuid4().hex}
         _write_identity(run_dir, known)
     name = run_dir.parent.name, run_dir.name
-    return RunFacts(run_dir, *name, known["id"], completed_steps + 1, _config(run_dir), past)
+    return RunInfo(run_dir, *name, known["id"], completed_steps + 1, _config(run_dir), past)
 
 
 def finite(values: Mapping[str, Any]) -> dict[str, float]:
@@ -130,7 +126,7 @@ class TensorBoardTracker:
     """Is the ``Tracker`` of TensorBoard. TensorBoard drops later points of an earlier, interrupted run when it reads
     the file. Transcripts are not written."""
 
-    def __init__(self, facts: RunFacts) -> None:
+    def __init__(self, facts: RunInfo) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # type: ignore[attr-defined]
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
@@ -168,7 +164,7 @@ class WandbTracker:
     32 KiB in memory and a killed run loses them: a resumed one writes again what its logs lack of the steps before its
     checkpoint, and they forget the steps after it."""
 
-    def __init__(self, facts: RunFacts) -> None:
+    def __init__(self, facts: RunInfo) -> None:
         import wandb  # type: ignore[import-not-found]
 
         self._wandb: Any = wandb
@@ -262,7 +258,12 @@ def _read_log(log: bytes, first_step: int, parse: Parse) -> tuple[dict[str, set[
 
 
 def _records(log: bytes) -> Iterator[tuple[int, bytes]]:
-    """Yield where each whole record begins, and its bytes."""
+    """Yield where each whole record begins, and its bytes.
+
+    A log is a header of 7 bytes, then records in blocks of 32 KiB. Each piece of a record stands behind 7 bytes: a
+    checksum (4), its length (2) and its kind (1: whole, 2: first, 3: middle, 4: last). A killed process leaves the
+    beginning of a record at the end.
+    """
     at, begin, held = _HEADER, _HEADER, b""
     while at + _PIECE <= len(log):
         left = _BLOCK - at % _BLOCK
@@ -284,7 +285,7 @@ class TrackioTracker:
     """Is the ``Tracker`` of Trackio: a project for each experiment name. A run is known by its name there, so the name
     has the run's id, and a resumed run goes on under it. Transcripts are not sent."""
 
-    def __init__(self, facts: RunFacts) -> None:
+    def __init__(self, facts: RunInfo) -> None:
         import trackio  # type: ignore[import-not-found]
 
         self._run: Any = trackio.init(
@@ -320,7 +321,7 @@ class MlflowTracker:
     checkpoint is taken back in a store of the run's own; MLflow has no request for that, so a server keeps those values
     beside the new ones. Parameters are those the run began with; ``config.yaml`` is an artifact of its own."""
 
-    def __init__(self, facts: RunFacts) -> None:
+    def __init__(self, facts: RunInfo) -> None:
         import mlflow  # type: ignore[import-not-found]
         from mlflow.entities import Metric, Param  # type: ignore[import-not-found]
         from mlflow.tracking import MlflowClient  # type: ignore[import-not-found]
@@ -337,7 +338,7 @@ class MlflowTracker:
             self._client.update_run(self._run, status="RUNNING")
             self._send_lost(facts.past)
 
-    def _begin(self, facts: RunFacts, artifacts: str | None) -> str:
+    def _begin(self, facts: RunInfo, artifacts: str | None) -> str:
         """Return the run with the id of the facts, made anew where there is none."""
         experiment = self._experiment(facts, artifacts)
         made = self._client.search_runs([experiment], filter_string=f"tags.`{_TAG}` = '{facts.id}'")
@@ -361,7 +362,7 @@ class MlflowTracker:
             if lost:
                 self.metrics(step, lost)
 
-    def _experiment(self, facts: RunFacts, artifacts: str | None) -> str:
+    def _experiment(self, facts: RunInfo, artifacts: str | None) -> str:
         found = self._client.get_experiment_by_name(facts.experiment)
         if found is not None:
             return found.experiment_id
@@ -423,7 +424,7 @@ def _name(name: str) -> str:
     return "/".join(parts)[:_LONGEST_NAME] or "_"
 
 
-Open = Callable[[RunFacts], Tracker]
+Open = Callable[[RunInfo], Tracker]
 ADAPTERS: Mapping[str, Open] = {
     "tensorboard": TensorBoardTracker,
     "wandb": WandbTracker,
@@ -459,8 +460,8 @@ class TrackerStream:
                 raise RuntimeError(f"monitor.trackers has {name}, which is not installed: {install_command(name)}")
         self._warn = warn
         kept = [(step, finite(values)) for step, values in past] if completed_steps > 0 else []
-        facts = facts_of(run_dir, completed_steps, kept) if names else None
-        self._lanes = [_Lane(name, adapters[name], facts) for name in names if facts is not None]
+        facts = run_info(run_dir, completed_steps, kept) if names else None
+        self._lanes = [_TrackerThread(name, adapters[name], facts) for name in names if facts is not None]
 
     def metrics(self, step: int, values: Mapping[str, Any]) -> None:
         """Send numbers of a step; those that are not finite are left out."""
@@ -494,10 +495,10 @@ class TrackerStream:
         self._lanes.clear()
 
 
-class _Lane:
+class _TrackerThread:
     """The thread of one tracker and what waits for it."""
 
-    def __init__(self, name: str, open_tracker: Open, facts: RunFacts) -> None:
+    def __init__(self, name: str, open_tracker: Open, facts: RunInfo) -> None:
         self.name, self.problem = name, ""
         self._waiting: queue.Queue[Callable[[Tracker], None] | None] = queue.Queue(MOST_WAITING)
         self._thread = threading.Thread(
@@ -516,7 +517,7 @@ class _Lane:
         if self._thread.is_alive() and not self.problem:
             self.problem = f"it was not done {CLOSE_S:.0f} s after the end of the run"
 
-    def _work(self, open_tracker: Open, facts: RunFacts) -> None:
+    def _work(self, open_tracker: Open, facts: RunInfo) -> None:
         try:
             tracker = open_tracker(facts)
             while not self.problem and (entry := self._waiting.get()) is not None:

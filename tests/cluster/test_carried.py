@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from realhf.cluster.file_transfer import cargo, needed_paths, weights_problem
+from realhf.cluster.file_transfer import files_for_host, needed_paths, weights_problem
 from realhf.cluster.messages import PIECE_BYTES
 from realhf.cluster.own_host import fingerprint
 from realhf.cluster.placement import ClusterError
@@ -40,14 +40,14 @@ def run_dir(tmp_path: Path) -> Path:
 
 
 def test_a_host_that_shares_the_folder_gets_the_keys_only(run_dir: Path):
-    found = cargo(run_dir, "/h", run_dir / ".keys-1", shared=True, there=[], limit_mb=0, host="b")
+    found = files_for_host(run_dir, "/h", run_dir / ".keys-1", shared=True, there=[], limit_mb=0, host="b")
     assert [(piece.path, piece.data) for piece in found.pieces()] == [("/h/keys/keys-1", b"secret")]
     assert found.rewritten(str(run_dir / ".keys-1")) == "/h/keys/keys-1"
     assert found.rewritten(str(run_dir)) == str(run_dir)
 
 
 def test_one_that_does_not_gets_what_the_plan_names_under_new_paths(run_dir: Path, tmp_path: Path):
-    found = cargo(run_dir, "/h", run_dir / ".keys-1", shared=False, there=[], limit_mb=9, host="b")
+    found = files_for_host(run_dir, "/h", run_dir / ".keys-1", shared=False, there=[], limit_mb=9, host="b")
     files: dict[str, bytes] = {}
     for piece in found.pieces():
         assert piece.offset == len(files.get(piece.path, b"")) and len(piece.data) <= PIECE_BYTES
@@ -67,10 +67,10 @@ def test_what_looks_the_same_there_stays_and_what_is_too_large_is_refused(run_di
     paths = [*needed_paths(run_dir)]
     assert paths == [str(tmp_path / "model"), str(tmp_path / "mine.py")]
     assert all(fingerprint(Path(path)) for path in paths) and fingerprint(Path("/nowhere")) == ""
-    found = cargo(run_dir, "/h", None, shared=False, there=paths, limit_mb=0, host="b")
+    found = files_for_host(run_dir, "/h", None, shared=False, there=paths, limit_mb=0, host="b")
     assert not found.files and found.rewritten(paths[0]) == paths[0]
     with pytest.raises(ClusterError, match=r"actor\.path=.*host b neither shares .* 4 MB .* scheduler\.carry_mb=1"):
-        cargo(run_dir, "/h", None, shared=False, there=[], limit_mb=1, host="b")
+        files_for_host(run_dir, "/h", None, shared=False, there=[], limit_mb=1, host="b")
 
 
 def test_weights_that_would_not_arrive_are_refused_by_option_and_host(run_dir: Path):
@@ -92,7 +92,7 @@ def test_a_prompt_that_begins_with_a_slash_is_no_path(run_dir: Path):
 
 def test_a_model_that_has_changed_is_not_mixed_with_what_was_brought_before(run_dir: Path, tmp_path: Path):
     def target() -> str:
-        found = cargo(run_dir, "/h", None, shared=False, there=[], limit_mb=9, host="b")
+        found = files_for_host(run_dir, "/h", None, shared=False, there=[], limit_mb=9, host="b")
         return found.paths[str(tmp_path / "model")]
 
     before = target()

@@ -13,7 +13,7 @@ import zmq
 
 from realhf.cluster.__main__ import main
 from realhf.cluster.cluster_keys import HostKey, HostKeys, KnownHosts, LauncherKeys, add_hosts, make_keys
-from realhf.cluster.control_endpoint import ControlEndpoint, FromOperator, HostCame, HostGone
+from realhf.cluster.control_endpoint import ControlEndpoint, FromOperator, HostJoined, HostLost
 from realhf.cluster.messages import Nothing, Refused, Report
 from realhf.transport.errors import NetworkError
 from realhf.transport.network import RunKeys, connect_encrypted
@@ -75,7 +75,7 @@ def test_with_the_key_of_a_host_nobody_is_another_host_or_an_operator(opened: Op
     pretender.say("leave")
     pretender.hello()
     pretender.hears(Refused)
-    assert not [event for event in opened.control.events() if isinstance(event, HostGone | FromOperator)]
+    assert not [event for event in opened.control.events() if isinstance(event, HostLost | FromOperator)]
 
 
 @pytest.mark.nightly
@@ -96,7 +96,7 @@ def test_a_key_that_was_taken_away_is_worth_nothing_also_on_a_connection_that_is
     opened.agent("a", fresh).join()
     there.hello()
     assert refused(opened.control, old), "the old one, also beside a new one of the same name"
-    assert [type(event) for event in opened.control.events()] == [HostCame]
+    assert [type(event) for event in opened.control.events()] == [HostJoined]
 
 
 @pytest.mark.nightly

@@ -15,7 +15,7 @@ import pytest
 
 from realhf.cluster import control_endpoint
 from realhf.cluster import scheduler as scheduler_module
-from realhf.cluster.control_endpoint import ControlEndpoint, HostGone
+from realhf.cluster.control_endpoint import ControlEndpoint, HostLost
 from realhf.cluster.messages import EndWorker, Welcome
 from realhf.cluster.options import ClusterOptions
 from realhf.cluster.scheduler import ClusterScheduler
@@ -127,7 +127,7 @@ def test_a_host_is_found_lost_though_the_door_stood_still_for_long(opened: OpenE
     opened.control._excuse(1000.0)  # pyright: ignore[reportPrivateUsage]
     deadline, lost = time.monotonic() + SOON_S, False
     while not lost and time.monotonic() < deadline:
-        lost = any(isinstance(event, HostGone) for event in opened.control.events())
+        lost = any(isinstance(event, HostLost) for event in opened.control.events())
         time.sleep(0.05)
     assert lost
 

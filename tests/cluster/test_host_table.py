@@ -11,7 +11,7 @@ import pytest
 
 from realhf.cluster import host_table, own_host
 from realhf.cluster.control_endpoint import FromHost
-from realhf.cluster.file_transfer import Dock
+from realhf.cluster.file_transfer import TransferQueue
 from realhf.cluster.host_table import Host, HostTable, Running
 from realhf.cluster.messages import Exited, HostHello, NotStarted
 from realhf.cluster.options import ClusterOptions
@@ -60,7 +60,7 @@ class Bench:
         self.start("master")
 
     def join(self, name: str) -> None:
-        self.table.hosts[name] = Host(hello(name), Dock(lambda kind, message: True), shared=True)
+        self.table.hosts[name] = Host(hello(name), TransferQueue(lambda kind, message: True), shared=True)
 
     def start(self, name: str, gpu: int | None = None) -> tuple[str, int | None]:
         """Start a worker; its host, and its GPU there."""
@@ -172,9 +172,9 @@ def test_two_agents_of_one_machine_deal_out_its_gpus_once(sees: Sees):
     """One of them is in a container that has two of four GPUs, and counts them from 0."""
     table = HostTable()
     sees(4)
-    table.hosts["a"] = Host(hello("a"), Dock(lambda kind, message: True))
+    table.hosts["a"] = Host(hello("a"), TransferQueue(lambda kind, message: True))
     sees([2, 3], "1,0")
-    table.hosts["b"] = Host(hello("b"), Dock(lambda kind, message: True))
+    table.hosts["b"] = Host(hello("b"), TransferQueue(lambda kind, message: True))
     sees(0, machine="of the launcher")
     where: list[tuple[str, int | None]] = []
     for number in range(4):

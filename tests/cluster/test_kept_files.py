@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from realhf.cluster.file_transfer import Dock, HeldKeys, keep
+from realhf.cluster.file_transfer import HeldKeys, TransferQueue, keep
 from realhf.cluster.messages import PIECE_BYTES, FilePiece, Kept, Message, StartWorker
 from realhf.transport.errors import NetworkError
 from realhf.transport.network import RunKeys
@@ -115,7 +115,7 @@ def test_what_is_carried_goes_on_where_it_was_cut_off(tmp_path: Path):
             FilePiece(str(target), start, content[start : start + length], start + length >= len(content))
             for start in range(0, len(content), length)
         )
-        dock = Dock(lambda kind, message: sent.append(kind == "file") or answer(message))
+        transfers = TransferQueue(lambda kind, message: sent.append(kind == "file") or answer(message))
         waiting: list[Kept] = []
 
         def answer(message: Message) -> None:
@@ -123,9 +123,9 @@ def test_what_is_carried_goes_on_where_it_was_cut_off(tmp_path: Path):
                 waiting.append(keep(message, tmp_path))
 
         sent.clear()
-        dock.add(parts, StartWorker("rollout_worker/0", "m", [], "/l", False, 0, None))
-        while not dock.advance() and waiting:
-            dock.has_kept(waiting.pop(0))
+        transfers.add(parts, StartWorker("rollout_worker/0", "m", [], "/l", False, 0, None))
+        while not transfers.advance() and waiting:
+            transfers.has_kept(waiting.pop(0))
             assert len(waiting) <= 64
         return sum(sent)
 

@@ -306,7 +306,9 @@ def test_no_more_is_sent_than_a_host_keeps(bench: Bench, monkeypatch: pytest.Mon
     bench.begin()
     large = large_file(bench, monkeypatch)
     bench.start("rollout_worker/0", "none", "--key-file", large)
-    assert bench.scheduler._table.hosts["a"].dock._queue, "it did not wait until all was there, or the host given up"
+    assert bench.scheduler._table.hosts["a"].transfers._queue, (
+        "it did not wait until all was there, or the host given up"
+    )
     assert "host a has kept no part of a file for 0.5 s" in str(bench.until(WorkerExit, "rollout_worker/0"))
     parts = 0
     while (found := agent.heard()) is not None:

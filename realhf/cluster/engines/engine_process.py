@@ -139,6 +139,21 @@ class EngineProcess:
                 self._partial += data
 
 
+class HelperStarter:
+    """Has what the ``AgentStarter``s of all engines share, whose helper process runs ``module``."""
+
+    def __init__(self, module: str) -> None:
+        self._engine = EngineProcess(module)
+
+    def problem(self) -> str:
+        """See ``AgentStarter``."""
+        return self._engine.problem()
+
+    def stop_agents(self) -> None:
+        """See ``AgentStarter``."""
+        self._engine.stop()
+
+
 def serve(engine: Engine) -> None:
     """Run a helper process until its standard input ends or SIGTERM arrives; agents end with it. Nothing else may
     write to its standard output."""

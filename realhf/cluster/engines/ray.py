@@ -9,7 +9,7 @@ from typing import Any
 
 from realhf.api.option import option
 from realhf.cluster.cluster_keys import HostKeys
-from realhf.cluster.engines.engine_process import EngineProcess
+from realhf.cluster.engines.engine_process import HelperStarter
 from realhf.cluster.engines.ray_driver import ADDRESS, NO_RAY, reach
 from realhf.cluster.options import EngineOptions, elsewhere, placement_problems
 from realhf.cluster.placement import ClusterError
@@ -62,12 +62,12 @@ def _needs(cpus: int, gpus: int) -> dict[str, float]:
     return {"CPU": float(cpus)} | ({"GPU": float(gpus)} if gpus else {})
 
 
-class RayStarter:
+class RayStarter(HelperStarter):
     """Is an ``AgentStarter`` by a helper process, which imports Ray and ends with the run."""
 
     def __init__(self, options: RayOptions) -> None:
         self._options = options
-        self._engine = EngineProcess("realhf.cluster.engines.ray_driver")
+        super().__init__("realhf.cluster.engines.ray_driver")
         self.hosts = [name for _, bundles in options.domains() for name in bundles]
 
     def check(self) -> None:
@@ -88,14 +88,6 @@ class RayStarter:
             "domains": options.domains(),
         }
         self._engine.start(plan, 2 * options.wait_s, "the start of host agents by Ray")
-
-    def problem(self) -> str:
-        """See ``AgentStarter``."""
-        return self._engine.problem()
-
-    def stop_agents(self) -> None:
-        """See ``AgentStarter``."""
-        self._engine.stop()
 
 
 def make(options: RayOptions) -> ClusterScheduler:

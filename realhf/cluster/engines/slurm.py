@@ -16,7 +16,7 @@ from pathlib import Path
 
 from realhf.api.option import option
 from realhf.cluster.cluster_keys import HostKeys
-from realhf.cluster.engines.engine_process import EngineProcess
+from realhf.cluster.engines.engine_process import HelperStarter
 from realhf.cluster.engines.slurm_driver import NO_SRUN
 from realhf.cluster.options import EngineOptions, elsewhere, placement_problems
 from realhf.cluster.placement import ClusterError
@@ -119,12 +119,12 @@ def script(options: SlurmOptions, arguments: Sequence[str]) -> str:
     )
 
 
-class SlurmStarter:
+class SlurmStarter(HelperStarter):
     """Is an ``AgentStarter`` by one ``srun`` over the nodes of the job that the launcher runs in."""
 
     def __init__(self, options: SlurmOptions) -> None:
         self._options = options
-        self._engine = EngineProcess("realhf.cluster.engines.slurm_driver")
+        super().__init__("realhf.cluster.engines.slurm_driver")
         self.hosts = [f"node-{index}" for index in range(options.nodes)]
 
     def check(self) -> None:
@@ -144,14 +144,6 @@ class SlurmStarter:
             "python": sys.executable,
         }
         self._engine.start(plan, self._options.wait_s, "srun")
-
-    def problem(self) -> str:
-        """See ``AgentStarter``."""
-        return self._engine.problem()
-
-    def stop_agents(self) -> None:
-        """See ``AgentStarter``."""
-        self._engine.stop()
 
 
 def make(options: SlurmOptions) -> ClusterScheduler:

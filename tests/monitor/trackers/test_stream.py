@@ -15,7 +15,7 @@ from realhf.api.config import TRACKERS, MonitorConfig
 from realhf.monitor import trackers
 from realhf.monitor.events import EventStream
 from realhf.monitor.run_log import RunLog
-from realhf.monitor.trackers import ADAPTERS, RunFacts, TrackerStream, _name, facts_of, flat
+from realhf.monitor.trackers import ADAPTERS, RunInfo, TrackerStream, _name, flat, run_info
 
 PATIENCE_S = 60.0
 
@@ -23,7 +23,7 @@ PATIENCE_S = 60.0
 class Kept:
     """A tracker that keeps what it gets, and breaks when it gets ``bad``."""
 
-    def __init__(self, facts: RunFacts, bad: str = "") -> None:
+    def __init__(self, facts: RunInfo, bad: str = "") -> None:
         self.facts, self.bad, self.got, self.closed = facts, bad, list[Any](), threading.Event()
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
@@ -78,7 +78,7 @@ def test_one_that_hangs_holds_up_nobody(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(trackers, "MOST_WAITING", 5)
     release, warnings = threading.Event(), list[str]()
 
-    def hang(facts: RunFacts) -> Kept:
+    def hang(facts: RunInfo) -> Kept:
         assert release.wait(PATIENCE_S)
         return Kept(facts)
 
@@ -96,12 +96,12 @@ def test_one_that_hangs_holds_up_nobody(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_a_resumed_run_has_its_id_and_a_fresh_one_another(tmp_path: Path) -> None:
-    first, resumed, afresh = (facts_of(tmp_path, completed) for completed in (0, 5, 0))
+    first, resumed, afresh = (run_info(tmp_path, completed) for completed in (0, 5, 0))
     assert first.id == resumed.id != afresh.id and resumed.resumed and not first.resumed
     resumed.remember("mlflow", "abc")
-    assert facts_of(tmp_path, 7).known("mlflow") == "abc" and facts_of(tmp_path, 0).known("mlflow") is None
+    assert run_info(tmp_path, 7).known("mlflow") == "abc" and run_info(tmp_path, 0).known("mlflow") is None
     (tmp_path / "trackers.json").write_text("[torn")
-    assert facts_of(tmp_path, 7).id
+    assert run_info(tmp_path, 7).id
 
 
 def test_a_package_that_is_missing_is_said_before_the_first_step(
