@@ -8,6 +8,7 @@ attention, grouped or not, with or without a mixture in the feed-forward network
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -92,7 +93,7 @@ def model_size(path: str) -> ModelSize | None:
         shapes = tensor_shapes(folder)
         if not shapes:
             return described
-        counted = sum(_product(shape) for shape in shapes.values())
+        counted = sum(math.prod(shape) for shape in shapes.values())
         return ModelSize(
             counted, block_matrices(shapes), described.layers, described.hidden, described.inner, described.key_values
         )
@@ -118,7 +119,7 @@ def size_of(config: Mapping[str, Any]) -> ModelSize:
     block += [(hidden, each)] * experts
     embeddings = int(text["vocab_size"]) * hidden * (1 if text.get("tie_word_embeddings", True) else 2)
     embeddings += int(text.get("n_positions") or 0) * hidden
-    parameters = layers * (sum(map(_product, block)) + 2 * hidden) + embeddings + hidden
+    parameters = layers * (sum(map(math.prod, block)) + 2 * hidden) + embeddings + hidden
     return ModelSize(parameters, tuple(block * layers), layers, hidden, inner, 2 * layers * kv_heads * head)
 
 
@@ -145,13 +146,6 @@ def is_block_matrix(name: str, shape: tuple[int, ...]) -> bool:
     """Whether a tensor is the weight of a linear layer in a block."""
     layer, _, kind = name.rpartition(".")
     return kind == "weight" and len(shape) == 2 and any(part.isdigit() for part in layer.split("."))
-
-
-def _product(shape: tuple[int, ...]) -> int:
-    found = 1
-    for length in shape:
-        found *= length
-    return found
 
 
 UNLIMITED = 1 << 30
