@@ -1,17 +1,7 @@
 """Selects the groups of the next batch: fair shares, packs, exact fill, minimum allocations, and the original's rule.
 
-Source: docs/reference/trajectory.md 3.6.
-
-Source: docs/reference/trajectory.md 3.3, 3.6.
-
-Source: docs/reference/trajectory.md 3.3.
-
-Source: docs/reference/trajectory.md 3.4.
-
-It can jam when sizes are not powers of two; ``strict`` accepts that. Source: docs/reference/trajectory.md 3.3 (first
-paragraph), 3.4, 3.12.
-
-Source: docs/reference/trajectory.md 1.1, 3.3, 3.4, 3.6, 3.12.
+The original's rule can jam when sizes are not powers of two; ``strict`` accepts that. Source:
+docs/reference/trajectory.md 1.1, 3.3, 3.4, 3.6, 3.12.
 """
 
 from __future__ import annotations
