@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from realhf.api.model import GenOutput, GenRequest
-from realhf.base.loop_thread import LoopThread
+from realhf.base.loop_thread import LoopThread, shut_down
 from realhf.rollout.episode import EpisodeRequest
 from realhf.rollout.player import Played, Player
 
@@ -165,7 +165,7 @@ class BlockingPlayer:
         self._thread = thread or LoopThread("episodes", instead="Player")
         self._watch = self._thread.watch()
         self._playing = threading.Lock()
-        self._finalizer = weakref.finalize(self, _shut_down, self._thread, player, 2.0) if thread is None else None
+        self._finalizer = weakref.finalize(self, shut_down, self._thread, player, 2.0) if thread is None else None
 
     def play(self, wanted: Sequence[EpisodeRequest], engine: BatchEngine, *, lockstep: bool = True) -> Played:
         """Play all requests. An error of the engine ends all episodes and is raised."""
@@ -216,18 +216,9 @@ class BlockingPlayer:
         """Close all environments and stop the thread; harmless when repeated."""
         if self._finalizer is not None:
             self._finalizer.detach()
-        _shut_down(self._thread, self.player, timeout_s)
+        shut_down(self._thread, self.player, timeout_s)
 
 
 async def _settled() -> None:
     """Let cancelled tasks of the loop end."""
     await asyncio.sleep(0.05)
-
-
-def _shut_down(thread: LoopThread, player: Player, timeout_s: float) -> None:
-    """Close environments and thread within the time; does nothing in a forked child. The caller may be close(), the
-    garbage collector or the interpreter's end."""
-    if thread.alive and not thread.is_current():
-        with suppress(TimeoutError, RuntimeError):
-            asyncio.run_coroutine_threadsafe(player.close(), thread.loop).result(timeout_s)
-    thread.stop(timeout_s)
