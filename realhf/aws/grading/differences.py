@@ -327,8 +327,8 @@ class Comparison:
 
     def _rights(self, end: Snapshot, names: Mapping[str, str]) -> tuple[list[str], list[str], list[str]]:
         """Return who may do more than in the target: by what was so before, by whatever way it stays so, and who gained
-        it since, those who were there before and users and roles that are new. What a new resource allows is its own
-        matter. Whose rights take too long to be compared counts among the first."""
+        it since, those who were there before, users and roles that are new, and anybody by a new resource. What else a
+        new resource allows is its own matter. Whose rights take too long to be compared counts among the first."""
         keys = {leaf[0] for leaf in self.goal.first | self.goal.last}
         known = {(service, _TOKEN.sub(r"\1", f"{identity}/")) for service, _, identity in keys}
         now = read_rights(end.resources, lambda text: _TOKEN.sub(lambda match: names.get(match[1], match[1]), text))
@@ -344,7 +344,7 @@ class Comparison:
         return (
             [*still, *(f"too much to compare: {holder}" for holder in beyond.unread)],
             [f"{one}" for one in found if one not in own],
-            [f"{one}" for one in own if not one.gain.principal],
+            [f"{one}" for one in own if not one.gain.principal or one.who == "anybody"],
         )
 
 
@@ -504,8 +504,11 @@ def _without(value: Any, paths: Sequence[list[str]]) -> Any:
     found = {}
     for name, item in value.items():
         deeper = [path[1:] for path in paths if _leads_to(path[0], name, item)]
-        if [] not in deeper:
-            found[name] = _without(item, deeper) if deeper else item
+        if [] in deeper:
+            continue
+        kept = _without(item, deeper) if deeper else item
+        if kept or not item:  # what is empty is as good as absent
+            found[name] = kept
     return found
 
 
