@@ -16,7 +16,7 @@ from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Any
 
-from realhf.aws.grading.policy_comparison import TooManySteps
+from realhf.aws.grading.policy_comparison import Gain, TooManySteps
 from realhf.aws.grading.rights import Rights, compare_rights, read_rights
 from realhf.aws.grading.snapshot import DOCUMENT, Key, Snapshot
 from realhf.aws.simulator.account_state import DRAWN, END_DRAWN
@@ -344,8 +344,14 @@ class Comparison:
         return (
             [*still, *(f"too much to compare: {holder}" for holder in beyond.unread)],
             [f"{one}" for one in found if one not in own],
-            [f"{one}" for one in own if not one.gain.principal or one.who == "anybody"],
+            [f"{one}" for one in own if not one.gain.principal or _lets_everybody_in(one.gain)],
         )
+
+
+def _lets_everybody_in(gain: Gain) -> bool:
+    """Return whether a gain is for all the world; conditions narrow the policy that a topic has by itself."""
+    narrowed = any(not condition.lower().startswith("aws:securetransport ") for condition in gain.conditions)
+    return gain.principal in ("*", "AWS:*") and not narrowed
 
 
 def _hangs_on(holder: str, known: Iterable[tuple[str, str]]) -> bool:

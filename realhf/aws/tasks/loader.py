@@ -15,7 +15,7 @@ import random
 import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cache
 from importlib import resources
 from importlib.resources.abc import Traversable
@@ -323,4 +323,9 @@ def _template(tier: str, entry: Mapping[str, Any], file: str) -> Template:
     unknown = set(entry) - {field.name for field in fields(Template)} | set(entry) & {"tier", "file"}
     if unknown:
         raise TaskError(f"{file}: task {entry.get('task_id')} has the unknown key {sorted(unknown)[0]!r}")
+    missing = {
+        field.name for field in fields(Template) if field.default is MISSING and field.default_factory is MISSING
+    }
+    if missing := missing - set(entry) - {"tier", "file"}:
+        raise TaskError(f"{file}: task {entry.get('task_id')} lacks the key {sorted(missing)[0]!r}")
     return Template(tier=tier, file=file, **entry)

@@ -98,6 +98,9 @@ def turn_problems(turn: Any) -> Iterator[str]:
     if not isinstance(turn, Turn):
         yield f"it returns {_article(turn)} and not a Turn"
         return
+    if no_maps := [name for name in ("rewards", "metrics") if not isinstance(getattr(turn, name), Mapping)]:
+        yield from (f"{name} is {_article(getattr(turn, name))} and not a map" for name in no_maps)
+        return
     try:
         checked_turn(turn)
     except BrokenContract as error:
@@ -106,7 +109,7 @@ def turn_problems(turn: Any) -> Iterator[str]:
     for index, message in enumerate(turn.messages):
         if message["role"] == "assistant":
             yield f"messages[{index}] has the role 'assistant', whose words are the policy's own"
-    for name, value in {"reward": turn.reward, **turn.rewards, **turn.metrics}.items():
+    for name, value in [("reward", turn.reward), *turn.rewards.items(), *turn.metrics.items()]:
         if isinstance(value, bool):
             yield f"the reward or metric {name!r} is of the type bool and no number"
     if turn.reward is not None and abs(turn.reward) > LARGEST_REWARD:

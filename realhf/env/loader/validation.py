@@ -316,7 +316,7 @@ def checked_rewards(found: Any, what: str) -> tuple[float, dict[str, float]]:
 
 def checked_tools(found: Any) -> Sequence[Mapping[str, Any]]:
     """Return the schemas of tools, which are JSON with a name each. Raises BrokenContract."""
-    if isinstance(found, (str, bytes, Mapping)) or not isinstance(found, Sequence):
+    if not isinstance(found, (list, tuple)):
         raise BrokenContract(f"tools must be a list of JSON schemas, not {shown(found)}")
     for number, tool in enumerate(found):
         function = tool.get("function") if isinstance(tool, Mapping) else None

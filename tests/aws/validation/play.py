@@ -148,11 +148,21 @@ def written_ids() -> frozenset[int]:
     return frozenset(_entries())
 
 
+class _OneOfEach(yaml.CSafeLoader):
+    """Refuses a key that a map has twice, of which YAML keeps the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        found = super().construct_mapping(node, deep=deep)
+        if len(found) < len(node.value):
+            raise TaskError(f"{node.start_mark}: a key is there twice")
+        return found
+
+
 @cache
 def _entries() -> dict[int, Mapping[str, Any]]:
     entries: dict[int, Mapping[str, Any]] = {}
     for file in sorted(Path(__file__).with_name("plays").glob("*.yaml")):
-        for task_id, entry in (yaml.load(file.read_text(), Loader=yaml.CSafeLoader) or {}).items():
+        for task_id, entry in (yaml.load(file.read_text(), Loader=_OneOfEach) or {}).items():
             unknown = set(entry) - set(KINDS)
             if unknown or task_id in entries:
                 raise TaskError(f"{file.name}: task {task_id} is there twice or has an unknown class {unknown}")

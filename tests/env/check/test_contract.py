@@ -45,6 +45,12 @@ def test_openings(opening: Any, prompt: str, says: list[str]) -> None:
         (Turn(done=1), ["done must be true or false, not 1"]),  # type: ignore[arg-type]
         (Turn(reward=math.inf), ["reward must be a finite number, not inf"]),
         (Turn(reward=True), ["the reward or metric 'reward' is of the type bool and no number"]),
+        (
+            Turn(reward=True, rewards={"reward": 1.0}),
+            ["the reward or metric 'reward' is of the type bool and no number"],
+        ),
+        (Turn(rewards=None), ["rewards is None and not a map"]),  # type: ignore[arg-type]
+        (Turn(metrics=[]), ["metrics is an object of the type list and not a map"]),  # type: ignore[arg-type]
         (Turn(reward=1e6), ["the reward is 1e+06; rewards beyond 1000 drown"]),
         (Turn(final=True), ["it is final and has no reward"]),
         (Turn(rewards={"style": math.nan}), ["rewards['style'] must be a finite number, not nan"]),
