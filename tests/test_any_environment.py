@@ -25,7 +25,7 @@ TINY = (
     "recover_mode=disabled",
     "torch_threads=1",
 )
-AGENT = Path(__file__).resolve().parent / "rollout" / "agents" / "branching_agent.py"
+AGENT = Path(__file__).resolve().parent / "rollout" / "branching_agent.py"
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "your_environment.py"
 
 

@@ -23,7 +23,7 @@ from realhf.scheduler.process import run_guarded
 from realhf.trajectory.http.cli import uvicorn_config
 from realhf.trajectory.http.config import TrajectoryConfig, add_arguments, resolve
 from realhf.transport.network import Network
-from workers.worker_main import add_key_file, follow_master, keys_in, reachable
+from workers.worker_main import add_key_file, follow_master, keys_in, own_number, reachable
 
 logger = logging.getLogger(__name__)
 START_TIMEOUT_S = 60.0
@@ -55,7 +55,8 @@ def command_line() -> argparse.ArgumentParser:
 
 def start(arguments: argparse.Namespace) -> None:
     """Serve with these flags; a run with keys listens where others reach it, and wants their token. Raises ConfigError,
-    and what ``serve`` raises."""
+    ValueError for a name without a number, and what ``serve`` raises."""
+    own_number(arguments)
     keys = keys_in(arguments.key_file)
     network, config = reachable(arguments.master, keys), resolve(arguments)
     if keys is not None:

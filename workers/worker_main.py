@@ -36,18 +36,23 @@ def reachable(master: str, keys: RunKeys | None) -> Network:
     return Network.of_worker(NetworkConfig(), keys, master) if master and keys is not None else LOOPBACK
 
 
+def own_number(arguments: argparse.Namespace) -> int:
+    """Return the number of a worker, with which its name ends. Raises ValueError."""
+    index = arguments.name.rpartition("/")[2]
+    if not index.isdigit():
+        raise ValueError(f"--name is {arguments.name!r}; it must end in /<number>")
+    return int(index)
+
+
 def follow_master(
     kind: str, url: str, ended: Callable[[], object], arguments: argparse.Namespace, network: Network
 ) -> None:
     """Register the server at ``url`` with the master, and follow it until it says bye or ``ended()`` returns: it waits
     for the end of the server. Raises ValueError for a name without a number, and MasterLost."""
-    index = arguments.name.rpartition("/")[2]
-    if not index.isdigit():
-        raise ValueError(f"--name is {arguments.name!r}; it must end in /<number>")
     worker = RpcWorker(
         arguments.name,
         kind,
-        int(index),
+        own_number(arguments),
         arguments.run_id,
         arguments.master,
         ordered={},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import ctypes
 import functools
 import logging
@@ -20,6 +21,7 @@ T = TypeVar("T")
 P = ParamSpec("P")
 _ROLLBACK_S = 5.0
 _CLOSE_S = 5.0
+_DRAIN_ROUNDS = 5
 _LOG = logging.getLogger(__name__)
 
 
@@ -121,11 +123,17 @@ class BlockingFace(Generic[A]):
         self.close()
 
     def run(self, method: Callable[Concatenate[A, P], Coroutine[Any, Any, T]], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run a method of ``inner`` to its end. Raises RuntimeError after ``close`` and in a forked child."""
+        """Run a method of ``inner`` to its end. Raises RuntimeError after ``close``, also by another thread meanwhile,
+        and in a forked child."""
         check_process(self.thread.pid)
         if not self._finalizer.alive:
             raise RuntimeError(f"this {type(self).__name__} has been closed")
-        return self.thread.call(method(self.inner, *args, **kwargs))
+        try:
+            return self.thread.call(method(self.inner, *args, **kwargs))
+        except concurrent.futures.CancelledError:
+            if self._finalizer.alive:
+                raise
+            raise RuntimeError(f"this {type(self).__name__} was closed by another thread") from None
 
 
 def opening(make: Callable[P, A]) -> Callable[[Callable[[Any, A], None]], Callable[Concatenate[Any, P], None]]:
@@ -175,18 +183,21 @@ def check_blocking_caller(pid: int, instead: str) -> None:
 def check_process(pid: int) -> None:
     """Raise RuntimeError in a forked child: sockets and loops belong to the process that opened them."""
     if os.getpid() != pid:
-        raise RuntimeError("sessions cannot be used in a forked child; open new ones there")
+        raise RuntimeError("what holds sessions or connections cannot be used in a forked child; open a new one there")
 
 
 def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
     asyncio.set_event_loop(loop)
     try:
         loop.run_forever()
-        pending = asyncio.all_tasks(loop)
-        for task in pending:
-            task.cancel()
-        if pending:
-            loop.run_until_complete(asyncio.wait(pending, timeout=1.0))
+        # What was posted while the loop stopped becomes a task in the first round, and its caller waits for it.
+        for _ in range(_DRAIN_ROUNDS):
+            loop.run_until_complete(asyncio.sleep(0))
+            pending = asyncio.all_tasks(loop)
+            for task in pending:
+                task.cancel()
+            if pending:
+                loop.run_until_complete(asyncio.wait(pending, timeout=1.0))
     finally:
         loop.close()
 

@@ -406,8 +406,13 @@ class ModelHost:
         for path in [*sorted(own.parent.glob(f"*/{INTERFACE_STATE}"), reverse=True), own / INTERFACE_STATE]:
             states |= json.loads(path.read_text()) if path.is_file() else {}
         for name, (_, interface) in self._interfaces.items():
+            state = states.get(name, {})
             if hasattr(interface, "load_state_dict"):
-                interface.load_state_dict(states.get(name, {}))
+                interface.load_state_dict(state)
+            elif state:
+                raise ValueError(
+                    f"{name}: {type(interface).__name__} has a state in the checkpoint, but no load_state_dict"
+                )
         return Nothing()
 
     def committed(self, request: Nothing) -> Nothing:

@@ -31,7 +31,6 @@ PACKAGES = (
     "omegaconf",
     "pyzmq",
     "msgpack",
-    "networkx",
     "numpy",
     "ministack",
     "awscli",

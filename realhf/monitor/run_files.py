@@ -103,8 +103,9 @@ class Death(msgspec.Struct, frozen=True):
 
 def note_death(run_dir: Path, process: str, why: str, then: str) -> None:
     """Append one line. A full disk must not end the run."""
-    with contextlib.suppress(OSError, UnicodeEncodeError):
-        _append(run_dir / DEATHS_FILE, Death(time.time(), process, why, then))
+    words = (text.encode(errors="replace").decode() for text in (process, why, then))
+    with contextlib.suppress(OSError):
+        _append(run_dir / DEATHS_FILE, Death(time.time(), *words))
 
 
 def deaths(run_dir: Path) -> list[Death]:

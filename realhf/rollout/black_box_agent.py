@@ -153,12 +153,19 @@ def _as_message(given: object) -> Message:
         raise TypeError(f"step takes a text or a message of the chat API, not {type(given).__name__}")
     if body.get("role", "assistant") != "assistant":
         raise TypeError(f"step takes what the model said, not a message of the role {str(body['role'])[:32]!r}")
+    calls = body.get("tool_calls") or None
+    if isinstance(calls, (list, tuple)):  # What was put together from a stream may lack the id and the kind of a call.
+        calls = [{"id": "", **_said(call)} if isinstance(call, Mapping) else call for call in calls]
     try:
-        message = ChatMessage.model_validate({"role": "assistant", **body})
+        message = ChatMessage.model_validate({"role": "assistant", **body, "tool_calls": calls})
     except ValidationError as error:
         where, wrong = error.errors()[0]["loc"], error.errors()[0]["msg"]
         raise TypeError(f"step takes a message of the chat API: {'.'.join(map(str, where))}: {wrong}") from None
     return Message("assistant", message.text(), message.calls())
+
+
+def _said(call: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in call.items() if value is not None}
 
 
 def _tool_call(call: Call) -> ToolCall:

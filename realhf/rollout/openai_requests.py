@@ -157,7 +157,7 @@ class FunctionCall(BaseModel):
 class CallPart(BaseModel):
     """One tool call of an assistant's message."""
 
-    id: str = Field("", max_length=256)
+    id: str = Field(max_length=256)
     type: Literal["function"] = "function"
     function: FunctionCall
 

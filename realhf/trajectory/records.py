@@ -316,7 +316,7 @@ class StateOptions:
 
 def _strict_rows(names: str) -> list[str]:
     """Return the rows named, in the order of ``STRICT_ROWS``; a word like yes or no means all or none of them."""
-    words = names.lower()
+    words = str(names).lower()
     if words in (*FALSE_WORDS, "none"):
         return []
     if words in (*TRUE_WORDS, "all"):

@@ -21,7 +21,7 @@ from realhf.monitor.run_files import EVALUATIONS_FILE, Evaluations
 from realhf.monitor.run_log import METRICS_FILE, RunLog
 from realhf.monitor.summary import write_summary
 from realhf.monitor.trace import TRACE_FILE, TraceWriter, file_of, merge_traces
-from realhf.monitor.trackers import IDENTITY_FILE, facts_of
+from realhf.monitor.trackers import IDENTITY_FILE, run_info
 from realhf.view.report import REPORT_FILE, write_report
 from tests.dataflow.checkpoints import save
 
@@ -54,7 +54,7 @@ def summary(folder):
 
 
 def identity(folder):
-    facts_of(folder, 1).remember("wandb", "x" * 40)
+    run_info(folder, 1).remember("wandb", "x" * 40)
 
 
 def trace(folder):

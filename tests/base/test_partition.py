@@ -27,7 +27,11 @@ def test_every_item_is_in_one_part_and_no_part_is_larger_than_without_homes(batc
     assert len(parts) == count and sorted(i for part in parts for i in part) == list(range(len(costs)))
     assert parts == [sorted(part) for part in parts]
     if len(costs) >= count:
-        assert all(parts) and largest(costs, parts) <= largest(costs, balanced_parts(costs, count))
+        plain = balanced_parts(costs, count)
+        assert sorted(i for part in plain for i in part) == list(range(len(costs)))
+        loads = [sum(costs[i] for i in part) for part in plain]
+        assert max(loads) - min(loads) <= max(costs)
+        assert all(parts) and largest(costs, parts) <= largest(costs, plain)
 
 
 def test_items_stay_at_home_where_that_is_balanced():

@@ -240,6 +240,14 @@ async def test_ids_of_retired_samples_are_kept_up_to_a_bound(monkeypatch: pytest
             await buffer.put_batch(meta_of([known]))
 
 
+async def test_far_more_ids_are_remembered_than_fit_into_a_small_buffer() -> None:
+    buffer = make(max_size=4)
+    for first in range(0, 400, 4):
+        await leave(buffer, first, first + 4)
+    with pytest.raises(DuplicateSampleError):
+        await buffer.put_batch(meta_of(["s0"]))
+
+
 async def test_the_wait_is_explained() -> None:
     buffer = make()
     await buffer.put_batch(meta_of(ids(0, 3)), step_batch=5)

@@ -27,6 +27,7 @@ from realhf.launch.resume import check_resume, plain_options, resume_line
 from realhf.launch.run import RUN_FILES, removable, unknown_files
 from realhf.monitor.provenance import launches, record_launch
 from realhf.registry import registered_names
+from tests.dataflow.checkpoints import save
 
 NUMBER_OF_CHANGES = 200
 TOY = Path(__file__).with_name("toy_experiment.py")
@@ -43,7 +44,7 @@ def saved(config, step=5, options=None):
     """A run folder with a checkpoint, as far as options go."""
     folder = run_folder(config)
     state = {"options": plain_options(config) if options is None else options}
-    CheckpointStore(folder / "checkpoints").save(step, lambda draft: None, state)
+    save(CheckpointStore(folder / "checkpoints"), step, lambda draft: None, state)
     return folder
 
 

@@ -10,11 +10,12 @@ from typing import Any
 import openai
 import pytest
 import pytest_asyncio
+from pydantic import ValidationError
 
 from realhf.api.chat_template import TemplateChat
 from realhf.api.model import GenOutput
 from realhf.rollout.episode import Limits
-from realhf.rollout.openai_requests import ApiError, ChatRequest
+from realhf.rollout.openai_requests import ApiError, ChatMessage, ChatRequest
 from realhf.rollout.openai_server import OpenAiServer
 from realhf.rollout.openai_sessions import Ending, Session, TokenLedger
 from tests.api.chat.templates import INSISTS, LLAMA3, QWEN25, SMOLLM2, tokenizer
@@ -326,3 +327,10 @@ async def test_a_template_without_tools_refuses_them_in_words_of_the_api() -> No
     with pytest.raises(ApiError, match="does not read tools") as refused:
         ledger.begin(asked.conversation(), asked.toolbox())
     assert refused.value.status == 400 and not ledger.slots
+
+
+def test_a_call_without_an_id_is_refused():
+    """An empty id would give every later message without one the name of that tool."""
+    call = {"type": "function", "function": {"name": "look", "arguments": "{}"}}
+    with pytest.raises(ValidationError, match=r"id\n.*Field required"):
+        ChatMessage.model_validate({"role": "assistant", "tool_calls": [call]})

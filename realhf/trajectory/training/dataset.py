@@ -171,4 +171,7 @@ async def keep_renewed(client: AsyncTrajectoryClient, lease_id: str) -> None:
         except TrajectoryError as error:
             logger.warning("a lease was not renewed, and is tried again: %s", error)
             wait_s = _RETRY_S
+        except Exception:  # Nobody reads the future of this task: a lease that runs out in silence is trained on twice.
+            logger.exception("a lease was not renewed, and is tried again")
+            wait_s = _RETRY_S
         await asyncio.sleep(wait_s)

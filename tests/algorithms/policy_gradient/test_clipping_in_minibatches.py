@@ -119,6 +119,7 @@ def check(stats, witness, ratio_of, old_of, low, high, *, dual=math.inf, weight_
         )
     assert stats["clip_fraction"] == pytest.approx(clipped / tokens) and clipped > 0, "the clip must bite here"
     assert stats["ratio_max"] == pytest.approx(max(1.0, *later), rel=1e-4)
+    assert stats["ratio_mean"] == pytest.approx((sum(later) + tokens - len(later)) / tokens, rel=1e-4)
     return later
 
 

@@ -183,10 +183,12 @@ def test_supervised_training_asks_for_the_end_too(rollout_batch, tmp_path):
 
 def test_outcome_reward():
     """Bias, then scale, then clip; a failed rollout has no reward rather than one of 0."""
-    config = config_class("aws")(experiment="grpo_aws", ppo=PolicyGradientOptions(reward_scaling=2.0, reward_bias=-0.5))
+    config = config_class("aws")(
+        experiment="grpo_aws", ppo=PolicyGradientOptions(reward_scaling=2.0, reward_bias=-0.5, max_reward_clip=30.0)
+    )
     interface = OutcomeRewardInterface(**rew_inf(config).interface_args)
     for scores, failures, rewards, mean in (
-        ([0.0, 1.0, 100.0, -50.0], [0, 0, 0, 0], [-1.0, 1.0, 20.0, -20.0], 0.0),
+        ([0.0, 1.0, 100.0, -50.0], [0, 0, 0, 0], [-1.0, 1.0, 30.0, -30.0], 0.0),
         ([0.0, 1.0, 0.0, 1.0], [0, 3, 2, 0], [-1.0, None, None, 1.0], 0.0),
         ([0.0] * 4, [3] * 4, [None] * 4, 0.0),
     ):
