@@ -79,6 +79,7 @@ class FakeOddEnvironment:
             faulthandler._sigsegv()  # type: ignore[attr-defined]
         elif mode == "freeze":
             os.kill(os.getpid(), signal.SIGSTOP)
+            time.sleep(60)  # Another thread may take the signal, while this one goes on for a moment.
         elif mode == "unavailable" and self._steps < 2:
             raise EnvironmentFailure("unavailable", "the backend is away")
 
