@@ -15,6 +15,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import awscli  # noqa: F401  (first: it makes the name botocore mean the CLI's own copy, also for policy)
+
 from realhf.aws.cli.policy import RefusedRequest
 from realhf.aws.cli.virtual_folder import MAX_DEPTH, MAX_FILES, MAX_FOLDERS, VirtualFolder
 from realhf.aws.cli.warm_cli import WarmCli
