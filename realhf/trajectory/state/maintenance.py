@@ -12,13 +12,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import islice, takewhile
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from realhf.trajectory.records import GroupRecord, LeaseRecord, Payload, PayloadRef
+from realhf.trajectory.records import GroupRecord, LeaseRecord, PayloadRef
 from realhf.trajectory.state import quarantine
 from realhf.trajectory.state.delivery import close_lease
 from realhf.trajectory.state.server_state import TrajectoryState
@@ -28,10 +28,16 @@ from realhf.trajectory.store.segments import Segments
 if TYPE_CHECKING:
     from realhf.trajectory.state.engine import Engine
 
+logger = logging.getLogger(__name__)
 NAMES_KEPT = 256
 """Number of names of environments that are remembered when nobody has them any more."""
 PER_ROUND = 1000
 """Largest number of rows that one round of housekeeping removes."""
+MOST_PER_RUN_BYTES = 64 << 20
+"""How much is moved at once beside the requests, at most."""
+_PART_BYTES, _PART_GROUPS = 4 << 20, 64
+Move = tuple[int, PayloadRef, PayloadRef]
+"""A move as (group id, old place, new place)."""
 
 
 def restart(state: TrajectoryState, now: float) -> None:
@@ -88,36 +94,26 @@ def _expired_buffers(state: TrajectoryState, now: float) -> Iterator[GroupRecord
 
 
 def _old_replays(state: TrajectoryState, now: float) -> Iterator[str]:
-    """Yield the keys of answers that are too old or too many, the oldest first."""
-    limit, surplus = now - state.options.replay_ttl_s, len(state.replays) - state.options.max_replays
-    for index, replay in enumerate(islice(state.replays.values(), PER_ROUND)):
-        if replay.stored_at >= limit and index >= surplus:
-            return
-        yield replay.key
+    return _too_old(state, now, state.replays, "stored_at")
 
 
 def _old_leases(state: TrajectoryState, now: float) -> Iterator[str]:
-    limit, surplus = now - state.options.replay_ttl_s, len(state.closed) - state.options.max_replays
-    for index, closed in enumerate(islice(state.closed.values(), PER_ROUND)):
-        if closed.closed_at >= limit and index >= surplus:
+    return _too_old(state, now, state.closed, "closed_at")
+
+
+def _too_old(state: TrajectoryState, now: float, rows: Mapping[str, Any], time: str) -> Iterator[str]:
+    """Yield the keys of rows that are too old or too many, the oldest first."""
+    limit, surplus = now - state.options.replay_ttl_s, len(rows) - state.options.max_replays
+    for index, (key, row) in enumerate(islice(rows.items(), PER_ROUND)):
+        if getattr(row, time) >= limit and index >= surplus:
             return
-        yield closed.lease_id
+        yield key
 
 
 def _ended_for_good(state: TrajectoryState, now: float) -> Iterator[LeaseRecord]:
     for lease in state.leases.values():
         if lease.mode == "at_most_once" and lease.expires_at <= now:
             yield lease
-
-
-logger = logging.getLogger(__name__)
-MOST_PER_RUN_BYTES = 64 << 20
-"""How much is moved at once beside the requests, at most."""
-_PART_BYTES, _PART_GROUPS = 4 << 20, 64
-_LOOKED_AT_ONCE = 2000
-"""Number of groups that are looked at before the event loop gets its turn."""
-Move = tuple[int, PayloadRef, PayloadRef]
-"""A move as (group id, old place, new place)."""
 
 
 class Compactor:
@@ -133,38 +129,22 @@ class Compactor:
         if files is None or not files.wasteful(held_bytes(state)):
             return 0
         moved = 0
-        for part in _parts(await self._worth_moving(files)):
+        groups = await asyncio.to_thread(_in_sparse_files, _stored(state), files, frozenset(self._unreadable))
+        for part in _parts(groups):
             moved += await self._move(files, part)
         if moved:
             logger.info("%s: %d groups moved out of files that were mostly empty", self._engine.store.name, moved)
         return moved
-
-    async def _worth_moving(self, files: Segments) -> list[GroupRecord]:
-        """Return the groups in the emptiest files."""
-        groups, used = _stored(self._engine.state), Counter[int]()
-        for start in range(0, len(groups), _LOOKED_AT_ONCE):
-            for group in groups[start : start + _LOOKED_AT_ONCE]:
-                used[files.file_of(group.payload)] += group.payload.nbytes
-            await asyncio.sleep(0)
-        chosen, total = set[int](), 0
-        for file in files.sparse(used):
-            if file not in self._unreadable and total + used[file] <= MOST_PER_RUN_BYTES:
-                chosen.add(file)
-                total += used[file]
-        found = []
-        for start in range(0, len(groups), _LOOKED_AT_ONCE):
-            found += [
-                group for group in groups[start : start + _LOOKED_AT_ONCE] if files.file_of(group.payload) in chosen
-            ]
-            await asyncio.sleep(0)
-        return found
 
     async def _move(self, files: Segments, groups: list[GroupRecord]) -> int:
         store = self._engine.store
         try:
             data = await store.read([group.payload for group in groups])
         except PayloadLost as error:
-            self._give_up(files, [group.payload for group in groups if group.payload.ref in error.refs])
+            # Files with damaged payloads stay as they are, unless the payloads were only acknowledged meanwhile.
+            alive = {group.payload.ref for group in _stored(self._engine.state)}
+            lost = [group.payload for group in groups if group.payload.ref in error.refs & alive]
+            self._unreadable.update(map(files.file_of, lost))
             return 0
         refs = await store.stage(data, reserve=False)
         moves = [(group.id, group.payload.ref, ref) for group, ref in zip(groups, refs, strict=True)]
@@ -173,11 +153,6 @@ class Compactor:
         except Exception:
             await store.unstage(refs)
             raise
-
-    def _give_up(self, files: Segments, lost: Sequence[Payload]) -> None:
-        """Leave files with damaged payloads as they are, unless the payloads were only acknowledged meanwhile."""
-        alive = {group.payload.ref for group in _stored(self._engine.state)}
-        self._unreadable |= {files.file_of(payload) for payload in lost if payload.ref in alive}
 
 
 def held_bytes(state: TrajectoryState) -> int:
@@ -201,6 +176,19 @@ def move_payloads(state: TrajectoryState, now: float, moves: Sequence[Move]) -> 
 def _stored(state: TrajectoryState) -> list[GroupRecord]:
     latest = state.run.latest
     return [*state.groups.values(), *([latest] if latest is not None and latest.id not in state.groups else [])]
+
+
+def _in_sparse_files(groups: Sequence[GroupRecord], files: Segments, unreadable: Collection[int]) -> list[GroupRecord]:
+    """Return the groups in the emptiest files, for a thread of its own."""
+    used = Counter[int]()
+    for group in groups:
+        used[files.file_of(group.payload)] += group.payload.nbytes
+    chosen, total = set[int](), 0
+    for file in files.sparse(used):
+        if file not in unreadable and total + used[file] <= MOST_PER_RUN_BYTES:
+            chosen.add(file)
+            total += used[file]
+    return [group for group in groups if files.file_of(group.payload) in chosen]
 
 
 def _parts(groups: Sequence[GroupRecord]) -> Iterator[list[GroupRecord]]:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
-from collections import Counter
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from realhf.trajectory.records import Payload
@@ -33,79 +33,97 @@ class PlaceGone(LookupError):
     """Is raised for a payload whose file was given up: the payload has moved, or nobody needs it any more."""
 
 
+class _Handle:
+    """Holds a descriptor, which is closed when nobody uses it any more: a read may outlive its file."""
+
+    def __init__(self, path: Path, flags: int = 0) -> None:
+        self.number = -1
+        self.number = os.open(path, os.O_RDWR | os.O_CLOEXEC | flags, 0o600)
+
+    def __del__(self) -> None:
+        if self.number >= 0:
+            os.close(self.number)
+
+
+@dataclass(eq=False)
+class SegmentFile:
+    """Describes one file. ``live`` and ``staged`` count the references of each kind."""
+
+    path: Path
+    size: int = 0
+    live: int = 0
+    staged: int = 0
+    handle: _Handle | None = None
+
+
 class Segments:
     """Appends on one thread, reads on any. ``stage`` assigns offsets at once; bytes wait in memory until ``write``.
 
     A reference is *staged* until a commit keeps it, frees it, or its owner gives it up (``unstage``); *live* as long as
     a committed record holds it. A file is deleted when it has neither. Live references are counted from the records
-    themselves after every failure (``recount``), so that a wrong count cannot delete a file in use.
+    themselves after every failure (``recount``), so that a wrong count cannot delete a file in use. Only the event loop
+    changes the tables; writers and readers look a file up, and hold on to its handle while they use it.
     """
 
     def __init__(self, folder: Path, segment_bytes: int = SEGMENT_BYTES) -> None:
         self._folder = folder
         self._limit = segment_bytes
-        self._live: Counter[int] = Counter()
+        self._files: dict[int, SegmentFile] = {}
         self._staged: set[int] = set()
-        self._n_staged: Counter[int] = Counter()
-        self._sizes: dict[int, int] = {}
-        self._handles: dict[int, int] = {}
-        self._readers: Counter[int] = Counter()
-        self._retired: set[int] = set()
         self._waiting: dict[int, bytes] = {}
         self.waiting_bytes = 0
         """Size of the payloads that are staged and not written."""
         self.tight = False
         """Whether there is so little room that no file may be mostly empty."""
-        self._files = threading.Lock()
-        self._spare: list[tuple[Path, int]] = []
+        self._spare: deque[tuple[Path, _Handle]] = deque()
         self._new_names = False
         self._active = 0
-        self._end = 0
 
     def restore(self, payloads: Sequence[Payload], *, keep_unused: bool) -> None:
         """Count what is referred to, open those files, and delete the others unless ``keep_unused``; writing continues
         in a new segment. Raises OSError only where the folder itself cannot be read."""
-        self.recount(payloads)
         found = {int(path.stem): path for path in self._folder.glob("*.seg") if path.stem.isdigit()}
-        unused = [path for segment, path in found.items() if not self._live[segment] and not keep_unused]
-        for path in (*unused, *self._folder.glob("*.spare")):
+        self._files = {number: SegmentFile(path, path.stat().st_size) for number, path in found.items()}
+        self.recount(payloads)
+        unused = [number for number, file in self._files.items() if not file.live]
+        gone = [self._files.pop(number).path for number in unused]
+        for path in (*(() if keep_unused else gone), *self._folder.glob("*.spare")):
             path.unlink(missing_ok=True)
-        for segment in [segment for segment in found if self._live[segment]]:
+        for file in self._files.values():
             try:  # now, while there are descriptors: a read should not need one
-                self._handles[segment] = os.open(found[segment], os.O_RDWR | os.O_CLOEXEC)
-                self._sizes[segment] = os.fstat(self._handles[segment]).st_size
+                file.handle = _Handle(file.path)
             except OSError as error:
-                logger.error("%s cannot be opened now, and is left as it is: %s", found[segment], error)
-                places = [(*self._locate(payload), payload.nbytes) for payload in payloads]
-                self._sizes[segment] = max(offset + nbytes for held, offset, nbytes in places if held == segment)
-        self._active, self._end = max([self._active, *found, *self._live]) + 1, 0  # a number is never used again
-        self._sizes[self._active] = 0
+                logger.error("%s cannot be opened now, and is left as it is: %s", file.path, error)
+        self._active = max([self._active, *found, *map(self.file_of, payloads)])  # a number is never used again
+        self._begin_file()
 
     def recount(self, payloads: Iterable[Payload]) -> None:
         """Count the live references from what was committed. Staged payloads among them were kept after all."""
-        self._live = Counter()
+        for file in self._files.values():
+            file.live = 0
         for payload in payloads:
-            self._live[self._locate(payload)[0]] += 1
-            self._settle(self._ref(payload))
+            self._settle(ref_of(payload))
+            if file := self._files.get(self.file_of(payload)):
+                file.live += 1
 
     def holds(self, payload: Payload) -> bool:
         """Return whether the payload lies within its file, as it was at the start; one in a torn tail does not."""
-        segment, offset = self._locate(payload)
-        return self._sizes.get(segment, 0) >= offset + payload.nbytes
+        file = self._files.get(self.file_of(payload))
+        return file is not None and file.size >= (ref_of(payload) & _OFFSET_MASK) + payload.nbytes
 
     def stage(self, payloads: Sequence[bytes]) -> list[int]:
         """Assign references to payloads, which the next ``write`` puts there."""
         refs = []
         for payload in payloads:
-            if self._end and self._end + len(payload) > self._limit:
-                self._active, self._end = self._active + 1, 0
-            ref = self._active << _OFFSET_BITS | self._end
+            file = self._files[self._active]
+            if file.size and file.size + len(payload) > self._limit:
+                file = self._begin_file()
+            ref = self._active << _OFFSET_BITS | file.size
             self._waiting[ref] = payload
             self.waiting_bytes += len(payload)
-            self._end += len(payload)
-            self._sizes[self._active] = self._end
+            file.size += len(payload)
+            file.staged += 1
             self._staged.add(ref)
-            self._n_staged[self._active] += 1
             refs.append(ref)
         return refs
 
@@ -117,13 +135,13 @@ class Segments:
         """Write staged payloads, each to its own place. Raises OSError; the next try writes to the same places."""
         written = set()
         for ref, payloads in _runs(staged):
-            segment, offset = ref >> _OFFSET_BITS, ref & _OFFSET_MASK
-            handle = self._handle(segment)
-            _write_all(handle, offset, payloads)
-            written.add(handle)
+            if file := self._files.get(ref >> _OFFSET_BITS):  # else all in it was given up meanwhile
+                file.handle = file.handle or self._new_file(file.path)
+                _write_all(file.handle.number, ref & _OFFSET_MASK, payloads)
+                written.add(file.handle)
         if durable:
             for handle in written:
-                os.fdatasync(handle)
+                os.fdatasync(handle.number)
         if durable and self._new_names:
             folder = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY)
             try:
@@ -141,14 +159,11 @@ class Segments:
         """Return the bytes of a payload that waits to be written, or None."""
         return self._waiting.get(ref)
 
-    def _no_longer_waits(self, ref: int) -> None:
-        self.waiting_bytes -= len(self._waiting.pop(ref, b""))
-
     def kept(self, payloads: Iterable[Payload]) -> None:
         """Take note that a commit holds these payloads; those that were staged are live from now on."""
         for payload in payloads:
-            if self._settle(self._ref(payload)):
-                self._live[self._locate(payload)[0]] += 1
+            if self._settle(ref_of(payload)):
+                self._files[self.file_of(payload)].live += 1
 
     def unstage(self, refs: Iterable[int]) -> None:
         """Give up staged payloads that no record will refer to. Those that are no longer staged belong to a record and
@@ -157,174 +172,121 @@ class Segments:
             if self._settle(ref):
                 self._no_longer_waits(ref)
 
-    def _settle(self, ref: int) -> bool:
-        """End the staging of a reference; return whether it was staged."""
-        if ref not in self._staged:
-            return False
-        self._staged.remove(ref)
-        self._n_staged[ref >> _OFFSET_BITS] -= 1
-        return True
-
     def read(self, payload: Payload) -> bytes:
         """Read one payload from its file; less where the file ends. Raises PlaceGone, and OSError where it cannot be
         read at present. Writers do not wait for the disk meanwhile."""
-        segment, offset = self._locate(payload)
+        file, offset = self._files.get(self.file_of(payload)), ref_of(payload) & _OFFSET_MASK
+        if file is None:
+            raise PlaceGone(self.file_of(payload))
+        handle = file.handle
+        if handle is None:  # it could not be opened at the start, or goes at this moment
+            try:
+                file.handle = handle = _Handle(file.path)
+            except FileNotFoundError as error:
+                raise PlaceGone(self.file_of(payload)) from error
         pieces, missing = [], payload.nbytes
-        with self._shared_handle(segment) as handle:
-            while missing and (piece := os.pread(handle, missing, offset)):
-                pieces.append(piece)
-                offset, missing = offset + len(piece), missing - len(piece)
+        while missing and (piece := os.pread(handle.number, missing, offset)):
+            pieces.append(piece)
+            offset, missing = offset + len(piece), missing - len(piece)
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
-    @contextmanager
-    def _shared_handle(self, segment: int) -> Iterator[int]:
-        """Lend the handle of a file; it stays open until its last reader is done, though the file may go meanwhile."""
-        with self._files:
-            handle = self._handles.get(segment)
-            if handle is not None:
-                self._readers[handle] += 1
-        if handle is None:
-            handle = self._opened_for_reading(segment)
-        try:
-            yield handle
-        finally:
-            with self._files:
-                self._readers[handle] -= 1
-                if not self._readers[handle]:
-                    del self._readers[handle]
-                    if handle in self._retired:
-                        self._retired.remove(handle)
-                        os.close(handle)
-
-    def _opened_for_reading(self, segment: int) -> int:
-        """Open a file that could not be opened at the start; return its handle, lent."""
-        if segment not in self._sizes:
-            raise PlaceGone(segment)
-        opened = os.open(self._path(segment), os.O_RDWR | os.O_CLOEXEC)
-        with self._files:
-            if segment not in self._sizes:
-                os.close(opened)
-                raise PlaceGone(segment)
-            handle = self._handles.setdefault(segment, opened)
-            if handle != opened:
-                os.close(opened)
-            self._readers[handle] += 1
-            return handle
-
-    def free(self, refs: Iterable[int]) -> list[int]:
+    def free(self, refs: Iterable[int]) -> list[SegmentFile]:
         """Drop references that no record holds any more. Returns the files without any reference left, for
         ``remove``."""
         for ref in refs:
             if self._settle(ref):
                 self._no_longer_waits(ref)
-            else:
-                self._live[ref >> _OFFSET_BITS] -= 1
+            elif file := self._files.get(ref >> _OFFSET_BITS):
+                file.live -= 1
         empty = [
-            segment
-            for segment in self._sizes
-            if segment != self._active and self._live[segment] <= 0 and self._n_staged[segment] <= 0
+            number
+            for number, file in self._files.items()
+            if number != self._active and file.live <= 0 and file.staged <= 0
         ]
-        for segment in empty:
-            del self._sizes[segment]
-            del self._live[segment], self._n_staged[segment]
-        return empty
+        return [self._files.pop(number) for number in empty]
 
-    def end_active(self) -> list[int]:
+    def end_active(self) -> list[SegmentFile]:
         """Continue in a new file, so that the present one can go or be compacted. Returns the files without any
         reference, for ``remove``."""
-        if self._end:
-            self._active, self._end = self._active + 1, 0
-            self._sizes[self._active] = 0
+        if self._files[self._active].size:
+            self._begin_file()
         return self.free(())
 
     def wasteful(self, held_bytes: int) -> bool:
         """Return whether the files take more than twice what is in use, and a few files beyond that."""
-        return sum(self._sizes.values()) > 2 * held_bytes + (0 if self.tight else _SLACK_FILES * self._limit)
+        size = sum(file.size for file in self._files.values())
+        return size > 2 * held_bytes + (0 if self.tight else _SLACK_FILES * self._limit)
 
     def file_of(self, payload: Payload) -> int:
         """Return the number of the file that holds a payload."""
-        return self._locate(payload)[0]
+        return ref_of(payload) >> _OFFSET_BITS
 
     def sparse(self, used: Mapping[int, int]) -> list[int]:
         """Return files of which no more than half is in use, the emptiest first, except the one that is being
         written."""
         candidates = (
-            segment
-            for segment, size in self._sizes.items()
-            if segment != self._active and 0 < used.get(segment, 0) <= size // 2
+            number
+            for number, file in list(self._files.items())
+            if number != self._active and 0 < used.get(number, 0) <= file.size // 2
         )
-        return sorted(candidates, key=lambda segment: used[segment])
+        return sorted(candidates, key=lambda number: used[number])
 
-    def remove(self, segments: Sequence[int]) -> None:
+    def remove(self, files: Sequence[SegmentFile]) -> None:
         """Put files aside to be written again, or delete them. That takes a while, so call it off the event loop."""
-        for segment in segments:
-            path = self._path(segment)
-            with self._files:
-                handle = self._handles.pop(segment, None)
-                if handle is not None and self._may_wait(handle):
-                    self._spare.append((path.rename(path.with_suffix(".spare")), handle))
-                    continue
-                if handle is not None:
-                    self._retire(handle)
-            path.unlink(missing_ok=True)
+        for file in files:
+            handle, file.handle = file.handle, None
+            # One that a single large payload filled is more than was promised to be taken.
+            if handle and len(self._spare) < _SPARE_FILES and os.fstat(handle.number).st_size <= self._limit:
+                self._spare.append((file.path.rename(file.path.with_suffix(".spare")), handle))
+            else:
+                file.path.unlink(missing_ok=True)
 
     def give_up_spares(self) -> bool:
         """Delete the files that were put aside; return whether there were any."""
-        with self._files:
-            spare, self._spare = self._spare, []
-        for path, handle in spare:
-            os.close(handle)
-            path.unlink(missing_ok=True)
-        return bool(spare)
+        found = False
+        with suppress(IndexError):
+            while True:
+                self._spare.pop()[0].unlink(missing_ok=True)
+                found = True
+        return found
 
     def close(self) -> None:
         """Close all files."""
-        with self._files:
-            for handle in (*self._handles.values(), *(handle for _, handle in self._spare)):
-                self._retire(handle)
-            self._handles.clear()
-            self._spare.clear()
+        self._spare.clear()
+        for file in self._files.values():
+            file.handle = None
 
-    def _may_wait(self, handle: int) -> bool:
-        """Return whether an emptied file may be kept to be written again; one that a single large payload filled is
-        more than was promised to be taken."""
-        if self._readers[handle] or len(self._spare) >= _SPARE_FILES:
+    def _settle(self, ref: int) -> bool:
+        """End the staging of a reference; return whether it was staged."""
+        if ref not in self._staged:
             return False
-        return os.fstat(handle).st_size <= self._limit
+        self._staged.remove(ref)
+        self._files[ref >> _OFFSET_BITS].staged -= 1
+        return True
 
-    def _retire(self, handle: int) -> None:
-        """Close a handle now, or when its last reader is done."""
-        if self._readers[handle]:
-            self._retired.add(handle)
-        else:
-            del self._readers[handle]
-            os.close(handle)
+    def _no_longer_waits(self, ref: int) -> None:
+        self.waiting_bytes -= len(self._waiting.pop(ref, b""))
 
-    def _path(self, segment: int) -> Path:
-        return self._folder / f"{segment:08d}.seg"
+    def _begin_file(self) -> SegmentFile:
+        self._active += 1
+        file = self._files[self._active] = SegmentFile(self._folder / f"{self._active:08d}.seg")
+        return file
 
-    def _handle(self, segment: int) -> int:
-        with self._files:
-            handle = self._handles.get(segment)
-            if handle is not None:
-                return handle
-            self._new_names = True
-            if self._spare and not self._path(segment).exists():
-                path, handle = self._spare.pop()
-                path.rename(self._path(segment))
-            else:
-                handle = os.open(self._path(segment), os.O_RDWR | os.O_CLOEXEC | os.O_CREAT, 0o600)
-            self._handles[segment] = handle
+    def _new_file(self, path: Path) -> _Handle:
+        """Make a file to write to, of a spare one if there is any. Who still reads what was there gets the new bytes,
+        which the checksum of the payload tells."""
+        self._new_names = True
+        with suppress(IndexError):
+            spare, handle = self._spare.pop()
+            spare.rename(path)
             return handle
+        return _Handle(path, os.O_CREAT)
 
-    def _locate(self, payload: Payload) -> tuple[int, int]:
-        ref = self._ref(payload)
-        return ref >> _OFFSET_BITS, ref & _OFFSET_MASK
 
-    @staticmethod
-    def _ref(payload: Payload) -> int:
-        assert isinstance(payload.ref, int)
-        return payload.ref
+def ref_of(payload: Payload) -> int:
+    """Return where a payload lies."""
+    assert isinstance(payload.ref, int)
+    return payload.ref
 
 
 def _runs(staged: Mapping[int, bytes]) -> Iterator[tuple[int, list[bytes]]]:

@@ -49,7 +49,7 @@ from realhf.trajectory.store.base import (
     StoreFailure,
     empty_snapshot,
 )
-from realhf.trajectory.store.segments import SEGMENT_BYTES, PlaceGone, Segments
+from realhf.trajectory.store.segments import SEGMENT_BYTES, PlaceGone, SegmentFile, Segments, ref_of
 
 logger = logging.getLogger(__name__)
 _INTEGER_KEYS = ("envs", "groups")
@@ -339,7 +339,7 @@ class SqliteStore(Store):
         newest ones may not have reached the disk, so those are read."""
         groups = sorted(
             (record for record in snapshot["groups"] if isinstance(record, GroupRecord)),
-            key=lambda group: _position(group.payload),
+            key=lambda group: ref_of(group.payload),
             reverse=True,
         )
         torn, seen, unreadable = set(), 0, 0
@@ -376,9 +376,9 @@ class SqliteStore(Store):
         if not done.cancelled() and (error := done.exception()):
             logger.error("%s: the log of changes could not be merged, and grows until it can: %s", self.name, error)
 
-    def _remove(self, segments: Sequence[int]) -> None:
+    def _remove(self, files: Sequence[SegmentFile]) -> None:
         try:
-            self._segments.remove(segments)
+            self._segments.remove(files)
         except OSError as error:
             logger.error("%s: files of acknowledged groups could not be deleted: %s", self.name, error)
 
@@ -430,9 +430,8 @@ class SqliteStore(Store):
     def _read(self, payloads: Sequence[Payload]) -> list[bytes]:
         found, lost = [], []
         for payload in payloads:
-            assert isinstance(payload.ref, int)
             try:
-                data = self._segments.bytes_waiting(payload.ref) or self._segments.read(payload)
+                data = self._segments.bytes_waiting(ref_of(payload)) or self._segments.read(payload)
             except PlaceGone:
                 data = b""
             except OSError as error:
@@ -528,7 +527,3 @@ def _new_payloads(changes: Changes) -> Iterable[Payload]:
             yield record.payload
         elif isinstance(record, RunRecord) and record.latest is not None:
             yield record.latest.payload
-
-
-def _position(payload: Payload) -> int:
-    return payload.ref if isinstance(payload.ref, int) else 0
