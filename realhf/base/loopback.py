@@ -21,9 +21,10 @@ from urllib.parse import urlsplit
 def is_loopback_host(host: str) -> bool:
     """Return whether ``host``, given without its port, is the loopback by name or address."""
     try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
+        address = ipaddress.ip_address(host.strip("[]"))
     except ValueError:
         return host.lower() == "localhost"
+    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
 
 
 def host_of(authority: str) -> str:

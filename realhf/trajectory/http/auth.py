@@ -28,7 +28,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from realhf.trajectory.http.config import TrajectoryConfig, is_loopback
+from realhf.base.loopback import is_loopback_host
+from realhf.trajectory.http.config import TrajectoryConfig
 
 PAGE_PATH = "/ui"
 
@@ -87,11 +88,13 @@ def needed(method: str, path: str) -> Role | None:
     return _BY_PATH[path] | Role.ADMIN if path in _BY_PATH else None
 
 
-class Tokens:
-    """Knows the roles of the tokens of a configuration."""
+class AuthMiddleware:
+    """Answers 401 without a known token and 403 with one that does not suffice. Leaves the roles in
+    ``scope["traj.roles"]``."""
 
-    def __init__(self, config: TrajectoryConfig) -> None:
-        self.required = config.has_tokens
+    def __init__(self, app: ASGIApp, config: TrajectoryConfig) -> None:
+        self._app = app
+        self._required = config.has_tokens
         everyone = (
             (config.secret("token"), Role.PRODUCER | Role.TRAINER),
             (config.secret("producer_token"), Role.PRODUCER),
@@ -100,9 +103,27 @@ class Tokens:
         )
         self._roles = [(token.encode(), role) for token, role in everyone if token]
 
-    def roles(self, authorization: str) -> Role:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve the request if its token allows it."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        roles = scope["traj.roles"] = self._roles_of(Headers(scope=scope).get("authorization", ""))
+        path = route_path(scope)
+        wanted = needed(scope["method"], path)
+        answer: ASGIApp = self._app
+        if path not in OPEN_PATHS and scope["method"] != "OPTIONS" and not (wanted and roles & wanted):
+            if not roles:
+                answer = JSONResponse({"detail": "a bearer token is needed"}, 401, {"WWW-Authenticate": "Bearer"})
+            elif wanted is None:
+                answer = JSONResponse({"detail": "Not Found"}, 404)
+            else:
+                answer = JSONResponse({"detail": "this token does not allow that"}, 403)
+        await answer(scope, receive, send)
+
+    def _roles_of(self, authorization: str) -> Role:
         """Return the roles of an Authorization header; every known token is compared, in constant time."""
-        if not self.required:
+        if not self._required:
             return Role.ANY
         kind, _, sent = authorization.partition(" ")
         found = Role.NOBODY
@@ -110,34 +131,6 @@ class Tokens:
             if hmac.compare_digest(token, sent.strip().encode()) and kind.lower() == "bearer":
                 found |= role
         return found
-
-
-class AuthMiddleware:
-    """Answers 401 without a known token and 403 with one that does not suffice. Leaves the roles in
-    ``scope["traj.roles"]``."""
-
-    def __init__(self, app: ASGIApp, tokens: Tokens) -> None:
-        self._app = app
-        self._tokens = tokens
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve the request if its token allows it."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        roles = self._tokens.roles(Headers(scope=scope).get("authorization", ""))
-        scope["traj.roles"] = roles
-        path = route_path(scope)
-        wanted = needed(scope["method"], path)
-        if path in OPEN_PATHS or scope["method"] == "OPTIONS" or (wanted and roles & wanted):
-            await self._app(scope, receive, send)
-        elif roles and wanted is None:
-            await JSONResponse({"detail": "Not Found"}, 404)(scope, receive, send)
-        elif not roles:
-            answer = JSONResponse({"detail": "a bearer token is needed"}, 401, {"WWW-Authenticate": "Bearer"})
-            await answer(scope, receive, send)
-        else:
-            await JSONResponse({"detail": "this token does not allow that"}, 403)(scope, receive, send)
 
 
 COOKIE = "realhf_trainer"
@@ -193,7 +186,7 @@ class WebGuard:
         found = {name: value.decode("latin-1") for name, value in scope["headers"] if name in _LOOKED_AT}
         host = found.get(b"host", "").lower()
         server = scope.get("server")
-        if not self._insecure and server and server[1] is not None and not is_loopback(server[0]):
+        if not self._insecure and server and server[1] is not None and not is_loopback_host(server[0]):
             return "without a token this server is for its own machine only: set --token, or say --insecure"
         if not self._is_good(host):
             return f"this server is not known as {host[:80]!r}; --allowed-hosts names it"

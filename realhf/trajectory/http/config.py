@@ -7,7 +7,6 @@ No other module of the trajectory server reads the process environment. Source: 
 from __future__ import annotations
 
 import argparse
-import ipaddress
 import math
 import os
 from collections.abc import Mapping
@@ -15,6 +14,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from realhf.base.loopback import is_loopback_host
 from realhf.base.tls import certificate_problem
 from realhf.trajectory.records import FALSE_WORDS, TRUE_WORDS, StateOptions, setting
 
@@ -93,7 +93,7 @@ class TrajectoryConfig(StateOptions):
             self.secret(name)
         if self.reset_policy not in ("", "open", "token", "off"):
             raise ConfigError(f"--reset-policy is {self.reset_policy!r}; give open, token or off")
-        if not (self.insecure or self.has_tokens or is_loopback(self.host)):
+        if not (self.insecure or self.has_tokens or is_loopback_host(self.host)):
             raise ConfigError(
                 f"--host {self.host} is not loopback: set --token (or --producer-token and "
                 "--trainer-token), or say --insecure"
@@ -141,17 +141,6 @@ class TrajectoryConfig(StateOptions):
             for item in fields(self)
             if getattr(self, item.name) != item.default
         }
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether only this machine can reach the address."""
-    if host == "localhost":
-        return True
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
 
 
 def add_arguments(parser: argparse._ArgumentGroup | argparse.ArgumentParser) -> None:

@@ -80,7 +80,7 @@ def _env_id(request: Request) -> int:
             return EnvIdentifier.model_validate_json(body).env_id
         return EnvIdentifier.model_validate(dict(request.query_params)).env_id
     except ValidationError as error:
-        raise Refusal(422, problems(error, ["body" if body else "query"])) from None
+        raise Refusal(422, problems(error.errors(), ["body" if body else "query"])) from None
 
 
 async def _push(service: Service, request: Request, *, listed: bool) -> Response:

@@ -17,8 +17,17 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from realhf.trajectory.http.auth import Role, cookie_name, handed_out
-from realhf.trajectory.http.service import Lease, PolicyVersion, Registration, Service, answer, idempotency
+from realhf.trajectory.http.auth import cookie_name, handed_out
+from realhf.trajectory.http.service import (
+    Lease,
+    PolicyVersion,
+    Registration,
+    Service,
+    accepts_msgpack,
+    answer,
+    idempotency,
+    may_reset,
+)
 from realhf.trajectory.records import PAYLOAD_LOST, Payload, Refusal, invalid
 from realhf.trajectory.state import delivery, registry
 from realhf.trajectory.state.delivery import Batch, NoBatch, PullRequest
@@ -42,7 +51,7 @@ def router(service: Service) -> APIRouter:
         join, anew = (request.headers.get(name) == "1" for name in ("x-join", "x-reset"))
         if join and anew:
             raise invalid(["header", "x-reset"], "X-Join and X-Reset contradict each other")
-        options = (registration.model_dump(), join, _may_reset(service, request), anew, _identity(request))
+        options = (registration.model_dump(), join, may_reset(service, request), anew, _identity(request))
         (body, headers), _ = await engine.write(registry.once, key, fingerprint, registry.register, *options)
         return answer(body, headers | handed_out(request))
 
@@ -86,12 +95,6 @@ def router(service: Service) -> APIRouter:
         return answer(await engine.write(registry.set_policy_version, policy.version))
 
     return routes
-
-
-def _may_reset(service: Service, request: Request) -> bool:
-    """Return whether the client may replace the run that is going on."""
-    resets = service.config.resets
-    return resets == "open" or (resets == "token" and Role.ADMIN in request.scope["traj.roles"])
 
 
 def _name(request: Request) -> str | None:
@@ -163,9 +166,7 @@ async def _payloads(service: Service, batch: Batch) -> tuple[list[Payload], list
 
 def _accepted(request: Request) -> tuple[bool, str]:
     """Return whether the client wants MessagePack, and the coding that it reads."""
-    kinds = request.headers.get("accept", "").lower()
-    codings = request.headers.get("accept-encoding", "").lower()
-    msgpack = any(kind in kinds for kind in MSGPACK_TYPES)
+    codings, msgpack = request.headers.get("accept-encoding", "").lower(), accepts_msgpack(request)
     if msgpack and "zstd" in codings:
         return True, "zstd"
     return msgpack, "gzip" if "gzip" in codings else ""

@@ -5,13 +5,13 @@ Source: docs/reference/trajectory.md 2.2, 2.9, 3.5, 3.7, 3.11.
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Awaitable, Callable
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
 from starlette.responses import PlainTextResponse, Response
 
-from realhf.trajectory.http.auth import Role
-from realhf.trajectory.http.service import Requeue, Service, answer
+from realhf.trajectory.http.service import Requeue, Service, accepts_msgpack, answer, may_reset
 from realhf.trajectory.records import Refusal
 from realhf.trajectory.state import quarantine, registry, views
 from realhf.trajectory.store.base import StoreFailure
@@ -19,56 +19,44 @@ from realhf.trajectory.wire.encode import encode_group
 from realhf.trajectory.wire.intake import MSGPACK_TYPES
 
 _NO_EXAMPLE = (
-    "tokens",
-    "masks",
-    "scores",
-    "advantages",
-    "ref_logprobs",
-    "inference_logprobs",
-    "generation_params",
-    "messages",
+    "tokens", "masks", "scores", "advantages", "ref_logprobs", "inference_logprobs", "generation_params", "messages",
     "images",
-)
+)  # fmt: skip
 
 
 def router(service: Service) -> APIRouter:
     """Make the endpoints that any token may read, and those of the administrator."""
-    routes = APIRouter(tags=["server"])
-    _stock(routes, service)
-    _views(routes, service)
-    _tending(routes, service)
-    _health(routes, service)
-    return routes
-
-
-def _stock(routes: APIRouter, service: Service) -> None:
-    """Add the endpoints that the original has too."""
-    engine = service.engine
+    routes, engine = APIRouter(tags=["server"]), service.engine
 
     @routes.get("/")
     async def root() -> dict[str, str]:
         """Return the original's greeting, by which clients recognise the server."""
         return {"message": "AtroposLib API"}
 
-    @routes.get("/wandb_info")
-    async def wandb_info() -> Response:
-        """Return group and project of the trainer's run."""
-        return answer(await engine.read(views.wandb_info))
+    for view in (views.wandb_info, views.info, views.status, views.envs, views.buffers, views.leases):
+        routes.add_api_route(f"/{view.__name__}", _shown(service, view), name=view.__name__, description=view.__doc__)
 
-    @routes.get("/info")
-    async def info() -> Response:
-        """Return batch size and token limit; -1 without a trainer."""
-        return answer(await engine.read(views.info))
+    @routes.get("/quarantine")
+    async def quarantined(
+        limit: Annotated[int, Query(ge=0, le=10_000)] = 100, after: Annotated[int | None, Query(ge=-1)] = None
+    ) -> Response:
+        """List groups that can never be served, with reasons; pages by id."""
+        return answer(await engine.read(views.quarantine, limit, after))
 
-    @routes.get("/status")
-    async def status() -> Response:
-        """Return step and number of queued groups."""
-        return answer(await engine.read(views.status))
+    @routes.post("/quarantine/requeue")
+    async def requeue(request: Requeue) -> Response:
+        """Move groups back to the tail of the queue, where that is possible now."""
+        return answer(await engine.write(quarantine.requeue, request.ids))
+
+    @routes.delete("/quarantine")
+    async def clear_quarantine() -> Response:
+        """Delete what is in quarantine."""
+        return answer(await engine.write(quarantine.clear))
 
     @routes.get("/latest_example")
     async def latest_example(request: Request) -> Response:
         """Return the last group that entered the queue."""
-        msgpack = any(kind in request.headers.get("accept", "").lower() for kind in MSGPACK_TYPES)
+        msgpack = accepts_msgpack(request)
         found = await service.latest()
         if found is None:
             return answer({name: [] for name in _NO_EXAMPLE})
@@ -81,58 +69,10 @@ def _stock(routes: APIRouter, service: Service) -> None:
     @routes.get("/reset_data")
     async def reset_data(request: Request) -> Response:
         """Forget everything and begin a new epoch."""
-        policy = service.config.resets
-        if policy == "off" or (policy == "token" and Role.ADMIN not in request.scope["traj.roles"]):
-            raise Refusal(403, "resets are off" if policy == "off" else "a reset needs the admin token")
+        if not may_reset(service, request):
+            raise Refusal(403, "resets are off" if service.config.resets == "off" else "a reset needs the admin token")
         await engine.write(registry.reset)
         return PlainTextResponse("Reset successful")
-
-
-def _views(routes: APIRouter, service: Service) -> None:
-    """Add the endpoints that show what the server holds."""
-    engine = service.engine
-
-    @routes.get("/envs")
-    async def envs() -> Response:
-        """List every environment: state, age of its last sign of life, groups queued, sequences served."""
-        return answer(await engine.read(views.envs))
-
-    @routes.get("/buffers")
-    async def buffers() -> Response:
-        """Show the groups of odd sizes that wait for others."""
-        return answer(await engine.read(views.buffers))
-
-    @routes.get("/leases")
-    async def leases() -> Response:
-        """List the batches that trainers hold."""
-        return answer(await engine.read(views.leases))
-
-    @routes.get("/quarantine")
-    async def quarantined(
-        limit: Annotated[int, Query(ge=0, le=10_000)] = 100, after: Annotated[int | None, Query(ge=-1)] = None
-    ) -> Response:
-        """List groups that can never be served, with reasons; pages by id."""
-        return answer(await engine.read(views.quarantine, limit, after))
-
-
-def _tending(routes: APIRouter, service: Service) -> None:
-    """Add the endpoints that only the administrator may use."""
-    engine = service.engine
-
-    @routes.post("/quarantine/requeue")
-    async def requeue(request: Requeue) -> Response:
-        """Move groups back to the tail of the queue, where that is possible now."""
-        return answer(await engine.write(quarantine.requeue, request.ids))
-
-    @routes.delete("/quarantine")
-    async def clear_quarantine() -> Response:
-        """Delete what is in quarantine."""
-        return answer(await engine.write(quarantine.clear))
-
-
-def _health(routes: APIRouter, service: Service) -> None:
-    """Add the endpoints for supervisors and Prometheus."""
-    engine = service.engine
 
     @routes.get("/healthz")
     async def healthz() -> dict[str, str]:
@@ -155,3 +95,12 @@ def _health(routes: APIRouter, service: Service) -> None:
         """Return the metrics for Prometheus."""
         text = await engine.peek(lambda state, now: service.metrics.text())
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    return routes
+
+
+def _shown(service: Service, view: Callable[..., dict[str, Any]]) -> Callable[[], Awaitable[Response]]:
+    async def show() -> Response:
+        return answer(await service.engine.read(view))
+
+    return show

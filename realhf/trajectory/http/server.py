@@ -37,7 +37,7 @@ from realhf.trajectory.store.base import StoreFailure
 from realhf.trajectory.wire.body import BodyBudget, BodyShare, read_body
 from realhf.trajectory.wire.encode import GZIP_FROM_BYTES
 from realhf.trajectory.wire.intake import is_msgpack
-from realhf.trajectory.wire.lax_groups import MAX_ERRORS, shown
+from realhf.trajectory.wire.lax_groups import problems
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """``M_TRIM_THRESHOLD`` and ``M_MMAP_THRESHOLD`` of glibc's ``malloc.h``."""
@@ -267,7 +267,7 @@ def create_app(config: TrajectoryConfig) -> FastAPI:
         description="Atropos-compatible buffer of scored trajectories.",
     )
     app.state.start_failure = ""
-    app.state.tokens_required = service.tokens.required
+    app.state.tokens_required = config.has_tokens
     for module in (routes_producer, routes_trainer, routes_watch, status_page):
         app.include_router(module.router(service))
     _handle_errors(app, service)
@@ -296,7 +296,7 @@ def _middlewares(service: Service) -> list[Middleware]:
         ),
         Middleware(WebGuard, config=config),
         Middleware(CompressMiddleware, level=config.gzip_level),
-        Middleware(AuthMiddleware, tokens=service.tokens),
+        Middleware(AuthMiddleware, config=config),
         Middleware(BodyMiddleware, max_bytes=config.max_body_bytes, budget=service.bodies),
     ]
 
@@ -315,12 +315,7 @@ def _handle_errors(app: FastAPI, service: Service) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
-        return JSONResponse({"detail": [_problem(item) for item in error.errors()[:MAX_ERRORS]]}, 422)
-
-
-def _problem(item: dict[str, Any]) -> dict[str, Any]:
-    loc = [step if isinstance(step, int) else shown(str(step)) for step in item["loc"]]
-    return {"type": item["type"], "loc": loc, "msg": shown(str(item["msg"])), "input": shown(item.get("input"))}
+        return JSONResponse({"detail": problems(error.errors(), [])}, 422)
 
 
 app = create_app(resolve())

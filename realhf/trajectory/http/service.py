@@ -1,8 +1,6 @@
 """Holds the parts of one server process, its metrics, the bodies of requests, and the helpers that all routes share.
 
-Source: docs/reference/trajectory.md 2.3 to 2.6, 3.2, 3.9, 3.10.
-
-Source: docs/reference/trajectory.md 3.11.
+Source: docs/reference/trajectory.md 2.3 to 2.6, 3.2, 3.9 to 3.11.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from pydantic import AfterValidator, BaseModel, Field, FiniteFloat
 from starlette.requests import Request
 from starlette.responses import Response
 
-from realhf.trajectory.http.auth import Tokens
+from realhf.trajectory.http.auth import Role
 from realhf.trajectory.http.config import ConfigError, TrajectoryConfig
 from realhf.trajectory.records import GroupRecord, invalid
 from realhf.trajectory.state import registry, views
@@ -32,17 +30,16 @@ from realhf.trajectory.state.engine import Engine
 from realhf.trajectory.store.base import PayloadLost
 from realhf.trajectory.store.open import open_store
 from realhf.trajectory.wire.body import BodyBudget
-from realhf.trajectory.wire.intake import Offload
+from realhf.trajectory.wire.intake import MSGPACK_TYPES, Offload
 
 logger = logging.getLogger(__name__)
 
 
 class Service:
-    """Holds engine, parser process, tokens and metrics of one configuration."""
+    """Holds engine, parser process and metrics of one configuration."""
 
     def __init__(self, config: TrajectoryConfig) -> None:
         self.config = config
-        self.tokens = Tokens(config)
         try:
             store = open_store(config.store, durable=config.durable)
         except ValueError as error:
@@ -52,13 +49,13 @@ class Service:
         self.bodies = BodyBudget(config.all_bodies_bytes)
         self.metrics = Metrics(self.engine, self.bodies)
         self.ready = False
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._watch: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
         """Restore the state. Raises StoreFailure."""
         await self.engine.open()
         self.ready = True
-        self.start(self.metrics.watch_loop())
+        self._watch = asyncio.create_task(self.metrics.watch_loop())
         logger.info(
             "store %s: %d groups, step %d",
             self.engine.store.name,
@@ -69,8 +66,8 @@ class Service:
     async def close(self) -> None:
         """Stop the work beside the requests, then close the engine and the parser process."""
         self.ready = False
-        for task in list(self._tasks):
-            task.cancel()
+        if self._watch is not None:
+            self._watch.cancel()
         await self.engine.close()
         await self.offload.close()
 
@@ -86,21 +83,22 @@ class Service:
             return group, data
         return None
 
-    def start(self, work: Any) -> None:
-        """Let a coroutine run to its end beside the requests."""
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-
-    def _ended(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()):
-            logger.warning("%s: %s", task.get_name(), error)
-
 
 def answer(body: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> Response:
     """Make a JSON answer."""
     return Response(registry.encode_body(dict(body)), 200, dict(headers or {}), "application/json")
+
+
+def accepts_msgpack(request: Request) -> bool:
+    """Return whether the client wants MessagePack."""
+    kinds = request.headers.get("accept", "").lower()
+    return any(kind in kinds for kind in MSGPACK_TYPES)
+
+
+def may_reset(service: Service, request: Request) -> bool:
+    """Return whether the client may end the run that is going on."""
+    resets = service.config.resets
+    return resets == "open" or (resets == "token" and Role.ADMIN in request.scope["traj.roles"])
 
 
 def idempotency(request: Request, body: bytes) -> tuple[str | None, str]:
@@ -250,6 +248,13 @@ class Metrics:
         return generate_latest(self._registry)
 
 
+_COUNTERS = (
+    "pushed_groups", "pushed_sequences", "formed", "redelivered", "acked", "nacked", "responses_lost", "refused_full",
+    "replayed", "resets", "continued", "store_losses", "replays_forgotten_early",
+)  # fmt: skip
+"""Events that the state counts, each a metric."""
+
+
 class StateCollector(Collector):
     """Reads metrics off the state."""
 
@@ -260,29 +265,13 @@ class StateCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield all metrics of the state as it is now."""
-        state = self._engine.state
-        names = {env.env_id: env.name for env in state.envs.values()}
-        groups, sequences = state.queue.env_groups(), state.queue.env_sequences()
-        for name, values in (("groups", groups), ("sequences", sequences)):
-            family = GaugeMetricFamily(f"trajectory_queue_{name}", f"{name} queued", labels=["env"])
-            by_name: Tally[str] = Tally()
-            for env_id, value in values.items():
-                by_name[names.get(env_id, "none") if env_id is not None else "none"] += value
-            for label, value in by_name.items():
-                family.add_metric([label], value)
-            yield family
-        buffered = GaugeMetricFamily("trajectory_buffered_groups", "groups in the mix buffer", labels=["env"])
-        for env_id, held in state.buffers.items():
-            buffered.add_metric([names.get(env_id, "none") if env_id is not None else "none"], len(held))
-        yield buffered
-        quarantined = GaugeMetricFamily("trajectory_quarantined_groups", "groups in quarantine", labels=["reason"])
-        for reason, number in Tally(group.reason for group in state.quarantine.values()).items():
-            quarantined.add_metric([reason], number)
-        yield quarantined
-        yield from self._totals()
-
-    def _totals(self) -> Iterator[Metric]:
-        state = self._engine.state
+        state, counters = self._engine.state, self._engine.state.counters
+        buffered = {env_id: len(held) for env_id, held in state.buffers.items()}
+        yield self._by_env("queue_groups", "groups queued", state.queue.env_groups())
+        yield self._by_env("queue_sequences", "sequences queued", state.queue.env_sequences())
+        yield self._by_env("buffered_groups", "groups in the mix buffer", buffered)
+        reasons = Tally(group.reason for group in state.quarantine.values())
+        yield _labelled(GaugeMetricFamily, "quarantined_groups", "groups in quarantine", "reason", reasons)
         gauges = {
             "queue_bytes": state.queue.nbytes,
             "held_bytes": state.waiting_bytes,
@@ -296,26 +285,24 @@ class StateCollector(Collector):
         }
         for name, value in gauges.items():
             yield GaugeMetricFamily(f"trajectory_{name}", name.replace("_", " "), value=value)
-        counters = state.counters
-        for name in (
-            "pushed_groups",
-            "pushed_sequences",
-            "formed",
-            "redelivered",
-            "acked",
-            "nacked",
-            "responses_lost",
-            "refused_full",
-            "replayed",
-            "resets",
-            "continued",
-            "store_losses",
-            "replays_forgotten_early",
-        ):
+        for name in _COUNTERS:
             yield CounterMetricFamily(f"trajectory_{name}", name.replace("_", " "), value=counters[name])
         yield CounterMetricFamily("trajectory_bodies_refused", "bodies beyond the budget", value=self._bodies.refused)
-        nulls = CounterMetricFamily("trajectory_null_batches", "pulls without a batch", labels=["reason"])
-        for name, value in counters.items():
-            if name.startswith("null:"):
-                nulls.add_metric([name.removeprefix("null:")], value)
-        yield nulls
+        nulls = {name.removeprefix("null:"): value for name, value in counters.items() if name.startswith("null:")}
+        yield _labelled(CounterMetricFamily, "null_batches", "pulls without a batch", "reason", nulls)
+
+    def _by_env(self, name: str, about: str, values: Mapping[int | None, int]) -> Metric:
+        """Sum values by the name of the environment; "none" stands for groups of no known one."""
+        envs, by_name = self._engine.state.envs, Tally[str]()
+        for env_id, value in values.items():
+            by_name[envs[env_id].name if env_id in envs else "none"] += value
+        return _labelled(GaugeMetricFamily, name, about, "env", by_name)
+
+
+def _labelled(
+    kind: type[GaugeMetricFamily | CounterMetricFamily], name: str, about: str, label: str, values: Mapping[str, int]
+) -> Metric:
+    family = kind(f"trajectory_{name}", about, labels=[label])
+    for value_of, value in values.items():
+        family.add_metric([value_of], value)
+    return family

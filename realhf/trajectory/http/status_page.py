@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import mimetypes
 from collections.abc import Awaitable, Callable
+from functools import lru_cache
 from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,6 @@ _MAX_TOKENS = 2000
 def router(service: Service) -> APIRouter:
     """Serve /ui and the data that it shows."""
     routes = APIRouter(tags=["server"])
-    tokenizer = Tokenizer(service.config.tokenizer)
 
     for path, file in UI_FILES.items():
         routes.add_api_route(path, _static(file), methods=["GET"], include_in_schema=path == PAGE_PATH)
@@ -44,7 +44,7 @@ def router(service: Service) -> APIRouter:
         """Return the data that the status page shows."""
         engine = service.engine
         body = await engine.read(_overview)
-        body["example"] = await _example(await service.latest(), tokenizer)
+        body["example"] = await _example(await service.latest(), service.config.tokenizer)
         return answer(body | {"store": engine.store.name, "strict": service.config.is_strict(*STRICT_ROWS)})
 
     return routes
@@ -60,32 +60,24 @@ def _static(file: Traversable) -> Callable[[], Awaitable[Response]]:
     return page
 
 
-class Tokenizer:
-    """Decodes tokens, if a tokenizer was configured; loads it when it is first needed."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._loaded: Any = None
-
-    def decode(self, tokens: list[int]) -> str | None:
-        """Return the text of token ids, or None without a tokenizer. Raises ValueError where it cannot be loaded."""
-        if not self._name:
-            return None
-        if self._loaded is None:
-            self._loaded = _load(self._name)
-        return self._loaded.decode([token for token in tokens if token >= 0], skip_special_tokens=False)
-
-
-def _load(name: str) -> Any:
-    from tokenizers import Tokenizer as FastTokenizer
+@lru_cache(maxsize=1)
+def _tokenizer(name: str) -> Any:
+    """Load a tokenizer, when it is first needed. Raises ValueError where it cannot be loaded."""
+    from tokenizers import Tokenizer
 
     folder = Path(name).expanduser()
     try:
         if folder.exists():
-            return FastTokenizer.from_file(str(folder / "tokenizer.json" if folder.is_dir() else folder))
-        return FastTokenizer.from_pretrained(name)
+            return Tokenizer.from_file(str(folder / "tokenizer.json" if folder.is_dir() else folder))
+        return Tokenizer.from_pretrained(name)
     except Exception as error:
         raise ValueError(f"--tokenizer {name}: {error}") from error
+
+
+def _text(tokenizer: str, tokens: list[int]) -> str | None:
+    """Return the text of token ids, or None without a tokenizer."""
+    ids = [token for token in tokens[:_MAX_TOKENS] if token >= 0]
+    return _tokenizer(tokenizer).decode(ids, skip_special_tokens=False) if tokenizer else None
 
 
 def _overview(state: TrajectoryState, now: float) -> dict[str, Any]:
@@ -110,7 +102,7 @@ def _overview(state: TrajectoryState, now: float) -> dict[str, Any]:
     }
 
 
-async def _example(latest: tuple[GroupRecord, bytes] | None, tokenizer: Tokenizer) -> dict[str, Any] | None:
+async def _example(latest: tuple[GroupRecord, bytes] | None, tokenizer: str) -> dict[str, Any] | None:
     """Summarise the latest group: scores, lengths, and texts where a tokenizer was configured."""
     if latest is None:
         return None
@@ -118,7 +110,7 @@ async def _example(latest: tuple[GroupRecord, bytes] | None, tokenizer: Tokenize
     whole = msgspec.json.decode(await encode_group(group.payload, data, msgpack=False))
     rows = whole["tokens"][:_MAX_SEQUENCES]
     try:
-        texts = [await asyncio.to_thread(tokenizer.decode, row[:_MAX_TOKENS]) for row in rows]
+        texts = [await asyncio.to_thread(_text, tokenizer, row) for row in rows]
     except ValueError as error:
         texts = [str(error)]
     return {

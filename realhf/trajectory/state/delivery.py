@@ -1,8 +1,6 @@
 """Forms batches and delivers them to trainers: leases, acknowledgements, redelivery.
 
-Source: docs/reference/trajectory.md 2.8, 3.1, 3.10.
-
-Source: docs/reference/trajectory.md 3.3, 3.4, 3.6, 3.9.
+Source: docs/reference/trajectory.md 2.8, 3.1, 3.3, 3.4, 3.6, 3.9, 3.10.
 """
 
 from __future__ import annotations

@@ -1,24 +1,20 @@
 """Decides what happens to a pushed group: queue, mix buffer or quarantine.
 
 Source: docs/reference/trajectory.md 2.6, 2.7, 3.8.
-
-Source: docs/reference/trajectory.md 2.7.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from realhf.trajectory.records import EnvRecord, GroupRecord, Incoming, Payload, PayloadRef, Place, Refusal
 from realhf.trajectory.state.quarantine import isolate, make_room, unservable_reason
-from realhf.trajectory.state.registry import check_epoch, heartbeat, once
+from realhf.trajectory.state.registry import Answer, check_epoch, heartbeat, once
 from realhf.trajectory.state.server_state import TrajectoryState
-
-Answer = tuple[dict[str, Any], dict[str, str]]
 
 
 def push(
@@ -30,7 +26,7 @@ def push(
     key: str | None = None,
     fingerprint: str = "",
     epoch: str | None = None,
-) -> tuple[dict[str, Any], dict[str, str]]:
+) -> Answer:
     """Take groups whose payloads were staged; a list is taken whole or not at all.
 
     With an idempotency ``key`` a repeat gets the first answer. Raises Refusal 503 (full), 422 (the key belongs to
@@ -124,10 +120,7 @@ def _unbufferable(state: TrajectoryState, env: EnvRecord, size: int) -> str | No
 
 
 def _buffer(state: TrajectoryState, group: GroupRecord, env: EnvRecord, reasons: set[str]) -> None:
-    """Hold a group back, and release one set that adds up to the declared group size, if there is one.
-
-    Source: docs/reference/trajectory.md 2.7.
-    """
+    """Hold a group back, and release one set that adds up to the declared group size, if there is one."""
     held = state.buffers.get(env.env_id, {})
     if len(held) >= state.options.max_buffered_groups:
         isolate(state, next(iter(held.values())), "buffer_full")
@@ -145,7 +138,7 @@ def _buffer(state: TrajectoryState, group: GroupRecord, env: EnvRecord, reasons:
         and batch_size > 0
         and batch_size % target == 0
     ):
-        _enqueue(state, found, (0, len(found)))
+        _enqueue(state, found, bundled=True)
         return
     for member in found:
         _enqueue_or_isolate(state, member, reasons)
@@ -157,18 +150,17 @@ def _enqueue_or_isolate(state: TrajectoryState, group: GroupRecord, reasons: set
         isolate(state, group, reason)
         reasons.add(reason)
     else:
-        _enqueue(state, [group], None)
+        _enqueue(state, [group])
 
 
-def _enqueue(state: TrajectoryState, members: list[GroupRecord], bundle: tuple[int, int] | None) -> None:
-    """Append groups to the tail of the queue; a set becomes one unit. The last one becomes the latest example."""
-    first = 0
-    for position, member in enumerate(members):
+def _enqueue(state: TrajectoryState, members: list[GroupRecord], *, bundled: bool = False) -> None:
+    """Append groups to the tail of the queue, ``bundled`` ones as one unit. The last one becomes the latest example."""
+    first = None
+    for member in members:
         order = state.next_order()
-        first = first if position else order
-        member = msgspec.structs.replace(
-            member, place=Place.QUEUE, order=order, bundle=(first, bundle[1]) if bundle else None
-        )
+        first = order if first is None else first
+        bundle = (first, len(members)) if bundled else None
+        member = msgspec.structs.replace(member, place=Place.QUEUE, order=order, bundle=bundle)
         state.put("groups", member.id, member)
         state.put_run(msgspec.structs.replace(state.run, latest=member))
 
@@ -188,11 +180,6 @@ def find_set(sizes: Sequence[int], target: int) -> list[int]:
     if target < 1 or sum(sizes) < target:
         return []
     return _in_order(sizes, target) or _exactly(sizes, target)
-
-
-def find_groups_summing_to_target(buffer: Sequence[Mapping[str, Any]], target_size: int) -> list[int]:
-    """Apply ``find_set`` to groups given as plain mappings with a list of ``tokens``."""
-    return find_set([len(group["tokens"]) for group in buffer], target_size)
 
 
 def _in_order(sizes: Sequence[int], target: int) -> list[int]:

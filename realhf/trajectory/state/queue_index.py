@@ -6,37 +6,12 @@ Source: docs/reference/trajectory.md 2.5, 3.3.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterator, KeysView, Mapping, Sequence
+from collections.abc import Iterator, KeysView, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from operator import attrgetter
-from typing import Protocol
 
 from realhf.trajectory.records import GroupRecord
-
-
-class Unit(Protocol):
-    """Stands for what is packed as a whole: a single group, or a bundle of groups."""
-
-    @property
-    def order(self) -> int:
-        """The order of the first member."""
-        ...
-
-    @property
-    def size(self) -> int:
-        """The number of sequences of all members."""
-        ...
-
-    @property
-    def env_id(self) -> int | None:
-        """The environment of the unit; None for groups without one."""
-        ...
-
-    @property
-    def members(self) -> Sequence[GroupRecord]:
-        """The groups of the unit, in order."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +22,10 @@ class Bundle:
     size: int
     env_id: int | None
     members: tuple[GroupRecord, ...]
+
+
+Unit = GroupRecord | Bundle
+"""What is packed as a whole."""
 
 
 class Lane:

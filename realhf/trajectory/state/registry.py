@@ -1,12 +1,9 @@
 """Registers who takes part: the trainer, environments and their heartbeats, epochs, the policy version; answers
 repeated requests once.
 
-Source: docs/reference/trajectory.md 2.3 to 2.5, 3.2, 3.7, 3.9.
-
-The key is stored in the same commit as the data. The fingerprint tells a repeat from a mistake: CRC-32 and length of
-the body, which find a client's bug and are not meant to resist an attack.
-
-Source: docs/reference/trajectory.md 3.10.
+An idempotency key is stored in the same commit as the data. The fingerprint tells a repeat from a mistake: CRC-32 and
+length of the body, which find a client's bug and are not meant to resist an attack. Source:
+docs/reference/trajectory.md 2.3 to 2.5, 3.2, 3.7, 3.9, 3.10.
 """
 
 from __future__ import annotations

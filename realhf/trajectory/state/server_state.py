@@ -34,8 +34,8 @@ from realhf.trajectory.store.base import Changes, Key, Snapshot
 _Undo = tuple[str, Any, Any] | Callable[[], Any]
 """One step back: a row as it was (None: there was none), or what brings everything else back."""
 _INDEXES = (
-    "tables", "queue", "with_stale", "stale", "buffers", "quarantine", "quarantine_bytes", "leased_groups",
-    "waiting_bytes", "_versions",
+    "tables", "envs", "groups", "leases", "closed", "replays", "queue", "with_stale", "stale", "buffers", "quarantine",
+    "quarantine_bytes", "leased_groups", "waiting_bytes", "_versions",
 )  # fmt: skip
 """Attributes that ``_empty`` makes anew, but for the numbers that are never used twice."""
 
@@ -43,6 +43,7 @@ _INDEXES = (
 class TrajectoryState:
     """Holds tables, indexes and the changes since the last ``take_changes``. Not thread-safe: the event loop owns it.
 
+    ``envs`` (in the order of registration), ``groups``, ``leases``, ``closed`` and ``replays`` are tables by their key.
     ``queue`` holds what may be packed; ``buffers`` the mix buffer of each environment, oldest first; ``quarantine`` the
     groups that can never be served, likewise; ``stale`` the queued groups that only fill a batch when nothing fresher
     does, and ``with_stale`` (only with that policy) all queued groups, the stale ones at the end. ``counters`` count
@@ -59,6 +60,11 @@ class TrajectoryState:
 
     def _empty(self) -> None:
         self.tables: dict[str, dict[Any, Any]] = {table: {} for table in TABLES}
+        self.envs: dict[int, EnvRecord] = self.tables["envs"]
+        self.groups: dict[int, GroupRecord] = self.tables["groups"]
+        self.leases: dict[str, LeaseRecord] = self.tables["leases"]
+        self.closed: dict[str, ClosedLease] = self.tables["closed"]
+        self.replays: dict[str, Replay] = self.tables["replays"]
         self.queue = QueueIndex()
         self.with_stale = QueueIndex()
         self.stale: dict[int, GroupRecord] = {}
@@ -75,31 +81,6 @@ class TrajectoryState:
     def run(self) -> RunRecord:
         """The registration and its counters; an empty record before the first registration."""
         return self.tables["run"].get("run") or RunRecord()
-
-    @property
-    def envs(self) -> dict[int, EnvRecord]:
-        """The environments by env_id, in the order of registration."""
-        return self.tables["envs"]
-
-    @property
-    def groups(self) -> dict[int, GroupRecord]:
-        """The stored groups by id."""
-        return self.tables["groups"]
-
-    @property
-    def leases(self) -> dict[str, LeaseRecord]:
-        """The batches in trainers' hands by lease id."""
-        return self.tables["leases"]
-
-    @property
-    def closed(self) -> dict[str, ClosedLease]:
-        """The leases that ended, by lease id."""
-        return self.tables["closed"]
-
-    @property
-    def replays(self) -> dict[str, Replay]:
-        """The stored answers by idempotency key."""
-        return self.tables["replays"]
 
     @property
     def max_staleness(self) -> int | None:
@@ -193,8 +174,8 @@ class TrajectoryState:
         latest = self.run.latest
         if latest is not None and latest.id not in self.groups and latest.id != kept:
             refs.append(latest.payload.ref)
-        next_id, next_order, indexes = self._next_id, self._next_order, _INDEXES
-        before = {name: getattr(self, name) for name in indexes}
+        next_id, next_order = self._next_id, self._next_order
+        before = {name: getattr(self, name) for name in _INDEXES}
         self._empty()
         self._next_id, self._next_order = next_id, next_order
         if self._recording:
@@ -245,7 +226,12 @@ class TrajectoryState:
         if "quarantine" in touched:
             self.quarantine = {group.id: group for group in sorted(self.quarantine.values(), key=by_order)}
         if "envs" in touched:
-            self.tables["envs"] = dict(sorted(self.envs.items()))
+            self._sort_envs()
+
+    def _sort_envs(self) -> None:
+        envs = sorted(self.envs.items())
+        self.envs.clear()
+        self.envs.update(envs)
 
     def load(self, snapshot: Snapshot) -> None:
         """Replace the state by what was committed."""
@@ -264,7 +250,7 @@ class TrajectoryState:
         try:
             for record in records:
                 self.put(*place_of(record), record)
-            self.tables["envs"] = dict(sorted(self.envs.items()))
+            self._sort_envs()
         finally:
             self._recording = True
 

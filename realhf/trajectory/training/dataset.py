@@ -9,10 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
 
 from realhf.api.sample import SequenceSample
 from realhf.trajectory.client import (
@@ -95,7 +94,7 @@ class TrajectoryDataset:
             "n_rescored": float(converted.rescored),
             "staleness_max": float(version - batch.min_version),
             "staleness_min": float(version - batch.max_version),
-        } | _named(converted.problems)
+        } | {f"n_{name}": float(count) for name, count in converted.problems.items()}
         if converted.problems:
             logger.warning("step %d: sequences that cannot be trained on: %s", version, dict(converted.problems))
         return converted.sample, stats
@@ -153,10 +152,6 @@ class TrajectoryDataset:
             else:
                 self._client.nack(lease_id)
         logger.info("leases of this run: %d, of them %d consumed", len(mine), len(set(mine) & set(consumed)))
-
-
-def _named(problems: Mapping[str, int]) -> dict[str, Any]:
-    return {f"n_{name}": float(count) for name, count in problems.items()}
 
 
 async def keep_renewed(client: AsyncTrajectoryClient, lease_id: str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlsplit
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+@dataclass(kw_only=True, eq=False)
 class TrajectoryStreamInterface:
     """Pulls a batch at every ``generate``.
 
@@ -42,31 +44,22 @@ class TrajectoryStreamInterface:
         transcripts: how many sequences of a step are returned as text.
     """
 
-    def __init__(
-        self,
-        *,
-        group: str,
-        project: str,
-        batch_size: int,
-        num_steps: int,
-        max_tokens: int,
-        min_group_size: int,
-        temperature: float,
-        wait_s: float,
-        url: str = "",
-        token_file: str = "",
-        ca_file: str = "",
-        max_staleness: int | None = None,
-        fresh: bool = False,
-        transcripts: int = 2,
-    ) -> None:
-        self._run = StreamRun(group, project, batch_size, max_tokens, num_steps, max_staleness, fresh)
-        self._min_group_size, self._temperature = min_group_size, temperature
-        self._wait_s, self._url = wait_s, url
-        self._token_file, self._ca_file = token_file, ca_file
-        self._transcripts = transcripts
-        self._dataset: TrajectoryDataset | None = None
-        self._saved: list[str] = []
+    group: str
+    project: str
+    batch_size: int
+    num_steps: int
+    max_tokens: int
+    min_group_size: int
+    temperature: float
+    wait_s: float
+    url: str = ""
+    token_file: str = ""
+    ca_file: str = ""
+    max_staleness: int | None = None
+    fresh: bool = False
+    transcripts: int = 2
+    _dataset: TrajectoryDataset | None = field(default=None, init=False)
+    _saved: list[str] = field(default_factory=list, init=False)
 
     def generate(
         self, model: Model, sample: SequenceSample, context: CallContext
@@ -74,10 +67,10 @@ class TrajectoryStreamInterface:
         """Fill the places of ``sample`` with the groups of the next batch. Raises TrajectoryError."""
 
         def rescore(own: SequenceSample) -> Tensor:
-            return model.engine.logprobs(own, temperature=self._temperature, mb_spec=context.mb_spec)
+            return model.engine.logprobs(own, temperature=self.temperature, mb_spec=context.mb_spec)
 
         dataset = self._connected(model, context)
-        filled, stats = dataset.next(sample.ids, version=context.step, wait_s=self._wait_s, rescore=rescore)
+        filled, stats = dataset.next(sample.ids, version=context.step, wait_s=self.wait_s, rescore=rescore)
         return filled, {**stats, "episodes": self._texts(filled, model.tokenizer, context.step)}
 
     def state_dict(self) -> dict[str, Any]:
@@ -103,27 +96,34 @@ class TrajectoryStreamInterface:
 
     def _connected(self, model: Model, context: CallContext) -> TrajectoryDataset:
         if self._dataset is None:
-            url = self._url or next(iter(context.endpoints.get("trajectory", ())), "")
+            url = self.url or next(iter(context.endpoints.get("trajectory", ())), "")
             if not url:
                 raise RuntimeError("no trajectory server is registered; stream_gen needs one (kind 'trajectory')")
-            limits = RowLimits(len(model.tokenizer), self._run.max_tokens, self._min_group_size)
-            self._dataset = TrajectoryDataset(
-                self._client(url), self._run, limits, step=context.step, consumed=self._saved
+            limits = RowLimits(len(model.tokenizer), self.max_tokens, self.min_group_size)
+            run = StreamRun(
+                self.group,
+                self.project,
+                self.batch_size,
+                self.max_tokens,
+                self.num_steps,
+                self.max_staleness,
+                self.fresh,
             )
+            self._dataset = TrajectoryDataset(self._client(url), run, limits, step=context.step, consumed=self._saved)
         return self._dataset
 
     def _client(self, url: str) -> TrajectoryClient:
-        token = Path(self._token_file).expanduser().read_text(encoding="utf-8").strip() if self._token_file else ""
+        token = Path(self.token_file).expanduser().read_text(encoding="utf-8").strip() if self.token_file else ""
         parts = urlsplit(url)
         if parts.password:  # the token of a server of this run
             url, token = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl(), token or parts.password
-        name = quote(f"{self._run.group}/{self._run.project}")
-        return TrajectoryClient(url, token=token, trainer_id=name, explicit_acks=True, ca_file=self._ca_file)
+        name = quote(f"{self.group}/{self.project}")
+        return TrajectoryClient(url, token=token, trainer_id=name, explicit_acks=True, ca_file=self.ca_file)
 
     def _texts(self, sample: SequenceSample, tokenizer: Any, step: int) -> Sequence[str]:
         texts, start = [], 0
         for sample_id, lengths in zip(sample.ids, sample.seqlens["packed_input_ids"], strict=True):
-            if lengths and len(texts) < self._transcripts:
+            if lengths and len(texts) < self.transcripts:
                 ids = sample["packed_input_ids"][start : start + lengths[0]].tolist()
                 texts.append(f"step {step}, sample {sample_id}\n{tokenizer.decode(ids)}")
             start += sum(lengths)

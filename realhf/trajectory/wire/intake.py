@@ -21,7 +21,7 @@ from typing import IO, Any, TypeAlias, TypeVar
 
 import msgspec
 
-from realhf.trajectory.records import Incoming, Refusal
+from realhf.trajectory.records import Incoming, Refusal, invalid
 from realhf.trajectory.wire import json_groups, lax_groups, msgpack_groups
 
 YIELD_BYTES = 128 << 10
@@ -144,17 +144,7 @@ def check_json_type(content_type: str | None) -> None:
         return
     kind = content_type.partition(";")[0].strip().lower()
     if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
-        raise Refusal(
-            422,
-            [
-                {
-                    "type": "model_attributes_type",
-                    "loc": ["body"],
-                    "input": None,
-                    "msg": f"Content-Type is {kind[:80]!r}; send application/json",
-                }
-            ],
-        )
+        raise invalid(["body"], f"Content-Type is {kind[:80]!r}; send application/json", "model_attributes_type")
 
 
 def _read_fast(data: bytes, loc: list[str | int], msgpack: bool, most_nests: int = sys.maxsize) -> Incoming | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, TypeVar
 
 from isal import isal_zlib
@@ -89,7 +89,7 @@ def from_object(value: Any, loc: Loc, *, int64: bool) -> Incoming:
         chosen = {name: getattr(group, name) for name in FIELDS if name in group.model_fields_set}
         data = json.dumps(chosen, separators=(",", ":"), allow_nan=False, ensure_ascii=False).encode()
     except ValidationError as error:
-        raise Refusal(422, problems(error, loc)) from None
+        raise Refusal(422, problems(error.errors(include_url=False, include_context=False), loc)) from None
     except RecursionError:
         raise invalid(loc, "the group is nested too deeply", "recursion_loop") from None
     except UnicodeEncodeError as error:
@@ -102,17 +102,16 @@ def from_object(value: Any, loc: Loc, *, int64: bool) -> Incoming:
     )
 
 
-def problems(error: ValidationError, loc: Loc) -> list[dict[str, Any]]:
-    """Return the contract's list of errors; inputs are shown where they are short and JSON-able."""
-    found = error.errors(include_url=False, include_context=False)[:MAX_ERRORS]
+def problems(errors: Sequence[Any], loc: Loc) -> list[dict[str, Any]]:
+    """Return pydantic's errors as the contract lists them; inputs are shown where they are short and JSON-able."""
     return [
         {
             "type": item["type"],
             "loc": [*loc, *map(shown, item["loc"])],
-            "msg": item["msg"],
-            "input": shown(item["input"]),
+            "msg": shown(str(item["msg"])),
+            "input": shown(item.get("input")),
         }
-        for item in found
+        for item in errors[:MAX_ERRORS]
     ]
 
 

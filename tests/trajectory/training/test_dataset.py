@@ -21,15 +21,9 @@ from tests.trajectory.conftest import running_server
 from tests.trajectory.groups import group
 
 RUN: dict[str, Any] = {
-    "group": "mine",
-    "project": "a b",
-    "batch_size": 4,
-    "num_steps": 9,
-    "max_tokens": 16,
-    "min_group_size": 2,
-    "temperature": 1.0,
-    "wait_s": 5.0,
-}
+    "group": "mine", "project": "a b", "batch_size": 4, "num_steps": 9, "max_tokens": 16, "min_group_size": 2,
+    "temperature": 1.0, "wait_s": 5.0,
+}  # fmt: skip
 
 
 class FakeEngine:
@@ -196,7 +190,7 @@ def test_a_token_comes_from_a_file(tmp_path: Any):
             generate(TrajectoryStreamInterface(**RUN), 0, url, tmp_path)
         interface = TrajectoryStreamInterface(**RUN, token_file=str(tmp_path / "token"), url=url)
         with pytest.raises(NoBatchYet, match="empty"):
-            interface._wait_s = 0.0
+            interface.wait_s = 0.0
             generate(interface, 0, "http://127.0.0.1:9", tmp_path)
         interface.close()
 
