@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -18,32 +17,42 @@ from realhf.trajectory.http.config import TrajectoryConfig
 from realhf.trajectory.http.server import create_app
 
 REGISTRATION = {
-    "wandb_group": "g",
-    "wandb_project": "p",
-    "batch_size": 8,
-    "max_token_len": 64,
-    "checkpoint_dir": "c",
-    "save_checkpoint_interval": 10,
-    "starting_step": 0,
-    "num_steps": 100,
-}
+    "wandb_group": "g", "wandb_project": "p", "batch_size": 8, "max_token_len": 64, "checkpoint_dir": "c",
+    "save_checkpoint_interval": 10, "starting_step": 0, "num_steps": 100,
+}  # fmt: skip
+STOCK = REGISTRATION | {"wandb_group": "", "wandb_project": "", "checkpoint_dir": "trained", "num_steps": 5}
+"""What the original's example trainer registers, from whatever step it goes on."""
+ENV = {"max_token_length": 64, "desired_name": "env", "weight": 1.0, "group_size": 4}
+
+
+def wait_until(condition: Callable[[], object], what: str = "it does not happen") -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.01)
 
 
 @contextmanager
 def running_server(**options: Any) -> Iterator[str]:
     """URL of a server with these settings, in memory unless a store is given; stopped at the end."""
     config = TrajectoryConfig(port=0, **({"store": "memory"} | options))
-    server = uvicorn.Server(uvicorn_config(config, create_app(config)))
-    server.config.log_level = "warning"
-    server.config.timeout_graceful_shutdown = 1
+    running = uvicorn_config(config, create_app(config))
+    running.timeout_graceful_shutdown = 1
+    with serving(running) as port:
+        yield f"{'https' if running.is_ssl else 'http'}://127.0.0.1:{port}"
+
+
+@contextmanager
+def serving(config: uvicorn.Config) -> Iterator[int]:
+    """Port of a uvicorn in a thread."""
+    config.log_level = "warning"
+    server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, name="trajectory-server")
     thread.start()
     try:
-        deadline = time.monotonic() + 60
-        while not server.started:
-            assert thread.is_alive() and time.monotonic() < deadline, "the server does not come up"
-            time.sleep(0.005)
-        yield f"{'https' if server.config.is_ssl else 'http'}://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+        wait_until(lambda: server.started or not thread.is_alive(), "the server does not come up")
+        assert thread.is_alive(), "the server ended"
+        yield server.servers[0].sockets[0].getsockname()[1]
     finally:
         server.should_exit = True
         thread.join(60)
@@ -71,9 +80,4 @@ def start(api: httpx.Client, **changed: Any) -> None:
 
 
 def register_env(api: httpx.Client, group_size: int = 4, **changed: Any) -> int:
-    request = {"max_token_length": 64, "desired_name": "env", "weight": 1.0, "group_size": group_size} | changed
-    return api.post("/register-env", json=request).json()["env_id"]
-
-
-def store_at(folder: Path) -> str:
-    return f"sqlite:{folder}"
+    return api.post("/register-env", json=ENV | {"group_size": group_size} | changed).json()["env_id"]

@@ -1,23 +1,18 @@
-"""Drives a state without HTTP: groups of a given size, registrations, pulls."""
+"""Drives a state, or an engine over a store, without HTTP: groups of a given size, registrations, pulls."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
-from realhf.trajectory.records import Encoding, Incoming, StateOptions
-from realhf.trajectory.state import delivery, push, registry
-from realhf.trajectory.state.server_state import TrajectoryState
+from isal import isal_zlib
 
-TRAINER = {
-    "wandb_group": "g",
-    "wandb_project": "p",
-    "batch_size": 8,
-    "max_token_len": 64,
-    "checkpoint_dir": "c",
-    "save_checkpoint_interval": 10,
-    "starting_step": 0,
-    "num_steps": 100,
-}
+from realhf.trajectory.records import Encoding, GroupRecord, Incoming, Payload, PayloadRef, Place, StateOptions
+from realhf.trajectory.state import delivery, push, registry
+from realhf.trajectory.state.engine import Engine
+from realhf.trajectory.state.server_state import TrajectoryState
+from realhf.trajectory.store.base import Changes, Store
+from tests.trajectory.conftest import ENV, REGISTRATION
 
 
 class Driver:
@@ -28,7 +23,7 @@ class Driver:
         self.now = 1000.0
 
     def register(self, join: bool = False, **changed: Any) -> dict[str, Any]:
-        return registry.register(self.state, self.now, TRAINER | changed, join)[0]
+        return registry.register(self.state, self.now, REGISTRATION | changed, join)[0]
 
     def start(self, **changed: Any) -> None:
         """A registered trainer that has asked for a batch once."""
@@ -39,7 +34,7 @@ class Driver:
         registry.set_policy_version(self.state, self.now, version)
 
     def env(self, group_size: int = 4, **changed: Any) -> int:
-        request = {"max_token_length": 64, "desired_name": "env", "weight": 1.0, "group_size": group_size} | changed
+        request = ENV | {"group_size": group_size} | changed
         body, _ = registry.register_env(self.state, self.now, request)
         assert body["status"] == "success"
         return body["env_id"]
@@ -77,3 +72,43 @@ def sizes(batch: delivery.Batch) -> list[int]:
 
 def ids(batch: delivery.Batch) -> list[int]:
     return [group.id for group in batch.groups]
+
+
+async def opened(store: Store, *, registered: bool = True, **options: Any) -> Engine:
+    """An engine over a store, with a registered trainer unless told otherwise."""
+    engine = Engine(store, StateOptions(**options))
+    await engine.open()
+    if registered:
+        await engine.write(registry.register, REGISTRATION, False)
+    return engine
+
+
+def incoming(data: bytes = b"x", size: int = 4) -> Incoming:
+    return Incoming(data, Encoding.JSON, 7, isal_zlib.crc32(data), size, None, None)
+
+
+async def pushed(engine: Engine, *data: bytes, size: int = 4) -> list[PayloadRef]:
+    """Push a list of groups with these payloads; return where they lie."""
+    refs = await engine.store.stage(data)
+    await engine.write(push.push, [incoming(each, size) for each in data], refs, True)
+    return refs
+
+
+def data(number: int, size: int = 1000) -> bytes:
+    return bytes([number % 251]) * size
+
+
+async def put(store: Store, numbers: Iterable[int], size: int = 1000, **more: Any) -> list[GroupRecord]:
+    """Stage and commit groups with ids and payloads of these numbers."""
+    contents = {number: data(number, size) for number in numbers}
+    refs = await store.stage(list(contents.values()))
+    payloads = [
+        Payload(ref, size, Encoding.JSON, 7, isal_zlib.crc32(content))
+        for ref, content in zip(refs, contents.values(), strict=True)
+    ]
+    groups = [
+        GroupRecord(number, number, Place.QUEUE, None, 4, payload, 0, 1.5)
+        for number, payload in zip(contents, payloads, strict=True)
+    ]
+    await store.commit(Changes(rows={("groups", group.id): group for group in groups}, **more))
+    return groups

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from realhf.base.loopback import free_port
 from realhf.trajectory.client import AsyncTrajectoryClient, LeaseLost, NoBatchYet
+from tests.trajectory.crash_ledger import ServerProcess
 from tests.trajectory.groups import group
 
 pytestmark = pytest.mark.slow
@@ -22,40 +18,11 @@ pytestmark = pytest.mark.slow
 GROUPS, KILLS, PRODUCERS = 48, 2, 4
 
 
-class KillableServer:
-    """``python -m realhf.trajectory`` over a folder, on one port."""
-
-    def __init__(self, folder: Path) -> None:
-        self._port = free_port()
-        self.url = f"http://127.0.0.1:{self._port}"
-        self._folder = folder
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def start(self) -> None:
-        command = [
-            sys.executable,
-            "-m",
-            "realhf.trajectory",
-            "--port",
-            str(self._port),
-            "--store",
-            f"sqlite:{self._folder}",
-        ]
-        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-
-    def kill(self) -> None:
-        if self._process is not None:
-            os.kill(self._process.pid, signal.SIGKILL)
-            self._process.wait(60)
-            self._process = None
-
-
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[KillableServer]:
-    killable = KillableServer(tmp_path / "store")
-    killable.start()
-    yield killable
-    killable.kill()
+def server(tmp_path: Path) -> Iterator[ServerProcess]:
+    process = ServerProcess(f"sqlite:{tmp_path / 'store'}", tmp_path / "log")
+    yield process
+    process.stop()
 
 
 async def drain(client: AsyncTrajectoryClient, got: list[int]) -> None:
@@ -70,7 +37,7 @@ async def drain(client: AsyncTrajectoryClient, got: list[int]) -> None:
         got += [item["group_overrides"]["number"] for item in batch.groups]
 
 
-async def test_a_killed_server_loses_and_doubles_nothing(server: KillableServer):
+async def test_a_killed_server_loses_and_doubles_nothing(server: ServerProcess):
     options: dict[str, Any] = {"retry_for_s": 60.0}
     numbers, got = iter(range(GROUPS)), []
     async with AsyncTrajectoryClient(server.url, **options, explicit_acks=True, trainer_id="me") as trainer:
@@ -89,8 +56,7 @@ async def test_a_killed_server_loses_and_doubles_nothing(server: KillableServer)
         work.append(asyncio.create_task(drain(trainer, got)))
         for _ in range(KILLS):
             await asyncio.sleep(0.3)
-            server.kill()
-            server.start()
+            await asyncio.to_thread(server.kill_and_start)
         await asyncio.wait_for(asyncio.gather(*work), 300)
         assert sorted(got) == list(range(GROUPS))
         status = await trainer.status()

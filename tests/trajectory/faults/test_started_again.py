@@ -12,22 +12,10 @@ import pytest
 
 from realhf.trajectory.records import Refusal
 from realhf.trajectory.state import registry
-from tests.trajectory.conftest import REGISTRATION, running_server, start
-from tests.trajectory.driver import TRAINER, Driver
+from tests.trajectory.conftest import ENV, REGISTRATION, STOCK, running_server, start
+from tests.trajectory.driver import Driver
 from tests.trajectory.groups import group
-from tests.trajectory.http.test_stock_clients import ask, send
-
-STOCK = {
-    "wandb_group": "",
-    "wandb_project": "",
-    "batch_size": 8,
-    "max_token_len": 64,
-    "starting_step": 0,
-    "checkpoint_dir": "trained",
-    "save_checkpoint_interval": 5,
-    "num_steps": 5,
-}
-"""What the original's example trainer registers, from whatever step it goes on."""
+from tests.trajectory.http.test_stock_clients import ask
 
 
 def names(batch: list[dict]) -> list[str]:  # type: ignore[type-arg]
@@ -42,17 +30,16 @@ def push(url: str, env_id: int, numbers: range) -> None:
 def test_a_stock_trainer_goes_on_where_it_was_and_environments_notice_nothing(tmp_path: Path):
     """Also where the server was started again in between. The batch that the trainer held when it died comes again:
     its first pull used to acknowledge it."""
-    env = {"max_token_length": 64, "desired_name": "e", "weight": 1.0, "group_size": 4, "min_batch_allocation": None}
     with running_server(store=f"sqlite:{tmp_path}") as url:
         ask(url, "POST", "/register", STOCK)
         assert ask(url, "GET", "/batch") == {"batch": None}
-        env_id = ask(url, "POST", "/register-env", env)["env_id"]
+        env_id = ask(url, "POST", "/register-env", ENV)["env_id"]
         push(url, env_id, range(6))
         assert names(ask(url, "GET", "/batch")["batch"]) == ["0", "1"]
         assert set(ask(url, "POST", "/register", STOCK)) == {"uuid"}
         assert ask(url, "GET", "/status-env", {"env_id": env_id})["self_queue_size"] == 4, "no 404"
         assert ask(url, "GET", "/status") == {"current_step": 1, "queue_size": 4}
-        assert ask(url, "POST", "/register-env", env)["env_id"] == 1, "nobody has to wait"
+        assert ask(url, "POST", "/register-env", ENV)["env_id"] == 1, "nobody has to wait"
     with running_server(store=f"sqlite:{tmp_path}") as url:
         ask(url, "POST", "/register", STOCK)
         push(url, env_id, range(6, 8))
@@ -99,7 +86,7 @@ def test_what_a_trainer_that_goes_on_may_change():
     driver.batch()
     env = driver.env()
     wanted = {"num_steps": 20, "checkpoint_dir": "d", "max_token_len": 128, "starting_step": 0, "max_staleness": 2}
-    body, headers = registry.register(driver.state, driver.now, TRAINER | wanted, False)
+    body, headers = registry.register(driver.state, driver.now, REGISTRATION | wanted, False)
     run = driver.state.run
     assert (run.num_steps, run.checkpoint_dir, run.max_token_len, run.max_staleness) == (20, "d", 128, 2)
     assert (run.step, run.epoch, run.started, env in driver.state.envs) == (4, 0, True, True)
@@ -124,18 +111,8 @@ def test_who_may_not_reset_may_go_on():
     driver = Driver()
     driver.start()
     driver.push(4)
-    registry.register(driver.state, driver.now, TRAINER, False, may_reset=False)
-    for request, anew in ((TRAINER | {"batch_size": 16}, False), (TRAINER, True)):
+    registry.register(driver.state, driver.now, REGISTRATION, False, may_reset=False)
+    for request, anew in ((REGISTRATION | {"batch_size": 16}, False), (REGISTRATION, True)):
         with pytest.raises(Refusal, match="admin token"):
             registry.register(driver.state, driver.now, request, False, may_reset=False, anew=anew)
     assert driver.state.waiting_groups == 1
-
-
-def test_a_reset_is_what_it_was():
-    """``GET /reset_data`` ends a run for good, whatever its name."""
-    with running_server() as url:
-        ask(url, "POST", "/register", STOCK)
-        ask(url, "POST", "/scored_data", group(4))
-        assert send(url, "GET", "/reset_data", b"", {}) == (200, b"Reset successful")
-        ask(url, "POST", "/register", STOCK)
-        assert ask(url, "GET", "/status") == {"current_step": 0, "queue_size": 0}

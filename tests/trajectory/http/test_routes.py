@@ -10,24 +10,11 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.trajectory.conftest import REGISTRATION, register_env, running_server, start
+from tests.trajectory.conftest import ENV, REGISTRATION, register_env, running_server, start
 from tests.trajectory.groups import EVERYTHING, encoded, group
 
-ENV = {"max_token_length": 10, "desired_name": "a", "weight": 1.0, "group_size": 4}
-EMPTY_EXAMPLE = {
-    name: []
-    for name in (
-        "tokens",
-        "masks",
-        "scores",
-        "advantages",
-        "ref_logprobs",
-        "inference_logprobs",
-        "generation_params",
-        "messages",
-        "images",
-    )
-}
+STOCK_KEYS = "tokens masks scores advantages ref_logprobs inference_logprobs generation_params messages images"
+EMPTY_EXAMPLE = {name: [] for name in STOCK_KEYS.split()}
 
 
 def test_before_a_trainer_registers(api: httpx.Client):
@@ -58,16 +45,20 @@ def test_registration(api: httpx.Client):
     assert answer.headers["x-trainer-id"] == str(body["uuid"])
     assert api.get("/info").json() == {"batch_size": 8, "max_token_len": 64}
     assert api.get("/wandb_info").json() == {"group": "g", "project": "p"}
+    assert api.post("/register-env", json=ENV).json() == {"status": "wait for trainer to start"}
     assert api.get("/batch").json() == {"batch": None}
     assert api.post("/register-env", json=ENV).json() == {
         "status": "success",
         "env_id": 0,
-        "wandb_name": "a_0",
+        "wandb_name": "env_0",
         "checkpoint_dir": "c",
         "starting_step": 0,
         "checkpoint_interval": 10,
         "num_steps": 100,
     }
+    for _ in range(2):
+        assert api.post("/disconnect-env", json={"env_id": 0}).json() == {"status": "success"}
+    assert api.post("/disconnect-env", json={"env_id": -1}).json()["status"] == "failure"
 
 
 def test_half_a_surrogate_pair_has_no_place_in_a_registration(api: httpx.Client):
@@ -101,22 +92,8 @@ def test_a_trailing_slash_is_redirected(api: httpx.Client):
 def test_docs_list_every_endpoint(api: httpx.Client):
     assert api.get("/docs").status_code == 200
     paths = api.get("/openapi.json").json()["paths"]
-    stock = (
-        "/",
-        "/register",
-        "/wandb_info",
-        "/info",
-        "/status",
-        "/register-env",
-        "/disconnect-env",
-        "/status-env",
-        "/scored_data",
-        "/scored_data_list",
-        "/batch",
-        "/latest_example",
-        "/reset_data",
-    )
-    assert {*stock, "/batch/ack"} <= set(paths)
+    stock = "register wandb_info info status register-env disconnect-env status-env scored_data scored_data_list batch"
+    assert {f"/{name}" for name in (*stock.split(), "", "latest_example", "reset_data", "batch/ack")} <= set(paths)
     assert {"get", "post"} <= set(paths["/status-env"])
     assert "tokens" in json.dumps(paths["/scored_data"])
 
@@ -178,7 +155,7 @@ def test_status_env_in_its_three_forms(api: httpx.Client):
     assert api.get("/status-env", params={"env_id": first}).json() == expected
     assert api.post("/status-env", json={"env_id": first}).json() == expected
     both = api.request("GET", "/status-env", params={"env_id": first}, json={"env_id": second})
-    assert both.json()["queue_size"] == 4, "the body wins"
+    assert (both.json()["queue_size"], both.json()["self_queue_size"]) == (4, 3), "the body wins"
     assert api.get("/status").json()["queue_size"] == 5
     for unknown in (7, -1):
         answer = api.post("/status-env", json={"env_id": unknown})

@@ -20,7 +20,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.trajectory.conftest import running_server
+from tests.trajectory.conftest import ENV, STOCK, running_server
 from tests.trajectory.groups import group
 
 pytestmark = pytest.mark.slow
@@ -72,18 +72,8 @@ class StockEnvironment(threading.Thread):
 
     def _register(self) -> int:
         while True:
-            answer = ask(
-                self._url,
-                "POST",
-                "/register-env",
-                {
-                    "max_token_length": 64,
-                    "desired_name": f"env{self._number}",
-                    "weight": 1.0,
-                    "min_batch_allocation": None,
-                    "group_size": self._group_size,
-                },
-            )
+            wanted = ENV | {"desired_name": f"env{self._number}", "group_size": self._group_size}
+            answer = ask(self._url, "POST", "/register-env", wanted | {"min_batch_allocation": None})
             if answer["status"] == "success":
                 return answer["env_id"]
             time.sleep(POLL_S)
@@ -111,21 +101,7 @@ class StockEnvironment(threading.Thread):
 
 def train(url: str, steps: int) -> list[list[dict[str, Any]]]:
     """The example trainer: register, then poll for batches."""
-    answer = ask(
-        url,
-        "POST",
-        "/register",
-        {
-            "wandb_group": "",
-            "wandb_project": "",
-            "batch_size": BATCH,
-            "max_token_len": 64,
-            "starting_step": 0,
-            "checkpoint_dir": "trained",
-            "save_checkpoint_interval": steps,
-            "num_steps": steps,
-        },
-    )
+    answer = ask(url, "POST", "/register", STOCK | {"batch_size": BATCH, "num_steps": steps})
     assert "uuid" in answer
     batches = []
     deadline = time.monotonic() + 120
@@ -171,18 +147,8 @@ def test_sessions_behind_one_address_do_not_acknowledge_each_other():
     """They carry a cookie without knowing; who carries none has the address for a name, as before."""
     with running_server() as url, ExitStack() as stack:
         first, second, third = (stack.enter_context(httpx.Client(base_url=url)) for _ in range(3))
-        registration = {
-            "wandb_group": "",
-            "wandb_project": "",
-            "batch_size": 4,
-            "max_token_len": 64,
-            "num_steps": 5,
-            "starting_step": 0,
-            "checkpoint_dir": "",
-            "save_checkpoint_interval": 5,
-        }
         for rank in (first, second):
-            assert rank.post("/register", json=registration).cookies, "told apart from the beginning"
+            assert rank.post("/register", json=STOCK | {"batch_size": 4}).cookies, "told apart from the beginning"
         assert third.get("/batch").cookies
         assert not third.get("/batch").cookies, "a name is given once"
         for number in range(6):

@@ -14,12 +14,8 @@ from realhf.trajectory.client import AsyncTrajectoryClient, TrajectoryClient, Un
 from realhf.trajectory.http.cli import uvicorn_config
 from realhf.trajectory.http.config import ConfigError, TrajectoryConfig
 from tests.certificates import self_signed
-from tests.trajectory.conftest import REGISTRATION, running_server, start
+from tests.trajectory.conftest import REGISTRATION, running_server, start, wait_until
 from tests.trajectory.groups import encoded, group
-from tests.trajectory.http.test_delivery import wait_for
-
-GROUP = {"tokens": [[1, 2], [3, 4]], "masks": [[1, 1], [1, 1]], "scores": [0.0, 1.0]}
-
 
 pytestmark = pytest.mark.slow
 
@@ -38,7 +34,7 @@ async def test_clients_with_the_certificate_push_and_pull(tmp_path: Path) -> Non
             with httpx.Client(verify=believing(cert), headers={"Authorization": "Bearer sesame"}) as asking:
                 asking.get(f"{url}/batch").raise_for_status()  # from then on environments may register
             client.register_env("e", group_size=2, max_token_length=64, wait_s=60)
-            client.push(GROUP)
+            client.push(group(2))
             assert client.pull(60).n_sequences == 2
         with pytest.raises(httpx.RemoteProtocolError):
             httpx.post(f"{url.replace('https', 'http')}/register", json=REGISTRATION)
@@ -59,9 +55,9 @@ def test_a_batch_that_waits_to_be_encrypted_or_sent_was_not_sent(tmp_path: Path)
             deaf.sendall(b"GET /batch HTTP/1.1\r\nHost: x\r\nAccept-Encoding: identity\r\n\r\n")
             assert deaf.recv(12) == b"HTTP/1.1 200"
             assert [lease["state"] for lease in api.get("/leases").json()["leases"]] == ["sending"]
-        wait_for(lambda: [lease["state"] for lease in api.get("/leases").json()["leases"]] == ["returned"])
+        wait_until(lambda: [lease["state"] for lease in api.get("/leases").json()["leases"]] == ["returned"])
         assert api.get("/batch").json()["batch"][0]["tokens"] == large["tokens"]
-        wait_for(lambda: [lease["state"] for lease in api.get("/leases").json()["leases"]] == ["sent"])
+        wait_until(lambda: [lease["state"] for lease in api.get("/leases").json()["leases"]] == ["sent"])
 
 
 def test_a_server_that_others_may_overhear_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

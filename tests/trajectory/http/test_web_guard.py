@@ -6,10 +6,8 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import threading
-import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from typing import Any
 
 import httpx
@@ -20,7 +18,7 @@ from starlette.types import Message
 from realhf.trajectory.http.config import TrajectoryConfig
 from realhf.trajectory.http.server import create_app, drained_send
 from tests.chromium import ABSENT, PROGRAM, Chromium
-from tests.trajectory.conftest import REGISTRATION, running_server, start
+from tests.trajectory.conftest import REGISTRATION, running_server, serving, start
 from tests.trajectory.groups import group
 
 CHROME = "Mozilla/5.0 (X11; Linux x86_64) AppleWebKit/537.36 (KHTML, like Gecko) Chrome/140.0.0.0 Safari/537.36"
@@ -130,24 +128,13 @@ def test_a_browser_shows_the_data_with_the_token_from_the_address():
 @pytest.fixture
 def plain_uvicorn() -> Iterator[Any]:
     """Runs an app as ``uvicorn module:app`` does, without the settings of the house. Gives its port."""
-    running: list[tuple[uvicorn.Server, threading.Thread]] = []
+    with ExitStack() as running:
 
-    def run(host: str, **options: Any) -> int:
-        app = create_app(TrajectoryConfig(store="memory", **options))
-        server = uvicorn.Server(uvicorn.Config(app, host=host, port=0, log_level="warning"))
-        thread = threading.Thread(target=server.run)
-        thread.start()
-        running.append((server, thread))
-        deadline = time.monotonic() + 60
-        while not server.started:
-            assert thread.is_alive() and time.monotonic() < deadline, "the server does not come up"
-            time.sleep(0.005)
-        return server.servers[0].sockets[0].getsockname()[1]
+        def run(host: str, **options: Any) -> int:
+            app = create_app(TrajectoryConfig(store="memory", **options))
+            return running.enter_context(serving(uvicorn.Config(app, host=host, port=0)))
 
-    yield run
-    for server, thread in running:
-        server.should_exit = True
-        thread.join(60)
+        yield run
 
 
 def test_the_app_itself_serves_no_other_machine_without_a_token(plain_uvicorn: Any):

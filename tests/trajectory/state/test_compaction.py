@@ -11,18 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
-from isal import isal_zlib
 
-from realhf.trajectory.records import Encoding, Incoming, StateOptions
-from realhf.trajectory.state import delivery, maintenance, push, quarantine, registry, views
+from realhf.trajectory.records import StateOptions
+from realhf.trajectory.state import delivery, maintenance, push, registry, views
 from realhf.trajectory.state.delivery import Batch, PullRequest
 from realhf.trajectory.state.engine import Engine
 from realhf.trajectory.state.maintenance import Compactor, held_bytes
 from realhf.trajectory.store.base import Changes, PayloadLost, StoreFailure
 from realhf.trajectory.store.sqlite import SqliteStore
-from tests.trajectory.conftest import running_server, start
-from tests.trajectory.driver import TRAINER, Driver
+from tests.trajectory.conftest import ENV, REGISTRATION, running_server, start
+from tests.trajectory.driver import incoming
 from tests.trajectory.groups import group
 
 SEGMENT = 4000
@@ -32,18 +32,18 @@ def data_of(number: int) -> bytes:
     return b"%06d" % number * 20
 
 
-async def opened(folder: Path, **options: Any) -> Engine:
+async def over(folder: Path, **options: Any) -> Engine:
     """An engine over small files, whose housekeeping is the test's."""
     engine = Engine(SqliteStore(folder, segment_bytes=SEGMENT), StateOptions(**options), tidy_every_s=1e6)
     await engine.open()
-    await engine.write(registry.register, TRAINER | {"batch_size": 4}, False)
+    await engine.write(registry.register, REGISTRATION | {"batch_size": 4}, False)
     return engine
 
 
 async def put(engine: Engine, number: int, size: int = 4, env: int | None = None) -> None:
     data = data_of(number)
-    incoming = Incoming(data, Encoding.JSON, 7, isal_zlib.crc32(data), size, env, None)
-    await engine.write(push.push, [incoming], await engine.store.stage([data]), False)
+    group = msgspec.structs.replace(incoming(data, size), env_id=env)
+    await engine.write(push.push, [group], await engine.store.stage([data]), False)
 
 
 async def consume(engine: Engine, count: int) -> list[bytes]:
@@ -83,10 +83,9 @@ async def settled(engine: Engine) -> None:
 async def test_one_group_in_each_file_keeps_none_of_them(tmp_path: Path):
     """Queued, buffered, in quarantine, leased and the latest example: each is found where it was, also after a
     restart."""
-    engine = await opened(tmp_path)
+    engine = await over(tmp_path)
     await engine.write(delivery.pull, PullRequest("t", anonymous=False))
-    env = {"max_token_length": 64, "desired_name": "e", "weight": 1.0, "group_size": 4}
-    await engine.write(registry.register_env, env)
+    await engine.write(registry.register_env, ENV)
     for number in range(1000):
         kept, early = number % 100 == 0, number < 500
         await put(engine, number, 3 if kept and early else 5 if kept else 4, 0 if kept and early else None)
@@ -104,7 +103,7 @@ async def test_one_group_in_each_file_keeps_none_of_them(tmp_path: Path):
     assert disk_bytes(tmp_path) <= 2 * held_bytes(engine.state) + 3 * SEGMENT
     assert await Compactor(engine).run() == 0, "there is nothing to gain any more"
     await engine.close()
-    again = await opened(tmp_path)
+    again = await over(tmp_path)
     assert {key: (each.place, each.order, each.reason) for key, each in again.state.groups.items()} == before
     payloads = [each.payload for each in again.state.groups.values()]
     assert sorted(await again.store.read(payloads)) == [data_of(n) for n in (*range(0, 1000, 100), 5000, 5001)]
@@ -121,7 +120,7 @@ async def test_one_group_in_each_file_keeps_none_of_them(tmp_path: Path):
 @pytest.mark.slow
 async def test_nothing_is_lost_or_reordered_while_payloads_move(tmp_path: Path):
     """Pushes and pulls go on beside it, and bundles, stale groups and quarantine with them."""
-    engine, rng = await opened(tmp_path, max_staleness=3, stale_policy="last"), random.Random(5)
+    engine, rng = await over(tmp_path, max_staleness=3, stale_policy="last"), random.Random(5)
     compactor, order, done = Compactor(engine), [], asyncio.Event()
 
     async def compact() -> None:
@@ -153,7 +152,7 @@ async def test_nothing_is_lost_or_reordered_while_payloads_move(tmp_path: Path):
 
 
 async def test_a_group_that_goes_while_it_is_moved_leaves_nothing(tmp_path: Path):
-    engine = await opened(tmp_path)
+    engine = await over(tmp_path)
     await put(engine, 1)
     [[key, old]] = [(each.id, each.payload.ref) for each in engine.state.groups.values()]
     [new] = await engine.store.stage([data_of(1)])
@@ -168,7 +167,7 @@ async def test_a_group_that_goes_while_it_is_moved_leaves_nothing(tmp_path: Path
 async def test_a_store_that_fails_while_payloads_move_keeps_the_old_places(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    engine = await opened(tmp_path)
+    engine = await over(tmp_path)
     for number in range(400):
         await put(engine, number, 5 if number % 100 == 0 else 4)
         if number % 100:
@@ -237,36 +236,3 @@ def test_a_batch_whose_payloads_moved_after_it_was_formed_is_delivered(tmp_path:
             assert api.get("/quarantine").json()["total"] == 0
             assert api.get("/latest_example").json()["tokens"] == groups[1]["tokens"]
     assert moved
-
-
-def test_quarantine_counts_as_held_and_yields_to_what_can_be_served():
-    driver = Driver(max_queue_groups=4)
-    driver.start()
-    for _ in range(10):
-        driver.push(16)
-    assert len(driver.state.quarantine) <= 4
-    oldest = next(iter(driver.state.quarantine))
-    driver.push(4, 4, 4)
-    assert driver.state.waiting_groups + len(driver.state.quarantine) == 4
-    assert oldest not in driver.state.quarantine
-    dropped = driver.state.run.quarantine_dropped
-    assert dropped == 10 - len(driver.state.quarantine)
-    driver.push(4)
-    assert not driver.state.quarantine
-    with pytest.raises(Exception, match="full"):
-        driver.push(4)
-    assert driver.state.run.quarantine_dropped == 10
-
-
-def test_quarantine_is_bounded_in_bytes_and_groups():
-    driver = Driver(max_queue_bytes=100)
-    driver.start()
-    for _ in range(30):
-        driver.push(16)
-    assert driver.state.quarantine_bytes + driver.state.waiting_bytes <= 100
-    driver = Driver(max_quarantine_groups=3)
-    driver.start()
-    for _ in range(5):
-        driver.push(16)
-    assert len(driver.state.quarantine) == 3
-    assert quarantine.clear(driver.state, driver.now)["deleted"] == 3

@@ -6,7 +6,7 @@ import pytest
 
 from realhf.trajectory.records import Refusal
 from realhf.trajectory.state import delivery, maintenance
-from realhf.trajectory.state.delivery import Batch, NoBatch
+from realhf.trajectory.state.delivery import Batch, NoBatch, PullRequest
 from tests.trajectory.driver import Driver, ids, sizes
 
 
@@ -63,17 +63,6 @@ def test_an_explicit_lease_outlives_the_next_pull():
     assert set(driver.state.groups) == {*ids(first), *ids(second)}
     delivery.ack(driver.state, driver.now, second.lease_id)
     assert set(driver.state.groups) == set(ids(first))
-
-
-def test_ack_with_the_pull():
-    driver = started()
-    driver.push(4, 4, 4, 4)
-    first = driver.batch(explicit=True)
-    driver.batch(explicit=True, ack=first.lease_id)
-    assert not set(ids(first)) & set(driver.state.groups)
-    with pytest.raises(Refusal) as refusal:
-        driver.pull(ack="nonsense")
-    assert refusal.value.status == 404
 
 
 def test_a_lost_response_goes_to_the_next_puller_with_its_step():
@@ -150,24 +139,6 @@ def test_who_renews_a_batch_has_received_it(explicit: bool):
     assert not set(ids(driver.batch("a", explicit=explicit))) & set(ids(first))
 
 
-def test_nack_gives_a_batch_back_at_once():
-    driver = started()
-    driver.push(4, 4)
-    first = driver.batch("a", explicit=True)
-    delivery.nack(driver.state, driver.now, first.lease_id)
-    with pytest.raises(Refusal):
-        delivery.renew(driver.state, driver.now, first.lease_id)
-    assert ids(driver.batch("b")) == ids(first)
-
-
-@pytest.mark.parametrize("command", [delivery.ack, delivery.nack, delivery.renew])
-def test_unknown_leases_are_refused(command):
-    driver = started()
-    with pytest.raises(Refusal) as refusal:
-        command(driver.state, driver.now, "nonsense")
-    assert refusal.value.status == 404
-
-
 def test_at_most_once_never_hands_a_batch_out_again():
     driver = started(delivery="at_most_once")
     driver.push(4, 4, 4, 4)
@@ -225,10 +196,18 @@ def test_ended_leases_are_forgotten_after_a_while():
     assert refusal.value.status == 404
 
 
-def test_versions_of_a_batch():
-    driver = started()
-    driver.push(4, version=3)
-    driver.push(4, version=7)
-    batch = driver.batch()
+def test_a_trainer_without_a_name_gets_none_while_a_batch_is_on_its_way_to_it():
+    """Of two pulls at once one gets the batch and the other none. The answer without a batch says that one is held
+    under the address, so that no cookie goes with it: the pull after that has to acknowledge the batch."""
+    driver, peer = started(), PullRequest("peer 10.0.0.1")
+    driver.push(4, 4)
+    batch = delivery.pull(driver.state, driver.now, peer)
     assert isinstance(batch, Batch)
-    assert batch.versions == (3, 7)
+    ahead = delivery.pull(driver.state, driver.now, peer)
+    assert isinstance(ahead, NoBatch) and ahead.holding
+    other = delivery.pull(driver.state, driver.now, PullRequest("peer 10.0.0.2"))
+    assert isinstance(other, NoBatch) and not other.holding, "it is nobody else's"
+    delivery.mark_sent(driver.state, driver.now, batch)
+    later = delivery.pull(driver.state, driver.now, peer)
+    assert isinstance(later, NoBatch) and not later.holding
+    assert not driver.state.leases and not driver.state.groups, "the batch is acknowledged, so nobody gets it again"

@@ -30,16 +30,6 @@ def reasons(driver: Driver) -> dict[str, int]:
     return views.quarantine(driver.state, driver.now, 100, None)["by_reason"]
 
 
-def test_a_group_of_the_declared_size_goes_to_the_queue():
-    driver = started()
-    env = driver.env(group_size=4)
-    assert driver.push(4, env=env) == ({"status": "received"}, {})
-    assert views.status(driver.state, driver.now)["queue_size"] == 1
-    latest = views.latest(driver.state, driver.now)
-    assert latest is not None
-    assert latest.id in driver.state.groups
-
-
 def test_groups_without_an_environment_or_of_an_unknown_one_are_queued_whatever_their_size():
     driver = started()
     assert driver.push(2)[0] == driver.push(4, env=77)[0] == driver.push(1, env=-5)[0] == {"status": "received"}
@@ -111,12 +101,8 @@ def test_larger_than_its_environments_groups():
     body, headers = driver.push(4, env=env)
     assert body == {"status": "buffered", "buffer_size": 0}
     assert headers == {"X-Quarantined": "larger_than_env_group_size"}
-
-
-def test_strict_keeps_too_large_groups_in_the_buffer():
     driver = started(strict="divisor_packing")
-    env = driver.env(group_size=2)
-    assert driver.push(4, env=env) == ({"status": "buffered", "buffer_size": 4}, {})
+    assert driver.push(4, env=driver.env(group_size=2)) == ({"status": "buffered", "buffer_size": 4}, {})
 
 
 def test_early_groups_are_judged_when_the_batch_size_is_known():
@@ -145,13 +131,39 @@ def test_requeue_takes_what_can_be_served_now():
     assert quarantine.clear(driver.state, driver.now)["deleted"] == 1
 
 
-def test_quarantine_is_capped_and_tells_what_it_dropped():
+def test_quarantine_counts_as_held_and_yields_to_what_can_be_served():
+    driver = started(max_queue_groups=4)
+    for _ in range(10):
+        driver.push(16)
+    assert len(driver.state.quarantine) <= 4
+    oldest = next(iter(driver.state.quarantine))
+    driver.push(4, 4, 4)
+    assert driver.state.waiting_groups + len(driver.state.quarantine) == 4
+    assert oldest not in driver.state.quarantine
+    dropped = driver.state.run.quarantine_dropped
+    assert dropped == 10 - len(driver.state.quarantine)
+    driver.push(4)
+    assert not driver.state.quarantine
+    with pytest.raises(Exception, match="full"):
+        driver.push(4)
+    assert driver.state.run.quarantine_dropped == 10
+
+
+def test_quarantine_is_bounded_in_bytes_and_groups():
+    driver = started(max_queue_bytes=100)
+    for _ in range(30):
+        driver.push(16)
+    assert driver.state.quarantine_bytes + driver.state.waiting_bytes <= 100
     driver = started(quarantine_bytes=25)
     for _ in range(5):
         driver.push(3)
     page = views.quarantine(driver.state, driver.now, 10, None)
-    assert (page["total"], page["dropped"]) == (2, 3)
-    assert len(driver.state.groups) == 2
+    assert (page["total"], page["dropped"], len(driver.state.groups)) == (2, 3, 2)
+    driver = started(max_quarantine_groups=3)
+    for _ in range(5):
+        driver.push(16)
+    assert len(driver.state.quarantine) == 3
+    assert quarantine.clear(driver.state, driver.now)["deleted"] == 3
 
 
 def test_pages_of_the_quarantine():
@@ -188,8 +200,9 @@ def test_the_buffer_is_bounded():
     assert views.buffers(driver.state, driver.now)["buffers"][0]["groups"] == 3
 
 
-def test_full_is_503_whole_and_recovers_after_an_acknowledgement():
-    driver = started(max_queue_groups=3)
+@pytest.mark.parametrize("bound", [{"max_queue_groups": 3}, {"max_queue_bytes": 35}])
+def test_full_is_503_whole_and_recovers_after_an_acknowledgement(bound: dict[str, int]):
+    driver = started(**bound)
     driver.push(4, 4)
     with pytest.raises(Refusal) as refusal:
         driver.push(4, 4)
@@ -202,14 +215,6 @@ def test_full_is_503_whole_and_recovers_after_an_acknowledgement():
         driver.push(4, 4)
     driver.pull()
     driver.push(4, 4)
-
-
-def test_full_by_bytes():
-    driver = started(max_queue_bytes=25)
-    driver.push(4, 4)
-    with pytest.raises(Refusal) as refusal:
-        driver.push(4)
-    assert refusal.value.status == 503
 
 
 def test_a_repeat_with_the_same_key_gets_the_first_answer_and_stores_nothing():

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import pytest
 
-from realhf.trajectory.records import Refusal
 from realhf.trajectory.state import maintenance, registry, views
 from realhf.trajectory.state.delivery import NoBatch
-from tests.trajectory.driver import TRAINER, Driver, sizes
+from tests.trajectory.conftest import ENV, REGISTRATION
+from tests.trajectory.driver import Driver, sizes
 
 
 def started(batch_size: int = 64, **options: object) -> Driver:
@@ -21,26 +21,6 @@ def started(batch_size: int = 64, **options: object) -> Driver:
 
 def status(driver: Driver, env: int) -> dict[str, float]:
     return registry.status_env(driver.state, driver.now, env)
-
-
-def test_an_environment_waits_for_the_trainers_first_pull():
-    driver = Driver()
-    request = {"max_token_length": 1, "desired_name": "a", "weight": 1.0, "group_size": 1}
-    wait = ({"status": "wait for trainer to start"}, {})
-    assert registry.register_env(driver.state, 0, request) == wait
-    driver.pull()
-    driver.register()
-    assert registry.register_env(driver.state, 0, request) == wait
-    driver.pull()
-    assert registry.register_env(driver.state, 0, request)[0] == {
-        "status": "success",
-        "env_id": 0,
-        "wandb_name": "a_0",
-        "checkpoint_dir": "c",
-        "starting_step": 0,
-        "checkpoint_interval": 10,
-        "num_steps": 100,
-    }
 
 
 def test_ids_are_dense_and_names_are_numbered():
@@ -55,32 +35,8 @@ def test_a_late_environment_is_told_the_present_step():
     driver = started(batch_size=4)
     driver.push(4)
     driver.batch()
-    body, _ = registry.register_env(
-        driver.state, 0, {"max_token_length": 1, "desired_name": "a", "weight": 1.0, "group_size": 1}
-    )
+    body, _ = registry.register_env(driver.state, 0, ENV)
     assert body["starting_step"] == 1
-
-
-def test_disconnect_is_idempotent_and_soft():
-    driver = started()
-    env = driver.env()
-    assert registry.disconnect_env(driver.state, 0, env) == {"status": "success"}
-    assert registry.disconnect_env(driver.state, 0, env) == {"status": "success"}
-    for unknown in (5, -1):
-        assert registry.disconnect_env(driver.state, 0, unknown)["status"] == "failure"
-
-
-def test_the_worked_example_of_the_reference():
-    driver = started()
-    first, second = driver.env(group_size=2), driver.env(group_size=4)
-    for _ in range(2):
-        driver.push(2, env=first)
-    for _ in range(3):
-        driver.push(4, env=second)
-    one, two = status(driver, first), status(driver, second)
-    assert (one["queue_size"], one["self_queue_size"], one["max_group_size"]) == (8, 2, 4)
-    assert (two["queue_size"], two["self_queue_size"], two["max_group_size"]) == (4, 3, 4)
-    assert views.status(driver.state, driver.now)["queue_size"] == 5
 
 
 def test_weights_by_context_length_with_a_floor_and_a_cap():
@@ -125,15 +81,6 @@ def test_groups_of_nobody_count_as_others():
     driver.push(4)
     driver.push(4, env=99)
     assert status(driver, env)["queue_size"] == 2
-
-
-@pytest.mark.parametrize("unknown", [-1, 7])
-def test_unknown_ids_are_404(unknown: int):
-    driver = started()
-    driver.env()
-    with pytest.raises(Refusal) as refusal:
-        status(driver, unknown)
-    assert (refusal.value.status, refusal.value.detail) == (404, "unknown env_id")
 
 
 def test_others_of_size_one_count_unless_strict():
@@ -186,19 +133,8 @@ def test_strict_reset_keeps_what_the_original_keeps():
     driver.push(4)
     registry.reset(driver.state, driver.now)
     assert views.latest(driver.state, 0) is not None
-    assert views.info(driver.state, 0) == {"batch_size": -1, "max_token_len": TRAINER["max_token_len"]}
+    assert views.info(driver.state, 0) == {"batch_size": -1, "max_token_len": REGISTRATION["max_token_len"]}
     assert not driver.state.take_changes().freed
-
-
-def test_epoch_fence():
-    driver = started()
-    registry.check_epoch(driver.state, 0, None)
-    registry.check_epoch(driver.state, 0, "0")
-    for stale in ("1", "-1", "x", ""):
-        with pytest.raises(Refusal) as refusal:
-            registry.check_epoch(driver.state, 0, stale)
-        assert refusal.value.status == 409
-    registry.check_epoch(started(strict="fence_epochs").state, 0, "nonsense")
 
 
 def test_a_silent_environment_stops_blocking_and_a_poll_revives_it():

@@ -20,7 +20,7 @@ import pytest
 from isal import isal_zlib
 
 from realhf.trajectory.http.service import Metrics
-from realhf.trajectory.records import Encoding, GroupRecord, Incoming, Payload, PayloadRef, Place, StateOptions
+from realhf.trajectory.records import Encoding, GroupRecord, Payload, PayloadRef, Place, StateOptions
 from realhf.trajectory.state import delivery, push, registry, views
 from realhf.trajectory.state import engine as engine_module
 from realhf.trajectory.state.delivery import Batch, PullRequest
@@ -30,7 +30,8 @@ from realhf.trajectory.store.base import Changes, Snapshot, StoreFailure
 from realhf.trajectory.store.open import MemoryStore
 from realhf.trajectory.store.sqlite import SqliteStore
 from realhf.trajectory.wire.body import BodyBudget
-from tests.trajectory.driver import TRAINER
+from tests.trajectory.conftest import REGISTRATION
+from tests.trajectory.driver import data, incoming, opened, pushed, put
 
 
 def record(number: int, ref: PayloadRef, data: bytes) -> GroupRecord:
@@ -43,25 +44,33 @@ def data_of(number: int) -> bytes:
 
 
 class FailingStore(SqliteStore):
-    """A SQLite store in which the test sets off failures. ``before``: of the payloads' write; ``after``: of the rows'
-    transaction, which was made; ``housekeeping``: of what follows a commit."""
+    """A SQLite store in which the test sets off failures. ``before``: of the payloads' write; ``refuses``: of the rows'
+    transaction, a moment later; ``after``: of that which was made; ``housekeeping``: of what follows a commit."""
 
-    before = after = housekeeping = False
+    before = refuses = after = housekeeping = False
+    reloads = 0
 
     async def commit(self, changes: Changes) -> None:
         if self.before and self._segments.waiting():
             raise StoreFailure("no space left on device (set off by a test)")
+        if self.refuses:
+            await asyncio.sleep(0.01)
         await super().commit(changes)
 
     def _write(self, changes: Changes) -> None:
-        super()._write(changes)
-        if self.after:
+        if not self.refuses:
+            super()._write(changes)
+        if self.refuses or self.after:
             raise sqlite3.OperationalError("disk I/O error (set off by a test)")
 
     async def _merge_log(self) -> None:
         if self.housekeeping:
             raise OSError("no space left on device (set off by a test)")
         await super()._merge_log()
+
+    async def reload(self) -> Snapshot:
+        self.reloads += 1
+        return await super().reload()
 
 
 async def test_a_payload_that_was_given_up_leaves_its_neighbours_where_they_are(tmp_path: Path):
@@ -83,20 +92,18 @@ async def test_a_payload_that_was_given_up_leaves_its_neighbours_where_they_are(
 async def test_everything_acknowledged_can_be_read_after_failures_at_random(tmp_path: Path):
     """Pushes, some of them in lists, through an engine whose store fails at every third commit or so."""
     store, rng = FailingStore(tmp_path, segment_bytes=4000), random.Random(7)
-    engine = Engine(store, StateOptions())
-    await engine.open()
+    engine = await opened(store, registered=False)
     acknowledged: dict[int, bytes] = {}
 
     async def produce(numbers: Sequence[int]) -> None:
         for number in numbers:
             data = data_of(number)
-            group = Incoming(data, Encoding.JSON, 7, isal_zlib.crc32(data), number + 1, None, None)
             while number not in acknowledged:
                 refs = await store.stage([data])
                 for _ in range(rng.randrange(4)):
                     await asyncio.sleep(0)
                 try:
-                    await engine.write(push.push, [group], refs, False, f"key {number}", "f")
+                    await engine.write(push.push, [incoming(data, number + 1)], refs, False, f"key {number}", "f")
                     acknowledged[number] = data
                 except StoreFailure:
                     await store.unstage(refs)
@@ -121,19 +128,16 @@ async def test_an_error_after_the_transaction_does_not_free_what_it_kept(tmp_pat
     """Whether it was kept is looked up, so it is neither refused to its producer nor freed later."""
     store = FailingStore(tmp_path, segment_bytes=300)
     await store.open()
-    refs = await store.stage([data_of(1)])
     store.after = True
-    await store.commit(Changes(rows={("groups", 1): record(1, refs[0], data_of(1))}))
+    await put(store, [1], 60)
     store.after = False
     [kept] = (await store.reload())["groups"]
     assert isinstance(kept, GroupRecord)
     for number in range(2, 40):
-        [ref] = await store.stage([data_of(number)])
-        group = record(number, ref, data_of(number))
-        await store.commit(Changes(rows={("groups", number): group}))
-        await store.commit(Changes(rows={("groups", number): None}, freed=[ref]))
+        [group] = await put(store, [number], 60)
+        await store.commit(Changes(rows={("groups", number): None}, freed=[group.payload.ref]))
     await asyncio.get_running_loop().run_in_executor(store._writer, lambda: None)
-    assert await store.read([kept.payload]) == [data_of(1)]
+    assert await store.read([kept.payload]) == [data(1, 60)]
     assert len(list(tmp_path.glob("*.seg"))) <= 3, "the files of the others went"
     await store.close()
 
@@ -142,8 +146,7 @@ async def test_housekeeping_that_fails_is_no_failure_of_the_commit(tmp_path: Pat
     store = FailingStore(tmp_path)
     await store.open()
     store.housekeeping = True
-    [ref] = await store.stage([data_of(1)])
-    await store.commit(Changes(rows={("groups", 1): record(1, ref, data_of(1))}))
+    await put(store, [1])
     assert "could not be merged" in caplog.text
     store.housekeeping = False
     assert len((await store.reload())["groups"]) == 1
@@ -152,15 +155,14 @@ async def test_housekeeping_that_fails_is_no_failure_of_the_commit(tmp_path: Pat
 
 async def test_a_command_that_fails_in_the_middle_leaves_nothing_behind(tmp_path: Path):
     """The other commands of its round count; what it did before its fault does not."""
-    engine = Engine(SqliteStore(tmp_path), StateOptions())
-    await engine.open()
+    engine = await opened(SqliteStore(tmp_path), registered=False)
 
     def broken(state: TrajectoryState, now: float) -> None:
         registry.set_policy_version(state, now, 99)
         raise ZeroDivisionError
 
     results = await asyncio.gather(
-        engine.write(registry.register, TRAINER, False),
+        engine.write(registry.register, REGISTRATION, False),
         engine.write(broken),
         engine.write(registry.disconnect_env, 5),
         return_exceptions=True,
@@ -168,8 +170,7 @@ async def test_a_command_that_fails_in_the_middle_leaves_nothing_behind(tmp_path
     assert isinstance(results[1], ZeroDivisionError)
     assert (engine.state.run.registered, engine.state.run.policy_version) == (True, None)
     await engine.close()
-    again = Engine(SqliteStore(tmp_path), StateOptions())
-    await again.open()
+    again = await opened(SqliteStore(tmp_path), registered=False)
     assert (again.state.run.registered, again.state.run.policy_version) == (True, None)
     await again.close()
 
@@ -226,9 +227,7 @@ async def test_a_read_that_waits_for_the_disk_holds_up_no_commit(tmp_path: Path,
     """Commits are made on the event loop, so whatever they wait for everybody waits for."""
     store = SqliteStore(tmp_path)
     await store.open()
-    [ref] = await store.stage([data_of(1)])
-    first = record(1, ref, data_of(1))
-    await store.commit(Changes(rows={("groups", 1): first}))
+    [first] = await put(store, [1])
     reading, disk, pread = threading.Event(), threading.Event(), os.pread
 
     def slow_pread(handle: int, nbytes: int, offset: int) -> bytes:
@@ -240,41 +239,18 @@ async def test_a_read_that_waits_for_the_disk_holds_up_no_commit(tmp_path: Path,
     monkeypatch.setattr(os, "pread", slow_pread)
     read = asyncio.create_task(store.read([first.payload]))
     await asyncio.to_thread(reading.wait, 10)
-    [ref] = await store.stage([data_of(2)])
-    await store.commit(Changes(rows={("groups", 2): record(2, ref, data_of(2))}))
+    await put(store, [2])
     disk.set()
-    assert await read == [data_of(1)]
+    assert await read == [data(1)]
     assert slow == [False], "the commit did not wait for the read"
     await store.close()
 
 
-class RefusingStore(SqliteStore):
-    """A SQLite store that refuses rows while ``refuses``, and counts how often it is read anew."""
-
-    refuses, reloads = False, 0
-
-    async def commit(self, changes: Changes) -> None:
-        await asyncio.sleep(0.01)
-        await super().commit(changes)
-
-    def _write(self, changes: Changes) -> None:
-        if self.refuses:
-            raise sqlite3.OperationalError("disk I/O error (set off by a test)")
-        super()._write(changes)
-
-    async def reload(self) -> Snapshot:
-        self.reloads += 1
-        return await super().reload()
-
-
-async def refusing(folder: Path) -> tuple[RefusingStore, Engine]:
+async def refusing(folder: Path) -> tuple[FailingStore, Engine]:
     """An engine with a registered trainer and five groups in its queue."""
-    store = RefusingStore(folder)
-    engine = Engine(store, StateOptions())
-    await engine.open()
-    await engine.write(registry.register, TRAINER, False)
-    group = Incoming(b"x", Encoding.JSON, 7, isal_zlib.crc32(b"x"), 8, None, None)
-    await engine.write(push.push, [group] * 5, await store.stage([b"x"] * 5), True)
+    store = FailingStore(folder)
+    engine = await opened(store)
+    await pushed(engine, *[b"x"] * 5, size=8)
     return store, engine
 
 
@@ -363,8 +339,7 @@ async def test_the_machines_clock_may_be_set(tmp_path: Path, monkeypatch: pytest
     assert other.step == 1, "a batch of its own"
     await engine.close()
     monkeypatch.setattr(time, "time", lambda: real - 2 * 86400)
-    again = Engine(SqliteStore(tmp_path), StateOptions())
-    await again.open()
+    again = await opened(SqliteStore(tmp_path), registered=False)
     [one, _] = await again.read(lambda state, now: [lease.expires_at - now for lease in state.leases.values()])
     assert 0 < one <= 600, "leases end in time also where a server starts with another clock"
     await again.close()

@@ -6,21 +6,21 @@ import asyncio
 import random
 import shutil
 import time
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import redis
 
-from realhf.trajectory.records import Encoding, Incoming, RunRecord, StateOptions
+from realhf.trajectory.records import RunRecord, StateOptions
 from realhf.trajectory.state import delivery, push, registry, views
 from realhf.trajectory.state.delivery import Batch, PullRequest
 from realhf.trajectory.state.engine import PAUSE_AFTER_FAILURE_S, Engine
 from realhf.trajectory.store.base import Changes, StateLost, StoreFailure
 from realhf.trajectory.store.redis import RedisStore
+from tests.trajectory.conftest import REGISTRATION
 from tests.trajectory.cutting_relay import cutting_relay
-from tests.trajectory.driver import TRAINER
+from tests.trajectory.driver import incoming, opened, pushed
 from tests.trajectory.redis_server import RedisServer
 
 pytestmark = pytest.mark.skipif(shutil.which("redis-server") is None, reason="redis-server is not installed")
@@ -126,11 +126,8 @@ async def test_who_was_away_too_long_must_load_anew(address: str):
 
 async def test_payloads_stay_after_their_commit_and_go_when_freed(address: str):
     store = RedisStore(address)
-    engine = Engine(store, StateOptions())
-    await engine.open()
-    kept, orphan = await store.stage([b"kept", b"orphan"])
-    group = Incoming(b"kept", Encoding.JSON, 7, zlib.crc32(b"kept"), 4, None, None)
-    await engine.write(push.push, [group], [kept], False)
+    engine = await opened(store, registered=False)
+    [orphan], [kept] = await store.stage([b"orphan"]), await pushed(engine, b"kept")
     with redis.Redis.from_url(address) as client:
         assert client.ttl(f"realhf:p:{kept}") == -1
         assert 0 < client.ttl(f"realhf:p:{orphan}") <= 600
@@ -145,9 +142,8 @@ async def test_payloads_stay_after_their_commit_and_go_when_freed(address: str):
 
 async def test_a_payload_that_vanished_before_its_commit_is_not_acknowledged(address: str):
     store = RedisStore(address)
-    engine = Engine(store, StateOptions())
-    await engine.open()
-    groups = [Incoming(b"x", Encoding.JSON, 7, 0, 4, None, None) for _ in range(2)]
+    engine = await opened(store, registered=False)
+    groups = [incoming()] * 2
     refs = await store.stage([b"x", b"x"])
     with redis.Redis.from_url(address) as client:
         client.delete(f"realhf:p:{refs[1]}")
@@ -160,10 +156,9 @@ async def test_a_payload_that_vanished_before_its_commit_is_not_acknowledged(add
 
 async def test_a_payload_stays_when_its_group_is_leased_in_the_round_of_its_push(address: str):
     """Else it expires while the trainer holds it."""
-    engine = Engine(RedisStore(address), StateOptions())
-    await engine.open()
-    await engine.write(registry.register, TRAINER | {"batch_size": 4}, False)
-    groups = [Incoming(b"x", Encoding.JSON, 7, zlib.crc32(b"x"), 4, None, None)] * 2
+    engine = await opened(RedisStore(address), registered=False)
+    await engine.write(registry.register, REGISTRATION | {"batch_size": 4}, False)
+    groups = [incoming()] * 2
     request, refs = PullRequest("t", anonymous=False), await engine.store.stage([b"x", b"x"])
     _, batch = await asyncio.gather(engine.write(push.push, groups, refs, True), engine.write(delivery.pull, request))
     assert isinstance(batch, Batch)
@@ -179,12 +174,8 @@ async def test_a_payload_stays_when_its_group_is_leased_in_the_round_of_its_push
 
 
 async def test_a_batch_that_lost_a_payload_is_given_up_and_blocks_nobody(address: str):
-    engine = Engine(RedisStore(address), StateOptions())
-    await engine.open()
-    await engine.write(registry.register, TRAINER, False)
-    group = Incoming(b"x", Encoding.JSON, 7, zlib.crc32(b"x"), 4, None, None)
-    refs = await engine.store.stage([b"x"] * 3)
-    await engine.write(push.push, [group] * 3, refs, True)
+    engine = await opened(RedisStore(address))
+    refs = await pushed(engine, *[b"x"] * 3)
     batch = await engine.write(delivery.pull, PullRequest("t", anonymous=False))
     assert isinstance(batch, Batch)
     with redis.Redis.from_url(address) as client:
@@ -240,17 +231,13 @@ class Cut:
 
 async def test_a_commit_whose_reply_was_lost_counts_once(server: RedisServer, address: str):
     relay = Cut(server.port)
-    engine = Engine(RedisStore(await relay.start()), StateOptions())
-    await engine.open()
-    await engine.write(registry.register, TRAINER | {"wandb_group": "cut"}, False)
+    engine = await opened(RedisStore(await relay.start()), registered=False)
+    await engine.write(registry.register, REGISTRATION | {"wandb_group": "cut"}, False)
     relay.armed = True
-    group = Incoming(b"x", Encoding.JSON, 7, 0, 4, None, None)
-    refs = await engine.store.stage([b"x"])
-    await engine.write(push.push, [group], refs, False)
+    await pushed(engine, b"x")
     assert not relay.armed, "the reply was cut off"
     assert (await engine.read(views.status))["queue_size"] == 1
-    other = Engine(RedisStore(address), StateOptions())
-    await other.open()
+    other = await opened(RedisStore(address), registered=False)
     assert other.state.tables == engine.state.tables
     for each in (engine, other):
         await each.close()
@@ -264,13 +251,13 @@ async def test_two_servers_interleaved_are_one(address: str):
     for engine in engines:
         await engine.open()
     rng, pushed, delivered = random.Random(3), 0, []
-    await engines[0].write(registry.register, TRAINER, False)
+    await engines[0].write(registry.register, REGISTRATION, False)
 
     async def producer(name: int) -> None:
         nonlocal pushed
         for number in range(40):
             engine = rng.choice(engines)
-            groups = [Incoming(b"x", Encoding.JSON, 7, 0, 4, None, None) for _ in range(rng.randint(1, 3))]
+            groups = [incoming()] * rng.randint(1, 3)
             refs = await engine.store.stage([group.data for group in groups])
             await engine.write(push.push, groups, refs, True, f"{name}-{number}", "f")
             second = await engine.store.stage([group.data for group in groups])
@@ -306,9 +293,7 @@ async def test_two_servers_interleaved_are_one(address: str):
 
 
 async def test_redis_away_is_a_clear_failure_and_passes(server: RedisServer, address: str):
-    engine = Engine(RedisStore(address), StateOptions())
-    await engine.open()
-    await engine.write(registry.register, TRAINER, False)
+    engine = await opened(RedisStore(address))
     server.stop()
     try:
         with pytest.raises(StoreFailure, match=r"redis://127\.0\.0\.1"):
@@ -331,18 +316,14 @@ async def test_nothing_listens():
 
 async def test_servers_whose_clocks_differ_keep_each_others_leases(address: str, monkeypatch: pytest.MonkeyPatch):
     """70 seconds apart used to be enough to take a batch out of a trainer's hands."""
-    one = Engine(RedisStore(address), StateOptions(lease_timeout_s=60))
-    await one.open()
-    await one.write(registry.register, TRAINER, False)
-    group = Incoming(b"x", Encoding.JSON, 7, zlib.crc32(b"x"), 8, None, None)
-    await one.write(push.push, [group] * 2, await one.store.stage([b"x"] * 2), True)
+    one = await opened(RedisStore(address), lease_timeout_s=60)
+    await pushed(one, b"x", b"x", size=8)
     batch = await one.write(delivery.pull, PullRequest("a", anonymous=False))
     await one.write(delivery.mark_sent, batch)
     real = time.time
     with monkeypatch.context() as ahead:
         ahead.setattr(time, "time", lambda: real() + 70)
-        two = Engine(RedisStore(address), StateOptions(lease_timeout_s=60))
-        await two.open()
+        two = await opened(RedisStore(address), registered=False, lease_timeout_s=60)
         other = await two.write(delivery.pull, PullRequest("b", anonymous=False))
     assert isinstance(other, Batch)
     assert (other.step, other.redelivered) == (1, False)
@@ -354,18 +335,14 @@ async def test_a_redis_without_memory_can_be_drained(address: str):
     """Pulls and acknowledgements write a little before they free much: they were refused with the pushes, and a server
     that was started again did not come up."""
     with redis.Redis(port=int(address.rpartition(":")[2])) as client:
-        engine = Engine(RedisStore(address), StateOptions())
-        await engine.open()
-        await engine.write(registry.register, TRAINER, False)
-        group = Incoming(b"x", Encoding.JSON, 7, zlib.crc32(b"x"), 8, None, None)
-        await engine.write(push.push, [group], await engine.store.stage([b"x"]), True)
+        engine = await opened(RedisStore(address))
+        await pushed(engine, b"x", size=8)
         client.config_set("maxmemory", 1)
         try:
             with pytest.raises(StoreFailure, match="maxmemory"):
                 await engine.store.stage([b"x"])
             await engine.close()
-            engine = Engine(RedisStore(address), StateOptions())
-            await engine.open()
+            engine = await opened(RedisStore(address), registered=False)
             batch = await engine.write(delivery.pull, PullRequest("a", anonymous=False))
             assert isinstance(batch, Batch)
             await engine.write(delivery.ack, batch.lease_id)
@@ -384,9 +361,7 @@ async def test_after_a_failover_the_new_master_is_found(address: str, server: Re
         redis.Redis(port=heir.port) as new,
         cutting_relay(server.url) as relay,
     ):
-        engine = Engine(RedisStore(f"redis://{relay.url.removeprefix('http://')}"), StateOptions())
-        await engine.open()
-        await engine.write(registry.register, TRAINER, False)
+        engine = await opened(RedisStore(f"redis://{relay.url.removeprefix('http://')}"))
         old.config_set("repl-diskless-sync-delay", 0)
         new.replicaof("127.0.0.1", server.port)  # type: ignore[no-untyped-call]
         while new.info("replication")["master_link_status"] != "up" or new.get("realhf:version") != b"1":

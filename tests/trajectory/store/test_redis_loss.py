@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import shutil
-import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,12 @@ from typing import Any
 import pytest
 import redis
 
-from realhf.trajectory.records import Encoding, Incoming, Refusal, RunRecord, StateOptions
-from realhf.trajectory.state import push, registry, views
+from realhf.trajectory.records import Refusal, RunRecord
+from realhf.trajectory.state import registry, views
 from realhf.trajectory.state.engine import Engine
 from realhf.trajectory.store.base import Changes, StoreFailure
 from realhf.trajectory.store.redis import RedisStore
-from tests.trajectory.driver import TRAINER
+from tests.trajectory.driver import opened, pushed
 from tests.trajectory.redis_server import RedisServer
 
 pytestmark = pytest.mark.skipif(shutil.which("redis-server") is None, reason="redis-server is not installed")
@@ -32,12 +31,6 @@ def forgetful(tmp_path: Path) -> Iterator[RedisServer]:
     server = RedisServer(tmp_path, persistent=False)
     yield server
     server.stop()
-
-
-async def opened(url: str) -> Engine:
-    engine = Engine(RedisStore(url), StateOptions())
-    await engine.open()
-    return engine
 
 
 async def answered(engine: Engine, view: Callable[..., dict[str, Any]]) -> dict[str, Any]:
@@ -52,11 +45,9 @@ async def answered(engine: Engine, view: Callable[..., dict[str, Any]]) -> dict[
 async def push_many(engine: Engine, first: int, count: int) -> None:
     """Push groups whose payloads tell their numbers."""
     data = [b"payload %d" % number for number in range(first, first + count)]
-    groups = [Incoming(each, Encoding.JSON, 7, zlib.crc32(each), 4, None, None) for each in data]
     while True:
         try:
-            refs = await engine.store.stage(data)
-            await engine.write(push.push, groups, refs, True)
+            await pushed(engine, *data)
             return
         except StoreFailure:
             await asyncio.sleep(0.1)
@@ -65,8 +56,7 @@ async def push_many(engine: Engine, first: int, count: int) -> None:
 async def test_what_is_acknowledged_after_a_restart_without_data_is_kept(
     forgetful: RedisServer, caplog: pytest.LogCaptureFixture
 ):
-    engine, idle = await opened(forgetful.url), await opened(forgetful.url)
-    await engine.write(registry.register, TRAINER, False)
+    engine, idle = await opened(RedisStore(forgetful.url)), await opened(RedisStore(forgetful.url), registered=False)
     await push_many(engine, 0, 3)
     assert (await idle.read(views.status))["queue_size"] == 3
     before = engine.state.run.epoch
@@ -90,13 +80,12 @@ async def test_what_is_acknowledged_after_a_restart_without_data_is_kept(
 
 
 async def test_a_mere_reading_server_notices_too_and_begins_the_epoch(forgetful: RedisServer):
-    engine = await opened(forgetful.url)
-    await engine.write(registry.register, TRAINER, False)
+    engine = await opened(RedisStore(forgetful.url))
     await engine.write(registry.reset)
     before = engine.state.run.epoch
     forgetful.restart()
     assert (await answered(engine, views.info))["batch_size"] == -1
-    other = await opened(forgetful.url)
+    other = await opened(RedisStore(forgetful.url), registered=False)
     assert other.state.run.epoch == engine.state.run.epoch > before
     for each in (engine, other):
         await each.close()
@@ -105,8 +94,7 @@ async def test_a_mere_reading_server_notices_too_and_begins_the_epoch(forgetful:
 async def test_a_redis_that_lost_its_last_commits_begins_an_epoch_and_keeps_the_rest(forgetful: RedisServer):
     """As an append-only file does that is flushed once a second: the last commits are gone, others took their
     numbers."""
-    engine, other = await opened(forgetful.url), RedisStore(forgetful.url)
-    await engine.write(registry.register, TRAINER, False)
+    engine, other = await opened(RedisStore(forgetful.url)), RedisStore(forgetful.url)
     with redis.Redis(port=forgetful.port) as client:
         names = [name for name in client.keys("realhf:*") if client.type(name) != b"none"]
         saved = {name: client.dump(name) for name in names}
@@ -129,8 +117,7 @@ async def test_a_redis_that_lost_its_last_commits_begins_an_epoch_and_keeps_the_
 
 async def test_an_unharmed_redis_is_no_loss(tmp_path: Path):
     server = RedisServer(tmp_path)
-    engine = await opened(server.url)
-    await engine.write(registry.register, TRAINER, False)
+    engine = await opened(RedisStore(server.url))
     server.restart()
     await push_many(engine, 0, 10)
     assert (engine.state.run.epoch, engine.state.counters["store_losses"]) == (0, 0)
@@ -152,8 +139,7 @@ async def test_a_payload_number_that_is_taken_is_never_written_over(forgetful: R
 
 async def test_two_losses_noticed_by_different_servers_are_two_epochs(forgetful: RedisServer):
     """The second server never heard of the epoch that the first loss began, and must not begin one of its number."""
-    first, second = await opened(forgetful.url), await opened(forgetful.url)
-    await first.write(registry.register, TRAINER, False)
+    first, second = await opened(RedisStore(forgetful.url)), await opened(RedisStore(forgetful.url), registered=False)
     await answered(second, views.info)
     forgetful.restart()
     await answered(first, views.info)

@@ -12,6 +12,7 @@ import random
 import resource
 import signal
 import sqlite3
+import stat
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from isal import isal_zlib
 
 from realhf.trajectory.records import (
     Encoding,
@@ -30,14 +32,11 @@ from realhf.trajectory.records import (
     Payload,
     Place,
     RunRecord,
-    StateOptions,
 )
-from realhf.trajectory.state import registry
-from realhf.trajectory.state.engine import Engine
 from realhf.trajectory.store.base import Changes, PayloadLost, StoreFailure
 from realhf.trajectory.store.open import MemoryStore, open_store
 from realhf.trajectory.store.sqlite import SqliteStore
-from tests.trajectory.driver import TRAINER
+from tests.trajectory.driver import data, opened, put
 
 
 @pytest.fixture
@@ -48,32 +47,6 @@ def limit_file_size() -> Iterator[Any]:
     yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, old[1]))
     resource.setrlimit(resource.RLIMIT_FSIZE, old)
     signal.signal(signal.SIGXFSZ, handler)
-
-
-def data(number: int, size: int = 1000) -> bytes:
-    return bytes([number % 251]) * size
-
-
-async def put(store: Any, numbers: range | list[int], size: int = 1000, **more: Any) -> list[GroupRecord]:
-    """Stage and commit groups with ids and payloads of these numbers."""
-    from isal import isal_zlib
-
-    refs = await store.stage([data(number, size) for number in numbers])
-    groups = [
-        GroupRecord(
-            number,
-            number,
-            Place.QUEUE,
-            None,
-            4,
-            Payload(ref, size, Encoding.JSON, 7, isal_zlib.crc32(data(number, size))),
-            0,
-            1.5,
-        )
-        for number, ref in zip(numbers, refs, strict=True)
-    ]
-    await store.commit(Changes(rows={("groups", group.id): group for group in groups}, **more))
-    return groups
 
 
 def ids(snapshot: dict[str, list[Any]]) -> list[int]:
@@ -118,8 +91,6 @@ async def test_a_payload_can_be_read_before_and_after_its_commit(tmp_path: Path,
     store = MemoryStore() if kind == "memory" else SqliteStore(tmp_path)
     await store.open()
     [ref] = await store.stage([data(1)])
-    from isal import isal_zlib
-
     payload = Payload(ref, 1000, Encoding.JSON, 7, isal_zlib.crc32(data(1)))
     assert await store.read([payload]) == [data(1)]
     await store.commit(Changes(rows={("run", "run"): RunRecord()}))
@@ -206,20 +177,6 @@ async def test_a_torn_or_damaged_tail_goes_to_quarantine_and_the_rest_is_served(
     await again.close()
 
 
-async def test_a_damaged_payload_is_never_served(tmp_path: Path):
-    store = SqliteStore(tmp_path)
-    await store.open()
-    groups = await put(store, range(3))
-    [segment] = tmp_path.glob("*.seg")
-    with open(segment, "r+b") as file:
-        file.seek(1500)
-        file.write(b"?")
-    assert await store.read([groups[0].payload]) == [data(0)]
-    with pytest.raises(StoreFailure, match="damaged"):
-        await store.read([groups[1].payload])
-    await store.close()
-
-
 async def test_a_full_disk_refuses_and_recovers(tmp_path: Path, limit_file_size: Any):
     store = SqliteStore(tmp_path)
     await store.open()
@@ -244,7 +201,7 @@ WRITER = """
 import asyncio, sys
 from pathlib import Path
 from realhf.trajectory.store.sqlite import SqliteStore
-from tests.trajectory.store.test_store import put
+from tests.trajectory.driver import put
 
 async def main():
     store = SqliteStore(Path(sys.argv[1]), segment_bytes=200_000)
@@ -365,15 +322,12 @@ async def test_damaged_rows_are_set_aside_and_everything_else_is_served(tmp_path
 
 
 async def test_a_damaged_record_of_the_run_begins_a_new_epoch(tmp_path: Path):
-    engine = Engine(SqliteStore(tmp_path), StateOptions())
-    await engine.open()
-    await engine.write(registry.register, TRAINER, False)
+    engine = await opened(SqliteStore(tmp_path))
     await engine.close()
     with closing(sqlite3.connect(tmp_path / "state.sqlite")) as database:
         database.execute("UPDATE run SET row = x'00'")
         database.commit()
-    engine = Engine(SqliteStore(tmp_path), StateOptions())
-    await engine.open()
+    engine = await opened(SqliteStore(tmp_path), registered=False)
     assert not engine.state.run.registered
     assert engine.state.run.epoch > 1, "clients of the old one notice"
     await engine.close()
@@ -441,9 +395,7 @@ async def test_a_file_that_somebody_deleted_takes_only_its_own_groups_along(tmp_
 
 async def test_the_rest_of_a_broken_set_stands_alone(tmp_path: Path):
     """A set of which a group was damaged could never be complete again, and stayed queued for ever."""
-    engine = Engine(SqliteStore(tmp_path), StateOptions())
-    await engine.open()
-    await engine.write(registry.register, TRAINER, False)
+    engine = await opened(SqliteStore(tmp_path))
     groups = await put(engine.store, range(1, 7))
     rows: dict[Any, Any] = {}
     for group, size, first in zip(groups, (4, 4, 3, 5, 8, 8), (1, 1, 3, 3, 5, 5), strict=True):
@@ -453,8 +405,7 @@ async def test_the_rest_of_a_broken_set_stands_alone(tmp_path: Path):
     with closing(sqlite3.connect(tmp_path / "state.sqlite")) as database:
         database.execute("UPDATE groups SET row = x'00' WHERE key IN (1, 3)")
         database.commit()
-    engine = Engine(SqliteStore(tmp_path), StateOptions())
-    await engine.open()
+    engine = await opened(SqliteStore(tmp_path), registered=False)
     found = {group.id: (group.place, group.bundle) for group in engine.state.groups.values()}
     assert found == {
         2: (Place.QUEUE, None),
@@ -463,3 +414,31 @@ async def test_the_rest_of_a_broken_set_stands_alone(tmp_path: Path):
         6: (Place.QUEUE, (5, 2)),
     }
     await engine.close()
+
+
+async def test_a_folder_that_could_not_be_flushed_is_flushed_by_the_next_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """``durable``: nothing is acknowledged whose file could lose its name with the power. The first flush of the folder
+    fails, and with it the commit; the second one must not believe that the new file's name is on the disk already."""
+    flushed: list[bool] = []
+    real = os.fsync
+
+    def fail_on_the_first_folder(handle: int) -> None:
+        if not stat.S_ISDIR(os.fstat(handle).st_mode):
+            return real(handle)
+        flushed.append(bool(flushed))
+        if not flushed[-1]:
+            raise OSError("input/output error (set off by a test)")
+        real(handle)
+
+    store = SqliteStore(tmp_path, durable=True)
+    await store.open()
+    monkeypatch.setattr(os, "fsync", fail_on_the_first_folder)
+    for number in range(3):
+        if number == 0:
+            with pytest.raises(StoreFailure):
+                await put(store, [number])
+        await put(store, [number])
+    assert flushed == [False, True], "again after the failure, and not for names that have been flushed"
+    await store.close()

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from heapq import heappush
 from itertools import combinations
+from math import lcm
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from realhf.trajectory.records import Encoding, GroupRecord, Payload, Place
+from realhf.trajectory.state import batching
 from realhf.trajectory.state.batching import (
     FairShare,
     NotSelected,
@@ -23,7 +25,7 @@ from realhf.trajectory.state.batching import (
     select_exact,
     select_with_minimums,
 )
-from realhf.trajectory.state.push import find_groups_summing_to_target, find_set
+from realhf.trajectory.state.push import find_set
 from realhf.trajectory.state.queue_index import Lane, QueueIndex
 
 PAYLOAD = Payload(b"", 10, Encoding.JSON, 0, 0)
@@ -93,8 +95,6 @@ def test_a_batch_sums_exactly_and_nothing_is_lost_or_reordered(
 
 def packable(queue: list[tuple[int, int | None]], batch_size: int) -> bool:
     """Whether 3.3 can form a batch: some set of sizes, largest ones left out, has enough complete packs."""
-    from math import lcm
-
     present = sorted({size for size, _ in queue if batch_size % size == 0})
     while present:
         unit = lcm(*present)
@@ -194,8 +194,6 @@ def test_minimums_do_not_jam_on_units_that_leave_a_gap():
 
 def exhaustive(groups: list[dict[str, Any]], batch_size: int, needs: dict[int, int]) -> bool:
     """Whether any subset of complete packs (all sizes present) sums to the batch and meets the needs."""
-    from math import lcm
-
     usable = [item for item in groups if batch_size % len(item["tokens"]) == 0]
     kinds = Counter((item["env_id"], len(item["tokens"])) for item in usable)
     unit = lcm(*{size for _, size in kinds}) if kinds else 1
@@ -298,8 +296,6 @@ def test_selection_does_not_grow_with_the_queue(minimums: list[tuple[int, float]
 
 
 def test_turns_grow_with_the_batch_and_not_with_its_square(monkeypatch: pytest.MonkeyPatch):
-    from realhf.trajectory.state import batching as packs
-
     pushes = 0
 
     def counted(heap: list[Any], item: Any) -> None:
@@ -307,7 +303,7 @@ def test_turns_grow_with_the_batch_and_not_with_its_square(monkeypatch: pytest.M
         pushes += 1
         heappush(heap, item)
 
-    monkeypatch.setattr(packs.heapq, "heappush", counted)
+    monkeypatch.setattr(batching.heapq, "heappush", counted)
     index = index_of([(2 ** (number % 2), 0) for number in range(20_000)])
     seen = {}
     for batch_size in (256, 2048):
@@ -374,7 +370,6 @@ def test_a_bundle_is_delivered_whole():
 )
 def test_sets_of_the_mix_buffer(sizes_: list[int], target: int, expected: list[int]):
     assert find_set(sizes_, target) == expected
-    assert find_groups_summing_to_target([group(size) for size in sizes_], target) == expected
 
 
 @pytest.mark.slow
