@@ -274,15 +274,15 @@ _CANCELLED_S = 1.0
 class CallFailed(Exception):
     """An episode cannot go on: a call raised, gave no answer, or returned what it must not. ``what`` is a sentence,
     ``kind`` what it shares with others about the same fault, ``where`` the line of the environment's code; ``hung``:
-    there was no answer; ``shape``: a door refused what the environment returned."""
+    there was no answer; ``shape``: what the environment returned was refused; ``mend``: how to mend it, if that is not
+    the same for all failures of the call."""
 
-    def __init__(self, what: str, where: str, kind: str, *, hung: bool = False, shape: bool = False) -> None:
+    def __init__(
+        self, what: str, where: str = "", kind: str = "", *, hung: bool = False, shape: bool = False, mend: str = ""
+    ) -> None:
         super().__init__(what)
-        self.what = what
-        self.where = where
-        self.kind = kind
-        self.hung = hung
-        self.shape = shape
+        self.what, self.where, self.kind, self.mend = what, where, kind or alike(what), mend
+        self.hung, self.shape = hung, shape
 
 
 class Caller:
@@ -326,8 +326,7 @@ class Caller:
             refused = error.__context__ if isinstance(error.__context__, BrokenContract) else None
             error = error.__cause__ or refused or error
         if isinstance(error, BrokenContract):
-            what = f"{name} breaks the contract: {quoted(error)}"
-            return CallFailed(what, where, alike(what), shape=True)
+            return CallFailed(f"{name} breaks the contract: {quoted(error)}", where, shape=True)
         return CallFailed(f"{name} raised {described(error)}", where, type(error).__name__)
 
 

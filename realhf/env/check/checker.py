@@ -1,13 +1,24 @@
-"""Runs the checks one after another, in the process that the environment lives in, and reports each."""
+"""Is the process that an environment is checked in: ``python -m realhf.env.check.checker DESCRIPTOR FOLDER``.
+
+It runs the checks one after another and reports each. It may hang, exit or crash at any point, because the
+environment's code runs in it; ``supervisor`` watches it.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import faulthandler
+import json
+import os
+import signal
 import sys
-from collections.abc import Callable, Iterable
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
+from typing import Any, TypeVar
 
 from realhf.api.environment import Demonstration, DemonstrationRequest, EnvironmentSpec
 from realhf.env.check.calls import Caller, CallFailed, LoopWatchdog, UserCode, described, folders_of
@@ -16,28 +27,36 @@ from realhf.env.check.episodes import Arena
 from realhf.env.check.mutation import MUTANTS, Mutation, missing, scripts_of
 from realhf.env.check.report import (
     ABOUT,
+    DUMP,
+    ENDED,
+    EXIT,
     FAULT,
     FINDING,
     FINGERPRINTS,
     FOLDER,
     NOW,
     OK,
+    ORDER,
     SKIPPED,
     VERDICT,
     Finding,
     Findings,
     Order,
+    Reporter,
     quoted,
 )
 from realhf.env.check.task_sets import TaskSetJudge
+from realhf.env.containment.sandbox import die_with_parent
 from realhf.env.loader.load import build_environment
 
+T = TypeVar("T")
 _LONG = 1000
 _MOST_SCRIPTS = 10_000
 _ONCE_S = 1.0
 """A block that was seen a single time, and shorter than this, is a note: importing a module, reading a word list."""
 _CHECK_S = 20.0
 """Time of one check, in seconds: of an environment that is slow, less is played."""
+_WOULD_WAIT = "calls block the event loop, so many instances at once would only wait for each other"
 
 
 class Checker:
@@ -47,7 +66,7 @@ class Checker:
         self._order = order
         self._tell = tell
         self._findings = Findings()
-        self._check, self._before = "", 0
+        self._check = ""
         self.code = UserCode(folders_of(order.reference))
 
     def run(self) -> None:
@@ -65,15 +84,31 @@ class Checker:
         self._findings.add(finding)
         self._tell(FINDING, asdict(finding))
 
+    @contextmanager
+    def _checking(self, name: str, limit_s: float) -> Iterator[list[str]]:
+        """Announce a check that may take so long until something else is announced, and then its verdict, with the
+        remarks that are left in the list."""
+        before, remarks = self._findings.hits, list[str]()
+        self._begin(name, limit_s)
+        yield remarks
+        self._tell(VERDICT, name, OK if self._findings.hits == before else FAULT, ", ".join(filter(None, remarks)))
+
+    def _begin(self, name: str, limit_s: float) -> None:
+        self._check = name
+        self._tell(NOW, name, name, "", limit_s)
+
+    def _skip(self, names: Iterable[str], why: str) -> None:
+        for name in names:
+            self._tell(VERDICT, name, SKIPPED, why)
+
     def _load(self) -> EnvironmentSpec | None:
-        self._begin("load", self._order.slow_s)
-        spec = None
-        try:
-            spec = build_environment(self._order.reference, self._order.options)
-        except (Exception, SystemExit) as error:
-            what = quoted(error, _LONG) if isinstance(error, ValueError) else f"it raises {described(error)}"
-            self.add(Finding("load", what, where=self.code.of_exception(error)))
-        else:
+        with self._checking("load", self._order.slow_s) as remarks:
+            try:
+                spec = build_environment(self._order.reference, self._order.options)
+            except (Exception, SystemExit) as error:
+                what = quoted(error, _LONG) if isinstance(error, ValueError) else f"it raises {described(error)}"
+                self.add(Finding("load", what, where=self.code.of_exception(error)))
+                return None
             known = {"name": spec.name, "deterministic": spec.deterministic, "concurrency": spec.concurrency}
             known |= {"scripted": spec.demonstrate is not None, "service": spec.launch.module if spec.launch else ""}
             # The folder of ``module:Name`` holds the environment's code, also where it is an installed package.
@@ -82,15 +117,15 @@ class Checker:
                 known[FOLDER] = str(Path(file).parent)
                 self.code.add(known[FOLDER])
             self._tell(ABOUT, known)
-        self._end(spec.name if spec else "")
+            remarks.append(spec.name)
         return spec
 
     def _judge(self, spec: EnvironmentSpec) -> None:
-        self._begin("tasks", self._order.slow_s)
         judge = TaskSetJudge(spec, self.code, self.add)
-        judge.judge()
-        self._tell(ABOUT, {"groups": judge.groups})
-        self._end(judge.remark())
+        with self._checking("tasks", self._order.slow_s) as remarks:
+            judge.judge()
+            self._tell(ABOUT, {"groups": judge.groups})
+            remarks.append(judge.remark())
         tasks = judge.chosen(self._order.most_tasks)
         if self._lacks_service(spec, CHECKS):
             return
@@ -104,23 +139,19 @@ class Checker:
 
     def _mutate(self, spec: EnvironmentSpec) -> None:
         """Play mutants of demonstrations and say what became of them."""
-        self._begin(MUTANTS, self._order.slow_s)
-        if (nothing := missing(spec)) is not None:
-            self.add(nothing)
-            self._end("")
+        order = self._order
+        nothing = missing(spec)
+        if nothing is None and self._lacks_service(spec, (MUTANTS,)):
             return
-        if self._lacks_service(spec, (MUTANTS,)):
-            return
-        try:
-            scripts = scripts_of(spec, self._order.seed)
-        except (Exception, SystemExit) as error:
-            self._blame_solver(error)
-            self._end("")
+        self._begin(MUTANTS, order.slow_s)
+        scripts = self.add(nothing) if nothing else self._solver(lambda: scripts_of(spec, order.seed))
+        if scripts is None:
+            self._tell(VERDICT, MUTANTS, FAULT, "")
             return
         # What the check without mutants notes, it notes there.
         arena = self._arena(spec, lambda finding: self.add(finding) if finding.is_fault else None)
-        mutation = Mutation(arena, self._order.mutants, self._order.seed, self.add)
-        begin = lambda what: self._begin(what, self._order.slow_s)
+        mutation = Mutation(arena, order.mutants, order.seed, self.add)
+        begin = lambda what: self._begin(what, order.slow_s)
         try:
             with asyncio.Runner(loop_factory=asyncio.SelectorEventLoop) as runner:
                 runner.run(mutation.play(scripts, begin, lambda *verdict: self._tell(VERDICT, *verdict)))
@@ -140,56 +171,54 @@ class Checker:
         return Arena(spec, caller, add, self._order.address)
 
     def _scripts(self, spec: EnvironmentSpec) -> list[Demonstration]:
-        """One demonstration of every task and sort of script; a solver that raises is a fault."""
-        if spec.demonstrate is None:
+        """One demonstration of every task and sort of script."""
+        demonstrate, chosen = spec.demonstrate, dict[tuple[str, str], Demonstration]()
+        if demonstrate is None:
             return []
-        self._tell(NOW, self._check, "demonstrate", "", self._order.slow_s)
-        chosen: dict[tuple[str, str], Demonstration] = {}
-        try:
+
+        def choose() -> None:
             for request in (DemonstrationRequest(1, 0), DemonstrationRequest(1, 1, 0.3, 0.3)):
-                for script in islice(spec.demonstrate(request), _MOST_SCRIPTS):
+                for script in islice(demonstrate(request), _MOST_SCRIPTS):
                     chosen.setdefault((script.task.id, script.kind), script)
-        except (Exception, SystemExit) as error:
-            self._blame_solver(error)
+
+        self._tell(NOW, self._check, "demonstrate", "", self._order.slow_s)
+        self._solver(choose)
         if not chosen and not self._findings.faults("demonstrations"):
             self.add(Finding("demonstrations", "demonstrate yields nothing", "Yield a script per template"))
         return [*chosen.values()]
 
-    def _blame_solver(self, error: BaseException) -> None:
-        what = f"demonstrate raised {described(error)}"
-        mend = "It yields a Demonstration for every template, whatever the seed"
-        self.add(Finding("demonstrations", what, mend, self.code.of_exception(error)))
+    def _solver(self, ask: Callable[[], T]) -> T | None:
+        """Ask the environment's solver; one that raises is a fault."""
+        try:
+            return ask()
+        except (Exception, SystemExit) as error:
+            what = f"demonstrate raised {described(error)}"
+            mend = "It yields a Demonstration for every template, whatever the seed"
+            self.add(Finding("demonstrations", what, mend, self.code.of_exception(error)))
+        return None
 
     async def _play_again(self, run: Run) -> None:
         run.arena.begin(_CHECK_S)
-        try:
+        with suppress(CallFailed):  # it is a finding
             self._tell(ABOUT, {FINGERPRINTS: fingerprints(await play_again(run))})
-        except CallFailed:
-            return  # it is a finding
 
     async def _play(self, run: Run) -> None:
         watchdog = LoopWatchdog(self.code)
         watchdog.start()
         why = ""
         for name, check in CHECKS.items():
-            if why:
-                self._skip((name,), why)
+            blocked = name == "instances" and self._findings.faults("event loop")
+            if why or blocked:
+                self._skip((name,), why or _WOULD_WAIT)
                 continue
-            if name == "instances" and self._findings.faults("event loop"):
-                waits = "calls block the event loop, so many instances at once would only wait for each other"
-                self._skip((name,), waits)
-                continue
-            self._begin(name, self._order.timeout_s)
             run.arena.begin(_CHECK_S)
-            remark = ""
-            try:
-                remark = await check(run)
-                if run.arena.was_cut:
-                    remark = f"{remark}, cut short after {_CHECK_S:g} s".lstrip(", ")
-            except CallFailed as error:
-                why = f"an answer did not come in {name!r}" if error.hung else f"{name!r} could not be played"
-            self._judge_blocks(watchdog)
-            self._end(remark)
+            with self._checking(name, self._order.timeout_s) as remarks:
+                try:
+                    remarks.append(await check(run))
+                    remarks.append(f"cut short after {_CHECK_S:g} s" if run.arena.was_cut else "")
+                except CallFailed as error:
+                    why = f"an answer did not come in {name!r}" if error.hung else f"{name!r} could not be played"
+                self._judge_blocks(watchdog)
             if not run.playable:
                 why = why or "no task could be opened"
         watchdog.stop()
@@ -208,13 +237,35 @@ class Checker:
             times = len(seconds)
             self.add(Finding("event loop", what, mend, where, is_fault=again, times=times, kind="blocks"))
 
-    def _begin(self, name: str, limit_s: float) -> None:
-        self._check, self._before = name, self._findings.hits
-        self._tell(NOW, name, name, "", limit_s)
 
-    def _end(self, remark: str) -> None:
-        self._tell(VERDICT, self._check, OK if self._findings.hits == self._before else FAULT, remark)
+def main(argv: Sequence[str]) -> int:
+    """Check what the order says and report. Returns the exit status."""
+    die_with_parent()
+    descriptor, folder = int(argv[0]), Path(argv[1])
+    order = Order(**json.loads((folder / ORDER).read_text(encoding="utf-8")))
+    os.set_inheritable(descriptor, False)
+    reporter = Reporter(descriptor)
+    # The file stays open as long as the process lives: a crash writes to it.
+    file = open(folder / DUMP, "w")  # noqa: SIM115
+    faulthandler.enable(file, all_threads=True)
+    faulthandler.register(signal.SIGUSR1, file, all_threads=True)
+    checker = Checker(order, reporter.tell)
+    leave = os._exit
 
-    def _skip(self, names: Iterable[str], why: str) -> None:
-        for name in names:
-            self._tell(VERDICT, name, SKIPPED, why)
+    def exits(status: int) -> Any:
+        """Say which line called it, and exit."""
+        reporter.tell(ABOUT, {EXIT: [status, checker.code.of_frame(sys._getframe(1))]})
+        leave(status)
+
+    os._exit = exits
+    try:
+        checker.run()
+    except BaseException as error:
+        what = f"the check itself failed: {quoted(traceback.format_exception_only(error)[-1])}"
+        checker.add(Finding("check", what, "Report this, with the environment"))
+    reporter.tell(ABOUT, {ENDED: True})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

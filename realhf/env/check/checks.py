@@ -16,7 +16,7 @@ from realhf.env.check.contract import ends, plain, solved
 from realhf.env.check.episodes import Arena, Case, first_difference
 from realhf.env.check.leaks import check_crowd
 from realhf.env.check.report import Finding, Order, counted, quoted
-from realhf.env.check.scripts import Said, talking, trying, wrong_messages
+from realhf.env.check.scripts import Said, policy_turn, talking, trying, wrong_messages
 from realhf.env.loader.threads import MOST_THREADS
 
 _WRONG_TASKS = 2
@@ -85,11 +85,11 @@ async def check_determinism(run: Run) -> str:
         if arena.is_over(bool(run.transcripts)):
             break
         try:
-            found = run.transcripts[case.key] = await arena.play(case)
+            found = run.transcripts[case.key] = (await arena.play(case)).transcript
             if not arena.spec.deterministic:
                 continue
-            again = await arena.play(case)
-            used = await arena.play(case, left=other, turns=1)
+            again = (await arena.play(case)).transcript
+            used = (await arena.play(case, left=other, turns=1)).transcript
         except CallFailed as error:
             arena.forgive(error)
             continue
@@ -163,14 +163,13 @@ async def check_end(run: Run) -> str:
     """Let a policy talk, and another one try its tools: one of the two episodes must end. Where there are scripts that
     end, it is enough to say that nothing else does."""
     arena, task, most = run.arena, run.playable[0], run.order.most_turns
-    ways = [talking(most)]
-    if arena.tools:
-        ways.append(trying([*arena.tools.values()], 0, most))
+    tools = [*arena.tools.values()]
+    ways = [talking(most), *([trying(tools, 0, most)] if tools else ())]
     async with arena.instance(task.id) as environment:
         for script in ways:
             await arena.reset(environment, task)
-            for turns, message in enumerate(script, 1):
-                if ends(await arena.step(environment, task, message)):
+            for turns, text in enumerate(script, 1):
+                if ends(await arena.step(environment, task, policy_turn(text, tools))):
                     return f"after {counted(turns, 'turn')}"
                 if arena.is_late():
                     return ""
@@ -188,7 +187,7 @@ async def check_demonstrations(run: Run) -> str:
     for script in run.scripts:
         if run.arena.is_over():
             break
-        episode = await run.arena.follow(script.task, script.turns)
+        episode = await run.arena.follow(Case(script.task, script.turns))
         if episode is None:
             continue
         if episode.ended and len(episode.said) < len(script.turns):
@@ -223,15 +222,14 @@ async def play_again(run: Run) -> dict[str, list[Any]]:
     """Play what the determinism check of another process has played, as far as it is there. Returns the
     transcripts."""
     await check_openings(run)
-    return {case.key: await run.arena.play(case) for case in run.cases() if case.key in run.order.again}
+    return {case.key: (await run.arena.play(case)).transcript for case in run.cases() if case.key in run.order.again}
 
 
 def fingerprints(transcripts: Mapping[str, Sequence[Any]]) -> dict[str, list[tuple[str, str]]]:
     """Return for every case a digest and the beginning of the text of its opening and of every turn, to compare with
     those of another process."""
-    return {key: [_fingerprint(turn) for turn in turns] for key, turns in transcripts.items()}
-
-
-def _fingerprint(turn: Any) -> tuple[str, str]:
-    text = json.dumps(turn, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest(), text[:_KEPT_CHARS]
+    texts = {key: [json.dumps(turn, sort_keys=True) for turn in turns] for key, turns in transcripts.items()}
+    return {
+        key: [(hashlib.sha256(text.encode()).hexdigest(), text[:_KEPT_CHARS]) for text in each]
+        for key, each in texts.items()
+    }

@@ -239,11 +239,11 @@ def check(order: Order, report: Report, limit_s: float) -> None:
     drawn otherwise. Both together take ``limit_s`` seconds at most."""
     began = time.monotonic()
     code = UserCode(folders_of(order.reference))
-    Supervisor(order, code, report.hear, report.add).run(limit_s, _FIRST_SEED)
+    Supervisor(order, code, report.hear).run(limit_s, _FIRST_SEED)
     if (played := report.about.get(FINGERPRINTS)) and not report.faults:
         left_s = max(1.0, limit_s - (time.monotonic() - began))
         again = Report(order.reference)
-        Supervisor(replace(order, again=tuple(played)), code, again.hear, again.add).run(left_s, _OTHER_SEED)
+        Supervisor(replace(order, again=tuple(played)), code, again.hear).run(left_s, _OTHER_SEED)
         report.compare(again)
     report.seconds = time.monotonic() - began
 

@@ -8,15 +8,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from realhf.api.environment import Opening, Turn
-from realhf.env.loader.validation import (
-    BrokenContract,
-    checked_info,
-    checked_messages,
-    checked_tools,
-    checked_turn,
-    json_problem,
-)
+from realhf.api.environment import Opening, Turn, finite_number
+from realhf.env.loader import validation
 
 LARGEST_REWARD = 1000.0
 _TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -29,13 +22,9 @@ def opening_problems(opening: Any, system_prompt: str) -> Iterator[str]:
     if not isinstance(opening, Opening):
         yield f"it returns {_article(opening)} and not an Opening"
         return
-    try:
-        checked_messages(_with_content(opening.messages), "messages")
-        checked_info(opening.info)
-    except BrokenContract as error:
-        yield str(error)
-        return
-    if not opening.messages and not system_prompt:
+    yield from validation.message_problems(_with_content(opening.messages), "messages")
+    yield from validation.info_problems(opening.info)
+    if opening.messages in ((), []) and not system_prompt:
         yield "it returns no message, and there is no system prompt: the policy would see nothing"
 
 
@@ -53,10 +42,8 @@ def _with_content(messages: Any) -> Any:
 
 def tool_problems(tools: Any) -> Iterator[str]:
     """Judge the JSON schemas of tools, in the form of the OpenAI chat API."""
-    try:
-        checked_tools(tools)
-    except BrokenContract as error:
-        yield str(error)
+    if wrong := [*validation.tool_problems(tools)]:
+        yield from wrong
         return
     names: set[str] = set()
     for index, function in enumerate(tool["function"] for tool in tools):
@@ -98,29 +85,38 @@ def turn_problems(turn: Any) -> Iterator[str]:
     if not isinstance(turn, Turn):
         yield f"it returns {_article(turn)} and not a Turn"
         return
-    if no_maps := [name for name in ("rewards", "metrics") if not isinstance(getattr(turn, name), Mapping)]:
-        yield from (f"{name} is {_article(getattr(turn, name))} and not a map" for name in no_maps)
-        return
-    try:
-        checked_turn(turn)
-    except BrokenContract as error:
-        yield str(error)
-        return
-    for index, message in enumerate(turn.messages):
-        if message["role"] == "assistant":
-            yield f"messages[{index}] has the role 'assistant', whose words are the policy's own"
-    for name, value in [("reward", turn.reward), *turn.rewards.items(), *turn.metrics.items()]:
-        if isinstance(value, bool):
-            yield f"the reward or metric {name!r} is of the type bool and no number"
-    if turn.reward is not None and abs(turn.reward) > LARGEST_REWARD:
-        yield f"the reward is {turn.reward:g}; rewards beyond {LARGEST_REWARD:g} drown everything else in a batch"
+    if wrong := [*validation.turn_problems(turn)]:
+        yield from wrong
+    else:
+        for index, message in enumerate(turn.messages):
+            if message["role"] == "assistant":
+                yield f"messages[{index}] has the role 'assistant', whose words are the policy's own"
+    if turn.reward is not None:
+        yield from _number_problems("reward", "reward", turn.reward)
+    for kind in ("rewards", "metrics"):
+        numbers = getattr(turn, kind)
+        if not isinstance(numbers, Mapping):
+            yield f"{kind} is {_article(numbers)} and not a map"
+            continue
+        for name, value in numbers.items():
+            yield from _number_problems(f"{kind}[{name!r}]", name, value)
     if turn.final and turn.reward is None:
         yield "it is final and has no reward"
-    for name in ("success", "progress"):
-        if not 0 <= (value := turn.metrics.get(name, 0)) <= 1:
-            yield f"the metric {name!r} is {value:g} and not between 0 and 1"
-    if problem := json_problem([turn.reward, dict(turn.rewards), dict(turn.metrics)]):
+
+
+def _number_problems(what: str, name: Any, value: Any) -> Iterator[str]:
+    if not isinstance(name, str):
+        yield f"a name of a reward or metric must be text, not {validation.shown(name)}"
+    elif isinstance(value, bool):
+        yield f"the reward or metric {name!r} is of the type bool and no number"
+    elif finite_number(value) is None:
+        yield f"{what} must be a finite number, not {validation.shown(value)}"
+    elif problem := validation.json_problem(value):
         yield f"a reward or metric is no plain number: {problem}"
+    elif what == "reward" and abs(value) > LARGEST_REWARD:
+        yield f"the reward is {value:g}; rewards beyond {LARGEST_REWARD:g} drown everything else in a batch"
+    elif what.startswith("metrics") and name in ("success", "progress") and not 0 <= value <= 1:
+        yield f"the metric {name!r} is {value:g} and not between 0 and 1"
 
 
 def _article(value: Any) -> str:

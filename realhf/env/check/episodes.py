@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 from realhf.api.environment import AssistantMessage, Environment, EnvironmentSpec, Opening, Task, Turn
 from realhf.env.check.calls import Caller, CallFailed, UserCode
 from realhf.env.check.contract import ends, opening_problems, plain, solved, tool_problems, turn_problems
-from realhf.env.check.report import Finding, alike, difference
+from realhf.env.check.report import Finding, difference
 from realhf.env.check.scripts import policy_turn, trying
 from realhf.env.loader.tool_env import TOOL_ERRORS, ToolClassEnvironment
 
@@ -48,26 +48,32 @@ class Case(NamedTuple):
         """Names the case among others of one check."""
         return self.task.id if self.texts is None else f"{self.task.id} (demonstration)"
 
-    def script(self, tools: Sequence[Mapping[str, Any]]) -> list[AssistantMessage]:
+    def script(self, tools: Sequence[Mapping[str, Any]]) -> Sequence[str]:
         """Return the policy's turns, for an opening with ``tools``."""
-        if self.texts is None:
-            return trying(tools, self.task.seed, _TRIED_TURNS)
-        return [policy_turn(text, tools) for text in self.texts]
+        return trying(tools, self.task.seed, _TRIED_TURNS) if self.texts is None else self.texts
 
 
-class Episode(NamedTuple):
-    """What became of an episode: the turns that were said until its end, whether it ``ended``, what was paid, whether
-    it was solved, the ``view`` of its last state (None for an environment that describes none), the texts that the
-    policy read, and those of the last answer among them."""
+class Episode:
+    """What became of an episode so far: its ``transcript`` (opening and turns as plain values), what was ``said`` in
+    it, whether it has ``ended``, what was paid, whether it was solved, the ``view`` of its last state (None for an
+    environment that describes none), the texts that the policy read, and those of the last answer among them."""
 
-    said: tuple[str, ...]
-    ended: bool
-    paid: float
-    solved: bool
-    view: Any
-    texts: tuple[str, ...]
-    answer: str
-    tools: Sequence[Mapping[str, Any]]
+    def __init__(self, opening: Opening) -> None:
+        self.tools = opening.tools
+        self.transcript, self.texts = [plain(opening)], _contents(opening)
+        self.said: list[str] = []
+        self.ended = self.solved = False
+        self.paid, self.view, self.answer = 0.0, None, ""
+
+    def take(self, text: str, turn: Turn) -> None:
+        """Take what was said and the answer to it."""
+        self.said.append(text)
+        self.transcript.append(plain(turn))
+        self.paid = (turn.reward or 0.0) + (0.0 if turn.final else self.paid)
+        self.ended, self.solved = ends(turn), self.solved or solved(turn)
+        self.view = turn.info.get("view", self.view)
+        self.texts += _contents(turn)
+        self.answer = " ".join(_contents(turn))
 
 
 class Arena:
@@ -113,7 +119,7 @@ class Arena:
         try:
             return self._caller.make(self.spec.make, self._address)
         except CallFailed as error:
-            self._report("make", error)
+            self._refuse("make", [error])
             raise
 
     @asynccontextmanager
@@ -140,15 +146,11 @@ class Arena:
             "reset", environment, task.id, lambda: environment.reset(task.payload, seed=task.seed)
         )
         self._worth.pop(environment, None)
-        wrong = opening_problems(opening, self.spec.system_prompt)
-        problems = [(f"the opening is wrong: {each}", "") for each in wrong]
-        problems = problems or [
-            (f"the schema of a tool is wrong: {each}", _MEND_TOOLS) for each in tool_problems(opening.tools)
-        ]
-        for problem, mend in problems:
-            self._refuse("reset", problem, environment, task.id, mend=mend)
-        if problems:
-            raise CallFailed(problems[0][0], "", "")
+        wrong = (f"the opening is wrong: {each}" for each in opening_problems(opening, self.spec.system_prompt))
+        tools = (f"the schema of a tool is wrong: {each}" for each in tool_problems(getattr(opening, "tools", ())))
+        failures = [CallFailed(each, shape=True) for each in wrong]
+        failures += [CallFailed(each, mend=_MEND_TOOLS) for each in tools]
+        self._refuse("reset", failures, environment, task.id)
         for tool in opening.tools:
             self.tools.setdefault(tool["function"]["name"], tool)
         return opening
@@ -160,11 +162,8 @@ class Arena:
         began = time.monotonic()
         turn = await self._call("step", environment, task.id, lambda: environment.step(message), said)
         self.slowest_s = max(self.slowest_s, time.monotonic() - began)
-        problems = [f"the turn is wrong: {each}" for each in turn_problems(turn)]
-        for problem in problems:
-            self._refuse("step", problem, environment, task.id, said)
-        if problems:
-            raise CallFailed(problems[0], "", "")
+        wrong = [CallFailed(f"the turn is wrong: {each}", shape=True) for each in turn_problems(turn)]
+        self._refuse("step", wrong, environment, task.id, said)
         if isinstance(environment, ToolClassEnvironment):
             await self._judge_reward(environment, task.id, turn)
         return turn
@@ -194,44 +193,31 @@ class Arena:
             if error.hung:
                 raise
 
-    async def play(self, case: Case, left: Case | None = None, turns: int = 0) -> list[Any]:
-        """Play a case on an instance of its own, which has left another one before, after some turns. Returns its
-        transcript. Raises CallFailed."""
+    async def play(self, case: Case, left: Case | None = None, turns: int = 0) -> Episode:
+        """Play a case on an instance of its own, which has left another one before, after some turns. Raises
+        CallFailed."""
         environment = self.make()
         try:
             if left is not None:
-                await self.transcript(environment, left, turns)
-            return await self.transcript(environment, case)
+                await self._played(environment, left, turns)
+            return await self._played(environment, case)
         finally:
             await self.close(environment, case.task.id)
 
-    async def transcript(self, environment: Environment, case: Case, turns: int | None = None) -> list[Any]:
-        """Return the opening and the turns as plain values."""
-        opening = await self.reset(environment, case.task)
-        found = [plain(opening)]
-        for message in case.script(opening.tools)[:turns]:
-            turn = await self.step(environment, case.task, message)
-            found.append(plain(turn))
-            if ends(turn):
-                break
-        return found
+    async def follow(self, case: Case) -> Episode | None:
+        """Play a case. Returns None when it failed, and raises CallFailed when it hung."""
+        async with self.instance(case.task.id) as environment:
+            return await self._played(environment, case)
+        return None
 
-    async def follow(self, task: Task, texts: Sequence[str]) -> Episode | None:
-        """Say texts until the episode is over. Returns None when it failed, and raises CallFailed when it hung."""
-        episode = None
-        async with self.instance(task.id) as environment:
-            opening = await self.reset(environment, task)
-            read, said, ended, paid, success, view, answer = _contents(opening), [], False, 0.0, False, None, ""
-            for text in texts:
-                said.append(text)
-                turn = await self.step(environment, task, policy_turn(text, opening.tools))
-                paid = (turn.reward or 0.0) + (0.0 if turn.final else paid)
-                ended, success, view = ends(turn), success or solved(turn), turn.info.get("view", view)
-                read += _contents(turn)
-                answer = " ".join(_contents(turn))
-                if ended:
-                    break
-            episode = Episode((*said,), ended, paid, success, view, (*read,), answer, opening.tools)
+    async def _played(self, environment: Environment, case: Case, turns: int | None = None) -> Episode:
+        opening = await self.reset(environment, case.task)
+        episode = Episode(opening)
+        for text in case.script(opening.tools)[:turns]:
+            message = policy_turn(text, opening.tools)
+            episode.take(text, await self.step(environment, case.task, message))
+            if episode.ended:
+                break
         return episode
 
     async def _call(
@@ -240,22 +226,24 @@ class Arena:
         try:
             return await self._caller.call(method, task, call, self.place(environment, method))
         except CallFailed as error:
-            self._report(method, error, environment, task, said)
-            raise
-
-    def _report(
-        self, method: str, error: CallFailed, environment: Environment | None = None, task: str = "", said: str = ""
-    ) -> None:
-        mend = _MEND_HANG if error.hung else _mend_shape(error.what) if error.shape else _MEND[method]
-        what = f"{error.what} (the answer to {said})" if said else error.what
-        self.add(Finding(method, what, mend, error.where or self.place(environment, method), task, kind=error.kind))
+            self._refuse(method, [error], environment, task, said)
 
     def _refuse(
-        self, method: str, what: str, environment: Environment, task: str, said: str = "", mend: str = ""
+        self,
+        method: str,
+        failures: Sequence[CallFailed],
+        environment: Environment | None = None,
+        task: str = "",
+        said: str = "",
     ) -> None:
-        shown = f"{what} (the answer to {said})" if said else what
-        where = self.place(environment, method)
-        self.add(Finding(method, shown, mend or _mend_shape(what), where, task, kind=alike(what)))
+        """Report failures of a call, and raise the first, if there is one."""
+        for error in failures:
+            mend = _MEND_HANG if error.hung else _mend_shape(error.what) if error.shape else error.mend or _MEND[method]
+            what = f"{error.what} (the answer to {said})" if said else error.what
+            where = error.where or self.place(environment, method)
+            self.add(Finding(method, what, mend, where, task, kind=error.kind))
+        for error in failures:
+            raise error
 
     def place(self, environment: Environment | None, method: str) -> str:
         """Return where the environment's own code defines ``method``, or what a door calls in its place; without an
@@ -266,7 +254,7 @@ class Arena:
 
 
 def _contents(found: Opening | Turn) -> list[str]:
-    return [str(message["content"]) for message in found.messages]
+    return [str(message.get("content") or "") for message in found.messages]
 
 
 def defined_at(environment: Any, method: str, code: UserCode) -> str:

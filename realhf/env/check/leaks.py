@@ -25,8 +25,6 @@ _OWN_THREADS = "check-"
 _DOORS = str(PACKAGE / "env" / "loader")
 """A door keeps a bounded number of threads for an environment's blocking code."""
 _REMEMBERED = 20_000
-
-
 Held = Mapping[str, Mapping[Any, str]]
 """What is held: kind to (name of the thing to the place that it comes from, "" if unknown)."""
 
@@ -119,18 +117,10 @@ class ResourceBook:
                 yield id(task), self._code.of_code(getattr(task.get_coro(), "cr_code", None))
 
 
-_HEARD = frozenset(
-    {
-        "open",
-        "sqlite3.connect",
-        "tempfile.mkstemp",
-        "tempfile.mkdtemp",
-        "socket.__new__",
-        "subprocess.Popen",
-        "os.fork",
-        "os.posix_spawn",
-    }
-)
+_HEARD = frozenset((
+    "open", "sqlite3.connect", "tempfile.mkstemp", "tempfile.mkdtemp", "socket.__new__", "subprocess.Popen", "os.fork",
+    "os.posix_spawn",
+))  # fmt: skip
 
 
 _ROUNDS = 3
@@ -147,7 +137,7 @@ _SETTLED_S = 0.5
 async def check_crowd(arena: Arena, cases: Sequence[Case], alone: Mapping[str, Sequence[Any]], count: int) -> float:
     """Play ``count`` instances at once, several times, turn by turn. ``alone``: transcripts of the cases played one by
     one; without the one of a case nothing is compared. Returns how many turns were played in a second. Raises
-    CallFailed     when an answer did not come."""
+    CallFailed when an answer did not come."""
     book = ResourceBook(arena.code)
     played, seconds = arena.turns, 0.0
     episodes = 0
@@ -181,7 +171,7 @@ async def _play_at_once(arena: Arena, cases: Sequence[Case], alone: Mapping[str,
                 raise found
         elif isinstance(found, BaseException):
             raise found
-        elif case.key in alone and (differs := first_difference(alone[case.key], found)):
+        elif case.key in alone and (differs := first_difference(alone[case.key], found.transcript)):
             what = f"among {count} instances a task is answered otherwise than alone: {differs}"
             mend = (
                 "Keep what an episode changes in the instance (self), not in the class, the module or a shared object"

@@ -14,7 +14,7 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from realhf.api.environment import SOLUTION, TRAIN, Demonstration, DemonstrationRequest, EnvironmentSpec
-from realhf.env.check.episodes import Arena, Episode
+from realhf.env.check.episodes import Arena, Case, Episode
 from realhf.env.check.mutators import (
     FIRST,
     NEIGHBOUR,
@@ -279,7 +279,7 @@ class Mutation:
 
     async def _script(self, template: str, script: Demonstration, most: int, rng: random.Random, tally: Tally) -> int:
         """Play a demonstration and its mutants. Returns how many faults were found in playing the former."""
-        whole = await self._arena.follow(script.task, script.turns)
+        whole = await self._arena.follow(Case(script.task, script.turns))
         if whole is None or not (whole.solved or whole.paid > 0):
             fate = "cannot be played" if whole is None else f"is not solved and earns {whole.paid:g}"
             what = f"a demonstration {fate}, so its mutants say nothing"
@@ -288,15 +288,15 @@ class Mutation:
         self.outcome.described = self.outcome.described or whole.view is not None
         actions = [read_action(text, whole.tools) for text in script.turns]
         words = words_of([*_shown(whole.view), *_said(actions), *whole.texts[::-1]])
-        sent, seen = {script.turns}, {whole.said, tuple(action.text() for action in actions[: len(whole.said)])}
+        sent, seen = {script.turns}, {(*whole.said,), tuple(action.text() for action in actions[: len(whole.said)])}
         for change in drawn(_texts(mutants_of(actions, whole.tools, words, rng)), 2 * most, rng):
             if change.value in sent:
                 continue
             sent.add(change.value)
-            mutant = await self._arena.follow(script.task, change.value)
-            if mutant is None or mutant.said in seen:  # it was over before what was changed
+            mutant = await self._arena.follow(Case(script.task, change.value))
+            if mutant is None or (*mutant.said,) in seen:  # it was over before what was changed
                 continue
-            seen.add(mutant.said)
+            seen.add((*mutant.said,))
             tally.mutants += 1
             self._judge(template, script, whole, mutant, change, tally)
             if len(seen) > most:

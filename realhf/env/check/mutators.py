@@ -13,7 +13,20 @@ from itertools import combinations, pairwise, zip_longest
 from typing import Any, Generic, NamedTuple, TypeVar
 
 T = TypeVar("T")
-LEFT_OUT, DOUBLED, REORDERED, FIRST = ("left out", "doubled", "reordered", "beside")
+LEFT_OUT, DOUBLED, REORDERED, FIRST = "left out", "doubled", "reordered", "beside"
+REMOVED, CHANGED, ADDED = "argument removed", "argument changed", "argument added"
+EXCHANGED, NEIGHBOUR = "arguments exchanged", "neighbour"
+CUT, WORD_OUT, WORD_CHANGED = "cut off", "word left out", "word changed"
+SWAPPED, MORE = "words swapped", "said more"
+_MOST_NEIGHBOURS = 4
+_DEEPEST = 4
+_MOST_SWAPS = 12
+_WORD = re.compile(r"[^\s,;:!?()\[\]{}'\"`=<>|]+")
+_TOKEN = re.compile(r"'[^']*'|\"[^\"]*\"|\d+(?:\.\d+)?|\w+|<>|<=|>=|!=|[^\w\s]")
+_FLIPPED = {
+    "+": "-*/", "-": "+*/", "*": "/+-", "/": "*+-", "(": "[", "=": ("<>", ">=", "<="), "<": (">", "<="),
+    ">": ("<", ">="), "<>": ("=",), "<=": (">=", "<"), ">=": ("<=", ">"),
+}  # fmt: skip
 
 
 class Change(NamedTuple, Generic[T]):
@@ -74,18 +87,6 @@ def drawn(changes: Iterable[Change[T]], most: int, rng: random.Random) -> list[C
         rng.shuffle(found)
     ranks: Iterator[tuple[Any, ...]] = zip_longest(*by_kind.values())
     return [change for rank in ranks for change in rank if change is not None][:most]
-
-
-REMOVED, CHANGED, ADDED, EXCHANGED, NEIGHBOUR = (
-    "argument removed",
-    "argument changed",
-    "argument added",
-    "arguments exchanged",
-    "neighbour",
-)
-_WORD = re.compile(r"[^\s,;:!?()\[\]{}'\"`=<>|]+")
-_MOST_NEIGHBOURS = 4
-_DEEPEST = 4
 
 
 def words_of(texts: Iterable[str]) -> list[str]:
@@ -197,30 +198,6 @@ def _possible(schema: Mapping[str, Any], words: Sequence[str]) -> list[Any]:
 
 def _shape(word: str) -> str:
     return re.sub(r"\d+", "0", re.sub(r"[^\W\d_]+", "a", word))
-
-
-CUT, WORD_OUT, WORD_CHANGED, SWAPPED, MORE = (
-    "cut off",
-    "word left out",
-    "word changed",
-    "words swapped",
-    "said more",
-)
-_TOKEN = re.compile(r"'[^']*'|\"[^\"]*\"|\d+(?:\.\d+)?|\w+|<>|<=|>=|!=|[^\w\s]")
-_FLIPPED = {
-    "+": "-*/",
-    "-": "+*/",
-    "*": "/+-",
-    "/": "*+-",
-    "=": ("<>", ">=", "<="),
-    "<": (">", "<="),
-    ">": ("<", ">="),
-    "<>": ("=",),
-    "<=": (">=", "<"),
-    ">=": ("<=", ">"),
-    "(": ("[",),
-}
-_MOST_SWAPS = 12
 
 
 def changed_text(text: str, words: Sequence[str]) -> Iterator[Change[str]]:

@@ -84,7 +84,7 @@ def functions(tools: Sequence[Mapping[str, Any]]) -> list[tuple[str, Mapping[str
     return found
 
 
-def trying(tools: Sequence[Mapping[str, Any]], seed: int, turns: int) -> list[AssistantMessage]:
+def trying(tools: Sequence[Mapping[str, Any]], seed: int, turns: int) -> list[str]:
     """Return the turns of a policy that tries things: calls with drawn arguments where there are tools, else words."""
     rng, known = random.Random(seed), functions(tools)
     texts = []
@@ -94,12 +94,12 @@ def trying(tools: Sequence[Mapping[str, Any]], seed: int, turns: int) -> list[As
             texts.append(call_text(name, _sample_object(parameters, rng, 0)))
         else:
             texts.append(rng.choice(_WORDS))
-    return [policy_turn(text, tools) for text in texts]
+    return texts
 
 
-def talking(turns: int) -> list[AssistantMessage]:
+def talking(turns: int) -> list[str]:
     """Return the turns of a policy that never calls a tool."""
-    return [policy_turn(_WORDS[turn % len(_WORDS)]) for turn in range(turns)]
+    return [_WORDS[turn % len(_WORDS)] for turn in range(turns)]
 
 
 def wrong_messages(tools: Sequence[Mapping[str, Any]]) -> list[Said]:

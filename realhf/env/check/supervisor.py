@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 
 from realhf.env.check.calls import UserCode
-from realhf.env.check.report import ABOUT, DUMP, ENDED, EXIT, FOLDER, NOW, ORDER, Finding, Order, quoted
+from realhf.env.check.report import ABOUT, DUMP, ENDED, EXIT, FINDING, FOLDER, NOW, ORDER, Finding, Order, quoted
 
 _GRACE_S = 3.0
 """How much longer than a call may take its answer is waited for: the child itself reports it in this time."""
@@ -32,16 +32,11 @@ _READ_BYTES = 1 << 16
 
 
 class Supervisor:
-    """Runs one child for ``order``; ``hear`` gets every event as a list, and ``add`` the findings that only the end of
-    the child shows. ``limit_s`` bounds everything together."""
+    """Runs one child for ``order``; ``hear`` gets every event as a list, also the findings that only the end of the
+    child shows."""
 
-    def __init__(
-        self, order: Order, code: UserCode, hear: Callable[[list[Any]], None], add: Callable[[Finding], None]
-    ) -> None:
-        self._order = order
-        self._code = code
-        self._hear = hear
-        self._add = add
+    def __init__(self, order: Order, code: UserCode, hear: Callable[[list[Any]], None]) -> None:
+        self._order, self._code, self._hear = order, code, hear
         self._check, self._call, self._task = "", "its start", ""
         self._exit: tuple[int, str] | None = None
         self._ended = False
@@ -56,7 +51,7 @@ class Supervisor:
             dump = Path(folder) / DUMP
             (Path(folder) / ORDER).write_text(json.dumps(asdict(self._order)), encoding="utf-8")
             reading, writing = os.pipe()
-            command = [sys.executable, "-m", "realhf.env.check.child", str(writing), folder]
+            command = [sys.executable, "-m", "realhf.env.check.checker", str(writing), folder]
             try:
                 process = subprocess.Popen(
                     command,
@@ -139,6 +134,9 @@ class Supervisor:
                 self._silent_at = time.monotonic() + _EXIT_S
         self._hear(event)
 
+    def _add(self, *finding: str) -> None:
+        self._hear([FINDING, asdict(Finding(*finding))])
+
     def _judge_end(self, status: int, dump: Path) -> None:
         """The child has ended: was it time?"""
         if self._ended and status == 0:
@@ -154,25 +152,25 @@ class Supervisor:
         output = self._output.decode(errors="replace").strip().splitlines()
         if output and not where:
             what = f"{what}; it printed last: {quoted(output[-1], 160)}"
-        self._add(Finding("dies", what, mend, where, self._task))
+        self._add("dies", what, mend, where, self._task)
 
     def _judge_silence(self, process: subprocess.Popen[bytes], dump: Path, *, late: bool) -> None:
         """Nothing was heard in time: find out where the child is."""
         where = self._place(process, dump)
         if self._ended:
             what = f"the process does not end within {_EXIT_S:g} s after everything was closed"
-            self._add(Finding("exit", what, "Make threads daemons, or end them in close", where))
+            self._add("exit", what, "Make threads daemons, or end them in close", where)
         elif late:
             fewer = "a smaller --most" if self._order.mutants else "fewer --instances"
             what = f"the check was not finished by its limit, in {self._check or 'its start'}"
-            self._add(Finding("limit", what, f"Give it a larger --limit, or {fewer}", where, self._task))
+            self._add("limit", what, f"Give it a larger --limit, or {fewer}", where, self._task)
         else:
             what = f"{self._call} blocks the event loop and gave no answer within {self._order.timeout_s:g} s"
             mend = "Await what waits, with a deadline; nothing else can go on, and nothing can end it"
             if not self._task:
                 what = f"{self._call} did not end in time"
                 mend = "Load large things on first use, or raise --slow"
-            self._add(Finding("hangs", what, mend, where, self._task))
+            self._add("hangs", what, mend, where, self._task)
 
     def _place(self, process: subprocess.Popen[bytes], dump: Path) -> str:
         """Ask the child's faulthandler for the stacks of its threads; it answers even when the interpreter is held."""

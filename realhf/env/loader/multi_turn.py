@@ -19,12 +19,13 @@ from realhf.base.text import close_to
 from realhf.env.loader.author import class_parts, failure_of, place_of, takes
 from realhf.env.loader.validation import (
     BrokenContract,
-    checked_info,
+    checked,
     checked_messages,
-    checked_tools,
     checked_turn,
     copied,
+    info_problems,
     shown,
+    tool_problems,
 )
 
 T = TypeVar("T")
@@ -92,9 +93,8 @@ class MessageClassEnvironment:
         opening = _read(Opening, await self._instance.reset(copied(task), seed=seed))
         checked_messages(opening.messages, "messages")
         if opening.tools is not self._tools:
-            checked_tools(opening.tools)
-            self._tools = opening.tools
-        checked_info(opening.info)
+            self._tools = checked(opening.tools, tool_problems(opening.tools))
+        checked(opening.info, info_problems(opening.info))
         return opening
 
     async def _turn(self, message: AssistantMessage) -> Turn:

@@ -11,15 +11,16 @@ import re
 import reprlib
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any, Literal, Union
+from typing import Any, Literal, TypeVar, Union
 
 from realhf.api.environment import ChatMessage, Turn, finite_number
 from realhf.base.text import close_to
 
+T = TypeVar("T")
 WHOLE_NUMBER = re.compile(r"[+-]?[0-9]{1,18}")
 NUMBER = re.compile(r"[+-]?[0-9]{1,40}(\.[0-9]{0,40})?([eE][+-]?[0-9]{1,3})?")
 _WORDS: Mapping[Any, str] = types.MappingProxyType(
@@ -264,24 +265,40 @@ def whole_text(text: str) -> str:
     return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
 
 
-def checked_messages(found: Any, what: str) -> Sequence[ChatMessage]:
-    """Return messages that are JSON with a known role and a text each. Raises BrokenContract that begins with
-    ``what``."""
-    if isinstance(found, (str, bytes, Mapping)) or not isinstance(found, Sequence):
-        raise BrokenContract(f"{what} must be a list of messages, not {shown(found)}")
-    for number, message in enumerate(found):
-        if not isinstance(message, Mapping):
-            raise BrokenContract(f"{what}[{number}] must be a map with role and content, not {shown(message)}")
-        for key in ("role", "content"):
-            if key not in message:
-                raise BrokenContract(f"{what}[{number}] has no {key}: {shown(dict(message))}")
-        if message["role"] not in ROLES:
-            raise BrokenContract(f"{what}[{number}]: the role is one of {', '.join(ROLES)}: {shown(message['role'])}")
-        if not isinstance(message["content"], str):
-            raise BrokenContract(f"{what}[{number}]: the content must be text, not {shown(message['content'])}")
-        if problem := json_problem(message):
-            raise BrokenContract(f"{what}[{number}]: {problem}")
+def checked(found: T, problems: Iterable[str]) -> T:
+    """Return ``found``, which has no problems. Raises BrokenContract with the first."""
+    for problem in problems:
+        raise BrokenContract(problem)
     return found
+
+
+def message_problems(found: Any, what: str) -> Iterator[str]:
+    """Yield what is wrong with messages, which are JSON with a known role and a text each: a sentence for each of them
+    that begins with ``what``."""
+    if isinstance(found, (str, bytes, Mapping)) or not isinstance(found, Sequence):
+        yield f"{what} must be a list of messages, not {shown(found)}"
+        return
+    for number, message in enumerate(found):
+        if problem := _message_problem(message):
+            yield f"{what}[{number}]{problem}"
+
+
+def _message_problem(message: Any) -> str:
+    if not isinstance(message, Mapping):
+        return f" must be a map with role and content, not {shown(message)}"
+    for key in ("role", "content"):
+        if key not in message:
+            return f" has no {key}: {shown(dict(message))}"
+    if message["role"] not in ROLES:
+        return f": the role is one of {', '.join(ROLES)}: {shown(message['role'])}"
+    if not isinstance(message["content"], str):
+        return f": the content must be text, not {shown(message['content'])}"
+    return f": {problem}" if (problem := json_problem(message)) else ""
+
+
+def checked_messages(found: Any, what: str) -> Sequence[ChatMessage]:
+    """Return messages without problems. Raises BrokenContract that begins with ``what``."""
+    return checked(found, message_problems(found, what))
 
 
 def checked_number(found: Any, what: str) -> float:
@@ -314,38 +331,41 @@ def checked_rewards(found: Any, what: str) -> tuple[float, dict[str, float]]:
     return (checked_number(sum(components.values()), what) if reward is None else reward), components
 
 
-def checked_tools(found: Any) -> Sequence[Mapping[str, Any]]:
-    """Return the schemas of tools, which are JSON with a name each. Raises BrokenContract."""
+def tool_problems(found: Any) -> Iterator[str]:
+    """Yield what is wrong with the schemas of tools, which are JSON with a name each: a sentence for each of them."""
     if not isinstance(found, (list, tuple)):
-        raise BrokenContract(f"tools must be a list of JSON schemas, not {shown(found)}")
+        yield f"tools must be a list of JSON schemas, not {shown(found)}"
+        return
     for number, tool in enumerate(found):
         function = tool.get("function") if isinstance(tool, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
-            raise BrokenContract(
-                f'tools[{number}] must be {{"type": "function", "function": {{"name": ..., ...}}}}, not {shown(tool)}'
-            )
-        if problem := json_problem(tool):
-            raise BrokenContract(f"tools[{number}]: {problem}")
-    return found
+            form = '{"type": "function", "function": {"name": ..., ...}}'
+            yield f"tools[{number}] must be {form}, not {shown(tool)}"
+        elif problem := json_problem(tool):
+            yield f"tools[{number}]: {problem}"
 
 
-def checked_info(found: Any) -> Mapping[str, Any]:
-    """Return an info, which is a map of JSON. Raises BrokenContract."""
+def info_problems(found: Any) -> Iterator[str]:
+    """Yield what is wrong with an info, which is a map of JSON."""
     if not isinstance(found, Mapping):
-        raise BrokenContract(f"info must be a map, not {shown(found)}")
-    if found and (problem := json_problem(found)):
-        raise BrokenContract(f"info: {problem}")
-    return found
+        yield f"info must be a map, not {shown(found)}"
+    elif found and (problem := json_problem(found)):
+        yield f"info: {problem}"
+
+
+def turn_problems(turn: Turn) -> Iterator[str]:
+    """Yield what is wrong with a turn, but for its numbers."""
+    yield from message_problems(turn.messages, "messages")
+    for name in ("done", "final"):
+        if not isinstance(getattr(turn, name), bool):
+            yield f"{name} must be true or false, not {shown(getattr(turn, name))}"
+    yield from info_problems(turn.info)
 
 
 def checked_turn(turn: Turn) -> Turn:
     """Return a turn whose messages, numbers and info are what they must be, its numbers as floats. Raises
     BrokenContract."""
-    checked_messages(turn.messages, "messages")
-    for name in ("done", "final"):
-        if not isinstance(getattr(turn, name), bool):
-            raise BrokenContract(f"{name} must be true or false, not {shown(getattr(turn, name))}")
-    checked_info(turn.info)
+    checked(turn, turn_problems(turn))
     reward = None if turn.reward is None else checked_number(turn.reward, "reward")
     rewards = checked_numbers(turn.rewards, "rewards") if turn.rewards else {}
     metrics = checked_numbers(turn.metrics, "metrics") if turn.metrics else {}

@@ -9,7 +9,7 @@ import pytest
 from realhf.aws.client.multi_turn_pool import MultiTurnEnvPool, pool_arguments, pool_from_environment
 from realhf.aws.client.session_group import GroupError
 from tests.rollout.fake_env_server import FakeEnvServer
-from tests.rollout.scripted import ScriptedPolicy
+from tests.rollout.word_chat import ScriptedPolicy
 
 MODES = ["lockstep", "independent"]
 

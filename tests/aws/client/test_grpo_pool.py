@@ -26,7 +26,7 @@ from realhf.aws.server.program import EnvServerProcess
 from realhf.aws.tasks.loader import instantiate, solve
 from realhf.env.openenv_client import CapacityError, ConnectError
 from tests.rollout.fake_env_server import FakeEnvServer
-from tests.rollout.scripted import ScriptedPolicy
+from tests.rollout.word_chat import ScriptedPolicy
 
 pytestmark = pytest.mark.sim
 

@@ -15,7 +15,7 @@ from realhf.aws.client.multi_turn_pool import MultiTurnEnvPool, PoolClosed
 from realhf.aws.server.program import EnvServerProcess
 from realhf.aws.tasks.loader import instantiate, solve
 from realhf.env.openenv_client import CapacityError, ConnectError
-from tests.rollout.scripted import END, LossyChat, ScriptedPolicy
+from tests.rollout.word_chat import END, LossyChat, ScriptedPolicy
 
 pytestmark = pytest.mark.sim
 SESSIONS = 3

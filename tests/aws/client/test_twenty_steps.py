@@ -14,7 +14,7 @@ from realhf.aws.server.program import EnvServerProcess
 from realhf.aws.tasks.loader import TrainingTasks, solve
 from realhf.aws.tasks.task import Task
 from realhf.env.curriculum import Curriculum, make_curriculum
-from tests.rollout.scripted import ScriptedPolicy
+from tests.rollout.word_chat import ScriptedPolicy
 
 pytestmark = pytest.mark.sim
 SESSIONS, STEPS = 3, 20

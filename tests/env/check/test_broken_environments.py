@@ -149,7 +149,7 @@ def test_the_fault_is_named_and_no_other(name: str) -> None:
     assert len(lines) == 1, lines
     assert "\n" not in lines[0]
     assert [text for text in NAMED[name] if text not in lines[0]] == [], lines[0]
-    assert not [line for line in family(os.getpid()).values() if "realhf.env.check.child" in line]
+    assert not [line for line in family(os.getpid()).values() if "realhf.env.check.checker" in line]
 
 
 def test_a_sound_environment_has_no_findings() -> None:

@@ -30,6 +30,11 @@ def tool(name: str = "look", parameters: Any = None, description: str = "Look.")
         (Opening([{"role": "god", "content": ""}]), "", ["messages[0]: the role is one of "]),
         (Opening([{"role": "assistant", "tool_calls": [{}]}]), "", []),
         (Opening([SAID], info={"x": b""}), "", ["info: bytes is not JSON"]),
+        (
+            Opening([{"role": "user"}, SAID, {"role": "god", "content": ""}], info=[]),  # type: ignore[arg-type]
+            "",
+            ["messages[0] has no content", "messages[2]: the role is one of ", "info must be a map, not []"],
+        ),
     ],
 )
 def test_openings(opening: Any, prompt: str, says: list[str]) -> None:
@@ -56,6 +61,15 @@ def test_openings(opening: Any, prompt: str, says: list[str]) -> None:
         (Turn(rewards={"style": math.nan}), ["rewards['style'] must be a finite number, not nan"]),
         (Turn(metrics={"progress": 1.5}), ["the metric 'progress' is 1.5 and not between 0 and 1"]),
         (Turn(metrics={"success": 1}), []),
+        (
+            Turn([{"role": "user"}], 1, math.nan, metrics={"progress": 2}),  # type: ignore[arg-type]
+            [
+                "messages[0] has no",
+                "done must be",
+                "reward must be a finite number, not nan",
+                "the metric 'progress' is",
+            ],
+        ),
         ("yes", ["it returns an object of the type str and not a Turn"]),
     ],
 )
@@ -69,7 +83,7 @@ def test_turns(turn: Any, says: list[str]) -> None:
     [
         ([tool()], []),
         ([tool(parameters={"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]})], []),
-        ([{"name": "look"}], ["tools[0] must be {"]),
+        ([{"name": "look"}, tool(), "x"], ["tools[0] must be {", "tools[2] must be {"]),
         ([tool("no spaces")], ["tool 0 has the name 'no spaces'"]),
         ([tool(), tool()], ["two tools have the name 'look'"]),
         ([tool(description="")], ["tool 'look' has no description"]),

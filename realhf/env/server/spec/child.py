@@ -10,13 +10,12 @@ from __future__ import annotations
 import faulthandler
 import json
 import logging
-import mmap
 import os
 import select
 import socket
-import struct
 import sys
 import threading
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
@@ -27,21 +26,20 @@ from realhf.env.server.spec.player import Host, SpecPlayer
 from realhf.env.server.spec.slots import keep_this_process, told
 from realhf.env.server.wire import WireError
 
-STUCK = struct.Struct("=I")
-"""How the number of threads that are left behind stands in the memory that is shared with the server."""
-FIRST, OPEN, KILL = "facts", "open", "kill"
+FIRST, STUCK, OPEN, KILL = "facts", "stuck", "open", "kill"
 RESET, STEP, CLOSE = "reset", "step", "close"
+DATAGRAM = 64 * 1024
+"""The longest message on the control socket."""
 _TELL_S = 0.25
-_DATAGRAM = 64 * 1024
 
 
 def run(request: dict[str, Any], fds: list[int]) -> None:
     """Load the environment, say what it is, and play sessions until the server closes the control socket. ``fds``: that
-    socket, a file for the stack of a crash, and the shared memory."""
+    socket, and a file for the stack of a crash."""
     for descriptor in fds:
         os.set_inheritable(descriptor, False)
-    control, crash, shared = socket.socket(fileno=fds[0]), fds[1], mmap.mmap(fds[2], mmap.PAGESIZE)
-    faulthandler.enable(crash, all_threads=False)
+    control = socket.socket(fileno=fds[0])
+    faulthandler.enable(fds[1], all_threads=False)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     keep_this_process()
     try:
@@ -49,18 +47,19 @@ def run(request: dict[str, Any], fds: list[int]) -> None:
         host = Host(spec, request["size"], request["timeout_s"], info=request["info"])
     except (Exception, SystemExit) as error:
         text = str(error) if isinstance(error, ValueError) else told(error)
-        control.send(json.dumps({"error": text[: _DATAGRAM // 2]}).encode())
+        control.send(json.dumps({"error": text[: DATAGRAM // 2]}).encode())
         return
     control.send(json.dumps({FIRST: asdict(host.facts)}).encode())
-    _Sessions(control, host, shared).serve()
+    _Sessions(control, host).serve()
 
 
 class _Sessions:
     """Plays the sessions of this process, each in a thread of its own."""
 
-    def __init__(self, control: socket.socket, host: Host, shared: mmap.mmap) -> None:
-        self._control, self._host, self._shared = control, host, shared
+    def __init__(self, control: socket.socket, host: Host) -> None:
+        self._control, self._host = control, host
         self._players: dict[int, SpecPlayer] = {}
+        self._told = 0
 
     def serve(self) -> None:
         """Open sessions and break off calls until the server closes the control socket."""
@@ -68,7 +67,7 @@ class _Sessions:
             self._tell_stuck()
             if not select.select([self._control], [], [], _TELL_S)[0]:
                 continue
-            data, fds, _, _ = socket.recv_fds(self._control, _DATAGRAM, 1)
+            data, fds, _, _ = socket.recv_fds(self._control, DATAGRAM, 1)
             if not data:
                 return
             what, number = json.loads(data)
@@ -96,7 +95,11 @@ class _Sessions:
                 channel.sendall(frame({}))
 
     def _tell_stuck(self) -> None:
-        STUCK.pack_into(self._shared, 0, self._host.places.stuck)
+        """Say how many threads are left behind, if that has changed; later, if the server has not read for long."""
+        if (stuck := self._host.places.stuck) != self._told:
+            with suppress(BlockingIOError):
+                self._control.send(json.dumps({STUCK: stuck}).encode(), socket.MSG_DONTWAIT)
+                self._told = stuck
 
 
 def _answer(player: SpecPlayer, request: dict[str, Any]) -> dict[str, Any]:

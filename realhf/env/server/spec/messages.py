@@ -7,7 +7,7 @@ problem, and is answered.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,11 +17,14 @@ from realhf.api.environment import SPLITS, AssistantMessage, Opening, ToolCall, 
 from realhf.api.tool_parser import MAX_CALLS, CallProblem, broken_call, call_of, read_json
 from realhf.env.loader.validation import (
     BrokenContract,
+    checked,
     checked_messages,
     checked_number,
     checked_numbers,
-    json_problem,
+    info_problems,
     shown,
+    tool_problems,
+    turn_problems,
 )
 from realhf.env.server import wire
 from realhf.env.server.wire import VALIDATION_ERROR, WireError, checked_object
@@ -170,18 +173,18 @@ def of_opening(opening: Any, system_prompt: str) -> dict[str, Any]:
     messages = [dict(message) for message in checked_messages(opening.messages, "messages")]
     if system_prompt and (not messages or messages[0]["role"] != "system"):
         messages.insert(0, {"role": "system", "content": system_prompt})
-    seen: dict[str, Any] = {"messages": messages, "tools": _tools(opening.tools), "metrics": {}}
-    return _with_info(seen, opening.info)
+    tools = [dict(tool) for tool in checked(opening.tools, tool_problems(opening.tools))]
+    checked(opening.info, info_problems(opening.info))
+    return _with_info({"messages": messages, "tools": tools, "metrics": {}}, opening.info)
 
 
 def of_turn(turn: Any) -> tuple[dict[str, Any], float | None, bool]:
     """Return the observation of a step, its reward and whether the episode is over. Raises BrokenContract."""
     if not isinstance(turn, Turn):
         raise BrokenContract(f"step must return a Turn, not {shown(turn)}")
-    if not isinstance(turn.done, bool) or not isinstance(turn.final, bool):
-        raise BrokenContract(f"done and final must be true or false, not {shown((turn.done, turn.final))}")
+    checked(turn, turn_problems(turn))
     seen: dict[str, Any] = {
-        "messages": [dict(message) for message in checked_messages(turn.messages, "messages")],
+        "messages": [dict(message) for message in turn.messages],
         "metrics": checked_numbers(turn.metrics, "metrics"),
     }
     if turn.rewards:
@@ -192,23 +195,5 @@ def of_turn(turn: Any) -> tuple[dict[str, Any], float | None, bool]:
     return _with_info(seen, turn.info), reward, turn.done
 
 
-def _tools(tools: Any) -> list[dict[str, Any]]:
-    if isinstance(tools, (str, bytes)) or not isinstance(tools, Sequence):
-        raise BrokenContract(f"tools must be a list of JSON schemas, not {shown(tools)}")
-    for number, tool in enumerate(tools):
-        function = tool.get("function") if isinstance(tool, Mapping) else None
-        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise BrokenContract(f"tools[{number}] must have a function with a name, not {shown(tool)}")
-        if problem := json_problem(tool):
-            raise BrokenContract(f"tools[{number}]: {problem}")
-    return [dict(tool) for tool in tools]
-
-
-def _with_info(seen: dict[str, Any], info: Any) -> dict[str, Any]:
-    if not isinstance(info, Mapping):
-        raise BrokenContract(f"info must be a map, not {shown(info)}")
-    if info:
-        if problem := json_problem(info):
-            raise BrokenContract(f"info: {problem}")
-        seen["info"] = dict(info)
-    return seen
+def _with_info(seen: dict[str, Any], info: Mapping[str, Any]) -> dict[str, Any]:
+    return seen | {"info": dict(info)} if info else seen

@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import json
 import logging
-import mmap
 import os
 import re
 import select
@@ -28,7 +27,7 @@ from realhf.env.containment.fork_server import ForkedProcess, ForkServer
 from realhf.env.containment.frames import BadFrame, frame, receive_frame
 from realhf.env.server import wire
 from realhf.env.server.interfaces import Reply
-from realhf.env.server.spec.child import CLOSE, FIRST, KILL, OPEN, RESET, STEP, STUCK
+from realhf.env.server.spec.child import CLOSE, DATAGRAM, FIRST, KILL, OPEN, RESET, STEP, STUCK
 from realhf.env.server.spec.messages import SpecState
 from realhf.env.server.spec.player import Facts
 from realhf.env.server.spec.slots import CLOSE_S, GRACE_S, SessionSlots
@@ -50,11 +49,10 @@ class _Process:
     """Is one process, as the server sees it. ``session``: the one of the kernel that it and what it forks are in;
     ``sessions``: how many have a channel to it; ``counted``: its death is."""
 
-    def __init__(
-        self, forked: ForkedProcess, control: socket.socket, crash: int, shared: mmap.mmap, session: int
-    ) -> None:
-        self.forked, self._control, self._crash, self._shared = forked, control, crash, shared
+    def __init__(self, forked: ForkedProcess, control: socket.socket, crash: int, session: int) -> None:
+        self.forked, self._control, self._crash = forked, control, crash
         self._lock = threading.Lock()
+        self._stuck = 0
         self._numbers = itertools.count()
         self._session = session
         self._ready: Facts | str | None = None
@@ -98,8 +96,14 @@ class _Process:
 
     @property
     def stuck(self) -> int:
-        """How many threads it has left behind in the environment's code."""
-        return STUCK.unpack_from(self._shared)[0] if self.alive else 0
+        """How many threads it has left behind in the environment's code, by what it has said last. One at a time
+        asks."""
+        if self._ready is None or not self.alive:
+            return 0
+        with suppress(OSError):
+            while data := self._control.recv(DATAGRAM, socket.MSG_DONTWAIT):
+                self._stuck = json.loads(data)[STUCK]
+        return self._stuck
 
     def death(self) -> str:
         """Say how it ended, with the line where it crashed, as far as it is known."""
@@ -128,7 +132,6 @@ class _Process:
         self.forked.kill()
         self._control.close()
         os.close(self._crash)
-        self._shared.close()
 
     def _has_left(self) -> bool:
         """Return whether a process that has ended left others in its group. They are known by the session, too: where
@@ -145,7 +148,7 @@ class _Process:
         for descriptor in (self._control.fileno(), self.forked.pidfd):
             poll.register(descriptor, select.POLLIN)
         ready = {descriptor for descriptor, _ in poll.poll(_LOAD_S * 1000)}
-        data = self._control.recv(1 << 16) if self._control.fileno() in ready else b""
+        data = self._control.recv(DATAGRAM) if self._control.fileno() in ready else b""
         if not data:
             return f"while it was loaded, {self.death()}" if ready else f"it was not loaded within {_LOAD_S:g} s"
         found = json.loads(data)
@@ -274,20 +277,16 @@ class Processes(SessionSlots):
     def _started(self) -> _Process:
         """Fork a process, which loads the environment by itself."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        crash, shared = os.memfd_create("crash"), os.memfd_create("stuck")
-        os.ftruncate(shared, mmap.PAGESIZE)
+        crash = os.memfd_create("crash")
         try:
             with theirs:
-                forked = self._zygote.fork(self._request, [theirs.fileno(), crash, shared], "an environment's process")
+                forked = self._zygote.fork(self._request, [theirs.fileno(), crash], "an environment's process")
         except BaseException:
             ours.close()
             os.close(crash)
             raise
-        else:
-            ours.settimeout(None)
-            process = _Process(forked, ours, crash, mmap.mmap(shared, mmap.PAGESIZE), self._zygote.pid)
-        finally:
-            os.close(shared)
+        ours.settimeout(None)
+        process = _Process(forked, ours, crash, self._zygote.pid)
         with self._lock:
             if not self._over:
                 self._processes.append(process)
