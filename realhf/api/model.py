@@ -201,11 +201,6 @@ class Engine(Protocol):
         step changes."""
         ...
 
-    def state(self) -> dict[str, Any]:
-        """Return what training needs to continue exactly here: version, weights, optimizer, random numbers. Tensors are
-        views, which the next train step changes."""
-        ...
-
     def save_checkpoint(self, folder: Path) -> list[Path] | None:
         """Write weights, optimizer and version into ``folder``, so that ``load_checkpoint`` continues exactly there.
         Return the files that this worker wrote; None: all that are there. Ranks of a role share the folder."""

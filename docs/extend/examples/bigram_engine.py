@@ -80,14 +80,11 @@ class BigramEngine:
         """Return the table, which generation workers get as it is."""
         return {"logits": self.table.detach()}
 
-    def state(self) -> dict[str, Any]:
-        """Return what training needs to go on to the last bit."""
-        return {"table": self.table.detach(), "optimizer": self._optimizer.state_dict()}
-
     def save_checkpoint(self, folder: Path) -> None:
-        """Write the state into a file."""
+        """Write into a file what training needs to go on to the last bit."""
         folder.mkdir(parents=True, exist_ok=True)
-        torch.save(self.state(), folder / "bigram.pt")
+        state = {"table": self.table.detach(), "optimizer": self._optimizer.state_dict()}
+        torch.save(state, folder / "bigram.pt")
 
     def load_checkpoint(self, folder: Path) -> None:
         """Read what ``save_checkpoint`` wrote."""

@@ -10,10 +10,10 @@ from torch import nn
 
 from realhf.api.experiment import ModelSpec
 from realhf.backends.parallel.process_groups import GroupRanks, World
+from realhf.backends.training.checkpoint import save_state
 from realhf.backends.training.packed_forward import PackedForward
-from realhf.backends.training.sharded_checkpoint import is_sharded, load_state, save_state
 from realhf.backends.training.torch_backend import TorchBackend
-from realhf.backends.training.torch_engine import TorchEngine, of_this_model
+from realhf.backends.training.torch_engine import TorchEngine
 from realhf.base.tensor_digest import digests
 
 
@@ -37,10 +37,9 @@ class JoinedEngine(TorchEngine):
                     f"{other}), so they cannot compute together; their logs say why prefixes are not shared"
                 )
 
-    def save_checkpoint(self, folder: Path) -> list[Path]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def save_checkpoint(self, folder: Path) -> list[Path]:
         """Write the state into ``folder``, which all ranks share; return the files that this rank wrote. Adapters are
         few, and equal on all ranks: the first one writes what one worker would."""
-        assert self._optimizer is not None, "a role that trains on several workers has an optimizer"
         group = self._group
         with group.together(f"saving {self._role}"):
             if self.adapters is not None:
@@ -48,6 +47,11 @@ class JoinedEngine(TorchEngine):
                     super().save_checkpoint(folder)
                 return sorted(path for path in folder.rglob("*") if path.is_file()) if group.number == 0 else []
             return save_state(folder, self.model, self._optimizer, self._version, group=group.group, rank=group.number)
+
+    def load_checkpoint(self, folder: Path) -> None:
+        """Restore what any number of ranks wrote. Raises FileNotFoundError or ValueError naming the folder."""
+        with self._group.together(f"loading {self._role}"):
+            self._load(folder, self._group.group)
 
 
 class JoinedBackend(TorchBackend):
@@ -93,17 +97,9 @@ class DdpEngine(JoinedEngine):
             self._check_layouts(self._forward)
             check_copies(model, ranks, role)
 
-    def load_checkpoint(self, folder: Path) -> None:
-        """Restore what any number of ranks wrote, and check that all copies are equal. Raises FileNotFoundError or
-        ValueError naming the folder, or CopiesDiffer."""
-        with self._group.together(f"loading {self._role}"):
-            self._check_adapters(folder)
-            if is_sharded(folder) and self._optimizer is not None:
-                with of_this_model(folder):
-                    self.version = load_state(folder, self.model, self._optimizer, group=self._group.group)
-            else:
-                super().load_checkpoint(folder)
-            check_copies(self.model, self._group, self._role)
+    def _load(self, folder: Path, group: Any = None) -> None:
+        super()._load(folder, group)
+        check_copies(self.model, self._group, self._role)
 
 
 class DdpBackend(JoinedBackend):

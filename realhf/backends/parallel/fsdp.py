@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
@@ -31,19 +31,10 @@ from realhf.api.sample import MicroBatchSpec, SequenceSample
 from realhf.backends.embedded.generation import EmbeddedGenerator
 from realhf.backends.parallel.ddp import JoinedBackend, JoinedEngine
 from realhf.backends.parallel.process_groups import GroupRanks, World, mesh_of
-from realhf.backends.training.optimizer import PolicyOptimizer
+from realhf.backends.training.checkpoint import persistent_buffers
 from realhf.backends.training.packed_forward import PackedForward
-from realhf.backends.training.sharded_checkpoint import (
-    is_sharded,
-    load_state,
-    parameter_names,
-    persistent_buffers,
-    refuse_unknown,
-    unmastered,
-)
 from realhf.backends.training.tokenizer_loading import ModelLoadError, check_folder
 from realhf.backends.training.torch_backend import attention_for, odd_logits
-from realhf.backends.training.torch_engine import STATE_FILE, WEIGHTS_FILE, of_this_model
 from realhf.backends.training.value_head import ValueModel, load_value_model
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -259,75 +250,6 @@ def _set(model: nn.Module, name: str, tensor: Tensor) -> None:
     table[last] = tensor
 
 
-@torch.no_grad()
-def load_whole_state(folder: Path, model: nn.Module, optimizer: PolicyOptimizer) -> int:
-    """Read what ``TorchEngine.save_checkpoint`` wrote; return the version. Raises FileNotFoundError, or ValueError that
-    names a tensor which is missing, of another shape, or of another model."""
-    if not (folder / STATE_FILE).is_file():
-        raise FileNotFoundError(f"no engine checkpoint in {folder}")
-    _load_weights(folder, model)
-    state = torch.load(folder / STATE_FILE, map_location="cpu", weights_only=True, mmap=True)
-    if "optimizer" not in state:
-        raise ValueError(f"checkpoint {folder}: trainable and frozen model roles do not match")
-    _load_optimizer(state["optimizer"], model, optimizer, folder)
-    return int(state["version"])
-
-
-def _load_weights(folder: Path, model: nn.Module) -> None:
-    aliases: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        aliases.setdefault(id(parameter), []).append(name)
-    with safe_open(folder / WEIGHTS_FILE, framework="pt") as file:
-        held = {*file.keys()}
-        known = {*persistent_buffers(model), *(alias for alike in aliases.values() for alias in alike)}
-        refuse_unknown(folder, {f"weights/{name}" for name in held}, {f"weights/{name}" for name in known})
-        for parameter, name in parameter_names(model).items():
-            found = next((alias for alias in aliases[id(parameter)] if alias in held), None)
-            if found is None:
-                raise ValueError(f"checkpoint {folder} has no tensor {name}")
-            _take(parameter, file.get_tensor(found), f"checkpoint {folder}: {name}")
-        for name, buffer in persistent_buffers(model).items():
-            if name in held:
-                buffer.copy_(file.get_tensor(name))
-
-
-def _load_optimizer(saved: dict[str, Any], model: nn.Module, optimizer: PolicyOptimizer, folder: Path) -> None:
-    names = parameter_names(model)
-    parameters = optimizer.parameters
-    # Moments are numbered in the order of the parameter groups: those with weight decay first.
-    ordered = [p for p in parameters if p.ndim > 1] + [p for p in parameters if p.ndim <= 1]
-    moments = saved["adamw"]["state"]
-    if len(saved["masters"]) != len(parameters) or any(number >= len(ordered) for number in moments):
-        raise ValueError(f"checkpoint {folder}: optimizer of {len(saved['masters'])} parameters, not {len(parameters)}")
-    optimizer.begin_moments({ordered[number] for number in moments})
-    values = {
-        f"{kind}/{names[ordered[number]]}": value for number, kinds in moments.items() for kind, value in kinds.items()
-    }
-    values |= {
-        f"master/{names[p]}": master
-        for p, master in zip(parameters, saved["masters"], strict=True)
-        if master is not None
-    }
-    own = {
-        f"master/{name}": p.detach() for p, name in unmastered(optimizer, names).items() if f"master/{name}" in values
-    }
-    for name, held in {**optimizer.tensors(names), **own}.items():
-        if name not in values:
-            raise ValueError(f"checkpoint {folder} has no tensor {name} of the optimizer")
-        _take(held, values[name], f"checkpoint {folder}: {name}")
-    optimizer.publish()
-
-
-def _take(held: Tensor, whole: Tensor, what: str) -> None:
-    """Copy the own part of a whole tensor. Raises ValueError on another shape."""
-    if held.shape != whole.shape:
-        raise ValueError(f"{what} has shape {tuple(whole.shape)}, here {tuple(held.shape)}")
-    local = held.detach()
-    if isinstance(local, DTensor):
-        whole = distribute_tensor(whole.to(local.device), local.device_mesh, local.placements, src_data_rank=None)
-    local.copy_(whole)
-
-
 class FsdpEngine(JoinedEngine):
     """Is a ``TorchEngine`` that holds a part of the weights, and computes in group calls only. ``filling`` gives
     parameters of ``model`` that have no memory theirs, part by part, before each is cut. ``gather`` brings whole
@@ -445,26 +367,9 @@ class FsdpEngine(JoinedEngine):
         finally:
             self.model = cut_model
 
-    # ---- checkpoints
-
-    def state(self) -> dict[str, Any]:
-        """See ``Engine.state``: the parts of this rank."""
-        weights = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
-        optimizer = self._optimizer.state_dict() if self._optimizer is not None else {}
-        return {"version": self._version, "optimizer": optimizer, "weights": weights}
-
-    def load_checkpoint(self, folder: Path) -> None:
-        """Restore what any number of ranks wrote, or one worker with the backend ``torch``. Raises FileNotFoundError or
-        ValueError naming the folder."""
-        assert self._optimizer is not None, "a role that trains on several workers has an optimizer"
+    def _load(self, folder: Path, group: Any = None) -> None:
         self._forget()
-        with self._group.together(f"loading {self._role}"):
-            self._check_adapters(folder)
-            with of_this_model(folder):
-                if is_sharded(folder):
-                    self.version = load_state(folder, self.model, self._optimizer, group=self._group.group)
-                else:
-                    self.version = load_whole_state(folder, self.model, self._optimizer)
+        super()._load(folder, group)
 
 
 class FsdpBackend(JoinedBackend):

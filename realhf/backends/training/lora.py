@@ -464,10 +464,6 @@ class BaseEngine:
         """See ``Engine.logprobs``."""
         return logprobs_by(self, sample, temperature=temperature, mb_spec=mb_spec)
 
-    def state(self) -> dict[str, Any]:
-        """See ``Engine.state``; there is nothing to continue with."""
-        return {"version": self.version}
-
     def _refuse(self, what: str, *_given: Any, **_named: Any) -> NoReturn:
         raise RuntimeError(f"a model with its adapters off does not {what}: it is the frozen base of another role")
 

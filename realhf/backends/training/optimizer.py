@@ -177,27 +177,6 @@ class RestingMoments:
             moment.zero_()
         self._adamw.state[parameter] = {"step": torch.zeros((), device=parameter.device), **moments}
 
-    @torch.no_grad()
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a state of ``adamw``. Moments go to where they rest one by one: the device, which has no room for
-        all of them, never has any. Raises ValueError on other groups of parameters, as ``adamw`` does, and on moments
-        of another shape."""
-        others = {n: {k: v for k, v in held.items() if k not in _MOMENTS} for n, held in state["state"].items()}
-        self._adamw.load_state_dict({**state, "state": others})
-        saved = [number for group in state["param_groups"] for number in group["params"]]
-        own = [parameter for group in self._adamw.param_groups for parameter in group["params"]]
-        for number, parameter in zip(saved, own, strict=True):
-            held = state["state"].get(number, {})
-            for name, moment in self._moments(parameter, self._slab).items():
-                if name not in held:
-                    continue
-                if held[name].shape != parameter.shape:
-                    raise ValueError(
-                        f"optimizer state has moments of shape {tuple(held[name].shape)}, the parameter "
-                        f"{tuple(parameter.shape)}"
-                    )
-                self._adamw.state[parameter][name] = moment.copy_(held[name])
-
     def _part(self, piece: _Piece) -> Tensor:
         return self._slab[piece.start : piece.stop]
 
@@ -358,23 +337,3 @@ class PolicyOptimizer:
                     "exp_avg": torch.zeros_like(master, requires_grad=False),
                     "exp_avg_sq": torch.zeros_like(master, requires_grad=False),
                 }
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the moments, and the master weights where they differ from the model's."""
-        masters = [m if m is not p else None for p, m in zip(self._parameters, self._masters, strict=True)]
-        return {"adamw": self._adamw.state_dict(), "masters": masters}
-
-    @torch.no_grad()
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what ``state_dict`` returned and write the master weights to the model. Raises ValueError on another
-        number of parameters, or moments of another shape."""
-        (self._resting or self._adamw).load_state_dict(state["adamw"])
-        for master, moments in self._adamw.state.items():
-            if (shape := tuple(moments["exp_avg"].shape)) != tuple(master.shape):
-                raise ValueError(f"optimizer state has moments of shape {shape}, the parameter {tuple(master.shape)}")
-        if len(state["masters"]) != len(self._masters):
-            raise ValueError(f"optimizer state has {len(state['masters'])} parameters, the model {len(self._masters)}")
-        for held, saved in zip(self._masters, state["masters"], strict=True):
-            if saved is not None:
-                held.copy_(saved)
-        self.publish()

@@ -11,8 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
@@ -25,11 +23,11 @@ from realhf.backends.embedded.generation import EmbeddedGenerator
 from realhf.backends.embedded.kernels import use_few_pass_norms, use_onednn
 from realhf.backends.embedded.memory import Heap, cache_bytes, named_shortage, named_update_shortage, shortage
 from realhf.backends.embedded.weight_copy import named_weights
+from realhf.backends.training.checkpoint import is_checkpoint, load_state, save_state
 from realhf.backends.training.lora import ADAPTER, BaseEngine, LoraAdapters
 from realhf.backends.training.micro_batches import Part, Ranks, SingleRank, StepAccount, parts_of
 from realhf.backends.training.optimizer import PolicyOptimizer
 from realhf.backends.training.packed_forward import PackedForward
-from realhf.backends.training.sharded_checkpoint import is_sharded, load_state
 from realhf.base.text import first_line
 
 
@@ -83,9 +81,6 @@ def _missing_compiler(device: torch.device) -> str:
     except (InvalidCxxCompiler, OSError, RuntimeError) as error:
         return f"torch.compile needs a C++ compiler on the CPU, which is not here ({first_line(error)})"
     return ""
-
-
-WEIGHTS_FILE, STATE_FILE = "model.safetensors", "engine.pt"
 
 
 class TorchEngine:
@@ -339,50 +334,33 @@ class TorchEngine:
         """Return what ``load_checkpoint`` restores to the bit: the weights, or base weights and adapters."""
         return self.weights() if self.adapters is None else named_weights(self.model)
 
-    def state(self) -> dict[str, Any]:
-        """See ``Engine.state``. A frozen engine has its version only, because its weights are those it was built
-        from."""
-        found: dict[str, Any] = {"version": self._version, "torch_rng": torch.get_rng_state()}
-        if self._optimizer is not None:
-            trained = self.weights() if self.adapters is None else self.adapters.tensors()
-            found |= {"optimizer": self._optimizer.state_dict(), "weights": trained}
-        return found
+    @property
+    def _keeps_weights(self) -> bool:
+        """Whether a checkpoint has the weights of the model: a frozen one, and the base of adapters, is read from
+        ``path`` of the role."""
+        return self._optimizer is not None and self.adapters is None
 
-    def save_checkpoint(self, folder: Path) -> None:
-        """Write what training needs to continue bit-identically into ``folder`` (made if missing); of a model with
-        adapters these and not the base, which ``path`` of the role has."""
+    def save_checkpoint(self, folder: Path) -> list[Path] | None:
+        """Write what training needs to continue bit-identically into ``folder`` (made if missing)."""
         folder.mkdir(parents=True, exist_ok=True)
-        state = self.state()
-        if state.pop("weights", None) is not None and self.adapters is not None:
+        if self.adapters is not None:
             self.adapters.save(folder / ADAPTER)
-        elif self._optimizer is not None:
-            save_model(self.model, str(folder / WEIGHTS_FILE))
-        torch.save(state, folder / STATE_FILE)
+        save_state(folder, self.model, self._optimizer, self._version, weights=self._keeps_weights)
 
     def load_checkpoint(self, folder: Path) -> None:
         """Restore what ``save_checkpoint`` wrote, here or on several ranks. Raises FileNotFoundError or ValueError
         naming the folder."""
+        self._load(folder)
+
+    def _load(self, folder: Path, group: Any = None) -> None:
         self._check_adapters(folder)
-        if is_sharded(folder):
-            if self._optimizer is None:
-                raise ValueError(f"checkpoint {folder}: trainable and frozen model roles do not match")
-            with of_this_model(folder):
-                self.version = load_state(folder, self.model, self._optimizer)
-            return
-        if not (folder / STATE_FILE).is_file():
+        if not is_checkpoint(folder):
             raise FileNotFoundError(f"no engine checkpoint in {folder}")
-        state = torch.load(folder / STATE_FILE, map_location="cpu", weights_only=True)
-        if (self._optimizer is None) != ("optimizer" not in state):
-            raise ValueError(f"checkpoint {folder}: trainable and frozen model roles do not match")
-        if self._optimizer is not None:
-            if self.adapters is not None:
-                self.adapters.load(folder / ADAPTER)
-            with of_this_model(folder):
-                if self.adapters is None:
-                    load_model(self.model, str(folder / WEIGHTS_FILE))
-                self._optimizer.load_state_dict(state["optimizer"])
-        torch.set_rng_state(state["torch_rng"])
-        self.version = int(state["version"])
+        if self.adapters is not None:
+            self.adapters.load(folder / ADAPTER)
+        with of_this_model(folder):
+            weights = self._keeps_weights
+            self.version = load_state(folder, self.model, self._optimizer, weights=weights, group=group)
 
     def _check_adapters(self, folder: Path) -> None:
         """Raise ValueError where one of model and checkpoint has adapters and the other has not."""
@@ -410,7 +388,7 @@ def of_this_model(folder: Path) -> Iterator[None]:
     stays what it is."""
     try:
         yield
-    except (KeyError, RuntimeError, SafetensorError, ValueError) as error:
+    except (KeyError, RuntimeError, ValueError) as error:
         if isinstance(error, CollectiveBroken) or shortage(error) is not None:
             raise
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
 from realhf.backends.parallel.process_groups import GroupRanks, World
-from realhf.backends.training import sharded_checkpoint
+from realhf.backends.training import checkpoint
 
 CPU = torch.device("cpu")
 
@@ -84,13 +84,13 @@ def a_write_fails(world: World, rank: int, size: int, folder: Path) -> None:
     ranks = ranks_of(world, size)
     if rank == size - 1:
 
-        class Full(sharded_checkpoint.FileSystemWriter):
+        class Full(checkpoint.FileSystemWriter):
             def write_data(self, plan: Any, planner: Any) -> Any:
                 raise OSError(errno.ENOSPC, "No space left on device")
 
-        sharded_checkpoint.FileSystemWriter = Full
+        checkpoint.FileSystemWriter = Full
     with ranks.together("saving"):
-        sharded_checkpoint.save_shards(folder, {"weights/x": torch.ones(3)}, ranks.group, ranks.number)
+        checkpoint.save_shards(folder, {"weights/x": torch.ones(3)}, ranks.group, ranks.number)
 
 
 def another_call(world: World, rank: int, size: int) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from realhf.api.parallel import Parallel
-from realhf.backends.training.sharded_checkpoint import INDEX
+from realhf.backends.training.checkpoint import INDEX
 from tests.backends.parallel import jobs, training
 from tests.backends.parallel.rank_processes import results, run_ranks
 

@@ -233,14 +233,3 @@ def test_several_ranks_compute_what_one_computes(tiny_model: Any, ragged_sample:
         torch.testing.assert_close(results[0].kept["twice"], alone[0][0].kept["twice"], atol=1e-5, rtol=0)
         torch.testing.assert_close(scores, alone[1], atol=1e-4, rtol=0)
         assert torch.equal(weights, found[0][2]) and torch.equal(scores, found[0][1])
-
-
-def test_state_is_what_a_checkpoint_needs(tiny_model: Any, ragged_sample: Any) -> None:
-    engine = engine_of(tiny_model())
-    engine.train_batch(ragged_sample(GROUPS), nll, mb_spec=MicroBatchSpec())
-    state = engine.state()
-    assert (
-        set(state) == {"version", "torch_rng", "optimizer", "weights"}
-        and state["weights"].keys() == engine.weights().keys()
-    )
-    assert set(TorchEngine(tiny_model(), None).state()) == {"version", "torch_rng"}

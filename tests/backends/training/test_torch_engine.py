@@ -17,7 +17,7 @@ from realhf.api.model import ForwardOutputs, GenRequest, TrainResult
 from realhf.api.sample import MicroBatchSpec, SequenceSample
 from realhf.backends.training.optimizer import PolicyOptimizer, learning_rate
 from realhf.backends.training.torch_backend import ModelLoadError, TorchBackend, check_chat_template, load_causal_lm
-from realhf.backends.training.torch_engine import STATE_FILE, TorchEngine
+from realhf.backends.training.torch_engine import TorchEngine
 from tests.backends.conftest import VOCABULARY
 
 GROUPS = [[20, 5], [11], [30, 8, 8], [3]]
@@ -44,6 +44,10 @@ def train(engine: TorchEngine, sample: SequenceSample, spec: MicroBatchSpec | No
 
 def weights(engine: TorchEngine) -> Tensor:
     return torch.cat([p.detach().reshape(-1).float() for p in engine.model.parameters()])
+
+
+def moments(engine: TorchEngine) -> dict[str, Tensor]:
+    return engine._optimizer.tensors({p: name for name, p in engine.model.named_parameters()})
 
 
 def test_training_lowers_the_loss_and_repeats_bit_identically(tiny_model: Any, ragged_sample: Any) -> None:
@@ -118,7 +122,7 @@ def test_checkpointing_leaves_dropout_off(ragged_sample: Any) -> None:
 def test_non_finite_updates_are_skipped(tiny_model: Any, ragged_sample: Any, where: str) -> None:
     engine, sample = engine_of(tiny_model()), ragged_sample(GROUPS)
     train(engine, sample)
-    before, state = weights(engine), str(engine._optimizer.state_dict())
+    before, state = weights(engine), str(moments(engine))
 
     def broken(outputs: ForwardOutputs, part: SequenceSample) -> tuple[Tensor, dict[str, float]]:
         logprobs, _ = outputs.logprobs()
@@ -129,7 +133,7 @@ def test_non_finite_updates_are_skipped(tiny_model: Any, ragged_sample: Any, whe
 
     result = engine.train_batch(sample, broken, mb_spec=MicroBatchSpec(n_mbs=2))
     assert result.skipped and not math.isfinite(result.grad_norm)
-    assert torch.equal(weights(engine), before) and str(engine._optimizer.state_dict()) == state
+    assert torch.equal(weights(engine), before) and str(moments(engine)) == state
     assert not train(engine, sample).skipped
 
 
@@ -179,16 +183,10 @@ def test_the_checkpoint_of_another_model_is_refused_in_one_line(
     engine, folder = engine_of(tiny_model()), tmp_path / "c"
     train(engine, ragged_sample(GROUPS))
     engine.save_checkpoint(folder)
-    for other, said in ((tiny_model("gpt2"), "key"), (tiny_model("qwen3", 192, 90), "size mismatch")):
+    for other, said in ((tiny_model("gpt2"), "it has weights/"), (tiny_model("qwen3", 192, 90), "has shape")):
         with pytest.raises(ValueError, match=rf"{folder} .*{said}.*actor.path.*recover_mode=disabled") as caught:
             engine_of(other).load_checkpoint(folder)
         assert "\n" not in str(caught.value)
-    state = torch.load(folder / STATE_FILE, weights_only=True)
-    moments = state["optimizer"]["adamw"]["state"][0]
-    moments["exp_avg"] = moments["exp_avg"][:-1]
-    torch.save(state, folder / STATE_FILE)
-    with pytest.raises(ValueError, match=r"moments of shape .*recover_mode=disabled"):
-        engine_of(tiny_model()).load_checkpoint(folder)
 
 
 def test_bf16_keeps_updates_too_small_for_its_own_digits(tiny_model: Any, ragged_sample: Any) -> None:

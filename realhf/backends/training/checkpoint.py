@@ -1,4 +1,4 @@
-"""Saves and loads the state of a training engine in files of any number of ranks (torch.distributed.checkpoint).
+"""Saves and loads the state of a training engine, alone or with other ranks (torch.distributed.checkpoint).
 
 Each rank writes its own files; what all ranks hold alike, one of them writes. The files are read by any number of
 ranks, and by one process alone. Torch pickles the index; a checkpoint comes from wherever its folder came from, and so
@@ -81,8 +81,8 @@ class ShardReader(FileSystemReader):
         return metadata
 
 
-def is_sharded(folder: Path) -> bool:
-    """Whether ``save_shards`` wrote into this folder."""
+def is_checkpoint(folder: Path) -> bool:
+    """Whether ``save_shards`` wrote a whole checkpoint into this folder."""
     return (folder / INDEX).is_file()
 
 
@@ -145,56 +145,65 @@ def _quiet() -> Iterator[None]:
         logger.setLevel(level)
 
 
-_VERSION = "version"
+_VERSION, _RANDOM = "version", "torch_rng"
 
 
 def save_state(
-    folder: Path, model: nn.Module, optimizer: PolicyOptimizer, version: int, *, group: Any, rank: int
+    folder: Path,
+    model: nn.Module,
+    optimizer: PolicyOptimizer | None,
+    version: int,
+    *,
+    weights: bool = True,
+    group: Any = None,
+    rank: int = 0,
 ) -> list[Path]:
-    """Write weights, optimizer and version with the other ranks of ``group``; return the files of this one."""
-    tensors = _tensors(model, optimizer)
-    tensors[_VERSION] = torch.tensor(version)
+    """Write weights (if wanted), optimizer and version with the other ranks of ``group``, and without one the state of
+    torch's random numbers; return the files of this rank."""
+    tensors = {**_tensors(model, optimizer, weights), _VERSION: torch.tensor(version)}
+    if group is None:
+        tensors[_RANDOM] = torch.get_rng_state()
     return save_shards(folder, tensors, group, rank)
 
 
-def load_state(folder: Path, model: nn.Module, optimizer: PolicyOptimizer, *, group: Any = None) -> int:
+def load_state(
+    folder: Path, model: nn.Module, optimizer: PolicyOptimizer | None, *, weights: bool = True, group: Any = None
+) -> int:
     """Read what ``save_state`` wrote, whatever the number of ranks was, into model and optimizer; return the version.
     A weight in fp32 is read from its master weight where there is one. Raises ValueError that names a tensor which is
     missing, of another shape, or of another model; then nothing has changed but, perhaps, the moments of the
     optimizer."""
-    held, names = names_in(folder), parameter_names(model)
-    refuse_unknown(folder, held, {f"weights/{name}" for name in (*names.values(), *persistent_buffers(model))})
-    optimizer.begin_moments({p for p, name in names.items() if f"exp_avg/{name}" in held})
-    version = torch.tensor(0)
-    tensors = {**_tensors(model, optimizer), _VERSION: version}
-    for name in unmastered(optimizer, names).values():
-        if f"master/{name}" in held:
-            tensors[f"master/{name}"] = tensors.pop(f"weights/{name}")
+    held, names = names_in(folder), _parameter_names(model)
+    _refuse_unknown(folder, held, {*names.values(), *persistent_buffers(model)} if weights else frozenset())
+    if optimizer is not None:
+        optimizer.begin_moments({p for p, name in names.items() if f"exp_avg/{name}" in held})
+    version, random = torch.tensor(0), torch.get_rng_state()
+    tensors = {**_tensors(model, optimizer, weights), _VERSION: version}
+    if _RANDOM in held:
+        tensors[_RANDOM] = random
+    if optimizer is not None and weights:
+        for parameter, master in zip(optimizer.parameters, optimizer.masters, strict=True):
+            if master is parameter and (own := f"master/{names[parameter]}") in held:
+                tensors[own] = tensors.pop(f"weights/{names[parameter]}")
     load_shards(folder, tensors, group)
-    optimizer.publish()
+    torch.set_rng_state(random)
+    if optimizer is not None:
+        optimizer.publish()
     return int(version)
 
 
-def refuse_unknown(folder: Path, held: Collection[str], weights: Collection[str]) -> None:
-    """Raise ValueError where a checkpoint holds weights, or master weights, of another model than the one whose
-    ``weights/NAME`` are given: a deeper one, for example."""
-    more = {name for name in held if name.startswith("weights/")} - {*weights}
-    more |= {name for name in held if name.startswith("master/") and f"weights/{name[7:]}" not in weights}
-    if more:
-        first = sorted(more)[:3]
+def _refuse_unknown(folder: Path, held: Collection[str], weights: Collection[str]) -> None:
+    """Raise ValueError where a checkpoint holds weights, or master weights, of another model than the one that has
+    ``weights``: a deeper one, for example."""
+    kinds = ("weights/", "master/")
+    if more := sorted(name for name in held if name.startswith(kinds) and name.partition("/")[2] not in weights):
+        others = f" and {len(more) - 3} more" if len(more) > 3 else ""
         raise ValueError(
-            f"checkpoint {folder} is of another model: it has {', '.join(first)}"
-            f"{f' and {len(more) - 3} more' if len(more) > 3 else ''}, which this one has not"
+            f"checkpoint {folder} is of another model: it has {', '.join(more[:3])}{others}, which this one has not"
         )
 
 
-def unmastered(optimizer: PolicyOptimizer, names: Mapping[nn.Parameter, str]) -> dict[nn.Parameter, str]:
-    """Return the trained parameters that are their own master weights, and their names."""
-    pairs = zip(optimizer.parameters, optimizer.masters, strict=True)
-    return {parameter: names[parameter] for parameter, master in pairs if master is parameter}
-
-
-def parameter_names(model: nn.Module) -> dict[nn.Parameter, str]:
+def _parameter_names(model: nn.Module) -> dict[nn.Parameter, str]:
     """Return the parameters of a model and their names; a tied one has its first name only."""
     return {parameter: name for name, parameter in model.named_parameters()}
 
@@ -205,10 +214,9 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
     return {name: buffer for name, buffer in model.named_buffers() if name in names}
 
 
-def _tensors(model: nn.Module, optimizer: PolicyOptimizer) -> dict[str, Tensor]:
-    names = parameter_names(model)
-    weights: Mapping[str, Tensor] = {name: parameter.detach() for parameter, name in names.items()}
-    return {
-        **{f"weights/{name}": tensor for name, tensor in {**weights, **persistent_buffers(model)}.items()},
-        **optimizer.tensors(names),
-    }
+def _tensors(model: nn.Module, optimizer: PolicyOptimizer | None, weights: bool) -> dict[str, Tensor]:
+    names, found = _parameter_names(model), dict[str, Tensor]()
+    if weights:
+        found |= {f"weights/{name}": parameter.detach() for parameter, name in names.items()}
+        found |= {f"weights/{name}": buffer for name, buffer in persistent_buffers(model).items()}
+    return found if optimizer is None else found | optimizer.tensors(names)
