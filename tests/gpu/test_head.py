@@ -24,8 +24,8 @@ def test_the_products_of_this_gpu_are_used(device: torch.device) -> None:
     """A fall back to fp32 would be several times as slow, and is a warning only."""
     assert module.multiplies_bf16(device)
     hidden, weight, _ = drawn(device, torch.bfloat16, 3)
-    assert isinstance(module._products_of(hidden, weight), module._InBf16)
-    assert isinstance(module._products_of(hidden.float(), weight.float()), module._InFp32)
+    assert module._Products(hidden, weight).narrow
+    assert not module._Products(hidden.float(), weight.float()).narrow
 
 
 @pytest.mark.parametrize("chunk", [None, 37], ids=["one chunk", "four"])

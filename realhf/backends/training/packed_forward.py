@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from realhf.api.sample import SequenceSample
 from realhf.backends.embedded.attention import attending_by, n_sliding_layers, sliding_window
-from realhf.backends.training.selected_logprobs import BentHead, bent_head, selected_logprobs
+from realhf.backends.training.selected_logprobs import bent, selected_logprobs
 from realhf.backends.training.sequence_packing import (
     BATCH_TOKENS,
     ROW_TOKENS,
@@ -61,11 +61,13 @@ class ScoredRows:
 @dataclass(frozen=True)
 class Heads:
     """Says what a model has on top of its hidden states. ``language`` returns the weight (vocabulary, width) of a head
-    that is a product with it and nothing else; ``bent`` is a head that does a bit more, where that is known; ``value``
-    is a projection to one number. ``logits``: there is a language-model head, of whatever kind."""
+    that is a product with it, plus what ``bias`` returns, times ``factor``, with ``cap`` bounded to that by tanh;
+    ``value`` is a projection to one number. ``logits``: there is a language-model head, of whatever kind."""
 
     language: Callable[[], Tensor] | None = None
-    bent: BentHead | None = None
+    bias: Callable[[], Tensor] | None = None
+    factor: float = 1.0
+    cap: float | None = None
     value: nn.Module | None = None
     logits: bool = True
 
@@ -118,8 +120,9 @@ class PackedOutputs:
     @property
     def head(self) -> Tensor | None:
         """See ``ForwardOutputs``."""
-        head = self._heads.language
-        return None if head is None else head()
+        heads = self._heads
+        plain = heads.bias is None and heads.factor == 1.0 and heads.cap is None
+        return heads.language() if heads.language is not None and plain else None
 
     def _joined(self, parts: list[Tensor]) -> Tensor:
         return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64, device=self._device)
@@ -130,12 +133,19 @@ class PackedOutputs:
         return blank.index_copy(0, self.place, torch.cat(parts)) if parts else blank
 
     def _score(self, rows: ScoredRows, temperature: float, with_entropy: bool) -> tuple[Tensor, Tensor]:
-        if rows.logits is None and self._heads.bent is not None:
-            return self._heads.bent.score(rows.hidden, rows.target, temperature, with_entropy=with_entropy)
-        if rows.logits is None:
-            head = self.head
-            assert head is not None, "an unknown head gives its logits"
-            return selected_logprobs(rows.hidden, head, rows.target, temperature, with_entropy=with_entropy)
+        heads = self._heads
+        if heads.language is not None and rows.logits is None:
+            return selected_logprobs(
+                rows.hidden,
+                heads.language(),
+                rows.target,
+                temperature,
+                with_entropy=with_entropy,
+                bias=None if heads.bias is None else heads.bias(),
+                factor=heads.factor,
+                cap=heads.cap,
+            )
+        assert rows.logits is not None, "an unknown head gives its logits"
         log_p = functional.log_softmax(rows.logits.float() / temperature, -1)
         logprobs = log_p.gather(-1, rows.target[:, None])[:, 0]
         return logprobs, -(log_p.exp() * log_p).sum(-1) if with_entropy else torch.zeros_like(logprobs)
@@ -259,7 +269,7 @@ class PackedForward:
         """Run the model, and keep what is scored."""
         device = self.model.device
         column, target, place = (t.to(device) for t in (chosen.column, chosen.target, chosen.place))
-        if self.heads.logits and self.heads.language is None and self.heads.bent is None:
+        if self.heads.logits and self.heads.language is None:
             hidden, logits = _through_the_whole_model(self.model, given, column)
             return ScoredRows(hidden, target, place, logits)
         return ScoredRows(_at(self.model.get_decoder()(**given).last_hidden_state, column), target, place)
@@ -343,11 +353,48 @@ def _head_size(config: Any) -> int:
 def heads_of(model: Any) -> Heads:
     """Find out what ``model`` has on top of its decoder."""
     value = getattr(model, "value_head", None)
-    if value is not None:
-        return Heads(value=value, logits=False)
-    if _has_plain_head(model):
-        return Heads(language=lambda: model.get_output_embeddings().weight)
-    return Heads(bent=bent_head(model))
+    return Heads(value=value, logits=False) if value is not None else _language_head(model)
+
+
+_WIDE = 100.0
+"""Size of the logits that a head is tried out with: bounds of usual size show."""
+
+
+@torch.no_grad()
+def _language_head(model: Any) -> Heads:
+    """Return what the head of ``model`` is, by its configuration, if the model then gives the same logits, for small
+    ones and for large ones; else ``Heads()``, of which nothing is known."""
+    layer = model.get_output_embeddings()
+    if not isinstance(layer, nn.Linear):
+        return Heads()
+    config = model.config.get_text_config()
+    cap = getattr(config, "final_logit_softcapping", None)
+    cap = float(cap) if cap else None
+    factor = float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
+    given: list[Tensor] = []
+
+    def widen(_module: Any, _args: Any, output: Any) -> Any:
+        hidden = output.last_hidden_state
+        wide = hidden * (_WIDE / layer(hidden).float().abs().max().clamp(min=1e-6)).to(hidden.dtype)
+        given.extend((hidden, wide))
+        output.last_hidden_state = torch.cat(given)
+        return output
+
+    tokens = torch.tensor([[0, 1]], device=model.device)
+    handle = model.get_decoder().register_forward_hook(widen)
+    try:
+        found = model(input_ids=tokens, use_cache=False).logits.float()
+        expected = bent(layer(torch.cat(given)).float(), factor, cap)
+    except (AttributeError, TypeError, RuntimeError):
+        return Heads()
+    finally:
+        handle.remove()
+    off = (found - expected).abs().amax((1, 2)) / expected.abs().amax((1, 2)).clamp(min=1e-6)
+    if not float(off.max()) <= max(1e-4, 2 * torch.finfo(model.dtype).eps):
+        return Heads()
+    # A layer's parameters are replaced where they are cut over ranks.
+    bias = None if layer.bias is None else lambda: model.get_output_embeddings().bias
+    return Heads(lambda: model.get_output_embeddings().weight, bias, factor, cap)
 
 
 def _at(hidden: Tensor, column: Tensor) -> Tensor:
@@ -372,17 +419,3 @@ def _through_the_whole_model(model: Any, given: dict[str, Any], column: Tensor) 
     finally:
         handle.remove()
     return kept[0], logits
-
-
-@torch.no_grad()
-def _has_plain_head(model: Any) -> bool:
-    """Return whether logits are output_embeddings(decoder output), without scaling or soft caps on top."""
-    tokens = torch.tensor([[0, 1]], device=model.device)
-    head = model.get_output_embeddings()
-    if head is None or getattr(head, "bias", None) is not None:
-        return False
-    try:
-        hidden = model.get_decoder()(input_ids=tokens, use_cache=False).last_hidden_state
-        return torch.equal(head(hidden), model(input_ids=tokens, use_cache=False).logits)
-    except (AttributeError, TypeError, RuntimeError):
-        return False

@@ -129,7 +129,7 @@ def test_a_head_that_bounds_or_scales_its_logits_sees_scored_positions_only(kind
     sample, rows = ragged_sample(GROUPS), []
     model.get_output_embeddings().register_forward_hook(lambda _, args, output: rows.append(output[..., 0].numel()))
     forward = PackedForward(model)
-    assert forward.heads.bent is not None
+    assert forward.heads.language is not None
     forward.heads = Heads()  # As if nothing were known of it.
     rows.clear()
     outputs = forward(sample)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from realhf.backends.training import selected_logprobs as module
-from realhf.backends.training.selected_logprobs import BentHead, chunk_rows, selected_logprobs
+from realhf.backends.training.selected_logprobs import chunk_rows, selected_logprobs
 
 VOCABULARY, WIDTH = 131, 24
 
@@ -146,17 +146,12 @@ def test_bf16_products_give_the_logits_of_fp32_and_gradients_of_the_type_of_the_
 
 def test_bf16_products_of_a_head_that_does_more(gpu_products: Counted) -> None:
     hidden, weight, ids = drawn(40, torch.bfloat16)
-    layer = torch.nn.Linear(WIDTH, VOCABULARY, dtype=torch.bfloat16)
-    layer.weight.data.copy_(weight.detach())
-    head = BentHead(lambda: layer, factor=0.5, cap=20.0)
-    found = []
-    for narrow in (True, False):
-        own = hidden.detach() if narrow else hidden.detach().float()
-        own.requires_grad_()
-        logprobs, entropy = head.score(own, ids, 0.8, with_entropy=True, chunk=16)
-        grads = torch.autograd.grad((logprobs + 0.1 * entropy).sum(), (own, layer.weight, layer.bias))
+    bias, found = torch.linspace(-1, 1, VOCABULARY, dtype=torch.bfloat16).requires_grad_(), []
+    for own in (hidden, hidden.detach().float().requires_grad_()):
+        logprobs, entropy = selected_logprobs(own, weight, ids, 0.8, 16, bias=bias, factor=0.5, cap=20.0)
+        grads = torch.autograd.grad((logprobs + 0.1 * entropy).sum(), (own, weight, bias))
         found.append((logprobs, entropy, *grads))
-    assert gpu_products.mm == 3 * 2 + 3
+    assert (gpu_products.mm, gpu_products.addmm) == (3 + 3 + 1, 2)
     for grad, wanted, bound in zip(*found, (1e-5, 1e-5, 6e-3, 6e-3, 6e-3), strict=True):
         assert (grad.float() - wanted.float()).norm() <= bound * wanted.float().norm()
 
@@ -165,7 +160,7 @@ def test_a_device_without_such_products_computes_in_fp32_and_says_so(caplog: pyt
     assert not module._tried(torch.device("cpu"))
     assert "are computed in fp32: torch cannot sum bf16 there (Could not run 'aten::mm.dtype'" in caplog.text
     hidden, weight, _ = drawn(5, torch.bfloat16)
-    assert isinstance(module._products_of(hidden, weight), module._InFp32)
+    assert not module._Products(hidden, weight).narrow
 
 
 _PROGRAM = """
