@@ -28,6 +28,7 @@ from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPri
 from torch.distributed.device_mesh import DeviceMesh
 
 from realhf.api.parallel import CollectiveBroken, Parallel
+from realhf.backends.training.micro_batches import Ranks
 
 _PREFIX = "socket:"
 
@@ -274,8 +275,9 @@ BUCKET_BYTES = 32 << 20
 """Gradients travel in pieces of about this size, whatever the number of parameters."""
 
 
-class GroupRanks:
-    """Is the ``Ranks`` of a role on several ``workers``, indices of members of ``world``; ranks are in ascending order.
+class GroupRanks(Ranks):
+    """Joins the engines of a role on several ``workers``, indices of members of ``world``, in ascending order.
+    Outside ``together`` a rank is alone. ``number`` is the own rank in any case.
 
     ``sharded``: the model is cut over the ranks (or over groups of them), so that passes are collectives and the
     backward pass itself sums gradients.
@@ -284,23 +286,8 @@ class GroupRanks:
     def __init__(self, world: World, workers: Sequence[int], *, sharded: bool, device: torch.device) -> None:
         self._world, self._device = world, device
         self.group = world.group(workers)
-        self._rank, self._size, self._sharded = dist.get_rank(self.group), len(workers), sharded
+        self.number, self._together, self._sharded = dist.get_rank(self.group), len(workers), sharded
         self._active = False
-
-    @property
-    def number(self) -> int:
-        """The own rank, also outside ``together``."""
-        return self._rank
-
-    @property
-    def rank(self) -> int:
-        """The own rank inside ``together``, else 0."""
-        return self._rank if self._active else 0
-
-    @property
-    def size(self) -> int:
-        """The number of ranks inside ``together``, else 1."""
-        return self._size if self._active else 1
 
     @property
     def in_step(self) -> bool:
@@ -313,7 +300,7 @@ class GroupRanks:
     @contextlib.contextmanager
     def together(self, what: str) -> Iterator[None]:
         """See ``realhf.api.parallel.Group``."""
-        self._active = True
+        self._active, self.rank, self.size = True, self.number, self._together
         try:
             self._agree(what)
             yield
@@ -322,10 +309,10 @@ class GroupRanks:
             aborted = self._world.aborted
             self.abort(f"{what}: {type(error).__name__}")
             if aborted or _lost_peer(error):
-                raise CollectiveBroken(f"rank {self._rank} of {self._size} broke off {what}: {error}") from error
+                raise CollectiveBroken(f"rank {self.number} of {self.size} broke off {what}: {error}") from error
             raise
         finally:
-            self._active = False
+            self._active, self.rank, self.size = False, 0, 1
 
     def abort(self, reason: str = "") -> None:
         """See ``realhf.api.parallel.Group``."""
@@ -386,24 +373,24 @@ class GroupRanks:
         """Raise CollectiveBroken unless all ranks are about the same."""
         for rank, other in enumerate(self.exchange(what.encode())):
             if other.decode("utf-8", "replace") != what:
-                raise CollectiveBroken(f"rank {self._rank} is about {what}, rank {rank} about {other.decode()}")
+                raise CollectiveBroken(f"rank {self.number} is about {what}, rank {rank} about {other.decode()}")
 
     def _gathered(self, tensor: Tensor) -> list[Tensor]:
         mine = tensor.to(self._device)
-        rows = [torch.empty_like(mine) for _ in range(self._size)]
+        rows = [torch.empty_like(mine) for _ in range(self._together)]
         self._collective(lambda: dist.all_gather(rows, mine, group=self.group))
         return [row.cpu() for row in rows]
 
     def _check_whole(self) -> None:
         if self._world.aborted:
-            raise CollectiveBroken(f"rank {self._rank}: collectives were broken off: {self._world.aborted}")
+            raise CollectiveBroken(f"rank {self.number}: collectives were broken off: {self._world.aborted}")
 
     def _collective(self, run: Callable[[], Any]) -> None:
         self._check_whole()
         try:
             run()
         except RuntimeError as error:
-            raise CollectiveBroken(f"rank {self._rank} of {self._size} lost its peers: {error}") from error
+            raise CollectiveBroken(f"rank {self.number} of {self._together} lost its peers: {error}") from error
 
 
 def _lost_peer(error: BaseException) -> bool:

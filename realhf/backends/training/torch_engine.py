@@ -25,7 +25,7 @@ from realhf.backends.embedded.memory import Heap, cache_bytes, named_shortage, n
 from realhf.backends.embedded.weight_copy import named_weights
 from realhf.backends.training.checkpoint import is_checkpoint, load_state, save_state
 from realhf.backends.training.lora import ADAPTER, BaseEngine, LoraAdapters
-from realhf.backends.training.micro_batches import Part, Ranks, SingleRank, StepAccount, parts_of
+from realhf.backends.training.micro_batches import Part, Ranks, StepAccount, parts_of
 from realhf.backends.training.optimizer import PolicyOptimizer
 from realhf.backends.training.packed_forward import PackedForward
 from realhf.base.text import first_line
@@ -114,7 +114,7 @@ class TorchEngine:
         self.adapters: LoraAdapters | None = None
         self._checkpointing, self._compiles = gradient_checkpointing and optimizer is not None, compile
         self._forward = self._tried_out(lambda: None if lora is None else self._with_adapters(lora, role, path))
-        self._ranks: Ranks = SingleRank() if ranks is None else ranks
+        self._ranks = Ranks() if ranks is None else ranks
         self._heap = Heap()
         if self._checkpointing:
             model.activation_checkpointing_enable()

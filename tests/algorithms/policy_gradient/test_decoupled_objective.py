@@ -12,7 +12,7 @@ from realhf.algorithms.options import resolve
 from realhf.algorithms.policy_loss import PolicyObjective, loglinear_proximal
 from realhf.algorithms.train_step import PredictedTokens, replace_keys, token_weights
 from realhf.api.sample import MicroBatchSpec, SequenceSample
-from realhf.backends.training.micro_batches import SingleRank, parts_of
+from realhf.backends.training.micro_batches import Ranks, parts_of
 from tests.algorithms.given_outputs import GivenOutputs
 
 GROUPS = [[9, 4], [1, 12, 6]]
@@ -171,7 +171,7 @@ def test_microbatches_add_up(rollout_batch: Any, given: dict[str, Any]) -> None:
     whole, stats = PolicyObjective(options, STEP)(GivenOutputs(current), part)
     part = replace_keys(part, shifted={"advantages": part["advantages"], "current": current.detach()})
     loss, sums = 0.0, dict.fromkeys(stats, 0.0)
-    pieces = [cut.sample for cut in parts_of(part, MicroBatchSpec(n_mbs=2), SingleRank())]
+    pieces = [cut.sample for cut in parts_of(part, MicroBatchSpec(n_mbs=2), Ranks())]
     assert len(pieces) == 2
     for piece in pieces:
         value, own = PolicyObjective(options, STEP)(GivenOutputs(piece["current"].requires_grad_()), piece)

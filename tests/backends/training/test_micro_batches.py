@@ -15,7 +15,7 @@ from torch import Tensor
 from realhf.api.config import OptimizerConfig
 from realhf.api.model import ForwardOutputs
 from realhf.api.sample import MicroBatchSpec, SequenceSample, choose_sequences
-from realhf.backends.training.micro_batches import SingleRank, parts_of
+from realhf.backends.training.micro_batches import Ranks, parts_of
 from realhf.backends.training.torch_engine import TorchEngine
 
 GROUP = [[60] * 8]
@@ -59,7 +59,7 @@ def test_parts_cover_every_sequence_once_within_the_budget(
     groups: list[list[int]], n_mbs: int, cap: int | None
 ) -> None:
     sample = batch(groups)
-    parts = [part.sample for part in parts_of(sample, MicroBatchSpec(n_mbs, cap), SingleRank())]
+    parts = [part.sample for part in parts_of(sample, MicroBatchSpec(n_mbs, cap), Ranks())]
     assert sorted(int(i) for part in parts for i in part["number"]) == list(range(sum(map(len, groups))))
     trained = sum(1 for mask in sample["loss_mask"].split([n for g in groups for n in g]) if bool(mask[1:].any()))
     assert len(parts) >= min(n_mbs, max(1, trained))
@@ -67,7 +67,7 @@ def test_parts_cover_every_sequence_once_within_the_budget(
         sizes = [n for n in part.lengths("packed_input_ids").values if n]
         assert cap is None or positions(part) <= max(cap, *sizes)
         assert part["task"].tolist() == [int(i[1:]) for i in part.ids] == [int(t[5:]) for t in part.metadata["name"]]
-    again = [part.sample for part in parts_of(sample, MicroBatchSpec(n_mbs, cap), SingleRank())]
+    again = [part.sample for part in parts_of(sample, MicroBatchSpec(n_mbs, cap), Ranks())]
     assert [part["number"].tolist() for part in again] == [part["number"].tolist() for part in parts]
 
 

@@ -26,7 +26,7 @@ from realhf.api.config import GenConfig, OptimizerConfig
 from realhf.api.model import GenRequest
 from realhf.api.sample import MicroBatchSpec, SequenceSample
 from realhf.backends.training import packed_forward
-from realhf.backends.training.micro_batches import SingleRank, parts_of
+from realhf.backends.training.micro_batches import Ranks, parts_of
 from realhf.backends.training.packed_forward import PackedForward
 from realhf.backends.training.sequence_packing import SequenceInputs
 from realhf.backends.training.torch_engine import TorchEngine
@@ -102,11 +102,11 @@ def test_scores_and_steps_are_those_of_padded_rows(
 
 def test_a_pass_has_neither_padding_nor_a_row_of_the_size_of_a_mask(packing: None, tiny_model: Any) -> None:
     sample = groups()
-    (part,) = parts_of(sample, SPEC, SingleRank(), share=True, packed=True)
+    (part,) = parts_of(sample, SPEC, Ranks(), share=True, packed=True)
     inputs = SequenceInputs.of(sample)
     tokens = [inputs.tokens[i].tolist() for i in inputs.scored]
     assert part.positions == len({tuple(row[:n]) for row in tokens for n in range(1, len(row) + 1)}), "a tree of tokens"
-    parts = parts_of(sample, MicroBatchSpec(3, 40), SingleRank(), share=True, packed=True)
+    parts = parts_of(sample, MicroBatchSpec(3, 40), Ranks(), share=True, packed=True)
     assert len(parts) >= 3 and all(part.positions <= 40 for part in parts)
     assert [part.positions for part in parts] == sorted((part.positions for part in parts), reverse=True)
     result = engine_of(tiny_model()).train_batch(sample, loss, mb_spec=SPEC)

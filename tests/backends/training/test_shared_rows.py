@@ -22,7 +22,7 @@ from realhf.api.config import OptimizerConfig
 from realhf.api.model import POSITIONS, ForwardOutputs
 from realhf.api.sample import MicroBatchSpec, SequenceSample
 from realhf.backends.training import packed_forward
-from realhf.backends.training.micro_batches import Ranks, SingleRank, parts_of
+from realhf.backends.training.micro_batches import Ranks, parts_of
 from realhf.backends.training.packed_forward import PackedForward, own_windows, probe
 from realhf.backends.training.sequence_packing import (
     RowPass,
@@ -196,7 +196,7 @@ def test_a_mask_stays_bounded_however_long_the_prompt_and_the_budget() -> None:
     """A row of 8,000 positions would need a mask of 256 MB."""
     for prompt, number, length in ((3000, 4, 600), (4500, 3, 10)):
         (*parts,) = parts_of(
-            answers_batch(prompt, number, length), MicroBatchSpec(max_tokens_per_mb=20_000), SingleRank(), share=True
+            answers_batch(prompt, number, length), MicroBatchSpec(max_tokens_per_mb=20_000), Ranks(), share=True
         )
         assert all(row.plain or row.length <= 4096 for part in parts for row in part.rows)
 
@@ -215,7 +215,7 @@ def test_common_prefixes_are_computed_once_and_counted(tiny_model: Any) -> None:
 
     own = [17 + 6 + 8 + 4 - 1 + 11, 11 + 6 + 8 + 4 - 1 + 11]
     spec = MicroBatchSpec()
-    parts = parts_of(sample, spec, SingleRank(), share=True)
+    parts = parts_of(sample, spec, Ranks(), share=True)
     assert sum(row.length for part in parts for row in part.rows) == sum(own)
     assert engine.train_batch(sample, loss, mb_spec=spec).stats[POSITIONS] == sum(part.positions for part in parts)
     engine._forward.shares = False
@@ -223,7 +223,7 @@ def test_common_prefixes_are_computed_once_and_counted(tiny_model: Any) -> None:
 
 
 def test_rows_without_much_in_common_need_no_mask(ragged_sample: Any) -> None:
-    parts = parts_of(ragged_sample([[40, 30, 20], [33]]), MicroBatchSpec(), SingleRank(), share=True)
+    parts = parts_of(ragged_sample([[40, 30, 20], [33]]), MicroBatchSpec(), Ranks(), share=True)
     assert all(row.plain for part in parts for row in part.rows)
 
 
@@ -282,7 +282,7 @@ def test_bf16_models_share_rows(tiny_model: Any, monkeypatch: pytest.MonkeyPatch
     forward, sample = PackedForward(model), group_batch()
     assert forward.shares
     inputs = SequenceInputs.of(sample)
-    (part,) = parts_of(sample, MicroBatchSpec(), SingleRank(), share=True)
+    (part,) = parts_of(sample, MicroBatchSpec(), Ranks(), share=True)
     apart = forward(sample).logprobs()[0]
     rounding = float((forward(sample, part.rows).logprobs()[0] - apart).abs().max())
     whole = model.get_decoder().forward
