@@ -11,7 +11,7 @@ models decoding is bound by reading keys and values, and the rollouts of a group
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,28 +41,24 @@ def n_sliding_layers(config: Any) -> int:
     return list(kinds).count(_SLIDING) if kinds else int(config.get_text_config().num_hidden_layers)
 
 
-class AttentionMasks:
-    """Makes additive masks for a model with this configuration, 0 or -inf in ``dtype``. Raises ValueError for layers
-    that see anything else than all tokens or the last ones."""
+def layer_masks(
+    config: Any, dtype: torch.dtype, closed: Tensor, far: Callable[[int], Tensor]
+) -> Tensor | dict[str, Tensor]:
+    """Return the additive mask for a model with this configuration, 0 or -inf in ``dtype``, or one for each kind of
+    layer where it takes several. ``closed`` bool says what no layer sees, ``far`` what layers with a sliding window of
+    so many tokens do not see either."""
+    full, window = additive_mask(closed, dtype), sliding_window(config)
+    if window is None:
+        return full
+    windowed = additive_mask(closed | far(window), dtype)
+    return {_FULL: full, _SLIDING: windowed} if getattr(config.get_text_config(), "layer_types", None) else windowed
 
-    def __init__(self, config: Any, dtype: torch.dtype) -> None:
-        self._dtype = dtype
-        self._window = sliding_window(config)
-        self._kinds = frozenset(getattr(config.get_text_config(), "layer_types", None) or ())
-        if odd := sorted(self._kinds - {_FULL, _SLIDING}):
-            raise ValueError(f"{type(config).__name__}: layers of the kind {odd[0]} cannot generate from cached rows")
 
-    def of(self, positions: Tensor, width: int) -> Tensor | dict[str, Tensor]:
-        """Make the mask for queries at ``positions`` int64 (n, n_query) over ``width`` columns: (n, 1, n_query, width),
-        or one mask for each kind of layer where a model has several."""
-        column, at = torch.arange(width, device=positions.device), positions[:, None, :, None]
-        later = column > at
-        full = additive_mask(later, self._dtype)
-        if self._window is None:
-            return full
-        # A row that idles beyond the width must see something too: a softmax over nothing is not a number.
-        windowed = additive_mask(later | (column <= at.clamp(max=width - 1) - self._window), self._dtype)
-        return {_FULL: full, _SLIDING: windowed} if self._kinds else windowed
+def check_layer_kinds(config: Any) -> None:
+    """Raise ValueError for layers that see anything else than all tokens or the last ones."""
+    kinds = frozenset(getattr(config.get_text_config(), "layer_types", None) or ())
+    if odd := sorted(kinds - {_FULL, _SLIDING}):
+        raise ValueError(f"{type(config).__name__}: layers of the kind {odd[0]} cannot generate from cached rows")
 
 
 def additive_mask(closed: Tensor, dtype: torch.dtype) -> Tensor:
@@ -71,9 +67,9 @@ def additive_mask(closed: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @contextlib.contextmanager
-def attending_by(model: Any, name: str) -> Iterator[None]:
-    """Let a model on the ``sdpa`` implementation attend by the registered implementation ``name`` within the block."""
-    config = model.config
+def attending_by(config: Any, name: str) -> Iterator[None]:
+    """Let the model of a configuration attend by the registered implementation ``name`` within the block, if it is on
+    the ``sdpa`` implementation."""
     before = config._attn_implementation
     if before == "sdpa":
         config._attn_implementation = name

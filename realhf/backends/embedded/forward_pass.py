@@ -19,10 +19,11 @@ from torch import Tensor, nn
 
 from realhf.backends.embedded.attention import (
     ROW_DECODE,
-    AttentionMasks,
     additive_mask,
     attending_by,
     blocks_attention,
+    check_layer_kinds,
+    layer_masks,
     row_blocks,
     sliding_window,
 )
@@ -76,11 +77,11 @@ class ModulePass:
         self._model = model
         self._cache = cache
         self._limit = limit
-        self._masks = AttentionMasks(model.config, model.dtype)
+        check_layer_kinds(model.config)
 
     def run(self, decoding: Decoding | None, pieces: Sequence[Piece]) -> Tensor:
         """See ``ForwardPass``."""
-        with attending_by(self._model, ROW_DECODE):
+        with attending_by(self._model.config, ROW_DECODE):
             logits = [] if decoding is None else [self._decode(decoding)]
             by_piece: list[Tensor | None] = [None] * len(pieces)
             for chunk in _chunks(pieces):
@@ -117,9 +118,12 @@ class ModulePass:
 
     def _forward(self, tokens: Tensor, positions: Tensor, width: int) -> Tensor:
         """Feed ``tokens`` at ``positions``, int64 (n, n_query) each, over the first ``width`` columns of their rows."""
+        column, at = torch.arange(width, device=positions.device), positions[:, None, :, None]
+        # A row that idles beyond the width must see something too: a softmax over nothing is not a number.
+        far = lambda window: column <= at.clamp(max=width - 1) - window
         out = self._model(
             input_ids=tokens,
-            attention_mask=self._masks.of(positions, width),
+            attention_mask=layer_masks(self._model.config, self._model.dtype, column > at, far),
             position_ids=positions,
             past_key_values=self._cache,
             use_cache=True,

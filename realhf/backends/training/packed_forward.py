@@ -37,12 +37,12 @@ from realhf.backends.training.sequence_packing import (
 from realhf.backends.training.tree_attention import ROW_TREE
 from realhf.backends.training.varlen_attention import (
     LAYOUT,
+    PACKED_ROWS,
     Kernel,
     can_pack,
     kernel_for,
     noting_windows,
     pack,
-    packed_for_trial,
 )
 
 
@@ -261,7 +261,7 @@ class PackedForward:
             given["attention_mask"] = masks(self.model.config, one, one[0].long(), self._dtype)
         if chosen.trees is None:
             return self._read(given, chosen)
-        with attending_by(self.model, ROW_TREE):
+        with attending_by(self.model.config, ROW_TREE):
             given |= {"position_ids": chosen.depth.to(device), "row_trees": chosen.trees}
             return self._read(given, chosen)
 
@@ -288,7 +288,7 @@ class PackedForward:
             else:
                 windows: list[int | None] = []
                 noting = noting_windows(kernel, windows)
-                with packed_for_trial(self.model):
+                with attending_by(self.model.get_decoder().config, PACKED_ROWS):
                     reason = self._strays(lambda rows, inputs: packed_pass(rows, inputs, noting))
                 reason = reason or _missed_window(self.model.config, windows)
                 if not reason:

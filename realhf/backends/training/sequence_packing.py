@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from realhf.api.sample import SequenceSample
-from realhf.backends.embedded.attention import additive_mask, sliding_window
+from realhf.backends.embedded.attention import layer_masks
 from realhf.backends.training.tree_attention import RowTrees
 from realhf.backends.training.varlen_attention import Kernel, PackedLayout, packed_layout
 
@@ -200,9 +200,6 @@ def row_batches(
     return batches
 
 
-_FULL, _SLIDING = "full_attention", "sliding_attention"
-
-
 @dataclass(frozen=True)
 class RowPass:
     """Holds n rows of a common width. ``tokens``, ``depth`` int64 (n, width): token and its position in its sequence;
@@ -280,10 +277,5 @@ def _scored_at(columns: list[np.ndarray], members: list[int], inputs: SequenceIn
 def masks(config: Any, seen: Tensor, depth: Tensor, dtype: torch.dtype) -> Tensor | dict[str, Tensor]:
     """Return additive masks (n, 1, width, width) of ``dtype`` for a model with this configuration: one, or one for each
     kind of layer where the model takes several. ``seen`` and ``depth`` are those of a ``RowPass``."""
-    full = additive_mask(~seen, dtype)[:, None]
-    window = sliding_window(config)
-    if window is None:
-        return full
-    near = depth[:, :, None] - depth[:, None, :] < window
-    windowed = additive_mask(~(seen & near), dtype)[:, None]
-    return {_FULL: full, _SLIDING: windowed} if getattr(config.get_text_config(), "layer_types", None) else windowed
+    far = lambda window: depth[:, None, :, None] - depth[:, None, None, :] >= window
+    return layer_masks(config, dtype, ~seen[:, None], far)

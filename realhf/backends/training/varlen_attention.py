@@ -13,7 +13,6 @@ implementation.
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -251,7 +250,7 @@ def _ends(sizes: Sequence[int]) -> Tensor:
     return torch.from_numpy(np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32))
 
 
-NAME, LAYOUT = "packed_rows", "packed_layout"
+PACKED_ROWS, LAYOUT = "packed_rows", "packed_layout"
 """The implementation's name, and the keyword argument of a forward pass that brings a ``PackedLayout``."""
 
 
@@ -284,29 +283,17 @@ def packed_attention(
     return packed_layout.attend(parts[0], parts[1], parts[2], sliding_window, scale)[None], None
 
 
-AttentionInterface.register(NAME, packed_attention)
-AttentionMaskInterface.register(NAME, sdpa_mask)
+AttentionInterface.register(PACKED_ROWS, packed_attention)
+AttentionMaskInterface.register(PACKED_ROWS, sdpa_mask)
 
 
 def can_pack(model: Any) -> bool:
     """Return whether the model computes attention by ``sdpa``, whose place ``packed_rows`` can take or has taken:
     models may share their configuration."""
-    return getattr(model.get_decoder().config, "_attn_implementation", None) in ("sdpa", NAME)
+    return getattr(model.get_decoder().config, "_attn_implementation", None) in ("sdpa", PACKED_ROWS)
 
 
 def pack(model: Any) -> None:
     """Let the model attend by ``packed_rows`` from now on. It stays so: a backward pass that computes activations again
     must find what the forward pass had."""
-    model.get_decoder().config._attn_implementation = NAME
-
-
-@contextlib.contextmanager
-def packed_for_trial(model: Any) -> Iterator[None]:
-    """Let the model attend by ``packed_rows`` within the block."""
-    config = model.get_decoder().config
-    before = config._attn_implementation
-    config._attn_implementation = NAME
-    try:
-        yield
-    finally:
-        config._attn_implementation = before
+    model.get_decoder().config._attn_implementation = PACKED_ROWS
