@@ -10,7 +10,6 @@ import contextlib
 import json
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -42,12 +41,14 @@ _log = logging.getLogger(__name__)
 
 
 class FolderWeights:
-    """Knows where the parameters of a model without memory, and its persistent buffers, are in a folder. It is made
-    before the model is wrapped or changed, while parameters have the names of the folder."""
+    """Knows where the parameters of a model without memory, and its persistent buffers, are in a folder, and reads them
+    to ``device`` as ``dtype``. It is made before the model is wrapped or changed, while parameters have the names of
+    the folder."""
 
-    def __init__(self, model: Any, folder: Path, *, with_head: bool) -> None:
+    def __init__(self, model: Any, folder: Path, device: torch.device, dtype: torch.dtype, *, with_head: bool) -> None:
         """Raises ValueError where the folder does not hold every tensor under its name, in its shape; without
         ``with_head`` the projection to the vocabulary may be missing."""
+        self._device, self._dtype = device, dtype
         self._files = _files_of(folder)
         self._names: dict[int, str] = {}
         self._owners: dict[int, list[tuple[nn.Module, str]]] = {}
@@ -79,14 +80,15 @@ class FolderWeights:
                 self._buffers[id(buffer)] = name
 
     @torch.no_grad()
-    def fill(self, module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-        """Give the parameters of ``module`` that have no memory theirs, on ``device``; tied ones stay one."""
+    def fill(self, module: nn.Module) -> None:
+        """Give the parameters of ``module`` that have no memory theirs; tied ones stay one."""
         for parameter in list(module.parameters()):
             if not parameter.is_meta:
                 continue
             if (name := self._names.get(id(parameter))) is None:
                 raise RuntimeError(f"a parameter of shape {tuple(parameter.shape)} is not one of the folder's")
-            real = nn.Parameter(self._read(name).to(device=device, dtype=dtype), requires_grad=parameter.requires_grad)
+            read = self._read(name).to(device=self._device, dtype=self._dtype)
+            real = nn.Parameter(read, requires_grad=parameter.requires_grad)
             for owner, attribute in self._owners[id(parameter)]:
                 owner._parameters[attribute] = real
         for buffer in module.buffers():
@@ -102,29 +104,10 @@ class FolderWeights:
             return tuple(file.get_slice(name).get_shape())
 
 
-@dataclass(frozen=True)
-class Filling:
-    """Gives the parts of a model their weights, on ``device``; ``what`` is what errors call the model."""
-
-    weights: FolderWeights
-    device: torch.device
-    dtype: torch.dtype
-    what: str
-
-    def fill(self, module: nn.Module) -> None:
-        """Read the parameters of a module that have no memory."""
-        self.weights.fill(module, self.device, self.dtype)
-
-    def prove(self, model: Any) -> None:
-        """Raise ModelLoadError for a model that cannot be trained, as where it is loaded whole."""
-        if problem := odd_logits(model):
-            raise ModelLoadError(f"{self.what}: {problem}")
-
-
 def build_without_memory(
-    path: str, role: str, dtype: torch.dtype, *, with_head: bool = True
+    path: str, role: str, device: torch.device, dtype: torch.dtype, *, with_head: bool = True
 ) -> tuple[Any, FolderWeights] | None:
-    """Return the model of a folder without memory for its parameters, in evaluation mode, and where they are. None,
+    """Return the model of a folder without memory for its parameters, in evaluation mode, and what reads them. None,
     with a message, where the folder has no such form: then the model is loaded whole, which also says what is wrong
     with it. Raises ModelLoadError."""
     check_folder(path, role)
@@ -135,7 +118,7 @@ def build_without_memory(
             raise ValueError(f"transformers converts tensors of {config.model_type}")
         with _parameters_without_memory():
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=kernel)
-        weights = FolderWeights(model, Path(path), with_head=with_head)
+        weights = FolderWeights(model, Path(path), device, dtype, with_head=with_head)
     except (OSError, KeyError, ValueError, SafetensorError) as error:
         _log.warning("%s.path=%s is loaded whole on each worker before it is cut: %s", role, path, error)
         return None
@@ -251,7 +234,7 @@ def _set(model: nn.Module, name: str, tensor: Tensor) -> None:
 
 
 class FsdpEngine(JoinedEngine):
-    """Is a ``TorchEngine`` that holds a part of the weights, and computes in group calls only. ``filling`` gives
+    """Is a ``TorchEngine`` that holds a part of the weights, and computes in group calls only. ``unread`` gives
     parameters of ``model`` that have no memory theirs, part by part, before each is cut. ``gather`` brings whole
     weights together; generation, export and publication use those, until the next train step."""
 
@@ -263,27 +246,29 @@ class FsdpEngine(JoinedEngine):
         ranks: GroupRanks,
         mesh: DeviceMesh,
         role: str,
-        filling: Filling | None = None,
+        path: str = "",
+        unread: FolderWeights | None = None,
         **options: Any,
     ) -> None:
-        self._mesh, self._filling = mesh, filling
+        self._mesh, self._unread, self._path = mesh, unread, path
         self._whole: Whole | None = None
         self._copy: Any = None
         with ranks.together(f"the weights of {role}"):
-            super().__init__(model, tokenizer, ranks=ranks, role=role, **options)
+            super().__init__(model, tokenizer, ranks=ranks, role=role, path=path, **options)
         self._generator = None  # It would generate with parts of the weights.
 
     def _tried_out(self, adapters: Callable[[], Any]) -> PackedForward:
-        filling, mesh = self._filling, self._mesh
-        if filling is None:
+        unread, mesh = self._unread, self._mesh
+        if unread is None:
             forward = super()._tried_out(adapters)
             self._check_layouts(forward)
             self._whole = cut(self.model, mesh)
             return forward
-        whole = self._whole = cut(self.model, mesh, filling.fill)
+        whole = self._whole = cut(self.model, mesh, unread.fill)
 
         def run() -> PackedForward:
-            filling.prove(self.model)
+            if problem := odd_logits(self.model):
+                raise ModelLoadError(f"{self._role}.path={self._path}: {problem}")
             return super(FsdpEngine, self)._tried_out(adapters)
 
         try:
@@ -375,17 +360,16 @@ class FsdpEngine(JoinedEngine):
 class FsdpBackend(JoinedBackend):
     """Builds engines with a part of the model on each worker."""
 
-    _filling: Filling | None = None
+    _unread: FolderWeights | None = None
 
     def _model(self, spec: ModelSpec, dtype: torch.dtype) -> Any:
         """Build the model without memory where its folder lets it be read part by part."""
         found = None
         if spec.parallel.size > 1:
-            found = build_without_memory(spec.path, spec.role, dtype, with_head=spec.head == "lm")
+            found = build_without_memory(spec.path, spec.role, self._device, dtype, with_head=spec.head == "lm")
         if found is None:
             return super()._model(spec, dtype)
-        model, weights = found
-        self._filling = Filling(weights, self._device, dtype, f"{spec.role}.path={spec.path}")
+        model, self._unread = found
         return load_value_model(model, spec.path, spec.role) if spec.head == "value" else model
 
     def _joined(self, spec: ModelSpec, world: World, model: Any, tokenizer: Any, **options: Any) -> FsdpEngine:
@@ -395,4 +379,4 @@ class FsdpBackend(JoinedBackend):
             raise ValueError(f"{spec.role}.compile=true: the backend fsdp2 does not compile blocks")
         ranks = GroupRanks(world, spec.workers, sharded=True, device=self._device)
         mesh = mesh_of(world, spec.workers, spec.parallel, ranks, self._device.type)
-        return FsdpEngine(model, tokenizer, ranks=ranks, mesh=mesh, role=spec.role, filling=self._filling, **options)
+        return FsdpEngine(model, tokenizer, ranks=ranks, mesh=mesh, role=spec.role, unread=self._unread, **options)

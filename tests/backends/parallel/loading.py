@@ -32,16 +32,15 @@ class Watched(FsdpBackend):
 
     def _model(self, spec: ModelSpec, dtype: torch.dtype) -> Any:
         model = super()._model(spec, dtype)
-        if self._filling is not None:
-            held = self._filling
+        if (unread := self._unread) is not None:
+            read = unread.fill
 
-            class Filling(type(held)):
-                def fill(inner, module: Any) -> None:
-                    super().fill(module)
-                    own = {id(p): p for p in model.parameters() if not p.is_meta and not isinstance(p, DTensor)}
-                    self.most = max(self.most, sum(p.numel() * p.element_size() for p in own.values()))
+            def fill(module: Any) -> None:
+                read(module)
+                own = {id(p): p for p in model.parameters() if not p.is_meta and not isinstance(p, DTensor)}
+                self.most = max(self.most, sum(p.numel() * p.element_size() for p in own.values()))
 
-            self._filling = Filling(held.weights, held.device, held.dtype, held.what)
+            unread.fill = fill  # type: ignore[method-assign]
         return model
 
 

@@ -63,7 +63,7 @@ def test_what_ranks_read_part_by_part_is_the_model_of_the_folder(tmp_path: Path)
 
 
 def without_memory(folder: Path, **options: Any) -> Any:
-    return build_without_memory(str(folder), "actor", torch.float32, **options)
+    return build_without_memory(str(folder), "actor", torch.device("cpu"), torch.float32, **options)
 
 
 def test_a_folder_that_cannot_be_read_so_is_loaded_whole_and_that_is_said(
