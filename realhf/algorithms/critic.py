@@ -20,13 +20,15 @@ from realhf.algorithms.token_advantages import (
     value_estimate,
 )
 from realhf.algorithms.train_step import (
+    WEIGHTS,
     NonFiniteGuard,
     PredictedTokens,
-    minibatches,
     replace_keys,
-    select_sequences,
+    shifted_sample,
     summary,
     token_weights,
+    updates_of,
+    weighted_part,
     weighted_sum,
 )
 from realhf.api.keys import ROLLOUT_KEY
@@ -70,9 +72,7 @@ class CriticInterface:
         predicted = model.engine.forward(sample, lambda outputs, _: outputs.values(), mb_spec=context.mb_spec)
         values = self._moments.restored(predicted) if self.critic.value_norm else predicted
         values = torch.where(PredictedTokens.of(sample).mask.to(values.device), values, 0.0)
-        lengths = [[length - 1 for length in inner] for inner in sample.seqlens["packed_input_ids"]]
-        out = SequenceSample.from_tensors(sample.ids, {VALUES: values}, {VALUES: lengths})
-        return out, {"n_tokens": float(sample.n_tokens("packed_input_ids"))}
+        return shifted_sample(sample, VALUES, values), {"n_tokens": float(sample.n_tokens("packed_input_ids"))}
 
     def train_step(self, model: Model, sample: SequenceSample, context: CallContext) -> dict[str, Any]:
         """Train one step: moments of the returns first, then every minibatch. Raises ValueError on a missing key, and
@@ -117,17 +117,11 @@ class CriticInterface:
         """Return what each update trains on, with the weight of every position."""
         n = self.critic.n_minibatches or self.options.ppo_n_minibatches
         passes = self.critic.sample_reuse or self.options.sample_reuse
-        parts = [prepared]
-        if n * passes > 1:
-            parts = [part for number in range(passes) for part in minibatches(prepared, n, (context.seed, number))]
         weighted = []
-        for part in parts:
+        for part in updates_of(prepared, n, passes, context.seed):
             tokens = PredictedTokens.of(part)
             weights = token_weights(tokens.mask, tokens.sequence, tokens.n_sequences, "token_mean")
-            keep = torch.zeros(tokens.n_sequences, dtype=torch.bool)
-            keep[tokens.sequence[tokens.mask]] = True
-            part = part.select(part.keys - {ROLLOUT_KEY})
-            chosen = select_sequences(replace_keys(part, shifted={WEIGHTS: weights}), keep)
+            chosen = weighted_part(part, weights, tokens.having(tokens.mask))
             weighted += [] if chosen is None else [chosen]
         return weighted
 
@@ -175,7 +169,7 @@ def _statistics(values: Tensor, estimate: ValueEstimate) -> dict[str, float]:
     }
 
 
-TARGETS, BEFORE, WEIGHTS = "returns", "values", "loss_weights"
+TARGETS, BEFORE = "returns", "values"
 
 
 def value_loss(predicted: Tensor, before: Tensor, target: Tensor, clip: float | None) -> tuple[Tensor, Tensor]:

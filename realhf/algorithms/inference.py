@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from realhf.algorithms.train_step import shifted_sample
 from realhf.api.model import CallContext, Model
 from realhf.api.sample import SequenceSample
 
@@ -67,6 +68,4 @@ class LogprobInterface:
         """Return the sample of ``output_key`` and the statistic ``n_tokens``, the number of tokens of the scored
         sequences."""
         logprobs = model.engine.logprobs(sample, temperature=self._temperature, mb_spec=context.mb_spec)
-        lengths = [[length - 1 for length in inner] for inner in sample.seqlens["packed_input_ids"]]
-        out = SequenceSample.from_tensors(sample.ids, {self._key: logprobs}, {self._key: lengths})
-        return out, {"n_tokens": float(sample.n_tokens("packed_input_ids"))}
+        return shifted_sample(sample, self._key, logprobs), {"n_tokens": float(sample.n_tokens("packed_input_ids"))}

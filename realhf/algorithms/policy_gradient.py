@@ -19,7 +19,6 @@ from realhf.algorithms.policy_loss import (
     MISMATCH,
     PROXIMAL,
     RATIO,
-    WEIGHTS,
     PolicyObjective,
 )
 from realhf.algorithms.token_advantages import (
@@ -37,11 +36,11 @@ from realhf.algorithms.token_advantages import (
 from realhf.algorithms.train_step import (
     NonFiniteGuard,
     PredictedTokens,
-    minibatches,
     replace_keys,
-    select_sequences,
     summary,
     token_weights,
+    updates_of,
+    weighted_part,
 )
 from realhf.api.keys import ROLLOUT_KEY
 from realhf.api.model import CallContext, Model, TrainResult
@@ -134,15 +133,10 @@ class PolicyGradientInterface:
     def _minibatches(self, model: Model, prepared: SequenceSample, context: CallContext) -> list[SequenceSample]:
         """Return what each update trains on. With several updates the proximal log-probabilities are computed here,
         before the first; with one they are those of its own forward pass."""
-        options, parts = self.options, [prepared]
-        if options.n_updates > 1:
-            if options.prox_logp_method == "recompute" and PROXIMAL not in prepared.keys:
-                prepared = self._with_proximal(model, prepared, context, only=self._contributes(prepared))
-            parts = [
-                part
-                for number in range(options.sample_reuse)
-                for part in minibatches(prepared, options.ppo_n_minibatches, (context.seed, number))
-            ]
+        options = self.options
+        if options.n_updates > 1 and options.prox_logp_method == "recompute" and PROXIMAL not in prepared.keys:
+            prepared = self._with_proximal(model, prepared, context, only=self._contributes(prepared))
+        parts = updates_of(prepared, options.ppo_n_minibatches, options.sample_reuse, context.seed)
         return [chosen for part in parts if (chosen := self._trained_part(part)) is not None]
 
     def _with_proximal(
@@ -217,17 +211,13 @@ class PolicyGradientInterface:
         weights = token_weights(
             tokens.mask, tokens.owner, tokens.n_rollouts, options.loss_agg, options.loss_scale_len or 1
         )
-        kept = part.select(part.keys - {ROLLOUT_KEY})
-        return select_sequences(replace_keys(kept, shifted={WEIGHTS: weights}), self._contributes(part))
+        return weighted_part(part, weights, self._contributes(part))
 
     def _contributes(self, part: SequenceSample) -> Tensor:
         """Return which sequences have a gradient, bool (n sequences,)."""
         tokens, options = PredictedTokens.of(part), self.options
         every_token_counts = options.kl_loss_coef != 0 or options.entropy_coef != 0 or not self._skip_zero
-        counts = tokens.mask if every_token_counts else tokens.mask & (part[ADVANTAGES] != 0)
-        keep = torch.zeros(tokens.n_sequences, dtype=torch.bool)
-        keep[tokens.sequence[counts]] = True
-        return keep
+        return tokens.having(tokens.mask if every_token_counts else tokens.mask & (part[ADVANTAGES] != 0))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the count of consecutive updates without a finite gradient, and the weight of the KL reward."""

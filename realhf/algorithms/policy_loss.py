@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from realhf.algorithms.options import ResolvedOptions
-from realhf.algorithms.train_step import PredictedTokens, weighted_sum
+from realhf.algorithms.train_step import WEIGHTS, PredictedTokens, weighted_sum
 from realhf.api.model import ForwardOutputs
 from realhf.api.sample import SequenceSample
 from realhf.registry import policy_losses
 
-ADVANTAGES, WEIGHTS, PROXIMAL = "advantages", "loss_weights", "proximal_logprobs"
+ADVANTAGES, PROXIMAL = "advantages", "proximal_logprobs"
 MISMATCH = "mismatch"
 CURRENT, RATIO, CLIPPED = "current", "ratio", "clipped"
 

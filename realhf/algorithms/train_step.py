@@ -18,6 +18,8 @@ from realhf.api.keys import ROLLOUT_KEY
 from realhf.api.model import POSITIONS, TrainResult
 from realhf.api.sample import SequenceSample, choose_sequences
 
+WEIGHTS = "loss_weights"
+"""The key of the weight of every predicted token in the loss, f32 (L-1)."""
 _NONE: Mapping[str, Tensor] = MappingProxyType({})
 
 
@@ -47,6 +49,12 @@ class PredictedTokens:
     def owner(self) -> Tensor:
         """The number of the rollout of each position, i64 (n,)."""
         return self.rollout[self.sequence]
+
+    def having(self, positions: Tensor) -> Tensor:
+        """Return which sequences have one of ``positions``, bool (n,) in and bool (n_sequences,) out."""
+        found = torch.zeros(self.n_sequences, dtype=torch.bool)
+        found[self.sequence[positions]] = True
+        return found
 
     @staticmethod
     def of(sample: SequenceSample) -> PredictedTokens:
@@ -95,10 +103,10 @@ def replace_keys(
     return sample.select(kept).update(new)
 
 
-def select_sequences(sample: SequenceSample, keep: Tensor) -> SequenceSample | None:
-    """Keep only the sequences where ``keep`` (bool, (n sequences,)) is True; returns None if there are none. A sample
-    without any is left out. See ``choose_sequences``."""
-    return choose_sequences(sample, keep.cpu().numpy().astype(bool))
+def shifted_sample(sample: SequenceSample, key: str, values: Tensor) -> SequenceSample:
+    """Return a sample of ``values`` alone, which have L-1 entries per sequence of ``sample``."""
+    less_one = [[length - 1 for length in inner] for inner in sample.seqlens["packed_input_ids"]]
+    return SequenceSample.from_tensors(sample.ids, {key: values}, {key: less_one})
 
 
 def minibatches(sample: SequenceSample, n: int, seed: tuple[int, ...]) -> list[SequenceSample]:
@@ -116,6 +124,19 @@ def minibatches(sample: SequenceSample, n: int, seed: tuple[int, ...]) -> list[S
         load[owner[i]] += lengths[i]
     parts = [choose_sequences(sample, owner[rollout] == number) for number in range(n)]
     return [part for part in parts if part is not None]
+
+
+def updates_of(sample: SequenceSample, n: int, passes: int, seed: int) -> list[SequenceSample]:
+    """Return what each update of a train step gets: in every pass ``n`` parts, cut anew."""
+    if n * passes == 1:
+        return [sample]
+    return [part for number in range(passes) for part in minibatches(sample, n, (seed, number))]
+
+
+def weighted_part(part: SequenceSample, weights: Tensor, keep: Tensor) -> SequenceSample | None:
+    """Return the sequences of a minibatch in ``keep``, bool (n sequences,), as a loss takes them; None without any."""
+    kept = part.select(part.keys - {ROLLOUT_KEY})
+    return choose_sequences(replace_keys(kept, shifted={WEIGHTS: weights}), keep.numpy())
 
 
 def token_weights(

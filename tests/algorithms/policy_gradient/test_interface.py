@@ -14,10 +14,10 @@ from realhf.algorithms.inference import LogprobInterface, OutcomeRewardInterface
 from realhf.algorithms.options import LOSS_AGGREGATIONS, PRESETS, PolicyGradientOptions
 from realhf.algorithms.policy_gradient import PolicyGradientInterface
 from realhf.algorithms.sft import SFTInterface
-from realhf.algorithms.train_step import PredictedTokens, replace_keys, select_sequences
+from realhf.algorithms.train_step import PredictedTokens, replace_keys
 from realhf.api.config import GenConfig
 from realhf.api.model import Model
-from realhf.api.sample import MicroBatchSpec, SequenceSample
+from realhf.api.sample import MicroBatchSpec, SequenceSample, choose_sequences
 from tests.algorithms.tiny_policy import GROUPS, OUTCOME, REWARDS, context, on_policy, tiny_actor, weights
 
 
@@ -249,15 +249,15 @@ def test_sft_learns_the_masked_tokens(rollout_batch, tmp_path):
     assert interface.evaluate(model, sample, context(tmp_path))["nll"] < start - 1
 
 
-def test_select_sequences_keeps_order_and_drops_empty_samples(rollout_batch):
+def test_choosing_sequences_keeps_order_and_drops_empty_samples(rollout_batch):
     sample = rollout_batch(GROUPS, REWARDS)
     keep = torch.tensor([False, True, True] + [False] * 3 + [True] * 3 + [False, False, True])
-    got = select_sequences(sample, keep)
+    got = choose_sequences(sample, keep.numpy())
     assert got is not None and got.ids == ("t0", "t2", "t3")
     assert got.seqlens["packed_input_ids"] == [[14, 6], [8, 7, 10], [4]]
     assert torch.equal(got["packed_input_ids"][:20], sample["packed_input_ids"][9:29])
     assert torch.equal(got["rewards"].nan_to_num(9), sample["rewards"][keep].nan_to_num(9))
-    assert select_sequences(sample, torch.zeros(12, dtype=torch.bool)) is None
+    assert choose_sequences(sample, torch.zeros(12, dtype=torch.bool).numpy()) is None
 
 
 def test_rounding_of_the_generator_clips_no_sequence(rollout_batch, tmp_path):
