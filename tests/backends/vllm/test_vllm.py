@@ -1,4 +1,5 @@
-"""Weights that travel through memory of a GPU: what can be known of it without one.
+"""What of the vLLM engine can be tested without vLLM: weights on their way, through a file and through memory of a GPU,
+the guard, what a wrong server is told.
 
 A worker stands in for vLLM's: it has the methods of its transfer, and finds a buffer by its handle where CUDA would.
 """
@@ -7,19 +8,28 @@ from __future__ import annotations
 
 import itertools
 import json
+import signal
+import subprocess
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from realhf.api.generation import TensorSlot, WeightsManifest
 from realhf.backends.vllm import device_transfer, generation
-from realhf.backends.vllm.api import VllmError
+from realhf.backends.vllm import guard as vllm_guard
+from realhf.backends.vllm.api import VllmError, position_seed
 from realhf.backends.vllm.device_transfer import (
     Place,
     chunks,
@@ -31,8 +41,206 @@ from realhf.backends.vllm.device_transfer import (
     to_json,
 )
 from realhf.backends.vllm.extension import WeightExtension
-from realhf.backends.vllm.generation import EXTENSION, VllmGenerator
+from realhf.backends.vllm.generation import (
+    EXTENSION,
+    VllmGenerator,
+    checked,
+    file_in_memory,
+    folder_on_disk,
+    folder_shapes,
+    held_by_server,
+)
+from realhf.backends.vllm.server import VllmServer
 from realhf.base.tensor_digest import digests
+from realhf.dataflow.weight_proof import HeldWeights
+from tests.process_family import gone
+
+TENSORS = {"a": torch.arange(6.0).reshape(2, 3), "b.weight": torch.tensor([1, -2], dtype=torch.bfloat16)}
+
+
+class FakeServer:
+    """Answers GET and POST from ``answers``, path -> (status, JSON), and 404 to anything else. Calls of its workers
+    reach ``workers``, if there are any."""
+
+    def __init__(self) -> None:
+        self.answers: dict[str, tuple[int, object]] = started()
+        self.workers: list[Any] = []
+        told = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["content-length"] or 0)) or b"{}")
+                path = self.path.partition("?")[0]
+                status, answer = told.answers.get(path, (404, {"detail": "Not Found"}))
+                if path == "/collective_rpc" and told.workers:
+                    results = [getattr(worker, body["method"])(**body["kwargs"]) for worker in told.workers]
+                    status, answer = 200, {"results": results}
+                self.send_response(status)
+                self.end_headers()
+                self.wfile.write(json.dumps(answer).encode())
+
+            do_POST = do_GET
+
+            def log_message(self, format: str, *args: object) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,))
+        self._thread.start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+def started(
+    mode: str = "processed_logprobs", chunked: bool = False, device: str = "cpu", extension: str = ""
+) -> dict[str, tuple[int, object]]:
+    """What a server answers that was started so; by default as it must be."""
+    config = {
+        "model_config": {"logprobs_mode": mode},
+        "device_config": {"device": device},
+        "parallel_config": {"worker_extension_cls": extension},
+        "scheduler_config": {"enable_chunked_prefill": chunked},
+    }
+    done = ("/inference/v1/abort_requests", "/resume", "/pause", "/update_weight_version")
+    return {
+        "/v1/models": (200, {"data": [{"root": "org/model", "max_model_len": 32}]}),
+        "/server_info": (200, {"vllm_config": config}),
+        **dict.fromkeys(done, (200, {})),
+    }
+
+
+@pytest.fixture
+def served() -> Iterator[FakeServer]:
+    with closing(FakeServer()) as server:
+        yield server
+
+
+@pytest.mark.parametrize(
+    "path, answer, word",
+    [
+        ("/server_info", None, "VLLM_SERVER_DEV_MODE=1"),
+        ("/server_info", started("raw_logprobs")["/server_info"], "--logprobs-mode processed_logprobs"),
+        ("/server_info", started(chunked=True)["/server_info"], "--no-enable-chunked-prefill"),
+        ("/inference/v1/abort_requests", (403, {"error": "--enable-scale-out"}), "--enable-scale-out"),
+    ],
+)
+def test_a_server_that_was_started_wrongly_is_told_what_it_lacks(
+    served: FakeServer, path: str, answer: object, word: str
+):
+    if answer is None:
+        del served.answers[path]
+    else:
+        served.answers[path] = answer
+    with pytest.raises(VllmError, match=word):
+        VllmGenerator(served.url)
+
+
+def test_nobody_there():
+    with pytest.raises(VllmError, match=r"127\.0\.0\.1:9/"):
+        VllmGenerator("http://127.0.0.1:9")
+
+
+def test_a_tied_head_is_not_left_to_a_server_without_our_extension(served: FakeServer):
+    with closing(VllmGenerator(served.url)) as generator:
+        with pytest.raises(VllmError, match="--worker-extension-cls realhf"):
+            generator.load_weights(1, TENSORS)
+        assert generator.version == -1
+
+
+def test_weights_that_may_be_mixed_are_never_used(served: FakeServer):
+    served.answers["/collective_rpc"] = (500, {"error": "half way"})
+    with closing(VllmGenerator(served.url)) as generator:
+        for said in ("half way", "two versions"):
+            with pytest.raises(VllmError, match=said):
+                generator.load_weights(1, {**TENSORS, "lm_head.weight": torch.ones(1)})
+
+
+def test_weights_are_checked_by_name_and_shape(tmp_path: Path):
+    save_file(TENSORS, tmp_path / "model.safetensors")
+    expected = folder_shapes(tmp_path)
+    assert expected == {"a": (2, 3), "b.weight": (2,)} and folder_shapes(tmp_path / "none") is None
+    strided = torch.zeros(3, 2).t()
+    given = checked({**TENSORS, "a": strided, "lm_head.weight": torch.ones(9)}, expected)
+    assert given.keys() == expected.keys() and given["a"].is_contiguous()
+    for wrong, word in (
+        ({"a": TENSORS["a"]}, "b.weight"),
+        ({**TENSORS, "c": strided}, "unknown.*c"),
+        ({**TENSORS, "a": TENSORS["a"].t()}, r"a has shape \(3, 2\)"),
+    ):
+        with pytest.raises(ValueError, match=word):
+            checked(wrong, expected)
+
+
+def test_weights_can_be_read_while_they_are_offered_and_not_after():
+    with file_in_memory(TENSORS) as path:
+        read = subprocess.run(
+            [sys.executable, "-c", "import sys; print(len(open(sys.argv[1], 'rb').read()))", path],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        found = load_file(path)
+        assert int(read.stdout) > 28
+    assert all(torch.equal(found[name], tensor) for name, tensor in TENSORS.items()) and not Path(path).exists()
+    with folder_on_disk(TENSORS) as folder:
+        assert load_file(Path(folder) / "model.safetensors").keys() == TENSORS.keys()
+    assert not Path(folder).exists()
+
+
+def test_a_turn_does_not_repeat_the_random_numbers_of_the_turn_before():
+    seeds = {position_seed(seed, position) for seed in range(30) for position in range(30)}
+    assert len(seeds) == 900 and all(0 <= seed < 2**63 for seed in seeds)
+    assert position_seed(3, 5) == position_seed(3, 5)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, None])
+def test_the_guard_ends_a_whole_session_when_its_owner_goes(number: signal.Signals | None):
+    script = "sleep 300 & echo $$ $!; wait"
+    guard = subprocess.Popen(
+        [sys.executable, vllm_guard.__file__, "sh", "-c", script],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert guard.stdin is not None and guard.stdout is not None
+    processes = [psutil.Process(int(pid)) for pid in guard.stdout.readline().split()]
+    if number is None:
+        guard.stdin.close()
+    else:
+        guard.send_signal(number)
+    guard.wait(60)
+    assert gone(processes, 60)
+
+
+@pytest.mark.parametrize(
+    ("script", "error", "said"),
+    [
+        ("echo no such model: $2 >&2; exit 7", RuntimeError, r"code 7\): no such model: org/model"),
+        (
+            "echo 'ValueError: No available memory for the cache blocks.'; exit 1",
+            RuntimeError,
+            r"cache blocks\.\s+; engine\.gpu_memory_utilization is its share",
+        ),
+        ("exec sleep 300", TimeoutError, r"within 0\.5 s"),
+    ],
+    ids=["ends", "no memory", "does not come up"],
+)
+def test_a_server_that_does_not_serve_is_stopped_and_told_with_its_words(
+    tmp_path: Path, script: str, error: type[Exception], said: str
+) -> None:
+    executable = tmp_path / "vllm"
+    executable.write_text(f"#!/bin/sh\n{script}\n")
+    executable.chmod(0o755)
+    server = VllmServer("org/model", executable=executable, log=tmp_path / "run" / "log.txt")
+    assert (tmp_path / "run" / "vllm_imports" / "realhf" / "backends" / "vllm" / "extension.py").exists()
+    with pytest.raises(error, match=said):
+        server.wait_until_up(0.5 if error is TimeoutError else 60)
+    assert server.process.poll() is not None
+
 
 CPU = torch.device("cpu")
 HANDLE = (
@@ -136,6 +344,12 @@ class Worker(WeightExtension):
     def finish_weight_update(self) -> None:
         self.calls.append("finish")
 
+    def reload_weights(self, weights_iterator: Iterator[tuple[str, Tensor]]) -> None:
+        own = dict(self.model.named_parameters())
+        for name, tensor in weights_iterator:
+            if (target := own.get(name.replace("gate", "router"))) is not None:
+                target.data.copy_(tensor)
+
 
 def exporting(worker: Worker) -> Callable[[Tensor], Sequence[Any]]:
     def export(buffer: Tensor) -> Sequence[Any]:
@@ -224,54 +438,39 @@ def test_a_server_is_on_our_gpus_or_is_not(monkeypatch: pytest.MonkeyPatch) -> N
     assert common_places([]) == []
 
 
-@pytest.fixture
-def served() -> Iterator[tuple[str, Worker]]:
-    """A server with one such worker, which says that it computes on a GPU."""
-    worker = Worker()
-    config = {
-        "model_config": {"logprobs_mode": "processed_logprobs"},
-        "device_config": {"device": "cuda"},
-        "parallel_config": {"worker_extension_cls": EXTENSION},
-        "scheduler_config": {"enable_chunked_prefill": True},
-    }
-    fixed: dict[str, Any] = {
-        "/v1/models": {"data": [{"root": "org/model", "max_model_len": 32}]},
-        "/server_info": {"vllm_config": config},
-    }
+def test_a_tensor_that_no_layer_has_under_its_name_is_not_said_to_be_held(tmp_path: Path) -> None:
+    worker, given = Worker(), {name: tensor.contiguous() for name, tensor in tensors().items()}
+    save_file(given, tmp_path / "weights")
+    assert worker.take_weights(str(tmp_path / "weights"), "4") == {"ok": True, "version": 4}
+    told, names = worker.weight_digests(), ["norm.weight", "gate.weight"]
+    assert "gate.weight" not in told["held"] and told["unproven"] == ["gate.weight", "count"]
+    found = held_by_server([told], names)
+    assert [found[name].proven for name in names] == [True, False]
+    assert found["norm.weight"].digest == digests(given)["norm.weight"]
+    assert held_by_server([told, told], names) == {}
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["content-length"] or 0)) or b"{}")
-            answer = fixed.get(self.path.partition("?")[0], {})
-            if self.path == "/collective_rpc":
-                answer = {"results": [getattr(worker, body["method"])(**body["kwargs"])]}
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(json.dumps(answer).encode())
-
-        do_POST = do_GET
-
-        def log_message(self, format: str, *args: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}", worker
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    asked = SimpleNamespace(weight_digests=lambda names: held_by_server([worker.weight_digests()], names))
+    held = HeldWeights(asked)  # pyright: ignore[reportArgumentType]
+    slots = tuple(TensorSlot(name, "f32", (2,), 0, 8, digests(given)[name]) for name in names)
+    assert held.after(WeightsManifest(4, "shm", "here", 16, "", slots), {name: given[name] for name in names}) == found
+    assert held.changed() == []
+    with torch.no_grad():
+        worker.model.router.weight.add_(1.0)
+        assert held.changed() == [], "nobody can tell"
+        worker.model.norm.weight.add_(1.0)
+    assert [tensor.name for tensor in held.changed()] == ["norm.weight"]
 
 
 def test_an_engine_on_the_servers_gpu_sends_no_file(
-    served: tuple[str, Worker], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    served: FakeServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    url, worker = served
+    worker = Worker()
+    served.answers |= started(device="cuda", extension=EXTENSION)
+    served.workers = [worker]
     monkeypatch.setattr(generation, "common_places", lambda asked: [Place(CPU, "GPU-1")])
     monkeypatch.setattr(device_transfer, "_exported", exporting(worker))
     monkeypatch.setattr(generation, "file_in_memory", None)
-    engine = VllmGenerator(url)
-    try:
+    with closing(VllmGenerator(served.url)) as engine:
         engine.load_weights(3, tensors())
         assert engine.version == 3 and worker.calls[-1] == "finish"
         held = engine.weight_digests(["norm.weight", "gate.weight"])
@@ -281,8 +480,6 @@ def test_an_engine_on_the_servers_gpu_sends_no_file(
             engine.load_weights(4, tensors())
         with pytest.raises(VllmError, match="weights of two versions"):
             engine.load_weights(5, tensors())
-    finally:
-        engine.close()
     monkeypatch.setattr(generation, "common_places", lambda asked: [])
-    VllmGenerator(url).close()
+    VllmGenerator(served.url).close()
     assert "weights go through the host's memory" in caplog.text
