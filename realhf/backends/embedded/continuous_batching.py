@@ -34,9 +34,6 @@ _SPAN_NS = 100_000_000
 """Longest time in nanoseconds that steps without a break are reported to the tracer as one piece of work."""
 
 
-_Told = tuple[Done, GenOutput]
-
-
 @dataclass
 class _NewWeights:
     """Holds an update that waits for the engine's thread."""
@@ -274,10 +271,9 @@ class ContinuousGenerator:
             self._report()
             self._changed.wait()
 
-    def _end_aborted(self) -> list[_Told]:
+    def _end_aborted(self) -> list[tuple[Done, GenOutput]]:
         """Take aborted requests out of play and out of the queue."""
         slots, self._to_abort = self._to_abort, set()
-        told: list[_Told] = []
         ended = [self._playing.pop(slot) for slot in slots if slot in self._playing]
         self._core.leave([turn for turn, _ in ended])
         self._to_free |= self._forget_later & slots
@@ -286,10 +282,9 @@ class ContinuousGenerator:
         for turn, done in self._waiting:
             (ended if turn.slot in slots else kept).append((turn, done))
         self._waiting = kept
-        for turn, done in ended:
+        for turn, _ in ended:
             turn.reason = "aborted"
-            told.append((done, turn.output()))
-        return told
+        return [(done, turn.output()) for turn, done in ended]
 
     def _forget_freed(self) -> None:
         now = self._to_free - self._playing.keys()

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from realhf.api.config import GenConfig
 from realhf.api.model import GenOutput, GenRequest
-from realhf.backends.embedded.forward_pass import Decoding, ForwardPass, ModulePass, Piece, fast_decoder
+from realhf.backends.embedded.forward_pass import Decoding, FastDecoder, ModulePass, Piece, fast_decoder
 from realhf.backends.embedded.kv_cache import RowCache
 from realhf.backends.embedded.memory import naming_shortage, token_bytes
 from realhf.backends.embedded.sampling import sample_tokens, uniform_at
@@ -231,7 +231,7 @@ class DecodeCore:
         self._max_rows, self._most_bytes = max_rows, most_bytes
         self._bytes: int | None = None
         self._table = RowTable(max_rows)
-        self._pass: ForwardPass | None = None
+        self._pass: FastDecoder | ModulePass | None = None
         self._live: list[Turn] = []
         self._usual = (0, 0)
         self.generated_tokens = self.computed_tokens = self.reused_tokens = 0
@@ -415,7 +415,7 @@ class DecodeCore:
         self._table.lengths[rows] += 1
         return Decoding(rows, self._table.tokens[rows, positions], positions, self._table.tokens)
 
-    def _forward(self) -> ForwardPass:
+    def _forward(self) -> FastDecoder | ModulePass:
         if self._pass is None:
             self._pass = fast_decoder(self.model, self._cache) or ModulePass(self.model, self._cache, self.limit)
         return self._pass

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -61,17 +61,9 @@ class Piece:
         return self.start + len(self.tokens)
 
 
-class ForwardPass(Protocol):
-    """Computes logits, and writes keys and values of all tokens into the cache it was built with."""
-
-    def run(self, decoding: Decoding | None, pieces: Sequence[Piece]) -> Tensor:
-        """Return logits (rows of decoding + pieces, vocabulary) after the last token of each, decoding first."""
-        ...
-
-
 class ModulePass:
-    """Implements ``ForwardPass`` through any causal language model of transformers; the model has ``limit``
-    positions."""
+    """Computes logits through any causal language model of transformers, which has ``limit`` positions, and writes keys
+    and values of all tokens into ``cache``."""
 
     def __init__(self, model: Any, cache: RowCache, limit: int) -> None:
         self._model = model
@@ -80,7 +72,7 @@ class ModulePass:
         check_layer_kinds(model.config)
 
     def run(self, decoding: Decoding | None, pieces: Sequence[Piece]) -> Tensor:
-        """See ``ForwardPass``."""
+        """Return logits (rows of decoding + pieces, vocabulary) after the last token of each, decoding first."""
         with attending_by(self._model.config, ROW_DECODE):
             logits = [] if decoding is None else [self._decode(decoding)]
             by_piece: list[Tensor | None] = [None] * len(pieces)
@@ -300,10 +292,10 @@ class _Plan:
 
 
 class FastDecoder:
-    """Implements ``ForwardPass``. Attention of decoding rows is computed as batched products over the cache as it lies;
-    idle rows in between are computed and thrown away. Parameters are read from the module at every pass, so weights
-    that were copied in place, or replaced, take effect. The tokens of all rows lie behind each other without padding;
-    only attention tells rows apart."""
+    """Computes what ``ModulePass`` does. Attention of decoding rows is batched products over the cache as it lies; idle
+    rows in between are computed and thrown away. Parameters are read from the module at every pass, so weights that
+    were copied in place, or replaced, take effect. The tokens of all rows lie behind each other without padding; only
+    attention tells rows apart."""
 
     def __init__(self, model: Any, cache: RowCache) -> None:
         self._cache = cache
@@ -317,7 +309,7 @@ class FastDecoder:
         self._rotation: tuple[Tensor, Tensor] | None = None
 
     def run(self, decoding: Decoding | None, pieces: Sequence[Piece]) -> Tensor:
-        """See ``ForwardPass``."""
+        """See ``ModulePass.run``."""
         embedding: Tensor = self._embedding["weight"]
         plan = _Plan(decoding, pieces, embedding.device, embedding)
         x = embedding[plan.tokens]

@@ -9,6 +9,7 @@ attention mask must hide.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -58,6 +59,9 @@ class _Shared:
 class RowLayer(CacheLayerMixin):
     """Holds keys and values of one attention layer, (rows, heads, columns, head_dim) each."""
 
+    keys: Any
+    values: Any
+
     def __init__(self, shared: _Shared) -> None:
         super().__init__()
         self._shared = shared
@@ -75,17 +79,7 @@ class RowLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         access = self._shared.access
-        return self._store(self._tensor("keys"), key_states, access), self._store(
-            self._tensor("values"), value_states, access
-        )
-
-    @property
-    def stored(self) -> tuple[Tensor, Tensor]:
-        """Return keys and values."""
-        return self._tensor("keys"), self._tensor("values")
-
-    def _tensor(self, name: str) -> Tensor:
-        return cast(Tensor, getattr(self, name))
+        return self._store(self.keys, key_states, access), self._store(self.values, value_states, access)
 
     @staticmethod
     def _store(held: Tensor, new: Tensor, access: _Access) -> Tensor:
@@ -103,7 +97,7 @@ class RowLayer(CacheLayerMixin):
         if not self.is_initialized:
             return
         for name in ("keys", "values"):
-            old = self._tensor(name)
+            old: Tensor = getattr(self, name)
             new = old.new_zeros(rows, old.shape[1], columns, old.shape[3])
             new[: old.shape[0], :, : old.shape[2]] = old
             setattr(self, name, new)
@@ -111,7 +105,7 @@ class RowLayer(CacheLayerMixin):
     def copy_rows(self, source: Tensor, target: Tensor, columns: int) -> None:
         """Copy the first ``columns`` columns of rows ``source`` to rows ``target``; all sources are read first."""
         if self.is_initialized:
-            for held in (self._tensor("keys"), self._tensor("values")):
+            for held in (self.keys, self.values):
                 used = held[:, :, :columns]
                 used.index_copy_(0, target, used.index_select(0, source))
 
@@ -131,13 +125,11 @@ class RowLayer(CacheLayerMixin):
 class RowCache(Cache):
     """Implements ``Cache`` with preallocated rows. All index tensors live on the model's device."""
 
+    layers: list[Any]
+
     def __init__(self) -> None:
-        self._shared = shared = _Shared()
-
-        def new_layer() -> RowLayer:
-            return RowLayer(shared)
-
-        super().__init__(layer_class_to_replicate=cast(Any, new_layer))
+        self._shared = _Shared()
+        super().__init__(layer_class_to_replicate=cast(Any, partial(RowLayer, self._shared)))
 
     @property
     def rows(self) -> int:
@@ -152,20 +144,18 @@ class RowCache(Cache):
     @property
     def nbytes(self) -> int:
         """Number of bytes of the stored keys and values."""
-        layers = [cast(RowLayer, layer) for layer in self.layers]
-        held = [t for layer in layers for t in (layer.keys, layer.values) if t is not None]
-        return sum(t.numel() * t.element_size() for t in held)
+        return sum(t.nbytes for layer in self.layers for t in (layer.keys, layer.values) if t is not None)
 
     def storage(self, layer: int, heads: int, dim: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values of a layer, (rows, heads, columns, dim) each, for a forward pass that writes them
         itself; ``like`` gives type and device."""
         while len(self.layers) <= layer:
             self.layers.append(RowLayer(self._shared))
-        held = cast(RowLayer, self.layers[layer])
+        held = self.layers[layer]
         if not held.is_initialized:
             blank = like.new_empty(0, heads, 0, dim)
             held.lazy_initialization(blank, blank)
-        return held.stored
+        return held.keys, held.values
 
     def columns_for(self, columns: int) -> int:
         """Return how many columns there are when that many are reserved."""
@@ -183,7 +173,7 @@ class RowCache(Cache):
         shared.columns = self.columns_for(columns)
         shared.rows = max(rows, shared.rows)
         for layer in self.layers:
-            cast(RowLayer, layer).resize(shared.rows, shared.columns)
+            layer.resize(shared.rows, shared.columns)
 
     def clear(self) -> None:
         """Forget everything and give the memory back."""
@@ -203,4 +193,4 @@ class RowCache(Cache):
     def copy_rows(self, source: Tensor, target: Tensor, columns: int) -> None:
         """Copy the first ``columns`` columns of row ``source[i]`` to row ``target[i]``, as if all at once."""
         for layer in self.layers:
-            cast(RowLayer, layer).copy_rows(source, target, columns)
+            layer.copy_rows(source, target, columns)
