@@ -57,7 +57,11 @@ class EmbeddedGenerator:
         finish reason ``length``. Raises ValueError on an empty prefix, a slot named twice or an option out of range,
         and FloatingPointError when the model returns logits that are not finite."""
         check_gen_config(config)
-        _check(requests)
+        if len({request.slot for request in requests}) != len(requests):
+            raise ValueError("generate: a slot is named by two requests")
+        for request in requests:
+            if len(request.token_ids) == 0:
+                raise ValueError(f"generate: the request for slot {request.slot} has no tokens")
         outputs = [GenOutput([], [], [], "length") for _ in requests]
         room = [i for i, r in enumerate(requests) if rest_of_turn(r, config, self.core.limit) > 0]
         if not room:
@@ -97,12 +101,3 @@ class EmbeddedGenerator:
             Turn(r, config, stops, budget, *((0, draws[:, i]) if r.seed is None else (stream_of(r.seed), None)))
             for i, (r, budget) in enumerate(zip(requests, budgets, strict=True))
         ]
-
-
-def _check(requests: Sequence[GenRequest]) -> None:
-    slots = [r.slot for r in requests]
-    if len(set(slots)) != len(slots):
-        raise ValueError("generate: a slot is named by two requests")
-    for request in requests:
-        if len(request.token_ids) == 0:
-            raise ValueError(f"generate: the request for slot {request.slot} has no tokens")

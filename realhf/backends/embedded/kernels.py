@@ -38,22 +38,17 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Map (..., in) to (..., out) with ``product`` if it is worth it; needs a weight that suits it. It has no second
-    derivatives."""
-    if x.dtype != torch.float32 or math.prod(x.shape[:-1]) < LEAST_ROWS:
-        return F.linear(x, weight, bias)
-    if not torch.is_grad_enabled():
-        return product(x, weight, bias)
-    return _Product.apply(x, weight, bias)
-
-
 class OneDnnLinear(nn.Linear):
-    """Computes what ``nn.Linear`` computes, up to rounding. It has no second derivatives."""
+    """Computes what ``nn.Linear`` computes, up to rounding, with ``product`` where it is worth it; its weight must suit
+    that. It has no second derivatives."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Map (..., in) to (..., out)."""
-        return linear(input, self.weight, self.bias)
+        if input.dtype != torch.float32 or math.prod(input.shape[:-1]) < LEAST_ROWS:
+            return F.linear(input, self.weight, self.bias)
+        if not torch.is_grad_enabled():
+            return product(input, self.weight, self.bias)
+        return _Product.apply(input, self.weight, self.bias)
 
 
 def use_onednn(model: nn.Module) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +27,7 @@ class JoinedEngine(TorchEngine):
         """Raise RuntimeError unless all ranks lay rows out alike: of the rows that each makes of a batch it computes
         its share, and of different rows some sequences would be nobody's, or two ranks'. To be called inside
         ``together``."""
-        found = {"packs": forward.packs, "shares": forward.shares, "row_tokens": forward.row_tokens}
-        own = {name: float(value) for name, value in found.items()}
+        own = {"packs": forward.packs, "shares": forward.shares, "row_tokens": forward.row_tokens}
         for rank, other in enumerate(self._group.gather(own)):
             if other != own:
                 raise RuntimeError(
@@ -81,8 +79,7 @@ def check_copies(model: nn.Module, ranks: GroupRanks, role: str) -> None:
     """Raise CopiesDiffer, naming a tensor and a rank, unless all ranks hold the same weights to the bit. To be called
     inside ``together``."""
     own = digests(model.state_dict())
-    for rank, theirs in enumerate(ranks.exchange(json.dumps(own).encode())):
-        other: dict[str, str] = json.loads(theirs)
+    for rank, other in enumerate(ranks.gather(own)):
         if other != own:
             name = next((name for name in own if other.get(name) != own[name]), "the number of tensors")
             raise CopiesDiffer(f"{role}: {name} differs between rank {ranks.rank} and rank {rank}")

@@ -352,9 +352,9 @@ class GroupRanks(Ranks):
         rows = self._gathered(padded)
         return [bytes(row[: int(size)].numpy()) for row, size in zip(rows, sizes, strict=True)]
 
-    def gather(self, numbers: Mapping[str, float]) -> list[dict[str, float]]:
-        """Return the numbers of every rank, by rank."""
-        return [json.loads(text) for text in self.exchange(json.dumps(dict(numbers)).encode())]
+    def gather(self, told: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Return what every rank tells, by rank."""
+        return [json.loads(text) for text in self.exchange(json.dumps(dict(told)).encode())]
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Add up the gradients over the ranks, in fp32; None counts as 0, and stays None where no rank has a

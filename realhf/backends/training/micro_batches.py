@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -51,9 +52,9 @@ class Ranks:
     def sum_(self, tensor: Tensor) -> None:
         """Add ``tensor`` up over the ranks, in place: the same bits on all of them."""
 
-    def gather(self, numbers: Mapping[str, float]) -> list[dict[str, float]]:
-        """Return the numbers of every rank, in the order of ranks. Names may differ from rank to rank."""
-        return [dict(numbers)]
+    def gather(self, told: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Return what every rank tells, as JSON has it, in the order of ranks. Names may differ from rank to rank."""
+        return [dict(told)]
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Add up the gradients of the parameters over the ranks. A gradient may be None on a rank that had nothing to
@@ -197,9 +198,6 @@ def _part(sample: SequenceSample, inputs: SequenceInputs, rows: list[Row], idle:
     return Part(chosen, torch.from_numpy(np.flatnonzero(np.repeat(keep, lengths - 1))), own)
 
 
-_LOSS, _BACKWARD, _KEPT = "loss", "backward", "kept/"
-
-
 class StepAccount:
     """Collects losses, statistics and kept tensors of the micro-batches of a rank. ``size`` is the sum of L-1 over the
     sequences of the batch; ``backward`` says whether any loss had a gradient."""
@@ -221,14 +219,12 @@ class StepAccount:
     def summed(self, ranks: Ranks) -> tuple[dict[str, float], bool, dict[str, Tensor]]:
         """Return statistics with ``loss``, whether any rank had a gradient, and the kept tensors, fp32 (size,): all of
         the whole batch, the same on every rank."""
-        own = {f"stats/{name}": value for name, value in self._stats.items()}
-        names = {f"{_KEPT}{name}": 0.0 for name in self._kept}
-        parts = ranks.gather({**own, **names, _LOSS: self._loss, _BACKWARD: float(self.backward)})
-        totals = combined(parts)
-        for name in sorted(name.removeprefix(_KEPT) for name in totals if name.startswith(_KEPT)):
+        own = {"stats": self._stats, "loss": self._loss, "backward": self.backward, "kept": [*self._kept]}
+        parts = ranks.gather(own)
+        for name in sorted({name for part in parts for name in part["kept"]}):
             ranks.sum_(self._whole(name))
-        stats = {name.removeprefix("stats/"): v for name, v in totals.items() if name.startswith("stats/")}
-        return {**stats, "loss": totals[_LOSS]}, totals[_BACKWARD] > 0, self._kept
+        stats = {**combined(part["stats"] for part in parts), "loss": sum(part["loss"] for part in parts)}
+        return stats, any(part["backward"] for part in parts), self._kept
 
     def _whole(self, name: str) -> Tensor:
         return self._kept.setdefault(name, torch.zeros(self._size))

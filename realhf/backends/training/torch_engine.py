@@ -280,7 +280,7 @@ class TorchEngine:
         if not self._ranks.in_step:
             return 0
         own = sum(not part.empty for part in parts)
-        return max(int(numbers["passes"]) for numbers in self._ranks.gather({"passes": float(own)})) - own
+        return max(told["passes"] for told in self._ranks.gather({"passes": own})) - own
 
     @contextlib.contextmanager
     def _training(self) -> Iterator[None]:

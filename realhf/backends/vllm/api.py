@@ -19,8 +19,8 @@ _KEEP_ALIVE_S = 2.0
 connection that is being closed."""
 _NOT_FINITE = -9999.0
 """The value that vLLM reports for a log-probability that is -inf or not a number."""
-
-
+EXTENSION = "realhf.backends.vllm.extension.WeightExtension"
+"""The class that the workers of our servers are given."""
 _LOGPROBS_MODE = "processed_logprobs"
 _DEVELOPMENT = ("/pause", "/resume", "/collective_rpc", "/server_info")
 

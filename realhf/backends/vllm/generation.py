@@ -33,7 +33,7 @@ from realhf.api.keys import dtype_tag
 from realhf.api.model import GenOutput, GenRequest
 from realhf.api.trace import WEIGHTS, NoTrace, Tracer
 from realhf.backends.embedded.sampling import check_gen_config
-from realhf.backends.vllm.api import Completion, ServedModel, VllmApi, VllmError, position_seed
+from realhf.backends.vllm.api import EXTENSION, Completion, ServedModel, VllmApi, VllmError, position_seed
 from realhf.backends.vllm.device_transfer import NO_COMMON_PLACE, Place, Step, common_places, steps
 
 TIED_HEAD = "lm_head.weight"
@@ -105,7 +105,6 @@ _CALL_TIMEOUT_S = 30.0
 _ABORT_EVERY_S = 0.2
 """Seconds between two attempts to abort a request."""
 _ABORT_TIMEOUT_S = 10.0
-EXTENSION = "realhf.backends.vllm.extension.WeightExtension"
 
 
 @dataclass

@@ -14,10 +14,10 @@ from types import TracebackType
 
 import httpx
 
+from realhf.backends.vllm.api import EXTENSION
 from realhf.base.installation import PACKAGE
 from realhf.base.loopback import free_port
 
-_EXTENSION = "realhf.backends.vllm.extension.WeightExtension"
 _POLL_S = 0.25
 _STOP_TIMEOUT_S = 20.0
 _OF_MEMORY = re.compile(r"gpu.memory.utilization|out of memory|cache blocks", re.IGNORECASE)
@@ -159,7 +159,7 @@ def _command(executable: str, model: str, port: int, options: VllmOptions) -> Se
         "--enable-prompt-tokens-details",
         "--disable-uvicorn-access-log",
         "--worker-extension-cls",
-        _EXTENSION,
+        EXTENSION,
     ]
     if options.cuda:
         command += ["--enable-prefix-caching", "--weight-transfer-config", '{"backend": "ipc"}']
