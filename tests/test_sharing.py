@@ -27,7 +27,7 @@ def test_the_order_of_other_ways_to_share_out_tests_is_left_alone(monkeypatch):
     assert pytest_xdist_make_scheduler(config("load"), None) is None
     made = pytest_xdist_make_scheduler(config("loadfile"), None)
     assert made is not None and made._split_scope("tests/a/test_b.py::test_c[x::y]") == "tests/a/test_b.py"
-    assert made._split_scope("tests/backends/parallel/test_ppo.py::test_five[dp2]") == RANKS
+    assert made._split_scope("tests/backends/parallel/test_training.py::test_five[dp2]") == RANKS
 
 
 def test_slow_files_come_first_each_in_one_piece_and_mixed_where_processes_share_them():

@@ -13,7 +13,7 @@ import torch
 from realhf.backends.parallel.process_groups import Meeting, World
 
 DEADLINE_S = 120.0
-JOBS = ["tests.backends.parallel.jobs", "tests.backends.parallel.ppo_training"]
+JOBS = ["tests.backends.parallel.jobs", "tests.backends.parallel.training"]
 """Modules that the server imports for all ranks, with what they import: alone it would cost each two seconds."""
 
 Job = Callable[..., Any]

@@ -1,7 +1,8 @@
-"""A tiny model, batches, and five train steps of an algorithm: alone and on ranks."""
+"""A tiny model, batches, and five train steps of an algorithm, of PPO with a critic too: alone and on ranks."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
+from realhf.algorithms.critic import CriticInterface
 from realhf.algorithms.policy_gradient import PolicyGradientInterface
 from realhf.algorithms.sft import SFTInterface
 from realhf.api.config import GenConfig, OptimizerConfig
@@ -20,11 +22,13 @@ from realhf.backends.parallel.fsdp import FsdpEngine
 from realhf.backends.parallel.process_groups import GroupRanks, World, groups_of, mesh_of
 from realhf.backends.training.packed_forward import PackedForward
 from realhf.backends.training.torch_engine import TorchEngine
+from realhf.backends.training.value_head import ValueModel
 
 CPU = torch.device("cpu")
 GROUPS = ([[9, 14, 6], [5, 5, 12]], [[8, 7], [6, 11, 4]], [[13, 2]], [[20]], [[7, 3, 9, 4], [5]])
 """Five batches; the third has fewer sequences than four ranks, the fourth one valid sequence only."""
 SPEC = MicroBatchSpec(2, 24)
+PPO = {"algo": "ppo", "gae_lambda": 0.9, "ppo_n_minibatches": 2, "kl_ctl": 0.1, "kl_target": 1.0, "kl_horizon": 50.0}
 
 
 def tiny_model(tied: bool = True, dtype: torch.dtype = torch.float32) -> Any:
@@ -100,6 +104,33 @@ def steps(engine: Any, name: str, which: Sequence[int], together: bool = True) -
             found.append(interface.train_step(model, batch(step), context))
         engine.version = step + 1
     return found
+
+
+def ppo_steps(actor: Any, critic: Any) -> list[dict[str, float]]:
+    """Five steps of an actor and a critic; the statistics of both train calls of each."""
+    policy, values, found = PolicyGradientInterface(PPO), CriticInterface(PPO), []
+
+    def together(engine: Any, what: str) -> contextlib.AbstractContextManager[Any]:
+        return engine.ranks.together(what) if isinstance(engine.ranks, GroupRanks) else contextlib.nullcontext()
+
+    for step in range(len(GROUPS)):
+        given, context = batch(step), CallContext(step, 1000 + step, SPEC, Path())
+        actor.version = critic.version = step
+        with together(critic, f"critic_inf {step}"):
+            given = given.update(values.inference(Model("critic", critic, None), given, context)[0])
+        with together(actor, f"actor_train {step}"):
+            of_actor = policy.train_step(Model("actor", actor, None), given, context)
+        with together(critic, f"critic_train {step}"):
+            of_critic = values.train_step(Model("critic", critic, None), given, context)
+        actor.version = critic.version = step + 1
+        found.append({**of_actor, **{f"critic/{name}": value for name, value in of_critic.items()}})
+    return found
+
+
+def ppo_on_ranks(world: World, rank: int, size: int, parallel: Parallel) -> list[dict[str, float]]:
+    """The same of a rank, which is given the whole batch."""
+    actor = engine_on(world, size, parallel, tiny_model())
+    return ppo_steps(actor, engine_on(world, size, parallel, ValueModel(tiny_model())))
 
 
 def scores(engine: Any) -> list[float]:
