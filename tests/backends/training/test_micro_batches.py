@@ -42,10 +42,9 @@ def batch(groups: list[list[int]], seed: int = 0) -> SequenceSample:
 
 
 def positions(part: SequenceSample) -> int:
-    """What a forward pass computes at least: sequences with something to train, without padding."""
-    lengths = part.lengths("packed_input_ids").values
-    masks = part["loss_mask"].split(lengths.tolist())
-    return sum(int(n) for n, mask in zip(lengths, masks, strict=True) if bool(mask[1:].any()))
+    """What a forward pass computes at least: sequences up to their last trained token, without padding."""
+    trained = [mask[1:].nonzero() for mask in part["loss_mask"].split(part.lengths("packed_input_ids").values.tolist())]
+    return sum(int(places.max()) + 1 for places in trained if len(places))
 
 
 @pytest.mark.slow
