@@ -62,8 +62,8 @@ def test_what_ranks_read_part_by_part_is_the_model_of_the_folder(tmp_path: Path)
             assert parts["before"] == outcomes[0][found.index(told)]["parts"]["before"]
 
 
-def without_memory(folder: Path, **options: Any) -> Any:
-    return build_without_memory(str(folder), "actor", torch.device("cpu"), torch.float32, **options)
+def without_memory(folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+    return build_without_memory(str(folder), "actor", torch.device("cpu"), dtype, **options)
 
 
 def test_a_folder_that_cannot_be_read_so_is_loaded_whole_and_that_is_said(
@@ -94,9 +94,9 @@ def test_a_decoder_alone_is_found_by_the_names_it_was_saved_with(tmp_path: Path)
     folder = saved(tmp_path / "model", "untied")
     whole = load_causal_lm(str(folder), "critic", torch.float32)
     whole.model.save_pretrained(folder)
-    model, weights = without_memory(folder, with_head=False)
+    model, weights = without_memory(folder, torch.bfloat16, with_head=False)
     assert all(p.is_meta for p in model.parameters()) and not any(b.is_meta for b in model.buffers())
-    weights.fill(model.model, torch.device("cpu"), torch.bfloat16)
+    weights.fill(model.model)
     for name, parameter in model.model.named_parameters():
         assert torch.equal(parameter, whole.model.get_parameter(name).bfloat16()), name
 
@@ -106,5 +106,5 @@ def test_an_index_cannot_lead_out_of_the_folder(tmp_path: Path) -> None:
     index = folder / "model.safetensors.index.json"
     index.write_text(index.read_text().replace('"model-00001', '"../model-00001'))
     model, weights = without_memory(folder)
-    weights.fill(model, torch.device("cpu"), torch.float32)
+    weights.fill(model)
     assert not any(p.is_meta for p in model.parameters()), "files beside the index are read, and no others"
