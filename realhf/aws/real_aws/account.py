@@ -19,6 +19,7 @@ import tempfile
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -79,11 +80,8 @@ class RealAwsExecutor:
         limits: OutputLimits,
         endpoints: Mapping[str, str],
     ) -> None:
-        self._session = session
-        self._folder = folder
-        self._permissions = permissions
-        self._limits = limits
-        self._endpoints = dict(endpoints)
+        self._session, self._folder, self._permissions = session, folder, permissions
+        self._limits, self._endpoints = limits, dict(endpoints)
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -149,11 +147,7 @@ class RealAwsExecutor:
             "argv": ["--region", REGION, *verdict.argv],
             "service": "s3" if verdict.service == "s3api" else verdict.service,
             "operations": operations_sent(verdict.service, verdict.operation),
-            "credentials": {
-                "access_key": credentials.access_key,
-                "secret_key": credentials.secret_key,
-                "token": credentials.token,
-            },
+            "credentials": credentials._asdict(),
             "endpoints": self._endpoints,
             "folder": os.path.realpath(self._folder),
             "stdout_cap": self._limits.stdout_bytes,
@@ -211,36 +205,21 @@ def _joined(one: Any, other: Any) -> Any:
     return one + other if isinstance(one, list) and isinstance(other, list) else other
 
 
+@dataclass(eq=False)
 class RealAwsSlot:
-    """Is what an episode needs of a slot, on a real account."""
+    """Is what an episode needs of a slot, on a real account. ``executor`` runs the agent's commands, ``own_executor``
+    those of checks, which has the default reads alone; every command is a process of its own. ``bench``: plays
+    solutions in a simulator, to know what they change."""
 
+    account: str
+    executor: RealAwsExecutor
+    own_executor: RealAwsExecutor
+    files: VirtualFolder
+    state: RealState
+    reads: PermittedReads
+    bench: Bench | None
     index = 0
     simulated = False
-
-    def __init__(
-        self,
-        account: str,
-        executor: RealAwsExecutor,
-        own_executor: RealAwsExecutor,
-        files: VirtualFolder,
-        state: RealState,
-        reads: PermittedReads,
-        bench: Bench | None,
-    ) -> None:
-        self.account = account
-        self.reads = reads
-        self.bench = bench
-        """Plays solutions in a simulator, to know what they change."""
-        self.executor, self.own_executor = executor, own_executor
-        """Executors of the agent and of checks; the latter has the default reads alone. Every command is a process of
-        its own."""
-        self.files = self.own_files = files
-        self.state = state
-
-    @property
-    def worker_pid(self) -> int:
-        """Pid of the child that runs the agent's command now, -1 when none does."""
-        return self.executor.worker_pid
 
     @property
     def worker_pids(self) -> tuple[int, ...]:
@@ -264,11 +243,8 @@ class RealAwsPool:
         simulators: MiniStackPool,
         endpoints: Mapping[str, str] | None = None,
     ) -> None:
-        self._expected = expected_account
-        self._allow_file = allow_file
-        self._limits = limits
-        self._endpoints = dict(endpoints or {})
-        self._simulators = simulators
+        self._expected, self._allow_file = expected_account, allow_file
+        self._limits, self._simulators, self._endpoints = limits, simulators, dict(endpoints or {})
         self._lock = threading.Lock()
         self._slot: RealAwsSlot | None = None
         self._leased = False

@@ -1,7 +1,7 @@
 """Runs one AWS CLI command on a real account and reports what was sent; the child process of ``real_aws``.
 
-It is for the child that runs the AWS CLI on a real account. There are two layers: botocore asks before it sends, and an
-audit hook sees every name that is resolved and every address that is connected to.
+Two layers keep it from going elsewhere: botocore asks before it sends, and an audit hook sees every name that is
+resolved and every address that is connected to.
 
 It reads its order from standard input and writes one JSON line: exit_code, stdout, stderr, requests. The order is
 ``{"argv", "service", "operations", "credentials", "endpoints", "folder", "stdout_cap", "stderr_cap"}``: only requests

@@ -13,59 +13,54 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
-from typing import Any, cast
+from typing import Any
 
 import botocore.session
 from botocore import xform_name
 from botocore.exceptions import UnknownServiceError
-from botocore.model import ListShape, MapShape, OperationModel, ServiceModel, Shape, StringShape, StructureShape
+from botocore.model import MapShape, Shape
 
 from realhf.aws.cli.command_table import ALLOWED
 from realhf.aws.cli.state_client import StateCallError
 
-
-@functools.cache
-def _session() -> botocore.session.Session:
-    return botocore.session.Session()
+_session = functools.cache(botocore.session.Session)
+OperationModel = Any
+"""Is botocore's class of this name, whose attributes have no types."""
 
 
 @functools.cache
 def operation_models(service: str) -> Mapping[str, OperationModel]:
     """Return the operations of a service (botocore's name) by their API names; none for an unknown service."""
     try:
-        model: ServiceModel = _session().get_service_model(service)
+        model: Any = _session().get_service_model(service)
     except UnknownServiceError:
         return {}
-    return {name: model.operation_model(name) for name in cast(Sequence[str], model.operation_names)}
+    return {name: model.operation_model(name) for name in model.operation_names}
 
 
 def members(shape: Any) -> Mapping[str, Shape]:
     """Return the members of a structure; none for any other shape."""
-    return cast(Mapping[str, Shape], shape.members) if isinstance(shape, StructureShape) else {}
+    return getattr(shape, "members", {})
 
 
 def required_members(shape: Any) -> Sequence[str]:
     """Return the members that a structure must have."""
-    return cast(Sequence[str], shape.required_members) if isinstance(shape, StructureShape) else ()
+    return getattr(shape, "required_members", ())
 
 
 def element(shape: Any) -> Shape | None:
     """Return the shape of a list's elements or of a map's values; None for any other shape."""
-    if isinstance(shape, MapShape):
-        return cast(Shape, shape.value)
-    return cast(Shape, shape.member) if isinstance(shape, ListShape) else None
+    return getattr(shape, "value" if isinstance(shape, MapShape) else "member", None)
 
 
 def words(shape: Any) -> Sequence[str]:
     """Return the words that a text may be, those of the keys for a map; none where any text will do."""
-    if isinstance(shape, MapShape):
-        return words(cast(Shape, shape.key))
-    return list(cast(Sequence[str], shape.enum)) if isinstance(shape, StringShape) else ()
+    return words(shape.key) if isinstance(shape, MapShape) else getattr(shape, "enum", ())
 
 
 def bounds(shape: Any) -> Mapping[str, Any]:
     """Return what the model says of a value's size: perhaps ``min`` and ``max``."""
-    return cast(Mapping[str, Any], shape.metadata) if shape is not None else {}
+    return getattr(shape, "metadata", {})
 
 
 _VARIANTS = 8
@@ -103,7 +98,7 @@ def walk(call: Call, services: Iterable[str], permits: Callable[[str, str], bool
     Raises what else ``call`` raises, such as ConnectionError."""
     answers: dict[str, Any] = {}
     for service in sorted(set(services)):
-        reads = [model for model in _reads(service) if permits is None or permits(service, _name(model))]
+        reads = [model for model in _reads(service) if permits is None or permits(service, model.name)]
         _Walk(call, service, reads, answers).run()
     return answers
 
@@ -120,29 +115,21 @@ def _reads(service: str) -> tuple[OperationModel, ...]:
     )
 
 
-def _name(model: OperationModel) -> str:
-    return cast(str, model.name)
-
-
 class _Walk:
     """Walks one service. A *record* is what is known of one thing: the scalars of a structure in an answer, those
     around it, and the arguments of the call, by lower-case name; "" holds the kind of thing, "bucket"."""
 
     def __init__(self, call: Call, service: str, reads: Sequence[OperationModel], answers: dict[str, Any]) -> None:
-        self._call = call
-        self._service = service
-        self._reads = reads
-        self._answers = answers
+        self._call, self._service, self._reads, self._answers = call, service, reads, answers
         self._records: list[dict[str, Any]] = []
 
     def run(self) -> None:
         """Call until no answer gives the arguments of another call."""
         for model in self._reads:
             self._ask(model, {})
-        done = 0
-        while done < len(self._records) and len(self._answers) < MAX_CALLS:
-            record = self._records[done]
-            done += 1
+        for record in self._records:  # grows while it is walked
+            if len(self._answers) >= MAX_CALLS:
+                break
             for model in self._reads:
                 self._ask(model, record)
 
@@ -157,18 +144,18 @@ class _Walk:
 
     def _call_once(self, model: OperationModel, taken: dict[str, Any], always: Mapping[str, Any]) -> None:
         chosen = {name: value for name, value in always.items() if isinstance(value, str)}
-        operation = f"{self._service}:{_name(model)}{'/' if chosen else ''}{'/'.join(chosen.values())}"
+        operation = f"{self._service}:{model.name}{'/' if chosen else ''}{'/'.join(chosen.values())}"
         key = f"{operation} {json.dumps(taken, sort_keys=True)}"
         if key in self._answers:
             return
         try:
-            answer = plain(self._call(self._service, _name(model), {**always, **taken}))
+            answer = plain(self._call(self._service, model.name, {**always, **taken}))
         except StateCallError as error:
             self._answers[key] = {"error": error.code}
             return
         self._answers[key] = answer
         given = {name.lower(): value for name, value in taken.items() if isinstance(value, str)}
-        noun = noun_of(_name(model))
+        noun = noun_of(model.name)
         for record in _records(answer, noun, given):
             if record not in self._records and not _is_no_thing(record):
                 self._records.append(record)
@@ -229,7 +216,7 @@ def _records(value: Any, noun: str, around: Mapping[str, Any]) -> Iterator[dict[
 def _taken(model: OperationModel, record: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments that a record gives to a call: all that it must have, and of others what names the record's
     own thing."""
-    required, noun, kind = required_members(model.input_shape), noun_of(_name(model)), record.get("", "")
+    required, noun, kind = required_members(model.input_shape), noun_of(model.name), record.get("", "")
     if not record or (not required and _same(kind, noun)):
         return {}  # it stands in the list of all
     found = {
