@@ -1,14 +1,14 @@
 """Plays one episode: a task set up in a slot's world, commands graded one by one, until achieved or out of steps.
 
-Level 1 names the services, level 2 the operations in order, level 3 shows the commands with ``...`` for every value.
-Names, checks and set-up are never revealed. Source: docs/reference/environment.md 7 (Hints).
+Hints: level 1 names the services, level 2 the operations in order, level 3 shows the commands with ``...`` for every
+value. Names, checks and set-up are never revealed.
 
 What becomes of a simulator while it executes a command of the agent, or so that it does not answer after one, is the
 agent's doing: the episode ends with the score it had, and cannot be had anew by breaking the account. What happens
 between commands is the environment's, and the episode does not count. An account that nobody can read, in a simulator
 that works, is neither: it is not as the task wants it, which is counted by kind, and the episode goes on.
 
-Source: docs/reference/environment.md 2.1 (observation), 6 (set-up) and 7 (end of an episode).
+Source: docs/reference/environment.md 2.1 (observation), 6 (set-up) and 7 (hints, end of an episode).
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def unreadable_kind(error: Exception) -> str:
 
 
 DEFAULT_MAX_STEPS = 15
-FINISHED = "episode finished; call reset"
+NOT_RUNNING, FINISHED = "no episode is running; call reset first", "episode finished; call reset"
 _LOG = logging.getLogger(__name__)
 LOST = "the account does not answer any more after this command; the episode is over"
 
@@ -168,22 +168,14 @@ class Episode:
     disturb an episode that does not say itself. Use from one thread at a time."""
 
     def __init__(
-        self,
-        slot: Slot,
-        max_steps: int = DEFAULT_MAX_STEPS,
-        *,
-        reward_mode: str = "potential",
-        chaos: bool = False,
+        self, slot: Slot, max_steps: int = DEFAULT_MAX_STEPS, *, reward_mode: str = "potential", chaos: bool = False
     ) -> None:
-        self._slot = slot
-        self._max_steps = max_steps
-        self._reward_mode = reward_mode
-        self._may_disturb = chaos
-        self._task: Task | None = None
+        self._slot, self._max_steps = slot, max_steps
+        self._reward_mode, self._may_disturb = reward_mode, chaos
         self._forget()
 
     def _forget(self) -> None:
-        self._task = None
+        self._task: Task | None = None
         self._world: World | None = None
         self._tracker = Tracker()
         self._meter = RewardMeter(self._reward_mode)
@@ -191,13 +183,9 @@ class Episode:
         self._chaos: Chaos | None = None
         self._inventory = Inventory(self._slot.state)
         self._changes = AccountChanges()
-        self._steps = 0
-        self._hints = 0
-        self._achieved = False
-        self._lost = False
-        self._unreadable = ""
-        self._unread = False
-        self._episode_id = ""
+        self._steps = self._hints = 0
+        self._achieved = self._lost = self._unread = False
+        self._unreadable = self._episode_id = ""
 
     @property
     def slot(self) -> Slot:
@@ -266,7 +254,7 @@ class Episode:
         and the task is not achieved (``blame`` decides). Raises EpisodeError before the first reset or when a real
         account cannot be read, SimulatorLost for a simulator that was lost before the command."""
         if self._task is None or self._grader is None:
-            raise EpisodeError("no episode is running; call reset first")
+            raise EpisodeError(NOT_RUNNING)
         if self.done:
             return StepData(self._observation(None, FINISHED), 0.0, True)
         self._steps += 1
@@ -297,11 +285,10 @@ class Episode:
             if grade.progress > before:
                 self._tracker.progressed()
             reward = self._reward(grade.progress)
-            if self._chaos is not None and self._meter.progress > before and not self.done:
-                disturbed = self._chaos.after_progress(self._tracker)
-                if disturbed:
-                    self._grader.excuse()
-                    self._inventory.touch(disturbed, changed=True)
+            rolls = self._chaos is not None and self._meter.progress > before and not self.done
+            if self._chaos and rolls and (disturbed := self._chaos.after_progress(self._tracker)):
+                self._grader.excuse()
+                self._inventory.touch(disturbed, changed=True)
         except (TargetError, TaskError) as error:
             raise EpisodeError(str(error)) from error
         except Exception as error:
@@ -333,7 +320,7 @@ class Episode:
         """Commands of this task with the captures of its set-up filled. Raises EpisodeError before a reset,
         CaptureError for a capture that finds nothing."""
         if self._world is None:
-            raise EpisodeError("no episode is running; call reset first")
+            raise EpisodeError(NOT_RUNNING)
         return fill_setup(list(commands), self._world.answers)
 
     def missing(self) -> list[str]:
@@ -390,7 +377,6 @@ class Episode:
 
     def _observation(self, result: CommandResult | None, error: str, hint: str = "") -> dict[str, Any]:
         failed = result is not None and not result.success
-        changes = self._changes.described(self._tracker.disturbances if self.done else ())
         observation = {
             "episode_id": self._episode_id,
             "step_count": self._steps,
@@ -406,11 +392,8 @@ class Episode:
             "refusal": result.refusal if result else None,
             "steps_left": 0 if self._lost else max(0, self._max_steps - self._steps),
         }
-        rarely = {
-            "account_changes": changes,
-            "simulator_lost": self._lost,
-            "account_unreadable": self._unreadable,
-        }
+        changes = self._changes.described(self._tracker.disturbances if self.done else ())
+        rarely = {"account_changes": changes, "simulator_lost": self._lost, "account_unreadable": self._unreadable}
         return observation | {name: value for name, value in rarely.items() if value}
 
 

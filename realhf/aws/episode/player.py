@@ -14,6 +14,7 @@ import random
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from realhf.aws.cli.executor import SimulatorLost
@@ -59,9 +60,7 @@ def checked_action(data: Any, max_command_bytes: int) -> dict[str, Any]:
     return data
 
 
-def checked_reset(data: Any) -> dict[str, Any]:
-    """Check the data of a reset, {} where there is none. Raises WireError."""
-    return wire.checked_reset(data, _RESET_TYPES)
+checked_reset = partial(wire.checked_reset, types_of=_RESET_TYPES)
 
 
 def _is_small_object(value: Any) -> bool:
@@ -84,14 +83,8 @@ class EpisodePlayer:
         """Start an episode: ``task`` (a whole one), else the template ``task_id``, else one drawn; ``seed`` (default:
         the task's own, for a template a drawn one), ``episode_id``, ``split`` of the names, ``chaos``. Raises
         WireError: VALIDATION_ERROR for what was asked, EXECUTION_ERROR for the rest."""
-        chaos = data.get("chaos")
-        if chaos is not None and not isinstance(chaos, bool):
-            raise WireError(wire.VALIDATION_ERROR, "chaos is neither true nor false", field="data.chaos")
-        try:
-            task = self._task(data)
-        except TaskError as error:
-            raise WireError(wire.VALIDATION_ERROR, str(error)[:300], field="data.task") from None
-        return self._play(lambda: self._episode.reset(task, data.get("seed"), data.get("episode_id"), chaos=chaos))
+        seed, name, chaos = data.get("seed"), data.get("episode_id"), data.get("chaos")
+        return self._play(lambda: self._episode.reset(self._task(data), seed, name, chaos=chaos))
 
     def step(self, action: dict[str, Any]) -> Reply:
         """Run the command of a checked action. Raises WireError (EXECUTION_ERROR)."""

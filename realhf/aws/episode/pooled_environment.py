@@ -10,14 +10,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 from realhf.api.environment import AssistantMessage, EnvironmentFailure, EnvironmentSpec, Opening, Turn
 from realhf.aws.cli.executor import SimulatorLost
 from realhf.aws.environment import SYSTEM_PROMPT, AwsOptions, AwsTaskSet
-from realhf.aws.episode.episode import DEFAULT_MAX_STEPS, Episode, EpisodeError, StepData
+from realhf.aws.episode.episode import DEFAULT_MAX_STEPS, NOT_RUNNING, Episode, EpisodeError, StepData
 from realhf.aws.messages import (
     NO_COMMAND,
     OBSERVATION_CHARS,
@@ -40,53 +42,26 @@ _RETURN_S = 60.0
 _LOG = logging.getLogger(__name__)
 
 
-class _Leases:
-    """Counts the slots that episodes hold."""
-
-    def __init__(self, pool: MiniStackPool) -> None:
-        self._pool = pool
-        self._held = 0
-        self._changed = threading.Condition()
-
-    def take(self) -> Slot:
-        """Lease a slot. Raises EnvironmentFailure."""
-        try:
-            slot = self._pool.acquire()
-        except SimulatorLost as error:
-            raise EnvironmentFailure("lost", str(error)) from error
-        except RuntimeError as error:
-            raise EnvironmentFailure("capacity", str(error)) from error
-        with self._changed:
-            self._held += 1
-        return slot
-
-    def give_back(self, slot: Slot) -> None:
-        """Scrub a slot and give it back."""
-        try:
-            self._pool.release(slot)
-        finally:
-            with self._changed:
-                self._held -= 1
-                self._changed.notify_all()
-
-    def wait_for_all(self, timeout_s: float) -> bool:
-        """Return whether all slots were given back in time."""
-        with self._changed:
-            return self._changed.wait_for(lambda: self._held == 0, timeout_s)
-
-
 class _Seat:
-    """Holds a slot and the episode in it, from the first reset on. Its methods block; use one thread at a time."""
+    """Holds a slot and the episode in it, from the first reset on. Its methods block; use one thread at a time.
+    ``returned`` is one for each slot of the pool that no seat holds."""
 
-    def __init__(self, leases: _Leases, max_steps: int) -> None:
-        self._leases, self._max_steps = leases, max_steps
+    def __init__(self, pool: MiniStackPool, returned: threading.Semaphore, max_steps: int) -> None:
+        self._pool, self._returned, self._max_steps = pool, returned, max_steps
         self._slot: Slot | None = None
         self._episode: Episode | None = None
 
     def reset(self, task: Mapping[str, Any], seed: int) -> tuple[StepData, list[Mapping[str, Any]]]:
-        """Begin an episode; returns its first observation and what the calls of the set-up answered."""
+        """Begin an episode; returns its first observation and what the calls of the set-up answered. Raises
+        EnvironmentFailure where no slot is to be had."""
         if self._episode is None:
-            self._slot = self._leases.take()
+            try:
+                self._slot = self._pool.acquire()
+            except SimulatorLost:
+                raise
+            except RuntimeError as error:
+                raise EnvironmentFailure("capacity", str(error)) from error
+            self._returned.acquire()
             self._episode = Episode(self._slot, self._max_steps)
         found = self._episode.reset(Task.from_json(task["task"]), seed, chaos=task.get("chaos"))
         return found, [*self._episode.setup_answers]
@@ -94,14 +69,17 @@ class _Seat:
     def step(self, command: str) -> StepData:
         """Run a command."""
         if self._episode is None:
-            raise EpisodeError("no episode is running; call reset first")
+            raise EpisodeError(NOT_RUNNING)
         return self._episode.step(command)
 
     def release(self) -> None:
-        """Give the slot back; harmless when repeated."""
+        """Scrub the slot and give it back; harmless when repeated."""
         slot, self._slot, self._episode = self._slot, None, None
         if slot is not None:
-            self._leases.give_back(slot)
+            try:
+                self._pool.release(slot)
+            finally:
+                self._returned.release()
 
 
 class PooledEnvironment:
@@ -109,15 +87,15 @@ class PooledEnvironment:
     ``close`` gives the slot back; where a command is given up, its thread does, once it is over."""
 
     def __init__(
-        self, leases: _Leases, threads: Threads, max_steps: int, observation_chars: int, desired_state: bool
+        self, make_seat: Callable[[], _Seat], threads: Threads, observation_chars: int, desired_state: bool
     ) -> None:
-        self._leases, self._threads, self._max_steps = leases, threads, max_steps
+        self._make_seat, self._threads = make_seat, threads
         self._chars, self._desired_state = observation_chars, desired_state
         self._seat: _Seat | None = None
 
     async def reset(self, task: Mapping[str, Any], *, seed: int) -> Opening:
         """Begin an episode of the whole ``task`` (``Task.to_json``), perturbed where ``chaos`` says so."""
-        seat = self._seat = self._seat or _Seat(self._leases, self._max_steps)
+        seat = self._seat = self._seat or self._make_seat()
         found, answers = await self._run(seat, lambda: seat.reset(task, seed))
         info = {"observation": found.observation, "setup_answers": answers, **replay_of(task)}
         return task_opening(found.observation, desired_state=self._desired_state, info=info)
@@ -174,16 +152,17 @@ def pooled_environment(
         observation_chars: what the policy reads of an answer.
         desired_state: whether it also reads what the account should look like, where the task says so.
     """
-    leases, threads = _Leases(pool), Threads("aws", pool.size)
-    options = AwsOptions()
+    returned, threads, options = threading.Semaphore(pool.size), Threads("aws", pool.size), AwsOptions()
+    make_seat = partial(_Seat, pool, returned, max_steps)
     try:
         yield EnvironmentSpec(
             "aws",
-            make=lambda address: PooledEnvironment(leases, threads, max_steps, observation_chars, desired_state),
+            make=lambda address: PooledEnvironment(make_seat, threads, observation_chars, desired_state),
             tasks=lambda split: AwsTaskSet(options, split),
             system_prompt=SYSTEM_PROMPT,
             concurrency=pool.size,
         )
     finally:
-        if not leases.wait_for_all(_RETURN_S):
+        end = time.monotonic() + _RETURN_S
+        if not all(returned.acquire(timeout=max(0.0, end - time.monotonic())) for _ in range(pool.size)):
             _LOG.warning("slots of the pool were not given back within %g s after their episodes", _RETURN_S)

@@ -4,7 +4,7 @@ import pytest
 
 from realhf.aws.episode.player import EpisodePlayer
 from realhf.aws.simulator.pool import Slot
-from realhf.aws.tasks import get_template, instantiate, is_heldout_seed, solve
+from realhf.aws.tasks.loader import get_template, instantiate, is_heldout_seed
 from realhf.aws.tasks.task import Task
 from realhf.env.server.wire import EXECUTION_ERROR, VALIDATION_ERROR, WireError
 
@@ -43,7 +43,7 @@ def test_a_whole_task_brings_its_seed(player: EpisodePlayer) -> None:
 
     def answers(**data: object) -> list[str]:
         player.reset({"task": task.to_json(), "chaos": False} | data)
-        return [player.step({"command": command})[0]["command_output"] for command in solve(task)]
+        return [player.step({"command": command})[0]["command_output"] for command in task.solution]
 
     assert answers() == answers() == answers(seed=4)
 
@@ -59,7 +59,6 @@ def test_chaos_is_as_the_reset_says(slot: Slot, chaos: bool | None) -> None:
 @pytest.mark.parametrize(
     "data",
     [
-        {"chaos": "no"},
         {"task_id": 99999},
         {"task_id": VERSIONED, "seed": 1, "split": "secret"},
         {"task": {"task_id": 1}},
@@ -123,7 +122,7 @@ def test_a_task_of_another_maker_is_played(player: EpisodePlayer) -> None:
 def test_rewards_as_levels(slot: Slot) -> None:
     player = EpisodePlayer(slot, 5, reward_mode="level")
     player.reset({"task_id": VERSIONED, "seed": 1, "chaos": False})
-    rewards = [player.step({"command": command})[1] for command in solve(instantiate(VERSIONED, 1))]
+    rewards = [player.step({"command": command})[1] for command in instantiate(VERSIONED, 1).solution]
     assert rewards == [pytest.approx(0.5, abs=1e-8), 1.0]
 
 
