@@ -1,9 +1,8 @@
-"""Evaluates what an agent can do on AWS tasks: success, reward, steps to solve, hints, drift repair and recovery, by
-tier.
+"""Evaluates what an agent can do on AWS tasks, by tier: success, reward, steps to solve, hints, drift repair, and
+recovery after a failed command.
 
 Episodes run in this process on a ``MiniStackPool``; grading is the environment's own. They are played in lockstep: in
-every round the agent answers all living conversations, then all commands run concurrently. The metrics are success,
-reward, steps to solve, hints, drift repair, and recovery after a failed command.
+every round the agent answers all living conversations, then all commands run concurrently.
 
 python -m realhf.aws.evaluate --model runs/grpo_aws/NAME/policy --split names --tags starter
     python -m realhf.aws.evaluate --model http://127.0.0.1:8000/v1 --split heldout
@@ -57,9 +56,10 @@ _WORDS = {"max_turns": "finished", "token_budget": "gave_up"}
 
 @dataclass(frozen=True)
 class EpisodeRecord:
-    """Records one played episode. ``status``: achieved, finished (out of steps or turns), gave_up (also: out of
-    tokens), or how the environment failed, see ``FAILURE_STATUSES``. ``steps`` counts turns, including those without a
-    command and the one that gives up; ``failed_commands`` those that did not succeed."""
+    """Records one played episode. ``drift``: the task undoes part of its own set-up. ``status``: achieved, finished
+    (out of steps or turns), gave_up (also: out of tokens), or how the environment failed, see ``FAILURE_STATUSES``.
+    ``steps`` counts turns, including those without a command and the one that gives up; ``failed_commands`` those that
+    did not succeed."""
 
     task_id: int
     template: str
@@ -134,7 +134,7 @@ def _record(task: Task, outcome: RolloutOutcome, turns: Sequence[Turn]) -> Episo
         task.task_id,
         task.template,
         task.tier,
-        is_drift(task),
+        bool(task.possible_drifts),
         task.seed,
         status,
         achieved=outcome.achieved,
@@ -144,11 +144,6 @@ def _record(task: Task, outcome: RolloutOutcome, turns: Sequence[Turn]) -> Episo
         hints=int(seen[-1]["hints_used"]) if seen else 0,
         failed_commands=sum(not each["command_success"] for each in seen),
     )
-
-
-def is_drift(task: Task) -> bool:
-    """Return whether a task undoes part of its own set-up and wants it repaired."""
-    return bool(task.possible_drifts)
 
 
 def report(records: Sequence[EpisodeRecord]) -> dict[str, dict[str, Any]]:
@@ -190,11 +185,6 @@ def _rate(outcomes: Sequence[bool]) -> dict[str, float] | None:
 def _mean(values: Sequence[float]) -> dict[str, float] | None:
     interval = mean_interval(values)
     return None if interval is None else dict(zip(("value", "low", "high"), interval, strict=True), n=len(values))
-
-
-def rows(records: Sequence[EpisodeRecord]) -> list[dict[str, Any]]:
-    """Return the records as JSON-able maps."""
-    return [asdict(record) for record in records]
 
 
 SPLITS = {
@@ -403,7 +393,7 @@ def write(played: dict[str, list[EpisodeRecord]], options: argparse.Namespace) -
     document = {
         "options": settings,
         "reports": reports,
-        "episodes": {agent: rows(records) for agent, records in played.items()},
+        "episodes": {agent: [asdict(record) for record in records] for agent, records in played.items()},
     }
     (options.out / "evaluation.json").write_text(json.dumps(document, indent=1) + "\n")
     plot_success(reports, title, options.out / "evaluation.png")

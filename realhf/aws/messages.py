@@ -81,21 +81,9 @@ OBSERVATION_CHARS = 200
 NO_COMMAND = "error: no command; reply with one line that starts with aws"
 _DROPPED_KEYS = frozenset(
     {
-        "ResponseMetadata",
-        "RequestId",
-        "RequestCharged",
-        "ETag",
-        "MD5OfMessageBody",
-        "MD5OfMessageAttributes",
-        "ServerSideEncryption",
-        "ChecksumCRC32",
-        "ChecksumCRC64NVME",
-        "ChecksumType",
-        "IsTruncated",
-        "Prefix",
-        "ReceiptHandle",
-        "Owner",
-        "BucketArn",
+        *("ResponseMetadata", "RequestId", "RequestCharged", "ETag", "MD5OfMessageBody", "MD5OfMessageAttributes"),
+        *("ServerSideEncryption", "ChecksumCRC32", "ChecksumCRC64NVME", "ChecksumType", "IsTruncated", "Prefix"),
+        *("ReceiptHandle", "Owner", "BucketArn"),
     }
 )
 _EMPTY = (None, "", [], {})

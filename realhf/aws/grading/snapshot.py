@@ -60,27 +60,15 @@ _UNDER_WAY = frozenset(
 _STATES = re.compile(r"(state|status|statevalue|lifecyclestate|statuscode)$", re.IGNORECASE)
 _NOT_STATED = frozenset(
     {
-        *("RevisionId", "StateReason", "StateReasonCode", "LastUpdateStatusReason", "LastUpdateStatusReasonCode"),
-        *("LastModified", "LastModifiedDate", "last_modified", "LastUpdateStatus", "LastUpdatedTime"),
-        *("ETag", "etag", "_etag", "LockToken", "ItemCount", "TableSizeBytes", "SizeInBytes", "storedBytes"),
-        *("CreatorRequestId", "ClientToken", "clientToken", "ClientRequestToken", "CallerReference"),
-        *("SecurityGroupRuleId", "runtimeId", "md5", "md5_body", "seq"),
-        *(f"ApproximateNumberOfMessages{which}" for which in ("", "Delayed", "NotVisible")),
-        *(
-            "starting_sequence_number",
-            "SubscriptionsConfirmed",
-            "SubscriptionsPending",
-            "SubscriptionsDeleted",
-            "activeServicesCount",
-            "runningTasksCount",
-            "pendingTasksCount",
-            "StateUpdatedTimestamp",
-            "StateReasonData",
-            "events",
-            "deployments",
-            "storedSize",
-            "history",
-        ),
+        *("RevisionId", "StateReason", "StateReasonCode", "StateReasonData", "StateUpdatedTimestamp"),
+        *("LastUpdateStatus", "LastUpdateStatusReason", "LastUpdateStatusReasonCode", "LastModified"),
+        *("LastModifiedDate", "last_modified", "LastUpdatedTime", "ETag", "etag", "_etag", "LockToken", "ItemCount"),
+        *("TableSizeBytes", "SizeInBytes", "storedBytes", "storedSize", "CreatorRequestId", "ClientToken"),
+        *("clientToken", "ClientRequestToken", "CallerReference", "SecurityGroupRuleId", "runtimeId", "md5"),
+        *("md5_body", "seq", "ApproximateNumberOfMessages", "ApproximateNumberOfMessagesDelayed"),
+        *("ApproximateNumberOfMessagesNotVisible", "starting_sequence_number", "SubscriptionsConfirmed"),
+        *("SubscriptionsPending", "SubscriptionsDeleted", "activeServicesCount", "runningTasksCount"),
+        *("pendingTasksCount", "events", "deployments", "history"),
     }
 )
 """Fields that follow from other fields, or say only how often something was written."""

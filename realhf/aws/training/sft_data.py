@@ -12,9 +12,8 @@ A mistake is one of the template's own or one that is possible everywhere: the l
 python -m realhf.aws.training.sft_data --out episodes.jsonl --episodes-per-task 20
     python -m realhf.aws.training.sft_data --out mixed.jsonl --mix recovery=0.3 habit=0.2 --tags starter
 
-The five trajectory types (canonical, continuation, recovery, verification, hint) and the unsolved *habit* are
-described in ``demonstrations``. Every observation is what the simulator and the CLI really answered. Rows are split
-by template: ``--split heldout`` writes those of templates that training never sees.
+Every observation is what the simulator and the CLI really answered. Rows are split by template: ``--split heldout``
+writes those of templates that training never sees.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ import json
 import random
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -38,7 +37,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from realhf.api.environment import AssistantMessage, ChatMessage, Environment, Opening, RolloutOutcome
+from realhf.api.environment import AssistantMessage, ChatMessage, Environment, Opening, RolloutOutcome, Turn
 from realhf.api.generation import TokenSource
 from realhf.aws.cli.command_table import ALLOWED
 from realhf.aws.episode.episode import HINT_COMMAND
@@ -229,20 +228,16 @@ class Reciting:
         """Return the conversation. Roles: ``user`` the description, ``assistant`` a command (``"train": false`` where
         it is context, not to be imitated), ``user`` what a policy reads of the answer; the messages of the user carry
         the whole observation too."""
-        return [*self._conversation()]
-
-    def _conversation(self) -> Iterator[dict[str, Any]]:
-        yield from _with_observation(self._seen.opening.messages, self._seen.opening.info)
+        found = _with_observation(self._seen.opening)
         for said, turn in zip(self._said, self._seen.turns, strict=True):
-            yield said
-            yield from _with_observation(turn.messages, turn.info)
+            found += [said, *_with_observation(turn)]
+        return found
 
 
-def _with_observation(messages: Sequence[ChatMessage], info: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def _with_observation(heard: Opening | Turn) -> list[dict[str, Any]]:
     """Leaves out the random id of the episode: the file depends on the seed alone."""
-    lasting = {key: value for key, value in info["observation"].items() if key != "episode_id"}
-    for message in messages:
-        yield {**message, "observation": lasting}
+    lasting = {key: value for key, value in heard.info["observation"].items() if key != "episode_id"}
+    return [{**message, "observation": lasting} for message in heard.messages]
 
 
 _RETRIES = 1
@@ -250,7 +245,8 @@ _RETRIES = 1
 
 
 class ScriptAgent:
-    """Plays scripts and keeps their rows; see ``EpisodeAgent``. ``on_row`` is called after each."""
+    """Plays scripts and keeps their rows: task_id, template, tier, seed, kind, messages (``Reciting.messages``),
+    achieved and reward. See ``EpisodeAgent``; ``on_row`` is called after each."""
 
     def __init__(self, scripts: Sequence[Script], on_row: Callable[[], None]) -> None:
         self.rows: dict[int, dict[str, Any]] = {}
@@ -261,35 +257,23 @@ class ScriptAgent:
         """See ``EpisodeAgent``. Raises RuntimeError when an episode failed and is not played again, or when one of a
         kind that must succeed did not: either ends all others, since the rows would not be complete."""
         script, seen = self._scripts[wanted.index], Witness(env)
+        task = script.task
         speaker = Reciting(script, seen)
         outcome = await play_episode(seen, wanted, speaker, len(script.lines))
         if outcome.valid:
             if outcome.achieved is (script.kind == HABIT):
-                raise RuntimeError(
-                    f"{script.kind} episode of {script.task.template} (seed {script.task.seed}) is mislabelled"
-                )
-            self.rows[wanted.index] = _row(script, speaker.messages(), outcome)
+                raise RuntimeError(f"{script.kind} episode of {task.template} (seed {task.seed}) is mislabelled")
+            self.rows[wanted.index] = {
+                **{"task_id": task.task_id, "template": task.template, "tier": task.tier, "seed": task.seed},
+                **{"kind": script.kind, "messages": speaker.messages()},
+                **{"achieved": outcome.achieved, "reward": outcome.reward},
+            }
             self._on_row()
             return outcome
         self._failures[wanted.index] += 1
         if self._failures[wanted.index] > _RETRIES:
             raise RuntimeError(f"the episode {outcome.task_id} failed ({outcome.status}): {outcome.message}")
         return outcome
-
-
-def _row(script: Script, messages: list[dict[str, Any]], outcome: RolloutOutcome) -> dict[str, Any]:
-    """Return the row of an episode: task_id, template, tier, seed, kind, messages (``Reciting.messages``), achieved and
-    reward."""
-    return {
-        "task_id": script.task.task_id,
-        "template": script.task.template,
-        "tier": script.task.tier,
-        "seed": script.task.seed,
-        "kind": script.kind,
-        "messages": messages,
-        "achieved": outcome.achieved,
-        "reward": outcome.reward,
-    }
 
 
 def play_all(
@@ -305,44 +289,23 @@ def play_all(
     return [agent.rows[number] for number in range(len(scripts))]
 
 
-class Statistics:
-    """Counts what a file holds, by tier and kind."""
-
-    def __init__(self) -> None:
-        self._rows: dict[tuple[str, str], list[tuple[int, bool, float]]] = {}
-
-    def add(self, row: Mapping[str, Any]) -> None:
-        """Count a row."""
-        turns = sum(message["role"] == "assistant" for message in row["messages"])
-        self._rows.setdefault((row["tier"], row["kind"]), []).append((turns, row["achieved"], row["reward"]))
-
-    def groups(self) -> list[dict[str, Any]]:
-        """Return one map per tier and kind: rows, achieved, and the means of turns and reward."""
-        return [
-            {
-                "tier": tier,
-                "kind": kind,
-                "rows": len(rows),
-                "achieved": sum(row[1] for row in rows),
-                "mean_turns": sum(row[0] for row in rows) / len(rows),
-                "mean_reward": sum(row[2] for row in rows) / len(rows),
-            }
-            for (tier, kind), rows in sorted(self._rows.items())
-        ]
-
-    def table(self) -> Table:
-        """Return the groups as a table to print."""
-        found = Table("tier", "kind", "rows", "achieved", "turns", "reward")
-        for group in self.groups():
-            found.add_row(
-                group["tier"],
-                group["kind"],
-                str(group["rows"]),
-                str(group["achieved"]),
-                f"{group['mean_turns']:.1f}",
-                f"{group['mean_reward']:.2f}",
-            )
-        return found
+def statistics(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return one map per tier and kind: rows, achieved, and the means of turns and reward."""
+    groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault((row["tier"], row["kind"]), []).append(row)
+    return [
+        {
+            "tier": tier,
+            "kind": kind,
+            "rows": len(group),
+            "achieved": sum(row["achieved"] for row in group),
+            "mean_turns": sum(message["role"] == "assistant" for row in group for message in row["messages"])
+            / len(group),
+            "mean_reward": sum(row["reward"] for row in group) / len(group),
+        }
+        for (tier, kind), group in sorted(groups.items())
+    ]
 
 
 def _mix(texts: Sequence[str]) -> dict[str, float]:
@@ -399,20 +362,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     except (TaskError, ValueError) as error:
         command_line.error(str(error))
-    console, statistics = Console(stderr=True), Statistics()
+    console = Console(stderr=True)
     try:
-        write(scripts, options.pool_size, options.out, statistics, console)
+        found = statistics(write(scripts, options.pool_size, options.out, console))
     except RuntimeError as error:
         print(f"sft_data: {error}", file=sys.stderr)
         return 1
-    options.out.with_name(options.out.name + ".stats.json").write_text(json.dumps(statistics.groups(), indent=1) + "\n")
-    console.print(statistics.table())
+    options.out.with_name(options.out.name + ".stats.json").write_text(json.dumps(found, indent=1) + "\n")
+    table = Table("tier", "kind", "rows", "achieved", "turns", "reward")
+    for group in found:
+        head = (group["tier"], group["kind"], str(group["rows"]), str(group["achieved"]))
+        table.add_row(*head, f"{group['mean_turns']:.1f}", f"{group['mean_reward']:.2f}")
+    console.print(table)
     console.print(f"{len(scripts)} episodes written to {options.out}")
     return 0
 
 
-def write(scripts: Sequence[Script], pool_size: int, out: Path, statistics: Statistics, console: Console) -> None:
-    """Play and write all rows; ``out`` appears when it is complete."""
+def write(scripts: Sequence[Script], pool_size: int, out: Path, console: Console) -> list[dict[str, Any]]:
+    """Play and write all rows, and return them; ``out`` appears when it is complete."""
     pool = MiniStackPool(pool_size)
     pool.start()
     try:
@@ -422,11 +389,11 @@ def write(scripts: Sequence[Script], pool_size: int, out: Path, statistics: Stat
             Progress(*Progress.get_default_columns(), console=console) as progress,
         ):
             bar = progress.add_task("playing episodes", total=len(scripts))
-            for row in play_all(scripts, pool, lambda: progress.advance(bar)):
-                statistics.add(row)
-                file.write(json.dumps(row, separators=(",", ":")) + "\n")
+            rows = play_all(scripts, pool, lambda: progress.advance(bar))
+            file.writelines(json.dumps(row, separators=(",", ":")) + "\n" for row in rows)
     finally:
         pool.stop()
+    return rows
 
 
 if __name__ == "__main__":
