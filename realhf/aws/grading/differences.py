@@ -80,19 +80,16 @@ _SETTINGS = re.compile(r"^bucket_|_policies$|tags$")
 """Kinds of records that are settings of a resource: what they say counts, and not whether they were made anew."""
 _BESIDE = frozenset(
     {
-        "snapshots",
-        "backups",
-        "recovery_points",
-        "executions",
-        "jobs",
-        "functions/versions/",
-        "state_machine_versions",
-        "task_defs",
+        *("snapshots", "backups", "recovery_points", "executions", "jobs", "functions/versions/"),
+        *("state_machine_versions", "task_defs"),
     }
 )
 """Kinds of resources that change nothing of what they name."""
 _ACT = frozenset(
-    {"esms", "rules", "targets", "schedules", "function_urls", "listeners", "selections", "integrations", "routes"}
+    {
+        *("esms", "rules", "targets", "schedules", "function_urls", "listeners", "selections", "integrations"),
+        *("routes",),
+    }
 )
 """Kinds of resources that do something with what they name."""
 _ACTS = re.compile(r"^subscriptions\[\]$|Actions\[\]$")
@@ -110,10 +107,6 @@ class Freedom:
 
     free: tuple[tuple[str, str], ...] = ()
     may_change: tuple[str, ...] = ()
-
-
-_BOUND = Freedom()
-"""Leaves no freedom."""
 
 
 @dataclass(frozen=True)
@@ -166,11 +159,6 @@ class Verdict:
     parts: tuple[int, ...] = ()
     """Places of the solution's commands whose part is there."""
 
-    @property
-    def harmed(self) -> bool:
-        """Whether anything was harmed."""
-        return bool(self.harms)
-
     def words(self) -> list[str]:
         """Return, for the author of a task, what keeps it from being achieved."""
         found = self.differences
@@ -179,21 +167,11 @@ class Verdict:
         return [f"{what}: {text}" for what, texts in named for text in texts]
 
 
-def compare(start: Snapshot, target: Target, end: Snapshot, freedom: Freedom = _BOUND) -> Verdict:
-    """Return the verdict about ``end``, the account of an agent that found ``start`` and was to reach ``target``."""
-    return Comparison(start, Goal(target, freedom)).judge(end)
-
-
-def equal(target: Target, end: Snapshot, freedom: Freedom = _BOUND) -> bool:
-    """Return whether an account is as good as its target: apart from harmless extras and from what is free."""
-    return compare(target.start, target, end, freedom).differences.none
-
-
 class Goal:
     """Holds what a target asks of every episode of its instance, computed once. ``asks_nothing``: whether the set-up is
     as good as what the solution leaves."""
 
-    def __init__(self, target: Target, freedom: Freedom = _BOUND) -> None:
+    def __init__(self, target: Target, freedom: Freedom) -> None:
         self.target, self.freedom = target, freedom
         self.read = _Reading(target, freedom)
         states = [self.read.leaves(state, {}) for state in (target.start, *target.states)]
@@ -504,7 +482,8 @@ def canonical(value: Any) -> str:
 def _without(value: Any, paths: Sequence[list[str]]) -> Any:
     """Return a value without the fields at these paths; ``name[]`` goes through a list."""
     if isinstance(value, list):
-        return [_without(item, paths) for item in value]
+        left = [(item, _without(item, paths)) for item in value]
+        return [kept for item, kept in left if kept or not item]  # what is empty is as good as absent
     if not isinstance(value, Mapping):
         return value
     found = {}
@@ -513,7 +492,7 @@ def _without(value: Any, paths: Sequence[list[str]]) -> Any:
         if [] in deeper:
             continue
         kept = _without(item, deeper) if deeper else item
-        if kept or not item:  # what is empty is as good as absent
+        if kept or not item:
             found[name] = kept
     return found
 
@@ -659,11 +638,9 @@ def _blank(key: Key, names: Mapping[str, str]) -> Key:
 
 def _skeleton(attributes: Mapping[str, Any], names: Mapping[str, str]) -> Counter[tuple[str, str]]:
     """Return the leaves with the drawn texts that have a counterpart by its name, and others as one."""
-
-    def renamed(match: re.Match[str]) -> str:
-        return names.get(match[1], "")
-
-    return Counter((path, _TOKEN.sub(renamed, value)) for path, value in _leaves(attributes, ""))
+    return Counter(
+        (path, _TOKEN.sub(lambda match: names.get(match[1], ""), value)) for path, value in _leaves(attributes, "")
+    )
 
 
 def _progress(parts: Sequence[bool], wrong: bool) -> float:

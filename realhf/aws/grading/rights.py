@@ -34,6 +34,7 @@ from realhf.aws.grading.policy_comparison import (
     compare_policies,
     parse_policy,
 )
+from realhf.aws.tasks.task import ACCOUNT_ID
 
 Resources = Mapping[tuple[str, str, str], Mapping[str, Any]]
 """Attributes of resources by service, kind and identity, as a ``Snapshot`` has them: documents parsed or as text."""
@@ -83,8 +84,8 @@ class RightsChange:
     unread: tuple[str, ...] = ()
 
 
-def compare_rights(before: Rights, after: Rights, account: str = "000000000000") -> RightsChange:
-    """Return how the rights in an account differ from those before. ``account``: its number."""
+def compare_rights(before: Rights, after: Rights) -> RightsChange:
+    """Return how the rights in an account differ from those before."""
     budget = Budget(MOST_STEPS)
     changed: list[str] = []
     more: list[MoreRights] = []
@@ -110,7 +111,7 @@ def compare_rights(before: Rights, after: Rights, account: str = "000000000000")
             if not identity or found.gains or found.loses or _is_let_in(holder, let_in):
                 changed.append(holder)
             if old is not before.groups:  # what a group passes on is counted with its members
-                more += [_more(holder, gain, identity, account, holder not in old) for gain in found.gains]
+                more += [_more(holder, gain, identity, holder not in old) for gain in found.gains]
     return RightsChange(tuple(changed), tuple(more), tuple(unread))
 
 
@@ -305,20 +306,20 @@ def _key_grant(grant: Mapping[str, Any], renamed: Callable[[str], str]) -> Polic
     return Policies((Statement(True, Names(who), Names(actions), Names(), conditions),) if actions else (), None, owner)
 
 
-def _more(holder: str, gain: Gain, identity: bool, account: str, new: bool) -> MoreRights:
+def _more(holder: str, gain: Gain, identity: bool, new: bool) -> MoreRights:
     if identity:
         return MoreRights(holder, replace(gain, principal=""), "the account", new)
-    return MoreRights(holder, gain, _who(gain.principal, account), new)
+    return MoreRights(holder, gain, _who(gain.principal), new)
 
 
-def _who(principal: str, account: str) -> str:
+def _who(principal: str) -> str:
     """Return to whom a principal belongs, as a statement says it."""
     if principal.startswith("Service:"):
         return "a service"
     arn = principal.removeprefix("AWS:").split(":", 5)
     if not principal.startswith("AWS:arn:") or len(arn) < 6 or set("*?") & set(arn[4]):
         return "anybody"
-    return "the account" if arn[4] == account else "another account"
+    return "the account" if arn[4] == ACCOUNT_ID else "another account"
 
 
 def _is_let_in(holder: str, let_in: Iterable[Names]) -> bool:

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from realhf.aws.grading.differences import Freedom, Target, Verdict, compare, equal
+from realhf.aws.grading.differences import Comparison, Freedom, Goal, Target, Verdict
 from realhf.aws.grading.snapshot import Snapshot, snapshot_of
 
 AS_IT_IS = Freedom()
@@ -31,17 +31,19 @@ def group(token: str, vpc: str = "vpc-1", serial: int = 3) -> list:
     return ["ec2", "security_groups", "us-east-1", f"sg-{drawn(token)}", serial, {"GroupName": "web", "VpcId": vpc}]
 
 
+def compare(start: Snapshot, target: Target, end: Snapshot, freedom: Freedom = AS_IT_IS) -> Verdict:
+    return Comparison(start, Goal(target, freedom)).judge(end)
+
+
 def verdict(*records: list, target: Snapshot | None = None, freedom: Freedom = AS_IT_IS) -> Verdict:
     goal = Target(account(), (target or account(topic(display="News")),))
-    end = snapshot_of(map(json.dumps, records), NOW)
-    assert compare(account(), goal, end, freedom).achieved == equal(goal, end, freedom)
-    return compare(account(), goal, end, freedom)
+    return compare(account(), goal, snapshot_of(map(json.dumps, records), NOW), freedom)
 
 
 def test_the_state_of_the_solution_is_achieved_and_nothing_is_nothing() -> None:
     assert verdict(QUEUE, topic(display="News")).achieved
     nothing = verdict(QUEUE)
-    assert not nothing.achieved and nothing.progress == 0 and not nothing.harmed and nothing.words()
+    assert not nothing.achieved and nothing.progress == 0 and not nothing.harms and nothing.words()
 
 
 def test_another_value_and_a_field_too_many_are_not_achieved() -> None:
@@ -53,15 +55,19 @@ def test_another_value_and_a_field_too_many_are_not_achieved() -> None:
 
 
 def test_what_is_free_is_not_looked_at() -> None:
-    freedom = Freedom(free=(("sns/topics", "display"),))
+    freedom = Freedom(free=(("sns/topics", "display"), ("sns/topics", "rules[].id")))
     assert verdict(QUEUE, topic(display="Olds"), freedom=freedom).achieved
+    named = topic(display="News", rules=[{"id": "x"}])
+    assert verdict(QUEUE, named, freedom=freedom).achieved, "what nothing but a free field is in is as good as absent"
+    more = topic(display="News", rules=[{"id": "x", "port": 1}])
+    assert not verdict(QUEUE, more, freedom=freedom).achieved
 
 
 @pytest.mark.parametrize("what", ["gone", "made anew"])
 def test_harm_to_the_set_up_is_never_achieved(what: str) -> None:
     anew = [*QUEUE[:4], 9, QUEUE[5]]
     found = verdict(*([] if what == "gone" else [anew]), topic(display="News"))
-    assert not found.achieved and found.harmed
+    assert not found.achieved and found.harms
     freedom = Freedom(may_change=("sqs/queues/*",))
     assert verdict(anew, topic(display="News"), freedom=freedom).achieved
 
@@ -143,7 +149,7 @@ def test_a_key_to_a_user_who_was_there_opens() -> None:
     for user, harmless in (("ann", False), ("ann2", True)):
         key = ["iam", "access_keys", "", f"AKIA{drawn('QQQQQQ')}", 6, {"UserName": user, "Status": "Active"}]
         found = compare(account(ann), goal, account(ann, topic(), key))
-        assert (found.achieved, found.harmed) == (harmless, not harmless)
+        assert (found.achieved, bool(found.harms)) == (harmless, not harmless)
 
 
 def test_what_is_counted_and_what_nobody_chose_is_no_difference() -> None:
@@ -190,7 +196,7 @@ def test_an_alarm_of_ones_own_is_harmless_unless_it_does_something() -> None:
 def test_an_opening_is_never_achieved_and_harms() -> None:
     public = {"Statement": [{"Effect": "Allow", "Principal": "*", "Action": "sns:*", "Resource": "*"}]}
     found = verdict(QUEUE, topic(display="News", policy=public))
-    assert not found.achieved and found.harmed
+    assert not found.achieved and found.harms
 
 
 def test_a_right_that_was_to_go_must_not_stay_by_another_way() -> None:
@@ -262,7 +268,7 @@ def test_a_resource_that_is_called_alike_is_ones_own_unless_it_lies_in_another()
     open_policy = {"Statement": [{"Effect": "Allow", "Principal": "*", "Action": "sns:*", "Resource": "*"}]}
     for name, harmed in (("news", True), ("news-2", False)):
         own = ["sns", "policies", "us-east-1", name, 7, open_policy]
-        assert verdict(QUEUE, topic(display="News"), own).harmed is harmed
+        assert bool(verdict(QUEUE, topic(display="News"), own).harms) is harmed
 
 
 @pytest.mark.parametrize(
@@ -275,7 +281,7 @@ def test_what_keeps_the_set_up_from_working_is_damage(more: dict[str, object], h
         condition = {"Condition": {"Bool": {"aws:SecureTransport": "false"}}} if more["policy"] == "TLS" else {}
         more = {"policy": {"Statement": [deny | condition]}}
     found = verdict([*QUEUE[:5], {**QUEUE[5], **more}], topic(), target=account(topic()))
-    assert not found.achieved and found.harmed is harmed
+    assert not found.achieved and bool(found.harms) is harmed
 
 
 def test_a_policy_between_two_solutions_is_as_good() -> None:
@@ -317,9 +323,9 @@ def test_what_the_solution_passes_through_harms_nothing() -> None:
     made, logging = (["cloudtrail", "trails", "", "t", 4, {"IsLogging": on}] for on in (False, True))
     goal = Target(account(), (account(made), account(logging)))
     found = compare(account(), goal, account(made))
-    assert not found.achieved and not found.harmed
+    assert not found.achieved and not found.harms
     stopped = compare(account(logging), Target(account(logging), (account(logging, topic()),)), account(made, topic()))
-    assert stopped.harmed
+    assert stopped.harms
 
 
 @pytest.mark.parametrize(

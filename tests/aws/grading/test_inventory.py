@@ -8,7 +8,7 @@ from realhf.aws.cli.state_client import StateCallError
 from realhf.aws.episode.episode import Episode
 from realhf.aws.grading.inventory import LISTINGS, Inventory, names_of
 from realhf.aws.simulator.pool import Slot
-from realhf.aws.tasks import instantiate, load_templates, solve
+from realhf.aws.tasks.loader import instantiate, load_templates
 
 
 class FakeAccount:
@@ -88,10 +88,10 @@ def test_state_shows_what_is_there(slot: Slot) -> None:
     name = task.params["name"]
     episode.reset(task)
     assert episode.state()["infra_state"] == {}
-    episode.step(solve(task)[0])
+    episode.step(task.solution[0])
     assert episode.state()["infra_state"] == {"sns": {"topic": [name]}}
     episode.step("aws iam create-user --user-name someone")
-    episode.step(solve(task)[1])
+    episode.step(task.solution[1])
     state = episode.state()["infra_state"]
     assert state["iam"]["user"] == ["someone"] and state["sqs"] == {"queue": [name]}
     episode.step(f"aws sns delete-topic --topic-arn arn:aws:sns:us-east-1:000000000000:{name}")

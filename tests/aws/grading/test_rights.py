@@ -66,7 +66,7 @@ class Account:
 
 
 def change(before: Account, after: Account) -> RightsChange:
-    return compare_rights(read_rights(before.resources()), read_rights(after.resources()), ACCOUNT)
+    return compare_rights(read_rights(before.resources()), read_rights(after.resources()))
 
 
 def openings(found: RightsChange) -> list[MoreRights]:

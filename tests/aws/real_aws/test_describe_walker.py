@@ -8,10 +8,10 @@ from realhf.aws.cli.state_client import StateCallError
 from realhf.aws.episode.episode import Episode
 from realhf.aws.real_aws.describe_walker import walk
 from realhf.aws.simulator.pool import Slot
-from realhf.aws.tasks import instantiate
+from realhf.aws.tasks.loader import instantiate
 from tests.aws.validation.command_line import renumbered
 from tests.aws.validation.describe_answers import disagreements, told
-from tests.aws.validation.mutant_player import perform
+from tests.aws.validation.play import run_commands
 
 NOTHING: frozenset[Any] = frozenset()
 POLICY = '{"Version":"2012-10-17","Statement":{"Effect":"Allow","Action":"s3:*","Resource":"*"}}'
@@ -40,14 +40,14 @@ def test_arguments_of_calls_come_out_of_the_answers_of_others(slot: Slot) -> Non
 @pytest.mark.sim
 def test_two_accounts_that_differ_in_ids_and_times_alone_say_the_same(slot: Slot) -> None:
     task, episode = instantiate(311, 0), Episode(slot, 64)
-    perform(episode, task, task.solution)
+    run_commands(episode, task, task.solution)
     target = told(walk(slot.state.call, ["ec2", "rds"]))
     later = ["aws ec2 create-volume --size 1 --availability-zone us-east-1a", *task.solution]
-    perform(episode, task, [renumbered(line, {number: number + 1 for number in range(7)}) for line in later])
+    run_commands(episode, task, [renumbered(line, {number: number + 1 for number in range(7)}) for line in later])
     assert not disagreements(NOTHING, target, told(walk(slot.state.call, ["ec2", "rds"]))), (
         "other ids, and a volume of one's own"
     )
-    perform(episode, task, task.solution[:-1])
+    run_commands(episode, task, task.solution[:-1])
     lacking = disagreements(NOTHING, target, told(walk(slot.state.call, ["ec2", "rds"])))
     assert any(line.startswith("- ec2:DescribeSecurityGroups") and "5432" in line for line in lacking)
 

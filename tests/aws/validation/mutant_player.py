@@ -10,22 +10,23 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from realhf.aws.episode.episode import Episode
 from realhf.aws.episode.world import make_targets
-from realhf.aws.grading.differences import Target, compare
+from realhf.aws.grading.differences import Comparison, Target
+from realhf.aws.grading.differences import Goal as TargetGoal
 from realhf.aws.grading.grader import freedom_of
-from realhf.aws.grading.snapshot import Snapshot, take_snapshot
+from realhf.aws.grading.snapshot import take_snapshot
 from realhf.aws.real_aws.describe_walker import walk
-from realhf.aws.tasks.captures import CaptureError, resolve
 from realhf.aws.tasks.task import Task
 from tests.aws.validation.describe_answers import Said, disagreements
 from tests.aws.validation.describe_answers import told as told_by
 from tests.aws.validation.mutants import Mutant
+from tests.aws.validation.play import run_commands
 
 MAX_STEPS = 64
 """Largest number of commands of a mutant: a second set-up takes more than an agent has."""
@@ -97,40 +98,33 @@ class Goal:
     writes: tuple[str, ...]
 
 
-class Targets:
-    """Makes the target of each instance once, whoever asks first. Thread-safe."""
+class Goals:
+    """Makes what is asked of each instance once, whoever asks first. Thread-safe."""
 
     def __init__(self) -> None:
-        self._made: dict[tuple[int, int], Future[Goal]] = {}
-        self._lock = threading.Lock()
+        self._made: dict[tuple[int, int], Goal] = {}
+        self._locks: defaultdict[tuple[int, int], threading.Lock] = defaultdict(threading.Lock)
 
-    def get(self, key: tuple[int, int], make: Callable[[], Goal]) -> Goal:
-        """Return the target with this key; ``make`` it where there is none. Raises what ``make`` raises."""
-        with self._lock:
-            mine = key not in self._made
-            future = self._made.setdefault(key, Future())
-        if mine:
-            try:
-                future.set_result(make())
-            except BaseException as error:
-                with self._lock:
-                    del self._made[key]
-                future.set_exception(error)
-                raise
-        return future.result()
+    def of(self, episode: Episode, task: Task) -> Goal:
+        """Return the goal of an instance, made in this episode where there is none."""
+        key = task.task_id, task.seed
+        with self._locks[key]:
+            if key not in self._made:
+                self._made[key] = make_goal(episode, task)
+            return self._made[key]
 
 
-def play_mutant(episode: Episode, task: Task, mutant: Mutant, targets: Targets) -> Played:
+def play_mutant(episode: Episode, task: Task, mutant: Mutant, goals: Goals) -> Played:
     """Play one mutant in an episode. Raises what ``Episode.reset`` and ``step`` raise."""
-    goal = targets.get((task.task_id, task.seed), lambda: make_goal(episode, task))
-    run = perform(episode, task, mutant.commands)
+    goal = goals.of(episode, task)
+    run = run_commands(episode, task, mutant.commands)
     differences = told = ["the simulator was lost"]
     if not run.lost:
         end, freedom = take_snapshot(episode.slot), freedom_of(task)
-        verdicts = [compare(run.start, target, end, freedom) for target in goal.targets]
+        verdicts = [Comparison(run.start, TargetGoal(target, freedom)).judge(end) for target in goal.targets]
         differences = min((verdict.words() for verdict in verdicts), key=len)
         told = []
-        if run.failed or run.writes != goal.writes:
+        if run.failures or run.writes != goal.writes:
             said = _said(episode, goal.services | _services(mutant.commands))
             told = [line for line in disagreements(goal.start, goal.said, said) if not _is_free(line, task)]
     return Played(
@@ -146,7 +140,7 @@ def play_mutant(episode: Episode, task: Task, mutant: Mutant, targets: Targets) 
         differences=tuple(differences[:_SHOWN]),
         told=tuple(told[:_SHOWN]),
         sent=run.sent,
-        failed=run.failed,
+        failed=len(run.failures),
     )
 
 
@@ -156,57 +150,8 @@ def _is_free(line: str, task: Task) -> bool:
     return any(re.search(rf"\.{re.escape(name)} = ", line, re.IGNORECASE) for name in names)
 
 
-@dataclass
-class Run:
-    """Records an episode: the account after set-up, whether it was achieved, its return, the writes that succeeded, how
-    many commands were sent and failed, and whether the simulator was lost over one."""
-
-    start: Snapshot
-    achieved: bool = False
-    score: float = 0.0
-    writes: tuple[str, ...] = ()
-    sent: int = 0
-    failed: int = 0
-    lost: bool = False
-
-
-def perform(episode: Episode, task: Task, commands: Sequence[str]) -> Run:
-    """Set the task up without chaos and send commands until it is done."""
-    achieved = episode.reset(task, chaos=False).observation["task_achieved"]
-    run = Run(take_snapshot(episode.slot), achieved)
-    outputs: list[str] = []
-    for command in commands:
-        if episode.done:
-            break
-        line = resolve(_filled(episode, command), outputs)
-        step = episode.step(line)
-        seen = step.observation
-        outputs.append(seen["command_output"])
-        run.sent += 1
-        run.achieved, run.score = seen["task_achieved"], run.score + step.reward
-        run.lost = run.lost or seen.get("simulator_lost", False)
-        if not seen["command_success"]:
-            run.failed += 1
-        elif not is_look(line):
-            run.writes = (*run.writes, line)
-    return run
-
-
-def is_look(line: str) -> bool:
-    """Return whether a command only looks."""
-    words = line.split()
-    return len(words) > 2 and words[2].startswith(("describe-", "get-", "list-", "head-", "ls", "batch-get-"))
-
-
 def _operation(line: str) -> str:
     return " ".join(line.split()[:3])
-
-
-def _filled(episode: Episode, command: str) -> str:
-    try:
-        return episode.fill([command])[0]
-    except CaptureError:  # the set-up's answer has no such field: the command fails as a person's would
-        return command
 
 
 def make_goal(episode: Episode, task: Task) -> Goal:
@@ -215,7 +160,7 @@ def make_goal(episode: Episode, task: Task) -> Goal:
     services = _services(task.solution) | {command.service for command in task.setup if command.service}
     episode.reset(task, chaos=False)
     start = _said(episode, services)
-    run = perform(episode, task, task.solution)
+    run = run_commands(episode, task, task.solution)
     return Goal(targets, services, start, _said(episode, services), run.writes)
 
 

@@ -24,7 +24,7 @@ from rich.table import Table
 from realhf.aws.episode.validation import Failure, played
 from realhf.aws.tasks.loader import Template, get_template, instantiate, load_templates
 from realhf.aws.tasks.task import TIERS, Task, TaskError
-from tests.aws.validation.mutant_player import MAX_STEPS, Played, Targets, play_mutant
+from tests.aws.validation.mutant_player import MAX_STEPS, Goals, Played, play_mutant
 from tests.aws.validation.mutants import KINDS, Mutant, mutants_of
 
 ABOVE_WARMUP = TIERS[1:]
@@ -83,8 +83,8 @@ def turns_of(templates: Sequence[Template], most: int, seed: int) -> list[Turn]:
 
 def play_all(turns: Sequence[Turn], pool_size: int, console: Console) -> Iterator[tuple[Turn, Played | Failure]]:
     """Yield what came of each mutant, in their order."""
-    targets = Targets()
-    results = played(turns, lambda episode, turn: play_mutant(episode, *turn, targets), pool_size, console, MAX_STEPS)
+    goals = Goals()
+    results = played(turns, lambda episode, turn: play_mutant(episode, *turn, goals), pool_size, console, MAX_STEPS)
     yield from zip(turns, results, strict=True)
 
 

@@ -14,7 +14,8 @@ play may say which texts of the solution it ``change``s."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -24,7 +25,8 @@ from typing import Any, Literal, get_args
 import yaml
 
 from realhf.aws.episode.episode import Episode
-from realhf.aws.tasks.captures import resolve
+from realhf.aws.grading.snapshot import Snapshot, take_snapshot
+from realhf.aws.tasks.captures import CaptureError, resolve
 from realhf.aws.tasks.loader import fill, instantiate, with_drifts
 from realhf.aws.tasks.task import Task, TaskError
 
@@ -100,24 +102,55 @@ class Outcome:
                 return not self.achieved and self.score == 0.0
 
 
-def perform(episode: Episode, task: Task, play: Play) -> Outcome:
-    """Set the task up with all drifts that it may have and without chaos, and send the play's commands until it is
-    achieved. Raises what ``Episode.reset`` raises."""
-    drifts = range(len(task.possible_drifts)) if task.possible_drifts else None
-    achieved, score = episode.reset(task, chaos=False, drifts=drifts).observation["task_achieved"], 0.0
-    outputs: list[str] = []
-    failures: list[str] = []
-    for command in episode.fill(list(play.commands)):
+@dataclass
+class Run:
+    """Records an episode: the account after set-up, whether it was achieved, its return, how many commands were sent,
+    the writes that succeeded, the commands that failed with their errors, and whether the simulator was lost."""
+
+    start: Snapshot
+    achieved: bool
+    score: float = 0.0
+    sent: int = 0
+    writes: tuple[str, ...] = ()
+    failures: tuple[str, ...] = ()
+    lost: bool = False
+
+
+def run_commands(episode: Episode, task: Task, commands: Sequence[str], drifts: Sequence[int] | None = None) -> Run:
+    """Set the task up without chaos, with these drifts (None: those that its seed draws), and send commands until it is
+    done. Raises what ``Episode.reset`` and ``step`` raise."""
+    achieved = episode.reset(task, chaos=False, drifts=drifts).observation["task_achieved"]
+    run, outputs = Run(take_snapshot(episode.slot), achieved), list[str]()
+    for command in commands:
         if episode.done:
             break
+        with suppress(CaptureError):  # without such a field in the set-up's answer it fails, as a person's would
+            command = episode.fill([command])[0]
         line = resolve(command, outputs)
         step = episode.step(line)
         seen = step.observation
         outputs.append(seen["command_output"])
+        run.sent += 1
+        run.achieved, run.score = seen["task_achieved"], run.score + step.reward
+        run.lost = run.lost or seen.get("simulator_lost", False)
         if not seen["command_success"]:
-            failures.append(f"{line}: {' '.join(seen['error'].split())[:160]}")
-        achieved, score = seen["task_achieved"], score + step.reward
-    return Outcome(play, achieved, score, len(outputs), tuple(failures))
+            run.failures += (f"{line}: {' '.join(seen['error'].split())[:160]}",)
+        elif not is_look(line):
+            run.writes += (line,)
+    return run
+
+
+def is_look(line: str) -> bool:
+    """Return whether a command only looks."""
+    words = line.split()
+    return len(words) > 2 and words[2].startswith(("describe-", "get-", "list-", "head-", "ls", "batch-get-"))
+
+
+def perform(episode: Episode, task: Task, play: Play) -> Outcome:
+    """Play against the task with all drifts that it may have."""
+    drifts = range(len(task.possible_drifts)) if task.possible_drifts else None
+    run = run_commands(episode, task, play.commands, drifts)
+    return Outcome(play, run.achieved, run.score, run.sent, run.failures)
 
 
 def written_plays(task: Task) -> list[Play]:

@@ -7,8 +7,7 @@ import pytest
 
 from realhf.aws.episode.episode import Episode
 from realhf.aws.simulator.slot import Slot
-from realhf.aws.tasks import get_template, load_templates
-from realhf.aws.tasks.loader import Template
+from realhf.aws.tasks.loader import Template, get_template, load_templates
 from realhf.aws.tasks.task import TIERS
 from tests.aws.validation.adversarial import MAX_STEPS, plays_of
 from tests.aws.validation.play import Play, instance_to_play, perform

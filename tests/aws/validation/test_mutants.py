@@ -5,8 +5,7 @@ from collections import Counter
 import pytest
 
 from realhf.aws.cli.policy import check_command
-from realhf.aws.tasks import instantiate
-from realhf.aws.tasks.loader import load_templates, whole_state
+from realhf.aws.tasks.loader import instantiate, load_templates, whole_state
 from realhf.aws.tasks.task import TIERS, Task
 from tests.aws.validation.field_changes import Words, line_changes
 from tests.aws.validation.mutants import KINDS, Mutant, inserted, mutants_of

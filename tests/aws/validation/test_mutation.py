@@ -7,11 +7,11 @@ import pytest
 
 from realhf.aws.episode.episode import Episode
 from realhf.aws.simulator.pool import Slot
-from realhf.aws.tasks import instantiate
-from realhf.aws.tasks.loader import Template, load_templates
-from tests.aws.validation.mutant_player import MAX_STEPS, Played, Targets, is_look, play_mutant
+from realhf.aws.tasks.loader import Template, instantiate, load_templates
+from tests.aws.validation.mutant_player import MAX_STEPS, Goals, Played, play_mutant
 from tests.aws.validation.mutants import Kind, Mutant, mutants_of
 from tests.aws.validation.mutation import main
+from tests.aws.validation.play import is_look
 
 BY_END_STATE = [template for template in load_templates() if not template.success_criteria]
 SAMPLE = 6
@@ -43,10 +43,10 @@ def test_wrong_verdicts() -> None:
 
 @pytest.mark.sim
 def test_a_mutant_is_compared_with_what_the_solution_leaves(slot: Slot) -> None:
-    task, targets, episode = instantiate(203, 0), Targets(), Episode(slot, MAX_STEPS)
+    task, goals, episode = instantiate(203, 0), Goals(), Episode(slot, MAX_STEPS)
 
     def played(kind: Kind, *commands: str) -> Played:
-        return play_mutant(episode, task, Mutant(kind, "test", "", "", commands), targets)
+        return play_mutant(episode, task, Mutant(kind, "test", "", "", commands), goals)
 
     same = played("order", *task.solution[:-1], "aws sts get-caller-identity", task.solution[-1])
     assert (same.achieved, same.equal, same.needless, same.sent) == (True, True, False, len(task.solution) + 1)
@@ -64,8 +64,8 @@ def test_a_mutant_is_compared_with_what_the_solution_leaves(slot: Slot) -> None:
 def test_a_sample_of_mutants_is_judged_by_grader_snapshots_and_describe_calls_alike(
     template: Template, slot: Slot
 ) -> None:
-    task, targets, episode = instantiate(template.task_id, 0), Targets(), Episode(slot, MAX_STEPS)
-    results = [play_mutant(episode, task, mutant, targets) for mutant in mutants_of(task, SAMPLE, 0)]
+    task, goals, episode = instantiate(template.task_id, 0), Goals(), Episode(slot, MAX_STEPS)
+    results = [play_mutant(episode, task, mutant, goals) for mutant in mutants_of(task, SAMPLE, 0)]
     assert not [one for one in results if one.wrongly_paid or one.wrongly_refused]
     assert not [one for one in results if one.achieved and one.told], "paid, and an agent sees another account"
     assert any(one.told for one in results), "a sample of right plays alone proves nothing"

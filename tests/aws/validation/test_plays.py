@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from realhf.aws.episode.episode import Episode
-from realhf.aws.tasks import instantiate, load_templates
+from realhf.aws.tasks.loader import instantiate, load_templates
 from realhf.aws.tasks.task import SetupCommand, TaskError
 from tests.aws.validation import play as written
 from tests.aws.validation.adversarial import main, plays_of

@@ -9,8 +9,7 @@ import pytest
 
 from realhf.aws.episode.episode import Episode
 from realhf.aws.episode.validation import play
-from realhf.aws.tasks import instantiate
-from realhf.aws.tasks.loader import fill
+from realhf.aws.tasks.loader import fill, instantiate
 
 pytestmark = pytest.mark.sim
 SEED = 0
@@ -96,6 +95,21 @@ def test_a_port_stays_open_in_a_range(episode: Episode, more: str) -> None:
     added = f"aws ec2 authorize-security-group-ingress {OF_IT} --cidr 0.0.0.0/0 --protocol {more}"
     assert played(episode, 413, GROUP, added, REVOKE) < 1
     assert played(episode, 413, GROUP, REVOKE) == 1
+
+
+@pytest.mark.parametrize(
+    ("bucket", "table", "right"),
+    [("KeyId", "KeyId", True), ("KeyId", "Arn", True), ("KeyId", "alias", True), ("Origin", "KeyId", False)],
+)
+def test_a_key_is_named_as_aws_lets_it_be(episode: Episode, bucket: str, table: str, right: bool) -> None:
+    """By its alias, its ARN or its id, for each of the two stores; nothing else is that key."""
+    lines = list(instantiate(323, SEED).solution)
+    for place, option, name in ((4, '"KMSMasterKeyID":"', bucket), (5, "KMSMasterKeyId=", table)):
+        assert option in lines[place]
+        if name != "alias":
+            capture = f"${{step1:KeyMetadata.{name}}}"
+            lines[place] = re.sub(f"(?<={re.escape(option)})alias/[\\w-]+", lambda _, own=capture: own, lines[place])
+    assert (played(episode, 323, *lines) == 1.0) is right
 
 
 ALARM = (
