@@ -16,7 +16,6 @@ from websockets.sync.client import ClientConnection, connect
 
 from realhf.aws.cli.command_table import ALLOWED
 from realhf.aws.cli.executor import OutputLimits
-from realhf.aws.cli.policy import Verdict
 from realhf.aws.cli.state_client import StateCallError
 from realhf.aws.episode.episode import Episode
 from realhf.aws.real_aws.account import RealAwsExecutor, RealAwsPool, RealAwsSlot, RealState
@@ -25,6 +24,7 @@ from realhf.aws.server.program import EnvServerProcess
 from realhf.aws.simulator.pool import ACCOUNT, MiniStackPool, Slot
 from realhf.aws.tasks.loader import instantiate
 from realhf.aws.tasks.task import Task, TaskError
+from tests.aws.red_team.inside import NOT_PERMITTED
 
 pytestmark = pytest.mark.sim
 TOKEN = "only-for-tests"
@@ -112,30 +112,8 @@ def test_another_account_is_not_touched() -> None:
         server("--allow-real-aws", "123456789012")
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        "aws --region us-east-1 s3api delete-bucket --bucket kept",
-        "aws --output json s3api delete-bucket --bucket kept",
-        "aws --query list-buckets s3api delete-bucket --bucket kept",
-        "aws s3api --query list-buckets delete-bucket --bucket kept",
-        'aws dynamodb batch-write-item --request-items \'{"t":[{"DeleteRequest":{"Key":{"a":{"S":"x"}}}}]}\'',
-        "aws route53 change-resource-record-sets --hosted-zone-id Z --change-batch '{\"Changes\":[]}'",
-        "aws iam create-access-key --user-name root",
-        "aws iam attach-user-policy --user-name u --policy-arn arn:aws:iam::aws:policy/AdministratorAccess",
-        "aws secretsmanager get-secret-value --secret-id s",
-        "aws ssm get-parameter --name p --with-decryption",
-        "aws ssm get-parameters-by-path --path / --with-decryption",
-        "aws lambda get-function-configuration --function-name f",
-        "aws lambda wait function-exists --function-name f",
-        "aws cognito-idp create-user-pool-client --user-pool-id p --client-name c --callback-urls http://127.0.0.1:1/",
-        "aws s3 presign s3://kept/k",
-        "aws s3 rb s3://kept --force",
-        "aws s3api put-object --bucket kept --key k",
-    ],
-)
+@pytest.mark.parametrize("command", NOT_PERMITTED)
 def test_what_is_no_default_read_does_not_run(fake_cloud: Slot, executor: Executor, command: str) -> None:
-    """Wherever global options stand, and whatever an operation is called."""
     fake_cloud.state.call("s3", "CreateBucket", {"Bucket": "kept"})
     result = executor().run(command)
     assert result.refusal == "not-permitted" and not result.requests
@@ -172,24 +150,6 @@ def test_urls_and_files_are_not_read_for_a_parameter(
     (tmp_path / "secret").write_text("content")
     read = shell.run("aws ssm put-parameter --name p --type String --value file://secret")
     assert read.refusal == "local-file" and not read.requests
-
-
-@pytest.mark.nightly
-def test_the_child_sends_only_what_was_permitted(
-    fake_cloud: Slot, executor: Executor, canary: socket.socket, tmp_path: Path
-) -> None:
-    """A second layer, should the policy ever be wrong about what a command asks for."""
-    fake_cloud.state.call("s3", "CreateBucket", {"Bucket": "kept"})
-    past = executor()._execute(Verdict(("s3api", "delete-bucket", "--bucket", "kept"), "s3api", "list-buckets"))
-    assert not past.success and not past.requests and "not what was permitted" in past.stderr
-    assert fake_cloud.state.call("s3", "ListBuckets")["Buckets"]
-    (tmp_path / "secret").write_text("content")
-    port = canary.getsockname()[1]
-    for value in (f"http://127.0.0.1:{port}/", "file://secret"):
-        words = ("ssm", "put-parameter", "--name", "p", "--type", "String", "--overwrite", "--value", value)
-        assert executor()._execute(Verdict(words, "ssm", "put-parameter")).requests[0].params["Value"] == value
-    elsewhere = Verdict(("s3", "ls", "--endpoint-url", f"http://127.0.0.1:{port}"), "s3", "ls")
-    assert "kept" in executor()._execute(elsewhere).stdout, "the endpoint stays what it was"
 
 
 def test_requests_leave_for_the_endpoints_of_aws_alone(executor: Executor, canary: socket.socket) -> None:

@@ -10,6 +10,7 @@ import sys
 from typing import Any
 
 from realhf.aws.cli.executor import CliExecutor
+from realhf.aws.tasks.task import Task
 from realhf.env.containment.fork_server import ForkedProcess
 
 _PROGRAM = """
@@ -21,6 +22,29 @@ while header := stream.read(4):
     stream.read(struct.unpack(">I", header)[0])
     channel.sendall(answer)
 """
+
+
+SENT = {
+    "service": "s3",
+    "operation": "PutBucketVersioning",
+    "params": {"Bucket": "ledger"},
+    "status": 200,
+    "error_code": "",
+}
+"""A request that would solve ``versioning_task``, as a worker reports it."""
+
+
+def versioning_task(**fields: object) -> Task:
+    """Turn versioning on; graded by a command."""
+    look = "aws s3api get-bucket-versioning --bucket ledger"
+    data = {
+        "task_id": 9100,
+        "difficulty": "expert",
+        "description": "Turn on versioning of the bucket ledger.",
+        "setup_commands": ["aws s3 mb s3://ledger"],
+        "success_criteria": {"state_checks": [{"command": look, "json_path": "Status", "expected": "Enabled"}]},
+    }
+    return Task.from_json(data | fields)
 
 
 def framed(message: Any) -> bytes:

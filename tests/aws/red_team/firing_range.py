@@ -20,7 +20,6 @@ import time
 import zipfile
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -31,8 +30,8 @@ from realhf.aws.cli.executor import CommandResult, OutputLimits, SimulatorLost
 from realhf.aws.simulator.pool import MiniStackPool
 from realhf.env.containment.probe import LAMBDA_MODES, SANDBOX_MODES
 from realhf.env.containment.sandbox import own_package
-from tests.aws.red_team.attacks import ATTACKS, HARMLESS, NO_CREDIT, ROWS, Attack
-from tests.aws.red_team.inside import INSIDE_ROWS, not_as_expected, play_inside
+from tests.aws.red_team.attacks import ATTACKS, HARMLESS, NO_CREDIT, ROWS, Attack, Tried
+from tests.aws.red_team.inside import INSIDE_ROWS, play_inside
 from tests.aws.red_team.web import WEB_ATTACKS, WEB_ROWS, WebRange
 
 SECRET = "canary-content-7f3a"
@@ -41,16 +40,6 @@ _HOST_WORDS = ("Traceback (most recent", "realhf-env-", "site-packages", sys.pre
 _ANSWERS, _ANSWER_WORD = Path(own_package(), "aws", "tasks", "warmup.yaml"), "success_criteria"
 _TRIGGER_S = 0.15
 _PATIENCE_S = 120.0
-
-
-@dataclass(frozen=True)
-class Observed:
-    """``door``: refusal rule, HARMLESS or NO_CREDIT; ``behind``: the same past the policy, "" when not tried;
-    ``effects``: what must not have happened."""
-
-    door: str
-    behind: str
-    effects: tuple[str, ...]
 
 
 class FiringRange:
@@ -76,8 +65,9 @@ class FiringRange:
         for slot in (self.slot, self.sibling):
             self._pool.release(slot)
 
-    def attempt(self, attack: Attack) -> Observed:
-        """Try it. The session must be usable afterwards."""
+    def attempt(self, attack: Attack) -> Tried:
+        """Try it; what is observed at the door is a refusal rule, HARMLESS or NO_CREDIT. The session must be usable
+        afterwards."""
         self._set_up(attack)
         command = self._fill(attack.command)
         before = self.slot.ministack.requests()["count"]
@@ -95,7 +85,8 @@ class FiringRange:
                 texts.append(_said(second))
         if attack.before:
             time.sleep(_TRIGGER_S)
-        return Observed(door, behind, (*unseen, *self._effects(texts)))
+        effects = (*unseen, *self._effects(texts))
+        return Tried(attack.row, attack.command[:300], attack.expected, door, effects, behind)
 
     def _unseen(self, before: int, result: CommandResult) -> list[str]:
         """What the simulator took for a request and the worker did not report; a rehearsal is not reported, and a
@@ -125,7 +116,7 @@ class FiringRange:
         }
         for name, value in places.items():
             command = command.replace(f"{{{name}}}", str(value))
-        return command.replace("{{", "{").replace("}}", "}")
+        return command
 
     def _malicious_code(self) -> bytes:
         archive = io.BytesIO()
@@ -191,99 +182,42 @@ def main() -> int:
     parser.add_argument("--sandbox", choices=SANDBOX_MODES, default="auto")
     parser.add_argument("--lambda", dest="lambda_mode", choices=LAMBDA_MODES, default="stub")
     arguments = parser.parse_args()
-    wrong = 0
-    table = Table(title="Red team: what an agent tried")
-    for column in ("row", "attack", "tries", "expected at the door", "observed", "past the policy", "effects"):
-        table.add_column(column, overflow="fold")
     pool = MiniStackPool(2, sandbox=arguments.sandbox, lambda_mode=arguments.lambda_mode)
     try:
         pool.start()
         with tempfile.TemporaryDirectory() as folder:
             target = FiringRange(pool, Path(folder))
-            for row, title in ROWS.items():
-                attacks = [attack for attack in ATTACKS if attack.row == row]
-                observed = [target.attempt(attack) for attack in attacks]
-                effects = [effect for one in observed for effect in one.effects]
-                bad = [
-                    (attack, one)
-                    for attack, one in zip(attacks, observed, strict=True)
-                    if one.door != attack.expected or one.effects
-                ]
-                wrong += len(bad)
-                table.add_row(
-                    str(row),
-                    title,
-                    str(len(attacks)),
-                    _tally(a.expected for a in attacks),
-                    _tally(o.door for o in observed),
-                    _tally(o.behind for o in observed if o.behind),
-                    ", ".join(effects) or "none",
-                    style="red" if bad else "",
-                )
-                for attack, one in bad:
-                    print(f"row {row}: {attack.command[:150]!r}: {one}", file=sys.stderr)
+            tried = [target.attempt(attack) for attack in ATTACKS]
             target.close()
-        wrong += _play_pages(pool, table)
-        inside = _play_inside(pool, table)
-        wrong += inside[1]
-        count = len(ATTACKS) + len(WEB_ATTACKS) + inside[0]
-        Console(width=150).print(pool.containment(), table, f"{count} attacks, {wrong} not as expected")
+        pages = WebRange(pool)
+        try:
+            tried += [pages.attempt(attack) for attack in WEB_ATTACKS]
+        finally:
+            pages.close()
+        tried += play_inside(pool)
+        wrong = [one for one in tried if not one.held]
+        Console(width=150).print(
+            pool.containment(), _table(tried), f"{len(tried)} attacks, {len(wrong)} not as expected"
+        )
     finally:
         pool.stop()
+    for one in wrong:
+        print(f"row {one.row}: {one}", file=sys.stderr)
     return 1 if wrong else 0
 
 
-def _play_pages(pool: MiniStackPool, table: Table) -> int:
-    """Add the rows of web pages to the table; how many attacks did not end as expected."""
-    target, wrong = WebRange(pool), 0
-    try:
-        for row, title in WEB_ROWS.items():
-            attacks = [attack for attack in WEB_ATTACKS if attack.row == row]
-            observed = [target.attempt(attack) for attack in attacks]
-            bad = [
-                (attack, *seen) for attack, seen in zip(attacks, observed, strict=True) if seen != (attack.expected, ())
-            ]
-            wrong += len(bad)
-            effects = ", ".join(effect for _, found in observed for effect in found)
-            table.add_row(
-                str(row),
-                title,
-                str(len(attacks)),
-                _tally(f"HTTP {a.expected}" for a in attacks),
-                _tally(f"HTTP {status}" for status, _ in observed),
-                "",
-                effects or "none",
-                style="red" if bad else "",
-            )
-            for attack, status, found in bad:
-                print(
-                    f"row {row}: {attack.method} {attack.to}{attack.path} {attack.headers}: {status} {found}",
-                    file=sys.stderr,
-                )
-    finally:
-        target.close()
-    return wrong
-
-
-def _play_inside(pool: MiniStackPool, table: Table) -> tuple[int, int]:
-    """Add the rows of those who had won somewhere; how many attempts there were, and how many not as expected."""
-    tried = list(play_inside(pool))
-    for row, title in INSIDE_ROWS.items():
-        attempts = [one for one in tried if one.row == row]
-        effects = ", ".join(effect for one in attempts for effect in one.effects)
-        table.add_row(
-            str(row),
-            title,
-            str(len(attempts)),
-            _tally(one.expected for one in attempts),
-            _tally(one.observed for one in attempts),
-            "",
-            effects or "none",
-            style="red" if not_as_expected(attempts) else "",
-        )
-    for one in not_as_expected(tried):
-        print(f"row {one.row}: {one}", file=sys.stderr)
-    return len(tried), len(not_as_expected(tried))
+def _table(tried: Sequence[Tried]) -> Table:
+    table = Table(title="Red team: what an agent tried")
+    for column in ("row", "attack", "tries", "expected at the door", "observed", "past the policy", "effects"):
+        table.add_column(column, overflow="fold")
+    for row, title in (ROWS | WEB_ROWS | INSIDE_ROWS).items():
+        those = [one for one in tried if one.row == row]
+        expected, observed = _tally(one.expected for one in those), _tally(one.observed for one in those)
+        behind = _tally(one.behind for one in those if one.behind)
+        effects = _tally(effect for one in those for effect in one.effects) or "none"
+        style = "" if all(one.held for one in those) else "red"
+        table.add_row(str(row), title, str(len(those)), expected, observed, behind, effects, style=style)
+    return table
 
 
 def _tally(words: Iterable[str]) -> str:

@@ -10,8 +10,7 @@ import contextlib
 import select
 import socket
 import tempfile
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 
 import botocore.session
@@ -22,23 +21,12 @@ from realhf.aws.episode.episode import Episode
 from realhf.aws.real_aws.account import RealAwsExecutor
 from realhf.aws.real_aws.permissions import Permissions
 from realhf.aws.simulator.pool import ACCOUNT, MiniStackPool, Slot
-from realhf.aws.tasks.task import Task
 from realhf.env.containment.probe import SIMULATORS, WORKERS, probe_layers
-from tests.aws.red_team.compromised_worker import CompromisedWorker, forged, framed
+from tests.aws.red_team.attacks import Tried
+from tests.aws.red_team.compromised_worker import SENT, CompromisedWorker, forged, framed, versioning_task
 
 INSIDE_ROWS = {22: "a worker that was taken over", 23: "past the audit hook", 24: "a real account"}
 NOTHING, STOPPED, HELD = "changes nothing", "is ended", "held"
-
-
-@dataclass(frozen=True)
-class Tried:
-    """``observed`` beside ``expected``, and ``effects`` that must not have been."""
-
-    row: int
-    name: str
-    expected: str
-    observed: str
-    effects: tuple[str, ...] = ()
 
 
 def play_inside(pool: MiniStackPool) -> Iterator[Tried]:
@@ -52,47 +40,34 @@ def play_inside(pool: MiniStackPool) -> Iterator[Tried]:
         pool.release(slot)
 
 
-_SENT = {
-    "service": "s3",
-    "operation": "PutBucketVersioning",
-    "params": {"Bucket": "ledger"},
-    "status": 200,
-    "error_code": "",
-}
 _LIES = {
-    "says that the goal is reached": framed(forged('{"Status": "Enabled"}', [_SENT])),
-    "answers twice": framed(forged("1", [_SENT])) + framed(forged('{"Status": "Enabled"}', [_SENT])),
+    "says that the goal is reached": framed(forged('{"Status": "Enabled"}', [SENT])),
+    "answers twice": framed(forged("1", [SENT])) + framed(forged('{"Status": "Enabled"}', [SENT])),
 }
 _NOISE = {
     "half a frame": framed(forged())[:10],
     "a frame of 4 GB": b"\xff\xff\xff\xff",
+    "no text": framed(forged())[:-1] + b"\xff",
     "no JSON": b"\x00\x00\x00\x02{]",
     "deep JSON": (100_000).to_bytes(4, "big") + b"[" * 100_000,
-    "requests of another shape": framed(forged(requests=[{"service": "s3"}])),
+    "a list": framed([1]),
+    "an empty reply": framed({}),
+    "an exit code that is a truth": framed(forged(exit_code=True)),
+    "a refusal that is a list": framed(forged(refusal=["only-one"])),
+    "requests that lack fields": framed(forged(requests=[{"service": "s3"}])),
+    "requests that are lists": framed(forged(requests=[[]])),
+    "a status that is a text": framed(forged(requests=[SENT | {"status": "200"}])),
+    "a field too many": framed(forged(requests=[SENT | {"extra": 1}])),
     "more output than was asked for": framed(forged("x" * 1_000_000)),
 }
 
 
 def _taken_over(slot: Slot) -> Iterator[Tried]:
-    versioning = {
-        "command": "aws s3api get-bucket-versioning --bucket ledger",
-        "json_path": "Status",
-        "expected": "Enabled",
-    }
-    task = Task.from_json(
-        {
-            "task_id": 9001,
-            "difficulty": "expert",
-            "description": "Turn on versioning.",
-            "setup_commands": ["aws s3 mb s3://ledger"],
-            "success_criteria": {"state_checks": [versioning]},
-        }
-    )
     limits, short = slot.executor._limits, OutputLimits(timeout_s=1.0)
     try:
         for name, answer in (_LIES | _NOISE).items():
             episode = Episode(slot)
-            episode.reset(task)
+            episode.reset(versioning_task())
             slot.executor._limits = short
             with contextlib.closing(CompromisedWorker(slot.executor, answer)):
                 steps = [episode.step("aws s3 ls") for _ in range(2)]
@@ -116,17 +91,21 @@ def _past_the_hook(pool: MiniStackPool) -> Iterator[Tried]:
             yield Tried(23, f"{kind}, {attempt.layer}: {attempt.act}", HELD, observed)
 
 
-_NOT_PERMITTED = (
+NOT_PERMITTED = (
     "aws --region us-east-1 s3api delete-bucket --bucket kept", "aws --output json s3api delete-bucket --bucket kept",
     "aws --query list-buckets s3api delete-bucket --bucket kept", "aws s3 rb s3://kept --force",
-    "aws s3api --query get-x delete-bucket --bucket kept", "aws s3 presign s3://kept/k",
+    "aws s3api --query list-buckets delete-bucket --bucket kept", "aws s3 presign s3://kept/k",
+    "aws s3api --query get-x delete-bucket --bucket kept", "aws s3api put-object --bucket kept --key k",
     "aws dynamodb batch-write-item --request-items {}", "aws iam create-access-key --user-name root",
     "aws route53 change-resource-record-sets --hosted-zone-id Z --change-batch {}",
     "aws iam attach-user-policy --user-name u --policy-arn arn:aws:iam::aws:policy/AdministratorAccess",
     "aws secretsmanager get-secret-value --secret-id s", "aws ssm get-parameter --name p --with-decryption",
-    "aws s3api get-object --bucket kept --key k out", "aws lambda get-function --function-name f",
+    "aws ssm get-parameters-by-path --path / --with-decryption", "aws lambda get-function --function-name f",
+    "aws lambda get-function-configuration --function-name f", "aws lambda wait function-exists --function-name f",
+    "aws s3api get-object --bucket kept --key k out",
     "aws cognito-idp create-user-pool-client --user-pool-id p --client-name c --callback-urls {url}",
 )  # fmt: skip
+"""Commands that are no default read, wherever global options stand, and whatever an operation is called."""
 
 
 def _real_account(fake_account: Slot) -> Iterator[Tried]:
@@ -139,7 +118,7 @@ def _real_account(fake_account: Slot) -> Iterator[Tried]:
         (Path(folder) / "secret").write_text("canary-content-7f3a")
         endpoints = {"AWS_ENDPOINT_URL": fake_account.endpoint}
         shell = RealAwsExecutor(credentials, Path(folder), Permissions(), OutputLimits(timeout_s=60.0), endpoints)
-        for command in _NOT_PERMITTED:
+        for command in NOT_PERMITTED:
             result = shell.run(command.replace("{url}", url))
             effects = _effects(fake_account, canary, result.stdout)
             yield Tried(24, command, "not-permitted", str(result.refusal), effects)
@@ -164,8 +143,3 @@ def _effects(fake_account: Slot, canary: socket.socket, text: str) -> tuple[str,
     if "canary-content-7f3a" in text:
         found.append("a file's content came out")
     return tuple(found)
-
-
-def not_as_expected(tried: Sequence[Tried]) -> list[Tried]:
-    """Those that did not end as expected, or had an effect."""
-    return [one for one in tried if one.observed != one.expected or one.effects]

@@ -12,36 +12,11 @@ import pytest
 
 from realhf.aws.episode.episode import Episode
 from realhf.aws.simulator.pool import MiniStackPool, Slot
-from realhf.aws.tasks.task import Task
-from tests.aws.red_team.compromised_worker import CompromisedWorker, forged, framed
+from tests.aws.red_team.compromised_worker import SENT, CompromisedWorker, forged, framed, versioning_task
 
 pytestmark = pytest.mark.sim
 
-VERSIONING = {
-    "command": "aws s3api get-bucket-versioning --bucket ledger",
-    "json_path": "Status",
-    "expected": "Enabled",
-}
-_SENT = {
-    "service": "s3",
-    "operation": "PutBucketVersioning",
-    "params": {"Bucket": "ledger"},
-    "status": 200,
-    "error_code": "",
-}
 Compromise = Callable[[bytes], CompromisedWorker]
-
-
-def versioning_task(**fields: object) -> Task:
-    """Turn versioning on; graded by a command."""
-    data = {
-        "task_id": 9100,
-        "difficulty": "expert",
-        "description": "Turn on versioning of the bucket ledger.",
-        "setup_commands": ["aws s3 mb s3://ledger"],
-        "success_criteria": {"state_checks": [VERSIONING]},
-    }
-    return Task.from_json(data | fields)
 
 
 @pytest.fixture
@@ -60,7 +35,7 @@ def compromise(slot: Slot) -> Iterator[Compromise]:
 def test_forged_replies_do_not_change_a_grade_by_command(slot: Slot, episode: Episode, compromise: Compromise) -> None:
     """The bucket has no versioning, however often the agent's worker says that it has."""
     episode.reset(versioning_task())
-    compromise(framed(forged('{"Status": "Enabled"}', [_SENT])))
+    compromise(framed(forged('{"Status": "Enabled"}', [SENT])))
     for command in ("aws s3api get-bucket-versioning --bucket ledger", "aws s3 ls"):
         step = episode.step(command)
         assert step.observation["command_output"] == '{"Status": "Enabled"}', "the agent's worker does lie"
@@ -93,33 +68,6 @@ def test_the_environments_worker_does_not_outlive_the_lease(pool: MiniStackPool)
     assert len(pids) == 2 and slot.worker_pid == pids[0]
     pool.release(slot)
     assert len(slot.worker_pids) == 1 and not set(pids) & set(slot.worker_pids)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    "answer",
-    [
-        b"\xff\xff\xff\xff",
-        framed(forged())[:-1] + b"\xff",
-        framed([1]),
-        framed({}),
-        framed(forged(stdout="x" * 100_000)),
-        framed(forged(exit_code=True)),
-        framed(forged(refusal=["only-one"])),
-        framed(forged(requests=[_SENT | {"status": "200"}])),
-        framed(forged(requests=[_SENT | {"extra": 1}])),
-        framed(forged(requests=[[]])),
-        framed("[" * 100_000)[:4] + b"[" * 100_002,
-    ],
-    ids=range(11),
-)
-def test_a_reply_that_no_worker_sends_ends_the_worker_only(slot: Slot, compromise: Compromise, answer: bytes) -> None:
-    worker = compromise(answer)
-    result = slot.executor.run("aws s3 ls")
-    assert result.stopped and not result.success and not result.requests
-    assert slot.worker_pid == -1
-    worker.close()
-    assert slot.executor.run("aws s3 ls").success
 
 
 def test_half_a_reply_is_waited_for_only_as_long_as_a_command_may_take(slot: Slot, compromise: Compromise) -> None:

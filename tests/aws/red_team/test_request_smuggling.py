@@ -162,26 +162,6 @@ def test_control_paths_are_the_owners(slot: Slot, path: str) -> None:
     assert slot.ministack.switches() == switches
 
 
-@pytest.mark.parametrize(
-    "header",
-    [
-        "Origin: http://evil.example",
-        "Origin: null",
-        "Sec-Fetch-Site: cross-site",
-        "Host: evil.example",
-        "Host: localhost.evil.example:4566",
-    ],
-)
-def test_web_pages_do_not_reach_a_simulator(slot: Slot, header: str) -> None:
-    """Its port is open to every browser of this machine, and a form can carry a call of IAM."""
-    _stage(slot)
-    host = "" if header.startswith("Host") else "Host: localhost:4566\r\n"
-    body = b"Action=CreateUser&UserName=ghost&Version=2010-05-08"
-    head = f"POST / HTTP/1.1\r\n{host}{header}\r\nContent-Type: application/x-www-form-urlencoded\r\n"
-    answer = _raw(slot, f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-    assert answer.startswith(b"HTTP/1.1 403 ") and slot.state.call("iam", "ListUsers")["Users"] == []
-
-
 def test_the_simulator_takes_no_second_request_before_its_answer(slot: Slot) -> None:
     """Should a worker ever send one, neither is answered, and the connection is over."""
     _stage(slot)

@@ -18,6 +18,7 @@ from realhf.aws.server.program import AwsServed
 from realhf.aws.server_config import AwsServerConfig
 from realhf.aws.simulator.pool import MiniStackPool
 from realhf.env.server.server import EnvServer, listen
+from tests.aws.red_team.attacks import Tried
 
 WEB_ROWS = {20: "web pages"}
 _CALL = json.dumps(
@@ -96,8 +97,8 @@ class WebRange:
         self._listener.close()
         self._pool.release(self._slot)
 
-    def attempt(self, attack: WebAttack) -> tuple[int, tuple[str, ...]]:
-        """The status, and what must not have happened."""
+    def attempt(self, attack: WebAttack) -> Tried:
+        """Send it; the status is what is observed."""
         port = int(self._server.url.rpartition(":")[2]) if attack.to == "server" else self._slot.port
         status = _send(port, attack)
         effects = []
@@ -107,7 +108,8 @@ class WebRange:
             effects.append("a simulator's world changed")
         if self._call("iam", "ListUsers")["Users"]:
             effects.append("a user was made")
-        return status, tuple(effects)
+        name = f"{attack.method} {attack.to}{attack.path} {attack.headers}"
+        return Tried(attack.row, name, f"HTTP {attack.expected}", f"HTTP {status}", tuple(effects))
 
     def _call(self, service: str, operation: str) -> dict[str, Any]:
         return self._slot.state.call(service, operation)
