@@ -21,7 +21,7 @@ from hypothesis import settings
 
 from realhf.aws.episode.episode import Episode
 from realhf.aws.simulator.pool import MiniStackPool, Slot
-from realhf.aws.tasks import instantiate, load_templates, solve
+from realhf.aws.tasks.loader import instantiate, load_templates
 from realhf.base.process import collect_rarely
 from tests.asked_for import pytest_addoption, skip_unasked
 from tests.costs import pytest_runtest_call, pytest_terminal_summary
@@ -74,7 +74,12 @@ def tiny_policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny_policy")
     tasks = [instantiate(template.task_id, 1) for template in load_templates(["warmup"])]
     talks = [
-        {"messages": [{"role": "user", "content": task.description}, {"role": "assistant", "content": solve(task)[0]}]}
+        {
+            "messages": [
+                {"role": "user", "content": task.description},
+                {"role": "assistant", "content": task.solution[0]},
+            ]
+        }
         for task in tasks
     ]
     (folder / "talks.jsonl").write_text("".join(json.dumps(talk) + "\n" for talk in talks))

@@ -7,8 +7,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from realhf.aws.tasks import instantiate, load_templates
-from realhf.aws.tasks.loader import TrainingTasks, is_heldout_pair, is_heldout_seed, is_name
+from realhf.aws.tasks.loader import (
+    TrainingTasks,
+    instantiate,
+    is_heldout_pair,
+    is_heldout_seed,
+    is_name,
+    load_templates,
+)
 from realhf.aws.tasks.task import Task
 from realhf.env.curriculum import (
     PRESETS,

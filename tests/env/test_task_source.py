@@ -6,7 +6,7 @@ import pytest
 
 from realhf.api.environment import task_of
 from realhf.api.source import DataSource, SampleResult, SourceItem
-from realhf.aws.tasks import instantiate
+from realhf.aws.tasks.loader import instantiate
 from realhf.aws.tasks.task import Task
 from realhf.env.curriculum import TaskSource
 from realhf.registry import sources

@@ -34,7 +34,6 @@ from realhf.aws.tasks.loader import (
     is_name,
     line_of,
     mistakes,
-    solve,
     whole_state,
     with_drifts,
 )
@@ -177,7 +176,7 @@ def problems(episode: Episode, task: Task, *, thorough: bool = False) -> list[Fa
 
 def _problems(episode: Episode, task: Task, thorough: bool) -> list[Fault]:
     found = []
-    achieved, total = play(episode, task, solve(task))
+    achieved, total = play(episode, task, task.solution)
     if not achieved or total != 1.0:
         text = f"the solution, played once more, does not reach what it left: achieved={achieved}, return {total}"
         found.append(Fault(text + _where_it_stands(episode), "solution"))

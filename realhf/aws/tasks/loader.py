@@ -15,7 +15,7 @@ import random
 import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import resources
 from importlib.resources.abc import Traversable
@@ -217,11 +217,6 @@ def instantiate(template_id: int, seed: int, split: str = "train") -> Task:
     return replace(task, solution=tuple(drawn)) if drawn else task
 
 
-def solve(task: Task) -> list[str]:
-    """Return the canonical commands of a task."""
-    return list(task.solution)
-
-
 def with_drifts(task: Task, places: Iterable[int]) -> Task:
     """Return the task with the solution for the drifts at these places of ``possible_drifts``, whatever its seed
     draws."""
@@ -283,11 +278,16 @@ def load_file(path: Path, tier: str) -> list[Template]:
 
 
 def _add(templates: dict[int, Template], tier: str, file: Traversable) -> list[Template]:
-    found = [_template(tier, entry, str(file)) for entry in yaml.load(file.read_text(), Loader=yaml.CSafeLoader)]
-    for template in found:
+    found = []
+    for entry in yaml.load(file.read_text(), Loader=yaml.CSafeLoader):
+        try:
+            template = Template(tier=tier, file=str(file), **entry)
+        except TypeError as error:  # a key that is unknown or missing
+            raise TaskError(f"{file}: task {entry.get('task_id')}: {error}") from None
         if template.task_id in templates:
             raise TaskError(f"{file}: task_id {template.task_id} is taken")
         templates[template.task_id] = template
+        found.append(template)
     return found
 
 
@@ -317,15 +317,3 @@ def _nodes(file: str) -> dict[int, yaml.MappingNode]:
     """Return the entries of a file as YAML has them, with their lines, by task_id."""
     root = yaml.compose(Path(file).read_text(), Loader=yaml.CSafeLoader)
     return {int(next(v.value for k, v in entry.value if k.value == "task_id")): entry for entry in root.value}
-
-
-def _template(tier: str, entry: Mapping[str, Any], file: str) -> Template:
-    unknown = set(entry) - {field.name for field in fields(Template)} | set(entry) & {"tier", "file"}
-    if unknown:
-        raise TaskError(f"{file}: task {entry.get('task_id')} has the unknown key {sorted(unknown)[0]!r}")
-    missing = {
-        field.name for field in fields(Template) if field.default is MISSING and field.default_factory is MISSING
-    }
-    if missing := missing - set(entry) - {"tier", "file"}:
-        raise TaskError(f"{file}: task {entry.get('task_id')} lacks the key {sorted(missing)[0]!r}")
-    return Template(tier=tier, file=file, **entry)

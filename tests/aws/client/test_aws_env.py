@@ -16,7 +16,7 @@ from realhf.aws.client.aws_env import AwsEnv
 from realhf.aws.environment import AwsEnvironment
 from realhf.aws.models import AwsAction, AwsObservation, AwsState
 from realhf.aws.server.program import EnvServerProcess
-from realhf.aws.tasks.loader import instantiate, solve
+from realhf.aws.tasks.loader import instantiate
 from realhf.env.openenv_client import CapacityError, ConnectionLost, ConnectionPoisoned, MessageTimeout, fetch_metadata
 from realhf.rollout.player import SlotEnvironment
 from tests.rollout.fake_env_server import FakeEnvServer
@@ -40,7 +40,7 @@ async def test_an_episode_loses_no_field(server: EnvServerProcess) -> None:
         assert first.observation.episode_id == "mine" and not first.done
         hinted = await env.step("aws help --task-hint")
         assert hinted.observation.hints_used == 1 and hinted.observation.hint_text
-        last = await env.step(AwsAction(command=solve(task)[0]))
+        last = await env.step(AwsAction(command=task.solution[0]))
         assert last.done and last.observation.task_achieved and last.observation.partial_progress == 1.0
         state = await env.state()
         assert isinstance(state, AwsState) and state.step_count == 2 and state.tracker["hints_used"] == 1
@@ -58,7 +58,7 @@ async def test_a_real_episode_is_resumed_where_its_session_was_lost(server: EnvS
     env = SlotEnvironment("aws", make, message_timeout_s=30, patience_s=10, deterministic=True)
     for task_id in (1, 101, 203, 302, 404):
         task = instantiate(task_id, 5)
-        said = [AssistantMessage(command, text=command) for command in ("aws iam list-users", *solve(task))]
+        said = [AssistantMessage(command, text=command) for command in ("aws iam list-users", *task.solution)]
         played = []
         for losses in (0, 1):
             env.begin(1)

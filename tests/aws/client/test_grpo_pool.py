@@ -23,7 +23,7 @@ from realhf.aws.client.session_group import (
     record_group,
 )
 from realhf.aws.server.program import EnvServerProcess
-from realhf.aws.tasks.loader import instantiate, solve
+from realhf.aws.tasks.loader import instantiate
 from realhf.env.openenv_client import CapacityError, ConnectError
 from tests.rollout.fake_env_server import FakeEnvServer
 from tests.rollout.word_chat import ScriptedPolicy
@@ -59,7 +59,7 @@ def at(connection: int, kind: str, trick: str) -> Any:
 @pytest.mark.nightly
 async def test_a_group_on_the_real_server() -> None:
     task = instantiate(205, 2)
-    commands = solve(task)
+    commands = task.solution
 
     async def oracle(env: AwsEnv) -> float:
         return sum([(await env.step(command)).reward or 0.0 for command in commands])

@@ -13,14 +13,14 @@ import pytest
 
 from realhf.aws.client.multi_turn_pool import MultiTurnEnvPool, PoolClosed
 from realhf.aws.server.program import EnvServerProcess
-from realhf.aws.tasks.loader import instantiate, solve
+from realhf.aws.tasks.loader import instantiate
 from realhf.env.openenv_client import CapacityError, ConnectError
 from tests.rollout.word_chat import END, LossyChat, ScriptedPolicy
 
 pytestmark = pytest.mark.sim
 SESSIONS = 3
 TASKS = [instantiate(task_id, seed) for task_id, seed in ((101, 1), (205, 2), (206, 3), (1, 4), (201, 5))]
-SOLUTIONS = {task.description: solve(task) for task in TASKS}
+SOLUTIONS = {task.description: task.solution for task in TASKS}
 RESETS: list[dict[str, Any]] = [{"task": task.to_json()} for task in TASKS]
 SEEDS = [task.seed for task in TASKS]
 
@@ -52,8 +52,8 @@ def test_the_oracle_solves_every_episode_and_keeps_every_token(pool: MultiTurnEn
             assert outcome.status == "achieved" and outcome.valid and outcome.achieved
             assert outcome.reward == pytest.approx(1.0) and outcome.progress == 1.0
             assert (outcome.task_id, outcome.group, outcome.seed) == (str(task.task_id), task.tier, task.seed)
-            assert [turn.text for turn in outcome.turns] == solve(task)
-            check_tokens(outcome, seen, len(solve(task)))
+            assert [turn.text for turn in outcome.turns] == [*task.solution]
+            check_tokens(outcome, seen, len(task.solution))
 
 
 def check_tokens(outcome: Any, seen: set[tuple[int, ...]], n_turns: int) -> None:

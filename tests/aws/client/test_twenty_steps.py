@@ -11,7 +11,7 @@ import pytest
 
 from realhf.aws.client.multi_turn_pool import MultiTurnEnvPool
 from realhf.aws.server.program import EnvServerProcess
-from realhf.aws.tasks.loader import TrainingTasks, solve
+from realhf.aws.tasks.loader import TrainingTasks
 from realhf.aws.tasks.task import Task
 from realhf.env.curriculum import Curriculum, make_curriculum
 from tests.rollout.word_chat import ScriptedPolicy
@@ -32,7 +32,7 @@ def play(server: EnvServerProcess, curriculum: Curriculum, oracle: bool) -> list
     with MultiTurnEnvPool(server.url, SESSIONS, curriculum, turn_tokens=200, retry_capacity_s=5) as pool:
         for _ in range(STEPS):
             task: Task = curriculum.next_task()
-            solution = solve(task)
+            solution = task.solution
             policy = ScriptedPolicy(lambda text, turn, own=solution: own[turn] if oracle else rng.choice(WORDS))
             outcomes = pool.run_group(task, policy)
             means.append(pool.record_group_result(task, outcomes).mean)

@@ -17,7 +17,7 @@ from realhf.aws.grading.tracker import Evidence
 from realhf.aws.messages import command_turn
 from realhf.aws.simulator.ministack_process import MiniStackProcess
 from realhf.aws.simulator.pool import Slot
-from realhf.aws.tasks import instantiate, solve
+from realhf.aws.tasks.loader import instantiate
 
 pytestmark = pytest.mark.sim
 
@@ -54,7 +54,7 @@ def test_a_simulator_that_freezes_between_commands_is_the_environments(
     without a word about the signal, it is seen in the CPU time that does not move."""
     task = instantiate(VERSIONED, 1)
     episode.reset(task)
-    first, second = solve(task)
+    first, second = task.solution
     episode.step(first)
     patient_for(slot, monkeypatch, 0.5)
     signalled(slot, signal.SIGSTOP)
@@ -96,7 +96,7 @@ def test_a_simulator_that_dies_of_a_command_before_it_is_graded_is_the_agents(ep
         return evaluate(added, lost=lost)
 
     grader.evaluate = after_its_death
-    step = episode.step(solve(task)[0])
+    step = episode.step(task.solution[0])
     assert step.done and step.reward == 0.0 and step.observation["simulator_lost"]
     assert command_turn(step.observation, step.reward, step.done).metrics["simulator_lost"] == 1.0
 
@@ -119,7 +119,7 @@ def test_an_account_that_cannot_be_read_is_not_achieved_and_counted(
     next command, even one that only looks."""
     task = instantiate(VERSIONED, 1)
     episode.reset(task)
-    first, second = solve(task)
+    first, second = task.solution
     rewards = [episode.step(first).reward]
     grader = episode._grader
     assert grader is not None

@@ -13,7 +13,7 @@ from realhf.aws.grading.criteria import parse_criteria
 from realhf.aws.grading.grader import Grader
 from realhf.aws.grading.tracker import Tracker
 from realhf.aws.simulator.pool import Slot
-from realhf.aws.tasks import instantiate, solve
+from realhf.aws.tasks.loader import instantiate
 from realhf.aws.tasks.task import Task
 
 TOPIC_AND_QUEUE, VERSIONED = 203, 201
@@ -102,11 +102,11 @@ def test_it_is_silent_and_admitted_at_the_end(slot: Slot) -> None:
     task = instantiate(TOPIC_AND_QUEUE, 1)
     episode = Episode(slot, chaos=True)
     episode.reset(task, seed_with_chaos(task, True))
-    first = episode.step(solve(task)[0])
+    first = episode.step(task.solution[0])
     assert first.observation["command_success"] and "haos" not in str(first.observation)
     assert episode._chaos is not None and not episode._chaos.occurred, "nothing can be done to a topic alone"
     episode._chaos.rng = CountingRandom()
-    episode.step(solve(task)[1])
+    episode.step(task.solution[1])
     assert episode._chaos.occurred and not episode.state()["chaos_occurred"]
     while not episode.done:
         episode.step("aws sqs list-queues")
@@ -116,7 +116,7 @@ def test_it_is_silent_and_admitted_at_the_end(slot: Slot) -> None:
 @pytest.mark.sim
 def test_it_deletes_a_bucket_that_was_just_made(slot: Slot) -> None:
     task = instantiate(VERSIONED, 1)
-    create, enable = solve(task)
+    create, enable = task.solution
     episode = Episode(slot, chaos=True)
     episode.reset(task, seed_with_chaos(task, True))
     total = episode.step(create).reward
@@ -132,7 +132,7 @@ def test_it_can_be_turned_off(slot: Slot, made_with: bool, reset_with: bool | No
     task = instantiate(VERSIONED, 1)
     episode = Episode(slot, chaos=made_with)
     episode.reset(task, seed_with_chaos(task, True), chaos=reset_with)
-    assert sum(episode.step(command).reward for command in solve(task)) == 1.0
+    assert sum(episode.step(command).reward for command in task.solution) == 1.0
 
 
 @pytest.mark.sim
@@ -145,7 +145,7 @@ def test_idle_steps_are_not_rolled(slot: Slot) -> None:
     for command in ("aws s3api list-buckets", "aws help --task-hint", "aws sns create-topic --name x", "aws nothing"):
         episode.step(command)
     assert rng.rolls == 0
-    episode.step(solve(task)[0])
+    episode.step(task.solution[0])
     assert rng.rolls > 0
 
 

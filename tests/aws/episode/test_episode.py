@@ -13,7 +13,7 @@ from realhf.aws.episode.episode import FINISHED, LOST, Episode, EpisodeError, ma
 from realhf.aws.episode.validation import play
 from realhf.aws.simulator.ministack_process import SIMULATOR_MEMORY_MB
 from realhf.aws.simulator.pool import Slot
-from realhf.aws.tasks import instantiate, solve
+from realhf.aws.tasks.loader import instantiate
 from realhf.aws.tasks.task import Task, TaskError
 
 pytestmark = pytest.mark.sim
@@ -31,7 +31,7 @@ def test_an_episode_from_reset_to_achievement(episode: Episode) -> None:
     assert set(start.observation) == FIELDS and (start.reward, start.done) == (0.0, False)
     assert start.observation["task"] == masked_task(task)
     assert (start.observation["episode_id"], start.observation["steps_left"]) == ("e1", 15)
-    first, second = (episode.step(command) for command in solve(task))
+    first, second = (episode.step(command) for command in task.solution)
     assert (first.reward, first.done) == (pytest.approx(0.45), False)
     assert first.observation["partial_progress"] == 0.5 and not first.observation["truncated"]
     assert first.observation["command_success"] and "Location" in first.observation["command_output"]
@@ -52,7 +52,7 @@ def test_a_command_that_ends_the_simulator_ends_the_episode_with_its_score(
     episode = Episode(slot, reward_mode=mode)
     task = instantiate(VERSIONED, 1)
     episode.reset(task)
-    first, second = solve(task)
+    first, second = task.solution
     steps = [episode.step(first)]
     connect = slot.ministack.connect
 
@@ -91,7 +91,7 @@ def test_a_simulator_without_memory_ends_and_the_episode_with_it(
     assert step.done and step.reward == 0.0 and step.observation["simulator_lost"]
     episode.reset(task)
     assert "its simulator had ended: 'no memory is left; this process ends itself'" in caplog.text
-    assert episode.step(solve(task)[0]).reward > 0
+    assert episode.step(task.solution[0]).reward > 0
 
 
 def private_bytes(pid: int) -> int:
@@ -119,7 +119,7 @@ def test_failed_commands_say_why(episode: Episode) -> None:
 def test_a_failed_command_lowers_the_score_until_the_next_success(episode: Episode) -> None:
     task = instantiate(RETENTION, 1)
     episode.reset(task)
-    create, retain = solve(task)
+    create, retain = task.solution
     rewards = [episode.step(command).reward for command in (create, create, retain)]
     assert rewards == pytest.approx([0.45, -0.225, 0.775])
 
@@ -127,7 +127,7 @@ def test_a_failed_command_lowers_the_score_until_the_next_success(episode: Episo
 def test_reset_leaves_nothing_behind(episode: Episode) -> None:
     task = instantiate(CREATE_BUCKET, 1)
     episode.reset(task)
-    assert episode.step(solve(task)[0]).done
+    assert episode.step(task.solution[0]).done
     assert not episode.reset(task).done
     assert task.params["name"] not in episode.step("aws s3api list-buckets").observation["command_output"]
 
@@ -157,7 +157,7 @@ def test_same_seed_same_observations(episode: Episode) -> None:
 
     def outputs() -> list[str]:
         episode.reset(task, seed=9)
-        return [episode.step(command).observation["command_output"] for command in solve(task)]
+        return [episode.step(command).observation["command_output"] for command in task.solution]
 
     assert outputs() == outputs()
 

@@ -5,7 +5,7 @@ import pytest
 from realhf.aws.episode.episode import HINT_COMMAND, Episode, hint_text, is_hint_request
 from realhf.aws.grading.criteria import Criteria, parse_criteria
 from realhf.aws.simulator.pool import Slot
-from realhf.aws.tasks import instantiate, load_templates, solve
+from realhf.aws.tasks.loader import instantiate, load_templates
 
 VERSIONED = 201
 
@@ -59,7 +59,7 @@ def test_other_spellings_are_commands(command: str) -> None:
 def test_each_hint_costs_up_to_three_and_no_command_is_counted(slot: Slot) -> None:
     episode, task = Episode(slot, max_steps=8), instantiate(VERSIONED, 1)
     episode.reset(task)
-    create, enable = solve(task)
+    create, enable = task.solution
     first = episode.step(create)
     hints = [episode.step(HINT_COMMAND) for _ in range(4)]
     assert [hint.observation["hints_used"] for hint in hints] == [1, 2, 3, 3]
@@ -77,7 +77,7 @@ def test_each_hint_costs_up_to_three_and_no_command_is_counted(slot: Slot) -> No
 def test_a_hint_does_not_make_up_for_a_failed_command(slot: Slot) -> None:
     episode, task = Episode(slot), instantiate(VERSIONED, 1)
     episode.reset(task)
-    episode.step(solve(task)[0])
+    episode.step(task.solution[0])
     episode.step("aws s3api get-bucket-policy --bucket none-such")
     assert episode.step(HINT_COMMAND).reward < 0
 

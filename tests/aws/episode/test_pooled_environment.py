@@ -14,7 +14,7 @@ from realhf.api.environment import AssistantMessage, EnvironmentFailure, Environ
 from realhf.aws.episode.pooled_environment import pooled_environment
 from realhf.aws.messages import NO_COMMAND, episode_task, observation_text
 from realhf.aws.simulator.pool import MiniStackPool
-from realhf.aws.tasks import instantiate
+from realhf.aws.tasks.loader import instantiate
 from realhf.rollout.player import SlotEnvironment
 
 pytestmark = pytest.mark.sim

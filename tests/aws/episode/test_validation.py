@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from realhf.aws.episode.validation import template_problems
-from realhf.aws.tasks import get_template, load_templates
 from realhf.aws.tasks import loader as loader_module
 from realhf.aws.tasks.__main__ import main
+from realhf.aws.tasks.loader import get_template, load_templates
 
 TEMPLATES = load_templates()
 
@@ -138,7 +138,7 @@ def test_a_file_that_is_none_is_named(own_file: Path, capsys: pytest.CaptureFixt
         ("- task_id: 1\n  name: x\n", "'description'"),
         ("[", "while parsing"),
         (TASK.replace("901", "101"), "task_id 101 is taken"),
-        (TASK.replace("mistakes:", "mistake:"), "unknown key 'mistake'"),
+        (TASK.replace("mistakes:", "mistake:"), "unexpected keyword argument 'mistake'"),
     ):
         with pytest.raises(SystemExit):
             said_of(own_file, text, capsys)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from realhf.aws.server.program import EnvServerProcess
 from realhf.aws.tasks.captures import resolve
-from realhf.aws.tasks.loader import instantiate, solve
+from realhf.aws.tasks.loader import instantiate
 from tests.chromium import Chromium
 
 IMAGES = Path(__file__).resolve().parents[3] / "docs" / "images"
@@ -28,7 +28,7 @@ def main() -> None:
         page.js(f"document.getElementById('seed').value = '{SEED}'; document.getElementById('chaos').checked = false")
         page.js(f"""document.querySelector('[data-id="{TASK}"]').click()""")
         page.wait(f"document.body.dataset.mode === 'live' && {IDLE}")
-        solution = solve(instantiate(TASK, SEED))
+        solution = instantiate(TASK, SEED).solution
         run(page, f"aws iam create-role --role-name {instantiate(TASK, SEED).params['name']}")
         run(page, "aws help --task-hint")
         outputs = [run(page, command) for command in solution[:3]]

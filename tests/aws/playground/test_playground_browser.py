@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from realhf.aws.server.program import EnvServerProcess
-from realhf.aws.tasks.loader import instantiate, solve
+from realhf.aws.tasks.loader import instantiate
 from tests.chromium import ABSENT, PROGRAM, Chromium
 
 pytestmark = [pytest.mark.sim, pytest.mark.skipif(PROGRAM is None, reason=ABSENT)]
@@ -106,7 +106,7 @@ def test_a_warmup_task_played_to_its_end_with_the_keyboard(page: Chromium) -> No
     assert page.js("document.getElementById('command').value").endswith("nothing-here")
     page.press("ArrowDown")
     assert page.js("document.getElementById('command').value") == ""
-    run(page, solve(task)[0])
+    run(page, task.solution[0])
     assert "readme" in text(page, ".entry .out") and text(page, "#progress-text") == "100 %"
     assert page.js("document.getElementById('progress').value") == 1
     assert text(page, "#banner-title") == "Achieved" and text(page, "#score") == "1.00"
@@ -136,7 +136,7 @@ def test_hints_cards_and_a_reload(page: Chromium, visit: Callable[[], httpx.Clie
         assert time.monotonic() < deadline, "nobody heard that the page was closed"
         time.sleep(0.05)
     bucket = instantiate(201, 3).params["name"]
-    run(page, solve(instantiate(201, 3))[0])
+    run(page, instantiate(201, 3).solution[0])
     assert text(page, ".card h3").split() == ["s3", "1"] and text(page, ".card li.new").split() == [bucket, "new"]
     run(page, f"aws s3api delete-bucket --bucket {bucket}")
     assert text(page, ".card li.gone").split() == [bucket, "gone"]
@@ -144,7 +144,7 @@ def test_hints_cards_and_a_reload(page: Chromium, visit: Callable[[], httpx.Clie
     page.wait("document.documentElement?.dataset.ready && document.querySelectorAll('.entry').length === 3")
     assert text(page, "#hints") == "1"
     click(page, "solution")
-    assert page.js("document.getElementById('command').value") == solve(instantiate(201, 3))[1]
+    assert page.js("document.getElementById('command').value") == instantiate(201, 3).solution[1]
     page.press("Escape")
     page.press("r")
     page.wait(f"document.querySelectorAll('.entry').length === 0 && {IDLE}")

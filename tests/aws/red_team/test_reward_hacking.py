@@ -22,7 +22,7 @@ from realhf.aws.grading.grader import earns_credit, unspent_request, verified
 from realhf.aws.grading.reward import monotone_progress, score
 from realhf.aws.grading.tracker import Evidence, same_resource
 from realhf.aws.simulator.pool import MiniStackPool
-from realhf.aws.tasks import instantiate, load_templates, mistakes, solve
+from realhf.aws.tasks.loader import instantiate, load_templates, mistakes
 from realhf.aws.tasks.task import Task
 
 pytestmark = pytest.mark.sim
@@ -94,7 +94,7 @@ def test_layer_3_nothing_shown_holds_criteria_seed_or_solution(episode: Episode)
     shown, told = [], []
     for task in (instantiate(RETENTION, 3), open_bucket("assets-of-all"), instantiate(FAN_OUT, 3)):
         shown.append(episode.reset(task).observation)
-        commands = ["aws logs put-retention-policy", "aws help", *[HINT_COMMAND] * 4, *solve(task)]
+        commands = ["aws logs put-retention-policy", "aws help", *[HINT_COMMAND] * 4, *task.solution]
         shown += [episode.step(command).observation for command in commands]
         shown.append(episode.state())
         told += [change for answer in shown for change in answer.pop("account_changes", [])]
@@ -118,7 +118,7 @@ def test_layer_3_nothing_shown_holds_criteria_seed_or_solution(episode: Episode)
 
 def test_layer_4_no_shell(episode: Episode) -> None:
     task = instantiate(CREATE_BUCKET, 4)
-    line = solve(task)[0]
+    line = task.solution[0]
     hidden = [f"echo; {line}", f"true && {line}", f"sh -c '{line}'", f"AWS_PROFILE=x {line}", f"aws sts x\n{line}"]
     assert all(check_command(command).rule for command in hidden)
     assert play(episode, task, hidden) == (False, 0.0)
@@ -157,7 +157,7 @@ def test_layer_7_only_the_exact_name(episode: Episode, change: str) -> None:
 def test_layer_8_what_was_undone_does_not_count(episode: Episode) -> None:
     task = instantiate(VERSIONED, 7)
     name = task.params["name"]
-    create, enable = solve(task)
+    create, enable = task.solution
     episode.reset(task)
     episode.step(create)
     episode._slot.state.call("s3", "DeleteBucket", {"Bucket": name})

@@ -11,7 +11,7 @@ from realhf.aws.episode.player import EpisodePlayer
 from realhf.aws.server.program import AwsServed
 from realhf.aws.server_config import AwsServerConfig
 from realhf.aws.simulator.pool import MiniStackPool
-from realhf.aws.tasks import instantiate, solve
+from realhf.aws.tasks.loader import instantiate
 from realhf.env.openenv_client import EnvError
 from realhf.env.server.server import EnvServer, listen
 
@@ -35,7 +35,7 @@ def test_episodes_are_counted_by_outcome_and_template(pool: MiniStackPool) -> No
             env.reset(task_id=VERSIONED, seed=1)
             assert [env.step("aws s3 ls").done for _ in range(2)] == [False, True]
             env.reset(task_id=VERSIONED, seed=1)
-            assert [env.step(command).done for command in solve(instantiate(VERSIONED, 1))] == [False, True]
+            assert [env.step(command).done for command in instantiate(VERSIONED, 1).solution] == [False, True]
         with urllib.request.urlopen(f"{server.url}/metrics", timeout=60) as page:
             text = page.read().decode()
     finally:

@@ -6,8 +6,7 @@ import pytest
 
 from realhf.aws.episode.episode import Episode
 from realhf.aws.episode.validation import BLIND_RETURN, play
-from realhf.aws.tasks import Template, instantiate, load_templates
-from realhf.aws.tasks.loader import whole_state, with_drifts
+from realhf.aws.tasks.loader import Template, instantiate, load_templates, whole_state, with_drifts
 from realhf.aws.tasks.task import choose_drifts
 
 DRIFTS = [template for template in load_templates(["expert"]) if template.possible_drifts]

@@ -4,8 +4,7 @@ import pytest
 
 from realhf.aws.episode.episode import Episode
 from realhf.aws.episode.validation import play
-from realhf.aws.tasks import instantiate, load_templates
-from realhf.aws.tasks.loader import fill
+from realhf.aws.tasks.loader import fill, instantiate, load_templates
 
 pytestmark = pytest.mark.sim
 

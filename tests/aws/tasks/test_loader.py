@@ -19,17 +19,22 @@ from realhf.aws.episode.validation import problems
 from realhf.aws.grading.criteria import criteria_of
 from realhf.aws.grading.grader import freedom_of, is_graded_by_end_state
 from realhf.aws.simulator.pool import ACCOUNT
-from realhf.aws.tasks import (
+from realhf.aws.tasks import loader
+from realhf.aws.tasks.__main__ import main
+from realhf.aws.tasks.loader import (
+    ADJECTIVES,
+    NOUNS,
+    SUFFIXES,
+    draw_name,
+    fill,
     get_template,
     instantiate,
+    is_heldout_pair,
     is_heldout_seed,
     load_templates,
-    loader,
     mistakes,
-    solve,
+    words,
 )
-from realhf.aws.tasks.__main__ import main
-from realhf.aws.tasks.loader import ADJECTIVES, NOUNS, SUFFIXES, draw_name, fill, is_heldout_pair, words
 from realhf.aws.tasks.task import ACCOUNT_ID, Task, TaskError
 
 TEMPLATES = load_templates()
@@ -43,7 +48,7 @@ def test_counts_ids_and_services() -> None:
     assert counts.keys() == {"warmup", "beginner", "intermediate"}
     assert min(counts.values()) >= 13 and max(counts.values()) - min(counts.values()) <= 1, "a starter has a weight"
     assert len({template.name for template in TEMPLATES}) == len(TEMPLATES)
-    warmup_services = {solve(instantiate(t.task_id, 0))[0].split()[1] for t in STARTERS if t.tier == "warmup"}
+    warmup_services = {instantiate(t.task_id, 0).solution[0].split()[1] for t in STARTERS if t.tier == "warmup"}
     assert len(warmup_services) == counts["warmup"]
     assert ACCOUNT_ID == ACCOUNT
 
@@ -56,7 +61,7 @@ def test_template_text(template) -> None:
         assert 15 <= len(task.description.split()) <= 32
         for value in task.params.values():
             assert str(value) in task.description, "the agent must be able to know every value"
-        scripts = [solve(task)]
+        scripts = [task.solution]
         scripts += [[*mistake.commands, *mistake.recovery] for mistake in mistakes(task)]
         for command in itertools.chain.from_iterable(scripts):
             assert "{" not in command.replace("id={S=", "")

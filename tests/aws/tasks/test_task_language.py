@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from realhf.aws.cli.command_table import ALLOWED
-from realhf.aws.tasks import Template, load_templates
+from realhf.aws.tasks.loader import Template, load_templates
 
 TEMPLATES = load_templates()
 EASY = load_templates(["warmup", "beginner", "intermediate"])

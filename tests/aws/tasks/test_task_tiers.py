@@ -4,7 +4,7 @@ import pytest
 
 from realhf.aws.cli.command_table import ALLOWED
 from realhf.aws.grading.grader import services_of
-from realhf.aws.tasks import Template, load_templates
+from realhf.aws.tasks.loader import Template, load_templates
 
 COUNTS = {"warmup": 25, "beginner": 25, "intermediate": 25, "advanced": 25, "expert": 24, "drift": 9}
 """Least number of templates of each kind; drift tasks are of the tier expert."""

@@ -3,9 +3,8 @@
 import pytest
 
 from realhf.aws.episode.episode import Episode
-from realhf.aws.tasks import instantiate
 from realhf.aws.tasks.captures import resolve
-from realhf.aws.tasks.loader import fill
+from realhf.aws.tasks.loader import fill, instantiate
 
 pytestmark = pytest.mark.sim
 FUNCTION = "arn:aws:lambda:us-east-1:000000000000:function:"

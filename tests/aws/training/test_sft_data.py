@@ -12,7 +12,7 @@ from realhf.api.environment import EnvironmentFailure
 from realhf.aws.episode.episode import HINT_COMMAND
 from realhf.aws.messages import observation_text
 from realhf.aws.simulator.pool import MiniStackPool, Slot
-from realhf.aws.tasks import instantiate, load_templates
+from realhf.aws.tasks.loader import instantiate, load_templates
 from realhf.aws.training.sft_data import Script, main, numbered, play_all, with_short_names, write_script, write_scripts
 
 STARTER = {"tags": ["starter"]}

@@ -12,7 +12,7 @@ import pytest
 
 from realhf.aws.client.trl_tool import AwsToolEnv
 from realhf.aws.server.program import EnvServerProcess
-from realhf.aws.tasks.loader import instantiate, solve
+from realhf.aws.tasks.loader import instantiate
 from realhf.env.openenv_client import CapacityError, ConnectionLost
 from tests.rollout.fake_env_server import FakeEnvServer
 
@@ -58,7 +58,7 @@ def test_episodes_on_one_instance(tool: AwsToolEnv) -> None:
         assert tool.get_reward() == 0.0
         assert "error" in tool.aws("rm -rf /")
         assert "at most" in tool.aws("aws " + "x" * 9000)
-        for command in solve(task):
+        for command in task.solution:
             tool.aws(command)
         assert tool.get_reward() == pytest.approx(1.0)
         with pytest.raises(ValueError, match="Episode finished"):

@@ -20,7 +20,7 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
 from realhf.aws.server.program import EnvServerProcess
-from realhf.aws.tasks.loader import instantiate, solve
+from realhf.aws.tasks.loader import instantiate
 from realhf.aws.tasks.task import Task
 from realhf.env.server.server import listen
 from tests.process_family import family, gone
@@ -80,7 +80,7 @@ def test_an_episode_frame_by_frame(server: EnvServerProcess) -> None:
             "description": task.description,
         }
         rewards = []
-        for command in solve(task):
+        for command in task.solution:
             reply = step(session, command)
             rewards.append(reply["reward"])
         assert reply["done"] and reply["observation"]["task_achieved"] and sum(rewards) == pytest.approx(1.0)
@@ -88,7 +88,7 @@ def test_an_episode_frame_by_frame(server: EnvServerProcess) -> None:
         assert after["done"] and after["reward"] == 0 and "finished" in after["observation"]["error"]
         state = ask(session, {"type": "state"})
         assert state["type"] == "state" and state["data"]["step_count"] == 2
-        assert state["data"]["tracker"]["commands_executed"] == solve(task)
+        assert state["data"]["tracker"]["commands_executed"] == [*task.solution]
         assert reset(session, task)["observation"]["step_count"] == 0
         session.send('{"type":"close"}')
         with pytest.raises(ConnectionClosed) as closed:
@@ -222,11 +222,11 @@ def test_a_dead_simulator_is_an_environment_failure_until_the_next_reset(server:
         reset(session, task)
         for simulator in children_of(server, "realhf.aws.simulator.ministack_server"):
             simulator.kill()
-        for command in ("aws s3api list-buckets", solve(task)[0]):
+        for command in ("aws s3api list-buckets", task.solution[0]):
             reply = ask(session, {"type": "step", "data": {"command": command}})
             assert reply["type"] == "error" and reply["data"]["code"] == "EXECUTION_ERROR", reply
         reset(session, task)
-        assert [step(session, command)["done"] for command in solve(task)] == [False, True]
+        assert [step(session, command)["done"] for command in task.solution] == [False, True]
 
 
 def test_no_frame_reveals_the_criteria(server: EnvServerProcess) -> None:
@@ -240,7 +240,7 @@ def test_no_frame_reveals_the_criteria(server: EnvServerProcess) -> None:
             ask(session, {"type": "state"}),
         ]
     text = json.dumps(frames)
-    for secret in ("success_criteria", "solution", "setup", "json_path", "DescribeLogStreams", *solve(task)):
+    for secret in ("success_criteria", "solution", "setup", "json_path", "DescribeLogStreams", *task.solution):
         assert secret not in text
 
 
