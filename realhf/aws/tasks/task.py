@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
+
+import msgspec
 
 TIERS = ("warmup", "beginner", "intermediate", "advanced", "expert")
 ACCOUNT_ID = "000000000000"
@@ -21,8 +24,6 @@ MAX_COMMAND_CHARS = 65536
 MAX_CRITERIA_CHARS = 65536
 MAX_ASSETS = 16
 MAX_ASSET_CHARS = 65536
-
-
 FEWEST_DRIFTS, MOST_DRIFTS = 2, 3
 T = TypeVar("T")
 
@@ -45,11 +46,17 @@ class SetupCommand:
     ignore_failure: bool = False
     repair: tuple[str, ...] = ()
 
+    def __post_init__(self) -> None:
+        if not self.command and not (self.service and self.operation):
+            raise TaskError("neither a command line nor an object with service, operation and params")
+        if len(self.command) > MAX_COMMAND_CHARS or len(repr(self.params)) > MAX_COMMAND_CHARS:
+            raise TaskError(f"longer than {MAX_COMMAND_CHARS} characters")
+
     def __str__(self) -> str:
         return self.command or f"{self.service}:{self.operation}"
 
     def to_json(self) -> dict[str, Any]:
-        """Return the command as ``parse_setup`` reads it; what is not set is left out."""
+        """Return the command as ``Task.from_json`` reads it; what is not set is left out."""
         request = {"service": self.service, "operation": self.operation, "params": dict(self.params)}
         found: dict[str, Any] = {"command": self.command} if self.command else request
         if self.description:
@@ -59,9 +66,12 @@ class SetupCommand:
         return found | ({"ignore_failure": True} if self.ignore_failure else {})
 
 
+Commands = Annotated[tuple[SetupCommand, ...], msgspec.Meta(max_length=MAX_SETUP_COMMANDS)]
+
+
 @dataclass(frozen=True)
 class Task:
-    """Describes one instance.
+    """Describes one instance; its fields are the schema of what is sent.
 
     ``task_id`` is the template's number, ``template`` its name, ``seed`` what drew its names; ``success`` holds the
     criteria as plain data (see ``grader.parse_criteria``), and is empty where the account has to be as the solution
@@ -75,12 +85,12 @@ class Task:
     Texts may hold ``${setup1:path}``: filled from the answers to the set-up's calls (see ``captures``).
     """
 
-    task_id: int
+    task_id: Annotated[int, msgspec.Meta(ge=0)]
     template: str
     tier: str
     seed: int
     description: str
-    setup: tuple[SetupCommand, ...]
+    setup: Commands
     success: Mapping[str, Any]
     solution: tuple[str, ...] = ()
     any_of: tuple[tuple[str, ...], ...] = ()
@@ -88,9 +98,9 @@ class Task:
     may_change: tuple[str, ...] = ()
     params: Mapping[str, Any] = field(default_factory=dict)
     desired_state_spec: str = ""
-    possible_drifts: tuple[SetupCommand, ...] = ()
-    decoys: tuple[SetupCommand, ...] = ()
-    assets: Mapping[str, str] = field(default_factory=dict)
+    possible_drifts: Commands = ()
+    decoys: Commands = ()
+    assets: Annotated[Mapping[str, Any], msgspec.Meta(max_length=MAX_ASSETS)] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """Return the task as JSON-able data, the ``task`` of a wire reset. Optional fields appear where they are
@@ -119,37 +129,56 @@ class Task:
     @classmethod
     def from_json(cls, data: Mapping[str, Any] | str) -> Task:
         """Parse the task in a map or its JSON text. Raises TaskError naming the field that is wrong."""
-        if isinstance(data, str):
-            try:
-                data = json.loads(data)
-            except ValueError as error:
-                raise TaskError(f"task is not JSON: {error}") from None
+        try:
+            data = json.loads(data) if isinstance(data, str) else data
+        except ValueError as error:
+            raise TaskError(f"task is not JSON: {error}") from None
         if not isinstance(data, Mapping):
             raise TaskError("task is not an object")
-        tier = _typed(data, "difficulty", str)
-        if tier not in TIERS:
-            raise TaskError(f"task.difficulty is {tier!r}; known: {', '.join(TIERS)}")
-        task_id = _typed(data, "task_id", int)
-        if task_id < 0:
-            raise TaskError("task.task_id is negative")
-        return cls(
-            task_id=task_id,
-            template=_typed(data, "template", str, f"task-{task_id}"),
-            tier=tier,
-            seed=_typed(data, "seed", int, 0),
-            description=_typed(data, "description", str),
-            setup=parse_setup(data.get("setup_commands") or []),
-            success=_criteria(data),
-            solution=_lines(_typed(data, "solution", list, [])),
-            any_of=tuple(_lines(one, "any_of") for one in _lists(_typed(data, "any_of", list, []))),
-            free=_lines(_typed(data, "free", list, []), "free"),
-            may_change=_lines(_typed(data, "may_change", list, []), "may_change"),
-            params=_typed(data, "params", dict, {}),
-            desired_state_spec=_typed(data, "desired_state_spec", str, ""),
-            possible_drifts=parse_setup(data.get("possible_drifts") or [], "possible_drifts"),
-            decoys=parse_setup(data.get("decoys") or [], "decoys"),
-            assets=_assets(_typed(data, "assets", dict, {})),
-        )
+        given: dict[Any, Any] = {"template": f"task-{data.get('task_id')}", "seed": 0, "setup": [], "success": {}}
+        given |= {
+            _WIRE_NAMES.get(name, name): value
+            for name, value in data.items()
+            if value is not None and name not in _WIRE_NAMES.values()
+        }
+        for name in ("setup", "possible_drifts", "decoys"):
+            given[name] = _commands(given.get(name) or [])
+        try:
+            task = msgspec.convert(given, cls)
+        except ValueError as error:
+            raise TaskError(f"task: {_NAMED.sub(_in_wire_names, str(error))}") from None
+        task._check()
+        return task
+
+    def _check(self) -> None:
+        if self.tier not in TIERS:
+            raise TaskError(f"task.difficulty is {self.tier!r}; known: {', '.join(TIERS)}")
+        if not self.success and not self.solution:
+            raise TaskError("task.success_criteria is missing, and no solution whose state could be the target")
+        if len(repr(self.success)) > MAX_CRITERIA_CHARS:
+            raise TaskError(f"task.success_criteria is longer than {MAX_CRITERIA_CHARS} characters")
+        for name, content in self.assets.items():
+            if not isinstance(content, str) or len(content) > MAX_ASSET_CHARS:
+                raise TaskError(f"task.assets[{name!r}] is not a text of at most {MAX_ASSET_CHARS} characters")
+
+
+_WIRE_NAMES: Mapping[str, str] = {"difficulty": "tier", "setup_commands": "setup", "success_criteria": "success"}
+_NAMED = re.compile(r"(?<=`)(\$\.)?(tier|setup|success)\b")
+
+
+def _in_wire_names(match: re.Match[str]) -> str:
+    return (match[1] or "") + next(wire for wire, name in _WIRE_NAMES.items() if name == match[2])
+
+
+def _commands(commands: Any) -> Any:
+    """Return a list of commands with the lines among them as objects, and without what is null."""
+    if not isinstance(commands, list):
+        return commands
+    objects = ({"command": one} if isinstance(one, str) else one for one in commands)
+    return [
+        {key: value for key, value in one.items() if value is not None} if isinstance(one, Mapping) else one
+        for one in objects
+    ]
 
 
 def choose_drifts(possible: Sequence[T], seed: int) -> list[T]:
@@ -162,81 +191,3 @@ def choose_drifts(possible: Sequence[T], seed: int) -> list[T]:
 def repairs(drifts: Iterable[SetupCommand]) -> list[str]:
     """Return the commands that undo these drifts, in their order."""
     return [command for drift in drifts for command in drift.repair]
-
-
-def parse_setup(commands: Any, where: str = "setup_commands") -> tuple[SetupCommand, ...]:
-    """Parse commands from plain data, each a command line, ``{"command": line}`` or a request; ``where`` is the field's
-    name in messages. Raises TaskError."""
-    if not isinstance(commands, list) or len(commands) > MAX_SETUP_COMMANDS:
-        raise TaskError(f"task.{where} is not a list of at most {MAX_SETUP_COMMANDS} commands")
-    parsed = []
-    for index, command in enumerate(commands):
-        try:
-            parsed.append(_setup_command(command))
-        except TaskError as error:
-            raise TaskError(f"task.{where}[{index}]: {error}") from None
-    return tuple(parsed)
-
-
-def _setup_command(data: Any) -> SetupCommand:
-    if isinstance(data, str):
-        data = {"command": data}
-    if not isinstance(data, Mapping):
-        raise TaskError("neither a command line nor an object with service, operation and params")
-    command = _typed(data, "command", str, "")
-    params = _typed(data, "params", dict, {})
-    if len(command) > MAX_COMMAND_CHARS or len(repr(params)) > MAX_COMMAND_CHARS:
-        raise TaskError(f"longer than {MAX_COMMAND_CHARS} characters")
-    return SetupCommand(
-        service="" if command else _typed(data, "service", str),
-        operation="" if command else _typed(data, "operation", str),
-        params=params,
-        command=command,
-        description=_typed(data, "description", str, ""),
-        ignore_failure=_typed(data, "ignore_failure", bool, False),
-        repair=_lines(_typed(data, "repair", list, []), "repair"),
-    )
-
-
-def _lines(lines: list[Any], where: str = "solution") -> tuple[str, ...]:
-    if not all(isinstance(line, str) for line in lines):
-        raise TaskError(f"task.{where} holds something else than command lines")
-    return tuple(lines)
-
-
-def _lists(lines: list[Any]) -> list[list[Any]]:
-    if not all(isinstance(line, list) for line in lines):
-        raise TaskError("task.any_of holds something else than lists of command lines")
-    return lines
-
-
-def _criteria(data: Mapping[str, Any]) -> Mapping[str, Any]:
-    success = _typed(data, "success_criteria", dict, {})
-    if not success and not data.get("solution"):
-        raise TaskError("task.success_criteria is missing, and there is no solution whose state could be the target")
-    if len(repr(success)) > MAX_CRITERIA_CHARS:
-        raise TaskError(f"task.success_criteria is longer than {MAX_CRITERIA_CHARS} characters")
-    return success
-
-
-def _assets(assets: Mapping[str, Any]) -> Mapping[str, str]:
-    if len(assets) > MAX_ASSETS:
-        raise TaskError(f"task.assets has more than {MAX_ASSETS} files")
-    for name, content in assets.items():
-        if not isinstance(content, str) or len(content) > MAX_ASSET_CHARS:
-            raise TaskError(f"task.assets[{name!r}] is not a text of at most {MAX_ASSET_CHARS} characters")
-    return assets
-
-
-_REQUIRED = object()
-
-
-def _typed(data: Mapping[str, Any], key: str, kind: type, default: Any = _REQUIRED) -> Any:
-    value = data.get(key)
-    if value is None:
-        if default is _REQUIRED:
-            raise TaskError(f"task.{key} is missing")
-        return default
-    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise TaskError(f"task.{key} is not of type {kind.__name__}")
-    return value

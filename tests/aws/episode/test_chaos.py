@@ -127,15 +127,6 @@ def test_it_deletes_a_bucket_that_was_just_made(slot: Slot) -> None:
 
 
 @pytest.mark.sim
-@pytest.mark.parametrize(("made_with", "reset_with"), [(False, None), (True, False)])
-def test_it_can_be_turned_off(slot: Slot, made_with: bool, reset_with: bool | None) -> None:
-    task = instantiate(VERSIONED, 1)
-    episode = Episode(slot, chaos=made_with)
-    episode.reset(task, seed_with_chaos(task, True), chaos=reset_with)
-    assert sum(episode.step(command).reward for command in task.solution) == 1.0
-
-
-@pytest.mark.sim
 def test_idle_steps_are_not_rolled(slot: Slot) -> None:
     task = instantiate(VERSIONED, 1)
     episode = Episode(slot, chaos=True)

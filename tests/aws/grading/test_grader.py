@@ -6,8 +6,8 @@ import pytest
 
 from realhf.aws.cli.executor import CommandResult, SentRequest
 from realhf.aws.cli.state_client import StateCallError, UnreadableAnswer
-from realhf.aws.grading.criteria import Step, parse_criteria
-from realhf.aws.grading.grader import Grader, unspent_request
+from realhf.aws.grading.criteria import parse_criteria
+from realhf.aws.grading.grader import Grader
 from realhf.aws.grading.tracker import Tracker, is_read, plain_name, resource_name, same_meaning, same_resource
 from realhf.aws.tasks.task import TaskError
 
@@ -143,17 +143,6 @@ def test_what_cannot_be_read_is_no_success_and_no_end_of_the_episode() -> None:
     assert play.send("s3:CreateBucket", {"Bucket": "a"}) == 0.5 and not play.grader.grade.achieved
     state.answers["ListBuckets"] = LISTED
     assert play.send("s3:CreateBucket", {"Bucket": "a"}) == 1.0
-
-
-def test_one_request_pays_for_one_step() -> None:
-    """Exploit of layer 2: one subscribe for two required subscriptions."""
-    subscribe = {"operation": "sns:Subscribe", "resource": "t"}
-    play = Play({"steps": [subscribe, subscribe]}, FakeState())
-    topic = {"TopicArn": "arn:aws:sns:us-east-1:000000000000:t"}
-    assert play.send("sns:Subscribe", topic) == 0.5
-    assert play.send("sns:ListTopics", {}) == 0.5
-    assert play.send("sns:Subscribe", topic) == 1
-    assert unspent_request(Step("sns:Subscribe", "t"), play.tracker.evidence, [0, 2]) is None
 
 
 @pytest.mark.parametrize("other", ["a-2", "a-", "A", "my-a", "", "a/a"])

@@ -1,6 +1,8 @@
-"""Policies are compared by what they mean: against every request there is, and as people write them."""
+"""Policies as AWS would take them, the patterns in them, and policies compared by what they mean: against every request
+there is, and as people write them."""
 
 import itertools
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,12 +16,138 @@ from realhf.aws.grading.policy_comparison import (
     Gain,
     Names,
     Policies,
+    PolicyError,
     Statement,
     TooManySteps,
+    combinations,
     compare_policies,
     matches,
     parse_policy,
 )
+
+ALLOW = {"Effect": "Allow", "Action": "s3:GetObject", "Resource": "arn:aws:s3:::data/*"}
+
+
+def test_one_form_whatever_the_notation() -> None:
+    (one,) = parse_policy(
+        {"Statement": {**ALLOW, "Principal": {"AWS": ["123456789012"], "Service": "x.amazonaws.com"}}}
+    )
+    assert one.principals == Names(("AWS:arn:aws:iam::123456789012:root", "Service:x.amazonaws.com"))
+    assert (one.allow, one.actions.patterns, one.conditions) == (True, ("s3:getobject",), ())
+    (other,) = parse_policy('{"Statement": [{"Effect": "Deny", "NotAction": "*", "NotPrincipal": "*"}]}')
+    assert not other.allow and other.actions.inverted and other.principals.inverted and other.resources == Names()
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        None,
+        [],
+        "x",
+        "{}",
+        {"Statement": []},
+        {"Statement": "x"},
+        {"Statement": ["x"]},
+        {"Statement": {**ALLOW, "Effect": "allow"}},
+        {"Statement": {**ALLOW, "Action": []}},
+        {"Statement": {**ALLOW, "NotAction": "*"}},
+        {"Statement": {"Effect": "Allow", "Resource": "*"}},
+        {"Statement": {**ALLOW, "Actions": "*"}},
+        {"Statement": {**ALLOW, "Principal": {"Everyone": "*"}}},
+        {"Statement": {**ALLOW, "Resource": "r" * 3000}},
+        "[" * 20_000,
+        {"Statement": [{**ALLOW, "Action": ["a" * 99 + str(i) for i in range(300)]}]},
+    ],
+)
+def test_what_is_no_policy_is_refused(document: Any) -> None:
+    with pytest.raises(PolicyError):
+        parse_policy(document)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "text", "fits"),
+    [
+        ("a*", "a", True),
+        ("a*c", "abc", True),
+        ("a?c", "abc", True),
+        ("a?c", "ac", False),
+        ("*", "", True),
+        ("a*b*c", "axbxxc", True),
+        ("ab*bc", "abc", False),
+        ("a.c", "abc", False),
+        ("a", "ab", False),
+        ("", "a", False),
+        ("*a", "ba\n", False),
+        ("a*", "a\nb", True),
+        ("?*", "", False),
+    ],
+)
+def test_patterns(pattern: str, text: str, fits: bool) -> None:
+    assert matches(pattern, text) is fits
+
+
+def test_no_pattern_takes_long() -> None:
+    """Patterns that are hard to compare; were it tried out, this would not end."""
+    for number in range(150):
+        assert not matches("*a" * (20 + number % 7) + f"*{number}", "a" * 2000 + "b")
+
+
+LONGER_NAMES = ["".join(chars) for size in range(1, 7) for chars in itertools.product("abz", repeat=size)]
+"""z stands for all that no pattern names."""
+
+
+def matched(patterns: list[str], name: str) -> int:
+    """The combination, by the regular expressions of Python."""
+    expressions = [re.escape(p).replace(r"\*", ".*").replace(r"\?", ".") for p in patterns]
+    return sum(1 << i for i, one in enumerate(expressions) if re.fullmatch(one, name, re.DOTALL))
+
+
+@pytest.mark.parametrize("chars", ["ab*?", "ab*"])
+def test_the_combinations_are_those_of_all_names(chars: str) -> None:
+    """The names of up to six letters are tried one by one, without the automata."""
+
+    @settings(max_examples=30, deadline=None)
+    @given(st.lists(st.text(chars, max_size=3), min_size=1, max_size=3))
+    def check(patterns: list[str]) -> None:
+        found = combinations(patterns, Budget(1_000_000))
+        for mask, name in found.items():
+            assert name
+            assert matched(patterns, name) == mask
+        assert {matched(patterns, name) for name in LONGER_NAMES} <= found.keys()
+
+    check()
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.builds(str.__add__, st.text("ab", max_size=4), st.sampled_from(["", "*"])), max_size=6))
+def test_patterns_with_a_star_at_the_end_need_no_automaton_and_get_the_same(patterns: list[str]) -> None:
+    """A pattern that matches nothing but a ? sends the same patterns through the automata."""
+    quick = combinations(patterns, Budget(1_000_000))
+    for mask, name in quick.items():
+        assert matched(patterns, name) == mask
+    last = 1 << len(patterns)
+    assert quick.keys() == {mask & ~last for mask in combinations([*patterns, "?"], Budget(1_000_000))}
+
+
+def test_what_a_variable_stands_for_is_left_open() -> None:
+    masks = combinations(["home/${aws:username}/*", "home/*"], Budget(10_000)).keys()
+    assert masks == {0b00, 0b10, 0b11}, "within home/* both what the variable names and what it does not"
+
+
+@pytest.mark.parametrize(
+    "patterns",
+    [
+        ["*".join("ab"[n >> bit & 1] for bit in range(8)) + "*" for n in range(200)],
+        [f"*{n}*" for n in range(60)],
+        ["?*" * 1000, "*?" * 1000, "*a" * 1000],
+        [f"{n}*" for n in range(5_000)] + [f"{n}" + "x" * n + "*" for n in range(1_000)],
+        ["${" + str(n) + "}" for n in range(40)],
+    ],
+)
+def test_patterns_that_take_long_are_given_up(patterns: list[str]) -> None:
+    budget = Budget(100_000)
+    with pytest.raises(TooManySteps):
+        combinations(patterns, budget)
 
 
 def equal(one: Policies, other: Policies, budget: Budget) -> bool:

@@ -1,4 +1,4 @@
-"""Templates, names and instances. ``make validate``, a part of ``make test``, plays every task."""
+"""Templates, names, instances and captures. ``make validate``, a part of ``make test``, plays every task."""
 
 import itertools
 import json
@@ -21,6 +21,7 @@ from realhf.aws.grading.grader import freedom_of, is_graded_by_end_state
 from realhf.aws.simulator.pool import ACCOUNT
 from realhf.aws.tasks import loader
 from realhf.aws.tasks.__main__ import main
+from realhf.aws.tasks.captures import CaptureError, fill_setup, has_setup_captures, resolve
 from realhf.aws.tasks.loader import (
     ADJECTIVES,
     NOUNS,
@@ -47,7 +48,6 @@ def test_counts_ids_and_services() -> None:
     counts = {tier: tiers.count(tier) for tier in set(tiers)}
     assert counts.keys() == {"warmup", "beginner", "intermediate"}
     assert min(counts.values()) >= 13 and max(counts.values()) - min(counts.values()) <= 1, "a starter has a weight"
-    assert len({template.name for template in TEMPLATES}) == len(TEMPLATES)
     warmup_services = {instantiate(t.task_id, 0).solution[0].split()[1] for t in STARTERS if t.tier == "warmup"}
     assert len(warmup_services) == counts["warmup"]
     assert ACCOUNT_ID == ACCOUNT
@@ -201,3 +201,24 @@ def test_the_validator_prints_verdicts(capsys: pytest.CaptureFixture[str], monke
     with pytest.raises(SystemExit):
         main(["validate", "--ids", "103"])
     assert "103" in capsys.readouterr().err
+
+
+def test_values_of_earlier_commands() -> None:
+    outputs = ['{"QueueUrl": "http://x/q", "Groups": [{"Id": 7}]}', "no JSON"]
+    assert resolve("aws sqs x --queue-url ${step1:QueueUrl}", outputs) == "aws sqs x --queue-url http://x/q"
+    assert resolve("${step1:$.Groups[0].Id} ${step1:Groups}", outputs) == '7 [{"Id": 7}]'
+
+
+@pytest.mark.parametrize("command", ["${step2:Id}", "${step3:Id}", "${step1:Nope}", "${step1:][}", "${step0:Id}"])
+def test_what_is_not_there_stays_as_it_is_written(command: str) -> None:
+    assert resolve(command, ['{"Id": 1}', "no JSON"]) == command
+
+
+def test_values_of_set_up_keep_their_type() -> None:
+    answers = [{"Port": 80, "Vpc": {"Id": "vpc-1"}}]
+    value = {"${setup1:Vpc.Id}": ["${setup1:Port}", "p${setup1:Port}", True], "t": ("${setup1:$.Vpc.Id}",)}
+    assert has_setup_captures(value) and not has_setup_captures({"a": "${step1:x}"})
+    assert fill_setup(value, answers) == {"vpc-1": [80, "p80", True], "t": ("vpc-1",)}
+    for bad in ("${setup2:Port}", "${setup1:Nope}", "${setup1:][}"):
+        with pytest.raises(CaptureError):
+            fill_setup(bad, answers)

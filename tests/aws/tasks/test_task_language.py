@@ -1,15 +1,14 @@
-"""The words of the task templates: an agent can know all it needs, is told nothing of how it is graded, and held-out
-tasks do not read like those it trained on."""
+"""The task templates as a whole: how many of which shape, and their words. An agent can know all it needs, is told
+nothing of how it is graded, and held-out tasks do not read like those it trained on."""
 
 import itertools
 import re
 from collections import Counter
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
 from realhf.aws.cli.command_table import ALLOWED
+from realhf.aws.grading.grader import services_of
 from realhf.aws.tasks.loader import Template, load_templates
 
 TEMPLATES = load_templates()
@@ -28,35 +27,6 @@ def by_name(template: Template) -> str:
 def shown(template: Template) -> list[str]:
     """Per phrasing, all that the agent reads before it acts."""
     return [f"{text}\n{template.desired_state_spec}" for text in template.description]
-
-
-def criteria_keys(value: Any) -> Iterator[str]:
-    """Every name in the criteria: operations, and the paths of attributes and answers."""
-    if isinstance(value, dict):
-        for key, item in value.items():
-            if key in ("operation", "json_path"):
-                yield item
-            elif key == "attributes":
-                yield from item
-            yield from criteria_keys(item)
-    elif isinstance(value, list):
-        for item in value:
-            yield from criteria_keys(item)
-
-
-def expected_numbers(value: Any) -> set[int]:
-    """The whole numbers that attributes and answers must have, 0 and 1 left out: they are written as words."""
-    if isinstance(value, dict):
-        wanted = [value[key] for key in ("attributes", "expected") if key in value]
-        inner = [item for key, item in value.items() if key not in ("attributes", "expected")]
-        return set().union(*map(numbers_in, wanted), *map(expected_numbers, inner))
-    return set().union(*map(expected_numbers, value)) if isinstance(value, list) else set()
-
-
-def numbers_in(value: Any) -> set[int]:
-    if isinstance(value, dict | list):
-        return set().union(*map(numbers_in, value.values() if isinstance(value, dict) else value))
-    return {value} if isinstance(value, int) and not isinstance(value, bool) and value > 1 else set()
 
 
 def plain_words(text: str) -> list[str]:
@@ -101,21 +71,15 @@ def test_every_id_that_set_up_made_is_told(template: Template) -> None:
         assert needed <= set(SETUP_CAPTURE.findall(text)), text
 
 
-@pytest.mark.parametrize("template", EASY, ids=by_name)
-def test_numbers_that_are_checked_are_told(template: Template) -> None:
-    for text in shown(template):
-        assert expected_numbers(dict(template.success_criteria)) <= set(map(int, re.findall(r"\d+", text))), text
-
-
 @pytest.mark.nightly
 @pytest.mark.parametrize("template", TEMPLATES, ids=by_name)
 def test_descriptions_do_not_tell_commands_or_criteria(template: Template) -> None:
-    technical = {key for key in criteria_keys(dict(template.success_criteria)) if re.search(r"[.:\[]", key)}
+    asked = template.success_criteria.get("operation")
     for text in template.description:
         words = set(re.findall(r"[\w-]+", text))
         assert not words & CLI_OPERATIONS, "an operation of the CLI"
         assert not re.search(r"(^|\s)--\w|\baws [a-z0-9-]+ [a-z]+-[a-z]", text), "a piece of a command line"
-        assert not {key for key in technical if key in text}, "how it is graded"
+        assert asked is None or asked not in text, "how it is graded"
         assert "${step" not in text
 
 
@@ -151,3 +115,44 @@ def test_likeness_knows_a_copy() -> None:
     assert likeness(text, text.replace("queue {name}", "queue {other}")) == 1.0
     assert likeness(text, text.replace("warehouse", "office")) >= COPIED_SHARE
     assert likeness(text, "Our warehouse wants a message queue; please call it {name}.") == 0.0
+
+
+COUNTS = {"warmup": 25, "beginner": 25, "intermediate": 25, "advanced": 25, "expert": 24, "drift": 9}
+"""Least number of templates of each kind; drift tasks are of the tier expert."""
+FIRST_IDS = {"warmup": 1, "beginner": 101, "intermediate": 201, "advanced": 301, "expert": 401, "drift": 501}
+COMMANDS = {"warmup": (1, 1), "beginner": (1, 1), "intermediate": (2, 3), "advanced": (4, 7)}
+
+
+def services(templates: list[Template]) -> set[str]:
+    return {name for template in templates for name in services_of(template.solution)}
+
+
+@pytest.mark.parametrize(("kind", "first"), FIRST_IDS.items())
+def test_a_kind_counts_its_templates_and_holds_out_a_fifth(kind: str, first: int) -> None:
+    """Identities have no gap; a task more is welcome."""
+    templates = [template for template in TEMPLATES if template.kind == kind]
+    assert len(templates) >= COUNTS[kind]
+    assert [template.task_id for template in templates] == list(range(first, first + len(templates)))
+    held_out = [template for template in templates if template.split == "heldout"]
+    assert 0.15 <= len(held_out) / len(templates) <= 0.25
+    assert not any("starter" in template.tags for template in held_out)
+    assert all(template.tags for template in templates)
+
+
+def test_services_are_many_and_names_are_taken_once() -> None:
+    warmup = load_templates(["warmup"])
+    assert len(services(warmup)) == len(warmup), "each warmup task is about another service"
+    assert len(services(TEMPLATES)) >= 30
+    assert {command.split()[1] for template in TEMPLATES for command in template.solution} <= set(ALLOWED)
+    assert len({template.name for template in TEMPLATES}) == len(TEMPLATES) >= sum(COUNTS.values())
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("template", TEMPLATES, ids=lambda template: template.name)
+def test_a_template_has_the_shape_of_its_kind(template: Template) -> None:
+    """A warm-up task looks at one thing and says at what; all others are graded by the state of the account."""
+    assert bool(template.success_criteria) is (template.kind == "warmup")
+    low, high = COMMANDS.get(template.kind, (1, 8))
+    assert low <= len(template.solution) <= high
+    assert len(template.possible_drifts) in ((4, 5, 6) if template.kind == "drift" else (0,))
+    assert len(services_of(template.solution)) >= 2 or template.kind != "advanced"

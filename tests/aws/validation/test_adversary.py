@@ -8,7 +8,6 @@ import pytest
 from realhf.aws.episode.episode import Episode
 from realhf.aws.simulator.slot import Slot
 from realhf.aws.tasks.loader import Template, get_template, load_templates
-from realhf.aws.tasks.task import TIERS
 from tests.aws.validation.adversarial import MAX_STEPS, plays_of
 from tests.aws.validation.play import Play, instance_to_play, perform
 
@@ -40,7 +39,3 @@ def test_every_play_scores_within_the_bounds_of_its_class(slot: Slot, template_i
     outcomes = [perform(Episode(slot, MAX_STEPS), task, play) for play in plays_of(task) if chosen(template, play)]
     assert outcomes
     assert not [f"{one.play.kind}, {one.play.name}: {one.problem}" for one in outcomes if one.problem]
-
-
-def test_the_sample_is_of_every_tier() -> None:
-    assert {get_template(template_id).tier for template_id in SAMPLE} == set(TIERS)

@@ -1,4 +1,4 @@
-"""What the policy reads of an observation."""
+"""Commands in policy turns, and what the policy reads of an observation."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from realhf.aws.messages import observation_text, shorten
+from realhf.aws.messages import extract_command, observation_text, shorten
 
 
 def observed(output: str = "", error: str = "", *, hint: str = "") -> dict[str, Any]:
@@ -104,3 +104,38 @@ def test_shorten_keeps_head_and_tail(limit: int) -> None:
     if 8 <= limit < len(text):
         head, tail = short.split("...")
         assert text.startswith(head) and text.endswith(tail) and tail and len(head) >= len(tail)
+
+
+@pytest.mark.parametrize(
+    ("text", "command"),
+    [
+        ("aws s3 ls", "aws s3 ls"),
+        ("  $ aws s3 ls  ", "aws s3 ls"),
+        ("`aws s3 ls`", "aws s3 ls"),
+        ("```bash\naws s3 ls\n```", "aws s3 ls"),
+        ("```aws s3 ls```", "aws s3 ls"),
+        ("```\n$ aws s3 ls\n```\naws sqs list-queues", "aws s3 ls"),
+        ("I will list them.\naws s3 ls\naws sqs list-queues", "aws s3 ls"),
+        ("<think>aws iam list-users</think>aws s3 ls", "aws s3 ls"),
+        ("<think>\naws iam list-users\n</think>\n\naws s3 ls", "aws s3 ls"),
+        ("aws iam list-users\n</think>\naws s3 ls", "aws s3 ls"),
+        ("aws s3 ls\n<think>\naws iam list-users", "aws s3 ls"),
+        ("<think>\naws s3 ls", None),
+        ("aws", None),
+        ("awsome s3 ls", None),
+        ("use aws s3 ls", None),
+        ("", None),
+        ("aws s3api create-bucket \\\n  --bucket a \\\n  --acl b", "aws s3api create-bucket --bucket a --acl b"),
+        ("```bash aws s3 ls```", "aws s3 ls"),
+        ("```aws\naws s3 ls\n```", "aws s3 ls"),
+        ("aws s3 ls \\", "aws s3 ls"),
+        ("aws s3 ls \\\r\n--recursive", "aws s3 ls --recursive"),
+        ("aws x --policy '{\n \"a\": 1\n}' --y\nnext", "aws x --policy '{\n \"a\": 1\n}' --y"),
+        ("```\naws x --policy '{\n```\nrest'", "aws x --policy '{"),
+        ("aws x --name it\\'s\nnext", "aws x --name it\\'s"),
+        ("aws x --query 'a[?b==`c`]'", "aws x --query 'a[?b==`c`]'"),
+        ('aws x --n "a\\"b" \nnext', 'aws x --n "a\\"b"'),
+    ],
+)
+def test_extract_command(text: str, command: str | None) -> None:
+    assert extract_command(text) == command
