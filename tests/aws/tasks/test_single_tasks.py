@@ -1,7 +1,9 @@
-"""What single tasks pay, and what they do not: questions of the warm-up tier, repairs of the tier expert (credit for the
-verified state of what the task names, and none for harm), and drift tasks, which ask to look first: a write that
-changes nothing costs, so the whole desired state is no solution. (Other right ways, and wrong ones, are plays:
-tests/aws/validation.)"""
+"""What single tasks pay, and what they do not: questions of the warm-up tier, repairs of the tier expert, drift tasks.
+
+Repairs are credited by the verified state of what the task names, and harm earns nothing. Drift tasks ask to look
+first: a write that changes nothing costs, so the whole desired state is no solution. Other right ways, and wrong ones,
+are plays (tests/aws/validation).
+"""
 
 import itertools
 
