@@ -26,15 +26,23 @@ _LOG = logging.getLogger(__name__)
 
 
 class LoopThread:
-    """Runs coroutines on a loop of its own. ``name`` is the thread's; ``instead`` names what to use in a coroutine."""
+    """Runs coroutines on a loop of its own. ``name`` is the thread's; ``instead`` names what to use in a coroutine.
+    With ``later`` the thread begins with the first ``call``."""
 
-    def __init__(self, name: str, *, instead: str) -> None:
+    def __init__(self, name: str, *, instead: str, later: bool = False) -> None:
         self._instead = instead
         self._name = name
         self.pid = os.getpid()
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=_run_loop, args=(self.loop,), name=name, daemon=True)
-        self._thread.start()
+        self._lock = threading.Lock()
+        if not later:
+            self._start()
+
+    def _start(self) -> None:
+        with self._lock:
+            if self._thread.ident is None and not self.loop.is_closed():
+                self._thread.start()
 
     def check_caller(self) -> None:
         """Raise RuntimeError in a forked child and in a coroutine."""
@@ -51,6 +59,7 @@ class LoopThread:
             finally:
                 ended.set()
 
+        self._start()
         future = asyncio.run_coroutine_threadsafe(run(), self.loop)
         try:
             return future.result(timeout_s)
@@ -63,6 +72,10 @@ class LoopThread:
         """Cancel what still runs and join the thread; one that hangs is left behind with a warning."""
         if os.getpid() != self.pid:
             return
+        with self._lock:
+            if self._thread.ident is None:
+                self.loop.close()
+                return
         with suppress(RuntimeError):
             self.loop.call_soon_threadsafe(self.loop.stop)
         if threading.current_thread() is self._thread:
@@ -105,11 +118,11 @@ A = TypeVar("A", bound=Closable)
 
 class BlockingFace(Generic[A]):
     """Offers the coroutine methods of ``inner`` to blocking callers of any thread; they run on ``thread``, which is its
-    own. Subclasses name them: ``push = blocking(Inner.push)``."""
+    own and begins with the first of them. Subclasses name them: ``push = blocking(Inner.push)``."""
 
     def __init__(self, inner: A, name: str) -> None:
         self.inner = inner
-        self.thread = LoopThread(name, instead=type(inner).__name__)
+        self.thread = LoopThread(name, instead=type(inner).__name__, later=True)
         self._finalizer = weakref.finalize(self, shut_down, self.thread, inner)
 
     def close(self) -> None:

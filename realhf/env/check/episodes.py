@@ -76,6 +76,13 @@ class Episode:
         self.answer = " ".join(_contents(turn))
 
 
+class _NotMade:
+    """Stands for an instance that could not be made, which is reported: a call of it fails with the same error."""
+
+    def __init__(self, error: CallFailed) -> None:
+        self.error = error
+
+
 class Arena:
     """Makes instances of ``spec`` and plays on them; ``add`` takes what is wrong with an episode. A failure of an
     episode is reported before it is raised as CallFailed."""
@@ -124,15 +131,19 @@ class Arena:
 
     @asynccontextmanager
     async def instance(self, task: str) -> AsyncIterator[Environment]:
-        """Make an instance and close it. A failure on the way ends what is played on it, and no more; one that hung is
-        raised."""
-        environment = self.make()
+        """Make an instance and close it. A failure on the way, or of its making, ends what is played on it, and no
+        more; one that hung is raised."""
+        try:
+            environment: Any = self.make()
+        except CallFailed as error:
+            environment = _NotMade(error)
         try:
             yield environment
         except CallFailed as error:
             self.forgive(error)
         finally:
-            await self.close(environment, task)
+            if not isinstance(environment, _NotMade):
+                await self.close(environment, task)
 
     def forgive(self, error: CallFailed) -> None:
         """Count a failed episode; raises it again if it hung."""
@@ -142,6 +153,8 @@ class Arena:
 
     async def reset(self, environment: Environment, task: Task) -> Opening:
         """Begin an episode of a task and judge its opening. Raises CallFailed."""
+        if isinstance(environment, _NotMade):
+            raise environment.error
         opening = await self._call(
             "reset", environment, task.id, lambda: environment.reset(task.payload, seed=task.seed)
         )

@@ -217,8 +217,11 @@ def required_fields(kind: Any) -> list[str]:
 
 
 ROLES = ("system", "user", "assistant", "tool")
+ANSWERING_ROLES = ("system", "user", "tool")
+"""Those of an environment's answer to a turn: an assistant's words are the policy's own."""
 MOST_DEPTH = 64
 """Deeper values are refused: the encoders of JSON are recursive."""
+LONGEST_PATH = 200
 
 
 class BrokenContract(ValueError):
@@ -226,30 +229,40 @@ class BrokenContract(ValueError):
 
 
 def json_problem(value: Any) -> str:
-    """Why ``value`` is not JSON, "" if it is. NaN and infinities are not JSON, nor are keys that are no text."""
-    waiting: list[tuple[Any, int]] = [(value, 0)]
+    """Why ``value`` is not JSON, and at which place in it; "" if it is JSON. NaN and infinities are not, nor are keys
+    that are no text."""
+    waiting: list[tuple[Any, int, Any]] = [(value, 0, None)]
     while waiting:
-        item, depth = waiting.pop()
+        item, depth, place = waiting.pop()
         if item is None or isinstance(item, (bool, int)):
             continue
         if isinstance(item, str):
             if not item.isascii() and (problem := _surrogate(item)):
-                return problem
+                return problem + _at(place)
         elif isinstance(item, float):
             if not math.isfinite(item):
-                return f"{item!r} is not JSON"
+                return f"{item!r} is not JSON{_at(place)}"
         elif depth >= MOST_DEPTH:
             return f"more than {MOST_DEPTH} lists and maps stand in one another"
         elif isinstance(item, Mapping):
             for key, inner in item.items():
                 if not isinstance(key, str):
-                    return f"the key {shown(key)} is no text, so this is not JSON"
-                waiting.append((inner, depth + 1))
+                    return f"the key {shown(key)} is no text, so this is not JSON{_at(place)}"
+                waiting.append((inner, depth + 1, (place, key)))
         elif isinstance(item, (list, tuple)):
-            waiting.extend((inner, depth + 1) for inner in item)
+            waiting.extend((inner, depth + 1, (place, number)) for number, inner in enumerate(item))
         else:
-            return f"{type(item).__name__} is not JSON: {shown(item)}"
+            return f"{type(item).__name__} is not JSON{_at(place)}: {shown(item)}"
     return ""
+
+
+def _at(place: Any) -> str:
+    """`` (at ['rows'][2])`` for keys that are each paired with what they stand in."""
+    path = ""
+    while place is not None and len(path) < LONGEST_PATH:
+        place, key = place
+        path = f"[{shown(key)}]{path}"
+    return f" (at {'...' if place else ''}{path})" if path else ""
 
 
 def _surrogate(text: str) -> str:
@@ -272,25 +285,25 @@ def checked(found: T, problems: Iterable[str]) -> T:
     return found
 
 
-def message_problems(found: Any, what: str) -> Iterator[str]:
+def message_problems(found: Any, what: str, roles: Sequence[str] = ROLES) -> Iterator[str]:
     """Yield what is wrong with messages, which are JSON with a known role and a text each: a sentence for each of them
-    that begins with ``what``."""
+    that begins with ``what``. Where the role is wrong, it names ``roles``."""
     if isinstance(found, (str, bytes, Mapping)) or not isinstance(found, Sequence):
         yield f"{what} must be a list of messages, not {shown(found)}"
         return
     for number, message in enumerate(found):
-        if problem := _message_problem(message):
+        if problem := _message_problem(message, roles):
             yield f"{what}[{number}]{problem}"
 
 
-def _message_problem(message: Any) -> str:
+def _message_problem(message: Any, roles: Sequence[str]) -> str:
     if not isinstance(message, Mapping):
         return f" must be a map with role and content, not {shown(message)}"
     for key in ("role", "content"):
         if key not in message:
             return f" has no {key}: {shown(dict(message))}"
     if message["role"] not in ROLES:
-        return f": the role is one of {', '.join(ROLES)}: {shown(message['role'])}"
+        return f": the role is one of {', '.join(roles)}: {shown(message['role'])}"
     if not isinstance(message["content"], str):
         return f": the content must be text, not {shown(message['content'])}"
     return f": {problem}" if (problem := json_problem(message)) else ""
@@ -355,7 +368,7 @@ def info_problems(found: Any) -> Iterator[str]:
 
 def turn_problems(turn: Turn) -> Iterator[str]:
     """Yield what is wrong with a turn, but for its numbers."""
-    yield from message_problems(turn.messages, "messages")
+    yield from message_problems(turn.messages, "messages", ANSWERING_ROLES)
     for name in ("done", "final"):
         if not isinstance(getattr(turn, name), bool):
             yield f"{name} must be true or false, not {shown(getattr(turn, name))}"

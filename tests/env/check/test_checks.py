@@ -108,6 +108,26 @@ def test_an_episode_that_ends_by_success_alone_is_a_note_where_there_are_scripts
         assert finding.what.startswith("no episode ended within 20 turns")
 
 
+def test_an_instance_that_cannot_be_made_costs_one_episode() -> None:
+    made: list[Game] = []
+
+    def make(_: str) -> Game:
+        made.append(Game(""))
+        if len(made) == 3:
+            raise OSError("no port")
+        return made[-1]
+
+    findings: list[Finding] = []
+    spec = EnvironmentSpec("game", make, lambda _: None)  # type: ignore[arg-type,return-value]
+    arena = Arena(spec, Caller(UserCode(), 5.0, lambda name, task: None), findings.append)
+    tasks = [replace(TASK, id=str(number)) for number in range(3)]
+    run = Run(arena, Order("game", most_turns=20), tasks)
+    asyncio.run(check_openings(run))
+    assert [task.id for task in run.playable] == ["0", "2"]
+    [finding] = findings
+    assert finding.line().startswith("make: make raised OSError: no port, at ")
+
+
 def test_a_close_that_raises_is_a_fault_and_ends_nothing() -> None:
     [finding] = found("cannot close", check_openings, {"tasks": [TASK]})[:1]
     assert finding.line().startswith("close: close raised RuntimeError: no, at ")

@@ -47,6 +47,7 @@ def test_openings(opening: Any, prompt: str, says: list[str]) -> None:
     [
         (Turn([SAID], True, 1.0, {"a": 1}, {"success": 1.0}), []),
         (Turn([{"role": "assistant", "content": "I"}]), ["messages[0] has the role 'assistant'"]),
+        (Turn([{"role": "god", "content": ""}]), ["messages[0]: the role is one of system, user, tool: 'god'"]),
         (Turn(done=1), ["done must be true or false, not 1"]),  # type: ignore[arg-type]
         (Turn(reward=math.inf), ["reward must be a finite number, not inf"]),
         (Turn(reward=True), ["the reward or metric 'reward' is of the type bool and no number"]),

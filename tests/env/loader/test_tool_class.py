@@ -246,7 +246,7 @@ async def test_close_and_metrics_with_arguments_are_tools(build: Build) -> None:
         (call("add", amount=1.5), "argument 'amount' must be a whole number, not 1.5"),
         (call("add", amount=None), "argument 'amount' must be a whole number, not None"),
         (call("add", amount=[1]), "argument 'amount' must be a whole number, not [1]"),
-        (call("add", amount=float("nan")), "the arguments are no JSON: nan is not JSON"),
+        (call("add", amount=float("nan")), "the arguments are no JSON: nan is not JSON (at ['amount'])"),
         (call("add", amount="9" * 10_000), "argument 'amount' must be a whole number, not '999"),
         (call("add", amount=1, self=2), "add has no argument 'self' (known: amount, twice)"),
         (call("add", amount=1, **{"__class__": 2}), "add has no argument '__class__' (known: amount, twice)"),

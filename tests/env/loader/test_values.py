@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realhf.env.loader.validation import coerced, shown
+from realhf.env.loader.validation import coerced, json_problem, shown
 
 
 class Colour(enum.Enum):
@@ -117,6 +117,26 @@ def test_a_value_that_does_not_fit_is_refused_by_name(value: Any, hint: Any, sen
     with pytest.raises(ValueError, match=sentence) as caught:
         coerced(value, hint, "it")
     assert len(str(caught.value)) < 300
+
+
+DEEP: Any = 1j
+for _ in range(60):
+    DEEP = {"key": DEEP}
+
+
+@pytest.mark.parametrize(
+    ("value", "problem"),
+    [
+        ({"a": [1, None, {"b": "é"}]}, ""),
+        (float("nan"), "nan is not JSON"),
+        ({"a": [0, {"b": {1}}]}, "set is not JSON (at ['a'][1]['b']): {1}"),
+        ([{"x": {2: 3}}], "the key 2 is no text, so this is not JSON (at [0]['x'])"),
+        ({"a": "\ud800"}, "text with '\\ud800', half a character, is not JSON (at ['a'])"),
+        (DEEP, "complex is not JSON (at ..." + "['key']" * 29 + "): 1j"),
+    ],
+)
+def test_what_is_not_json_is_named_with_its_place(value: Any, problem: str) -> None:
+    assert json_problem(value) == problem
 
 
 JSON = st.recursive(
