@@ -25,7 +25,6 @@ Solutions are drawn with the puzzle, nothing is searched for.
 from __future__ import annotations
 
 import random
-import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -37,7 +36,6 @@ from realhf.api.environment import (
     HABIT,
     HELD_OUT,
     RECOVERY,
-    SPLITS,
     TRAIN,
     Demonstration,
     DemonstrationRequest,
@@ -47,6 +45,7 @@ from realhf.api.environment import (
 )
 from realhf.api.option import option
 from realhf.env.loader.single_turn import VerifierEnvironment, read_verifier
+from realhf.env.loader.tasks import GroupedTaskSet, is_held_out
 from realhf.env.loader.threads import Threads
 
 LONGEST_ANSWER = 240
@@ -232,8 +231,6 @@ def _shown(value: Fraction) -> str:
 
 
 PROMPT_COLUMN = "prompt"
-HELD_OUT_SHARE = 5
-"""One puzzle in this many is held out."""
 _MOST_DRAWS = 10_000
 
 
@@ -291,7 +288,7 @@ class Puzzle:
 def split_of(numbers: Iterable[int], target: int) -> str:
     """Return the only split in which these numbers and this target occur."""
     text = f"{' '.join(map(str, sorted(numbers)))} -> {target}"
-    return TRAIN if zlib.crc32(text.encode()) % HELD_OUT_SHARE else HELD_OUT
+    return HELD_OUT if is_held_out(text) else TRAIN
 
 
 def results(left: int, right: int) -> list[Step]:
@@ -345,20 +342,14 @@ def _has_shortcut(numbers: Sequence[int], target: int) -> bool:
     return len(numbers) > 2 and any(step.value == target for a, b in pairs for step in results(a, b))
 
 
-class CountdownTasks:
+class CountdownTasks(GroupedTaskSet):
     """Holds the levels of these names as an endless task set of one split: every seed draws another instance, and no
     numbers with a target occur in both splits. Payloads are rows for ``verifier.reward``. Raises ValueError for a level
     or split that does not exist."""
 
     def __init__(self, levels: Iterable[str], split: str, partial_credit: float = PARTIAL_CREDIT) -> None:
-        chosen = [*levels]
-        if unknown := [name for name in chosen if name not in LEVELS]:
-            raise ValueError(f"unknown level {unknown[0]!r} (known: {', '.join(LEVELS)})")
-        if split not in SPLITS:
-            raise ValueError(f"unknown split {split!r} (known: {', '.join(SPLITS)})")
-        self.split, self._partial_credit = split, partial_credit
-        self.groups: Sequence[str] = [name for name in LEVELS if name in chosen]
-        self.group_of: Mapping[str, str] = {name: name for name in self.groups}
+        super().__init__({name: name for name in LEVELS}, [*LEVELS], levels, split, what="level")
+        self._partial_credit = partial_credit
 
     def puzzle(self, template_id: str, seed: int) -> Puzzle:
         """Return the puzzle that ``seed`` draws, with its solution. Raises KeyError for a level that is not here."""

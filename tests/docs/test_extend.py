@@ -37,7 +37,7 @@ from realhf.backends import streaming_engines
 from realhf.base.plugin import load_plugin
 from realhf.base.tensor_digest import digests
 from realhf.env.__main__ import main as environment_command
-from realhf.env.loader.author import Traits
+from realhf.env.loader.author import ATTRIBUTES
 from realhf.env.loader.load import build_environment
 from realhf.env.loader.single_turn import DatasetOptions
 from realhf.env.openenv_client import OpenEnvClient
@@ -480,7 +480,7 @@ def test_the_tables_of_the_page_name_what_there_is() -> None:
     text = page("environment")
     for each in fields(DatasetOptions):
         assert f"`env.{each.name}`" in text
-    for name in (*Traits._fields, "Options", "tasks(split)", "done", "metrics", "close()"):
+    for name in (*ATTRIBUTES, "Options", "tasks(split)", "done", "metrics", "close()"):
         assert f"`{name}`" in text
 
 

@@ -13,13 +13,13 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from ssl import SSLContext
 from typing import Any, ClassVar, NamedTuple
 
-from realhf.api.environment import Environment, EnvironmentDefinition, EnvironmentSpec, TaskSet
+from realhf.api.environment import Environment, EnvironmentDefinition, EnvironmentSpec
 from realhf.api.option import option
 from realhf.base.tls import believing
 from realhf.env.adapters.openenv_action import form_of
@@ -30,7 +30,7 @@ from realhf.env.adapters.openenv_episode import (
     ServedTaskSet,
     speaks_messages,
 )
-from realhf.env.loader.tasks import Row, RowOptions, SeedTaskSet, idle_options, tasks_of_data
+from realhf.env.loader.tasks import Row, RowOptions, SeedTaskSet, row_options, tasks_of_data
 from realhf.env.loader.validation import shown
 from realhf.env.openenv_client import OpenEnvClient, fetch_metadata, fetch_page, websocket_url
 
@@ -118,8 +118,7 @@ def build(options: OpenEnvOptions) -> EnvironmentSpec:
     a server, servers that differ, and options that do not fit the server's action."""
     urls = urls_of(options.url)
     token = _token(options.token_file)
-    if problem := idle_options(RowOptions(**{each.name: getattr(options, each.name) for each in fields(RowOptions)})):
-        raise ValueError(problem)
+    rows = row_options(options)
     tls = _tls(options.ca_file)
     servers = _answered(partial(_described, urls, token, options.connect_timeout_s, tls))
     messages = speaks_messages(servers[0].action, servers[0].metadata)
@@ -148,7 +147,9 @@ def build(options: OpenEnvOptions) -> EnvironmentSpec:
     return EnvironmentSpec(
         NAME,
         make,
-        partial(ServedTaskSet, NAME) if messages and not options.data else _tasks(options),
+        tasks_of_data(rows, Path.cwd(), seeded=True, check=_check_row)
+        if rows.data
+        else partial(ServedTaskSet if messages else SeedTaskSet, NAME),
         system_prompt=options.system_prompt,
         concurrency=sum(options.sessions or server.sessions for server in servers),
         deterministic=deterministic,
@@ -222,13 +223,6 @@ def _tls(file: str) -> SSLContext | None:
         return believing(file) if file else None
     except ValueError as error:
         raise ValueError(f"env.ca_file: {error}") from None
-
-
-def _tasks(options: OpenEnvOptions) -> Callable[[str], TaskSet]:
-    if not options.data:
-        return partial(SeedTaskSet, NAME)
-    rows = RowOptions(**{each.name: getattr(options, each.name) for each in fields(RowOptions)})
-    return tasks_of_data(rows, Path.cwd(), seeded=True, check=_check_row)
 
 
 def _check_row(row: Row) -> None:

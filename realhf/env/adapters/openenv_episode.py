@@ -28,6 +28,7 @@ from realhf.env.adapters.openenv_action import (
     refusal_text,
     result_text,
 )
+from realhf.env.loader.tasks import SeedTaskSet
 from realhf.env.loader.validation import (
     BrokenContract,
     checked_messages,
@@ -292,13 +293,8 @@ def speaks_messages(action: Any, metadata: Mapping[str, Any]) -> bool:
     return metadata.get("messages") is True and isinstance(properties, Mapping) and {*properties} >= _OF_AN_ACTION
 
 
-class ServedTaskSet:
+class ServedTaskSet(SeedTaskSet):
     """An endless set whose seeds draw from the tasks of a server's split; the server keeps its splits apart."""
-
-    def __init__(self, name: str, split: str) -> None:
-        self._name, self._split = name, split
-        self.group_of: Mapping[str, str] = {name: name}
-        self.groups: Sequence[str] = (name,)
 
     def instantiate(self, template_id: str, seed: int) -> Task:
         """Return the task of a seed. Raises KeyError for an unknown template."""

@@ -6,25 +6,29 @@ import asyncio
 import inspect
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from realhf.api.environment import Demonstration, DemonstrationRequest, EnvironmentFailure, TaskSet
+from realhf.api.environment import Environment, EnvironmentDefinition, EnvironmentFailure, EnvironmentSpec, TaskSet
 from realhf.base.plugin import located
-from realhf.env.loader.tasks import Row, RowOptions, SeedTaskSet, idle_options, set_of, tasks_of_data
+from realhf.env.loader.tasks import Row, RowOptions, SeedTaskSet, row_options, set_of, tasks_of_data
 from realhf.env.loader.validation import BrokenContract
 
-
-class Traits(NamedTuple):
-    """What a class says about itself by attributes, all optional."""
-
-    system_prompt: str = ""
-    concurrency: int | None = None
-    deterministic: bool = True
-    demonstrate: Callable[[DemonstrationRequest], Iterable[Demonstration]] | None = None
+ATTRIBUTES: Mapping[str, tuple[Any, Callable[[Any], bool], str]] = {
+    "system_prompt": ("", lambda value: isinstance(value, str), "text"),
+    "concurrency": (
+        None,
+        lambda value: value is None or (type(value) is int and value > 0),
+        "a positive number or None",
+    ),
+    "deterministic": (True, lambda value: isinstance(value, bool), "true or false"),
+    "demonstrate": (None, lambda value: value is None or callable(value), "a static method"),
+}
+"""What a class or module may say of its environment by attributes: what holds without one, and what it must be."""
 
 
 def file_of(thing: Any) -> str:
@@ -70,21 +74,14 @@ def own_options(kind: type[Any]) -> type[Any] | None:
     return found
 
 
-def traits_of(kind: Any) -> Traits:
-    """Read ``system_prompt``, ``concurrency``, ``deterministic`` and ``demonstrate`` of a class or module. Raises
-    ValueError for one of another type."""
-    values = {name: getattr(kind, name, default) for name, default in Traits._field_defaults.items()}
-    allowed: Mapping[str, tuple[Callable[[Any], bool], str]] = {
-        "system_prompt": (lambda value: isinstance(value, str), "text"),
-        "concurrency": (lambda value: value is None or (type(value) is int and value > 0), "a positive number or None"),
-        "deterministic": (lambda value: isinstance(value, bool), "true or false"),
-        "demonstrate": (lambda value: value is None or callable(value), "a static method"),
-    }
-    for name, (holds, expected) in allowed.items():
-        if not holds(values[name]):
-            raise ValueError(f"{name} of {kind.__name__} must be {expected}, not {values[name]!r} ({place_of(kind)})")
+def attributes_of(kind: Any) -> dict[str, Any]:
+    """Read the ``ATTRIBUTES`` of a class or module. Raises ValueError for one of another type."""
+    found = {name: getattr(kind, name, default) for name, (default, _, _) in ATTRIBUTES.items()}
+    for name, (_, holds, expected) in ATTRIBUTES.items():
+        if not holds(found[name]):
+            raise ValueError(f"{name} of {kind.__name__} must be {expected}, not {found[name]!r} ({place_of(kind)})")
     _check_static(kind, "demonstrate")
-    return Traits(**values)
+    return found
 
 
 @dataclass
@@ -92,22 +89,19 @@ class NoOptions:
     """The options of an environment that has none."""
 
 
-class ClassParts(NamedTuple):
-    """What the ways to bring a class share: the dataclass of all options, the attributes, and functions of given
-    options that return an instance and the task set of a split."""
-
-    options: type[Any]
-    traits: Traits
-    instance: Callable[[Any], Any]
-    tasks: Callable[[Any], Callable[[str], TaskSet]]
-
-
-def class_parts(kind: type[Any], *, seeded: bool, check: Callable[[Row], None] = lambda row: None) -> ClassParts:
-    """Read a class. Its options are those of its nested dataclass ``Options`` and, where neither it nor its module
-    brings ``tasks(split)``, those that say where rows come from. ``seeded``: its reset draws from the seed what a row
-    leaves open. ``check`` raises ValueError for a row that will not do. Raises ValueError for what the class declares
-    wrongly."""
-    own, function = own_options(kind), tasks_function(kind)
+def class_definition(
+    kind: type[Any],
+    plays: Callable[[Callable[[], Any], int | None], Callable[[], Environment]],
+    *,
+    seeded: bool,
+    check: Callable[[Row], None] = lambda row: None,
+) -> EnvironmentDefinition:
+    """The definition of a class. Its options are those of its nested dataclass ``Options`` and, where neither it nor
+    its module brings ``tasks(split)``, those that say where rows come from. ``plays`` is given what makes an instance
+    of the class, and its ``concurrency``, and returns what makes an environment. ``seeded``: its reset draws from the
+    seed what a row leaves open. ``check`` raises ValueError for a row that will not do. Raises ValueError for what the
+    class declares wrongly."""
+    own, function, attributes = own_options(kind), tasks_function(kind), attributes_of(kind)
     options = own or NoOptions
     if function is None and "data" not in {each.name for each in fields(options)}:
         options = _with_rows(options)
@@ -116,16 +110,16 @@ def class_parts(kind: type[Any], *, seeded: bool, check: Callable[[Row], None] =
         """Return what makes the task set of a split, for these options."""
         if function is not None:
             return sets_of(function, kind.__name__, chosen, seeded=seeded, check=check)
-        if options is own:
-            return partial(SeedTaskSet, kind.__name__)
-        rows = RowOptions(**{each.name: getattr(chosen, each.name) for each in fields(RowOptions)})
-        if problem := idle_options(rows):
-            raise ValueError(problem)
-        if rows.data:
+        if options is not own and (rows := row_options(chosen)).data:
             return tasks_of_data(rows, Path(file_of(kind)).parent, seeded=seeded, check=check)
         return partial(SeedTaskSet, kind.__name__)
 
-    return ClassParts(options, traits_of(kind), (lambda chosen: kind()) if own is None else kind, tasks)
+    def build(chosen: Any) -> EnvironmentSpec:
+        """Return the environment for these options."""
+        make = plays(kind if own is None else partial(kind, chosen), attributes["concurrency"])
+        return EnvironmentSpec(kind.__name__, lambda _: make(), tasks(chosen), **attributes)
+
+    return EnvironmentDefinition(options, build)
 
 
 def _with_rows(options: type[Any]) -> type[Any]:
@@ -182,18 +176,32 @@ def sets_of(
     return tasks
 
 
+@contextmanager
+def author_code(author: Any, called: Callable[[], tuple[str, int]], *, on_loop: bool = True) -> Iterator[None]:
+    """Let what the code of ``author``, a class or function, raises within be ``EnvironmentFailure``; ``called`` says
+    which method is called, "" for a function, and the seed of the episode. See ``failure_of``."""
+    try:
+        yield
+    except BaseException as error:
+        failure = failure_of(error, author, *called(), on_loop=on_loop)
+        if failure is None:
+            raise
+        raise failure from error
+
+
 def failure_of(
-    error: BaseException, where: str, author: Any, method: Any, *, on_loop: bool = True
+    error: BaseException, author: Any, method: str, seed: int, *, on_loop: bool = True
 ) -> EnvironmentFailure | None:
-    """Return the failure for an error from the code of ``author``, a class or function; None for an error that must be
-    passed on: a failure already, or, on an event loop, what the loop and not the author raised. ``where`` names the
-    episode without its payload, which may hold the answer: failures travel to clients. ``method`` is what broke the
-    contract, if it did."""
+    """Return the failure for an error from an author's code; None for an error that must be passed on: a failure
+    already, or, on an event loop, what the loop and not the author raised. It names the episode without its payload,
+    which may hold the answer: failures travel to clients."""
     if isinstance(error, EnvironmentFailure):
         return None
+    where = f"{author.__name__}{method and f'.{method}'} (seed {seed})"
     if isinstance(error, BrokenContract):
+        broken = getattr(author, method, None)
         return EnvironmentFailure(
-            "internal", f"{where}: {error} ({place_of(method if inspect.isroutine(method) else author)})"
+            "internal", f"{where}: {error} ({place_of(broken if inspect.isroutine(broken) else author)})"
         )
     if on_loop and (isinstance(error, (KeyboardInterrupt, GeneratorExit)) or _is_cancellation(error)):
         return None

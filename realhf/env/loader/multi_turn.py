@@ -4,19 +4,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import fields
+from functools import partial
 from typing import Any, TypeVar
 
-from realhf.api.environment import (
-    AssistantMessage,
-    EnvironmentDefinition,
-    EnvironmentSpec,
-    Opening,
-    Turn,
-)
+from realhf.api.environment import AssistantMessage, EnvironmentDefinition, Opening, Turn
 from realhf.base.text import close_to
-from realhf.env.loader.author import class_parts, failure_of, place_of, takes
+from realhf.env.loader.author import author_code, class_definition, place_of, takes
 from realhf.env.loader.validation import (
     BrokenContract,
     checked,
@@ -28,7 +24,6 @@ from realhf.env.loader.validation import (
     tool_problems,
 )
 
-T = TypeVar("T")
 Said = TypeVar("Said", Opening, Turn)
 
 
@@ -45,18 +40,9 @@ def message_class(kind: type[Any]) -> EnvironmentDefinition:
         raise ValueError(
             f"{kind.__name__} must have reset(self, task, *, seed) and step(self, message): {error} ({place_of(kind)})"
         ) from None
-    parts = class_parts(kind, seeded=takes(kind.reset, "seed"))
-
-    def build(options: Any) -> EnvironmentSpec:
-        """Return the environment for these options."""
-        return EnvironmentSpec(
-            kind.__name__,
-            lambda _: MessageClassEnvironment(kind, lambda: parts.instance(options)),
-            parts.tasks(options),
-            **parts.traits._asdict(),
-        )
-
-    return EnvironmentDefinition(parts.options, build)
+    return class_definition(
+        kind, lambda make, _: partial(MessageClassEnvironment, kind, make), seeded=takes(kind.reset, "seed")
+    )
 
 
 class MessageClassEnvironment:
@@ -75,46 +61,32 @@ class MessageClassEnvironment:
     async def reset(self, task: Mapping[str, Any], *, seed: int) -> Opening:
         """Begin an episode; the first one also makes the instance."""
         self._seed = seed
-        return await self._guarded("reset", self._opening(task, seed))
+        with self._guarded("reset"):
+            if self._instance is None:
+                self._instance = self._make()
+            opening = _read(Opening, await self._instance.reset(copied(task), seed=seed))
+            checked_messages(opening.messages, "messages")
+            if opening.tools is not self._tools:
+                self._tools = checked(opening.tools, tool_problems(opening.tools))
+            checked(opening.info, info_problems(opening.info))
+            return opening
 
     async def step(self, message: AssistantMessage) -> Turn:
         """Answer a turn of the policy."""
-        return await self._guarded("step", self._turn(message))
+        with self._guarded("step"):
+            return checked_turn(_read(Turn, await self._instance.step(message)))
 
     async def close(self) -> None:
         """Close the instance if there is one and it can be closed."""
         instance, self._instance = self._instance, None
         if close := getattr(instance, "close", None):
-            await self._guarded("close", _closed(close))
+            with self._guarded("close"):
+                done = close()
+                if inspect.isawaitable(done):
+                    await done
 
-    async def _opening(self, task: Mapping[str, Any], seed: int) -> Opening:
-        if self._instance is None:
-            self._instance = self._make()
-        opening = _read(Opening, await self._instance.reset(copied(task), seed=seed))
-        checked_messages(opening.messages, "messages")
-        if opening.tools is not self._tools:
-            self._tools = checked(opening.tools, tool_problems(opening.tools))
-        checked(opening.info, info_problems(opening.info))
-        return opening
-
-    async def _turn(self, message: AssistantMessage) -> Turn:
-        return checked_turn(_read(Turn, await self._instance.step(message)))
-
-    async def _guarded(self, method: str, work: Awaitable[T]) -> T:
-        try:
-            return await work
-        except BaseException as error:
-            where = f"{self._kind.__name__}.{method} (seed {self._seed})"
-            failure = failure_of(error, where, self._kind, getattr(self._kind, method, None))
-            if failure is None:
-                raise
-            raise failure from error
-
-
-async def _closed(close: Callable[[], Any]) -> None:
-    done = close()
-    if inspect.isawaitable(done):
-        await done
+    def _guarded(self, method: str) -> AbstractContextManager[None]:
+        return author_code(self._kind, lambda: (method, self._seed))
 
 
 def _read(kind: type[Said], found: Any) -> Said:

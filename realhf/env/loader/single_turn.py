@@ -5,30 +5,27 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from realhf.api.environment import (
     AssistantMessage,
     EnvironmentDefinition,
-    EnvironmentFailure,
     EnvironmentSpec,
     Opening,
-    TaskSet,
     Turn,
 )
 from realhf.api.option import option
 from realhf.base.text import close_to
-from realhf.env.loader.author import Traits, failure_of, file_of, place_of, sets_of, tasks_function, traits_of
-from realhf.env.loader.tasks import Row, RowOptions, idle_options, tasks_of_data
+from realhf.env.loader.author import attributes_of, author_code, file_of, place_of, sets_of, tasks_function
+from realhf.env.loader.tasks import Row, RowOptions, row_options, tasks_of_data
 from realhf.env.loader.threads import Threads
 from realhf.env.loader.tool_env import SOLVED, messages_of
 from realhf.env.loader.validation import BrokenContract, checked_rewards, copied
-
-T = TypeVar("T")
 
 
 @dataclass
@@ -59,7 +56,7 @@ def dataset(function: Callable[..., Any]) -> EnvironmentDefinition:
     ValueError for a function that does not take a completion first."""
     verifier = read_verifier(function)
     bring = tasks_function(function)
-    traits = traits_of(sys.modules[function.__module__]) if function.__module__ in sys.modules else Traits()
+    attributes = attributes_of(sys.modules[function.__module__]) if function.__module__ in sys.modules else {}
 
     def build(options: Any) -> EnvironmentSpec:
         """Return the environment for these options."""
@@ -67,13 +64,17 @@ def dataset(function: Callable[..., Any]) -> EnvironmentDefinition:
         check = partial(_check_row, verifier, options.prompt_column)
         if bring:
             tasks = sets_of(bring, function.__name__, options, seeded=False, check=check)
+        elif not options.data:
+            raise ValueError(f"{function.__name__} judges answers, so it needs questions: set env.data")
         else:
-            tasks = _tasks_of_data(function, options, check)
+            rows, beside = row_options(options), Path(file_of(function)).parent
+            key = lambda row: row[options.prompt_column]
+            tasks = tasks_of_data(rows, beside, seeded=False, check=check, key=key)
         return EnvironmentSpec(
             function.__name__,
             lambda _: VerifierEnvironment(verifier, options.prompt_column, threads),
             tasks,
-            **traits._asdict(),
+            **attributes,
         )
 
     return EnvironmentDefinition(VerifierOptions if bring else DatasetOptions, build)
@@ -114,53 +115,33 @@ class VerifierEnvironment:
         accepted = self._verifier.accepted
         self._row = {name: value for name, value in task.items() if accepted is None or name in accepted}
         self._seed = seed
-        return await self._guarded(self._opening(task))
+        with self._guarded():
+            if self._prompt_column not in task:
+                raise BrokenContract(f"the row has no column {self._prompt_column!r}")
+            return Opening(messages_of(task[self._prompt_column], self._prompt_column))
 
     async def step(self, message: AssistantMessage) -> Turn:
         """Judge the answer, without its reasoning."""
-        return await self._guarded(self._turn(message))
+        judge = partial(self._verifier.function, message.content, **copied(self._row))
+        with self._guarded():
+            if self._verifier.is_async:
+                found = await judge()
+            else:
+                found = await self._threads.run(partial(self._judged, judge))
+                found = await found if inspect.isawaitable(found) else found
+            reward, components = checked_rewards(found, "the reward")
+        return Turn((), True, reward, components, {"success": float(reward >= SOLVED)}, final=True)
 
     async def close(self) -> None:
         """Do nothing: nothing is held."""
 
-    async def _opening(self, task: Mapping[str, Any]) -> Opening:
-        if self._prompt_column not in task:
-            raise BrokenContract(f"the row has no column {self._prompt_column!r}")
-        return Opening(messages_of(task[self._prompt_column], self._prompt_column))
-
-    async def _turn(self, message: AssistantMessage) -> Turn:
-        judge = partial(self._verifier.function, message.content, **copied(self._row))
-        if self._verifier.is_async:
-            found = await judge()
-        else:
-            found = await self._threads.run(partial(self._judged, judge))
-            found = await found if inspect.isawaitable(found) else found
-        reward, components = checked_rewards(found, "the reward")
-        return Turn((), True, reward, components, {"success": float(reward >= SOLVED)}, final=True)
-
     def _judged(self, judge: Callable[[], Any]) -> Any:
         """What the verifier returns; in a thread of its own, so whatever it raises is its own."""
-        try:
+        with self._guarded(on_loop=False):
             return judge()
-        except BaseException as error:
-            failure = self._failure(error, on_loop=False)
-            if failure is None:
-                raise
-            raise failure from error
 
-    async def _guarded(self, work: Awaitable[T]) -> T:
-        try:
-            return await work
-        except BaseException as error:
-            failure = self._failure(error, on_loop=True)
-            if failure is None:
-                raise
-            raise failure from error
-
-    def _failure(self, error: BaseException, *, on_loop: bool) -> EnvironmentFailure | None:
-        function = self._verifier.function
-        where = f"{function.__name__} (seed {self._seed})"
-        return failure_of(error, where, function, function, on_loop=on_loop)
+    def _guarded(self, *, on_loop: bool = True) -> AbstractContextManager[None]:
+        return author_code(self._verifier.function, lambda: ("", self._seed), on_loop=on_loop)
 
 
 def _check_row(verifier: Verifier, prompt_column: str, row: Row) -> None:
@@ -174,14 +155,3 @@ def _check_row(verifier: Verifier, prompt_column: str, row: Row) -> None:
         messages_of(row.values[prompt_column], f"the column {prompt_column!r}")
     except BrokenContract as error:
         raise ValueError(f"{row.where}: {error}") from None
-
-
-def _tasks_of_data(
-    function: Callable[..., Any], options: DatasetOptions, check: Callable[[Row], None]
-) -> Callable[[str], TaskSet]:
-    if not options.data:
-        raise ValueError(f"{function.__name__} judges answers, so it needs questions: set env.data")
-    if problem := idle_options(options):
-        raise ValueError(problem)
-    key = lambda row: row[options.prompt_column]
-    return tasks_of_data(options, Path(file_of(function)).parent, seeded=False, check=check, key=key)

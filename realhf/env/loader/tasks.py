@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -38,23 +39,15 @@ class RowTaskSet:
                 raise ValueError(f"two tasks have the id {task.id!r}")
             self._tasks[task.id] = task
         self._seeded = seeded
-        self._group_of = MappingProxyType({task.id: task.group or ONE_GROUP for task in self._tasks.values()})
-        self._groups = tuple(dict.fromkeys(self._group_of.values()))
-
-    @property
-    def group_of(self) -> Mapping[str, str]:
-        """Template id to its group, in the order of the rows."""
-        return self._group_of
-
-    @property
-    def groups(self) -> Sequence[str]:
-        """All groups, in the order in which the rows name them first."""
-        return self._groups
+        self.group_of: Mapping[str, str] = MappingProxyType(
+            {key: own.group or ONE_GROUP for key, own in self._tasks.items()}
+        )
+        self.groups: Sequence[str] = tuple(dict.fromkeys(self.group_of.values()))
 
     def instantiate(self, template_id: str, seed: int) -> Task:
         """Return the task of a row. Raises KeyError for an id that no row has."""
         task = self._tasks[template_id]
-        group = self._group_of[template_id]
+        group = self.group_of[template_id]
         if not self._seeded:
             return task if task.group == group and task.seed == seed else replace(task, group=group, seed=seed)
         return replace(task, id=f"{template_id}@{seed}", group=group, seed=seed)
@@ -64,25 +57,47 @@ class SeedTaskSet:
     """An endless set with one template: every seed is another task, and the two splits share no seed."""
 
     def __init__(self, name: str, split: str) -> None:
-        self._name, self._offset = name, SPLITS.index(split)
-        self._group_of = MappingProxyType({name: name})
-
-    @property
-    def group_of(self) -> Mapping[str, str]:
-        """The only template, which is its own group."""
-        return self._group_of
-
-    @property
-    def groups(self) -> Sequence[str]:
-        """The only group."""
-        return (self._name,)
+        self._name, self._split = name, split
+        self.group_of: Mapping[str, str] = MappingProxyType({name: name})
+        self.groups: Sequence[str] = (name,)
 
     def instantiate(self, template_id: str, seed: int) -> Task:
         """Return the task of a seed. Raises KeyError for an unknown template."""
         if template_id != self._name:
             raise KeyError(template_id)
-        own = len(SPLITS) * seed + self._offset
+        own = len(SPLITS) * seed + SPLITS.index(self._split)
         return Task(f"{self._name}@{own}", group=self._name, seed=own)
+
+
+class GroupedTaskSet:
+    """The base of sets of endless templates, of which those in ``chosen`` groups are drawn. ``templates``: each with
+    its group; ``groups``: all that there are, the easiest first; ``what``: what one is called. Raises ValueError for a
+    group or split that does not exist."""
+
+    def __init__(
+        self,
+        templates: Mapping[str, str],
+        groups: Sequence[str],
+        chosen: Iterable[str],
+        split: str,
+        what: str = "group",
+    ) -> None:
+        chosen = [*chosen]
+        for name, known, kind in (*((name, groups, what) for name in chosen), (split, SPLITS, "split")):
+            if name not in known:
+                raise ValueError(f"unknown {kind} {name!r} (known: {', '.join(known)})")
+        self.split = split
+        self.groups: Sequence[str] = tuple(group for group in groups if group in chosen)
+        self.group_of: Mapping[str, str] = {name: group for name, group in templates.items() if group in chosen}
+
+
+HELD_OUT_SHARE = 5
+"""One text in this many is held out."""
+
+
+def is_held_out(text: str) -> bool:
+    """Return whether a text, such as a name that tasks are made of, is kept for evaluation: a stable hash says so."""
+    return zlib.crc32(text.encode()) % HELD_OUT_SHARE == 0
 
 
 def tasks_of_rows(rows: Iterable[Row], group_column: str = GROUP_COLUMN) -> list[Task]:
@@ -183,15 +198,17 @@ class RowOptions:
     group_column: str = option(GROUP_COLUMN, "This column names the group of a task, by which success is reported.")
 
 
-def idle_options(options: RowOptions) -> str:
-    """Say which option has no effect because of the others, "" if each has one."""
+def row_options(chosen: Any) -> RowOptions:
+    """Return what the options of an environment say of its rows. Raises ValueError for one that has no effect because
+    of the others."""
     default = RowOptions()
+    options = RowOptions(**{each.name: getattr(chosen, each.name) for each in fields(RowOptions)})
     changed = [each.name for each in fields(RowOptions) if getattr(options, each.name) != getattr(default, each.name)]
     if changed and not options.data:
-        return f"env.{changed[0]} has no effect without env.data"
+        raise ValueError(f"env.{changed[0]} has no effect without env.data")
     if options.heldout_data and "heldout_fraction" in changed:
-        return "env.heldout_fraction has no effect with env.heldout_data"
-    return ""
+        raise ValueError("env.heldout_fraction has no effect with env.heldout_data")
+    return options
 
 
 def tasks_of_data(

@@ -20,12 +20,11 @@ from realhf.api.environment import (
     ChatMessage,
     EnvironmentDefinition,
     EnvironmentFailure,
-    EnvironmentSpec,
     Opening,
     ToolCall,
     Turn,
 )
-from realhf.env.loader.author import class_parts, failure_of, place_of, raised, takes
+from realhf.env.loader.author import author_code, class_definition, failure_of, place_of, raised, takes
 from realhf.env.loader.tasks import Row
 from realhf.env.loader.threads import MOST_THREADS, Threads
 from realhf.env.loader.tool_schemas import USER_REPLY, Tool, arguments_for, short, tools_of, unknown_tool
@@ -227,7 +226,7 @@ class ToolPlay:
         except Exception:
             raise
         except BaseException as error:
-            raise self._failure(error, on_loop=False) or error from error
+            raise failure_of(error, self._class.kind, self._method, self._seed, on_loop=False) or error from error
 
     async def _run(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Do the work of a method: all of it in one thread if the class blocks, else on the event loop."""
@@ -249,18 +248,11 @@ class ToolPlay:
             close()
 
     async def _guarded(self, work: Awaitable[T]) -> T:
-        try:
+        with author_code(self._class.kind, self._called_now, on_loop=not self._class.blocking):
             return await work
-        except BaseException as error:
-            failure = self._failure(error, on_loop=not self._class.blocking)
-            if failure is None:
-                raise
-            raise failure from error
 
-    def _failure(self, error: BaseException, *, on_loop: bool) -> EnvironmentFailure | None:
-        kind = self._class.kind
-        where = f"{kind.__name__}.{self._method} (seed {self._seed})"
-        return failure_of(error, where, kind, getattr(kind, self._method, None), on_loop=on_loop)
+    def _called_now(self) -> tuple[str, int]:
+        return self._method, self._seed
 
 
 def messages_of(prompt: Any, what: str) -> Sequence[ChatMessage]:
@@ -305,19 +297,14 @@ def tool_class(kind: type[Any]) -> EnvironmentDefinition:
     """The definition of a class. Raises ValueError that names the line for a class without tools, a tool without type
     hints or docstring, and a get_reward that needs arguments."""
     about = read_class(kind)
-    parts = class_parts(kind, seeded="seed" in inspect.signature(kind.reset).parameters, check=_check_prompt)
 
-    def build(options: Any) -> EnvironmentSpec:
-        """Return the environment for these options."""
-        threads = Threads(kind.__name__, max(MOST_THREADS, parts.traits.concurrency or 0))
-        return EnvironmentSpec(
-            kind.__name__,
-            lambda _: ToolClassEnvironment(about, lambda: parts.instance(options), threads),
-            parts.tasks(options),
-            **parts.traits._asdict(),
-        )
+    def plays(make: Callable[[], Any], concurrency: int | None) -> Callable[[], ToolClassEnvironment]:
+        """Return what makes environments, which share their threads."""
+        threads = Threads(kind.__name__, max(MOST_THREADS, concurrency or 0))
+        return lambda: ToolClassEnvironment(about, make, threads)
 
-    return EnvironmentDefinition(parts.options, build)
+    seeded = "seed" in inspect.signature(kind.reset).parameters
+    return class_definition(kind, plays, seeded=seeded, check=_check_prompt)
 
 
 def read_class(kind: type[Any]) -> ToolClass:

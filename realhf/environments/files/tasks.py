@@ -14,18 +14,16 @@ from __future__ import annotations
 
 import random
 import re
-import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from realhf.api.environment import HELD_OUT, SPLITS, TRAIN, Task
+from realhf.api.environment import HELD_OUT, TRAIN, Task
+from realhf.env.loader.tasks import GroupedTaskSet, is_held_out
 
 Words = tuple[str, ...]
 Kind = tuple[Words, Words, Words]
-HELD_OUT_SHARE = 5
-"""One name in this many is held out."""
 
 
 def _words(text: str) -> Words:
@@ -63,7 +61,7 @@ NAME = re.compile(r"\b([a-z]+)-([a-z]+)-([a-z]+)\b")
 
 def split_of(name: str) -> str:
     """Return the only split in which this name occurs."""
-    return TRAIN if zlib.crc32(name.encode()) % HELD_OUT_SHARE else HELD_OUT
+    return HELD_OUT if is_held_out(name) else TRAIN
 
 
 def draw_name(rng: random.Random, split: str, kind: Kind = FILE) -> str:
@@ -160,39 +158,18 @@ class Scene:
         return Instance(request, files, after, answer, solution)
 
 
-def move(source: str, target: str) -> Call:
-    """Return a call that moves a file."""
-    return Call("move_file", {"source": source, "target": target})
+def _caller(tool: str, *names: str) -> Callable[..., Call]:
+    """What makes calls of a tool from the values of its arguments."""
+    return lambda *values: Call(tool, dict(zip(names, values, strict=True)))
 
 
-def write(path: str, text: str) -> Call:
-    """Return a call that writes a file."""
-    return Call("write_file", {"path": path, "text": text})
-
-
-def read(path: str) -> Call:
-    """Return a call that reads a file."""
-    return Call("read_file", {"path": path})
-
-
-def delete(path: str) -> Call:
-    """Return a call that deletes a file."""
-    return Call("delete_file", {"path": path})
-
-
-def search(text: str) -> Call:
-    """Return a call that searches."""
-    return Call("search_files", {"text": text})
-
-
-def list_folder(folder: str) -> Call:
-    """Return a call that lists a folder."""
-    return Call("list_files", {"folder": folder})
-
-
-def answer(text: str) -> Call:
-    """Return a call that answers."""
-    return Call("answer", {"text": text})
+move = _caller("move_file", "source", "target")
+write = _caller("write_file", "path", "text")
+read = _caller("read_file", "path")
+delete = _caller("delete_file", "path")
+search = _caller("search_files", "text")
+list_folder = _caller("list_files", "folder")
+answer = _caller("answer", "text")
 
 
 def rename(scene: Scene) -> Instance:
@@ -367,19 +344,12 @@ TEMPLATES: Mapping[str, tuple[str, Callable[[Scene], Instance]]] = MappingProxyT
 """Name of a template to its group and to what makes its instances."""
 
 
-class FilesTasks:
+class FilesTasks(GroupedTaskSet):
     """Holds the templates of these groups: every seed draws another instance of a template. Every instance holds names,
     and no name occurs in both splits. Raises ValueError for a group or split that does not exist."""
 
     def __init__(self, groups: Iterable[str], split: str) -> None:
-        chosen = [*groups]
-        if unknown := [group for group in chosen if group not in GROUPS]:
-            raise ValueError(f"unknown group {unknown[0]!r} (known: {', '.join(GROUPS)})")
-        if split not in SPLITS:
-            raise ValueError(f"unknown split {split!r} (known: {', '.join(SPLITS)})")
-        self.split = split
-        self.groups: Sequence[str] = [group for group in GROUPS if group in chosen]
-        self.group_of: Mapping[str, str] = {name: group for name, (group, _) in TEMPLATES.items() if group in chosen}
+        super().__init__({name: group for name, (group, _) in TEMPLATES.items()}, GROUPS, groups, split)
 
     def instance(self, template_id: str, seed: int) -> Instance:
         """Return the instance that ``seed`` draws, with its solution. Raises KeyError for a template not in the set."""

@@ -26,7 +26,7 @@ from realhf.api.option import option
 from realhf.environments.sql.database import Limits
 from realhf.environments.sql.environment import SqlEnvironment
 from realhf.environments.sql.instance import Instance
-from realhf.environments.sql.task_set import GROUPS, SqlTaskSet, draw_instance
+from realhf.environments.sql.tasks import GROUPS, SqlTaskSet, draw_instance
 
 SINGULAR_SHARE = 0.6
 """Share of the mistakes that name tables in the singular; of the others, each is as likely."""

@@ -16,7 +16,7 @@ from typing import Any
 from realhf.api.environment import AssistantMessage, EnvironmentFailure, Opening, Turn
 from realhf.environments.sql.database import Database, Limits, Result, Rows
 from realhf.environments.sql.instance import Instance
-from realhf.environments.sql.task_set import draw_instance
+from realhf.environments.sql.tasks import draw_instance
 
 _FENCE = re.compile(r"```[ \t]*(?:sqlite|sql)?[ \t]*\r?\n?(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
 _ANSWER = re.compile(r"\s*answer[ \t]*:(.*)", re.IGNORECASE)

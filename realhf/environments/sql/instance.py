@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import random
 import re
-import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,9 +19,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from realhf.api.environment import HELD_OUT, SPLITS
-
-HELDOUT_SHARE = 5
-"""One pair in this many is held out."""
+from realhf.env.loader.tasks import is_held_out
 
 
 def words(text: str) -> tuple[str, ...]:
@@ -62,7 +59,7 @@ LINKED_COLUMNS = MappingProxyType(
 
 def is_heldout_pair(first: str, second: str) -> bool:
     """Return whether names with this pair of words are kept for evaluation."""
-    return zlib.crc32(f"{first} {second}".encode()) % HELDOUT_SHARE == 0
+    return is_held_out(f"{first} {second}")
 
 
 def draw_table(rng: random.Random, split: str, numbers: tuple[str, ...] = NUMBER_COLUMNS) -> tuple[str, str]:

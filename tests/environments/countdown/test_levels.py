@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from realhf.api.environment import HELD_OUT, SPLITS, TRAIN, TaskSet
+from realhf.api.environment import HELD_OUT, SPLITS, TRAIN
 from realhf.environments.countdown import LEVELS, CountdownTasks, results, reward, split_of
 
 DRAWS = 150
@@ -59,15 +59,3 @@ def test_the_same_seed_draws_the_same_instance_and_another_one_another():
     assert first == [again.instantiate("four-large", seed) for seed in range(20)]
     assert len({str(task.payload) for task in first}) > 15
     assert len({task.id for task in first}) == 20
-
-
-def test_the_task_set_offers_the_chosen_levels_in_order():
-    tasks = CountdownTasks(["four-large", "two-small"], TRAIN)
-    assert isinstance(tasks, TaskSet)
-    assert tasks.groups == ["two-small", "four-large"] == [*tasks.group_of]
-    with pytest.raises(KeyError):
-        tasks.instantiate("three-small", 1)
-    with pytest.raises(ValueError, match="unknown level 'five'"):
-        CountdownTasks(["five"], TRAIN)
-    with pytest.raises(ValueError, match="unknown split 'test'"):
-        CountdownTasks(LEVELS, "test")

@@ -103,4 +103,4 @@ def test_options_are_checked():
     assert not [*problems(FilesOptions())]
     assert [*problems(FilesOptions(groups=["hard"]))]
     assert {*spec(groups=["several"]).tasks("heldout").group_of.values()} == {"several"}
-    assert spec().tasks("train").groups == [*GROUPS]
+    assert spec().tasks("train").groups == GROUPS

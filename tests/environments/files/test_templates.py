@@ -8,7 +8,7 @@ from itertools import product
 
 import pytest
 
-from realhf.api.environment import HELD_OUT, SPLITS, TRAIN, TaskSet
+from realhf.api.environment import HELD_OUT, SPLITS, TRAIN
 from realhf.environments.files.definition import play
 from realhf.environments.files.tasks import (
     GROUPS,
@@ -119,19 +119,6 @@ def test_words_make_enough_names_in_both_splits_and_training_knows_every_pair_of
             rng = random.Random(1)
             drawn = [draw_name(rng, split, kind) for _ in range(200)]
             assert all(NAME.fullmatch(name) and split_of(name) == split for name in drawn)
-
-
-def test_the_task_set_offers_the_chosen_groups_in_order():
-    tasks = FilesTasks(["several", "one_call"], TRAIN)
-    assert isinstance(tasks, TaskSet)
-    assert tasks.groups == ["one_call", "several"]
-    assert {*tasks.group_of.values()} == {*tasks.groups}
-    with pytest.raises(KeyError):
-        tasks.instantiate("copy", 1)
-    with pytest.raises(ValueError, match="unknown group 'hard'"):
-        FilesTasks(["hard"], TRAIN)
-    with pytest.raises(ValueError, match="unknown split 'test'"):
-        FilesTasks(GROUPS, "test")
 
 
 def test_rows_have_one_form():

@@ -14,7 +14,7 @@ import pytest
 
 from realhf.environments.sql import database as database_module
 from realhf.environments.sql.database import Database, Limits
-from realhf.environments.sql.task_set import SqlTaskSet, draw_instance
+from realhf.environments.sql.tasks import SqlTaskSet, draw_instance
 from tests.environments.sql.attacks import FIRST_LAYER_ALONE, HARMLESS, REFUSED
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -9,7 +9,7 @@ import pytest
 
 from realhf.api.environment import HABIT, RECOVERY, SOLUTION, Demonstration, DemonstrationRequest
 from realhf.environments.sql import DEFINITION, SqlOptions
-from realhf.environments.sql.task_set import TEMPLATES, draw_instance
+from realhf.environments.sql.tasks import TEMPLATES, draw_instance
 from tests.environments.sql.playing import play, said, score
 
 REQUEST = DemonstrationRequest(episodes_per_task=20, seed=3, habit_fraction=0.35, recovery_fraction=0.15)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from realhf.api.environment import AssistantMessage, Environment, EnvironmentFailure, ToolCall
 from realhf.environments.sql import DEFINITION, SqlOptions
 from realhf.environments.sql.environment import NO_STATEMENT
-from realhf.environments.sql.task_set import TEMPLATES, SqlTaskSet, draw_instance
+from realhf.environments.sql.tasks import TEMPLATES, SqlTaskSet, draw_instance
 from tests.environments.sql.attacks import HARMLESS, REFUSED
 from tests.environments.sql.playing import play, said, score
 

@@ -1,9 +1,30 @@
-"""Writes the templates of SQL tasks: questions (lookup, aggregate, join) and changes (change, steps)."""
+"""Draws the tasks of the SQL environment: templates of questions (lookup, aggregate, join) and of changes (change,
+steps), and the task set."""
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from realhf.api.environment import TRAIN, Task
+from realhf.env.loader.tasks import GroupedTaskSet
 from realhf.environments.sql import instance
-from realhf.environments.sql.instance import LARGEST, SMALLEST, Instance, Row, Scene, Table, change, question
+from realhf.environments.sql.instance import (
+    LARGEST,
+    SMALLEST,
+    Instance,
+    Row,
+    Scene,
+    Table,
+    change,
+    draw_scene,
+    question,
+)
+
+GROUPS = ("lookup", "aggregate", "join", "change", "steps")
+"""The easiest first: one cell; over several rows; over two tables; one change; several statements."""
 
 
 def cell(scene: Scene) -> Instance:
@@ -265,3 +286,47 @@ def _with_number(scene: Scene, target: Row, number: int) -> tuple[Row, ...]:
 
 def _without(scene: Scene, target: Row) -> tuple[Row, ...]:
     return scene.changed(lambda row: None if row == target else row)
+
+
+TEMPLATES: Mapping[str, tuple[str, Callable[[Scene], Instance]]] = MappingProxyType(
+    {
+        draw.__name__: (group, draw)
+        for group, draws in {
+            "lookup": (cell, name_of_id, name_of_number),
+            "aggregate": (count, total, total_above, extreme),
+            "join": (linked_value, linked_count, linked_total),
+            "change": (set_number, delete, insert, raise_numbers),
+            "steps": (transfer, copy_number, archive, rename),
+        }.items()
+        for draw in draws
+    }
+)
+"""Name of a template to its group and to what makes its instances."""
+
+
+class SqlTaskSet(GroupedTaskSet):
+    """Holds the templates of these groups, each an endless family by seed. The splits draw disjoint names. Raises
+    ValueError for an unknown split or group."""
+
+    def __init__(self, split: str = TRAIN, groups: Sequence[str] = GROUPS) -> None:
+        super().__init__({name: group for name, (group, _) in TEMPLATES.items()}, GROUPS, groups, split)
+
+    def instantiate(self, template_id: str, seed: int) -> Task:
+        """Return the instance that ``seed`` draws. Raises KeyError for a template that is not in the set."""
+        group = self.group_of[template_id]
+        payload = {"template": template_id, "split": self.split, "seed": seed}
+        return Task(f"{template_id}:{self.split}:{seed}", group, payload, seed=seed)
+
+
+def draw_instance(payload: Mapping[str, Any]) -> Instance:
+    """Return the instance of a task's payload, the same for the same payload. Raises ValueError for a payload that is
+    not of this environment."""
+    name, split, seed = (payload.get(key) for key in ("template", "split", "seed"))
+    if not isinstance(name, str) or name not in TEMPLATES:
+        raise ValueError(f"the task names no template of this environment: {name!r}")
+    if not isinstance(split, str) or type(seed) is not int:
+        raise ValueError(
+            f"the task of template {name} needs a split and a whole number as seed, not {split!r}, {seed!r}"
+        )
+    rng = random.Random(f"sql:{name}:{split}:{seed}")
+    return TEMPLATES[name][1](draw_scene(rng, split))
