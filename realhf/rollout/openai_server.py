@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import socket
+import time
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from typing import Any, Self
 
@@ -20,12 +22,82 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import BaseModel, Field, model_validator
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from realhf.api.chat_template import TemplateChat
 from realhf.base.http_guard import guarded_http
-from realhf.rollout import openai_replies
-from realhf.rollout.openai_requests import ApiError, ChatRequest
+from realhf.rollout.openai_requests import ApiError, ChatRequest, call_body
 from realhf.rollout.openai_sessions import OpenTurn, Reward, Session, Sessions
 
 MAX_BODY_BYTES = 1 << 20
+MODEL = "policy"
+
+
+def completion(turn: OpenTurn, chat: TemplateChat, *, logprobs: bool) -> dict[str, Any]:
+    """Return a whole ``chat.completion``."""
+    choice = {
+        "index": 0,
+        "message": {"role": "assistant", **_content(turn), "refusal": None},
+        "finish_reason": _finish_reason(turn),
+        "logprobs": _logprobs(turn, chat) if logprobs else None,
+    }
+    return _head("chat.completion", turn) | {"choices": [choice], "usage": _usage(turn)}
+
+
+async def chunks(turn: OpenTurn, chat: TemplateChat, *, logprobs: bool, usage: bool) -> AsyncIterator[str]:
+    """Yield the same completion as server-sent events."""
+    head, content = _head("chat.completion.chunk", turn), _content(turn)
+    for position, call in enumerate(content.get("tool_calls", ())):
+        call["index"] = position
+    parts = [
+        ({"role": "assistant", "content": ""}, None, None),
+        (content, None, _logprobs(turn, chat) if logprobs else None),
+        ({}, _finish_reason(turn), None),
+    ]
+    for delta, reason, values in parts:
+        yield _event(head | {"choices": [{"index": 0, "delta": delta, "finish_reason": reason, "logprobs": values}]})
+    if usage:
+        yield _event(head | {"choices": [], "usage": _usage(turn)})
+    yield "data: [DONE]\n\n"
+
+
+def model_list() -> dict[str, Any]:
+    """Return the list of models: the policy, whatever name a request uses."""
+    return {"object": "list", "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "realhf"}]}
+
+
+def _event(body: dict[str, Any]) -> str:
+    """Return one server-sent event."""
+    return f"data: {json.dumps(body, separators=(',', ':'))}\n\n"
+
+
+def _content(turn: OpenTurn) -> dict[str, Any]:
+    """The content, null beside calls if empty, and the calls; the reasoning beside calls, which else stays in the
+    content."""
+    said = turn.answer
+    if not said.calls:
+        return {"content": said.content}
+    body: dict[str, Any] = {"content": said.content or None, "tool_calls": [call_body(call) for call in said.calls]}
+    return body | ({"reasoning_content": turn.said.reasoning} if turn.said.reasoning else {})
+
+
+def _finish_reason(turn: OpenTurn) -> str:
+    return "tool_calls" if turn.answer.calls and turn.finish_reason == "stop" else turn.finish_reason
+
+
+def _head(kind: str, turn: OpenTurn) -> dict[str, Any]:
+    return {"id": turn.reply, "object": kind, "created": int(time.time()), "model": MODEL}
+
+
+def _usage(turn: OpenTurn) -> dict[str, int]:
+    prompt, sampled = len(turn.prompt), len(turn.ids)
+    return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
+
+
+def _logprobs(turn: OpenTurn, chat: TemplateChat) -> dict[str, Any]:
+    content = []
+    for token, value in zip(turn.ids, turn.logprobs, strict=True):
+        text = chat.decode([token])
+        content.append({"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []})
+    return {"content": content, "refusal": None}
 
 
 class RewardReport(BaseModel):
@@ -55,7 +127,7 @@ def build_app(sessions: Sessions) -> FastAPI:
     @app.get("/sessions/{key}/v1/models")
     async def models(key: str) -> dict[str, Any]:
         sessions.find(key)
-        return openai_replies.models()
+        return model_list()
 
     @app.post("/sessions/{key}/v1/chat/completions")
     async def complete(key: str, body: ChatRequest, request: Request) -> Response:
@@ -67,9 +139,12 @@ def build_app(sessions: Sessions) -> FastAPI:
             session.ledger.discard(turn)
             return Response(status_code=499)
         session.ledger.keep(turn)
+        logprobs = bool(body.logprobs)
         if body.stream:
-            return StreamingResponse(_streamed(turn, body, sessions), media_type="text/event-stream")
-        return JSONResponse(openai_replies.completion(turn, sessions.chat, logprobs=bool(body.logprobs)))
+            usage = body.stream_options is not None and body.stream_options.include_usage
+            events = chunks(turn, sessions.chat, logprobs=logprobs, usage=usage)
+            return StreamingResponse(events, media_type="text/event-stream")
+        return JSONResponse(completion(turn, sessions.chat, logprobs=logprobs))
 
     @app.post("/sessions/{key}/reward")
     async def reward(key: str, body: RewardReport) -> dict[str, Any]:
@@ -95,12 +170,6 @@ async def _while_connected(sampling: Coroutine[Any, Any, OpenTurn], request: Req
 async def _disconnected(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
-
-
-async def _streamed(turn: OpenTurn, body: ChatRequest, sessions: Sessions) -> AsyncIterator[str]:
-    usage = body.stream_options is not None and body.stream_options.include_usage
-    for chunk in openai_replies.chunks(turn, sessions.chat, logprobs=bool(body.logprobs), usage=usage):
-        yield chunk
 
 
 class _BodyLimit:

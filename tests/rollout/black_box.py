@@ -6,13 +6,18 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import cache
+from typing import Any
+
+import openai
 
 from realhf.api.chat_template import TemplateChat
 from realhf.api.generation import GenerationFailed
 from realhf.api.model import GenOutput, GenRequest
 from realhf.rollout.episode import Limits
 from realhf.rollout.openai_server import OpenAiServer
-from realhf.rollout.openai_sessions import Sessions
+from realhf.rollout.openai_sessions import Session, Sessions
+
+Endpoint = tuple[OpenAiServer, Any]
 
 
 @cache
@@ -29,14 +34,29 @@ def spelt(text: str) -> list[int]:
 
 
 @asynccontextmanager
-async def serving(limits: Limits) -> AsyncIterator[OpenAiServer]:
-    """An endpoint that is up."""
-    server = OpenAiServer(Sessions(chat(), limits))
+async def serving(limits: Limits) -> AsyncIterator[Endpoint]:
+    """An endpoint that is up, and one pool of connections to it."""
+    server, http = OpenAiServer(Sessions(chat(), limits)), openai.DefaultAsyncHttpxClient(trust_env=False, verify=False)
     await server.start()
     try:
-        yield server
+        yield server, http
     finally:
+        await http.aclose()
         await server.stop()
+
+
+@asynccontextmanager
+async def served(
+    endpoint: Endpoint, tokens: FakeTokens, retries: int = 0
+) -> AsyncIterator[tuple[OpenAiServer, Session, openai.AsyncOpenAI]]:
+    """A session of ``tokens`` and the client of its agent."""
+    server, http = endpoint
+    session = server.sessions.open(tokens, slot=3, seed=7)
+    client = openai.AsyncOpenAI(base_url=server.base_url(session), api_key="x", max_retries=retries, http_client=http)
+    try:
+        yield server, session, client
+    finally:
+        server.sessions.close(session)
 
 
 class FakeTokens:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
@@ -14,13 +13,11 @@ import pytest_asyncio
 
 from realhf.api.environment import RolloutOutcome
 from realhf.rollout.episode import Limits
-from realhf.rollout.openai_server import OpenAiServer
 from realhf.rollout.openai_sessions import Ending, Session
-from tests.rollout.black_box import FakeTokens, chat, serving, spelt
+from tests.rollout.black_box import Endpoint, FakeTokens, chat, served, serving, spelt
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 LIMITS = Limits(max_total_tokens=400, turn_tokens=40, max_turns=12)
-Endpoint = tuple[OpenAiServer, Any]
 USER = {"role": "user", "content": "task"}
 
 
@@ -30,29 +27,12 @@ def heard(prompt: str) -> str:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def endpoint() -> AsyncIterator[Endpoint]:
-    """One server, and one pool of connections to it, for all tests."""
-    async with serving(LIMITS) as server:
-        http = openai.DefaultAsyncHttpxClient(trust_env=False, verify=False)
-        yield server, http
-        await http.aclose()
+    async with serving(LIMITS) as up:
+        yield up
 
 
 def plain_http() -> httpx.AsyncClient:
     return httpx.AsyncClient(trust_env=False, verify=False)
-
-
-@asynccontextmanager
-async def served(
-    endpoint: Endpoint, tokens: FakeTokens, retries: int = 0
-) -> AsyncIterator[tuple[OpenAiServer, Session, openai.AsyncOpenAI]]:
-    """A session of ``tokens`` and the client of its agent."""
-    server, http = endpoint
-    session = server.sessions.open(tokens, slot=3, seed=7)
-    client = openai.AsyncOpenAI(base_url=server.base_url(session), api_key="x", max_retries=retries, http_client=http)
-    try:
-        yield server, session, client
-    finally:
-        server.sessions.close(session)
 
 
 async def say(client: openai.AsyncOpenAI, messages: list[dict[str, Any]], **more: Any) -> str:

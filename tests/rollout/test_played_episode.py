@@ -1,18 +1,115 @@
-"""How an episode takes turns and ends: an environment and a policy without a model."""
+"""One episode: its tokens, its turns and rewards, and how outcomes become a sample."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from realhf.api.environment import RolloutOutcome, Task, Turn
+from realhf.api.environment import (
+    HELD_OUT,
+    TRAIN,
+    AssistantMessage,
+    Environment,
+    EnvironmentSpec,
+    PlayedTurn,
+    RolloutOutcome,
+    Task,
+    Turn,
+)
+from realhf.api.evaluation import evaluation_report
 from realhf.api.model import GenOutput, GenRequest
-from realhf.rollout.episode import EpisodeRequest, Limits, PolicySpeaker, play_episode
+from realhf.env.loader.tasks import SeedTaskSet
+from realhf.monitor.run_files import append_episodes
+from realhf.rollout.episode import EpisodeRequest, Limits, PolicySpeaker, TokenBuffer, Witness, play_episode
+from realhf.rollout.group_player import episode_results, held_out_tasks
 from realhf.rollout.player import SlotEnvironment
-from tests.rollout.scripted_environment import World, said
+from realhf.rollout.rollout_sample import outcomes_to_sample, transcript
+from tests.monitor.rollouts.made_rollouts import outcome as made
+from tests.rollout.scripted_environment import Scripted, World, said
 from tests.rollout.word_chat import CUE, END, FOLLOW, WordChat
+
+
+def turn(ids: list[int], version: int = 3) -> GenOutput:
+    return GenOutput(ids, [-0.5] * len(ids), [version] * len(ids), "stop")
+
+
+def test_an_episode_keeps_every_id_in_place() -> None:
+    buffer = TokenBuffer([1, 2, 3], 20)
+    buffer.append_policy(turn([4, 5], version=1))
+    buffer.append_environment([6, 7, 8])
+    assert buffer.prefix() == [1, 2, 3, 4, 5, 6, 7, 8]
+    buffer.append_policy(turn([9], version=2))
+    buffer.check()
+    assert buffer.completion_ids == [4, 5, 6, 7, 8, 9]
+    assert buffer.loss_mask == [True, True, False, False, False, True]
+    assert buffer.logprobs == [-0.5, -0.5, 0.0, 0.0, 0.0, -0.5]
+    assert buffer.versions == [1, 1, -1, -1, -1, 2]
+    assert buffer.room == 11
+
+
+def test_what_breaks_the_accounting_is_refused() -> None:
+    buffer = TokenBuffer([1], 4)
+    with pytest.raises(ValueError, match="follow a policy turn"):
+        buffer.append_environment([2])
+    with pytest.raises(ValueError, match="1 logprobs"):
+        buffer.append_policy(GenOutput([2, 3], [0.0], [0, 0], "stop"))
+    with pytest.raises(ValueError, match="leaves 3"):
+        buffer.append_policy(turn([2, 3, 4, 5]))
+    buffer.append_policy(turn([2]))
+    with pytest.raises(ValueError, match="follows the prompt or an observation"):
+        buffer.append_policy(turn([2]))
+    buffer.append_environment([3])
+    with pytest.raises(AssertionError, match="after the last policy turn"):
+        buffer.check()
+    with pytest.raises(ValueError, match="no tokens"):
+        TokenBuffer([], 4)
+
+
+async def test_a_witness_passes_everything_on_and_keeps_the_answers_of_the_last_episode() -> None:
+    world = World()
+    env: Environment = Witness(Scripted(world))
+    assert isinstance(env, Witness)
+    for seed in (1, 2):
+        opening = await env.reset({"text": f"task {seed}"}, seed=seed)
+        assert env.opening is opening and env.turns == []
+        turn = await env.step(AssistantMessage("go", text="go"))
+        assert env.turns == [turn]
+    await env.close()
+    assert world.closed == 1
+
+
+def test_words_of_an_episode_do_nothing_to_the_terminal_and_can_be_written(tmp_path: Path):
+    """Half of a character in what an environment said used to end the run that wrote it down."""
+    turn = PlayedTurn("ls\t\x1b[2J", "a\r\nb\rc \u202eod\u0000 \ud800", 0.5)
+    text = transcript(made(0.5, turns=(turn,), turn_rewards=[0.5]), header="step 1")
+    assert text.endswith("\n  $ ls\t\\x1b[2J\n    a\nb\\rc \\u202eod\\x00 \\ud800")
+    append_episodes(tmp_path, 1, [text])
+    assert text in (tmp_path / "episodes.txt").read_text()
+
+
+def test_failed_episodes_are_counted_apart() -> None:
+    report = evaluation_report(episode_results([outcome(), outcome("max_turns"), outcome("internal")]), 7)
+    assert report["overall"]["success"] == 0.5
+    assert (report["overall"]["episodes"], report["overall"]["failed"]) == (2, 1)
+    assert report["overall"]["version"] == 7
+    assert report["warmup"] == report["overall"]
+
+
+def test_an_environment_without_tasks_is_evaluated_on_seeds_that_are_not_trained_on() -> None:
+    """As many as episodes were asked for, since every seed is a task; they are shown as one template."""
+    spec = EnvironmentSpec("mine", lambda _: None, lambda split: SeedTaskSet("Mine", split))  # type: ignore[arg-type,return-value]
+    played = held_out_tasks(spec, HELD_OUT, 12, 200)
+    trained = {spec.tasks(TRAIN).instantiate("Mine", seed).seed for seed in range(100)}
+    assert len({task.seed for task in played}) == len({task.id for task in played}) == 12
+    assert trained.isdisjoint(task.seed for task in played)
+    assert {task.template for task in played} == {"Mine"}
+
 
 LIMITS = Limits(max_turns=3, max_total_tokens=120, turn_tokens=20)
 
@@ -171,3 +268,108 @@ async def test_rewards_of_turns_sum_to_that_of_the_episode(turns: list[dict[str,
     length = len(said("go").token_ids)
     assert len(outcome.turn_starts) == len(rewards)
     assert all(outcome.completion_ids[start : start + length] == said("go").token_ids for start in outcome.turn_starts)
+
+
+def outcome(status: str = "achieved", *, prompt: int = 3, sampled: int = 2, env: int = 2, reward: float = 1.0):
+    """prompt ids 1.., then `sampled` policy tokens, `env` environment tokens, `sampled` policy tokens."""
+    mask = [True] * sampled + [False] * env + [True] * sampled
+    failed = status == "internal"
+    return RolloutOutcome(
+        status=status,
+        prompt_ids=list(range(1, prompt + 1)),
+        completion_ids=list(range(100, 100 + len(mask))),
+        logprobs=[-0.5 if m else 0.0 for m in mask],
+        versions=[7 if m else -1 for m in mask],
+        loss_mask=mask,
+        reward=None if failed else reward,
+        achieved=status == "achieved",
+        progress=1.0,
+        turns=(),
+        task_id="1",
+        group="warmup",
+        seed=0,
+    )
+
+
+def test_shifted_keys_sit_before_the_token_they_predict() -> None:
+    sample = outcomes_to_sample(["a"], [[outcome(), outcome(prompt=1, sampled=1, env=0)]])
+    assert sample.seqlens["packed_input_ids"] == [[9, 3]]
+    assert sample.seqlens["packed_logprobs"] == [[8, 2]]
+    mask, logprobs, versions = sample["loss_mask"], sample["packed_logprobs"], sample["packed_versions"]
+    shifted_mask = torch.cat([mask[1:9], mask[10:12]])
+    assert torch.equal(logprobs != 0, shifted_mask)
+    assert torch.equal(versions == 7, shifted_mask)
+    assert sample["packed_input_ids"].tolist() == [1, 2, 3, 100, 101, 102, 103, 104, 105, 1, 100, 101]
+    assert not bool((sample["prompt_mask"] & mask).any())
+    assert sample["prompt_mask"].sum() == 4
+
+
+def test_a_failed_rollout_trains_nothing_and_has_no_reward() -> None:
+    sample = outcomes_to_sample(["a"], [[outcome(), outcome("internal")]])
+    assert sample["outcome"].tolist() == [0, 3]
+    assert not bool(sample["loss_mask"][9:].any())
+    assert json.loads(sample.metadata["rewards"][0]) == [1.0, None]
+    assert json.loads(sample.metadata["achieved"][0]) == [True, None]
+
+
+def test_a_group_with_too_few_valid_rollouts_trains_nothing() -> None:
+    groups = [[outcome(), outcome("internal")], [outcome(), outcome()]]
+    sample = outcomes_to_sample(["a", "b"], groups, min_group_size=2)
+    assert sample["outcome"].tolist() == [2, 3, 0, 0]
+    assert sample["loss_mask"].reshape(4, 9).any(dim=1).tolist() == [False, False, True, True]
+
+
+def test_a_rollout_that_failed_before_its_prompt_keeps_its_place() -> None:
+    broken = outcome("internal", prompt=0, sampled=0, env=0)
+    sample = outcomes_to_sample(["a", "b"], [[broken, outcome()], [outcome(), broken]])
+    assert sample.seqlens["packed_input_ids"] == [[1, 9], [9, 1]]
+    assert sample.seqlens["packed_logprobs"] == [[0, 8], [8, 0]]
+
+
+@pytest.mark.parametrize(
+    ("status", "last_turn_cut", "cut"),
+    [
+        ("achieved", False, False),
+        ("achieved", True, False),
+        ("finished", True, False),
+        ("max_turns", False, False),
+        ("max_turns", True, True),
+        ("token_budget", False, True),
+    ],
+)
+def test_episodes_ended_by_a_limit_of_tokens_are_valid_and_marked(status: str, last_turn_cut: bool, cut: bool) -> None:
+    sample = outcomes_to_sample(["a"], [[replace(outcome(status), last_turn_cut=last_turn_cut)]])
+    assert sample["outcome"].tolist() == [0]
+    assert sample["seq_no_eos_mask"].tolist() == [cut]
+
+
+def played(status: str = "achieved", **more: object) -> RolloutOutcome:
+    """Two turns of two tokens, with two of the environment between, and a reward of each."""
+    return replace(outcome(status), turn_starts=[0, 4], turn_rewards=[0.25, 0.75], **more)
+
+
+def test_turns_are_numbered_where_the_policy_spoke() -> None:
+    """-1 on the prompt and the environment's tokens; what does not train has no turn, and one reward of 0."""
+    branch = replace(outcome(sampled=1, env=0), turn_starts=[0], turn_rewards=[0.5, 0.0, 1.0], first_turn=2)
+    groups = [[played(), played("internal")], [played(branches=(replace(branch, completion_ids=[1, 2]),))]]
+    sample = outcomes_to_sample(["a", "b"], groups, turns=True)
+    none = [-1] * 9
+    one = [-1, -1, -1, 0, 0, -1, -1, 1, 1]
+    assert sample["turn_ids"].tolist() == [*one, *none, *one, -1, -1, -1, 2, 2]
+    assert sample["rollout_index"].tolist() == [0, 1, 0, 0], "a branch has the number of its rollout"
+    assert sample.seqlens["turn_rewards"] == [[2, 1], [2, 3]]
+    assert sample["turn_rewards"].tolist() == [0.25, 0.75, 0.0, 0.25, 0.75, 0.5, 0.0, 1.0]
+    assert torch.equal(sample["turn_ids"] >= 0, sample["loss_mask"])
+    assert (sample["turn_ids"].dtype, sample["turn_rewards"].dtype) == (torch.int32, torch.float32)
+
+
+def test_turns_are_made_only_where_they_are_asked_for_and_change_nothing_else() -> None:
+    plain, more = (outcomes_to_sample(["a"], [[played(), played()]], turns=turns) for turns in (False, True))
+    assert more.keys - plain.keys == {"turn_ids", "turn_rewards"}
+    assert all(torch.equal(plain[key], more[key]) for key in plain.keys)
+
+
+def test_two_turns_without_a_token_between_them_stay_two() -> None:
+    row = replace(outcome(sampled=2, env=0), turn_starts=[0, 1, 3], turn_rewards=[1.0, 2.0, 3.0])
+    sample = outcomes_to_sample(["a"], [[row]], turns=True)
+    assert sample["turn_ids"].tolist() == [-1, -1, -1, 0, 1, 1, 2]

@@ -16,10 +16,9 @@ from realhf.api.chat_template import TemplateChat
 from realhf.api.model import GenOutput
 from realhf.rollout.episode import Limits
 from realhf.rollout.openai_requests import ApiError, ChatMessage, ChatRequest
-from realhf.rollout.openai_server import OpenAiServer
 from realhf.rollout.openai_sessions import Ending, Session, TokenLedger
 from tests.api.chat.templates import INSISTS, LLAMA3, QWEN25, SMOLLM2, tokenizer
-from tests.rollout.black_box import FakeTokens, chat, serving, spelt
+from tests.rollout.black_box import Endpoint, FakeTokens, chat, served, serving, spelt
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 LIMITS = Limits(max_total_tokens=4000, turn_tokens=200, max_turns=40)
@@ -49,27 +48,20 @@ def speaks(prompt: str) -> str:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def server() -> AsyncIterator[tuple[OpenAiServer, Any]]:
-    async with serving(LIMITS) as served:
-        http = openai.DefaultAsyncHttpxClient(trust_env=False, verify=False)
-        yield served, http
-        await http.aclose()
+async def server() -> AsyncIterator[Endpoint]:
+    async with serving(LIMITS) as up:
+        yield up
 
 
 @asynccontextmanager
-async def agent(server: tuple[OpenAiServer, Any], tokens: FakeTokens) -> AsyncIterator[tuple[Session, Any]]:
+async def agent(endpoint: Endpoint, tokens: FakeTokens) -> AsyncIterator[tuple[Session, Any]]:
     """A session of ``tokens``, and what asks it for completions."""
-    endpoint, http = server
-    session = endpoint.sessions.open(tokens, slot=3, seed=7)
-    client = openai.AsyncOpenAI(base_url=endpoint.base_url(session), api_key="x", max_retries=0, http_client=http)
+    async with served(endpoint, tokens) as (_, session, client):
 
-    async def ask(messages: list[Any], **more: Any) -> Any:
-        return await client.chat.completions.create(model="m", messages=messages, **{"tools": TOOLS, **more})
+        async def ask(messages: list[Any], **more: Any) -> Any:
+            return await client.chat.completions.create(model="m", messages=messages, **{"tools": TOOLS, **more})
 
-    try:
         yield session, ask
-    finally:
-        endpoint.sessions.close(session)
 
 
 def answers(message: Any) -> list[dict[str, Any]]:

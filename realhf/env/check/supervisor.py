@@ -134,8 +134,8 @@ class Supervisor:
                 self._silent_at = time.monotonic() + _EXIT_S
         self._hear(event)
 
-    def _add(self, *finding: str) -> None:
-        self._hear([FINDING, asdict(Finding(*finding))])
+    def _add(self, check: str, what: str, mend: str, where: str, task: str = "") -> None:
+        self._hear([FINDING, asdict(Finding(check, what, mend, where, task))])
 
     def _judge_end(self, status: int, dump: Path) -> None:
         """The child has ended: was it time?"""
