@@ -32,7 +32,7 @@ from realhf.rollout.group_player import GroupPlayer, TokenTexts, failure_policy
 from realhf.rollout.player import Player, make_agent
 from realhf.rollout.rollout_loop import RolloutLoop, SampleEncoder
 from realhf.transport.network import LOOPBACK, Network
-from realhf.transport.push_stream import open_stream
+from realhf.transport.push_stream import StreamProducer
 from realhf.transport.roster import WorkerInfo
 from realhf.transport.rpc_worker import RpcWorker
 from realhf.transport.service import ServiceClient
@@ -114,8 +114,8 @@ class RolloutWorker:
         async with AsyncExitStack() as stack:
             client = ServiceClient(control, "the master", self._incarnation, self._run_id, self._network)
             stack.callback(client.close)
-            producer = open_stream(streams, self._incarnation, self._run_id, self._network)
-            stack.push_async_callback(producer.close)
+            producer = StreamProducer(streams, self._incarnation, self._run_id, network=self._network)
+            stack.callback(producer.close)
             self._generation = GenerationClient(
                 self._incarnation,
                 self._run_id,

@@ -12,7 +12,6 @@ import collections
 import logging
 import math
 import threading
-import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +33,6 @@ from realhf.api.calls import (
     PayloadRef,
     PruneStreamRequest,
     RestoreStreamAnswer,
-    RestoreStreamRequest,
     checked_answers,
     rank_of,
 )
@@ -80,9 +78,10 @@ class _Item:
 
 class StreamDataset:
     """Receives samples for one model worker, ``rank`` among those that train together. ``notify`` is called on a thread
-    of this object, in the order in which payloads are logged, one call at a time.
+    of this object, in the order in which payloads are logged, one call at a time. ``counts``: samples ``accepted``,
+    ``duplicate``, ``refused`` and ``malformed``, and ``notify_retries``.
 
-    Raises StreamFailed (from every method but ``close`` and ``stats``) when a thread has failed.
+    Raises StreamFailed (from every method but ``close``) when a thread has failed.
     """
 
     def __init__(
@@ -108,8 +107,7 @@ class StreamDataset:
         self._log_lock = threading.Lock()
         self._closing = threading.Event()
         self._failure: BaseException | None = None
-        self._counts: collections.Counter[str] = collections.Counter()
-        self._seconds = {"log_s": 0.0, "notify_s": 0.0}
+        self.counts: collections.Counter[str] = collections.Counter()
         store.on_clear(self._forget)
         self._receiver = StreamReceiver(run_id, self._deliver, credits=credits, bind=bind, network=network)
         self.endpoint = self._receiver.endpoint
@@ -145,21 +143,6 @@ class StreamDataset:
             ) from self._failure
         self._receiver.check()
 
-    def stats(self) -> dict[str, float]:
-        """Return counters since the start: samples ``accepted``, ``duplicate``, ``refused``, ``malformed``; ``bytes``
-        logged; ``log_s`` and ``notify_s`` spent waiting for the disk and the master; messages ``dropped`` (not of the
-        stream) and ``repeated`` (sent again without need); and what is there now: ``waiting`` (received, not answered),
-        ``held`` (in the store)."""
-        names = ("accepted", "duplicate", "refused", "malformed", "bytes", "notify_retries")
-        return {
-            **{name: float(self._counts[name]) for name in names},
-            **self._seconds,
-            "dropped": float(self._receiver.dropped_messages),
-            "repeated": float(self._receiver.repeated_messages),
-            "waiting": float(self._counts["received"] - self._counts["acked"]),
-            "held": float(len(self._held)),
-        }
-
     def close(self) -> None:
         """Stop the threads. Samples without an answer from the master stay with their producers; the store is left as
         it is."""
@@ -177,7 +160,6 @@ class StreamDataset:
 
     def _deliver(self, messages: list[StreamMessage]) -> None:
         """Queue received messages; runs on the receiver's thread."""
-        self._counts["received"] += len(messages)
         with self._filled:
             self._queue.extend(messages)
             self._filled.notify()
@@ -207,7 +189,7 @@ class StreamDataset:
 
     def _round(self, messages: list[StreamMessage]) -> None:
         fresh = [message for message in messages if not self._is_safe(message.id, message.attempt)]
-        self._counts["duplicate"] += len(messages) - len(fresh)
+        self.counts["duplicate"] += len(messages) - len(fresh)
         items = self._logged([(message, *self._read(message)) for message in fresh])
         for item in items:
             item.stored = item.sample is not None and self._put(item.arrival, item.sample, safe=False)
@@ -216,7 +198,6 @@ class StreamDataset:
             return
         for item, answer in zip(items, answers, strict=True):
             self._settle(item, answer)
-        self._counts["acked"] += len(messages)
         self._receiver.ack(messages)
 
     # ---- one sample
@@ -229,14 +210,11 @@ class StreamDataset:
             return None, str(error)
 
     def _logged(self, read: list[tuple[StreamMessage, SequenceSample | None, str]]) -> list[_Item]:
-        began = time.monotonic()
         with self._log_lock:
             refs = iter(self._log.append([message.frames for message, sample, _ in read if sample is not None]))
-        self._seconds["log_s"] += time.monotonic() - began
         items: list[_Item] = []
         for message, sample, error in read:
             ref, meta = ([], []) if sample is None else (next(refs), _meta(sample))
-            self._counts["bytes"] += ref[2] if ref else 0
             items.append(_Item(Arrival(message.id, message.attempt, message.producer, ref, meta, error), sample))
         return items
 
@@ -272,18 +250,17 @@ class StreamDataset:
         """Ask the master for its answers; returns None when this object was closed before there were any."""
         if not arrivals:
             return []
-        began, wait = time.monotonic(), RETRY_S[0]
+        wait = RETRY_S[0]
         while True:
             try:
                 answers = checked_answers(arrivals, self._notify(arrivals))
                 break
             except (TransportError, OSError) as error:
-                self._counts["notify_retries"] += 1
+                self.counts["notify_retries"] += 1
                 _log.warning("the master did not take %d arrivals, again in %.1f s: %s", len(arrivals), wait, error)
                 if self._closing.wait(wait):
                     return None
                 wait = min(2 * wait, RETRY_S[1])
-        self._seconds["notify_s"] += time.monotonic() - began
         if wait > RETRY_S[0]:
             # The master may have accepted what was reported to it before, and only its answer was lost.
             answers = [ACCEPTED if answer == DUPLICATE else answer for answer in answers]
@@ -292,7 +269,7 @@ class StreamDataset:
     def _settle(self, item: _Item, answer: str) -> None:
         """Keep what was accepted and forget the rest."""
         arrival, sample = item.arrival, item.sample
-        self._counts["malformed" if sample is None else answer] += 1
+        self.counts["malformed" if sample is None else answer] += 1
         if sample is None:
             return
         if answer == ACCEPTED and item.stored:
@@ -336,7 +313,7 @@ NOTIFY_TIMEOUT_S = 60.0
 
 
 class StreamHost:
-    """Owns the worker's ``StreamDataset``: ``open`` makes it, the other calls are passed on to it."""
+    """Owns the worker's ``StreamDataset``: ``open`` makes it, the other handlers pass calls on to it."""
 
     def __init__(self, run_id: str, worker: str, folder: Path, store: TensorStore, network: Network = LOOPBACK) -> None:
         self._network = network
@@ -349,9 +326,9 @@ class StreamHost:
         return dict(
             [
                 STREAM_OPEN.served_by(self.open),
-                STREAM_RESTORE.served_by(self.restore),
-                STREAM_PRUNE.served_by(self.prune),
-                STREAM_CHECK.served_by(self.check),
+                STREAM_RESTORE.served_by(lambda asked: RestoreStreamAnswer(self._opened().restore(asked.items))),
+                STREAM_PRUNE.served_by(self._prune),
+                STREAM_CHECK.served_by(self._check),
             ]
         )
 
@@ -379,27 +356,20 @@ class StreamHost:
             )
         return OpenStreamAnswer(self._dataset.endpoint)
 
-    def restore(self, request: RestoreStreamRequest) -> RestoreStreamAnswer:
-        """Put what was logged before back into the store, and return its arrivals."""
-        return RestoreStreamAnswer(self._opened().restore(request.items))
-
-    def prune(self, request: PruneStreamRequest) -> Nothing:
-        """Delete what no recovery needs any more."""
-        self._opened().prune(request.alive, request.newest, request.ranks)
-        return Nothing()
-
-    def check(self, request: Nothing) -> Nothing:
-        """Raise StreamFailed when nothing can arrive any more."""
-        del request
-        self._opened().check()
-        return Nothing()
-
     def close(self) -> None:
         """Close the connection to the master and the dataset, if ``open`` made them."""
         if self._master is not None:
             self._master.close()
         if self._dataset is not None:
             self._dataset.close()
+
+    def _prune(self, request: PruneStreamRequest) -> Nothing:
+        self._opened().prune(request.alive, request.newest, request.ranks)
+        return Nothing()
+
+    def _check(self, request: Nothing) -> Nothing:
+        self._opened().check()
+        return request
 
     def _opened(self) -> StreamDataset:
         if self._dataset is None:

@@ -15,7 +15,7 @@ import msgpack
 
 from realhf.transport.errors import OtherProtocol, ProtocolError
 
-PROTOCOL = 2
+PROTOCOL = 3
 MAX_HEADER_BYTES = 1 << 20
 MAX_PAYLOAD_BYTES = 64 << 20
 MAX_DEPTH = 16

@@ -21,7 +21,7 @@ from realhf.transport import envelope
 from realhf.transport.envelope import pack_header, pack_payload, unpack_payload
 from realhf.transport.errors import PeerLost, ProtocolError, RpcTimeout, TransportError
 from realhf.transport.network import LOOPBACK, Network
-from realhf.transport.sockets import Listener, LoopDealer, LoopListener, new_event_loop
+from realhf.transport.sockets import Frame, Listener, LoopDealer, LoopListener, new_event_loop
 
 
 class Request:
@@ -41,13 +41,18 @@ class Request:
         self._answer("error", {"type": type(error).__name__, "message": str(error)[:10_000]})
 
 
-class _Requests:
-    """Reads requests of run ``run_id`` for ``handle``, and sends the answers by ``send``."""
+class Requests:
+    """Reads requests of run ``run_id`` for ``handle``, their payload by ``unpack``; sends the answers by ``send``."""
 
     def __init__(
-        self, run_id: str, handle: Callable[[Request], None], send: Callable[[bytes, bytes, bytes], None]
+        self,
+        run_id: str,
+        handle: Callable[[Request], None],
+        send: Callable[[bytes, bytes, bytes], None],
+        *,
+        unpack: Callable[[list[Any]], Any] = unpack_payload,
     ) -> None:
-        self._run_id, self._handle, self._send = run_id, handle, send
+        self._run_id, self._handle, self._send, self._unpack = run_id, handle, send, unpack
 
     def take(self, identity: bytes, header: dict[str, Any], payload: list[Any]) -> None:
         """Hand on a request; what ``handle`` raises goes to the client. Raises ProtocolError for what is none."""
@@ -65,7 +70,7 @@ class _Requests:
             answer("error", {"type": "ProtocolError", "message": text})
             return
         client, method = envelope.field(header, "client", str), envelope.field(header, "method", str)
-        request = Request(answer, client, method, unpack_payload(payload))
+        request = Request(answer, client, method, self._unpack(payload))
         try:
             self._handle(request)
         except Exception as error:
@@ -85,7 +90,7 @@ class ServiceServer(Listener):
         bind: str = "",
         network: Network = LOOPBACK,
     ) -> None:
-        requests = _Requests(run_id, handle, self.send)
+        requests = Requests(run_id, handle, self.send)
         super().__init__(name, network.context(), lambda socket: network.listen(socket, bind), requests.take)
         self.start()
 
@@ -102,7 +107,7 @@ class LoopServiceServer(LoopListener):
         bind: str = "",
         network: Network = LOOPBACK,
     ) -> None:
-        requests = _Requests(run_id, handle, self.send)
+        requests = Requests(run_id, handle, self.send)
         super().__init__(name, network.context(), lambda socket: network.listen(socket, bind), requests.take)
 
 
@@ -125,35 +130,62 @@ class ServiceClient:
     ``peer`` names the server in messages, ``client`` names this process to the server. When the server dies, its
     requests fail at once with PeerLost, and so do later ones: make a new client for its successor. The same holds for
     a server that refuses the keys of ``network``, or on another host is not reached within ``REACHED_WITHIN_S``.
+    A ``lasting`` client connects again, and sends what is not answered again: a server may get a request twice.
     """
 
-    def __init__(self, endpoint: str, peer: str, client: str, run_id: str, network: Network = LOOPBACK) -> None:
+    def __init__(
+        self,
+        endpoint: str,
+        peer: str,
+        client: str,
+        run_id: str,
+        network: Network = LOOPBACK,
+        *,
+        lasting: bool = False,
+    ) -> None:
         self.endpoint, self._peer, self._client, self._run_id = endpoint, peer, client, run_id
-        self._waiting: dict[int, asyncio.Future[Any]] = {}
+        self._waiting: dict[int, tuple[asyncio.Future[Any], tuple[Frame, ...]]] = {}
         self._numbers = itertools.count(1)
         self.lost = False
         self._why = ""
-        self._dealer = LoopDealer(endpoint, network, self._answer, self._lose)
+        self._lasting = lasting
+        self._dealer = LoopDealer(
+            endpoint, network, self._answer, self._lose, connected=self._send_again if lasting else None
+        )
+
+    def begin(self, method: str, *frames: Frame) -> asyncio.Future[Any]:
+        """Send a request whose payload are these frames, which must not change before its answer. The future has the
+        answer, or fails with ServiceError or PeerLost. Raises PeerLost."""
+        if self.lost or self._dealer.closed:
+            raise PeerLost(f"{self._peer} at {self.endpoint} {self._why or 'is gone'}")
+        number = next(self._numbers)
+        header = pack_header("request", self._run_id, b"", id=number, method=method, client=self._client)
+        self._send(header, *frames)
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        future.add_done_callback(lambda _: self._waiting.pop(number))
+        self._waiting[number] = future, (header, *frames)
+        return future
+
+    def _send(self, *frames: Frame) -> None:
+        try:
+            self._dealer.send(*frames, copy=not self._lasting)
+        except zmq.Again:
+            if not self._lasting:  # else the next connection takes it
+                raise PeerLost(f"{self._peer} at {self.endpoint} takes no more requests") from None
+
+    def _send_again(self) -> None:
+        for future, frames in self._waiting.values():
+            if not future.done():
+                self._send(*frames)
 
     async def request(self, method: str, payload: Any, *, timeout_s: float) -> Any:
         """Send a request and return the answer. Raises ServiceError with the server's own text, PeerLost or
         RpcTimeout."""
-        if self.lost or self._dealer.closed:
-            raise PeerLost(f"{self._peer} at {self.endpoint} {self._why or 'is gone'}")
-        number = next(self._numbers)
-        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._waiting[number] = future
-        header = pack_header("request", self._run_id, b"", id=number, method=method, client=self._client)
         try:
-            self._dealer.send(header, pack_payload(payload))
             async with asyncio.timeout(timeout_s):
-                return await future
-        except zmq.Again:
-            raise PeerLost(f"{self._peer} at {self.endpoint} takes no more requests") from None
+                return await self.begin(method, pack_payload(payload))
         except TimeoutError:
             raise RpcTimeout(f"{self._peer} did not answer {method} within {timeout_s:g} s") from None
-        finally:
-            self._waiting.pop(number, None)
 
     async def ask(self, call: Call[Q, A], request: Q, *, timeout_s: float) -> A:
         """``request`` with a typed message and answer; raises MessageError for an answer of another form."""
@@ -167,7 +199,7 @@ class ServiceClient:
             self._dealer.close()
 
     def _answer(self, header: dict[str, Any], payload: list[bytes]) -> None:
-        future = self._waiting.get(envelope.field(header, "id", int))
+        future, _ = self._waiting.get(envelope.field(header, "id", int), (None, ()))
         if future is None or future.done():
             return
         value = unpack_payload(payload)
@@ -182,7 +214,7 @@ class ServiceClient:
         self._fail_all(reason)
 
     def _fail_all(self, reason: str) -> None:
-        for future in self._waiting.values():
+        for future, _ in self._waiting.values():
             if not future.done():
                 future.set_exception(PeerLost(f"{self._peer} at {self.endpoint} {reason}"))
 

@@ -52,14 +52,14 @@ def refusal(event: int, value: int) -> str:
 class HandshakeWatch:
     """Follows a socket that is about to connect. Use it on the thread of the socket, and close it before that.
     ``ends``: take note of the end of a connection, too. A listener listens before anyone learns its endpoint, so a
-    connection that is refused means a dead one as well."""
+    connection that is refused means a dead one as well. ``greeted`` counts the handshakes that succeeded."""
 
     def __init__(self, socket: zmq.Socket[Any], *, ends: bool = False) -> None:
         self._socket = socket
         self._hung_up = 0
         self.monitor = socket.get_monitor_socket(_EVENTS | (_ENDS if ends else 0))
         self.reached = self.ended = False
-        self.greeted = False
+        self.greeted = 0
         self.why = ""
 
     @property
@@ -75,7 +75,7 @@ class HandshakeWatch:
             self.reached = True
             self.ended = self.ended or bool(event & _ENDS)
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self.greeted, self.why, self._hung_up = True, "", 0
+                self.greeted, self.why, self._hung_up = self.greeted + 1, "", 0
             elif why := refusal(event, value):
                 self.why = why
                 self._hung_up += event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -409,13 +409,29 @@ class Listener(_Router):
                 _log.warning("%s could not send message %d: %s", self._name, self._unsent, error)
 
 
+_LASTING = (
+    (zmq.RECONNECT_IVL, 20),
+    (zmq.RECONNECT_IVL_MAX, 500),
+    # What waited for a connection would come twice, since whoever sent it is told of the connection.
+    (zmq.IMMEDIATE, 1),
+    # What is not sent although there is a connection would never be.
+    (zmq.SNDHWM, 0),
+    # The end of a connection on which nothing is said shows, too.
+    (zmq.TCP_KEEPALIVE, 1),
+    (zmq.TCP_KEEPALIVE_IDLE, 10),
+    (zmq.TCP_KEEPALIVE_INTVL, 5),
+    (zmq.TCP_KEEPALIVE_CNT, 4),
+)
+"""How the socket of a connection is set that is made anew when it ends."""
+
+
 class LoopDealer:
     """Connects to one listener of the run; belongs to the running event loop.
 
     ``take(header, frames)`` gets what arrives, ``lost(reason)`` is called when the listener refuses the keys of
-    ``network`` or, on another host, is not reached within ``REACHED_WITHIN_S``; unless ``lasting`` also when the
-    connection ends, and it is over then. A lasting one is made anew, and what was sent meanwhile waits for that.
-    Raises NetworkError for an endpoint to which nothing may connect.
+    ``network`` or, on another host, is not reached within ``REACHED_WITHIN_S``; without ``connected`` also when the
+    connection ends, and it is over then. With it, a connection that ends is made anew, ``connected()`` is called for
+    each, and what was sent before may be lost. Raises NetworkError for an endpoint to which nothing may connect.
     """
 
     def __init__(
@@ -425,18 +441,15 @@ class LoopDealer:
         take: Callable[[dict[str, Any], list[bytes]], None],
         lost: Callable[[str], None],
         *,
-        lasting: bool = False,
-        most_bytes: int = MAX_PAYLOAD_BYTES,
-        ahead: int = HIGH_WATER_MARK,
+        connected: Callable[[], None] | None = None,
     ) -> None:
-        self._take, self._lost = take, lost
+        self._take, self._lost, self._connected = take, lost, connected
         self._loop = asyncio.get_running_loop()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
-        self._socket = dealer(self._context, most_bytes=most_bytes, ahead=ahead)
-        if lasting:
-            self._socket.setsockopt(zmq.RECONNECT_IVL, 20)
-            self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
-        self._watch = HandshakeWatch(self._socket, ends=not lasting)
+        self._socket = dealer(self._context)
+        for option, value in _LASTING if connected else ():
+            self._socket.setsockopt(option, value)
+        self._watch = HandshakeWatch(self._socket, ends=connected is None)
         self.closed = False
         self.dropped_messages = 0
         try:
@@ -452,8 +465,8 @@ class LoopDealer:
         self._loop.call_soon(self.drain)
 
     def send(self, *frames: Frame, copy: bool = True) -> None:
-        """Send now, without waiting. Raises zmq.Again where too much waits already. Without ``copy`` buffers must not
-        change until they have left."""
+        """Send now, without waiting. Raises zmq.Again where too much waits already, and with ``connected`` where there
+        is no connection at the moment. Without ``copy`` buffers must not change until they have left."""
         self._socket.send_multipart(frames, zmq.NOBLOCK, copy=copy)
         if _waits(self._socket):
             self._loop.call_soon(self.drain)
@@ -477,31 +490,25 @@ class LoopDealer:
 
     def close(self) -> None:
         """Close the connection and forget what has not left."""
-        if self._close():
-            self._socket.close(0)
-            self._context.term()
-
-    async def finish(self) -> None:
-        """Close the connection; what was sent before has ``LINGER_MS`` to leave."""
-        if self._close():
-            self._socket.close(LINGER_MS)
-            await asyncio.to_thread(self._context.term)
-
-    def _close(self) -> bool:
         if self.closed:
-            return False
+            return
         self.closed = True
         if self._deadline is not None:
             self._deadline.cancel()
         self._loop.remove_reader(self._socket.FD)
         self._loop.remove_reader(self._watch.monitor.FD)
         self._watch.close()
-        return True
+        self._socket.close(0)
+        self._context.term()
 
     def _look(self) -> None:
         if self.closed:
             return
+        greeted = self._watch.greeted
         self._watch.look()
+        if self._connected is not None and self._watch.greeted > greeted:
+            _waits(self._socket)  # the socket takes note of the connection, which sending alone does now and then only
+            self._connected()
         if self._watch.refused or self._watch.ended:
             self.drain()  # an answer that came before the end counts
             self._lost(self._watch.why or "closed the connection")

@@ -99,7 +99,7 @@ class Bench:
         return decode_sample(PayloadLog(self.folder).read(ref))
 
     def producer(self, name="w0"):
-        self.producers.append(StreamProducer(self.dataset.endpoint, name, "run", probe_s=0.1))
+        self.producers.append(StreamProducer([self.dataset.endpoint], name, "run"))
         return self.producers[-1]
 
     async def push(self, *samples, attempt=0):
@@ -118,7 +118,7 @@ async def bench(tmp_path):
     yield made
     made.master.may_answer.set()
     for producer in made.producers:
-        await producer.close()
+        producer.close()
     made.dataset.close()
 
 
@@ -132,10 +132,9 @@ async def test_a_sample_is_logged_stored_told_and_acked(bench):
         assert all(torch.equal(bench.get(sample.ids[0])[key], sample[key]) for key in sample.keys)
         assert decode_sample(arrival.meta) == sample.meta()
         assert bench.logged(arrival.ref) == sample
-    stats = bench.dataset.stats()
-    assert (stats["accepted"], stats["waiting"], stats["held"]) == (6, 0, 6)
+    assert bench.dataset.counts == {"accepted": 6} and len(bench.dataset._held) == 6
     bench.store.clear()
-    assert bench.dataset.stats()["held"] == 0
+    assert not bench.dataset._held
 
 
 async def test_restore_brings_back_what_was_accepted(bench):
@@ -149,7 +148,7 @@ async def test_restore_brings_back_what_was_accepted(bench):
     assert all(torch.equal(bench.get(s.ids[0])[key], s[key]) for s in samples for key in s.keys)
     await bench.push(samples[0])
     assert len(bench.master.arrivals) == 3, "known already: the master is not asked again"
-    assert bench.dataset.stats()["duplicate"] == 1
+    assert bench.dataset.counts["duplicate"] == 1
 
 
 async def test_malformed_samples_are_told_and_acked(bench):
@@ -182,14 +181,14 @@ async def test_malformed_samples_are_told_and_acked(bench):
     assert "[4, 4] do not fit" in told["rule"].error and "u8" in told["dtype"].error
     assert "'another'" in told["ids"].error and "loss_mask" in told["keys"].error
     assert all(not a.ref and not a.meta for id, a in told.items() if id != "good")
-    assert bench.dataset.stats()["malformed"] == len(bad)
+    assert bench.dataset.counts["malformed"] == len(bad)
     assert len(bench.store) == 1
 
 
 async def test_refused_attempts_leave_no_tensors(bench):
     bench.master.answers[("s", 0)] = REFUSED
     await bench.push(group("s", seed=1), attempt=0)
-    assert len(bench.store) == 0 and bench.dataset.stats()["refused"] == 1
+    assert len(bench.store) == 0 and bench.dataset.counts["refused"] == 1
     await bench.push(group("s", seed=2), attempt=1)
     bench.master.answers[("s", 2)] = REFUSED
     await bench.push(group("s", seed=3), attempt=2)
@@ -203,7 +202,7 @@ async def test_what_calls_computed_of_a_sample_stays_when_it_came_here_for_nothi
     bench.master.answers[("s", 0)] = REFUSED
     await bench.push(group("s"))
     assert torch.equal(bench.store.get(["s"], ["packed_ref_logprobs"])["packed_ref_logprobs"], torch.ones(6))
-    assert not bench.store.has("s", "packed_input_ids") and bench.dataset.stats()["held"] == 0
+    assert not bench.store.has("s", "packed_input_ids") and not bench.dataset._held
 
 
 async def test_trouble_with_the_master_is_tried_again(bench):
@@ -211,7 +210,7 @@ async def test_trouble_with_the_master_is_tried_again(bench):
     await bench.push(group("s"))
     assert len(bench.master.arrivals) == 3
     assert len(bench.store) == 1, "accepted the first time, though that answer was lost"
-    assert bench.dataset.stats()["notify_retries"] == 2
+    assert bench.dataset.counts["notify_retries"] == 2
 
 
 async def test_an_unexpected_error_surfaces(bench):
@@ -243,7 +242,7 @@ async def test_the_first_rank_prunes_what_ranks_left_that_are_no_more(bench):
     assert bench.dataset.prune([old[1]], newest=ref, ranks=2) == []
     kept, *gone = bench.dataset.restore([("old1", 0, old[1]), ("old0", 0, old[0]), ("old2", 0, old[2])])
     assert (kept.error, kept.ref) == ("", old[1]) and all("cannot be read" in arrival.error for arrival in gone)
-    assert bench.dataset.stats()["held"] == 2
+    assert len(bench.dataset._held) == 2
 
 
 async def test_a_restored_sample_stays_when_its_arrival_turns_out_a_duplicate(bench):
@@ -255,12 +254,12 @@ async def test_a_restored_sample_stays_when_its_arrival_turns_out_a_duplicate(be
     producer = bench.producer()
     await producer.push("s", 0, encode_sample(group("s", seed=1)), timeout_s=60)
     async with asyncio.timeout(60):
-        while not bench.dataset.stats()["held"]:
+        while not bench.dataset._held:
             await asyncio.sleep(0.005)
     assert [a.error for a in bench.dataset.restore([("s", 0, arrival.ref)])] == [""]
     bench.master.may_answer.set()
     assert await producer.drain(60)
-    assert bench.dataset.stats()["duplicate"] == 1
+    assert bench.dataset.counts["duplicate"] == 1
     assert torch.equal(bench.get("s")["rewards"], group("s", seed=1)["rewards"])
 
 
@@ -281,7 +280,7 @@ async def test_close_does_not_wait_for_a_master_that_is_gone(bench):
     producer = bench.producer()
     await producer.push("s", 0, encode_sample(group("s")), timeout_s=60)
     async with asyncio.timeout(60):
-        while not bench.dataset.stats()["notify_retries"]:
+        while not bench.dataset.counts["notify_retries"]:
             await asyncio.sleep(0.005)
     await asyncio.to_thread(bench.dataset.close)
     assert producer.unacked == 1

@@ -107,7 +107,7 @@ class Life:
         self.rollouts = await AsyncRollouts.open(plan, caller, CountingSource(10**6))
         self.control = self.rollouts.control
         self.control.worker_joined(PLAYER)
-        producers = [StreamProducer(where, "w", "run", probe_s=0.05) for where in self.rollouts._streams]
+        producers = [StreamProducer([where], "w", "run") for where in self.rollouts._streams]
         try:
             done = await self._play(producers)
             if done:
@@ -115,7 +115,7 @@ class Life:
             return done
         finally:
             for producer in producers:
-                await producer.close()
+                producer.close()
             await self.ranks.close()
             await self.rollouts.close()
 

@@ -91,8 +91,8 @@ async def test_a_service_refuses_the_key_of_a_stranger():
 async def test_the_stream_takes_samples_of_its_run_only():
     arrived = []
     receiver = StreamReceiver("run", arrived.extend, credits=4, network=OURS)
-    ours = StreamProducer(receiver.endpoint, "w0", "run", network=OURS)
-    stranger = StreamProducer(receiver.endpoint, "w1", "run", network=Network(keys=OTHERS))
+    ours = StreamProducer([receiver.endpoint], "w0", "run", network=OURS)
+    stranger = StreamProducer([receiver.endpoint], "w1", "run", network=Network(keys=OTHERS))
     try:
         await ours.push("a", 0, [b"frame"], timeout_s=DEADLINE_S)
         with pytest.raises(StreamFailed, match=f"the stream receiver at {receiver.endpoint} .*key"):
@@ -104,8 +104,8 @@ async def test_the_stream_takes_samples_of_its_run_only():
         receiver.ack(arrived)
         assert await ours.drain(DEADLINE_S)
     finally:
-        await ours.close()
-        await stranger.close()
+        ours.close()
+        stranger.close()
         receiver.close()
 
 

@@ -15,7 +15,7 @@ import msgpack
 import pytest
 import zmq
 
-from realhf.transport.envelope import MAX_PAYLOAD_BYTES, pack_header
+from realhf.transport.envelope import MAX_PAYLOAD_BYTES, PROTOCOL, pack_header
 from realhf.transport.errors import MasterLost, ProtocolError, RemoteError, RpcError, RpcTimeout, WorkerDied
 from realhf.transport.rpc_master import RpcMaster
 from realhf.transport.rpc_worker import RpcWorker
@@ -360,7 +360,7 @@ async def test_garbage_and_stale_messages_are_dropped(cluster):
             [b""],
             [b"\xc1\xff"],
             [msgpack.packb({"v": 99})],
-            [msgpack.packb({"v": 2, "kind": "reply", "run": "run", "session": "no"})],
+            [msgpack.packb({"v": PROTOCOL, "kind": "reply", "run": "run", "session": "no"})],
             [pack_header("reply", "run", b"old", id=b"x" * 16), b"\x01"],
             [pack_header("hello", "run", b"new", info={"name": 1})],
             [pack_header("feast", "run", b"new")],

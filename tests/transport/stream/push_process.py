@@ -9,7 +9,7 @@ from realhf.transport.push_stream import StreamProducer
 
 
 async def main(endpoint: str, first: int, count: int) -> None:
-    producer = StreamProducer(endpoint, "w0", "run", probe_s=0.05)
+    producer = StreamProducer([endpoint], "w0", "run")
     for number in range(first, first + count):
         await producer.push(f"s{number}", 0, [b"%d" % number, bytes(1000)], timeout_s=60)
         print(number, flush=True)
