@@ -3,17 +3,16 @@
 It holds metadata only and lives in one event loop. Every change of state is synchronous; only waiting is
 asynchronous, so there are no locks on the state and a cancelled waiter leaves nothing half done. Vocabulary: a
 *lease* is one call's claim on a batch; a step batch is the sample set of one step; *birth* is the order of admission.
-Handling k of R resident samples costs O(k log R).
+Handling k samples costs O(k); where some become ready out of order, sorting those of the call.
 """
 
 from __future__ import annotations
 
 import asyncio
-import heapq
 import time
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
@@ -48,12 +47,15 @@ class EndOfData(Exception):
 @dataclass(eq=False, slots=True)
 class Sample:
     """One resident sample. ``keys`` says in which batch a key came in, and in which row of it, so that lengths need no
-    copy; ``state`` says of a call whose inputs are all there how far it is with the sample."""
+    copy, and ``bits`` which keys there are; ``state`` says of a call whose inputs are all there how far it is with the
+    sample, and ``left`` how many calls have not done it."""
 
     id: str
     birth: int
     step_batch: int
     put_at: float
+    left: int
+    bits: int = 0
     keys: dict[str, tuple[SequenceSample, int]] = field(default_factory=dict)
     metadata: dict[str, Any] = field(default_factory=dict)
     state: dict[str, Literal["ready", "leased", "done"]] = field(default_factory=dict)
@@ -68,7 +70,7 @@ class BatchLease:
     samples: list[Sample] = field(repr=False)
     metadata: dict[str, list[Any]] = field(repr=False)
 
-    @property
+    @cached_property
     def ids(self) -> tuple[str, ...]:
         """The ids of the samples."""
         return tuple(sample.id for sample in self.samples)
@@ -81,17 +83,17 @@ class BatchLease:
         dtypes: dict[str, str] = {}
         trailing: dict[str, tuple[int, ...]] = {}
         for key in self.inputs:
-            places = [sample.keys[key] for sample in self.samples]
-            batches = list({id(batch): batch for batch, _ in places}.values())
+            parts, rows = zip(*[sample.keys[key] for sample in self.samples], strict=True)
+            batches = list(dict(zip(map(id, parts), parts, strict=True)).values())
             kinds = {(batch.dtypes[key], batch.trailing_shapes[key]) for batch in batches}
             if len(kinds) != 1:
                 raise ValueError(f"key {key!r} has several dtypes or shapes in one batch: {sorted(kinds)}")
             ((dtypes[key], trailing[key]),) = kinds
             if len(batches) == 1:
-                lengths[key] = batches[0].lengths(key).take(np.array([row for _, row in places]))
+                lengths[key] = batches[0].lengths(key).take(np.array(rows))
             else:
                 nested = {id(batch): batch.lengths(key).nested() for batch in batches}
-                lengths[key] = Lengths.of([nested[id(batch)][row] for batch, row in places])
+                lengths[key] = Lengths.of([nested[id(batch)][row] for batch, row in zip(parts, rows, strict=True)])
         return SequenceSample.from_lengths(self.ids, lengths, dtypes, trailing, None, self.metadata)
 
 
@@ -105,13 +107,14 @@ class Retired:
 
 @dataclass(eq=False)
 class CallState:
-    """The buffer's state for one model function call. By step batch: ``queues``, heaps of (birth, id) of the samples
-    that it may take, and ``not_issued``, how many it has neither leased nor done, ready or not."""
+    """The buffer's state for one model function call. ``bits``: of its inputs. By step batch: ``queues``, the samples
+    that it may take, by birth, and ``not_issued``, how many it has neither leased nor done, ready or not."""
 
     name: str
     n_seqs: int
     inputs: tuple[str, ...]
-    queues: defaultdict[int, list[tuple[int, str]]] = field(default_factory=lambda: defaultdict(list))
+    bits: int
+    queues: defaultdict[int, deque[Sample]] = field(default_factory=lambda: defaultdict(deque))
     not_issued: Counter[int] = field(default_factory=Counter)
     waiters: deque[tuple[int, asyncio.Future[BatchLease]]] = field(default_factory=deque)
     leased: int = 0
@@ -134,7 +137,12 @@ class AsyncIOSequenceBuffer:
         self.max_size = max_size
         self._on_retire = on_retire
         self.samples: dict[str, Sample] = {}
-        self.calls = {mfc.name: CallState(mfc.name, mfc.n_seqs, tuple(graph.inputs(mfc.name))) for mfc in graph.mfcs}
+        self._bits: dict[str, int] = {}
+        inputs = {mfc.name: tuple(graph.inputs(mfc.name)) for mfc in graph.mfcs}
+        self.calls = {
+            mfc.name: CallState(mfc.name, mfc.n_seqs, inputs[mfc.name], self._bits_of(inputs[mfc.name]))
+            for mfc in graph.mfcs
+        }
         self.leases: set[BatchLease] = set()
         self.closed: str | None = None
         self.failure: BaseException | None = None
@@ -190,7 +198,9 @@ class AsyncIOSequenceBuffer:
 
     def _insert(self, meta: SequenceSample, step_batch: int) -> None:
         now, first = time.monotonic(), self.put_total
-        samples = [Sample(sample_id, first + i, step_batch, now) for i, sample_id in enumerate(meta.ids)]
+        samples = [
+            Sample(sample_id, first + i, step_batch, now, len(self.calls)) for i, sample_id in enumerate(meta.ids)
+        ]
         self.put_total += len(samples)
         self.samples.update((sample.id, sample) for sample in samples)
         for call in self.calls.values():
@@ -199,22 +209,36 @@ class AsyncIOSequenceBuffer:
 
     def _add_keys(self, samples: Sequence[Sample], meta: SequenceSample, readers: Iterable[str]) -> None:
         """Note what ``meta`` says about the samples, and serve those calls that may run now."""
-        keys, columns = meta.keys, meta.metadata.items()
+        keys, bits, columns = meta.keys, self._bits_of(meta.keys), meta.metadata.items()
         for row, sample in enumerate(samples):
-            sample.keys.update(dict.fromkeys(keys, (meta, row)))
+            place = meta, row
+            for key in keys:
+                sample.keys[key] = place
+            sample.bits |= bits
             for name, column in columns:
                 sample.metadata[name] = column[row]
-        for call in [self.calls[name] for name in readers]:
-            inputs = frozenset(call.inputs)
-            for sample in samples:
-                if call.name not in sample.state and inputs <= sample.keys.keys():
-                    self._make_ready(call, sample)
+        for name in readers:
+            call = self.calls[name]
+            needs = call.bits
+            self._make_ready(call, [s for s in samples if s.bits & needs == needs and name not in s.state])
             self._serve(call)
 
+    def _bits_of(self, keys: Iterable[str]) -> int:
+        """A number with one bit for each key."""
+        return sum(self._bits.setdefault(key, 1 << len(self._bits)) for key in keys)
+
     @staticmethod
-    def _make_ready(call: CallState, sample: Sample) -> None:
-        sample.state[call.name] = "ready"
-        heapq.heappush(call.queues[sample.step_batch], (sample.birth, sample.id))
+    def _make_ready(call: CallState, samples: Sequence[Sample]) -> None:
+        """Let a call take samples of one step batch, which are in the order of births."""
+        if not samples:
+            return
+        for sample in samples:
+            sample.state[call.name] = "ready"
+        queue = call.queues[samples[0].step_batch]
+        in_order = not queue or queue[-1].birth < samples[0].birth
+        queue.extend(samples)
+        if not in_order:
+            call.queues[samples[0].step_batch] = deque(sorted(queue, key=lambda sample: sample.birth))
 
     # ---- getting
 
@@ -265,7 +289,7 @@ class AsyncIOSequenceBuffer:
 
     def _issue(self, call: CallState, step_batch: int, count: int) -> BatchLease:
         queue = call.queues[step_batch]
-        samples = [self.samples[heapq.heappop(queue)[1]] for _ in range(count)]
+        samples = [queue.popleft() for _ in range(count)]
         for sample in samples:
             sample.state[call.name] = "leased"
         call.not_issued[step_batch] -= count
@@ -287,11 +311,11 @@ class AsyncIOSequenceBuffer:
         call.leased -= len(lease.samples)
         for sample in lease.samples:
             sample.state[call.name] = "done"
+            sample.left -= 1
         if outputs is not None:
             readers = dict.fromkeys(name for key in sorted(outputs.keys) for name in self.graph.consumers(key))
             self._add_keys(lease.samples, outputs, readers)
-        everyone = dict.fromkeys(self.calls, "done")
-        finished = [sample for sample in lease.samples if sample.state == everyone]
+        finished = [sample for sample in lease.samples if not sample.left]
         if finished:
             self._retire(finished)
             self._on_retire(Retired(finished, _common_metadata(finished)))
@@ -301,8 +325,9 @@ class AsyncIOSequenceBuffer:
             raise ValueError("the buffer holds metadata only; complete with sample.meta()")
         if outputs.ids != lease.ids:
             raise ValueError("the outputs are about other samples, or in another order")
-        present = {key for sample in lease.samples for key in sample.keys.keys() & outputs.keys}
-        if present:
+        bits = self._bits_of(outputs.keys)
+        if any(sample.bits & bits for sample in lease.samples):
+            present = {key for sample in lease.samples for key in sample.keys.keys() & outputs.keys}
             raise DuplicateKeyError(f"samples already have keys {sorted(present)}")
 
     def release(self, lease: BatchLease, reason: str) -> None:
@@ -311,9 +336,8 @@ class AsyncIOSequenceBuffer:
         self.leases.remove(lease)
         call.leased -= len(lease.samples)
         self.released[reason] += len(lease.samples)
-        for sample in lease.samples:
-            call.not_issued[sample.step_batch] += 1
-            self._make_ready(call, sample)
+        call.not_issued[lease.samples[0].step_batch] += len(lease.samples)
+        self._make_ready(call, lease.samples)
         self._serve(call)
 
     def _active(self, lease: BatchLease) -> CallState:
@@ -322,17 +346,17 @@ class AsyncIOSequenceBuffer:
         return self.calls[lease.mfc]
 
     def _retire(self, samples: Sequence[Sample]) -> None:
-        """Let samples leave that every call has done."""
+        """Let samples of one step batch leave that every call has done."""
         for sample in samples:
             del self.samples[sample.id]
             self._gone[sample.id] = None
         while len(self._gone) > max(REMEMBERED, 4 * self.max_size):
             self._gone.popitem(last=False)
+        step_batch = samples[0].step_batch
         for call in self.calls.values():
-            for step_batch in {sample.step_batch for sample in samples}:
-                if not call.not_issued[step_batch]:
-                    call.queues.pop(step_batch, None)
-                    del call.not_issued[step_batch]
+            if not call.not_issued[step_batch]:
+                call.queues.pop(step_batch, None)
+                del call.not_issued[step_batch]
         self.evicted_total += len(samples)
         self._left.set()
 
@@ -394,5 +418,8 @@ class AsyncIOSequenceBuffer:
 
 def _common_metadata(samples: Sequence[Sample]) -> dict[str, list[Any]]:
     """Every metadata field that all the samples have, one list item per sample."""
-    names = [name for name in samples[0].metadata if all(name in sample.metadata for sample in samples)]
-    return {name: [sample.metadata[name] for sample in samples] for name in names}
+    columns: dict[str, list[Any]] = {}
+    for name in samples[0].metadata:
+        with suppress(KeyError):
+            columns[name] = [sample.metadata[name] for sample in samples]
+    return columns
