@@ -20,6 +20,10 @@ class SourceItem:
     metadata: Mapping[str, Any] = field(default_factory=dict)
     values: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
+    def to_map(self) -> dict[str, Any]:
+        """Return the item as plain data, which the constructor takes by name."""
+        return {"id": self.id, "metadata": dict(self.metadata), "values": {k: list(v) for k, v in self.values.items()}}
+
 
 @dataclass(frozen=True)
 class SampleResult:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from realhf.api.calls import LOAD, LoadAnswer, LoadRequest
 from realhf.api.evaluation import Report
@@ -27,37 +27,39 @@ from realhf.transport.roster import WorkerInfo
 from realhf.transport.rpc_master import RpcMaster
 
 
-class StepLoader(Protocol):
-    """Fills the buffer step after step. ``activity`` says in words what it does or waits for."""
+class StepLoader:
+    """Fills the buffer step after step, one step at a time."""
+
+    def __init__(self) -> None:
+        self._free = asyncio.Semaphore()
 
     @property
     def activity(self) -> str:
-        """What it does at the moment, for the report about a run that stands still."""
-        ...
+        """In words what it does or waits for, for the report about a run that stands still."""
+        raise NotImplementedError
 
     @property
     def busy(self) -> bool:
         """Whether it waits for what has a deadline of its own and will therefore end."""
-        ...
+        raise NotImplementedError
 
     async def run(self, first_step: int) -> None:
         """For the whole run; closes the buffer's input when there is no more."""
-        ...
+        raise NotImplementedError
 
     def finished(self, step: int) -> None:
-        """The results of ``step`` are recorded."""
-        ...
+        """The results of ``step`` are recorded: one more step may be loaded."""
+        self._free.release()
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint has to hold."""
-        ...
+        return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what a checkpoint held."""
-        ...
 
 
-class Loader:
+class Loader(StepLoader):
     """Loads ``n_seqs`` samples per step, for the whole run, into step batches numbered by step."""
 
     def __init__(
@@ -72,28 +74,37 @@ class Loader:
         n_seqs: int,
         timeout_s: float,
     ) -> None:
+        super().__init__()
         self._source, self._buffer, self._storage, self._caller = source, buffer, storage, caller
         self._worker, self._keys, self._n_seqs = worker, tuple(keys), n_seqs
         self._timeout_s = timeout_s
-        self._free = asyncio.Semaphore()
         self._drawn: dict[int, list[SourceItem]] = {}
         self._restored: dict[int, list[SourceItem]] = {}
-        self.activity = "idle"
-        self.busy = False
+        self._activity, self._busy = "idle", False
+
+    @property
+    def activity(self) -> str:
+        """In words what it does or waits for."""
+        return self._activity
+
+    @property
+    def busy(self) -> bool:
+        """Whether a worker stores a step's samples."""
+        return self._busy
 
     async def run(self, first_step: int) -> None:
         """Load step after step until the source is exhausted, then close the buffer's input."""
         step = first_step
         while True:
-            self.activity = "waits until a step is finished"
+            self._activity = "waits until a step is finished"
             await self._free.acquire()
             items = self._restored.pop(step, None) or self._source.next_batch(self._n_seqs)
             if items:
                 self._drawn[step] = items
-                self.activity = f"loads step {step} on {self._worker}"
+                self._activity = f"loads step {step} on {self._worker}"
                 await self._load(items, step)
             if len(items) < self._n_seqs:
-                self.activity = "source exhausted"
+                self._activity = "source exhausted"
                 self._buffer.close_input("the data source is exhausted")
                 return
             step += 1
@@ -101,7 +112,7 @@ class Loader:
     def finished(self, step: int) -> None:
         """The results of ``step`` are recorded: one more step may be drawn."""
         self._drawn.pop(step, None)
-        self._free.release()
+        super().finished(step)
 
     async def _load(self, items: Sequence[SourceItem], step: int) -> None:
         given = [key for key in self._keys if key in items[0].values]
@@ -128,11 +139,11 @@ class Loader:
             # Before the call: what an interrupted call may have stored is cleared with the rest.
             self._storage.record(ids, self._keys, self._worker)
             request = LoadRequest(ids, values, metadata)
-            self.busy = True
+            self._busy = True
             try:
                 answer = await ask(self._caller, self._worker, LOAD, request, timeout_s=self._timeout_s, step=step)
             finally:
-                self.busy = False
+                self._busy = False
             if len(given) < len(self._keys):
                 meta = meta.update(self._of_dataset(answer, items[0]).select(set(self._keys) - set(given)))
         await self._buffer.put_batch(meta, step_batch=step)
@@ -149,10 +160,7 @@ class Loader:
     def state_dict(self) -> dict[str, Any]:
         """Source state, and the samples that were drawn but not finished: they are loaded again."""
         pending = {
-            str(step): [
-                {"id": i.id, "metadata": dict(i.metadata), "values": {k: list(v) for k, v in i.values.items()}}
-                for i in items
-            ]
+            str(step): [item.to_map() for item in items]
             for step, items in sorted({**self._restored, **self._drawn}.items())
         }
         return {"source": self._source.state_dict(), "pending": pending}

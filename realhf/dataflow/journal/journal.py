@@ -132,6 +132,7 @@ _DECODER = msgspec.msgpack.Decoder(list[Record])
 SEGMENT_BYTES = 16 << 20
 ARCHIVE = "archive"
 CLOSE_TIMEOUT_S = 30.0
+SYNC_INTERVAL_S, SYNC_RECORDS = 0.05, 64
 
 
 class JournalError(RuntimeError):
@@ -152,21 +153,19 @@ class _Waiter(NamedTuple):
 
 class Journal:
     """Appends from one event loop; a thread of its own writes and syncs, several appends at a time: at once when it
-    last did so ``sync_interval_s`` ago or when ``sync_records`` appends wait. Make it with ``open``.
+    last did so ``SYNC_INTERVAL_S`` ago or when ``SYNC_RECORDS`` appends wait. Make it with ``open``.
 
     A failed write ends the journal: it is raised by every later call.
     """
 
-    def __init__(self, folder: Path, segment: int, lock: int, interval_s: float, records: int, archive: bool) -> None:
+    def __init__(self, folder: Path, segment: int, lock: int, archive: bool) -> None:
         self._folder = folder
         self._lock = lock
-        self._interval_s = interval_s
-        self._sync_records = records
         self._archive = archive
         self._changed = threading.Condition()
         self._waiting: list[_Entry] = []
         self._waiters: list[_Waiter] = []
-        self._synced_at = -interval_s
+        self._synced_at = -SYNC_INTERVAL_S
         self._number = 0
         self._synced = 0
         self._closing = False
@@ -178,9 +177,7 @@ class Journal:
         self._thread.start()
 
     @classmethod
-    def open(
-        cls, folder: Path, *, sync_interval_s: float = 0.05, sync_records: int = 64, archive: bool = False
-    ) -> tuple[Journal, list[Record]]:
+    def open(cls, folder: Path, *, archive: bool = False) -> tuple[Journal, list[Record]]:
         """Everything that is there since the last snapshot, and the journal that goes on in a new segment.
 
         The last segment is cut at its first frame that is not whole. ``archive``: segments that a snapshot replaces
@@ -203,7 +200,7 @@ class Journal:
                     kept = []
                 kept.append([record for frame in frames for record in frame])
             number = max((_index(path) for path in [*paths, *segments(folder / ARCHIVE)]), default=0) + 1
-            return cls(folder, number, lock, sync_interval_s, sync_records, archive), [r for part in kept for r in part]
+            return cls(folder, number, lock, archive), [r for part in kept for r in part]
         except BaseException:
             os.close(lock)
             raise
@@ -256,7 +253,7 @@ class Journal:
             self._check()
             self._number += 1
             self._waiting.append(_Entry(self._number, frame, begins_segment))
-            if len(self._waiting) in (1, self._sync_records):
+            if len(self._waiting) in (1, SYNC_RECORDS):
                 self._changed.notify_all()
             return self._number
 
@@ -289,8 +286,8 @@ class Journal:
         with self._changed:
             while not self._waiting and not self._closing:
                 self._changed.wait()
-            while len(self._waiting) < self._sync_records and not self._closing:
-                remaining = self._synced_at + self._interval_s - time.monotonic()
+            while len(self._waiting) < SYNC_RECORDS and not self._closing:
+                remaining = self._synced_at + SYNC_INTERVAL_S - time.monotonic()
                 if remaining <= 0:
                     break
                 self._changed.wait(remaining)

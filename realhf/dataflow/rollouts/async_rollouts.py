@@ -10,15 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from realhf.api.calls import (
-    PLAY,
-    OpenStreamRequest,
-    PlayRequest,
-)
+from realhf.api.calls import PLAY, OpenStreamRequest, PlayRequest
 from realhf.api.experiment import EvaluationSpec, HeldOutOptions, RolloutSpec
 from realhf.api.sample import SequenceSample
-from realhf.api.source import DataSource, ResultSink
-from realhf.base.messages import Call
+from realhf.api.source import DataSource, ResultSink, SourceItem
 from realhf.dataflow.buffer import AsyncIOSequenceBuffer
 from realhf.dataflow.journal.journal import Admit, Draw, Drop
 from realhf.dataflow.journal.ledger import Recovery, RolloutLedger
@@ -26,14 +21,14 @@ from realhf.dataflow.model_function_call import StepReport
 from realhf.dataflow.rollouts.control import RolloutControl, RolloutRules, RolloutService, RolloutsFailed
 from realhf.dataflow.rollouts.held_out import Deliver, HeldOutEvaluations
 from realhf.dataflow.rollouts.metrics import GenerationFigures, episode_texts, rollout_figures
-from realhf.dataflow.rollouts.sample_queue import SampleQueue, Task, item_of
+from realhf.dataflow.rollouts.sample_queue import SampleQueue, Task
 from realhf.dataflow.rollouts.staleness import StalenessManager, StragglerGate
 from realhf.dataflow.rollouts.stream_loader import Receivers, StreamLoader
 from realhf.dataflow.rollouts.weight_updates import SelfTest, WeightUpdates
 from realhf.dataflow.step_source import StepSource
 from realhf.dataflow.storage_map import StorageMap
 from realhf.dataflow.weight_proof import WeightRecord
-from realhf.dataflow.worker_group import A, Q, ask
+from realhf.dataflow.worker_group import ask
 from realhf.transport.codec import decode_sample
 from realhf.transport.errors import WorkerDied
 from realhf.transport.network import LOOPBACK, Network
@@ -154,7 +149,7 @@ class AsyncRollouts(StepSource):
             players=plan.players,
             deadline_s=ROUNDS * options.rollout_deadline_s,
             timeout_s=plan.load_s,
-            wake=lambda: self.control.evaluate(),
+            wake=lambda: self.control.wake(),
             warn=warn,
             fail=lambda error: self.control.fail(error),
         )
@@ -242,11 +237,11 @@ class AsyncRollouts(StepSource):
         if lost:
             self._ledger.append(*lost, Draw(self._queue.state()))
         tasks = [
-            Task(item_of(admit.item), admit.attempt + 1, admit.failures, admit.order, admit.deaths)
+            Task(SourceItem(**admit.item), admit.attempt + 1, admit.failures, admit.order, admit.deaths)
             for admit in recovery.requeue
         ]
         self.control.restore(tasks, staged, replay, recovery.order)
-        if late := self.control.overdue(self._plan.completed_steps):
+        if late := self.control.gate.overdue(self._plan.completed_steps):
             eta = self._plan.spec.options.max_head_offpolicyness
             fate = "dropped" if self._plan.drops_stale else "trained all the same"
             self._warn(
@@ -324,12 +319,13 @@ class AsyncRollouts(StepSource):
         service that its episodes are played on nobody plays until there is one."""
         incarnation = self._rollout_workers.get(name)
         ready = self._playing and (self._env or not self._plan.needs_env)
-        if incarnation is None or self.control.plays(incarnation) or not ready:
+        if incarnation is None or incarnation in self.control.workers or not ready:
             return
         self.control.worker_joined(incarnation)
         env = [url for _, url in sorted(self._env.items())]
         try:
-            await self._ask(name, PLAY, PlayRequest(self._service.endpoint, self._streams, env))
+            request = PlayRequest(self._service.endpoint, self._streams, env)
+            await ask(self._caller, name, PLAY, request, timeout_s=self._plan.seconds)
         except WorkerDied as error:
             _log.warning("%s", error)
 
@@ -341,7 +337,7 @@ class AsyncRollouts(StepSource):
             async with asyncio.timeout(self._plan.spec.options.rollout_deadline_s + STOP_TIMEOUT_S):
                 await self.control.stopped()
         except TimeoutError:
-            raise RolloutsFailed(f"{', '.join(self.control.workers)} did not stop") from None
+            raise RolloutsFailed(f"{', '.join(sorted(self.control.workers))} did not stop") from None
 
     def _not_loaded(self, worker: str, error: Exception) -> None:
         """Others go on without it until its successor has joined; without any other the run cannot."""
@@ -462,6 +458,3 @@ class AsyncRollouts(StepSource):
         self._tasks.discard(task)
         if not task.cancelled() and isinstance(error := task.exception(), Exception):
             self.control.fail(error)
-
-    async def _ask(self, worker: str, call: Call[Q, A], request: Q, timeout_s: float | None = None) -> A:
-        return await ask(self._caller, worker, call, request, timeout_s=timeout_s or self._plan.seconds)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,11 +36,11 @@ from realhf.api.calls import (
 )
 from realhf.api.sample import SequenceSample
 from realhf.api.source import SampleResult
-from realhf.base.messages import Call
+from realhf.base.messages import Message
 from realhf.dataflow.journal.journal import DIED, Accept, Admit, Commit, Consume, Draw, Drop, Record, Reject
 from realhf.dataflow.journal.ledger import RolloutLedger
 from realhf.dataflow.rollouts.held_out import EvaluationBoard
-from realhf.dataflow.rollouts.sample_queue import Hands, PendingRequests, SampleQueue, Task, item_map, with_metadata
+from realhf.dataflow.rollouts.sample_queue import PendingRequests, SampleQueue, Task, with_metadata
 from realhf.dataflow.rollouts.staleness import StalenessManager, StragglerGate
 from realhf.dataflow.rollouts.stream_loader import Holders
 from realhf.transport.codec import decode_sample
@@ -78,8 +78,9 @@ class RolloutRules:
 
 @dataclass
 class _Open:
+    """A sample in play."""
+
     task: Task
-    attempt: int
     worker: str
     expires: float
 
@@ -107,10 +108,11 @@ class RolloutControl:
         self.holders = Holders()
         self._queue, self._ledger, self._rules, self._discard = supply, ledger, rules, discard
         self._warn = warn
-        self.staleness, self._gate = staleness, gate
-        self._workers: set[str] = set()
+        self.staleness, self.gate = staleness, gate
+        self.workers: set[str] = set()
+        """Those that play or could."""
         self._open: dict[str, _Open] = {}
-        self._hands = Hands()
+        self._open_of: dict[str, dict[str, _Open]] = {}
         self._requests = PendingRequests()
         self._staged: dict[str, SequenceSample] = {}
         self._replay: dict[int, list[str]] = {}
@@ -128,31 +130,19 @@ class RolloutControl:
 
     def worker_joined(self, worker: str) -> None:
         """Let a process of a rollout worker take samples from now on."""
-        self._workers.add(worker)
+        self.workers.add(worker)
 
     def worker_left(self, worker: str, reason: str) -> None:
         """Its samples are played again by others. This is no failure of theirs, but one of them may be the cause: those
         that the next death would end are not played together, so that one which kills again does so by itself."""
-        self._workers.discard(worker)
+        self.workers.discard(worker)
         self.board.worker_left(worker, reason)
-        for sample_id in self._hands.of(worker):
+        for sample_id in list(self._open_of.get(worker, ())):
             self.lost_attempts += 1
             self._return(sample_id, DIED, f"{worker}: {reason}")
+        self._open_of.pop(worker, None)
         self._requests.wake_worker(worker)
-        self._wake()
-
-    def worker_stopped(self, worker: str) -> None:
-        """It takes no more samples, has sent what it finished, and has given up its sessions."""
-        self.worker_left(worker, "it stopped")
-
-    @property
-    def workers(self) -> list[str]:
-        """Those that play or could."""
-        return sorted(self._workers)
-
-    def plays(self, worker: str) -> bool:
-        """Whether it plays or could."""
-        return worker in self._workers
+        self.wake()
 
     @property
     def in_play(self) -> int:
@@ -161,7 +151,7 @@ class RolloutControl:
 
     async def unless_failed(self, work: asyncio.Future[Any]) -> None:
         """Wait for ``work``. Raises what ``fail`` was given before it is done."""
-        work.add_done_callback(lambda _: self._wake())
+        work.add_done_callback(lambda _: self.wake())
         while not work.done():
             if self._failure is not None:
                 raise self._failure
@@ -170,7 +160,7 @@ class RolloutControl:
 
     async def stopped(self) -> None:
         """Until no worker plays. Raises what ``fail`` was given."""
-        while self._workers:
+        while self.workers:
             if self._failure is not None:
                 raise self._failure
             await self._changed.wait()
@@ -183,7 +173,7 @@ class RolloutControl:
         heard of them. Waits for capacity up to ``hold_s`` seconds, then (None, []): ask again. ([], []) when the worker
         is to stop: the run comes to its end, or has seen the worker leave."""
         until = time.monotonic() + hold_s
-        while worker in self._workers and self._failure is None and not self.paused:
+        while worker in self.workers and self._failure is None and not self.paused:
             parts = self.board.take(worker, count, alone=False)
             leases = self._admit(worker, count - len(parts))
             if len(parts) + len(leases) < count:  # there are no more samples to play at the moment
@@ -198,17 +188,13 @@ class RolloutControl:
     def pause(self) -> None:
         """Give no more samples; what is in play is played to its end."""
         self.paused = True
-        self._wake()
-
-    def evaluate(self) -> None:
-        """Tell those who wait for samples that there is an evaluation to play."""
-        self._wake()
+        self.wake()
 
     def evaluated(self, worker: str, request: EvaluatedRequest) -> None:
         """A worker has played a share of an evaluation, or failed to."""
         self.board.evaluated(worker, request)
         if self.board.waiting:
-            self._wake()
+            self.wake()
 
     @property
     def complete(self) -> bool:
@@ -226,7 +212,7 @@ class RolloutControl:
         leases: list[RolloutLease] = []
         records: list[Record] = []
         exhausted_before = self._queue.exhausted
-        suspected = self._hands.suspected(worker)
+        suspected = any(entry.task.suspect for entry in self._open_of.get(worker, {}).values())
         while len(leases) < count and self.capacity > 0:
             draws_before = self._queue.draws
             task = self._queue.take(suspects=not suspected)
@@ -235,19 +221,19 @@ class RolloutControl:
             if self._queue.draws > draws_before:
                 records.append(self._draw_with(task))
             suspected = suspected or task.suspect
-            lease = self._lease(task, worker)
-            records.append(_admission(lease, worker, task))
-            leases.append(lease)
+            leases.append(lease := self._lease(task, worker))
+            fields = lease.id, lease.attempt, lease.version, lease.order, worker, task.item.to_map()
+            records.append(Admit(*fields, task.failures, task.deaths))
         if records:
             self._ledger.append(*records)
         if self._queue.exhausted and not exhausted_before:
-            self._wake()
+            self.wake()
         return leases
 
     def _draw_with(self, first: Task) -> Draw:
         """The state after a draw, of which ``first`` has been taken already."""
         state = self._queue.state()
-        return Draw({**state, "drawn": [item_map(first.item), *state["drawn"]]})
+        return Draw({**state, "drawn": [first.item.to_map(), *state["drawn"]]})
 
     def _lease(self, task: Task, worker: str) -> RolloutLease:
         if task.order is None:
@@ -255,10 +241,10 @@ class RolloutControl:
             self._next_order += 1
         assert task.order is not None
         self.staleness.admit()
-        self._gate.admit(task.item.id, self.staleness.version, task.order)
+        self.gate.admit(task.item.id, self.staleness.version, task.order)
         expires = time.monotonic() + self._rules.deadline_s + LATE_S
-        self._open[task.item.id] = _Open(task, task.attempt, worker, expires)
-        self._hands.add(worker, task.item.id, task.suspect)
+        entry = self._open[task.item.id] = _Open(task, worker, expires)
+        self._open_of.setdefault(worker, {})[task.item.id] = entry
         return RolloutLease(
             task.item.id,
             task.attempt,
@@ -272,13 +258,13 @@ class RolloutControl:
     def rejected(self, worker: str, sample_id: str, attempt: int, outcome: str, message: str) -> None:
         """An attempt failed: the sample is tried again, or given up after too many failures."""
         entry = self._open.get(sample_id)
-        if entry is None or entry.attempt != attempt or entry.worker != worker:
+        if entry is None or entry.task.attempt != attempt or entry.worker != worker:
             return
         if self._rules.fail_fast:
             text = f"sample {sample_id}: {outcome}: {message} (rollout.on_failure=fail_fast)"
             self.fail(RolloutsFailed(text))
         self._return(sample_id, outcome, message)
-        self._wake()
+        self.wake()
 
     def expire(self) -> None:
         """Take back what was not answered long after its deadline."""
@@ -286,22 +272,16 @@ class RolloutControl:
         now = time.monotonic()
         for sample_id in [i for i, entry in self._open.items() if entry.expires < now]:
             self._return(sample_id, "timeout", f"no answer from {self._open[sample_id].worker}")
-        self._wake()
+        self.wake()
 
     def _return(self, sample_id: str, outcome: str, message: str) -> None:
-        entry, died = self._close(sample_id), outcome == DIED
-        task = self._rules.judged(
-            replace(
-                entry.task,
-                attempt=entry.attempt + 1,
-                failures=entry.task.failures + (not died),
-                deaths=entry.task.deaths + died,
-            )
-        )
+        played, died = self._close(sample_id).task, outcome == DIED
+        failures, deaths = played.failures + (not died), played.deaths + died
+        task = self._rules.judged(replace(played, attempt=played.attempt + 1, failures=failures, deaths=deaths))
         final = task.failures >= self._rules.max_attempts or task.deaths >= self._rules.max_deaths
         self.staleness.reject()
-        self._gate.forget(sample_id)
-        reject = Reject(sample_id, entry.attempt, outcome, message[:1000], final)
+        self.gate.forget(sample_id)
+        reject = Reject(sample_id, played.attempt, outcome, message[:1000], final)
         if not final:
             self._ledger.append(reject)
             self._queue.give_back(task)
@@ -322,7 +302,7 @@ class RolloutControl:
     def _close(self, sample_id: str) -> _Open:
         """Take an attempt out of the hand of its worker."""
         entry = self._open.pop(sample_id)
-        self._hands.remove(entry.worker, sample_id, entry.task.suspect)
+        del self._open_of[entry.worker][sample_id]
         return entry
 
     # ---- the stream
@@ -331,13 +311,13 @@ class RolloutControl:
         """An answer for each of ``holder``'s, when it is on the disk. Raises CodecError on malformed metadata."""
         answers = [self._take(arrival, holder) for arrival in arrivals]
         number = self._ledger.last
-        self._wake()
+        self.wake()
         await self._ledger.durable(number)
         return answers
 
     def _take(self, arrival: Arrival, holder: str) -> str:
         entry = self._open.get(arrival.id)
-        if entry is None or entry.attempt != arrival.attempt:
+        if entry is None or entry.task.attempt != arrival.attempt:
             duplicate = self._ledger.accepted_attempt(arrival.id) == arrival.attempt
             duplicate = duplicate and not self.holders.elsewhere(arrival.id, holder)
             self.refused += not duplicate
@@ -349,7 +329,7 @@ class RolloutControl:
         self._close(arrival.id)
         self._in_vain = 0
         self.staleness.accept()
-        self._gate.stage(arrival.id)
+        self.gate.stage(arrival.id)
         self._ledger.append(Accept(arrival.id, arrival.attempt, arrival.ref, arrival.meta))
         self._staged[arrival.id] = meta
         self.holders.record(arrival.id, holder)
@@ -375,12 +355,12 @@ class RolloutControl:
         planned = self._replay.pop(step, None)
         if planned is not None:
             for sample_id in planned:
-                self._gate.forget(sample_id)
+                self.gate.forget(sample_id)
             return planned
         if self._rules.drop:
-            self._drop(self._gate.drop_stale(step))
+            self._drop(self.gate.drop_stale(step))
         final = self.complete or (self._queue.empty and not self._open)
-        return self._gate.release(step, final=final)
+        return self.gate.release(step, final=final)
 
     def _drop(self, ids: Sequence[str]) -> None:
         if not ids:
@@ -390,13 +370,13 @@ class RolloutControl:
             del self._staged[sample_id]
         self._ledger.append(*(Drop(sample_id, "stale") for sample_id in ids), Draw(self._queue.state()))
         self._discard(ids)
-        self._wake()
+        self.wake()
 
     def waiting_for(self, step: int) -> str:
         """In words, for reports about a stall."""
-        slow = self._gate.stragglers(step)
+        slow = self.gate.stragglers(step)
         shown = ", ".join(slow[:4]) + (", ..." if len(slow) > 4 else "")
-        return f"{self._gate.staged} samples have arrived" + (f"; waits for {shown}" if slow else "; waits for more")
+        return f"{self.gate.staged} samples have arrived" + (f"; waits for {shown}" if slow else "; waits for more")
 
     def record(self, results: Sequence[SampleResult]) -> None:
         """A step has been trained on these samples, in this order."""
@@ -413,7 +393,7 @@ class RolloutControl:
         """Every living generation worker has these weights."""
         if version > self.staleness.version:
             self.staleness.set_version(version)
-            self._wake()
+            self.wake()
 
     def stats(self) -> dict[str, float]:
         """The source's own figures."""
@@ -424,7 +404,7 @@ class RolloutControl:
         return {
             **self.staleness.counters(),
             "capacity": self.capacity,
-            "staged": self._gate.staged,
+            "staged": self.gate.staged,
             "waiting": self._queue.returned,
             "lost_attempts": self.lost_attempts,
             "given_up": self.given_up,
@@ -445,22 +425,17 @@ class RolloutControl:
         for task in open_tasks:
             self._queue.give_back(self._rules.judged(task))
         for sample_id, (admit, meta) in staged.items():
-            self._gate.admit(sample_id, admit.version, admit.order)
-            self._gate.stage(sample_id)
+            self.gate.admit(sample_id, admit.version, admit.order)
+            self.gate.stage(sample_id)
             self._staged[sample_id] = with_metadata(meta, admit.item["metadata"])
         self._replay = {step: list(ids) for step, ids in replay.items()}
-
-    def overdue(self, step: int) -> int:
-        """How many of the samples that have arrived will be too old for the steps that come to them, from ``step`` on,
-        as after a restart with a lower bound."""
-        return self._gate.overdue(step)
 
     def fail(self, error: BaseException) -> None:
         """Every waiter raises ``error``, or gets nothing more."""
         self._failure = self._failure or error
-        self._wake()
+        self.wake()
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
         """Let every waiter look again; of those who ask for samples, no more than there may be some for."""
         self._changed.set()
         self._changed = asyncio.Event()
@@ -468,19 +443,7 @@ class RolloutControl:
         self._requests.wake(None if everybody else self.capacity)
 
 
-def _admission(lease: RolloutLease, worker: str, task: Task) -> Admit:
-    return Admit(
-        lease.id,
-        lease.attempt,
-        lease.version,
-        lease.order,
-        worker,
-        item_map(task.item),
-        task.failures,
-        task.deaths,
-    )
-
-
+CALLS = {call.name: call for call in (ALLOCATE, ARRIVED, REJECTED, EVALUATED, STOPPED)}
 MAX_LEASES = 4096
 MAX_HOLD_S = 60.0
 
@@ -493,13 +456,6 @@ class RolloutService:
         self._control = control
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._handlers: dict[str, tuple[Call[Any, Any], Callable[[str, Any], Awaitable[Any]]]] = {
-            ALLOCATE.name: (ALLOCATE, self._allocate),
-            ARRIVED.name: (ARRIVED, self._arrived),
-            REJECTED.name: (REJECTED, self._rejected),
-            EVALUATED.name: (EVALUATED, self._evaluated),
-            STOPPED.name: (STOPPED, self._stopped),
-        }
         self._server = LoopServiceServer("the master's rollout control", run_id, self._begin, network=network)
         self.endpoint = self._server.endpoint
 
@@ -516,34 +472,30 @@ class RolloutService:
 
     async def _answer(self, request: Request) -> None:
         try:
-            if request.method not in self._handlers:
+            if request.method not in CALLS:
                 raise ValueError(f"there is no request {request.method!r}")
-            call, handle = self._handlers[request.method]
+            call = CALLS[request.method]
             asked = call.unpack(request.payload)
         except ValueError as error:
             request.fail(error)
             return
         try:
-            request.reply(call.pack_answer(await handle(request.client, asked)))
+            request.reply(call.pack_answer(await self._served(request.client, asked)))
         except Exception as error:
             request.fail(error)
             self._control.fail(error)
 
-    async def _allocate(self, client: str, request: AllocateRequest) -> AllocateAnswer:
-        count = max(1, min(request.count, MAX_LEASES))
-        return AllocateAnswer(*await self._control.allocate(client, count, min(request.hold_s, MAX_HOLD_S)))
-
-    async def _arrived(self, client: str, request: ArrivedRequest) -> ArrivedAnswer:
-        return ArrivedAnswer(await self._control.arrived(request.arrivals, client))
-
-    async def _rejected(self, client: str, request: RejectedRequest) -> Nothing:
-        self._control.rejected(client, request.id, request.attempt, request.outcome, request.message)
+    async def _served(self, client: str, asked: Message) -> Message:
+        match asked:
+            case AllocateRequest():
+                count = max(1, min(asked.count, MAX_LEASES))
+                return AllocateAnswer(*await self._control.allocate(client, count, min(asked.hold_s, MAX_HOLD_S)))
+            case ArrivedRequest():
+                return ArrivedAnswer(await self._control.arrived(asked.arrivals, client))
+            case RejectedRequest():
+                self._control.rejected(client, asked.id, asked.attempt, asked.outcome, asked.message)
+            case EvaluatedRequest():
+                self._control.evaluated(client, asked)
+            case _:  # it takes no more samples, has sent what it finished, and has given up its sessions
+                self._control.worker_left(client, "it stopped")
         return Nothing()
-
-    async def _evaluated(self, client: str, request: EvaluatedRequest) -> Nothing:
-        self._control.evaluated(client, request)
-        return Nothing()
-
-    async def _stopped(self, client: str, request: Nothing) -> Nothing:
-        self._control.worker_stopped(client)
-        return request

@@ -94,7 +94,7 @@ class SampleQueue:
         """The source's state and what is drawn but not admitted, JSON-able."""
         return {
             "source": self.source.state_dict(),
-            "drawn": [item_map(item) for item in self.drawn],
+            "drawn": [item.to_map() for item in self.drawn],
             "exhausted": self.exhausted,
             "recorded": sorted(self.recorded),
         }
@@ -103,56 +103,9 @@ class SampleQueue:
         """Undo of ``state``; items ``admitted`` since are not drawn again."""
         gone = set(admitted)
         self.source.load_state_dict(dict(state["source"]))
-        self.drawn = deque(item for fields in state["drawn"] if (item := item_of(fields)).id not in gone)
+        self.drawn = deque(item for fields in state["drawn"] if (item := SourceItem(**fields)).id not in gone)
         self.exhausted = bool(state["exhausted"])
         self.recorded = set(state["recorded"])
-
-
-def item_map(item: SourceItem) -> dict[str, Any]:
-    """An item as plain data."""
-    return {"id": item.id, "metadata": dict(item.metadata), "values": {k: list(v) for k, v in item.values.items()}}
-
-
-def item_of(fields: Mapping[str, Any]) -> SourceItem:
-    """Undo of ``item_map``."""
-    return SourceItem(fields["id"], fields["metadata"], fields["values"])
-
-
-@dataclass(slots=True)
-class _Hand:
-    ids: dict[str, None] = field(default_factory=dict)
-    suspects: int = 0
-
-
-class Hands:
-    """Samples by worker. A ``suspect`` must not be played beside another such."""
-
-    def __init__(self) -> None:
-        self._hands: dict[str, _Hand] = {}
-
-    def add(self, worker: str, sample_id: str, suspect: bool) -> None:
-        """A worker has got a sample."""
-        hand = self._hands.setdefault(worker, _Hand())
-        hand.ids[sample_id] = None
-        hand.suspects += suspect
-
-    def remove(self, worker: str, sample_id: str, suspect: bool) -> None:
-        """It has it no longer. Raises KeyError where it never had."""
-        hand = self._hands[worker]
-        del hand.ids[sample_id]
-        hand.suspects -= suspect
-        if not hand.ids:
-            del self._hands[worker]
-
-    def of(self, worker: str) -> Sequence[str]:
-        """Return what a worker has, in the order in which it got it."""
-        hand = self._hands.get(worker)
-        return list(hand.ids) if hand else []
-
-    def suspected(self, worker: str) -> bool:
-        """Return whether a worker has a suspect."""
-        hand = self._hands.get(worker)
-        return hand is not None and hand.suspects > 0
 
 
 class PendingRequests:

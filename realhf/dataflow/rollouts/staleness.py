@@ -197,7 +197,8 @@ class StragglerGate:
         return stale
 
     def overdue(self, step: int) -> int:
-        """How many arrived samples will be too old when their step comes, if those from ``step`` on take them alone."""
+        """How many arrived samples will be too old when their step comes, if those from ``step`` on take them alone, as
+        after a restart with a lower bound."""
         versions = [version for version in sorted(self._staged) for _ in self._staged[version]]
         return sum(step + i // self._batch_size - version > self._eta for i, version in enumerate(versions))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
@@ -28,6 +28,7 @@ from realhf.base.messages import Call
 from realhf.base.partition import parts_near
 from realhf.dataflow.buffer import AsyncIOSequenceBuffer
 from realhf.dataflow.journal.ledger import RolloutLedger
+from realhf.dataflow.step_source import StepLoader
 from realhf.dataflow.storage_map import StorageMap
 from realhf.dataflow.worker_group import A, Q, ask
 from realhf.transport.rpc_master import RpcMaster
@@ -128,9 +129,9 @@ def share_out(refs: Sequence[PayloadRef], ranks: int) -> list[list[int]]:
     return parts_near([ref[2] for ref in refs], homes, ranks)
 
 
-class StreamLoader:
-    """A ``StepLoader``. ``source`` hands out the samples of a step, ``held_by(ids)`` says which worker holds the
-    tensors of which; ``keys`` enter the buffer."""
+class StreamLoader(StepLoader):
+    """Knows nothing that a checkpoint has to hold: the journal does. ``source`` hands out the samples of a step,
+    ``held_by(ids)`` says which worker holds the tensors of which; ``keys`` enter the buffer."""
 
     def __init__(
         self,
@@ -142,9 +143,9 @@ class StreamLoader:
         keys: Sequence[str],
         busy: Callable[[], bool] = lambda: False,
     ) -> None:
+        super().__init__()
         self._source, self._buffer, self._storage = source, buffer, storage
         self._held_by, self._keys = held_by, tuple(keys)
-        self._free = asyncio.Semaphore()
         self._waits_for: int | None = None
         self._busy = busy
 
@@ -176,16 +177,3 @@ class StreamLoader:
                 self._storage.record(ids, meta.keys, worker)
             await self._buffer.put_batch(meta, step_batch=step)
             step += 1
-
-    def finished(self, step: int) -> None:
-        """Make room for the next step after ``step`` was trained."""
-        del step
-        self._free.release()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Nothing: the journal knows what has arrived."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore nothing: the journal knows what has arrived."""
-        del state

@@ -53,7 +53,7 @@ STORY: list[Record] = [
 
 async def test_records_come_back_in_order_over_several_openings(tmp_path: Path) -> None:
     for start in range(0, len(STORY), 5):
-        journal, records = Journal.open(tmp_path, sync_interval_s=0.001)
+        journal, records = Journal.open(tmp_path)
         assert records == STORY[:start]
         numbers = [journal.append(record) for record in STORY[start : start + 5]]
         await journal.durable(numbers[-1])
@@ -92,7 +92,7 @@ def test_a_snapshot_makes_an_equal_state() -> None:
 
 
 async def test_a_checkpoint_replaces_the_earlier_segments(tmp_path: Path) -> None:
-    journal, _ = Journal.open(tmp_path, sync_interval_s=0.001, archive=True)
+    journal, _ = Journal.open(tmp_path, archive=True)
     journal.append(*STORY)
     state = fold(STORY)
     state.settle(0)
@@ -245,7 +245,7 @@ def test_a_snapshot_is_one_of_its_step(tmp_path: Path) -> None:
 
 
 async def test_a_failed_write_is_told_to_everybody(tmp_path: Path) -> None:
-    journal, _ = Journal.open(tmp_path, sync_interval_s=0.001)
+    journal, _ = Journal.open(tmp_path)
     (tmp_path / "journal-000002.log").mkdir()
     state = fold(STORY)
     state.settle(0)
@@ -261,8 +261,15 @@ async def test_a_failed_write_is_told_to_everybody(tmp_path: Path) -> None:
             journal.close()
 
 
+@pytest.fixture
+def slow_sync(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("realhf.dataflow.journal.journal.SYNC_INTERVAL_S", 3600.0)
+    monkeypatch.setattr("realhf.dataflow.journal.journal.SYNC_RECORDS", 8)
+
+
+@pytest.mark.usefixtures("slow_sync")
 async def test_a_closed_journal_has_written_everything_and_takes_no_more(tmp_path: Path) -> None:
-    journal, _ = Journal.open(tmp_path, sync_interval_s=3600.0)
+    journal, _ = Journal.open(tmp_path)
     await journal.durable(journal.append(STORY[0]))
     last = journal.append(STORY[1])
     waiting = asyncio.create_task(journal.durable(last))
@@ -278,8 +285,9 @@ async def test_a_closed_journal_has_written_everything_and_takes_no_more(tmp_pat
     assert _reopened(tmp_path) == STORY[:2]
 
 
+@pytest.mark.usefixtures("slow_sync")
 async def test_many_appends_do_not_wait_for_the_interval(tmp_path: Path) -> None:
-    journal, _ = Journal.open(tmp_path, sync_interval_s=3600.0, sync_records=8)
+    journal, _ = Journal.open(tmp_path)
     await journal.durable(journal.append(STORY[0]))
     numbers = [journal.append(Draw({"cursor": i})) for i in range(8)]
     await asyncio.gather(*(journal.durable(number) for number in numbers))
@@ -289,11 +297,13 @@ async def test_many_appends_do_not_wait_for_the_interval(tmp_path: Path) -> None
 WRITER = """
 import asyncio, sys
 from pathlib import Path
-from realhf.dataflow.journal.journal import Journal
-from realhf.dataflow.journal.journal import Draw
+from realhf.dataflow.journal import journal as journals
+from realhf.dataflow.journal.journal import Draw, Journal
+
+journals.SYNC_INTERVAL_S = 0.001
 
 async def main():
-    journal, records = Journal.open(Path(sys.argv[1]), sync_interval_s=0.001)
+    journal, records = Journal.open(Path(sys.argv[1]))
     for i in range(len(records), 1 << 30):
         number = journal.append(Draw({"i": i}))
         if i % 7 == 0:

@@ -39,7 +39,7 @@ class JournaledRun:
 
     async def live(self, events: int) -> None:
         """Resume, go on for so many events or to the end, and die: what was not durable may be gone."""
-        self.journal, records = Journal.open(self.folder, sync_interval_s=0.0, archive=True)
+        self.journal, records = Journal.open(self.folder, archive=True)
         self.state = fold(records)
         self._resume(had_records=bool(records))
         self.safe = 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +12,12 @@ import pytest
 from realhf.api.calls import Arrival
 from realhf.api.source import SampleResult
 from realhf.dataflow.journal.audit import audit_folder
-from realhf.dataflow.journal.journal import Journal
 from realhf.dataflow.rollouts import async_rollouts
 from realhf.dataflow.rollouts.async_rollouts import AsyncRollouts
 from realhf.dataflow.rollouts.control import RolloutsFailed
 from realhf.transport.errors import RpcTimeout, WorkerDied
 from realhf.transport.service import ServiceClient
 from tests.dataflow.rollouts.toy_streamed_run import TRAINER, CountingSource, FakeWorkers, meta_of, plan_of, worker_info
-
-
-@pytest.fixture(autouse=True)
-def every_append_is_synced_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Journal, "open", partial(Journal.open, sync_interval_s=0.0))
 
 
 class Scene:
@@ -141,7 +134,7 @@ async def test_at_the_end_what_is_in_play_is_finished_and_nobody_begins(scene: S
     holding = asyncio.create_task(rollouts.pause())
     await breathe()
     assert not holding.done() and await rollouts.control.allocate(W0, 1, 60.0) == ([], [])
-    rollouts.control.worker_stopped(W0)
+    rollouts.control.worker_left(W0, "it stopped")
     scene.leave("rollout_worker/1")
     await asyncio.wait_for(holding, 60)
     before = len(scene.workers.plays)
@@ -154,7 +147,7 @@ async def test_a_worker_that_does_not_stop_is_named(scene: Scene, monkeypatch: p
     monkeypatch.setattr(async_rollouts, "STOP_TIMEOUT_S", 0.0)
     rollouts = await scene.open(rollout_deadline_s=0.05)
     await rollouts.start()
-    rollouts.control.worker_stopped(W0)
+    rollouts.control.worker_left(W0, "it stopped")
     with pytest.raises(RolloutsFailed, match=f"{W1} did not stop"):
         await rollouts.pause()
 
@@ -207,7 +200,7 @@ async def test_a_worker_that_dies_when_it_is_told_to_play_is_no_failure(scene: S
     scene.leave("rollout_worker/0")
     scene.leave("rollout_worker/1")
     await breathe()
-    assert rollouts.control.workers == [] and rollouts.control._failure is None
+    assert not rollouts.control.workers and rollouts.control._failure is None
 
 
 async def test_without_the_trainer_nothing_goes_on(scene: Scene) -> None:

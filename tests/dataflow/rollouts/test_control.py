@@ -13,7 +13,7 @@ import pytest
 from realhf.api.calls import ACCEPTED, ARRIVED, DUPLICATE, REFUSED, Arrival, ArrivedRequest, RolloutLease
 from realhf.api.source import SampleResult
 from realhf.dataflow.journal.audit import audit_folder
-from realhf.dataflow.journal.journal import Journal, JournalError
+from realhf.dataflow.journal.journal import JournalError
 from realhf.dataflow.journal.ledger import RolloutLedger
 from realhf.dataflow.rollouts.control import MAX_IN_VAIN, RolloutControl, RolloutRules, RolloutService, RolloutsFailed
 from realhf.dataflow.rollouts.sample_queue import SampleQueue, Task
@@ -23,11 +23,6 @@ from tests.dataflow.rollouts.toy_streamed_run import TRAINER, CountingSource, me
 
 W0, W1 = "rollout_worker/0:11", "rollout_worker/1:12"
 STOP, AGAIN = ([], []), (None, [])
-
-
-@pytest.fixture(autouse=True)
-def every_append_is_synced_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Journal, "open", partial(Journal.open, sync_interval_s=0.0))
 
 
 @pytest.fixture
@@ -83,7 +78,7 @@ async def test_capacity_bounds_what_is_given_and_new_weights_open_it(make: Any) 
     await asyncio.sleep(0)
     for given in list(control._open):
         entry = control._open[given]
-        await control.arrived([arrival(RolloutLease(given, entry.attempt, 0, 0, 1.0))], TRAINER)
+        await control.arrived([arrival(RolloutLease(given, entry.task.attempt, 0, 0, 1.0))], TRAINER)
     (first,) = (await asyncio.wait_for(waiting, 60))[0]
     assert first.order == 3 and control.capacity == 0, "four samples are allowed at version 0 and staleness 1"
     control.set_version(1)
@@ -183,8 +178,8 @@ async def test_samples_that_the_next_death_would_end_are_not_played_together(mak
 async def test_a_worker_that_stops_holds_nothing_back(make: Any) -> None:
     control = make()
     (given,) = await lease(control)
-    control.worker_stopped(W0)
-    assert control.workers == [W1] and await control.allocate(W0, 1, 60.0) == STOP
+    control.worker_left(W0, "it stopped")
+    assert control.workers == {W1} and await control.allocate(W0, 1, 60.0) == STOP
     assert [entry.id for entry in await lease(control, worker=W1)] == [given.id]
 
 
@@ -215,7 +210,7 @@ async def test_waiters_end_when_the_run_holds_or_fails(make: Any) -> None:
     stopping = asyncio.create_task(control.stopped())
     assert len(await control.step_batch(0)) == 1
     assert await asyncio.wait_for(control.step_batch(1), 60) == []
-    control.worker_stopped(W0)
+    control.worker_left(W0, "it stopped")
     await asyncio.sleep(0)
     assert not stopping.done()
     control.fail(RolloutsFailed("first"))
@@ -343,7 +338,7 @@ async def test_the_service_refuses_nonsense_and_fails_the_run_for_errors_of_its_
         await client.ask(ARRIVED, ArrivedRequest([malformed]), timeout_s=60)
     with pytest.raises(Exception, match="malformed sample"):
         await control.step_batch(0)
-    assert await client.request("stopped", {}, timeout_s=60) == {} and control.workers == [W1]
+    assert await client.request("stopped", {}, timeout_s=60) == {} and control.workers == {W1}
     client.close()
     await service.close()
 

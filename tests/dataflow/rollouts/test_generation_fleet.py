@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from random import Random
 
 import pytest
 
-from realhf.dataflow.journal.journal import Journal
 from tests.dataflow.rollouts.toy_generation_fleet import FleetRun
-
-
-@pytest.fixture(autouse=True)
-def every_append_is_synced_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Journal, "open", partial(Journal.open, sync_interval_s=0.0))
 
 
 @pytest.mark.nightly

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ import pytest
 from realhf.api.calls import EvaluatedRequest, EvaluationPart
 from realhf.api.evaluation import EpisodeResult
 from realhf.api.experiment import EvaluationSpec, HeldOutOptions
-from realhf.dataflow.journal.journal import Journal
 from realhf.dataflow.rollouts.async_rollouts import AsyncRollouts
 from realhf.dataflow.rollouts.control import RolloutsFailed
 from realhf.dataflow.rollouts.held_out import ATTEMPTS, LATE_S, MAX_ATTEMPTS, EvaluationBoard, EvaluationFailed
@@ -22,11 +20,6 @@ from tests.dataflow.rollouts.test_async_rollouts import W0, Scene, breathe
 
 WANTED = EvaluationSpec("actor", "x", {}, HeldOutOptions("heldout", 2, 1, 10).to_args())
 Report = dict[str, dict[str, dict[str, Any]]]
-
-
-@pytest.fixture(autouse=True)
-def every_append_is_synced_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Journal, "open", partial(Journal.open, sync_interval_s=0.0))
 
 
 @pytest.fixture

@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from functools import partial
 from pathlib import Path
 from random import Random
 
 import pytest
 
 from realhf.dataflow.journal.audit import audit_folder
-from realhf.dataflow.journal.journal import Journal
 from tests.dataflow.rollouts.toy_streamed_run import StreamedRun
-
-
-@pytest.fixture(autouse=True)
-def every_append_is_synced_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Journal, "open", partial(Journal.open, sync_interval_s=0.0))
 
 
 def drawn_run(folder: Path, random: Random) -> StreamedRun:
