@@ -2,9 +2,8 @@
 
 Every worker serves its TensorStore from a thread of its own, so two busy workers can never wait for each other. A fetch
 on one host is answered with a reference to shared memory. Any other fetch, and any whose memory cannot be mapped, is
-answered with the bytes themselves, in frames of at most CHUNK_BYTES; in a network with keys, where the other end may be
-on another host, an answer from BULK_FROM_BYTES is kept until the consumer has fetched it in pieces (``pieces``),
-over connections made for that (``bulk``).
+answered with the bytes themselves; in a network with keys, where the other end may be on another host, an answer from
+BULK_FROM_BYTES is kept until the consumer has fetched it in pieces, over connections made for that (``bulk``).
 """
 
 from __future__ import annotations
@@ -14,17 +13,16 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from realhf.api.sample import SequenceSample
 from realhf.base.process import host_token
 from realhf.transport import envelope
 from realhf.transport.bulk import LANES, NUMBER_BYTES, BulkConnection, BulkServer, Outgoing, Piece, fetch_pieces
-from realhf.transport.codec import MAX_MESSAGE_BYTES, decode_sample, encode_sample
+from realhf.transport.codec import MAX_FRAME_BYTES, decode_sample, encode_sample
 from realhf.transport.envelope import field, pack_header, pack_payload, unpack_header, unpack_payload
 from realhf.transport.errors import (
     AddressTaken,
@@ -38,7 +36,7 @@ from realhf.transport.errors import (
 )
 from realhf.transport.network import LOOPBACK, Network, host_of, require_loopback
 from realhf.transport.shared_memory import MappingCache, SegmentPool, SegmentRef, TargetMemory
-from realhf.transport.sockets import FAILED, Listener, dealer, refusal
+from realhf.transport.sockets import HandshakeWatch, Listener, dealer
 from realhf.transport.tensor_store import TensorStore
 from realhf.transport.tls import RunTls
 
@@ -53,18 +51,14 @@ class PeerConnection:
     def __init__(self, context: zmq.Context[Any], endpoint: str, network: Network = LOOPBACK) -> None:
         self._endpoint = endpoint
         self._lock = threading.Lock()
-        self._socket = dealer(context, most_bytes=1 << 30)
+        self._socket = dealer(context, most_bytes=MAX_FRAME_BYTES)
         self._socket.setsockopt(zmq.RCVHWM, 4)
-        # A peer listens before anyone learns its endpoint, so a refused connection (closed) means a dead peer too.
-        self._monitor = self._socket.get_monitor_socket(
-            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | FAILED
-        )
+        self._watch = HandshakeWatch(self._socket, ends=True)
         try:
             network.connect(self._socket, endpoint)
         except NetworkError:
             self._end()
             raise
-        self._connected = False
         self.broken = False
 
     def exchange(self, request_id: bytes, message: list[bytes], deadline: float) -> list[Any]:
@@ -86,23 +80,21 @@ class PeerConnection:
     def _receive(self, request_id: bytes, deadline: float) -> list[Any]:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._monitor, zmq.POLLIN)
+        poller.register(self._watch.monitor, zmq.POLLIN)
         started = time.monotonic()
         connect_by = min(deadline, started + CONNECT_TIMEOUT_S)
         while True:
-            limit = deadline if self._connected else connect_by
+            limit = deadline if self._watch.greeted else connect_by
             ready = dict(poller.poll(int(max(0.0, limit - time.monotonic()) * 1000)))
             if self._socket in ready:
                 frames = [frame.buffer for frame in self._socket.recv_multipart(copy=False)]
                 if field(unpack_header(frames[0]), "id", bytes) == request_id:
                     return frames
-            elif self._monitor in ready:
-                event = recv_monitor_message(self._monitor)
-                if event["event"] != zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                    why = refusal(event["event"], event["value"]) or "refused or closed the connection"
-                    raise PeerLost(f"{self._endpoint} {why}")
-                self._connected = True
-            elif not self._connected and time.monotonic() < deadline:
+            elif self._watch.monitor in ready:
+                self._watch.look()
+                if self._watch.ended or self._watch.why:
+                    raise PeerLost(f"{self._endpoint} {self._watch.why or 'refused or closed the connection'}")
+            elif not self._watch.greeted and time.monotonic() < deadline:
                 raise PeerLost(f"{self._endpoint} did not accept a connection within {CONNECT_TIMEOUT_S:g} s")
             elif time.monotonic() >= limit:
                 waited = time.monotonic() - started
@@ -115,14 +107,12 @@ class PeerConnection:
             self._end()
 
     def _end(self) -> None:
-        self._socket.disable_monitor()
-        self._monitor.close(0)
+        self._watch.close()
         self._socket.close(0)
 
 
 _log = logging.getLogger(__name__)
 
-CHUNK_BYTES = 64 << 20
 SHM_FROM_BYTES = 64 << 10
 """Size from which values are served through shared memory."""
 SPARE_BYTES = 256 << 20
@@ -249,7 +239,7 @@ class DataPlane:
         if fields["kind"] == "shared":
             return self._mappings.open(SegmentRef.from_map(unpack_payload(frames))) if host else None
         if fields["kind"] == "frames":
-            return list(_joined(frames, envelope.field(fields, "sizes", list)))
+            return frames
         raise DataError(f"{endpoint} could not serve {list(keys)}: {fields.get('message')}")
 
     def _in_pieces(self, endpoint: str, fields: dict[str, Any], deadline: float) -> list[Any]:
@@ -317,7 +307,7 @@ class DataPlane:
                 with self._pool_lock:
                     number = self._outgoing.open(frames, ids)
                 return [header("pieces", sizes=sizes, transfer=number, port=self._bulk.port)]
-            return [header("frames", sizes=sizes), *_chunked(frames)]
+            return [header("frames"), *frames]
         except DataMissing as error:
             return [header("missing"), pack_payload(error.missing)]
         except (TransportError, ValueError, TypeError, AttributeError) as error:
@@ -352,26 +342,3 @@ class DataPlane:
                 self._pool.release(name)
                 for sample_id in name[0]:
                     self._segments_of.get(sample_id, set()).discard(name)
-
-
-def _chunked(frames: Sequence[bytes | memoryview]) -> Iterator[memoryview]:
-    for frame in frames:
-        view = memoryview(frame)
-        for start in range(0, max(view.nbytes, 1), CHUNK_BYTES):
-            yield view[start : start + CHUNK_BYTES]
-
-
-def _joined(chunks: Sequence[Any], sizes: Sequence[Any]) -> Iterator[Any]:
-    """Rebuild the frames of the given sizes from their chunks; a frame of one chunk is not copied."""
-    if not all(type(size) is int and size >= 0 for size in sizes) or sum(sizes) > MAX_MESSAGE_BYTES:
-        raise ProtocolError("bad frame sizes in an answer")
-    counts = [max(1, -(-size // CHUNK_BYTES)) for size in sizes]
-    if sum(counts) != len(chunks):
-        raise ProtocolError(f"{len(chunks)} chunks for frames of {list(sizes)!r:.80} bytes")
-    position = 0
-    for count, size in zip(counts, sizes, strict=True):
-        parts = [memoryview(chunk) for chunk in chunks[position : position + count]]
-        position += count
-        if sum(part.nbytes for part in parts) != size:
-            raise ProtocolError("chunks do not add up to the frame they belong to")
-        yield parts[0] if count == 1 else memoryview(bytearray().join(parts))

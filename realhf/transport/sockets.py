@@ -181,7 +181,7 @@ def _waits(socket: zmq.Socket[bytes]) -> bool:
 
 class _Router:
     """Holds a ROUTER socket, and hands each message to ``take``. One of another protocol version goes to ``other``
-    first, where there is that."""
+    first, where there is that. The context ends with it if it is ``owned``."""
 
     def __init__(
         self,
@@ -195,8 +195,9 @@ class _Router:
         ahead: int = HIGH_WATER_MARK,
         mandatory: bool = False,
         linger_ms: int = LINGER_MS,
+        owned: bool = True,
     ) -> None:
-        self._name, self._context, self._take, self._other = name, context, take, other
+        self._name, self._context, self._take, self._other, self._owned = name, context, take, other, owned
         self._socket = _bounded(context.socket(zmq.ROUTER), linger_ms, most_bytes, ahead)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, int(mandatory))
         self.dropped_messages = 0
@@ -204,6 +205,8 @@ class _Router:
             self.endpoint = listen(self._socket)
         except BaseException:
             self._socket.close(0)
+            if owned:
+                context.destroy(0)
             raise
 
     def drop(self, why: str) -> None:
@@ -235,11 +238,7 @@ class LoopListener(_Router):
         *,
         mandatory: bool = False,
     ) -> None:
-        try:
-            super().__init__(name, context, listen, take, other, mandatory=mandatory)
-        except BaseException:
-            context.destroy(0)
-            raise
+        super().__init__(name, context, listen, take, other, mandatory=mandatory)
         self._closed = False
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._socket.FD, self.drain)
@@ -286,7 +285,6 @@ class Listener(_Router):
     given, when a descriptor of ``also`` (set before ``start``) is readable, and at the end. What it or ``take`` raises
     ends the listener and stays in ``failure``. Frames are buffers, not copied, unless ``copy``. Where they are
     ``keyed``, which needs ``copy=False``, ``sender_key`` is the key (Z85) of who sent the message that is being taken.
-    The context ends with the listener if it is ``owned``.
     """
 
     def __init__(
@@ -301,16 +299,10 @@ class Listener(_Router):
         every_s: float | None = None,
         copy: bool = True,
         keyed: bool = False,
-        owned: bool = True,
         **limits: Any,
     ) -> None:
-        self._owned, self._copy, self._keyed = owned, copy, keyed
-        try:
-            super().__init__(name, context, listen, take, other, **limits)
-        except BaseException:
-            if owned:
-                context.destroy(0)
-            raise
+        self._copy, self._keyed = copy, keyed
+        super().__init__(name, context, listen, take, other, **limits)
         self._after, self._every_ms = after, None if every_s is None else int(every_s * 1000)
         self.also: Sequence[int] = ()
         self._outgoing: deque[tuple[bytes, Sequence[Frame]]] = deque()

@@ -16,7 +16,6 @@ import torch
 import zmq
 
 from realhf.api.sample import SequenceSample
-from realhf.transport import data_plane
 from realhf.transport.data_plane import DataPlane
 from realhf.transport.envelope import pack_header
 from realhf.transport.errors import DataError, DataMissing, FetchTimeout, PeerLost
@@ -176,14 +175,6 @@ def test_two_busy_workers_serve_each_other(planes):
     for thread in threads:
         thread.join(60)
     assert len(results) == 40
-
-
-def test_chunks_are_joined(owner, planes, monkeypatch):
-    owner.tell(f"put 1 {ROWS}")
-    reference = planes[0].fetch(owner.endpoint, ["1"], ["x", "m"], 60)
-    monkeypatch.setattr(data_plane, "CHUNK_BYTES", 10_000)
-    planes[0]._store.put(reference)
-    assert planes[1].fetch(planes[0].endpoint, ["1"], ["x", "m"], 60) == reference
 
 
 @pytest.mark.nightly
