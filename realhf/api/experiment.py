@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from realhf.api.config import (
     AsyncConfig,
@@ -113,8 +113,19 @@ def _not_injective(remap: Mapping[str, str]) -> bool:
     return len(set(remap.values())) != len(remap)
 
 
+class _Arguments:
+    def to_args(self) -> dict[str, Any]:
+        """Return the arguments of an interface (``env_rollout``) or its evaluation, as JSON can hold them."""
+        return to_json_value(self)
+
+    @classmethod
+    def from_args(cls, args: Mapping[str, Any]) -> Self:
+        """Rebuild the options from ``to_args``. Raises TypeError for an unknown or a missing option."""
+        return from_json_value(cls, args)
+
+
 @dataclass(frozen=True)
-class RolloutOptions:
+class RolloutOptions(_Arguments):
     """Says how the rollouts of a run are played.
 
     ``environment`` is a registered name or ``file.py:Name``, ``environment_options`` are its own options as plain
@@ -141,18 +152,9 @@ class RolloutOptions:
     turn_rewards: bool = False
     keep_reasoning: bool = True
 
-    def to_args(self) -> dict[str, Any]:
-        """Return the keyword arguments of the interface ``env_rollout``, as JSON can hold them."""
-        return to_json_value(self)
-
-    @staticmethod
-    def from_args(args: Mapping[str, Any]) -> RolloutOptions:
-        """Rebuild the options from ``to_args``. Raises TypeError for an unknown or a missing option."""
-        return from_json_value(RolloutOptions, args)
-
 
 @dataclass(frozen=True)
-class HeldOutOptions:
+class HeldOutOptions(_Arguments):
     """Says what an evaluation plays: instances of ``split``, of at most ``templates`` templates, each template
     ``episodes_per_task`` times at the training temperature and ``greedy_episodes_per_task`` times greedily."""
 
@@ -160,15 +162,6 @@ class HeldOutOptions:
     episodes_per_task: int
     greedy_episodes_per_task: int
     templates: int
-
-    def to_args(self) -> dict[str, Any]:
-        """Return ``EvaluationSpec.args``, as JSON can hold them."""
-        return to_json_value(self)
-
-    @staticmethod
-    def from_args(args: Mapping[str, Any]) -> HeldOutOptions:
-        """Rebuild the options from ``to_args``. Raises TypeError for an unknown or a missing option."""
-        return from_json_value(HeldOutOptions, args)
 
 
 PLAN_FILE = "plan.json"

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import zmq
@@ -198,16 +198,20 @@ class RpcWorker:
 
     # ---- lanes
 
-    def _serve_ordered(self, socket: zmq.Socket[bytes]) -> None:
+    def _messages(self, socket: zmq.Socket[bytes], waker: Waker) -> Iterator[tuple[dict[str, Any], list[bytes]]]:
+        """The messages for this process, header and payload, until it is to stop."""
         poller = zmq.Poller()
         poller.register(socket, zmq.POLLIN)
-        poller.register(self._waker.fileno(), zmq.POLLIN)
+        poller.register(waker.fileno(), zmq.POLLIN)
         while not self._stopping.is_set():
-            if socket not in dict(poller.poll(int(self._master_lost_after_s * 1000))):
-                continue
-            frames = socket.recv_multipart()
-            header = self._accept(frames)
-            if header is None or header["kind"] != "request":
+            if socket in dict(poller.poll(int(self._master_lost_after_s * 1000))):
+                frames = socket.recv_multipart()
+                if (header := self._accept(frames)) is not None:
+                    yield header, frames[1:]
+
+    def _serve_ordered(self, socket: zmq.Socket[bytes]) -> None:
+        for header, payload in self._messages(socket, self._waker):
+            if header["kind"] != "request":
                 continue
             if header["no"] != self._last_no + 1:
                 error = ProtocolError(f"call {header['no']} arrived after call {self._last_no}")
@@ -218,7 +222,7 @@ class RpcWorker:
                 self._reply_error(socket, header, CallCancelled("cancelled before it had begun"))
                 continue
             try:
-                self._execute(socket, header, frames[1:], self._ordered)
+                self._execute(socket, header, payload, self._ordered)
             finally:
                 self._running = None
 
@@ -240,23 +244,14 @@ class RpcWorker:
             self.stop()
 
     def _serve_control(self, socket: zmq.Socket[bytes]) -> None:
-        poller = zmq.Poller()
-        poller.register(socket, zmq.POLLIN)
-        poller.register(self._control_waker.fileno(), zmq.POLLIN)
-        while not self._stopping.is_set():
-            if socket not in dict(poller.poll(int(self._master_lost_after_s * 1000))):
-                continue
-            frames = socket.recv_multipart()
-            header = self._accept(frames)
-            if header is None:
-                continue
+        for header, payload in self._messages(socket, self._control_waker):
             if header["kind"] == "bye":
                 socket.send(pack_header("bye", self._run_id, self._session))
                 self.stop()
                 if self._leave_within_s is not None:
                     threading.Thread(target=_end_process, args=(self._leave_within_s,), daemon=True).start()
                 return
-            self._control_message(socket, header, frames[1:])
+            self._control_message(socket, header, payload)
         if not self._lost:
             self._leave(socket)
 
