@@ -171,7 +171,7 @@ async def test_another_protocol_is_refused_at_once(monkeypatch):
     worker = worker_of(master, LOOPBACK)
     pack = envelope.pack_header
     monkeypatch.setattr("realhf.transport.rpc_worker.pack_header", lambda *a, **k: of_protocol(99, pack(*a, **k)))
-    with pytest.raises(ProtocolError, match=r"refused worker 'w': versions differ: protocol 99 on .*, 2 on"):
+    with pytest.raises(ProtocolError, match=r"refused worker 'w': versions differ: protocol 99 on .*, 3 on"):
         await asyncio.to_thread(worker.run)
     assert master.dropped_messages == 1
     await master.close()
