@@ -98,14 +98,6 @@ class BatchLease:
 
 
 @dataclass(eq=False)
-class Retired:
-    """Samples that left the buffer after their last call, and the metadata fields that all of them have."""
-
-    samples: list[Sample]
-    metadata: dict[str, list[Any]]
-
-
-@dataclass(eq=False)
 class CallState:
     """The buffer's state for one model function call. ``bits``: of its inputs. By step batch: ``queues``, the samples
     that it may take, by birth, and ``not_issued``, how many it has neither leased nor done, ready or not."""
@@ -129,7 +121,7 @@ class AsyncIOSequenceBuffer:
         graph: DataFlowGraph,
         *,
         max_size: int,
-        on_retire: Callable[[Retired], None] = lambda retired: None,
+        on_retire: Callable[[Sequence[Sample]], None] = lambda samples: None,
     ) -> None:
         if max_size < graph.n_seqs:
             raise ValueError(f"max_size={max_size} cannot hold a step: needs {graph.n_seqs}")
@@ -294,7 +286,11 @@ class AsyncIOSequenceBuffer:
             sample.state[call.name] = "leased"
         call.not_issued[step_batch] -= count
         call.leased += count
-        lease = BatchLease(call.name, call.inputs, samples, _common_metadata(samples))
+        columns: dict[str, list[Any]] = {}
+        for name in samples[0].metadata:
+            with suppress(KeyError):  # a field that not all of them have
+                columns[name] = [sample.metadata[name] for sample in samples]
+        lease = BatchLease(call.name, call.inputs, samples, columns)
         self.leases.add(lease)
         return lease
 
@@ -318,7 +314,7 @@ class AsyncIOSequenceBuffer:
         finished = [sample for sample in lease.samples if not sample.left]
         if finished:
             self._retire(finished)
-            self._on_retire(Retired(finished, _common_metadata(finished)))
+            self._on_retire(finished)
 
     def _check_outputs(self, lease: BatchLease, outputs: SequenceSample) -> None:
         if outputs.data is not None:
@@ -414,12 +410,3 @@ class AsyncIOSequenceBuffer:
         if len(open_) < call.n_seqs:
             text += f"; the source owes {call.n_seqs - len(open_)}"
         return text
-
-
-def _common_metadata(samples: Sequence[Sample]) -> dict[str, list[Any]]:
-    """Every metadata field that all the samples have, one list item per sample."""
-    columns: dict[str, list[Any]] = {}
-    for name in samples[0].metadata:
-        with suppress(KeyError):
-            columns[name] = [sample.metadata[name] for sample in samples]
-    return columns

@@ -16,7 +16,7 @@ from realhf.api.experiment import InterfaceType
 from realhf.api.graph import DataFlowGraph
 from realhf.api.parallel import Parallel
 from realhf.api.source import ResultSink, SampleResult
-from realhf.dataflow.buffer import AsyncIOSequenceBuffer, EndOfData, Retired
+from realhf.dataflow.buffer import AsyncIOSequenceBuffer, EndOfData, Sample
 from realhf.dataflow.model_function_call import WAITS, CallReport, ModelFunctionCall, StepReport, step_report
 from realhf.dataflow.step_source import StepLoader
 from realhf.dataflow.storage_map import StorageMap
@@ -216,9 +216,9 @@ class FunctionExecutor:
 
     # ---- results
 
-    def _on_retire(self, retired: Retired) -> None:
-        for i, sample in enumerate(retired.samples):
-            own = {name: column[i] for name, column in retired.metadata.items()}
+    def _on_retire(self, samples: Sequence[Sample]) -> None:
+        for sample in samples:
+            own = dict(sample.metadata)
             rewards = json.loads(own.pop("rewards", "[]"))
             achieved = json.loads(own.pop("achieved", "[]"))
             result = SampleResult(sample.id, own, rewards, achieved)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from realhf.dataflow.buffer import AsyncIOSequenceBuffer, BatchLease, BufferClosed, EndOfData, Retired
+from realhf.dataflow.buffer import AsyncIOSequenceBuffer, BatchLease, BufferClosed, EndOfData, Sample
 from tests.dataflow.toy_buffer import buffer_graph, check_invariants, meta_of, outputs_of
 
 MAX_SIZE = 24
@@ -107,8 +108,8 @@ class BufferMachine(RuleBasedStateMachine):
         if self.putters:  # invariant 9: a put waits only while there is no room
             assert len(self.buffer) + self.putters[0][0] > MAX_SIZE
 
-    def note_retired(self, retired: Retired) -> None:
-        self.retired += [sample.id for sample in retired.samples]
+    def note_retired(self, samples: Sequence[Sample]) -> None:
+        self.retired += [sample.id for sample in samples]
 
     @invariant()
     def holds(self) -> None:
