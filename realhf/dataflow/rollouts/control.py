@@ -36,7 +36,7 @@ from realhf.api.calls import (
 )
 from realhf.api.sample import SequenceSample
 from realhf.api.source import SampleResult
-from realhf.base.messages import Message
+from realhf.base.messages import Call, Message
 from realhf.dataflow.journal.journal import DIED, Accept, Admit, Commit, Consume, Draw, Drop, Record, Reject
 from realhf.dataflow.journal.ledger import RolloutLedger
 from realhf.dataflow.rollouts.held_out import EvaluationBoard
@@ -443,7 +443,7 @@ class RolloutControl:
         self._requests.wake(None if everybody else self.capacity)
 
 
-CALLS = {call.name: call for call in (ALLOCATE, ARRIVED, REJECTED, EVALUATED, STOPPED)}
+CALLS: dict[str, Call[Any, Any]] = {call.name: call for call in (ALLOCATE, ARRIVED, REJECTED, EVALUATED, STOPPED)}
 MAX_LEASES = 4096
 MAX_HOLD_S = 60.0
 
