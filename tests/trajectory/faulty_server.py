@@ -46,7 +46,7 @@ class FaultySqliteStore(SqliteStore):
     def __init__(self, folder: Path, rate: float, seed: int) -> None:
         super().__init__(folder)
         self._rate, self._rng = rate, random.Random(seed)
-        self._segments = FaultySegments(folder, rate, self._rng)
+        self.files = self._segments = FaultySegments(folder, rate, self._rng)
         self._ready = False
 
     async def open(self) -> Snapshot:

@@ -18,20 +18,9 @@ class RedisServer:
     def __init__(self, folder: Path, *, persistent: bool = True) -> None:
         self.port = free_port()
         self._command = [
-            "redis-server",
-            "--port",
-            str(self.port),
-            "--bind",
-            "127.0.0.1",
-            "--dir",
-            str(folder),
-            "--save",
-            "",
-            "--appendonly",
-            "yes" if persistent else "no",
-            "--appendfsync",
-            "everysec",
-        ]
+            "redis-server", "--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(folder), "--save", "",
+            "--appendonly", "yes" if persistent else "no", "--appendfsync", "everysec",
+        ]  # fmt: skip
         self.restarts = 0
         self.start()
 

@@ -28,7 +28,7 @@ from realhf.trajectory.http.service import (
     idempotency,
     may_reset,
 )
-from realhf.trajectory.records import PAYLOAD_LOST, Payload, Refusal, invalid
+from realhf.trajectory.records import PAYLOAD_LOST, Refusal, invalid
 from realhf.trajectory.state import delivery, registry
 from realhf.trajectory.state.delivery import Batch, NoBatch, PullRequest
 from realhf.trajectory.store.base import PayloadLost
@@ -120,7 +120,8 @@ async def _respond(service: Service, request: Request, batch: Batch) -> BatchRes
     """Read and encode a leased batch; any failure before it is out gives the batch back."""
     msgpack, coding = _accepted(request)
     try:
-        payloads, data = await _payloads(service, batch)
+        payloads = [group.payload for group in batch.groups]
+        data = await service.engine.store.read(payloads)
         pieces, used = await encode_batch(
             payloads, data, msgpack=msgpack, coding=coding, level=service.config.gzip_level
         )
@@ -148,20 +149,6 @@ async def _respond(service: Service, request: Request, batch: Batch) -> BatchRes
         service.engine.write_surely(delivery.mark_sent if sent else delivery.mark_lost, batch)
 
     return BatchResponse(pieces, headers, report)
-
-
-async def _payloads(service: Service, batch: Batch) -> tuple[list[Payload], list[bytes]]:
-    """Return the payloads of a batch and their bytes. Raises PayloadLost if they are in none of the places where they
-    were."""
-    groups = batch.groups
-    while True:
-        payloads = [group.payload for group in groups]
-        try:
-            return payloads, await service.engine.store.read(payloads)
-        except PayloadLost:
-            groups = await service.engine.read(delivery.present_groups, batch)
-            if [group.payload for group in groups] == payloads:
-                raise
 
 
 def _accepted(request: Request) -> tuple[bool, str]:

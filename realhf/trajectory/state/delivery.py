@@ -119,11 +119,6 @@ def _present(state: TrajectoryState, batch: Batch) -> LeaseRecord | None:
     return None if lease is None or lease.returned or lease.attempt != batch.attempt else lease
 
 
-def present_groups(state: TrajectoryState, now: float, batch: Batch) -> list[GroupRecord]:
-    """Return the groups of a batch as they are now: their payloads may have moved since it was formed."""
-    return [state.groups.get(group.id, group) for group in batch.groups]
-
-
 def give_up_lost(state: TrajectoryState, now: float, batch: Batch, lost: frozenset[PayloadRef]) -> None:
     """Put groups of a batch whose payloads are damaged into quarantine, and the others back into the queue, so that the
     damaged ones do not hold up anyone for ever. A step that nobody got is taken back."""
@@ -293,7 +288,7 @@ def form(state: TrajectoryState, now: float) -> list[GroupRecord] | NotSelected:
         selected = _select(state, state.with_stale, now)
     if isinstance(selected, Selected):
         _charge(state, selected)
-        return [state.groups[group.id] for group in selected.groups]
+        return selected.groups
     return selected
 
 
@@ -316,7 +311,7 @@ def _set_stale_aside(state: TrajectoryState) -> bool:
 
 def _release(state: TrajectoryState, members: list[GroupRecord]) -> None:
     """Release the other members of a set that lost one: each of them counts alone now."""
-    for member in (state.groups[each.id] for each in members):
+    for member in members:
         alone = msgspec.structs.replace(member, bundle=None, order=state.next_order())
         reason = unservable_reason(state, member.size)
         if reason:

@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 
 from realhf.trajectory.records import Refusal, StateOptions
 from realhf.trajectory.state import maintenance, registry
-from realhf.trajectory.state.maintenance import Compactor
 from realhf.trajectory.state.server_state import TrajectoryState
 from realhf.trajectory.store.base import OutcomeUnknown, Snapshot, StateLost, Store, StoreFailure
 
@@ -286,7 +285,7 @@ class Engine:
         return self._clock() if shared is None else shared
 
     async def _tidy(self) -> None:
-        compactor, compact_from = Compactor(self), 0.0
+        compact_from = 0.0
         while True:
             await asyncio.sleep(self._tidy_every_s)
             try:
@@ -294,7 +293,7 @@ class Engine:
                     await self.write(maintenance.tidy)
                 if time.monotonic() >= compact_from:
                     compact_from = time.monotonic() + PAUSE_AFTER_FAILED_COMPACTION_S
-                    await compactor.run()
+                    await maintenance.compact(self)
                     compact_from = 0.0
             except StoreFailure as error:
                 logger.warning("housekeeping waits: %s", error)

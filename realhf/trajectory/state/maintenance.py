@@ -1,29 +1,22 @@
-"""Keeps the state tidy: what a restart changes, what the passing of time ends, and the compaction of payload files.
+"""Keeps the state tidy: what a restart changes, what the passing of time ends, and the room of payload files.
 
 Source: docs/reference/trajectory.md 3.5 (buffer expiry), 3.7, 3.10, 3.11.
-
-A file of payloads is deleted when no record refers to anything in it, so that one group in a mix buffer or in
-quarantine would keep 64 MiB. Payloads move like any other change: written, committed, and only then is the old place
-given up.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from itertools import islice, takewhile
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from realhf.trajectory.records import GroupRecord, LeaseRecord, PayloadRef
+from realhf.trajectory.records import GroupRecord, LeaseRecord
 from realhf.trajectory.state import quarantine
 from realhf.trajectory.state.delivery import close_lease
 from realhf.trajectory.state.server_state import TrajectoryState
-from realhf.trajectory.store.base import PayloadLost
-from realhf.trajectory.store.segments import Segments
+from realhf.trajectory.store.segments import SegmentFile, Segments
 
 if TYPE_CHECKING:
     from realhf.trajectory.state.engine import Engine
@@ -33,11 +26,6 @@ NAMES_KEPT = 256
 """Number of names of environments that are remembered when nobody has them any more."""
 PER_ROUND = 1000
 """Largest number of rows that one round of housekeeping removes."""
-MOST_PER_RUN_BYTES = 64 << 20
-"""How much is moved at once beside the requests, at most."""
-_PART_BYTES, _PART_GROUPS = 4 << 20, 64
-Move = tuple[int, PayloadRef, PayloadRef]
-"""A move as (group id, old place, new place)."""
 
 
 def restart(state: TrajectoryState, now: float) -> None:
@@ -116,43 +104,24 @@ def _ended_for_good(state: TrajectoryState, now: float) -> Iterator[LeaseRecord]
             yield lease
 
 
-class Compactor:
-    """Compacts the files of one engine. ``run`` costs little while there is nothing to gain."""
+async def compact(engine: Engine) -> int:
+    """Give room in files of payloads that are mostly empty back to the disk; return how many bytes. Raises
+    StoreFailure. It costs little while there is nothing to gain."""
+    store, files = engine.store, engine.store.files
+    if files is None or not files.wasteful(held_bytes(engine.state)):
+        return 0
+    # In a round: after its commit nothing can come back that is not among these payloads.
+    groups, ended = await engine.write(_in_use, files)
+    freed = await store.compact((group.payload for group in groups), ended)
+    if freed:
+        logger.info("%s: %d MiB given back of files that were mostly empty", store.name, freed >> 20)
+    return freed
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._unreadable: set[int] = set()
 
-    async def run(self) -> int:
-        """Move groups out of files that are mostly empty; return how many. Raises StoreFailure."""
-        state, files = self._engine.state, self._engine.store.files
-        if files is None or not files.wasteful(held_bytes(state)):
-            return 0
-        moved = 0
-        groups = await asyncio.to_thread(_in_sparse_files, _stored(state), files, frozenset(self._unreadable))
-        for part in _parts(groups):
-            moved += await self._move(files, part)
-        if moved:
-            logger.info("%s: %d groups moved out of files that were mostly empty", self._engine.store.name, moved)
-        return moved
-
-    async def _move(self, files: Segments, groups: list[GroupRecord]) -> int:
-        store = self._engine.store
-        try:
-            data = await store.read([group.payload for group in groups])
-        except PayloadLost as error:
-            # Files with damaged payloads stay as they are, unless the payloads were only acknowledged meanwhile.
-            alive = {group.payload.ref for group in _stored(self._engine.state)}
-            lost = [group.payload for group in groups if group.payload.ref in error.refs & alive]
-            self._unreadable.update(map(files.file_of, lost))
-            return 0
-        refs = await store.stage(data, reserve=False)
-        moves = [(group.id, group.payload.ref, ref) for group, ref in zip(groups, refs, strict=True)]
-        try:
-            return await self._engine.write(move_payloads, moves)
-        except Exception:
-            await store.unstage(refs)
-            raise
+def _in_use(state: TrajectoryState, now: float, files: Segments) -> tuple[list[GroupRecord], dict[int, SegmentFile]]:
+    """Return the groups whose payloads records refer to, and the files to which no others are written any more."""
+    latest = [state.run.latest] if state.run.latest is not None else []
+    return [*latest, *state.groups.values()], files.ended()
 
 
 def held_bytes(state: TrajectoryState) -> int:
@@ -160,45 +129,3 @@ def held_bytes(state: TrajectoryState) -> int:
     latest = state.run.latest
     alone = latest.payload.nbytes if latest is not None and latest.id not in state.groups else 0
     return state.waiting_bytes + state.quarantine_bytes + alone
-
-
-def move_payloads(state: TrajectoryState, now: float, moves: Sequence[Move]) -> int:
-    """Give payloads their new places; give up the new places of groups that have gone meanwhile. Returns how many
-    moved."""
-    moved = 0
-    for key, old, new in moves:
-        known = state.move_payload(key, old, new)
-        state.discard(old if known else new)
-        moved += known
-    return moved
-
-
-def _stored(state: TrajectoryState) -> list[GroupRecord]:
-    latest = state.run.latest
-    return [*state.groups.values(), *([latest] if latest is not None and latest.id not in state.groups else [])]
-
-
-def _in_sparse_files(groups: Sequence[GroupRecord], files: Segments, unreadable: Collection[int]) -> list[GroupRecord]:
-    """Return the groups in the emptiest files, for a thread of its own."""
-    used = Counter[int]()
-    for group in groups:
-        used[files.file_of(group.payload)] += group.payload.nbytes
-    chosen, total = set[int](), 0
-    for file in files.sparse(used):
-        if file not in unreadable and total + used[file] <= MOST_PER_RUN_BYTES:
-            chosen.add(file)
-            total += used[file]
-    return [group for group in groups if files.file_of(group.payload) in chosen]
-
-
-def _parts(groups: Sequence[GroupRecord]) -> Iterator[list[GroupRecord]]:
-    part: list[GroupRecord] = []
-    size = 0
-    for group in groups:
-        if part and (size + group.payload.nbytes > _PART_BYTES or len(part) >= _PART_GROUPS):
-            yield part
-            part, size = [], 0
-        part.append(group)
-        size += group.payload.nbytes
-    if part:
-        yield part

@@ -76,8 +76,7 @@ class Lane:
 class QueueIndex:
     """Indexes queued groups. ``groups``, ``sequences`` and ``nbytes`` are totals.
 
-    Every call costs amortised O(1), views O(environments + sizes). Records that it returns only identify groups: the
-    payload of a group may have moved since it was added, so ask the state for its current record.
+    Every call costs amortised O(1), views O(environments + sizes).
     """
 
     def __init__(self) -> None:

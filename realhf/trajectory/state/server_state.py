@@ -12,15 +12,12 @@ from collections.abc import Callable, Iterable
 from operator import attrgetter
 from typing import Any
 
-import msgspec
-
 from realhf.trajectory.records import (
     TABLES,
     ClosedLease,
     EnvRecord,
     GroupRecord,
     LeaseRecord,
-    PayloadRef,
     Place,
     Record,
     Replay,
@@ -138,29 +135,6 @@ class TrajectoryState:
         if self._recording:
             self._changes.rows[(table, key)] = None
             self._undo.append((table, key, old))
-
-    def move_payload(self, key: int, old: PayloadRef, new: PayloadRef) -> bool:
-        """Record that a payload lies elsewhere now; the group keeps its place in every order.
-
-        Returns False if no record refers to the old place any more. The queue's own copy of the record is not touched:
-        see ``QueueIndex``.
-        """
-        group, latest = self.groups.get(key), self.run.latest
-        is_latest = latest is not None and latest.id == key and latest.payload.ref == old
-        if group is not None and group.payload.ref == old:
-            moved = _moved(group, new)
-            self.groups[key] = moved
-            for held in (self.quarantine, self.stale, self.buffers.get(group.env_id, {})):
-                if key in held:
-                    held[key] = moved
-            if self._recording:
-                self._changes.rows[("groups", key)] = moved
-                self._undo.append(lambda: self.move_payload(key, new, old))
-        elif not is_latest:
-            return False
-        if latest is not None and is_latest:
-            self.put_run(msgspec.structs.replace(self.run, latest=_moved(latest, new)))
-        return True
 
     def discard(self, *refs: Any) -> None:
         """Give up staged payloads that no record refers to (any more)."""
@@ -347,7 +321,3 @@ class TrajectoryState:
             queued = (group for group in self.groups.values() if group.place is Place.QUEUE and not group.reason)
             self._versions = [(group.policy_version, group.order, group.id) for group in queued]
             heapq.heapify(self._versions)
-
-
-def _moved(group: GroupRecord, ref: PayloadRef) -> GroupRecord:
-    return msgspec.structs.replace(group, payload=msgspec.structs.replace(group.payload, ref=ref))

@@ -7,11 +7,11 @@ it returns. Source: docs/reference/trajectory.md 3.11.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from realhf.trajectory.records import TABLES, Payload, PayloadRef, Record
-from realhf.trajectory.store.segments import Segments
+from realhf.trajectory.store.segments import SegmentFile, Segments
 
 
 class StoreFailure(RuntimeError):
@@ -75,16 +75,16 @@ class Store(ABC):
     shared = False
     name: str
     files: Segments | None = None
-    """The files that may have to be compacted; None if there never are any."""
+    """The files in which there may be room to give back; None if there never are any."""
 
     @abstractmethod
     async def open(self) -> Snapshot:
         """Return everything that was committed. Raises StoreFailure (unreachable, or a second server on one folder)."""
 
     @abstractmethod
-    async def stage(self, payloads: Sequence[bytes], *, reserve: bool = True) -> list[PayloadRef]:
+    async def stage(self, payloads: Sequence[bytes]) -> list[PayloadRef]:
         """Keep payloads; they are durable once a commit that was begun afterwards returns. Raises StoreFailure, also
-        where there is room for the payloads and too little for what has to follow; not so without ``reserve``."""
+        where there is room for the payloads and too little for what has to follow."""
 
     @abstractmethod
     async def unstage(self, refs: Sequence[PayloadRef]) -> None:
@@ -101,6 +101,12 @@ class Store(ABC):
     async def read(self, payloads: Sequence[Payload]) -> list[bytes]:
         """Return the bytes of staged payloads, checked against their CRC. Raises PayloadLost, and StoreFailure where
         they cannot be read at present."""
+
+    async def compact(self, live: Iterable[Payload], ended: Mapping[int, SegmentFile]) -> int:
+        """Give back the room of all but the ``live`` payloads in those of the ``ended`` files that are mostly empty;
+        return how many bytes. ``live`` has to be all that any commit may have kept; a thread walks through it. Raises
+        StoreFailure."""
+        raise AssertionError(f"{self.name} has no files")
 
     async def begin(self) -> list[Changes]:
         """Take the write lock of a shared store; return what others committed since the last call. Raises StateLost,

@@ -40,7 +40,7 @@ class MemoryStore(Store):
         """Return nothing: the store is new."""
         return empty_snapshot()
 
-    async def stage(self, payloads: Sequence[bytes], *, reserve: bool = True) -> list[PayloadRef]:
+    async def stage(self, payloads: Sequence[bytes]) -> list[PayloadRef]:
         """Return the payloads themselves."""
         return list(payloads)
 

@@ -210,7 +210,7 @@ class RedisStore(Store):
             same = _number(name) != self._version or _fields(fields)[b"t"] == self._last
         return "" if same else f"Redis went back behind commit {self._version}, and others took its number"
 
-    async def stage(self, payloads: Sequence[bytes], *, reserve: bool = True) -> list[PayloadRef]:
+    async def stage(self, payloads: Sequence[bytes]) -> list[PayloadRef]:
         """Write payloads that expire. A number that any server has used is never written over."""
         for _ in range(_STAGE_ATTEMPTS):
             refs = [next(self._refs) for _ in payloads]

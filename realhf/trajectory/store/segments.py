@@ -1,10 +1,14 @@
 """Keeps payloads in append-only files of bounded size; a file is deleted when no record refers to anything in it.
 
-A reference is ``segment << 40 | offset``. Source: docs/reference/trajectory.md 3.11.
+One group in a mix buffer or in quarantine would keep a whole file. So files that are mostly empty give the room of what
+nobody needs back to the disk, as holes: no payload ever moves. A reference is ``segment << 40 | offset``. Source:
+docs/reference/trajectory.md 3.11.
 """
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import logging
 import os
 from collections import deque
@@ -30,7 +34,7 @@ already. With the file that is being written they make up the slack."""
 
 
 class PlaceGone(LookupError):
-    """Is raised for a payload whose file was given up: the payload has moved, or nobody needs it any more."""
+    """Is raised for a payload whose file was given up: nobody needs it any more."""
 
 
 class _Handle:
@@ -47,10 +51,12 @@ class _Handle:
 
 @dataclass(eq=False)
 class SegmentFile:
-    """Describes one file. ``live`` and ``staged`` count the references of each kind."""
+    """Describes one file. ``taken``: its bytes but for those that were given back; ``live`` and ``staged`` count the
+    references of each kind."""
 
     path: Path
     size: int = 0
+    taken: int = 0
     live: int = 0
     staged: int = 0
     handle: _Handle | None = None
@@ -76,6 +82,9 @@ class Segments:
         self.tight = False
         """Whether there is so little room that no file may be mostly empty."""
         self._spare: deque[tuple[Path, _Handle]] = deque()
+        self._kept_below = 0
+        """Number of the first file of which room is given back; rows that were set aside may refer to earlier ones."""
+        self._knows_holes = True
         self._new_names = False
         self._active = 0
 
@@ -83,7 +92,9 @@ class Segments:
         """Count what is referred to, open those files, and delete the others unless ``keep_unused``; writing continues
         in a new segment. Raises OSError only where the folder itself cannot be read."""
         found = {int(path.stem): path for path in self._folder.glob("*.seg") if path.stem.isdigit()}
-        self._files = {number: SegmentFile(path, path.stat().st_size) for number, path in found.items()}
+        for number, path in found.items():
+            about = path.stat()
+            self._files[number] = SegmentFile(path, about.st_size, min(about.st_size, 512 * about.st_blocks))
         self.recount(payloads)
         unused = [number for number, file in self._files.items() if not file.live]
         gone = [self._files.pop(number).path for number in unused]
@@ -94,8 +105,9 @@ class Segments:
                 file.handle = _Handle(file.path)
             except OSError as error:
                 logger.error("%s cannot be opened now, and is left as it is: %s", file.path, error)
-        self._active = max([self._active, *found, *map(self.file_of, payloads)])  # a number is never used again
+        self._active = max([self._active, *found, *map(_number_of, payloads)])  # a number is never used again
         self._begin_file()
+        self._kept_below = self._active if keep_unused else 0
 
     def recount(self, payloads: Iterable[Payload]) -> None:
         """Count the live references from what was committed. Staged payloads among them were kept after all."""
@@ -103,12 +115,12 @@ class Segments:
             file.live = 0
         for payload in payloads:
             self._settle(ref_of(payload))
-            if file := self._files.get(self.file_of(payload)):
+            if file := self._files.get(_number_of(payload)):
                 file.live += 1
 
     def holds(self, payload: Payload) -> bool:
         """Return whether the payload lies within its file, as it was at the start; one in a torn tail does not."""
-        file = self._files.get(self.file_of(payload))
+        file = self._files.get(_number_of(payload))
         return file is not None and file.size >= (ref_of(payload) & _OFFSET_MASK) + payload.nbytes
 
     def stage(self, payloads: Sequence[bytes]) -> list[int]:
@@ -122,6 +134,7 @@ class Segments:
             self._waiting[ref] = payload
             self.waiting_bytes += len(payload)
             file.size += len(payload)
+            file.taken += len(payload)
             file.staged += 1
             self._staged.add(ref)
             refs.append(ref)
@@ -163,7 +176,7 @@ class Segments:
         """Take note that a commit holds these payloads; those that were staged are live from now on."""
         for payload in payloads:
             if self._settle(ref_of(payload)):
-                self._files[self.file_of(payload)].live += 1
+                self._files[_number_of(payload)].live += 1
 
     def unstage(self, refs: Iterable[int]) -> None:
         """Give up staged payloads that no record will refer to. Those that are no longer staged belong to a record and
@@ -175,15 +188,15 @@ class Segments:
     def read(self, payload: Payload) -> bytes:
         """Read one payload from its file; less where the file ends. Raises PlaceGone, and OSError where it cannot be
         read at present. Writers do not wait for the disk meanwhile."""
-        file, offset = self._files.get(self.file_of(payload)), ref_of(payload) & _OFFSET_MASK
+        file, offset = self._files.get(_number_of(payload)), ref_of(payload) & _OFFSET_MASK
         if file is None:
-            raise PlaceGone(self.file_of(payload))
+            raise PlaceGone(_number_of(payload))
         handle = file.handle
         if handle is None:  # it could not be opened at the start, or goes at this moment
             try:
                 file.handle = handle = _Handle(file.path)
             except FileNotFoundError as error:
-                raise PlaceGone(self.file_of(payload)) from error
+                raise PlaceGone(_number_of(payload)) from error
         pieces, missing = [], payload.nbytes
         while missing and (piece := os.pread(handle.number, missing, offset)):
             pieces.append(piece)
@@ -214,22 +227,33 @@ class Segments:
 
     def wasteful(self, held_bytes: int) -> bool:
         """Return whether the files take more than twice what is in use, and a few files beyond that."""
-        size = sum(file.size for file in self._files.values())
-        return size > 2 * held_bytes + (0 if self.tight else _SLACK_FILES * self._limit)
+        taken = sum(file.taken for number, file in self._files.items() if number >= self._kept_below)
+        return self._knows_holes and taken > 2 * held_bytes + (0 if self.tight else _SLACK_FILES * self._limit)
 
-    def file_of(self, payload: Payload) -> int:
-        """Return the number of the file that holds a payload."""
-        return ref_of(payload) >> _OFFSET_BITS
+    def ended(self) -> dict[int, SegmentFile]:
+        """Return the files that may have holes: nothing is written to them any more, and no commit is under way."""
+        return {
+            number: file
+            for number, file in self._files.items()
+            if number >= self._kept_below and number != self._active and not file.staged
+        }
 
-    def sparse(self, used: Mapping[int, int]) -> list[int]:
-        """Return files of which no more than half is in use, the emptiest first, except the one that is being
-        written."""
-        candidates = (
-            number
-            for number, file in list(self._files.items())
-            if number != self._active and 0 < used.get(number, 0) <= file.size // 2
-        )
-        return sorted(candidates, key=lambda number: used[number])
+    def give_back(self, number: int, file: SegmentFile, gaps: Sequence[tuple[int, int]]) -> int:
+        """Give parts of a file, each (offset, length), back to the disk; return how many bytes they have. Call it on
+        the thread of ``remove``. Raises OSError."""
+        if self._files.get(number) is not file or file.handle is None or not self._knows_holes:
+            return 0  # it goes, or is written anew
+        for offset, length in gaps:
+            if _fallocate(file.handle.number, _PUNCH_HOLE | _KEEP_SIZE, offset, length):
+                code = ctypes.get_errno()
+                if code not in (errno.EOPNOTSUPP, errno.ENOSYS):
+                    raise OSError(code, os.strerror(code), str(file.path))
+                logger.warning("%s: this disk knows no holes, so files go only when they are empty", self._folder)
+                self._knows_holes = False
+                return 0
+        freed = sum(length for _, length in gaps)
+        file.taken = file.size - freed
+        return freed
 
     def remove(self, files: Sequence[SegmentFile]) -> None:
         """Put files aside to be written again, or delete them. That takes a while, so call it off the event loop."""
@@ -281,6 +305,39 @@ class Segments:
             spare.rename(path)
             return handle
         return _Handle(path, os.O_CREAT)
+
+
+_PUNCH_HOLE, _KEEP_SIZE = 2, 1
+"""``FALLOC_FL_PUNCH_HOLE`` and ``FALLOC_FL_KEEP_SIZE`` of ``linux/falloc.h``."""
+
+
+def _fallocate(handle: int, mode: int, offset: int, length: int) -> int:
+    call = ctypes.CDLL(None, use_errno=True).fallocate
+    call.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+    return call(handle, mode, offset, length)
+
+
+def sparse_files(
+    live: Iterable[Payload], ended: Mapping[int, SegmentFile]
+) -> Iterator[tuple[int, SegmentFile, list[tuple[int, int]]]]:
+    """Yield the files of which no more than half is in use, with the gaps between what is ``live``."""
+    places: dict[int, list[tuple[int, int]]] = {}
+    for payload in live:
+        places.setdefault(_number_of(payload), []).append((ref_of(payload) & _OFFSET_MASK, payload.nbytes))
+    for number, used in places.items():
+        file = ended.get(number)
+        if file is None or sum(nbytes for _, nbytes in used) > file.taken // 2:
+            continue
+        gaps, at = [], 0
+        for offset, nbytes in (*sorted(used), (file.size, 0)):
+            if offset > at:
+                gaps.append((at, offset - at))
+            at = offset + nbytes
+        yield number, file, gaps
+
+
+def _number_of(payload: Payload) -> int:
+    return ref_of(payload) >> _OFFSET_BITS
 
 
 def ref_of(payload: Payload) -> int:

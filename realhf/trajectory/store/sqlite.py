@@ -49,7 +49,7 @@ from realhf.trajectory.store.base import (
     StoreFailure,
     empty_snapshot,
 )
-from realhf.trajectory.store.segments import SEGMENT_BYTES, PlaceGone, SegmentFile, Segments, ref_of
+from realhf.trajectory.store.segments import SEGMENT_BYTES, PlaceGone, SegmentFile, Segments, ref_of, sparse_files
 
 logger = logging.getLogger(__name__)
 _INTEGER_KEYS = ("envs", "groups")
@@ -119,10 +119,9 @@ class SqliteStore(Store):
         self._segments.recount(_payloads(snapshot))
         return snapshot
 
-    async def stage(self, payloads: Sequence[bytes], *, reserve: bool = True) -> list[PayloadRef]:
+    async def stage(self, payloads: Sequence[bytes]) -> list[PayloadRef]:
         """Put payloads into the files. Raises StoreFailure when the disk would be too full for what has to follow."""
-        if reserve:
-            self._refuse_when_full(sum(map(len, payloads)))
+        self._refuse_when_full(sum(map(len, payloads)))
         return list(self._segments.stage(payloads))
 
     async def unstage(self, refs: Sequence[PayloadRef]) -> None:
@@ -177,6 +176,16 @@ class SqliteStore(Store):
         """Return the bytes of payloads, checked. Raises PayloadLost only for bytes that were read and are others than
         were written, and StoreFailure where they cannot be read at present."""
         return await asyncio.to_thread(self._read, payloads)
+
+    async def compact(self, live: Iterable[Payload], ended: Mapping[int, SegmentFile]) -> int:
+        """Make holes in the files, one file after the other so that commits get their turn."""
+        freed = 0
+        try:
+            for number, file, gaps in await asyncio.to_thread(lambda: list(sparse_files(live, ended))):
+                freed += await self._on_writer(self._segments.give_back, number, file, gaps)
+        except OSError as error:
+            raise StoreFailure(f"{self.name}: {error}") from error
+        return freed
 
     def take_loss(self) -> str:
         """Describe a loss. Rows of groups and leases that are damaged are logged; the run itself is a loss."""

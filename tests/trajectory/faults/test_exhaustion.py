@@ -35,16 +35,9 @@ def serving(folder: Path, *flags: str, before: Sequence[str] = ()) -> Iterator[t
     port = free_port()
     tied = ("setpriv", "--pdeathsig", "KILL")  # none outlives a test run that is killed
     command = [
-        *tied,
-        *before,
-        sys.executable,
-        "-m",
-        "realhf.trajectory",
-        "--port",
-        str(port),
-        "--store",
+        *tied, *before, sys.executable, "-m", "realhf.trajectory", "--port", str(port), "--store",
         f"sqlite:{folder}",
-    ]
+    ]  # fmt: skip
     process = subprocess.Popen([*command, *flags], stderr=subprocess.DEVNULL, start_new_session=True)
     try:
         url = f"http://127.0.0.1:{port}"

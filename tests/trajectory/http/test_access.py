@@ -33,16 +33,11 @@ def test_tokens_and_their_roles():
             assert answer.status_code == 401
             assert "www-authenticate" in answer.headers
         allowed = [
-            ("GET", "/status", None, "pta"),
-            ("GET", "/batch", None, "ta"),
-            ("POST", "/scored_data", group(), "pa"),
-            ("POST", "/status-env", {"env_id": 0}, "pa"),
-            ("DELETE", "/quarantine", None, "a"),
-            ("GET", "/quarantine", None, "pta"),
-            ("GET", "/metrics", None, "pta"),
-            ("POST", "/policy_version", {"version": 1}, "ta"),
-            ("POST", "/register", REGISTRATION, "ta"),
-        ]
+            ("GET", "/status", None, "pta"), ("GET", "/batch", None, "ta"), ("POST", "/scored_data", group(), "pa"),
+            ("POST", "/status-env", {"env_id": 0}, "pa"), ("DELETE", "/quarantine", None, "a"),
+            ("GET", "/quarantine", None, "pta"), ("GET", "/metrics", None, "pta"),
+            ("POST", "/policy_version", {"version": 1}, "ta"), ("POST", "/register", REGISTRATION, "ta"),
+        ]  # fmt: skip
         for method, path, body, roles in allowed:
             for token in "pta":
                 join = {"X-Join": "1"} if path == "/register" else {}

@@ -34,23 +34,10 @@ HEADERS = ("X-Ack", "X-Epoch", "X-Trainer-Id", "X-Policy-Version", "Idempotency-
 @pytest.mark.nightly
 def test_schemathesis_finds_no_server_error(url: str):
     command = [
-        str(Path(sys.executable).parent / "schemathesis"),
-        "run",
-        f"{url}/openapi.json",
-        "--checks",
-        "not_a_server_error",
-        "--max-examples",
-        "8",
-        "--seed",
-        "1",
-        "--request-timeout",
-        "60",
-        "--suppress-health-check",
-        "too_slow",
-        "--no-color",
-        "--phases",
-        "coverage,fuzzing",
-    ]
+        str(Path(sys.executable).parent / "schemathesis"), "run", f"{url}/openapi.json", "--checks",
+        "not_a_server_error", "--max-examples", "8", "--seed", "1", "--request-timeout", "60",
+        "--suppress-health-check", "too_slow", "--no-color", "--phases", "coverage,fuzzing",
+    ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout[-3000:]
     assert "generated" in done.stdout

@@ -144,13 +144,9 @@ def test_status_env_in_its_three_forms(api: httpx.Client):
         for _ in range(count):
             assert api.post("/scored_data", json=group(size, env_id=env)).json() == {"status": "received"}
     expected = {
-        "current_step": 0,
-        "queue_size": 8,
-        "unallocated_fraction": 1.0,
-        "self_queue_size": 2,
-        "max_group_size": 4,
+        "current_step": 0, "queue_size": 8, "unallocated_fraction": 1.0, "self_queue_size": 2, "max_group_size": 4,
         "env_weight": 0.5,
-    }
+    }  # fmt: skip
     assert api.request("GET", "/status-env", json={"env_id": first}).json() == expected
     assert api.get("/status-env", params={"env_id": first}).json() == expected
     assert api.post("/status-env", json={"env_id": first}).json() == expected

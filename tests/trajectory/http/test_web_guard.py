@@ -55,16 +55,11 @@ def test_a_page_of_elsewhere_changes_nothing(api: httpx.Client, headers: dict[st
 
 def test_the_servers_own_pages_and_programs_may_do_everything(url: str, api: httpx.Client):
     own = [
-        {"Sec-Fetch-Site": "same-origin", "User-Agent": CHROME},
-        {"Sec-Fetch-Site": "none", "User-Agent": CHROME},
-        {"Origin": url, "User-Agent": CHROME},
-        {"Referer": url + "/docs", "User-Agent": CHROME},
-        {"User-Agent": "python-requests/2.32"},
-        {"Host": "localhost:8000"},
-        {"Host": "trajectory:8000"},
-        {"Host": "10.1.2.3"},
-        {"Host": "[::1]:8000"},
-    ]
+        {"Sec-Fetch-Site": "same-origin", "User-Agent": CHROME}, {"Sec-Fetch-Site": "none", "User-Agent": CHROME},
+        {"Origin": url, "User-Agent": CHROME}, {"Referer": url + "/docs", "User-Agent": CHROME},
+        {"User-Agent": "python-requests/2.32"}, {"Host": "localhost:8000"}, {"Host": "trajectory:8000"},
+        {"Host": "10.1.2.3"}, {"Host": "[::1]:8000"},
+    ]  # fmt: skip
     for headers in own:
         assert api.post("/register", json=REGISTRATION, headers=headers).status_code == 200, headers
         assert api.get("/reset_data", headers=headers).status_code == 200, headers

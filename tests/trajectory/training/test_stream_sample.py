@@ -38,33 +38,17 @@ def converted(
 
 def plain(n: int = 2, **changed: Any) -> dict[str, Any]:
     return {
-        "tokens": [[1, 2, 3, 4]] * n,
-        "masks": [[-100, -100, 3, 4]] * n,
-        "scores": [float(i) for i in range(n)],
-        "inference_logprobs": [[1.0, 1.0, -0.5, -0.25]] * n,
-        "env_id": 0,
-        "overrides": None,
-        **changed,
-    }
+        "tokens": [[1, 2, 3, 4]] * n, "masks": [[-100, -100, 3, 4]] * n, "scores": [float(i) for i in range(n)],
+        "inference_logprobs": [[1.0, 1.0, -0.5, -0.25]] * n, "env_id": 0, "overrides": None, **changed,
+    }  # fmt: skip
 
 
 def outcome(status: str, reward: float | None, n: int) -> RolloutOutcome:
     mask = [i % 3 != 2 for i in range(n)]
     return RolloutOutcome(
-        status,
-        [1, 2, 3],
-        list(range(10, 10 + n)),
-        [-0.1 * (i + 1) if on else 0.0 for i, on in enumerate(mask)],
-        [4 if on else -1 for on in mask],
-        mask,
-        reward,
-        reward == 1.0,
-        0.0,
-        (),
-        5,
-        "warmup",
-        9,
-    )
+        status, [1, 2, 3], list(range(10, 10 + n)), [-0.1 * (i + 1) if on else 0.0 for i, on in enumerate(mask)],
+        [4 if on else -1 for on in mask], mask, reward, reward == 1.0, 0.0, (), 5, "warmup", 9,
+    )  # fmt: skip
 
 
 def test_pushed_episodes_arrive_as_if_played_here():
