@@ -4,7 +4,7 @@
         client.register_env("my_env", group_size=8, max_token_length=4096)
         client.push({"tokens": ..., "masks": ..., "scores": ...})
 
-What is sent and how answers are read is the same for both (``calls``); they differ in how they wait.
+The one without runs the other on a thread of its own.
 """
 
 from realhf.trajectory.client.protocol import (
@@ -28,22 +28,7 @@ from realhf.trajectory.client.protocol import (
 from realhf.trajectory.client.trajectory_client import AsyncTrajectoryClient, TrajectoryClient
 
 __all__ = [
-    "AsyncTrajectoryClient",
-    "BadAnswer",
-    "BadGroup",
-    "Batch",
-    "Denied",
-    "EnvRegistration",
-    "EnvStatus",
-    "LeaseLost",
-    "NoBatchYet",
-    "NotRegistered",
-    "Pace",
-    "PushReceipt",
-    "Refused",
-    "StaleEpoch",
-    "TrainerRegistration",
-    "TrajectoryClient",
-    "TrajectoryError",
-    "Unreachable",
-]
+    "AsyncTrajectoryClient", "BadAnswer", "BadGroup", "Batch", "Denied", "EnvRegistration", "EnvStatus", "LeaseLost",
+    "NoBatchYet", "NotRegistered", "Pace", "PushReceipt", "Refused", "StaleEpoch", "TrainerRegistration",
+    "TrajectoryClient", "TrajectoryError", "Unreachable",
+]  # fmt: skip

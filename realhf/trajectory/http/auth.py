@@ -18,6 +18,7 @@ import secrets
 import socket
 from collections.abc import Mapping
 from enum import Flag, auto
+from functools import lru_cache
 from importlib import resources
 from importlib.resources.abc import Traversable
 from types import MappingProxyType
@@ -88,51 +89,6 @@ def needed(method: str, path: str) -> Role | None:
     return _BY_PATH[path] | Role.ADMIN if path in _BY_PATH else None
 
 
-class AuthMiddleware:
-    """Answers 401 without a known token and 403 with one that does not suffice. Leaves the roles in
-    ``scope["traj.roles"]``."""
-
-    def __init__(self, app: ASGIApp, config: TrajectoryConfig) -> None:
-        self._app = app
-        self._required = config.has_tokens
-        everyone = (
-            (config.secret("token"), Role.PRODUCER | Role.TRAINER),
-            (config.secret("producer_token"), Role.PRODUCER),
-            (config.secret("trainer_token"), Role.TRAINER),
-            (config.secret("admin_token"), Role.ANY),
-        )
-        self._roles = [(token.encode(), role) for token, role in everyone if token]
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve the request if its token allows it."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        roles = scope["traj.roles"] = self._roles_of(Headers(scope=scope).get("authorization", ""))
-        path = route_path(scope)
-        wanted = needed(scope["method"], path)
-        answer: ASGIApp = self._app
-        if path not in OPEN_PATHS and scope["method"] != "OPTIONS" and not (wanted and roles & wanted):
-            if not roles:
-                answer = JSONResponse({"detail": "a bearer token is needed"}, 401, {"WWW-Authenticate": "Bearer"})
-            elif wanted is None:
-                answer = JSONResponse({"detail": "Not Found"}, 404)
-            else:
-                answer = JSONResponse({"detail": "this token does not allow that"}, 403)
-        await answer(scope, receive, send)
-
-    def _roles_of(self, authorization: str) -> Role:
-        """Return the roles of an Authorization header; every known token is compared, in constant time."""
-        if not self._required:
-            return Role.ANY
-        kind, _, sent = authorization.partition(" ")
-        found = Role.NOBODY
-        for token, role in self._roles:
-            if hmac.compare_digest(token, sent.strip().encode()) and kind.lower() == "bearer":
-                found |= role
-        return found
-
-
 COOKIE = "realhf_trainer"
 _VALUE = re.compile(r"[0-9a-f]{32}")
 
@@ -159,28 +115,60 @@ READ_PATHS = frozenset({
 _READ_METHODS = ("GET", "HEAD", "OPTIONS")
 _LOOKED_AT = (b"host", b"origin", b"sec-fetch-site", b"referer", b"user-agent")
 _REMEMBERED_HOSTS = 64
-"""Number of accepted Host headers that are remembered, so that a client cannot fill the memory with them."""
+"""Number of Host headers that are remembered, so that a client cannot fill the memory with them."""
 
 
-class WebGuard:
-    """Answers 403 to requests that must not be served without a token. With tokens nothing is checked here, because
-    foreign pages do not know them."""
+class AccessGuard:
+    """Refuses what a client may not do. Leaves its roles in ``scope["traj.roles"]``.
+
+    With tokens it answers 401 without a known one and 403 with one that does not suffice; foreign pages do not know
+    them. Without tokens it answers 403 to requests that must not be served then.
+    """
 
     def __init__(self, app: ASGIApp, config: TrajectoryConfig) -> None:
         self._app = app
         self._open = not config.has_tokens
+        everyone = (
+            (config.secret("token"), Role.PRODUCER | Role.TRAINER),
+            (config.secret("producer_token"), Role.PRODUCER),
+            (config.secret("trainer_token"), Role.TRAINER),
+            (config.secret("admin_token"), Role.ANY),
+        )
+        self._roles = [(token.encode(), role) for token, role in everyone if token]
         self._insecure = config.insecure
         self._allowed = frozenset(name.strip().lower() for name in config.allowed_hosts.split(",") if name.strip())
         self._own = socket.gethostname().lower()
-        self._good_hosts: set[str] = set()
+        self._is_good = lru_cache(_REMEMBERED_HOSTS)(self._may_name_this)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve the request, or answer 403 with the reason."""
-        problem = self._problem(scope) if self._open and scope["type"] == "http" else None
-        if problem is None:
-            await self._app(scope, receive, send)
-        else:
-            await JSONResponse({"detail": problem}, 403)(scope, receive, send)
+        """Serve the request, or answer with the reason why not."""
+        answer = self._refusal(scope) if scope["type"] == "http" else None
+        await (answer or self._app)(scope, receive, send)
+
+    def _refusal(self, scope: Scope) -> JSONResponse | None:
+        if self._open and (problem := self._problem(scope)):
+            return JSONResponse({"detail": problem}, 403)
+        roles = scope["traj.roles"] = self._roles_of(Headers(scope=scope).get("authorization", ""))
+        path = route_path(scope)
+        wanted = needed(scope["method"], path)
+        if path in OPEN_PATHS or scope["method"] == "OPTIONS" or (wanted and roles & wanted):
+            return None
+        if not roles:
+            return JSONResponse({"detail": "a bearer token is needed"}, 401, {"WWW-Authenticate": "Bearer"})
+        if wanted is None:
+            return JSONResponse({"detail": "Not Found"}, 404)
+        return JSONResponse({"detail": "this token does not allow that"}, 403)
+
+    def _roles_of(self, authorization: str) -> Role:
+        """Return the roles of an Authorization header; every known token is compared, in constant time."""
+        if self._open:
+            return Role.ANY
+        kind, _, sent = authorization.partition(" ")
+        found = Role.NOBODY
+        for token, role in self._roles:
+            if hmac.compare_digest(token, sent.strip().encode()) and kind.lower() == "bearer":
+                found |= role
+        return found
 
     def _problem(self, scope: Scope) -> str | None:
         found = {name: value.decode("latin-1") for name, value in scope["headers"] if name in _LOOKED_AT}
@@ -196,16 +184,11 @@ class WebGuard:
             return "only the server's own pages may do this without a token, not those of another site"
         return None
 
-    def _is_good(self, host: str) -> bool:
+    def _may_name_this(self, host: str) -> bool:
         """Return whether a Host header may name this server. No stranger can own an address or a name without a dot."""
-        if host in self._good_hosts or not host:
-            return True
         name = _split(f"//{host}").hostname or "."
-        good = _is_local(name) or name == self._own or bool(self._allowed & {"*", name})
-        good |= self._insecure and not self._allowed
-        if good and len(self._good_hosts) < _REMEMBERED_HOSTS:
-            self._good_hosts.add(host)
-        return good
+        known = _is_local(name) or name == self._own or bool(self._allowed & {"*", name})
+        return not host or known or (self._insecure and not self._allowed)
 
 
 def _is_local(name: str) -> bool:

@@ -29,7 +29,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from realhf.trajectory.http import routes_producer, routes_trainer, routes_watch, status_page
-from realhf.trajectory.http.auth import AuthMiddleware, WebGuard, route_path
+from realhf.trajectory.http.auth import AccessGuard, route_path
 from realhf.trajectory.http.config import TrajectoryConfig, resolve
 from realhf.trajectory.http.service import Service
 from realhf.trajectory.records import Refusal
@@ -294,9 +294,8 @@ def _middlewares(service: Service) -> list[Middleware]:
             allow_headers=["*"],
             expose_headers=["*"],
         ),
-        Middleware(WebGuard, config=config),
+        Middleware(AccessGuard, config=config),
         Middleware(CompressMiddleware, level=config.gzip_level),
-        Middleware(AuthMiddleware, config=config),
         Middleware(BodyMiddleware, max_bytes=config.max_body_bytes, budget=service.bodies),
     ]
 

@@ -192,12 +192,18 @@ class Requeue(BaseModel):
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0)
 _VERSIONS = (0, 1, 2, 4, 8, 16, 32, 64)
 _LAG_EVERY_S = 0.1
+_COUNTERS = (
+    "pushed_groups", "pushed_sequences", "formed", "redelivered", "acked", "nacked", "responses_lost", "refused_full",
+    "replayed", "resets", "continued", "store_losses", "replays_forgotten_early",
+)  # fmt: skip
+"""Events that the state counts, each a metric."""
 
 
-class Metrics:
-    """Holds latency histograms by request kind, event-loop lag, and a collector over the engine's state."""
+class Metrics(Collector):
+    """Holds latency histograms by request kind and event-loop lag, and reads the others off the engine's state."""
 
     def __init__(self, engine: Engine, bodies: BodyBudget) -> None:
+        self._engine, self._bodies, self._process = engine, bodies, psutil.Process()
         self._registry = CollectorRegistry()
         self._latency = Histogram(
             "trajectory_request_seconds", "time to answer", ["kind"], buckets=_SECONDS, registry=self._registry
@@ -214,7 +220,7 @@ class Metrics:
             "largest delay of the event loop since the last scrape",
             registry=self._registry,
         )
-        self._registry.register(StateCollector(engine, bodies))
+        self._registry.register(self)
         self._worst_lag = 0.0
 
     @contextmanager
@@ -246,22 +252,6 @@ class Metrics:
         self._lag.set(max(0.0, self._worst_lag))
         self._worst_lag = 0.0
         return generate_latest(self._registry)
-
-
-_COUNTERS = (
-    "pushed_groups", "pushed_sequences", "formed", "redelivered", "acked", "nacked", "responses_lost", "refused_full",
-    "replayed", "resets", "continued", "store_losses", "replays_forgotten_early",
-)  # fmt: skip
-"""Events that the state counts, each a metric."""
-
-
-class StateCollector(Collector):
-    """Reads metrics off the state."""
-
-    def __init__(self, engine: Engine, bodies: BodyBudget) -> None:
-        self._engine = engine
-        self._bodies = bodies
-        self._process = psutil.Process()
 
     def collect(self) -> Iterator[Metric]:
         """Yield all metrics of the state as it is now."""

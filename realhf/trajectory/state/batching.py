@@ -64,12 +64,10 @@ class Ledger:
 
 @dataclass(frozen=True)
 class Selected:
-    """Holds a batch: ``groups`` in the order of delivery, and what its environments are charged for it."""
+    """Holds a batch: ``groups`` in the order of delivery, and the accounts of its environments."""
 
     groups: list[GroupRecord]
-    served: dict[int | None, int]
-    times: dict[int | None, float]
-    clock: float
+    ledger: Ledger
 
 
 @dataclass(frozen=True)
@@ -157,7 +155,7 @@ def delivered(packs: list[Pack], ledger: Ledger) -> Selected:
     """Make the batch of these packs, ordered by their oldest members."""
     packs = sorted(packs, key=lambda pack: pack[0].order)
     groups = [member for pack in packs for unit in pack for member in unit.members]
-    return Selected(groups, ledger.served, ledger.times, ledger.clock)
+    return Selected(groups, ledger)
 
 
 def unservable(size: int, batch_size: int, strict: bool) -> str | None:
@@ -487,7 +485,7 @@ def _draws(sources: list[Iterator[Pack]], ledger: Ledger, arrival: bool) -> Iter
 
 
 def _batch(units: Iterable[Unit], ledger: Ledger) -> Selected:
-    return Selected([member for unit in units for member in unit.members], ledger.served, ledger.times, ledger.clock)
+    return Selected([member for unit in units for member in unit.members], ledger)
 
 
 Group = Mapping[str, Any]

@@ -47,9 +47,13 @@ class Batch:
     lease_id: str
     step: int
     groups: list[GroupRecord]
-    redelivered: bool
-    attempt: int = 0
-    epoch: int = 0
+    attempt: int
+    epoch: int
+
+    @property
+    def redelivered(self) -> bool:
+        """Return whether it was handed out before."""
+        return self.attempt > 0
 
     @property
     def versions(self) -> tuple[int, int]:
@@ -204,47 +208,40 @@ def _redeliver(state: TrajectoryState, now: float, lease: LeaseRecord, request: 
     """Deliver the same groups and step again; another identity gets a lease of its own, and the old one is
     superseded."""
     state.counters["redelivered"] += 1
-    lease_id, mode = lease.lease_id, _mode(state, request)
+    lease_id = lease.lease_id
     if lease.owner != request.identity or lease.sent:
         lease_id = uuid.uuid4().hex
         state.delete("leases", lease.lease_id)
         state.put("closed", lease.lease_id, ClosedLease(lease.lease_id, "superseded", now))
-    fresh = LeaseRecord(
-        lease_id,
-        request.identity,
-        lease.step,
-        lease.groups,
-        now,
-        now + state.options.send_timeout_s,
-        mode=mode,
-        attempt=lease.attempt + 1,
-    )
-    state.put("leases", lease_id, fresh)
     groups = [state.groups[key] for key in lease.groups]
-    return Batch(lease_id, lease.step, groups, redelivered=True, attempt=fresh.attempt, epoch=state.run.epoch)
+    return _hand_out(state, now, request, lease_id, lease.step, groups, lease.attempt + 1)
 
 
 def _lease(state: TrajectoryState, now: float, groups: list[GroupRecord], request: PullRequest) -> Batch:
-    run, lease_id = state.run, uuid.uuid4().hex
     taken = [msgspec.structs.replace(group, place=Place.LEASED, bundle=None, reason="") for group in groups]
     for group in taken:
         state.put("groups", group.id, group)
-    state.put(
-        "leases",
-        lease_id,
-        LeaseRecord(
-            lease_id,
-            request.identity,
-            run.step,
-            tuple(group.id for group in taken),
-            now,
-            now + state.options.send_timeout_s,
-            mode=_mode(state, request),
-        ),
-    )
-    state.put_run(msgspec.structs.replace(state.run, step=run.step + 1))
+    batch = _hand_out(state, now, request, uuid.uuid4().hex, state.run.step, taken, 0)
+    state.put_run(msgspec.structs.replace(state.run, step=batch.step + 1))
     state.counters["formed"] += 1
-    return Batch(lease_id, run.step, taken, redelivered=False, epoch=run.epoch)
+    return batch
+
+
+def _hand_out(
+    state: TrajectoryState,
+    now: float,
+    request: PullRequest,
+    lease_id: str,
+    step: int,
+    groups: list[GroupRecord],
+    attempt: int,
+) -> Batch:
+    """Record the lease of a batch until it is sent."""
+    ids, expires_at = tuple(group.id for group in groups), now + state.options.send_timeout_s
+    mode = _mode(state, request)
+    lease = LeaseRecord(lease_id, request.identity, step, ids, now, expires_at, mode=mode, attempt=attempt)
+    state.put("leases", lease_id, lease)
+    return Batch(lease_id, step, groups, attempt, state.run.epoch)
 
 
 def _mode(state: TrajectoryState, request: PullRequest) -> str:
@@ -351,12 +348,12 @@ def _fair_share(state: TrajectoryState, now: float) -> FairShare:
 
 def _charge(state: TrajectoryState, selected: Selected) -> None:
     """Advance the virtual times and count what was served."""
-    for env_id, served in selected.served.items():
+    for env_id, served in selected.ledger.served.items():
         env = None if env_id is None else state.envs.get(env_id)
         if env is not None:
-            time = selected.times.get(env_id, env.virtual_time)
+            time = selected.ledger.times.get(env_id, env.virtual_time)
             changed = msgspec.structs.replace(env, served=env.served + served, virtual_time=time)
             state.put("envs", env.env_id, changed)
     if not state.options.is_strict("weighted_fill"):
-        other = selected.times.get(None, state.run.other_time)
-        state.put_run(msgspec.structs.replace(state.run, clock=selected.clock, other_time=other))
+        other = selected.ledger.times.get(None, state.run.other_time)
+        state.put_run(msgspec.structs.replace(state.run, clock=selected.ledger.clock, other_time=other))

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from realhf.trajectory.records import Payload
@@ -31,10 +32,6 @@ _SLACK_FILES = 2
 _SPARE_FILES = 1
 """Number of emptied files that are kept and written again instead of new ones, because their pages are there
 already. With the file that is being written they make up the slack."""
-
-
-class PlaceGone(LookupError):
-    """Is raised for a payload whose file was given up: nobody needs it any more."""
 
 
 class _Handle:
@@ -186,17 +183,17 @@ class Segments:
                 self._no_longer_waits(ref)
 
     def read(self, payload: Payload) -> bytes:
-        """Read one payload from its file; less where the file ends. Raises PlaceGone, and OSError where it cannot be
-        read at present. Writers do not wait for the disk meanwhile."""
+        """Read one payload from its file; less where the file ends, and nothing where it was given up. Raises OSError
+        where it cannot be read at present. Writers do not wait for the disk meanwhile."""
         file, offset = self._files.get(_number_of(payload)), ref_of(payload) & _OFFSET_MASK
         if file is None:
-            raise PlaceGone(_number_of(payload))
+            return b""
         handle = file.handle
         if handle is None:  # it could not be opened at the start, or goes at this moment
             try:
                 file.handle = handle = _Handle(file.path)
-            except FileNotFoundError as error:
-                raise PlaceGone(_number_of(payload)) from error
+            except FileNotFoundError:
+                return b""
         pieces, missing = [], payload.nbytes
         while missing and (piece := os.pread(handle.number, missing, offset)):
             pieces.append(piece)
@@ -311,10 +308,15 @@ _PUNCH_HOLE, _KEEP_SIZE = 2, 1
 """``FALLOC_FL_PUNCH_HOLE`` and ``FALLOC_FL_KEEP_SIZE`` of ``linux/falloc.h``."""
 
 
+@cache
+def _libc() -> ctypes.CDLL:
+    library = ctypes.CDLL(None, use_errno=True)
+    library.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+    return library
+
+
 def _fallocate(handle: int, mode: int, offset: int, length: int) -> int:
-    call = ctypes.CDLL(None, use_errno=True).fallocate
-    call.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
-    return call(handle, mode, offset, length)
+    return _libc().fallocate(handle, mode, offset, length)
 
 
 def sparse_files(

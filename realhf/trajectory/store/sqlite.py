@@ -49,7 +49,7 @@ from realhf.trajectory.store.base import (
     StoreFailure,
     empty_snapshot,
 )
-from realhf.trajectory.store.segments import SEGMENT_BYTES, PlaceGone, SegmentFile, Segments, ref_of, sparse_files
+from realhf.trajectory.store.segments import SEGMENT_BYTES, SegmentFile, Segments, ref_of, sparse_files
 
 logger = logging.getLogger(__name__)
 _INTEGER_KEYS = ("envs", "groups")
@@ -441,8 +441,6 @@ class SqliteStore(Store):
         for payload in payloads:
             try:
                 data = self._segments.bytes_waiting(ref_of(payload)) or self._segments.read(payload)
-            except PlaceGone:
-                data = b""
             except OSError as error:
                 raise StoreFailure(f"{self.name}: a payload cannot be read now: {error}") from error
             found.append(data)
