@@ -4,7 +4,6 @@
     python -m tests.trajectory.crash_ledger --store redis  --pushes 2000 --kill-every 2
     python -m tests.trajectory.crash_ledger --store sqlite --fault-rate 0.03     the store fails at random, too
     python -m tests.trajectory.crash_ledger --store redis --forget-every 5       Redis comes back empty, again and again
-    python -m tests.trajectory.crash_ledger --store original     the Atropos server, which loses what it holds
 
 Every acknowledged group must be delivered, none may come again after its acknowledgement, none may be twice in one
 batch, and every new batch has a step of its own; environments keep their ids; in the end all servers give the same
@@ -44,12 +43,10 @@ GROUP_SIZE = 2
 BATCH_SIZE = 8
 DEADLINE_S = 600.0
 LOSS = "Redis came back without its data"
-PEER_PYTHON = Path(__file__).resolve().parents[2] / ".venv-atropos" / "bin" / "python"
 
 
 class ServerProcess:
-    """``run-api`` (``store``: an address), or the ``original``, on a port of its own; killed without warning and
-    started again."""
+    """``run-api`` over the store of an address, on a port of its own; killed without warning and started again."""
 
     def __init__(self, store: str, log: Path, fault_rate: float = 0.0) -> None:
         self._fault_rate = fault_rate
@@ -57,7 +54,6 @@ class ServerProcess:
         self.url = f"http://127.0.0.1:{self.port}"
         self._store, self._log = store, log
         self.kills = 0
-        self.forgetful = store == "original"
         self.restart_s: list[float] = []
         self.failed_starts = 0
         self.start()
@@ -81,8 +77,6 @@ class ServerProcess:
         if self._fault_rate:
             faults = ["--fault-rate", str(self._fault_rate), "--fault-seed", str(self.kills + self.failed_starts)]
             command[2:3] = ["tests.trajectory.faulty_server", *faults]
-        if self.forgetful:
-            command = [str(PEER_PYTHON), "-m", "uvicorn", "atroposlib.api.server:app"]
         with self._log.open("ab") as log:
             self._process = subprocess.Popen([*command, "--port", str(self.port)], stdout=log, stderr=log)
 
@@ -108,7 +102,7 @@ class ServerProcess:
 
     def _ready(self) -> bool:
         try:
-            return httpx.get(self.url + ("/" if self.forgetful else "/readyz"), timeout=300).status_code == 200
+            return httpx.get(f"{self.url}/readyz", timeout=300).status_code == 200
         except httpx.TransportError:
             return False
 
@@ -229,7 +223,7 @@ class Clients:
     async def train(self, name: str, explicit: bool, done: Callable[[], bool]) -> None:
         """Pull batches until there are none and the producers are done."""
         headers = {"X-Trainer-Id": name} | ({"X-Ack-Mode": "explicit"} if explicit else {})
-        held, held_in, lease = list[int](), 0, None
+        held, held_in, lease = list[int](), 0, ""
         while True:
             finished = done()
             answer = await self.ask("GET", "/batch", headers=headers)
@@ -246,18 +240,16 @@ class Clients:
                     return
                 await asyncio.sleep(0.02)
                 continue
-            held, held_in, lease = _ids(batch), _epoch(answer), answer.headers.get("x-lease-id")
-            self._ledger.receive(int(answer.headers.get("x-batch-step", len(self._ledger.steps))), held, held_in)
-            if explicit and "x-lease-id" in answer.headers:
+            held, held_in, lease = _ids(batch), _epoch(answer), answer.headers["x-lease-id"]
+            self._ledger.receive(int(answer.headers["x-batch-step"]), held, held_in)
+            if explicit:
                 acked = await self.ask("POST", "/batch/ack", json={"lease_id": lease})
                 if acked.status_code == 200:
                     self._ledger.acknowledge(held, held_in)
 
-    async def _was_acknowledged(self, lease: str | None) -> bool:
+    async def _was_acknowledged(self, lease: str) -> bool:
         """Whether the last request acknowledged a batch, as the server remembers it. It does not if it never knew
-        that the batch had been sent, and gave it to somebody else. The original keeps no leases."""
-        if lease is None:
-            return True
+        that the batch had been sent, and gave it to somebody else."""
         answer = await self.ask("POST", "/batch/nack", json={"lease_id": lease})
         return answer.status_code == 409 and "already acknowledged" in answer.text
 
@@ -267,8 +259,8 @@ def _ids(batch: list[dict]) -> list[int]:  # type: ignore[type-arg]
 
 
 def _epoch(answer: httpx.Response) -> int:
-    """In which it was made; the original knows none."""
-    return int(answer.headers.get("x-epoch", 0))
+    """In which it was made."""
+    return int(answer.headers["x-epoch"])
 
 
 def _same(answer: httpx.Response, held: list[int]) -> bool:
@@ -294,7 +286,7 @@ async def run(
     ledger = Ledger()
     clients = Clients(servers, ledger, seed)
     await clients.register()
-    pushing = asyncio.ensure_future(_push(clients, servers, ledger, pushes, producers, duration_s))
+    pushing = asyncio.ensure_future(_push(clients, ledger, pushes, producers, duration_s))
     training = [clients.train(f"trainer-{index}", index > 0, pushing.done) for index in range(trainers)]
     harm = [redis.restart] if redis else [server.kill_and_start for server in servers]
     killer = asyncio.create_task(_harm(harm, kill_every_s, random.Random(seed + 1)))
@@ -316,19 +308,14 @@ async def run(
     return ledger
 
 
-async def _push(
-    clients: Clients, servers: Sequence[ServerProcess], ledger: Ledger, pushes: int, producers: int, duration_s: float
-) -> None:
-    """All producers, each with an environment of its own where the server remembers such things."""
-    envs: list[int | None] = [None] * producers
-    if not servers[0].forgetful:
-        envs = list(await asyncio.gather(*(clients.register_env(f"env{index}") for index in range(producers))))
+async def _push(clients: Clients, ledger: Ledger, pushes: int, producers: int, duration_s: float) -> None:
+    """All producers, each with an environment of its own."""
+    envs = list(await asyncio.gather(*(clients.register_env(f"env{index}") for index in range(producers))))
     shares = [range(index, pushes, producers) for index in range(producers)]
     await asyncio.gather(*(clients.produce(share, duration_s, env) for share, env in zip(shares, envs, strict=True)))
-    if not servers[0].forgetful:
-        envs.append(await clients.register_env("one more"))
-        if {*envs} != {*range(producers + 1)} and len(ledger.epochs) == 1:
-            ledger.broken.append(f"environments are not numbered on: {envs}")
+    envs.append(await clients.register_env("one more"))
+    if {*envs} != {*range(producers + 1)} and len(ledger.epochs) == 1:
+        ledger.broken.append(f"environments are not numbered on: {envs}")
 
 
 def compare(servers: Sequence[ServerProcess]) -> list[str]:
@@ -351,7 +338,7 @@ async def _harm(acts: Sequence[Callable[[], None]], every_s: float, rng: random.
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the balance. Returns 1 when it does not balance."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--store", choices=("sqlite", "redis", "original"), default="sqlite")
+    parser.add_argument("--store", choices=("sqlite", "redis"), default="sqlite")
     parser.add_argument("--pushes", type=int, default=2000)
     parser.add_argument("--producers", type=int, default=8)
     parser.add_argument("--trainers", type=int, default=2)
@@ -422,9 +409,9 @@ def untold(servers: Sequence[ServerProcess], ledger: Ledger) -> list[str]:
 def start_servers(
     store: str, folder: Path, stack: ExitStack, *, fault_rate: float = 0.0, forgetful: bool = False
 ) -> tuple[list[ServerProcess], RedisServer | None]:
-    """One server over SQLite, two over a Redis of their own, or the original; stopped with the stack. The Redis is
-    given only where it is ``forgetful``."""
-    address, number, redis = "original" if store == "original" else f"sqlite:{folder / 'data'}", 1, None
+    """One server over SQLite, or two over a Redis of their own; stopped with the stack. The Redis is given only where
+    it is ``forgetful``."""
+    address, number, redis = f"sqlite:{folder / 'data'}", 1, None
     if store == "redis":
         assert shutil.which("redis-server"), "redis-server is not installed"
         redis = RedisServer(folder, persistent=not forgetful)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
+import pytest
 from isal import isal_zlib
 
-from realhf.trajectory.records import Encoding, GroupRecord, Incoming, Payload, PayloadRef, Place, StateOptions
+from realhf.trajectory.records import Encoding, GroupRecord, Incoming, Payload, PayloadRef, Place, Refusal, StateOptions
 from realhf.trajectory.state import delivery, push, registry
 from realhf.trajectory.state.engine import Engine
 from realhf.trajectory.state.server_state import TrajectoryState
 from realhf.trajectory.store.base import Changes, Store
 from tests.trajectory.conftest import ENV, REGISTRATION
+
+AnyStore = TypeVar("AnyStore", bound=Store)
 
 
 class Driver:
@@ -72,6 +76,18 @@ def sizes(batch: delivery.Batch) -> list[int]:
 
 def ids(batch: delivery.Batch) -> list[int]:
     return [group.id for group in batch.groups]
+
+
+@contextmanager
+def refused(status: int) -> Iterator[pytest.ExceptionInfo[Refusal]]:
+    with pytest.raises(Refusal) as refusal:
+        yield refusal
+    assert refusal.value.status == status
+
+
+async def opening(store: AnyStore) -> AnyStore:
+    await store.open()
+    return store
 
 
 async def opened(store: Store, *, registered: bool = True, **options: Any) -> Engine:

@@ -116,22 +116,13 @@ def test_arrays_keep_their_precision():
 
 
 @pytest.mark.parametrize("binary", [True, False])
-@pytest.mark.parametrize(
-    ("changed", "said"),
-    [
-        ({"tokens": [[1.5]]}, "tokens"),
-        ({"tokens": [[[1]]]}, "tokens"),
-        ({"tokens": [[2**63]]}, "tokens"),
-        ({"scores": [float("nan")]}, "scores"),
-        ({"inference_logprobs": [[float("inf")]]}, "inference_logprobs"),
-        ({"masks": None}, "masks"),
-        ({"logprobs": [[1.0]]}, "logprobs"),
-        ({"group_overrides": {"a": float("nan")}}, "group_overrides"),
-        ({"images": object()}, "images"),
-        ({"tokens": [["a"]]}, "tokens"),
-        ({"tokens": 7}, "tokens"),
-    ],
-)
+@pytest.mark.parametrize(("changed", "said"), [
+    ({"tokens": [[1.5]]}, "tokens"), ({"tokens": [[[1]]]}, "tokens"), ({"tokens": [[2**63]]}, "tokens"),
+    ({"scores": [float("nan")]}, "scores"), ({"inference_logprobs": [[float("inf")]]}, "inference_logprobs"),
+    ({"masks": None}, "masks"), ({"logprobs": [[1.0]]}, "logprobs"),
+    ({"group_overrides": {"a": float("nan")}}, "group_overrides"), ({"images": object()}, "images"),
+    ({"tokens": [["a"]]}, "tokens"), ({"tokens": 7}, "tokens"),
+])  # fmt: skip
 def test_a_bad_group_is_found_before_it_is_sent(binary: bool, changed: dict[str, Any], said: str):
     with pytest.raises(BadGroup, match=said):
         encode_groups([group() | changed], listed=True, binary=binary, compression="none")
@@ -221,18 +212,10 @@ def test_pacing_follows_the_reference():
 # ---- against a server
 
 
-@pytest.mark.parametrize(
-    ("binary", "coding"),
-    [
-        (True, "none"),
-        (True, "gzip"),
-        (True, "zstd"),
-        (True, "auto"),
-        (False, "none"),
-        (False, "gzip"),
-        (False, "auto"),
-    ],
-)
+@pytest.mark.parametrize(("binary", "coding"), [
+    (True, "none"), (True, "gzip"), (True, "zstd"), (True, "auto"), (False, "none"), (False, "gzip"),
+    (False, "auto"),
+])  # fmt: skip
 def test_groups_come_back_as_they_were_sent(api: httpx.Client, url: str, binary: bool, coding: str):
     sent = [group(2, 300, seed=seed) for seed in range(2)]
     with TrajectoryClient(url, binary=binary, compression=coding) as client:

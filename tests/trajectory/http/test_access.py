@@ -74,18 +74,10 @@ def test_other_than_loopback_needs_a_token_or_insecure():
         TrajectoryConfig(host=host)
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("port", 70000),
-        ("gzip_level", 9),
-        ("delivery", "x"),
-        ("reset_policy", "x"),
-        ("lease_timeout_s", 0.0),
-        ("max_body_bytes", 3),
-        ("max_bodies_bytes", 5000),
-    ],
-)
+@pytest.mark.parametrize(("name", "value"), [
+    ("port", 70000), ("gzip_level", 9), ("delivery", "x"), ("reset_policy", "x"), ("lease_timeout_s", 0.0),
+    ("max_body_bytes", 3), ("max_bodies_bytes", 5000),
+])  # fmt: skip
 def test_settings_out_of_range_are_named(name: str, value: object):
     with pytest.raises(ConfigError, match=name.replace("_", "[-_]")):
         TrajectoryConfig(**{name: value})
@@ -134,17 +126,13 @@ def test_flags_win_over_variables_and_unknown_ones_are_refused():
             resolve(None, {name: value})
 
 
-@pytest.mark.parametrize(
-    ("flags", "rows", "reregister", "heartbeat_timeout_s"),
-    [
-        ([], "", "continue", 300.0),
-        (["--strict"], ",".join(STRICT_ROWS), "ignore", math.inf),
-        (["--strict", "--reregister", "reset", "--heartbeat-timeout-s", "300"], ",".join(STRICT_ROWS), "reset", 300.0),
-        (["--strict=weighted-fill, divisor_packing"], "divisor_packing,weighted_fill", "continue", 300.0),
-        (["--strict=heartbeat_timeout_s"], "heartbeat_timeout_s", "continue", math.inf),
-        (["--strict=none"], "", "continue", 300.0),
-    ],
-)
+@pytest.mark.parametrize(("flags", "rows", "reregister", "heartbeat_timeout_s"), [
+    ([], "", "continue", 300.0), (["--strict"], ",".join(STRICT_ROWS), "ignore", math.inf),
+    (["--strict", "--reregister", "reset", "--heartbeat-timeout-s", "300"], ",".join(STRICT_ROWS), "reset", 300.0),
+    (["--strict=weighted-fill, divisor_packing"], "divisor_packing,weighted_fill", "continue", 300.0),
+    (["--strict=heartbeat_timeout_s"], "heartbeat_timeout_s", "continue", math.inf),
+    (["--strict=none"], "", "continue", 300.0),
+])  # fmt: skip
 def test_the_strict_switch_takes_names_of_rows(flags, rows, reregister, heartbeat_timeout_s):
     config = resolve(command_line().parse_args(flags), {"REALHF_TRAJ_STRICT": "0"})
     assert (config.strict, config.reregister, config.heartbeat_timeout_s) == (rows, reregister, heartbeat_timeout_s)

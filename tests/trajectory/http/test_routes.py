@@ -69,15 +69,11 @@ def test_half_a_surrogate_pair_has_no_place_in_a_registration(api: httpx.Client)
     assert api.get("/wandb_info").json() == {"group": None, "project": None}
 
 
-@pytest.mark.parametrize(
-    ("method", "path", "status", "body"),
-    [
-        ("GET", "/nothing", 404, {"detail": "Not Found"}),
-        ("GET", "/register", 405, {"detail": "Method Not Allowed"}),
-        ("POST", "/batch", 405, {"detail": "Method Not Allowed"}),
-        ("PUT", "/scored_data", 405, {"detail": "Method Not Allowed"}),
-    ],
-)
+@pytest.mark.parametrize(("method", "path", "status", "body"), [
+    ("GET", "/nothing", 404, {"detail": "Not Found"}), ("GET", "/register", 405, {"detail": "Method Not Allowed"}),
+    ("POST", "/batch", 405, {"detail": "Method Not Allowed"}),
+    ("PUT", "/scored_data", 405, {"detail": "Method Not Allowed"}),
+])  # fmt: skip
 def test_unknown_paths_and_methods(api: httpx.Client, method: str, path: str, status: int, body: dict[str, Any]):
     answer = api.request(method, path)
     assert (answer.status_code, answer.json()) == (status, body)
@@ -117,20 +113,10 @@ def test_lax_types_and_missing_fields(api: httpx.Client):
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"null", b"[]", b"NaN", b"\xff", b"9" * 5000, b"[" * 50_000])
-@pytest.mark.parametrize(
-    "path",
-    [
-        "/register",
-        "/register-env",
-        "/disconnect-env",
-        "/status-env",
-        "/scored_data",
-        "/scored_data_list",
-        "/batch/ack",
-        "/policy_version",
-        "/quarantine/requeue",
-    ],
-)
+@pytest.mark.parametrize("path", [
+    "/register", "/register-env", "/disconnect-env", "/status-env", "/scored_data", "/scored_data_list",
+    "/batch/ack", "/policy_version", "/quarantine/requeue",
+])  # fmt: skip
 def test_nonsense_is_4xx_everywhere(api: httpx.Client, path: str, body: bytes):
     answer = api.post(path, content=body)
     assert answer.status_code in (400, 422) or (path, body) == ("/scored_data_list", b"[]")

@@ -17,7 +17,7 @@ from realhf.trajectory.state.delivery import NoBatch
 from realhf.trajectory.state.engine import Engine
 from realhf.trajectory.state.server_state import TrajectoryState
 from realhf.trajectory.store.open import MemoryStore
-from tests.trajectory.driver import Driver, ids, sizes
+from tests.trajectory.driver import Driver, ids, refused, sizes
 
 
 def started(batch_size: int = 8, **options: object) -> Driver:
@@ -204,9 +204,8 @@ def test_the_buffer_is_bounded():
 def test_full_is_503_whole_and_recovers_after_an_acknowledgement(bound: dict[str, int]):
     driver = started(**bound)
     driver.push(4, 4)
-    with pytest.raises(Refusal) as refusal:
+    with refused(503) as refusal:
         driver.push(4, 4)
-    assert refusal.value.status == 503
     assert int(refusal.value.headers["Retry-After"]) >= 1
     assert views.status(driver.state, driver.now)["queue_size"] == 2
     assert len(driver.state.take_changes().freed) == 2, "payloads of a refused list are given up"
@@ -227,9 +226,8 @@ def test_a_repeat_with_the_same_key_gets_the_first_answer_and_stores_nothing():
     assert headers == {"Idempotency-Replayed": "true"}
     assert len(driver.state.groups) == 1
     assert len(driver.state.take_changes().freed) == 1
-    with pytest.raises(Refusal) as refusal:
+    with refused(422):
         driver.push(3, env=env, key="k", fingerprint="b")
-    assert refusal.value.status == 422
 
 
 def test_a_refused_push_may_be_tried_again_under_its_key():
@@ -282,19 +280,6 @@ def test_a_stale_member_of_a_set_does_not_strand_the_others():
     for _ in range(3):
         driver.push(2, version=5)
     assert sorted(sizes(driver.batch())) == [1, 1, 2, 2, 2]
-
-
-def test_groups_of_nobody_get_no_burst_after_a_pause():
-    driver = started(batch_size=2)
-    env = driver.env(group_size=2)
-    for _ in range(80):
-        driver.push(2, env=env)
-    for _ in range(40):
-        driver.batch()
-    for _ in range(40):
-        driver.push(2)
-    owners = [driver.batch().groups[0].env_id for _ in range(20)]
-    assert 9 <= owners.count(None) <= 11
 
 
 def test_payloads_that_are_lost_hold_nobody_up():

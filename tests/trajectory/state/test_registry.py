@@ -162,9 +162,10 @@ def test_a_push_is_a_sign_of_life_and_polls_do_not_write_each_time():
     assert driver.state.envs[env].last_seen == driver.now
 
 
-def test_weighted_filling_over_the_state():
+@pytest.mark.parametrize("weights", [(1, 2, 5), (1, 1, 1), (10, 1, 1)])
+def test_weights_hold_over_fifty_batches(weights: tuple[int, ...]):
     driver = started(batch_size=8)
-    envs = [driver.env(group_size=2, weight=weight) for weight in (1.0, 2.0, 5.0)]
+    envs = [driver.env(group_size=2, weight=float(weight)) for weight in weights]
     for _ in range(400):
         for env in envs:
             driver.push(2, env=env)
@@ -173,13 +174,15 @@ def test_weighted_filling_over_the_state():
         for group in driver.batch().groups:
             served[group.env_id] += group.size
     total = sum(served.values())
-    for env, target in zip(envs, (1 / 8, 2 / 8, 5 / 8), strict=True):
-        assert abs(served[env] / total - target) < 0.02
+    for env, weight in zip(envs, weights, strict=True):
+        assert abs(served[env] / total - weight / sum(weights)) < 0.02
 
 
-def test_an_environment_that_returns_gets_no_burst():
+@pytest.mark.parametrize("late", [1, None])
+def test_who_returns_gets_no_burst(late: int | None):
+    """An environment, or groups of nobody, after a pause."""
     driver = started(batch_size=2)
-    steady, late = driver.env(group_size=2), driver.env(group_size=2)
+    steady, _ = driver.env(group_size=2), driver.env(group_size=2)
     for _ in range(60):
         driver.push(2, env=steady)
     for _ in range(20):

@@ -31,7 +31,7 @@ from realhf.trajectory.store.open import MemoryStore
 from realhf.trajectory.store.sqlite import SqliteStore
 from realhf.trajectory.wire.body import BodyBudget
 from tests.trajectory.conftest import REGISTRATION
-from tests.trajectory.driver import data, incoming, opened, pushed, put
+from tests.trajectory.driver import data, incoming, opened, opening, pushed, put
 
 
 def record(number: int, ref: PayloadRef, data: bytes) -> GroupRecord:
@@ -74,8 +74,7 @@ class FailingStore(SqliteStore):
 
 
 async def test_a_payload_that_was_given_up_leaves_its_neighbours_where_they_are(tmp_path: Path):
-    store = SqliteStore(tmp_path)
-    await store.open()
+    store = await opening(SqliteStore(tmp_path))
     first, rejected, *later = [await store.stage([data_of(number)]) for number in range(4)]
     await store.unstage(rejected)
     kept = {0: first[0], 2: later[0][0], 3: later[1][0]}
@@ -126,8 +125,7 @@ async def test_everything_acknowledged_can_be_read_after_failures_at_random(tmp_
 
 async def test_an_error_after_the_transaction_does_not_free_what_it_kept(tmp_path: Path):
     """Whether it was kept is looked up, so it is neither refused to its producer nor freed later."""
-    store = FailingStore(tmp_path, segment_bytes=300)
-    await store.open()
+    store = await opening(FailingStore(tmp_path, segment_bytes=300))
     store.after = True
     await put(store, [1], 60)
     store.after = False
@@ -143,8 +141,7 @@ async def test_an_error_after_the_transaction_does_not_free_what_it_kept(tmp_pat
 
 
 async def test_housekeeping_that_fails_is_no_failure_of_the_commit(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    store = FailingStore(tmp_path)
-    await store.open()
+    store = await opening(FailingStore(tmp_path))
     store.housekeeping = True
     await put(store, [1])
     assert "could not be merged" in caplog.text
@@ -225,8 +222,7 @@ async def test_a_store_that_hangs_does_not_hold_up_the_end(monkeypatch: pytest.M
 
 async def test_a_read_that_waits_for_the_disk_holds_up_no_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Commits are made on the event loop, so whatever they wait for everybody waits for."""
-    store = SqliteStore(tmp_path)
-    await store.open()
+    store = await opening(SqliteStore(tmp_path))
     [first] = await put(store, [1])
     reading, disk, pread = threading.Event(), threading.Event(), os.pread
 
@@ -347,8 +343,7 @@ async def test_the_machines_clock_may_be_set(tmp_path: Path, monkeypatch: pytest
 
 async def test_payloads_that_were_not_written_wait_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The rows of the commit that failed are in the database already, by chance: that says nothing of payloads."""
-    store = SqliteStore(tmp_path)
-    await store.open()
+    store = await opening(SqliteStore(tmp_path))
     rows = {("groups", 1): None}
     [ref] = await store.stage([data_of(2)])
 

@@ -173,38 +173,6 @@ async def test_a_payload_stays_when_its_group_is_leased_in_the_round_of_its_push
     await engine.close()
 
 
-async def test_a_batch_that_lost_a_payload_is_given_up_and_blocks_nobody(address: str):
-    engine = await opened(RedisStore(address))
-    refs = await pushed(engine, *[b"x"] * 3)
-    batch = await engine.write(delivery.pull, PullRequest("t", anonymous=False))
-    assert isinstance(batch, Batch)
-    with redis.Redis.from_url(address) as client:
-        client.delete(f"realhf:p:{refs[0]}")
-    await engine.write(delivery.give_up_lost, batch, frozenset([refs[0]]))
-    again = await engine.write(delivery.pull, PullRequest("t", anonymous=False))
-    assert isinstance(again, Batch)
-    assert {each.payload.ref for each in again.groups} == set(refs[1:])
-    assert [each.reason for each in engine.state.quarantine.values()] == ["payload_lost"]
-    await engine.close()
-
-
-async def test_a_redis_that_lost_commits_is_noticed(address: str):
-    one, two = RedisStore(address), RedisStore(address)
-    await one.open()
-    await one.begin()
-    await one.commit(run_of(1))
-    with redis.Redis.from_url(address) as client:
-        client.flushall()
-    await two.open()
-    await two.begin()
-    await two.commit(run_of(2))
-    with pytest.raises(StateLost):
-        await one.follow()
-    assert (await one.reload())["run"] == [RunRecord(epoch=2)]
-    for store in (one, two):
-        await store.close()
-
-
 class Cut:
     """Stands between a store and Redis, and breaks the connection after a commit went through, before its reply."""
 

@@ -36,7 +36,7 @@ from realhf.trajectory.records import (
 from realhf.trajectory.store.base import Changes, PayloadLost, StoreFailure
 from realhf.trajectory.store.open import MemoryStore, open_store
 from realhf.trajectory.store.sqlite import SqliteStore
-from tests.trajectory.driver import data, opened, put
+from tests.trajectory.driver import data, opened, opening, put
 
 
 @pytest.fixture
@@ -88,8 +88,7 @@ async def test_everything_committed_comes_back(tmp_path: Path, durable: bool):
 
 @pytest.mark.parametrize("kind", ["memory", "sqlite"])
 async def test_a_payload_can_be_read_before_and_after_its_commit(tmp_path: Path, kind: str):
-    store = MemoryStore() if kind == "memory" else SqliteStore(tmp_path)
-    await store.open()
+    store = await opening(MemoryStore() if kind == "memory" else SqliteStore(tmp_path))
     [ref] = await store.stage([data(1)])
     payload = Payload(ref, 1000, Encoding.JSON, 7, isal_zlib.crc32(data(1)))
     assert await store.read([payload]) == [data(1)]
@@ -108,8 +107,7 @@ async def files(folder: Path, count: int) -> None:
 
 @pytest.mark.slow
 async def test_the_log_of_changes_does_not_grow_for_ever(tmp_path: Path):
-    store = SqliteStore(tmp_path)
-    await store.open()
+    store = await opening(SqliteStore(tmp_path))
     for number in range(12_000):
         await store.commit(Changes(rows={("run", "run"): RunRecord(epoch=number), ("closed", f"x{number % 50}"): None}))
     assert (tmp_path / "state.sqlite-wal").stat().st_size < 60 << 20
@@ -120,8 +118,7 @@ async def test_the_log_of_changes_does_not_grow_for_ever(tmp_path: Path):
 
 
 async def test_files_go_when_everything_in_them_was_given_up(tmp_path: Path):
-    store = SqliteStore(tmp_path, segment_bytes=3000)
-    await store.open()
+    store = await opening(SqliteStore(tmp_path, segment_bytes=3000))
     groups = await put(store, range(10))
     assert len(list(tmp_path.glob("*.seg"))) == 4
     gone = groups[:3] + groups[4:6]
@@ -142,19 +139,16 @@ async def test_files_go_when_everything_in_them_was_given_up(tmp_path: Path):
 
 
 async def test_a_folder_has_one_server(tmp_path: Path):
-    store = SqliteStore(tmp_path)
-    await store.open()
+    store = await opening(SqliteStore(tmp_path))
     with pytest.raises(StoreFailure, match=f"in use by another server .pid {os.getpid()}"):
         await SqliteStore(tmp_path).open()
     await store.close()
-    again = SqliteStore(tmp_path)
-    await again.open()
+    again = await opening(SqliteStore(tmp_path))
     await again.close()
 
 
 async def test_a_torn_or_damaged_tail_goes_to_quarantine_and_the_rest_is_served(tmp_path: Path):
-    store = SqliteStore(tmp_path)
-    await store.open()
+    store = await opening(SqliteStore(tmp_path))
     groups = await put(store, range(10))
     leased = GroupRecord(1, 1, Place.LEASED, None, 4, groups[1].payload, 0, 1.5)
     lease = LeaseRecord("x", "t", 0, (1, 9), 1.0, 2.0)
@@ -178,8 +172,7 @@ async def test_a_torn_or_damaged_tail_goes_to_quarantine_and_the_rest_is_served(
 
 
 async def test_a_full_disk_refuses_and_recovers(tmp_path: Path, limit_file_size: Any):
-    store = SqliteStore(tmp_path)
-    await store.open()
+    store = await opening(SqliteStore(tmp_path))
     await put(store, range(5))
     limit_file_size(40_000)
     refs = await store.stage([data(7, 60_000)])
@@ -237,8 +230,7 @@ async def test_kill_9_while_committing_loses_nothing_that_was_committed(tmp_path
 
 
 async def test_concurrent_staging_and_committing(tmp_path: Path):
-    store = SqliteStore(tmp_path, segment_bytes=5000)
-    await store.open()
+    store = await opening(SqliteStore(tmp_path, segment_bytes=5000))
     batches = [list(range(start, start + 3)) for start in range(0, 90, 3)]
     groups = [group for batch in await asyncio.gather(*(put(store, batch) for batch in batches)) for group in batch]
     assert await store.read([group.payload for group in groups]) == [data(group.id) for group in groups]
@@ -257,8 +249,7 @@ def test_addresses(tmp_path: Path):
 
 
 async def test_emptied_files_are_written_again_and_never_mistaken(tmp_path: Path):
-    store = SqliteStore(tmp_path, segment_bytes=3000)
-    await store.open()
+    store = await opening(SqliteStore(tmp_path, segment_bytes=3000))
     groups = await put(store, range(12))
     freed = [group.payload.ref for group in groups[:9]]
     await store.commit(Changes(rows={("groups", group.id): None for group in groups[:9]}, freed=freed))
@@ -277,8 +268,7 @@ async def test_emptied_files_are_written_again_and_never_mistaken(tmp_path: Path
 
 async def test_a_file_that_one_large_payload_filled_is_not_kept_to_be_written_again(tmp_path: Path):
     """A body may have many times the size of a file; what is kept for later has the size of one."""
-    store = SqliteStore(tmp_path, segment_bytes=3000)
-    await store.open()
+    store = await opening(SqliteStore(tmp_path, segment_bytes=3000))
     [large] = await put(store, [1], size=30_000)
     await put(store, [2])
     await store.commit(Changes(rows={("groups", large.id): None}, freed=[large.payload.ref]))
@@ -289,8 +279,7 @@ async def test_a_file_that_one_large_payload_filled_is_not_kept_to_be_written_ag
 
 async def test_damaged_rows_are_set_aside_and_everything_else_is_served(tmp_path: Path):
     """One flipped bit used to stop the start, or to make another record of the row."""
-    store = SqliteStore(tmp_path)
-    await store.open()
+    store = await opening(SqliteStore(tmp_path))
     groups = await put(store, range(60))
     leased = [GroupRecord(n, n, Place.LEASED, None, 4, groups[n].payload, 0, 1.5) for n in range(4)]
     rows: dict[Any, Any] = {("groups", group.id): group for group in leased}
@@ -336,8 +325,7 @@ async def test_a_damaged_record_of_the_run_begins_a_new_epoch(tmp_path: Path):
 
 async def test_folders_of_other_formats(tmp_path: Path):
     """One without checksums is taken over, one of a newer program is left alone."""
-    store = SqliteStore(tmp_path)
-    await store.open()
+    store = await opening(SqliteStore(tmp_path))
     await put(store, range(3))
     await store.close()
     with closing(sqlite3.connect(tmp_path / "state.sqlite")) as database:
@@ -355,8 +343,7 @@ async def test_folders_of_other_formats(tmp_path: Path):
 
 async def test_what_cannot_be_read_now_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Neither while the server runs nor when it starts."""
-    store = SqliteStore(tmp_path)
-    await store.open()
+    store = await opening(SqliteStore(tmp_path))
     await put(store, range(3))
     real = os.pread
 
@@ -378,8 +365,7 @@ async def test_what_cannot_be_read_now_is_not_lost(tmp_path: Path, monkeypatch: 
 
 
 async def test_a_file_that_somebody_deleted_takes_only_its_own_groups_along(tmp_path: Path):
-    store = SqliteStore(tmp_path, segment_bytes=3000)
-    await store.open()
+    store = await opening(SqliteStore(tmp_path, segment_bytes=3000))
     await put(store, range(9))
     await store.close()
     first, _, last = sorted(tmp_path.glob("*.seg"))
@@ -433,8 +419,7 @@ async def test_a_folder_that_could_not_be_flushed_is_flushed_by_the_next_commit(
             raise OSError("input/output error (set off by a test)")
         real(handle)
 
-    store = SqliteStore(tmp_path, durable=True)
-    await store.open()
+    store = await opening(SqliteStore(tmp_path, durable=True))
     monkeypatch.setattr(os, "fsync", fail_on_the_first_folder)
     for number in range(3):
         if number == 0:

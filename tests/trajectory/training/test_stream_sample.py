@@ -84,21 +84,15 @@ def test_places_without_a_group_hold_nothing():
     assert not found.problems and not found.rescored
 
 
-@pytest.mark.parametrize(
-    ("changed", "reason"),
-    [
-        ({"tokens": [[1] * 9, [1, 2], [1, 2]]}, "too_long"),
-        ({"tokens": [[], [1, 2], [1, 2]]}, "no_tokens"),
-        ({"tokens": [[1, 100], [1, 2], [1, 2]]}, "unknown_tokens"),
-        ({"tokens": [[-1, 1], [1, 2], [1, 2]]}, "unknown_tokens"),
-        ({"tokens": [[2**70, 1], [1, 2], [1, 2]]}, "unknown_tokens"),
-        ({"masks": [[1], [1, 2], [1, 2]]}, "wrong_masks"),
-        ({"scores": [1e39, 1.0, 0.5]}, "wrong_score"),
-        ({"scores": [-1e20, 1.0, 0.5]}, "wrong_score"),
-        ({"inference_logprobs": [[-1.0]] + [[-1.0] * 2] * 2}, "wrong_logprobs"),
-        ({"inference_logprobs": [[-1e300] * 2] + [[-1.0] * 2] * 2}, "wrong_logprobs"),
-    ],
-)
+@pytest.mark.parametrize(("changed", "reason"), [
+    ({"tokens": [[1] * 9, [1, 2], [1, 2]]}, "too_long"), ({"tokens": [[], [1, 2], [1, 2]]}, "no_tokens"),
+    ({"tokens": [[1, 100], [1, 2], [1, 2]]}, "unknown_tokens"),
+    ({"tokens": [[-1, 1], [1, 2], [1, 2]]}, "unknown_tokens"),
+    ({"tokens": [[2**70, 1], [1, 2], [1, 2]]}, "unknown_tokens"), ({"masks": [[1], [1, 2], [1, 2]]}, "wrong_masks"),
+    ({"scores": [1e39, 1.0, 0.5]}, "wrong_score"), ({"scores": [-1e20, 1.0, 0.5]}, "wrong_score"),
+    ({"inference_logprobs": [[-1.0]] + [[-1.0] * 2] * 2}, "wrong_logprobs"),
+    ({"inference_logprobs": [[-1e300] * 2] + [[-1.0] * 2] * 2}, "wrong_logprobs"),
+])  # fmt: skip
 def test_a_sequence_of_the_wrong_shape_teaches_nothing(changed: dict[str, Any], reason: str):
     good = {
         "tokens": [[1, 2]] * 3,

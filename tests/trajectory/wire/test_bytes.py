@@ -24,6 +24,7 @@ from realhf.trajectory.wire import encode
 from realhf.trajectory.wire.body import MOST_MEMBERS, read_body
 from realhf.trajectory.wire.encode import encode_batch, encode_group
 from realhf.trajectory.wire.intake import INLINE_BYTES, Offload, parse_groups
+from tests.trajectory.driver import refused
 from tests.trajectory.groups import EVERYTHING, binary, encoded, group, tensor
 
 MSGPACK = "application/msgpack"
@@ -71,24 +72,16 @@ def test_gzip_bodies(size: int, encoding: str):
     assert read(plain, "") == plain
 
 
-@pytest.mark.parametrize(
-    "spoil",
-    [
-        lambda body: body[:-1],
-        lambda body: body[: len(body) // 2],
-        lambda body: body[:5],
-        lambda body: b"nonsense",
-        lambda body: body[:40] + bytes([body[40] ^ 0x55]) + body[41:],
-        lambda body: body[:-6] + b"\0\0" + body[-4:],
-        lambda body: body + b"rubbish",
-    ],
-)
+@pytest.mark.parametrize("spoil", [
+    lambda body: body[:-1], lambda body: body[: len(body) // 2], lambda body: body[:5], lambda body: b"nonsense",
+    lambda body: body[:40] + bytes([body[40] ^ 0x55]) + body[41:], lambda body: body[:-6] + b"\0\0" + body[-4:],
+    lambda body: body + b"rubbish",
+])  # fmt: skip
 @pytest.mark.parametrize("size", [300, 200_000])
 def test_damaged_gzip_is_400(spoil: Any, size: int):
     body = gzip.compress(json.dumps(list(range(size))).encode())
-    with pytest.raises(Refusal) as refusal:
+    with refused(400):
         read(spoil(body), cap=1 << 24)
-    assert refusal.value.status == 400
 
 
 @pytest.mark.slow
@@ -98,14 +91,12 @@ def test_a_bomb_is_413_and_is_not_inflated():
     bombs = [b"".join(map(compressor.compress, [zeros] * 200)) + compressor.flush() for compressor in (deflater, frame)]
     for encoding, body in zip(("gzip", "zstd"), bombs, strict=True):
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        with pytest.raises(Refusal) as refusal:
+        with refused(413):
             read(body, encoding, cap=32 << 20, pieces=1 << 20, allow_zstd=True)
-        assert refusal.value.status == 413
         grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
         assert grown < 3 * (32 << 10), "KiB; three times the cap, and half of what the body holds"
-    with pytest.raises(Refusal) as refusal:
+    with refused(413):
         read(b"x" * 100, "", cap=99)
-    assert refusal.value.status == 413
 
 
 def test_zstd_bodies():
@@ -114,9 +105,8 @@ def test_zstd_bodies():
     assert read(two, "zstd", allow_zstd=True) == plain * 2
     assert read(b"plain", "zstd") == b"plain", "only the binary wire knows zstd"
     for bad in (two[:-3], b"nonsense"):
-        with pytest.raises(Refusal) as refusal:
+        with refused(400):
             read(bad, "zstd", allow_zstd=True)
-        assert refusal.value.status == 400
 
 
 def test_floods_of_members_are_400():
@@ -202,30 +192,17 @@ def spoiled(**changed: Any) -> bytes:
     return msgspec.msgpack.encode(value)
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        spoiled(lens=b"\x03\0\0\0"),
-        spoiled(lens=b"\x01\0\0"),
-        spoiled(data=b"\0" * 7),
-        spoiled(dtype="f4"),
-        spoiled(dtype="u4"),
-        spoiled(x=1),
-        spoiled(__t__=2),
-        spoiled(lens=b"\xff" * 8),
-        msgspec.msgpack.encode({"tokens": [[1]], "masks": [[1]]}),
-        msgspec.msgpack.encode([1]),
-        b"",
-        b"\xc1",
-        b"\x81",
-        msgspec.msgpack.encode({"tokens": [[1]], "masks": [["x"]], "scores": [1.0]}),
-        msgspec.msgpack.encode({"tokens": [[1]], "masks": [[2**63]], "scores": [1.0]}),
-        msgspec.msgpack.encode({"tokens": [[1]], "masks": [[1]], "scores": [1.0], "images": b"raw"}),
-        msgspec.msgpack.encode({"tokens": [[1]], "masks": [[1]], "scores": [1.0], "images": {1: 2}}),
-        msgspec.msgpack.encode({"tokens": [[1]], "masks": [[1]], "scores": [1.0], "messages": [[{"role": 1}]]}),
-        b"\x91" * 5000,
-    ],
-)
+@pytest.mark.parametrize("body", [
+    spoiled(lens=b"\x03\0\0\0"), spoiled(lens=b"\x01\0\0"), spoiled(data=b"\0" * 7), spoiled(dtype="f4"),
+    spoiled(dtype="u4"), spoiled(x=1), spoiled(__t__=2), spoiled(lens=b"\xff" * 8),
+    msgspec.msgpack.encode({"tokens": [[1]], "masks": [[1]]}), msgspec.msgpack.encode([1]), b"", b"\xc1", b"\x81",
+    msgspec.msgpack.encode({"tokens": [[1]], "masks": [["x"]], "scores": [1.0]}),
+    msgspec.msgpack.encode({"tokens": [[1]], "masks": [[2**63]], "scores": [1.0]}),
+    msgspec.msgpack.encode({"tokens": [[1]], "masks": [[1]], "scores": [1.0], "images": b"raw"}),
+    msgspec.msgpack.encode({"tokens": [[1]], "masks": [[1]], "scores": [1.0], "images": {1: 2}}),
+    msgspec.msgpack.encode({"tokens": [[1]], "masks": [[1]], "scores": [1.0], "messages": [[{"role": 1}]]}),
+    b"\x91" * 5000,
+])  # fmt: skip
 def test_bad_binary_groups_are_422(body: bytes):
     for listed, sent in ((False, body), (True, b"\x91" + body)):
         with pytest.raises(Refusal) as refusal:

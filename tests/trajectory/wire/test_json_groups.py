@@ -1,4 +1,5 @@
-"""JSON groups: what is accepted, what is refused, and that nothing changes on the way.
+"""JSON groups: what is accepted, what is refused, and that nothing changes on the way; rows of numbers told from their
+bytes, never with another verdict than the decoder's.
 
 Source: docs/reference/trajectory.md 2.1, 2.6, 3.8.
 """
@@ -10,13 +11,15 @@ import json
 import zlib
 from typing import Any
 
+import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from realhf.trajectory.records import FIELDS, N_STOCK_FIELDS, Incoming, Refusal
+from realhf.trajectory.records import FIELDS, N_STOCK_FIELDS, Incoming, Int64, Refusal
 from realhf.trajectory.wire import encode, json_groups, lax_groups
 from realhf.trajectory.wire.intake import INLINE_NESTS, Offload, parse_groups
+from realhf.trajectory.wire.json_groups import float_rows, integer_rows
 from tests.trajectory.groups import EVERYTHING, encoded, group
 
 
@@ -120,59 +123,29 @@ def test_tokens_fit_64_bits_unless_strict(number: int):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(
-    "body",
-    [
-        b"",
-        b"{",
-        b"nonsense",
-        b"[1]",
-        b"null",
-        b"{} {}",
-        b'{"tokens": [[1]]',
-        b"\xff\xfe",
-        b'{"tokens":"\xff"}',
-        b"[" * 100_000,
-        b'{"tokens":' * 50_000,
-        b'{"tokens": [[' + b"9" * 5000 + b']], "masks": [], "scores": []}',
-        b'{"tokens": [[1]], "masks": [[1]], "scores": [1], "images": ' + b"[" * 20_000 + b"]" * 20_000 + b"}",
-        b'{"tokens": [[1]], "masks": [[1]], "scores": [1' + b"0" * 400 + b"]}",
-    ],
-)
+@pytest.mark.parametrize("body", [
+    b"", b"{", b"nonsense", b"[1]", b"null", b"{} {}", b'{"tokens": [[1]]', b"\xff\xfe", b'{"tokens":"\xff"}',
+    b"[" * 100_000, b'{"tokens":' * 50_000, b'{"tokens": [[' + b"9" * 5000 + b']], "masks": [], "scores": []}',
+    b'{"tokens": [[1]], "masks": [[1]], "scores": [1], "images": ' + b"[" * 20_000 + b"]" * 20_000 + b"}",
+    b'{"tokens": [[1]], "masks": [[1]], "scores": [1' + b"0" * 400 + b"]}",
+])  # fmt: skip
 def test_nonsense_is_a_clear_422(body: bytes):
     assert refused(body)[0]["loc"][0] == "body"
     assert refused(body, listed=True)[0]["loc"][0] == "body"
 
 
-@pytest.mark.parametrize(
-    "messages",
-    [
-        '[[{"role": "a"}]]',
-        '[[{"content": "a"}]]',
-        "[[null]]",
-        "[[1]]",
-        '[["x"]]',
-        "[[[]]]",
-        "[null]",
-        '"x"',
-        "{}",
-        "[[{}]]",
-    ],
-)
+@pytest.mark.parametrize("messages", [
+    '[[{"role": "a"}]]', '[[{"content": "a"}]]', "[[null]]", "[[1]]", '[["x"]]', "[[[]]]", "[null]", '"x"', "{}",
+    "[[{}]]",
+])  # fmt: skip
 def test_messages_need_role_and_content(messages: str):
     assert refused(with_value(["messages"], messages))[0]["loc"][:2] == ["body", "messages"]
 
 
-@pytest.mark.parametrize(
-    "messages",
-    [
-        "null",
-        "[]",
-        "[[], []]",
-        '[[{"role": null, "content": [1]}]]',
-        '[[{"content": {}, "role": "x", "reward": -1, "tool_calls": [{}]}]]',
-    ],
-)
+@pytest.mark.parametrize("messages", [
+    "null", "[]", "[[], []]", '[[{"role": null, "content": [1]}]]',
+    '[[{"content": {}, "role": "x", "reward": -1, "tool_calls": [{}]}]]',
+])  # fmt: skip
 def test_messages_of_any_values_are_kept(messages: str):
     assert delivered(parse(with_value(["messages"], messages))[0])["messages"] == json.loads(messages)
 
@@ -242,18 +215,18 @@ free = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
     max_leaves=8,
 )
-integer_rows = st.lists(st.lists(st.integers(-(2**63), 2**63 - 1), max_size=4), max_size=3)
-float_rows = st.lists(st.lists(numbers, max_size=4), max_size=3)
+drawn_integers = st.lists(st.lists(st.integers(-(2**63), 2**63 - 1), max_size=4), max_size=3)
+drawn_floats = st.lists(st.lists(numbers, max_size=4), max_size=3)
 message = st.fixed_dictionaries({"role": free, "content": free}, optional={"extra": free, '"': free})
 groups = st.fixed_dictionaries(
-    {"tokens": integer_rows, "masks": integer_rows, "scores": st.lists(numbers, max_size=4)},
+    {"tokens": drawn_integers, "masks": drawn_integers, "scores": st.lists(numbers, max_size=4)},
     optional={
-        "advantages": st.none() | float_rows, "inference_logprobs": float_rows, "images": free,
+        "advantages": st.none() | drawn_floats, "inference_logprobs": drawn_floats, "images": free,
         "messages": st.none() | st.lists(st.lists(message, max_size=2), max_size=2),
         "generation_params": st.none() | st.dictionaries(st.text(max_size=6), free, max_size=3),
         "overrides": st.lists(st.dictionaries(st.text(max_size=6), free, max_size=2), max_size=2),
         "env_id": st.none() | st.integers(-5, 5), "policy_version": st.none() | st.integers(0, 9),
-        "distill_token_ids": st.lists(integer_rows, max_size=2), "unknown": free,
+        "distill_token_ids": st.lists(drawn_integers, max_size=2), "unknown": free,
     },
 )  # fmt: skip
 
@@ -273,3 +246,70 @@ def test_both_paths_agree_on_valid_groups(value: dict[str, Any], indent: int | N
         assert all(item[name] is None for name in FIELDS[:N_STOCK_FIELDS] if name not in known)
         assert incoming.size == len(value["tokens"])
         assert incoming.env_id == value.get("env_id")
+
+
+DECODERS: dict[Any, Any] = {
+    integer_rows: msgspec.json.Decoder(list[list[Int64]]),
+    float_rows: msgspec.json.Decoder(list[list[float]]),
+}
+EITHER = pytest.mark.parametrize("tell", [integer_rows, float_rows])
+NUMBERS = ("0", "-7", "150000", "1.5", "-0.25", "1e-05", "2.5E-7", "1e5", "1E+5", "1e999", "9" * 19, "9" * 400, "-0")
+OTHERS = ("null", "true", '"1"', '""', "{}", "[]", "[1]", "[[1]]", "NaN")
+
+
+@EITHER
+@pytest.mark.parametrize("separators", [None, (",", ":")])
+def test_plain_rows_are_told(tell: Any, separators: Any):
+    for rows in ([], [[]], [[], []], [[1]], [[1, -2, 3], [], [150_000, 0]], [[100_000] * 50] * 8):
+        assert tell(json.dumps(rows, separators=separators).encode()) == len(rows)
+
+
+def test_small_logprobs_are_told():
+    rows = [[1.0, -3.2e-07, -0.12345678901234567], [-1e-300, 2]]
+    assert float_rows(json.dumps(rows).encode()) == 2
+    assert integer_rows(json.dumps(rows).encode()) is None
+
+
+@EITHER
+@pytest.mark.parametrize("text", [
+    "[1]", "[1, 2]", "[[1], 2]", "[1, [2]]", "[[1], 2, [3]]", "[[1, [2]]]", "[[[1]]]", "1", "[[1],[2],3]", "null",
+    "[[1e400]]", "[[1e+5]]", "{}", "[[" + "9" * 310 + "]]", '[["1"]]', "[[1],null]", "[[1] , 2, [3]]",
+])  # fmt: skip
+def test_what_may_be_wrong_is_left_to_the_decoder(tell: Any, text: str):
+    assert tell(text.encode()) is None
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("position", range(40))
+@pytest.mark.parametrize("digits", [15, 18, 19, 20, 30])
+def test_no_long_integer_slips_between_blocks(position: int, digits: int):
+    numbers = ["1"] * 60
+    for place in (position, -1 - position):
+        raw = ("[[" + ",".join([*numbers[:place], "9" * digits, *numbers[place:]]) + "]]").encode()
+        if integer_rows(raw) is not None:
+            assert digits <= 18
+
+
+@pytest.mark.parametrize("length", [308, 309, 400])
+def test_no_overflowing_float_slips_between_blocks(length: int):
+    for before in range(0, 140, 3):
+        for after in ("", ",1" * before):
+            assert float_rows(b"[[" + b"1," * before + b"9" * length + after.encode() + b"]]") is None
+
+
+item = st.sampled_from(NUMBERS + OTHERS)
+row = st.lists(item, max_size=4).map(lambda items: "[" + ",".join(items) + "]")
+text = st.lists(st.one_of(row, row, row, item), max_size=4)
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+@EITHER
+@settings(max_examples=400, deadline=None)
+@example(pieces=["[1]", "2", "[3]"], joint=",")
+@given(pieces=text, joint=st.sampled_from([",", ", ", " ,", ",\n"]))
+def test_a_told_number_of_rows_is_the_decoders(tell: Any, pieces: list[str], joint: str):
+    raw = ("[" + joint.join(pieces) + "]").encode()
+    told = tell(raw)
+    if told is not None:
+        assert len(DECODERS[tell].decode(raw)) == told
