@@ -67,7 +67,7 @@ class BigramEngine:
         asked = PredictedTokens.of(sample).mask
         hidden = functional.one_hot(ids[inside][asked], len(self.table)).float()
         rows = ScoredRows(hidden, ids[1:][inside[:-1]][asked], asked.nonzero()[:, 0])
-        return PackedOutputs([rows], len(asked), Heads(language=lambda: self.table.T), self.table.device)
+        return PackedOutputs(rows, len(asked), Heads(language=lambda: self.table.T), self.table.device)
 
     def _shifted(self, sample: SequenceSample) -> int:
         return len(PredictedTokens.of(sample).mask)

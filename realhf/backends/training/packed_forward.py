@@ -62,39 +62,38 @@ class ScoredRows:
 class Heads:
     """Says what a model has on top of its hidden states. ``language`` returns the weight (vocabulary, width) of a head
     that is a product with it, plus what ``bias`` returns, times ``factor``, with ``cap`` bounded to that by tanh;
-    ``value`` is a projection to one number. ``logits``: there is a language-model head, of whatever kind."""
+    ``value`` is a projection to one number, which stands in the place of a language-model head, of whatever kind."""
 
     language: Callable[[], Tensor] | None = None
     bias: Callable[[], Tensor] | None = None
     factor: float = 1.0
     cap: float | None = None
     value: nn.Module | None = None
-    logits: bool = True
 
 
 class PackedOutputs:
-    """Implements ``ForwardOutputs``. ``size`` is the sum of L-1 over the sequences of the micro-batch."""
+    """Implements ``ForwardOutputs``. ``size`` is the sum of L-1 over the sequences of the micro-batch, ``rows`` is None
+    where nothing of it is asked for."""
 
-    def __init__(self, rows: Sequence[ScoredRows], size: int, heads: Heads, device: torch.device) -> None:
-        self._rows, self._size, self._heads, self._device = list(rows), size, heads, device
+    def __init__(self, rows: ScoredRows | None, size: int, heads: Heads, device: torch.device) -> None:
+        self._rows, self._size, self._heads, self._device = rows, size, heads, device
         self.kept: dict[str, Tensor] = {}
 
     def logprobs(self, *, temperature: float = 1.0, with_entropy: bool = False) -> tuple[Tensor, Tensor | None]:
         """See ``ForwardOutputs``."""
         if not temperature > 0:
             raise ValueError(f"temperature must be positive, got {temperature}")
-        if not self._heads.logits:
+        if self._heads.value is not None:
             raise ValueError("this model has a value head and no language-model head: it gives no log-probabilities")
-        found = [self._score(rows, temperature, with_entropy) for rows in self._rows]
-        logprobs = self._spread([logprobs for logprobs, _ in found])
-        return logprobs, (self._spread([entropy for _, entropy in found]) if with_entropy else None)
+        found = (None, None) if self._rows is None else self._score(self._rows, temperature, with_entropy)
+        return self._spread(found[0]), self._spread(found[1]) if with_entropy else None
 
     def values(self) -> Tensor:
         """See ``ForwardOutputs``."""
         head = self._heads.value
         if head is None:
             raise ValueError("this model has no value head: a critic needs a ModelSpec with head='value'")
-        return self._spread([head(rows.hidden)[..., 0].float() for rows in self._rows])
+        return self._spread(None if self._rows is None else head(self._rows.hidden)[..., 0].float())
 
     def keep(self, name: str, values: Tensor) -> None:
         """See ``ForwardOutputs``. Raises ValueError on another shape."""
@@ -105,17 +104,17 @@ class PackedOutputs:
     @property
     def hidden(self) -> Tensor:
         """See ``ForwardOutputs``."""
-        return torch.cat([rows.hidden for rows in self._rows]) if self._rows else torch.zeros(0, 0, device=self._device)
+        return torch.zeros(0, 0, device=self._device) if self._rows is None else self._rows.hidden
 
     @property
     def place(self) -> Tensor:
         """See ``ForwardOutputs``."""
-        return self._joined([rows.place for rows in self._rows])
+        return self._nowhere() if self._rows is None else self._rows.place
 
     @property
     def target(self) -> Tensor:
         """See ``ForwardOutputs``."""
-        return self._joined([rows.target for rows in self._rows])
+        return self._nowhere() if self._rows is None else self._rows.target
 
     @property
     def head(self) -> Tensor | None:
@@ -124,30 +123,28 @@ class PackedOutputs:
         plain = heads.bias is None and heads.factor == 1.0 and heads.cap is None
         return heads.language() if heads.language is not None and plain else None
 
-    def _joined(self, parts: list[Tensor]) -> Tensor:
-        return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64, device=self._device)
+    def _nowhere(self) -> Tensor:
+        return torch.zeros(0, dtype=torch.int64, device=self._device)
 
-    def _spread(self, parts: list[Tensor]) -> Tensor:
-        """Put the numbers of all rows, in their order, into the packed L-1 layout."""
+    def _spread(self, numbers: Tensor | None) -> Tensor:
+        """Put what was computed into the packed L-1 layout."""
         blank = torch.zeros(self._size, device=self._device)
-        return blank.index_copy(0, self.place, torch.cat(parts)) if parts else blank
+        return blank if numbers is None else blank.index_copy(0, self.place, numbers)
 
     def _score(self, rows: ScoredRows, temperature: float, with_entropy: bool) -> tuple[Tensor, Tensor]:
-        heads = self._heads
-        if heads.language is not None and rows.logits is None:
-            return selected_logprobs(
-                rows.hidden,
-                heads.language(),
-                rows.target,
-                temperature,
-                with_entropy=with_entropy,
-                bias=None if heads.bias is None else heads.bias(),
-                factor=heads.factor,
-                cap=heads.cap,
-            )
-        assert rows.logits is not None, "an unknown head gives its logits"
-        log_p = functional.log_softmax(rows.logits.float() / temperature, -1)
-        logprobs = log_p.gather(-1, rows.target[:, None])[:, 0]
+        heads, (hidden, target, logits) = self._heads, (rows.hidden, rows.target, rows.logits)
+        if heads.language is not None and logits is None:
+            bias = None if heads.bias is None else heads.bias()
+            more: dict[str, Any] = {
+                "with_entropy": with_entropy,
+                "bias": bias,
+                "factor": heads.factor,
+                "cap": heads.cap,
+            }
+            return selected_logprobs(hidden, heads.language(), target, temperature, **more)
+        assert logits is not None, "an unknown head gives its logits"
+        log_p = functional.log_softmax(logits.float() / temperature, -1)
+        logprobs = log_p.gather(-1, target[:, None])[:, 0]
         return logprobs, -(log_p.exp() * log_p).sum(-1) if with_entropy else torch.zeros_like(logprobs)
 
 
@@ -230,7 +227,7 @@ class PackedForward:
         inputs = SequenceInputs.of(sample)
         chosen = plain_rows(inputs.scored, inputs.tokens) if rows is None else rows
         self.pace()
-        found = [self._scored(self._laid_out(chosen, inputs))] if chosen else []
+        found = self._scored(self._laid_out(chosen, inputs)) if chosen else None
         return PackedOutputs(found, inputs.size, self.heads, self.model.device)
 
     def nothing(self) -> Tensor:
@@ -269,7 +266,7 @@ class PackedForward:
         """Run the model, and keep what is scored."""
         device = self.model.device
         column, target, place = (t.to(device) for t in (chosen.column, chosen.target, chosen.place))
-        if self.heads.logits and self.heads.language is None:
+        if self.heads.value is None and self.heads.language is None:
             hidden, logits = _through_the_whole_model(self.model, given, column)
             return ScoredRows(hidden, target, place, logits)
         return ScoredRows(_at(self.model.get_decoder()(**given).last_hidden_state, column), target, place)
@@ -353,7 +350,7 @@ def _head_size(config: Any) -> int:
 def heads_of(model: Any) -> Heads:
     """Find out what ``model`` has on top of its decoder."""
     value = getattr(model, "value_head", None)
-    return Heads(value=value, logits=False) if value is not None else _language_head(model)
+    return Heads(value=value) if value is not None else _language_head(model)
 
 
 _WIDE = 100.0

@@ -125,7 +125,7 @@ class TorchEngine:
             model.requires_grad_(False)
         self._blocks = CompiledBlocks(model, role) if compile else None
         self._version = 0
-        generates = self._forward.heads.logits
+        generates = self._forward.heads.value is None
         self._kv_cache_gib = kv_cache_gib
         generating = model if self.adapters is None else self.adapters.skeleton
         self._generator = self._made_generator(generating, ready=self._whole_model) if generates else None
@@ -223,7 +223,7 @@ class TorchEngine:
             optimizer.zero_grad()
             return TrainResult(stats, norm, skipped=True, kept=kept)
         if backward:
-            adapters = self.adapters is None and self._forward.heads.logits
+            adapters = self.adapters is None and self._forward.heads.value is None
             offload = self.model.device.type == "cuda" and not (optimizer.offloads or self._ranks.in_step)
             with named_update_shortage(optimizer.masters, self._named, adapters=adapters, offload=offload):
                 stats["lr"] = optimizer.step(self._version, norm)
