@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 from realhf.api.config import BuiltinModelConfig
 from realhf.backends.builtin_policy import build_model, train_tokenizer
-from realhf.backends.vllm.server import VllmServer
+from realhf.backends.vllm.server import VllmOptions, VllmServer
 
 HERE = Path(__file__).resolve().parent
 EXECUTABLE = HERE.parents[1] / ".venv-vllm" / "bin" / "vllm"
@@ -62,10 +63,16 @@ def folder(models: list, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
-    log = tmp_path_factory.mktemp("vllm") / "server.txt"
-    running = VllmServer(folder, executable=EXECUTABLE, log=log)
-    try:
-        running.wait_until_up(START_S)
+    with serving(folder, tmp_path_factory.mktemp("vllm") / "server.txt") as running:
         yield running
+
+
+@contextmanager
+def serving(folder: Path, log: Path, *arguments: str) -> Iterator[VllmServer]:
+    """A server that is up."""
+    server = VllmServer(folder, executable=EXECUTABLE, log=log, options=VllmOptions(arguments=arguments))
+    try:
+        server.wait_until_up(START_S)
+        yield server
     finally:
-        running.stop()
+        server.stop()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,8 @@ from realhf.api.model import ForwardOutputs
 from realhf.api.sample import MicroBatchSpec, SequenceSample
 from realhf.backends.training.torch_engine import TorchEngine
 from realhf.backends.vllm.generation import VllmGenerator
-from realhf.backends.vllm.server import VllmServer
 from tests.vllm.asked import PROMPT, Asked, logprobs_of
-from tests.vllm.conftest import EXECUTABLE, START_S
+from tests.vllm.conftest import serving
 
 pytest.importorskip("peft", reason="adapters need the extra lora")
 pytestmark = pytest.mark.timeout(800)
@@ -41,18 +41,11 @@ def test_the_merged_export_of_adapters_samples_as_the_model_with_them(
     for _ in range(5):
         engine.train_batch(sample, nll, mb_spec=MicroBatchSpec())
     engine.export_hf(tmp_path / "policy")
-    server = VllmServer(tmp_path / "policy", executable=EXECUTABLE, log=tmp_path / "server.txt")
-    try:
-        server.wait_until_up(START_S)
-        generator = VllmGenerator(server.url, version=0)
-        try:
-            ask = Asked(generator)
-            ask.submit(1, PROMPT, GenConfig(max_new_tokens=60), seed=4)
-            output = ask.output()
-        finally:
-            generator.close()
-    finally:
-        server.stop()
+    log = tmp_path / "server.txt"
+    with serving(tmp_path / "policy", log) as server, closing(VllmGenerator(server.url, version=0)) as generator:
+        ask = Asked(generator)
+        ask.submit(1, PROMPT, GenConfig(max_new_tokens=60), seed=4)
+        output = ask.output()
     found = torch.tensor(output.logprobs)
     assert (found - logprobs_of(engine.model, PROMPT, output.token_ids, 1.0)).abs().max() < 2e-3
     before = logprobs_of(models[0], PROMPT, output.token_ids, 1.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
 import torch
@@ -18,10 +19,9 @@ from tests.vllm.asked import LONG, PROMPT, Asked, logprobs_of
 @pytest.fixture
 def generator(server: VllmServer, models: list) -> Iterator[VllmGenerator]:
     """Serves the weights of models[0] as version 0, whatever the test before left there."""
-    made = VllmGenerator(server.url)
-    made.load_weights(0, models[0].state_dict())
-    yield made
-    made.close()
+    with closing(VllmGenerator(server.url)) as made:
+        made.load_weights(0, models[0].state_dict())
+        yield made
 
 
 @pytest.fixture
@@ -91,8 +91,7 @@ def test_many_seeded_prompts_at_once(ask: Asked):
 
 @pytest.mark.parametrize("policy", ["recompute", "keep"])
 def test_new_weights_reach_running_requests_between_tokens(server: VllmServer, models: list, policy: str):
-    generator = VllmGenerator(server.url, kv_policy=policy)
-    try:
+    with closing(VllmGenerator(server.url, kv_policy=policy)) as generator:
         generator.load_weights(5, models[0].state_dict())
         ask = Asked(generator)
         for slot in range(4):
@@ -109,13 +108,10 @@ def test_new_weights_reach_running_requests_between_tokens(server: VllmServer, m
                 expected = torch.stack(rows)[torch.tensor(output.versions) - 5, torch.arange(LONG.max_new_tokens)]
                 assert (torch.tensor(output.logprobs) - expected).abs().max() < 1e-3
         assert generator.version == 7 and generator.stats()["weight_pause_ms"] > 0
-    finally:
-        generator.close()
 
 
 def test_requests_wait_for_the_first_weights(server: VllmServer, models: list):
-    generator = VllmGenerator(server.url)
-    try:
+    with closing(VllmGenerator(server.url)) as generator:
         ask = Asked(generator)
         ask.submit(1, PROMPT, GenConfig(max_new_tokens=3))
         ask.submit(2, PROMPT, GenConfig(max_new_tokens=3))
@@ -125,8 +121,6 @@ def test_requests_wait_for_the_first_weights(server: VllmServer, models: list):
         assert output == GenOutput([], [], [], "aborted")
         generator.load_weights(3, models[1].state_dict())
         assert ask.output().versions == [3, 3, 3]
-    finally:
-        generator.close()
 
 
 def test_abort_keeps_the_tokens(ask: Asked, models: list):

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import psutil
@@ -21,10 +22,10 @@ from realhf.api.config import GenConfig
 from realhf.api.model import GenOutput, GenRequest
 from realhf.backends.vllm.api import VllmError
 from realhf.backends.vllm.generation import VllmGenerator
-from realhf.backends.vllm.server import VllmOptions, VllmServer
+from realhf.backends.vllm.server import VllmServer
 from tests.process_family import gone
 from tests.vllm.asked import LONG, PROMPT, Asked, logprobs_of
-from tests.vllm.conftest import EXECUTABLE
+from tests.vllm.conftest import EXECUTABLE, serving
 
 OWNER = """
 import sys, time
@@ -72,20 +73,12 @@ def untie(model: torch.nn.Module) -> torch.nn.Module:
 @pytest.fixture(scope="module")
 def bare_url(untied: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A server that somebody else has started, without our extension."""
-    log = tmp_path_factory.mktemp("bare") / "server.txt"
-    server = VllmServer(
-        untied, executable=EXECUTABLE, log=log, options=VllmOptions(arguments=("--worker-extension-cls", ""))
-    )
-    try:
-        server.wait_until_up()
+    with serving(untied, tmp_path_factory.mktemp("bare") / "server.txt", "--worker-extension-cls", "") as server:
         yield server.url
-    finally:
-        server.stop()
 
 
 def test_a_server_without_our_extension_reloads_from_a_folder(bare_url: str, models: list):
-    generator = VllmGenerator(bare_url)
-    try:
+    with closing(VllmGenerator(bare_url)) as generator:
         ask, other = Asked(generator), untie(copy.deepcopy(models[1])).eval()
         generator.load_weights(4, other.state_dict())
         ask.submit(1, PROMPT, GenConfig(max_new_tokens=40), seed=1)
@@ -93,8 +86,6 @@ def test_a_server_without_our_extension_reloads_from_a_folder(bare_url: str, mod
         assert output.versions == [4] * 40
         expected = logprobs_of(other, PROMPT, output.token_ids, 1.0)
         assert (torch.tensor(output.logprobs) - expected).abs().max() < 1e-3
-    finally:
-        generator.close()
 
 
 def test_a_server_that_was_killed_is_told_and_leaves_nothing(folder: Path, models: list, tmp_path: Path):

@@ -135,13 +135,8 @@ class PackedOutputs:
         heads, (hidden, target, logits) = self._heads, (rows.hidden, rows.target, rows.logits)
         if heads.language is not None and logits is None:
             bias = None if heads.bias is None else heads.bias()
-            more: dict[str, Any] = {
-                "with_entropy": with_entropy,
-                "bias": bias,
-                "factor": heads.factor,
-                "cap": heads.cap,
-            }
-            return selected_logprobs(hidden, heads.language(), target, temperature, **more)
+            shape: dict[str, Any] = {"bias": bias, "factor": heads.factor, "cap": heads.cap}
+            return selected_logprobs(hidden, heads.language(), target, temperature, with_entropy=with_entropy, **shape)
         assert logits is not None, "an unknown head gives its logits"
         log_p = functional.log_softmax(logits.float() / temperature, -1)
         logprobs = log_p.gather(-1, target[:, None])[:, 0]

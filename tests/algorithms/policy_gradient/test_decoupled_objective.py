@@ -28,6 +28,8 @@ DECOUPLED: list[dict[str, Any]] = [
     {"algo": "cispo", "eps_clip": 0.3, "eps_clip_higher": 0.3, "behav_imp_weight_cap": 1.2},
     {"algo": "rloo", "behav_imp_weight_mode": "truncate", "behav_imp_weight_cap": 1.2},
     {"c_clip": 1.2, "loss_agg": "token_mean"},
+    {"ratio": "sequence", "c_clip": 1.3, "eps_clip_higher": 0.28},
+    {"behav_imp_weight_mode": "none", "c_clip": 1.3, "eps_clip_higher": 0.28},
     {"prox_logp_method": "loglinear", "behav_imp_weight_cap": 1.3},
 ]
 

@@ -35,7 +35,7 @@ from realhf.backends.training.sequence_packing import (
 )
 from realhf.backends.training.torch_engine import TorchEngine
 from tests.backends.conftest import VOCABULARY
-from tests.backends.training.test_row_trees import products
+from tests.backends.training.test_attention import products
 
 SEQUENCES = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=9), min_size=1, max_size=9)
 
