@@ -24,7 +24,10 @@ class SFTInterface:
         """Train one step. Returns the statistics ``loss, nll, grad_norm, lr, n_tokens, positions_per_token,
         skipped``, and ``stop`` after
         ``max_nonfinite_steps`` consecutive updates without a finite gradient."""
-        batch = self._weighted(sample)
+        tokens = PredictedTokens.of(sample)
+        weights = token_weights(tokens.mask, tokens.sequence, tokens.n_sequences, self._aggregation)
+        keys = [key for key in ("packed_input_ids", "loss_mask") if key in sample.keys]
+        batch = replace_keys(sample.select(keys), shifted={"loss_weights": weights})
         result = model.engine.train_batch(batch, self.loss, mb_spec=context.mb_spec)
         self._guard.observe(result)
         stats = dict(result.stats)
@@ -40,12 +43,6 @@ class SFTInterface:
         mask = PredictedTokens.of(sample).mask
         n_tokens = int(mask.sum())
         return {"nll": -float(logprobs[mask].double().sum()) / max(1, n_tokens), "n_tokens": float(n_tokens)}
-
-    def _weighted(self, sample: SequenceSample) -> SequenceSample:
-        tokens = PredictedTokens.of(sample)
-        weights = token_weights(tokens.mask, tokens.sequence, tokens.n_sequences, self._aggregation)
-        keys = [key for key in ("packed_input_ids", "loss_mask") if key in sample.keys]
-        return replace_keys(sample.select(keys), shifted={"loss_weights": weights})
 
     def loss(self, outputs: ForwardOutputs, part: SequenceSample) -> tuple[Tensor, dict[str, float]]:
         """Return the loss of a microbatch (a ``LossFn``)."""

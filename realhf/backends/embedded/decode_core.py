@@ -379,7 +379,9 @@ class DecodeCore:
         levels = 1 + max((item.level for _, item in plan), default=0)
         for level in range(levels):
             members = [(turn, item) for turn, item in plan if item.level == level]
-            self._copy(*_donations([item for _, item in members]))
+            donated = [item for _, item in members if item.donor != item.row]
+            most = max((item.start for item in donated), default=0)
+            self._copy([item.donor for item in donated], [item.row for item in donated], most)
             joining = [(turn, item) for turn, item in members if turn.length - item.start > 1]
             pieces = [Piece(turn.row, item.start, turn.prefix()[item.start :]) for turn, item in joining]
             decoding = None
@@ -471,9 +473,3 @@ class DecodeCore:
         for i in short:
             banned[i, list(turns[i].stops)] = True
         return banned.to(logits.device)
-
-
-def _donations(items: Sequence[PrefillItem]) -> tuple[list[int], list[int], int]:
-    """Return source rows, target rows and how many columns to copy."""
-    donated = [item for item in items if item.donor != item.row]
-    return [d.donor for d in donated], [d.row for d in donated], max((d.start for d in donated), default=0)

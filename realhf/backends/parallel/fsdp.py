@@ -23,6 +23,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
+from realhf.api.config import LoraConfig
 from realhf.api.experiment import ModelSpec
 from realhf.api.model import LossFn, PostFn, TrainResult
 from realhf.api.parallel import HeldInParts
@@ -168,11 +169,7 @@ class Whole(nn.Module):
         return run()
 
 
-def _as_it_is(_module: nn.Module) -> None:
-    """Leave the parameters of a module alone."""
-
-
-def cut(model: Any, mesh: DeviceMesh, fill: Callable[[nn.Module], None] = _as_it_is) -> Whole:
+def cut(model: Any, mesh: DeviceMesh, fill: Callable[[nn.Module], None] = lambda _: None) -> Whole:
     """Cut the parameters of ``model`` over the last dimension of ``mesh``, in place; gradients are summed over the
     whole mesh, in fp32. ``fill`` is called with each part before it is cut: it gives parameters without memory theirs.
     Tied weights stay tied: they belong to no block. Raises ValueError on a model that does not say what its blocks
@@ -246,21 +243,20 @@ class FsdpEngine(JoinedEngine):
         ranks: GroupRanks,
         mesh: DeviceMesh,
         role: str,
-        path: str = "",
         unread: FolderWeights | None = None,
         **options: Any,
     ) -> None:
-        self._mesh, self._unread, self._path = mesh, unread, path
+        self._mesh, self._unread = mesh, unread
         self._whole: Whole | None = None
         self._copy: Any = None
         with ranks.together(f"the weights of {role}"):
-            super().__init__(model, tokenizer, ranks=ranks, role=role, path=path, **options)
+            super().__init__(model, tokenizer, ranks=ranks, role=role, **options)
         self._generator = None  # It would generate with parts of the weights.
 
-    def _tried_out(self, adapters: Callable[[], Any]) -> PackedForward:
+    def _tried_out(self, lora: LoraConfig | None, path: str) -> PackedForward:
         unread, mesh = self._unread, self._mesh
         if unread is None:
-            forward = super()._tried_out(adapters)
+            forward = super()._tried_out(lora, path)
             self._check_layouts(forward)
             self._whole = cut(self.model, mesh)
             return forward
@@ -268,8 +264,8 @@ class FsdpEngine(JoinedEngine):
 
         def run() -> PackedForward:
             if problem := odd_logits(self.model):
-                raise ModelLoadError(f"{self._role}.path={self._path}: {problem}")
-            return super(FsdpEngine, self)._tried_out(adapters)
+                raise ModelLoadError(f"{self._role}.path={path}: {problem}")
+            return super(FsdpEngine, self)._tried_out(lora, path)
 
         try:
             forward = whole(run)

@@ -363,7 +363,8 @@ class GroupRanks(Ranks):
             return
         for bucket in _buckets(parameters):
             has = torch.tensor([float(p.grad is not None) for p in bucket], device=bucket[0].device)
-            flat = torch.cat([*(_flat_gradient(p) for p in bucket), has])
+            none = lambda p: torch.zeros(p.numel(), device=p.device)
+            flat = torch.cat([*(none(p) if p.grad is None else p.grad.reshape(-1).float() for p in bucket), has])
             self.sum_(flat)
             *sums, counts = flat.split([*(p.numel() for p in bucket), len(bucket)])
             for parameter, summed, count in zip(bucket, sums, counts.tolist(), strict=True):
@@ -399,12 +400,6 @@ def _lost_peer(error: BaseException) -> bool:
         return True
     text = str(error)
     return isinstance(error, RuntimeError) and any(word in text for word in ("gloo/", "NCCL", "ProcessGroup"))
-
-
-def _flat_gradient(parameter: nn.Parameter) -> Tensor:
-    if parameter.grad is None:
-        return torch.zeros(parameter.numel(), device=parameter.device)
-    return parameter.grad.reshape(-1).float()
 
 
 def _buckets(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:

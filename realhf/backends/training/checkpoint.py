@@ -97,11 +97,6 @@ def save_shards(folder: Path, tensors: Mapping[str, Tensor], group: Any = None, 
     return [*own, folder / INDEX] if rank == 0 else own
 
 
-def names_in(folder: Path) -> frozenset[str]:
-    """Return the names of the tensors in a folder."""
-    return frozenset(ShardReader(folder).read_metadata().state_dict_metadata)
-
-
 def load_shards(folder: Path, tensors: Mapping[str, Tensor], group: Any = None) -> None:
     """Read into ``tensors``, in place, with the other ranks of ``group`` (None: alone). Raises ValueError that names a
     tensor which is missing, or of another shape; what stopped this rank; CollectiveBroken where another one failed."""
@@ -173,7 +168,7 @@ def load_state(
     A weight in fp32 is read from its master weight where there is one. Raises ValueError that names a tensor which is
     missing, of another shape, or of another model; then nothing has changed but, perhaps, the moments of the
     optimizer."""
-    held, names = names_in(folder), _parameter_names(model)
+    held, names = ShardReader(folder).read_metadata().state_dict_metadata, _parameter_names(model)
     _refuse_unknown(folder, held, {*names.values(), *persistent_buffers(model)} if weights else frozenset())
     if optimizer is not None:
         optimizer.begin_moments({p for p, name in names.items() if f"exp_avg/{name}" in held})

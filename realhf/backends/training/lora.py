@@ -134,12 +134,6 @@ class MergeDiffers(RuntimeError):
     """The merged weights do not compute what the model with its adapters computes."""
 
 
-def plain_copy(model: nn.Module) -> Any:
-    """Return a model of the same modules that shares all parameters and buffers with ``model``."""
-    shared = {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())}
-    return copy.deepcopy(model, shared)
-
-
 @torch.no_grad()
 def check_weights(plain: Any, base: Mapping[str, Tensor], adapter: Callable[[str], Adapter]) -> None:
     """Raise MergeDiffers unless the weight of each layer of ``plain`` is that of ``base`` and what its ``adapter``
@@ -214,7 +208,10 @@ class LoraAdapters:
         peft = _peft()
         names = chosen_layers(model, options.targets, role)
         base = {name: weight_of(model, name) for name in names}
-        plain = plain_copy(model).eval()
+        # Of the same modules, sharing all parameters and buffers.
+        plain = copy.deepcopy(
+            model, {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())}
+        ).eval()
         self._options = peft.LoraConfig(
             r=options.rank,
             lora_alpha=int(options.alpha) if options.alpha == int(options.alpha) else options.alpha,

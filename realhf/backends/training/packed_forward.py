@@ -222,7 +222,12 @@ class PackedForward:
         inputs = SequenceInputs.of(sample)
         chosen = plain_rows(inputs.scored, inputs.tokens) if rows is None else rows
         self.pace()
-        found = self._scored(self._laid_out(chosen, inputs)) if chosen else None
+        if not chosen:
+            found = None
+        elif self._kernel is not None:
+            found = self._scored(packed_pass(chosen, inputs, self._kernel))
+        else:
+            found = self._scored(row_pass(chosen, inputs, by_trees=self._by_trees))
         return PackedOutputs(found, inputs.size, self.heads, self.model.device)
 
     def nothing(self) -> Tensor:
@@ -234,11 +239,6 @@ class PackedForward:
             for weight in () if head is None else head.parameters():
                 nothing = nothing + 0.0 * weight.sum()
         return nothing
-
-    def _laid_out(self, rows: Sequence[Row], inputs: SequenceInputs) -> RowPass:
-        if self._kernel is not None:
-            return packed_pass(rows, inputs, self._kernel)
-        return row_pass(rows, inputs, by_trees=self._by_trees)
 
     def _scored(self, chosen: RowPass) -> ScoredRows:
         device = self.model.device
@@ -342,20 +342,16 @@ def _head_size(config: Any) -> int:
     return int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
 
 
-def heads_of(model: Any) -> Heads:
-    """Find out what ``model`` has on top of its decoder."""
-    value = getattr(model, "value_head", None)
-    return Heads(value=value) if value is not None else _language_head(model)
-
-
 _WIDE = 100.0
 """Size of the logits that a head is tried out with: bounds of usual size show."""
 
 
 @torch.no_grad()
-def _language_head(model: Any) -> Heads:
-    """Return what the head of ``model`` is, by its configuration, if the model then gives the same logits, for small
-    ones and for large ones; else ``Heads()``, of which nothing is known."""
+def heads_of(model: Any) -> Heads:
+    """Return what ``model`` has on top of its decoder: a value head, or what its configuration says of the language
+    head, if the model then gives the same logits, for small ones and for large ones; else ``Heads()``."""
+    if (value := getattr(model, "value_head", None)) is not None:
+        return Heads(value=value)
     layer = model.get_output_embeddings()
     if not isinstance(layer, nn.Linear):
         return Heads()

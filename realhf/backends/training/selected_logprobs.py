@@ -33,11 +33,6 @@ def chunk_rows(vocabulary: int, gpu_bytes: int = 0) -> int:
     return max(1, nbytes // (4 * vocabulary))
 
 
-def _rows_on(device: torch.device, vocabulary: int) -> int:
-    gpu = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
-    return chunk_rows(vocabulary, gpu)
-
-
 class _Products:
     """Multiplies by the weight of a head (vocabulary, width), with fp32 sums and results. On the tensor cores of a GPU
     bf16 factors stay what they are: a product of two bf16 numbers is exact in fp32, so that logits are those of fp32
@@ -121,9 +116,12 @@ def selected_logprobs(
     """
     if not temperature > 0:
         raise ValueError(f"temperature must be positive, got {temperature}")
-    rows = _rows_on(head_weight.device, head_weight.shape[0]) if chunk is None else max(1, chunk)
+    if chunk is None:
+        device = head_weight.device
+        gpu = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
+        chunk = chunk_rows(len(head_weight), gpu)
     shape = (factor, cap, float(temperature))
-    return _Selected.apply(hidden, head_weight, bias, ids, shape, rows, with_entropy)  # type: ignore[return-value]
+    return _Selected.apply(hidden, head_weight, bias, ids, shape, max(1, chunk), with_entropy)  # type: ignore[return-value]
 
 
 def bent(logits: Tensor, factor: float, cap: float | None) -> Tensor:

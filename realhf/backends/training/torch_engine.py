@@ -113,7 +113,7 @@ class TorchEngine:
         model.eval()
         self.adapters: LoraAdapters | None = None
         self._checkpointing, self._compiles = gradient_checkpointing and optimizer is not None, compile
-        self._forward = self._tried_out(lambda: None if lora is None else self._with_adapters(lora, role, path))
+        self._forward = self._tried_out(lora, path)
         self._ranks = Ranks() if ranks is None else ranks
         self._heap = Heap()
         if self._checkpointing:
@@ -136,14 +136,6 @@ class TorchEngine:
         """The workers that train this model together."""
         return self._ranks
 
-    def _with_adapters(self, lora: LoraConfig, role: str, path: str) -> LoraAdapters:
-        """Put adapters on the model. Raises ValueError where it cannot have them."""
-        if self.model.get_output_embeddings() is None:
-            raise ValueError(f"{role}.lora.rank={lora.rank}: a model without a language-model head has no adapters")
-        adapters = LoraAdapters(self.model, lora, role=role, path=path)
-        use_onednn(self.model)
-        return adapters
-
     def base(self) -> BaseEngine:
         """Return an engine of the frozen base, which is this one with its adapters off. Raises RuntimeError without
         adapters."""
@@ -151,13 +143,19 @@ class TorchEngine:
             raise RuntimeError("this model role has no adapters: all its weights train")
         return BaseEngine(self, self.adapters, self.tokenizer)
 
-    def _tried_out(self, adapters: Callable[[], LoraAdapters | None]) -> PackedForward:
-        """Make the forward pass, which tries the model out, with the weights where they train and with its
-        ``adapters``; before there is an optimizer."""
+    def _tried_out(self, lora: LoraConfig | None, path: str) -> PackedForward:
+        """Make the forward pass, which tries the model out, with the weights where they train and with its adapters;
+        before there is an optimizer. Raises ValueError where it cannot have adapters."""
         if not self._compiles:  # Inductor asserts that oneDNN's product gets a constant for its weight.
             use_onednn(self.model)
         use_few_pass_norms(self.model)
-        self.adapters = adapters()
+        if lora is not None:
+            if self.model.get_output_embeddings() is None:
+                raise ValueError(
+                    f"{self._named}.lora.rank={lora.rank}: a model without a language-model head has no adapters"
+                )
+            self.adapters = LoraAdapters(self.model, lora, role=self._named, path=path)
+            use_onednn(self.model)
         return PackedForward(self.model, pieces=not self._checkpointing and not self._compiles)
 
     def use_threads(self, threads: ComputeThreads) -> None:

@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
 
@@ -35,20 +34,11 @@ from realhf.api.trace import WEIGHTS, NoTrace, Tracer
 from realhf.backends.embedded.sampling import check_gen_config
 from realhf.backends.vllm.api import EXTENSION, Completion, ServedModel, VllmApi, VllmError, position_seed
 from realhf.backends.vllm.device_transfer import NO_COMMON_PLACE, Place, Step, common_places, steps
+from realhf.base.hf_config import tensor_shapes
 
 TIED_HEAD = "lm_head.weight"
 """Name of a tensor that a model with tied embeddings may lack."""
 Shapes = dict[str, tuple[int, ...]]
-
-
-def folder_shapes(folder: Path) -> Shapes | None:
-    """Return names and shapes of the safetensors files of a model's folder; None where there are none."""
-    shapes: Shapes = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 (not a dict)
-                shapes[name] = tuple(file.get_slice(name).get_shape())
-    return shapes or None
 
 
 def checked(tensors: Mapping[str, Tensor], expected: Shapes, *, on_host: bool = True) -> dict[str, Tensor]:
@@ -174,7 +164,7 @@ class VllmGenerator:
             self.close()
             raise
         if Path(self._model.root).is_dir():
-            self._expected = folder_shapes(Path(self._model.root))
+            self._expected = tensor_shapes(Path(self._model.root)) or None
 
     @property
     def version(self) -> int:

@@ -48,10 +48,10 @@ from realhf.backends.vllm.generation import (
     checked,
     file_in_memory,
     folder_on_disk,
-    folder_shapes,
     held_by_server,
 )
 from realhf.backends.vllm.server import VllmServer
+from realhf.base.hf_config import tensor_shapes
 from realhf.base.tensor_digest import digests
 from realhf.dataflow.weight_proof import HeldWeights
 from tests.process_family import gone
@@ -162,8 +162,8 @@ def test_weights_that_may_be_mixed_are_never_used(served: FakeServer):
 
 def test_weights_are_checked_by_name_and_shape(tmp_path: Path):
     save_file(TENSORS, tmp_path / "model.safetensors")
-    expected = folder_shapes(tmp_path)
-    assert expected == {"a": (2, 3), "b.weight": (2,)} and folder_shapes(tmp_path / "none") is None
+    expected = tensor_shapes(tmp_path)
+    assert expected == {"a": (2, 3), "b.weight": (2,)} and tensor_shapes(tmp_path / "none") == {}
     strided = torch.zeros(3, 2).t()
     given = checked({**TENSORS, "a": strided, "lm_head.weight": torch.ones(9)}, expected)
     assert given.keys() == expected.keys() and given["a"].is_contiguous()
