@@ -141,7 +141,7 @@ class Simulation:
             figures["windows"] = [await self._window(executor, n) for n in range(self._args.windows)]
             if self._args.lose > 0:
                 figures["recovery"] = await self._recover(executor)
-            figures["totals"] = rollouts._ledger.totals()
+            figures["totals"] = rollouts._ledger.state.totals()
             return figures
 
     # ---- processes

@@ -27,8 +27,8 @@ from realhf.dataflow.storage_map import Fetch, StorageMap
 from realhf.dataflow.worker_group import (
     GroupFailed,
     RanksDiffer,
+    ask_all,
     check_agreement,
-    first_failure,
     gather_weights,
     is_group_call,
 )
@@ -305,25 +305,21 @@ class ModelFunctionCall:
         )
 
     async def _call_all(self, shards: Sequence[Shard], step: int, call: int) -> list[CallAnswer]:
-        """Send to all workers without a pause in between, so that all see the calls of several roles in one order; then
-        wait. The first failure cancels the others."""
-        payloads = [CALL.pack(self._request(shard, index, step, call)) for index, shard in enumerate(shards)]
-        futures = [
-            self._caller.call(
-                shard.worker, CALL.name, payload, timeout_s=self.mfc.timeout_s, step=step, mfc=self.mfc.name
-            )
-            for shard, payload in zip(shards, payloads, strict=True)
-        ]
         try:
-            together = shards[0].group is not None
-            failed = await first_failure(self._caller, [s.worker for s in shards], futures, together=together)
-            if failed is not None:
-                shard = next(shard for shard in shards if shard.worker == failed.worker)
-                raise MFCFailed(self.mfc.name, step, shard.worker, shard.meta.ids, failed.cause) from failed.cause
-            return [self._read(shard, future.result(), step) for shard, future in zip(shards, futures, strict=True)]
-        finally:
-            for future in futures:
-                future.cancel()
+            found = await ask_all(
+                self._caller,
+                [shard.worker for shard in shards],
+                CALL,
+                [self._request(shard, index, step, call) for index, shard in enumerate(shards)],
+                together=shards[0].group is not None,
+                timeout_s=self.mfc.timeout_s,
+                step=step,
+                mfc=self.mfc.name,
+            )
+        except GroupFailed as failed:
+            shard = next(shard for shard in shards if shard.worker == failed.worker)
+            raise MFCFailed(self.mfc.name, step, shard.worker, shard.meta.ids, failed.cause) from failed.cause
+        return [self._read(shard, payload, step) for shard, payload in zip(shards, found, strict=True)]
 
     def _read(self, shard: Shard, payload: Any, step: int) -> CallAnswer:
         try:

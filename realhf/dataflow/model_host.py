@@ -57,7 +57,6 @@ from realhf.base.files import disk_blamed, whole_folder, write_whole
 from realhf.base.tensor_digest import SCHEME, digests, joint_digest
 from realhf.dataflow.checkpoint import saved_file
 from realhf.dataflow.model_function_call import WrongReply, check_keys
-from realhf.registry import interfaces
 from realhf.registry import interfaces as interface_registry
 from realhf.transport.codec import encode_sample
 from realhf.transport.errors import CallCancelled
@@ -193,26 +192,24 @@ class ModelHost:
     def call(self, request: CallRequest) -> CallAnswer:
         """Run one model function call."""
         with self._working_on(request.ids):
-            return self._call(request)
-
-    def _call(self, request: CallRequest) -> CallAnswer:
-        mfc, interface = self._interfaces[request.mfc]
-        model = self._model(request.role)
-        began = time.perf_counter()
-        sample = self._inputs(mfc, request)
-        fetched = time.perf_counter()
-        context = self._context(request, mfc.mb_spec)
-        if mfc.interface_type in (InterfaceType.INFERENCE, InterfaceType.TRAIN_STEP):
-            self._release_generation()
-        with self._together(request.role, request.group), self._tracer.span(_traced_as(mfc), step=context.step):
-            model.engine.version = context.step  # a step begins with the version of its number and makes the next one
-            result = getattr(interface, mfc.interface_type.value)(model, sample, context)
-        if mfc.interface_type is InterfaceType.TRAIN_STEP:
-            model.engine.version = context.step + 1
-        outputs, stats = _parted(mfc, result)
-        keeps = outputs is not None and (request.group is None or request.group.rank == 0)
-        meta = self._stored(mfc, outputs, sample.ids, context.step) if keeps and outputs is not None else None
-        return CallAnswer(meta, _plain_stats(stats), time.perf_counter() - fetched, fetched - began)
+            mfc, interface = self._interfaces[request.mfc]
+            model = self._model(request.role)
+            began = time.perf_counter()
+            sample = self._inputs(mfc, request)
+            fetched = time.perf_counter()
+            context = self._context(request, mfc.mb_spec)
+            if mfc.interface_type in (InterfaceType.INFERENCE, InterfaceType.TRAIN_STEP):
+                self._release_generation()
+            with self._together(request.role, request.group), self._tracer.span(_traced_as(mfc), step=context.step):
+                # A step begins with the version of its number and makes the next one.
+                model.engine.version = context.step
+                result = getattr(interface, mfc.interface_type.value)(model, sample, context)
+            if mfc.interface_type is InterfaceType.TRAIN_STEP:
+                model.engine.version = context.step + 1
+            outputs, stats = _parted(mfc, result)
+            keeps = outputs is not None and (request.group is None or request.group.rank == 0)
+            meta = self._stored(mfc, outputs, sample.ids, context.step) if keeps and outputs is not None else None
+            return CallAnswer(meta, _plain_stats(stats), time.perf_counter() - fetched, fetched - began)
 
     def _release_generation(self) -> None:
         """Have all roles here give back what they hold for generation: the call, of whatever role, wants the memory."""
@@ -310,25 +307,23 @@ class ModelHost:
 
     def load(self, request: LoadRequest) -> LoadAnswer:
         """Store integers drawn by the source as i64, and what the dataset has for their metadata."""
-        with self._working_on(request.ids):
-            return self._load(request)
-
-    def _load(self, request: LoadRequest) -> LoadAnswer:
         import torch
 
-        ids, values = request.ids, request.values
-        tensors = {
-            key: torch.tensor([item for row in rows for item in row], dtype=torch.int64) for key, rows in values.items()
-        }
-        lengths = {key: [[len(row)] for row in rows] for key, rows in values.items()}
-        if tensors:
-            self._store.put(SequenceSample.from_tensors(ids, tensors, lengths), producer="load")
-        meta = None
-        if self._dataset is not None:
-            sample = self._dataset.load(ids, request.metadata["row"])
-            self._store.put(sample, producer="load")
-            meta = [bytes(frame) for frame in encode_sample(sample.meta())]
-        return LoadAnswer(meta)
+        with self._working_on(request.ids):
+            ids, values = request.ids, request.values
+            tensors = {
+                key: torch.tensor([item for row in rows for item in row], dtype=torch.int64)
+                for key, rows in values.items()
+            }
+            lengths = {key: [[len(row)] for row in rows] for key, rows in values.items()}
+            if tensors:
+                self._store.put(SequenceSample.from_tensors(ids, tensors, lengths), producer="load")
+            meta = None
+            if self._dataset is not None:
+                sample = self._dataset.load(ids, request.metadata["row"])
+                self._store.put(sample, producer="load")
+                meta = [bytes(frame) for frame in encode_sample(sample.meta())]
+            return LoadAnswer(meta)
 
     def clear(self, request: ClearRequest) -> Nothing:
         """Free what is held of these samples, and what a call that is running stores of them. From any thread."""
@@ -504,6 +499,6 @@ def call_interfaces(mfcs: Iterable[MFCDef]) -> dict[str, tuple[MFCDef, Any]]:
     for mfc in mfcs:
         key = json.dumps([mfc.model_role, interface_key(mfc.interface, mfc.interface_args)])
         if key not in shared:
-            shared[key] = interfaces.get(mfc.interface)(**mfc.interface_args)
+            shared[key] = interface_registry.get(mfc.interface)(**mfc.interface_args)
         found[mfc.name] = (mfc, shared[key])
     return found

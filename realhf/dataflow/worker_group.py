@@ -91,14 +91,31 @@ async def gather_weights(
     GroupFailed."""
     number = next(numbers)
     requests = [GatherRequest(role, GroupPart(number, i, len(workers)), everywhere) for i in range(len(workers))]
+    await ask_all(caller, workers, GATHER, requests, together=True, timeout_s=timeout_s, step=step)
+
+
+async def ask_all(
+    caller: RpcMaster,
+    workers: Sequence[str],
+    call: Call[Q, A],
+    requests: Sequence[Q],
+    *,
+    together: bool,
+    timeout_s: float,
+    step: int = -1,
+    mfc: str = "",
+) -> list[Any]:
+    """Send each worker its request without a pause in between, so that all see the calls of several roles in one order;
+    return the payloads of their answers. Raises GroupFailed, which cancels the others."""
+    payloads = [call.pack(request) for request in requests]
     futures = [
-        caller.call(worker, GATHER.name, GATHER.pack(request), timeout_s=timeout_s, step=step)
-        for worker, request in zip(workers, requests, strict=True)
+        caller.call(worker, call.name, payload, timeout_s=timeout_s, step=step, mfc=mfc)
+        for worker, payload in zip(workers, payloads, strict=True)
     ]
     try:
-        failed = await first_failure(caller, workers, futures, together=True)
-        if failed is not None:
+        if (failed := await first_failure(caller, workers, futures, together=together)) is not None:
             raise failed
+        return [future.result() for future in futures]
     finally:
         for future in futures:
             future.cancel()
@@ -225,21 +242,14 @@ class Roles:
     async def _of_all(self, call: Call[Q, A], requests: Sequence[Q]) -> list[A]:
         """Send its request to every worker; return the answers. Raises the failure of the worker that failed by itself:
         those that compute together with it fail as well."""
-        futures = [
-            self._caller.call(worker, call.name, call.pack(request), timeout_s=self._timeout_s)
-            for worker, request in zip(self.workers, requests, strict=True)
-        ]
+        together = bool(self._spec.world)
         try:
-            failed = await first_failure(self._caller, self.workers, futures, together=bool(self._spec.world))
-            if failed is not None:
-                raise failed.cause
-            return [
-                call.unpack_answer(future.result(), worker)
-                for worker, future in zip(self.workers, futures, strict=True)
-            ]
-        finally:
-            for future in futures:
-                future.cancel()
+            found = await ask_all(
+                self._caller, self.workers, call, requests, together=together, timeout_s=self._timeout_s
+            )
+        except GroupFailed as failed:
+            raise failed.cause from None
+        return [call.unpack_answer(payload, worker) for worker, payload in zip(self.workers, found, strict=True)]
 
     def _request(self, worker: str, folder: Path) -> CheckpointRequest:
         own = folder / worker.replace("/", "-")

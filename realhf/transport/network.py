@@ -590,9 +590,8 @@ class Network:
             endpoint = bound(socket, require_loopback(address))
         else:
             endpoint = listen_encrypted(socket, address, self.keys.server)
-        return endpoint if bind or self.host == self.advertised else self._told(endpoint)
-
-    def _told(self, endpoint: str) -> str:
+        if bind or self.host == self.advertised:
+            return endpoint
         return f"tcp://{self.advertised}:{endpoint.rpartition(':')[2]}"
 
     def connect(self, socket: zmq.Socket[Any], endpoint: str) -> None:

@@ -14,14 +14,13 @@ import contextlib
 import time
 import zlib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from realhf.api.sample import MAX_ID_BYTES
-from realhf.transport import envelope
 from realhf.transport.codec import MAX_FRAME_BYTES, MAX_FRAMES, MAX_MESSAGE_BYTES
-from realhf.transport.envelope import MAX_HEADER_BYTES, pack_payload, unpack_map
+from realhf.transport.envelope import field
 from realhf.transport.errors import AddressTaken, PeerLost, ProtocolError, TransportError
 from realhf.transport.network import LOOPBACK, Network
 from realhf.transport.service import Request, Requests, ServiceClient
@@ -43,7 +42,7 @@ class StreamMessage:
     id: str
     attempt: int
     frames: list[Any]
-    request: Request = field(repr=False)
+    request: Request
 
 
 def check_frames(frames: Sequence[Any]) -> int:
@@ -58,17 +57,15 @@ def check_frames(frames: Sequence[Any]) -> int:
 
 def read_sample(request: Request) -> StreamMessage:
     """Return the sample in a request. Raises ProtocolError for what is none."""
-    about, *frames = request.payload or [b""]
-    fields = unpack_map(about, MAX_HEADER_BYTES)
-    id, attempt = envelope.field(fields, "id", str), envelope.field(fields, "attempt", int)
+    id, attempt = field(request.header, "sample", str), field(request.header, "attempt", int)
     if not 1 <= len(request.client.encode(errors="replace")) <= MAX_ID_BYTES:
         raise ProtocolError(f"bad producer name {request.client!r:.60}")
     if len(id.encode(errors="replace")) > MAX_ID_BYTES or attempt < 0:
         raise ProtocolError(
             f"attempt {attempt} at {id!r:.60}: an id has at most {MAX_ID_BYTES} bytes, attempts start at 0"
         )
-    check_frames(frames)
-    return StreamMessage(request.client, id, attempt, frames, request)
+    check_frames(request.payload)
+    return StreamMessage(request.client, id, attempt, request.payload, request)
 
 
 @dataclass(eq=False)
@@ -121,7 +118,7 @@ class StreamProducer:
         try:
             async with asyncio.timeout(timeout_s), self._turn:
                 way = await self._with_credit()
-                self._ask(way, PUSH, pack_payload({"id": id, "attempt": attempt}), *frames)
+                self._ask(way, PUSH, *frames, sample=id, attempt=attempt)
                 way.open += 1
                 way.sent_bytes += nbytes
         except TimeoutError:
@@ -154,8 +151,8 @@ class StreamProducer:
             self._changed.clear()
             await self._changed.wait()
 
-    def _ask(self, way: _Way, method: str, *frames: Frame) -> None:
-        way.client.begin(method, *frames).add_done_callback(partial(self._answered, way, method))
+    def _ask(self, way: _Way, method: str, *frames: Frame, **fields: Any) -> None:
+        way.client.begin(method, *frames, **fields).add_done_callback(partial(self._answered, way, method))
 
     def _answered(self, way: _Way, method: str, answer: asyncio.Future[Any]) -> None:
         if error := answer.exception():

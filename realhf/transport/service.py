@@ -28,9 +28,9 @@ class Request:
     """Is one request. Answer it once, with ``reply`` or ``fail``, from any thread unless the server's docstring says
     otherwise. Answering a client that has gone is not an error."""
 
-    def __init__(self, answer: Callable[[str, Any], None], client: str, method: str, payload: Any) -> None:
-        self.client, self.method, self.payload = client, method, payload
-        self._answer = answer
+    def __init__(self, answer: Callable[[str, Any], None], header: dict[str, Any], payload: Any) -> None:
+        self.client, self.method = (envelope.field(header, name, str) for name in ("client", "method"))
+        self.header, self.payload, self._answer = header, payload, answer
 
     def reply(self, value: Any) -> None:
         """Send ``value`` (msgpack-able) as the answer."""
@@ -69,8 +69,7 @@ class Requests:
             text = f"this is run {self._run_id!r}, the request is of run {header.get('run')!r}"
             answer("error", {"type": "ProtocolError", "message": text})
             return
-        client, method = envelope.field(header, "client", str), envelope.field(header, "method", str)
-        request = Request(answer, client, method, self._unpack(payload))
+        request = Request(answer, header, self._unpack(payload))
         try:
             self._handle(request)
         except Exception as error:
@@ -153,13 +152,13 @@ class ServiceClient:
             endpoint, network, self._answer, self._lose, connected=self._send_again if lasting else None
         )
 
-    def begin(self, method: str, *frames: Frame) -> asyncio.Future[Any]:
-        """Send a request whose payload are these frames, which must not change before its answer. The future has the
-        answer, or fails with ServiceError or PeerLost. Raises PeerLost."""
+    def begin(self, method: str, *frames: Frame, **fields: Any) -> asyncio.Future[Any]:
+        """Send a request whose payload are these frames, which must not change before its answer; ``fields`` stand in
+        its header. The future has the answer, or fails with ServiceError or PeerLost. Raises PeerLost."""
         if self.lost or self._dealer.closed:
             raise PeerLost(f"{self._peer} at {self.endpoint} {self._why or 'is gone'}")
         number = next(self._numbers)
-        header = pack_header("request", self._run_id, b"", id=number, method=method, client=self._client)
+        header = pack_header("request", self._run_id, b"", id=number, method=method, client=self._client, **fields)
         self._send(header, *frames)
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         future.add_done_callback(lambda _: self._waiting.pop(number))

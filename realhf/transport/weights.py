@@ -358,33 +358,23 @@ def _tls(network: Network) -> RunTls | None:
 
 
 class WeightServer:
-    """Listens, with the keys of the run where there are any, and answers with pieces of the versions that are there.
+    """Listens, with the keys of the run where there are any, and answers with pieces of ``buffers``, by ticket.
     Raises DataError when nothing can listen."""
 
     def __init__(self, network: Network) -> None:
-        self._buffers: dict[bytes, Buffer] = {}
+        self.buffers: dict[bytes, Buffer] = {}
         most, strangers = MOST_CONNECTIONS, MOST_CONNECTIONS // 4
         self._bulk = BulkServer("weights", network, _tls(network), self._piece, most=most, strangers=strangers)
         self._bulk.start()
         self.endpoint = f"{network.advertised}:{self._bulk.port}"
 
-    def offer(self, buffer: Buffer) -> str:
-        """Serve a buffer, which nobody may write to from now on; return the ticket for it."""
-        ticket = secrets.token_bytes(TICKET_BYTES)
-        self._buffers[ticket] = buffer
-        return ticket.hex()
-
-    def withdraw(self, ticket: str) -> None:
-        """Serve a buffer no longer. Pieces that are on their way arrive."""
-        self._buffers.pop(bytes.fromhex(ticket), None)
-
     def close(self) -> None:
         """Serve nothing more and release the port."""
         self._bulk.close()
-        self._buffers.clear()
+        self.buffers.clear()
 
     def _piece(self, ticket: bytes, frame: int, start: int, length: int) -> memoryview | None:
-        buffer = self._buffers.get(ticket)
+        buffer = self.buffers.get(ticket)
         if buffer is None:
             return None
         if frame or not 0 < length <= len(buffer) - start:
@@ -393,16 +383,17 @@ class WeightServer:
 
 
 class ServedVersion:
-    """Owns one version's buffer at a server."""
+    """Owns one version's buffer at a server. Nobody may write to it from now on."""
 
     def __init__(self, server: WeightServer, buffer: Buffer) -> None:
         self.checksum = checksum(buffer)
-        self._server, self._ticket = server, server.offer(buffer)
-        self.location = f"{server.endpoint}#{self._ticket}"
+        self._server, self._ticket = server, secrets.token_bytes(TICKET_BYTES)
+        server.buffers[self._ticket] = buffer
+        self.location = f"{server.endpoint}#{self._ticket.hex()}"
 
     def close(self) -> None:
-        """Free the buffer once nobody reads it."""
-        self._server.withdraw(self._ticket)
+        """Serve it no longer. Pieces that are on their way arrive."""
+        self._server.buffers.pop(self._ticket, None)
 
 
 def read_served(manifest: WeightsManifest, timeout_s: float, network: Network) -> Buffer:
@@ -558,14 +549,12 @@ def receive(manifest: WeightsManifest, timeout_s: float, network: Network = LOOP
     WeightsError when it or the manifest is damaged.
     """
     check_manifest(manifest)
-    return unpack(manifest, _read(manifest, timeout_s, network))
-
-
-def _read(manifest: WeightsManifest, timeout_s: float, network: Network) -> Buffer:
     if manifest.medium == "shm":
-        return read_memory_file(manifest)
-    if manifest.medium == "disk":
-        return read_weight_file(manifest)
-    if manifest.medium == "fetch":
-        return read_served(manifest, timeout_s, network)
-    raise WeightsError(manifest, "no such medium")
+        buffer = read_memory_file(manifest)
+    elif manifest.medium == "disk":
+        buffer = read_weight_file(manifest)
+    elif manifest.medium == "fetch":
+        buffer = read_served(manifest, timeout_s, network)
+    else:
+        raise WeightsError(manifest, "no such medium")
+    return unpack(manifest, buffer)

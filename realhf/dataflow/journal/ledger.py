@@ -262,7 +262,7 @@ class RolloutLedger:
     accepted since the start. Use ``open``."""
 
     def __init__(self, journal: Journal, state: JournalState) -> None:
-        self._journal, self._state = journal, state
+        self._journal, self.state = journal, state
         self._settled: int | None = None
         self.last = 0
         self.newest_payloads: dict[int, list[Any]] = {}
@@ -278,7 +278,7 @@ class RolloutLedger:
             ledger = cls(journal, fold(records))
             if not records:
                 return ledger, None
-            recovery = ledger._state.resume(completed_steps - 1)
+            recovery = ledger.state.resume(completed_steps - 1)
         except ValueError as error:
             journal.close()
             start = f"its checkpoint after step {completed_steps}" if completed_steps else "its beginning"
@@ -292,7 +292,7 @@ class RolloutLedger:
     def append(self, *records: Record) -> int:
         """Write the records, all or none. Raises ValueError for one that cannot follow."""
         for record in records:
-            self._state.apply(record)
+            self.state.apply(record)
             if isinstance(record, Accept):
                 self.newest_payloads[rank_of(record.ref)] = record.ref
         self.last = self._journal.append(*records)
@@ -302,30 +302,14 @@ class RolloutLedger:
         """Wait until an append (None: the last) is on the disk."""
         await self._journal.durable(self.last if number is None else number)
 
-    def accepted_attempt(self, sample_id: str) -> int | None:
-        """The attempt of a sample that was accepted, unless its step is final."""
-        return self._state.accepted_attempt(sample_id)
-
     def checkpointed(self, completed_steps: int, folder: str) -> None:
         """A checkpoint is valid. What the one before it covers is final, and leaves the journal: the newest may turn
         out damaged."""
         self.append(Ckpt(completed_steps - 1, folder))
         if self._settled is not None:
-            self._state.settle(self._settled)
-            self.last = self._journal.checkpointed(self._settled, self._state.snapshot())
+            self.state.settle(self._settled)
+            self.last = self._journal.checkpointed(self._settled, self.state.snapshot())
         self._settled = completed_steps - 1
-
-    def payloads(self) -> list[list[Any]]:
-        """Where the payloads lie that a recovery may need."""
-        return self._state.refs()
-
-    def totals(self) -> dict[str, int]:
-        """Every admitted sample, counted once."""
-        return self._state.totals()
-
-    def end(self) -> None:
-        """The run is over."""
-        self.append(End())
 
     def close(self) -> None:
         """Raises JournalError when something was not written."""

@@ -15,7 +15,7 @@ from realhf.api.experiment import EvaluationSpec, HeldOutOptions, RolloutSpec
 from realhf.api.sample import SequenceSample
 from realhf.api.source import DataSource, ResultSink, SourceItem
 from realhf.dataflow.buffer import AsyncIOSequenceBuffer
-from realhf.dataflow.journal.journal import Admit, Draw, Drop
+from realhf.dataflow.journal.journal import Admit, Draw, Drop, End
 from realhf.dataflow.journal.ledger import Recovery, RolloutLedger
 from realhf.dataflow.model_function_call import StepReport
 from realhf.dataflow.rollouts.control import RolloutControl, RolloutRules, RolloutService, RolloutsFailed
@@ -389,7 +389,7 @@ class AsyncRollouts(StepSource):
         """A checkpoint is valid: payloads that it makes unnecessary are deleted."""
         self._ledger.checkpointed(completed_steps, folder)
         await self._ledger.durable()
-        self.control.holders.keep(lambda sample_id: self._ledger.accepted_attempt(sample_id) is not None)
+        self.control.holders.keep(lambda sample_id: self._ledger.state.accepted_attempt(sample_id) is not None)
         await self._receivers.prune(self._ledger)
 
     async def step_metrics(self, report: StepReport) -> dict[str, float]:
@@ -444,7 +444,7 @@ class AsyncRollouts(StepSource):
 
     def end(self) -> None:
         """The run has come to its end."""
-        self._ledger.end()
+        self._ledger.append(End())
 
     def _discard(self, ids: Sequence[str]) -> None:
         self._spawn(self._receivers.clear(self.control.holders.by_worker(ids)))

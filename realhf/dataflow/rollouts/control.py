@@ -318,7 +318,7 @@ class RolloutControl:
     def _take(self, arrival: Arrival, holder: str) -> str:
         entry = self._open.get(arrival.id)
         if entry is None or entry.task.attempt != arrival.attempt:
-            duplicate = self._ledger.accepted_attempt(arrival.id) == arrival.attempt
+            duplicate = self._ledger.state.accepted_attempt(arrival.id) == arrival.attempt
             duplicate = duplicate and not self.holders.elsewhere(arrival.id, holder)
             self.refused += not duplicate
             return DUPLICATE if duplicate else REFUSED

@@ -99,7 +99,7 @@ class Receivers:
     async def prune(self, ledger: RolloutLedger) -> None:
         """Have payloads deleted that no recovery needs. The first worker also looks after the logs of workers that this
         start of the run does not have."""
-        ranks, alive = len(self._workers), ledger.payloads()
+        ranks, alive = len(self._workers), ledger.state.refs()
         kept: list[list[PayloadRef]] = [[] for _ in self._workers]
         for ref in alive:
             kept[rank if (rank := rank_of(ref)) < ranks else 0].append(ref)

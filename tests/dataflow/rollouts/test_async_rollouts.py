@@ -293,7 +293,7 @@ async def test_a_payload_that_is_lost_is_given_up_for_good(scene: Scene) -> None
     for _ in range(2):
         await scene.play(W0)
     assert await scene.train(0) == ["s2", "s3"]
-    assert rollouts._ledger.totals()["dropped"] == 2
+    assert rollouts._ledger.state.totals()["dropped"] == 2
 
 
 async def test_the_display_is_told_of_admission_and_generation(scene: Scene) -> None:

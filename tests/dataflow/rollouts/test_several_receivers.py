@@ -149,7 +149,7 @@ class Life:
             assert sorted(sample_id for sample_id in ids if store.has(sample_id, KEY)) == sorted(mine)
             assert len(store) == len(mine)
             for sample_id in mine:
-                attempt = self.rollouts._ledger.accepted_attempt(sample_id)
+                attempt = self.rollouts._ledger.state.accepted_attempt(sample_id)
                 assert attempt is not None
                 assert torch.equal(store.get([sample_id], [KEY])[KEY], finished(sample_id, attempt)[KEY])
 

@@ -16,7 +16,7 @@ import msgpack
 import pytest
 import zmq
 
-from realhf.transport.envelope import pack_header, pack_payload
+from realhf.transport.envelope import pack_header
 from realhf.transport.errors import ProtocolError
 from realhf.transport.push_stream import StreamFailed, StreamMessage, StreamProducer, StreamReceiver
 
@@ -181,9 +181,9 @@ async def test_a_producer_of_another_run_is_told_so(sinks):
     producer.close()
 
 
-def request(*frames: bytes, method: str = "push", client: Any = "w0", run: str = "run", **about: Any) -> list[bytes]:
-    header = pack_header("request", run, b"", id=7, method=method, client=client)
-    return [header, pack_payload({"id": "a", "attempt": 0, **about}), *frames]
+def request(*frames: bytes, method: str = "push", client: Any = "w0", run: str = "run", **fields: Any) -> list[bytes]:
+    about = {"sample": "a", "attempt": 0, **fields}
+    return [pack_header("request", run, b"", id=7, method=method, client=client, **about), *frames]
 
 
 NO_MESSAGES = [
@@ -199,12 +199,11 @@ NO_SAMPLES = [
     request(b"x", method="feast"),
     request(b"x", run="other"),
     request(),
-    request()[:1],
     request(*[b""] * 5000),
     request(b"x", client=""),
     request(b"x", client="x" * 1000),
-    request(b"x", id=3),
-    request(b"x", id="x" * 1000),
+    request(b"x", sample=3),
+    request(b"x", sample="x" * 1000),
     request(b"x", attempt=-1),
     request(b"x", attempt=True),
     request(b"x", attempt=None),
