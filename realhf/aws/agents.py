@@ -39,11 +39,6 @@ class Conversation:
     reference: Sequence[str] = ()
     outputs: list[str] = field(default_factory=list)
 
-    @property
-    def task_text(self) -> str:
-        """What the agent was asked to do."""
-        return str(self.messages[0]["content"])
-
 
 class AgentError(RuntimeError):
     """The agent cannot answer at all (the endpoint is gone, the model does not load); this ends the evaluation."""
@@ -179,7 +174,7 @@ class RandomAgent(TextAgent):
 
     def act(self, conversations: Sequence[Conversation]) -> list[str]:
         """Return a drawn command for each conversation."""
-        return [self._guess(conversation.task_text) for conversation in conversations]
+        return [self._guess(str(conversation.messages[0]["content"])) for conversation in conversations]
 
     def _guess(self, task_text: str) -> str:
         task = instantiate(self._rng.choice(self._templates), self._rng.getrandbits(_SEED_BITS))

@@ -80,35 +80,26 @@ class EpisodeRecord:
         return self.status not in FAILURE_STATUSES
 
 
-class EvaluationRun:
-    """Plays one agent on a list of tasks. ``on_episode`` is called after each episode; ``observation_chars`` is what
-    the agent reads of an answer."""
-
-    def __init__(
-        self,
-        agent: Agent,
-        pool: MiniStackPool,
-        *,
-        max_turns: int,
-        observation_chars: int = OBSERVATION_CHARS,
-        on_episode: Callable[[EpisodeRecord], None] = lambda record: None,
-    ) -> None:
-        self._agent, self._pool, self._max_turns = agent, pool, max_turns
-        self._observation_chars, self._on_episode = observation_chars, on_episode
-
-    def play(self, tasks: Sequence[Task]) -> list[EpisodeRecord]:
-        """Return the records in the order of the tasks. Raises AgentError when the agent fails."""
-        judge = _Judge(self._agent.speaker(self._max_turns), tasks, self._on_episode)
-        size = min(self._pool.free_count, max(1, len(tasks)))
-        with pooled_environment(
-            self._pool, max_steps=self._max_turns, observation_chars=self._observation_chars, desired_state=True
-        ) as spec:
-            player = BlockingPlayer(Player(spec, "", judge, size, message_timeout_s=MESSAGE_TIMEOUT_S))
-            try:
-                player.play([EpisodeRequest(n, episode_task(task)) for n, task in enumerate(tasks)], self._agent)
-            finally:
-                player.close()
-        return [judge.records[place] for place in range(len(tasks))]
+def play_tasks(
+    agent: Agent,
+    pool: MiniStackPool,
+    tasks: Sequence[Task],
+    *,
+    max_turns: int,
+    observation_chars: int = OBSERVATION_CHARS,
+    on_episode: Callable[[EpisodeRecord], None] = lambda record: None,
+) -> list[EpisodeRecord]:
+    """Play one agent on tasks; returns the records in their order. ``on_episode`` is called after each episode;
+    ``observation_chars`` is what the agent reads of an answer. Raises AgentError when the agent fails."""
+    judge = _Judge(agent.speaker(max_turns), tasks, on_episode)
+    size = min(pool.free_count, max(1, len(tasks)))
+    with pooled_environment(pool, max_steps=max_turns, observation_chars=observation_chars, desired_state=True) as spec:
+        player = BlockingPlayer(Player(spec, "", judge, size, message_timeout_s=MESSAGE_TIMEOUT_S))
+        try:
+            player.play([EpisodeRequest(n, episode_task(task)) for n, task in enumerate(tasks)], agent)
+        finally:
+            player.close()
+    return [judge.records[place] for place in range(len(tasks))]
 
 
 class _Judge:
@@ -241,14 +232,14 @@ def make_agent(options: argparse.Namespace) -> Iterator[Agent]:
 def play(agent: Agent, tasks: Sequence[Task], pool: MiniStackPool, options: argparse.Namespace) -> list[EpisodeRecord]:
     """Play all episodes of one agent. Standard error shows how far it is: a bar on a terminal, else lines."""
     with _progress(agent.name, len(tasks)) as advance:
-        run = EvaluationRun(
+        return play_tasks(
             agent,
             pool,
+            tasks,
             max_turns=options.max_turns,
             observation_chars=options.observation_chars,
             on_episode=lambda record: advance(),
         )
-        return run.play(tasks)
 
 
 @contextmanager

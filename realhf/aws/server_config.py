@@ -136,11 +136,10 @@ class AwsServerConfig(ServerConfig):
         return self.sandbox if is_loopback_host(self.host) else "bwrap"
 
 
-def aws_endpoints(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+def aws_endpoints() -> dict[str, str]:
     """Return the variables of botocore that name endpoints, for ``backend_type`` aws: the commands of agents obey the
     same ones as the server's own clients."""
-    variables = os.environ if environ is None else environ
-    return {name: value for name, value in variables.items() if name.startswith("AWS_ENDPOINT_URL")}
+    return {name: value for name, value in os.environ.items() if name.startswith("AWS_ENDPOINT_URL")}
 
 
 def output_limits(config: AwsServerConfig) -> OutputLimits:

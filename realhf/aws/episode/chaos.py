@@ -91,20 +91,16 @@ PERTURBATIONS: Mapping[str, tuple[Perturbation, ...]] = {
             lookup=("ListSubscriptionsByTopic", _TOPIC, "Subscriptions[-1].SubscriptionArn"),
         ),
     ),
-    "iam:AttachRolePolicy": (
-        Perturbation(
-            "DetachRolePolicy",
-            {"RoleName": "%(name)s", "PolicyArn": "%(PolicyArn)s"},
-            ("ListAttachedRolePolicies", {"RoleName": "%(name)s"}, "AttachedPolicies"),
-        ),
-    ),
-    "iam:AttachUserPolicy": (
-        Perturbation(
-            "DetachUserPolicy",
-            {"UserName": "%(name)s", "PolicyArn": "%(PolicyArn)s"},
-            ("ListAttachedUserPolicies", {"UserName": "%(name)s"}, "AttachedPolicies"),
-        ),
-    ),
+    **{
+        f"iam:Attach{kind}Policy": (
+            Perturbation(
+                f"Detach{kind}Policy",
+                {f"{kind}Name": "%(name)s", "PolicyArn": "%(PolicyArn)s"},
+                (f"ListAttached{kind}Policies", {f"{kind}Name": "%(name)s"}, "AttachedPolicies"),
+            ),
+        )
+        for kind in ("Role", "User")
+    },
 }
 """For each operation of the agent, what may happen to what it made."""
 

@@ -36,7 +36,7 @@ from realhf.aws.episode.world import (
     begin_targets,
     build_world,
 )
-from realhf.aws.grading.criteria import Criteria, criteria_of
+from realhf.aws.grading.criteria import Criteria, parse_criteria
 from realhf.aws.grading.grader import EndStateGrader, Grader, is_graded_by_end_state
 from realhf.aws.grading.inventory import Inventory
 from realhf.aws.grading.reward import RewardMeter
@@ -214,7 +214,7 @@ class Episode:
         self._forget()
         by_end_state = is_graded_by_end_state(task)
         if not by_end_state:
-            criteria_of(task)
+            parse_criteria(task.success)
         if chaos and not self._slot.simulated:
             raise TaskError("chaos=true; a real account (BACKEND_TYPE=aws) is not disturbed")
         seed = task.seed if seed is None else seed
@@ -229,7 +229,7 @@ class Episode:
             self._grader = grader(world.task, goals, account_reader(self._slot, task, self._slot))
             self._meter = RewardMeter(self._reward_mode, falls=True)
         else:
-            self._grader = Grader(criteria_of(world.task), state)
+            self._grader = Grader(parse_criteria(world.task.success), state)
         criteria = self._grader.criteria
         self._tracker = Tracker(world.present, criteria.operations)
         try:

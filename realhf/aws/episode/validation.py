@@ -22,7 +22,7 @@ from rich.progress import track
 from realhf.aws.cli.policy import check_command, operation_allowed
 from realhf.aws.episode.episode import DEFAULT_MAX_STEPS, Episode, EpisodeError
 from realhf.aws.episode.world import SetupError, TargetError, make_targets
-from realhf.aws.grading.criteria import criteria_of
+from realhf.aws.grading.criteria import parse_criteria
 from realhf.aws.grading.differences import has_field
 from realhf.aws.grading.grader import freedom_of, is_graded_by_end_state
 from realhf.aws.simulator.pool import MiniStackPool
@@ -78,7 +78,7 @@ def template_problems(template: Template) -> list[Fault]:
         return [Fault(f"split is {template.split!r}", "split")]
     try:
         task = instantiate(template.task_id, 0)
-        operations = frozenset() if is_graded_by_end_state(task) else criteria_of(task).operations
+        operations = frozenset() if is_graded_by_end_state(task) else parse_criteria(task.success).operations
     except (TaskError, KeyError, TypeError) as error:
         return [Fault(f"{type(error).__name__}: {error}", "success_criteria" if template.success_criteria else "")]
     try:

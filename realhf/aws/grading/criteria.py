@@ -31,7 +31,7 @@ from realhf.aws.cli.executor import CommandResult
 from realhf.aws.cli.policy import check_command
 from realhf.aws.grading.inventory import LISTINGS, Caller, names_of
 from realhf.aws.grading.tracker import Evidence, asks, has_effect, identity, mentions, same_resource
-from realhf.aws.tasks.task import Task, TaskError
+from realhf.aws.tasks.task import TaskError
 
 MAX_CHECKS = 40
 _TYPES: Mapping[str, type] = {
@@ -176,11 +176,6 @@ class Criteria:
         the request."""
         asked = asks(deed.operation, deed.params, self.operation, self.params)
         return asked and self.command_contains in deed.command
-
-
-def criteria_of(task: Task) -> Criteria:
-    """Return the parsed criteria of a task. Raises TaskError."""
-    return parse_criteria(task.success)
 
 
 def parse_criteria(data: Mapping[str, Any]) -> Criteria:

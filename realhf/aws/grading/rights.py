@@ -150,7 +150,7 @@ def read_rights(resources: Resources, renamed: Callable[[str], str] = str) -> Ri
     }
     for name, role in iam["roles"].items():
         arn = renamed(str(role.get("Arn", name)))
-        others[f"trust in {arn}"] = Policies(_read(role.get("AssumeRolePolicyDocument"), renamed), None, arn)
+        others[f"trust in {arn}"] = Policies(read_document(role.get("AssumeRolePolicyDocument"), renamed), None, arn)
     return Rights(users, roles, {name: Policies(statements) for name, statements in groups.items()}, others)
 
 
@@ -179,15 +179,16 @@ class _Managed:
         if policy is None:
             return _EVERYTHING if arn == _AWS_POLICIES + "AdministratorAccess" else _unknown(self._renamed(arn))
         version = (policy.get("Versions") or {}).get(policy.get("DefaultVersionId")) or {}
-        return _read(version.get("Document"), self._renamed)
+        return read_document(version.get("Document"), self._renamed)
 
 
-def read_document(document: Any) -> tuple[Statement, ...]:
+def read_document(document: Any, renamed: Callable[[str], str] = str) -> tuple[Statement, ...]:
     """Return the statements of a policy, given as an object or as text; none where there is no document. All parts of
     a statement may be lists. What cannot be read as a policy is a statement that may allow anything."""
     if document in (None, "", {}):
         return ()
-    return _statements_of(document if isinstance(document, str) else json.dumps(document, sort_keys=True, default=str))
+    text = document if isinstance(document, str) else json.dumps(document, sort_keys=True, default=str)
+    return _statements_of(renamed(text))
 
 
 @functools.lru_cache(maxsize=512)
@@ -225,15 +226,9 @@ def _unknown(name: str, content: str = "") -> tuple[Statement, ...]:
 _EVERYTHING = (Statement(True),)
 
 
-def _read(document: Any, renamed: Callable[[str], str]) -> tuple[Statement, ...]:
-    if renamed is str or document in (None, "", {}):
-        return read_document(document)
-    return read_document(renamed(document if isinstance(document, str) else json.dumps(document, sort_keys=True)))
-
-
 def _read_all(documents: Mapping[str, Any], renamed: Callable[[str], str]) -> Iterator[Statement]:
     for document in documents.values():
-        yield from _read(document, renamed)
+        yield from read_document(document, renamed)
 
 
 def _hanging(
@@ -244,7 +239,7 @@ def _hanging(
         return {f"kms/grants/{identity}": _key_grant(attributes, renamed)}
     owner = renamed(_arn(service, identity, attributes))
     return {
-        "/".join(filter(None, (service, kind, identity, path))): Policies(_read(found, renamed), None, owner)
+        "/".join(filter(None, (service, kind, identity, path))): Policies(read_document(found, renamed), None, owner)
         for path, found in _documents(attributes, "")
     }
 

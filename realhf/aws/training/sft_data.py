@@ -81,11 +81,6 @@ class Script:
     kind: str
     lines: tuple[Line, ...]
 
-    @property
-    def commands(self) -> tuple[str, ...]:
-        """The command lines alone."""
-        return tuple(line.command for line in self.lines)
-
 
 def write_scripts(
     episodes_per_task: int,

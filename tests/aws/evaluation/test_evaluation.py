@@ -17,7 +17,7 @@ from realhf.aws.agents import (
     TextAgent,
     served_model,
 )
-from realhf.aws.evaluate import EpisodeRecord, EvaluationRun, report
+from realhf.aws.evaluate import EpisodeRecord, play_tasks, report
 from realhf.aws.simulator.pool import MiniStackPool
 from realhf.aws.tasks.loader import instantiate, is_name, load_templates
 
@@ -45,12 +45,12 @@ def starter_tasks(per_tier: int) -> list:
 def test_the_expert_solves_everything_and_the_random_agent_nearly_nothing(pool: MiniStackPool) -> None:
     tasks = starter_tasks(4)
     seen: list[EpisodeRecord] = []
-    expert = EvaluationRun(ScriptedExpert(), pool, max_turns=6, on_episode=seen.append).play(tasks)
+    expert = play_tasks(ScriptedExpert(), pool, tasks, max_turns=6, on_episode=seen.append)
     assert [(r.task_id, r.achieved, r.reward, r.steps) for r in expert] == [
         (task.task_id, True, 1.0, len(task.solution)) for task in tasks
     ]
     assert len(seen) == len(tasks)
-    guesses = EvaluationRun(RandomAgent(seed=1), pool, max_turns=3).play(tasks)
+    guesses = play_tasks(RandomAgent(seed=1), pool, tasks, max_turns=3)
     assert sum(r.achieved for r in guesses) <= len(tasks) // 4
     assert all(r.valid for r in guesses)
     assert pool.free_count == 3
@@ -64,7 +64,7 @@ class _Mute(TextAgent):
 
 
 def test_turns_without_a_command_count_and_end(pool: MiniStackPool) -> None:
-    (record,) = EvaluationRun(_Mute(), pool, max_turns=3).play(starter_tasks(1)[:1])
+    (record,) = play_tasks(_Mute(), pool, starter_tasks(1)[:1], max_turns=3)
     assert (record.status, record.steps, record.reward) == ("finished", 3, 0.0)
 
 
@@ -136,7 +136,7 @@ def endpoint() -> Iterator[str]:
 def test_a_model_behind_an_endpoint(pool: MiniStackPool, endpoint: str) -> None:
     agent = ChatApiAgent(endpoint, served_model(endpoint), timeout_s=60)
     describe = next(t for t in load_templates(["warmup"]) if "dynamodb describe-table" in t.solution[0])
-    (played,) = EvaluationRun(agent, pool, max_turns=3).play([instantiate(describe.task_id, 1)])
+    (played,) = play_tasks(agent, pool, [instantiate(describe.task_id, 1)], max_turns=3)
     agent.close()
     assert (agent.name, played.achieved, played.steps) == ("fake-model", True, 1)
 

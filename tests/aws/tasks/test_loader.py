@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from realhf.aws.cli.command_table import ALLOWED
 from realhf.aws.episode.episode import Episode
 from realhf.aws.episode.validation import problems
-from realhf.aws.grading.criteria import criteria_of
+from realhf.aws.grading.criteria import parse_criteria
 from realhf.aws.grading.grader import freedom_of, is_graded_by_end_state
 from realhf.aws.simulator.pool import ACCOUNT
 from realhf.aws.tasks import loader
@@ -168,7 +168,7 @@ def test_any_task_object_is_a_task_or_a_task_error(data: st.DataObject) -> None:
     whole = instantiate(data.draw(st.sampled_from(TEMPLATES)).task_id, 0).to_json()
     with suppress(TaskError):
         task = Task.from_json(mutated(whole, data.draw))
-        assert is_graded_by_end_state(task) or criteria_of(task).named_services is not None
+        assert is_graded_by_end_state(task) or parse_criteria(task.success).named_services is not None
         assert freedom_of(task) and json.dumps(task.to_json())
 
 
