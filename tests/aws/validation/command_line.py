@@ -22,7 +22,7 @@ from botocore.model import OperationModel, Shape
 from realhf.aws.real_aws.describe_walker import members, operation_models
 from realhf.aws.tasks.task import SetupCommand
 
-_CAPTURE = re.compile(r"\$\{(?:step|setup)\d+:[^}]+\}")
+CAPTURE = re.compile(r"\$\{(?:step|setup)\d+:[^}]+\}")
 _STEP = re.compile(r"\$\{step(\d+):")
 _SETUP = re.compile(r"\$\{setup(\d+):")
 _MARK = "__capture{}__"
@@ -42,10 +42,8 @@ class CommandLine:
     @classmethod
     def parse(cls, line: str) -> CommandLine:
         """Parse a line. Raises ValueError for one with open quotes or without an operation."""
-        captures = _CAPTURE.findall(line)
-        for number, capture in enumerate(captures):
-            line = line.replace(capture, _MARK.format(number), 1)
-        words = [_restore(word, captures) for word in shlex.split(line)]
+        captures: list[str] = []
+        words = [restored(word, captures) for word in shlex.split(masked(line, captures))]
         if len(words) < 3:
             raise ValueError(f"{line!r} has no operation")
         options: list[tuple[str, tuple[str, ...]]] = []
@@ -85,13 +83,22 @@ class CommandLine:
 
 def quoted(word: str) -> str:
     """Return the word as a shell takes it; captures in it stay as they are."""
-    captures = _CAPTURE.findall(word)
-    for number, capture in enumerate(captures):
-        word = word.replace(capture, _MARK.format(number), 1)
-    return _restore(shlex.quote(word), captures)
+    captures: list[str] = []
+    return restored(shlex.quote(masked(word, captures)), captures)
 
 
-def _restore(text: str, captures: Sequence[str]) -> str:
+def masked(text: str, captures: list[str]) -> str:
+    """Return the text with a plain word in the place of each capture, which is added to ``captures``."""
+
+    def mark(match: re.Match[str]) -> str:
+        captures.append(match[0])
+        return _MARK.format(len(captures) - 1)
+
+    return CAPTURE.sub(mark, text)
+
+
+def restored(text: str, captures: Sequence[str]) -> str:
+    """Return a ``masked`` text with its captures."""
     for number, capture in enumerate(captures):
         text = text.replace(_MARK.format(number), capture)
     return text
@@ -138,16 +145,17 @@ def line_of(command: SetupCommand) -> str:
         option = option_of(service, operation, member)
         if option in shapes and shapes[option].type_name == "blob":
             continue
-        words += _words(service, option, value)
+        if service == "ec2" and isinstance(value, Mapping) and set(value) == {"Value"}:
+            value = value["Value"]
+        words.append(option_words(option, value))
     return " ".join(words)
 
 
-def _words(service: str, option: str, value: Any) -> list[str]:
-    if service == "ec2" and isinstance(value, Mapping) and set(value) == {"Value"}:
-        value = value["Value"]
+def option_words(option: str, value: Any) -> str:
+    """Return an option with a value of any type as it stands in a command line."""
     if isinstance(value, bool):
-        return [option if value else f"--no-{option[2:]}"]
-    return [option, quoted(value if isinstance(value, str) else json.dumps(value))]
+        return option if value else f"--no-{option[2:]}"
+    return f"{option} {quoted(value if isinstance(value, str) else json.dumps(value))}"
 
 
 def moved(text: str, by: int) -> str:

@@ -21,7 +21,17 @@ from botocore.model import Shape
 from realhf.aws.real_aws.describe_walker import bounds, element, members, required_members
 from realhf.aws.real_aws.describe_walker import words as choices
 from realhf.aws.tasks.task import ACCOUNT_ID
-from tests.aws.validation.command_line import CommandLine, captured_steps, option_shapes, parsed, quoted
+from tests.aws.validation.command_line import (
+    CAPTURE,
+    CommandLine,
+    captured_steps,
+    masked,
+    option_shapes,
+    option_words,
+    parsed,
+    quoted,
+    restored,
+)
 
 OPEN_POLICY = '{"Version":"2012-10-17","Statement":[{"Effect":"Allow","Principal":"*","Action":"*","Resource":"*"}]}'
 """A policy that lets anybody do anything."""
@@ -31,7 +41,6 @@ _REGION = "us-east-1"
 _OPPOSITES: Mapping[str, str] = MappingProxyType(
     {"Allow": "Deny", "true": "false", "True": "False", "Enabled": "Suspended", "ENABLED": "DISABLED"}
 )
-_CAPTURE = re.compile(r"\$\{(?:step|setup)\d+:[^}]+\}")
 _ADDRESS = re.compile(r"\d+\.\d+\.\d+\.\d+/\d+")
 _DEPTH = 3
 """Deepest structure that is made up; models of some services have no end."""
@@ -54,7 +63,7 @@ class Words:
         """Collect the words of a task: ``names`` and what stands in ``texts``."""
         texts = list(texts)
         arns = dict.fromkeys(arn for text in texts for arn in re.findall(r"arn:aws:[\w:/.*-]+", text))
-        captures = dict.fromkeys(capture for text in texts for capture in _CAPTURE.findall(text))
+        captures = dict.fromkeys(capture for text in texts for capture in CAPTURE.findall(text))
         return cls(tuple(dict.fromkeys(names)), tuple(arns), tuple(captures))
 
     def before(self, place: int) -> Words:
@@ -66,24 +75,12 @@ class Words:
 def line_changes(line: str, words: Words) -> Iterator[tuple[str, str, str]]:
     """Yield (path, what was done there, changed line) for every change of one field of a command."""
     captures: list[str] = []
-
-    def masked(text: str) -> str:
-        def mark(match: re.Match[str]) -> str:
-            captures.append(match[0])
-            return f"__capture{len(captures) - 1}__"
-
-        return _CAPTURE.sub(mark, text)
-
-    command = CommandLine.parse(masked(line))
-    inner = replace(words, captures=tuple(masked(capture) for capture in words.captures))
+    command = CommandLine.parse(masked(line, captures))
+    inner = replace(words, captures=tuple(masked(capture, captures) for capture in words.captures))
     shapes = option_shapes(command.service, command.operation)
     options = parsed_options(command, shapes)
     for path, what, changed in _members("", shapes, options, inner, 0):
-        text = _written(command, changed)
-        for number, capture in enumerate(captures):
-            text = text.replace(f"__capture{number}__", capture)
-            what = what.replace(f"__capture{number}__", capture)
-        yield path, what, text
+        yield path, restored(what, captures), restored(_written(command, changed), captures)
 
 
 def parsed_options(command: CommandLine, shapes: Mapping[str, Shape]) -> dict[str, Any]:
@@ -124,13 +121,6 @@ def _value(shape: Shape, values: Sequence[str]) -> Any:
 def _written(command: CommandLine, options: Mapping[str, Any]) -> str:
     words = ["aws", command.service, command.operation, *map(quoted, command.arguments)]
     return " ".join([*words, *(option_words(name, value) for name, value in options.items())])
-
-
-def option_words(option: str, value: Any) -> str:
-    """Return an option with a value of any type as it stands in a command line."""
-    if isinstance(value, bool):
-        return option if value else f"--no-{option[2:]}"
-    return f"{option} {quoted(value if isinstance(value, str) else json.dumps(value))}"
 
 
 def _members(

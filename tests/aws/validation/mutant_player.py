@@ -19,7 +19,7 @@ from realhf.aws.episode.episode import Episode
 from realhf.aws.episode.world import make_targets
 from realhf.aws.grading.differences import Comparison, Target
 from realhf.aws.grading.differences import Goal as TargetGoal
-from realhf.aws.grading.grader import freedom_of
+from realhf.aws.grading.grader import freedom_of, services_of
 from realhf.aws.grading.snapshot import take_snapshot
 from realhf.aws.real_aws.describe_walker import walk
 from realhf.aws.tasks.task import Task
@@ -34,7 +34,6 @@ _SHOWN = 6
 """Most differences that are kept of one mutant."""
 _UNDER_WAY = frozenset({"pending", "creating", "inprogress", "updating", "deleting", "modifying"})
 _SETTLE_S, _SETTLE_TRIES = 0.3, 5
-_API_SERVICES: Mapping[str, str] = {"s3api": "s3"}
 
 
 @dataclass(frozen=True)
@@ -125,7 +124,7 @@ def play_mutant(episode: Episode, task: Task, mutant: Mutant, goals: Goals) -> P
         differences = min((verdict.words() for verdict in verdicts), key=len)
         told = []
         if run.failures or run.writes != goal.writes:
-            said = _said(episode, goal.services | _services(mutant.commands))
+            said = _said(episode, goal.services | services_of(mutant.commands))
             told = [line for line in disagreements(goal.start, goal.said, said) if not _is_free(line, task)]
     return Played(
         task_id=task.task_id,
@@ -157,16 +156,11 @@ def _operation(line: str) -> str:
 def make_goal(episode: Episode, task: Task) -> Goal:
     """Play the solutions and look at what they leave. Raises what ``make_targets`` raises."""
     targets = make_targets(episode.slot, task, task.seed)
-    services = _services(task.solution) | {command.service for command in task.setup if command.service}
+    services = services_of(task.solution) | {command.service for command in task.setup if command.service}
     episode.reset(task, chaos=False)
     start = _said(episode, services)
     run = run_commands(episode, task, task.solution)
     return Goal(targets, services, start, _said(episode, services), run.writes)
-
-
-def _services(commands: Iterable[str]) -> frozenset[str]:
-    names = (command.split()[1] for command in commands if len(command.split()) > 1)
-    return frozenset(_API_SERVICES.get(name, name) for name in names)
 
 
 def _said(episode: Episode, services: Iterable[str]) -> frozenset[Said]:

@@ -16,8 +16,8 @@ from botocore.model import OperationModel, Shape
 
 from realhf.aws.cli.command_table import ALLOWED
 from realhf.aws.real_aws.describe_walker import element, members, required_members
-from tests.aws.validation.command_line import operation_model, option_of
-from tests.aws.validation.field_changes import OPEN_POLICY, Words, option_words, samples
+from tests.aws.validation.command_line import operation_model, option_of, option_words
+from tests.aws.validation.field_changes import OPEN_POLICY, Words, samples
 
 Deed = Literal["undone", "updated"]
 _READS = re.compile(r"get|list|describe|head|batch-get|lookup|filter|test|validate|simulate")
