@@ -41,7 +41,7 @@ from realhf.base.files import matching_files
 from realhf.base.installation import PACKAGE
 from realhf.base.text import shorten
 from realhf.base.tls import without_certificate
-from realhf.env.openenv_client import CapacityError, EnvError, OpenEnvClient, fetch_metadata, without_token
+from realhf.env.openenv_client import EnvError, OpenEnvClient, failure_kind, fetch_metadata, without_token
 from realhf.env.server.config import DEFAULT_KINDS
 
 
@@ -222,13 +222,9 @@ async def _asked(answer: Awaitable[T]) -> T:
     except EnvError as error:
         if error.code == "VALIDATION_ERROR":
             raise _Rejected(str(error)) from error
-        raise EnvironmentFailure("unavailable" if error.retryable else "internal", str(error)) from error
-    except CapacityError as error:
-        raise EnvironmentFailure("capacity", str(error)) from error
-    except TimeoutError as error:
-        raise EnvironmentFailure("timeout", str(error)) from error
-    except ConnectionError as error:
-        raise EnvironmentFailure("lost", str(error)) from error
+        raise EnvironmentFailure(failure_kind(error), str(error)) from error
+    except (ConnectionError, TimeoutError) as error:
+        raise EnvironmentFailure(failure_kind(error), str(error)) from error
 
 
 def build(options: AwsOptions) -> EnvironmentSpec:

@@ -74,6 +74,15 @@ class EnvError(RuntimeError):
         self.kind = kind
 
 
+def failure_kind(error: EnvError | ConnectionError | TimeoutError) -> str:
+    """Return how an environment failed that answered with ``error``, or did not answer (``FAILURE_KINDS``)."""
+    if isinstance(error, EnvError):
+        return "unavailable" if error.retryable else "internal"
+    if isinstance(error, CapacityError):
+        return "capacity"
+    return "timeout" if isinstance(error, TimeoutError) else "lost"
+
+
 class OpenEnvClient:
     """Drives one session over the wire. One request at a time; use it on one event loop.
 

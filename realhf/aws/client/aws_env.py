@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Coroutine, Mapping
+from functools import partial
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
@@ -53,12 +54,17 @@ class AwsEnv:
         ca_file: str = "",
     ) -> None:
         self.metadata: dict[str, Any] = {}
-        self._base_url = base_url
-        self._token = token
-        self._connect_timeout_s = connect_timeout_s
-        self._message_timeout_s = message_timeout_s
         self._session = session
-        self._tls = believing(ca_file) if ca_file else None
+        tls = believing(ca_file) if ca_file else None
+        self._describe = partial(fetch_metadata, base_url, token, min(20.0, connect_timeout_s), tls)
+        self._client = partial(
+            OpenEnvClient,
+            base_url,
+            connect_timeout_s=connect_timeout_s,
+            message_timeout_s=message_timeout_s,
+            token=token,
+            tls=tls,
+        )
 
     @property
     def usable(self) -> bool:
@@ -69,17 +75,8 @@ class AwsEnv:
         """Open the session: handshake and a state round trip. Does nothing when it is open. Raises CapacityError or
         ConnectError."""
         if self._session is None:
-            self.metadata = await fetch_metadata(
-                self._base_url, self._token, min(20.0, self._connect_timeout_s), self._tls
-            )
-            self._session = OpenEnvClient(
-                self._base_url,
-                connect_timeout_s=self._connect_timeout_s,
-                message_timeout_s=self._message_timeout_s,
-                token=self._token,
-                tls=self._tls,
-                correlate=self.metadata.get("correlation") is True,
-            )
+            self.metadata = await self._describe()
+            self._session = self._client(correlate=self.metadata.get("correlation") is True)
         await self._session.connect()
 
     async def reset(self, **arguments: Any) -> AwsStepResult:

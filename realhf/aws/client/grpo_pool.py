@@ -26,15 +26,11 @@ from realhf.aws.client.session_group import (
     FAILURES,
     GroupError,
     GroupResetError,
-    GroupSummary,
-    PoolClosed,
     ResultSink,
     RolloutFailure,
     SessionGroup,
     as_failure,
-    check_on_failure,
     failed_ones,
-    record_group,
     reset_arguments,
 )
 from realhf.aws.models import AwsStepResult
@@ -44,74 +40,40 @@ from realhf.env.openenv_client import OpenEnvClient
 T = TypeVar("T")
 
 
-class GrpoPool:
+class GrpoPool(SessionGroup):
     """Runs groups of rollouts on its sessions. ``envs`` are the sessions, [] until connected. Use it on one event loop.
 
-    Args:
-        base_url, token, ca_file: of the environment server, see ``AwsEnv``. size: sessions, at most the server's.
-        curriculum: gets the result of a group from ``record_group_result``, and from nothing else.
-        connect_timeout_s: opening all sessions. message_timeout_s: reset or step, each.
-        retry_capacity_s: keep trying to connect that long while the server is full.
-        on_failure: what ``run_group`` makes of an environment that failed: ``drop`` returns a RolloutFailure in its
-            place, ``retry`` plays it once more on a new connection (reset as ``reset_group`` did), ``raise`` raises.
+    ``options`` are those of ``SessionGroup``. ``on_failure``: ``drop`` returns a RolloutFailure in the place of a
+    rollout whose environment failed, ``retry`` plays it once more on a new connection (reset as ``reset_group`` did),
+    ``raise`` raises.
     """
 
-    def __init__(
-        self,
-        base_url: str,
-        size: int = 8,
-        curriculum: ResultSink | None = None,
-        *,
-        connect_timeout_s: float = 10.0,
-        message_timeout_s: float = 60.0,
-        retry_capacity_s: float = 0.0,
-        on_failure: str = "drop",
-        token: str | None = None,
-        ca_file: str = "",
-    ) -> None:
-        check_on_failure(on_failure)
-        self.size = size
+    def __init__(self, base_url: str, size: int = 8, curriculum: ResultSink | None = None, **options: Any) -> None:
+        super().__init__(base_url, size, curriculum, **options)
         self.envs: list[AwsEnv] = []
         self._base_url = base_url
-        self._curriculum = curriculum
-        self._group = SessionGroup(
-            base_url,
-            size,
-            connect_timeout_s=connect_timeout_s,
-            message_timeout_s=message_timeout_s,
-            retry_capacity_s=retry_capacity_s,
-            token=token,
-            ca_file=ca_file,
-        )
-        self._on_failure = on_failure
         self._reset_arguments: Mapping[str, Any] | None = None
         self._playing = False
         self._generator: ThreadPoolExecutor | None = None
         self._finalizer: weakref.finalize[Any, Any] | None = None
         self._pid = os.getpid()
 
-    @property
-    def reward_mode(self) -> str:
-        """How the server's rewards are read (``group_result.episode_return``): ``potential`` or ``level``."""
-        return self._group.reward_mode
-
     async def connect(self) -> None:
         """Open all sessions or none. A second call does nothing; after a failure a retry is possible. Raises
         CapacityError or ConnectError, the first error."""
         check_process(self._pid)
-        await self._group.connect()
+        await super().connect()
         if not self.envs:
-            clients = self._group.clients
-            self.envs = [AwsEnv(self._base_url, session=client) for client in clients]
+            self.envs = [AwsEnv(self._base_url, session=client) for client in self.clients]
             for env in self.envs:
-                env.metadata = self._group.metadata
-            self._finalizer = weakref.finalize(self, _abort, list(clients), asyncio.get_running_loop())
+                env.metadata = self.metadata
+            self._finalizer = weakref.finalize(self, _abort, list(self.clients), asyncio.get_running_loop())
 
     async def close(self) -> None:
         """Close all sessions, within seconds each; harmless when repeated or when the server is gone."""
         if os.getpid() != self._pid:
             return
-        await self._group.close()
+        await super().close()
         self.envs = []
         if self._finalizer is not None:
             self._finalizer.detach()
@@ -137,23 +99,18 @@ class GrpoPool:
         self._check()
         arguments = reset_arguments(task, seed, chaos)
         try:
-            results = await self._group.reset(arguments)
+            results = await self.reset(arguments)
         except GroupResetError as error:
             outcomes = [parse_result(o) if isinstance(o, StepResult) else o for o in error.outcomes]
             raise GroupResetError(str(error), outcomes) from None
         self._reset_arguments = arguments
         return [parse_result(result) for result in results]
 
-    async def reopen(self, env: AwsEnv) -> None:
-        """Replace a lost or doubtful session of ``envs`` by a new one. Raises ConnectionError."""
-        self._check()
-        await self._group.reopen(self._group.clients[self.envs.index(env)])
-
     async def run_group_step(self, actions: Sequence[str | None]) -> list[AwsStepResult | RolloutFailure | None]:
         """Run one command per session, all at once, and return results in their order. None skips a session (its
         episode is over); a failed environment answers RolloutFailure. Raises ValueError when the lengths differ."""
         self._check()
-        results = await self._group.step(actions)
+        results = await self.step(actions)
         return [parse_result(result) if isinstance(result, StepResult) else result for result in results]
 
     async def run_group(self, rollout_fn: Callable[[AwsEnv], Awaitable[T]]) -> list[T | RolloutFailure]:
@@ -168,14 +125,14 @@ class GrpoPool:
             raise RuntimeError("this pool is playing already; one run at a time")
         self._playing = True
         try:
-            await self._group.reopen_lost()
+            await self.reopen_lost()
             ended = await self._all(rollout_fn)
         finally:
             self._playing = False
         errors = [end for end in ended if isinstance(end, BaseException)]
         outcomes = [as_failure(end) if isinstance(end, BaseException) else end for end in ended]
         failed = failed_ones([o if isinstance(o, RolloutFailure) else None for o in outcomes])
-        if errors or (failed and self._on_failure == "raise"):
+        if errors or (failed and self.on_failure == "raise"):
             raise GroupError(f"rollouts failed: {failed}", outcomes) from (errors[0] if errors else None)
         return outcomes
 
@@ -185,23 +142,23 @@ class GrpoPool:
         late: set[asyncio.Task[T | RolloutFailure]] = set()
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-            _, late = await asyncio.wait(tasks, timeout=self._group.message_timeout_s)
+            _, late = await asyncio.wait(tasks, timeout=self.message_timeout_s)
         finally:
             for task in tasks:
                 task.cancel()
             ended = await asyncio.gather(*tasks, return_exceptions=True)
-        late_words = f"not over {self._group.message_timeout_s:g} s after another rollout's error"
+        late_words = f"not over {self.message_timeout_s:g} s after another rollout's error"
         return [TimeoutError(late_words) if task in late else end for task, end in zip(tasks, ended, strict=True)]
 
     async def _one(self, rollout_fn: Callable[[AwsEnv], Awaitable[T]], index: int) -> T | RolloutFailure:
-        env, client = self.envs[index], self._group.clients[index]
+        env, client = self.envs[index], self.clients[index]
         try:
             return await rollout_fn(env)
         except FAILURES as error:
-            if self._on_failure != "retry":
+            if self.on_failure != "retry":
                 return as_failure(error)
         try:
-            await self._group.reopen(client)
+            await self.reopen(client)
             if self._reset_arguments is not None:
                 await client.reset(**self._reset_arguments)
             return await rollout_fn(env)
@@ -215,15 +172,9 @@ class GrpoPool:
             self._generator = ThreadPoolExecutor(1, thread_name_prefix="grpo-generate")
         return await asyncio.get_running_loop().run_in_executor(self._generator, fn, *args)
 
-    def record_group_result(self, task: Any, rewards: Sequence[Any], success_threshold: float = 0.99) -> GroupSummary:
-        """Report a group to the curriculum, once; this is the pool's only write to it. See ``record_group``."""
-        return record_group(self._curriculum, task, rewards, success_threshold)
-
     def _check(self) -> None:
         check_process(self._pid)
-        self._group.check_connected()
-        if not self.envs:
-            raise PoolClosed("the pool is closed")
+        self.check_connected()
 
 
 def _abort(clients: Sequence[OpenEnvClient], loop: asyncio.AbstractEventLoop) -> None:

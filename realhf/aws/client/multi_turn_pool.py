@@ -1,10 +1,10 @@
 """Plays N environment sessions for a blocking trainer: a sync facade with its own thread and event loop.
 
 Generation runs in the caller's thread, environment steps on the pool's loop, which answers pings while the caller
-generates or trains. Source: docs/reference/environment.md 9.
+generates or trains. Source: docs/reference/environment.md 1 and 9.
 
 AWS_RL_ENV_URL and AWS_RL_ENV_TOKEN say where the server is; NUM_GENERATIONS (8), MAX_TURNS (6) and MAX_TOTAL_TOKENS
-(4096) are rollouts of a group, policy turns and tokens of an episode. Source: docs/reference/environment.md 1.
+(4096) are rollouts of a group, policy turns and tokens of an episode.
 """
 
 from __future__ import annotations
@@ -21,15 +21,14 @@ from typing import Any, Protocol
 from realhf.api.environment import ChatFormat, EnvironmentSpec, RolloutOutcome, StepResult, Task
 from realhf.api.model import GenOutput, GenRequest
 from realhf.aws.client.session_group import (
+    DEFAULT_URL,
     GroupError,
     GroupSummary,
     PoolClosed,
     ResultSink,
     RolloutFailure,
     SessionGroup,
-    check_on_failure,
     failed_ones,
-    record_group,
     reset_arguments,
 )
 from realhf.aws.environment import SYSTEM_PROMPT, AwsEnvironment, AwsOptions, AwsTaskSet
@@ -89,7 +88,6 @@ class MultiTurnEnvPool:
         token: str | None = None,
         ca_file: str = "",
     ) -> None:
-        check_on_failure(on_failure)
         self.size = size
         self.timings: dict[str, float] = {
             "env_s": 0.0,
@@ -99,19 +97,19 @@ class MultiTurnEnvPool:
             "env_steps": 0.0,
             "episodes": 0.0,
         }
-        self._curriculum = curriculum
         self._limits = Limits(max_turns, max_total_tokens, turn_tokens)
         self._observation_chars = observation_chars
         self._group = SessionGroup(
             base_url,
             size,
+            curriculum,
             connect_timeout_s=connect_timeout_s,
             message_timeout_s=message_timeout_s,
             retry_capacity_s=retry_capacity_s,
+            on_failure=on_failure,
             token=token,
             ca_file=ca_file,
         )
-        self._on_failure = on_failure
         self._thread: LoopThread | None = None
         self._finalizer: weakref.finalize[Any, Any] | None = None
         self._playing = threading.Lock()
@@ -194,7 +192,7 @@ class MultiTurnEnvPool:
         with self._alone():
             thread.call(self._group.reopen_lost())
             outcomes = self._played(thread, wanted, policy, lockstep=mode == "lockstep")
-        if self._on_failure == "raise" and any(not outcome.valid for outcome in outcomes):
+        if self._group.on_failure == "raise" and any(not outcome.valid for outcome in outcomes):
             raise GroupError(f"rollouts failed: {failed_ones(outcomes)}", outcomes)
         return [outcomes[start : start + group_size] for start in range(0, len(wanted), group_size)]
 
@@ -212,7 +210,7 @@ class MultiTurnEnvPool:
 
     def record_group_result(self, task: Any, outcomes: Sequence[Any], success_threshold: float = 0.99) -> GroupSummary:
         """Report a group to the curriculum, once; this is the pool's only write to it. See ``record_group``."""
-        return record_group(self._curriculum, task, outcomes, success_threshold)
+        return self._group.record_group_result(task, outcomes, success_threshold)
 
     def close(self, timeout_s: float = _STOP_S) -> None:
         """Close all sessions and stop the thread; harmless when repeated or when the server is gone."""
@@ -251,7 +249,7 @@ class MultiTurnEnvPool:
 
         spec = EnvironmentSpec("aws", make, tasks=lambda split: AwsTaskSet(AwsOptions(), split))
         agent = TurnAgent(policy.chat, self._limits, SYSTEM_PROMPT)
-        retries = 1 if self._on_failure == "retry" else 0
+        retries = 1 if self._group.on_failure == "retry" else 0
         timeout_s = 2 * self._group.message_timeout_s  # each session has the deadline itself
         player = Player(spec, "", agent, self.size, retries=retries, message_timeout_s=timeout_s, patience_s=0.0)
         clock = _TimedPolicy(policy)
@@ -320,7 +318,6 @@ def _task(arguments: Mapping[str, Any], seed: int) -> Task:
     return Task(name, group, arguments, seed=seed)
 
 
-DEFAULT_URL = "http://127.0.0.1:8100"
 _NUMBERS = {
     "NUM_GENERATIONS": ("size", 8),
     "MAX_TURNS": ("max_turns", 6),

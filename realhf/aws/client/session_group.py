@@ -1,11 +1,7 @@
 """Keeps N sessions of one environment server that are played together, with their failures and group statistics.
 
-Source: docs/reference/environment.md 9. A failed environment is never a reward of 0.
-
-Source: docs/reference/environment.md 9 (``record_group_result``).
-
-Its coroutines run on the loop that owns the sockets. Connecting is all or nothing. Source:
-docs/reference/environment.md 9.
+Its coroutines run on the loop that owns the sockets. Connecting is all or nothing, and a failed environment is never a
+reward of 0. Source: docs/reference/environment.md 9.
 """
 
 from __future__ import annotations
@@ -17,12 +13,21 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from realhf.api.environment import POLICY_FAILED, StepResult
 from realhf.base.tls import believing
-from realhf.env.openenv_client import CapacityError, ConnectError, EnvError, OpenEnvClient, fetch_metadata
+from realhf.env.openenv_client import (
+    CapacityError,
+    ConnectError,
+    EnvError,
+    OpenEnvClient,
+    failure_kind,
+    fetch_metadata,
+)
 
+DEFAULT_URL = "http://127.0.0.1:8100"
 ON_FAILURE = ("drop", "retry", "raise")
 """What a pool makes of a rollout whose environment failed: left out, played once more, an error."""
 FAILURES = (ConnectionError, TimeoutError, EnvError)
@@ -56,33 +61,16 @@ class GroupResetError(GroupError):
     """Not every session could be reset onto the task."""
 
 
-def failure_status(error: BaseException) -> str:
-    """Return the status of a rollout whose environment raised ``error``; that of a failed policy for an error that is
-    none of FAILURES."""
-    if isinstance(error, CapacityError):
-        return "capacity"
-    if isinstance(error, TimeoutError):
-        return "timeout"
-    if isinstance(error, EnvError):
-        return "unavailable" if error.retryable else "internal"
-    return "lost" if isinstance(error, ConnectionError) else POLICY_FAILED
-
-
 def as_failure(error: BaseException) -> RolloutFailure:
-    """Turn ``error`` into an outcome."""
-    return RolloutFailure(failure_status(error), str(error) or type(error).__name__)
+    """Turn ``error`` into an outcome: one that is none of FAILURES is the policy's."""
+    status = failure_kind(error) if isinstance(error, FAILURES) else POLICY_FAILED
+    return RolloutFailure(status, str(error) or type(error).__name__)
 
 
 def failed_ones(outcomes: Sequence[Any]) -> str:
     """Say, for an error message, which entries failed and how."""
     named = [f"{i}: {o.status} ({o.message})" for i, o in enumerate(outcomes) if getattr(o, "valid", True) is False]
     return "; ".join(named)
-
-
-def check_on_failure(value: str) -> None:
-    """Raise ValueError for a policy that does not exist."""
-    if value not in ON_FAILURE:
-        raise ValueError(f"on_failure is {value!r}; allowed: {', '.join(ON_FAILURE)}")
 
 
 class ResultSink(Protocol):
@@ -164,34 +152,48 @@ class SessionGroup:
     opened again in its place.
 
     Args:
-        base_url, token: of the server. size: number of sessions.
+        base_url, token, ca_file: of the environment server, see ``AwsEnv``. size: sessions, at most the server's.
+        curriculum: gets the result of a group from ``record_group_result``, and from nothing else.
         connect_timeout_s: opening all sessions. message_timeout_s: reset or step, each.
         retry_capacity_s: keep trying to connect that long while the server is full.
+        on_failure: what a run makes of an environment that failed, one of ON_FAILURE.
     """
 
     def __init__(
         self,
         base_url: str,
-        size: int,
+        size: int = 8,
+        curriculum: ResultSink | None = None,
         *,
-        connect_timeout_s: float,
-        message_timeout_s: float,
-        retry_capacity_s: float,
+        connect_timeout_s: float = 10.0,
+        message_timeout_s: float = 60.0,
+        retry_capacity_s: float = 0.0,
+        on_failure: str = "drop",
         token: str | None = None,
         ca_file: str = "",
     ) -> None:
         if size < 1:
             raise ValueError(f"a pool needs at least one session, not {size}")
+        if on_failure not in ON_FAILURE:
+            raise ValueError(f"on_failure is {on_failure!r}; allowed: {', '.join(ON_FAILURE)}")
         self.size = size
+        self.on_failure = on_failure
         self.clients: list[OpenEnvClient] = []
         self.metadata: dict[str, Any] = {}
         self.closed = False
         self.message_timeout_s = message_timeout_s
-        self._base_url = base_url
-        self._connect_timeout_s = connect_timeout_s
+        self._curriculum = curriculum
         self._retry_capacity_s = retry_capacity_s
-        self._token = token
-        self._tls = believing(ca_file) if ca_file else None
+        tls = believing(ca_file) if ca_file else None
+        self._describe = partial(fetch_metadata, base_url, token, min(20.0, connect_timeout_s), tls)
+        self._client = partial(
+            OpenEnvClient,
+            base_url,
+            connect_timeout_s=connect_timeout_s,
+            message_timeout_s=message_timeout_s,
+            token=token,
+            tls=tls,
+        )
 
     @property
     def reward_mode(self) -> str:
@@ -213,11 +215,12 @@ class SessionGroup:
             raise PoolClosed("the pool is closed")
         if self.clients:
             return
-        self.metadata = await fetch_metadata(self._base_url, self._token, min(20.0, self._connect_timeout_s), self._tls)
+        self.metadata = await self._describe()
         self.clients = await _until_capacity(self._open_all, self._retry_capacity_s)
 
     async def _open_all(self) -> list[OpenEnvClient]:
-        clients = [self._client() for _ in range(self.size)]
+        correlate = self.metadata.get("correlation") is True
+        clients = [self._client(correlate=correlate) for _ in range(self.size)]
         tasks = [asyncio.ensure_future(client.connect()) for client in clients]
         try:
             await asyncio.gather(*tasks)
@@ -229,16 +232,6 @@ class SessionGroup:
             await asyncio.gather(*(client.close() for client in clients), return_exceptions=True)
             raise
         return clients
-
-    def _client(self) -> OpenEnvClient:
-        return OpenEnvClient(
-            self._base_url,
-            connect_timeout_s=self._connect_timeout_s,
-            message_timeout_s=self.message_timeout_s,
-            token=self._token,
-            tls=self._tls,
-            correlate=self.metadata.get("correlation") is True,
-        )
 
     async def reopen(self, client: OpenEnvClient) -> None:
         """Replace a lost or doubtful session by a new one; waits a moment for the server to notice the loss. Raises
@@ -263,7 +256,7 @@ class SessionGroup:
         """Reset every session with the same arguments. Raises GroupResetError with all outcomes when one failed or
         when their tasks read differently; the others have completed by then."""
         await self.reopen_lost()
-        outcomes = await asyncio.gather(*(self.reset_one(client, arguments) for client in self.clients))
+        outcomes = await asyncio.gather(*(_outcome(client.reset(**arguments)) for client in self.clients))
         results = [outcome for outcome in outcomes if isinstance(outcome, StepResult)]
         if len(results) < len(outcomes):
             raise GroupResetError(f"not every session was reset: {failed_ones(outcomes)}", outcomes)
@@ -271,13 +264,6 @@ class SessionGroup:
         if len(texts) > 1:
             raise GroupResetError(f"the sessions of the group show {len(texts)} different tasks", outcomes)
         return results
-
-    async def reset_one(self, client: OpenEnvClient, arguments: Mapping[str, Any]) -> StepResult | RolloutFailure:
-        """Reset one session; a failed environment is an outcome."""
-        try:
-            return await client.reset(**arguments)
-        except FAILURES as error:
-            return as_failure(error)
 
     async def step(self, actions: Sequence[str | None]) -> list[StepResult | RolloutFailure | None]:
         """Run one command per session, all at once. Results come in the order of the sessions; None skips one. Raises
@@ -287,6 +273,10 @@ class SessionGroup:
             raise ValueError(f"{len(actions)} actions for {self.size} sessions")
         return list(await asyncio.gather(*map(_step_one, self.clients, actions)))
 
+    def record_group_result(self, task: Any, results: Sequence[Any], success_threshold: float = 0.99) -> GroupSummary:
+        """Report a group to the curriculum, once; this is the pool's only write to it. See ``record_group``."""
+        return record_group(self._curriculum, task, results, success_threshold)
+
     async def close(self) -> None:
         """Say goodbye on every session; harmless when repeated or when the server is gone."""
         self.closed = True
@@ -294,10 +284,13 @@ class SessionGroup:
 
 
 async def _step_one(client: OpenEnvClient, action: str | None) -> StepResult | RolloutFailure | None:
-    if action is None:
-        return None
+    return None if action is None else await _outcome(client.step(action))
+
+
+async def _outcome(answer: Awaitable[StepResult]) -> StepResult | RolloutFailure:
+    """Return an answer; a failed environment is an outcome, too."""
     try:
-        return await client.step(action)
+        return await answer
     except FAILURES as error:
         return as_failure(error)
 

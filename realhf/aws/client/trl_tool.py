@@ -12,12 +12,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from realhf.aws.client.aws_env import AwsEnv, SyncAwsEnv
-from realhf.aws.client.session_group import FAILURES, episode_return
+from realhf.aws.client.session_group import DEFAULT_URL, FAILURES, episode_return
 from realhf.aws.messages import observation_text
 from realhf.aws.models import AwsStepResult
 from realhf.env.openenv_client import EnvError
 
-_DEFAULT_URL = "http://127.0.0.1:8100"
 _OUTPUT_CHARS = 2000
 _ROW_KEYS = ("task", "task_id", "seed", "chaos")
 
@@ -28,7 +27,7 @@ class AwsToolEnv:
     episode."""
 
     def __init__(self) -> None:
-        url = os.environ.get("AWS_RL_ENV_URL") or _DEFAULT_URL
+        url = os.environ.get("AWS_RL_ENV_URL") or DEFAULT_URL
         self._env: SyncAwsEnv = AwsEnv(url, os.environ.get("AWS_RL_ENV_TOKEN") or None).sync()
         self._rewards: list[float] = []
         self._playing = False

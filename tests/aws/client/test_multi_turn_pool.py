@@ -100,7 +100,7 @@ def borrowed(pool: MultiTurnEnvPool, **options: Any) -> MultiTurnEnvPool:
     """Another pool on the same server, of one session that the shared pool gives up until its next run."""
     assert pool._thread is not None
     pool._thread.call(pool._group.clients[-1].close(), 5)
-    return MultiTurnEnvPool(pool._group._base_url, 1, retry_capacity_s=3, **options)
+    return MultiTurnEnvPool(pool._group.clients[-1].url, 1, retry_capacity_s=3, **options)
 
 
 def test_connecting_is_all_or_nothing(pool: MultiTurnEnvPool, server: EnvServerProcess) -> None:
