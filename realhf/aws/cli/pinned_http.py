@@ -24,7 +24,7 @@ from botocore.awsrequest import AWSPreparedRequest, AWSResponse
 from botocore.exceptions import ConnectionClosedError, ReadTimeoutError
 from botocore.parsers import ResponseParserError
 
-from realhf.aws.cli.policy import Refuse
+from realhf.aws.cli.policy import REGION, Refuse
 
 MAX_BODY_BYTES = 64 * 1024 * 1024
 _TOKEN = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")
@@ -72,12 +72,6 @@ def check_request_line(method: bytes, target: bytes) -> None:
         raise BadHttp("the request target holds a character that is not allowed there")
 
 
-def check_host(host: bytes) -> None:
-    """Raise BadHttp for text that is not a host with an optional port."""
-    if not _HOST.fullmatch(host):
-        raise BadHttp("the host is not a name or address")
-
-
 def parse_request_head(head: bytes) -> RequestHead:
     """Parse the head of a request, without the empty line that ends it. Raises BadHttp for everything ambiguous: bare
     CR or LF, folded lines, space before a colon, no or several hosts, several lengths, any transfer coding."""
@@ -90,7 +84,8 @@ def parse_request_head(head: bytes) -> RequestHead:
     hosts = _values(fields, b"host")
     if len(hosts) != 1:
         raise BadHttp("a request has one Host")
-    check_host(hosts[0])
+    if not _HOST.fullmatch(hosts[0]):
+        raise BadHttp("the host is not a name or address")
     return RequestHead(words[0].decode(), words[1], fields, body_length(fields) or 0)
 
 
@@ -150,20 +145,10 @@ _MAX_RESPONSE_BYTES = 16 << 20
 _MAX_HEAD_BYTES = 256 << 10
 _RECEIVE_BYTES = 1 << 16
 _SIGNED_FOR_S3 = "/s3/aws4_request"
-_DROPPED_HEADERS = frozenset(
-    {
-        "expect",
-        "transfer-encoding",
-        "content-length",
-        "connection",
-        "host",
-        "keep-alive",
-        "upgrade",
-        "te",
-        "trailer",
-        "proxy-connection",
-    }
-)
+_DROPPED_HEADERS = (
+    "expect", "transfer-encoding", "content-length", "connection", "host", "keep-alive", "upgrade", "te", "trailer",
+    "proxy-connection",
+)  # fmt: skip
 
 
 class AnswerTooLarge(ValueError):
@@ -260,7 +245,7 @@ class PinnedConnection:
         _check_silent(self._socket)
         self._socket.sendall(data)
         self.sent += 1
-        return AnswerReader(self._socket).read(method)
+        return read_answer(self._socket, method)
 
     def close(self) -> None:
         """Do nothing: clients close their session when garbage collected, but the connection is shared and stays."""
@@ -329,49 +314,43 @@ def _body_bytes(body: Any) -> bytes:
     return content.encode("utf-8") if isinstance(content, str) else content
 
 
-class AnswerReader:
-    """Reads one answer, whole, and nothing behind it."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
-        self._received = bytearray()
-
-    def read(self, method: str) -> tuple[int, dict[str, str], bytes]:
-        """Return status, headers and body. Raises ValueError for bytes that are not exactly one answer,
-        ConnectionResetError when the answer stops early."""
-        while (end := self._received.find(b"\r\n\r\n")) < 0:
-            if len(self._received) > _MAX_HEAD_BYTES:
-                raise ValueError("the head of the answer is too long")
-            self._receive()
-        first, *lines = bytes(self._received[:end]).split(b"\r\n")
-        version, status, _ = (*first.split(b" ", 2), b"", b"")[:3]
-        if version != b"HTTP/1.1" or not status.isdigit() or int(status) < 200:
-            raise ValueError("not the beginning of an answer")
-        fields = parse_fields(lines)
-        empty = method == "HEAD" or int(status) in (204, 304)
-        length = 0 if empty else body_length(fields)
-        if length is None:
-            raise ValueError("the answer has no length")
-        if length > _MAX_RESPONSE_BYTES:
-            raise AnswerTooLarge(f"the answer has {length} bytes, and {_MAX_RESPONSE_BYTES} can be read")
-        start = end + 4
-        while len(self._received) < start + length:
-            self._receive()
-        if len(self._received) > start + length:
-            raise ValueError("the simulator sent more than one answer")
-        # The names keep their case, because metadata keys are part of some and their reader needs it.
-        names = (line.partition(b":")[0].decode("ascii") for line in lines)
-        headers = {name: value.decode("utf-8", "replace") for name, (_, value) in zip(names, fields, strict=True)}
-        return int(status), headers, bytes(self._received[start:])
-
-    def _receive(self) -> None:
-        data = self._connection.recv(_RECEIVE_BYTES)
-        if not data:
-            raise ConnectionResetError("the simulator closed the connection")
-        self._received += data
+def read_answer(connection: socket.socket, method: str) -> tuple[int, dict[str, str], bytes]:
+    """Return status, headers and body of one answer, read whole, and nothing behind it. Raises ValueError for bytes
+    that are not exactly one answer, ConnectionResetError when the answer stops early."""
+    received = bytearray()
+    while (end := received.find(b"\r\n\r\n")) < 0:
+        if len(received) > _MAX_HEAD_BYTES:
+            raise ValueError("the head of the answer is too long")
+        received += _received(connection)
+    first, *lines = bytes(received[:end]).split(b"\r\n")
+    version, status, _ = (*first.split(b" ", 2), b"", b"")[:3]
+    if version != b"HTTP/1.1" or not status.isdigit() or int(status) < 200:
+        raise ValueError("not the beginning of an answer")
+    fields = parse_fields(lines)
+    empty = method == "HEAD" or int(status) in (204, 304)
+    length = 0 if empty else body_length(fields)
+    if length is None:
+        raise ValueError("the answer has no length")
+    if length > _MAX_RESPONSE_BYTES:
+        raise AnswerTooLarge(f"the answer has {length} bytes, and {_MAX_RESPONSE_BYTES} can be read")
+    start = end + 4
+    while len(received) < start + length:
+        received += _received(connection)
+    if len(received) > start + length:
+        raise ValueError("the simulator sent more than one answer")
+    # The names keep their case, because metadata keys are part of some and their reader needs it.
+    names = (line.partition(b":")[0].decode("ascii") for line in lines)
+    headers = {name: value.decode("utf-8", "replace") for name, (_, value) in zip(names, fields, strict=True)}
+    return int(status), headers, bytes(received[start:])
 
 
-REGION = "us-east-1"
+def _received(connection: socket.socket) -> bytes:
+    data = connection.recv(_RECEIVE_BYTES)
+    if not data:
+        raise ConnectionResetError("the simulator closed the connection")
+    return data
+
+
 ENDPOINT = "http://localhost:4566"
 """The endpoint that every simulator believes to have; connections lead to the real one."""
 

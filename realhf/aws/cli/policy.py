@@ -65,15 +65,6 @@ _FLAGS = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class CommandWords:
-    """Holds the parts of a command line. ``names``: up to two words, service and operation; ``arguments``: everything
-    after them."""
-
-    names: tuple[str, ...]
-    arguments: tuple[str, ...]
-
-
 def without_second_version(words: Sequence[str]) -> list[str]:
     """Return the words without the options of the CLI's second version that change nothing here, wherever they stand.
     Raises RefusedRequest for a binary format other than the one that is in force."""
@@ -89,9 +80,9 @@ def without_second_version(words: Sequence[str]) -> list[str]:
     return kept
 
 
-def read_words(words: Sequence[str]) -> CommandWords:
-    """Find service and operation: the first words that are neither global options nor their values. Raises
-    RefusedRequest for any other option before them."""
+def read_words(words: Sequence[str]) -> tuple[list[str], Sequence[str]]:
+    """Find service and operation, the first words that are neither global options nor their values; returns them, as
+    far as they are there, and everything after them. Raises RefusedRequest for any other option before them."""
     names: list[str] = []
     position = 0
     while position < len(words) and len(names) < 2:
@@ -108,7 +99,7 @@ def read_words(words: Sequence[str]) -> CommandWords:
             position += value is None
         elif value is not None or not any(option.startswith(stem) for option in _FLAG_GLOBALS):
             refuse("global-option", f"option {word[:60]!r} is not known before the operation")
-    return CommandWords(tuple(names), tuple(words[position:]))
+    return names, words[position:]
 
 
 def split_option(word: str) -> tuple[str, str | None]:
@@ -215,8 +206,8 @@ def _checked(words: Sequence[str]) -> Verdict:
     """Decide on the words after ``aws``. Raises RefusedRequest."""
     words = without_second_version(words)
     _check_global_options(words)
-    found = read_words(words)
-    service, operation = (*found.names, "", "")[:2]
+    names, arguments = read_words(words)
+    service, operation = (*names, "", "")[:2]
     if service == "help":
         return Verdict(answer=_listing("services", ALLOWED))
     if service not in ALLOWED:
@@ -224,27 +215,21 @@ def _checked(words: Sequence[str]) -> Verdict:
     if operation == "help":
         return Verdict(answer=_listing(f"operations of {service}", _operations(service)))
     if operation == "wait":
-        operation, found = _awaited(service, found)
+        name, *arguments = arguments or [""]
+        operation = WAITERS.get(service, {}).get(name, "")
+        if not operation:
+            refuse("operation", f"{service} wait {name[:60]!r} is not available here")
     elif operation not in ALLOWED[service]:
         refuse("operation", f"{service} {operation[:60]!r} is not available here")
-    if any(word == "help" and not option.startswith("--") for option, word in with_option(found.arguments)):
+    if any(word == "help" and not option.startswith("--") for option, word in with_option(arguments)):
         refuse("operation", "only the operations of a service can be listed: aws SERVICE help")
     _check_values(service, words)
-    _check_files(service, operation, found.arguments)
+    _check_files(service, operation, arguments)
     return Verdict(argv=tuple(words), service=service, operation=operation)
 
 
 def _operations(service: str) -> list[str]:
     return [*ALLOWED[service], *(f"wait {name}" for name in WAITERS.get(service, ()))]
-
-
-def _awaited(service: str, found: CommandWords) -> tuple[str, CommandWords]:
-    """Return the operation that a waiter sends, and the words with its name among the names."""
-    name = found.arguments[0] if found.arguments else ""
-    operation = WAITERS.get(service, {}).get(name)
-    if operation is None:
-        refuse("operation", f"{service} wait {name[:60]!r} is not available here")
-    return operation, CommandWords((*found.names, name), found.arguments[1:])
 
 
 def _listing(title: str, names: Iterable[str]) -> str:

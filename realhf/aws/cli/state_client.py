@@ -21,8 +21,8 @@ from botocore.handlers import json_decode_policies, json_decode_template_body
 from botocore.model import OperationNotFoundError
 from botocore.parsers import ResponseParserError
 
-from realhf.aws.cli.pinned_http import ENDPOINT, REGION, PinnedConnection, lighten
-from realhf.aws.cli.policy import RefusedRequest, refuse
+from realhf.aws.cli.pinned_http import ENDPOINT, PinnedConnection, lighten
+from realhf.aws.cli.policy import REGION, RefusedRequest, refuse
 
 _POLICY = "policyDocumentType"
 

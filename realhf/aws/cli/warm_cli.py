@@ -33,8 +33,8 @@ from botocore.hooks import HierarchicalEmitter
 from botocore.model import OperationModel
 from botocore.waiter import SingleWaiterConfig
 
-from realhf.aws.cli.pinned_http import ENDPOINT, REGION, PinnedConnection, lighten
-from realhf.aws.cli.policy import Refuse, RefusedRequest
+from realhf.aws.cli.pinned_http import ENDPOINT, PinnedConnection, lighten
+from realhf.aws.cli.policy import REGION, Refuse, RefusedRequest
 from realhf.aws.cli.virtual_folder import is_folder_name
 
 MAX_COUNT = 100
@@ -102,17 +102,9 @@ _WAIT_DELAY_S = 0.25
 _WAIT_ATTEMPTS = 8
 """Limits a waiter to two seconds: after the first answer a simulator has gone as far as it ever gets."""
 _CLIENT_EVENTS = (
-    "after-call",
-    "before-call",
-    "before-parameter-build",
-    "provide-client-params",
-    "request-created",
-    "before-send",
-    "response-received",
-    "needs-retry",
-    "choose-signer",
-    "before-sign",
-)
+    "after-call", "before-call", "before-parameter-build", "provide-client-params", "request-created", "before-send",
+    "response-received", "needs-retry", "choose-signer", "before-sign",
+)  # fmt: skip
 
 
 class UndoLog:

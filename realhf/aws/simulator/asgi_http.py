@@ -1,7 +1,7 @@
 """Serves HTTP/1.1 for one ASGI application on the loopback, counts what it parsed, and keeps the owner's entrance
 apart.
 
-The owner reads it over the control connection (``MiniStackProcess.requests``); an agent's worker cannot.
+The owner reads the count over the control connection (``MiniStackProcess.requests``); an agent's worker cannot.
 
 MiniStack's own server spends more time in HTTP than in answering. Here a request costs one parse of its head and one
 write of its answer; bodies arrive whole. A client waits for each answer before it sends the next request: bytes that
@@ -24,7 +24,6 @@ import os
 import re
 from collections import deque
 from collections.abc import Awaitable, Callable
-from dataclasses import asdict, dataclass
 from http import HTTPStatus
 from typing import Any, cast
 from urllib.parse import unquote
@@ -41,28 +40,18 @@ _ACTION = re.compile(rb"(?:^|&)Action=([A-Za-z0-9]+)")
 _FORM_BYTES = 4096
 
 
-@dataclass(frozen=True)
-class ParsedRequest:
-    """Describes one request. ``number`` counts from 1; ``entrance`` is ``port`` (the agent's worker, or any other
-    process that finds it), ``environment`` (the worker for command lines of tasks) or ``owner``. ``service`` is what
-    the signature names, ``operation`` what JSON and query protocols say, "" for REST."""
-
-    number: int
-    entrance: str
-    method: str
-    target: str
-    service: str
-    operation: str
-
-
 class ParsedRequests:
-    """Counts every request that was parsed, whatever its answer, and every one that was refused, by reason."""
+    """Counts every request that was parsed, whatever its answer, and every one that was refused, by reason.
+
+    The latest are kept. ``number`` counts from 1; ``entrance`` is ``port`` (the agent's worker, or any other process
+    that finds it), ``environment`` (the worker for command lines of tasks) or ``owner``. ``service`` is what the
+    signature names, ``operation`` what JSON and query protocols say, "" for REST."""
 
     def __init__(self) -> None:
         self.count = 0
         self.entrances: dict[str, int] = {}
         self.refused: dict[str, int] = {}
-        self._recent: deque[ParsedRequest] = deque(maxlen=KEPT)
+        self._recent: deque[dict[str, Any]] = deque(maxlen=KEPT)
 
     def add(self, entrance: str, head: RequestHead, body: bytes) -> None:
         """Count a request."""
@@ -70,14 +59,14 @@ class ParsedRequests:
         self.entrances[entrance] = self.entrances.get(entrance, 0) + 1
         scope = _SCOPE.search(head.field(b"authorization"))
         self._recent.append(
-            ParsedRequest(
-                self.count,
-                entrance,
-                head.method,
-                head.target[:TARGET_CHARS].decode("ascii"),
-                scope[1].decode() if scope else "",
-                _operation(head, body),
-            )
+            {
+                "number": self.count,
+                "entrance": entrance,
+                "method": head.method,
+                "target": head.target[:TARGET_CHARS].decode("ascii"),
+                "service": scope[1].decode() if scope else "",
+                "operation": _operation(head, body),
+            }
         )
 
     def refuse(self, reason: str) -> None:
@@ -87,13 +76,8 @@ class ParsedRequests:
     def report(self, after: int = 0) -> dict[str, Any]:
         """Return ``count``, the same by ``entrances``, ``refused`` by reason, and the ``requests`` numbered above
         ``after`` that are kept."""
-        recent = [asdict(request) for request in self._recent if request.number > after]
-        return {
-            "count": self.count,
-            "entrances": dict(self.entrances),
-            "refused": dict(self.refused),
-            "requests": recent,
-        }
+        recent = [request for request in self._recent if request["number"] > after]
+        return {"count": self.count, "entrances": self.entrances, "refused": self.refused, "requests": recent}
 
 
 def _operation(head: RequestHead, body: bytes) -> str:

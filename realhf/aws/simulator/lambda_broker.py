@@ -27,6 +27,9 @@ from realhf.env.containment.sandbox import hidden
 OUTPUT_BYTES = 16 * 1024
 MAX_WALL_S = 6.0
 _LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache")
+_NAMESPACES = (
+    "--unshare-all", "--unshare-user", "--die-with-parent", "--cap-drop", "ALL", "--uid", "65534", "--gid", "65534",
+)  # fmt: skip
 _PYTHON = "/python"
 _TMP_BYTES = 16 << 20
 _BOOT = "/boot"
@@ -36,25 +39,8 @@ _CPU_EXCEEDED = (-24, -9, 137, 152)
 
 def sandbox_command(program: Path) -> list[str]:
     """Return the whole command of one invocation; it reads its request on stdin."""
-    words = [
-        str(program),
-        "--unshare-all",
-        "--unshare-user",
-        "--die-with-parent",
-        "--cap-drop",
-        "ALL",
-        "--uid",
-        "65534",
-        "--gid",
-        "65534",
-        "--clearenv",
-        "--setenv",
-        "LD_LIBRARY_PATH",
-        f"{_PYTHON}/lib",
-        "--setenv",
-        "LANG",
-        "C.UTF-8",
-    ]
+    words = [str(program), *_NAMESPACES, "--clearenv"]
+    words += ["--setenv", "LD_LIBRARY_PATH", f"{_PYTHON}/lib", "--setenv", "LANG", "C.UTF-8"]
     for path in _LIBRARIES:
         words += ["--ro-bind-try", path, path]
     words += ["--ro-bind", sys.base_prefix, _PYTHON, "--size", str(_TMP_BYTES), "--tmpfs", "/tmp"]

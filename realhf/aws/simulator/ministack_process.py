@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from realhf.aws.cli.pinned_http import AnswerReader
+from realhf.aws.cli.pinned_http import read_answer
 from realhf.base.installation import IMPORT_ROOT
 from realhf.env.containment.fork_server import ForkedProcess, ForkServer
 
@@ -108,16 +108,22 @@ _CREDENTIAL = (
 )
 
 
+BARE_ENVIRONMENT = {
+    "PATH": "/nonexistent",
+    "HOME": "/nonexistent",
+    "LANG": "C.UTF-8",
+    "TZ": "UTC",
+    "PYTHONHASHSEED": "0",
+    "PYTHONPATH": str(IMPORT_ROOT),
+}
+"""Begins the environment of every contained process: nothing of ours is inherited."""
+
+
 def zygote_environment(folder: Path) -> dict[str, str]:
-    """Return the whole environment of the simulators' zygote: nothing of ours is inherited."""
-    return {
-        "PATH": "/nonexistent",
+    """Return the whole environment of the simulators' zygote."""
+    return BARE_ENVIRONMENT | {
         "HOME": str(folder),
         "TMPDIR": str(folder),
-        "LANG": "C.UTF-8",
-        "TZ": "UTC",
-        "PYTHONHASHSEED": "0",
-        "PYTHONPATH": os.pathsep.join(_import_path()),
         "GATEWAY_PORT": "4566",
         "MINISTACK_HOST": "localhost",
         "MINISTACK_REGION": "us-east-1",
@@ -130,10 +136,6 @@ def zygote_environment(folder: Path) -> dict[str, str]:
         "DOCKER_HOST": "tcp://127.0.0.1:1",
         "STATE_DIR": str(folder / "state"),
     }
-
-
-def _import_path() -> list[str]:
-    return [str(IMPORT_ROOT)]
 
 
 def not_up(name: str, reason: object, log: str) -> str:
@@ -156,7 +158,7 @@ def _asked(
     lines += [f"{name}: {value}" for name, value in (headers or {}).items()]
     connection.settimeout(timeout_s)
     connection.sendall("\r\n".join([*lines, "", ""]).encode("ascii") + (body or b""))
-    status, _, content = AnswerReader(connection).read(method)
+    status, _, content = read_answer(connection, method)
     return status, content
 
 
@@ -335,7 +337,7 @@ class MiniStackProcess:
 
     def requests(self, after: int = 0, timeout_s: float = ANSWER_S) -> dict[str, Any]:
         """Return what the simulator took for requests since it was started: ``count``, ``refused`` by reason, and the
-        latest ``requests`` with a number above ``after`` (see ``ParsedRequest``). Raises OSError."""
+        latest ``requests`` with a number above ``after`` (see ``ParsedRequests``). Raises OSError."""
         return json.loads(self._request("GET", f"/_realhf/requests?{after}", timeout_s))
 
     def switches(self, timeout_s: float = ANSWER_S) -> dict[str, str]:

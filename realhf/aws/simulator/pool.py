@@ -3,12 +3,9 @@
 starting -> free -> leased -> scrubbing -> free
                   \________\___________\-> unhealthy -> respawning -> free
 
-Every transition is one call under one lock, so a slot has one owner at any time: the free list, a lease, or the
-one who scrubs or respawns it. Source: docs/reference/environment.md 3.
-
-It speaks plain HTTP to one simulator; all others are forks of the same zygote. Source: docs/reference/environment.md 5.
-
-Source: docs/reference/environment.md 1 and 3.
+Every transition is one call under one lock, so a slot has one owner at any time: the free list, a lease, or the one who
+scrubs or respawns it. The self-test speaks plain HTTP to one simulator; all others are forks of the same zygote.
+Source: docs/reference/environment.md 1, 3 and 5.
 """
 
 from __future__ import annotations
@@ -30,13 +27,14 @@ import zipfile
 from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any, Generic, TypeVar
+from typing import IO, Any
 
 from realhf.aws.cli.executor import OutputLimits, SimulatorLost
 from realhf.aws.cli.state_client import ClientFactory
 from realhf.aws.cli.virtual_folder import remove_folder
 from realhf.aws.simulator.ministack_process import (
     ANSWER_S,
+    BARE_ENVIRONMENT,
     SIMULATOR_CPU_S,
     SIMULATOR_MEMORY_MB,
     MiniStackProcess,
@@ -44,7 +42,6 @@ from realhf.aws.simulator.ministack_process import (
     zygote_environment,
 )
 from realhf.aws.simulator.slot import ACCOUNT, START_TIMEOUT_S, Bench, Slot
-from realhf.base.installation import IMPORT_ROOT
 from realhf.env.containment.fork_server import ForkServer
 from realhf.env.containment.probe import (
     LAMBDA_MODES,
@@ -59,12 +56,11 @@ from realhf.env.containment.probe import (
 )
 from realhf.env.containment.sandbox import LAYERS, housekept, sandboxed
 
-Item = TypeVar("Item")
 EXHAUSTED = "MiniStack pool exhausted"
 
 
 class SlotState(enum.StrEnum):
-    """Says where an item is between start, lease, scrub and respawn."""
+    """Says where a slot is between start, lease, scrub and respawn."""
 
     STARTING = "starting"
     FREE = "free"
@@ -74,18 +70,17 @@ class SlotState(enum.StrEnum):
     RESPAWNING = "respawning"
 
 
-class LeaseBook(Generic[Item]):
-    """Tracks ``items`` (ports, slots) by their index; all are STARTING at first. Thread-safe."""
+class LeaseBook:
+    """Tracks ``size`` slots by their index; all are STARTING at first. Thread-safe."""
 
-    def __init__(self, items: Sequence[Item]) -> None:
-        self._items = tuple(items)
-        self._states = [SlotState.STARTING] * len(self._items)
+    def __init__(self, size: int) -> None:
+        self._states = [SlotState.STARTING] * size
         self._free: deque[int] = deque()
         self._leases: dict[int, object] = {}
         self._lock = threading.Condition()
 
     def take(self, patience_s: float = 0.0) -> int:
-        """Take the least recently used free item, which is LEASED from now on, and return its index.
+        """Take the least recently used free slot, which is LEASED from now on, and return its index.
 
         Waits ``patience_s`` for one that is on its way back. Raises RuntimeError("MiniStack pool exhausted").
         """
@@ -101,12 +96,12 @@ class LeaseBook(Generic[Item]):
             return index
 
     def grant(self, index: int, lease: object) -> None:
-        """Note to whom a taken item is leased."""
+        """Note to whom a taken slot is leased."""
         with self._lock:
             self._leases[index] = lease
 
     def give_back(self, index: int, lease: object) -> None:
-        """End a lease; the item is SCRUBBING. Raises ValueError when this very lease is not in force."""
+        """End a lease; the slot is SCRUBBING. Raises ValueError when this very lease is not in force."""
         with self._lock:
             if index not in self._leases or self._leases[index] is not lease:
                 raise ValueError(f"slot {index} is not leased from this pool")
@@ -114,7 +109,7 @@ class LeaseBook(Generic[Item]):
             self._states[index] = SlotState.SCRUBBING
 
     def free(self, index: int) -> None:
-        """Make a started, scrubbed or respawned item free. Raises ValueError when it is free or leased."""
+        """Make a started, scrubbed or respawned slot free. Raises ValueError when it is free or leased."""
         with self._lock:
             if self._states[index] in (SlotState.FREE, SlotState.LEASED):
                 raise ValueError(f"slot {index} is {self._states[index]}; it cannot become free")
@@ -123,12 +118,12 @@ class LeaseBook(Generic[Item]):
             self._lock.notify()
 
     def fail(self, index: int) -> None:
-        """Mark an item as unhealthy: its owner found it dead or dirty."""
+        """Mark a slot as unhealthy: its owner found it dead or dirty."""
         with self._lock:
             self._states[index] = SlotState.UNHEALTHY
 
     def fail_if_free(self, index: int) -> bool:
-        """Mark an item as unhealthy if it is free: an onlooker found it dead. Returns False when it was taken
+        """Mark a slot as unhealthy if it is free: an onlooker found it dead. Returns False when it was taken
         meanwhile: its holder will notice."""
         with self._lock:
             if self._states[index] is not SlotState.FREE:
@@ -138,7 +133,7 @@ class LeaseBook(Generic[Item]):
             return True
 
     def begin_respawn(self, index: int) -> bool:
-        """Return whether the item was UNHEALTHY, so that the caller may respawn it."""
+        """Return whether the slot was UNHEALTHY, so that the caller may respawn it."""
         with self._lock:
             if self._states[index] is not SlotState.UNHEALTHY:
                 return False
@@ -146,19 +141,19 @@ class LeaseBook(Generic[Item]):
             return True
 
     def adopt(self, index: int) -> None:
-        """Lease a respawned item to the caller without having been free."""
+        """Lease a respawned slot to the caller without having been free."""
         with self._lock:
             if self._states[index] is not SlotState.RESPAWNING:
                 raise ValueError(f"slot {index} is {self._states[index]}, not respawning")
             self._states[index] = SlotState.LEASED
 
     def in_state(self, state: SlotState) -> list[int]:
-        """Return the indices of the items in this state."""
+        """Return the indices of the slots in this state."""
         with self._lock:
             return [index for index, current in enumerate(self._states) if current is state]
 
     def counts(self) -> dict[str, int]:
-        """Return the number of items by state."""
+        """Return the number of slots by state."""
         with self._lock:
             return {str(state): self._states.count(state) for state in SlotState}
 
@@ -181,7 +176,7 @@ class HealthLoop:
     ``respawns`` counts replaced simulators, ``failures`` attempts that replaced none.
     """
 
-    def __init__(self, book: LeaseBook[Slot], slots: Sequence[Slot], interval_s: float = INTERVAL_S) -> None:
+    def __init__(self, book: LeaseBook, slots: Sequence[Slot], interval_s: float = INTERVAL_S) -> None:
         self.respawns = 0
         self.failures = 0
         self._book = book
@@ -363,7 +358,7 @@ class MiniStackPool:
 
     ``sandbox``: ``auto`` (bubblewrap where it works), ``bwrap`` (or do not start), ``plain`` (audit hooks, the system
     call filter and resource limits alone). ``lambda_mode``: ``stub`` (code never runs) or ``sandbox``. ``may_lack``:
-    layers (``process_guard.LAYERS``) without which it starts all the same. ``memory_mb``: MiB that a simulator may
+    layers (``sandbox.LAYERS``) without which it starts all the same. ``memory_mb``: MiB that a simulator may
     take. Raises ValueError for other words.
     """
 
@@ -398,7 +393,7 @@ class MiniStackPool:
         self._log: IO[bytes] | None = None
         self._zygotes: list[ForkServer] = []
         self._containment: Containment | None = None
-        self._book: LeaseBook[Slot] = LeaseBook(())
+        self._book = LeaseBook(0)
         self._health: HealthLoop | None = None
         self._bench: Bench | None = None
 
@@ -482,7 +477,7 @@ class MiniStackPool:
         self._bench = Bench(self.slots.pop())
         for slot in self.slots:
             slot.bench = self._bench
-        self._book = LeaseBook(self.slots)
+        self._book = LeaseBook(self.size)
         self._health = HealthLoop(self._book, tuple(self.slots))
 
     def _probe(self, root: Path, contained: Containment) -> dict[str, list[Attempt]]:
@@ -617,7 +612,7 @@ class MiniStackPool:
         for zygote in self._zygotes:
             zygote.stop()
         self.slots, self._zygotes, self._health, self._bench = [], [], None, None
-        self._book = LeaseBook(())
+        self._book = LeaseBook(0)
         if self._log is not None:
             self._log.close()
             self._log = None
@@ -628,13 +623,7 @@ class MiniStackPool:
 
 def worker_environment() -> dict[str, str]:
     """Return the whole environment of the CLI workers."""
-    return {
-        "PATH": "/nonexistent",
-        "HOME": "/nonexistent",
-        "LANG": "C.UTF-8",
-        "TZ": "UTC",
-        "PYTHONHASHSEED": "0",
-        "PYTHONPATH": str(IMPORT_ROOT),
+    return BARE_ENVIRONMENT | {
         "AWS_ACCESS_KEY_ID": ACCOUNT,
         "AWS_SECRET_ACCESS_KEY": "none",
         "AWS_DEFAULT_REGION": "us-east-1",

@@ -15,15 +15,15 @@ from realhf.env.openenv_client import OpenEnvClient
 from realhf.env.server import capacity
 
 
-def a_free_book(size: int) -> LeaseBook[int]:
-    book = LeaseBook(range(4566, 4566 + size))
+def a_free_book(size: int) -> LeaseBook:
+    book = LeaseBook(size)
     for index in range(size):
         book.free(index)
     return book
 
 
 def test_nothing_is_handed_out_before_it_was_started() -> None:
-    book = LeaseBook([4566])
+    book = LeaseBook(1)
     with pytest.raises(RuntimeError, match=r"^MiniStack pool exhausted$"):
         book.take()
 
@@ -124,7 +124,7 @@ class FakeSlot:
 
 def test_a_slot_that_cannot_be_respawned_is_tried_again_later() -> None:
     slots = [FakeSlot(failures=2)]
-    book = LeaseBook(slots)
+    book = LeaseBook(1)
     book.free(0)
     loop = HealthLoop(book, slots, interval_s=1000.0)  # pyright: ignore[reportArgumentType]
     loop.sweep()
@@ -153,9 +153,7 @@ class Hangs:
 
 def test_an_end_waits_for_one_answer_and_not_for_those_of_all_slots() -> None:
     slots = [Hangs() for _ in range(40)]
-    book = LeaseBook(slots)
-    for index in range(40):
-        book.free(index)
+    book = a_free_book(40)
     loop = HealthLoop(book, slots, interval_s=0.0)  # pyright: ignore[reportArgumentType]
     loop.start()
     deadline = time.monotonic() + 60
