@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NoAnswer
+from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any, TypeVar
 
@@ -24,14 +25,18 @@ from realhf.aws.tasks.captures import CaptureError, resolve
 from realhf.aws.tasks.loader import instantiate, load_templates
 from realhf.aws.tasks.task import Task
 from realhf.env.server.access import Refused
-from realhf.env.server.interfaces import Reply
 from realhf.env.server.wire import VALIDATION_ERROR, WireError
 
 LOG_FORMAT = "realhf-episode-1"
+_SHOWN = (
+    "command_output", "error", "command_success", "refusal", "hint_text", "hints_used", "partial_progress",
+    "task_achieved", "truncated", "steps_left",
+)  # fmt: skip
 
 
-class NoEpisode(Exception):
-    """No episode is being played."""
+def no_episode() -> Refused:
+    """Return what a visitor without an episode is told."""
+    return Refused(409, "NO_EPISODE", "no episode is running here; start one")
 
 
 class PlaygroundSession:
@@ -66,24 +71,10 @@ class PlaygroundSession:
         if self._player is None:
             self._player = self._make_player(self._lease())
         self._forget()
-        first = self._player.reset({"task": task.to_json(), "chaos": order.get("chaos")})
-        self._solution = self._filled(task)
-        self.log = self._begin(task, first)
-        return self.log
-
-    def _forget(self) -> None:
-        self.log, self._solution, self._followed = None, [], []
-
-    def _filled(self, task: Task) -> list[str]:
-        assert self._player is not None
-        try:
-            return self._player.fill(task.solution)
-        except CaptureError:
-            return []
-
-    def _begin(self, task: Task, first: Reply) -> dict[str, Any]:
-        observation = first[0]
-        return {
+        observation, _, _ = self._player.reset({"task": task.to_json(), "chaos": order.get("chaos")})
+        with suppress(CaptureError):
+            self._solution = self._player.fill(task.solution)
+        self.log = {
             "format": LOG_FORMAT,
             "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
             "episode_id": observation["episode_id"],
@@ -91,53 +82,38 @@ class PlaygroundSession:
             "seed": task.seed,
             "names": _names(task, observation["task"]["description"]),
             "max_steps": observation["steps_left"],
-            "infra_state": self._infra_state(),
+            "infra_state": self._player.state()["infra_state"],
             "steps": [],
         }
+        return self.log
+
+    def _forget(self) -> None:
+        self.log, self._solution, self._followed = None, [], []
 
     def step(self, command: str) -> dict[str, Any]:
-        """Play a command; returns its entry in the log. Raises NoEpisode, WireError."""
+        """Play a command; returns its entry in the log. Raises Refused, WireError."""
         if self.log is None or self._player is None:
-            raise NoEpisode
+            raise no_episode()
         steps, began = self.log["steps"], time.perf_counter()
         if steps and steps[-1]["done"]:
-            raise NoEpisode
+            raise Refused(409, "NO_EPISODE", "the episode is over; start another")
         observation, reward, done = self._player.step({"command": command})
         spent, reward = time.perf_counter() - began, reward or 0.0
         before = steps[-1]["score"] if steps and self._summed else 0.0
-        shown = (
-            "command_output",
-            "error",
-            "command_success",
-            "refusal",
-            "hint_text",
-            "hints_used",
-            "partial_progress",
-            "task_achieved",
-            "truncated",
-            "steps_left",
-        )
         entry = {
             "command": command,
-            **{key: observation[key] for key in shown},
+            **{key: observation[key] for key in _SHOWN},
             "reward": reward,
             "score": before + reward,
             "done": done,
             "milliseconds": round(spent * 1000, 1),
-            "infra_state": self._infra_state(),
+            "infra_state": self._player.state()["infra_state"],
         }
-        self._follow(command, observation["command_output"])
-        steps.append(entry)
-        return entry
-
-    def _infra_state(self) -> dict[str, Any]:
-        return self._player.state()["infra_state"] if self._player is not None else {}
-
-    def _follow(self, command: str, output: str) -> None:
-        """Keep the outputs of canonical commands: later ones capture from them."""
         following = self._next_canonical()
         if following is not None and following.split() == command.split():
-            self._followed.append(output)
+            self._followed.append(observation["command_output"])  # later canonical commands capture from it
+        steps.append(entry)
+        return entry
 
     def _next_canonical(self) -> str | None:
         done = len(self._followed)
@@ -145,9 +121,9 @@ class PlaygroundSession:
 
     def solution(self) -> dict[str, Any]:
         """Return the first canonical command that was not run yet: ``command`` (None: all were), its ``position`` from
-        1, ``total``. Raises NoEpisode."""
+        1, ``total``. Raises Refused."""
         if self.log is None:
-            raise NoEpisode
+            raise no_episode()
         position = len(self._followed) + 1
         return {"command": self._next_canonical(), "position": position, "total": len(self._solution)}
 
@@ -276,7 +252,8 @@ class Playground:
     async def leave(self, visitor: str) -> None:
         """Make room for others, when the visitor is the player."""
         if self._player == visitor:
-            await self._release()
+            self._player = None
+            await asyncio.get_running_loop().run_in_executor(self._thread, self._released)
 
     def close(self, timeout_s: float = 5.0) -> None:
         """End the simulator; a command in flight is killed. Idempotent."""
@@ -298,7 +275,7 @@ class Playground:
     def _refuse_idlers(self, visitor: str) -> None:
         self._refuse_others(visitor)
         if self._player is None:
-            raise Refused(409, "NO_EPISODE", "no episode is running here; start one")
+            raise no_episode()
 
     def _free_in_s(self) -> float:
         if self._player is None:
@@ -316,8 +293,6 @@ class Playground:
             self._watch = loop.call_later(self._idle_release_s, self._look)
         try:
             return await loop.run_in_executor(self._thread, action)
-        except NoEpisode:
-            raise Refused(409, "NO_EPISODE", "the episode is over; start another") from None
         finally:
             self._in_flight -= 1
             self._last_used = loop.time()
@@ -333,10 +308,6 @@ class Playground:
         else:
             self._player = None
             loop.run_in_executor(self._thread, self._released)
-
-    async def _release(self) -> None:
-        self._player = None
-        await asyncio.get_running_loop().run_in_executor(self._thread, self._released)
 
     def _released(self) -> None:
         try:

@@ -18,7 +18,7 @@ from starlette.routing import Route
 from realhf.aws.episode.episode import HINT_COMMAND, LEVELS
 from realhf.aws.episode.player import EpisodePlayer, checked_action, checked_reset
 from realhf.aws.grading.reward import HINT_FACTOR
-from realhf.aws.playground.playground import IDLE_RELEASE_S, Playground, PlaygroundSession
+from realhf.aws.playground.playground import IDLE_RELEASE_S, Playground, PlaygroundSession, no_episode
 from realhf.aws.server_config import AwsServerConfig, simulator_pool
 from realhf.aws.simulator.pool import MiniStackPool
 from realhf.aws.tasks.loader import fill, load_templates
@@ -54,23 +54,21 @@ _LARGEST_SEED = (1 << 53) - 1
 def mount(app: FastAPI, config: AwsServerConfig, *, idle_release_s: float = IDLE_RELEASE_S) -> Playground:
     """Add the playground to an application. Nothing is started before somebody plays; ``close`` the returned playground
     when the server ends."""
-    playground = Playground(_playground_session(config), idle_release_s)
-    auth = BrowserAuth(config.token)
-    handlers = _Handlers(playground, auth, config)
-    for method, path, handler, open_to_all in handlers.table():
-        endpoint = auth.guarded(handler, open_to_all=open_to_all)
-        app.router.routes.append(Route(f"/web{path}", endpoint, methods=[method], include_in_schema=False))
-    return playground
 
-
-def _playground_session(config: AwsServerConfig) -> PlaygroundSession:
     def make_pool() -> MiniStackPool:
         return simulator_pool(config, 1, config.web_ministack_port)
 
     def make_player(slot: Any) -> EpisodePlayer:
         return EpisodePlayer(slot, config.max_steps, reward_mode=config.reward_mode, chaos=config.enable_chaos)
 
-    return PlaygroundSession(make_pool, make_player, summed=config.reward_mode == "potential")
+    session = PlaygroundSession(make_pool, make_player, summed=config.reward_mode == "potential")
+    playground = Playground(session, idle_release_s)
+    auth = BrowserAuth(config.token)
+    handlers = _Handlers(playground, auth, config)
+    for method, path, handler, open_to_all in handlers.table():
+        endpoint = auth.guarded(handler, open_to_all=open_to_all)
+        app.router.routes.append(Route(f"/web{path}", endpoint, methods=[method], include_in_schema=False))
+    return playground
 
 
 class _Handlers:
@@ -142,7 +140,7 @@ class _Handlers:
         """Return the episode as a JSON file to keep. 409 without one."""
         log = (await self._playground.state(self._visitor(request)))["log"]
         if log is None:
-            raise Refused(409, "NO_EPISODE", "no episode is running here; start one")
+            raise no_episode()
         name = f"episode-{log['task']['task_id']}-{log['seed']}.json"
         disposition = {"Content-Disposition": f'attachment; filename="{name}"'}
         return Response(json.dumps(log, indent=1), media_type="application/json", headers=disposition)
