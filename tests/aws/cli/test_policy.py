@@ -1,14 +1,19 @@
-"""The command policy alone: no process is started."""
+"""What a command may say and ask for, and the folder it works in: no process is started."""
 
-from __future__ import annotations
-
+import os
 import random
+from pathlib import Path
+from typing import Any
 
+import botocore.session
 import pytest
 
+from realhf.aws.cli import virtual_folder
 from realhf.aws.cli.command_table import ALLOWED as ALLOWED_OPERATIONS
 from realhf.aws.cli.command_table import WAITERS
 from realhf.aws.cli.policy import check_command
+from realhf.aws.cli.virtual_folder import MAX_FILES, MAX_FOLDERS, VirtualFolder, remove_folder
+from realhf.aws.cli.warm_cli import MAX_ALIASES, has_many_aliases, too_much
 
 ALLOWED = [
     "aws s3 ls",
@@ -228,3 +233,117 @@ def test_random_words_never_raise_and_never_pass_a_forbidden_option() -> None:
         verdict = check_command(command)
         if verdict.rule is None:
             assert not any(word.startswith(("--e", "file:///")) for word in verdict.argv)
+
+
+_SESSION = botocore.session.Session()
+
+
+def _too_much(service: str, operation: str, params: Any) -> str:
+    return too_much(_SESSION.get_service_model(service).operation_model(operation), params)
+
+
+@pytest.mark.parametrize(
+    ("service", "operation", "params", "member"),
+    [
+        ("kinesis", "CreateStream", {"ShardCount": 101}, "ShardCount"),
+        ("kinesis", "UpdateShardCount", {"TargetShardCount": 1 << 40}, "TargetShardCount"),
+        ("ec2", "RunInstances", {"MinCount": 1, "MaxCount": 40_000}, "MaxCount"),
+        ("elasticache", "CreateCacheCluster", {"NumCacheNodes": 2_000}, "NumCacheNodes"),
+        ("ecs", "CreateService", {"desiredCount": 5_000}, "desiredCount"),
+        ("autoscaling", "CreateAutoScalingGroup", {"MinSize": 1, "MaxSize": 101}, "MaxSize"),
+        ("opensearch", "CreateDomain", {"ClusterConfig": {"InstanceCount": 999}}, "InstanceCount"),
+        ("events", "PutTargets", {"Targets": [{"EcsParameters": {"TaskCount": 999}}]}, "TaskCount"),
+    ],
+)
+def test_counts_are_bounded_wherever_they_stand(service: str, operation: str, params: Any, member: str) -> None:
+    assert _too_much(service, operation, params).startswith(f"{member} may be ")
+
+
+@pytest.mark.parametrize(
+    ("service", "operation", "params"),
+    [
+        ("kinesis", "CreateStream", {"ShardCount": 100}),
+        ("dynamodb", "CreateTable", {"ProvisionedThroughput": {"ReadCapacityUnits": 40_000}}),
+        ("ec2", "CreateVolume", {"Size": 16_384}),
+        ("lambda", "PutFunctionConcurrency", {"ReservedConcurrentExecutions": 1_000}),
+        ("kinesis", "CreateStream", {"ShardCount": "many", "Unknown": 10**9}),
+        ("s3", "PutObject", {"Body": b"&a *a " * 100}),
+        ("lambda", "CreateFunction", {"Code": {"ZipFile": b"PK\x03\x04" + bytes(range(256)) * 800}}),
+        ("cloudwatch", "PutMetricData", {"MetricData": [{"StatisticValues": {"SampleCount": 1_000.0}}]}),
+    ],
+)
+def test_other_numbers_are_left_alone(service: str, operation: str, params: Any) -> None:
+    assert _too_much(service, operation, params) == ""
+
+
+def test_a_deep_document_is_walked() -> None:
+    deep: Any = {"S": "x"}
+    for _ in range(5_000):
+        deep = {"L": [deep]}
+    assert _too_much("dynamodb", "PutItem", {"Item": {"k": deep}}) == ""
+
+
+BOMB = "\n".join(["a0: &a0 [x, x]", *(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]" for n in range(1, 30))])
+
+
+def test_a_document_that_unfolds_is_refused() -> None:
+    """Thirty lines that stand for a thousand million words used to keep a simulator busy until it counted as broken."""
+    assert _too_much("cloudformation", "CreateStack", {"TemplateBody": BOMB}) != ""
+    assert _too_much("apigateway", "ImportRestApi", {"body": BOMB.encode()}) != ""
+    assert has_many_aliases(BOMB.replace("\n", "\r\n")) and has_many_aliases("x: !Ref y\n" + BOMB)
+    assert has_many_aliases(BOMB + "\n\x01"), "what one reader of YAML does not read, another may"
+    assert not has_many_aliases("\n".join(BOMB.split("\n")[: MAX_ALIASES // 2 + 1]))
+
+
+@pytest.mark.parametrize("text", ["&a " * 50, "* & " * 50, '{"Action": "*", "x": "&y"}' * 50, "**bold** & *so* " * 50])
+def test_stars_and_ampersands_are_no_aliases(text: str) -> None:
+    assert not has_many_aliases(text)
+
+
+def _dig(folder: Path, depth: int) -> None:
+    """Make folders inside one another, deeper than a path may be long, with a file in each tenth."""
+    here = os.open(folder, os.O_RDONLY)
+    for level in range(depth):
+        os.mkdir("deep", dir_fd=here)
+        below = os.open("deep", os.O_RDONLY, dir_fd=here)
+        os.close(here)
+        here = below
+        if level % 10 == 0:
+            os.close(os.open("file", os.O_CREAT | os.O_WRONLY, dir_fd=here))
+    os.close(here)
+
+
+def test_a_folder_is_emptied_however_deep_it_is(tmp_path: Path) -> None:
+    """Removal used to recurse, and a thousand folders inside one another ended it for good."""
+    files = VirtualFolder(tmp_path / "files")
+    _dig(files.path, 1300)
+    (files.path / "link").symlink_to(tmp_path)
+    assert files.clear() and os.listdir(files.path) == [] and files.path == tmp_path / "files"
+    _dig(files.path, 30)
+    remove_folder(files.path)
+    assert os.listdir(tmp_path) == []
+    remove_folder(files.path)
+
+
+def test_a_folder_that_cannot_be_emptied_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(path: Path) -> None:
+        raise PermissionError("not today")
+
+    files = VirtualFolder(tmp_path / "files")
+    files.put("old.txt", b"x")
+    monkeypatch.setattr(virtual_folder, "empty_folder", broken)
+    assert not files.clear()
+    assert files.names() == [] and files.path != tmp_path / "files"
+    assert (tmp_path / "files" / "old.txt").exists() and "not today" in caplog.text
+
+
+def test_limits_count_what_lies_below(tmp_path: Path) -> None:
+    files = VirtualFolder(tmp_path / "files")
+    for number in range(5):
+        (files.path / f"f{number}" / "g").mkdir(parents=True)
+        for name in range(20):
+            (files.path / f"f{number}" / "g" / str(name)).touch()
+    assert files.enforce_limits() == MAX_FOLDERS - 10
+    assert len([path for path in files.path.rglob("*") if path.is_file()]) == MAX_FILES

@@ -1,6 +1,4 @@
-"""The soak in its short form: real server, real kills; and its verdict, which must be able to fail."""
-
-from __future__ import annotations
+"""The soak in its short form, with real kills, and its verdict; a thousand bad connections leave nothing behind."""
 
 import importlib
 import json
@@ -10,6 +8,8 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from realhf.aws.server.program import EnvServerProcess
 
 pytestmark = pytest.mark.sim
 BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
@@ -54,3 +54,21 @@ def test_a_short_soak_with_kills(tmp_path: Path) -> None:
     assert result["lost"] <= 6 and result["not_achieved"] <= 4
     assert result["growth"]["processes"]["passes"] and result["growth"]["files"]["passes"], result["growth"]
     assert (tmp_path / "soak.png").stat().st_size > 1000
+
+
+BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
+POOL, CONNECTIONS = 8, 1000
+
+
+@pytest.mark.nightly
+def test_a_thousand_bad_connections_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    connections = importlib.import_module("env_connections")
+    with EnvServerProcess(POOL, "--web", "off") as server:
+        connections.storm(server, POOL, 10 * POOL)
+        before = connections.rested(server, POOL)
+        assert before.free_slots == POOL
+        assert connections.storm(server, POOL, CONNECTIONS) == CONNECTIONS // 2, "each got 503 and Retry-After"
+        assert connections.rested(server, POOL, before) == before
+        (freed,) = connections.freed_after_s(server, 1)
+        assert freed < 20

@@ -45,6 +45,11 @@ def nothing_stays_leased(request: pytest.FixtureRequest) -> Iterator[None]:
             pool.release(lease)  # pyright: ignore[reportArgumentType]
 
 
+@pytest.fixture
+def slot(small_pool: MiniStackPool) -> Slot:
+    return small_pool.acquire()
+
+
 def _zygotes() -> set[int]:
     """This process's own living children. What they forked may change at any moment: the tests' shared pool forks a
     used simulator again in the background."""
@@ -136,8 +141,7 @@ def test_worlds_are_separate_and_scrubbed(small_pool: MiniStackPool) -> None:
         small_pool.release(slot)
 
 
-def test_reset_empties_the_world_and_keeps_the_worker(small_pool: MiniStackPool) -> None:
-    slot = small_pool.acquire()
+def test_reset_empties_the_world_and_keeps_the_worker(slot: Slot) -> None:
     slot.executor.run("aws s3 mb s3://gone")
     slot.files.put("asset.txt", b"x")
     worker = slot.worker_pid
@@ -145,7 +149,6 @@ def test_reset_empties_the_world_and_keeps_the_worker(small_pool: MiniStackPool)
     assert _bucket_names(slot) == [] and slot.files.names() == []
     assert slot.executor.run("aws s3 ls").stdout == ""
     assert slot.worker_pid == worker
-    small_pool.release(slot)
 
 
 def test_the_same_seed_draws_the_same_ids(small_pool: MiniStackPool) -> None:
@@ -178,8 +181,7 @@ def test_a_dead_simulator_is_never_handed_out(small_pool: MiniStackPool) -> None
         small_pool.release(slot)
 
 
-def test_a_simulator_that_dies_during_a_lease_is_reported_and_comes_back(small_pool: MiniStackPool) -> None:
-    slot = small_pool.acquire()
+def test_a_simulator_that_dies_during_a_lease_is_reported_and_comes_back(slot: Slot) -> None:
     slot.executor.run("aws s3 ls")
     _kill(slot)
     with pytest.raises(SimulatorLost, match="simulator"):
@@ -189,18 +191,15 @@ def test_a_simulator_that_dies_during_a_lease_is_reported_and_comes_back(small_p
     slot.reset()
     assert slot.executor.run("aws s3 mb s3://back").success
     assert _bucket_names(slot) == ["back"]
-    small_pool.release(slot)
 
 
 @pytest.mark.nightly
-def test_a_hanging_simulator_is_replaced_by_reset(small_pool: MiniStackPool) -> None:
-    slot = small_pool.acquire()
+def test_a_hanging_simulator_is_replaced_by_reset(slot: Slot) -> None:
     hanging = slot.ministack.pid
     freeze(hanging)
     slot.reset()
     assert slot.ministack.pid != hanging and not psutil.pid_exists(hanging)
     assert slot.executor.run("aws s3 ls").success
-    small_pool.release(slot)
 
 
 @pytest.mark.nightly
@@ -229,9 +228,8 @@ def test_a_taken_port_is_named_and_nothing_is_left(small_pool: MiniStackPool) ->
 
 
 @pytest.mark.nightly
-def test_memory_is_bounded_and_a_simulator_that_grew_is_replaced(small_pool: MiniStackPool) -> None:
+def test_memory_is_bounded_and_a_simulator_that_grew_is_replaced(slot: Slot) -> None:
     """It used to take gigabytes, and to keep most of them over resets."""
-    slot = small_pool.acquire()
     pid = slot.ministack.pid
     slot.reset()
     assert slot.ministack.pid == pid
@@ -245,31 +243,25 @@ def test_memory_is_bounded_and_a_simulator_that_grew_is_replaced(small_pool: Min
     slot.reset()
     assert slot.ministack.pid != pid and not psutil.pid_exists(pid)
     assert slot.executor.run("aws s3 ls").stdout == ""
-    small_pool.release(slot)
 
 
-def test_a_service_that_the_simulator_lacks_costs_nothing(small_pool: MiniStackPool) -> None:
+def test_a_service_that_the_simulator_lacks_costs_nothing(slot: Slot) -> None:
     """It used to read all of botocore's models to find out, 400 MB and five seconds, again after every reset."""
-    slot = small_pool.acquire()
     with pytest.raises(OSError, match="Unsupported service: polly"):
         slot.ministack.ask("POST", "/v1/speech", "polly", timeout_s=60.0, body=b"{}")
     assert not slot.ministack.spent()
-    small_pool.release(slot)
 
 
-def test_a_control_request_that_fails_says_why(small_pool: MiniStackPool) -> None:
-    slot = small_pool.acquire()
+def test_a_control_request_that_fails_says_why(slot: Slot) -> None:
     with pytest.raises(OSError, match=r"status 500 .ValueError: invalid literal"):
         slot.ministack._request("GET", "/_realhf/requests?x", 60.0)
     assert slot.ministack.requests()["count"] > 0
-    small_pool.release(slot)
 
 
 def test_the_cpu_of_a_simulator_is_bounded_and_one_that_took_much_of_it_is_replaced(
-    small_pool: MiniStackPool, monkeypatch: pytest.MonkeyPatch
+    small_pool: MiniStackPool, slot: Slot, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A document that unfolds kept one busy for as long as it liked."""
-    slot = small_pool.acquire()
     pid, (resident, _) = slot.ministack.pid, slot.ministack.used()
     limits = Path(f"/proc/{pid}/limits").read_text()
     assert re.search(rf"^Max cpu time +{SIMULATOR_CPU_S} +{SIMULATOR_CPU_S} ", limits, re.MULTILINE), limits
@@ -278,19 +270,16 @@ def test_the_cpu_of_a_simulator_is_bounded_and_one_that_took_much_of_it_is_repla
     monkeypatch.setattr(MiniStackProcess, "used", lambda simulator: (resident, SIMULATOR_CPU_S / 2))
     slot.reset()
     assert slot.ministack.pid != pid
-    small_pool.release(slot)
 
 
-def test_a_port_that_is_taken_meanwhile_costs_no_slot(small_pool: MiniStackPool) -> None:
+def test_a_port_that_is_taken_meanwhile_costs_no_slot(slot: Slot) -> None:
     """Whoever has it, the next simulator of the slot listens elsewhere; every respawn used to fail."""
-    slot = small_pool.acquire()
     port = slot.port
     slot.ministack.stop()
     with socket.create_server(("127.0.0.1", port)):
         slot.reset()
     assert slot.port != port and str(slot.port) in slot.endpoint
     assert slot.executor.run("aws s3 mb s3://elsewhere").success and _bucket_names(slot) == ["elsewhere"]
-    small_pool.release(slot)
 
 
 def test_a_folder_that_cannot_be_emptied_costs_no_slot(
@@ -423,8 +412,7 @@ def test_an_old_lease_gives_nothing_back(small_pool: MiniStackPool) -> None:
         small_pool.release(lease)
 
 
-def test_leftovers_are_seen(small_pool: MiniStackPool) -> None:
-    slot = small_pool.acquire()
+def test_leftovers_are_seen(slot: Slot) -> None:
     assert slot.ministack.leftovers() == ""
     slot.executor.run("aws s3 mb s3://left-behind")
     slot.executor.run(
@@ -433,11 +421,9 @@ def test_leftovers_are_seen(small_pool: MiniStackPool) -> None:
         "--key-schema AttributeName=k,KeyType=HASH"
     )
     assert slot.ministack.leftovers() == "left-behind, left-table"
-    small_pool.release(slot)
 
 
-def test_metrics_know_every_state(small_pool: MiniStackPool) -> None:
-    slot = small_pool.acquire()
+def test_metrics_know_every_state(small_pool: MiniStackPool, slot: Slot) -> None:
     figures = small_pool.metrics()
     states = ("starting", "free", "leased", "scrubbing", "unhealthy", "respawning")
     assert [figures[state] for state in states] == [0, 1, 1, 0, 0, 0]
@@ -446,9 +432,8 @@ def test_metrics_know_every_state(small_pool: MiniStackPool) -> None:
     assert small_pool.metrics()["scrubs"] == before + 1 and small_pool.metrics()["scrub_seconds"] > 0
 
 
-def test_a_record_is_the_same_however_its_name_is_spelt(small_pool: MiniStackPool) -> None:
+def test_a_record_is_the_same_however_its_name_is_spelt(slot: Slot) -> None:
     """As with AWS: an agent that spells a name otherwise changes the record and makes no second one."""
-    slot = small_pool.acquire()
     zone = slot.state.call("route53", "CreateHostedZone", {"Name": "Shop.example", "CallerReference": "1"})[
         "HostedZone"
     ]
@@ -460,4 +445,3 @@ def test_a_record_is_the_same_however_its_name_is_spelt(small_pool: MiniStackPoo
     records = slot.state.call("route53", "ListResourceRecordSets", {"HostedZoneId": zone["Id"]})["ResourceRecordSets"]
     found = [(one["Name"], one["ResourceRecords"]) for one in records if one["Type"] == "A"]
     assert found == [("www.shop.example.", [{"Value": "192.0.2.2"}])]
-    small_pool.release(slot)

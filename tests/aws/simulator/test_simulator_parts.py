@@ -1,14 +1,20 @@
-"""Who holds which slot, and the patience of the health loop: no process is started here."""
-
-from __future__ import annotations
+"""The book of leases, the health loop, what was drawn, the switches and the repair of XML: no process is started."""
 
 import inspect
+import sys
 import threading
 import time
+from types import ModuleType
+from typing import Any
+from xml.etree import ElementTree
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from realhf.aws.cli.executor import SimulatorLost
+from realhf.aws.simulator.account_state import DRAWN, END_DRAWN, Draws, ModuleSwitches
+from realhf.aws.simulator.ministack_server import repaired, well_formed
 from realhf.aws.simulator.pool import RETURN_WAIT_S, HealthLoop, LeaseBook, SlotState, back_off_s
 from realhf.aws.simulator.slot import USABLE_S
 from realhf.env.openenv_client import OpenEnvClient
@@ -177,3 +183,96 @@ def test_a_full_pool_says_so_before_a_client_gives_up() -> None:
 def test_a_free_slot_that_hangs_is_replaced_before_a_client_gives_up() -> None:
     """First its simulator and then its worker may be waited for; the rest is for new forks of them."""
     assert client_patience_s() - 2.0 >= 2 * USABLE_S
+
+
+def test_what_was_drawn_is_marked_also_when_the_text_was_told_before() -> None:
+    draws = Draws()
+    draws.add("0af31c9e77", "0AF31C9E77")
+    draws.look()
+    assert draws.marked("vpc-0af31c9e77") == f"vpc-{DRAWN}0af31c9e77{END_DRAWN}"
+    assert draws.marked("subnet-55aa55aa/CidrBlock") == "subnet-55aa55aa/CidrBlock"
+    for letter in "55aa55aa":
+        draws.add_letter(letter)
+    draws.look()
+    assert draws.marked("subnet-55aa55aa/CidrBlock") == f"subnet-{DRAWN}55aa55aa{END_DRAWN}/CidrBlock"
+    draws.clear()
+    assert draws.marked("vpc-0af31c9e77") == "vpc-0af31c9e77"
+
+
+def test_a_word_with_a_drawn_end_alone_is_not_marked() -> None:
+    draws = Draws()
+    draws.add("0af31c9e77", "0AF31C9E77")
+    draws.look()
+    assert draws.marked("somethingquite31c9e77") == "somethingquite31c9e77"
+
+
+def test_the_first_text_after_a_reset_is_taken_in_also_when_it_is_the_only_one() -> None:
+    draws = Draws()
+    draws.add("only31c9e77")
+    draws.look()
+    assert draws.marked("i-only31c9e77") == f"i-{DRAWN}only31c9e77{END_DRAWN}"
+
+
+def test_switches_come_back_and_running_things_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake: Any = ModuleType("ministack.fake_service")
+    fake.ENGINE, fake._counter, fake._scale, fake._flag, fake._words = "auto", 0, 1.0, False, ("a", "b")
+    fake._key, fake._thread, fake._store = None, None, {}
+    fake._poller_started, fake._generation = False, 1
+    monkeypatch.setitem(sys.modules, "ministack.fake_service", fake)
+    switches = ModuleSwitches()
+    before = switches.values()
+    assert switches.restore() == []
+    fake.ENGINE, fake._counter, fake._scale, fake._flag, fake._words = {"a": 1}, 7, 1, True, ("a", "c")
+    fake._key, fake._thread, fake._store = "secret", threading.Lock(), {"kept": "by the service's own reset"}
+    fake._poller_started, fake._generation = True, 2
+    assert set(switches.restore()) == {
+        f"ministack.fake_service.{name}" for name in ("ENGINE", "_counter", "_scale", "_flag", "_words", "_key")
+    }
+    assert (fake.ENGINE, fake._counter, fake._scale, fake._flag, fake._key) == ("auto", 0, 1.0, False, None)
+    assert fake._thread is not None and fake._store and fake._poller_started and fake._generation == 2
+    fake._thread = None
+    assert switches.values() == before
+
+
+ANSWER = (
+    '<?xml version="1.0" encoding="UTF-8"?><GetGroupResponse xmlns="https://iam.amazonaws.com/doc/2010-05-08/">'
+    "<Group><Path>/ops/{}/</Path><Name>n</Name></Group><Users></Users><More/></GetGroupResponse>"
+)
+SPACE = "{https://iam.amazonaws.com/doc/2010-05-08/}"
+
+
+def path_of(body: bytes) -> str | None:
+    return ElementTree.fromstring(body).findtext(f"{SPACE}Group/{SPACE}Path")
+
+
+@pytest.mark.parametrize(
+    ("name", "read"),
+    [
+        ("op<|user|>", "op<|user|>"),
+        ("a\x14b", "a\ufffdb"),
+        ("a&b", "a&b"),
+        ("a<b>c", "a<b>c"),
+        ("a</b>c", "a</b>c"),
+        ("<", "<"),
+        ("a&lt;b&c", "a<b&c"),
+        ("<Name>", "<Name>"),
+        ("&#1;", None),
+    ],
+)
+def test_a_name_that_was_not_escaped(name: str, read: str | None) -> None:
+    body = ANSWER.format(name).encode()
+    assert not well_formed(body)
+    whole = repaired(body)
+    assert whole == body if read is None else path_of(whole) == f"/ops/{read}/"
+
+
+def test_what_is_xml_is_left_alone() -> None:
+    body = ANSWER.format("a &amp; b").encode()
+    assert repaired(body) is body
+
+
+@given(st.text(alphabet=st.characters(exclude_categories=("Cs",), exclude_characters="&>"), max_size=30))
+def test_any_name_without_a_whole_tag_is_read_as_it_was(name: str) -> None:
+    body = repaired(ANSWER.format(name).encode())
+    read = "".join("\ufffd" if (ord(c) < 32 and c not in "\t\n\r") or c in "\ufffe\uffff" else c for c in name)
+    assert path_of(body) == f"/ops/{read}/".replace("\r\n", "\n").replace("\r", "\n")
