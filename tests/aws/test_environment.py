@@ -1,9 +1,6 @@
 """The AWS environment behind the contract, on a fake server (on real simulators: tests/aws/client/test_aws_env.py)."""
 
-from __future__ import annotations
-
 import socket
-from typing import Any
 
 import pytest
 
@@ -28,7 +25,7 @@ class Script:
         self.tricks = tricks
         self.steps: dict[int, int] = {}
 
-    def __call__(self, number: int, message: dict[str, Any]) -> str | None:
+    def __call__(self, number: int, message) -> str | None:
         if message["type"] != "step":
             return None
         count = self.steps[number] = self.steps.get(number, 0) + 1

@@ -1,13 +1,9 @@
 """One grammar on both ends of the simulators' wire: what could be read in two ways is no message at all."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import socket
 import threading
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 from botocore.awsrequest import AWSPreparedRequest
@@ -104,7 +100,7 @@ class _Echo:
         self.headers: list[tuple[bytes, bytes]] = []
         self.failure: Exception | None = None
 
-    async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
+    async def __call__(self, scope, receive, send) -> None:
         self.paths.append(scope["path"])
         if self.failure is not None:
             raise self.failure
@@ -119,7 +115,7 @@ class _Server:
     def __init__(self, entrance: str = "port") -> None:
         self.app, self.parsed, self._entrance = _Echo(), ParsedRequests(), entrance
 
-    async def __aenter__(self) -> _Server:
+    async def __aenter__(self):
         loop = asyncio.get_running_loop()
         ours, theirs = socket.socketpair()
         await loop.connect_accepted_socket(lambda: HttpConnection(self.app, loop, self.parsed, self._entrance), theirs)
@@ -268,7 +264,7 @@ def test_the_client_sends_what_it_says_and_reads_the_answer() -> None:
         lambda: _request(method="GET / HTTP/1.1\r\nX: y\r\n\r\nPUT"),
     ],
 )
-def test_the_client_sends_nothing_that_could_be_read_otherwise(make: Callable[[], AWSPreparedRequest]) -> None:
+def test_the_client_sends_nothing_that_could_be_read_otherwise(make) -> None:
     peer = _Peer(OK)
     with pytest.raises(RefusedRequest):
         peer.connection.send(make())

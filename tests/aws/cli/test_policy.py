@@ -2,8 +2,6 @@
 
 import os
 import random
-from pathlib import Path
-from typing import Any
 
 import botocore.session
 import pytest
@@ -238,7 +236,7 @@ def test_random_words_never_raise_and_never_pass_a_forbidden_option() -> None:
 _SESSION = botocore.session.Session()
 
 
-def _too_much(service: str, operation: str, params: Any) -> str:
+def _too_much(service: str, operation: str, params) -> str:
     return too_much(_SESSION.get_service_model(service).operation_model(operation), params)
 
 
@@ -255,7 +253,7 @@ def _too_much(service: str, operation: str, params: Any) -> str:
         ("events", "PutTargets", {"Targets": [{"EcsParameters": {"TaskCount": 999}}]}, "TaskCount"),
     ],
 )
-def test_counts_are_bounded_wherever_they_stand(service: str, operation: str, params: Any, member: str) -> None:
+def test_counts_are_bounded_wherever_they_stand(service: str, operation: str, params, member: str) -> None:
     assert _too_much(service, operation, params).startswith(f"{member} may be ")
 
 
@@ -272,12 +270,12 @@ def test_counts_are_bounded_wherever_they_stand(service: str, operation: str, pa
         ("cloudwatch", "PutMetricData", {"MetricData": [{"StatisticValues": {"SampleCount": 1_000.0}}]}),
     ],
 )
-def test_other_numbers_are_left_alone(service: str, operation: str, params: Any) -> None:
+def test_other_numbers_are_left_alone(service: str, operation: str, params) -> None:
     assert _too_much(service, operation, params) == ""
 
 
 def test_a_deep_document_is_walked() -> None:
-    deep: Any = {"S": "x"}
+    deep = {"S": "x"}
     for _ in range(5_000):
         deep = {"L": [deep]}
     assert _too_much("dynamodb", "PutItem", {"Item": {"k": deep}}) == ""
@@ -300,7 +298,7 @@ def test_stars_and_ampersands_are_no_aliases(text: str) -> None:
     assert not has_many_aliases(text)
 
 
-def _dig(folder: Path, depth: int) -> None:
+def _dig(folder, depth: int) -> None:
     """Make folders inside one another, deeper than a path may be long, with a file in each tenth."""
     here = os.open(folder, os.O_RDONLY)
     for level in range(depth):
@@ -313,7 +311,7 @@ def _dig(folder: Path, depth: int) -> None:
     os.close(here)
 
 
-def test_a_folder_is_emptied_however_deep_it_is(tmp_path: Path) -> None:
+def test_a_folder_is_emptied_however_deep_it_is(tmp_path) -> None:
     """Removal used to recurse, and a thousand folders inside one another ended it for good."""
     files = VirtualFolder(tmp_path / "files")
     _dig(files.path, 1300)
@@ -326,9 +324,9 @@ def test_a_folder_is_emptied_however_deep_it_is(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_cannot_be_emptied_is_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def broken(path: Path) -> None:
+    def broken(path) -> None:
         raise PermissionError("not today")
 
     files = VirtualFolder(tmp_path / "files")
@@ -339,7 +337,7 @@ def test_a_folder_that_cannot_be_emptied_is_left(
     assert (tmp_path / "files" / "old.txt").exists() and "not today" in caplog.text
 
 
-def test_limits_count_what_lies_below(tmp_path: Path) -> None:
+def test_limits_count_what_lies_below(tmp_path) -> None:
     files = VirtualFolder(tmp_path / "files")
     for number in range(5):
         (files.path / f"f{number}" / "g").mkdir(parents=True)

@@ -1,7 +1,5 @@
 """The environment's own calls against a real simulator."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import json

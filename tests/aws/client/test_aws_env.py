@@ -8,8 +8,6 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
@@ -28,7 +26,7 @@ pytestmark = pytest.mark.sim
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[EnvServerProcess]:
+def server():
     with EnvServerProcess(2) as process:
         yield process
 
@@ -203,7 +201,7 @@ async def test_the_token_is_sent() -> None:
 
 
 @pytest.mark.parametrize("metadata", [None, {"reward_mode": "level"}])
-async def test_metadata(metadata: dict[str, Any] | None) -> None:
+async def test_metadata(metadata) -> None:
     with FakeEnvServer(metadata=metadata) as fake:
         assert await fetch_metadata(fake.url) == (metadata or {})
     assert await fetch_metadata("http://127.0.0.1:1") == {}
@@ -212,7 +210,7 @@ async def test_metadata(metadata: dict[str, Any] | None) -> None:
 
 
 @pytest.fixture
-def tool(server: EnvServerProcess, monkeypatch: pytest.MonkeyPatch) -> Iterator[AwsToolEnv]:
+def tool(server: EnvServerProcess, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("AWS_RL_ENV_URL", server.url)
     env = AwsToolEnv()
     yield env

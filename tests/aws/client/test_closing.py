@@ -1,7 +1,5 @@
 """Closing: bounded when the server hangs or is dead, by whatever way a pool ends, and with nothing left behind."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import os
@@ -9,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-from typing import Any
 
 import pytest
 
@@ -26,7 +23,7 @@ pytestmark = pytest.mark.sim
 GENEROUS_S = 60
 
 
-def deaf(number: int, message: dict[str, Any]) -> str | None:
+def deaf(number: int, message) -> str | None:
     return "hang" if message["type"] == "close" else None
 
 

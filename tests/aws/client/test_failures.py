@@ -2,7 +2,6 @@
 
 import json
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -28,7 +27,7 @@ class OnceAt:
     def __init__(self, trick: str, kind: str, times: int = 1) -> None:
         self.kind, self.trick, self.times = kind, trick, times
 
-    def __call__(self, number: int, message: dict[str, Any]) -> str | None:
+    def __call__(self, number: int, message) -> str | None:
         if message["type"] != self.kind or self.times == 0:
             return None
         self.times -= 1
@@ -84,7 +83,7 @@ def test_stepping_by_hand_and_recording_once():
     calls = []
 
     class Recorder:
-        def record_result(self, task: Any, achieved: bool | float | None, reward: float = 0.0) -> None:
+        def record_result(self, task, achieved: bool | float | None, reward: float = 0.0) -> None:
             calls.append((task, achieved, reward))
 
     with FakeEnvServer() as fake, MultiTurnEnvPool(fake.url, 2, Recorder()) as pool:
@@ -122,7 +121,7 @@ CONFIG = BuiltinModelConfig(
 
 
 @pytest.fixture(scope="module")
-def fake_trainer() -> Any:
+def fake_trainer():
     tokenizer = train_tokenizer(["aws s3 ls"], CONFIG.vocab_size, CONFIG.max_positions)
     model = build_model(CONFIG, len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id, seed=1)
     return SimpleNamespace(
@@ -136,11 +135,11 @@ def fake_trainer() -> Any:
     )
 
 
-def prompts(*tasks: dict[str, Any]) -> list[Any]:
+def prompts(*tasks):
     return [[{"role": "user", "content": json.dumps(task)}] for task in tasks for _ in range(G)]
 
 
-def test_rows_are_token_exact(fake_trainer: Any) -> None:
+def test_rows_are_token_exact(fake_trainer) -> None:
     torch.manual_seed(0)
     fake_trainer.model.train()
     with FakeEnvServer() as fake, MultiTurnEnvPool(fake.url, G, max_turns=2, turn_tokens=5) as pool:
@@ -160,7 +159,7 @@ def test_rows_are_token_exact(fake_trainer: Any) -> None:
             assert said == pytest.approx(true if sampled else 0.0, abs=1e-4)
 
 
-def test_a_failed_rollout_has_no_reward_and_no_loss(fake_trainer: Any) -> None:
+def test_a_failed_rollout_has_no_reward_and_no_loss(fake_trainer) -> None:
     trick = {"reset": "error"}
     with (
         FakeEnvServer(lambda number, message: trick.get(message["type"])) as fake,

@@ -1,13 +1,10 @@
 """The asynchronous pool and what both pools share: all-or-nothing connect, typed failures, group results."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import os
 import threading
 import time
-from typing import Any
 
 import pytest
 
@@ -37,9 +34,9 @@ class Recorder:
     """Notes what a pool tells a curriculum."""
 
     def __init__(self) -> None:
-        self.calls: list[tuple[Any, Any, float]] = []
+        self.calls = []
 
-    def record_result(self, task: Any, achieved: bool | float | None, reward: float = 0.0) -> None:
+    def record_result(self, task, achieved: bool | float | None, reward: float = 0.0) -> None:
         self.calls.append((task, achieved, reward))
 
 
@@ -52,7 +49,7 @@ async def play(env: AwsEnv) -> float:
     return sum(rewards)
 
 
-def at(connection: int, kind: str, trick: str) -> Any:
+def at(connection: int, kind: str, trick: str):
     return lambda number, message: trick if (number, message["type"]) == (connection, kind) else None
 
 
@@ -103,7 +100,7 @@ async def test_both_pools_agree_on_a_scripted_policy() -> None:
             assert [(o.reward, [turn.output for turn in o.turns]) for o in outcomes] == theirs
 
 
-def multi_turn(url: str, say: Any, mode: str, **options: Any) -> Any:
+def multi_turn(url: str, say, mode: str, **options):
     with MultiTurnEnvPool(url, N, turn_tokens=200, **options) as pool:
         return pool.run_group({}, ScriptedPolicy(say), mode=mode)
 
@@ -133,7 +130,7 @@ async def test_connecting_is_all_or_nothing(trick: str) -> None:
             await pool.connect()
 
 
-async def wait_for(condition: Any) -> None:
+async def wait_for(condition) -> None:
     deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline, "the fake server still has open sessions"

@@ -5,8 +5,6 @@ import os
 import random
 import signal
 import threading
-from collections.abc import Iterator
-from typing import Any
 
 import psutil
 import pytest
@@ -17,13 +15,13 @@ from realhf.aws.tasks.loader import TrainingTasks, instantiate
 from realhf.aws.tasks.task import Task
 from realhf.env.curriculum import Curriculum, make_curriculum
 from realhf.env.openenv_client import CapacityError, ConnectError
-from tests.rollout.scripted import END, LossyChat, ScriptedPolicy
+from tests.rollout.word_chat import END, LossyChat, ScriptedPolicy
 
 pytestmark = pytest.mark.sim
 SESSIONS = 3
 TASKS = [instantiate(task_id, seed) for task_id, seed in ((101, 1), (205, 2), (206, 3), (1, 4), (201, 5))]
 SOLUTIONS = {task.description: task.solution for task in TASKS}
-RESETS: list[dict[str, Any]] = [{"task": task.to_json()} for task in TASKS]
+RESETS = [{"task": task.to_json()} for task in TASKS]
 SEEDS = [task.seed for task in TASKS]
 
 
@@ -32,13 +30,13 @@ def oracle(task: str, turn: int) -> str:
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[EnvServerProcess]:
+def server():
     with EnvServerProcess(SESSIONS) as process:
         yield process
 
 
 @pytest.fixture(scope="module")
-def pool(server: EnvServerProcess) -> Iterator[MultiTurnEnvPool]:
+def pool(server: EnvServerProcess):
     with MultiTurnEnvPool(server.url, SESSIONS, turn_tokens=200) as connected:
         yield connected
 
@@ -58,7 +56,7 @@ def test_the_oracle_solves_every_episode_and_keeps_every_token(pool: MultiTurnEn
             check_tokens(outcome, seen, len(task.solution))
 
 
-def check_tokens(outcome: Any, seen: set[tuple[int, ...]], n_turns: int) -> None:
+def check_tokens(outcome, seen: set[tuple[int, ...]], n_turns: int) -> None:
     chat = LossyChat()
     assert outcome.prompt_ids == chat.first(outcome.task_text)
     expected: list[int] = []
@@ -98,7 +96,7 @@ def test_a_command_the_wire_refuses_is_a_failed_turn(pool: MultiTurnEnvPool) -> 
     assert outcome.status == "max_turns" and outcome.valid and "at most 8192" in outcome.turns[0].output
 
 
-def borrowed(pool: MultiTurnEnvPool, **options: Any) -> MultiTurnEnvPool:
+def borrowed(pool: MultiTurnEnvPool, **options) -> MultiTurnEnvPool:
     """Another pool on the same server, of one session that the shared pool gives up until its next run."""
     assert pool._thread is not None
     pool._thread.call(pool._group.clients[-1].close(), 5)
@@ -193,7 +191,7 @@ def play(server: EnvServerProcess, curriculum: Curriculum, oracle: bool) -> list
 
 
 @pytest.fixture
-def own_server() -> Iterator[EnvServerProcess]:
+def own_server():
     with EnvServerProcess(SESSIONS) as process:
         yield process
 

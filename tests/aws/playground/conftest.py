@@ -1,10 +1,5 @@
 """One real server with a playground for all of its tests; it is played by one visitor at a time."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
-from typing import Any
-
 import httpx
 import pytest
 
@@ -12,12 +7,12 @@ from realhf.aws.server.program import EnvServerProcess
 
 
 @pytest.fixture(scope="session")
-def web_server() -> Iterator[EnvServerProcess]:
+def web_server():
     with EnvServerProcess(2, "--web", "dedicated", "--web-ministack-port", "0", "--web-solutions", "true") as server:
         yield server
 
 
-def enter(url: str, **settings: Any) -> httpx.Client:
+def enter(url: str, **settings) -> httpx.Client:
     """A browser that opened the page: cookie, origin, CSRF token."""
     client = httpx.Client(base_url=url, headers={"Origin": url}, timeout=300, **settings)
     client.headers["X-CSRF-Token"] = client.get("/web/session").json()["csrf"]
@@ -25,7 +20,7 @@ def enter(url: str, **settings: Any) -> httpx.Client:
 
 
 @pytest.fixture
-def visit(web_server: EnvServerProcess) -> Iterator[Callable[[], httpx.Client]]:
+def visit(web_server: EnvServerProcess):
     """Makes visitors; they leave after the test."""
     visitors: list[httpx.Client] = []
 

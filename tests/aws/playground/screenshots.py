@@ -1,7 +1,5 @@
 """The playground's pictures in ``docs/images``, taken of the real page: ``make screenshots`` (needs Chromium)."""
 
-from __future__ import annotations
-
 import time
 from contextlib import closing
 from pathlib import Path

@@ -1,10 +1,8 @@
 """Who may come in: cookies, origins, CSRF tokens, logins. No simulator is started here."""
 
-from __future__ import annotations
-
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib import resources
 
 import pytest
@@ -21,7 +19,7 @@ Browse = Callable[..., TestClient]
 
 
 @pytest.fixture
-def browse() -> Iterator[Browse]:
+def browse():
     """Makes browsers of one playground; ``settings`` are those of the server."""
     mounted: list[Playground] = []
     apps: dict[str, FastAPI] = {}

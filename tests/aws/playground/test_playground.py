@@ -1,7 +1,5 @@
 """The playground's routes on a real server with a real simulator of its own."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

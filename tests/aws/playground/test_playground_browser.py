@@ -1,15 +1,10 @@
 """The page in a real browser: played with keys, replayed, and safe from what it shows."""
 
-from __future__ import annotations
-
 import json
 import time
-from collections.abc import Callable, Iterator
 from contextlib import closing
-from pathlib import Path
 from urllib.parse import quote
 
-import httpx
 import pytest
 
 from realhf.aws.server.program import EnvServerProcess
@@ -22,13 +17,13 @@ MARKUP = "<img src=x onerror=\"document.title='owned'\"><script>document.title='
 
 
 @pytest.fixture(scope="module")
-def chromium() -> Iterator[Chromium]:
+def chromium():
     with closing(Chromium()) as browser:
         yield browser
 
 
 @pytest.fixture
-def page(chromium: Chromium, web_server: EnvServerProcess) -> Iterator[Chromium]:
+def page(chromium: Chromium, web_server: EnvServerProcess):
     """The page as it opens, no episode running; afterwards its console must be silent."""
     chromium.look(1280, 800)
     chromium.open(web_server.url + "/web")
@@ -117,7 +112,7 @@ def test_a_warmup_task_played_to_its_end_with_the_keyboard(page: Chromium) -> No
     assert focused(page) == "command" and text(page, "#score") == "0.00"
 
 
-def test_hints_cards_and_a_reload(page: Chromium, visit: Callable[[], httpx.Client]) -> None:
+def test_hints_cards_and_a_reload(page: Chromium, visit) -> None:
     begin(page, 201, 3)
     assert "0.85" in text(page, "#hint") and "1/3" in text(page, "#hint")
     page.press("Escape")
@@ -172,7 +167,7 @@ def test_a_replay_is_walked_with_keys(page: Chromium) -> None:
     assert page.js("document.body.dataset.mode") == "live" and focused(page) == "command"
 
 
-def test_what_it_shows_is_text(page: Chromium, tmp_path: Path) -> None:
+def test_what_it_shows_is_text(page: Chromium, tmp_path) -> None:
     begin(page, 101, 3)
     run(page, f"aws s3api create-bucket --bucket {json.dumps(MARKUP)}")
     assert "<img src=x" in text(page, ".entry .typed")
@@ -200,14 +195,14 @@ def test_what_it_shows_is_text(page: Chromium, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"format": "x"}', '{"format": "realhf-episode-1", "steps": {}}'])
-def test_a_file_that_is_no_log_is_refused_with_its_name(page: Chromium, tmp_path: Path, content: str) -> None:
+def test_a_file_that_is_no_log_is_refused_with_its_name(page: Chromium, tmp_path, content: str) -> None:
     (tmp_path / "wrong.json").write_text(content)
     open_log(page, tmp_path / "wrong.json")
     page.wait("document.getElementById('notice').textContent.includes('wrong.json')")
     assert page.js("document.body.dataset.mode") == "idle"
 
 
-def open_log(page: Chromium, path: Path) -> None:
+def open_log(page: Chromium, path) -> None:
     root = page.call("DOM.getDocument")["root"]["nodeId"]
     field = page.call("DOM.querySelector", nodeId=root, selector="#log-file")["nodeId"]
     page.call("DOM.setFileInputFiles", nodeId=field, files=[str(path)])

@@ -1,7 +1,5 @@
 """The bench with real processes: what it plays is there for all who ask, whatever happens to its simulator."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

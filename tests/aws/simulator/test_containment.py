@@ -1,7 +1,5 @@
 """What holds the processes of a pool: bubblewrap, the system call filter, the self-test, the Lambda sandbox."""
 
-from __future__ import annotations
-
 import base64
 import io
 import json
@@ -11,7 +9,6 @@ import subprocess
 import sys
 import threading
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -163,7 +160,7 @@ def test_an_effect_stops_the_start(
 
 
 @pytest.fixture(scope="module")
-def lambda_slot() -> Iterator[Slot]:
+def lambda_slot():
     pool = MiniStackPool(1, sandbox="plain", lambda_mode="sandbox")
     pool.start()
     yield pool.acquire()

@@ -5,7 +5,6 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -16,12 +15,12 @@ BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
 
 
 @pytest.fixture
-def soak(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def soak(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     return importlib.import_module("env_soak")
 
 
-def _verdict(soak: ModuleType, name: str, step: float) -> bool:
+def _verdict(soak, name: str, step: float) -> bool:
     samples = []
     for number in range(50):
         figures = {"pss_mb": 600.0 + 9 * (number % 5), "files": 270 + number % 6, "processes": 22 + number % 2}
@@ -31,7 +30,7 @@ def _verdict(soak: ModuleType, name: str, step: float) -> bool:
 
 
 @pytest.mark.parametrize(("name", "leak"), [("pss_mb", 1.0), ("files", 0.5), ("processes", 0.1)])
-def test_the_verdict_tells_growth_from_noise(soak: ModuleType, name: str, leak: float) -> None:
+def test_the_verdict_tells_growth_from_noise(soak, name: str, leak: float) -> None:
     assert _verdict(soak, name, 0.0)
     assert not _verdict(soak, name, leak)
 
@@ -56,7 +55,6 @@ def test_a_short_soak_with_kills(tmp_path: Path) -> None:
     assert (tmp_path / "soak.png").stat().st_size > 1000
 
 
-BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
 POOL, CONNECTIONS = 8, 1000
 
 

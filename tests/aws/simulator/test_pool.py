@@ -1,7 +1,5 @@
 """The pool with real processes: leases, isolation, replacement of what died, and nothing left behind."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -10,7 +8,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -28,7 +25,7 @@ pytestmark = pytest.mark.sim
 
 
 @pytest.fixture(scope="module")
-def small_pool() -> Iterator[MiniStackPool]:
+def small_pool():
     pool = MiniStackPool(2, limits=OutputLimits(timeout_s=5.0))
     pool.start()
     yield pool
@@ -36,7 +33,7 @@ def small_pool() -> Iterator[MiniStackPool]:
 
 
 @pytest.fixture(autouse=True)
-def nothing_stays_leased(request: pytest.FixtureRequest) -> Iterator[None]:
+def nothing_stays_leased(request: pytest.FixtureRequest):
     """A test that fails leaves the pool whole to those after it."""
     yield
     if "small_pool" in request.fixturenames:

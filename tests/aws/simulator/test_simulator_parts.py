@@ -5,7 +5,6 @@ import sys
 import threading
 import time
 from types import ModuleType
-from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -214,7 +213,7 @@ def test_the_first_text_after_a_reset_is_taken_in_also_when_it_is_the_only_one()
 
 
 def test_switches_come_back_and_running_things_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake: Any = ModuleType("ministack.fake_service")
+    fake = ModuleType("ministack.fake_service")
     fake.ENGINE, fake._counter, fake._scale, fake._flag, fake._words = "auto", 0, 1.0, False, ("a", "b")
     fake._key, fake._thread, fake._store = None, None, {}
     fake._poller_started, fake._generation = False, 1
