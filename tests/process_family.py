@@ -6,7 +6,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import psutil
@@ -29,6 +29,14 @@ def gone(processes: Iterable[psutil.Process | int], within_s: float) -> bool:
             return False
         time.sleep(0.02)
     return True
+
+
+def until(holds: Callable[[], object], within_s: float = 60.0) -> bool:
+    """Whether something becomes so within this time."""
+    end = time.monotonic() + within_s
+    while not (found := bool(holds())) and time.monotonic() < end:
+        time.sleep(0.01)
+    return found
 
 
 def family(pid: int) -> dict[psutil.Process, list[str]]:

@@ -235,11 +235,6 @@ class CliExecutor:
         finally:
             self.counters.seconds += time.perf_counter() - started
 
-    def restart(self) -> None:
-        """Replace the worker by a fresh one."""
-        self.stop()
-        self.start()
-
     def stop(self) -> None:
         """Kill the worker. Idempotent."""
         worker, self._worker = self._worker, None

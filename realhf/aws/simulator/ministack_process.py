@@ -255,13 +255,11 @@ class MiniStackProcess:
                 self._fresh_bytes = self._fresh_bytes or self.used()[0]  # it may have grown when it is asked again
                 return
             except OSError as error:
-                reason = error
-            if not self.alive():
-                raise RuntimeError(not_up(f"MiniStack on port {self.port}", "its process ended", self.log_tail()))
-            if time.monotonic() > deadline:
-                raise RuntimeError(
-                    not_up(f"MiniStack on port {self.port}", f"{reason}, for {timeout_s:g} s", self.log_tail())
-                )
+                reason = str(error)
+            alive = self.alive()
+            if not alive or time.monotonic() > deadline:
+                reason = f"{reason}, for {timeout_s:g} s" if alive else "its process ended"
+                raise RuntimeError(not_up(f"MiniStack on port {self.port}", reason, self.log_tail()))
             time.sleep(0.01)
 
     def healthy(self, timeout_s: float = ANSWER_S) -> bool:
@@ -404,15 +402,10 @@ class MiniStackProcess:
             except TimeoutError as error:
                 logger.error("a process is left: %s", error)
                 self._unended.append(process)
-        if self._owner is not None:
-            self._owner.close()
-            self._owner = None
-        if self._listener is not None:
-            self._listener.close()
-            self._listener = None
-        if self._log is not None:
-            self._log.close()
-            self._log = None
+        for held in (self._owner, self._listener, self._log):
+            if held is not None:
+                held.close()
+        self._owner = self._listener = self._log = None
 
     def _request(
         self, method: str, path: str, timeout_s: float, headers: dict[str, str] | None = None, data: bytes | None = None

@@ -1,4 +1,4 @@
-"""Defines MiniStackPool: it checks its containment, leases slots, watches their health and replaces the dead ones.
+r"""Defines MiniStackPool: it checks its containment, leases slots, watches their health and replaces the dead ones.
 
 starting -> free -> leased -> scrubbing -> free
                   \________\___________\-> unhealthy -> respawning -> free

@@ -122,7 +122,8 @@ class Slot:
         try:
             self.executor.start()
             if not self.executor.responsive(USABLE_S):
-                self.executor.restart()
+                self.executor.stop()
+                self.executor.start()
         except (OSError, RuntimeError):
             return False
         return True

@@ -1,7 +1,6 @@
 """The page in a real browser: played with keys, replayed, and safe from what it shows."""
 
 import json
-import time
 from contextlib import closing
 from urllib.parse import quote
 
@@ -10,6 +9,7 @@ import pytest
 from realhf.aws.server.program import EnvServerProcess
 from realhf.aws.tasks.loader import instantiate
 from tests.chromium import ABSENT, PROGRAM, Chromium
+from tests.process_family import until
 
 pytestmark = [pytest.mark.sim, pytest.mark.skipif(PROGRAM is None, reason=ABSENT)]
 IDLE = "!document.body.hasAttribute('aria-busy')"
@@ -126,10 +126,7 @@ def test_hints_cards_and_a_reload(page: Chromium, visit) -> None:
     other = visit()
     assert other.get("/web/state").json()["free_in_s"] > 60
     page.js("window.dispatchEvent(new PageTransitionEvent('pagehide'))")
-    deadline = time.monotonic() + 60
-    while other.get("/web/state").json()["free_in_s"] > 30:
-        assert time.monotonic() < deadline, "nobody heard that the page was closed"
-        time.sleep(0.05)
+    assert until(lambda: other.get("/web/state").json()["free_in_s"] <= 30), "nobody heard that the page was closed"
     bucket = instantiate(201, 3).params["name"]
     run(page, instantiate(201, 3).solution[0])
     assert text(page, ".card h3").split() == ["s3", "1"] and text(page, ".card li.new").split() == [bucket, "new"]

@@ -12,6 +12,7 @@ from realhf.aws.episode import world
 from realhf.aws.episode.episode import Episode, EpisodeError
 from realhf.aws.simulator.slot import Bench, Slot
 from realhf.aws.tasks.loader import instantiate
+from tests.process_family import until
 
 pytestmark = pytest.mark.sim
 _UNUSED_SEED = 77_001
@@ -26,8 +27,7 @@ def bench(slot: Slot) -> Bench:
 
 def _kill(slot: Slot) -> None:
     os.kill(slot.ministack.pid, signal.SIGKILL)
-    while slot.ministack.alive():
-        time.sleep(0.01)
+    assert until(lambda: not slot.ministack.alive())
 
 
 def test_a_play_whose_simulator_dies_in_the_middle_is_played_again(bench: Bench) -> None:

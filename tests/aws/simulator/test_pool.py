@@ -19,7 +19,7 @@ from realhf.aws.cli.state_client import StateCallError
 from realhf.aws.simulator import pool as pool_module
 from realhf.aws.simulator.ministack_process import SIMULATOR_CPU_S, SIMULATOR_MEMORY_MB, MiniStackProcess
 from realhf.aws.simulator.pool import MiniStackPool, Slot
-from tests.process_family import freeze, lives
+from tests.process_family import freeze, gone, lives, until
 
 pytestmark = pytest.mark.sim
 
@@ -53,15 +53,10 @@ def _zygotes() -> set[int]:
     return {child.pid for child in psutil.Process().children() if lives(child)}
 
 
-def _left(before: set[int], pool: MiniStackPool, patience_s: float = 5.0) -> set[int]:
-    """Children that were not there before and stay. Those of ``pool`` do not count: a test that killed some lets it
-    start them again in the background."""
-    deadline = time.monotonic() + patience_s
-    while left := _zygotes() - before - {zygote.pid for zygote in pool._zygotes}:
-        if time.monotonic() > deadline:
-            return left
-        time.sleep(0.05)
-    return left
+def _nothing_left(before: set[int], pool: MiniStackPool) -> bool:
+    """Whether all children end that were not there before. Those of ``pool`` do not count: a test that killed some lets
+    it start them again in the background."""
+    return until(lambda: not _zygotes() - before - {zygote.pid for zygote in pool._zygotes}, 5.0)
 
 
 def _bucket_names(slot: Slot) -> list[str]:
@@ -70,9 +65,7 @@ def _bucket_names(slot: Slot) -> list[str]:
 
 def _kill(slot: Slot) -> None:
     os.kill(slot.ministack.pid, signal.SIGKILL)
-    deadline = time.monotonic() + 60
-    while slot.ministack.alive() and time.monotonic() < deadline:
-        time.sleep(0.005)
+    assert until(lambda: not slot.ministack.alive())
 
 
 @pytest.mark.nightly
@@ -205,10 +198,7 @@ def test_dead_zygotes_are_started_again(small_pool: MiniStackPool) -> None:
     pids += [pid for slot in small_pool.slots for pid in (slot.ministack.pid, slot.worker_pid)]
     for zygote in small_pool._zygotes:
         os.kill(zygote.pid, signal.SIGKILL)
-    deadline = time.monotonic() + 60
-    while any(lives(pid) for pid in pids) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not [pid for pid in pids if lives(pid)]
+    assert gone(pids, 60)
     slot = small_pool.acquire()
     slot.reset()
     assert slot.executor.run("aws s3 ls").success
@@ -221,7 +211,7 @@ def test_a_taken_port_is_named_and_nothing_is_left(small_pool: MiniStackPool) ->
         port = taken.getsockname()[1]
         with pytest.raises(OSError, match=f"port {port} for MiniStack is taken"):
             MiniStackPool(1, base_port=port).start()
-    assert not _left(before, small_pool)
+    assert _nothing_left(before, small_pool)
 
 
 @pytest.mark.nightly
@@ -313,7 +303,7 @@ def test_a_simulator_that_does_not_come_up_shows_its_log(
     before = _zygotes()
     with pytest.raises(RuntimeError, match="broken installation"):
         MiniStackPool(1, sandbox="plain").start()  # bubblewrap would not even show it the broken package
-    assert not _left(before, small_pool)
+    assert _nothing_left(before, small_pool)
 
 
 @pytest.mark.parametrize("size", [0, -1])
@@ -348,20 +338,10 @@ def test_nothing_survives(how: str) -> None:
             assert owner.stdout.readline() == "stopped\n"
         else:
             owner.send_signal(signal.SIGTERM if how == "exit" else signal.SIGKILL)
-        deadline = time.monotonic() + 60
-        while time.monotonic() < deadline and (any(lives(pid) for pid in pids) or Path(folder).exists()):
-            time.sleep(0.05)
-        assert not [pid for pid in pids if lives(pid)] and not Path(folder).exists()
+        assert gone(pids, 60) and until(lambda: not Path(folder).exists())
     finally:
         owner.kill()
         owner.wait()
-
-
-def _wait_for_free(pool: MiniStackPool, count: int) -> None:
-    deadline = time.monotonic() + 60
-    while pool.free_count < count and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert pool.free_count == count
 
 
 @pytest.mark.nightly
@@ -369,12 +349,10 @@ def _wait_for_free(pool: MiniStackPool, count: int) -> None:
 def test_the_health_loop_replaces_free_simulators(small_pool: MiniStackPool, how: signal.Signals) -> None:
     victim = small_pool.slots[0].ministack.pid
     os.kill(victim, how)
-    assert small_pool._health is not None
-    deadline = time.monotonic() + 60
-    while small_pool.slots[0].ministack.pid in (victim, -1) and time.monotonic() < deadline:
-        small_pool._health.sweep()
-        time.sleep(0.02)
-    _wait_for_free(small_pool, 2)
+    health = small_pool._health
+    assert health is not None
+    assert until(lambda: health.sweep() or small_pool.slots[0].ministack.pid not in (victim, -1))
+    assert until(lambda: small_pool.free_count == 2)
     assert small_pool.slots[0].ministack.pid != victim and small_pool.metrics()["respawns"] > 0
 
 
@@ -385,7 +363,7 @@ def test_a_stopped_child_is_never_handed_out(small_pool: MiniStackPool, victim: 
     slot = small_pool.acquire()
     assert slot.executor.run("aws s3 ls").success
     small_pool.release(slot)
-    _wait_for_free(small_pool, 2)
+    assert until(lambda: small_pool.free_count == 2)
 
 
 def test_a_dirty_slot_is_never_handed_out(small_pool: MiniStackPool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -394,7 +372,7 @@ def test_a_dirty_slot_is_never_handed_out(small_pool: MiniStackPool, monkeypatch
     monkeypatch.setattr(slot.ministack, "leftovers", lambda: "a-bucket")
     small_pool.release(slot)
     monkeypatch.undo()
-    _wait_for_free(small_pool, 2)
+    assert until(lambda: small_pool.free_count == 2)
     assert dirty not in [slot.ministack.pid for slot in small_pool.slots] and not psutil.pid_exists(dirty)
 
 

@@ -5,6 +5,7 @@ import sys
 import threading
 import time
 from types import ModuleType
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -18,6 +19,7 @@ from realhf.aws.simulator.pool import RETURN_WAIT_S, HealthLoop, LeaseBook, Slot
 from realhf.aws.simulator.slot import USABLE_S
 from realhf.env.openenv_client import OpenEnvClient
 from realhf.env.server import capacity
+from tests.process_family import until
 
 
 def a_free_book(size: int) -> LeaseBook:
@@ -136,9 +138,7 @@ def test_a_slot_that_cannot_be_respawned_is_tried_again_later() -> None:
     loop.sweep()
     assert slots[0].attempts == 1 and book.in_state(SlotState.UNHEALTHY) == [0], "the second has to wait"
     loop.start()
-    deadline = time.monotonic() + 60
-    while not book.in_state(SlotState.FREE) and time.monotonic() < deadline:
-        time.sleep(0.02)
+    assert until(lambda: book.in_state(SlotState.FREE))
     loop.stop()
     assert slots[0].attempts == 3 and (loop.respawns, loop.failures) == (1, 2)
 
@@ -161,9 +161,7 @@ def test_an_end_waits_for_one_answer_and_not_for_those_of_all_slots() -> None:
     book = a_free_book(40)
     loop = HealthLoop(book, slots, interval_s=0.0)  # pyright: ignore[reportArgumentType]
     loop.start()
-    deadline = time.monotonic() + 60
-    while not slots[0].asked and time.monotonic() < deadline:
-        time.sleep(0.01)
+    assert until(lambda: slots[0].asked)
     loop.stop()
     assert not loop._thread.is_alive()
     assert slots[-1].asked == 0
@@ -213,7 +211,7 @@ def test_the_first_text_after_a_reset_is_taken_in_also_when_it_is_the_only_one()
 
 
 def test_switches_come_back_and_running_things_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = ModuleType("ministack.fake_service")
+    fake: Any = ModuleType("ministack.fake_service")
     fake.ENGINE, fake._counter, fake._scale, fake._flag, fake._words = "auto", 0, 1.0, False, ("a", "b")
     fake._key, fake._thread, fake._store = None, None, {}
     fake._poller_started, fake._generation = False, 1
