@@ -10,7 +10,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any, NamedTuple
 
 from realhf.api.environment import SOLUTION, TRAIN, Demonstration, DemonstrationRequest, EnvironmentSpec
@@ -29,7 +28,7 @@ from realhf.env.check.mutators import (
     words_of,
 )
 from realhf.env.check.report import FAULT, OK, READ, Finding, counted, quoted
-from realhf.env.check.scripts import call_text, functions, policy_turn, sample
+from realhf.env.check.scripts import call_text, functions, policy_turn, properties_of, sample
 
 OTHER_TOOL, UNDONE = "another tool", "undone"
 _OPPOSITES = {
@@ -57,6 +56,12 @@ class Action(NamedTuple):
             [*([self.content] if self.content or not self.calls else []), *(call_text(*call) for call in self.calls)]
         )
 
+    def renamed(self, word: str, other: str) -> Action:
+        """Return the turn with another word in the place of one, also in the texts of arguments."""
+        put = lambda value: value.replace(word, other) if isinstance(value, str) else value
+        calls = tuple((name, {key: put(value) for key, value in given.items()}) for name, given in self.calls)
+        return Action(self.content.replace(word, other), calls)
+
 
 def read_action(text: str, tools: Sequence[Mapping[str, Any]]) -> Action:
     """Read a turn; one with a call that cannot be read is a text."""
@@ -66,115 +71,87 @@ def read_action(text: str, tools: Sequence[Mapping[str, Any]]) -> Action:
     return Action(message.content.strip(), tuple((call.name, dict(call.arguments)) for call in message.tool_calls))
 
 
-def mutants_of(
-    actions: Sequence[Action], tools: Sequence[Mapping[str, Any]], words: Sequence[str], rng: random.Random
-) -> Iterator[Change[tuple[Action, ...]]]:
-    """Yield the actions with something changed. ``words`` stand in the episode and may be names, the likeliest first;
+class Mutants:
+    """Changes ``actions``, which call ``tools``. ``words`` stand in the episode and may be names, the likeliest first;
     ``rng`` draws the arguments of calls that the demonstration does not make."""
-    properties = {name: _properties(parameters) for name, parameters in functions(tools)}
 
-    def variants(action: Action) -> Iterator[Change[Action]]:
+    def __init__(
+        self, actions: Sequence[Action], tools: Sequence[Mapping[str, Any]], words: Sequence[str], rng: random.Random
+    ) -> None:
+        self._actions, self._words, self._rng = tuple(actions), words, rng
+        self._properties = {name: properties_of(parameters) for name, parameters in functions(tools)}
+
+    def __iter__(self) -> Iterator[Change[tuple[Action, ...]]]:
+        """Yield the actions with something changed."""
+        beside = [
+            Change(FIRST, f"{name} beside the task", Action("", ((name, self._filled(known)),)))
+            for name, known in self._properties.items()
+            for _ in range(_BESIDE_PER_TOOL)
+        ]
+        yield from reordered(self._actions)
+        yield from with_variants(self._actions, self._variants)
+        yield from with_others(self._actions, beside)
+        yield from self._undone()
+        yield from self._to_neighbours()
+
+    def _variants(self, action: Action) -> Iterator[Change[Action]]:
         for at, (name, given) in enumerate(action.calls):
-            for kind, what, changed in _changed_calls(name, given, properties, words):
+            for kind, what, changed in self._changed_calls(name, given):
                 yield Change(kind, what, action._replace(calls=(*action.calls[:at], changed, *action.calls[at + 1 :])))
         if action.content:
-            for kind, what, text in changed_text(action.content, words):
+            for kind, what, text in changed_text(action.content, self._words):
                 yield Change(kind, what, action._replace(content=text))
 
-    beside = [
-        Change(FIRST, f"{name} beside the task", Action("", ((name, _filled(known, words, rng)),)))
-        for name, known in properties.items()
-        for _ in range(_BESIDE_PER_TOOL)
-    ]
-    yield from chain(
-        reordered(actions),
-        with_variants(actions, variants),
-        with_others(actions, beside),
-        _undone(actions, properties, words),
-        _to_neighbours(actions, words),
-    )
+    def _changed_calls(self, name: str, given: dict[str, Any]) -> Iterator[Change[tuple[str, dict[str, Any]]]]:
+        for kind, what, arguments in changed_arguments(given, self._properties.get(name, {}), self._words):
+            yield Change(kind, what, (name, arguments))
+        for other, known in self._properties.items():
+            if other != name and {*given} <= {*known}:
+                yield Change(OTHER_TOOL, f"{other} and not {name}", (other, given))
 
-
-def _changed_calls(
-    name: str, given: dict[str, Any], properties: Mapping[str, Mapping[str, Any]], words: Sequence[str]
-) -> Iterator[Change[tuple[str, dict[str, Any]]]]:
-    for kind, what, arguments in changed_arguments(given, properties.get(name, {}), words):
-        yield Change(kind, what, (name, arguments))
-    for other, known in properties.items():
-        if other != name and {*given} <= {*known}:
-            yield Change(OTHER_TOOL, f"{other} and not {name}", (other, given))
-
-
-def _undone(
-    actions: Sequence[Action], properties: Mapping[str, Mapping[str, Any]], words: Sequence[str]
-) -> Iterator[Change[tuple[Action, ...]]]:
-    """Yield the actions with each call undone right behind it, and before the last action."""
-    all_of = tuple(actions)
-    for at, action in enumerate(all_of):
-        for name, given in action.calls:
-            for inverse in _inverses(name, given, properties, words):
-                what = f"action {at + 1} undone by {inverse[0]}"
-                undone = Action("", (inverse,))
+    def _undone(self) -> Iterator[Change[tuple[Action, ...]]]:
+        """Yield the actions with each call undone right behind it, and before the last action."""
+        all_of = self._actions
+        for at, action in enumerate(all_of):
+            for inverse in (inverse for call in action.calls for inverse in self._inverses(*call)):
+                what, undone = f"action {at + 1} undone by {inverse[0]}", Action("", (inverse,))
                 yield Change(UNDONE, what, (*all_of[: at + 1], undone, *all_of[at + 1 :]))
                 if at + 1 < len(all_of):
                     yield Change(UNDONE, f"{what}, before the last", (*all_of[:-1], undone, all_of[-1]))
 
+    def _inverses(self, name: str, given: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield calls that may undo one: the same with two arguments exchanged, and tools of the opposite name."""
+        texts = [key for key, value in given.items() if isinstance(value, str)]
+        if len(texts) == 2:
+            yield name, {**given, texts[0]: given[texts[1]], texts[1]: given[texts[0]]}
+        verb, _, rest = name.partition("_")
+        for other, known in self._properties.items():
+            first, _, others_rest = other.partition("_")
+            if _OPPOSITES.get(verb) == first and rest == others_rest:
+                yield other, {key: given.get(key, next(iter(self._words), "")) for key in known}
+            elif _OPPOSITES.get(verb) == first and (shared := {key: given[key] for key in known if key in given}):
+                yield other, shared
 
-def _inverses(
-    name: str, given: dict[str, Any], properties: Mapping[str, Mapping[str, Any]], words: Sequence[str]
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield calls that may undo one: the same with two arguments exchanged, and tools of the opposite name."""
-    texts = [key for key, value in given.items() if isinstance(value, str)]
-    if len(texts) == 2:
-        yield name, {**given, texts[0]: given[texts[1]], texts[1]: given[texts[0]]}
-    verb, _, rest = name.partition("_")
-    for other, known in properties.items():
-        first, _, others_rest = other.partition("_")
-        if _OPPOSITES.get(verb) == first and rest == others_rest:
-            yield other, {key: given.get(key, next(iter(words), "")) for key in known}
-        elif _OPPOSITES.get(verb) == first and (shared := {key: given[key] for key in known if key in given}):
-            yield other, shared
+    def _to_neighbours(self) -> Iterator[Change[tuple[Action, ...]]]:
+        """Yield everything done to a namesake: a word that stands in several places or in one is another everywhere."""
+        for word in words_of(action.text() for action in self._actions):
+            if word not in self._words or len(word) < 2:
+                continue
+            for other in neighbours(word, self._words):
+                changed = tuple(action.renamed(word, other) for action in self._actions)
+                if changed != self._actions:
+                    yield Change(NEIGHBOUR, f"{other} for {word} everywhere", changed)
+                    what = f"everything to {other} for {word} first"
+                    yield Change(f"{NEIGHBOUR}, before", what, (*changed, *self._actions))
 
-
-def _to_neighbours(actions: Sequence[Action], words: Sequence[str]) -> Iterator[Change[tuple[Action, ...]]]:
-    """Yield everything done to a namesake: a word that stands in several places or in one is another everywhere."""
-    all_of = tuple(actions)
-    for word in words_of(action.text() for action in actions):
-        if word not in words or len(word) < 2:
-            continue
-        for other in neighbours(word, words):
-            changed = tuple(_renamed(action, word, other) for action in all_of)
-            if changed != all_of:
-                yield Change(NEIGHBOUR, f"{other} for {word} everywhere", changed)
-                yield Change(f"{NEIGHBOUR}, before", f"everything to {other} for {word} first", (*changed, *all_of))
-
-
-def _renamed(action: Action, word: str, other: str) -> Action:
-    calls = tuple(
-        (name, {key: _replaced(value, word, other) for key, value in given.items()}) for name, given in action.calls
-    )
-    return Action(action.content.replace(word, other), calls)
-
-
-def _replaced(value: Any, word: str, other: str) -> Any:
-    return value.replace(word, other) if isinstance(value, str) else value
-
-
-def _filled(known: Mapping[str, Any], words: Sequence[str], rng: random.Random) -> dict[str, Any]:
-    """Arguments for a call, with words of the episode where a text is wanted."""
-    named = {}
-    for name, schema in known.items():
-        is_text = schema.get("type", "string") == "string" and not schema.get("enum") and words
-        likely = words[: rng.choice((_LIKELY, len(words)))]
-        named[name] = rng.choice(likely) if is_text else sample(schema, rng)
-    return named
-
-
-def _properties(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    found = parameters.get("properties")
-    return (
-        {name: each for name, each in found.items() if isinstance(each, Mapping)} if isinstance(found, Mapping) else {}
-    )
+    def _filled(self, known: Mapping[str, Any]) -> dict[str, Any]:
+        """Arguments for a call, with words of the episode where a text is wanted."""
+        named = {}
+        for name, schema in known.items():
+            is_text = schema.get("type", "string") == "string" and not schema.get("enum") and self._words
+            likely = self._words[: self._rng.choice((_LIKELY, len(self._words)))]
+            named[name] = self._rng.choice(likely) if is_text else sample(schema, self._rng)
+        return named
 
 
 MUTANTS = "mutants"
@@ -289,7 +266,7 @@ class Mutation:
         actions = [read_action(text, whole.tools) for text in script.turns]
         words = words_of([*_shown(whole.view), *_said(actions), *whole.texts[::-1]])
         sent, seen = {script.turns}, {(*whole.said,), tuple(action.text() for action in actions[: len(whole.said)])}
-        for change in drawn(_texts(mutants_of(actions, whole.tools, words, rng)), 2 * most, rng):
+        for change in drawn(_texts(Mutants(actions, whole.tools, words, rng)), 2 * most, rng):
             if change.value in sent:
                 continue
             sent.add(change.value)

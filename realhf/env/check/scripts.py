@@ -67,10 +67,16 @@ def sample(schema: Mapping[str, Any], rng: random.Random, depth: int = 0) -> Any
 
 
 def _sample_object(schema: Mapping[str, Any], rng: random.Random, depth: int) -> dict[str, Any]:
-    properties = schema.get("properties")
-    if not isinstance(properties, Mapping) or depth > 8:
-        return {}
-    return {name: sample(each, rng, depth + 1) for name, each in properties.items() if isinstance(each, Mapping)}
+    known = properties_of(schema) if depth <= 8 else {}
+    return {name: sample(each, rng, depth + 1) for name, each in known.items()}
+
+
+def properties_of(schema: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """Return the schemas of an object's properties, those that are well-formed."""
+    found = schema.get("properties")
+    return (
+        {name: each for name, each in found.items() if isinstance(each, Mapping)} if isinstance(found, Mapping) else {}
+    )
 
 
 def functions(tools: Sequence[Mapping[str, Any]]) -> list[tuple[str, Mapping[str, Any]]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Callable
@@ -12,6 +13,12 @@ from websockets.sync.client import ClientConnection, connect
 from realhf.aws.server.program import AwsServed
 from realhf.aws.server_config import AwsServerConfig
 from realhf.env.server.server import EnvServer, listen
+
+
+def ask(session: ClientConnection, message: Any) -> dict[str, Any]:
+    """Send a frame, or what is one as JSON, and return the answer."""
+    session.send(message if isinstance(message, str | bytes) else json.dumps(message))
+    return json.loads(session.recv(timeout=300))
 
 
 class FakePool:
@@ -73,17 +80,24 @@ class FakeBlockingPlayer:
 
 
 class Stage:
-    """A served application over fakes."""
+    """A served application over fakes. ``make`` returns the player of a session."""
 
-    def __init__(self, size: int = 1, scrub_s: float = 0.0, **settings: Any) -> None:
+    def __init__(
+        self,
+        size: int = 1,
+        scrub_s: float = 0.0,
+        make: Callable[[], FakeBlockingPlayer] = FakeBlockingPlayer,
+        **settings: Any,
+    ) -> None:
         self.pool = FakePool(size, scrub_s)
         self.players: list[FakeBlockingPlayer] = []
+        self._make = make
         config = AwsServerConfig(port=0, pool_size=size, **settings)
         self.server = EnvServer(AwsServed(config, self.pool, self._player), config, listen("127.0.0.1", 0))
         self.server.start()
 
     def _player(self, slot: int) -> FakeBlockingPlayer:
-        self.players.append(FakeBlockingPlayer())
+        self.players.append(self._make())
         return self.players[-1]
 
     def open(self) -> ClientConnection:

@@ -16,7 +16,7 @@ from realhf.aws.server.program import AwsServed, EnvServerProcess
 from realhf.aws.server_config import AwsServerConfig
 from realhf.env.server import mcp
 from realhf.env.server.access import authorized
-from tests.env.server.fake_stage import FakePool
+from tests.env.server.fake_stage import FakePool, ask
 
 TOKEN = "only-for-tests"
 
@@ -46,11 +46,6 @@ def slot_is_free(server: EnvServerProcess) -> None:
 def open_session(server: EnvServerProcess, token: str = TOKEN) -> ClientConnection:
     headers = {"Authorization": f"Bearer {token}"}
     return connect(server.url.replace("http", "ws") + "/ws", additional_headers=headers, proxy=None)
-
-
-def ask(session: ClientConnection, message: dict[str, Any]) -> dict[str, Any]:
-    session.send(json.dumps(message))
-    return json.loads(session.recv(timeout=300))
 
 
 def rpc(method: str, params: Any = None, request_id: int = 7) -> dict[str, Any]:

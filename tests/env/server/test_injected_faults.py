@@ -15,63 +15,34 @@ import pytest
 from realhf.api.environment import AssistantMessage
 from realhf.aws.client.aws_env import AwsEnv
 from realhf.aws.environment import AwsEnvironment
-from realhf.aws.server.program import AwsServed
 from realhf.aws.server_config import AwsServerConfig
 from realhf.env.openenv_client import ConnectionLost, EnvError, MessageTimeout
 from realhf.env.server.config import ConfigError, InjectedFaults, parse, parse_kinds
-from realhf.env.server.server import EnvServer, listen
 from realhf.rollout.player import SlotEnvironment
+from tests.env.server.fake_stage import FakeBlockingPlayer, Stage
 
 
-class FakeQuickPlayer:
-    """Counts the steps that are really executed."""
+class FakeQuickPlayer(FakeBlockingPlayer):
+    """Keeps the steps that are really executed."""
 
     def __init__(self, executed: list[str]) -> None:
+        super().__init__()
         self._executed = executed
-
-    def reset(self, data: dict[str, Any]) -> tuple[dict[str, Any], float | None, bool]:
-        return {}, 0.0, False
 
     def step(self, action: dict[str, Any]) -> tuple[dict[str, Any], float | None, bool]:
         command = action["command"]
         self._executed.append(command)
-        return (
-            {"command_output": command, "command_success": True, "task_achieved": False, "partial_progress": 0.0},
-            0.0,
-            False,
-        )
-
-    def state(self) -> dict[str, Any]:
-        return {}
-
-    def kill(self) -> None:
-        pass
-
-
-class FakeSlots:
-    free_count = 4
-
-    def acquire(self) -> int:
-        return 0
-
-    def release(self, slot: int) -> None:
-        pass
-
-    def metrics(self) -> dict[str, Any]:
-        return {}
+        seen = {"command_output": command, "command_success": True, "task_achieved": False, "partial_progress": 0.0}
+        return seen, 0.0, False
 
 
 @contextmanager
 def served(executed: list[str], **settings: Any) -> Iterator[str]:
-    config = AwsServerConfig(port=0, pool_size=4, **settings)
-    server = EnvServer(
-        AwsServed(config, FakeSlots(), lambda slot: FakeQuickPlayer(executed)), config, listen("127.0.0.1", 0)
-    )
-    server.start()
+    stage = Stage(4, make=lambda: FakeQuickPlayer(executed), **settings)
     try:
-        yield server.url
+        yield stage.server.url
     finally:
-        server.stop()
+        stage.server.stop()
 
 
 async def play(url: str, steps: int, message_timeout_s: float = 60.0) -> Counter[str]:
