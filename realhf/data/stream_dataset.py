@@ -93,7 +93,6 @@ class StreamDataset:
         *,
         credits: int,
         limits: SampleLimits,
-        bind: str = "",
         network: Network = LOOPBACK,
         rank: int = 0,
         segment_bytes: int = SEGMENT_BYTES,
@@ -109,7 +108,7 @@ class StreamDataset:
         self._failure: BaseException | None = None
         self.counts: collections.Counter[str] = collections.Counter()
         store.on_clear(self._forget)
-        self._receiver = StreamReceiver(run_id, self._deliver, credits=credits, bind=bind, network=network)
+        self._receiver = StreamReceiver(run_id, self._deliver, credits=credits, network=network)
         self.endpoint = self._receiver.endpoint
         self._thread = threading.Thread(target=self._run, name="stream-dataset", daemon=True)
         self._thread.start()

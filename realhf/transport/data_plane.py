@@ -25,7 +25,6 @@ from realhf.transport.bulk import LANES, NUMBER_BYTES, BulkConnection, BulkServe
 from realhf.transport.codec import MAX_FRAME_BYTES, decode_sample, encode_sample
 from realhf.transport.envelope import field, pack_header, pack_payload, unpack_header, unpack_payload
 from realhf.transport.errors import (
-    AddressTaken,
     DataError,
     DataMissing,
     FetchTimeout,
@@ -34,7 +33,7 @@ from realhf.transport.errors import (
     ProtocolError,
     TransportError,
 )
-from realhf.transport.network import LOOPBACK, Network, host_of, require_loopback
+from realhf.transport.network import LOOPBACK, Network, host_of
 from realhf.transport.shared_memory import MappingCache, SegmentPool, SegmentRef, TargetMemory
 from realhf.transport.sockets import HandshakeWatch, Listener, dealer
 from realhf.transport.tensor_store import TensorStore
@@ -128,8 +127,7 @@ SENDERS_AHEAD = 64
 class DataPlane:
     """Serves one store and fetches from others. ``fetch`` may be called from any thread.
 
-    ``shm=False`` neither offers nor asks for shared memory. Raises NetworkError for a ``bind`` other than loopback
-    where ``network`` has no keys.
+    ``shm=False`` neither offers nor asks for shared memory.
     """
 
     def __init__(
@@ -139,12 +137,10 @@ class DataPlane:
         store: TensorStore,
         *,
         shm: bool = True,
-        bind: str = "",
         network: Network = LOOPBACK,
     ) -> None:
         self._name, self._run_id, self._store = name, run_id, store
         self._network = network
-        self._bind = bind if network.protected or not bind else require_loopback(bind)
         self._host = host_token() if shm else ""
         self._pool = SegmentPool(SPARE_BYTES)
         self._mappings = MappingCache(SPARE_BYTES)
@@ -162,21 +158,18 @@ class DataPlane:
         self.endpoint = ""
 
     def start(self) -> None:
-        """Bind the socket and serve. Raises DataError when the address is taken."""
-        try:
-            self._listener = Listener(
-                f"the data plane of {self._name}",
-                self._context,
-                lambda socket: self._network.listen(socket, self._bind),
-                self._serve,
-                ahead=SENDERS_AHEAD,
-                mandatory=True,
-                linger_ms=0,
-                copy=False,
-                owned=False,
-            )
-        except AddressTaken as error:
-            raise DataError(f"{self._name} cannot serve tensors: {error}") from None
+        """Bind the socket and serve."""
+        self._listener = Listener(
+            f"the data plane of {self._name}",
+            self._context,
+            self._network.listen,
+            self._serve,
+            ahead=SENDERS_AHEAD,
+            mandatory=True,
+            linger_ms=0,
+            copy=False,
+            owned=False,
+        )
         self.endpoint = self._listener.endpoint
         if self._bulk is not None:
             self._bulk.start()

@@ -570,12 +570,9 @@ class Network:
         scheme, _, rest = url.partition("://")
         return f"{scheme}://:{self.keys.token}@{rest}"
 
-    def context(self, *, sockets: int = 0) -> zmq.Context[Any]:
-        """Make a context for sockets that listen; those that connect may share it. ``sockets``: so many may be open at
-        once (0: ZeroMQ's own limit, about a thousand)."""
+    def context(self) -> zmq.Context[Any]:
+        """Make a context for sockets that listen; those that connect may share it."""
         context: zmq.Context[Any] = zmq.Context(io_threads=1)
-        if sockets:
-            context.set(zmq.MAX_SOCKETS, sockets)  # counts until the first socket is made
         if self.keys is not None:
             known = self.keys.client_public
             Authenticator(context, lambda key: hmac.compare_digest(key, known))

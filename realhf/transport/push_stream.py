@@ -21,7 +21,7 @@ from typing import Any
 from realhf.api.sample import MAX_ID_BYTES
 from realhf.transport.codec import MAX_FRAME_BYTES, MAX_FRAMES, MAX_MESSAGE_BYTES
 from realhf.transport.envelope import field
-from realhf.transport.errors import AddressTaken, PeerLost, ProtocolError, TransportError
+from realhf.transport.errors import PeerLost, ProtocolError, TransportError
 from realhf.transport.network import LOOPBACK, Network
 from realhf.transport.service import Request, Requests, ServiceClient
 from realhf.transport.sockets import Frame, Listener
@@ -178,8 +178,7 @@ class StreamReceiver(Listener):
 
     ``deliver`` is called on the receiver's thread with all that has arrived; what it raises ends the receiver. A sample
     counts as open for its producer until ``ack``; a producer may have ``credits`` open ones. Samples without an ack
-    stay with their producers when it is closed. Raises NetworkError for a ``bind`` other than loopback where
-    ``network`` has no keys, StreamFailed when it is taken.
+    stay with their producers when it is closed.
     """
 
     def __init__(
@@ -188,26 +187,22 @@ class StreamReceiver(Listener):
         deliver: Callable[[list[StreamMessage]], None],
         *,
         credits: int,
-        bind: str = "",
         network: Network = LOOPBACK,
     ) -> None:
         if not 1 <= credits <= MAX_CREDITS:
             raise ValueError(f"credits must be 1 to {MAX_CREDITS}, got {credits}")
         self._deliver, self._credits = deliver, credits
         self._batch: list[StreamMessage] = []
-        try:
-            super().__init__(
-                "the stream receiver",
-                network.context(),
-                lambda socket: network.listen(socket, bind),
-                Requests(run_id, self._handle, self.send, unpack=list).take,
-                after=self._hand_over,
-                most_bytes=MAX_FRAME_BYTES,
-                ahead=0,  # no more answers than requests wait for a producer that does not read
-                copy=False,
-            )
-        except AddressTaken as error:
-            raise StreamFailed(f"cannot receive samples: {error}") from None
+        super().__init__(
+            "the stream receiver",
+            network.context(),
+            network.listen,
+            Requests(run_id, self._handle, self.send, unpack=list).take,
+            after=self._hand_over,
+            most_bytes=MAX_FRAME_BYTES,
+            ahead=0,  # no more answers than requests wait for a producer that does not read
+            copy=False,
+        )
         self.start()
 
     def ack(self, messages: Iterable[StreamMessage]) -> None:

@@ -34,7 +34,7 @@ from realhf.transport.errors import (
     WorkerDied,
 )
 from realhf.transport.heartbeat import HeartbeatServer
-from realhf.transport.network import LOOPBACK, Network, require_loopback
+from realhf.transport.network import LOOPBACK, Network
 from realhf.transport.roster import RosterNews, WorkerInfo
 from realhf.transport.sockets import LoopListener, differences
 
@@ -140,8 +140,7 @@ class _Peer:
 class RpcMaster:
     """Calls workers. All methods belong to the event loop's thread.
 
-    ``bind`` is an address of ``network``, any free port of it where there is none; without keys it must be on the
-    loopback (NetworkError otherwise). A worker is dead when its process on this host ends, or
+    A worker is dead when its process on this host ends, or
     after ``dead_after_s`` without a heartbeat; ``on_death(name, reason)`` is then called on the loop and all its calls
     fail with WorkerDied. ``on_join`` is called with every worker that registers, ``on_left(name, reason)`` with every
     worker that leaves on its own before ``close``.
@@ -151,7 +150,6 @@ class RpcMaster:
         self,
         run_id: str,
         *,
-        bind: str = "",
         network: Network = LOOPBACK,
         heartbeat_s: float = 2.0,
         dead_after_s: float = 8.0,
@@ -161,7 +159,6 @@ class RpcMaster:
     ) -> None:
         self._run_id = run_id
         self._network = network
-        self._bind = bind if network.protected or not bind else require_loopback(bind)
         self._heartbeat_s, self._dead_after_s = heartbeat_s, dead_after_s
         self._on_death, self._on_join, self._on_left = on_death, on_join, on_left
         self._peers: dict[str, _Peer] = {}
@@ -196,7 +193,7 @@ class RpcMaster:
                 self._listener = LoopListener(
                     "the master",
                     context,
-                    lambda socket: self._network.listen(socket, self._bind),
+                    self._network.listen,
                     self._dispatch,
                     self._of_other_protocol,
                     mandatory=True,

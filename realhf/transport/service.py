@@ -81,16 +81,10 @@ class ServiceServer(Listener):
     the thread ended, if it did."""
 
     def __init__(
-        self,
-        name: str,
-        run_id: str,
-        handle: Callable[[Request], None],
-        *,
-        bind: str = "",
-        network: Network = LOOPBACK,
+        self, name: str, run_id: str, handle: Callable[[Request], None], *, network: Network = LOOPBACK
     ) -> None:
         requests = Requests(run_id, handle, self.send)
-        super().__init__(name, network.context(), lambda socket: network.listen(socket, bind), requests.take)
+        super().__init__(name, network.context(), network.listen, requests.take)
         self.start()
 
 
@@ -98,16 +92,10 @@ class LoopServiceServer(LoopListener):
     """Belongs to the running loop: ``handle(request)`` is called on it, and every answer must be given on it."""
 
     def __init__(
-        self,
-        name: str,
-        run_id: str,
-        handle: Callable[[Request], None],
-        *,
-        bind: str = "",
-        network: Network = LOOPBACK,
+        self, name: str, run_id: str, handle: Callable[[Request], None], *, network: Network = LOOPBACK
     ) -> None:
         requests = Requests(run_id, handle, self.send)
-        super().__init__(name, network.context(), lambda socket: network.listen(socket, bind), requests.take)
+        super().__init__(name, network.context(), network.listen, requests.take)
 
 
 _GRACE_S = 5.0

@@ -20,8 +20,10 @@ from realhf.data.stream_dataset import SampleLimits, StreamDataset
 from realhf.rollout.rollout_sample import outcomes_to_sample
 from realhf.transport.codec import decode_sample, encode_sample
 from realhf.transport.errors import CodecError
+from realhf.transport.network import LOOPBACK
 from realhf.transport.push_stream import StreamFailed, StreamProducer
 from realhf.transport.tensor_store import TensorStore
+from tests.transport.fixed_port import At
 
 KEYS = tuple(map(key_spec, ("packed_input_ids", "loss_mask", "packed_logprobs", "rewards")))
 LIMITS = SampleLimits(KEYS, max_sequences=4, max_tokens=50, max_bytes=1 << 20)
@@ -74,10 +76,10 @@ class FakeMaster:
 class Bench:
     def __init__(self, folder):
         self.folder, self.store, self.master = folder, TensorStore(), FakeMaster()
-        self.dataset = self.open("tcp://127.0.0.1:0")
+        self.dataset = self.open(LOOPBACK)
         self.producers: list[StreamProducer] = []
 
-    def open(self, bind, segment_bytes=1):
+    def open(self, network, segment_bytes=1):
         return StreamDataset(
             "run",
             self.folder,
@@ -85,7 +87,7 @@ class Bench:
             self.master.notify,
             credits=8,
             limits=LIMITS,
-            bind=bind,
+            network=network,
             segment_bytes=segment_bytes,
         )
 
@@ -93,7 +95,7 @@ class Bench:
         """As after a death of the model worker."""
         self.dataset.close()
         self.store = TensorStore()
-        self.dataset = self.open(self.dataset.endpoint)
+        self.dataset = self.open(At(endpoint=self.dataset.endpoint))
 
     def logged(self, ref):
         return decode_sample(PayloadLog(self.folder).read(ref))

@@ -18,7 +18,9 @@ import zmq
 
 from realhf.transport.envelope import pack_header
 from realhf.transport.errors import ProtocolError
+from realhf.transport.network import LOOPBACK, Network
 from realhf.transport.push_stream import StreamFailed, StreamMessage, StreamProducer, StreamReceiver
+from tests.transport.fixed_port import At
 
 SCRIPT = str(Path(__file__).with_name("push_process.py"))
 
@@ -26,10 +28,10 @@ SCRIPT = str(Path(__file__).with_name("push_process.py"))
 class Sink:
     """Keeps what a receiver delivers; acks at once when ``ack`` is set."""
 
-    def __init__(self, *, credits: int = 8, ack: bool = True, bind: str = "") -> None:
+    def __init__(self, *, credits: int = 8, ack: bool = True, network: Network = LOOPBACK) -> None:
         self.messages: list[StreamMessage] = []
         self.ack = ack
-        self.receiver = StreamReceiver("run", self.deliver, credits=credits, bind=bind)
+        self.receiver = StreamReceiver("run", self.deliver, credits=credits, network=network)
 
     def deliver(self, batch: list[StreamMessage]) -> None:
         self.messages += batch
@@ -143,7 +145,7 @@ async def test_a_receiver_that_comes_back_gets_what_was_not_acked(sinks, produce
     with pytest.raises(StreamFailed, match="closed"):
         first.receiver.ack(first.messages[2:])
     await producer.push("s5", 0, [b"1"], timeout_s=60)
-    second = sinks(bind=first.receiver.endpoint)
+    second = sinks(network=At(endpoint=first.receiver.endpoint))
     assert await producer.drain(60)
     assert second.names == [(f"s{number}", 0) for number in range(2, 6)]
 

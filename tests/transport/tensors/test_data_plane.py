@@ -241,11 +241,6 @@ def test_strangers_are_not_served(owner):
             assert (answer["kind"], answer["id"]) == ("error", b"2" * 16)
 
 
-def test_other_than_loopback_is_refused():
-    with pytest.raises(ValueError, match="loopback"):
-        DataPlane("w", "run", TensorStore(), bind="tcp://0.0.0.0:0")
-
-
 def test_a_refilled_segment_cannot_be_taken_for_the_old_one():
     segment, cache = Segment(100_000), MappingCache(1 << 20)
     old = segment.fill([b"a" * 1000])
