@@ -25,7 +25,7 @@ from realhf.api.trace import GENERATE, WEIGHTS, NoTrace, Tracer
 from realhf.backends.embedded.compute_threads import threads as compute_threads
 from realhf.backends.embedded.decode_core import DecodeCore, Turn, rest_of_turn
 from realhf.backends.embedded.memory import shortage
-from realhf.backends.embedded.sampling import check_gen_config, stream_of
+from realhf.backends.embedded.sampling import check_request, stream_of
 from realhf.backends.embedded.weight_copy import copy_weights, held_digests
 
 _log = logging.getLogger(__name__)
@@ -76,10 +76,6 @@ class ContinuousGenerator:
         tracer: Tracer | None = None,
         most_bytes: Callable[[], int | None] = lambda: None,
     ) -> None:
-        if kv_policy not in ("recompute", "keep"):
-            raise ValueError(f"kv_policy must be recompute or keep, got {kv_policy!r}")
-        if max_rows < 1 or threads < 1:
-            raise ValueError(f"max_rows and threads must be at least 1, got {max_rows} and {threads}")
         self._model = model.eval()
         self._kv_policy = kv_policy
         self._threads = threads
@@ -338,10 +334,8 @@ class ContinuousGenerator:
     def _refusal(self, turn: Turn, others: Mapping[int, object]) -> ValueError | None:
         if turn.slot in self._playing or turn.slot in others:
             return ValueError(f"generate: slot {turn.slot} is in play")
-        if len(turn.request.token_ids) == 0:
-            return ValueError(f"generate: the request for slot {turn.slot} has no tokens")
         try:
-            check_gen_config(turn.config)
+            check_request(turn.request, turn.config)
         except ValueError as error:
             return error
         return None

@@ -16,7 +16,7 @@ from realhf.api.config import GenConfig
 from realhf.api.model import GenOutput, GenRequest
 from realhf.backends.embedded.compute_threads import ComputeThreads, unmanaged
 from realhf.backends.embedded.decode_core import DecodeCore, Turn, rest_of_turn
-from realhf.backends.embedded.sampling import check_gen_config, stream_of
+from realhf.backends.embedded.sampling import check_request, stream_of
 
 
 class EmbeddedGenerator:
@@ -56,12 +56,10 @@ class EmbeddedGenerator:
         """See ``GenerationEngine``. A request that leaves no room in the model's context gets an empty output with
         finish reason ``length``. Raises ValueError on an empty prefix, a slot named twice or an option out of range,
         and FloatingPointError when the model returns logits that are not finite."""
-        check_gen_config(config)
         if len({request.slot for request in requests}) != len(requests):
             raise ValueError("generate: a slot is named by two requests")
         for request in requests:
-            if len(request.token_ids) == 0:
-                raise ValueError(f"generate: the request for slot {request.slot} has no tokens")
+            check_request(request, config)
         outputs = [GenOutput([], [], [], "length") for _ in requests]
         room = [i for i, r in enumerate(requests) if rest_of_turn(r, config, self.core.limit) > 0]
         if not room:

@@ -56,13 +56,17 @@ def cache_bytes(gib: float | None, device: torch.device, *, shared: bool, taken:
     return int(max(0, min(free, total - taken)) * (SHARED if shared else ALONE))
 
 
+def head_size(config: Any) -> int:
+    """Return the width of an attention head."""
+    text = config.get_text_config()
+    return int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
+
+
 def token_bytes(config: Any, dtype: torch.dtype) -> int:
     """Return the bytes of the keys and values of one token, in all layers of a model with this configuration."""
     text = config.get_text_config()
-    heads = int(text.num_attention_heads)
-    kv_heads = int(getattr(text, "num_key_value_heads", None) or heads)
-    dim = int(getattr(text, "head_dim", None) or text.hidden_size // heads)
-    return 2 * int(text.num_hidden_layers) * kv_heads * dim * dtype.itemsize
+    kv_heads = int(getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
+    return 2 * int(text.num_hidden_layers) * kv_heads * head_size(config) * dtype.itemsize
 
 
 FREE_HEAP_BYTES = 1 << 26

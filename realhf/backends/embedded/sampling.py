@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from realhf.api.config import GenConfig
+from realhf.api.model import GenRequest
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
@@ -35,8 +36,10 @@ def uniform_at(streams: np.ndarray, positions: np.ndarray) -> np.ndarray:
     return (z >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
-def check_gen_config(config: GenConfig) -> None:
-    """Raise ValueError naming the option that is out of range."""
+def check_request(request: GenRequest, config: GenConfig) -> None:
+    """Raise ValueError on a request without tokens, or naming the option that is out of range."""
+    if len(request.token_ids) == 0:
+        raise ValueError(f"generate: the request for slot {request.slot} has no tokens")
     if config.max_new_tokens < 1:
         raise ValueError(f"gen.max_new_tokens must be at least 1, got {config.max_new_tokens}")
     if config.min_new_tokens < 0 or config.min_new_tokens > config.max_new_tokens:

@@ -35,6 +35,7 @@ from realhf.backends.training.checkpoint import persistent_buffers
 from realhf.backends.training.packed_forward import PackedForward
 from realhf.backends.training.tokenizer_loading import ModelLoadError, check_folder
 from realhf.backends.training.torch_backend import attention_for, odd_logits
+from realhf.backends.training.torch_engine import blocks_of
 from realhf.backends.training.value_head import ValueModel, load_value_model
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -174,8 +175,7 @@ def cut(model: Any, mesh: DeviceMesh, fill: Callable[[nn.Module], None] = lambda
     whole mesh, in fp32. ``fill`` is called with each part before it is cut: it gives parameters without memory theirs.
     Tied weights stay tied: they belong to no block. Raises ValueError on a model that does not say what its blocks
     are."""
-    kinds = {*(getattr(model.get_decoder(), "_no_split_modules", None) or ())}
-    blocks = [module for module in model.modules() if type(module).__name__ in kinds]
+    blocks = blocks_of(model)
     if not blocks:
         raise ValueError(f"{type(model).__name__} does not say which of its modules are blocks: it cannot be cut")
     whole = Whole(model)

@@ -302,7 +302,9 @@ class GroupRanks(Ranks):
         """See ``realhf.api.parallel.Group``."""
         self._active, self.rank, self.size = True, self.number, self._together
         try:
-            self._agree(what)
+            for rank, other in enumerate(self.gather({"about": what})):
+                if other["about"] != what:
+                    raise CollectiveBroken(f"rank {self.number} is about {what}, rank {rank} about {other['about']}")
             yield
             self.settle()
         except BaseException as error:
@@ -341,20 +343,16 @@ class GroupRanks(Ranks):
         if self.size > 1:
             self._collective(lambda: dist.all_reduce(tensor, group=self.group))
 
-    def exchange(self, data: bytes) -> list[bytes]:
-        """Return what every rank gave, by rank."""
-        if self.size == 1:
-            return [data]
-        sizes = self._gathered(torch.tensor([len(data)], dtype=torch.int64))
-        longest = max(int(size) for size in sizes)
-        padded = torch.zeros(longest, dtype=torch.uint8)
-        padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else padded[:0]
-        rows = self._gathered(padded)
-        return [bytes(row[: int(size)].numpy()) for row, size in zip(rows, sizes, strict=True)]
-
     def gather(self, told: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Return what every rank tells, by rank."""
-        return [json.loads(text) for text in self.exchange(json.dumps(dict(told)).encode())]
+        if self.size == 1:
+            return [dict(told)]
+        data = torch.frombuffer(bytearray(json.dumps(dict(told)).encode()), dtype=torch.uint8)
+        sizes = [int(size) for size in self._gathered(torch.tensor([len(data)], dtype=torch.int64))]
+        padded = torch.zeros(max(sizes), dtype=torch.uint8)
+        padded[: len(data)] = data
+        rows = self._gathered(padded)
+        return [json.loads(bytes(row[:size].numpy())) for row, size in zip(rows, sizes, strict=True)]
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Add up the gradients over the ranks, in fp32; None counts as 0, and stays None where no rank has a
@@ -369,12 +367,6 @@ class GroupRanks(Ranks):
             *sums, counts = flat.split([*(p.numel() for p in bucket), len(bucket)])
             for parameter, summed, count in zip(bucket, sums, counts.tolist(), strict=True):
                 parameter.grad = summed.view_as(parameter).to(parameter.dtype) if count else None
-
-    def _agree(self, what: str) -> None:
-        """Raise CollectiveBroken unless all ranks are about the same."""
-        for rank, other in enumerate(self.exchange(what.encode())):
-            if other.decode("utf-8", "replace") != what:
-                raise CollectiveBroken(f"rank {self.number} is about {what}, rank {rank} about {other.decode()}")
 
     def _gathered(self, tensor: Tensor) -> list[Tensor]:
         mine = tensor.to(self._device)

@@ -208,10 +208,8 @@ class LoraAdapters:
         peft = _peft()
         names = chosen_layers(model, options.targets, role)
         base = {name: weight_of(model, name) for name in names}
-        # Of the same modules, sharing all parameters and buffers.
-        plain = copy.deepcopy(
-            model, {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())}
-        ).eval()
+        shared = {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())}
+        plain = copy.deepcopy(model, shared).eval()  # The same modules over the same tensors.
         self._options = peft.LoraConfig(
             r=options.rank,
             lora_alpha=int(options.alpha) if options.alpha == int(options.alpha) else options.alpha,

@@ -21,6 +21,7 @@ from torch.nn import functional
 
 from realhf.api.sample import SequenceSample
 from realhf.backends.embedded.attention import attending_by, n_sliding_layers, sliding_window
+from realhf.backends.embedded.memory import head_size
 from realhf.backends.training.selected_logprobs import bent, selected_logprobs
 from realhf.backends.training.sequence_packing import (
     BATCH_TOKENS,
@@ -273,7 +274,7 @@ class PackedForward:
     def _proven_kernel(self) -> Kernel | None:
         """Return the device's kernel for packed rows if the model follows it; else say why rows are padded, where that
         is not the usual."""
-        kernel, reason = kernel_for(self.model.device, self._dtype, _head_size(self.model.config))
+        kernel, reason = kernel_for(self.model.device, self._dtype, head_size(self.model.config))
         if kernel is not None:
             if not can_pack(self.model):
                 reason = "the model's attention has no fused kernel"
@@ -335,11 +336,6 @@ def _missed_window(config: Any, windows: Sequence[int | None]) -> str:
     if [each for each in windows if each is not None] == [window] * sliding:
         return ""
     return f"its layers do not give their attention the sliding window of {window} tokens"
-
-
-def _head_size(config: Any) -> int:
-    text = config.get_text_config()
-    return int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
 
 
 _WIDE = 100.0

@@ -31,6 +31,12 @@ from realhf.backends.training.packed_forward import PackedForward
 from realhf.base.text import first_line
 
 
+def blocks_of(model: Any) -> list[Any]:
+    """Return the blocks of a model (transformers); none if it does not say which they are."""
+    kinds = {*(getattr(model.get_decoder(), "_no_split_modules", None) or ())}
+    return [module for module in model.modules() if type(module).__name__ in kinds]
+
+
 class CompiledBlocks:
     """Holds compiled forms of the blocks of ``model`` (transformers). They are used inside ``on`` only, so that
     generation from cached keys and values, which has other shapes at every token, stays as it is. Shapes are dynamic:
@@ -39,8 +45,7 @@ class CompiledBlocks:
 
     def __init__(self, model: Any, role: str) -> None:
         self._option = f"{role}.compile=true"
-        kinds = {*(getattr(model.get_decoder(), "_no_split_modules", None) or ())}
-        self._blocks = [module for module in model.modules() if type(module).__name__ in kinds]
+        self._blocks = blocks_of(model)
         if not self._blocks:
             raise ValueError(f"{self._option}: {type(model).__name__} does not say which of its modules are blocks")
         if problem := _missing_compiler(model.device):

@@ -31,7 +31,7 @@ from realhf.api.generation import Done, HeldTensor
 from realhf.api.keys import dtype_tag
 from realhf.api.model import GenOutput, GenRequest
 from realhf.api.trace import WEIGHTS, NoTrace, Tracer
-from realhf.backends.embedded.sampling import check_gen_config
+from realhf.backends.embedded.sampling import check_request
 from realhf.backends.vllm.api import EXTENSION, Completion, ServedModel, VllmApi, VllmError, position_seed
 from realhf.backends.vllm.device_transfer import NO_COMMON_PLACE, Place, Step, common_places, steps
 from realhf.base.hf_config import tensor_shapes
@@ -134,8 +134,6 @@ class VllmGenerator:
         ``version`` is that of the weights the server was started with; with -1 requests wait for ``load_weights``.
         Raises VllmError or TimeoutError that name what the server lacks.
         """
-        if kv_policy not in ("recompute", "keep"):
-            raise ValueError(f"kv_policy must be recompute or keep, got {kv_policy!r}")
         self._clear_cache = kv_policy == "recompute"
         self._request_timeout_s, self._update_timeout_s = request_timeout_s, update_timeout_s
         self._pause_timeout_s = pause_timeout_s
@@ -178,9 +176,7 @@ class VllmGenerator:
 
     def submit(self, request: GenRequest, config: GenConfig, stop_ids: Sequence[int], done: Done) -> None:
         """See ``StreamingGenerator``. Raises ValueError on an empty prefix or an option out of range."""
-        check_gen_config(config)
-        if len(request.token_ids) == 0:
-            raise ValueError(f"generate: the request for slot {request.slot} has no tokens")
+        check_request(request, config)
         self._post(self._begin, _Entry("", request, config, tuple(stop_ids), done))
 
     def abort(self, slots: Sequence[int]) -> None:
