@@ -14,7 +14,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3Config
 
-from realhf.api.sample import SequenceSample
+from realhf.algorithms.sft import SFTInterface
+from realhf.api.config import OptimizerConfig
+from realhf.api.model import CallContext, Model
+from realhf.api.sample import MicroBatchSpec, SequenceSample
+from realhf.backends.training.torch_engine import TorchEngine
 
 HERE = Path(__file__).resolve().parent
 VOCABULARY, POSITIONS = 503, 512
@@ -30,6 +34,23 @@ CONFIGS: dict[str, Any] = {
         vocab_size=VOCABULARY, n_embd=128, n_layer=2, n_head=4, n_positions=POSITIONS, bos_token_id=1, eos_token_id=2
     ),
 }
+
+
+SPEC = MicroBatchSpec(1, 512)
+
+
+def engine_of(model: Any, **options: Any) -> TorchEngine:
+    return TorchEngine(model, None, optimizer=OptimizerConfig(lr=1e-3), total_train_steps=10, **options)
+
+
+def train(engine: TorchEngine, sample: SequenceSample, steps: int = 1) -> list[float]:
+    """Losses of some supervised steps."""
+    losses = []
+    for step in range(steps):
+        context = CallContext(step, 7 + step, SPEC, Path())
+        losses.append(SFTInterface().train_step(Model("actor", engine, None), sample, context)["loss"])
+        engine.version += 1
+    return losses
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -3,35 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from realhf.algorithms.sft import SFTInterface
 from realhf.api.config import GenConfig, LoraConfig, OptimizerConfig
-from realhf.api.model import CallContext, GenRequest, Model
-from realhf.api.sample import MicroBatchSpec, SequenceSample
+from realhf.api.model import GenRequest
+from realhf.api.sample import SequenceSample
 from realhf.backends.training.optimizer import HostMemory, RestingMoments
 from realhf.backends.training.torch_engine import TorchEngine
-
-SPEC = MicroBatchSpec(1, 512)
+from tests.gpu.conftest import SPEC, train
 
 
 def engine_of(model: Any, rank: int = 0, **options: Any) -> TorchEngine:
     torch.manual_seed(5)
     lora = LoraConfig(rank, 16.0) if rank else None
     return TorchEngine(model, None, optimizer=OptimizerConfig(lr=1e-3, **options), total_train_steps=10, lora=lora)
-
-
-def train(engine: TorchEngine, sample: SequenceSample, steps: int) -> list[float]:
-    losses = []
-    for step in range(steps):
-        context = CallContext(step, 7 + step, SPEC, Path())
-        losses.append(SFTInterface().train_step(Model("actor", engine, None), sample, context)["loss"])
-        engine.version += 1
-    return losses
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -11,36 +11,21 @@ from typing import Any
 import pytest
 import torch
 
-from realhf.algorithms.sft import SFTInterface
-from realhf.api.config import GenConfig, OptimizerConfig
-from realhf.api.model import CallContext, GenOutput, GenRequest, Model
-from realhf.api.sample import MicroBatchSpec, SequenceSample
+from realhf.api.config import GenConfig
+from realhf.api.model import GenOutput, GenRequest
+from realhf.api.sample import SequenceSample
 from realhf.backends.embedded.continuous_batching import ContinuousGenerator
 from realhf.backends.training.torch_engine import TorchEngine
 from realhf.base.tensor_digest import digests
+from tests.gpu.conftest import SPEC, engine_of, train
 
 CPU = torch.device("cpu")
-SPEC = MicroBatchSpec(1, 512)
 GEN = GenConfig(max_new_tokens=24)
 PROMPTS = [[5, 6, 7] * 20, [8, 9, 8], [9, 10, 11, 12] * 5]
 MISMATCH = {torch.float32: (1e-4, 1e-3), torch.bfloat16: (0.02, 0.3)}
 """Mean and largest difference of log-probabilities that is put down to rounding. TF32 is off by default."""
 DEADLINE_S = 120.0
 Build = Callable[..., Any]
-
-
-def engine_of(model: Any, **options: Any) -> TorchEngine:
-    return TorchEngine(model, None, optimizer=OptimizerConfig(lr=1e-3), total_train_steps=10, **options)
-
-
-def train(engine: TorchEngine, sample: SequenceSample, steps: int = 1) -> list[float]:
-    """Losses of some supervised steps."""
-    losses = []
-    for step in range(steps):
-        context = CallContext(step, 7 + step, SPEC, Path())
-        losses.append(SFTInterface().train_step(Model("actor", engine, None), sample, context)["loss"])
-        engine.version += 1
-    return losses
 
 
 def requests() -> list[GenRequest]:

@@ -9,18 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from realhf.api.config import OptimizerConfig
 from realhf.api.sample import MicroBatchSpec, SequenceSample
 from realhf.backends.training import packed_forward
-from realhf.backends.training.torch_engine import TorchEngine
 from realhf.backends.training.varlen_attention import kernel_for, packed_layout, plain_attention
+from tests.gpu.conftest import engine_of
 
 pytestmark = pytest.mark.cuda_only
 SPEC = MicroBatchSpec(1, 1024)
-
-
-def engine_of(model: Any, **options: Any) -> TorchEngine:
-    return TorchEngine(model, None, optimizer=OptimizerConfig(lr=1e-3), total_train_steps=5, **options)
 
 
 def loss(outputs: Any, part: SequenceSample) -> Any:

@@ -15,8 +15,7 @@ from realhf.api.model import ForwardOutputs
 from realhf.api.sample import MicroBatchSpec, SequenceSample
 from realhf.backends.training.torch_engine import TorchEngine
 from realhf.backends.vllm.generation import VllmGenerator
-from tests.vllm.asked import PROMPT, Asked, logprobs_of
-from tests.vllm.conftest import serving
+from tests.vllm.conftest import PROMPT, Asked, logprobs_of, serving
 
 pytest.importorskip("peft", reason="adapters need the extra lora")
 pytestmark = pytest.mark.timeout(800)

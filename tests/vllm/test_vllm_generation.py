@@ -13,7 +13,7 @@ from realhf.api.config import GenConfig
 from realhf.api.model import GenOutput
 from realhf.backends.vllm.generation import VllmGenerator
 from realhf.backends.vllm.server import VllmServer
-from tests.vllm.asked import LONG, PROMPT, Asked, logprobs_of
+from tests.vllm.conftest import LONG, PROMPT, Asked, logprobs_of
 
 
 @pytest.fixture

@@ -24,8 +24,7 @@ from realhf.backends.vllm.api import VllmError
 from realhf.backends.vllm.generation import VllmGenerator
 from realhf.backends.vllm.server import VllmServer
 from tests.process_family import gone
-from tests.vllm.asked import LONG, PROMPT, Asked, logprobs_of
-from tests.vllm.conftest import EXECUTABLE, serving
+from tests.vllm.conftest import EXECUTABLE, LONG, PROMPT, Asked, logprobs_of, serving
 
 OWNER = """
 import sys, time

@@ -13,7 +13,6 @@ from realhf.algorithms.policy_loss import PolicyObjective, loglinear_proximal
 from realhf.algorithms.train_step import PredictedTokens, replace_keys, token_weights
 from realhf.api.sample import MicroBatchSpec, SequenceSample
 from realhf.backends.training.micro_batches import Ranks, parts_of
-from tests.algorithms.given_outputs import GivenOutputs
 
 GROUPS = [[9, 4], [1, 12, 6]]
 STEP = 5
@@ -32,6 +31,19 @@ DECOUPLED: list[dict[str, Any]] = [
     {"behav_imp_weight_mode": "none", "c_clip": 1.3, "eps_clip_higher": 0.28},
     {"prox_logp_method": "loglinear", "behav_imp_weight_cap": 1.3},
 ]
+
+
+class GivenOutputs:
+    """Stands for a forward pass: returns the log-probabilities that it was made with, whatever the temperature."""
+
+    def __init__(self, logprobs: torch.Tensor) -> None:
+        self._logprobs = logprobs
+
+    def logprobs(self, *, temperature: float, with_entropy: bool) -> tuple[torch.Tensor, None]:
+        return self._logprobs, None
+
+    def keep(self, name: str, values: torch.Tensor) -> None:
+        """Nobody asks for it."""
 
 
 def minibatch(rollout_batch: Any, options: Any, seed: int) -> tuple[torch.Tensor, SequenceSample]:

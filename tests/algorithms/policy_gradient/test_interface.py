@@ -84,15 +84,6 @@ def test_on_policy_step_has_unit_ratio_and_reports(rollout_batch, tmp_path):
     assert stats["skipped"] == 0 and stats["n_updates"] == 1
 
 
-def test_minibatches_share_advantages_and_update_several_times(rollout_batch, tmp_path):
-    model = tiny_actor()
-    sample = on_policy(model, rollout_batch(GROUPS, REWARDS, OUTCOME), tmp_path)
-    interface = PolicyGradientInterface({"ppo_n_minibatches": 2, "kl_loss_coef": 0.1})
-    stats = interface.train_step(model, sample, context(tmp_path))
-    assert stats["n_updates"] == 2 and model.engine.version == 0
-    assert stats["mismatch_abs"] < 1e-5 < abs(stats["ratio_max"] - 1), "the second minibatch is off-policy"
-
-
 def test_no_signal_trains_nothing(rollout_batch, tmp_path):
     model, sample = tiny_actor(), rollout_batch(GROUPS, [1.0] * 12)
     before = weights(model)
