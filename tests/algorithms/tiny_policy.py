@@ -9,8 +9,8 @@ from realhf.algorithms.inference import LogprobInterface
 from realhf.api.config import OptimizerConfig
 from realhf.api.model import CallContext, Model
 from realhf.api.sample import MicroBatchSpec
+from realhf.backends.training.torch_backend import ValueModel
 from realhf.backends.training.torch_engine import TorchEngine
-from realhf.backends.training.value_head import ValueModel
 
 GROUPS = [[9, 14, 6], [5, 5, 12], [8, 7, 10], [6, 11, 4]]
 REWARDS = [1.0, 0.0, 0.5, 1.0, 1.0, 1.0, 0.0, 1.0, math.nan, 0.25, 0.5, 0.75]

@@ -34,9 +34,8 @@ from realhf.backends.parallel.process_groups import GroupRanks, World, mesh_of
 from realhf.backends.training.checkpoint import persistent_buffers
 from realhf.backends.training.packed_forward import PackedForward
 from realhf.backends.training.tokenizer_loading import ModelLoadError, check_folder
-from realhf.backends.training.torch_backend import attention_for, odd_logits
+from realhf.backends.training.torch_backend import ValueModel, attention_for, load_value_model, odd_logits
 from realhf.backends.training.torch_engine import blocks_of
-from realhf.backends.training.value_head import ValueModel, load_value_model
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _log = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from realhf.api.parallel import Parallel
-from realhf.backends.training.value_head import ValueModel
+from realhf.backends.training.torch_backend import ValueModel
 from tests.backends.parallel import training
 from tests.backends.parallel.rank_processes import results, run_ranks
 

@@ -21,8 +21,8 @@ from realhf.backends.parallel.ddp import DdpEngine
 from realhf.backends.parallel.fsdp import FsdpEngine
 from realhf.backends.parallel.process_groups import GroupRanks, World, groups_of, mesh_of
 from realhf.backends.training.packed_forward import PackedForward
+from realhf.backends.training.torch_backend import ValueModel
 from realhf.backends.training.torch_engine import TorchEngine
-from realhf.backends.training.value_head import ValueModel
 
 CPU = torch.device("cpu")
 GROUPS = ([[9, 14, 6], [5, 5, 12]], [[8, 7], [6, 11, 4]], [[13, 2]], [[20]], [[7, 3, 9, 4], [5]])

@@ -22,9 +22,8 @@ from realhf.api.config import OptimizerConfig
 from realhf.api.experiment import ModelSpec
 from realhf.api.model import ForwardOutputs
 from realhf.api.sample import MicroBatchSpec, SequenceSample
-from realhf.backends.training.torch_backend import ModelLoadError, TorchBackend, load_causal_lm
+from realhf.backends.training.torch_backend import HEAD_FILE, ModelLoadError, TorchBackend, ValueModel, load_causal_lm
 from realhf.backends.training.torch_engine import TorchEngine
-from realhf.backends.training.value_head import HEAD_FILE, ValueModel
 
 
 @pytest.fixture
