@@ -87,7 +87,7 @@ class AwsEnv:
 
     async def step(self, action: Action) -> AwsStepResult:
         """Run a command line."""
-        return parse_result(await self._open().step(wire_action(action)))
+        return parse_result(await self._open().step(action.command if isinstance(action, AwsAction) else action))
 
     async def state(self) -> AwsState:
         """Return the state of the session."""
@@ -155,11 +155,6 @@ class SyncAwsEnv(BlockingFace[AwsEnv]):
             super().__init__(self.inner, "aws-env")
         self.thread.check_caller()
         return super().run(method, *args, **kwargs)
-
-
-def wire_action(action: Action) -> str | Mapping[str, Any]:
-    """Return what goes over the wire for an action."""
-    return action.command if isinstance(action, AwsAction) else action
 
 
 def parse_result(result: StepResult) -> AwsStepResult:

@@ -43,13 +43,13 @@ T = TypeVar("T")
 class GrpoPool(SessionGroup):
     """Runs groups of rollouts on its sessions. ``envs`` are the sessions, [] until connected. Use it on one event loop.
 
-    ``options`` are those of ``SessionGroup``. ``on_failure``: ``drop`` returns a RolloutFailure in the place of a
+    ``session`` are the settings of ``SessionGroup``; ``on_failure``: ``drop`` puts a RolloutFailure in the place of a
     rollout whose environment failed, ``retry`` plays it once more on a new connection (reset as ``reset_group`` did),
     ``raise`` raises.
     """
 
-    def __init__(self, base_url: str, size: int = 8, curriculum: ResultSink | None = None, **options: Any) -> None:
-        super().__init__(base_url, size, curriculum, **options)
+    def __init__(self, base_url: str, size: int = 8, curriculum: ResultSink | None = None, **session: Any) -> None:
+        super().__init__(base_url, size, curriculum, **session)
         self.envs: list[AwsEnv] = []
         self._base_url = base_url
         self._reset_arguments: Mapping[str, Any] | None = None
@@ -59,8 +59,7 @@ class GrpoPool(SessionGroup):
         self._pid = os.getpid()
 
     async def connect(self) -> None:
-        """Open all sessions or none. A second call does nothing; after a failure a retry is possible. Raises
-        CapacityError or ConnectError, the first error."""
+        """See ``SessionGroup.connect``."""
         check_process(self._pid)
         await super().connect()
         if not self.envs:

@@ -57,15 +57,12 @@ class MultiTurnEnvPool:
     """Plays groups of episodes over ``size`` sessions.
 
     Args:
-        base_url, token, ca_file: of the environment server, see ``AwsEnv``.
-        curriculum: gets the result of a group from ``record_group_result``, and by nothing else.
+        base_url, size, curriculum, session: see ``SessionGroup``; by default ``on_failure`` is ``retry`` (an episode
+            whose environment failed is played once more, on a new connection; ``drop`` returns it as a failed outcome,
+            ``raise`` raises GroupError once all episodes have ended) and ``connect_timeout_s`` 20.
         max_turns: policy turns of an episode. max_total_tokens: prompt and completion of an episode.
         turn_tokens: the engine's ``max_new_tokens``; an episode without room for a turn ends (token_budget).
         observation_chars: cap of the text of one observation.
-        message_timeout_s: reset or step, each. connect_timeout_s: opening all sessions.
-        retry_capacity_s: keep trying to connect that long while the server is full.
-        on_failure: ``retry`` plays an episode whose environment failed once more, on a new connection;
-            ``drop`` returns it as a failed outcome; ``raise`` raises GroupError once all episodes have ended.
 
     ``timings`` sums ``env_s`` (of it ``reset_s``: the first resets of a run), ``generation_s``, ``rounds``,
     ``env_steps`` and ``episodes`` of all runs.
@@ -81,35 +78,15 @@ class MultiTurnEnvPool:
         max_total_tokens: int = 4096,
         turn_tokens: int = 64,
         observation_chars: int = OBSERVATION_CHARS,
-        message_timeout_s: float = 60.0,
-        connect_timeout_s: float = 20.0,
-        retry_capacity_s: float = 0.0,
-        on_failure: str = "retry",
-        token: str | None = None,
-        ca_file: str = "",
+        **session: Any,
     ) -> None:
         self.size = size
-        self.timings: dict[str, float] = {
-            "env_s": 0.0,
-            "reset_s": 0.0,
-            "generation_s": 0.0,
-            "rounds": 0.0,
-            "env_steps": 0.0,
-            "episodes": 0.0,
-        }
+        names = ("env_s", "reset_s", "generation_s", "rounds", "env_steps", "episodes")
+        self.timings = dict.fromkeys(names, 0.0)
         self._limits = Limits(max_turns, max_total_tokens, turn_tokens)
         self._observation_chars = observation_chars
-        self._group = SessionGroup(
-            base_url,
-            size,
-            curriculum,
-            connect_timeout_s=connect_timeout_s,
-            message_timeout_s=message_timeout_s,
-            retry_capacity_s=retry_capacity_s,
-            on_failure=on_failure,
-            token=token,
-            ca_file=ca_file,
-        )
+        session = {"connect_timeout_s": 20.0, "on_failure": "retry", **session}
+        self._group = SessionGroup(base_url, size, curriculum, **session)
         self._thread: LoopThread | None = None
         self._finalizer: weakref.finalize[Any, Any] | None = None
         self._playing = threading.Lock()
@@ -125,9 +102,7 @@ class MultiTurnEnvPool:
         return self._group.reward_mode
 
     def connect(self) -> None:
-        """Open all sessions or none. A second call does nothing; after a failure a retry is possible.
-
-        Raises CapacityError or ConnectError: the first error, after every opened session is closed again."""
+        """See ``SessionGroup.connect``."""
         if self._group.closed:
             raise PoolClosed("the pool is closed")
         if self._thread is not None:

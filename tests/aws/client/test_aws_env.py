@@ -206,7 +206,7 @@ def tool(server: EnvServerProcess, monkeypatch: pytest.MonkeyPatch):
 def test_every_public_method_is_meant_for_a_model() -> None:
     public = [name for name, _ in inspect.getmembers(AwsToolEnv, inspect.isfunction) if not name.startswith("_")]
     assert public == ["aws", "get_reward", "reset"]
-    from transformers.utils import get_json_schema
+    from transformers.utils.chat_template_utils import get_json_schema
 
     schema = get_json_schema(AwsToolEnv.aws)["function"]
     assert schema["name"] == "aws" and schema["parameters"]["required"] == ["command"]
