@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -170,7 +171,7 @@ class ExecutorCounters:
     timeouts: int = 0
     worker_starts: int = 0
     worker_kills: int = 0
-    refusals: dict[str, int] = field(default_factory=dict)
+    refusals: Counter[str] = field(default_factory=Counter)
 
 
 class CliExecutor:
@@ -243,7 +244,7 @@ class CliExecutor:
 
     def _refused(self, rule: str, message: str, requests: tuple[SentRequest, ...] = ()) -> CommandResult:
         """Count a refusal and return it as a result. ``requests``: what had left before one was refused."""
-        self.counters.refusals[rule] = self.counters.refusals.get(rule, 0) + 1
+        self.counters.refusals[rule] += 1
         return CommandResult(exit_code=252, stdout="", stderr=message, refusal=rule, requests=requests)
 
     def _execute(self, argv: tuple[str, ...]) -> CommandResult:

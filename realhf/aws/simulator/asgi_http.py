@@ -22,7 +22,7 @@ import contextlib
 import json
 import os
 import re
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable
 from http import HTTPStatus
 from typing import Any, cast
@@ -49,14 +49,14 @@ class ParsedRequests:
 
     def __init__(self) -> None:
         self.count = 0
-        self.entrances: dict[str, int] = {}
-        self.refused: dict[str, int] = {}
+        self.entrances: Counter[str] = Counter()
+        self.refused: Counter[str] = Counter()
         self._recent: deque[dict[str, Any]] = deque(maxlen=KEPT)
 
     def add(self, entrance: str, head: RequestHead, body: bytes) -> None:
         """Count a request."""
         self.count += 1
-        self.entrances[entrance] = self.entrances.get(entrance, 0) + 1
+        self.entrances[entrance] += 1
         scope = _SCOPE.search(head.field(b"authorization"))
         self._recent.append(
             {
@@ -71,7 +71,7 @@ class ParsedRequests:
 
     def refuse(self, reason: str) -> None:
         """Count bytes that are not a request, or one that must not come from where it came."""
-        self.refused[reason] = self.refused.get(reason, 0) + 1
+        self.refused[reason] += 1
 
     def report(self, after: int = 0) -> dict[str, Any]:
         """Return ``count``, the same by ``entrances``, ``refused`` by reason, and the ``requests`` numbered above

@@ -138,6 +138,12 @@ def zygote_environment(folder: Path) -> dict[str, str]:
     }
 
 
+def tail(log: IO[bytes]) -> str:
+    """Return the end of a log that a process of ours writes."""
+    size = os.fstat(log.fileno()).st_size
+    return os.pread(log.fileno(), _LOG_TAIL_BYTES, max(0, size - _LOG_TAIL_BYTES)).decode("utf-8", "replace")
+
+
 def not_up(name: str, reason: object, log: str) -> str:
     """Return the message about a process that did not come up: one line with the last of its log, then the log."""
     said = log.strip()
@@ -379,10 +385,7 @@ class MiniStackProcess:
 
     def log_tail(self) -> str:
         """Return the end of the simulator's log, "" before ``start``."""
-        if self._log is None:
-            return ""
-        size = os.fstat(self._log.fileno()).st_size
-        return os.pread(self._log.fileno(), _LOG_TAIL_BYTES, max(0, size - _LOG_TAIL_BYTES)).decode("utf-8", "replace")
+        return "" if self._log is None else tail(self._log)
 
     def last_words(self) -> str:
         """Return the last line of its log, quoted: an agent may have written it. "no word in its log" without one."""

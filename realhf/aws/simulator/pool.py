@@ -24,7 +24,7 @@ import threading
 import time
 import urllib.parse
 import zipfile
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -39,6 +39,7 @@ from realhf.aws.simulator.ministack_process import (
     SIMULATOR_MEMORY_MB,
     MiniStackProcess,
     not_up,
+    tail,
     zygote_environment,
 )
 from realhf.aws.simulator.slot import ACCOUNT, START_TIMEOUT_S, Bench, Slot
@@ -485,19 +486,15 @@ class MiniStackPool:
         try:
             return probe_layers(probed, root, contained.layers)
         except NotContained as error:
-            raise NotContained(f"{error}\n{self._log_tail()}") from error
-
-    def _log_tail(self) -> str:
-        assert self._log is not None
-        self._log.seek(0)
-        return self._log.read()[-2000:].decode("utf-8", "replace")
+            assert self._log is not None
+            raise NotContained(f"{error}\n{tail(self._log)}") from error
 
     def _await(self, zygote: ForkServer, name: str) -> None:
-        assert self._containment is not None
+        assert self._containment is not None and self._log is not None
         try:
             greeting = zygote.wait_ready(2 * START_TIMEOUT_S)
         except (RuntimeError, TimeoutError) as error:
-            raise RuntimeError(not_up(name, error, self._log_tail())) from error
+            raise RuntimeError(not_up(name, error, tail(self._log))) from error
         if "isolated" in greeting:
             self._containment.no_network = greeting["isolated"]
 
@@ -593,11 +590,7 @@ class MiniStackPool:
         counters = [slot.executor.counters for slot in list(self.slots)]
         for name in ("commands", "seconds", "timeouts", "worker_starts", "worker_kills"):
             numbers[name] = sum(getattr(counter, name) for counter in counters)
-        refusals: dict[str, int] = {}
-        for counter in counters:
-            for rule, count in list(counter.refusals.items()):
-                refusals[rule] = refusals.get(rule, 0) + count
-        numbers["refusals"] = refusals
+        numbers["refusals"] = sum((counter.refusals.copy() for counter in counters), Counter())
         return numbers
 
     def stop(self) -> None:
