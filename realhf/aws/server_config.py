@@ -54,9 +54,7 @@ class AwsServerConfig(ServerConfig):
         choices=("stub", "sandbox"),
     )
     sandbox: str = setting(
-        "auto",
-        "containment of the simulators: auto, bwrap (or no start) or plain",
-        choices=("auto", "bwrap", "plain"),
+        "auto", "containment of the simulators: auto, bwrap (or no start) or plain", choices=("auto", "bwrap", "plain")
     )
     simulator_memory_mb: int = setting(
         512, "MiB of memory that a simulator may take (128 are in use at its start)", limits=(256, 65536)

@@ -55,11 +55,7 @@ def words(turn: Turn) -> str:
 def slot(url: str, retries: int, *, message_timeout_s: float = 60.0) -> SlotEnvironment:
     """The environment of a slot, at the beginning of an episode."""
     env = SlotEnvironment(
-        "aws",
-        lambda: AwsEnvironment(url),
-        message_timeout_s=message_timeout_s,
-        patience_s=2.0,
-        deterministic=True,
+        "aws", lambda: AwsEnvironment(url), message_timeout_s=message_timeout_s, patience_s=2.0, deterministic=True
     )
     env.begin(retries)
     return env

@@ -18,14 +18,7 @@ from typing import Any, Protocol, TypeVar
 
 from realhf.api.environment import POLICY_FAILED, StepResult
 from realhf.base.tls import believing
-from realhf.env.openenv_client import (
-    CapacityError,
-    ConnectError,
-    EnvError,
-    OpenEnvClient,
-    failure_kind,
-    fetch_metadata,
-)
+from realhf.env.openenv_client import CapacityError, ConnectError, EnvError, OpenEnvClient, failure_kind, fetch_metadata
 
 DEFAULT_URL = "http://127.0.0.1:8100"
 ON_FAILURE = ("drop", "retry", "raise")

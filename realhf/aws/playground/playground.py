@@ -45,11 +45,7 @@ class PlaygroundSession:
     sum of the rewards, not the last of them (see ``reward``)."""
 
     def __init__(
-        self,
-        make_pool: Callable[[], MiniStackPool],
-        make_player: Callable[[Slot], EpisodePlayer],
-        *,
-        summed: bool,
+        self, make_pool: Callable[[], MiniStackPool], make_player: Callable[[Slot], EpisodePlayer], *, summed: bool
     ) -> None:
         self._make_pool = make_pool
         self._make_player = make_player
@@ -192,10 +188,7 @@ class Playground:
     ``Refused`` for a request that it does not serve."""
 
     def __init__(
-        self,
-        session: PlaygroundSession,
-        idle_release_s: float = IDLE_RELEASE_S,
-        away_release_s: float = AWAY_RELEASE_S,
+        self, session: PlaygroundSession, idle_release_s: float = IDLE_RELEASE_S, away_release_s: float = AWAY_RELEASE_S
     ) -> None:
         self._session = session
         self._idle_release_s = idle_release_s

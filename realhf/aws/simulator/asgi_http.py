@@ -309,11 +309,7 @@ def _reason(scope: dict[str, Any]) -> str:
 
 
 def owner_app(
-    app: AsgiApp,
-    seed: Callable[[int], None],
-    switches: ModuleSwitches,
-    parsed: ParsedRequests,
-    state: AccountState,
+    app: AsgiApp, seed: Callable[[int], None], switches: ModuleSwitches, parsed: ParsedRequests, state: AccountState
 ) -> AsgiApp:
     """Return ``app`` with its control paths and ours: reset to a seed, the account of requests, the modules'
     switches, all that the account holds."""

@@ -242,13 +242,10 @@ def test_before_the_first_reset(tool: AwsToolEnv) -> None:
     assert tool.get_reward() is None
 
 
-def test_a_lost_environment_has_no_reward_and_comes_back_with_the_next_episode(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_lost_environment_has_no_reward_and_comes_back_with_the_next_episode(monkeypatch: pytest.MonkeyPatch) -> None:
     losses = ["drop"]
     with FakeEnvServer(
-        lambda number, message: losses.pop() if message["type"] == "step" and losses else None,
-        {"reward_mode": "level"},
+        lambda number, message: losses.pop() if message["type"] == "step" and losses else None, {"reward_mode": "level"}
     ) as fake:
         monkeypatch.setenv("AWS_RL_ENV_URL", fake.url)
         tool = AwsToolEnv()
