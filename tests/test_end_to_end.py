@@ -13,7 +13,7 @@ import psutil
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from realhf.monitor.metrics import metric_of
+from tests.monitor.test_metrics import metric_of
 from tests.process_family import family
 
 pytestmark = [pytest.mark.sim, pytest.mark.slow, pytest.mark.timeout(900)]

@@ -73,7 +73,9 @@ class MadeUpRun:
                 lines[0][1].n_tokens = self._longest
         for start in range(0, len(lines), _MEMBER):
             part = lines[start : start + _MEMBER]
-            self._shards[PLAY].append([self._played(line) for line, _ in part], [line for line, _ in part])
+            for line, _ in part:
+                self._shards[PLAY].add(self._played(line), line)
+            self._shards[PLAY].flush()
             self._untrained += [line for _, line in part if line is not None]
             if train:
                 self.train()
@@ -91,9 +93,9 @@ class MadeUpRun:
     def train(self) -> None:
         """Write what the trainer saw of the rollouts that were only played."""
         trained, self._untrained = self._untrained, []
-        kept = [line for line in trained if line.has_tokens]
-        records = [self._trained(line) for line in kept]
-        self._shards[TRAIN].append(records, kept, [line for line in trained if not line.has_tokens])
+        for line in trained:
+            self._shards[TRAIN].add(self._trained(line) if line.has_tokens else None, line)
+        self._shards[TRAIN].flush()
 
     def close(self) -> None:
         """Close the files."""

@@ -1,4 +1,5 @@
-"""Writes files and folders that are whole or absent, and digests the files that a result depends on."""
+"""Writes files and folders that are whole or absent, follows files that grow, and digests those that a result depends
+on."""
 
 from __future__ import annotations
 
@@ -9,11 +10,12 @@ import json
 import os
 import re
 import shutil
+import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from realhf.base.dataclass_json import to_json_value
 
@@ -121,6 +123,78 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def open_plain(path: Path) -> BinaryIO:
+    """Open a plain file for reading. Raises OSError when there is none, and at once for a pipe or a device, at which a
+    reader would wait or which never ends."""
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError(errno.EINVAL, "it is no plain file", str(path))
+    return os.fdopen(handle, "rb")
+
+
+CHUNK_BYTES = 8 * 2**20
+"""How much is read at once, and the length of the longest line that is understood."""
+_HEAD_BYTES = 512
+"""A file that begins otherwise than before is another one, though it got the number of the one that was deleted."""
+
+
+class LineTail:
+    """Reads the whole lines that were added since the last look.
+
+    ``epoch`` counts how often the file was replaced or cut short: lines that were read before then no longer count.
+    What was read of a file that vanishes still counts. ``torn`` is how many bytes stand behind the last whole line.
+    ``tail_bytes``: begin at most so far before the end of the file, but with its first line, which says what file it
+    is.
+    """
+
+    def __init__(self, path: Path, *, tail_bytes: int | None = None) -> None:
+        self.path = path
+        self.epoch = self.torn = 0
+        self._tail_bytes = tail_bytes
+        self._file_id: tuple[int, int] | None = None
+        self._head = b""
+        self._offset = 0
+
+    def lines(self) -> Iterator[bytes]:
+        """Yield the new whole lines without their ends; ``epoch`` is that of all of them from the first on. A torn last
+        line waits for its rest. An absent file, and one that is no plain file, has no lines. Raises OSError when the
+        file cannot be read."""
+        try:
+            file = open_plain(self.path)
+        except OSError as error:
+            if error.errno in (errno.ENOENT, errno.EINVAL):
+                return
+            raise
+        with file:
+            about = os.fstat(file.fileno())
+            file_id, head = (about.st_dev, about.st_ino), file.read(_HEAD_BYTES)
+            fresh = file_id != self._file_id or about.st_size < self._offset or not head.startswith(self._head)
+            if fresh:
+                self.epoch += self._file_id is not None
+                self._file_id, self._offset = file_id, 0
+            self._head = head[: about.st_size]
+            if fresh and self._tail_bytes is not None and about.st_size > self._tail_bytes:
+                file.seek(0)
+                first = file.readline(CHUNK_BYTES)
+                file.seek(max(file.tell(), about.st_size - self._tail_bytes) - 1)
+                file.readline(CHUNK_BYTES)
+                self._offset = file.tell()
+                yield first.rstrip(b"\n")
+            yield from self._added(file, about.st_size)
+
+    def _added(self, file: BinaryIO, size: int) -> Iterator[bytes]:
+        while self._offset < size:
+            file.seek(self._offset)
+            chunk = file.read(min(CHUNK_BYTES, size - self._offset))
+            end = chunk.rfind(b"\n") + 1
+            if end == 0 and len(chunk) < CHUNK_BYTES:
+                break
+            self._offset += end or len(chunk)  # no line of ours is that long: step over it piece by piece
+            yield from filter(None, chunk[:end].split(b"\n"))
+        self.torn = max(0, size - self._offset)
 
 
 _MODULE = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+")

@@ -19,13 +19,7 @@ def balanced_parts(costs: Sequence[int], n_parts: int) -> list[list[int]]:
     """
     if not 1 <= n_parts <= len(costs):
         raise ValueError(f"cannot split {len(costs)} samples into {n_parts} non-empty parts")
-    heap = [(0, 0, part) for part in range(n_parts)]
-    parts: list[list[int]] = [[] for _ in range(n_parts)]
-    for index in _heaviest_first(costs):
-        load, count, part = heapq.heappop(heap)
-        parts[part].append(index)
-        heapq.heappush(heap, (load + int(costs[index]), count + 1, part))
-    return sorted(sorted(part) for part in parts)
+    return sorted(sorted(part) for part in _placed(costs, _heaviest_first(costs), [[]] * n_parts))
 
 
 def parts_near(costs: Sequence[int], homes: Sequence[int | None], n_parts: int) -> list[list[int]]:

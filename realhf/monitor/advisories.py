@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from realhf.monitor.advisory_rules import RULES, SEVERITIES, Advisory, Evidence, Row
+from realhf.monitor.provenance import read_config
 from realhf.monitor.rollouts.reader import RolloutStore
 from realhf.monitor.rollouts.reader import Row as RolloutRow
 
@@ -49,17 +50,6 @@ def as_json(advisory: Advisory) -> dict[str, Any]:
     return asdict(advisory)
 
 
-def staleness_bound(run_dir: Path) -> float | None:
-    """Return ``async_rl.max_head_offpolicyness`` of the run's configuration; None if it says nothing."""
-    import yaml
-
-    try:
-        config = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
-        return float(config["async_rl"]["max_head_offpolicyness"])
-    except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError):
-        return None
-
-
 def advise_run(
     run_dir: Path,
     rows: Sequence[Row],
@@ -70,13 +60,11 @@ def advise_run(
     without them."""
     store = RolloutStore(run_dir)
     store.refresh()
-    return advise(
-        rows,
-        index_of(store.rows()),
-        evaluations=evaluations,
-        staleness_bound=staleness_bound(run_dir),
-        effective=effective,
-    )
+    try:
+        bound = float(read_config(run_dir)["async_rl"]["max_head_offpolicyness"])
+    except (KeyError, TypeError, ValueError):
+        bound = None
+    return advise(rows, index_of(store.rows()), evaluations=evaluations, staleness_bound=bound, effective=effective)
 
 
 def index_of(rollouts: Iterable[RolloutRow]) -> list[dict[str, Any]]:

@@ -20,12 +20,7 @@ from realhf.monitor.metrics import success_by_group
 from realhf.monitor.summary import STEP_TIME, flatten_rollouts, rollout_labels, rollout_metrics, time_split
 
 _BAR = 24
-_FIGURES = {
-    "reward/mean": "reward",
-    "success/overall": "success",
-    "policy/loss": "loss",
-    "mismatch/kl": "mismatch_kl",
-}
+_FIGURES = {"reward/mean": "reward", "success/overall": "success", "policy/loss": "loss", "mismatch/kl": "mismatch_kl"}
 _SPEED = "throughput/tokens_per_second"
 _ROLLOUT_COLUMNS = 6
 _STEP_LINE_S = 2.0

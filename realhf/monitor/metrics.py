@@ -390,13 +390,6 @@ def public_name(name: str) -> str | None:
     return None
 
 
-def metric_of(name: str) -> Metric | None:
-    """Return the entry that describes a public name; None for one that is in no table. An entry with fewer
-    placeholders is preferred."""
-    exact, patterns = _described()
-    return exact.get(name) or next((metric for pattern, metric in patterns if pattern.fullmatch(name)), None)
-
-
 def evaluation_metrics(report: Mapping[str, Mapping[str, Mapping[str, Any]]], split: str) -> dict[str, float]:
     """Return the numbers of an evaluation report (``realhf.api.evaluation.Report``) under their public names."""
     names = {"success": "success", "low": "success_low", "high": "success_high"}
@@ -430,17 +423,6 @@ def _sources() -> tuple[dict[str, str], list[tuple[re.Pattern[str], str]]]:
     pairs = [(source, metric.name) for section in SECTIONS for metric in section.metrics for source in metric.sources]
     exact = {source: name for source, name in pairs if "<" not in source}
     return exact, [(_pattern(source), name) for source, name in pairs if "<" in source]
-
-
-@cache
-def _described() -> tuple[dict[str, Metric], list[tuple[re.Pattern[str], Metric]]]:
-    metrics = [metric for section in SECTIONS for metric in section.metrics]
-    ordered = sorted(
-        (metric for metric in metrics if "<" in metric.name),
-        key=lambda metric: (metric.name.startswith("<call>"), metric.name.count("<")),
-    )
-    exact = {metric.name: metric for metric in metrics if "<" not in metric.name}
-    return exact, [(_pattern(metric.name), metric) for metric in ordered]
 
 
 _HEAD = """# Metrics

@@ -107,6 +107,17 @@ def effective_options(provenance: Any) -> frozenset[str] | None:
     return frozenset(map(str, found)) if isinstance(found, list) and found else None
 
 
+def read_config(run_dir: Path) -> dict[str, Any]:
+    """Return the options in ``config.yaml``, nested as they stand there; {} where it cannot be read."""
+    import yaml
+
+    try:
+        content = yaml.safe_load((run_dir / CONFIG_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
 def read_provenance(run_dir: Path) -> Any:
     """Return the content of ``provenance.json``; None where it cannot be read."""
     try:

@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from realhf.base.files import write_whole
-from realhf.monitor.rollouts.format import open_plain
+from realhf.base.files import open_plain, write_whole
 
 if TYPE_CHECKING:
     from realhf.api.graph import DataFlowGraph

@@ -144,11 +144,7 @@ def total_counted(rows: Sequence[Row], name: str) -> float:
 
 
 def _number(row: Row, name: str, before: str = "", after: str = "") -> str:
-    return (
-        f"{before}{row[name]:.3g}{after}"
-        if name in row and row[name] < 1000
-        else (f"{before}{row[name]:.0f}{after}" if name in row else "")
-    )
+    return f"{before}{row[name]:{'.3g' if row[name] < 1000 else '.0f'}}{after}" if name in row else ""
 
 
 def _nonzero(row: Row, name: str) -> str:

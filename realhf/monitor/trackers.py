@@ -24,6 +24,7 @@ from typing import Any, Protocol
 
 from realhf.base.files import write_whole
 from realhf.base.installation import install_command
+from realhf.monitor.provenance import read_config
 
 IDENTITY_FILE = "trackers.json"
 
@@ -37,8 +38,8 @@ class Tracker(Protocol):
         ...
 
     def rollouts(self, step: int, texts: Sequence[str]) -> None:
-        """Take transcripts of a step."""
-        ...
+        """Take transcripts of a step; nothing becomes of them where a tracker does not say otherwise."""
+        del step, texts
 
     def close(self, failed: bool) -> None:
         """Send what is left and mark the run as over; ``failed``: it ended early."""
@@ -80,7 +81,7 @@ def run_info(run_dir: Path, completed_steps: int, past: Sequence[tuple[int, Mapp
         known = {"id": uuid.uuid4().hex}
         _write_identity(run_dir, known)
     name = run_dir.parent.name, run_dir.name
-    return RunInfo(run_dir, *name, known["id"], completed_steps + 1, _config(run_dir), past)
+    return RunInfo(run_dir, *name, known["id"], completed_steps + 1, read_config(run_dir), past)
 
 
 def finite(values: Mapping[str, Any]) -> dict[str, float]:
@@ -100,16 +101,6 @@ def flat(config: Mapping[str, Any], start: str = "") -> dict[str, str]:
     return found
 
 
-def _config(run_dir: Path) -> dict[str, Any]:
-    import yaml
-
-    try:
-        config = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
-        return {}
-    return config if isinstance(config, dict) else {}
-
-
 def _read_identity(run_dir: Path) -> dict[str, str]:
     try:
         found = json.loads((run_dir / IDENTITY_FILE).read_text(encoding="utf-8"))
@@ -122,7 +113,7 @@ def _write_identity(run_dir: Path, names: Mapping[str, str]) -> None:
     write_whole(run_dir / IDENTITY_FILE, json.dumps(dict(names)))
 
 
-class TensorBoardTracker:
+class TensorBoardTracker(Tracker):
     """Is the ``Tracker`` of TensorBoard. TensorBoard drops later points of an earlier, interrupted run when it reads
     the file. Transcripts are not written."""
 
@@ -144,10 +135,6 @@ class TensorBoardTracker:
         self._writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=scalars)))
         self._writer.flush()
 
-    def rollouts(self, step: int, texts: Sequence[str]) -> None:
-        """Do nothing: ``episodes.txt`` has them."""
-        del step, texts
-
     def close(self, failed: bool) -> None:
         """See ``Tracker``."""
         del failed
@@ -158,7 +145,7 @@ PROJECT = "realhf"
 STEP = "step"
 
 
-class WandbTracker:
+class WandbTracker(Tracker):
     """Is the ``Tracker`` of W&B. Every metric is drawn over ``step``, which W&B takes in any order; its own counter of
     steps would refuse an evaluation that comes late. A resumed run has the id it had before. Offline, W&B keeps up to
     32 KiB in memory and a killed run loses them: a resumed one writes again what its logs lack of the steps before its
@@ -281,7 +268,7 @@ def _records(log: bytes) -> Iterator[tuple[int, bytes]]:
         at += _PIECE + size
 
 
-class TrackioTracker:
+class TrackioTracker(Tracker):
     """Is the ``Tracker`` of Trackio: a project for each experiment name. A run is known by its name there, so the name
     has the run's id, and a resumed run goes on under it. Transcripts are not sent."""
 
@@ -300,10 +287,6 @@ class TrackioTracker:
         """See ``Tracker``."""
         self._run.log(dict(values), step=step)
 
-    def rollouts(self, step: int, texts: Sequence[str]) -> None:
-        """Do nothing: ``episodes.txt`` has them."""
-        del step, texts
-
     def close(self, failed: bool) -> None:
         """See ``Tracker``."""
         del failed
@@ -315,7 +298,7 @@ _LONGEST_NAME, _LONGEST_VALUE, _MOST_PARAMETERS, _MOST_METRICS = 250, 500, 100, 
 NAME, _TAG = "mlflow", "realhf.id"
 
 
-class MlflowTracker:
+class MlflowTracker(Tracker):
     """Is the ``Tracker`` of MLflow: an experiment for each experiment name, a run for each trial. A resumed run is the
     run it was before, and what a killed process had not sent is sent again. What it had sent of steps after the
     checkpoint is taken back in a store of the run's own; MLflow has no request for that, so a server keeps those values

@@ -7,90 +7,21 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import stat
 import struct
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import msgspec
 import numpy as np
 
 from realhf.api.trace import STEP
+from realhf.base.files import LineTail
 from realhf.monitor.metrics import public_names
 from realhf.monitor.run_files import HostLanes
 from realhf.monitor.run_log import METRICS_FILE
 from realhf.monitor.trace import COMPLETE, INSTANT, TAIL_BYTES, TraceEvent, place_of, trace_files
-
-CHUNK_BYTES = 8 * 2**20
-"""How much is read at once, and the length of the longest line that is understood."""
-_HEAD_BYTES = 512
-"""A file that begins otherwise than before is another one, though it got the number of the one that was deleted."""
-
-
-class LineTail:
-    """Reads the whole lines that were added since the last look.
-
-    ``epoch`` counts how often the file was replaced or cut short: lines that were read before then no longer count.
-    What was read of a file that vanishes still counts. ``tail_bytes``: begin at most so far before the end of
-    the file, but with its first line, which says what file it is.
-    """
-
-    def __init__(self, path: Path, *, tail_bytes: int | None = None) -> None:
-        self.path = path
-        self.epoch = 0
-        self._tail_bytes = tail_bytes
-        self._file_id: tuple[int, int] | None = None
-        self._head = b""
-        self._offset = 0
-
-    def lines(self) -> list[bytes]:
-        """Return the new whole lines without their ends. A torn last line waits for its rest. An absent file, and one
-        that is no plain file, has no lines. Raises OSError when the file cannot be read."""
-        try:
-            handle = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        except FileNotFoundError:
-            return []
-        with os.fdopen(handle, "rb") as file:
-            about = os.fstat(handle)
-            if not stat.S_ISREG(about.st_mode):
-                return []
-            first: list[bytes] = []
-            file_id, head = (about.st_dev, about.st_ino), file.read(_HEAD_BYTES)
-            if file_id != self._file_id or about.st_size < self._offset or not head.startswith(self._head):
-                self._begin(file_id)
-                if self._tail_bytes is not None and about.st_size > self._tail_bytes:
-                    file.seek(0)
-                    first = [file.readline(CHUNK_BYTES).rstrip(b"\n")]
-                    file.seek(max(file.tell(), about.st_size - self._tail_bytes) - 1)
-                    file.readline(CHUNK_BYTES)
-                    self._offset = file.tell()
-            self._head = head[: about.st_size]
-            file.seek(self._offset)
-            return first + self._read(file, about.st_size)
-
-    def _begin(self, file_id: tuple[int, int]) -> None:
-        if self._file_id is not None:
-            self.epoch += 1
-        self._file_id, self._offset = file_id, 0
-
-    def _read(self, file: BinaryIO, size: int) -> list[bytes]:
-        found: list[bytes] = []
-        while self._offset < size:
-            chunk = file.read(min(CHUNK_BYTES, size - self._offset))
-            end = chunk.rfind(b"\n") + 1
-            if end == 0:
-                if len(chunk) < CHUNK_BYTES:
-                    break
-                end = len(chunk)  # no line of ours is that long: step over it piece by piece
-            else:
-                found += chunk[: end - 1].split(b"\n")
-            self._offset += end
-            file.seek(self._offset)
-        return [line for line in found if line]
-
 
 _ALIGNED = 8
 _KINDS = {"float64": "f64", "float32": "f32", "int32": "i32", "uint32": "u32", "uint16": "u16", "uint8": "u8"}
@@ -132,7 +63,7 @@ class RunMetrics:
     def refresh(self) -> None:
         """Read what was added. Raises OSError when the file cannot be read."""
         with self._lock:
-            lines = self._tail.lines()
+            lines = [*self._tail.lines()]
             if self._tail.epoch != self._epoch:
                 self._epoch, self.rows, self.unreadable = self._tail.epoch, [], 0
             for line in lines:
@@ -250,12 +181,12 @@ class RunSpans:
         epochs = {path: tail.epoch for path, tail in self._tails.items()}
         for path in found:
             self._tails.setdefault(path, LineTail(path, tail_bytes=TAIL_BYTES))
-        new = {path: self._tails[path].lines() for path in found}
+        new = {path: [*self._tails[path].lines()] for path in found}
         if set(epochs) - set(found) or any(self._tails[path].epoch != epoch for path, epoch in epochs.items()):
             self._epoch += 1
             self._forget()
             self._tails = {path: LineTail(path, tail_bytes=TAIL_BYTES) for path in found}
-            new = {path: self._tails[path].lines() for path in found}
+            new = {path: [*self._tails[path].lines()] for path in found}
         for lines in new.values():
             for line in lines:
                 self._take(line)

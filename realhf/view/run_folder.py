@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from realhf.base.files import write_whole
+from realhf.base.files import open_plain, write_whole
 from realhf.base.text import printable
 
 _LOCKS = Path("/proc/locks")
@@ -92,14 +92,12 @@ def is_plain_file(path: Path) -> bool:
 
 def read_text(path: Path) -> str:
     """Return the text of a plain file of bounded size; "" for anything else."""
-    if not is_plain_file(path):
-        return ""
     try:
-        with path.open("rb") as file:
+        with open_plain(path) as file:
             if os.fstat(file.fileno()).st_size > _LARGEST_FILE:
                 return ""
             return file.read(_LARGEST_FILE).decode("utf-8", "replace")
-    except OSError:
+    except (OSError, ValueError):
         return ""
 
 

@@ -9,7 +9,7 @@ import mimetypes
 import secrets
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from importlib.resources.abc import Traversable
 from typing import Any
 
@@ -31,6 +31,9 @@ from realhf.view.run_data import MEDIA_TYPE
 CHANGES_S = 20.0
 """How long a request for changes waits, in seconds; the page asks again at once."""
 LOOK_S = 0.25
+SEARCH_S = 30.0
+"""How long a full-text search may take, in seconds; it says how far it came."""
+LONGEST_SEARCH = 1000
 Handler = Callable[[Request], Awaitable[Response]]
 
 
@@ -40,16 +43,9 @@ def create_app(runs: RunList, *, follow: bool) -> Starlette:
     files = static_files()
     routes: list[BaseRoute] = [Route("/", _file(files["index.html"]))]
     routes += [Route(f"/static/{name}", _file(file)) for name, file in files.items()]
-    routes += [
-        Route("/api/runs", api.list_runs),
-        Route("/api/changes", api.changes),
-        Route("/api/runs/{run:int}/metrics", api.metrics),
-        Route("/api/runs/{run:int}/evaluations", api.evaluations),
-        Route("/api/runs/{run:int}/advisories", api.advisories),
-        Route("/api/runs/{run:int}/about", api.about),
-        Route("/api/runs/{run:int}/spans", api.spans),
-    ]
-    routes += RolloutRoutes(api.run_of).routes()
+    routes += [Route("/api/runs", api.list_runs), Route("/api/changes", api.changes)]
+    routes += [Route(f"/api/runs/{{run:int}}/{name}", api.part(read)) for name, read in PARTS_OF_A_RUN.items()]
+    routes += [Route("/api/runs/{run:int}/search", api.search)]
     handlers = {OSError: _unreadable}
     return Starlette(routes=routes, middleware=[Middleware(WebGuard)], exception_handlers=handlers)
 
@@ -82,32 +78,22 @@ class Api:
             except asyncio.CancelledError:  # the server ends
                 return Response(status_code=204)
 
-    async def metrics(self, request: Request) -> Response:
-        """Return the rows of a run behind ``start``, column by column."""
-        run = self.run_of(request)
+    def part(self, read: Callable[[Run, Request], Any]) -> Handler:
+        """Make the answer to a request for a part of a run: bytes as they are, anything else as JSON."""
 
-        def read() -> dict[str, Any]:
-            run.metrics.refresh()
-            return run.metrics.columns(_number(request, "epoch"), _number(request, "start"))
+        async def answer(request: Request) -> Response:
+            found = await run_in_threadpool(read, self._run_of(request), request)
+            return Response(found, media_type=MEDIA_TYPE) if isinstance(found, bytes) else _json(found)
 
-        return _json(await run_in_threadpool(read))
+        return answer
 
-    async def evaluations(self, request: Request) -> Response:
-        """Return the held-out evaluations of a run."""
-        return _json(await run_in_threadpool(self.run_of(request).evaluations))
-
-    async def advisories(self, request: Request) -> Response:
-        """Return what seems wrong with a run."""
-        return _json(await run_in_threadpool(self.run_of(request).advisories))
-
-    async def about(self, request: Request) -> Response:
-        """Return configuration and origin of a run."""
-        return _json(await run_in_threadpool(self.run_of(request).about))
-
-    async def spans(self, request: Request) -> Response:
-        """Return the spans of a run behind ``start``, packed."""
-        arguments = _number(request, "epoch"), _number(request, "start")
-        return Response(await run_in_threadpool(self.run_of(request).spans.packed, *arguments), media_type=MEDIA_TYPE)
+    async def search(self, request: Request) -> Response:
+        """Stream the ids of rollouts that hold ``text``, a line of JSON for each find, until all were looked at or
+        ``SEARCH_S`` have passed."""
+        text = request.query_params.get("text", "")[:LONGEST_SEARCH]
+        stopped = threading.Event()
+        found = self._run_of(request).rollouts.search(text, time.monotonic() + SEARCH_S, stopped.is_set)
+        return StreamingResponse(_streamed(found, stopped), media_type="application/x-ndjson")
 
     def _list(self) -> dict[str, Any]:
         runs = [{"number": number, **run.described()} for number, run in enumerate(self._runs.refresh())]
@@ -129,12 +115,36 @@ class Api:
             "states": states,
         }
 
-    def run_of(self, request: Request) -> Run:
-        """Return the run whose number is in the path. Raises HTTPException 404 when there is none."""
+    def _run_of(self, request: Request) -> Run:
         run = self._runs.get(request.path_params["run"])
         if run is None:
             raise HTTPException(404, "there is no run with this number")
         return run
+
+
+def _metrics(run: Run, request: Request) -> dict[str, Any]:
+    run.metrics.refresh()
+    return run.metrics.columns(_number(request, "epoch"), _number(request, "start"))
+
+
+def _rollout(run: Run, request: Request) -> dict[str, Any]:
+    found = run.rollouts.one(request.query_params.get("id", ""), request.query_params.get("seen", ""))
+    if found is None:
+        raise HTTPException(404, "there is no rollout with this id")
+    return found
+
+
+PARTS_OF_A_RUN: Mapping[str, Callable[[Run, Request], Any]] = {
+    "metrics": _metrics,
+    "evaluations": lambda run, _: run.evaluations(),
+    "advisories": lambda run, _: run.advisories(),
+    "about": lambda run, _: run.about(),
+    "spans": lambda run, request: run.spans.packed(_number(request, "epoch"), _number(request, "start")),
+    "rollouts": lambda run, _: run.rollouts.packed(),
+    "rollout": _rollout,
+}
+"""What is below ``/api/runs/<number>/``. Metrics and spans are those behind ``start``; of one rollout (``id``) there is
+more only where something has changed since the answer with the stamp ``seen``."""
 
 
 def _number(request: Request, name: str) -> int:
@@ -159,47 +169,6 @@ def _file(source: Traversable) -> Handler:
 async def _unreadable(request: Request, error: Exception) -> Response:
     assert isinstance(error, OSError)
     return JSONResponse({"detail": f"{error.filename or 'a file'} cannot be read: {error.strerror}"}, 410)
-
-
-SEARCH_S = 30.0
-"""How long a full-text search may take, in seconds; it says how far it came."""
-LONGEST_SEARCH = 1000
-
-
-class RolloutRoutes:
-    """Holds the routes below ``/api/runs/<number>/``. ``run_of`` finds the run that a request is about."""
-
-    def __init__(self, run_of: Callable[[Request], Run]) -> None:
-        self._run_of = run_of
-
-    def routes(self) -> list[BaseRoute]:
-        """Return the routes."""
-        return [
-            Route("/api/runs/{run:int}/rollouts", self.table),
-            Route("/api/runs/{run:int}/rollout", self.one),
-            Route("/api/runs/{run:int}/search", self.search),
-        ]
-
-    async def table(self, request: Request) -> Response:
-        """Return all rollouts as columns."""
-        return Response(await run_in_threadpool(self._run_of(request).rollouts.packed), media_type=MEDIA_TYPE)
-
-    async def one(self, request: Request) -> Response:
-        """Return everything about the rollout ``id``, unless nothing has changed since the answer with the stamp
-        ``seen``."""
-        arguments = request.query_params.get("id", ""), request.query_params.get("seen", "")
-        found = await run_in_threadpool(self._run_of(request).rollouts.one, *arguments)
-        if found is None:
-            raise HTTPException(404, "there is no rollout with this id")
-        return Response(json.dumps(found, separators=(",", ":")), media_type="application/json")
-
-    async def search(self, request: Request) -> Response:
-        """Stream the ids of rollouts that hold ``text``, a line of JSON for each find, until all were looked at or
-        ``SEARCH_S`` have passed."""
-        text = request.query_params.get("text", "")[:LONGEST_SEARCH]
-        stopped = threading.Event()
-        found = self._run_of(request).rollouts.search(text, time.monotonic() + SEARCH_S, stopped.is_set)
-        return StreamingResponse(_streamed(found, stopped), media_type="application/x-ndjson")
 
 
 async def _streamed(found: Iterator[dict[str, Any]], stopped: threading.Event) -> AsyncIterator[bytes]:

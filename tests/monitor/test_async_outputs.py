@@ -12,9 +12,9 @@ from rich.console import Console
 
 from realhf.api.config import MonitorConfig
 from realhf.monitor import display as display_module
-from realhf.monitor.advisories import staleness_bound
 from realhf.monitor.display import Display, LiveDisplay, step_line
 from realhf.monitor.events import EventStream, parse_event
+from realhf.monitor.provenance import read_config
 from realhf.monitor.run_log import RunLog
 from realhf.monitor.summary import (
     build_summary,
@@ -153,22 +153,17 @@ def test_the_summary_of_an_asynchronous_run():
 
 
 def test_the_bound_comes_from_the_configuration(tmp_path: Path):
-    assert staleness_bound(run_folder(tmp_path, eta=4)) == 4
-    assert staleness_bound(tmp_path) is None
+    assert read_config(run_folder(tmp_path, eta=4))["async_rl"]["max_head_offpolicyness"] == 4
+    assert read_config(tmp_path) == {}
     (tmp_path / "config.yaml").write_text("- 1")
-    assert staleness_bound(tmp_path) is None
+    assert read_config(tmp_path) == {}
 
 
 def test_a_run_ends_with_a_trace_and_its_advisories(tmp_path: Path):
     folder, stream = run_folder(tmp_path), io.StringIO()
     with open_trace(folder, "master") as tracer:
         log = RunLog(
-            folder,
-            MonitorConfig(trackers=[]),
-            EventStream(stream),
-            completed_steps=0,
-            total_steps=3,
-            tracer=tracer,
+            folder, MonitorConfig(trackers=[]), EventStream(stream), completed_steps=0, total_steps=3, tracer=tracer
         )
         for step in (1, 2, 3):
             with tracer.span("train"):

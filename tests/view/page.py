@@ -21,6 +21,12 @@ def shows(page: Chromium, name: str) -> None:
     page.js("new Promise((drawn) => requestAnimationFrame(() => requestAnimationFrame(drawn)))")
 
 
+def go(page: Chromium, url: str, name: str = "overview") -> None:
+    """Open the server at ``url`` anew and wait until this page of it is shown."""
+    page.open(f"{url}/" if name == "overview" else f"{url}/#/{name}")
+    shows(page, name)
+
+
 def chart(title: str) -> str:
     """Return the expression of the chart that is seen with this title."""
     seen = "[...document.querySelectorAll('.chart')].find((one) => one.offsetParent && one.innerText.startsWith({}))"

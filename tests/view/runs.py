@@ -16,6 +16,7 @@ from typing import Any
 import uvicorn
 from starlette.testclient import TestClient
 
+from benchmarks.view.made_up_run import MadeUpRun
 from realhf.view.run import RunList
 from realhf.view.server import create_app
 
@@ -35,6 +36,14 @@ def write_run(folder: Path, *, steps: int = 3, config: str = "seed: 1\nppo:\n  l
     if ended:
         (folder / "summary.json").write_text(json.dumps({"steps": steps}))
     return folder
+
+
+def made_up(folder: Path, *, steps: int = 1, groups: int, **options: Any) -> None:
+    """A made-up run of so many steps, each of so many groups."""
+    run = MadeUpRun(folder, **options)
+    for _ in range(steps):
+        run.add_step(groups)
+    run.close()
 
 
 def kept_answers(report: Path) -> dict[str, Any]:

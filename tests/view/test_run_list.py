@@ -11,7 +11,7 @@ from realhf.view import run as run_list
 from realhf.view.__main__ import main
 from realhf.view.run import MOST_RUNS, RunList
 from tests.chromium import ABSENT, PROGRAM, Chromium
-from tests.view.page import shows, text
+from tests.view.page import go, shows, text
 from tests.view.runs import client, served
 
 
@@ -69,8 +69,7 @@ def test_the_page_says_how_many_runs_are_not_listed_and_how_to_narrow(chromium: 
     made = many(tmp_path / "runs", MOST_RUNS + 12)
     chromium.look(width, 800)
     with served(tmp_path / "runs", follow=False) as url:
-        chromium.open(url + "/")
-        shows(chromium, "overview")
+        go(chromium, url)
         assert text(chromium, "#choose").startswith(f"{MOST_RUNS} of {MOST_RUNS + 12} runs")
         chromium.press("c")
         chromium.wait("document.querySelector('dialog[open]')")

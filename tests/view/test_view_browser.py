@@ -12,8 +12,8 @@ import pytest
 
 from benchmarks.view.made_up_run import HOSTILE, MadeUpRun
 from tests.chromium import ABSENT, PROGRAM, Chromium
-from tests.view.page import PAGES, chart, follow_advisory, shows, text
-from tests.view.runs import served
+from tests.view.page import PAGES, chart, follow_advisory, go, shows, text
+from tests.view.runs import made_up, served
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(PROGRAM is None, reason=ABSENT)]
 
@@ -25,8 +25,7 @@ def test_a_growing_run_is_followed_from_its_curves_to_a_token_by_keys_alone(chro
     for _ in range(6):
         run.add_step(4, of=8)
     with served(tmp_path / "run") as url:
-        page.open(url + "/")
-        shows(page, "overview")
+        go(page, url)
         page.wait("document.querySelector('.card b').innerText === '6'")
         run.add_step(4, of=8)
         page.wait("document.querySelector('.card b').innerText === '7'")
@@ -102,17 +101,13 @@ def test_hostile_text_is_shown_as_text_and_a_deleted_run_is_called_so(chromium: 
 def test_two_runs_are_compared_and_the_options_listed_in_which_they_differ(chromium: Chromium, tmp_path: Path):
     """One of them was killed, and is called so."""
     for seed in (1, 2):
-        run = MadeUpRun(tmp_path / f"seed{seed}", seed=seed)
-        for _ in range(2 + seed):
-            run.add_step(1)
-        run.close()
+        made_up(tmp_path / f"seed{seed}", seed=seed, steps=2 + seed, groups=1)
     (tmp_path / "seed1" / "summary.json").write_text(json.dumps({"steps": 3}))
     for path in (tmp_path / "seed2", *(tmp_path / "seed2").rglob("*")):
         os.utime(path, (1e9, 1e9))
     page = chromium
     with served(tmp_path, follow=False) as url:
-        page.open(url + "/")
-        shows(page, "overview")
+        go(page, url)
         page.press("c")
         page.wait("document.querySelectorAll('#runs-list input').length === 2")
         for key in ("Tab", "Tab", " ", "Enter"):
@@ -160,9 +155,7 @@ def test_what_the_environment_left_is_shown_and_its_episode_can_be_played_again(
     view = {"title": "The account", "columns": ["name", "after"], "rows": [["a-bucket", "there"]], "note": "one more"}
     folders = []
     for name, info in (("told", ({"replay": GAME}, {"did": "aws s3 mb", "view": view})), ("hostile", HOSTILE_INFO)):
-        run = MadeUpRun(tmp_path / name, info=info)
-        run.add_step(1)
-        run.close()
+        made_up(tmp_path / name, info=info, groups=1)
         folders.append(tmp_path / name)
     page = chromium
     with served(*folders, follow=False) as url:
@@ -186,13 +179,10 @@ def test_what_the_environment_left_is_shown_and_its_episode_can_be_played_again(
 
 
 def test_of_a_hundred_thousand_tokens_a_window_is_drawn(chromium: Chromium, tmp_path: Path):
-    run = MadeUpRun(tmp_path / "run", longest=100_000, failing=0.0)
-    run.add_step(1)
-    run.close()
+    made_up(tmp_path / "run", longest=100_000, failing=0.0, groups=1)
     page = chromium
     with served(tmp_path / "run", follow=False) as url:
-        page.open(url + "/#/tokens")
-        shows(page, "tokens")
+        go(page, url, "tokens")
         assert "1 of 100,000" in text(page, "#token")
         page.press("End")
         page.wait("document.getElementById('token').innerText.includes('100,000 of 100,000')")
@@ -216,9 +206,7 @@ def test_of_a_hundred_thousand_tokens_a_window_is_drawn(chromium: Chromium, tmp_
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_no_page_is_wider_than_a_telephone(chromium: Chromium, tmp_path: Path, scheme: str):
-    run = MadeUpRun(tmp_path / "run")
-    run.add_step(2)
-    run.close()
+    made_up(tmp_path / "run", groups=2)
     with served(tmp_path / "run", follow=False) as url:
         chromium.look(390, 800, scheme)
         chromium.open(url + "/")

@@ -9,8 +9,8 @@ import pytest
 
 from benchmarks.view.made_up_run import MadeUpRun
 from tests.chromium import ABSENT, PROGRAM, Chromium
-from tests.view.page import shows, text
-from tests.view.runs import add_step, client, served, write_run
+from tests.view.page import go, shows, text
+from tests.view.runs import add_step, client, made_up, served, write_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(PROGRAM is None, reason=ABSENT)]
 TOP = "document.querySelector({}).getBoundingClientRect().top"
@@ -34,8 +34,7 @@ def test_an_open_rollout_shows_that_it_was_trained(chromium: Chromium, tmp_path:
     page, run = chromium, played(tmp_path / "run")
     with served(tmp_path / "run") as url:
         page.look(1280, 500)
-        page.open(url + "/#/rollout")
-        shows(page, "rollout")
+        go(page, url, "rollout")
         marked(page)
         assert "trained at version" not in text(page, ".facts").lower()
         assert set(text(page, "#group td:nth-child(4)").splitlines()) == {"–"}
@@ -61,8 +60,7 @@ def test_an_open_rollout_shows_that_it_was_trained(chromium: Chromium, tmp_path:
 def test_a_link_of_the_group_keeps_the_focus_when_the_group_is_trained(chromium: Chromium, tmp_path: Path):
     page, run = chromium, played(tmp_path / "run")
     with served(tmp_path / "run") as url:
-        page.open(url + "/#/rollout")
-        shows(page, "rollout")
+        go(page, url, "rollout")
         page.js("document.querySelectorAll('#group a')[3].focus()")
         run.train()
         page.wait("document.querySelectorAll('#group td:nth-child(4)')[3].innerText !== '–'")
@@ -146,8 +144,7 @@ def test_who_reads_the_list_keeps_the_row_and_its_place(chromium: Chromium, tmp_
     name = "document.querySelector('.row[aria-selected=true]')?.ariaLabel"
     count = "document.getElementById('count').innerText.startsWith('{} of')"
     with served(tmp_path / "run") as url:
-        page.open(url + "/#/rollouts")
-        shows(page, "rollouts")
+        go(page, url, "rollouts")
         newest = page.js(name)
         run.add_step(4)
         page.wait(count.format(128))
@@ -176,8 +173,7 @@ def test_a_list_is_drawn_anew_while_changes_come_faster_than_it_is_asked_for(chr
     page, run = chromium, MadeUpRun(tmp_path / "run")
     run.add_step(1)
     with served(tmp_path / "run") as url:
-        page.open(url + "/#/tasks")
-        shows(page, "tasks")
+        go(page, url, "tasks")
         before = text(page, "#tasks tbody")
         for _ in range(20):  # about half a second between them, and the page waits for one
             run.add_step(1)
@@ -194,8 +190,7 @@ def test_a_button_held_down_while_rows_arrive_chooses_its_row(chromium: Chromium
     page, run = chromium, MadeUpRun(tmp_path / "run")
     run.add_step(8)
     with served(tmp_path / "run") as url:
-        page.open(url + "/#/rollouts")
-        shows(page, "rollouts")
+        go(page, url, "rollouts")
         page.press("ArrowDown")
         meant = page.js("document.getElementById('row-6').ariaLabel")
         box = page.js("(({x, y}) => [x, y])(document.getElementById('row-6').getBoundingClientRect())")
@@ -210,9 +205,7 @@ def test_a_button_held_down_while_rows_arrive_chooses_its_row(chromium: Chromium
 
 def test_a_search_that_ends_takes_the_focus_from_nobody(chromium: Chromium, tmp_path: Path):
     """It may take half a minute, and who typed into another field meanwhile was thrown out of it."""
-    run = MadeUpRun(tmp_path / "run")
-    run.add_step(4)
-    run.close()
+    made_up(tmp_path / "run", groups=4)
     page = chromium
     look_for = """
         document.getElementById('search').value = 'onerror';
@@ -231,8 +224,7 @@ def test_a_search_that_ends_takes_the_focus_from_nobody(chromium: Chromium, tmp_
 def test_a_metric_that_comes_later_leaves_the_focus_in_its_chart(chromium: Chromium, tmp_path: Path):
     page, run = chromium, write_run(tmp_path / "run", steps=2, ended=False)
     with served(run) as url:
-        page.open(url + "/")
-        shows(page, "overview")
+        go(page, url)
         page.press("/")
         page.wait("document.querySelectorAll('.all .chart').length === 2")
         page.js("[...document.querySelectorAll('.all .chart')].at(-1).focus()")
@@ -248,8 +240,7 @@ def test_a_lane_that_comes_in_above_leaves_the_line_that_was_chosen(chromium: Ch
     page, run = chromium, write_run(tmp_path / "run", ended=False)
     span = {"name": "env/step", "ph": "X", "ts": 1_200_000, "pid": 1, "tid": 1, "dur": 100_000}
     with served(run) as url:
-        page.open(url + "/#/timeline")
-        shows(page, "timeline")
+        go(page, url, "timeline")
         page.press("ArrowUp")
         with (run / "trace" / "master.jsonl").open("a") as file:
             file.write(json.dumps(span) + "\n")
@@ -274,8 +265,7 @@ def test_what_changes_while_a_page_is_being_made_is_shown(chromium: Chromium, tm
     """On a slow connection the answer was that of before the change, and the change was taken for known."""
     page, run = chromium, played(tmp_path / "run")
     with served(tmp_path / "run") as url:
-        page.open(url + "/")
-        shows(page, "overview")
+        go(page, url)
         page.js(SLOWLY)
         page.press("5")
         page.wait("window.late === 'answered'")

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.view.made_up_run import HOSTILE, MadeUpRun
+from benchmarks.view.made_up_run import HOSTILE
 from realhf.view.report import write_report
 from tests.chromium import ABSENT, PROGRAM, Chromium
 from tests.view.page import PAGES, chart, painted, shows, text
-from tests.view.runs import add_step
+from tests.view.runs import add_step, made_up
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(PROGRAM is None, reason=ABSENT)]
 FOREIGN = """
@@ -22,10 +22,7 @@ FOREIGN = """
 @pytest.mark.nightly
 def test_a_report_opens_from_its_file_and_asks_nobody(chromium: Chromium, tmp_path: Path):
     """Every page of it is drawn; a rollout is found by its text and opened; what was written into it is not obeyed."""
-    run = MadeUpRun(tmp_path / "run", failing=0.3)
-    for _ in range(4):
-        run.add_step(4)
-    run.close()
+    made_up(tmp_path / "run", failing=0.3, steps=4, groups=4)
     folder = tmp_path / "run"
     add_step(folder, {"step": 5, "reward/mean": 0.5, f"x/{HOSTILE}": 1.0})
     page = chromium

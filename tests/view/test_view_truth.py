@@ -10,8 +10,8 @@ import pytest
 
 from benchmarks.view.made_up_run import MadeUpRun
 from tests.chromium import ABSENT, PROGRAM, Chromium
-from tests.view.page import chart, drag, painted, shows, text, ticks
-from tests.view.runs import add_step, served, write_run
+from tests.view.page import chart, drag, go, painted, shows, text, ticks
+from tests.view.runs import add_step, made_up, served, write_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(PROGRAM is None, reason=ABSENT)]
 CURVE = f"{chart('Reward')}.data"
@@ -22,13 +22,9 @@ def test_another_server_on_the_port_is_noticed_and_no_run_mixed_with_another(chr
     """Both servers call their run number 0. Its curve used to begin with the steps of the other run."""
     page = chromium
     for seed, steps in ((1, 4), (2, 7)):
-        run = MadeUpRun(tmp_path / f"seed{seed}", seed=seed)
-        for _ in range(steps):
-            run.add_step(2)
-        run.close()
+        made_up(tmp_path / f"seed{seed}", seed=seed, steps=steps, groups=2)
     with served(tmp_path / "seed1") as url:
-        page.open(url + "/")
-        shows(page, "overview")
+        go(page, url)
         page.wait("document.querySelector('.card b').innerText === '4'")
     page.wait("!document.getElementById('notice').hidden")
     with served(tmp_path / "seed2", port=urlsplit(url).port or 0):
@@ -47,8 +43,7 @@ def test_rollouts_that_came_while_another_page_was_open_are_there(chromium: Chro
     page, run = chromium, MadeUpRun(tmp_path / "run")
     run.add_step(1)
     with served(tmp_path / "run") as url:
-        page.open(url + "/#/rollouts")
-        shows(page, "rollouts")
+        go(page, url, "rollouts")
         assert "8 of 8 rollouts" in text(page, "#count")
         page.press("1")
         shows(page, "overview")
@@ -66,8 +61,7 @@ def test_what_was_said_of_unreadable_lines_stays_when_rollouts_arrive(chromium: 
     with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
         file.write("nonsense\n")
     with served(tmp_path / "run") as url:
-        page.open(url + "/")
-        shows(page, "overview")
+        go(page, url)
         page.wait("document.getElementById('notice').innerText.includes('metrics.jsonl')")
         answers = "performance.getEntriesByType('resource').filter((one) => one.name.includes('/changes')).length"
         before = page.js(answers)
@@ -88,8 +82,7 @@ def test_a_metric_of_some_steps_is_a_curve_and_one_that_is_no_number_breaks_it(c
         broken = {"policy/kl_ref": 1.0 if step in (5, 8, 9) else float("nan")}
         add_step(run, {"step": step, "time/actor_train": 1.0} | played | found | broken)
     with served(run, follow=False) as url:
-        page.open(url + "/")
-        shows(page, "overview")
+        go(page, url)
         times = page.js(chart("Where the time goes") + ".node.innerText")
         assert all(name in times for name in ("environment", "generation", "actor_train")), times
         assert "actor_gen" not in times, "a call that plays is shown by its parts, as in the terminal"
@@ -111,8 +104,7 @@ def test_a_hundred_thousand_steps_are_drawn_with_their_one_low(chromium: Chromiu
     (long / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     kl = chart("KL")
     with served(long, follow=False) as url:
-        page.open(url + "/")
-        shows(page, "overview")
+        go(page, url)
         assert page.js(f"{kl}.data[0].length") == 100_000
         low = page.js(f"[{kl}.plot.valToPos(30001, 'x', true), {kl}.plot.valToPos(1, 'y', true)].map(Math.round)")
         drawn = f"[...{kl}.plot.ctx.getImageData({low[0] - 2}, {low[1]}, 5, 1).data].some((one) => one > 0)"
@@ -126,8 +118,7 @@ def test_evaluations_that_are_greedy_alone_count_as_evaluations(chromium: Chromi
     held = {"overall": {"success": 0.5, "low": 0.4, "high": 0.6, "episodes": 10}}
     (run / "evaluations.json").write_text(json.dumps({"2": {"greedy": held}}))
     with served(run, follow=False) as url:
-        chromium.open(url + "/")
-        shows(chromium, "overview")
+        go(chromium, url)
         assert "50.0 %\nstep 2; greedy" in text(chromium, ".card:nth-child(4)")
 
 
@@ -153,8 +144,7 @@ def test_a_page_that_nobody_looks_at_holds_no_connection(chromium: Chromium, tmp
     page, run = chromium, MadeUpRun(tmp_path / "run")
     run.add_step(1)
     with served(tmp_path / "run") as url:
-        page.open(url + "/")
-        shows(page, "overview")
+        go(page, url)
         page.js(HIDDEN.format("true"))
         for step in (2, 3):  # whoever waits for changes knows of the second step before the third one is told
             run.add_step(1)
@@ -185,8 +175,7 @@ def test_a_task_is_a_template_and_its_instances_come_with_a_click(chromium: Chro
     name = max(instances, key=lambda one: len(instances[one]))
     assert len(instances[name]) > 1
     with served(tmp_path / "run", follow=False) as url:
-        page.open(url + "/#/tasks")
-        shows(page, "tasks")
+        go(page, url, "tasks")
         assert text(page, ".readout").startswith(f"{len(instances)} tasks: ")
         assert page.js("document.querySelectorAll('#tasks tbody tr').length") == len(instances)
         played = page.js("[...document.querySelectorAll('#tasks tbody tr')].map((row) => +row.cells[7].innerText)")
@@ -214,8 +203,7 @@ def test_curves_are_drawn_over_hours_or_tokens_on_a_logarithmic_axis(chromium: C
     run, page, kl = measured(tmp_path / "run"), chromium, chart("KL")
     farthest = f"Math.max(...{ticks(kl, 0)}.map((one) => Number(one.replace(',', ''))))"
     with served(run, follow=False) as url:
-        page.open(url + "/")
-        shows(page, "overview")
+        go(page, url)
         assert page.js(farthest) == 10
         page.press("x")
         assert 4 < page.js(farthest) <= 5.1, "ten steps of half an hour"
@@ -236,8 +224,7 @@ def test_a_part_is_zoomed_into_by_pointer_keys_and_buttons(chromium: Chromium, t
     run, page, kl, reward = measured(tmp_path / "run"), chromium, chart("KL"), chart("Reward")
     span = f"(({{min, max}}) => [min, max])({kl}.plot.scales.x)"
     with served(run, follow=False) as url:
-        page.open(url + "/")
-        shows(page, "overview")
+        go(page, url)
         whole = page.js(span)
         drag(page, f"{kl}.plot.over", 0.5, 0.9)
         assert page.js(span) == pytest.approx([6, 10], abs=0.01), "from step to step"
@@ -271,8 +258,7 @@ def test_a_metric_that_is_chosen_stays_in_the_address(chromium: Chromium, tmp_pa
     run, page = measured(tmp_path / "run"), chromium
     first = "document.querySelector('.chart h3').innerText"
     with served(run, follow=False) as url:
-        page.open(url + "/")
-        shows(page, "overview")
+        go(page, url)
         assert page.js(first) == "Reward"
         page.press("/")
         page.js("document.activeElement.value = 'tokens'")
@@ -299,8 +285,7 @@ def test_a_theme_that_changes_changes_the_colours_of_the_charts(chromium: Chromi
     run, page, reward = write_run(tmp_path / "run"), chromium, chart("Reward")
     with served(run, follow=False) as url:
         page.look(1280, 800, "light")
-        page.open(url + "/")
-        shows(page, "overview")
+        go(page, url)
         light = page.js(f"{reward}.colour('--k0')()")
         assert page.js(painted(reward, "--k0")) > 100
         page.press("d")

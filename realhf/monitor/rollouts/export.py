@@ -22,7 +22,7 @@ import msgspec
 
 from realhf.base.files import whole_file
 from realhf.base.installation import install_command
-from realhf.monitor.rollouts.format import TRAIN, encode_record, plain, readable
+from realhf.monitor.rollouts.format import TRAIN, encode_record, plain, readable, repaired
 from realhf.monitor.rollouts.reader import NoRecord, RolloutStore, Row
 
 _OF_PLACE = ("shard", "offset", "bytes", "line", "writer", "has_tokens")
@@ -97,7 +97,7 @@ def write_parquet(store: RolloutStore, out: Path) -> Exported:
 
 
 def _text(value: object) -> str | None:
-    return readable(value, len(value)) if isinstance(value, str) else None
+    return repaired(value) if isinstance(value, str) else None
 
 
 _MODEL = "realhf/policy"
@@ -259,16 +259,7 @@ def _name(sample: str) -> str:
 
 
 def _add(file: zipfile.ZipFile, name: str, value: Any) -> None:
-    file.writestr(name, json.dumps(_whole(plain(value))))
-
-
-def _whole(value: Any) -> Any:
-    """Replace halves of characters: Inspect refuses them."""
-    if isinstance(value, str):
-        return readable(value, len(value))
-    if isinstance(value, dict):
-        return {_whole(key): _whole(item) for key, item in value.items()}
-    return [_whole(item) for item in value] if isinstance(value, list) else value
+    file.writestr(name, json.dumps(plain(value, text=repaired)))
 
 
 def _when(seconds: float) -> str:

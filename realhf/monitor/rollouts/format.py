@@ -7,14 +7,11 @@ rollout, which follows the member that holds its record.
 
 from __future__ import annotations
 
-import errno
 import json
 import math
-import os
-import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import msgspec
 
@@ -140,8 +137,12 @@ def index_name(family: str, writer: str) -> str:
 
 
 def readable(text: str, most: int = LONGEST_NAME) -> str:
-    """Return a text as UTF-8 can hold it, shortened: halves of characters become replacement characters."""
-    text = text if len(text) <= most else text[: most - 3] + "..."
+    """Return a text as ``repaired`` does, shortened."""
+    return repaired(text if len(text) <= most else text[: most - 3] + "...")
+
+
+def repaired(text: str) -> str:
+    """Return a text as UTF-8 can hold it: halves of characters become replacement characters."""
     return text if text.isascii() else text.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
 
 
@@ -159,23 +160,23 @@ def decode_record(line: bytes) -> Any:
     return json.loads(line)
 
 
-def plain(value: Any, depth: int = 40) -> Any:
-    """Return a value as JSON can hold it, whatever it is; what lies deeper than ``depth`` becomes its description."""
+def plain(value: Any, depth: int = 40, text: Callable[[str], str] = str) -> Any:
+    """Return a value as JSON can hold it, whatever it is, with ``text`` of its texts; what lies deeper than ``depth``
+    becomes its description."""
     if value is None or isinstance(value, (bool, int)):
         return value
     if isinstance(value, str):
-        return str(value)
+        return text(value)
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else None
     if depth > 0 and isinstance(value, Mapping):
-        return {_key(key): plain(item, depth - 1) for key, item in value.items()}
+        return {
+            text(key) if isinstance(key, str) else ascii(key): plain(item, depth - 1, text)
+            for key, item in value.items()
+        }
     if depth > 0 and isinstance(value, (Sequence, set, frozenset)) and not isinstance(value, (bytes, bytearray)):
-        return [plain(item, depth - 1) for item in value]
+        return [plain(item, depth - 1, text) for item in value]
     return _described(value)
-
-
-def _key(key: Any) -> str:
-    return str(key) if isinstance(key, str) else ascii(key)
 
 
 def _described(value: Any) -> Any:
@@ -194,13 +195,3 @@ def _described(value: Any) -> Any:
 
 
 _ENCODER = msgspec.json.Encoder(enc_hook=_described)
-
-
-def open_plain(path: Path) -> BinaryIO:
-    """Open a plain file for reading. Raises OSError when there is none, and at once for a pipe or a device, at which a
-    reader would wait or which never ends."""
-    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(handle).st_mode):
-        os.close(handle)
-        raise OSError(errno.EINVAL, "it is no plain file", str(path))
-    return os.fdopen(handle, "rb")

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from realhf.base.files import LineTail, open_plain
 from realhf.monitor.rollouts.format import (
     FAMILIES,
     FORMAT,
@@ -23,24 +24,17 @@ from realhf.monitor.rollouts.format import (
     TrainLine,
     decode_record,
     index_name,
-    open_plain,
     rollouts_folder,
     shard_name,
 )
 
 Line = PlayLine | TrainLine
-_READ_BYTES = 16 * 2**20
-_HEAD_BYTES = 200
-"""So much of the header, with the name of its writer, tells a file from one that got the number of a deleted one."""
 _LONGEST_LINE = 2**20
-"""No writer writes a longer line; what goes on without an end is not gathered."""
+"""No writer writes a longer line."""
 
 
-class _Mark(msgspec.Struct):
-    """Tells the kinds of lines apart that are not about a rollout."""
-
+class _Version(msgspec.Struct):
     rollouts: int | None = None
-    note: str | None = None
 
 
 class IndexFile:
@@ -54,53 +48,36 @@ class IndexFile:
         self.problem = ""
         self.notes: list[str] = []
         self.bad_lines = 0
-        self._offset, self._inode = 0, -1
-        self._rest = self._head = b""
+        self._tail = LineTail(path)
 
     @property
     def torn(self) -> bool:
         """Whether the file ends within a line: it is being written, or its writer was killed."""
-        return bool(self._rest)
+        return bool(self._tail.torn)
 
+    @property
     def replaced(self) -> bool:
-        """Return whether the file is another one than was read, or shorter: then all of it is to be read anew. Raises
-        OSError."""
-        if self._inode < 0:
-            return False
-        with open_plain(self.path) as file:
-            status = os.fstat(file.fileno())
-            if status.st_ino != self._inode or status.st_size < self._offset:
-                return True
-            return not file.read(_HEAD_BYTES).startswith(self._head)
+        """Whether the file is another one than was read before, or was cut short: then all is to be read anew."""
+        return self._tail.epoch > 0
 
     def more(self) -> list[Line]:
-        """Return the lines that were completed since the last call. Raises OSError."""
+        """Return the lines that were completed since the last call; none of a file that was ``replaced``. Raises
+        OSError."""
         found: list[Line] = []
-        with open_plain(self.path) as file:
-            self._inode = os.fstat(file.fileno()).st_ino
-            self._head = file.read(_HEAD_BYTES)
-            file.seek(self._offset)
-            while not self.problem and (chunk := file.read(_READ_BYTES)):
-                self._offset += len(chunk)
-                *lines, self._rest = (self._rest + chunk).split(b"\n")
-                found += self._parsed(lines)
-                if len(self._rest) > _LONGEST_LINE:
-                    self.problem = self.problem or f"{self.path.name}: a line has no end"
-                    self._rest = b""
-        return found
-
-    def _parsed(self, lines: Sequence[bytes]) -> list[Line]:
-        found: list[Line] = []
-        for line in lines:
-            if self.header is None and not self.problem:
+        for line in self._tail.lines():
+            if self.replaced or self.problem:
+                return []
+            if self.header is None:
                 self._begin(line)
-            elif not self.problem and line:
+            else:
                 self._one(line, found)
+        if self._tail.torn > _LONGEST_LINE:
+            self.problem = self.problem or f"{self.path.name}: a line has no end"
         return found
 
     def _begin(self, line: bytes) -> None:
         try:
-            version = msgspec.json.decode(line, type=_Mark).rollouts
+            version = msgspec.json.decode(line, type=_Version).rollouts
             if version is None:
                 self.problem = f"{self.path.name}: no index of rollouts"
             elif version != FORMAT:
@@ -253,12 +230,12 @@ class RolloutStore:
             self._missing = True
             return 0
         self._missing = False
-        known = {index.path.name for index in self._indexes}
-        if known - {path.name for path in names} or any(map(_replaced, self._indexes)):
+        gone = {index.path for index in self._indexes} - set(names)
+        added = 0 if gone else self._read(names)
+        if gone or any(index.replaced for index in self._indexes):
             self._forget()
-            known = set()
-        self._indexes += [IndexFile(path) for path in names if path.name not in known]
-        return sum(self._more(number, index) for number, index in enumerate(self._indexes))
+            added = self._read(names)
+        return added
 
     def rows(self) -> Iterator[Row]:
         """Yield the rollouts that count, each with what was trained of it."""
@@ -315,6 +292,11 @@ class RolloutStore:
             known = self._open = key, _unpacked(path, line).split(b"\n")
         return known[1]
 
+    def _read(self, paths: Sequence[Path]) -> int:
+        known = {index.path for index in self._indexes}
+        self._indexes += [IndexFile(path) for path in paths if path not in known]
+        return sum(self._more(number, index) for number, index in enumerate(self._indexes))
+
     def _more(self, number: int, index: IndexFile) -> int:
         try:
             lines = index.more()
@@ -332,13 +314,6 @@ class RolloutStore:
         self._indexes, self._open = [], None
         self.play.clear()
         self.train.clear()
-
-
-def _replaced(index: IndexFile) -> bool:
-    try:
-        return index.replaced()
-    except OSError:
-        return True
 
 
 def _of_evaluation(line: Line) -> bool:

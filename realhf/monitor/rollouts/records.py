@@ -19,7 +19,7 @@ import numpy as np
 from realhf.api.config import ALL_ROLLOUTS, MonitorConfig
 from realhf.api.environment import PlayedTurn, RolloutOutcome
 from realhf.api.trace import PlayedSample, TrainedRows
-from realhf.monitor.rollouts.format import PlayLine, TrainLine, encode_record, readable
+from realhf.monitor.rollouts.format import PlayLine, TrainLine, encode_record, readable, repaired
 
 _RANGE = float(1 << 64)
 
@@ -79,7 +79,7 @@ def play_records(sample: PlayedSample, *, with_tokens: bool) -> Iterator[tuple[b
 
 def _play_line(sample: PlayedSample, outcome: RolloutOutcome, row: int, branch: int | None) -> PlayLine:
     return PlayLine(
-        id=f"{readable(sample.id, len(sample.id))}/{row}",
+        id=f"{repaired(sample.id)}/{row}",
         time=round(time.time(), 3),
         step=sample.step,
         version=min((version for version in set(outcome.versions) if version >= 0), default=None),
@@ -267,7 +267,7 @@ def train_records(rows: TrainedRows, selection: Selection) -> Iterator[tuple[byt
         for row in range(int(count)):
             if chosen:
                 part = slice(int(ends[number] - rows.lengths[number]), int(ends[number]))
-                line = _train_line(rows, part, f"{readable(sample, len(sample))}/{row}", now)
+                line = _train_line(rows, part, f"{repaired(sample)}/{row}", now)
                 line.has_tokens = with_tokens and line.n_tokens > 0
                 yield encode_record(_train_record(rows, part, line)) if line.has_tokens else None, line
             number += 1

@@ -38,6 +38,8 @@ from realhf.monitor.rollouts.format import (
 )
 from realhf.monitor.rollouts.records import Selection, play_records, selection_of, train_records
 
+MEMBER_BYTES = 256 * 1024
+"""JSON of one member; a record that is larger is a member of its own."""
 SHARD_BYTES = 32 * 2**20
 """A member that would make a shard larger begins the next one."""
 _LEVEL = 1
@@ -45,18 +47,40 @@ _FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
 
 
 class Shards:
-    """Writes into ``folder``, which it makes in the run folder at the first record. Files of the same writer must not
-    exist; every method may raise OSError, after which nothing more should be written."""
+    """Gathers the records of one family until they fill a member, and writes them into ``folder``, which it makes in
+    the run folder at the first record. Files of the same writer must not exist; ``flush`` and ``note`` may raise
+    OSError, after which nothing more should be written."""
 
     def __init__(self, folder: Path, header: Header) -> None:
         self._folder, self._header = folder, header
+        self._records: list[bytes] = []
+        self._lines: list[Place] = []
+        self._bare: list[Place] = []
+        self._size = 0
         self._index: int | None = None
         self._shard: int | None = None
         self._number, self._offset = 0, 0
         self._encode = msgspec.json.Encoder().encode
 
-    def append(self, records: Sequence[bytes], lines: Sequence[Place], bare: Sequence[Place] = ()) -> None:
-        """Write a member of records, then the line of each and the lines ``bare`` that have no record."""
+    @property
+    def waiting(self) -> bool:
+        """Whether anything waits for ``flush``."""
+        return bool(self._lines or self._bare)
+
+    def add(self, record: bytes | None, line: Place) -> bool:
+        """Take a line and its record, None for none; returns whether there is enough for a member."""
+        if record is None:
+            self._bare.append(line)
+            return False
+        self._records.append(record)
+        self._lines.append(line)
+        self._size += len(record) + 1
+        return self._size >= MEMBER_BYTES
+
+    def flush(self) -> None:
+        """Write a member of the records, then the line of each and the lines that have no record."""
+        records, lines, bare = self._records, self._lines, self._bare
+        self._records, self._lines, self._bare, self._size = [], [], [], 0
         if records:
             member = igzip.compress(b"\n".join(records) + b"\n", compresslevel=_LEVEL)
             shard = self._shard_for(len(member))
@@ -65,11 +89,11 @@ class Shards:
                 line.shard, line.offset, line.bytes, line.line = self._number, self._offset, len(member), number
             self._offset += len(member)
         if lines or bare:
-            self._add([*lines, *bare])
+            self._index_lines([*lines, *bare])
 
     def note(self, text: str) -> None:
         """Say something about the recording, for who reads it."""
-        self._add([Note(note=text, time=time.time())])
+        self._index_lines([Note(note=text, time=time.time())])
 
     def close(self) -> None:
         """Close the files; harmless when repeated."""
@@ -78,7 +102,7 @@ class Shards:
                 os.close(file)
         self._shard = self._index = None
 
-    def _add(self, lines: Sequence[msgspec.Struct]) -> None:
+    def _index_lines(self, lines: Sequence[msgspec.Struct]) -> None:
         begin = b""
         if self._index is None:
             self._folder.mkdir(exist_ok=True)
@@ -105,8 +129,6 @@ def _write(file: int, data: bytes) -> None:
         view = view[os.write(file, view) :]
 
 
-MEMBER_BYTES = 256 * 1024
-"""JSON of one member; a record that is larger is a member of its own."""
 FLUSH_S = 2.0
 """What was given to the writer is on the disk after about this long."""
 MAX_WAITING_TOKENS = 8_000_000
@@ -129,14 +151,13 @@ class RolloutWriter:
         began = max(time.time(), _last_began(self._folder, name) + 0.002)
         writer = f"{name}.{int(began * 1000):011x}-{os.getpid():x}"
         self._families = {
-            family: _Family(
-                Shards(
-                    self._folder,
-                    Header(rollouts=VERSION, family=family, writer=writer, worker=worker, began=began, by_step=by_step),
-                )
+            family: Shards(
+                self._folder,
+                Header(rollouts=VERSION, family=family, writer=writer, worker=worker, began=began, by_step=by_step),
             )
             for family in (PLAY, TRAIN)
         }
+        self._odd: set[type] = set()
         self._waiting: queue.SimpleQueue[PlayedSample | TrainedRows | None] = queue.SimpleQueue()
         self._lock, self._tokens, self._left_out = threading.Lock(), 0, 0
         self._begun = False
@@ -188,7 +209,7 @@ class RolloutWriter:
         finally:
             for family in self._families.values():
                 with suppress(OSError):
-                    family.shards.close()
+                    family.close()
 
     def _round(self) -> bool:
         """Take what comes within the time of a flush and write it; returns whether there may be more."""
@@ -206,7 +227,7 @@ class RolloutWriter:
         for family in self._families.values():
             self._flush(family)
         if not more and self._left_out:
-            self._families[PLAY].shards.note(f"{self._left_out} samples or steps were left out: the disk was too slow")
+            self._families[PLAY].note(f"{self._left_out} samples or steps were left out: the disk was too slow")
         return more
 
     def _take(self, item: PlayedSample | TrainedRows) -> None:
@@ -219,17 +240,17 @@ class RolloutWriter:
         try:
             found: Iterable[tuple[bytes | None, Place]] = list(records)
         except Exception:
-            if not family.odd:
+            if type(item) not in self._odd:
                 _log.warning("rollouts that cannot be described are not recorded", exc_info=True)
-            family.odd = True
+            self._odd.add(type(item))
             return
         for record, line in found:
             if family.add(record, line):
                 self._flush(family)
 
-    def _flush(self, family: _Family) -> None:
+    def _flush(self, family: Shards) -> None:
         """Write what has gathered. Raises _Full at the bound of bytes, OSError."""
-        if not family.lines and not family.bare:
+        if not family.waiting:
             return
         if _bytes_in(self._folder, begun=self._begun) >= self._limit:
             raise _Full
@@ -241,38 +262,11 @@ class RolloutWriter:
         self.keeps = False
         _log.warning("rollouts are no longer recorded: %s", reason)
         with suppress(OSError):
-            self._families[PLAY].shards.note(f"recording stopped: {reason}")
+            self._families[PLAY].note(f"recording stopped: {reason}")
 
 
 class _Full(Exception):
     """The folder holds as many bytes as it may."""
-
-
-class _Family:
-    """Gathers records of one family until they fill a member."""
-
-    def __init__(self, shards: Shards) -> None:
-        self.shards, self.odd = shards, False
-        self.records: list[bytes] = []
-        self.lines: list[Place] = []
-        self.bare: list[Place] = []
-        self._size = 0
-
-    def add(self, record: bytes | None, line: Place) -> bool:
-        """Take a record and its line; returns whether there is enough for a member."""
-        if record is None:
-            self.bare.append(line)
-            return False
-        self.records.append(record)
-        self.lines.append(line)
-        self._size += len(record) + 1
-        return self._size >= MEMBER_BYTES
-
-    def flush(self) -> None:
-        """Write a member, and the lines."""
-        records, lines, bare = self.records, self.lines, self.bare
-        self.records, self.lines, self.bare, self._size = [], [], [], 0
-        self.shards.append(records, lines, bare)
 
 
 def _last_began(folder: Path, worker: str) -> float:

@@ -17,7 +17,6 @@ import pytest
 
 from realhf.api.config import MonitorConfig
 from realhf.monitor.rollouts import writer
-from realhf.monitor.rollouts import writer as writing
 from realhf.monitor.rollouts.format import FOLDER, Header, PlayLine, TrainLine, decode_record, encode_record
 from realhf.monitor.rollouts.reader import NoRecord, RolloutStore
 from realhf.monitor.rollouts.records import Selection, selection_of
@@ -132,7 +131,7 @@ def test_what_an_environment_says_for_people_is_bounded(tmp_path: Path):
 
 
 def test_shards_are_plain_gzip_and_turn_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(writing, "MEMBER_BYTES", 1)
+    monkeypatch.setattr(writer, "MEMBER_BYTES", 1)
     monkeypatch.setattr(writer, "SHARD_BYTES", 2000)
     write(tmp_path, *(sample(id=f"s@{number}") for number in range(8)))
     files = sorted((tmp_path / FOLDER).glob("play-*.jsonl.gz"))
@@ -318,7 +317,7 @@ def test_a_killed_process_loses_at_most_what_it_had_not_flushed(tmp_path: Path):
 
 def test_recording_stops_at_its_bound_and_says_so_once(tmp_path: Path, caplog: pytest.LogCaptureFixture,
                                                        monkeypatch: pytest.MonkeyPatch):  # fmt: skip
-    monkeypatch.setattr(writing, "FLUSH_S", 0.01)
+    monkeypatch.setattr(writer, "FLUSH_S", 0.01)
     recorder = RolloutWriter(tmp_path, "w/0", ALL, limit_bytes=3000)
     due, number = time.monotonic() + 60, 0
     while recorder.keeps and time.monotonic() < due:
@@ -337,7 +336,7 @@ def test_recording_stops_at_its_bound_and_says_so_once(tmp_path: Path, caplog: p
 def test_a_disk_that_fails_stops_recording_and_nothing_else(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, fault: str
 ):
-    monkeypatch.setattr(writing, "FLUSH_S", 0.01)
+    monkeypatch.setattr(writer, "FLUSH_S", 0.01)
     if fault == "file":
         (tmp_path / FOLDER).write_text("in the way")
     if fault == "full":

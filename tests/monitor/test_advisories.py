@@ -17,7 +17,7 @@ from realhf.monitor.rollouts.format import PlayLine
 from realhf.monitor.rollouts.reader import Row
 
 STEPS = 30
-OPTIONS = (Path(__file__).resolve().parents[3] / "docs" / "reference" / "options.md").read_text(encoding="utf-8")
+OPTIONS = (Path(__file__).resolve().parents[2] / "docs" / "reference" / "options.md").read_text(encoding="utf-8")
 FILTERS = {"split", "outcome", "template", "group", "step_min", "step_max"}
 FILTERS |= {"length_min", "length_max", "mismatch_min", "clip_min", "staleness_min"}
 HEALTHY = {
@@ -87,11 +87,7 @@ ILL: dict[str, tuple[int, dict[str, Course], dict[str, Any]]] = {
         },
         {},
     ),
-    "all_groups_one": (
-        25,
-        {"groups__with_signal": after(25, 0.0, 9.0), "success__overall": after(25, 1.0, 0.9)},
-        {},
-    ),
+    "all_groups_one": (25, {"groups__with_signal": after(25, 0.0, 9.0), "success__overall": after(25, 1.0, 0.9)}, {}),
     "reward_flat": (22, {"reward__std": after(22, 0.0, 0.3)}, {}),
     "few_groups_teach": (26, {"groups__with_signal": after(20, 2.0, 9.0)}, {}),
     "truncation": (12, {"length__truncated": after(12, 0.4, 0.1)}, {}),
@@ -114,11 +110,7 @@ ILL: dict[str, tuple[int, dict[str, Course], dict[str, Any]]] = {
     "task_failing": (1, {}, {"index": [*LINES, *FINE]}),
     "trainer_starved": (11, {"training__occupancy": after(11, 0.1, 0.7), "generation__occupancy": lambda _: 0.95}, {}),
     "generation_starved": (11, {"generation__occupancy": after(11, 0.1, 0.8)}, {}),
-    "buffer_full": (
-        15,
-        {"admission__staged": after(15, 20.0, 3.0), "admission__capacity": after(15, 0.0, 2.0)},
-        {},
-    ),
+    "buffer_full": (15, {"admission__staged": after(15, 20.0, 3.0), "admission__capacity": after(15, 0.0, 2.0)}, {}),
     "staleness_at_bound": (13, {"staleness__mean": after(13, 2.0, 0.5)}, {"staleness_bound": 2.0}),
     "throughput_halved": (24, {"throughput__tokens_per_second": after(24, 200.0, 500.0)}, {}),
     "samples_discarded": (
