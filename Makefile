@@ -207,13 +207,13 @@ test-cluster: install
 
 .PHONY: test-ray
 test-ray: install .venv-ray/.installed
-	.venv-ray/bin/python -m pytest -q -rs tests/cluster/engines tests/cluster/test_same_losses.py --run-cluster
+	.venv-ray/bin/python -m pytest -q -rs tests/cluster/engines tests/cluster/test_trainers.py::test_losses_are_identical_to_the_bit --run-cluster
 
 # CRD is the file with the definition of the resource JobSet, from its project; without it Jobs and pods are checked.
 .PHONY: test-jobset
 test-jobset: install
 	@test -x .venv-kubernetes/bin/kubernetes-validate || { $(BIN)/python -m venv .venv-kubernetes && .venv-kubernetes/bin/python -m pip install --quiet kubernetes-validate==1.37.0; }
-	$(BIN)/python -m pytest -q -rs tests/cluster/engines/test_jobset.py tests/cluster/engines/test_jobset_schemas.py \
+	$(BIN)/python -m pytest -q -rs tests/cluster/engines/test_jobsets.py \
 	  $(if $(CRD),--jobset-crd $(CRD))
 
 # NAMES chooses among them: make test-architectures NAMES='gemma3 and bf16'

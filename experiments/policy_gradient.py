@@ -115,7 +115,9 @@ def policy_gradient(
     config: Config, ppo: ResolvedOptions, first: FirstWeights
 ) -> tuple[dict[str, ModelSpec], list[MFCDef]]:
     """Return the models, and the calls that follow the episodes, wherever these come from."""
-    actor = actor_model(config, first.path)
+    engine = replace(config.engine, max_model_len=config.engine.max_model_len or config.rollout.max_total_tokens)
+    actor = sft.actor_model(config, first.path, config.actor.optimizer, config.actor.lora.chosen())
+    actor = replace(actor, engine=engine)
     models, mfcs = {"actor": actor}, [rew_inf(config)]
     if ppo.needs_reference:
         models["ref"] = ModelSpec(
@@ -226,26 +228,6 @@ def actor_train(config: Config, ppo: ResolvedOptions) -> MFCDef:
     return call(config, "actor_train", "actor", InterfaceType.TRAIN_STEP, "policy_gradient", args, inputs=keys)
 
 
-def actor_model(config: Config, path: str) -> ModelSpec:
-    """Return the role that is trained, with its first weights in ``path``."""
-    actor = config.actor
-    return ModelSpec(
-        "actor",
-        path,
-        tuple(actor.workers),
-        trainable=True,
-        backend=actor.backend,
-        dtype=actor.dtype,
-        gradient_checkpointing=actor.gradient_checkpointing,
-        compile=actor.compile,
-        optimizer=actor.optimizer,
-        lora=actor.lora.chosen(),
-        chat_template_kwargs=actor.chat_template_kwargs,
-        parallel=parallel_of("actor", actor),
-        engine=replace(config.engine, max_model_len=config.engine.max_model_len or config.rollout.max_total_tokens),
-    )
-
-
 def critic_model(config: Config, actor_path: str) -> ModelSpec:
     """Return the role that learns values: a decoder with a value head, from the actor's first weights in ``actor_path``
     unless it has a path of its own. It learns at the actor's rate unless it has one of its own, or is the small critic
@@ -336,11 +318,7 @@ def of_one_worker(config: Config) -> RolloutOptions:
 
 
 def on_tasks(
-    name: str,
-    config: Config,
-    models: dict[str, ModelSpec],
-    mfcs: list[MFCDef],
-    first: FirstWeights,
+    name: str, config: Config, models: dict[str, ModelSpec], mfcs: list[MFCDef], first: FirstWeights
 ) -> ExperimentSpec:
     """Tasks from the curriculum, held-out success before and after, the policy exported at the end."""
     environment, dataset = chosen_environment(config.env), config.dataset

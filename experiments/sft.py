@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from realhf.api.config import ConfigError, ExperimentConfig, LoraConfig, OptimizerConfig, run_folder
-from realhf.api.environment import DemonstrationRequest, EnvironmentSpec
+from realhf.api.environment import DemonstrationRequest
 from realhf.api.experiment import ExperimentSpec, InterfaceType, JobSpec, MFCDef, ModelSpec, SourceSpec
 from realhf.api.option import option
 from realhf.api.parallel import parallel_of
@@ -123,22 +123,9 @@ def _supervised(
     demonstrations = _demonstrations(config, environment)
     jobs, path = (demonstrations,), config.actor.path
     if path in (BUILTIN, UNTRAINED):
-        jobs += (_untrained_model(config, demonstrations.artifact) if path == BUILTIN else untrained_policy(config),)
+        jobs += (untrained_policy(config, demonstrations.artifact if path == BUILTIN else None),)
         path = str(jobs[-1].artifact)
-    actor = ModelSpec(
-        "actor",
-        path,
-        tuple(config.actor.workers),
-        trainable=True,
-        backend=config.actor.backend,
-        dtype=config.actor.dtype,
-        gradient_checkpointing=config.actor.gradient_checkpointing,
-        compile=config.actor.compile,
-        optimizer=optimizer,
-        lora=lora,
-        chat_template_kwargs=config.actor.chat_template_kwargs,
-        parallel=parallel_of("actor", config.actor),
-    )
+    actor = actor_model(config, path, optimizer, lora)
     train = MFCDef(
         "actor_train",
         "actor",
@@ -173,6 +160,25 @@ def _supervised(
         run_dir=Path(),
         jobs=jobs,
         export_role="actor",
+    )
+
+
+def actor_model(config: Config, path: str, optimizer: OptimizerConfig, lora: LoraConfig | None) -> ModelSpec:
+    """Return the role that is trained, with its first weights in ``path``."""
+    actor = config.actor
+    return ModelSpec(
+        "actor",
+        path,
+        tuple(actor.workers),
+        trainable=True,
+        backend=actor.backend,
+        dtype=actor.dtype,
+        gradient_checkpointing=actor.gradient_checkpointing,
+        compile=actor.compile,
+        optimizer=optimizer,
+        lora=lora,
+        chat_template_kwargs=actor.chat_template_kwargs,
+        parallel=parallel_of("actor", actor),
     )
 
 
@@ -219,42 +225,24 @@ def _environment_files(environment: ChosenEnvironment) -> list[Path]:
     file = environment.reference.partition(":")[0]
     if file.endswith(".py"):
         return [Path(file)]
-    return imported_files(PACKAGE, (_module(environment.spec),))
+    return imported_files(PACKAGE, (str(getattr(environment.spec.make, "__module__", "")),))
 
 
-def _module(spec: EnvironmentSpec) -> str:
-    """The module whose code makes the environment."""
-    return str(getattr(spec.make, "__module__", ""))
-
-
-def _untrained_model(config: Config, demonstrations: Path) -> JobSpec:
+def untrained_policy(config: Config, demonstrations: Path | None = None) -> JobSpec:
+    """Return the job that makes a policy with random weights: with a vocabulary for ``demonstrations``, or without them
+    that of ``actor.path=builtin_tiny``, with a token for each byte, with which any environment can be tried at once.
+    Its artifact is the folder of the model, found again by the content of all that it depends on."""
     builtin = to_json_value(config.builtin)
     versions = package_versions(("torch", "transformers", "tokenizers"))
-    key = content_key(
-        [builtin, demonstrations.name, config.seed, versions], [PACKAGE / "backends" / "builtin_policy.py"]
-    )
+    learned_from = [] if demonstrations is None else [demonstrations.name]
+    key = content_key([builtin, *learned_from, config.seed, versions], [PACKAGE / "backends" / "builtin_policy.py"])
     options = [text for name, value in builtin.items() for text in (f"--{name.replace('_', '-')}", str(value))]
+    given = [] if demonstrations is None else ["--demonstrations", str(demonstrations)]
     return JobSpec(
         "builtin_policy",
         "realhf.backends.builtin_policy",
-        artifact=_cache(config) / f"untrained-{key}",
-        argv=("--demonstrations", str(demonstrations), "--out", "{artifact}", "--seed", str(config.seed), *options),
-    )
-
-
-def untrained_policy(config: Config) -> JobSpec:
-    """Return the job that makes the policy of ``actor.path=builtin_tiny``: random weights, a token for each byte. With
-    it any environment can be tried at once. Its artifact is the folder of the model, found again by the content of all
-    that it depends on."""
-    builtin = to_json_value(config.builtin)
-    versions = package_versions(("torch", "transformers", "tokenizers"))
-    key = content_key([builtin, config.seed, versions], [PACKAGE / "backends" / "builtin_policy.py"])
-    options = [text for name, value in builtin.items() for text in (f"--{name.replace('_', '-')}", str(value))]
-    return JobSpec(
-        "builtin_policy",
-        "realhf.backends.builtin_policy",
-        artifact=_cache(config) / f"bytes-{key}",
-        argv=("--out", "{artifact}", "--seed", str(config.seed), *options),
+        artifact=_cache(config) / f"{'untrained' if learned_from else 'bytes'}-{key}",
+        argv=(*given, "--out", "{artifact}", "--seed", str(config.seed), *options),
     )
 
 

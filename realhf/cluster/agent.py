@@ -45,6 +45,7 @@ from realhf.cluster.own_host import describe, fingerprint
 from realhf.cluster.placement import ClusterError
 from realhf.scheduler.base import WorkerEvent, WorkerExit, WorkerLine, WorkerSpec
 from realhf.scheduler.local import LocalScheduler, PreparedWorkers
+from realhf.scheduler.process import log_end
 from realhf.transport import envelope
 from realhf.transport.envelope import unpack_header
 from realhf.transport.errors import NetworkError, ProtocolError
@@ -367,7 +368,8 @@ class HostAgent:
         ended = dict(self._logs)
         self._end_all(0.0)
         for name, (log, since) in ended.items():
-            self._send(socket, "exited", Exited(name, -signal.SIGTERM, str(log), since, _tail(log, since)))
+            tail = log_end(log, since, TAIL_BYTES)
+            self._send(socket, "exited", Exited(name, -signal.SIGTERM, str(log), since, tail))
         self._send(socket, "ended")
 
     def _kill(self, socket: zmq.Socket[bytes], asked: KillWorker) -> None:
@@ -395,7 +397,7 @@ class HostAgent:
                 continue
             self._doomed.pop(event.name, None)
             self._logs.pop(event.name, None)
-            tail = _tail(event.log, event.log_from)
+            tail = log_end(event.log, event.log_from, TAIL_BYTES)
             _log.info("%s has ended: %s", event.name, event.reason)
             ended = Exited(event.name, event.exit_code, str(event.log), event.log_from, tail, event.cause[:4000])
             self._send(socket, "exited", ended)
@@ -415,13 +417,3 @@ class HostAgent:
             raise ProtocolError("message for another process")
         kind = envelope.field(header, "kind", str)
         return kind, unpacked(kind, payload, OF_LAUNCHER)
-
-
-def _tail(log: Path, since: int) -> bytes:
-    try:
-        with log.open("rb") as file:
-            file.seek(0, os.SEEK_END)
-            file.seek(max(since, file.tell() - TAIL_BYTES))
-            return file.read(TAIL_BYTES)
-    except OSError:
-        return b""

@@ -19,17 +19,7 @@ from typing import Any
 import zmq
 
 from realhf.cluster.cluster_keys import KnownHosts
-from realhf.cluster.messages import (
-    CONTROL,
-    OF_AGENT,
-    HostHello,
-    Message,
-    Refused,
-    Report,
-    Welcome,
-    packed,
-    unpacked,
-)
+from realhf.cluster.messages import CONTROL, OF_AGENT, HostHello, Message, Refused, Report, Welcome, packed, unpacked
 from realhf.cluster.placement import LAUNCHER
 from realhf.transport import envelope
 from realhf.transport.errors import ProtocolError
@@ -115,11 +105,7 @@ class ControlEndpoint:
     take part, "" if it may; it is called on the endpoint's own thread."""
 
     def __init__(
-        self,
-        known: KnownHosts,
-        bind: str,
-        dead_after_s: float,
-        refusal: Callable[[HostHello], str] = lambda hello: "",
+        self, known: KnownHosts, bind: str, dead_after_s: float, refusal: Callable[[HostHello], str] = lambda hello: ""
     ) -> None:
         self._known, self._dead_after_s, self._refusal = known, dead_after_s, refusal
         self._refused: set[bytes] = set()
@@ -212,6 +198,9 @@ class ControlEndpoint:
     def _post(self, identity: bytes, frames: list[bytes]) -> None:
         self._listener.send(identity, *frames)
 
+    def _refuse(self, identity: bytes, session: bytes, reason: str) -> None:
+        self._post(identity, packed("refused", session, Refused(reason[:4000])))
+
     def _happened(self, event: EndpointEvent) -> None:
         self._events.put(event)
         self._arrived.wake()
@@ -220,7 +209,7 @@ class ControlEndpoint:
         session = header.get("session")
         if header.get("kind") == "hello" and isinstance(session, bytes):
             different = differences(header.get("versions"), str(header.get("node", "its host")))
-            self._post(identity, packed("refused", session[:16], Refused(f"versions differ: {different}"[:4000])))
+            self._refuse(identity, session[:16], f"versions differ: {different}")
 
     def _take(self, identity: bytes, header: dict[str, Any], payload: list[Any]) -> None:
         kind, session = envelope.field(header, "kind", str), envelope.field(header, "session", bytes)[:16]
@@ -242,7 +231,7 @@ class ControlEndpoint:
             raise
         if isinstance(message, HostHello):
             if different := differences(header.get("versions"), str(header.get("node", message.name))):
-                self._post(identity, packed("refused", session, Refused(f"versions differ: {different}"[:4000])))
+                self._refuse(identity, session, f"versions differ: {different}")
                 return
             self._hello(identity, session, message)
         elif kind in OPERATOR and self._sender != LAUNCHER:
@@ -265,7 +254,7 @@ class ControlEndpoint:
         if kind in OPERATOR:
             self._post(identity, packed("report", session, Report([reason[:4000]], failed=True)))
         elif kind == "hello":
-            self._post(identity, packed("refused", session, Refused(reason[:4000])))
+            self._refuse(identity, session, reason)
         with self._lock:
             name = self._name_of(session)
         if name is not None:
@@ -279,14 +268,14 @@ class ControlEndpoint:
         now = time.monotonic()
         if hello.name == LAUNCHER:
             text = f"{LAUNCHER!r} is the launcher's own machine; name this host otherwise with --name"
-            self._post(identity, packed("refused", session, Refused(text)))
+            self._refuse(identity, session, text)
             return
         if hello.name != self._sender:
             text = f"its key is that of {self._sender}, and not of a host {hello.name!r} (--name, --key-file)"
-            self._post(identity, packed("refused", session, Refused(text)))
+            self._refuse(identity, session, text)
             return
         if reason := self._refusal(hello):
-            self._post(identity, packed("refused", session, Refused(reason[:4000])))
+            self._refuse(identity, session, reason)
             if session not in self._refused:
                 self._refused.add(session)
                 self._happened(HostRefused(hello.name, reason))
@@ -300,7 +289,7 @@ class ControlEndpoint:
             if known is not None and now - known.heard < SILENT_PINGS * PING_S:
                 if now - self._doubles.setdefault(session, now) > (SILENT_PINGS + 1) * PING_S:
                     text = f"a host named {hello.name!r} takes part already; name this one with --name"
-                    self._post(identity, packed("refused", session, Refused(text)))
+                    self._refuse(identity, session, text)
                 return  # perhaps its agent was killed, and this one is the next
             if known is not None:
                 self._happened(HostLost(hello.name, "its agent was started anew"))

@@ -216,10 +216,7 @@ OF_LAUNCHER: Mapping[str, type[Message]] = MappingProxyType(
 
 def packed(kind: str, session: bytes, message: Message | None = None, **fields: Any) -> list[bytes]:
     """Return the frames of a message."""
-    return [
-        pack_header(kind, CONTROL, session, **fields),
-        pack_payload(to_payload(message or Nothing(), kind)),
-    ]
+    return [pack_header(kind, CONTROL, session, **fields), pack_payload(to_payload(message or Nothing(), kind))]
 
 
 def unpacked(kind: str, payload: Sequence[Any], known: Mapping[str, type[Message]]) -> Message:

@@ -62,13 +62,7 @@ REMOVED = -15
 
 
 def serve_operator(
-    asked: FromOperator,
-    control: ControlEndpoint,
-    table: HostTable,
-    known: KnownHosts,
-    *,
-    running: bool,
-    elastic: bool,
+    asked: FromOperator, control: ControlEndpoint, table: HostTable, known: KnownHosts, *, running: bool, elastic: bool
 ) -> list[WorkerEvent]:
     """Answer one request, and return what follows for the run. ``running``: whether there is a run, ``elastic``:
     whether workers could join it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
@@ -146,7 +146,7 @@ class ClusterScheduler:
             self._run_dir = spec.log.parent.parent
         if spec.name == MASTER:
             for host in self._table.hosts.values():
-                self._note_origin(host.hello)
+                self._note(host.hello.name, made_of=host.hello.made_of)
         if kind_of(spec.name) in (JOB, MASTER):
             self._start_here(spec)
             return
@@ -397,17 +397,12 @@ class ClusterScheduler:
         self._advance(name, host)
         self._note(name, spec.name)
 
-    def _note_origin(self, hello: HostHello) -> None:
-        """Keep what a host is made of, which is part of what produced the run."""
-        if self._run_dir is not None:
-            with contextlib.suppress(OSError):
-                note_placement(self._run_dir, hello.name, made_of=hello.made_of)
-
-    def _note(self, host: str, process: str = "", *, lost: str = "") -> None:
-        """Keep what happened to a host for the timeline. A full disk must not end the run."""
+    def _note(self, host: str, process: str = "", *, lost: str = "", made_of: Mapping[str, str] = {}) -> None:
+        """Keep what happened to a host for the timeline, and what it is made of, which is part of what produced the
+        run. A full disk must not end the run."""
         if self._run_dir is not None and kind_of(process) != JOB:
             with contextlib.suppress(OSError):
-                note_placement(self._run_dir, host, process, lost=lost)
+                note_placement(self._run_dir, host, process, lost=lost, made_of=made_of)
 
     # ---- what happens
 
@@ -454,7 +449,7 @@ class ClusterScheduler:
         self._table.hosts[hello.name] = Host(hello, transfers)
         self._refused.pop(hello.name, None)
         if self._running:
-            self._note_origin(hello)
+            self._note(hello.name, made_of=hello.made_of)
         self._ended.add(hello.name)  # nothing runs there yet: the end of a run has not to wait for it
         self._backlog += [Notice(text) for text in warnings(hello)]
         if different := unlike(hello.made_of):

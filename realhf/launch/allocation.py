@@ -11,30 +11,17 @@ import psutil
 from realhf.api.config import AllocationConfig, ConfigError, ExperimentConfig
 from realhf.api.experiment import ExperimentSpec, InterfaceType, ModelSpec
 from realhf.api.parallel import SHARDED
-from realhf.base.hf_config import (
-    ModelSize,
-    activation_bytes,
-    model_size,
-    size_of,
-    trainer_memory,
-    weight_bytes,
-)
+from realhf.base.hf_config import ModelSize, activation_bytes, model_size, size_of, trainer_memory, weight_bytes
 from realhf.base.host_resources import memory_left
 from realhf.launch.checks import BUILTIN, BUILTIN_PATHS, TINY_VOCAB
 from realhf.scheduler.gpus import VISIBLE, visible_gpus
-
-
-def nowhere_else(name: str) -> bool:
-    """Say of every worker that it runs on this machine."""
-    del name
-    return False
 
 
 def allocate(
     spec: ExperimentSpec,
     allocation: AllocationConfig,
     there: int | None = None,
-    elsewhere: Callable[[str], bool] = nowhere_else,
+    elsewhere: Callable[[str], bool] | None = None,
 ) -> dict[str, int]:
     """Return the GPU of each worker that computes, by its name, as a number among the ``there`` GPUs that this process
     sees (None: it counts them). Workers that are ``elsewhere`` get theirs from their own host. With none named, the
@@ -54,11 +41,11 @@ def allocate(
 
 
 def _given(
-    spec: ExperimentSpec, allocation: AllocationConfig, there: int, elsewhere: Callable[[str], bool]
+    spec: ExperimentSpec, allocation: AllocationConfig, there: int, elsewhere: Callable[[str], bool] | None
 ) -> dict[str, int]:
     everybody = [f"model_worker/{index}" for index in range(spec.n_model_workers)]
     everybody += [name for name in (spec.rollout.workers if spec.rollout else ()) if name.startswith("generation/")]
-    here = [name for name in everybody if not elsewhere(name)]
+    here = [name for name in everybody if elsewhere is None or not elsewhere(name)]
     models = [name for name in here if name.startswith("model_worker/")]
     players = here[len(models) :]
     if not allocation.gpus:

@@ -171,9 +171,7 @@ def _build(file: ExperimentFile, config: ExperimentConfig) -> ExperimentSpec:
 def _allocated(spec: ExperimentSpec, config: ExperimentConfig) -> dict[str, int]:
     """Return the GPUs of the workers that stay on this machine. Raises ConfigError."""
     elsewhere = definition_of(config.scheduler.path).elsewhere
-    if elsewhere is None:
-        return allocate(spec, config.allocation)
-    return allocate(spec, config.allocation, elsewhere=partial(elsewhere, options_of(config.scheduler)))
+    return allocate(spec, config.allocation, elsewhere=elsewhere and partial(elsewhere, options_of(config.scheduler)))
 
 
 def _check_workers(spec: ExperimentSpec) -> None:

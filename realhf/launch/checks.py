@@ -245,23 +245,12 @@ def _weights_problems(role: str, path: str, folder: Path, max_total_tokens: int)
         yield f"rollout.max_total_tokens={max_total_tokens}: the context of {path} holds {limit} tokens{reason}"
     if (size := _vocabulary(folder)) is None:
         return
-    if (highest := _highest_id(folder)) >= size:
-        yield f"{role}.path={path}: the tokenizer has the id {highest}, the model's vocabulary {size} tokens"
-    rows = _embedding_rows(folder)
-    if rows is not None and rows != size:
-        yield f"{role}.path={path}: the checkpoint embeds {rows} tokens, config.json says vocab_size={size}"
-
-
-def _highest_id(folder: Path) -> int:
-    """The highest token id of ``tokenizer.json``; -1 where that cannot be said."""
     words, added = _ids(folder)
-    return max((*words.values(), *added.values()), default=-1)
-
-
-def _embedding_rows(folder: Path) -> int | None:
-    """How many tokens the checkpoint embeds; None where that cannot be said."""
-    rows = (shape[0] for name, shape in tensor_shapes(folder).items() if name.endswith(_EMBEDDINGS) and shape)
-    return next(rows, None)
+    if (highest := max((*words.values(), *added.values()), default=-1)) >= size:
+        yield f"{role}.path={path}: the tokenizer has the id {highest}, the model's vocabulary {size} tokens"
+    embedded = (shape[0] for name, shape in tensor_shapes(folder).items() if name.endswith(_EMBEDDINGS) and shape)
+    if (rows := next(embedded, size)) != size:
+        yield f"{role}.path={path}: the checkpoint embeds {rows} tokens, config.json says vocab_size={size}"
 
 
 def vocabulary_problems(role: str, model: ModelConfig, actor: ModelConfig, builtin_vocab: int) -> Iterator[str]:

@@ -20,7 +20,7 @@ from realhf.api.option import Found, sections, walk
 from realhf.base.installation import CONFIGS
 from realhf.base.plugin import absolute
 from realhf.launch.checks import BUILTIN, choose_engine, is_builtin, start_untrained
-from realhf.launch.plugins import ExperimentFile, bases_of, load_experiment, with_scheduler
+from realhf.launch.plugins import ExperimentFile, bases_of, load_experiment, with_scheduler, yaml_map
 from realhf.registry import environments
 
 GROUPS = ("experiment", "model", "env", "scheduler")
@@ -227,15 +227,10 @@ def _check_scheduler(config: ExperimentConfig, chosen: str | None, own: Path) ->
 def _path_in(path: Path, section: str, bases: Path | None = None, seen: frozenset[str] = frozenset()) -> str | None:
     """What a YAML file sets as ``section.path``, or what it builds on, which lies in the folder ``bases``. ``seen``:
     the files that build on it."""
-    import yaml
-
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-    except (OSError, yaml.YAMLError):
-        return None
-    part = content.get(section) if isinstance(content, dict) else None
+    content = yaml_map(path)
+    part = content.get(section)
     found = part.get("path") if isinstance(part, dict) else None
-    if isinstance(found, str) or bases is None or not isinstance(content, dict):
+    if isinstance(found, str) or bases is None:
         return found if isinstance(found, str) else None
     below = (base for base in reversed(bases_of(content, path)) if base not in seen)
     found = (_path_in(bases / f"{base}.yaml", section, bases, seen | {path.stem}) for base in below)

@@ -97,18 +97,22 @@ def bases_of(content: Mapping[str, Any], path: Path) -> list[str]:
     return [base for base in given if isinstance(base, str) and base not in ("_self_", path.stem)]
 
 
+def yaml_map(path: Path) -> Mapping[str, Any]:
+    """What a YAML file says; {} where there is none, or none that holds options."""
+    import yaml
+
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
 def _named(config_dir: Path, name: str, seen: frozenset[str] = frozenset()) -> str:
     """The module of the experiment that the YAML of this name is about: one of its own name, of the name that it gives,
     or that of what it builds on. ``seen``: those that build on it."""
-    import yaml
-
     path = config_dir / "experiment" / f"{name}.yaml"
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-    except (OSError, yaml.YAMLError):
-        return name
-    if not isinstance(content, dict):
-        return name
+    content = yaml_map(path)
     bases = [base for base in bases_of(content, path) if base not in seen]
     given = content.get("experiment")
     if isinstance(given, str) and (not bases or find_spec(f"experiments.{given}")):

@@ -17,7 +17,7 @@ from realhf.api.config import ConfigError, ExperimentConfig, RecoverMode, run_fo
 from realhf.api.option import OnResume, walk
 from realhf.base.dataclass_json import to_json_value
 from realhf.dataflow.checkpoint import CheckpointStore
-from realhf.monitor.provenance import LAUNCH
+from realhf.monitor.provenance import LAUNCH, read_config
 
 MOST_SHOWN = 8
 """So many changed options are named; another environment or model changes dozens."""
@@ -62,7 +62,7 @@ def check_resume(config: ExperimentConfig, effective: Sequence[str] = ()) -> Res
     if newest is None and not any(map(_holds_files, (folder / "journal", folder / "trajectory"))):
         return None
     step, state = newest or (0, {})
-    before = state.get("options") or _options_in(folder / "config.yaml", config)
+    before = state.get("options") or _options_in(folder, config)
     found = changes(config, before) if before else []
     found = [change for change in found if not effective or change.name in effective]
     start = f"trial_name={config.trial_name}: {folder} holds a run"
@@ -112,14 +112,9 @@ def resume_line(arguments: Sequence[str], trial_name: str) -> str:
     return shlex.join([*LAUNCH, *again, f"trial_name={trial_name}"])
 
 
-def _options_in(file: Path, config: ExperimentConfig) -> dict[str, Any]:
-    """The options that a ``config.yaml`` has, as far as the configuration of now has them, too."""
-    import yaml
-
-    content: Any = {}
-    with suppress(OSError, ValueError, yaml.YAMLError):
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
-    found = {}
+def _options_in(run_dir: Path, config: ExperimentConfig) -> dict[str, Any]:
+    """The options that the ``config.yaml`` of a run has, as far as the configuration of now has them, too."""
+    content, found = read_config(run_dir), {}
     for name in plain_options(config):
         part: Any = content
         for key in name.split("."):

@@ -16,7 +16,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -367,9 +367,7 @@ class LocalScheduler:
         child.cause = cause
         doomed = child.relatives | _descendants(child.process.pid)
         child.process.kill()
-        for process in doomed:
-            with contextlib.suppress(psutil.Error):
-                process.kill()
+        _kill(doomed)
 
     def _kill_orphans(self, child: _Child) -> None:
         """Kill what a worker that has ended left behind, e.g. servers it had started."""
@@ -379,9 +377,7 @@ class LocalScheduler:
             adopted = set(psutil.Process().children()) - self._strangers
             doomed |= {process for process in adopted if process.pid not in mine}
         doomed |= {relative for process in doomed for relative in _descendants(process.pid)}
-        for process in doomed:
-            with contextlib.suppress(psutil.Error):
-                process.kill()
+        _kill(doomed)
         psutil.wait_procs(doomed, timeout=_KILL_DEADLINE_S)
 
     def _kill_leftovers(self) -> None:
@@ -394,9 +390,7 @@ class LocalScheduler:
         if self._orphans_are_ours:
             theirs = {relative for process in self._strangers for relative in _descendants(process.pid)}
             doomed |= _descendants(os.getpid()) - self._strangers - theirs
-        for process in doomed:
-            with contextlib.suppress(psutil.Error):
-                process.kill()
+        _kill(doomed)
         for child in self._children.values():
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.process.wait(_KILL_DEADLINE_S)
@@ -475,6 +469,12 @@ def _descendants(pid: int) -> set[psutil.Process]:
         return set(psutil.Process(pid).children(recursive=True))
     except psutil.NoSuchProcess:
         return set()
+
+
+def _kill(processes: Iterable[psutil.Process]) -> None:
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            process.kill()
 
 
 def _session(pid: int) -> int:

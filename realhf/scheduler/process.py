@@ -98,15 +98,20 @@ def failure_cause(log: Path, since: int = 0) -> str | None:
 
 
 def log_tail(log: Path, n_lines: int, since: int = 0) -> list[str]:
-    """Return the last ``n_lines`` lines of a log file from byte ``since`` on, out of its last 64 KiB; an empty list if
-    there is no file."""
+    """Return the last ``n_lines`` lines of a log file from byte ``since`` on, out of its last 64 KiB."""
+    return log_end(log, since).decode("utf-8", "replace").splitlines()[-n_lines:]
+
+
+def log_end(log: Path, since: int = 0, most: int = 1 << 16) -> bytes:
+    """Return what a log file has from byte ``since`` on, at most its last ``most`` bytes; nothing if there is no
+    file."""
     try:
         with log.open("rb") as file:
             file.seek(0, os.SEEK_END)
-            file.seek(max(since, file.tell() - 65536))
-            return file.read().decode("utf-8", "replace").splitlines()[-n_lines:]
+            file.seek(max(since, file.tell() - most))
+            return file.read(most)
     except OSError:
-        return []
+        return b""
 
 
 def _stop(signum: int, frame: FrameType | None) -> None:

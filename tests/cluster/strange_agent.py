@@ -77,15 +77,19 @@ class StrangeAgent:
         kind = unpack_header(frame)["kind"]
         return kind, unpacked(kind, payload, OF_LAUNCHER)
 
+    def next(self) -> tuple[str, Message]:
+        """Wait for the next message."""
+        assert self.socket.poll(1000 * ANSWER_S), f"{self.name} heard nothing"
+        found = self.heard()
+        assert found is not None
+        return found
+
     def hears(self, form: type[M]) -> M:
         """Wait for a message of this form; others are passed over."""
         end = time.monotonic() + ANSWER_S
         while time.monotonic() < end:
-            found = self.heard()
-            if found is None:
-                self.socket.poll(50)
-            elif isinstance(found[1], form):
-                return found[1]
+            if isinstance(message := self.next()[1], form):
+                return message
         raise AssertionError(f"{self.name} heard no {form.__name__}")
 
     def close(self) -> None:

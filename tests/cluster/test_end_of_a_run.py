@@ -59,9 +59,7 @@ def heard(agent: StrangeAgent, kind: str) -> bool:
     """Whether an agent hears this within a while."""
     end = time.monotonic() + ANSWER_S
     while time.monotonic() < end:
-        if (found := agent.heard()) is None:
-            agent.socket.poll(50)
-        elif found[0] == kind:
+        if agent.next()[0] == kind:
             return True
     return False
 

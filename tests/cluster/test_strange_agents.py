@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shutil
@@ -81,6 +82,18 @@ class Bench:
             assert time.monotonic() < end, self.events
             self.events += self.scheduler.wait(0.05)
 
+    def heard_until(self, agent: StrangeAgent, last: str) -> list[str]:
+        """Serve hosts until an agent hears this; the kinds of all that it heard."""
+        heard: list[str] = []
+
+        def is_heard() -> bool:
+            while (found := agent.heard()) is not None:
+                heard.append(found[0])
+            return last in heard
+
+        self.served_until(is_heard)
+        return heard
+
     def close(self) -> None:
         for agent in self.agents:
             agent.close()
@@ -89,10 +102,21 @@ class Bench:
 
 
 @pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Bench]:
-    made = Bench(tmp_path)
-    yield made
-    made.close()
+def benches(tmp_path: Path) -> Iterator[Callable[..., Bench]]:
+    """Makes a bench with further options; it is closed when the test is over."""
+    with contextlib.ExitStack() as stack:
+
+        def make(**more: Any) -> Bench:
+            made = Bench(tmp_path, **more)
+            stack.callback(made.close)
+            return made
+
+        yield make
+
+
+@pytest.fixture
+def bench(benches: Callable[..., Bench]) -> Bench:
+    return benches()
 
 
 class Answers(threading.Thread):
@@ -165,10 +189,8 @@ def test_nonsense_is_told_with_the_name_of_the_host_and_once(bench: Bench):
 def test_a_hello_that_cannot_be_understood_is_refused_with_its_field(bench: Bench):
     agent = bench.agent()
     agent.babble("hello", {"name": "a/b"})
-    end = time.monotonic() + ANSWER_S
-    while (found := agent.heard()) is None and time.monotonic() < end:
-        agent.socket.poll(50)
-    assert found is not None and found[0] == "refused" and "field" in found[1].reason  # pyright: ignore
+    found = agent.next()
+    assert found[0] == "refused" and "field" in found[1].reason  # pyright: ignore
 
 
 def test_an_agent_of_another_version_is_refused_with_both_and_its_host(bench: Bench):
@@ -182,18 +204,15 @@ def test_an_agent_of_another_version_is_refused_with_both_and_its_host(bench: Be
 UNLIKE = {"source": "0123", "torch": "1.0+cpu"}
 
 
-def test_a_host_with_other_files_of_the_package_or_another_torch_is_refused_with_both(tmp_path: Path):
+def test_a_host_with_other_files_of_the_package_or_another_torch_is_refused_with_both(benches: Callable[..., Bench]):
     """One changed line of a host of the same version gave rewards of 7.0, and was trained on. Who waits for the host
     learns of it at once."""
-    bench = Bench(tmp_path, hosts=["a"])
-    try:
-        agent = bench.agent()
-        agent.hello(unlike=UNLIKE)
-        with pytest.raises(ClusterError) as found:
-            bench.begin()
-        reason = agent.hears(Refused).reason
-    finally:
-        bench.close()
+    bench = benches(hosts=["a"])
+    agent = bench.agent()
+    agent.hello(unlike=UNLIKE)
+    with pytest.raises(ClusterError) as found:
+        bench.begin()
+    reason = agent.hears(Refused).reason
     own = own_host.made_of()
     assert reason == (
         f"it has the package's files with the digest 0123, here {own['source']}; torch 1.0+cpu, here {own['torch']} "
@@ -203,18 +222,17 @@ def test_a_host_with_other_files_of_the_package_or_another_torch_is_refused_with
 
 
 @pytest.mark.nightly
-def test_a_host_that_differs_may_be_taken_with_a_warning_and_what_each_is_made_of_is_kept(tmp_path: Path):
+def test_a_host_that_differs_may_be_taken_with_a_warning_and_what_each_is_made_of_is_kept(
+    tmp_path: Path, benches: Callable[..., Bench]
+):
     """The build of a package, such as one for a GPU, is no difference."""
-    bench = Bench(tmp_path, differing_hosts="warn", hosts=["a"])
-    try:
-        bench.agent().join(unlike=UNLIKE)
-        bench.until(Notice, "host a has the package's files with the digest 0123, here ")
-        bench.begin()
-        torch = own_host.made_of()["torch"].partition("+")[0]
-        bench.agent("b").join(unlike={"torch": f"{torch}+other"})
-        bench.until(Notice, "host b (127.0.0.1) joins")
-    finally:
-        bench.close()
+    bench = benches(differing_hosts="warn", hosts=["a"])
+    bench.agent().join(unlike=UNLIKE)
+    bench.until(Notice, "host a has the package's files with the digest 0123, here ")
+    bench.begin()
+    torch = own_host.made_of()["torch"].partition("+")[0]
+    bench.agent("b").join(unlike={"torch": f"{torch}+other"})
+    bench.until(Notice, "host b (127.0.0.1) joins")
     assert "host b has" not in str(bench.events)
     rows = [json.loads(line) for line in (tmp_path / "exp" / "run" / "placements.jsonl").read_text().splitlines()]
     assert [(row["host"], row["made_of"]["torch"]) for row in rows if "made_of" in row] == [
@@ -237,31 +255,25 @@ def test_the_digest_is_of_every_file_of_the_package_and_of_none_that_is_compiled
 
 
 @pytest.mark.nightly
-def test_too_few_devices_are_told_with_what_each_host_has(tmp_path: Path):
-    bench = Bench(tmp_path, placement={"model_worker": "a"})
-    try:
-        bench.agent().join(gpus=1)
-        bench.begin()
-        bench.scheduler._table.hosts["a"].shared = True
-        bench.start("model_worker/0")
-        with pytest.raises(ClusterError) as found:
-            bench.start("model_worker/1")
-    finally:
-        bench.close()
+def test_too_few_devices_are_told_with_what_each_host_has(benches: Callable[..., Bench]):
+    bench = benches(placement={"model_worker": "a"})
+    bench.agent().join(gpus=1)
+    bench.begin()
+    bench.scheduler._table.hosts["a"].shared = True
+    bench.start("model_worker/0")
+    with pytest.raises(ClusterError) as found:
+        bench.start("model_worker/1")
     said = str(found.value)
     assert said.startswith("model_worker/1: needs a GPU of its own on a, which has 1, all taken by model_worker/0 (")
     assert said.endswith("; a: 2 cores, 0 of 1 GPUs free, 1 workers")
 
 
-def test_a_port_that_is_taken_is_named_with_its_option_when_the_launch_begins(tmp_path: Path):
+def test_a_port_that_is_taken_is_named_with_its_option_when_the_launch_begins(benches: Callable[..., Bench]):
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        bench = Bench(tmp_path, port=port)
-        try:
-            with pytest.raises(ClusterError, match=rf"\(.*scheduler\.port, .* tcp://127.0.0.1:{port}: "):
-                bench.start("job/demonstrations", "platform")
-        finally:
-            bench.close()
+        bench = benches(port=port)
+        with pytest.raises(ClusterError, match=rf"\(.*scheduler\.port, .* tcp://127.0.0.1:{port}: "):
+            bench.start("job/demonstrations", "platform")
 
 
 def test_an_order_that_cannot_be_understood_is_answered(bench: Bench):
@@ -359,15 +371,7 @@ def test_a_host_is_removed_while_files_come(bench: Bench, monkeypatch: pytest.Mo
     operator.say("remove", Order("a", "", 0))
     assert "removed with its host a" in str(bench.until(WorkerExit, "rollout_worker/0"))
     assert operator.hears(Report).lines == ["a leaves; its workers end: rollout_worker/0"]
-    heard: list[str] = []
-
-    def left() -> bool:
-        while (found := agent.heard()) is not None:
-            heard.append(found[0])
-        return "leave" in heard
-
-    bench.served_until(left)
-    assert "start" not in heard
+    assert "start" not in bench.heard_until(agent, "leave")
 
 
 def test_a_removed_host_that_does_not_say_how_its_workers_end_is_sent_away(
@@ -383,14 +387,7 @@ def test_a_removed_host_that_does_not_say_how_its_workers_end_is_sent_away(
     assert "was removed, and did not say how" in str(bench.until(WorkerExit, "rollout_worker/0"))
     assert operator.hears(Report).lines == ["a leaves; its workers end: rollout_worker/0"]
     agent.say("ping")
-    heard: list[str] = []
-
-    def left() -> bool:
-        while (found := agent.heard()) is not None:
-            heard.append(found[0])
-        return "leave" in heard
-
-    bench.served_until(left)
+    bench.heard_until(agent, "leave")
     assert not bench.scheduler._table.hosts
 
 
@@ -433,10 +430,8 @@ def test_a_host_whose_connection_broke_has_to_begin_anew(bench: Bench):
     agent.connect()
     agent.say("ping")
     bench.until(Notice, "host a was lost: its connection broke")
-    end = time.monotonic() + ANSWER_S
-    while (found := agent.heard()) is None and time.monotonic() < end:
-        agent.socket.poll(50)
-    assert found is not None and found[0] == "again"
+    found = agent.next()
+    assert found[0] == "again"
     agent.join()
     assert "a" in bench.scheduler._control._hosts  # pyright: ignore
 
@@ -453,24 +448,21 @@ def test_the_end_of_a_log_that_cannot_be_kept_does_not_end_the_run(bench: Bench)
 
 
 @pytest.mark.nightly
-def test_a_synchronous_run_says_that_it_takes_no_more_workers(tmp_path: Path):
-    bench = Bench(tmp_path, rollout=None)
-    try:
-        bench.agent().join(wants={"rollout_worker": 2})
-        bench.begin()
-        bench.until(Notice, "host a: a synchronous run takes no more workers")
-        bench.scheduler._table.hosts["a"].shared = True
-        bench.start("env/0")
-        bench.agent("b").join(wants={"generation": 1})
-        bench.until(Notice, "host b: a synchronous run takes no more workers")
-        assert not [event for event in bench.events if isinstance(event, WorkersWanted) and event.host == "b"]
-        operator = bench.operator()
-        operator.say("add", Order("a", "generation", 1))
-        bench.scheduler.wait(1.0)
-        report = operator.hears(Report)
-        assert report.failed and report.lines == ["this run is synchronous: it takes no more workers while it goes on"]
-    finally:
-        bench.close()
+def test_a_synchronous_run_says_that_it_takes_no_more_workers(benches: Callable[..., Bench]):
+    bench = benches(rollout=None)
+    bench.agent().join(wants={"rollout_worker": 2})
+    bench.begin()
+    bench.until(Notice, "host a: a synchronous run takes no more workers")
+    bench.scheduler._table.hosts["a"].shared = True
+    bench.start("env/0")
+    bench.agent("b").join(wants={"generation": 1})
+    bench.until(Notice, "host b: a synchronous run takes no more workers")
+    assert not [event for event in bench.events if isinstance(event, WorkersWanted) and event.host == "b"]
+    operator = bench.operator()
+    operator.say("add", Order("a", "generation", 1))
+    bench.scheduler.wait(1.0)
+    report = operator.hears(Report)
+    assert report.failed and report.lines == ["this run is synchronous: it takes no more workers while it goes on"]
 
 
 MANY_AGENTS = """

@@ -209,10 +209,7 @@ TOKENIZER = {"model": {"vocab": {"a": 0, "b": 1, "c": 2}}, "added_tokens": [{"id
         ({**TOKENIZER, "added_tokens": []}, ""),
         ({**TOKENIZER, "added_tokens": [{"id": 4, "content": "<pad>"}]}, ""),
         ({"model": {"vocab": [["a", 0.0], ["b", -1.0], ["c", -2.0]]}}, ""),
-        (
-            {"model": {"vocab": {"b": 0, "a": 1, "c": 2}}},
-            "its tokenizer gives 'b' the id 0, not 1 as that of act",
-        ),
+        ({"model": {"vocab": {"b": 0, "a": 1, "c": 2}}}, "its tokenizer gives 'b' the id 0, not 1 as that of act"),
         (
             {"model": {"vocab": {"a": 0, "b": 1, "x": 2}}},
             "its tokenizer gives the id 2 to 'x', not to 'c' as that of act",

@@ -65,15 +65,9 @@ def test_it_starts_the_processes_of_a_run_as_its_options_say(folder: Path):
 @pytest.mark.parametrize(
     ("option", "said"),
     [
-        (
-            "scheduler.copis=1",
-            "unknown option 'scheduler.copis'; did you mean 'scheduler.copies'? Every name is",
-        ),
+        ("scheduler.copis=1", "unknown option 'scheduler.copis'; did you mean 'scheduler.copies'? Every name is"),
         ("scheduler.copies=4", "scheduler.copies=4: must be between 1 and 3. Every name is written this many times."),
-        (
-            "scheduler.copies=many",
-            "scheduler.copies=many: Value 'many' of type 'str' could not be",
-        ),
+        ("scheduler.copies=many", "scheduler.copies=many: Value 'many' of type 'str' could not be"),
     ],
 )
 def test_a_mistake_is_refused_with_the_text_of_the_option(folder: Path, capsys, option: str, said: str):

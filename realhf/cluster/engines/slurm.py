@@ -137,12 +137,7 @@ class SlurmStarter(HelperStarter):
 
     def start_agents(self, endpoint: str, keys: HostKeys) -> None:
         """See ``AgentStarter``. Raises ClusterError where there is no ``srun``."""
-        plan = {
-            "endpoint": endpoint,
-            "keys": keys.text(),
-            "nodes": self._options.nodes,
-            "python": sys.executable,
-        }
+        plan = {"endpoint": endpoint, "keys": keys.text(), "nodes": self._options.nodes, "python": sys.executable}
         self._engine.start(plan, self._options.wait_s, "srun")
 
 

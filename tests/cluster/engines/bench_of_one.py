@@ -5,8 +5,12 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+import pytest
+
+from realhf.cluster.placement import ClusterError
 from realhf.cluster.scheduler import ClusterScheduler
 from realhf.scheduler.base import WorkerExit, WorkerLine, WorkerSpec
+from realhf.scheduler.process import describe
 from tests.cluster.key_ring import log_of
 
 LIMIT_S = 300.0
@@ -32,3 +36,13 @@ def started(scheduler: ClusterScheduler, run: Path, host: str) -> tuple[str, Wor
             elif isinstance(event, WorkerLine) and event.name == "rollout_worker/0":
                 said += event.text
     return said, ends["rollout_worker/0"]
+
+
+def refusal(scheduler: ClusterScheduler, spec: WorkerSpec) -> str:
+    """Start what cannot be started, and stop the scheduler; what is said, as a person sees it."""
+    try:
+        with pytest.raises(ClusterError) as found:
+            scheduler.start(spec)
+    finally:
+        scheduler.stop(1.0)
+    return describe(found.value)

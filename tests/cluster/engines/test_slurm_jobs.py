@@ -76,22 +76,6 @@ def test_a_run_whose_time_is_over_is_queued_again_and_goes_on_to_its_end(
     assert not job.with_keys() and not job.of_agents()
 
 
-def test_two_runs_at_once_on_one_node(slurm: Slurm, tmp_path: Path, tiny_policy: Path):
-    """The second one used to end with "cannot listen": the endpoint of each had the same port."""
-    jobs = []
-    for name in ("one", "other"):
-        (tmp_path / name).mkdir()
-        jobs.append(Job(slurm, tmp_path / name, tiny_policy, 30))
-    for job in jobs:
-        job.trained(1)
-    assert [slurm.job(job.number)["JobState"] for job in jobs] == ["RUNNING", "RUNNING"]
-    for job in jobs:
-        found = slurm.until(job.number, lambda found: found["JobState"] in ENDED, RUN_S)
-        assert found["JobState"] == "COMPLETED", slurm.said()[-4000:]
-        (summary,) = job.runs.rglob("summary.json")
-        assert json.loads(summary.read_text())["steps"] == 30
-
-
 def test_a_run_that_is_cancelled_is_gone_and_never_queued_again(slurm: Slurm, tmp_path: Path, tiny_policy: Path):
     """Once is enough. TERM used to reach the script, which queued the job again."""
     job = Job(slurm, tmp_path, tiny_policy, 500)

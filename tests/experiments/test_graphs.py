@@ -1,16 +1,20 @@
-"""The graphs of the experiments, and what names their artifacts."""
+"""The graphs of the experiments, what names their artifacts, and the policy that was not trained."""
 
 from __future__ import annotations
 
+import importlib
 import shutil
+import sys
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 import pytest
 
 from experiments import sft
+from experiments.sft import Config, untrained_policy
 from realhf.algorithms.policy_gradient import PolicyGradientInterface
-from realhf.api.config import ConfigError, RolloutConfig
+from realhf.api.config import BuiltinModelConfig, ConfigError, RolloutConfig
 from realhf.api.environment import MAX_BRANCHES
 from realhf.api.experiment import ExperimentSpec, RunPlan
 from realhf.api.keys import TURN_KEYS
@@ -107,12 +111,7 @@ def test_an_episode_has_one_row_unless_an_agent_or_dropped_reasoning_makes_more(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("experiment", "divisor"),
-    [
-        ("grpo_aws", 40 * 4),
-        ("grpo_aws_async", 40 * 4),
-        ("grpo_stream_http", 640),
-    ],
+    ("experiment", "divisor"), [("grpo_aws", 40 * 4), ("grpo_aws_async", 40 * 4), ("grpo_stream_http", 640)]
 )
 def test_the_train_call_divides_by_what_was_checked(experiment: str, divisor: int):
     def trained(*options: str) -> PolicyGradientInterface:
@@ -290,3 +289,19 @@ def test_a_plan_survives_the_way_to_the_workers(tmp_path):
     assert read.spec.environment == plan.spec.environment and read.spec.needs_env
     assert (read.rpc, read.recover_mode, read.started_at) == (plan.rpc, plan.recover_mode, 1.5)
     assert read.spec.before[0].jobs == plan.spec.before[0].jobs
+
+
+TINY = BuiltinModelConfig(hidden_size=16, num_layers=1, num_heads=1, intermediate_size=16)
+
+
+def test_the_job_makes_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = Config(fileroot=str(tmp_path), builtin=TINY, seed=3)
+    job = untrained_policy(config)
+    assert job.artifact.parent == tmp_path / "warm_start" and job == untrained_policy(config)
+    others = (replace(config, seed=4), replace(config, builtin=replace(TINY, num_layers=2)))
+    assert len({job.artifact, *(untrained_policy(other).artifact for other in others)}) == 3
+    out = tmp_path / "made"
+    argv = [str(out) if text == "{artifact}" else text for text in job.argv]
+    monkeypatch.setattr(sys, "argv", [job.module, *argv])
+    importlib.import_module(job.module).main()
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {file.name for file in out.iterdir()}
