@@ -41,7 +41,7 @@ def from_json_value(kind: type[T], value: Any) -> T:
 def _read(kind: Any, value: Any) -> Any:
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
-        return _read_union(args, value)
+        return None if value is None else _read(next(one for one in args if one is not type(None)), value)
     if origin is tuple:
         return tuple(_read(args[0] if args else Any, item) for item in value)
     if origin is list:
@@ -59,9 +59,3 @@ def _read(kind: Any, value: Any) -> Any:
     if isinstance(kind, type) and issubclass(kind, (Enum, Path)):
         return kind(value)
     return value
-
-
-def _read_union(args: tuple[Any, ...], value: Any) -> Any:
-    if value is None:
-        return None
-    return _read(next(kind for kind in args if kind is not type(None)), value)

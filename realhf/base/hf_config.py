@@ -195,12 +195,9 @@ def _rope(text: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
     """Return kind and options of the rotary embedding; where layers differ, of the one that depends on the length."""
     given = text.get("rope_parameters") or text.get("rope_scaling") or {}
     given = given if isinstance(given, Mapping) else {}
-    found = [(_kind(rope), rope) for rope in (given, *given.values()) if isinstance(rope, Mapping)]
+    ropes = [rope for rope in (given, *given.values()) if isinstance(rope, Mapping)]
+    found = [(str(rope.get("rope_type") or rope.get("type") or "default"), rope) for rope in ropes]
     return next((rope for rope in found if rope[0] in _BY_LENGTH), found[0])
-
-
-def _kind(rope: Mapping[str, Any]) -> str:
-    return str(rope.get("rope_type") or rope.get("type") or "default")
 
 
 _KEPT = frozenset({"full_attention", "sliding_attention", "attention", "sliding"})

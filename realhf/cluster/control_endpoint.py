@@ -49,19 +49,17 @@ class HostJoined:
 
 
 @dataclass(frozen=True)
-class HostRefused:
+class _AboutHost:
+    name: str
+    reason: str
+
+
+class HostRefused(_AboutHost):
     """A host would have taken part, and may not."""
 
-    name: str
-    reason: str
 
-
-@dataclass(frozen=True)
-class HostLost:
+class HostLost(_AboutHost):
     """A host takes part no longer."""
-
-    name: str
-    reason: str
 
 
 @dataclass(frozen=True)
@@ -72,12 +70,8 @@ class FromHost:
     message: Message
 
 
-@dataclass(frozen=True)
-class InvalidMessage:
+class InvalidMessage(_AboutHost):
     """A host says what no agent of this version says."""
-
-    name: str
-    reason: str
 
 
 @dataclass(frozen=True)
@@ -214,7 +208,11 @@ class ControlEndpoint:
     def _take(self, identity: bytes, header: dict[str, Any], payload: list[Any]) -> None:
         kind, session = envelope.field(header, "kind", str), envelope.field(header, "session", bytes)[:16]
         if self._closing:
-            self._hear_parting(kind, session)
+            if kind == "leave":
+                with self._lock:
+                    self._parting.discard(session)
+                    if not self._parting:
+                        self._parted.set()
             return
         # Who says this: a host, an operator (``LAUNCHER``), or one whose key was taken away ("").
         key = self._listener.sender_key
@@ -241,13 +239,6 @@ class ControlEndpoint:
             self._happened(FromOperator(kind, message, (identity, session)))
         else:
             self._from_host(identity, session, kind, message)
-
-    def _hear_parting(self, kind: str, session: bytes) -> None:
-        if kind == "leave":
-            with self._lock:
-                self._parting.discard(session)
-                if not self._parting:
-                    self._parted.set()
 
     def _not_understood(self, identity: bytes, session: bytes, kind: str, reason: str) -> None:
         """Tell whoever waits for an answer, and the launcher of which host this comes."""

@@ -18,6 +18,7 @@ from realhf.cluster.placement import LAUNCHER, USES_GPU, Place, kind_of
 from realhf.scheduler.base import WorkerSpec
 
 CLOCKS_APART_S = 5.0
+_SHARES = {None: "fileroot not looked at", True: "shares fileroot", False: "does not share fileroot"}
 PROBE_S = 10.0
 """How long a host may take to look at the run folder."""
 
@@ -155,7 +156,7 @@ class HostTable:
         yield f"launcher at {endpoint}: {len(self.hosts)} hosts, {len(self.workers)} workers"
         rows = {LAUNCHER: ""} | {
             name: f"  {host.hello.address}  {host.hello.cores} cores  {host.hello.memory_gib:.0f} GiB  "
-            f"{len(host.hello.gpus)} GPUs  {_shares(host)}{'  leaving' if host.leaving else ''}{self._rests(name)}"
+            f"{len(host.hello.gpus)} GPUs  {_SHARES[host.shared]}{'  leaving' * host.leaving}{self._rests(name)}"
             for name, host in sorted(self.hosts.items())
         }
         for host, text in rows.items():
@@ -167,10 +168,6 @@ class HostTable:
     def _rests(self, host: str) -> str:
         left_s = self.rest_s(host)
         return f"  gets no workers for {left_s:.0f} s: {self.troubles[host].why}" if left_s else ""
-
-
-def _shares(host: Host) -> str:
-    return {None: "fileroot not looked at", True: "shares fileroot", False: "does not share fileroot"}[host.shared]
 
 
 def warnings(hello: HostHello) -> Iterator[str]:

@@ -140,13 +140,13 @@ class ClusterScheduler:
         if spec.name == MASTER:
             self._wait_for_hosts(control)
             self._running, self._elastic = True, bool(read_plan(spec.log.parent.parent)["spec"].get("rollout"))
-            asking = [host.hello for host in self._table.hosts.values() if host.hello.wants and not self._elastic]
-            self._backlog += [_unused(hello) for hello in asking]
+            self._run_dir = spec.log.parent.parent
+            for hello in [host.hello for host in self._table.hosts.values()]:
+                self._note(hello.name, made_of=hello.made_of)
+                if hello.wants and not self._elastic:
+                    self._backlog.append(_unused(hello))
         if kind_of(spec.name) != JOB:
             self._run_dir = spec.log.parent.parent
-        if spec.name == MASTER:
-            for host in self._table.hosts.values():
-                self._note(host.hello.name, made_of=host.hello.made_of)
         if kind_of(spec.name) in (JOB, MASTER):
             self._start_here(spec)
             return

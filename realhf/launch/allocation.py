@@ -161,7 +161,10 @@ def needs_of(spec: ExperimentSpec, config: ExperimentConfig, gpus: Mapping[str, 
             engines = [name for name in spec.rollout.workers if name.startswith("generation/")]
             episodes = spec.rollout.sessions * spec.rollout.options.n_rollout_workers / len(engines)
             for name in engines:
-                own = None if size is None else _in_generation(model, size, config, episodes)
+                own = None
+                if size is not None:
+                    kept = _key_value_bytes(model, size, config, episodes)
+                    own = (weight_bytes(size, model.dtype), 0, 0, 0, kept)
                 found.append(Need(name, model.role, model.path, device(name), own))
     return found
 
@@ -256,10 +259,6 @@ def _in_training(spec: ExperimentSpec, model: ModelSpec, size: ModelSize, config
     )
     passes = activation_bytes(size, model.dtype, tokens, checkpointing=model.gradient_checkpointing)
     return (held.weights, held.gradients, held.moments, passes, kept)
-
-
-def _in_generation(model: ModelSpec, size: ModelSize, config: ExperimentConfig, episodes: float) -> tuple[int, ...]:
-    return (weight_bytes(size, model.dtype), 0, 0, 0, _key_value_bytes(model, size, config, episodes))
 
 
 def _key_value_bytes(model: ModelSpec, size: ModelSize, config: ExperimentConfig, episodes: float) -> int:

@@ -347,7 +347,9 @@ def adapter_problems(role: str, model: ModelConfig) -> Iterator[str]:
             f"{role}.lora.rank={lora.rank}: backend {SHARDED} cuts a model of which all weights train; adapters train "
             "with torch on one worker, and with ddp on several"
         )
-    layers = _BUILTIN_LAYERS if model.path in BUILTIN_PATHS else _matrices(Path(model.path).expanduser())
+    shapes = tensor_shapes(Path(model.path).expanduser()) if model.path not in BUILTIN_PATHS else {}
+    layers = [name.removesuffix(".weight") for name, shape in shapes.items() if is_block_matrix(name, shape)]
+    layers = _BUILTIN_LAYERS if model.path in BUILTIN_PATHS else layers
     for target in lora.targets:
         if layers and not any(name == target or name.endswith(f".{target}") for name in layers):
             there = sorted({name.rpartition(".")[2] for name in layers})
@@ -355,9 +357,3 @@ def adapter_problems(role: str, model: ModelConfig) -> Iterator[str]:
                 f"{role}.lora.targets: no linear layer of the blocks of {model.path} is called {target!r} (there are "
                 f"{', '.join(there)})"
             )
-
-
-def _matrices(folder: Path) -> list[str]:
-    """Names of the matrices in the blocks of a model. Empty where that cannot be said."""
-    shapes = tensor_shapes(folder)
-    return [name.removesuffix(".weight") for name, shape in shapes.items() if is_block_matrix(name, shape)]

@@ -112,11 +112,18 @@ def run_job(job: JobSpec, scheduler: Scheduler, log: Path, display: Display) -> 
             raise LaunchError(failure_message(exits[0]))
         if not partial.exists():
             raise LaunchError(f"{worker.name} ended without its result (log: {log})")
-        _keep(partial, job.artifact)
+        try:
+            os.replace(partial, job.artifact)
+        except OSError:
+            if not job.artifact.exists():  # else a concurrent run has made the same folder first, and that one stays
+                raise
     finally:
         with undisturbed():
             scheduler.stop(STOP_GRACE_S)
-            _remove(partial)
+            if partial.is_dir():
+                shutil.rmtree(partial, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                partial.unlink(missing_ok=True)
 
 
 def run_workers(plan: RunPlan, scheduler: Scheduler, display: Display) -> dict[str, Any]:
@@ -249,8 +256,8 @@ def failure_message(exit_: WorkerExit) -> str:
     cause = failure_cause(exit_.log, exit_.log_from) if exit_.exit_code > 0 else None
     kind = exit_.name.partition("/")[0]
     section = SECTIONS.get(kind)
-    if cause and section:
-        cause = _as_options(cause, section)
+    if cause and section:  # flags of a server (--pool-size) by the names they have here (env.pool_size)
+        cause = re.sub(r"--([a-z][a-z-]*)", lambda flag: f"{section}." + flag[1].replace("-", "_"), cause)
     if cause:
         return f"{exit_.name} failed: {cause} {where}"
     if exit_.cause.startswith(WANT_OF_MEMORY):
@@ -258,11 +265,6 @@ def failure_message(exit_: WorkerExit) -> str:
     tail = "\n".join(f"  | {line}" for line in log_tail(exit_.log, TAIL_LINES, exit_.log_from))
     told = f"; its log ends:\n{tail}" if tail else ""
     return f"{exit_.name} ended before the run did: {exit_.reason} {where}{told}"
-
-
-def _as_options(text: str, section: str) -> str:
-    """Flags of a server (``--pool-size``) by the names they have here (``env.pool_size``)."""
-    return re.sub(r"--([a-z][a-z-]*)", lambda flag: f"{section}." + flag[1].replace("-", "_"), text)
 
 
 def _peaceful(exit_: WorkerExit) -> bool:
@@ -359,22 +361,6 @@ class Reinforcements:
                 display.show({"kind": "warning", "text": f"{', '.join(names)} are started on {host}"})
             self._next[kind] += count
         self.wanted.clear()
-
-
-def _keep(partial: Path, artifact: Path) -> None:
-    """Rename; a concurrent run may have made the same folder first, then that one stays."""
-    try:
-        os.replace(partial, artifact)
-    except OSError:
-        if not artifact.exists():
-            raise
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
-    with contextlib.suppress(OSError):
-        path.unlink(missing_ok=True)
 
 
 RESTARTABLE = ("rollout_worker", "generation", "env")

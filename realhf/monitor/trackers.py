@@ -323,7 +323,10 @@ class MlflowTracker(Tracker):
 
     def _begin(self, facts: RunInfo, artifacts: str | None) -> str:
         """Return the run with the id of the facts, made anew where there is none."""
-        experiment = self._experiment(facts, artifacts)
+        known = self._client.get_experiment_by_name(facts.experiment)
+        experiment = known.experiment_id if known is not None else None
+        if experiment is None:
+            experiment = self._client.create_experiment(facts.experiment, artifact_location=artifacts)
         made = self._client.search_runs([experiment], filter_string=f"tags.`{_TAG}` = '{facts.id}'")
         run = made[0] if made else self._client.create_run(experiment, run_name=facts.trial, tags={_TAG: facts.id})
         name = run.info.run_id
@@ -344,12 +347,6 @@ class MlflowTracker(Tracker):
             lost = {name: value for name, value in values.items() if step not in there[name]}
             if lost:
                 self.metrics(step, lost)
-
-    def _experiment(self, facts: RunInfo, artifacts: str | None) -> str:
-        found = self._client.get_experiment_by_name(facts.experiment)
-        if found is not None:
-            return found.experiment_id
-        return self._client.create_experiment(facts.experiment, artifact_location=artifacts)
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         """See ``Tracker``. Characters that MLflow does not take in names become underscores."""

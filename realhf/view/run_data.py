@@ -9,7 +9,7 @@ import json
 import math
 import struct
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -178,21 +178,22 @@ class RunSpans:
 
     def _refresh(self) -> None:
         found = trace_files(self._run_dir)
-        epochs = {path: tail.epoch for path, tail in self._tails.items()}
-        for path in found:
-            self._tails.setdefault(path, LineTail(path, tail_bytes=TAIL_BYTES))
-        new = {path: [*self._tails[path].lines()] for path in found}
-        if set(epochs) - set(found) or any(self._tails[path].epoch != epoch for path, epoch in epochs.items()):
+        new = self._read(found)
+        if set(self._tails) - set(found) or any(tail.epoch for tail in self._tails.values()):
             self._epoch += 1
             self._forget()
-            self._tails = {path: LineTail(path, tail_bytes=TAIL_BYTES) for path in found}
-            new = {path: [*self._tails[path].lines()] for path in found}
-        for lines in new.values():
-            for line in lines:
-                self._take(line)
+            self._tails = {}
+            new = self._read(found)
+        for line in new:
+            self._take(line)
         if len(self._rows) > MOST_SPANS:
             self._epoch += 1
             self._rows = self._rows[len(self._rows) // 2 :]
+
+    def _read(self, files: Sequence[Path]) -> list[bytes]:
+        for path in files:
+            self._tails.setdefault(path, LineTail(path, tail_bytes=TAIL_BYTES))
+        return [line for path in files for line in self._tails[path].lines()]
 
     def _take(self, line: bytes) -> None:
         try:

@@ -22,9 +22,15 @@ def shows(page: Chromium, name: str) -> None:
 
 
 def go(page: Chromium, url: str, name: str = "overview") -> None:
-    """Open the server at ``url`` anew and wait until this page of it is shown."""
+    """Open the server at ``url`` and wait until this page of it, perhaps with a query behind it, is shown."""
     page.open(f"{url}/" if name == "overview" else f"{url}/#/{name}")
-    shows(page, name)
+    shows(page, name.partition("?")[0])
+
+
+def leave(page: Chromium) -> None:
+    """Leave the page, which has complained of nothing."""
+    page.open("about:blank")
+    assert page.problems == []
 
 
 def chart(title: str) -> str:

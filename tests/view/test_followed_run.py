@@ -16,7 +16,7 @@ import pytest
 
 from tests.chromium import ABSENT, PROGRAM, Chromium
 from tests.process_family import family, gone
-from tests.view.page import follow_advisory, shows, text
+from tests.view.page import follow_advisory, leave, shows, text
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 400.0
@@ -81,8 +81,7 @@ def test_a_run_is_followed_from_its_first_step_to_its_tokens(tmp_path: Path) -> 
             page.look(1280, 800)
             page.open(url + "/")
             walk(page, url, launcher)
-            page.open("about:blank")
-            assert page.problems == []
+            leave(page)
 
 
 def walk(page: Chromium, url: str, launcher: subprocess.Popen[bytes]) -> None:

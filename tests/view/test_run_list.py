@@ -11,7 +11,7 @@ from realhf.view import run as run_list
 from realhf.view.__main__ import main
 from realhf.view.run import MOST_RUNS, RunList
 from tests.chromium import ABSENT, PROGRAM, Chromium
-from tests.view.page import go, shows, text
+from tests.view.page import go, leave, shows, text
 from tests.view.runs import client, served
 
 
@@ -84,5 +84,4 @@ def test_the_page_says_how_many_runs_are_not_listed_and_how_to_narrow(chromium: 
         assert text(chromium, "#choose-said") == "Runs"
         assert chromium.js("document.getElementById('left-off').hidden")
         chromium.look(1280, 800)
-        chromium.open("about:blank")
-        assert chromium.problems == []
+        leave(chromium)

@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.view.made_up_run import HOSTILE, MadeUpRun
 from tests.chromium import ABSENT, PROGRAM, Chromium
-from tests.view.page import PAGES, chart, follow_advisory, go, shows, text
+from tests.view.page import PAGES, chart, follow_advisory, go, leave, shows, text
 from tests.view.runs import made_up, served
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(PROGRAM is None, reason=ABSENT)]
@@ -69,8 +69,7 @@ def test_a_growing_run_is_followed_from_its_curves_to_a_token_by_keys_alone(chro
         asked = page.js("performance.getEntriesByType('resource').map((one) => one.name)")
         assert asked
         assert all(one.startswith(url) for one in asked)
-        page.open("about:blank")
-        assert page.problems == []
+        leave(page)
     run.close()
 
 
@@ -94,8 +93,7 @@ def test_hostile_text_is_shown_as_text_and_a_deleted_run_is_called_so(chromium: 
         page.press("1")
         shows(page, "overview")
         assert page.js("document.title") != "owned"
-        page.open("about:blank")
-        assert page.problems == []
+        leave(page)
 
 
 def test_two_runs_are_compared_and_the_options_listed_in_which_they_differ(chromium: Chromium, tmp_path: Path):
@@ -125,8 +123,7 @@ def test_two_runs_are_compared_and_the_options_listed_in_which_they_differ(chrom
         shows(page, "overview")
         page.wait("document.getElementById('state').dataset.state === 'stopped'")
         assert "stopped after 4 steps, before its end" in text(page, "#state")
-        page.open("about:blank")
-        assert page.problems == []
+        leave(page)
 
 
 COVERED = """
@@ -159,8 +156,7 @@ def test_what_the_environment_left_is_shown_and_its_episode_can_be_played_again(
         folders.append(tmp_path / name)
     page = chromium
     with served(*folders, follow=False) as url:
-        page.open(url + "/#/rollout?runs=0")
-        shows(page, "rollout")
+        go(page, url, "rollout?runs=0")
         assert text(page, "#state-left h2") == "The account"
         assert [text(page, "#state-left tbody"), text(page, "#state-left p")] == ["a-bucket\tthere", "one more"]
         assert "play-it" in text(page, "#again")
@@ -174,8 +170,7 @@ def test_what_the_environment_left_is_shown_and_its_episode_can_be_played_again(
         assert "onerror" in text(page, "#state-left h2") and "<script>" in text(page, "#state-left tbody")
         assert page.js("document.querySelectorAll('#state-left img, #state-left script, #again').length") == 0
         assert page.js("document.title") != "owned"
-        page.open("about:blank")
-        assert page.problems == []
+        leave(page)
 
 
 def test_of_a_hundred_thousand_tokens_a_window_is_drawn(chromium: Chromium, tmp_path: Path):
@@ -200,8 +195,7 @@ def test_of_a_hundred_thousand_tokens_a_window_is_drawn(chromium: Chromium, tmp_
         assert covered == [], "the names of the strips used to lie over their cells"
         page.press("b")
         shows(page, "rollout")
-        page.open("about:blank")
-        assert page.problems == []
+        leave(page)
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -215,5 +209,4 @@ def test_no_page_is_wider_than_a_telephone(chromium: Chromium, tmp_path: Path, s
             shows(chromium, name)
             assert chromium.js("document.documentElement.scrollWidth") <= 390, name
         chromium.look(1280, 800)
-        chromium.open("about:blank")
-        assert chromium.problems == []
+        leave(chromium)

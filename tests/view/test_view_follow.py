@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.view.made_up_run import MadeUpRun
 from tests.chromium import ABSENT, PROGRAM, Chromium
-from tests.view.page import go, shows, text
+from tests.view.page import go, leave, shows, text
 from tests.view.runs import add_step, client, made_up, served, write_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(PROGRAM is None, reason=ABSENT)]
@@ -52,8 +52,7 @@ def test_an_open_rollout_shows_that_it_was_trained(chromium: Chromium, tmp_path:
         assert page.js("document.activeElement === document.querySelector('.talk .turn')")
         assert page.js("window.unloaded") == "no"
         page.look(1280, 800)
-        page.open("about:blank")
-        assert page.problems == []
+        leave(page)
     run.close()
 
 
@@ -72,8 +71,7 @@ def test_open_tokens_show_that_they_were_trained(chromium: Chromium, tmp_path: P
     """The token that was chosen, the colour, the scroll and a selected text stay."""
     page, run = chromium, played(tmp_path / "run", longest=1500)
     with served(tmp_path / "run") as url:
-        page.open(url + "/#/tokens?token=700")
-        shows(page, "tokens")
+        go(page, url, "tokens?token=700")
         marked(page)
         assert "not trained yet" in text(page, ".page")
         page.js("document.getElementById('colour').focus(); document.getElementById('page').scrollTop = 150")
@@ -95,8 +93,7 @@ def test_open_tokens_show_that_they_were_trained(chromium: Chromium, tmp_path: P
         page.press("Escape")
         page.press("m")
         page.wait(f"document.getElementById('colour').value === {json.dumps(options[1])}")
-        page.open("about:blank")
-        assert page.problems == []
+        leave(page)
     run.close()
 
 
@@ -105,8 +102,7 @@ def test_open_tokens_show_that_they_were_trained(chromium: Chromium, tmp_path: P
 def test_the_first_rollout_appears_on_a_page_that_had_none(chromium: Chromium, tmp_path: Path, name: str):
     page, run = chromium, MadeUpRun(tmp_path / "run", longest=30, failing=0.0)
     with served(tmp_path / "run") as url:
-        page.open(url + f"/#/{name}")
-        shows(page, name)
+        go(page, url, name)
         assert "was kept" in text(page, ".page")
         run.add_step(1)
         page.wait("document.querySelector('.facts')")

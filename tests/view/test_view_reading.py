@@ -9,7 +9,7 @@ import pytest
 from benchmarks.view.made_up_run import MadeUpRun
 from realhf.view.__main__ import main
 from tests.chromium import ABSENT, PROGRAM, Chromium
-from tests.view.page import PAGES, go, painted, shows, text
+from tests.view.page import PAGES, go, leave, painted, shows, text
 from tests.view.runs import add_step, made_up, served, write_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(PROGRAM is None, reason=ABSENT)]
@@ -36,8 +36,7 @@ def test_the_skip_link_leads_into_the_page_that_is_shown(chromium: Chromium, tmp
     for seed in (1, 2):
         made(tmp_path / f"run{seed}", seed=seed).close()
     with served(tmp_path, follow=False) as url:
-        chromium.open(url + "/#/tasks?runs=1")
-        shows(chromium, "tasks")
+        go(chromium, url, "tasks?runs=1")
         chromium.press("Tab")
         assert focus(chromium) == "Skip to the page"
         chromium.press("Enter")
@@ -178,8 +177,7 @@ def test_no_label_is_clipped(chromium: Chromium, tmp_path: Path, width: int, sch
             assert (name, count >= FIELDS.get(name, 0), fields, said) == (name, True, [], [])
             assert chromium.js("document.documentElement.scrollWidth") <= width
         chromium.look(1280, 800)
-        chromium.open("about:blank")
-        assert chromium.problems == []
+        leave(chromium)
 
 
 FIRST = "document.querySelector('.chart').chart"
@@ -208,8 +206,7 @@ def test_runs_that_differ_only_in_their_seeds_are_a_mean_and_a_band(chromium: Ch
     seeds(tmp_path, 0.002, [10.0, 20.0, 30.0], first=4)
     page = chromium
     with served(tmp_path, follow=False) as url:
-        page.open(url + "/#/overview?runs=0,1,2,3,4,5")
-        shows(page, "overview")
+        go(page, url, "overview?runs=0,1,2,3,4,5")
         assert page.js(CURVES) == 2 and page.js(BANDS) == 2
         assert page.js(painted(FIRST, "--k0")) > 100 and page.js(painted(FIRST, "--k1")) > 100
         told = page.js(READOUT)
@@ -227,8 +224,7 @@ def test_runs_that_differ_only_in_their_seeds_are_a_mean_and_a_band(chromium: Ch
         page.open(url + "/?other#/overview?runs=0,3")
         shows(page, "overview")
         assert page.js("document.getElementById('seeds').hidden") is True, "there is nothing to draw as one"
-        page.open("about:blank")
-        assert page.problems == []
+        leave(page)
 
 
 def test_the_band_of_smoothed_curves_over_hours_on_a_logarithmic_axis(chromium: Chromium, tmp_path: Path):
@@ -236,15 +232,13 @@ def test_the_band_of_smoothed_curves_over_hours_on_a_logarithmic_axis(chromium: 
     seeds(tmp_path, 0.001, [0.0, 2.0, 4.0], steps=6)
     page = chromium
     with served(tmp_path, follow=False) as url:
-        page.open(url + "/#/overview?runs=0,1,2&smooth=0.6&x=hours&log=1")
-        shows(page, "overview")
+        go(page, url, "overview?runs=0,1,2&smooth=0.6&x=hours&log=1")
         assert page.js(CURVES) == 2 and page.js(BANDS) == 1, "as measured, faint, and smoothed"
         assert page.js(f"{FIRST}.data[0].length") == 4, "as far as all have come"
         low, high = page.js(f"{FIRST}.extent.y")
         assert 1 < low < 2 and 12 < high < 20, "the lowest run, which is always 0, is below the axis"
         assert page.js(painted(FIRST, "--k0")) > 100
-        page.open("about:blank")
-        assert page.problems == []
+        leave(page)
 
 
 def test_hosts_have_charts_and_a_note_is_shown_as_text(chromium: Chromium, tmp_path: Path):
@@ -268,5 +262,4 @@ def test_hosts_have_charts_and_a_note_is_shown_as_text(chromium: Chromium, tmp_p
         page.wait("document.querySelector('dialog[open]')")
         assert text(page, "#runs-list .tag") == "<b>x</b>"
         assert page.js("document.title") != "owned" and page.js("document.querySelectorAll('.note img').length") == 0
-        page.open("about:blank")
-        assert page.problems == []
+        leave(page)

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.view.made_up_run import MadeUpRun
 from tests.chromium import ABSENT, PROGRAM, Chromium
-from tests.view.page import chart, drag, go, painted, shows, text, ticks
+from tests.view.page import chart, drag, go, leave, painted, shows, text, ticks
 from tests.view.runs import add_step, made_up, served, write_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(PROGRAM is None, reason=ABSENT)]
@@ -92,8 +92,7 @@ def test_a_metric_of_some_steps_is_a_curve_and_one_that_is_no_number_breaks_it(c
         assert page.js(painted(entropy, "--k0")) > 100
         assert len(page.js(lone.format(kl))) == 1, "of the steps 5, 8 and 9 the first stands alone"
         assert page.js(painted(kl, "--k0")) > 20
-        page.open("about:blank")
-        assert page.problems == []
+        leave(page)
 
 
 @pytest.mark.nightly
@@ -109,8 +108,7 @@ def test_a_hundred_thousand_steps_are_drawn_with_their_one_low(chromium: Chromiu
         low = page.js(f"[{kl}.plot.valToPos(30001, 'x', true), {kl}.plot.valToPos(1, 'y', true)].map(Math.round)")
         drawn = f"[...{kl}.plot.ctx.getImageData({low[0] - 2}, {low[1]}, 5, 1).data].some((one) => one > 0)"
         assert page.js(drawn), "the one low value is drawn"
-        page.open("about:blank")
-        assert page.problems == []
+        leave(page)
 
 
 def test_evaluations_that_are_greedy_alone_count_as_evaluations(chromium: Chromium, tmp_path: Path):
@@ -215,8 +213,7 @@ def test_curves_are_drawn_over_hours_or_tokens_on_a_logarithmic_axis(chromium: C
         assert page.js("document.getElementById('along').value") == "hours"
         page.press("x")
         assert page.js(farthest) == 5000
-        page.open("about:blank")
-        assert page.problems == []
+        leave(page)
 
 
 def test_a_part_is_zoomed_into_by_pointer_keys_and_buttons(chromium: Chromium, tmp_path: Path):
@@ -249,8 +246,7 @@ def test_a_part_is_zoomed_into_by_pointer_keys_and_buttons(chromium: Chromium, t
         page.press("Enter")
         assert page.js("document.activeElement.classList.contains('wide')")
         assert page.js(f"{kl}.plot.height") > 300 and page.js(f"{kl}.plot.width") > 1000
-        page.open("about:blank")
-        assert page.problems == []
+        leave(page)
 
 
 def test_a_metric_that_is_chosen_stays_in_the_address(chromium: Chromium, tmp_path: Path):
@@ -277,8 +273,7 @@ def test_a_metric_that_is_chosen_stays_in_the_address(chromium: Chromium, tmp_pa
         assert page.js(painted("document.querySelector('.pins .chart').chart", "--k0")) > 100
         page.js("document.querySelector('.pins button').click()")
         assert page.js(pinned) == [] and "pins" not in page.js("location.hash")
-        page.open("about:blank")
-        assert page.problems == []
+        leave(page)
 
 
 def test_a_theme_that_changes_changes_the_colours_of_the_charts(chromium: Chromium, tmp_path: Path):
@@ -293,5 +288,4 @@ def test_a_theme_that_changes_changes_the_colours_of_the_charts(chromium: Chromi
         page.wait(f"{reward}.colour('--k0')() !== {json.dumps(light)}")
         page.wait(f"{painted(reward, '--k0')} > 100")
         page.press("d")
-        page.open("about:blank")
-        assert page.problems == []
+        leave(page)

@@ -102,10 +102,10 @@ def _with_hosts(options: RayOptions) -> RayOptions:
     return replace(options, hosts=[*names, *options.hosts], placement=placement | options.placement)
 
 
-def _elsewhere(options: RayOptions, name: str) -> bool:
-    return elsewhere(_with_hosts(options), name)
-
-
 DEFINITION = SchedulerDefinition(
-    RayOptions, make, several_hosts=True, problems=placement_problems, elsewhere=_elsewhere
+    RayOptions,
+    make,
+    several_hosts=True,
+    problems=placement_problems,
+    elsewhere=lambda options, name: elsewhere(_with_hosts(options), name),
 )

@@ -165,7 +165,7 @@ class RayEngine:
         ray, strategies = _ray(), import_module("ray.util.scheduling_strategies")
         nodes = [node for node in ray.nodes() if node["Alive"]]
         for name, needs in bundles.items():
-            if not any(_fits(needs, node["Resources"]) for node in nodes):
+            if not any(all(node["Resources"].get(kind, 0) >= n for kind, n in needs.items()) for node in nodes):
                 raise ClusterError(f"no node of the Ray cluster can ever hold {name} ({_words(needs)}): {_has(nodes)}")
         group = ray.util.placement_group([dict(needs) for needs in bundles.values()], strategy=strategy)
         self._groups.append(group)
@@ -225,10 +225,6 @@ def _check_node_here(address: str) -> None:
             f"scheduler.ray={address}: no node of Ray runs on this machine, which has to be part of the cluster: "
             f"ray start --address={address}"
         )
-
-
-def _fits(needs: Mapping[str, float], resources: Mapping[str, float]) -> bool:
-    return all(resources.get(kind, 0) >= amount for kind, amount in needs.items())
 
 
 def _words(resources: Mapping[str, float]) -> str:

@@ -179,13 +179,10 @@ def _turn(outcome: RolloutOutcome, number: int, turn: PlayedTurn) -> dict[str, A
     if 0 <= place < len(outcome.turn_starts):
         start = outcome.turn_starts[place]
         end = outcome.turn_starts[place + 1] if place + 1 < len(outcome.turn_starts) else len(outcome.completion_ids)
-        found["version"] = [outcome.versions[start], _last_version(outcome, start, end)]
+        last = next((version for version in reversed(outcome.versions[start:end]) if version >= 0), -1)
+        found["version"] = [outcome.versions[start], last]
         found["n_tokens"] = sum(outcome.loss_mask[start:end])
     return found
-
-
-def _last_version(outcome: RolloutOutcome, start: int, end: int) -> int:
-    return next((version for version in reversed(outcome.versions[start:end]) if version >= 0), -1)
 
 
 def _step(turn: PlayedTurn) -> dict[str, Any]:
