@@ -247,12 +247,6 @@ KEPT_WITHIN_S = 60.0
 """A host that is there keeps a part within this time."""
 
 
-@dataclass
-class _Delivery:
-    pieces: Iterator[FilePiece]
-    start: StartWorker
-
-
 class TransferQueue:
     """Is where files for one host wait, and the workers that need them, in order. ``send`` gives a message of a kind to
     the host's agent. Nothing here waits: ``advance`` is called again and again. When the host cannot keep a file, none
@@ -260,7 +254,7 @@ class TransferQueue:
 
     def __init__(self, send: Callable[[str, Message], object]) -> None:
         self._send = send
-        self._queue: deque[_Delivery] = deque()
+        self._queue: deque[tuple[Iterator[FilePiece], StartWorker]] = deque()
         self._on_way = 0
         self._problem = ""
         self._moved = 0.0
@@ -270,7 +264,7 @@ class TransferQueue:
 
     def add(self, pieces: Iterator[FilePiece], start: StartWorker) -> None:
         """Bring parts of files, then start a worker."""
-        self._queue.append(_Delivery(pieces, start))
+        self._queue.append((pieces, start))
 
     def has_kept(self, said: Kept) -> None:
         """Note what became of a part; the first that could not be kept says why."""
@@ -285,9 +279,9 @@ class TransferQueue:
         if late:
             self._on_way, self._problem = 0, self._problem or f"has kept no part of a file for {KEPT_WITHIN_S:g} s"
         while self._queue and not self._problem and self._on_way < AHEAD:
-            first = self._queue[0]
+            pieces, start = self._queue[0]
             try:
-                piece = self._missing(first.pieces)
+                piece = self._missing(pieces)
             except OSError as error:
                 self._problem = f"cannot be given a file: {error}"
                 break
@@ -300,7 +294,7 @@ class TransferQueue:
                 break  # the worker starts when everything before it is there
             else:
                 self._queue.popleft()
-                self._send("start", first.start)
+                self._send("start", start)
         if not self._problem or self._on_way:
             return []
         failed, self._problem = [(name, self._problem) for name in self.withdraw()], ""
@@ -316,6 +310,6 @@ class TransferQueue:
 
     def withdraw(self) -> list[str]:
         """Start none of the workers that wait; their names."""
-        names = [delivery.start.name for delivery in self._queue]
+        names = [start.name for _, start in self._queue]
         self._queue.clear()
         return names

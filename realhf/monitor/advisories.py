@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,11 +43,6 @@ def _fitting(advisory: Advisory, effective: Collection[str] | None) -> Advisory:
     if not idle:
         return advisory
     return replace(advisory, advice=f"{advisory.advice} (Without effect in this run: {', '.join(idle)}.)")
-
-
-def as_json(advisory: Advisory) -> dict[str, Any]:
-    """Return an advisory as a map that JSON can hold, for the viewer."""
-    return asdict(advisory)
 
 
 def advise_run(

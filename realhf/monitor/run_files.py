@@ -1,11 +1,8 @@
-"""Writes and reads files of a run folder: evaluations, episodes, skipped steps, graph, ends and hosts of processes.
+"""Writes and reads files of a run folder: evaluations, episodes, graph, ends and hosts of processes.
 
-A resumed run learns from ``evaluations.json`` where it began.
-
-``deaths.jsonl`` in the run folder has a line for each, by the launcher's clock.
-
-``placements.jsonl`` in the run folder has a line for each start of a process on a host, and for each host that was
-lost. Only schedulers that know several hosts write it. Times are those of the launcher's clock.
+A resumed run learns from ``evaluations.json`` where it began. ``deaths.jsonl`` has a line for each end of a process;
+``placements.jsonl`` one for each start of a process on a host, and for each host that was lost, which only schedulers
+write that know several hosts. Times are those of the launcher's clock.
 """
 
 from __future__ import annotations
@@ -70,14 +67,6 @@ def append_episodes(run_dir: Path, step: int, episodes: Sequence[str]) -> None:
     with (run_dir / EPISODES_FILE).open("a", encoding="utf-8") as file:
         for number, text in enumerate(episodes, start=1):
             file.write(f"===== step {step}, episode {number} =====\n{text.rstrip()}\n\n")
-
-
-def append_nonfinite(run_dir: Path, step: int, call: str, ids: Sequence[str], stats: Mapping[str, Any]) -> None:
-    """Add a skipped step with its sample ids to ``nonfinite.jsonl``. Values are written as text, because some of them
-    are not numbers."""
-    row = {"step": step, "call": call, "ids": list(ids), "stats": {key: str(value) for key, value in stats.items()}}
-    with (run_dir / NONFINITE_FILE).open("a", encoding="utf-8") as file:
-        file.write(json.dumps(row) + "\n")
 
 
 def write_graph_files(graph: DataFlowGraph, folder: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,11 @@ from realhf.api.environment import HELD_OUT
 from realhf.api.experiment import EvaluationSpec
 from realhf.api.trace import STEP, NoTrace, Tracer
 from realhf.base.files import write_whole
-from realhf.monitor.advisories import advise_run, as_json
+from realhf.monitor.advisories import advise_run
 from realhf.monitor.events import EventStream
 from realhf.monitor.metrics import evaluation_metrics, public_names
 from realhf.monitor.provenance import effective_options, read_provenance
-from realhf.monitor.run_files import EPISODES_FILE, NONFINITE_FILE, Evaluations, append_episodes, append_nonfinite
+from realhf.monitor.run_files import EPISODES_FILE, NONFINITE_FILE, Evaluations, append_episodes
 from realhf.monitor.summary import build_summary, write_summary
 from realhf.monitor.trace import merge_traces
 from realhf.monitor.trackers import TrackerStream
@@ -129,7 +130,9 @@ class RunLog:
 
     def skipped(self, step: int, call: str, ids: Sequence[str], stats: Mapping[str, Any]) -> None:
         """Record a step whose update was left out because loss or gradient was not finite."""
-        append_nonfinite(self._run_dir, step, call, ids, stats)
+        told = {key: str(value) for key, value in stats.items()}  # some of them are no numbers
+        with (self._run_dir / NONFINITE_FILE).open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, "call": call, "ids": list(ids), "stats": told}) + "\n")
         self._events.emit(
             "warning",
             text=f"step {step}: {call} skipped its update, loss or gradient was not "
@@ -164,7 +167,7 @@ class RunLog:
         advisories = advise_run(
             self._run_dir, rows, self.evaluations.all(), effective_options(read_provenance(self._run_dir))
         )
-        summary["advisories"] = [as_json(advisory) for advisory in advisories]
+        summary["advisories"] = [asdict(advisory) for advisory in advisories]
         write_summary(summary, self._run_dir)
         try:
             merge_traces(self._run_dir)

@@ -10,10 +10,11 @@ import shlex
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from realhf.monitor.advisories import advise, as_json, index_of
+from realhf.monitor.advisories import advise, index_of
 from realhf.monitor.provenance import LAUNCH, PROVENANCE_FILE, effective_options, launches
 from realhf.monitor.run_files import DEATHS_FILE, EVALUATIONS_FILE, NONFINITE_FILE, PLACEMENTS_FILE, HostLanes, deaths
 from realhf.monitor.run_log import METRICS_FILE
@@ -184,7 +185,7 @@ class Run:
         return {
             "config": run_config(self.folder),
             "origin": run_origin(self.folder),
-            "note": read_note(self.folder).to_map(),
+            "note": asdict(read_note(self.folder)),
             "events": run_events(self.folder, hosts),
             "hosts": {host: hosts.processes(host) for host in hosts.hosts},
         }
@@ -203,7 +204,7 @@ class Run:
         rows = list(self.metrics.rows)
         known = effective_options(read_json(self.folder / PROVENANCE_FILE))
         found = advise(rows, index, evaluations=evaluations, staleness_bound=bound, effective=known)
-        return [as_json(one) for one in found]
+        return [asdict(one) for one in found]
 
     def evaluations(self) -> list[dict[str, Any]]:
         """Return a point for each evaluation, way of sampling and group: {step, way, group, success, low, high, ..}."""

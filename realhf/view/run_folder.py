@@ -137,10 +137,6 @@ class Note:
     text: str = ""
     tags: tuple[str, ...] = ()
 
-    def to_map(self) -> dict[str, Any]:
-        """Return the note as JSON holds it."""
-        return asdict(self)
-
 
 def read_note(run_dir: Path) -> Note:
     """Return the note of a run, within bounds whatever its file holds; an empty one where there is none."""
@@ -176,7 +172,7 @@ def note_command(arguments: Sequence[str]) -> int:
         return 2
     if note != before:
         try:
-            write_whole(given.run / NOTE_FILE, json.dumps(note.to_map(), indent=1) + "\n")
+            write_whole(given.run / NOTE_FILE, json.dumps(asdict(note), indent=1) + "\n")
         except OSError as error:
             print(f"error: cannot write {given.run / NOTE_FILE}: {error.strerror}", file=sys.stderr)
             return 2

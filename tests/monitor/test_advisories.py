@@ -6,12 +6,13 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from realhf.monitor.advisories import advise, as_json, index_of
+from realhf.monitor.advisories import advise, index_of
 from realhf.monitor.advisory_rules import RULES, SEVERITIES
 from realhf.monitor.rollouts.format import PlayLine
 from realhf.monitor.rollouts.reader import Row
@@ -147,7 +148,7 @@ def test_an_illness_is_found_and_no_other(name: str) -> None:
     assert advisory.since == since and advisory.severity in SEVERITIES
     assert re.search(r"\d", advisory.text) and advisory.text.endswith(".") and advisory.advice
     assert set(advisory.filter) <= FILTERS
-    assert json.loads(json.dumps(as_json(advisory)))["filter"] == advisory.filter
+    assert json.loads(json.dumps(asdict(advisory)))["filter"] == advisory.filter
 
 
 def test_every_rule_is_tried() -> None:
