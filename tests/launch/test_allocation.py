@@ -15,7 +15,6 @@ from realhf.launch.allocation import GIB, Need, allocate, check_offload, memory_
 from realhf.launch.build import build_experiment
 from realhf.launch.compose import compose_config
 from realhf.launch.plugins import definition_of, options_of
-from realhf.scheduler import gpus
 from realhf.scheduler.base import WorkerExit, WorkerSpec
 from realhf.scheduler.gpus import VISIBLE
 from realhf.scheduler.local import LocalScheduler
@@ -129,10 +128,12 @@ def test_without_a_gpu_it_is_refused_for_every_role_and_with_one_only_where_it_c
     assert spec.models["actor"].optimizer is not None and spec.models["actor"].optimizer.offload
     with pytest.raises(ConfigError, match="0 GPUs are visible"):
         check_offload(spec, there=0)
-    cut = ("actor.backend=fsdp2", "actor.workers=[0,1]", "warm_start.optimizer.offload=false")
-    monkeypatch.setattr(gpus, "DRIVER", gpus.Path("/nowhere"))
+    monkeypatch.setattr("realhf.launch.allocation.visible_gpus", lambda: ())
+    cut = built("actor.backend=fsdp2", "actor.workers=[0,1]").models["actor"]
+    assert cut.optimizer is not None
+    offloads = replace(cut, optimizer=replace(cut.optimizer, offload=True))
     with pytest.raises(ConfigError, match="backend fsdp2 cuts moments over workers"):
-        built("actor.optimizer.offload=true", *cut)
+        check_offload(replace(spec, models={"actor": offloads}), there=1)
 
 
 LARGE = {"vocab_size": 151936, "hidden_size": 2560, "num_hidden_layers": 36, "num_attention_heads": 32}

@@ -1,24 +1,49 @@
-"""Which processes a run has, and what is said about one that failed."""
+"""Which processes a run has, which of them are started again, and what is said about one that failed."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
+from collections import deque
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from realhf.api.config import AsyncConfig
+from realhf.launch import processes
 from realhf.launch import run as launch_run
 from realhf.launch.build import build_experiment
 from realhf.launch.compose import compose_config
-from realhf.launch.processes import LaunchError, failure_message, run_workers, worker_specs
+from realhf.launch.processes import (
+    LEAVE_S,
+    MAX_ERRORS,
+    MAX_QUICK_DEATHS,
+    QUICK_S,
+    LaunchError,
+    Reinforcements,
+    Sentence,
+    Supervisor,
+    WorkerFailed,
+    failure_message,
+    run_workers,
+    worker_specs,
+)
 from realhf.monitor.display import Display
 from realhf.monitor.run_files import deaths
-from realhf.scheduler.base import WorkerExit, WorkerLine
-from realhf.transport.errors import NetworkError
+from realhf.scheduler.base import WorkerExit, WorkerLine, WorkerSpec, WorkersWanted
+from realhf.transport.errors import LOST_MASTER, NetworkError
 from realhf.transport.network import RunKeys
+
+QUIET = Display(Console(quiet=True))
+
+
+def begun(root, *options):
+    """An experiment with its run folder."""
+    built = build_experiment(compose_config(["experiment=grpo_aws", f"fileroot={root}", *options]))
+    built.spec.run_dir.mkdir(parents=True)
+    return built
 
 
 class ScriptedScheduler:
@@ -69,37 +94,34 @@ def test_what_a_predecessor_logged_is_not_blamed(tmp_path):
 @pytest.mark.parametrize("order", [("model_worker/0", "master"), ("master", "model_worker/0")])
 def test_a_worker_that_was_sent_away_is_not_the_cause(tmp_path, order):
     (tmp_path / "master.log").write_text("FATAL: the cause\n")
-    built = build_experiment(compose_config(["experiment=grpo_aws", f"fileroot={tmp_path}"]))
+    built = begun(tmp_path)
     ends = {
         "master": WorkerExit("master", 1, tmp_path / "master.log"),
         "model_worker/0": WorkerExit("model_worker/0", 0, tmp_path / "none.log"),
     }
-    built.spec.run_dir.mkdir(parents=True)
     scheduler = ScriptedScheduler(*(ends[name] for name in order))
     with pytest.raises(LaunchError, match="master failed: the cause"):
-        run_workers(built.plan(built.spec, 0.0), scheduler, Display(Console(quiet=True)))
+        run_workers(built.plan(built.spec, 0.0), scheduler, QUIET)
 
 
 def test_only_the_master_reports_for_the_run(tmp_path):
     """Whatever another process prints, it is not the end of the run."""
     (tmp_path / "master.log").write_text("FATAL: the cause\n")
-    built = build_experiment(compose_config(["experiment=grpo_aws", f"fileroot={tmp_path}"]))
-    built.spec.run_dir.mkdir(parents=True)
+    built = begun(tmp_path)
     done = '{"kind": "done", "summary": {"steps": 1}}'
     scheduler = ScriptedScheduler(
         WorkerLine("rollout_worker/0", done), WorkerExit("master", 1, tmp_path / "master.log")
     )
     with pytest.raises(LaunchError, match="master failed: the cause"):
-        run_workers(built.plan(built.spec, 0.0), scheduler, Display(Console(quiet=True)))
+        run_workers(built.plan(built.spec, 0.0), scheduler, QUIET)
 
 
 def test_a_worker_of_any_run_that_the_master_declares_dead_is_killed_and_named(tmp_path):
-    built = build_experiment(compose_config(["experiment=grpo_aws", f"fileroot={tmp_path}"]))
-    built.spec.run_dir.mkdir(parents=True)
+    built = begun(tmp_path)
     said = {"kind": "lost", "name": "env/0", "pid": 7, "started": 70, "reason": "no heartbeat for 8.1 s", "left": False}
     scheduler = ScriptedScheduler(WorkerLine("master", json.dumps(said)))
     with pytest.raises(LaunchError, match="env/0 ended before the run did: killed: no heartbeat for"):
-        run_workers(built.plan(built.spec, 0.0), scheduler, Display(Console(quiet=True)))
+        run_workers(built.plan(built.spec, 0.0), scheduler, QUIET)
     assert scheduler.killed == [("env/0", "killed: no heartbeat for 8.1 s", 7, 70)]
     assert [(death.process, death.then) for death in deaths(built.spec.run_dir)] == [
         ("env/0", "the run cannot go on without it")
@@ -119,7 +141,7 @@ def test_a_ctrl_c_during_the_clean_up_waits_for_its_end_and_does_not_hide_the_ca
 
     def run(built, *_):
         scheduler = Impatient(WorkerExit("model_worker/0", -9, tmp_path / "none.log"))
-        return run_workers(built.plan(built.spec, 0.0), scheduler, Display(Console(quiet=True)))
+        return run_workers(built.plan(built.spec, 0.0), scheduler, QUIET)
 
     monkeypatch.setattr(launch_run, "_with_display", run)
     assert launch_run.run_to_the_end(built, [], 0.0) == 128 + signal.SIGINT
@@ -188,10 +210,251 @@ def test_keys_are_in_the_launchers_memory_and_on_no_disk_or_command_line(tmp_pat
 
     scheduler = ScriptedScheduler(WorkerExit("master", 1, tmp_path / "none.log"), started=look)
     with pytest.raises(LaunchError):
-        run_workers(built.plan(built.spec, 0.0), scheduler, Display(Console(quiet=True)))
+        run_workers(built.plan(built.spec, 0.0), scheduler, QUIET)
     assert len(seen) == (bind == "10.0.0.1")
     for file in seen:
         with pytest.raises(NetworkError):
             RunKeys.read(file)
     workers = worker_specs(built.plan(built.spec, 0.0), "run", "tcp://10.0.0.1:1", Path("/file"))
     assert all(worker.argv[-2:] == ("--key-file", "/file") for worker in workers)
+
+
+class FakeClock:
+    """Stands in for the module ``time``."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def monotonic(self):
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = FakeClock()
+    monkeypatch.setattr(processes, "time", clock)
+    return clock
+
+
+def spec(name):
+    return WorkerSpec(name, "module", (), Path("log"))
+
+
+def end(name, code=-9):
+    return WorkerExit(name, code, Path("log"))
+
+
+def supervisor(*names):
+    made = Supervisor()
+    for name in names:
+        made.started(spec(name))
+    return made
+
+
+def test_only_workers_that_hold_nothing_have_successors(clock):
+    names = ("rollout_worker/1", "generation/0", "env/0", "model_worker/0", "master", "trajectory/0")
+    watch = supervisor(*names)
+    clock.now = 2 * QUICK_S
+    again = [name for name in names if watch.successor(end(name)) == spec(name)]
+    assert again == ["rollout_worker/1", "generation/0", "env/0"]
+    assert watch.successor(end("rollout_worker/7")) is None, "a stranger"
+    assert watch.restarts == {"rollout_worker": 1, "generation": 1, "env": 1}
+
+
+def test_one_that_is_killed_now_and_then_is_started_for_ever(clock):
+    watch = supervisor("generation/0")
+    for _ in range(50):
+        clock.now += QUICK_S
+        assert watch.successor(end("generation/0")) is not None
+        watch.started(spec("generation/0"))
+
+
+def test_one_that_dies_at_once_again_and_again_is_not(clock):
+    watch = supervisor("generation/0", "generation/1")
+    for _ in range(MAX_QUICK_DEATHS):
+        clock.now += QUICK_S / 2
+        assert watch.successor(end("generation/0")) is not None
+        watch.started(spec("generation/0"))
+    clock.now += QUICK_S / 2
+    assert watch.successor(end("generation/0")) is None
+    assert watch.successor(end("generation/1")) is not None, "each is counted for itself"
+
+
+def test_one_that_fails_by_itself_may_do_so_a_few_times(clock):
+    watch = supervisor("rollout_worker/0")
+    for _ in range(MAX_ERRORS):
+        clock.now += 2 * QUICK_S
+        assert watch.successor(end("rollout_worker/0", 1)) is not None
+        watch.started(spec("rollout_worker/0"))
+    clock.now += 2 * QUICK_S
+    assert watch.successor(end("rollout_worker/0")) is not None, "being killed is no error"
+    watch.started(spec("rollout_worker/0"))
+    clock.now += 2 * QUICK_S
+    assert watch.successor(end("rollout_worker/0", 1)) is None
+
+
+def test_one_that_is_given_up_ends_the_run_only_when_no_other_of_its_kind_is_left(clock):
+    watch = supervisor("generation/0", "generation/1", "env/0", "model_worker/0", "model_worker/1")
+    for _ in range(MAX_QUICK_DEATHS):
+        assert watch.successor(end("generation/0")) is not None
+        watch.started(spec("generation/0"))
+    assert watch.successor(end("generation/0")) is None and watch.dispensable("generation/0")
+    assert watch.successor(end("env/0")) is not None and not watch.dispensable("env/0")
+    assert watch.successor(end("model_worker/0")) is None and not watch.dispensable("model_worker/0")
+    for _ in range(MAX_QUICK_DEATHS):
+        assert watch.successor(end("generation/1")) is not None
+        watch.started(spec("generation/1"))
+    assert watch.successor(end("generation/1")) is None and not watch.dispensable("generation/1")
+
+
+def test_only_deaths_of_the_last_hour_count_towards_the_new_beginnings(clock):
+    options = AsyncConfig(recover_retries=2, recover_window_s=100.0)
+    failures: deque[float] = deque()
+    fates = []
+    for clock.now in (0.0, 10.0, 105.0, 106.0, 300.0, 301.0):
+        fates.append(processes._may_begin_again(failures, options))
+    assert fates == [True, True, True, False, True, True]
+
+
+def lost(name, *, left=False):
+    reason = "it left" if left else "no heartbeat for 8.1 s (was idle)"
+    return {"kind": "lost", "name": name, "pid": 7, "started": 70, "reason": reason, "left": left}
+
+
+def test_whom_the_master_declares_dead_is_killed_and_only_that_process(clock):
+    """A worker that was silent counted as dead for the master alone: nobody ended it, nobody took its place, and the
+    run stood still for half an hour."""
+    watch = supervisor("generation/0", "rollout_worker/0")
+    assert watch.told({"kind": "joined", "name": "generation/0"}) and not watch.told({"kind": "step"})
+    assert watch.told(lost("generation/0"))
+    assert watch.condemned() == [Sentence("generation/0", "killed: no heartbeat for 8.1 s (was idle)", 7, 70)]
+    assert watch.condemned() == []
+    watch.told(lost("rollout_worker/0", left=True))
+    assert watch.condemned() == [], "its process may end by itself"
+    clock.now = LEAVE_S
+    assert [sentence.name for sentence in watch.condemned()] == ["rollout_worker/0"]
+    watch.told(lost("rollout_worker/0", left=True))
+    watch.ended(end("rollout_worker/0"))
+    clock.now = 2 * LEAVE_S
+    assert watch.condemned() == []
+
+
+def test_a_worker_whose_start_was_put_off_has_its_whole_time_to_join(clock):
+    """It waits until a host has rested, which may take longer than it may take to register."""
+    watch = Supervisor(join_s=50.0)
+    watch.started(spec("generation/0"))
+    clock.now = 40.0
+    watch.begins("generation/0")
+    watch.begins("rollout_worker/7")
+    clock.now = 60.0
+    assert watch.condemned() == []
+    clock.now = 91.0
+    assert [sentence.name for sentence in watch.condemned()] == ["generation/0"]
+
+
+def test_who_never_registers_is_killed_and_so_is_a_master_that_never_listens(clock):
+    watch = Supervisor(join_s=50.0)
+    for name in ("master", "generation/0", "generation/1"):
+        watch.started(spec(name))
+    watch.told({"kind": "joined", "name": "generation/0"})
+    clock.now = 49.0
+    assert watch.condemned() == []
+    clock.now = 50.0
+    assert {sentence.name: (sentence.cause, sentence.pid) for sentence in watch.condemned()} == {
+        "master": ("killed: it did not begin to listen within 50 s", 0),
+        "generation/1": ("killed: it did not register with the master within 50 s", 0),
+    }
+    watch.started(spec("master"))
+    assert not watch.told({"kind": "endpoint", "address": "tcp://127.0.0.1:1"}), "others take it as well"
+    clock.now = 200.0
+    assert watch.condemned() == []
+
+
+def test_in_a_synchronous_run_nobody_has_a_successor(clock):
+    watch = Supervisor(replaces=False)
+    for name in ("env/0", "rollout_worker/0", "rollout_worker/1"):
+        watch.started(spec(name))
+    assert watch.successor(end("env/0")) is None and not watch.dispensable("rollout_worker/0")
+
+
+class FullScheduler:
+    """Has no room for a worker; what it has is in ``started``."""
+
+    def __init__(self, *full):
+        self._full, self.started = full, list[WorkerSpec]()
+
+    def start(self, spec):
+        if spec.name in self._full or spec.host in self._full:
+            raise OSError(f"{spec.name}: no host has room")
+        self.started.append(spec)
+
+    def wait(self, timeout_s):
+        return []
+
+    def kill(self, name, cause, *, pid=0, started=0): ...
+
+    def stop(self, grace_s=8.0): ...
+
+
+def test_a_successor_without_a_place_is_left_out_while_others_of_its_kind_run(clock, tmp_path):
+    watch, display = supervisor("generation/0", "generation/1"), QUIET
+    scheduler = FullScheduler("generation/0")
+    processes._replace([end("generation/0")], scheduler, display, watch, tmp_path)
+    assert scheduler.started == []
+    with pytest.raises(WorkerFailed, match=r"generation/1 .*cannot be started again: generation/1: no host has room"):
+        processes._replace([end("generation/1")], FullScheduler("generation/1"), display, watch, tmp_path)
+    assert [(death.process, death.then) for death in deaths(tmp_path)] == [
+        ("generation/0", "it cannot be started again: generation/0: no host has room; the run goes on without it"),
+        ("generation/1", "it cannot be started again: generation/1: no host has room"),
+    ]
+
+
+def test_nobody_gets_a_successor_where_the_run_ends_anyway(clock, tmp_path):
+    """A master that stood still is lost by all its workers: rollout workers used to be started once, for nothing."""
+    watch, display = supervisor("generation/0", "rollout_worker/0", "model_worker/0"), QUIET
+    scheduler = FullScheduler()
+    with pytest.raises(WorkerFailed, match="model_worker/0 ended"):
+        processes._replace(
+            [end("generation/0"), end("rollout_worker/0"), end("model_worker/0")], scheduler, display, watch, tmp_path
+        )
+    assert scheduler.started == []
+    assert [(death.process, death.then) for death in deaths(tmp_path)] == [
+        ("generation/0", "the run cannot go on without model_worker/0"),
+        ("rollout_worker/0", "the run cannot go on without model_worker/0"),
+        ("model_worker/0", "the run cannot go on without it"),
+    ]
+
+
+def test_who_lost_the_master_is_judged_when_others_may_have_lost_it_too(tmp_path):
+    log = tmp_path / "log"
+    log.write_text(f"FATAL: worker 'rollout_worker/0' {LOST_MASTER} tcp://10.0.0.1:1: no answer for 10.0 s\n")
+    assert processes._may_be_the_master(WorkerExit("rollout_worker/0", 1, log))
+    log.write_text("FATAL: no space left\n")
+    assert not processes._may_be_the_master(WorkerExit("rollout_worker/0", 1, log))
+    assert not processes._may_be_the_master(WorkerExit("rollout_worker/0", -9, log))
+
+
+@pytest.mark.slow
+def test_a_host_that_joins_gets_workers_with_new_names_once_the_master_listens(tmp_path):
+    built = build_experiment(compose_config(["experiment=grpo_aws_async", f"fileroot={tmp_path}"]))
+    more = Reinforcements(built.plan(built.spec, 0.0), "run", tmp_path / "keys")
+    more.wanted = [WorkersWanted("b", "rollout_worker", 2), WorkersWanted("gone", "generation", 1)]
+    watch, scheduler, display = Supervisor(), FullScheduler("gone"), QUIET
+    more.send(scheduler, watch, display)
+    assert scheduler.started == [] and more.wanted
+    more.master = "tcp://10.0.0.1:1"
+    more.send(scheduler, watch, display)
+    assert [(made.name, made.host) for made in scheduler.started] == [
+        ("rollout_worker/1", "b"),
+        ("rollout_worker/2", "b"),
+    ]
+    assert scheduler.started[0].argv[-6:] == (
+        "--run-id",
+        "run",
+        "--master",
+        "tcp://10.0.0.1:1",
+        "--key-file",
+        f"{tmp_path / 'keys'}",
+    )
+    more.send(scheduler, watch, display)
+    assert len(scheduler.started) == 2, "they are started once"
