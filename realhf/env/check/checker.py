@@ -42,8 +42,8 @@ from realhf.env.check.report import (
     Finding,
     Findings,
     Order,
-    Reporter,
     quoted,
+    reporter,
 )
 from realhf.env.check.task_sets import TaskSetJudge
 from realhf.env.containment.sandbox import die_with_parent
@@ -244,17 +244,17 @@ def main(argv: Sequence[str]) -> int:
     descriptor, folder = int(argv[0]), Path(argv[1])
     order = Order(**json.loads((folder / ORDER).read_text(encoding="utf-8")))
     os.set_inheritable(descriptor, False)
-    reporter = Reporter(descriptor)
+    tell = reporter(descriptor)
     # The file stays open as long as the process lives: a crash writes to it.
     file = open(folder / DUMP, "w")  # noqa: SIM115
     faulthandler.enable(file, all_threads=True)
     faulthandler.register(signal.SIGUSR1, file, all_threads=True)
-    checker = Checker(order, reporter.tell)
+    checker = Checker(order, tell)
     leave = os._exit
 
     def exits(status: int) -> Any:
         """Say which line called it, and exit."""
-        reporter.tell(ABOUT, {EXIT: [status, checker.code.of_frame(sys._getframe(1))]})
+        tell(ABOUT, {EXIT: [status, checker.code.of_frame(sys._getframe(1))]})
         leave(status)
 
     os._exit = exits
@@ -263,7 +263,7 @@ def main(argv: Sequence[str]) -> int:
     except BaseException as error:
         what = f"the check itself failed: {quoted(traceback.format_exception_only(error)[-1])}"
         checker.add(Finding("check", what, "Report this, with the environment"))
-    reporter.tell(ABOUT, {ENDED: True})
+    tell(ABOUT, {ENDED: True})
     return 0
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -126,20 +127,15 @@ class Order:
     seed: int = 0
 
 
-class Reporter:
-    """Writes events to a file descriptor, from the process that made it only: a fork of it reports nothing."""
+def reporter(descriptor: int) -> Callable[..., None]:
+    """Return what writes an event, a kind and values, to a file descriptor. In a fork of this process it does nothing,
+    nor when nobody listens any more."""
+    pid = os.getpid()
 
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-        self._pid = os.getpid()
-
-    def tell(self, kind: str, *values: Any) -> None:
-        """Write an event. Does nothing when nobody listens any more."""
-        if os.getpid() != self._pid:
-            return
+    def tell(kind: str, *values: Any) -> None:
         line = memoryview(json.dumps([kind, *values]).encode() + b"\n")
-        try:
-            while line:
-                line = line[os.write(self._descriptor, line) :]
-        except BrokenPipeError:
-            pass
+        with suppress(BrokenPipeError):
+            while line and os.getpid() == pid:
+                line = line[os.write(descriptor, line) :]
+
+    return tell

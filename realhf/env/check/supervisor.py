@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -47,14 +47,13 @@ class Supervisor:
     def run(self, limit_s: float, hash_seed: int) -> None:
         """Run the child to its end. ``hash_seed`` decides the order of its sets. The child is gone when this returns or
         raises."""
-        with tempfile.TemporaryDirectory(prefix="realhf-check-") as folder:
-            dump = Path(folder) / DUMP
+        with tempfile.TemporaryDirectory(prefix="realhf-check-") as folder, ExitStack() as stack:
             (Path(folder) / ORDER).write_text(json.dumps(asdict(self._order)), encoding="utf-8")
             reading, writing = os.pipe()
-            command = [sys.executable, "-m", "realhf.env.check.checker", str(writing), folder]
+            stack.callback(os.close, reading)
             try:
                 process = subprocess.Popen(
-                    command,
+                    [sys.executable, "-m", "realhf.env.check.checker", str(writing), folder],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
@@ -62,18 +61,11 @@ class Supervisor:
                     env={**os.environ, "PYTHONHASHSEED": str(hash_seed)},
                     start_new_session=True,
                 )
-            except BaseException:
-                os.close(reading)
-                raise
             finally:
                 os.close(writing)
-            try:
-                self._watch(process, reading, dump, time.monotonic() + limit_s)
-            finally:
-                _kill_family(process)
-                os.close(reading)
-                if process.stdout is not None:
-                    process.stdout.close()
+            stack.enter_context(process)
+            stack.callback(_kill_family, process)
+            self._watch(process, reading, Path(folder) / DUMP, time.monotonic() + limit_s)
 
     def _watch(self, process: subprocess.Popen[bytes], reading: int, dump: Path, limit: float) -> None:
         self._silent_at = time.monotonic() + _START_S

@@ -43,6 +43,7 @@ class SpecServed(ServedEnvironment):
 
     slots_are, slot_label = "environment", "kind"
     action_model, observation_model, state_model = SpecAction, SpecObservation, SpecState
+    check_reset, check_action = staticmethod(checked_reset), staticmethod(checked_action)
 
     def __init__(
         self, facts: Facts, pool: Places | Processes, player: Callable[[Any], Player], config: SpecServerConfig
@@ -51,14 +52,6 @@ class SpecServed(ServedEnvironment):
         self.title = f"realhf environment {facts.name}"
         self.about = f"Episodes of {facts.name} over the OpenEnv wire"
         self._facts, self._call_timeout_s = facts, config.call_timeout_s
-
-    def check_reset(self, data: Any) -> dict[str, Any]:
-        """Check which task is asked for."""
-        return checked_reset(data)
-
-    def check_action(self, data: Any) -> dict[str, Any]:
-        """Check a turn of the policy."""
-        return checked_action(data)
 
     def outcome(self, observation: Mapping[str, Any]) -> str:
         """Say whether the task was solved, where the environment says so."""
@@ -69,14 +62,13 @@ class SpecServed(ServedEnvironment):
         """Return the tools of the player's episode. Raises WireError without an episode."""
         if player is None:
             return None
-        functions = [tool["function"] for tool in player.tools()]
         return [
             {
                 "name": function["name"],
                 "description": function.get("description", ""),
                 "inputSchema": function.get("parameters", _NO_ARGUMENTS),
             }
-            for function in functions
+            for function in (tool["function"] for tool in player.tools())
         ]
 
     def call_problem(self, params: Any) -> str:
