@@ -10,9 +10,9 @@ of which there should be few: name them after slots, not after ids.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from realhf.api.environment import RolloutOutcome
@@ -23,47 +23,22 @@ STEP = "step"
 """Name of the instant that ends a train step; its argument ``step`` counts from 1."""
 
 
-class Tracer(Protocol):
-    """Records spans, instants and counters. It is cheap (a span costs microseconds), never waits, and is
-    thread-safe."""
+class Tracer:
+    """Records spans, instants and counters; this one keeps nothing. It is cheap (a span costs microseconds), never
+    waits, and is thread-safe."""
 
     def span(self, name: str, **args: Any) -> contextlib.AbstractContextManager[None]:
         """Record the work inside the ``with`` block as a span on the calling thread's line."""
-        ...
+        return contextlib.nullcontext()
 
     def record(self, name: str, began_ns: int, ended_ns: int, *, line: str = "", **args: Any) -> None:
         """Record a span that is over. ``line`` separates what runs concurrently within one process."""
-        ...
 
     def instant(self, name: str, **args: Any) -> None:
         """Record something without a duration, e.g. new weights."""
-        ...
 
     def counter(self, name: str, **values: float) -> None:
         """Record numbers that change over time, drawn as a curve."""
-        ...
-
-
-class NoTrace:
-    """A ``Tracer`` that keeps nothing."""
-
-    @contextlib.contextmanager
-    def span(self, name: str, **args: Any) -> Iterator[None]:
-        """See ``Tracer``."""
-        del name, args
-        yield
-
-    def record(self, name: str, began_ns: int, ended_ns: int, *, line: str = "", **args: Any) -> None:
-        """See ``Tracer``."""
-        pass
-
-    def instant(self, name: str, **args: Any) -> None:
-        """See ``Tracer``."""
-        pass
-
-    def counter(self, name: str, **values: float) -> None:
-        """See ``Tracer``."""
-        pass
 
 
 @dataclass(frozen=True)
@@ -112,38 +87,19 @@ class TrainedRows:
     versions: Any = None
 
 
-class RolloutRecorder(Protocol):
-    """Keeps rollouts. It is cheap for the caller, never waits, never raises, and is thread-safe; what it is given must
-    not change afterwards."""
+class RolloutRecorder:
+    """Keeps rollouts; this one does not. It is cheap for the caller, never waits, never raises, and is thread-safe;
+    what it is given must not change afterwards. ``keeps``: whether anything is kept at all, so that somebody has to
+    collect it; also on a rank that computes what another one keeps: ranks compute the same."""
 
-    @property
-    def keeps(self) -> bool:
-        """Whether anything is kept at all: where not, nobody need collect it."""
-        ...
+    def __init__(self, keeps: bool = False) -> None:
+        self.keeps = keeps
 
     def played(self, sample: PlayedSample) -> None:
         """Keep the rollouts of a sample, failed ones included, if it is among those chosen."""
-        ...
 
     def trained(self, rows: TrainedRows) -> None:
         """Keep what a train step saw of the samples that are chosen."""
-        ...
 
 
-@dataclass(frozen=True)
-class NoRecorder:
-    """A ``RolloutRecorder`` that keeps nothing. ``keeps`` is True on a rank that computes what another one keeps: ranks
-    compute the same."""
-
-    keeps: bool = False
-
-    def played(self, sample: PlayedSample) -> None:
-        """See ``RolloutRecorder``."""
-        del sample
-
-    def trained(self, rows: TrainedRows) -> None:
-        """See ``RolloutRecorder``."""
-        del rows
-
-
-NO_RECORDER = NoRecorder()
+NO_RECORDER = RolloutRecorder()

@@ -52,7 +52,7 @@ from realhf.api.experiment import InterfaceType, MFCDef
 from realhf.api.model import CallContext, Engine, Model, TrainResult
 from realhf.api.parallel import Group, HeldInParts
 from realhf.api.sample import MicroBatchSpec, SequenceSample
-from realhf.api.trace import GENERATE, NO_RECORDER, REF, TRAIN, NoRecorder, NoTrace, RolloutRecorder, Tracer
+from realhf.api.trace import GENERATE, NO_RECORDER, REF, TRAIN, RolloutRecorder, Tracer
 from realhf.base.files import disk_blamed, whole_folder, write_whole
 from realhf.base.tensor_digest import SCHEME, digests, joint_digest
 from realhf.dataflow.checkpoint import saved_file
@@ -149,7 +149,7 @@ class ModelHost:
         self._store, self._fetch = store, fetch
         self._run_dir, self._fetch_timeout_s = run_dir, fetch_timeout_s
         self._dataset = dataset
-        self._tracer = tracer or NoTrace()
+        self._tracer = tracer or Tracer()
         self._given_up, self._addressed, self._recorder = given_up, addressed, recorder
         self._lock = threading.Lock()
         self._in_hand: frozenset[str] = frozenset()
@@ -288,7 +288,7 @@ class ModelHost:
     def _recorder_of(self, request: CallRequest | EvaluateRequest) -> RolloutRecorder:
         """The first rank keeps what all of them compute; the others compute it all the same."""
         group = request.group if isinstance(request, CallRequest) else None
-        return self._recorder if group is None or group.rank == 0 else NoRecorder(self._recorder.keeps)
+        return self._recorder if group is None or group.rank == 0 else RolloutRecorder(self._recorder.keeps)
 
     def _model(self, role: str) -> Model:
         if role not in self._models:

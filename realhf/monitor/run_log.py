@@ -15,7 +15,7 @@ from typing import Any
 from realhf.api.config import MonitorConfig
 from realhf.api.environment import HELD_OUT
 from realhf.api.experiment import EvaluationSpec
-from realhf.api.trace import STEP, NoTrace, Tracer
+from realhf.api.trace import STEP, Tracer
 from realhf.base.files import write_whole
 from realhf.monitor.advisories import advise_run
 from realhf.monitor.events import EventStream
@@ -94,7 +94,7 @@ class RunLog:
         evaluation: EvaluationSpec | None = None,
     ) -> None:
         self._run_dir, self._events, self._total = run_dir, events, total_steps
-        self._tracer = tracer or NoTrace()
+        self._tracer = tracer or Tracer()
         self._split = str(evaluation.args.get("split", HELD_OUT)) if evaluation else HELD_OUT
         self._told_every = config.episodes_every_steps
         self.evaluations = Evaluations(run_dir)

@@ -26,6 +26,7 @@ from typing import Any
 
 import msgspec
 
+from realhf.api.trace import Tracer
 from realhf.base.files import whole_file
 from realhf.monitor.run_files import HostLanes
 
@@ -184,8 +185,8 @@ _Record = tuple[str, str, int, int, str, dict[str, Any] | None]
 logger = logging.getLogger(__name__)
 
 
-class TraceWriter:
-    """Implements ``realhf.api.trace.Tracer`` by appending to ``path``.
+class TraceWriter(Tracer):
+    """Appends to ``path``.
 
     A thread writes the events, so a kill loses at most the last half second. The newest ``limit_bytes`` are kept in two
     files: ``path`` and, for the older ones, ``path`` with the suffix ``.old.jsonl``. When the file cannot be written,

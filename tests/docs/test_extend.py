@@ -29,7 +29,7 @@ from realhf.api.config import AsyncConfig, EngineConfig, GenConfig
 from realhf.api.environment import AssistantMessage, Task, ToolCall
 from realhf.api.experiment import ModelSpec
 from realhf.api.model import GenOutput, GenRequest
-from realhf.api.trace import NoTrace
+from realhf.api.trace import Tracer
 from realhf.aws.environment import AwsEnvironment
 from realhf.aws.episode.validation import template_problems, validate
 from realhf.aws.tasks import loader
@@ -247,7 +247,7 @@ def test_the_addition_that_the_page_shows_makes_the_engine_known(
         AsyncConfig(),
         log=tmp_path / "log",
         timeout_s=1.0,
-        tracer=NoTrace(),
+        tracer=Tracer(),
         on_death=print,
     ) as engine:
         assert isinstance(engine, module.BigramGenerator)

@@ -14,7 +14,7 @@ from realhf.api.calls import ALLOCATE, EVALUATED, AllocateAnswer, EvaluatedReque
 from realhf.api.config import GenConfig
 from realhf.api.environment import EnvironmentFailure, EnvironmentSpec, Task
 from realhf.api.evaluation import EpisodeResult
-from realhf.api.trace import NO_RECORDER, NoTrace, PlayedSample, RolloutRecorder, TrainedRows
+from realhf.api.trace import NO_RECORDER, PlayedSample, RolloutRecorder, Tracer, TrainedRows
 from realhf.rollout.episode import Limits
 from realhf.rollout.group_player import (
     FailurePolicy,
@@ -122,7 +122,7 @@ class Scene:
         self.players = [FakePlayer() for _ in range(players)]
         self.stream = FakeStream()
         self.client = ServiceClient(self.master.server.endpoint, "the master", "me", "run")
-        self.loop = RolloutLoop(self.client, self.stream, self.players, encode, tracer=NoTrace(), timeout_s=60)
+        self.loop = RolloutLoop(self.client, self.stream, self.players, encode, tracer=Tracer(), timeout_s=60)
 
     async def run(self) -> None:
         await asyncio.wait_for(self.loop.run(), 60)

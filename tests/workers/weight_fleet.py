@@ -11,7 +11,7 @@ import torch
 
 from realhf.api.calls import PROBE_WEIGHTS, PUBLISH_WEIGHTS, UPDATE_WEIGHTS
 from realhf.api.experiment import ModelSpec
-from realhf.api.trace import NoTrace
+from realhf.api.trace import Tracer
 from realhf.backends.training.torch_engine import TorchEngine
 from realhf.dataflow.rollouts.weight_updates import SelfTest, WeightUpdates
 from realhf.dataflow.weight_proof import HeldWeights, WeightProbe, WeightRecord, WeightTrial, WrongWeights
@@ -43,7 +43,7 @@ class Fleet:
         self.unlisted: set[str] = set()
         self.trainer = ModelWorker.__new__(ModelWorker)
         self.trainer._host = Host(TorchEngine(model, None))  # pyright: ignore[reportAttributeAccessIssue]
-        self.trainer._trial, self.trainer._tracer = WeightTrial(), NoTrace()  # pyright: ignore
+        self.trainer._trial, self.trainer._tracer = WeightTrial(), Tracer()  # pyright: ignore
         spec = SimpleNamespace(models={"actor": ModelSpec("actor", "a folder")})
         self.trainer._plan = SimpleNamespace(spec=spec)  # pyright: ignore
         self.trainer._publisher = WeightPublisher("run", "model_worker/0", folder)
@@ -61,7 +61,7 @@ class Fleet:
 
     def _worker(self, engine):
         made = GenerationWorker.__new__(GenerationWorker)
-        made._engine, made._tracer, made._held = engine, NoTrace(), HeldWeights(engine)  # pyright: ignore
+        made._engine, made._tracer, made._held = engine, Tracer(), HeldWeights(engine)  # pyright: ignore
         made._network = Network()
         made._gate = VersionGate(lambda: engine.version)
         made._plan = SimpleNamespace(rpc=SimpleNamespace(control_timeout_s=30.0))  # pyright: ignore

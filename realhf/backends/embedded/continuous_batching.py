@@ -21,7 +21,7 @@ from torch import Tensor
 from realhf.api.config import GenConfig
 from realhf.api.generation import Done, HeldTensor
 from realhf.api.model import GenOutput, GenRequest
-from realhf.api.trace import GENERATE, WEIGHTS, NoTrace, Tracer
+from realhf.api.trace import GENERATE, WEIGHTS, Tracer
 from realhf.backends.embedded.compute_threads import threads as compute_threads
 from realhf.backends.embedded.decode_core import DecodeCore, Turn, rest_of_turn
 from realhf.backends.embedded.memory import shortage
@@ -80,7 +80,7 @@ class ContinuousGenerator:
         self._kv_policy = kv_policy
         self._threads = threads
         self._compute = compute_threads(threads)
-        self._tracer = tracer or NoTrace()
+        self._tracer = tracer or Tracer()
         self._core = DecodeCore(model, max_rows=max_rows, most_bytes=most_bytes)
         self._max_rows, self._most_bytes = max_rows, most_bytes
         self._version = version

@@ -30,7 +30,7 @@ from realhf.api.config import GenConfig
 from realhf.api.generation import Done, HeldTensor
 from realhf.api.keys import dtype_tag
 from realhf.api.model import GenOutput, GenRequest
-from realhf.api.trace import WEIGHTS, NoTrace, Tracer
+from realhf.api.trace import WEIGHTS, Tracer
 from realhf.backends.embedded.sampling import check_request
 from realhf.backends.vllm.api import EXTENSION, Completion, ServedModel, VllmApi, VllmError, position_seed
 from realhf.backends.vllm.device_transfer import NO_COMMON_PLACE, Place, Step, common_places, steps
@@ -137,7 +137,7 @@ class VllmGenerator:
         self._clear_cache = kv_policy == "recompute"
         self._request_timeout_s, self._update_timeout_s = request_timeout_s, update_timeout_s
         self._pause_timeout_s = pause_timeout_s
-        self._tracer = tracer or NoTrace()
+        self._tracer = tracer or Tracer()
         self._version = version
         self._entries: dict[int, _Entry] = {}
         self._paused = False

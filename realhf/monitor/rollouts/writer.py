@@ -23,7 +23,7 @@ import msgspec
 from isal import igzip
 
 from realhf.api.experiment import ExperimentSpec, RunPlan
-from realhf.api.trace import PlayedSample, TrainedRows
+from realhf.api.trace import PlayedSample, RolloutRecorder, TrainedRows
 from realhf.monitor.rollouts.format import FORMAT as VERSION
 from realhf.monitor.rollouts.format import (
     INDEX_SUFFIX,
@@ -137,15 +137,15 @@ _CLOSE_S = 20.0
 _log = logging.getLogger(__name__)
 
 
-class RolloutWriter:
-    """Implements ``realhf.api.trace.RolloutRecorder`` in the folder of the run ``run_dir``, for the process ``worker``
+class RolloutWriter(RolloutRecorder):
+    """Keeps rollouts in the folder of the run ``run_dir``, for the process ``worker``
     (``kind/index``), until the folder of rollouts, with the files of all processes, holds ``limit_bytes``. Close it at
     the end. ``by_step``: see ``Header``."""
 
     def __init__(
         self, run_dir: Path, worker: str, selection: Selection, *, limit_bytes: int, by_step: bool = True
     ) -> None:
-        self.keeps = selection.share > 0
+        super().__init__(selection.share > 0)
         self._folder, self._selection, self._limit = rollouts_folder(run_dir), selection, limit_bytes
         name = worker.replace("/", "-")
         began = max(time.time(), _last_began(self._folder, name) + 0.002)
