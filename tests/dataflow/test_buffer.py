@@ -222,31 +222,19 @@ async def test_what_must_not_be_put_or_added() -> None:
         make(max_size=3)
 
 
-async def leave(buffer: AsyncIOSequenceBuffer, first: int, last: int) -> None:
-    """Put samples and have every call complete them."""
-    await buffer.put_batch(meta_of(ids(first, last)))
-    for mfc in ("gen", "ref", "rew", "train"):
-        lease = await buffer.get_batch_for_rpc(mfc)
-        buffer.complete(lease, outputs_of(buffer.graph, lease))
-
-
-async def test_ids_of_retired_samples_are_kept_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("realhf.dataflow.buffer.REMEMBERED", 24)
+@pytest.mark.parametrize("bound", [24, None])
+async def test_ids_of_samples_that_left_are_known_up_to_a_bound(monkeypatch: pytest.MonkeyPatch, bound) -> None:
+    if bound:
+        monkeypatch.setattr("realhf.dataflow.buffer.REMEMBERED", bound)
     buffer = make(max_size=4)
     for first in range(0, 400, 4):
-        await leave(buffer, first, first + 4)
-        assert len(buffer._gone) <= 24
-    for known in ("s399", "s380"):
+        await buffer.put_batch(meta_of(ids(first, first + 4)))
+        for mfc in ("gen", "ref", "rew", "train"):
+            await through(buffer, mfc)
+        assert len(buffer._gone) <= (bound or 400)
+    for known in ("s399", "s380", *(() if bound else ("s0",))):
         with pytest.raises(DuplicateSampleError):
             await buffer.put_batch(meta_of([known]))
-
-
-async def test_far_more_ids_are_remembered_than_fit_into_a_small_buffer() -> None:
-    buffer = make(max_size=4)
-    for first in range(0, 400, 4):
-        await leave(buffer, first, first + 4)
-    with pytest.raises(DuplicateSampleError):
-        await buffer.put_batch(meta_of(["s0"]))
 
 
 async def test_the_wait_is_explained() -> None:

@@ -1,4 +1,5 @@
-"""Asynchronous rollouts under random events and crashes: nothing is lost, nothing is trained twice, nothing leaks."""
+"""Asynchronous rollouts under random events and crashes: nothing is lost, nothing is trained twice, nothing leaks; and
+the bound on staleness while generation workers come and go in the middle of updates, in 200 random schedules."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from random import Random
 import pytest
 
 from realhf.dataflow.journal.audit import audit_folder
+from tests.dataflow.rollouts.toy_generation_fleet import FleetRun
 from tests.dataflow.rollouts.toy_streamed_run import StreamedRun
 
 
@@ -54,3 +56,17 @@ def check(run: StreamedRun) -> None:
         assert [len(ids) for ids in run.trained] == [run.batch] * run.steps
     else:
         assert tally.admitted == run.source.count and len(trained) <= run.limit
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+@pytest.mark.parametrize("gated", [False, True], ids=["joining and dying", "failing and sent away too"])
+async def test_no_sample_is_older_than_the_bound_whoever_generates(tmp_path: Path, gated: bool) -> None:
+    reached = held = 0
+    for seed in range(100):
+        run = FleetRun(tmp_path / str(seed), Random(seed), gated=gated)
+        await run.run()
+        reached += run.spread == run.eta > 0
+        held += run.wasted
+    assert reached > 10, "hardly any schedule came close to its bound"
+    assert held or not gated, "no request came to an engine that the master had given up"
