@@ -97,17 +97,17 @@ class _Said(GenOutput):
     text: str
 
 
+@dataclass(frozen=True)
 class _TextTurns:
     """Plays in turns of text; see ``EpisodeAgent``."""
 
-    def __init__(self, max_turns: int) -> None:
-        self._max_turns = max_turns
+    max_turns: int
 
     async def play(self, env: Environment, wanted: EpisodeRequest, llm: TokenSource, slot: int) -> RolloutOutcome:
         """See ``EpisodeAgent``."""
         seen = Witness(env)
         speaker = _TextSpeaker(seen, wanted.task.payload["task"]["solution"], llm, slot)
-        return await play_episode(seen, wanted, speaker, self._max_turns)
+        return await play_episode(seen, wanted, speaker, self.max_turns)
 
 
 class _TextSpeaker:
@@ -153,13 +153,8 @@ class ScriptedExpert(TextAgent):
 
     def act(self, conversations: Sequence[Conversation]) -> list[str]:
         """Return the next canonical command of each conversation."""
-        return [self._next(conversation) for conversation in conversations]
-
-    def _next(self, conversation: Conversation) -> str:
-        played = len(conversation.outputs)
-        if played >= len(conversation.reference):
-            return ""
-        return resolve(conversation.reference[played], conversation.outputs)
+        left = [(one.reference[len(one.outputs) :], one.outputs) for one in conversations]
+        return [resolve(commands[0], outputs) if commands else "" for commands, outputs in left]
 
 
 class RandomAgent(TextAgent):

@@ -247,22 +247,10 @@ def build(options: AwsOptions) -> EnvironmentSpec:
 
 def demonstration_arguments(options: AwsOptions, request: DemonstrationRequest) -> tuple[str, ...]:
     """Return what the program that plays demonstrations is told."""
-    return (
-        "--episodes-per-task",
-        str(request.episodes_per_task),
-        "--seed",
-        str(request.seed),
-        "--mix",
-        f"recovery={request.recovery_fraction}",
-        f"habit={request.habit_fraction}",
-        "--learn-mistakes",
-        "--tiers",
-        *options.tiers,
-        "--tags",
-        *training_tags(options.tiers, options.tags),
-        "--pool-size",
-        str(min(4, options.pool_size)),
-    )
+    argv = ["--episodes-per-task", str(request.episodes_per_task), "--seed", str(request.seed)]
+    argv += ["--mix", f"recovery={request.recovery_fraction}", f"habit={request.habit_fraction}", "--learn-mistakes"]
+    argv += ["--tiers", *options.tiers, "--tags", *training_tags(options.tiers, options.tags)]
+    return (*argv, "--pool-size", str(min(4, options.pool_size)))
 
 
 DEFINITION = EnvironmentDefinition(AwsOptions, build)

@@ -220,12 +220,7 @@ def make_agent(options: argparse.Namespace) -> Iterator[Agent]:
     gen = GenConfig(temperature=options.temperature, max_new_tokens=options.max_new_tokens)
     label = options.model_name or Path(options.model).name
     yield LocalModelAgent(
-        options.model,
-        gen,
-        options.seed,
-        options.max_total_tokens,
-        label,
-        options.chat_template_kwargs,
+        options.model, gen, options.seed, options.max_total_tokens, label, options.chat_template_kwargs
     ).load(options.threads)
 
 

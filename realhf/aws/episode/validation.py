@@ -27,16 +27,7 @@ from realhf.aws.grading.differences import has_field
 from realhf.aws.grading.grader import freedom_of, is_graded_by_end_state
 from realhf.aws.simulator.pool import MiniStackPool
 from realhf.aws.tasks.captures import resolve
-from realhf.aws.tasks.loader import (
-    SPLITS,
-    Template,
-    instantiate,
-    is_name,
-    line_of,
-    mistakes,
-    whole_state,
-    with_drifts,
-)
+from realhf.aws.tasks.loader import SPLITS, Template, instantiate, is_name, line_of, mistakes, whole_state, with_drifts
 from realhf.aws.tasks.task import FEWEST_DRIFTS, MOST_DRIFTS, SetupCommand, Task, TaskError
 
 BLIND_RETURN = 0.9
@@ -89,11 +80,8 @@ def template_problems(template: Template) -> list[Fault]:
 
 
 def _policy_problems(task: Task, operations: Iterable[str]) -> Iterator[Fault]:
-    for key, commands in (
-        ("setup_commands", task.setup),
-        ("decoys", task.decoys),
-        ("possible_drifts", task.possible_drifts),
-    ):
+    lists = {"setup_commands": task.setup, "decoys": task.decoys, "possible_drifts": task.possible_drifts}
+    for key, commands in lists.items():
         for place, command in enumerate(commands):
             if not _allowed(command):
                 yield Fault(f"the policy does not allow {command}", key, place)
@@ -333,10 +321,9 @@ def _episodes(pool_size: int, max_steps: int) -> Iterator[SimpleQueue[Episode]]:
 
 
 def _attempted(work: Callable[[], Result], attempts: int = 3) -> Result | Failure:
-    for left in reversed(range(attempts)):
-        try:
-            return work()
-        except Exception as error:
-            if not isinstance(error, OSError) or not left:
-                return Failure(f"{type(error).__name__}: {error} {error.__cause__ or ''}".strip())
-    raise AssertionError("no attempt was made")
+    try:
+        return work()
+    except Exception as error:
+        if isinstance(error, OSError) and attempts > 1:
+            return _attempted(work, attempts - 1)
+        return Failure(f"{type(error).__name__}: {error} {error.__cause__ or ''}".strip())

@@ -231,11 +231,7 @@ def account_reader(graded: Slot, task: Task, slot: Slot) -> Callable[[], Snapsho
 
 
 def make_targets(
-    slot: Slot,
-    task: Task,
-    seed: int,
-    drifts: Sequence[int] | None = None,
-    read: Callable[[], Snapshot] | None = None,
+    slot: Slot, task: Task, seed: int, drifts: Sequence[int] | None = None, read: Callable[[], Snapshot] | None = None
 ) -> tuple[Target, ...]:
     """Play each solution of a task on ``slot``, in a world of its own, and return the accounts that they leave. Raises
     TargetError naming the command that fails, SetupError, TaskError, SnapshotError or SimulatorLost."""

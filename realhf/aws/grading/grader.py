@@ -200,12 +200,7 @@ class EndStateGrader:
     Verification runs only where a request could have changed something. ``sparing``: a command that writes and mends
     nothing is counted in ``needless_writes``."""
 
-    def __init__(
-        self,
-        task: Task,
-        goals: Callable[[], tuple[Goal, ...]],
-        read: Callable[[], Snapshot],
-    ) -> None:
+    def __init__(self, task: Task, goals: Callable[[], tuple[Goal, ...]], read: Callable[[], Snapshot]) -> None:
         self.criteria = Criteria(services=services_of(task.solution))
         self.needless_writes = 0
         self.grade = Grade(0.0, False)

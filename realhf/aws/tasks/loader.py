@@ -71,11 +71,6 @@ def is_name(text: object) -> bool:
     return len(parts) == 3 and parts[0] in ADJECTIVES and parts[1] in NOUNS and parts[2] in SUFFIXES
 
 
-def words() -> tuple[str, ...]:
-    """Return every word a name can hold: what a tokenizer should keep whole."""
-    return ADJECTIVES + NOUNS + SUFFIXES
-
-
 SPLITS = ("train", "heldout")
 STARTER = "starter"
 """Tag of the templates that the built-in policy can learn."""

@@ -74,7 +74,7 @@ class Task:
     """Describes one instance; its fields are the schema of what is sent.
 
     ``task_id`` is the template's number, ``template`` its name, ``seed`` what drew its names; ``success`` holds the
-    criteria as plain data (see ``grader.parse_criteria``), and is empty where the account has to be as the solution
+    criteria as plain data (see ``criteria.parse_criteria``), and is empty where the account has to be as the solution
     leaves it; ``solution`` the canonical commands (of a drift task: those that repair what its seed draws), ``any_of``
     solutions that lead to states that are as good, ``free`` fields of the agent's choice ("service/kind: path"),
     ``may_change`` globs of service/kind/identity of what the set-up made and the agent may touch, ``possible_drifts``
