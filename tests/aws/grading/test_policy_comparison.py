@@ -317,11 +317,7 @@ def of(statements: Any, owner: str = "") -> Policies:
     [
         (READ, [{**READ, "Sid": "x", "Action": ["S3:getobject"], "Resource": ["arn:aws:s3:::data/*"]}], ""),
         (READ, [READ, {**READ, "Resource": "arn:aws:s3:::data/reports/*"}], ""),
-        (
-            {**READ, "Action": ["s3:GetObject", "s3:PutObject"]},
-            [{**READ, "Action": "s3:PutObject"}, READ],
-            "",
-        ),
+        ({**READ, "Action": ["s3:GetObject", "s3:PutObject"]}, [{**READ, "Action": "s3:PutObject"}, READ], ""),
         (READ, [READ, {**READ, "Effect": "Deny", "Action": "s3:*", "Condition": INSECURE}], ""),
         (SEND, {**SEND, "Resource": "*"}, QUEUE),
         (SEND, {**SEND, "Condition": {"StringEquals": {"AWS:sourcearn": [TOPIC]}}}, QUEUE),

@@ -386,10 +386,7 @@ _STAGED: tuple[tuple[int, str, tuple[str, ...]], ...] = (
     (
         11,
         _PUBLISH,
-        (
-            _MAKE_TOPIC,
-            f"aws sns subscribe --topic-arn {_TOPIC} --protocol http --notification-endpoint {{url}}/hook",
-        ),
+        (_MAKE_TOPIC, f"aws sns subscribe --topic-arn {_TOPIC} --protocol http --notification-endpoint {{url}}/hook"),
     ),
     (
         11,

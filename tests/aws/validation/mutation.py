@@ -11,11 +11,10 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TextIO
 
 from rich.console import Console
 from rich.markup import escape
@@ -114,30 +113,12 @@ def markdown(tallies: Mapping[str, Tally]) -> str:
     return "\n".join(rows)
 
 
-def _by_template(templates: Sequence[Template], results: Iterable[Played], broken: Iterable[int]) -> dict[str, Tally]:
-    names = {template.task_id: f"{template.task_id} {template.name}" for template in templates}
-    tallies = {name: Tally() for name in names.values()}
+def _tallies(results: Iterable[Played], name: Callable[[Played], str], names: Iterable[str] = ()) -> dict[str, Tally]:
+    """Return what came of the mutants of each name, ``names`` first."""
+    tallies = {each: Tally() for each in names}
     for one in results:
-        tallies[names[one.task_id]].played.append(one)
-    for task_id in broken:
-        tallies[names[task_id]].broken += 1
+        tallies.setdefault(name(one), Tally()).played.append(one)
     return tallies
-
-
-def _grouped(results: Iterable[Played], name: Mapping[int, str] | None = None) -> dict[str, Tally]:
-    tallies: dict[str, Tally] = {} if name else {kind: Tally() for kind in KINDS}
-    for one in results:
-        tallies.setdefault(name[one.task_id] if name else one.kind, Tally()).played.append(one)
-    return tallies
-
-
-@contextmanager
-def _record(path: Path | None) -> Iterator[TextIO | None]:
-    if path is None:
-        yield None
-        return
-    with path.open("a") as file:
-        yield file
 
 
 def _known(path: Path | None) -> dict[Key, Played]:
@@ -194,7 +175,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     known = len(results)
     broken: list[int] = []
     began, interrupted = time.monotonic(), False
-    with _record(options.output) as file:
+    with options.output.open("a") if options.output else nullcontext() as file:
         try:
             for turn, result in play_all(left, options.pool_size, console):
                 if isinstance(result, Failure):
@@ -216,7 +197,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     if options.markdown:
         tiers = {template.task_id: template.kind for template in templates}
-        console.print(markdown(_grouped(results, tiers)), markup=False)
+        console.print(markdown(_tallies(results, lambda one: tiers[one.task_id])), markup=False)
     if interrupted:
         console.print(f"interrupted: {len(turns) - len(results)} mutants were not played")
         return 130
@@ -225,7 +206,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _report(console: Console, templates: Sequence[Template], results: Sequence[Played], broken: Sequence[int]) -> None:
-    tallies = _by_template(templates, results, broken)
+    names = {template.task_id: f"{template.task_id} {template.name}" for template in templates}
+    tallies = _tallies(results, lambda one: names[one.task_id], names.values())
+    for task_id in broken:
+        tallies[names[task_id]].broken += 1
     for name, tally in tallies.items():
         for wrong, listed in (
             ("wrongly paid", tally.paid),
@@ -239,7 +223,7 @@ def _report(console: Console, templates: Sequence[Template], results: Sequence[P
                 for line in (*one.commands, *reasons):
                     console.print(f"    {line}", markup=False, highlight=False, soft_wrap=True)
     console.print(table(tallies, "template"))
-    console.print(table(_grouped(results), "kind"))
+    console.print(table(_tallies(results, lambda one: one.kind, KINDS), "kind"))
 
 
 if __name__ == "__main__":

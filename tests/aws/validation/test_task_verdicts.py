@@ -159,14 +159,6 @@ def test_a_bucket_policy_keeps_its_partner_and_loses_everybody(episode: Episode)
         assert (played(episode, 401, put, policy=document.replace("{name}", name)) == 1.0) is right
 
 
-def as_one_statement(command: str) -> str:
-    return re.sub(r'Statement(\\?"):\[(\{.*?\})\]\}', r"Statement\1:\2}", command)
-
-
-def in_lists(command: str) -> str:
-    return re.sub(r'(\\?")(Action|Service)\1:(\\?"[^"]+")', r"\1\2\1:[\3]", command)
-
-
 def refusing(command: str) -> str:
     return command.replace("Allow", "Deny")
 
@@ -180,16 +172,12 @@ def for_everybody(command: str) -> str:
 
 
 @pytest.mark.parametrize("task_id", [305, 306, 325])
-def test_policies_in_other_words(episode: Episode, task_id: int) -> None:
-    """Of what a task creates: the canonical solution with its policies written otherwise, or meaning something else."""
+def test_policies_of_another_meaning(episode: Episode, task_id: int) -> None:
+    """Of what a task creates. (In other words of the same meaning they are among the plays.)"""
     task = instantiate(task_id, SEED)
-    for rewrite in (as_one_statement, in_lists):
-        commands = [rewrite(command) for command in task.solution]
-        assert commands != list(task.solution)
-        assert play(episode, task, commands) == (True, 1.0), rewrite.__name__
     for rewrite in (refusing, with_more, for_everybody):
         commands = [rewrite(command) for command in task.solution]
-        assert not play(episode, task, commands)[0], rewrite.__name__
+        assert commands != list(task.solution) and not play(episode, task, commands)[0], rewrite.__name__
 
 
 def test_a_function_may_be_called_by_whom_it_should(episode: Episode) -> None:
