@@ -34,7 +34,7 @@ ROOMS: dict[str, str] = {
     "trajectory/training": "api trajectory/client",
     "trajectory/wire": "trajectory",
     "trajectory/http": "base trajectory trajectory/state trajectory/store trajectory/wire",
-    "scheduler": "base",
+    "scheduler": "base env/containment",
     "monitor/rollouts": "api base",
     "monitor": "api base monitor/rollouts",
     "cluster": "api base monitor scheduler transport",

@@ -7,27 +7,25 @@ all workers of a host, while the host registers; see ``prepared_server`` for the
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import select
 import selectors
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import psutil
 
 from realhf.base.host_resources import MOUNT, counters, groups, memory_limit
 from realhf.base.process import start_time
+from realhf.env.containment.fork_server import ForkServer
 from realhf.scheduler.base import SchedulerDefinition, WorkerEvent, WorkerExit, WorkerLine, WorkerSpec
 from realhf.scheduler.gpus import VISIBLE, with_one_gpu
-from realhf.scheduler.prepared_server import MOST_BYTES
 
 WANT_OF_MEMORY = "killed by the kernel for want of memory"
 """Begins the cause of such an end."""
@@ -78,17 +76,17 @@ class MemoryKills:
 PREPARED_WITHIN_S = 120.0
 """How long workers wait for the imports; then they import for themselves."""
 FORKED_WITHIN_S = 15.0
-END_S = 2.0
+END_S = 0.1
 
 
 class ForkedWorker:
     """Is a worker, seen from its parent, as far as ``subprocess.Popen`` is needed for one."""
 
-    def __init__(self, pid: int, stdout: IO[bytes] | None) -> None:
+    def __init__(self, pid: int, pidfd: int, stdout: IO[bytes] | None) -> None:
         self.pid, self.stdout = pid, stdout
         self.returncode: int | None = None
         self.peak_bytes = 0
-        self._pidfd = os.pidfd_open(pid)
+        self._pidfd = pidfd
 
     def poll(self) -> int | None:
         """Return the exit code, negative for a signal; None while it runs."""
@@ -130,37 +128,34 @@ class PreparedWorkers:
 
     def __init__(self, modules: Sequence[str]) -> None:
         self._modules = tuple(modules)
-        self._process: subprocess.Popen[bytes] | None = None
-        self._control: socket.socket | None = None
+        self._server: ForkServer | None = None
         self._ready = False
         self._until = 0.0
 
     def begin(self) -> None:
         """Start the process; one that runs is kept."""
-        if self._process is not None and self._process.poll() is None:
+        if self._server is not None and self._server.alive():
             return
         self.end()
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = [sys.executable, "-m", "realhf.scheduler.prepared_server", str(theirs.fileno()), str(os.getpid())]
-        with theirs:
-            self._process = subprocess.Popen(
-                [*command, *self._modules],
-                stdin=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(),),
-                start_new_session=True,
-            )
-        self._control, self._until = ours, time.monotonic() + PREPARED_WITHIN_S
+        arguments = [str(os.getpid()), *self._modules]
+        self._server = ForkServer("realhf.scheduler.prepared_server", None, None, arguments, options=())
+        self._server.start()
+        self._until = time.monotonic() + PREPARED_WITHIN_S
 
     def importing(self) -> bool:
         """Return whether workers should be started a little later. Does not wait; gives up after
         ``PREPARED_WITHIN_S``."""
-        if self._control is None or self._ready:
+        if self._server is None or self._ready:
             return False
-        if not _readable(self._control, 0.0):
-            if time.monotonic() > self._until:
-                self.end()
-            return self._control is not None
-        self._ready = bool(self._received(0.0))
+        try:
+            self._server.wait_ready(0.0)
+            self._ready = True
+        except TimeoutError:
+            if time.monotonic() <= self._until:
+                return True
+            self.end()
+        except (OSError, RuntimeError, ValueError):
+            self.end()
         return False
 
     def fork(
@@ -169,64 +164,29 @@ class PreparedWorkers:
         """Start ``python -m module *argv`` with these changes of its environment; its standard error, and its output
         too unless ``lines`` is set, go to the descriptor ``log``. None when there is no prepared process, and it
         has to be started otherwise."""
-        if self.importing() or self._control is None or not self._ready:
+        if self.importing() or self._server is None or not self._server.alive():
             return None
         request = {"module": module, "argv": [*argv], "niceness": niceness, "environment": dict(environment)}
-        with contextlib.ExitStack() as stack:
-            go, may_go = _pipe(stack)
-            read, write = _pipe(stack) if lines else (-1, log)
-            try:
-                socket.send_fds(self._control, [json.dumps(request).encode()], [write, log, go])
-                worker = ForkedWorker(int(self._received(FORKED_WITHIN_S)["pid"]), None)
-                os.write(may_go, b"!")
-            except (OSError, KeyError, ValueError):
-                self.end()  # a worker that comes late has no one who lets it begin
-                return None
+        read, write = os.pipe() if lines else (-1, log)
+        try:
+            forked = self._server.fork(request, [write, log], module, FORKED_WITHIN_S)
+            if forked.pid < 0:
+                raise ProcessLookupError(f"{module} has ended already")
+        except (OSError, RuntimeError, ValueError):
+            self.end()  # a worker that comes late has no one who lets it begin
             if lines:
-                worker.stdout = os.fdopen(os.dup(read), "rb", buffering=0)
-            return worker
+                os.close(read)
+            return None
+        finally:
+            if lines:
+                os.close(write)
+        return ForkedWorker(forked.pid, forked.pidfd, os.fdopen(read, "rb", buffering=0) if lines else None)
 
     def end(self) -> None:
         """End the process; workers go on."""
-        if self._control is not None:
-            self._control.close()
-        if self._process is not None:
-            self._process.terminate()
-            try:
-                self._process.wait(END_S)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
-        self._control = self._process = None
-        self._ready = False
-
-    def _received(self, timeout_s: float) -> dict[str, Any]:
-        """Return the next message, an empty one when none comes or the process has ended."""
-        if self._control is None or not _readable(self._control, timeout_s):
-            return {}
-        try:
-            data = self._control.recv(MOST_BYTES)
-            found = json.loads(data) if data else None
-        except (OSError, ValueError):
-            found = None
-        if not isinstance(found, dict):
-            self.end()
-            return {}
-        return found
-
-
-def _pipe(stack: contextlib.ExitStack) -> tuple[int, int]:
-    """Return the ends of a pipe, which are closed with ``stack``."""
-    ends = os.pipe()
-    for end in ends:
-        stack.callback(os.close, end)
-    return ends
-
-
-def _readable(control: socket.socket, timeout_s: float) -> bool:
-    watch = select.poll()
-    watch.register(control, select.POLLIN)
-    return bool(watch.poll(timeout_s * 1000))
+        if self._server is not None:
+            self._server.stop(END_S)
+        self._server, self._ready = None, False
 
 
 _KILL_DEADLINE_S = 5.0

@@ -17,7 +17,8 @@ from tests.process_family import family, gone
 
 LIMIT_S = 60.0
 WORKER = """
-import os, sys, time
+import os, signal, sys, time
+assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 print("marker" in sys.modules, os.getppid(), os.getsid(0) == os.getpid(), sys.argv[1:], flush=True)
 print(os.environ.get("CUDA_VISIBLE_DEVICES"), file=sys.stderr, flush=True)
 time.sleep(float(sys.argv[1]))

@@ -4,7 +4,8 @@ The owner (``ForkServer``) and the zygote speak JSON datagrams over a socketpair
 request has a number and its reply repeats it: a late reply is never taken for another's. A child begins once the owner
 says that it holds its descriptor, and ends where anything fails before, so there is none that nobody can end. Children
 are born single-threaded, share the zygote's memory copy-on-write, and die with it; the zygote ends when the owner's end
-of the socketpair closes, so SIGKILL of the owner leaves nothing behind.
+of the socketpair closes, so SIGKILL of the owner leaves nothing behind. Where the owner adopts orphans it may have the
+children for its own, with their exit codes: they are forked twice, and outlive the zygote.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from realhf.env.containment import sandbox
 
 _MAX_DATAGRAM = 64 * 1024
 _RESTART_S = 30.0
+_KILLED_S = 3.0
 _STATUS_BYTES = 8192
 _BEGIN = b"b"
 _NOBODY = -1
@@ -85,21 +87,22 @@ class ForkedProcess:
 class ForkServer:
     """Starts a zygote and asks it for children, on the owner's side. ``module`` is run as ``python -m module <control
     fd> *arguments`` and calls ``serve_forks``; ``prefix`` goes before ``python``: the words of a sandbox program that
-    hands descriptors on."""
+    hands descriptors on. Without ``log`` and ``environment`` it has the owner's; ``options`` are those of Python."""
 
     def __init__(
         self,
         module: str,
-        log: IO[bytes],
-        environment: dict[str, str],
+        log: IO[bytes] | None,
+        environment: dict[str, str] | None,
         arguments: Sequence[str] = (),
         prefix: Sequence[str] = (),
+        options: Sequence[str] = ("-P", "-B"),
     ) -> None:
         self._module = module
         self._log = log
         self._environment = environment
         self._arguments = tuple(arguments)
-        self._prefix = tuple(prefix)
+        self._command = [*prefix, sys.executable, *options, "-m", module]
         self._lock = threading.Lock()
         self._control: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -110,7 +113,7 @@ class ForkServer:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
-                [*self._prefix, sys.executable, "-P", "-B", "-m", self._module, str(theirs.fileno()), *self._arguments],
+                [*self._command, str(theirs.fileno()), *self._arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
                 stderr=self._log,
@@ -198,7 +201,7 @@ class ForkServer:
                 self._process.wait(timeout_s)
             except subprocess.TimeoutExpired:
                 self._process.kill()
-                self._process.wait(timeout_s)
+                self._process.wait(_KILLED_S)
             self._process = None
 
 
@@ -231,8 +234,9 @@ def _pid_of(pidfd: int) -> int:
         return next(int(line.split()[1]) for line in info if line.startswith("Pid:"))
 
 
-def serve_forks(control: socket.socket, greeting: dict[str, Any], child: Child) -> None:
-    """Run the zygote's loop: fork ``child(request, fds)`` per datagram until the owner's end closes.
+def serve_forks(control: socket.socket, greeting: dict[str, Any], child: Child, owner: int = 0) -> None:
+    """Run the zygote's loop: fork ``child(request, fds)`` per datagram until the owner's end closes. With ``owner``,
+    the pid of a process that adopts orphans, the children become its own, each in a session of its own.
 
     Must be called with a single thread.
     """
@@ -252,13 +256,19 @@ def serve_forks(control: socket.socket, greeting: dict[str, Any], child: Child) 
         if not data:
             return
         if asked:
-            go = _forked(control, number, asked[1], fds, asked[0], child)
+            go = _forked(control, number, asked[1], fds, asked[0], child, owner)
         for fd in fds:
             os.close(fd)
 
 
 def _forked(
-    control: socket.socket, number: int, request: dict[str, Any], fds: list[int], expected: int, child: Child
+    control: socket.socket,
+    number: int,
+    request: dict[str, Any],
+    fds: list[int],
+    expected: int,
+    child: Child,
+    owner: int,
 ) -> tuple[int, int] | None:
     """Fork a child and send its descriptor; returns the number of the request and the pipe that the child waits at.
     A child that nobody could end does not stay."""
@@ -268,10 +278,10 @@ def _forked(
             raise OSError("descriptors were lost: the zygote has too many files open")
         zygote = os.getpid()
         pipe = wait, go = os.pipe()
-        pid = os.fork()
+        pid = _fork_twice() if owner else os.fork()
         if pid == 0:
             os.close(go)
-            _become_child(control, zygote, request, fds, child, wait)
+            _become_child(control, owner or zygote, request, fds, child, wait, adopted=bool(owner))
         pidfd = os.pidfd_open(pid)
         try:
             socket.send_fds(control, [json.dumps({"number": number}).encode()], [pidfd])
@@ -287,16 +297,51 @@ def _forked(
     return number, go
 
 
+def _fork_twice() -> int:
+    """Fork a process whose parent has ended; returns its pid, 0 in it. Raises OSError."""
+    told, tell = os.pipe()
+    with open(told, "rb", buffering=0) as reader, open(tell, "wb", buffering=0) as writer:
+        between = os.fork()
+        if between == 0:
+            pid = -1
+            try:
+                pid = os.fork()
+                if pid > 0:
+                    writer.write(str(pid).encode())
+            finally:
+                if pid != 0:
+                    os._exit(0)
+            return 0
+        writer.close()
+        with contextlib.suppress(ChildProcessError):  # it is not collected, but waited for: then its child is adopted
+            os.waitpid(between, 0)
+        pid = int(reader.read(32) or -1)
+    if pid < 0:
+        raise OSError("the process cannot be made")
+    return pid
+
+
 def _become_child(
-    control: socket.socket, zygote: int, request: dict[str, Any], fds: list[int], child: Child, wait: int
+    control: socket.socket,
+    parent: int,
+    request: dict[str, Any],
+    fds: list[int],
+    child: Child,
+    wait: int,
+    *,
+    adopted: bool,
 ) -> None:
     code = 1
     try:
-        sandbox.die_with_parent()
+        if not adopted:
+            sandbox.die_with_parent()
         begun = os.read(wait, 1) == _BEGIN
         os.close(wait)
-        if begun and os.getppid() == zygote:
-            os.setpgid(0, 0)
+        if begun and os.getppid() == parent:
+            if adopted:
+                os.setsid()
+            else:
+                os.setpgid(0, 0)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             control.close()
             child(request, fds)
