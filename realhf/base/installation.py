@@ -9,8 +9,10 @@ person to install that.
 from __future__ import annotations
 
 import os
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 
 PACKAGE = Path(os.path.abspath(__file__)).parent.parent
 """The folder ``realhf`` itself, in a checkout or among the installed packages."""
@@ -42,3 +44,18 @@ def needs(extra: str, *modules: str) -> None:
             f"not installed here: {', '.join(missing)}; the extra {extra!r} brings it: {install_command(extra)}",
             name=missing[0],
         )
+
+
+def needed(module: str, extra: str) -> ModuleType:
+    """Import a module that the adapter ``env.path=extra`` needs, and the extra of that name installs. Raises ValueError
+    that names the extra when it is missing or cannot be imported."""
+    install = install_command(extra)
+    package = module.partition(".")[0]
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] == package:
+            raise ValueError(f"env.path={extra} needs the package {package}: {install} ({error})") from None
+        raise ValueError(f"env.path={extra}: {package} is not whole: {error}; {install}") from None
+    except Exception as error:
+        raise ValueError(f"env.path={extra}: importing {module} raised {type(error).__name__}: {error}") from None

@@ -1,15 +1,10 @@
 """Decides which task comes next, by priority or learnability, and offers the tasks as a data source.
 
 Choosing reads statistics and draws from the seeded generator; ``record_template`` alone changes them. Thread-safe.
-Source: docs/reference/environment.md 8.
 
-Most training goes to what succeeds sometimes, a little to everything. Source: docs/reference/learning.md 2;
-docs/reference/environment.md 8.
-
-Source: docs/reference/environment.md 8.
-
-*priority* is the classic rule of docs/reference/environment.md 8, *learnability* draws where there is something to
-learn. Training uses the one that the learning benchmark shows to be better (``dataset.curriculum``).
+*priority* is the classic rule of docs/reference/environment.md 8. *learnability* draws where there is something to
+learn: most training goes to what succeeds sometimes, a little to everything (docs/reference/learning.md 2). Training
+uses the one that the learning benchmark shows to be better (``dataset.curriculum``).
 """
 
 from __future__ import annotations
@@ -131,11 +126,6 @@ class Curriculum(Generic[T]):
     def next_tasks(self, count: int) -> list[T]:
         """Return ``count`` training tasks for one batch, as different as the strategy allows."""
         return [self._tasks.instantiate(template_id, seed) for template_id, seed in self.draw(count)]
-
-    def get_task_by_id(self, task_id: Any, seed: int = 0) -> T:
-        """Return an instance of a template of this curriculum."""
-        self._check_known(task_id)
-        return self._tasks.instantiate(task_id, seed)
 
     def record_result(self, task: Any, achieved: bool | float | None, reward: float = 0.0) -> None:
         """Record a result for the template of ``task``, its ``task_id``; see ``record_template``."""

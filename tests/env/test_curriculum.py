@@ -227,7 +227,6 @@ def test_record_result_is_the_only_mutation(strategy: str) -> None:
     curriculum.next_tasks(20)
     curriculum.stats()
     curriculum.get_stats()
-    curriculum.get_task_by_id(1)
     curriculum.success_rate(1)
     after = curriculum.state_dict()
     assert {k: v for k, v in after.items() if k != "rng"} == {k: v for k, v in before.items() if k != "rng"}
@@ -255,8 +254,6 @@ def test_wrong_arguments() -> None:
         record(curriculum, 1, 1.5)
     with pytest.raises(ValueError, match="reward"):
         curriculum.record_result(instantiate(1, 0), 1.0, float("nan"))
-    with pytest.raises(LookupError, match="101"):
-        curriculum.get_task_by_id(101)
     with pytest.raises(ValueError, match="learnability, priority"):
         make_curriculum("greedy", 0, TrainingTasks())
     with pytest.raises(ValueError, match="fraction, any"):

@@ -25,8 +25,8 @@ from realhf.api.environment import (
     Turn,
 )
 from realhf.api.option import option
+from realhf.base.installation import needed
 from realhf.base.plugin import located
-from realhf.env.adapters.extras import needed
 from realhf.env.loader.tasks import SeedTaskSet
 from realhf.env.loader.validation import BrokenContract, checked_number, shown, whole_text
 

@@ -10,9 +10,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from realhf.api.environment import Environment, EnvironmentDefinition, EnvironmentSpec
 from realhf.api.option import option
+from realhf.base.loop_thread import LoopThread
 from realhf.base.tls import believing
 from realhf.env.adapters.openenv_action import form_of
 from realhf.env.adapters.openenv_episode import (
@@ -36,6 +36,7 @@ from realhf.env.openenv_client import OpenEnvClient, fetch_metadata, fetch_page,
 
 NAME = "openenv"
 _PAUSE_S = 0.2
+_STOP_S = 1.0
 
 
 @dataclass
@@ -120,7 +121,12 @@ def build(options: OpenEnvOptions) -> EnvironmentSpec:
     token = _token(options.token_file)
     rows = row_options(options)
     tls = _tls(options.ca_file)
-    servers = _answered(partial(_described, urls, token, options.connect_timeout_s, tls))
+    # A thread of its own: the caller may be on an event loop.
+    asker = LoopThread("openenv description", instead="an event loop")
+    try:
+        servers = asker.call(_described(urls, token, options.connect_timeout_s, tls))
+    finally:
+        asker.stop(_STOP_S)
     messages = speaks_messages(servers[0].action, servers[0].metadata)
     player = _player_of_messages(options) if messages else _player(servers[0], options)
     turns = itertools.count()
@@ -230,25 +236,6 @@ def _check_row(row: Row) -> None:
         raise ValueError(f"{row.where}: the column 'seed' is given by the task set; leave it out")
 
 
-def _answered(ask: Callable[[], Any]) -> Any:
-    """What a coroutine returns, run to its end in a thread of its own: the caller may be on an event loop."""
-    found: list[Any] = []
-
-    def run() -> None:
-        try:
-            found.append((asyncio.run(ask()), None))
-        except BaseException as error:
-            found.append((None, error))
-
-    thread = threading.Thread(target=run, name="openenv description", daemon=True)
-    thread.start()
-    thread.join()
-    result, error = found[0]
-    if error is not None:
-        raise error
-    return result
-
-
 async def _described(urls: Sequence[str], token: str | None, limit_s: float, tls: SSLContext | None) -> list[Served]:
     """Ask all servers, each for as long as a session may take to open."""
     servers = list(await asyncio.gather(*(_ask(url, token, limit_s, tls) for url in urls)))
@@ -262,9 +249,9 @@ async def _described(urls: Sequence[str], token: str | None, limit_s: float, tls
 
 async def _ask(url: str, token: str | None, limit_s: float, tls: SSLContext | None) -> Served:
     end = time.monotonic() + limit_s
-    for left_s in _left(end):
+    while True:
         try:
-            schema = await fetch_page(url, "schema", token, left_s, tls)
+            schema = await fetch_page(url, "schema", token, max(end - time.monotonic(), _PAUSE_S), tls)
             break
         except OSError as error:
             if time.monotonic() + _PAUSE_S > end:
@@ -278,12 +265,6 @@ async def _ask(url: str, token: str | None, limit_s: float, tls: SSLContext | No
     if not isinstance(schema, Mapping) or "action" not in schema:
         raise ValueError(f"env.url={url}: this is no OpenEnv server: its page /schema names no action")
     return Served(url, schema["action"], await fetch_metadata(url, token, limit_s, tls))
-
-
-def _left(end: float) -> Iterator[float]:
-    """How much time is left until ``end``, again and again, at least a little."""
-    while True:
-        yield max(end - time.monotonic(), _PAUSE_S)
 
 
 def _plain(schema: Any) -> str:

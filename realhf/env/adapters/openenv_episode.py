@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -31,11 +32,13 @@ from realhf.env.adapters.openenv_action import (
 from realhf.env.loader.tasks import SeedTaskSet
 from realhf.env.loader.validation import (
     BrokenContract,
+    checked,
     checked_messages,
     checked_number,
     checked_numbers,
     json_problem,
     shown,
+    tool_problems,
     whole_text,
 )
 from realhf.env.openenv_client import CapacityError, EnvError, OpenEnvClient
@@ -138,11 +141,18 @@ def _checked(result: StepResult) -> StepResult:
         raise EnvironmentFailure("internal", f"the server's done must be true or false, not {shown(result.done)}")
     if not isinstance(result.observation, Mapping):
         raise EnvironmentFailure("internal", f"the server's observation must be a map, not {shown(result.observation)}")
-    try:
+    with _broken_is_internal():
         reward = None if result.reward is None else checked_number(result.reward, "the server's reward")
+    return StepResult(result.observation, reward, result.done)
+
+
+@contextmanager
+def _broken_is_internal() -> Iterator[None]:
+    """Let what a server breaks of the contract be EnvironmentFailure."""
+    try:
+        yield
     except BrokenContract as error:
         raise EnvironmentFailure("internal", str(error)) from None
-    return StepResult(result.observation, reward, result.done)
 
 
 T = TypeVar("T")
@@ -315,17 +325,20 @@ class MessagesEnvironment:
         result = await self._session.reset(reset_data(task, seed))
         seen = result.observation
         tools = seen.get("tools") or []
-        if not isinstance(tools, list) or not all(_is_tool(tool) for tool in tools) or json_problem(tools):
-            raise EnvironmentFailure("internal", f"the server's tools are no tools: {shown(tools)}")
-        return Opening(_messages(seen), tools, _info(seen))
+        with _broken_is_internal():
+            messages = checked_messages(seen.get("messages"), "the server's messages")
+            return Opening(messages, checked(tools, tool_problems(tools, "the server's tools")), _info(seen))
 
     async def step(self, message: AssistantMessage) -> Turn:
         """Send a turn and return the answer to it. Raises EnvironmentFailure."""
         result = await self._session.step(_action(message))
         seen = result.observation
-        rewards, metrics = _numbers(seen, "rewards"), _numbers(seen, "metrics")
+        with _broken_is_internal():
+            messages = checked_messages(seen.get("messages"), "the server's messages")
+            rewards = checked_numbers(seen.get("rewards") or {}, "the server's rewards")
+            metrics = checked_numbers(seen.get("metrics") or {}, "the server's metrics")
         final = seen.get("final") is True
-        return Turn(_messages(seen), result.done, result.reward, rewards, metrics, _info(seen), final)
+        return Turn(messages, result.done, result.reward, rewards, metrics, _info(seen), final)
 
     async def close(self) -> None:
         """End the session."""
@@ -350,25 +363,6 @@ def _call(call: ToolCall) -> dict[str, Any]:
     return written | ({"id": whole_text(call.id)} if call.id else {})
 
 
-def _messages(seen: Mapping[str, Any]) -> Sequence[ChatMessage]:
-    try:
-        return checked_messages(seen.get("messages"), "the server's messages")
-    except BrokenContract as error:
-        raise EnvironmentFailure("internal", str(error)) from None
-
-
-def _numbers(seen: Mapping[str, Any], name: str) -> dict[str, float]:
-    try:
-        return checked_numbers(seen.get(name) or {}, f"the server's {name}")
-    except BrokenContract as error:
-        raise EnvironmentFailure("internal", str(error)) from None
-
-
 def _info(seen: Mapping[str, Any]) -> Mapping[str, Any]:
     info = seen.get("info") or {}
     return info if isinstance(info, Mapping) and not json_problem(info) else {}
-
-
-def _is_tool(tool: Any) -> bool:
-    function = tool.get("function") if isinstance(tool, Mapping) else None
-    return isinstance(function, Mapping) and isinstance(function.get("name"), str) and bool(function["name"])

@@ -37,8 +37,7 @@ from realhf.api.environment import (
     Turn,
 )
 from realhf.api.option import option
-from realhf.base.installation import install_command
-from realhf.env.adapters.extras import needed
+from realhf.base.installation import install_command, needed
 from realhf.env.adapters.policy_endpoint import (
     SECRET_HEADER,
     Conversation,

@@ -344,18 +344,19 @@ def checked_rewards(found: Any, what: str) -> tuple[float, dict[str, float]]:
     return (checked_number(sum(components.values()), what) if reward is None else reward), components
 
 
-def tool_problems(found: Any) -> Iterator[str]:
-    """Yield what is wrong with the schemas of tools, which are JSON with a name each: a sentence for each of them."""
+def tool_problems(found: Any, what: str = "tools") -> Iterator[str]:
+    """Yield what is wrong with the schemas of tools, which are JSON with a name each: a sentence for each of them that
+    begins with ``what``."""
     if not isinstance(found, (list, tuple)):
-        yield f"tools must be a list of JSON schemas, not {shown(found)}"
+        yield f"{what} must be a list of JSON schemas, not {shown(found)}"
         return
     for number, tool in enumerate(found):
         function = tool.get("function") if isinstance(tool, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
             form = '{"type": "function", "function": {"name": ..., ...}}'
-            yield f"tools[{number}] must be {form}, not {shown(tool)}"
+            yield f"{what}[{number}] must be {form}, not {shown(tool)}"
         elif problem := json_problem(tool):
-            yield f"tools[{number}]: {problem}"
+            yield f"{what}[{number}]: {problem}"
 
 
 def info_problems(found: Any) -> Iterator[str]:
