@@ -33,7 +33,7 @@ from websockets.exceptions import InvalidStatus, WebSocketException
 from websockets.sync.client import ClientConnection, connect
 
 from realhf.aws.server.program import EnvServerProcess
-from realhf.aws.tasks.loader import instantiate, load_templates, solve
+from realhf.aws.tasks.loader import instantiate, load_templates
 
 EPISODES_PER_CONNECTION = 10
 WARM_UP = 0.3
@@ -125,7 +125,7 @@ class Soak:
         if kill:
             self._kill(_KILLS[number // self._kill_every % len(_KILLS)], connection)
         achieved = False
-        for command in solve(task):
+        for command in task.solution:
             reply = _ask(connection, "step", {"command": command})
             achieved = reply["type"] == "observation" and reply["data"]["observation"]["task_achieved"]
             self.tally.steps += 1

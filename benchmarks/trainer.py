@@ -46,7 +46,7 @@ from harness.step_lines import END, GIVEN, STEP
 
 from realhf.api.config import BuiltinModelConfig
 from realhf.aws.environment import SYSTEM_PROMPT
-from realhf.aws.tasks.loader import instantiate, load_templates, solve
+from realhf.aws.tasks.loader import instantiate, load_templates
 
 HERE = Path(__file__).parent
 OURS, TRL = "realhf", "trl"
@@ -128,7 +128,7 @@ def builtin_folder(folder: Path) -> Path:
 
     config = BuiltinModelConfig()
     tasks = [instantiate(template.task_id, seed) for template in load_templates() for seed in range(20)]
-    texts = [text for task in tasks for text in (task.description, *solve(task))]
+    texts = [text for task in tasks for text in (task.description, *task.solution)]
     tokenizer = train_tokenizer(texts, config.vocab_size, config.max_positions)
     model = build_model(config, len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id, seed=1)
     model.save_pretrained(folder)

@@ -67,6 +67,7 @@ def test_an_environment_that_ships_is_trained_on_after_a_warm_start(root):
     assert {(row.play.split, row.play.step) for row in played} >= {("eval/sampled", 0), ("eval/sampled", 2)}
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_an_agent_with_tools_and_branches_is_trained_and_its_failures_are_counted(root):
     """On a file of one's own, untrained and asynchronously. Rows of every branch arrive, failures of the agent are

@@ -14,7 +14,7 @@ import pytest
 from benchmarks.network.hosts import Host, NoNamespaces, two_hosts
 from tests.transport.network.listeners import listeners, takes_a_stranger
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.nightly, pytest.mark.slow, pytest.mark.timeout(900)]
 ROOT = Path(__file__).resolve().parent.parent
 RUN_S = 300.0
 STEPS = 2

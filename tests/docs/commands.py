@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import shlex
 import subprocess
@@ -75,11 +76,12 @@ def pages() -> list[Path]:
     return [ROOT / name for name in names]
 
 
-def commands_of(page: Path) -> list[Command]:
+@functools.cache
+def commands_of(page: Path) -> tuple[Command, ...]:
     """Every command of a page, in its order."""
     text = page.read_text(encoding="utf-8")
     text = ast.get_docstring(ast.parse(text)) or "" if page.suffix == ".py" else text
-    return commands_in(text, page.relative_to(ROOT).as_posix())
+    return tuple(commands_in(text, page.relative_to(ROOT).as_posix()))
 
 
 def commands_in(text: str, name: str) -> list[Command]:

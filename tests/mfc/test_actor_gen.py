@@ -7,7 +7,8 @@ import json
 import pytest
 import torch
 
-from experiments.policy_gradient import actor_gen, actor_model, config_class
+from experiments.policy_gradient import actor_gen, config_class, policy_gradient, policy_options
+from experiments.sft import FirstWeights
 from realhf.algorithms.options import PolicyGradientOptions
 from realhf.api.config import GenConfig, RolloutConfig
 from realhf.api.sample import SequenceSample
@@ -29,8 +30,8 @@ def bench(tmp_path_factory, policy):
         gen=GenConfig(max_new_tokens=MAX_NEW, temperature=TEMPERATURE),
         rollout=RolloutConfig(max_turns=MAX_TURNS),
     )
-    model = actor_model(config, str(policy))
-    bench = MfcBench(tmp_path_factory.mktemp("run"), actor_gen(config), model, sessions=SESSIONS)
+    models, _ = policy_gradient(config, policy_options(config, streamed=False), FirstWeights(str(policy)))
+    bench = MfcBench(tmp_path_factory.mktemp("run"), actor_gen(config), models["actor"], sessions=SESSIONS)
     yield bench
     bench.close()
 

@@ -73,6 +73,11 @@ def episode(cloud: Slot, pool: RealAwsPool) -> Iterator[Episode]:
     pool.release(slot)
 
 
+def later(*cases: Any) -> Iterator[Any]:
+    """Cases that `make test` leaves to `make test-all`."""
+    return (pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.nightly) for case in cases)
+
+
 def played(episode: Episode, task_id: int, first: str = "", old: str = "", new: str | None = "") -> dict:
     """Play ``first`` and then a solution with a text in it replaced, or for None without the command that has it;
     returns the last observation, with the sum of the rewards."""
@@ -97,7 +102,7 @@ def played(episode: Episode, task_id: int, first: str = "", old: str = "", new: 
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("task_id", [101, 103, 105, 203, 207, 216, 306, 309])
+@pytest.mark.parametrize("task_id", [101, 203, 309, *later(103, 105, 207, 216, 306)])
 def test_the_solution_is_paid_in_an_account_of_others(episode: Episode, task_id: int) -> None:
     """Beginner, intermediate and advanced; generated ids, times and what others have make no difference."""
     last = played(episode, task_id)
@@ -108,17 +113,19 @@ def test_the_solution_is_paid_in_an_account_of_others(episode: Episode, task_id:
     ("task_id", "old", "new"),
     [
         (101, "--bucket ", "--bucket another-"),
-        (103, "VisibilityTimeout=", "VisibilityTimeout=1"),
         (103, "VisibilityTimeout=", "DelaySeconds=9,VisibilityTimeout="),
-        (105, "create-user", "create-user --path /other/"),
-        (203, "--protocol", "--attributes RawMessageDelivery=true --protocol"),
         (207, "add-user-to-group", None),
-        (216, "authorize-security-group-ingress", None),
-        (216, "--cidr 10.", "--cidr 11."),
-        (306, "subscribe", None),
         (309, "s3:ObjectCreated", "s3:ObjectRemoved"),
-        (309, "s3.amazonaws.com", "ec2.amazonaws.com"),
-        (309, "BlockPublicPolicy=true", "BlockPublicPolicy=false"),
+        *later(
+            (103, "VisibilityTimeout=", "VisibilityTimeout=1"),
+            (105, "create-user", "create-user --path /other/"),
+            (203, "--protocol", "--attributes RawMessageDelivery=true --protocol"),
+            (216, "authorize-security-group-ingress", None),
+            (216, "--cidr 10.", "--cidr 11."),
+            (306, "subscribe", None),
+            (309, "s3.amazonaws.com", "ec2.amazonaws.com"),
+            (309, "BlockPublicPolicy=true", "BlockPublicPolicy=false"),
+        ),
     ],
 )
 def test_another_state_is_not_paid(episode: Episode, task_id: int, old: str, new: str | None) -> None:
@@ -131,12 +138,17 @@ def test_another_state_is_not_paid(episode: Episode, task_id: int, old: str, new
     ("task_id", "harmful"),
     [
         (101, "aws s3api put-bucket-versioning --bucket of-others --versioning-configuration Status=Suspended"),
-        (103, f"aws sqs set-queue-attributes --queue-url {QUEUE} --attributes DelaySeconds=5"),
         (105, "aws iam delete-user --user-name of-others"),
-        (203, f"aws s3api put-bucket-policy --bucket of-others --policy '{POLICY}'"),
-        (207, "aws iam attach-user-policy --user-name NAME --policy-arn arn:aws:iam::aws:policy/AdministratorAccess"),
-        (309, "aws s3api delete-bucket --bucket of-others"),
         (201, f"aws s3api put-bucket-policy --bucket NAME --policy '{POLICY}'"),
+        *later(
+            (103, f"aws sqs set-queue-attributes --queue-url {QUEUE} --attributes DelaySeconds=5"),
+            (203, f"aws s3api put-bucket-policy --bucket of-others --policy '{POLICY}'"),
+            (
+                207,
+                "aws iam attach-user-policy --user-name NAME --policy-arn arn:aws:iam::aws:policy/AdministratorAccess",
+            ),
+            (309, "aws s3api delete-bucket --bucket of-others"),
+        ),
     ],
 )
 def test_damage_is_never_achieved(episode: Episode, task_id: int, harmful: str) -> None:

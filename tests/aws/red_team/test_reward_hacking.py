@@ -190,13 +190,14 @@ def _actions(rng: random.Random, task: Task) -> list[str]:
     return [rng.choice(pool) for _ in range(rng.randint(1, 7))]
 
 
-def test_rewards_of_500_random_episodes_add_up_to_their_final_scores(pool: MiniStackPool) -> None:
+@pytest.mark.parametrize("episodes", [100, pytest.param(500, marks=pytest.mark.nightly)])
+def test_rewards_of_random_episodes_add_up_to_their_final_scores(pool: MiniStackPool, episodes: int) -> None:
     slots = [pool.acquire() for _ in range(pool.free_count)]
     rngs = [random.Random(f"lane {lane}") for lane in range(len(slots))]
 
     def lane(number: int) -> list[float]:
         rng, episode, totals = rngs[number], Episode(slots[number], max_steps=6, chaos=True), []
-        for _ in range(500 // len(slots)):
+        for _ in range(episodes // len(slots)):
             task = instantiate(rng.choice(TASKS), rng.randrange(10**6))
             episode.reset(task)
             assert episode._chaos is not None
@@ -222,5 +223,5 @@ def test_rewards_of_500_random_episodes_add_up_to_their_final_scores(pool: MiniS
     finally:
         for slot in slots:
             pool.release(slot)
-    assert len(totals) == 500 and min(totals) >= 0.0 and 1.0 <= max(totals) <= 1.05
-    assert len(set(totals)) > 15, "the episodes differ"
+    assert len(totals) == episodes and min(totals) >= 0.0 and 1.0 <= max(totals) <= 1.05
+    assert len(set(totals)) > 9, "the episodes differ"
