@@ -40,6 +40,8 @@ _LOAD_S = 300.0
 _LATE_S = 2 * GRACE_S + CLOSE_S + 3.0
 """How much longer than a call may take its answer is waited for: the process itself ends the call in this time."""
 _SEND_S = 5.0
+_GONE_S = 1.0
+"""A process that crashes closes its channels a moment before it is gone."""
 _CRASH = re.compile(r"^Fatal Python error: (.+)$", re.M)
 _FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.M)
 _LOG = logging.getLogger(__name__)
@@ -122,9 +124,13 @@ class _Process:
         if self.alive or self._has_left():
             with suppress(OSError):
                 os.killpg(self.forked.pid, signal.SIGKILL)
+        self.gone(_SEND_S)
+
+    def gone(self, within_s: float) -> bool:
+        """Return whether it has ended, or does within so many seconds."""
         poll = select.poll()
         poll.register(self.forked.pidfd, select.POLLIN)
-        poll.poll(_SEND_S * 1000)
+        return bool(poll.poll(within_s * 1000))
 
     def close(self) -> None:
         """Let go of a process that ended and that no session is in."""
@@ -372,7 +378,8 @@ class ProcessPlayer:
             _wait_readable(channel, process.forked.pidfd, self._pool.limit_s)
             return receive_frame(channel, max(0.1, deadline - time.monotonic()))
         except (TimeoutError, OSError, BadFrame) as error:
-            silent, ended = isinstance(error, TimeoutError), not process.alive
+            silent = isinstance(error, TimeoutError)
+            ended = not silent and process.gone(_GONE_S)
             process.end()
             self._pool.died(process)
             why = f"its process did not answer for {self._pool.limit_s:g} s and was ended"

@@ -43,7 +43,6 @@ class SpecServed(ServedEnvironment):
 
     slots_are, slot_label = "environment", "kind"
     action_model, observation_model, state_model = SpecAction, SpecObservation, SpecState
-    check_reset, check_action = staticmethod(checked_reset), staticmethod(checked_action)
 
     def __init__(
         self, facts: Facts, pool: Places | Processes, player: Callable[[Any], Player], config: SpecServerConfig
@@ -52,6 +51,14 @@ class SpecServed(ServedEnvironment):
         self.title = f"realhf environment {facts.name}"
         self.about = f"Episodes of {facts.name} over the OpenEnv wire"
         self._facts, self._call_timeout_s = facts, config.call_timeout_s
+
+    def check_reset(self, data: Any) -> dict[str, Any]:
+        """Check which task is asked for."""
+        return checked_reset(data)
+
+    def check_action(self, data: Any) -> dict[str, Any]:
+        """Check a turn of the policy."""
+        return checked_action(data)
 
     def outcome(self, observation: Mapping[str, Any]) -> str:
         """Say whether the task was solved, where the environment says so."""
