@@ -336,6 +336,9 @@ class Refusal(Exception):
         self.detail = detail
         self.headers = dict(headers or {})
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Refusal, (self.status, self.detail, self.headers)
+
 
 def invalid(loc: list[str | int], message: str, kind: str = "value_error", given: Any = None) -> Refusal:
     """Make a 422 in the shape of the contract: ``{"detail": [{"type", "loc", "msg", "input"}]}``."""

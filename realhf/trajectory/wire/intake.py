@@ -90,8 +90,6 @@ async def _parse_elsewhere(body: bytes, msgpack: bool, listed: bool, int64: bool
         raise Refusal(503, f"no room for a large body: {error.strerror}", {"Retry-After": "1"}) from error
     with file:
         found = await offload.run(parse_file, file.name, msgpack, listed, int64)
-    if isinstance(found, Refused):
-        raise Refusal(found[0], found[1])
     groups = []
     for incoming, span in found:
         groups.append(incoming if span is None else msgspec.structs.replace(incoming, data=body[span[0] : span[1]]))
@@ -110,31 +108,24 @@ def _spilled(body: bytes) -> IO[bytes]:
     return file
 
 
-class Refused(tuple[int, object]):
-    """Carries a Refusal back from another process."""
-
-
-def parse_file(path: str, msgpack: bool, listed: bool, int64: bool) -> list[Placed] | Refused:
-    """Parse the body in a file in one go, for a process of its own."""
+def parse_file(path: str, msgpack: bool, listed: bool, int64: bool) -> list[Placed]:
+    """Parse the body in a file in one go, for a process of its own. Raises Refusal."""
     loc: list[str | int] = ["body"]
     body = Path(path).read_bytes()
-    try:
-        items = _split(body, loc, msgpack) if listed else [body]
-        if items is None:
-            return [(group, None) for group in lax_groups.read_lax_list(body, loc, int64=int64)]
-        placed, position = [], 0
-        for index, item in enumerate(items):
-            place = [*loc, index] if listed else loc
-            group = _read_fast(item, place, msgpack) or lax_groups.read_lax(item, place, int64=int64)
-            start = body.index(item, position)
-            position = start + len(item)
-            at = body.find(group.data, start, position)
-            if at < 0:
-                placed.append((group, None))
-            else:
-                placed.append((msgspec.structs.replace(group, data=b""), (at, at + len(group.data))))
-    except Refusal as refusal:
-        return Refused((refusal.status, refusal.detail))
+    items = _split(body, loc, msgpack) if listed else [body]
+    if items is None:
+        return [(group, None) for group in lax_groups.read_lax_list(body, loc, int64=int64)]
+    placed, position = [], 0
+    for index, item in enumerate(items):
+        place = [*loc, index] if listed else loc
+        group = _read_fast(item, place, msgpack) or lax_groups.read_lax(item, place, int64=int64)
+        start = body.index(item, position)
+        position = start + len(item)
+        at = body.find(group.data, start, position)
+        if at < 0:
+            placed.append((group, None))
+        else:
+            placed.append((msgspec.structs.replace(group, data=b""), (at, at + len(group.data))))
     return placed
 
 
