@@ -123,7 +123,7 @@ def test_arrays_keep_their_precision():
     ({"group_overrides": {"a": float("nan")}}, "group_overrides"), ({"images": object()}, "images"),
     ({"tokens": [["a"]]}, "tokens"), ({"tokens": 7}, "tokens"),
 ])  # fmt: skip
-def test_a_bad_group_is_found_before_it_is_sent(binary: bool, changed: dict[str, Any], said: str):
+def test_a_bad_group_is_found_before_it_is_sent(binary, changed, said):
     with pytest.raises(BadGroup, match=said):
         encode_groups([group() | changed], listed=True, binary=binary, compression="none")
 
@@ -216,7 +216,7 @@ def test_pacing_follows_the_reference():
     (True, "none"), (True, "gzip"), (True, "zstd"), (True, "auto"), (False, "none"), (False, "gzip"),
     (False, "auto"),
 ])  # fmt: skip
-def test_groups_come_back_as_they_were_sent(api: httpx.Client, url: str, binary: bool, coding: str):
+def test_groups_come_back_as_they_were_sent(api, url, binary, coding):
     sent = [group(2, 300, seed=seed) for seed in range(2)]
     with TrajectoryClient(url, binary=binary, compression=coding) as client:
         started(client)
@@ -231,7 +231,7 @@ def test_groups_come_back_as_they_were_sent(api: httpx.Client, url: str, binary:
         assert client.push_many([]).groups == 0
 
 
-def test_an_environment_waits_for_the_trainer(clients: tuple[TrajectoryClient, TrajectoryClient]):
+def test_an_environment_waits_for_the_trainer(clients):
     producer, trainer = clients
     with pytest.raises(NotRegistered, match="wait for trainer to start"):
         producer.register_env("aws", group_size=2, max_token_length=64, wait_s=0)
@@ -254,7 +254,7 @@ def test_an_environment_waits_for_the_trainer(clients: tuple[TrajectoryClient, T
         producer.pace()
 
 
-def test_leases_end_when_they_are_told_to(clients: tuple[TrajectoryClient, TrajectoryClient], url: str):
+def test_leases_end_when_they_are_told_to(clients, url):
     producer, _ = clients
     with TrajectoryClient(url, explicit_acks=True, trainer_id="me") as trainer:
         started(trainer)
@@ -276,7 +276,7 @@ def test_leases_end_when_they_are_told_to(clients: tuple[TrajectoryClient, Traje
         assert [lease["lease_id"] for lease in trainer.leases()] == [three.lease_id]
 
 
-def test_without_explicit_acks_the_next_pull_acknowledges(clients: tuple[TrajectoryClient, TrajectoryClient]):
+def test_without_explicit_acks_the_next_pull_acknowledges(clients):
     producer, trainer = clients
     started(trainer)
     producer.push_many([group(2), group(2)])
@@ -293,7 +293,7 @@ def test_without_explicit_acks_the_next_pull_acknowledges(clients: tuple[Traject
     assert again.redelivered and plain(again) == plain(batch), "what was given back is not acknowledged"
 
 
-def test_a_batch_that_went_to_another_trainer_meanwhile_stops_nobody(caplog: pytest.LogCaptureFixture):
+def test_a_batch_that_went_to_another_trainer_meanwhile_stops_nobody(caplog):
     with (
         running_server(lease_timeout_s=3.0) as url,
         TrajectoryClient(url) as slow,
@@ -313,7 +313,7 @@ def test_a_batch_that_went_to_another_trainer_meanwhile_stops_nobody(caplog: pyt
         assert "redelivered to another trainer" in caplog.text
 
 
-def test_an_ended_run_fences_its_producers(clients: tuple[TrajectoryClient, TrajectoryClient]):
+def test_an_ended_run_fences_its_producers(clients):
     producer, trainer = clients
     started(trainer)
     producer.register_env("aws", group_size=2, max_token_length=64)
@@ -327,7 +327,7 @@ def test_an_ended_run_fences_its_producers(clients: tuple[TrajectoryClient, Traj
     assert trainer.info()["batch_size"] == 4 and trainer.run_names() == {"group": "", "project": ""}
 
 
-def test_nobody_registered(clients: tuple[TrajectoryClient, TrajectoryClient]):
+def test_nobody_registered(clients):
     with pytest.raises(NotRegistered, match="Trainer not registered"):
         clients[1].pull(60)
 
@@ -343,7 +343,7 @@ def test_a_token_is_needed_and_named_in_no_error():
             assert client.push(group()).groups == 1
 
 
-def test_a_refusal_says_what_is_wrong(clients: tuple[TrajectoryClient, TrajectoryClient]):
+def test_a_refusal_says_what_is_wrong(clients):
     with pytest.raises(Refused, match=r"422: body\.batch_size: Input should be a valid integer"):
         clients[1].register(**(TRAINER | {"batch_size": "many"}))
     with pytest.raises(Refused, match="used for another request"):
@@ -351,7 +351,7 @@ def test_a_refusal_says_what_is_wrong(clients: tuple[TrajectoryClient, Trajector
         clients[0].push(group(2), idempotency_key="k")
 
 
-def test_no_server_and_the_wrong_server(tmp_path: Any):
+def test_no_server_and_the_wrong_server(tmp_path):
     with TrajectoryClient("http://127.0.0.1:9", retry_for_s=0.3) as client:
         with pytest.raises(Unreachable, match=r"http://127\.0\.0\.1:9: POST /scored_data: ConnectError"):
             client.push(group())
@@ -366,7 +366,7 @@ def test_no_server_and_the_wrong_server(tmp_path: Any):
 # ---- when connections break
 
 
-def test_a_push_whose_answer_was_lost_counts_once(clients: tuple[TrajectoryClient, TrajectoryClient], url: str):
+def test_a_push_whose_answer_was_lost_counts_once(clients, url):
     with cutting_relay(url) as relay, TrajectoryClient(relay.url, retry_for_s=60) as producer:
         relay.cut_answers(0, 20)
         receipt = producer.push_many([group(2), group(2)])
@@ -376,9 +376,7 @@ def test_a_push_whose_answer_was_lost_counts_once(clients: tuple[TrajectoryClien
 
 
 @pytest.mark.parametrize("explicit", [True, False])
-def test_a_batch_that_broke_off_comes_again(
-    clients: tuple[TrajectoryClient, TrajectoryClient], url: str, explicit: bool
-):
+def test_a_batch_that_broke_off_comes_again(clients, url, explicit):
     """The server sent all of it and would take the next pull of the same trainer for its acknowledgement."""
     producer, _ = clients
     with cutting_relay(url) as relay, TrajectoryClient(relay.url, retry_for_s=60, explicit_acks=explicit) as trainer:
@@ -444,7 +442,7 @@ def test_the_async_client_is_the_same():
     assert inspect.signature(AsyncTrajectoryClient.pull) == inspect.signature(TrajectoryClient.pull)
 
 
-def test_threads_and_children_of_one_blocking_client(api: httpx.Client, url: str, monkeypatch):
+def test_threads_and_children_of_one_blocking_client(api, url, monkeypatch):
     with TrajectoryClient(url) as client:
         with ThreadPoolExecutor(4) as threads:
             receipts = list(threads.map(lambda seed: client.push(group(1, seed=seed)), range(8)))
@@ -456,13 +454,13 @@ def test_threads_and_children_of_one_blocking_client(api: httpx.Client, url: str
         client.status()
 
 
-async def test_a_blocking_client_works_where_a_loop_runs(api: httpx.Client, url: str):
+async def test_a_blocking_client_works_where_a_loop_runs(api, url):
     """As in the cell of a notebook."""
     with TrajectoryClient(url) as client:
         assert client.status() == {"current_step": 0, "queue_size": 0}
 
 
-async def test_coroutines_share_one_client(api: httpx.Client, url: str):
+async def test_coroutines_share_one_client(api, url):
     async with AsyncTrajectoryClient(url) as client:
         await client.register(**TRAINER)
         with pytest.raises(NoBatchYet):

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import shutil
 from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
 
@@ -19,7 +18,7 @@ needs_redis = pytest.mark.skipif(shutil.which("redis-server") is None, reason="r
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("store", ["sqlite", pytest.param("redis", marks=needs_redis)])
-def test_the_books_balance(tmp_path: Path, store: str):
+def test_the_books_balance(tmp_path, store):
     with ExitStack() as stack:
         servers, _ = start_servers(store, tmp_path, stack)
         ledger = asyncio.run(run(servers, pushes=120, producers=8, trainers=2, duration_s=3, kill_every_s=1.0, seed=5))
@@ -30,7 +29,7 @@ def test_the_books_balance(tmp_path: Path, store: str):
 
 
 @pytest.mark.nightly
-def test_a_store_that_fails_at_random_loses_nothing(tmp_path: Path):
+def test_a_store_that_fails_at_random_loses_nothing(tmp_path):
     """The long run kills the server between the failures, too."""
     with ExitStack() as stack:
         servers, _ = start_servers("sqlite", tmp_path, stack, fault_rate=0.04)
@@ -43,7 +42,7 @@ def test_a_store_that_fails_at_random_loses_nothing(tmp_path: Path):
 
 @pytest.mark.nightly
 @needs_redis
-def test_a_redis_that_comes_back_empty_is_told_and_ends_the_epoch(tmp_path: Path):
+def test_a_redis_that_comes_back_empty_is_told_and_ends_the_epoch(tmp_path):
     """What was acknowledged since is delivered."""
     with ExitStack() as stack:
         servers, redis = start_servers("redis", tmp_path, stack, forgetful=True)

@@ -5,6 +5,7 @@ Source: docs/reference/trajectory.md 5.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import socket
@@ -19,6 +20,7 @@ from typing import Any
 import httpx
 import pytest
 
+from realhf.trajectory.client import AsyncTrajectoryClient, LeaseLost, NoBatchYet
 from tests.trajectory.conftest import REGISTRATION
 from tests.trajectory.crash_ledger import ServerProcess
 from tests.trajectory.groups import group
@@ -59,7 +61,7 @@ def kill_and_start(server: ServerProcess) -> None:
 
 
 @pytest.mark.nightly
-def test_killed_in_the_middle_of_a_response(server: ServerProcess):
+def test_killed_in_the_middle_of_a_response(server):
     pushed(server, 0, 2, tokens=150_000)
     pushed(server, 2, 2)
     with socket.create_connection(("127.0.0.1", server.port)) as connection:
@@ -73,7 +75,7 @@ def test_killed_in_the_middle_of_a_response(server: ServerProcess):
 
 
 @pytest.mark.nightly
-def test_killed_when_it_knows_that_a_batch_was_sent(server: ServerProcess):
+def test_killed_when_it_knows_that_a_batch_was_sent(server):
     pushed(server, 0, 4)
     assert pull(server) == (0, [0, 1])
     deadline = time.monotonic() + 60
@@ -106,7 +108,7 @@ class Asked:
 
 
 @pytest.mark.nightly
-def test_killed_around_a_batch_and_a_push(server: ServerProcess):
+def test_killed_around_a_batch_and_a_push(server):
     """A batch that arrived is never given to another trainer and never again after the next pull; one that did not
     arrive comes again; a list of groups is there whole or not at all."""
     rng = random.Random(3)
@@ -151,7 +153,7 @@ def _receive(received: dict[int, list[int]], step: int, ids: list[int]) -> None:
     assert received.setdefault(step, ids) == ids, f"step {step} has two contents"
 
 
-def test_killed_during_an_acknowledgement(server: ServerProcess):
+def test_killed_during_an_acknowledgement(server):
     rng = random.Random(4)
     pushed(server, 0, 8)
     for step in range(4):
@@ -171,3 +173,45 @@ def test_killed_during_an_acknowledgement(server: ServerProcess):
         assert httpx.post(server.url + "/batch/ack", content=body).status_code == 200, "once more does no harm"
     assert pull(server) == (-1, [])
     assert httpx.get(server.url + "/status").json() == {"current_step": 4, "queue_size": 0}
+
+
+CLIENT_GROUPS = 48
+
+
+async def drain(client: AsyncTrajectoryClient, got: list[int]) -> None:
+    """Pull and acknowledge until all have come; a batch counts when its acknowledgement does."""
+    while len(got) < CLIENT_GROUPS:
+        batch = await client.pull(60)
+        await asyncio.sleep(0.02)
+        try:
+            await client.ack(batch.lease_id)
+        except LeaseLost:
+            continue
+        got += [item["group_overrides"]["number"] for item in batch.groups]
+
+
+async def test_our_clients_lose_and_double_nothing(server):
+    """Every push counts once, every batch ends once."""
+    options: dict[str, Any] = {"retry_for_s": 60.0}
+    numbers, got = iter(range(CLIENT_GROUPS)), []
+    async with AsyncTrajectoryClient(server.url, **options, explicit_acks=True, trainer_id="me") as trainer:
+        await trainer.register(batch_size=4, max_token_len=64, num_steps=99)
+        with pytest.raises(NoBatchYet):
+            await trainer.pull(0)
+
+        async def produce(name: str) -> None:
+            async with AsyncTrajectoryClient(server.url, **options) as client:
+                await client.register_env(name, group_size=2, max_token_length=64, wait_s=60)
+                for number in numbers:
+                    await client.push(group(2, 50, seed=number) | {"group_overrides": {"number": number}})
+                    await asyncio.sleep(0.05)
+
+        work = [asyncio.create_task(produce(f"env{index}")) for index in range(4)]
+        work.append(asyncio.create_task(drain(trainer, got)))
+        for _ in range(2):
+            await asyncio.sleep(0.3)
+            await asyncio.to_thread(server.kill_and_start)
+        await asyncio.wait_for(asyncio.gather(*work), 300)
+        assert sorted(got) == list(range(CLIENT_GROUPS))
+        status = await trainer.status()
+        assert status == {"current_step": CLIENT_GROUPS // 2, "queue_size": 0} and await trainer.leases() == []

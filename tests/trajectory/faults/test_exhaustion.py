@@ -72,7 +72,7 @@ def numbers(answer: httpx.Response) -> list[int]:
 
 @pytest.mark.nightly
 @pytest.mark.slow
-def test_a_server_without_descriptors_loses_nothing_that_it_acknowledged(tmp_path: Path):
+def test_a_server_without_descriptors_loses_nothing_that_it_acknowledged(tmp_path):
     """It used to take a file that it could not open for one that was lost: one pull walked through the queue, put what
     fitted into quarantine and deleted the rest."""
     with serving(tmp_path) as (_, url), httpx.Client(base_url=url) as api:
@@ -101,7 +101,7 @@ def test_a_server_without_descriptors_loses_nothing_that_it_acknowledged(tmp_pat
 @pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.skipif(NO_MOUNT != 0, reason="no mount of one's own here")
-def test_a_full_disk_can_be_drained_also_after_a_kill(tmp_path: Path):
+def test_a_full_disk_can_be_drained_also_after_a_kill(tmp_path):
     """Pushes are refused while there is room for the way out. When somebody else takes that room, too, the batches
     still go out and are acknowledged, and a server that was killed starts again."""
     before = ("unshare", "-rm", "sh", "-c", ON_A_SMALL_DISK, str(tmp_path))

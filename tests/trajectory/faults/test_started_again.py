@@ -5,8 +5,6 @@ Source: docs/reference/trajectory.md 2.3, 3.2.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import httpx
 import pytest
 
@@ -27,7 +25,7 @@ def push(url: str, env_id: int, numbers: range) -> None:
         assert ask(url, "POST", "/scored_data", group(4, env_id=env_id, group_overrides={"name": str(number)}))
 
 
-def test_a_stock_trainer_goes_on_where_it_was_and_environments_notice_nothing(tmp_path: Path):
+def test_a_stock_trainer_goes_on_where_it_was_and_environments_notice_nothing(tmp_path):
     """Also where the server was started again in between. The batch that the trainer held when it died comes again:
     its first pull used to acknowledge it."""
     with running_server(store=f"sqlite:{tmp_path}") as url:

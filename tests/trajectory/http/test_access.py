@@ -61,7 +61,7 @@ def test_one_token_for_both_and_guarded_resets():
 
 
 @pytest.mark.parametrize(("policy", "status"), [("open", 200), ("off", 403), ("token", 403)])
-def test_reset_policies_without_tokens(policy: str, status: int):
+def test_reset_policies_without_tokens(policy, status):
     with running_server(reset_policy=policy, token="s") as url, httpx.Client(base_url=url, headers=bearer("s")) as api:
         assert api.get("/reset_data").status_code == status
 
@@ -78,12 +78,12 @@ def test_other_than_loopback_needs_a_token_or_insecure():
     ("port", 70000), ("gzip_level", 9), ("delivery", "x"), ("reset_policy", "x"), ("lease_timeout_s", 0.0),
     ("max_body_bytes", 3), ("max_bodies_bytes", 5000),
 ])  # fmt: skip
-def test_settings_out_of_range_are_named(name: str, value: object):
+def test_settings_out_of_range_are_named(name, value):
     with pytest.raises(ConfigError, match=name.replace("_", "[-_]")):
         TrajectoryConfig(**{name: value})
 
 
-def test_tokens_come_from_files(tmp_path: Path):
+def test_tokens_come_from_files(tmp_path):
     """A flag is seen by everybody who lists processes."""
     for name in ("producer", "admin"):
         (tmp_path / name).write_text(f"{name}-secret\n")
@@ -99,7 +99,7 @@ def test_tokens_come_from_files(tmp_path: Path):
         assert api.get("/status").status_code == 401
 
 
-def test_token_files_that_hold_no_token(tmp_path: Path):
+def test_token_files_that_hold_no_token(tmp_path):
     for name, text in (("empty", " \n"), ("two", "a\nb\n")):
         (tmp_path / name).write_text(text)
         with pytest.raises(ConfigError, match="one line"):
@@ -140,7 +140,7 @@ def test_the_strict_switch_takes_names_of_rows(flags, rows, reregister, heartbea
     assert resolve(None, config.to_environment()) == config
 
 
-def test_the_command_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_the_command_says_what_is_wrong(tmp_path, capsys):
     """In a line, without a traceback."""
     (tmp_path / "file").touch()
     for flags, said in (
@@ -162,7 +162,7 @@ def test_the_command_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFi
     assert "REALHF_TRAJ_STRICT" in text
 
 
-def test_the_queue_is_kept_where_programs_of_a_user_keep_theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_queue_is_kept_where_programs_of_a_user_keep_theirs(tmp_path, monkeypatch):
     """Not in whatever folder the server was started in."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     assert TrajectoryConfig().store == f"sqlite:{tmp_path}/realhf/trajectory"
@@ -210,7 +210,7 @@ def test_strict_mode_over_http():
         assert api.post("/scored_data", content='{"tokens":[[1]],"masks":[[1]],"scores":[NaN]}').status_code == 422
 
 
-def test_metrics_parse_and_reconcile(api: httpx.Client):
+def test_metrics_parse_and_reconcile(api):
     def read() -> dict[str, float]:
         families = text_string_to_metric_families(api.get("/metrics").text)
         samples = [sample for family in families for sample in family.samples]
@@ -238,7 +238,7 @@ def test_metrics_parse_and_reconcile(api: httpx.Client):
     assert after["trajectory_resident_bytes[]"] > 1e7
 
 
-def test_the_status_page_shows_the_latest_example_as_text(tmp_path: Path):
+def test_the_status_page_shows_the_latest_example_as_text(tmp_path):
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     words = {"[UNK]": 0, "hello": 1, "cloud": 2}
@@ -257,7 +257,7 @@ def test_the_status_page_shows_the_latest_example_as_text(tmp_path: Path):
     assert data["queue_size"] == 1
 
 
-def test_a_server_for_development_is_started_anew_at_changes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_server_for_development_is_started_anew_at_changes(monkeypatch, tmp_path):
     """uvicorn starts it in processes of its own, which read the settings from variables."""
     started: list[tuple[str, dict[str, object]]] = []
     monkeypatch.setattr("uvicorn.run", lambda app, **more: started.append((app, more)))

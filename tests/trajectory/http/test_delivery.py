@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -34,7 +33,7 @@ def ids(answer: httpx.Response) -> list[int]:
     return [item["group_overrides"]["id"] for item in answer.json()["batch"]]
 
 
-def test_acks_renewals_and_returns(api: httpx.Client):
+def test_acks_renewals_and_returns(api):
     start(api)
     pushed(api, 6)
     headers = {"X-Trainer-Id": "a", "X-Ack-Mode": "explicit"}
@@ -54,7 +53,7 @@ def test_acks_renewals_and_returns(api: httpx.Client):
 
 
 @pytest.mark.nightly
-def test_a_client_that_leaves_in_the_middle_loses_nothing(url: str, api: httpx.Client):
+def test_a_client_that_leaves_in_the_middle_loses_nothing(url, api):
     start(api, batch_size=4)
     large = group(4, 400_000)
     assert api.post("/scored_data", content=encoded(large)).status_code == 200
@@ -72,7 +71,7 @@ def test_a_client_that_leaves_in_the_middle_loses_nothing(url: str, api: httpx.C
 
 
 @pytest.mark.nightly
-def test_a_slow_reader_gets_everything(url: str, api: httpx.Client):
+def test_a_slow_reader_gets_everything(url, api):
     start(api, batch_size=4)
     assert api.post("/scored_data", content=encoded(group(4, 300_000))).status_code == 200
     with httpx.stream("GET", url + "/batch", headers={"Accept-Encoding": "identity"}, timeout=300) as answer:
@@ -85,7 +84,7 @@ def test_a_slow_reader_gets_everything(url: str, api: httpx.Client):
     assert len(json.loads(b"".join(parts))["batch"][0]["tokens"][3]) == 300_000
 
 
-def test_two_anonymous_pullers_never_share_a_batch(url: str, api: httpx.Client):
+def test_two_anonymous_pullers_never_share_a_batch(url, api):
     start(api)
     pushed(api, 40)
     got: list[int] = []
@@ -103,7 +102,7 @@ def test_two_anonymous_pullers_never_share_a_batch(url: str, api: httpx.Client):
     assert sorted(got) == list(range(40))
 
 
-def test_keys_make_pushes_and_registrations_safe_to_repeat(url: str, api: httpx.Client):
+def test_keys_make_pushes_and_registrations_safe_to_repeat(url, api):
     key = {"Idempotency-Key": "r1"}
     first = api.post("/register", json=REGISTRATION, headers=key)
     api.get("/batch")
@@ -132,7 +131,7 @@ def test_keys_make_pushes_and_registrations_safe_to_repeat(url: str, api: httpx.
     assert api.post("/scored_data", json=group(4), headers={"Idempotency-Key": "x" * 129}).status_code == 422
 
 
-def test_the_answer_to_wait_is_not_repeated_for_a_key(api: httpx.Client):
+def test_the_answer_to_wait_is_not_repeated_for_a_key(api):
     """An environment that asks again under one key takes part as soon as the trainer has asked, and then once."""
     key = {"Idempotency-Key": "this environment"}
     for _ in range(2):
@@ -145,7 +144,7 @@ def test_the_answer_to_wait_is_not_repeated_for_a_key(api: httpx.Client):
     assert answers[1].headers["idempotency-replayed"] == "true"
 
 
-def test_a_client_of_an_older_run_is_fenced(api: httpx.Client):
+def test_a_client_of_an_older_run_is_fenced(api):
     start(api)
     env = register_env(api)
     old = {"X-Epoch": api.get("/status").headers["x-epoch"]}
@@ -176,7 +175,7 @@ def test_full_is_503_never_429_and_passes():
         assert api.post("/scored_data", json=group(4)).status_code == 200
 
 
-def test_versions_and_staleness(api: httpx.Client):
+def test_versions_and_staleness(api):
     start(api, max_staleness=1)
     api.post("/scored_data", json=group(4, policy_version=0, group_overrides={"id": 0}))
     api.post("/scored_data", json=group(4, group_overrides={"id": 1}), headers={"X-Policy-Version": "4"})
@@ -190,7 +189,7 @@ def test_versions_and_staleness(api: httpx.Client):
     assert api.delete("/quarantine").json()["deleted"] == 1
 
 
-def test_the_binary_wire_both_ways(api: httpx.Client):
+def test_the_binary_wire_both_ways(api):
     start(api, batch_size=12)
     plain = group(4, 600, group_overrides={"id": 7})
     assert api.post("/scored_data", content=binary(plain), headers=MSGPACK).json() == {"status": "received"}
@@ -207,7 +206,7 @@ def test_the_binary_wire_both_ways(api: httpx.Client):
     assert msgspec.msgpack.decode(latest.content)["tokens"]["dtype"] == "i4"
 
 
-def test_everything_survives_a_restart(tmp_path: Path):
+def test_everything_survives_a_restart(tmp_path):
     store = f"sqlite:{tmp_path}"
     with running_server(store=store) as url, httpx.Client(base_url=url) as api:
         start(api)
@@ -236,7 +235,7 @@ def test_everything_survives_a_restart(tmp_path: Path):
         assert api.get("/latest_example").json()["group_overrides"] == {"id": 5}
 
 
-def test_a_damaged_payload_goes_to_quarantine_and_the_others_are_served(tmp_path: Path):
+def test_a_damaged_payload_goes_to_quarantine_and_the_others_are_served(tmp_path):
     with running_server(store=f"sqlite:{tmp_path}") as url, httpx.Client(base_url=url) as api:
         start(api)
         pushed(api, 3)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 import socket
-from typing import Any
 
 import httpx
 import pytest
@@ -17,7 +16,7 @@ STOCK_KEYS = "tokens masks scores advantages ref_logprobs inference_logprobs gen
 EMPTY_EXAMPLE = {name: [] for name in STOCK_KEYS.split()}
 
 
-def test_before_a_trainer_registers(api: httpx.Client):
+def test_before_a_trainer_registers(api):
     assert api.get("/").json() == {"message": "AtroposLib API"}
     assert api.get("/wandb_info").json() == {"group": None, "project": None}
     assert api.get("/info").json() == {"batch_size": -1, "max_token_len": -1}
@@ -37,7 +36,7 @@ def test_before_a_trainer_registers(api: httpx.Client):
     assert reset.headers["content-type"].startswith("text/plain")
 
 
-def test_registration(api: httpx.Client):
+def test_registration(api):
     answer = api.post("/register", json=REGISTRATION)
     body = json.loads(answer.text)
     assert list(body) == ["uuid"]
@@ -61,7 +60,7 @@ def test_registration(api: httpx.Client):
     assert api.post("/disconnect-env", json={"env_id": -1}).json()["status"] == "failure"
 
 
-def test_half_a_surrogate_pair_has_no_place_in_a_registration(api: httpx.Client):
+def test_half_a_surrogate_pair_has_no_place_in_a_registration(api):
     half = json.dumps("half \ud800")
     for path, field, values in (("/register", "wandb_group", REGISTRATION), ("/register-env", "desired_name", ENV)):
         answer = api.post(path, content=json.dumps(values | {field: "@@"}).replace('"@@"', half))
@@ -74,18 +73,18 @@ def test_half_a_surrogate_pair_has_no_place_in_a_registration(api: httpx.Client)
     ("POST", "/batch", 405, {"detail": "Method Not Allowed"}),
     ("PUT", "/scored_data", 405, {"detail": "Method Not Allowed"}),
 ])  # fmt: skip
-def test_unknown_paths_and_methods(api: httpx.Client, method: str, path: str, status: int, body: dict[str, Any]):
+def test_unknown_paths_and_methods(api, method, path, status, body):
     answer = api.request(method, path)
     assert (answer.status_code, answer.json()) == (status, body)
 
 
-def test_a_trailing_slash_is_redirected(api: httpx.Client):
+def test_a_trailing_slash_is_redirected(api):
     answer = api.get("/status/")
     assert answer.status_code == 307
     assert answer.headers["location"].endswith("/status")
 
 
-def test_docs_list_every_endpoint(api: httpx.Client):
+def test_docs_list_every_endpoint(api):
     assert api.get("/docs").status_code == 200
     paths = api.get("/openapi.json").json()["paths"]
     stock = "register wandb_info info status register-env disconnect-env status-env scored_data scored_data_list batch"
@@ -94,7 +93,7 @@ def test_docs_list_every_endpoint(api: httpx.Client):
     assert "tokens" in json.dumps(paths["/scored_data"])
 
 
-def test_lax_types_and_missing_fields(api: httpx.Client):
+def test_lax_types_and_missing_fields(api):
     lax = REGISTRATION | {"batch_size": "8", "max_token_len": 64.0, "num_steps": True, "unknown": [1]}
     assert api.post("/register", content=json.dumps(lax)).status_code == 200, "no Content-Type"
     assert api.get("/info").json() == {"batch_size": 8, "max_token_len": 64}
@@ -117,13 +116,13 @@ def test_lax_types_and_missing_fields(api: httpx.Client):
     "/register", "/register-env", "/disconnect-env", "/status-env", "/scored_data", "/scored_data_list",
     "/batch/ack", "/policy_version", "/quarantine/requeue",
 ])  # fmt: skip
-def test_nonsense_is_4xx_everywhere(api: httpx.Client, path: str, body: bytes):
+def test_nonsense_is_4xx_everywhere(api, path, body):
     answer = api.post(path, content=body)
     assert answer.status_code in (400, 422) or (path, body) == ("/scored_data_list", b"[]")
     assert api.get("/status").json() == {"current_step": 0, "queue_size": 0}
 
 
-def test_status_env_in_its_three_forms(api: httpx.Client):
+def test_status_env_in_its_three_forms(api):
     start(api, batch_size=64)
     first, second = register_env(api, 2), register_env(api, 4)
     for env, size, count in ((first, 2, 2), (second, 4, 3)):
@@ -146,7 +145,7 @@ def test_status_env_in_its_three_forms(api: httpx.Client):
     assert api.get("/status-env", params={"env_id": "x"}).status_code == 422
 
 
-def test_a_group_travels_unchanged(api: httpx.Client):
+def test_a_group_travels_unchanged(api):
     start(api, batch_size=3)
     assert api.post("/scored_data", json=EVERYTHING).json() == {"status": "received"}
     assert api.get("/latest_example").json() == EVERYTHING
@@ -162,7 +161,7 @@ def test_a_group_travels_unchanged(api: httpx.Client):
 
 @pytest.mark.parametrize("encoding", ["gzip", "x-gzip"])
 @pytest.mark.parametrize("tokens", [2, 400])
-def test_gzip_in_and_out(api: httpx.Client, encoding: str, tokens: int):
+def test_gzip_in_and_out(api, encoding, tokens):
     start(api, batch_size=2)
     plain = group(2, tokens)
     sent = api.post("/scored_data", content=gzip.compress(encoded(plain)), headers={"Content-Encoding": encoding})
@@ -190,7 +189,7 @@ def test_damaged_and_oversized_bodies():
         assert api.get("/status").json() == {"current_step": 0, "queue_size": 0}
 
 
-def test_a_bad_item_stores_nothing_of_a_list(api: httpx.Client):
+def test_a_bad_item_stores_nothing_of_a_list(api):
     start(api)
     answer = api.post("/scored_data_list", json=[group(), {"tokens": 1}])
     assert answer.status_code == 422
@@ -202,7 +201,7 @@ def test_a_bad_item_stores_nothing_of_a_list(api: httpx.Client):
     }
 
 
-def test_cors_allows_any_origin_with_credentials(api: httpx.Client):
+def test_cors_allows_any_origin_with_credentials(api):
     headers = {"Origin": "http://somewhere", "Access-Control-Request-Method": "POST"}
     preflight = api.options("/scored_data", headers=headers)
     assert preflight.headers["access-control-allow-origin"] == "http://somewhere"
@@ -210,7 +209,7 @@ def test_cors_allows_any_origin_with_credentials(api: httpx.Client):
     assert api.get("/status", headers=headers).headers["access-control-allow-origin"] in ("*", "http://somewhere")
 
 
-def test_half_a_request_does_no_harm(url: str, api: httpx.Client):
+def test_half_a_request_does_no_harm(url, api):
     host, port = url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as connection:
         connection.sendall(b"POST /scored_data HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{")
@@ -218,7 +217,7 @@ def test_half_a_request_does_no_harm(url: str, api: httpx.Client):
 
 
 @pytest.mark.parametrize("batch_size", [0, -5])
-def test_a_batch_size_that_makes_no_sense(api: httpx.Client, batch_size: int):
+def test_a_batch_size_that_makes_no_sense(api, batch_size):
     start(api, batch_size=batch_size)
     env = register_env(api, 0, weight=-1.0, min_batch_allocation=7.0)
     assert api.post("/scored_data", json=group(1, env_id=env)).status_code == 200

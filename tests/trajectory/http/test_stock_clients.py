@@ -14,7 +14,6 @@ import threading
 import time
 from collections import Counter
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -118,7 +117,7 @@ def train(url: str, steps: int) -> list[list[dict[str, Any]]]:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("strict", ["", "all"])
-def test_a_hundred_steps_of_stock_clients(tmp_path: Path, strict: bool):
+def test_a_hundred_steps_of_stock_clients(tmp_path, strict):
     with running_server(store=f"sqlite:{tmp_path}", strict=strict) as url:
         stop = threading.Event()
         environments = [StockEnvironment(url, number, size, stop) for number, size in enumerate((2, 4, 4))]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import socket
-from pathlib import Path
 
 import httpx
 import pytest
@@ -20,7 +19,7 @@ from tests.trajectory.groups import encoded, group
 pytestmark = pytest.mark.slow
 
 
-async def test_clients_with_the_certificate_push_and_pull(tmp_path: Path) -> None:
+async def test_clients_with_the_certificate_push_and_pull(tmp_path):
     cert, key = self_signed(tmp_path)
     with running_server(token="sesame", tls_cert=cert, tls_key=key) as url:
         assert url.startswith("https://")
@@ -41,7 +40,7 @@ async def test_clients_with_the_certificate_push_and_pull(tmp_path: Path) -> Non
 
 
 @pytest.mark.nightly
-def test_a_batch_that_waits_to_be_encrypted_or_sent_was_not_sent(tmp_path: Path) -> None:
+def test_a_batch_that_waits_to_be_encrypted_or_sent_was_not_sent(tmp_path):
     """As without TLS, a client that leaves in the middle loses nothing."""
     cert, key = self_signed(tmp_path)
     large = group(4, 200_000)
@@ -60,7 +59,7 @@ def test_a_batch_that_waits_to_be_encrypted_or_sent_was_not_sent(tmp_path: Path)
         wait_until(lambda: [lease["state"] for lease in api.get("/leases").json()["leases"]] == ["sent"])
 
 
-def test_a_server_that_others_may_overhear_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_server_that_others_may_overhear_says_so(tmp_path, caplog):
     """It is served all the same, as networks of one's own are."""
     cert, key = self_signed(tmp_path)
     uvicorn_config(TrajectoryConfig(host="0.0.0.0", token="t", tls_cert=cert, tls_key=key), None)

@@ -40,7 +40,7 @@ CHANGING: list[tuple[str, str, Any]] = [
 
 
 @pytest.mark.parametrize("headers", FOREIGN, ids=str)
-def test_a_page_of_elsewhere_changes_nothing(api: httpx.Client, headers: dict[str, str]):
+def test_a_page_of_elsewhere_changes_nothing(api, headers):
     start(api)
     api.post("/scored_data", json=group(4))
     before = api.get("/status")
@@ -53,7 +53,7 @@ def test_a_page_of_elsewhere_changes_nothing(api: httpx.Client, headers: dict[st
     assert api.get("/info").json()["batch_size"] == 8
 
 
-def test_the_servers_own_pages_and_programs_may_do_everything(url: str, api: httpx.Client):
+def test_the_servers_own_pages_and_programs_may_do_everything(url, api):
     own = [
         {"Sec-Fetch-Site": "same-origin", "User-Agent": CHROME}, {"Sec-Fetch-Site": "none", "User-Agent": CHROME},
         {"Origin": url, "User-Agent": CHROME}, {"Referer": url + "/docs", "User-Agent": CHROME},
@@ -65,7 +65,7 @@ def test_the_servers_own_pages_and_programs_may_do_everything(url: str, api: htt
         assert api.get("/reset_data", headers=headers).status_code == 200, headers
 
 
-def test_numbers_stay_open_to_any_origin_and_examples_do_not(api: httpx.Client):
+def test_numbers_stay_open_to_any_origin_and_examples_do_not(api):
     elsewhere = {"Origin": "http://somewhere", "Sec-Fetch-Site": "cross-site"}
     for path in ("/", "/status", "/info", "/metrics", "/docs", "/openapi.json", "/ui"):
         answer = api.get(path, headers=elsewhere)
@@ -132,7 +132,7 @@ def plain_uvicorn() -> Iterator[Any]:
         yield run
 
 
-def test_the_app_itself_serves_no_other_machine_without_a_token(plain_uvicorn: Any):
+def test_the_app_itself_serves_no_other_machine_without_a_token(plain_uvicorn):
     """However it is started: a connection to another address of this machine than loopback is one from outside."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
@@ -151,7 +151,7 @@ def test_the_app_itself_serves_no_other_machine_without_a_token(plain_uvicorn: A
     assert httpx.get(f"http://{outside}:{plain_uvicorn('0.0.0.0', insecure=True)}/status").status_code == 200
 
 
-def test_a_plain_uvicorn_hands_out_batches(plain_uvicorn: Any):
+def test_a_plain_uvicorn_hands_out_batches(plain_uvicorn):
     with httpx.Client(base_url=f"http://127.0.0.1:{plain_uvicorn('127.0.0.1')}") as api:
         start(api)
         api.post("/scored_data_list", json=[group(4), group(4)])

@@ -65,9 +65,7 @@ allocations = st.sampled_from([None, 0.0, 0.1, 0.25, 0.5, 0.9])
 @pytest.mark.slow
 @settings(max_examples=400, deadline=None)
 @given(queue=queues, batch_size=batch_sizes, minimums=st.tuples(allocations, allocations), strict=st.booleans())
-def test_a_batch_sums_exactly_and_nothing_is_lost_or_reordered(
-    queue: list[tuple[int, int | None]], batch_size: int, minimums: tuple[float | None, float | None], strict: bool
-):
+def test_a_batch_sums_exactly_and_nothing_is_lost_or_reordered(queue, batch_size, minimums, strict):
     groups = numbered([group(size, env_id) for size, env_id in queue])
     envs = [env(0, 1.0, minimums[0]), env(1, 3.0, minimums[1]), env(2)]
     batch, rest, reason = select_batch(groups, batch_size, envs, strict=strict)
@@ -108,7 +106,7 @@ def packable(queue: list[tuple[int, int | None]], batch_size: int) -> bool:
 @pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(queue=queues, batch_size=batch_sizes)
-def test_there_is_a_batch_exactly_when_packs_suffice(queue: list[tuple[int, int | None]], batch_size: int):
+def test_there_is_a_batch_exactly_when_packs_suffice(queue, batch_size):
     batch, _, _ = select_batch([group(size, env_id) for size, env_id in queue], batch_size)
     assert (batch is not None) == packable(queue, batch_size)
 
@@ -134,7 +132,7 @@ def original_rule(queue: list[int], batch_size: int) -> list[int] | None:
 @pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(queue=st.lists(st.sampled_from([1, 2, 3, 4, 6, 8]), max_size=30), batch_size=st.sampled_from([8, 12, 16, 24]))
-def test_strict_is_the_originals_rule(queue: list[int], batch_size: int):
+def test_strict_is_the_originals_rule(queue, batch_size):
     batch, _, _ = select_batch(
         numbered([group(size, index % 3) for index, size in enumerate(queue)]), batch_size, strict=True
     )
@@ -145,7 +143,7 @@ def test_strict_is_the_originals_rule(queue: list[int], batch_size: int):
 @pytest.mark.parametrize("queue", [
     [16, 4, 4], [3, 4, 4], [3, 3, 4, 4, 3], [4, 4, 8, 2], [8, 1, 4, 4], [4, 2, 4, 2, 2], [5, 4, 7, 4],
 ])  # fmt: skip
-def test_odd_neighbours_do_not_block(queue: list[int]):
+def test_odd_neighbours_do_not_block(queue):
     batch, _, _ = select_batch([group(size) for size in queue], 8)
     assert sum(sizes(batch)) == 8
 
@@ -213,7 +211,7 @@ def exhaustive(groups: list[dict[str, Any]], batch_size: int, needs: dict[int, i
     queue=st.lists(st.tuples(st.sampled_from([1, 2, 3, 4, 6]), st.sampled_from([0, 1, 2])), max_size=14),
     minimum=st.sampled_from([0.25, 0.5, 0.75]),
 )
-def test_one_minimum_is_met_whenever_packs_allow_it(queue: list[tuple[int, int]], minimum: float):
+def test_one_minimum_is_met_whenever_packs_allow_it(queue, minimum):
     groups = [group(size, env_id) for size, env_id in queue]
     batch, _, _ = select_batch(groups, 12, [env(0, 1.0, minimum), env(1), env(2)])
     if exhaustive(groups, 12, {0: int(12 * minimum)}):
@@ -254,7 +252,7 @@ class CountingLane(Lane):
 
 
 @pytest.mark.parametrize("minimums", [[], [(0, 0.2), (1, 0.2)]])
-def test_selection_does_not_grow_with_the_queue(minimums: list[tuple[int, float]], monkeypatch: pytest.MonkeyPatch):
+def test_selection_does_not_grow_with_the_queue(minimums, monkeypatch):
     monkeypatch.setattr("realhf.trajectory.state.queue_index.Lane", CountingLane)
     seen = {}
     for length in (400, 40_000):
@@ -266,7 +264,7 @@ def test_selection_does_not_grow_with_the_queue(minimums: list[tuple[int, float]
     assert seen[40_000] <= seen[400] * 1.5 + 64
 
 
-def test_turns_grow_with_the_batch_and_not_with_its_square(monkeypatch: pytest.MonkeyPatch):
+def test_turns_grow_with_the_batch_and_not_with_its_square(monkeypatch):
     pushes = 0
 
     def counted(heap: list[Any], item: Any) -> None:
@@ -288,7 +286,7 @@ def test_turns_grow_with_the_batch_and_not_with_its_square(monkeypatch: pytest.M
 @pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 4), st.integers(0, 2)), max_size=30), st.data())
-def test_the_index_counts_what_is_there(units: list[tuple[int, int]], data: st.DataObject):
+def test_the_index_counts_what_is_there(units, data):
     index, kept, order = QueueIndex(), [], 0
     for size, env_id in units:
         if data.draw(st.booleans()) and kept:
@@ -320,14 +318,14 @@ def test_the_index_counts_what_is_there(units: list[tuple[int, int]], data: st.D
     ([4, 4], 8, [0, 1]), ([5, 3, 3, 4], 7, [2, 3]), ([3, 9, 3], 6, [0, 2]), ([2, 3, 5], 4, []), ([], 4, []),
     ([4], 0, []), ([1, 1, 1], 2, [0, 1]), ([6, 5, 5], 10, [1, 2]),
 ])  # fmt: skip
-def test_sets_of_the_mix_buffer(sizes_: list[int], target: int, expected: list[int]):
+def test_sets_of_the_mix_buffer(sizes_, target, expected):
     assert find_set(sizes_, target) == expected
 
 
 @pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.integers(1, 9), max_size=9), st.integers(1, 20))
-def test_a_set_is_found_exactly_when_there_is_one(sizes_: list[int], target: int):
+def test_a_set_is_found_exactly_when_there_is_one(sizes_, target):
     found = find_set(sizes_, target)
     exists = any(sum(some) == target for count in range(1, len(sizes_) + 1) for some in combinations(sizes_, count))
     assert bool(found) == exists

@@ -63,7 +63,7 @@ def disk_bytes(folder: Path) -> int:
 
 
 @pytest.mark.slow
-async def test_one_group_in_each_file_keeps_little_of_them(tmp_path: Path):
+async def test_one_group_in_each_file_keeps_little_of_them(tmp_path):
     """Queued, buffered, in quarantine, leased and the latest example: each is found where it was, also after a
     restart."""
     engine = await over(tmp_path)
@@ -99,7 +99,7 @@ async def test_one_group_in_each_file_keeps_little_of_them(tmp_path: Path):
 
 
 @pytest.mark.slow
-async def test_nothing_is_lost_or_reordered_while_room_is_given_back(tmp_path: Path):
+async def test_nothing_is_lost_or_reordered_while_room_is_given_back(tmp_path):
     """Pushes and pulls go on beside it, and bundles, stale groups and quarantine with them."""
     engine, rng = await over(tmp_path, max_staleness=3, stale_policy="last"), random.Random(5)
     order, done, freed = list[bytes](), asyncio.Event(), list[int]()
@@ -139,7 +139,7 @@ async def mostly_empty(folder: Path) -> Engine:
     return engine
 
 
-async def test_what_a_failed_round_acknowledged_is_not_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+async def test_what_a_failed_round_acknowledged_is_not_given_back(tmp_path, monkeypatch):
     engine = await mostly_empty(tmp_path)
 
     def failing(self: SqliteStore, changes: Changes) -> None:
@@ -157,9 +157,7 @@ async def test_what_a_failed_round_acknowledged_is_not_given_back(tmp_path: Path
     await engine.close()
 
 
-async def test_a_disk_without_holes_is_told_of_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
+async def test_a_disk_without_holes_is_told_of_once(tmp_path, monkeypatch, caplog):
     def unknown(*_: int) -> int:
         ctypes.set_errno(errno.EOPNOTSUPP)
         return -1

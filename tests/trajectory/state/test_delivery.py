@@ -125,7 +125,7 @@ def test_an_expired_explicit_batch_goes_to_anyone():
 
 
 @pytest.mark.parametrize("explicit", [False, True])
-def test_who_renews_a_batch_has_received_it(explicit: bool):
+def test_who_renews_a_batch_has_received_it(explicit):
     """Also where the server could not note that it was sent: the same trainer used to be given it again."""
     driver = started()
     driver.push(4, 4, 4, 4)

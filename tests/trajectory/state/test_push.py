@@ -87,7 +87,7 @@ def test_a_list_answers_for_all_of_it():
 @pytest.mark.parametrize(
     ("size", "reason"), [(0, "zero_sequences"), (16, "larger_than_batch"), (3, "size_does_not_divide_batch")]
 )
-def test_what_can_never_be_served_is_set_aside(size: int, reason: str):
+def test_what_can_never_be_served_is_set_aside(size, reason):
     driver = started()
     driver.push(8)
     assert driver.push(size) == ({"status": "received"}, {"X-Quarantined": reason})
@@ -201,7 +201,7 @@ def test_the_buffer_is_bounded():
 
 
 @pytest.mark.parametrize("bound", [{"max_queue_groups": 3}, {"max_queue_bytes": 35}])
-def test_full_is_503_whole_and_recovers_after_an_acknowledgement(bound: dict[str, int]):
+def test_full_is_503_whole_and_recovers_after_an_acknowledgement(bound):
     driver = started(**bound)
     driver.push(4, 4)
     with refused(503) as refusal:

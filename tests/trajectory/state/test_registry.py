@@ -163,7 +163,7 @@ def test_a_push_is_a_sign_of_life_and_polls_do_not_write_each_time():
 
 
 @pytest.mark.parametrize("weights", [(1, 2, 5), (1, 1, 1), (10, 1, 1)])
-def test_weights_hold_over_fifty_batches(weights: tuple[int, ...]):
+def test_weights_hold_over_fifty_batches(weights):
     driver = started(batch_size=8)
     envs = [driver.env(group_size=2, weight=float(weight)) for weight in weights]
     for _ in range(400):
@@ -179,7 +179,7 @@ def test_weights_hold_over_fifty_batches(weights: tuple[int, ...]):
 
 
 @pytest.mark.parametrize("late", [1, None])
-def test_who_returns_gets_no_burst(late: int | None):
+def test_who_returns_gets_no_burst(late):
     """An environment, or groups of nobody, after a pause."""
     driver = started(batch_size=2)
     steady, _ = driver.env(group_size=2), driver.env(group_size=2)

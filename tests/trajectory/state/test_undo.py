@@ -62,7 +62,7 @@ def play(driver: Driver, rng: random.Random, count: int) -> None:
 
 
 @pytest.mark.parametrize("policy", ["quarantine", "last"])
-def test_random_rounds_leave_nothing_behind(policy: str):
+def test_random_rounds_leave_nothing_behind(policy):
     for seed in range(25):
         rng = random.Random(seed)
         driver = Driver(max_staleness=3, stale_policy=policy, max_quarantine_groups=6, max_queue_groups=60)

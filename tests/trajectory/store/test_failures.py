@@ -73,7 +73,7 @@ class FailingStore(SqliteStore):
         return await super().reload()
 
 
-async def test_a_payload_that_was_given_up_leaves_its_neighbours_where_they_are(tmp_path: Path):
+async def test_a_payload_that_was_given_up_leaves_its_neighbours_where_they_are(tmp_path):
     store = await opening(SqliteStore(tmp_path))
     first, rejected, *later = [await store.stage([data_of(number)]) for number in range(4)]
     await store.unstage(rejected)
@@ -88,7 +88,7 @@ async def test_a_payload_that_was_given_up_leaves_its_neighbours_where_they_are(
 
 
 @pytest.mark.slow
-async def test_everything_acknowledged_can_be_read_after_failures_at_random(tmp_path: Path):
+async def test_everything_acknowledged_can_be_read_after_failures_at_random(tmp_path):
     """Pushes, some of them in lists, through an engine whose store fails at every third commit or so."""
     store, rng = FailingStore(tmp_path, segment_bytes=4000), random.Random(7)
     engine = await opened(store, registered=False)
@@ -123,7 +123,7 @@ async def test_everything_acknowledged_can_be_read_after_failures_at_random(tmp_
     await engine.close()
 
 
-async def test_an_error_after_the_transaction_does_not_free_what_it_kept(tmp_path: Path):
+async def test_an_error_after_the_transaction_does_not_free_what_it_kept(tmp_path):
     """Whether it was kept is looked up, so it is neither refused to its producer nor freed later."""
     store = await opening(FailingStore(tmp_path, segment_bytes=300))
     store.after = True
@@ -140,7 +140,7 @@ async def test_an_error_after_the_transaction_does_not_free_what_it_kept(tmp_pat
     await store.close()
 
 
-async def test_housekeeping_that_fails_is_no_failure_of_the_commit(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+async def test_housekeeping_that_fails_is_no_failure_of_the_commit(tmp_path, caplog):
     store = await opening(FailingStore(tmp_path))
     store.housekeeping = True
     await put(store, [1])
@@ -150,7 +150,7 @@ async def test_housekeeping_that_fails_is_no_failure_of_the_commit(tmp_path: Pat
     await store.close()
 
 
-async def test_a_command_that_fails_in_the_middle_leaves_nothing_behind(tmp_path: Path):
+async def test_a_command_that_fails_in_the_middle_leaves_nothing_behind(tmp_path):
     """The other commands of its round count; what it did before its fault does not."""
     engine = await opened(SqliteStore(tmp_path), registered=False)
 
@@ -210,7 +210,7 @@ async def test_closing_while_a_round_runs_and_a_command_waits():
         await engine.write(registry.set_policy_version, 3)
 
 
-async def test_a_store_that_hangs_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyPatch):
+async def test_a_store_that_hangs_does_not_hold_up_the_end(monkeypatch):
     monkeypatch.setattr(engine_module, "CLOSE_DEADLINE_S", 0.05)
     _, engine, tasks = await slow_engine()
     closing = asyncio.create_task(engine.close())
@@ -220,7 +220,7 @@ async def test_a_store_that_hangs_does_not_hold_up_the_end(monkeypatch: pytest.M
     assert all(isinstance(result, StoreFailure) for result in results), "everybody is told"
 
 
-async def test_a_read_that_waits_for_the_disk_holds_up_no_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+async def test_a_read_that_waits_for_the_disk_holds_up_no_commit(tmp_path, monkeypatch):
     """Commits are made on the event loop, so whatever they wait for everybody waits for."""
     store = await opening(SqliteStore(tmp_path))
     [first] = await put(store, [1])
@@ -250,7 +250,7 @@ async def refusing(folder: Path) -> tuple[FailingStore, Engine]:
     return store, engine
 
 
-async def test_a_failed_round_is_undone_without_reading_everything_anew(tmp_path: Path):
+async def test_a_failed_round_is_undone_without_reading_everything_anew(tmp_path):
     """Reading 100,000 groups anew used to stop the event loop for most of a second."""
     store, engine = await refusing(tmp_path)
     before = {table: dict(rows) for table, rows in engine.state.tables.items()}
@@ -271,7 +271,7 @@ async def test_a_failed_round_is_undone_without_reading_everything_anew(tmp_path
     await engine.close()
 
 
-async def test_no_view_shows_what_a_round_did_not_keep(tmp_path: Path):
+async def test_no_view_shows_what_a_round_did_not_keep(tmp_path):
     """Neither metrics nor the epoch in each answer's header tell of a round that may still fail."""
     store, engine = await refusing(tmp_path)
     metrics, epoch = Metrics(engine, BodyBudget(1 << 20)), engine.epoch
@@ -294,7 +294,7 @@ async def test_no_view_shows_what_a_round_did_not_keep(tmp_path: Path):
     await engine.close()
 
 
-async def test_that_a_batch_was_sent_is_recorded_as_soon_as_the_store_recovers(tmp_path: Path):
+async def test_that_a_batch_was_sent_is_recorded_as_soon_as_the_store_recovers(tmp_path):
     """It was tried once, and when that failed the trainer was given the same batch again."""
     store, engine = await refusing(tmp_path)
     trainer = PullRequest("t", anonymous=False)
@@ -317,7 +317,7 @@ async def test_that_a_batch_was_sent_is_recorded_as_soon_as_the_store_recovers(t
     assert [lease.sent for lease in engine.state.leases.values()] == [True], "at the latest when it stops"
 
 
-async def test_the_machines_clock_may_be_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+async def test_the_machines_clock_may_be_set(tmp_path, monkeypatch):
     """Back two days: an error of yesterday used to be told for as long. On 700 seconds: all leases used to end."""
     store, engine = await refusing(tmp_path)
     batch = await engine.write(delivery.pull, PullRequest("t", anonymous=False))
@@ -341,7 +341,7 @@ async def test_the_machines_clock_may_be_set(tmp_path: Path, monkeypatch: pytest
     await again.close()
 
 
-async def test_payloads_that_were_not_written_wait_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+async def test_payloads_that_were_not_written_wait_on(tmp_path, monkeypatch):
     """The rows of the commit that failed are in the database already, by chance: that says nothing of payloads."""
     store = await opening(SqliteStore(tmp_path))
     rows = {("groups", 1): None}

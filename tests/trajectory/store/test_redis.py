@@ -7,7 +7,6 @@ import random
 import shutil
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import redis
@@ -44,7 +43,7 @@ def run_of(epoch: int) -> Changes:
     return Changes(rows={("run", "run"): RunRecord(epoch=epoch)})
 
 
-async def test_what_one_commits_the_other_follows(address: str):
+async def test_what_one_commits_the_other_follows(address):
     one, two = RedisStore(address), RedisStore(address)
     for store in (one, two):
         assert not any((await store.open()).values())
@@ -62,7 +61,7 @@ async def test_what_one_commits_the_other_follows(address: str):
         await store.close()
 
 
-async def test_prefixes_keep_runs_apart(address: str):
+async def test_prefixes_keep_runs_apart(address):
     one, two = RedisStore(address + "?prefix=a"), RedisStore(address + "?prefix=b")
     await one.open()
     await one.begin()
@@ -78,7 +77,7 @@ async def test_prefixes_keep_runs_apart(address: str):
         await store.close()
 
 
-async def test_a_lost_lock_writes_nothing(address: str):
+async def test_a_lost_lock_writes_nothing(address):
     slow, other = RedisStore(address), RedisStore(address)
     await slow.open()
     await other.open()
@@ -94,7 +93,7 @@ async def test_a_lost_lock_writes_nothing(address: str):
         await store.close()
 
 
-async def test_a_dead_holder_of_the_lock_is_waited_out(address: str):
+async def test_a_dead_holder_of_the_lock_is_waited_out(address):
     dead, alive = RedisStore(address), RedisStore(address)
     await dead.open()
     await alive.open()
@@ -105,7 +104,7 @@ async def test_a_dead_holder_of_the_lock_is_waited_out(address: str):
     await alive.close()
 
 
-async def test_who_was_away_too_long_must_load_anew(address: str):
+async def test_who_was_away_too_long_must_load_anew(address):
     one, late = RedisStore(address), RedisStore(address)
     await one.open()
     await late.open()
@@ -124,7 +123,7 @@ async def test_who_was_away_too_long_must_load_anew(address: str):
         await store.close()
 
 
-async def test_payloads_stay_after_their_commit_and_go_when_freed(address: str):
+async def test_payloads_stay_after_their_commit_and_go_when_freed(address):
     store = RedisStore(address)
     engine = await opened(store, registered=False)
     [orphan], [kept] = await store.stage([b"orphan"]), await pushed(engine, b"kept")
@@ -140,7 +139,7 @@ async def test_payloads_stay_after_their_commit_and_go_when_freed(address: str):
     await engine.close()
 
 
-async def test_a_payload_that_vanished_before_its_commit_is_not_acknowledged(address: str):
+async def test_a_payload_that_vanished_before_its_commit_is_not_acknowledged(address):
     store = RedisStore(address)
     engine = await opened(store, registered=False)
     groups = [incoming()] * 2
@@ -154,7 +153,7 @@ async def test_a_payload_that_vanished_before_its_commit_is_not_acknowledged(add
     await engine.close()
 
 
-async def test_a_payload_stays_when_its_group_is_leased_in_the_round_of_its_push(address: str):
+async def test_a_payload_stays_when_its_group_is_leased_in_the_round_of_its_push(address):
     """Else it expires while the trainer holds it."""
     engine = await opened(RedisStore(address), registered=False)
     await engine.write(registry.register, REGISTRATION | {"batch_size": 4}, False)
@@ -197,7 +196,7 @@ class Cut:
         down.close()
 
 
-async def test_a_commit_whose_reply_was_lost_counts_once(server: RedisServer, address: str):
+async def test_a_commit_whose_reply_was_lost_counts_once(server, address):
     relay = Cut(server.port)
     engine = await opened(RedisStore(await relay.start()), registered=False)
     await engine.write(registry.register, REGISTRATION | {"wandb_group": "cut"}, False)
@@ -213,7 +212,7 @@ async def test_a_commit_whose_reply_was_lost_counts_once(server: RedisServer, ad
 
 @pytest.mark.nightly
 @pytest.mark.slow
-async def test_two_servers_interleaved_are_one(address: str):
+async def test_two_servers_interleaved_are_one(address):
     """Random pushes, pulls and acks on two engines: nothing lost, nothing twice, equal states."""
     engines = [Engine(RedisStore(address), StateOptions(), tidy_every_s=0.05) for _ in range(2)]
     for engine in engines:
@@ -260,7 +259,7 @@ async def test_two_servers_interleaved_are_one(address: str):
         await engine.close()
 
 
-async def test_redis_away_is_a_clear_failure_and_passes(server: RedisServer, address: str):
+async def test_redis_away_is_a_clear_failure_and_passes(server, address):
     engine = await opened(RedisStore(address))
     server.stop()
     try:
@@ -282,7 +281,7 @@ async def test_nothing_listens():
         await RedisStore("redis://127.0.0.1:1").open()
 
 
-async def test_servers_whose_clocks_differ_keep_each_others_leases(address: str, monkeypatch: pytest.MonkeyPatch):
+async def test_servers_whose_clocks_differ_keep_each_others_leases(address, monkeypatch):
     """70 seconds apart used to be enough to take a batch out of a trainer's hands."""
     one = await opened(RedisStore(address), lease_timeout_s=60)
     await pushed(one, b"x", b"x", size=8)
@@ -299,7 +298,7 @@ async def test_servers_whose_clocks_differ_keep_each_others_leases(address: str,
         await engine.close()
 
 
-async def test_a_redis_without_memory_can_be_drained(address: str):
+async def test_a_redis_without_memory_can_be_drained(address):
     """Pulls and acknowledgements write a little before they free much: they were refused with the pushes, and a server
     that was started again did not come up."""
     with redis.Redis(port=int(address.rpartition(":")[2])) as client:
@@ -321,7 +320,7 @@ async def test_a_redis_without_memory_can_be_drained(address: str):
         await engine.close()
 
 
-async def test_after_a_failover_the_new_master_is_found(address: str, server: RedisServer, tmp_path: Path):
+async def test_after_a_failover_the_new_master_is_found(address, server, tmp_path):
     """The old master lives on as a replica, and its connections with it: everything was refused for ever."""
     heir = RedisServer(tmp_path)
     with (

@@ -53,9 +53,7 @@ async def push_many(engine: Engine, first: int, count: int) -> None:
             await asyncio.sleep(0.1)
 
 
-async def test_what_is_acknowledged_after_a_restart_without_data_is_kept(
-    forgetful: RedisServer, caplog: pytest.LogCaptureFixture
-):
+async def test_what_is_acknowledged_after_a_restart_without_data_is_kept(forgetful, caplog):
     engine, idle = await opened(RedisStore(forgetful.url)), await opened(RedisStore(forgetful.url), registered=False)
     await push_many(engine, 0, 3)
     assert (await idle.read(views.status))["queue_size"] == 3
@@ -79,7 +77,7 @@ async def test_what_is_acknowledged_after_a_restart_without_data_is_kept(
         await each.close()
 
 
-async def test_a_mere_reading_server_notices_too_and_begins_the_epoch(forgetful: RedisServer):
+async def test_a_mere_reading_server_notices_too_and_begins_the_epoch(forgetful):
     engine = await opened(RedisStore(forgetful.url))
     await engine.write(registry.reset)
     before = engine.state.run.epoch
@@ -91,7 +89,7 @@ async def test_a_mere_reading_server_notices_too_and_begins_the_epoch(forgetful:
         await each.close()
 
 
-async def test_a_redis_that_lost_its_last_commits_begins_an_epoch_and_keeps_the_rest(forgetful: RedisServer):
+async def test_a_redis_that_lost_its_last_commits_begins_an_epoch_and_keeps_the_rest(forgetful):
     """As an append-only file does that is flushed once a second: the last commits are gone, others took their
     numbers."""
     engine, other = await opened(RedisStore(forgetful.url)), RedisStore(forgetful.url)
@@ -115,7 +113,7 @@ async def test_a_redis_that_lost_its_last_commits_begins_an_epoch_and_keeps_the_
     await other.close()
 
 
-async def test_an_unharmed_redis_is_no_loss(tmp_path: Path):
+async def test_an_unharmed_redis_is_no_loss(tmp_path):
     server = RedisServer(tmp_path)
     engine = await opened(RedisStore(server.url))
     server.restart()
@@ -126,7 +124,7 @@ async def test_an_unharmed_redis_is_no_loss(tmp_path: Path):
     server.stop()
 
 
-async def test_a_payload_number_that_is_taken_is_never_written_over(forgetful: RedisServer):
+async def test_a_payload_number_that_is_taken_is_never_written_over(forgetful):
     """Even where two servers drew the same numbers."""
     one, two = RedisStore(forgetful.url), RedisStore(forgetful.url)
     one._refs, two._refs = iter(range(7, 99)), iter(range(7, 99))
@@ -137,7 +135,7 @@ async def test_a_payload_number_that_is_taken_is_never_written_over(forgetful: R
         await each.close()
 
 
-async def test_two_losses_noticed_by_different_servers_are_two_epochs(forgetful: RedisServer):
+async def test_two_losses_noticed_by_different_servers_are_two_epochs(forgetful):
     """The second server never heard of the epoch that the first loss began, and must not begin one of its number."""
     first, second = await opened(RedisStore(forgetful.url)), await opened(RedisStore(forgetful.url), registered=False)
     await answered(second, views.info)

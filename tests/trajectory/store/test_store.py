@@ -59,7 +59,7 @@ def aside(snapshot: dict[str, list[Any]]) -> list[tuple[int, str]]:
 
 
 @pytest.mark.parametrize("durable", [False, True])
-async def test_everything_committed_comes_back(tmp_path: Path, durable: bool):
+async def test_everything_committed_comes_back(tmp_path, durable):
     store = SqliteStore(tmp_path, durable=durable)
     assert all(not records for records in (await store.open()).values())
     groups = await put(store, range(5))
@@ -87,7 +87,7 @@ async def test_everything_committed_comes_back(tmp_path: Path, durable: bool):
 
 
 @pytest.mark.parametrize("kind", ["memory", "sqlite"])
-async def test_a_payload_can_be_read_before_and_after_its_commit(tmp_path: Path, kind: str):
+async def test_a_payload_can_be_read_before_and_after_its_commit(tmp_path, kind):
     store = await opening(MemoryStore() if kind == "memory" else SqliteStore(tmp_path))
     [ref] = await store.stage([data(1)])
     payload = Payload(ref, 1000, Encoding.JSON, 7, isal_zlib.crc32(data(1)))
@@ -106,7 +106,7 @@ async def files(folder: Path, count: int) -> None:
 
 
 @pytest.mark.slow
-async def test_the_log_of_changes_does_not_grow_for_ever(tmp_path: Path):
+async def test_the_log_of_changes_does_not_grow_for_ever(tmp_path):
     store = await opening(SqliteStore(tmp_path))
     for number in range(12_000):
         await store.commit(Changes(rows={("run", "run"): RunRecord(epoch=number), ("closed", f"x{number % 50}"): None}))
@@ -117,7 +117,7 @@ async def test_the_log_of_changes_does_not_grow_for_ever(tmp_path: Path):
     await again.close()
 
 
-async def test_files_go_when_everything_in_them_was_given_up(tmp_path: Path):
+async def test_files_go_when_everything_in_them_was_given_up(tmp_path):
     store = await opening(SqliteStore(tmp_path, segment_bytes=3000))
     groups = await put(store, range(10))
     assert len(list(tmp_path.glob("*.seg"))) == 4
@@ -138,7 +138,7 @@ async def test_files_go_when_everything_in_them_was_given_up(tmp_path: Path):
     await store.close()
 
 
-async def test_a_folder_has_one_server(tmp_path: Path):
+async def test_a_folder_has_one_server(tmp_path):
     store = await opening(SqliteStore(tmp_path))
     with pytest.raises(StoreFailure, match=f"in use by another server .pid {os.getpid()}"):
         await SqliteStore(tmp_path).open()
@@ -147,7 +147,7 @@ async def test_a_folder_has_one_server(tmp_path: Path):
     await again.close()
 
 
-async def test_a_torn_or_damaged_tail_goes_to_quarantine_and_the_rest_is_served(tmp_path: Path):
+async def test_a_torn_or_damaged_tail_goes_to_quarantine_and_the_rest_is_served(tmp_path):
     store = await opening(SqliteStore(tmp_path))
     groups = await put(store, range(10))
     leased = GroupRecord(1, 1, Place.LEASED, None, 4, groups[1].payload, 0, 1.5)
@@ -171,7 +171,7 @@ async def test_a_torn_or_damaged_tail_goes_to_quarantine_and_the_rest_is_served(
     await again.close()
 
 
-async def test_a_full_disk_refuses_and_recovers(tmp_path: Path, limit_file_size: Any):
+async def test_a_full_disk_refuses_and_recovers(tmp_path, limit_file_size):
     store = await opening(SqliteStore(tmp_path))
     await put(store, range(5))
     limit_file_size(40_000)
@@ -209,7 +209,7 @@ asyncio.run(main())
 
 
 @pytest.mark.slow
-async def test_kill_9_while_committing_loses_nothing_that_was_committed(tmp_path: Path):
+async def test_kill_9_while_committing_loses_nothing_that_was_committed(tmp_path):
     for round_ in range(6):
         command = [sys.executable, "-c", WRITER, str(tmp_path)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
@@ -229,7 +229,7 @@ async def test_kill_9_while_committing_loses_nothing_that_was_committed(tmp_path
         await store.close()
 
 
-async def test_concurrent_staging_and_committing(tmp_path: Path):
+async def test_concurrent_staging_and_committing(tmp_path):
     store = await opening(SqliteStore(tmp_path, segment_bytes=5000))
     batches = [list(range(start, start + 3)) for start in range(0, 90, 3)]
     groups = [group for batch in await asyncio.gather(*(put(store, batch) for batch in batches)) for group in batch]
@@ -238,17 +238,17 @@ async def test_concurrent_staging_and_committing(tmp_path: Path):
 
 
 @pytest.mark.parametrize("url", ["", "sqlite:", "nonsense", "mysql://x", "/some/folder"])
-def test_addresses_of_no_known_form(url: str):
+def test_addresses_of_no_known_form(url):
     with pytest.raises(ValueError, match="--store"):
         open_store(url)
 
 
-def test_addresses(tmp_path: Path):
+def test_addresses(tmp_path):
     assert isinstance(open_store("memory"), MemoryStore)
     assert open_store(f"sqlite:{tmp_path}").name == f"sqlite:{tmp_path}"
 
 
-async def test_emptied_files_are_written_again_and_never_mistaken(tmp_path: Path):
+async def test_emptied_files_are_written_again_and_never_mistaken(tmp_path):
     store = await opening(SqliteStore(tmp_path, segment_bytes=3000))
     groups = await put(store, range(12))
     freed = [group.payload.ref for group in groups[:9]]
@@ -266,7 +266,7 @@ async def test_emptied_files_are_written_again_and_never_mistaken(tmp_path: Path
     await again.close()
 
 
-async def test_a_file_that_one_large_payload_filled_is_not_kept_to_be_written_again(tmp_path: Path):
+async def test_a_file_that_one_large_payload_filled_is_not_kept_to_be_written_again(tmp_path):
     """A body may have many times the size of a file; what is kept for later has the size of one."""
     store = await opening(SqliteStore(tmp_path, segment_bytes=3000))
     [large] = await put(store, [1], size=30_000)
@@ -277,7 +277,7 @@ async def test_a_file_that_one_large_payload_filled_is_not_kept_to_be_written_ag
     await store.close()
 
 
-async def test_damaged_rows_are_set_aside_and_everything_else_is_served(tmp_path: Path):
+async def test_damaged_rows_are_set_aside_and_everything_else_is_served(tmp_path):
     """One flipped bit used to stop the start, or to make another record of the row."""
     store = await opening(SqliteStore(tmp_path))
     groups = await put(store, range(60))
@@ -311,7 +311,7 @@ async def test_damaged_rows_are_set_aside_and_everything_else_is_served(tmp_path
         assert database.execute("SELECT count(*) FROM damaged").fetchone() == (len(flipped) + 1,)
 
 
-async def test_a_damaged_record_of_the_run_begins_a_new_epoch(tmp_path: Path):
+async def test_a_damaged_record_of_the_run_begins_a_new_epoch(tmp_path):
     engine = await opened(SqliteStore(tmp_path))
     await engine.close()
     with closing(sqlite3.connect(tmp_path / "state.sqlite")) as database:
@@ -323,7 +323,7 @@ async def test_a_damaged_record_of_the_run_begins_a_new_epoch(tmp_path: Path):
     await engine.close()
 
 
-async def test_folders_of_other_formats(tmp_path: Path):
+async def test_folders_of_other_formats(tmp_path):
     """One without checksums is taken over, one of a newer program is left alone."""
     store = await opening(SqliteStore(tmp_path))
     await put(store, range(3))
@@ -341,7 +341,7 @@ async def test_folders_of_other_formats(tmp_path: Path):
         await SqliteStore(tmp_path).open()
 
 
-async def test_what_cannot_be_read_now_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+async def test_what_cannot_be_read_now_is_not_lost(tmp_path, monkeypatch):
     """Neither while the server runs nor when it starts."""
     store = await opening(SqliteStore(tmp_path))
     await put(store, range(3))
@@ -364,7 +364,7 @@ async def test_what_cannot_be_read_now_is_not_lost(tmp_path: Path, monkeypatch: 
     await store.close()
 
 
-async def test_a_file_that_somebody_deleted_takes_only_its_own_groups_along(tmp_path: Path):
+async def test_a_file_that_somebody_deleted_takes_only_its_own_groups_along(tmp_path):
     store = await opening(SqliteStore(tmp_path, segment_bytes=3000))
     await put(store, range(9))
     await store.close()
@@ -380,7 +380,7 @@ async def test_a_file_that_somebody_deleted_takes_only_its_own_groups_along(tmp_
     await store.close()
 
 
-async def test_the_rest_of_a_broken_set_stands_alone(tmp_path: Path):
+async def test_the_rest_of_a_broken_set_stands_alone(tmp_path):
     """A set of which a group was damaged could never be complete again, and stayed queued for ever."""
     engine = await opened(SqliteStore(tmp_path))
     groups = await put(engine.store, range(1, 7))
@@ -403,9 +403,7 @@ async def test_the_rest_of_a_broken_set_stands_alone(tmp_path: Path):
     await engine.close()
 
 
-async def test_a_folder_that_could_not_be_flushed_is_flushed_by_the_next_commit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+async def test_a_folder_that_could_not_be_flushed_is_flushed_by_the_next_commit(tmp_path, monkeypatch):
     """``durable``: nothing is acknowledged whose file could lose its name with the power. The first flush of the folder
     fails, and with it the commit; the second one must not believe that the new file's name is on the disk already."""
     flushed: list[bool] = []

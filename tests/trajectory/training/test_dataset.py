@@ -84,7 +84,7 @@ def test_the_source_names_places_and_goes_on_where_it_was():
     assert [item.id for item in again.next_batch(2)] == ["slot0@2", "slot1@3"]
 
 
-def test_a_batch_fills_the_places(make: Maker, url: str, tmp_path: Any):
+def test_a_batch_fills_the_places(make, url, tmp_path):
     push(url, 1, 2, inference_logprobs=None)
     sample, stats = generate(make(), 3, url, tmp_path)
     assert sample.ids == ("slot0@6", "slot1@7")
@@ -99,7 +99,7 @@ def test_a_batch_fills_the_places(make: Maker, url: str, tmp_path: Any):
     assert [lease["owner"] for lease in leases(url)] == ["mine/a%20b"]
 
 
-def test_a_lease_ends_with_the_checkpoint_that_holds_its_batch(make: Maker, url: str, tmp_path: Any):
+def test_a_lease_ends_with_the_checkpoint_that_holds_its_batch(make, url, tmp_path):
     push(url, *range(6))
     interface = make()
     generate(interface, 0, url, tmp_path)
@@ -113,7 +113,7 @@ def test_a_lease_ends_with_the_checkpoint_that_holds_its_batch(make: Maker, url:
     assert left["lease_id"] not in saved["leases"] and left["step"] == 2
 
 
-def test_after_a_crash_what_no_checkpoint_holds_comes_again(make: Maker, url: str, tmp_path: Any):
+def test_after_a_crash_what_no_checkpoint_holds_comes_again(make, url, tmp_path):
     push(url, *range(6))
     first = make()
     generate(first, 0, url, tmp_path)
@@ -130,7 +130,7 @@ def test_after_a_crash_what_no_checkpoint_holds_comes_again(make: Maker, url: st
     assert stats["redelivered"] == 0 and stats["server_step"] == 2
 
 
-def test_a_fresh_run_begins_anew_and_another_size_is_another_run(make: Maker, url: str, tmp_path: Any):
+def test_a_fresh_run_begins_anew_and_another_size_is_another_run(make, url, tmp_path):
     for changed in ({"fresh": True}, {"batch_size": 2}, {"project": "other"}):
         httpx.get(f"{url}/reset_data")
         push(url, 1, 2)
@@ -140,7 +140,7 @@ def test_a_fresh_run_begins_anew_and_another_size_is_another_run(make: Maker, ur
         assert leases(url) == []
 
 
-def test_a_run_that_goes_on_for_longer_tells_its_producers(make: Maker, url: str, tmp_path: Any):
+def test_a_run_that_goes_on_for_longer_tells_its_producers(make, url, tmp_path):
     for steps in (9, 12, 10):
         push(url, 1, 2)
         generate(make(num_steps=steps), 0, url, tmp_path)
@@ -149,7 +149,7 @@ def test_a_run_that_goes_on_for_longer_tells_its_producers(make: Maker, url: str
 
 
 @pytest.mark.nightly
-def test_a_long_step_keeps_its_batch(tmp_path: Any):
+def test_a_long_step_keeps_its_batch(tmp_path):
     with running_server(lease_timeout_s=4.0) as url:
         interface = TrajectoryStreamInterface(**RUN)
         try:
@@ -168,9 +168,7 @@ def test_a_long_step_keeps_its_batch(tmp_path: Any):
             interface.close()
 
 
-def test_a_lease_that_is_lost_is_said_and_forgotten(
-    make: Maker, url: str, tmp_path: Any, caplog: pytest.LogCaptureFixture
-):
+def test_a_lease_that_is_lost_is_said_and_forgotten(make, url, tmp_path, caplog):
     with TrajectoryClient(url) as client:
         client.run(keep_renewed, "unknown")
     assert "train on a batch of ours" in caplog.text and "unknown lease" in caplog.text
@@ -183,7 +181,7 @@ def test_a_lease_that_is_lost_is_said_and_forgotten(
     assert "may be trained on twice" in caplog.text
 
 
-def test_a_token_comes_from_a_file(tmp_path: Any):
+def test_a_token_comes_from_a_file(tmp_path):
     (tmp_path / "token").write_text("secret\n")
     with running_server(token="secret") as url:
         with pytest.raises(Denied):
@@ -195,7 +193,7 @@ def test_a_token_comes_from_a_file(tmp_path: Any):
         interface.close()
 
 
-def test_a_strict_server_that_serves_another_run(make: Maker, tmp_path: Any):
+def test_a_strict_server_that_serves_another_run(make, tmp_path):
     with running_server(strict="all") as url:
         with TrajectoryClient(url) as client:
             client.register(batch_size=64, max_token_len=1, num_steps=1, wandb_group="theirs")
@@ -203,7 +201,7 @@ def test_a_strict_server_that_serves_another_run(make: Maker, tmp_path: Any):
             generate(make(), 0, url, tmp_path)
 
 
-def test_no_server_at_all(tmp_path: Any):
+def test_no_server_at_all(tmp_path):
     context = CallContext(0, 1, MicroBatchSpec(), tmp_path, {})
     with pytest.raises(RuntimeError, match="no trajectory server is registered"):
         TrajectoryStreamInterface(**RUN).generate(MODEL, SequenceSample(["a"], {}, {}, {}), context)

@@ -93,7 +93,7 @@ def test_places_without_a_group_hold_nothing():
     ({"inference_logprobs": [[-1.0]] + [[-1.0] * 2] * 2}, "wrong_logprobs"),
     ({"inference_logprobs": [[-1e300] * 2] + [[-1.0] * 2] * 2}, "wrong_logprobs"),
 ])  # fmt: skip
-def test_a_sequence_of_the_wrong_shape_teaches_nothing(changed: dict[str, Any], reason: str):
+def test_a_sequence_of_the_wrong_shape_teaches_nothing(changed, reason):
     good = {
         "tokens": [[1, 2]] * 3,
         "masks": [[1, 2]] * 3,

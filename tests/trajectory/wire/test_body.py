@@ -54,7 +54,7 @@ def wait_until_held(api: httpx.Client, nbytes: int) -> None:
     raise AssertionError(f"{held(api)} bytes are held, not {nbytes}")
 
 
-def test_bodies_beyond_the_budget_are_tried_again_later(small: str):
+def test_bodies_beyond_the_budget_are_tried_again_later(small):
     """They get 503, on which stock clients keep their data; when the others are done, there is room again."""
     body = encoded(group(4, 5_000))
     assert 300_000 < len(body) < CAP
@@ -73,7 +73,7 @@ def test_bodies_beyond_the_budget_are_tried_again_later(small: str):
         assert "trajectory_bodies_refused_total 1.0" in api.get("/metrics").text
 
 
-def test_what_is_announced_and_not_sent_holds_nothing(small: str):
+def test_what_is_announced_and_not_sent_holds_nothing(small):
     with httpx.Client(base_url=small) as api, ExitStack() as stack:
         start(api)
         for _ in range(8):
@@ -81,7 +81,7 @@ def test_what_is_announced_and_not_sent_holds_nothing(small: str):
         assert api.post("/scored_data", content=encoded(group(4, 5_000))).status_code == 200
 
 
-def test_what_a_body_inflates_to_counts(small: str):
+def test_what_a_body_inflates_to_counts(small):
     """Several at once, each under the cap, may not exceed the budget together."""
     bomb = gzip.compress(b" " * (CAP - 1))
     with httpx.Client(base_url=small) as api, ExitStack() as stack:
@@ -96,7 +96,7 @@ def test_what_a_body_inflates_to_counts(small: str):
 
 
 @pytest.mark.parametrize("inflate", [gunzip, unzstd])
-def test_inflating_stops_at_the_budget_and_gives_everything_back(inflate: object):
+def test_inflating_stops_at_the_budget_and_gives_everything_back(inflate):
     plain = bytes(8 << 20)
     body = gzip.compress(plain) if inflate is gunzip else zstandard.compress(plain)
     budget = BodyBudget(3 << 20)
@@ -113,7 +113,7 @@ def test_inflating_stops_at_the_budget_and_gives_everything_back(inflate: object
 
 
 @pytest.mark.nightly
-def test_a_body_that_stalls_gives_its_room_back(small: str, monkeypatch: pytest.MonkeyPatch):
+def test_a_body_that_stalls_gives_its_room_back(small, monkeypatch):
     """Three of them used to hold the room of all bodies for as long as they liked."""
     monkeypatch.setattr(body_module, "GRACE_S", 0.3)
     with httpx.Client(base_url=small) as api, ExitStack() as stack:
@@ -134,7 +134,7 @@ SLACK = 3 << 20
 
 
 @pytest.mark.parametrize("coding", ["plain", "gzip", "gzip that does not shrink", "gzip members", "zstd"])
-async def test_no_more_is_held_than_is_counted(coding: str):
+async def test_no_more_is_held_than_is_counted(coding):
     """The chunks are not held beside the body, nor the compressed chunks during inflation, nor the plain parts."""
     plain = random.Random(5).randbytes(SIZE) if "shrink" in coding else bytes(SIZE)
     sent = plain

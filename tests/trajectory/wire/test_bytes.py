@@ -65,7 +65,7 @@ def batch(incoming: list[Incoming], *, msgpack: bool = False, coding: str = "") 
 
 @pytest.mark.parametrize("size", [0, 1, 999, 300_000])
 @pytest.mark.parametrize("encoding", ["gzip", "x-gzip", "GZIP"])
-def test_gzip_bodies(size: int, encoding: str):
+def test_gzip_bodies(size, encoding):
     plain = b"ab" * size
     assert read(gzip.compress(plain), encoding) == plain
     assert read(gzip.compress(plain) + gzip.compress(b"more"), encoding) == plain + b"more"
@@ -78,7 +78,7 @@ def test_gzip_bodies(size: int, encoding: str):
     lambda body: body + b"rubbish",
 ])  # fmt: skip
 @pytest.mark.parametrize("size", [300, 200_000])
-def test_damaged_gzip_is_400(spoil: Any, size: int):
+def test_damaged_gzip_is_400(spoil, size):
     body = gzip.compress(json.dumps(list(range(size))).encode())
     with refused(400):
         read(spoil(body), cap=1 << 24)
@@ -118,7 +118,7 @@ def test_floods_of_members_are_400():
 
 
 @pytest.mark.parametrize("plain", [random.Random(1).randbytes(700_000), bytes(3 << 20), b"ab" * 130_000])
-def test_members_end_anywhere_in_a_body(plain: bytes):
+def test_members_end_anywhere_in_a_body(plain):
     parts = [plain[:1], plain[1:300_000], b"", plain[300_000:]]
     assert read(b"".join(map(gzip.compress, parts)), cap=1 << 22, pieces=1 << 20) == plain
     packed = b"".join(map(zstandard.compress, parts))
@@ -142,7 +142,7 @@ def test_small_answers_are_not_compressed():
 
 @settings(max_examples=25, deadline=None)
 @given(pieces=st.lists(st.binary(max_size=3000), max_size=5), level=st.integers(0, 3))
-def test_joined_deflate_segments_are_one_gzip_member(pieces: list[bytes], level: int):
+def test_joined_deflate_segments_are_one_gzip_member(pieces, level):
     whole = b"".join(asyncio.run(encode.gzip_pieces(pieces, level)))
     reader = zlib.decompressobj(31)
     assert reader.decompress(whole) == b"".join(pieces)
@@ -152,7 +152,7 @@ def test_joined_deflate_segments_are_one_gzip_member(pieces: list[bytes], level:
 
 @pytest.mark.parametrize("integers", ["i4", "i8"])
 @pytest.mark.parametrize("floats", ["f2", "f4", "f8"])
-def test_binary_groups_in_every_dtype(integers: str, floats: str):
+def test_binary_groups_in_every_dtype(integers, floats):
     plain = group(3, 5, advantages=[[0.5], [], [1.5, -2.0]], env_id=2, policy_version=4)
     [incoming] = parse(binary(plain, integers, floats), MSGPACK)
     assert (incoming.size, incoming.env_id, incoming.policy_version) == (3, 2, 4)
@@ -203,7 +203,7 @@ def spoiled(**changed: Any) -> bytes:
     msgspec.msgpack.encode({"tokens": [[1]], "masks": [[1]], "scores": [1.0], "messages": [[{"role": 1}]]}),
     b"\x91" * 5000,
 ])  # fmt: skip
-def test_bad_binary_groups_are_422(body: bytes):
+def test_bad_binary_groups_are_422(body):
     for listed, sent in ((False, body), (True, b"\x91" + body)):
         with pytest.raises(Refusal) as refusal:
             parse(sent, MSGPACK, listed=listed)
@@ -213,7 +213,7 @@ def test_bad_binary_groups_are_422(body: bytes):
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("dtype", ["f2", "f4", "f8"])
-def test_binary_numbers_are_finite(bad: float, dtype: str):
+def test_binary_numbers_are_finite(bad, dtype):
     places = [
         {"inference_logprobs": tensor([[1.0, bad]], dtype)},
         {"scores": [bad]},
@@ -227,7 +227,7 @@ def test_binary_numbers_are_finite(bad: float, dtype: str):
 
 
 @pytest.mark.parametrize("plain", [EVERYTHING, group(policy_version=3), group(4, 1, env_id=None, images=None)])
-def test_json_to_binary_and_back_is_the_same(plain: dict[str, Any]):
+def test_json_to_binary_and_back_is_the_same(plain):
     [incoming] = parse(encoded(plain))
     packed = msgspec.msgpack.decode(batch([incoming], msgpack=True))["batch"][0]
     again = parse(msgspec.msgpack.encode(packed), MSGPACK)[0]
@@ -243,7 +243,7 @@ def test_integers_that_messagepack_cannot_say_become_text():
 
 
 @pytest.mark.parametrize("depth", [10, 600, 930])
-def test_whatever_was_accepted_can_be_pulled(depth: int):
+def test_whatever_was_accepted_can_be_pulled(depth):
     """A pull that fails would come back to the head of the queue for ever."""
     nest = "[" * depth + str(10**30) + "]" * depth
     plain = f'{{"tokens": [[1]], "masks": [[1]], "scores": [1], "advantages": [[{10**25}]], "images": {nest}}}'

@@ -78,14 +78,14 @@ def test_shapes_are_not_compared():
 
 
 @pytest.mark.parametrize(("literal", "number"), [('"8"', 8), ("8.0", 8), ("true", 1), ("-0", 0), ('" 8 "', 8)])
-def test_lax_integers(literal: str, number: int):
+def test_lax_integers(literal, number):
     value = delivered(parse(with_value(["tokens", 0, 0], literal))[0])
     assert value["tokens"][0] == [number, 2, 3]
     assert value["generation_params"] == EVERYTHING["generation_params"]
 
 
 @pytest.mark.parametrize("literal", ["8.5", '"x"', "null", "[]", "{}", '""'])
-def test_what_is_no_integer_is_located(literal: str):
+def test_what_is_no_integer_is_located(literal):
     [problem] = refused(with_value(["tokens", 0, 0], literal))
     assert problem["loc"] == ["body", "tokens", 0, 0]
     assert set(problem) == {"type", "loc", "msg", "input"}
@@ -109,13 +109,13 @@ PLACES = [["tokens", 0, 0], ["masks", 0, 1], ["scores", 1], ["advantages", 0, 0]
 
 @pytest.mark.parametrize("literal", ["NaN", "Infinity", "-Infinity", "1e999", "-1e999"])
 @pytest.mark.parametrize("path", PLACES, ids=lambda path: ".".join(map(str, path)))
-def test_numbers_that_are_not_finite_are_refused_where_they_stand(path: list[Any], literal: str):
+def test_numbers_that_are_not_finite_are_refused_where_they_stand(path, literal):
     problems = refused(with_value(path, literal))
     assert problems[0]["loc"] == ["body", *path]
 
 
 @pytest.mark.parametrize("number", [2**63, -(2**63) - 1, 10**30, 10**399])
-def test_tokens_fit_64_bits_unless_strict(number: int):
+def test_tokens_fit_64_bits_unless_strict(number):
     body = with_value(["tokens", 0, 0], str(number))
     assert refused(body)[0]["loc"] == ["body", "tokens", 0, 0]
     assert delivered(parse(body, int64=False)[0])["tokens"][0][0] == number
@@ -129,7 +129,7 @@ def test_tokens_fit_64_bits_unless_strict(number: int):
     b'{"tokens": [[1]], "masks": [[1]], "scores": [1], "images": ' + b"[" * 20_000 + b"]" * 20_000 + b"}",
     b'{"tokens": [[1]], "masks": [[1]], "scores": [1' + b"0" * 400 + b"]}",
 ])  # fmt: skip
-def test_nonsense_is_a_clear_422(body: bytes):
+def test_nonsense_is_a_clear_422(body):
     assert refused(body)[0]["loc"][0] == "body"
     assert refused(body, listed=True)[0]["loc"][0] == "body"
 
@@ -138,7 +138,7 @@ def test_nonsense_is_a_clear_422(body: bytes):
     '[[{"role": "a"}]]', '[[{"content": "a"}]]', "[[null]]", "[[1]]", '[["x"]]', "[[[]]]", "[null]", '"x"', "{}",
     "[[{}]]",
 ])  # fmt: skip
-def test_messages_need_role_and_content(messages: str):
+def test_messages_need_role_and_content(messages):
     assert refused(with_value(["messages"], messages))[0]["loc"][:2] == ["body", "messages"]
 
 
@@ -146,7 +146,7 @@ def test_messages_need_role_and_content(messages: str):
     "null", "[]", "[[], []]", '[[{"role": null, "content": [1]}]]',
     '[[{"content": {}, "role": "x", "reward": -1, "tool_calls": [{}]}]]',
 ])  # fmt: skip
-def test_messages_of_any_values_are_kept(messages: str):
+def test_messages_of_any_values_are_kept(messages):
     assert delivered(parse(with_value(["messages"], messages))[0])["messages"] == json.loads(messages)
 
 
@@ -162,12 +162,12 @@ def test_a_list_is_checked_whole_and_errors_say_which_item():
 @pytest.mark.parametrize(
     "kind", [None, "", "application/json", "application/json; charset=utf-8", "application/x+json"]
 )
-def test_json_types(kind: str | None):
+def test_json_types(kind):
     assert parse(encoded(group()), kind)
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/octet-stream", " ", "json"])
-def test_other_types_are_refused(kind: str):
+def test_other_types_are_refused(kind):
     assert refused(encoded(group()), content_type=kind)
 
 
@@ -196,7 +196,7 @@ def test_what_the_process_beside_returns_is_what_was_sent():
 
 
 @pytest.mark.parametrize("free", ['"\\ud800"', '{"\\udfff": 1}', '{"\\ud800": NaN}', '["ok", {"a": "\\udc00x"}]'])
-def test_half_a_surrogate_pair_is_refused(free: str):
+def test_half_a_surrogate_pair_is_refused(free):
     for path in (["images"], ["group_overrides", "x"]):
         problems = refused(with_value(path, free))
         json.dumps(problems, ensure_ascii=False).encode()
@@ -234,7 +234,7 @@ groups = st.fixed_dictionaries(
 @pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(value=groups, indent=st.sampled_from([None, 1]), ascii_only=st.booleans())
-def test_both_paths_agree_on_valid_groups(value: dict[str, Any], indent: int | None, ascii_only: bool):
+def test_both_paths_agree_on_valid_groups(value, indent, ascii_only):
     body = json.dumps(value, indent=indent, ensure_ascii=ascii_only).encode("utf-8", "surrogatepass")
     known = {name: item for name, item in value.items() if name in FIELDS}
     slow = lax_groups.from_object(lax_groups.parse(body, ["body"]), ["body"], int64=True)
@@ -259,7 +259,7 @@ OTHERS = ("null", "true", '"1"', '""', "{}", "[]", "[1]", "[[1]]", "NaN")
 
 @EITHER
 @pytest.mark.parametrize("separators", [None, (",", ":")])
-def test_plain_rows_are_told(tell: Any, separators: Any):
+def test_plain_rows_are_told(tell, separators):
     for rows in ([], [[]], [[], []], [[1]], [[1, -2, 3], [], [150_000, 0]], [[100_000] * 50] * 8):
         assert tell(json.dumps(rows, separators=separators).encode()) == len(rows)
 
@@ -275,14 +275,14 @@ def test_small_logprobs_are_told():
     "[1]", "[1, 2]", "[[1], 2]", "[1, [2]]", "[[1], 2, [3]]", "[[1, [2]]]", "[[[1]]]", "1", "[[1],[2],3]", "null",
     "[[1e400]]", "[[1e+5]]", "{}", "[[" + "9" * 310 + "]]", '[["1"]]', "[[1],null]", "[[1] , 2, [3]]",
 ])  # fmt: skip
-def test_what_may_be_wrong_is_left_to_the_decoder(tell: Any, text: str):
+def test_what_may_be_wrong_is_left_to_the_decoder(tell, text):
     assert tell(text.encode()) is None
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("position", range(40))
 @pytest.mark.parametrize("digits", [15, 18, 19, 20, 30])
-def test_no_long_integer_slips_between_blocks(position: int, digits: int):
+def test_no_long_integer_slips_between_blocks(position, digits):
     numbers = ["1"] * 60
     for place in (position, -1 - position):
         raw = ("[[" + ",".join([*numbers[:place], "9" * digits, *numbers[place:]]) + "]]").encode()
@@ -291,7 +291,7 @@ def test_no_long_integer_slips_between_blocks(position: int, digits: int):
 
 
 @pytest.mark.parametrize("length", [308, 309, 400])
-def test_no_overflowing_float_slips_between_blocks(length: int):
+def test_no_overflowing_float_slips_between_blocks(length):
     for before in range(0, 140, 3):
         for after in ("", ",1" * before):
             assert float_rows(b"[[" + b"1," * before + b"9" * length + after.encode() + b"]]") is None
@@ -308,7 +308,7 @@ text = st.lists(st.one_of(row, row, row, item), max_size=4)
 @settings(max_examples=400, deadline=None)
 @example(pieces=["[1]", "2", "[3]"], joint=",")
 @given(pieces=text, joint=st.sampled_from([",", ", ", " ,", ",\n"]))
-def test_a_told_number_of_rows_is_the_decoders(tell: Any, pieces: list[str], joint: str):
+def test_a_told_number_of_rows_is_the_decoders(tell, pieces, joint):
     raw = ("[" + joint.join(pieces) + "]").encode()
     told = tell(raw)
     if told is not None:
