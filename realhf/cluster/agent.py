@@ -202,19 +202,16 @@ class HostAgent:
         told = False
         while time.monotonic() - began < limit_s:
             socket = self._connected()
-            watch = HandshakeWatch(socket)
+            watch, welcomed = HandshakeWatch(socket), False
             try:
-                if self._welcomed(socket, watch, began + limit_s):
+                if welcomed := self._welcomed(socket, watch, began + limit_s):
                     _log.info("%s takes part in the run of the launcher at %s", self._name, self._launcher)
-                    watch.close()
                     return socket
-            except BaseException:
+                reached = watch.reached
+            finally:
                 watch.close()
-                socket.close(0)
-                raise
-            reached = watch.reached
-            watch.close()
-            socket.close(0)
+                if not welcomed:
+                    socket.close(0)
             if not reached and not told:
                 _log.warning("the launcher at %s %s; it is tried again for %g s", self._launcher, unreached(), limit_s)
                 told = True
@@ -235,8 +232,7 @@ class HostAgent:
 
     def _welcomed(self, socket: zmq.Socket[bytes], watch: HandshakeWatch, deadline: float) -> bool:
         """Say hello until there is a welcome; False after a while without, so that a new connection is tried."""
-        began = said = 0.0
-        began = time.monotonic()
+        began, said = time.monotonic(), 0.0
         while time.monotonic() < min(deadline, began + REACHED_WITHIN_S):
             watch.look()
             if watch.refused:

@@ -49,7 +49,11 @@ def run_to_the_end(
     go_on = "" if named else f"to go on with it: {resume_line(arguments, config.trial_name)}"
     try:
         with orphans_adopted(), _signals_raise(), _locked(built.spec.run_dir):
-            _prepare(built, launch, resumption)
+            if config.recover_mode is RecoverMode.disabled:
+                for path in list(removable(built.spec.run_dir)):
+                    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
+            if resumption is None:  # one that goes on keeps its configuration until its master has found from where
+                record_launch(built.spec.run_dir, launch, 0)
             if go_on:
                 print(f"run: {built.spec.run_dir}\n{go_on}", flush=True)
             summary = _with_display(built, launch, started_at, resumption)
@@ -120,17 +124,6 @@ def _scheduler(built: BuiltExperiment) -> Scheduler:
         return make_scheduler(built.config.scheduler)
     except ValueError as error:
         raise LaunchError(f"scheduler.path: {error}") from error
-
-
-def _prepare(built: BuiltExperiment, launch: Launch, resumption: Resumption | None) -> None:
-    """The run folder with its resolved configuration; emptied of results when nothing is to be recovered. A run that
-    goes on keeps the configuration that it had until its master has found what it goes on from."""
-    folder = built.spec.run_dir
-    if built.config.recover_mode is RecoverMode.disabled:
-        for path in list(removable(folder)):
-            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
-    if resumption is None:
-        record_launch(folder, launch, 0)
 
 
 @contextlib.contextmanager

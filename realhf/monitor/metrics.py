@@ -440,12 +440,11 @@ and 1. `python -m realhf.monitor.metrics` prints this page; how to add a metric 
 
 def page() -> str:
     """Return the page as Markdown."""
-    return "\n".join([_HEAD, *[_section(section) for section in SECTIONS]])
-
-
-def _section(section: Section) -> str:
-    rows = [f"| `{metric.name}` | {metric.unit} | {metric.meaning} |" for metric in section.metrics]
-    return "\n".join([f"## {section.title}", section.says, "", "| name | unit | meaning |", "|---|---|---|", *rows, ""])
+    parts = [_HEAD]
+    for section in SECTIONS:
+        rows = [f"| `{metric.name}` | {metric.unit} | {metric.meaning} |" for metric in section.metrics]
+        parts += [f"## {section.title}", section.says, "", "| name | unit | meaning |", "|---|---|---|", *rows, ""]
+    return "\n".join(parts)
 
 
 if __name__ == "__main__":

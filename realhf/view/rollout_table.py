@@ -40,7 +40,7 @@ class RunRollouts:
 
     def packed(self) -> bytes:
         """Return a row for each rollout, and for each further conversation of one (``branch``), as columns
-        (``packed.pack``), in the order of steps. Texts are numbers into the
+        (``run_data.pack``), in the order of steps. Texts are numbers into the
         tables of the header; ``samples[sample]/row`` is the id."""
         with self._lock:
             rows = self._refreshed()

@@ -22,7 +22,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 PORT = 7788
@@ -54,8 +54,8 @@ def manifest(
     join = ["python", "-m", "realhf.worker", "--join", launcher, "--key-file", KEY, "--host-agent"]
     indexed = ' --name "host-$JOB_COMPLETION_INDEX"'
     pod = {"image": image, "claim": claim, "secret": name, "cpus": cpus, "memory": memory}
-    launcher = _job("launcher", 1, f"{shlex.join(launch)}{found}", gpus=0, retries=0, **pod)
-    host = _job("host", hosts, f"{shlex.join(join)}{indexed}", gpus=gpus, retries=6, **pod)
+    launcher = _job("launcher", 1, f"{shlex.join(launch)}{found}", pod, gpus=0, retries=0)
+    host = _job("host", hosts, f"{shlex.join(join)}{indexed}", pod, gpus=gpus, retries=6)
     return {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
         "kind": "JobSet",
@@ -69,24 +69,12 @@ def manifest(
     }
 
 
-def _job(
-    role: str,
-    pods: int,
-    command: str,
-    *,
-    image: str,
-    claim: str,
-    secret: str,
-    cpus: str,
-    memory: str,
-    gpus: int,
-    retries: int,
-) -> dict[str, Any]:
-    resources: dict[str, str] = {"cpu": cpus, "memory": memory} | ({"nvidia.com/gpu": str(gpus)} if gpus else {})
+def _job(role: str, pods: int, command: str, pod: Mapping[str, str], *, gpus: int, retries: int) -> dict[str, Any]:
+    resources = {"cpu": pod["cpus"], "memory": pod["memory"]} | ({"nvidia.com/gpu": str(gpus)} if gpus else {})
     key = {"key": KEYS[role], "path": KEYS[role]}
     container = {
         "name": role,
-        "image": image,
+        "image": pod["image"],
         "command": ["/bin/sh", "-c", f"{OWN_KEY.format(KEYS[role])} && exec {command}"],
         "env": [{"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}],
         "resources": {"requests": resources, "limits": resources},
@@ -102,8 +90,8 @@ def _job(
         "securityContext": {"fsGroup": GROUP, "fsGroupChangePolicy": "OnRootMismatch"},
         "containers": [container],
         "volumes": [
-            {"name": "runs", "persistentVolumeClaim": {"claimName": claim}},
-            {"name": "keys", "secret": {"secretName": secret, "defaultMode": 0o440, "items": [key]}},
+            {"name": "runs", "persistentVolumeClaim": {"claimName": pod["claim"]}},
+            {"name": "keys", "secret": {"secretName": pod["secret"], "defaultMode": 0o440, "items": [key]}},
             # Tensors go from process to process through it; a container has 64 MB otherwise.
             {"name": "memory", "emptyDir": {"medium": "Memory"}},
         ],
