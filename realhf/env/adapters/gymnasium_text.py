@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-import queue
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 from realhf.api.environment import (
     AssistantMessage,
@@ -28,108 +26,8 @@ from realhf.api.option import option
 from realhf.base.installation import needed
 from realhf.base.plugin import located
 from realhf.env.loader.tasks import SeedTaskSet
+from realhf.env.loader.threads import MOST_STUCK, Threads
 from realhf.env.loader.validation import BrokenContract, checked_number, shown, whole_text
-
-T = TypeVar("T")
-MOST_STUCK = 64
-"""Threads of one environment that were given up and still run; beyond, the environment makes no new instances."""
-
-
-class StuckThreads:
-    """Counts the threads of an environment that were given up in the middle of a call."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._count = 0
-
-    @property
-    def count(self) -> int:
-        """How many still run."""
-        return self._count
-
-    def change(self, by: int) -> None:
-        """Note that one was given up, or has ended."""
-        with self._lock:
-            self._count += by
-
-
-class InstanceThread:
-    """A daemon thread for one instance, which starts with the first call. ``lost`` once a call was given up: the thread
-    may still be in it, runs ``last`` when it comes back, and takes no other call."""
-
-    def __init__(self, name: str, stuck: StuckThreads, last: Callable[[], Any]) -> None:
-        self._name, self._stuck, self._last = name, stuck, last
-        self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Callable[[Any, Any], None]] | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self.lost = False
-
-    async def run(self, work: Callable[[], T], what: str, limit_s: float) -> T:
-        """Return what ``work`` returns on the thread, or raise what it raises. Raises EnvironmentFailure: ``timeout``
-        after ``limit_s`` seconds, ``lost`` after that, ``capacity`` when too many threads are stuck."""
-        if self.lost:
-            raise EnvironmentFailure("lost", f"{self._name}: the call before has not returned; reset begins anew")
-        if self._thread is None:
-            if self._stuck.count >= MOST_STUCK:
-                raise EnvironmentFailure("capacity", f"{self._name}: {self._stuck.count} calls have not returned")
-            self._thread = threading.Thread(target=self._serve, name=f"{self._name} instance", daemon=True)
-            self._thread.start()
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
-
-        def deliver(result: Any, error: BaseException | None) -> None:
-            def hand_over() -> None:
-                if not future.done():
-                    future.set_result((result, error))
-
-            try:
-                loop.call_soon_threadsafe(hand_over)
-            except RuntimeError:
-                return  # the loop is closed, nobody waits
-
-        self._jobs.put((work, deliver))
-        try:
-            async with asyncio.timeout(limit_s):
-                result, error = await future
-        except BaseException as given_up:
-            self._give_up()
-            if isinstance(given_up, TimeoutError):
-                raise EnvironmentFailure(
-                    "timeout", f"{self._name}: {what} has not returned within env.timeout_s={limit_s:g} s"
-                ) from None
-            raise
-        if error is None:
-            return result
-        if not isinstance(error, Exception):
-            raise EnvironmentFailure("internal", f"{self._name}: {what} raised {type(error).__name__}: {error}")
-        raise error
-
-    def stop(self) -> None:
-        """Let the thread end, after the calls that were made."""
-        if self._thread is not None and not self.lost:
-            self._jobs.put(None)
-            self.lost = True
-
-    def _give_up(self) -> None:
-        self.lost = True
-        self._stuck.change(1)
-
-        def last() -> None:
-            try:
-                self._last()
-            finally:
-                self._stuck.change(-1)
-
-        self._jobs.put((last, lambda result, error: None))
-        self._jobs.put(None)
-
-    def _serve(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            work, deliver = job
-            try:
-                deliver(work(), None)
-            except BaseException as error:
-                deliver(None, error)
-
 
 EXTRA = "gymnasium"
 _MOST_ACTIONS = 1000
@@ -208,14 +106,14 @@ def build(options: GymnasiumOptions) -> EnvironmentSpec:
         actions = actions_of(gymnasium, instance.action_space, options.actions)
     finally:
         instance.close()
-    stuck = StuckThreads()
+    given_up: list[Threads] = []
     reading = Reading(
         options.render, options.observation_chars, options.success_reward, options.timeout_s, options.most_wrong
     )
     prompt = options.system_prompt or (f"Answer with one of: {', '.join(actions.names)}." if actions.names else "")
     return EnvironmentSpec(
         f"gymnasium {options.id}",
-        lambda _: GymnasiumEnvironment(options.id, make, actions, reading, dict(options.reset_options), stuck),
+        lambda _: GymnasiumEnvironment(options.id, make, actions, reading, dict(options.reset_options), given_up),
         partial(SeedTaskSet, options.id),
         system_prompt=prompt,
         concurrency=options.instances,
@@ -237,7 +135,8 @@ class Reading:
 
 class GymnasiumEnvironment:
     """Plays one episode after another on an instance that ``make`` returns; all its calls are made by one thread. After
-    a call that did not return in time, a new instance is made."""
+    a call that did not return in time, a new instance is made; its thread, which closes the old one when it comes back,
+    is then one of those ``given_up``, which the instances share."""
 
     def __init__(
         self,
@@ -246,21 +145,23 @@ class GymnasiumEnvironment:
         actions: Actions,
         reading: Reading,
         reset_options: Mapping[str, Any],
-        stuck: StuckThreads,
+        given_up: list[Threads],
     ) -> None:
         self._name, self._make, self._actions, self._reading = name, make, actions, reading
-        self._reset_options, self._stuck = reset_options, stuck
-        self._played: _Instance | None = None
-        self._thread: InstanceThread | None = None
-        self._done, self._wrong = True, 0
+        self._reset_options, self._given_up = reset_options, given_up
+        self._played = _Instance(make, reading)
+        self._thread: Threads | None = None
+        self._done, self._lost, self._wrong = True, False, 0
 
     async def reset(self, task: Mapping[str, Any], *, seed: int) -> Opening:
         """Begin the episode of a seed. Raises EnvironmentFailure."""
         del task
-        if self._thread is None or self._thread.lost:
+        if self._thread is None or self._lost:
+            if (count := sum(each.stuck for each in self._given_up)) >= MOST_STUCK:
+                raise EnvironmentFailure("capacity", f"{self._name}: {count} calls have not returned")
             self._played = _Instance(self._make, self._reading)
-            self._thread = InstanceThread(self._name, self._stuck, self._played.close)
-        text = await self._run(partial(self._instance().reset, seed, self._reset_options), "reset")
+            self._thread, self._lost = Threads(self._name, 1, idle_s=None), False
+        text = await self._run(self._thread, partial(self._played.reset, seed, self._reset_options), "reset")
         self._done, self._wrong = False, 0
         return Opening([{"role": "user", "content": text}])
 
@@ -275,32 +176,55 @@ class GymnasiumEnvironment:
             self._done = self._wrong >= self._reading.most_wrong
             return Turn([{"role": "user", "content": str(error)}], self._done)
         self._wrong = 0
-        turn = await self._run(partial(self._instance().step, action), "step")
+        turn = await self._run(self._thread, partial(self._played.step, action), "step")
         self._done = turn.done
         return turn
 
     async def close(self) -> None:
         """Close the instance, on its thread."""
-        thread, self._thread, played, self._played = self._thread, None, self._played, None
+        thread, self._thread = self._thread, None
         self._done = True
-        if thread is not None and played is not None and not thread.lost:
+        if thread is not None and not self._lost:
             try:
-                await thread.run(played.close, "close", self._reading.timeout_s)
+                await self._run(thread, self._played.close, "close")
             finally:
                 thread.stop()
 
-    def _instance(self) -> _Instance:
-        assert self._played is not None
-        return self._played
-
-    async def _run(self, work: Any, what: str) -> Any:
-        assert self._thread is not None
+    async def _run(self, thread: Threads, work: Callable[[], Any], what: str) -> Any:
+        """Return what ``work`` returns on the thread. Raises EnvironmentFailure."""
+        if self._lost:
+            raise EnvironmentFailure("lost", f"{self._name}: the call before has not returned; reset begins anew")
+        limit_s = self._reading.timeout_s
         try:
-            return await self._thread.run(work, what, self._reading.timeout_s)
+            async with asyncio.timeout(limit_s) as deadline:
+                return await thread.run(partial(self._worked, work, what), after=self._played.close)
         except EnvironmentFailure:
             raise
+        except asyncio.CancelledError:
+            self._give_up(thread)
+            raise
         except Exception as error:
-            raise EnvironmentFailure("internal", f"{self._name}: {what}: {_located(error)}") from error
+            if not (isinstance(error, TimeoutError) and deadline.expired()):
+                raise EnvironmentFailure("internal", f"{self._name}: {what}: {_located(error)}") from error
+            self._give_up(thread)
+            raise EnvironmentFailure(
+                "timeout", f"{self._name}: {what} has not returned within env.timeout_s={limit_s:g} s"
+            ) from None
+
+    def _worked(self, work: Callable[[], Any], what: str) -> Any:
+        """Do a call on the thread: what is raised there cannot be the event loop's, though it may look so there."""
+        try:
+            return work()
+        except Exception:
+            raise
+        except BaseException as error:
+            told = f"{self._name}: {what} raised {type(error).__name__}: {error}"
+            raise EnvironmentFailure("internal", told) from error
+
+    def _give_up(self, thread: Threads) -> None:
+        self._lost = True
+        self._given_up[:] = [*(each for each in self._given_up if each.stuck), thread]
+        thread.stop()
 
 
 class _Instance:

@@ -35,11 +35,12 @@ class _Job:
 
 
 class Threads:
-    """A bounded number of daemon threads that start when they are needed. Used from any number of event loops."""
+    """A bounded number of daemon threads that start when they are needed. Used from any number of event loops. A thread
+    without a job ends after ``idle_s`` seconds; None: it stays until ``stop``."""
 
-    def __init__(self, name: str, size: int = MOST_THREADS) -> None:
-        self._name, self._size = name, size
-        self._queue: queue.SimpleQueue[_Job] = queue.SimpleQueue()
+    def __init__(self, name: str, size: int = MOST_THREADS, idle_s: float | None = IDLE_S) -> None:
+        self._name, self._size, self._idle_s = name, size, idle_s
+        self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._threads = self._idle = self._waiting = self._stuck = 0
 
@@ -65,6 +66,13 @@ class Threads:
             raise error
         return result
 
+    def stop(self) -> None:
+        """Let the threads end, each after the job that it has; no other is taken."""
+        with self._lock:
+            self._size = 0
+            for _ in range(self._idle):
+                self._queue.put(None)
+
     def _submit(self, job: _Job) -> None:
         with self._lock:
             self._waiting += 1
@@ -87,8 +95,10 @@ class Threads:
     def _serve(self) -> None:
         while True:
             try:
-                job = self._queue.get(timeout=IDLE_S)
+                job = self._queue.get(timeout=self._idle_s)
             except queue.Empty:
+                job = None
+            if job is None:
                 with self._lock:
                     if self._waiting:
                         continue

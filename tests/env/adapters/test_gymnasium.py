@@ -14,14 +14,13 @@ import pytest
 
 from realhf.api.environment import AssistantMessage, EnvironmentFailure
 from realhf.env.adapters.gymnasium_text import (
-    MOST_STUCK,
     Actions,
     GymnasiumEnvironment,
     Reading,
-    StuckThreads,
     actions_of,
 )
 from realhf.env.loader.load import build_environment
+from realhf.env.loader.threads import MOST_STUCK, Threads
 
 WAYS = Actions(("left", "right", "stay put"), start=-1)
 
@@ -76,10 +75,10 @@ class Made:
 
 
 def environment(
-    made: Made, *, render: bool = False, timeout_s: float = 60.0, stuck: StuckThreads | None = None
+    made: Made, *, render: bool = False, timeout_s: float = 60.0, given_up: list[Threads] | None = None
 ) -> GymnasiumEnvironment:
     reading = Reading(render, 40, 0.3, timeout_s)
-    return GymnasiumEnvironment("Corridor", made, WAYS, reading, {"long": True}, stuck or StuckThreads())
+    return GymnasiumEnvironment("Corridor", made, WAYS, reading, {"long": True}, [] if given_up is None else given_up)
 
 
 @contextmanager
@@ -198,29 +197,31 @@ async def test_what_the_environment_must_not_answer_is_a_failure(answer: Any) ->
 
 
 async def test_a_call_that_does_not_return_is_a_timeout_and_its_instance_is_left_to_it() -> None:
-    hold, stuck = threading.Event(), StuckThreads()
+    hold, given_up = threading.Event(), list[Threads]()
+    before = threading.active_count()
     made = Made(hold=hold)
-    env = environment(made, timeout_s=2.0, stuck=stuck)
+    env = environment(made, timeout_s=2.0, given_up=given_up)
     await env.reset({}, seed=1)
     with failing("timeout") as caught:
         await env.step(AssistantMessage("left"))
-    assert "env.timeout_s" in str(caught.value) and stuck.count == 1
+    assert "env.timeout_s" in str(caught.value) and [each.stuck for each in given_up] == [1]
     with failing("lost"):
         await env.step(AssistantMessage("left"))
     await env.reset({}, seed=2)
     assert len(made.all) == 2 and not made.all[0].closed
     hold.set()
     async with asyncio.timeout(60):
-        while stuck.count or not made.all[0].closed:
+        while given_up[0].stuck or not made.all[0].closed:
             await asyncio.sleep(0.01)
-    await env.close()
+        await env.close()
+        while threading.active_count() > before:
+            await asyncio.sleep(0.01)
 
 
 async def test_an_environment_whose_calls_never_return_makes_no_more_instances() -> None:
-    stuck = StuckThreads()
-    stuck.change(MOST_STUCK)
+    given_up: list[Any] = [SimpleNamespace(stuck=1)] * MOST_STUCK
     with failing("capacity"):
-        await environment(Made(), stuck=stuck).reset({}, seed=1)
+        await environment(Made(), given_up=given_up).reset({}, seed=1)
 
 
 @pytest.mark.parametrize(("name", "option"), [("gymnasium", "id"), ("verifiers", "name")])
