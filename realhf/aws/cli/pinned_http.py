@@ -141,6 +141,10 @@ def _values(fields: tuple[tuple[bytes, bytes], ...], name: bytes) -> list[bytes]
     return [value for known, value in fields if known == name]
 
 
+_AUTHORITY = "localhost:4566"
+ENDPOINT = f"http://{_AUTHORITY}"
+"""The endpoint that every simulator believes to have; connections lead to the real one."""
+_READ_TIMEOUT_S = 8.0
 _MAX_RESPONSE_BYTES = 16 << 20
 _MAX_HEAD_BYTES = 256 << 10
 _RECEIVE_BYTES = 1 << 16
@@ -160,24 +164,16 @@ class PinnedConnection:
 
     ``dial`` makes the first and every later connection; without it a broken connection stays broken."""
 
-    def __init__(
-        self,
-        authority: str,
-        refuse: Refuse,
-        dial: Callable[[], socket.socket] | None = None,
-        read_timeout_s: float = 8.0,
-    ) -> None:
-        self._authority = authority
+    def __init__(self, refuse: Refuse, dial: Callable[[], socket.socket] | None = None) -> None:
         self._refuse = refuse
         self._dial = dial
-        self._read_timeout_s = read_timeout_s
         self._socket: socket.socket | None = None
         self._lock = threading.Lock()
         self.sent = 0
 
     def attach(self, connection: socket.socket) -> None:
         """Use this connected socket from now on."""
-        connection.settimeout(self._read_timeout_s)
+        connection.settimeout(_READ_TIMEOUT_S)
         self._socket = connection
 
     @property
@@ -212,7 +208,7 @@ class PinnedConnection:
         try:
             method = request.method.encode("ascii")
             check_request_line(method, target)
-            lines = [method + b" " + target + b" HTTP/1.1\r\nHost: " + self._authority.encode("ascii") + b"\r\n"]
+            lines = [method + b" " + target + b" HTTP/1.1\r\nHost: " + _AUTHORITY.encode("ascii") + b"\r\n"]
             for name, value in request.headers.items():
                 if name.lower() not in _DROPPED_HEADERS:
                     raw_name, raw = _as_bytes(name, "ascii"), _as_bytes(value, "utf-8")
@@ -266,7 +262,7 @@ class PinnedConnection:
             parts = urlsplit(request.url)
         except ValueError:
             self._refuse("malformed", "the request has no address that can be sent")
-        prefix = f"http://{self._authority}".encode("ascii")
+        prefix = ENDPOINT.encode("ascii")
         if not target.startswith(prefix) or target[len(prefix) : len(prefix) + 1] not in (b"", b"/", b"?"):
             self._refuse("endpoint", "requests leave only for this session's endpoint")
         if is_internal_path(parts.path):
@@ -349,10 +345,6 @@ def _received(connection: socket.socket) -> bytes:
     if not data:
         raise ConnectionResetError("the simulator closed the connection")
     return data
-
-
-ENDPOINT = "http://localhost:4566"
-"""The endpoint that every simulator believes to have; connections lead to the real one."""
 
 
 class _Signature:

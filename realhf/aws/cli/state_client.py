@@ -124,13 +124,11 @@ class StateClient:
     """Calls one slot's simulator over connections that ``dial`` makes; ``endpoint`` is its name in messages.
     Thread-safe."""
 
-    def __init__(
-        self, endpoint: str, account: str, dial: Callable[[], socket.socket], factory: ClientFactory | None = None
-    ) -> None:
+    def __init__(self, endpoint: str, account: str, dial: Callable[[], socket.socket], factory: ClientFactory) -> None:
         self.endpoint = endpoint
         self._account = account
-        self._factory = factory or ClientFactory()
-        self._connection = PinnedConnection(ENDPOINT.removeprefix("http://"), refuse, dial)
+        self._factory = factory
+        self._connection = PinnedConnection(refuse, dial)
         self._clients: dict[str, Any] = {}
 
     def call(self, service: str, operation: str, params: dict[str, Any] | None = None) -> dict[str, Any]:

@@ -255,7 +255,7 @@ class WarmCli:
 
     def __init__(self, account: str, on_refusal: Callable[[RefusedRequest], None]) -> None:
         self.account = account
-        self.connection = PinnedConnection(ENDPOINT.removeprefix("http://"), self._refuse)
+        self.connection = PinnedConnection(self._refuse)
         self._on_refusal = on_refusal
         self._clients: dict[tuple[Any, ...], Any] = {}
         self._undo = UndoLog()

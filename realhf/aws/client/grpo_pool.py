@@ -79,10 +79,6 @@ class GrpoPool(SessionGroup):
         if self._generator is not None:
             self._generator.shutdown(wait=False, cancel_futures=True)
 
-    def session(self) -> GrpoPool:
-        """Return the pool itself, so that ``async with pool.session():`` reads as ``async with pool:``."""
-        return self
-
     async def __aenter__(self) -> GrpoPool:
         await self.connect()
         return self

@@ -211,7 +211,7 @@ class _Peer:
 
     def __init__(self, answer: bytes) -> None:
         self.ours, theirs = socket.socketpair()
-        self.connection = PinnedConnection("localhost:4566", refuse)
+        self.connection = PinnedConnection(refuse)
         self.connection.attach(theirs)
         self.received: list[bytes] = []
         self._answer = answer

@@ -63,7 +63,7 @@ async def test_a_group_on_the_real_server() -> None:
 
     with EnvServerProcess(N) as server:
         recorder = Recorder()
-        async with GrpoPool(server.url, N, recorder).session() as pool:
+        async with GrpoPool(server.url, N, recorder) as pool:
             first = await pool.reset_group(task)
             assert {r.observation.task.description for r in first if r.observation.task} == {task.description}
             assert len({r.observation.episode_id for r in first}) == N
