@@ -142,25 +142,19 @@ class MultiTurnEnvPool:
         group_size: int,
         seeds: Sequence[int],
         mode: str = "lockstep",
-        sampling_seeds: Sequence[Sequence[int]] | None = None,
     ) -> list[list[RolloutOutcome]]:
         """Play ``group_size`` episodes of every task and return them per task, in order.
 
-        ``tasks[i]`` are reset arguments (``{"task": {...}}`` or ``{"task_id": ...}``), ``seeds[i]`` their seed,
-        ``sampling_seeds[i][k]`` the random numbers of the k-th episode's tokens (see ``GenRequest.seed``). A failed
-        environment is an outcome without reward; an error of the policy is raised. In ``lockstep`` the same policy
-        outputs give the same sequence of batches; ``independent`` lets no episode wait for another."""
+        ``tasks[i]`` are reset arguments (``{"task": {...}}`` or ``{"task_id": ...}``), ``seeds[i]`` their seed.
+        A failed environment is an outcome without reward; an error of the policy is raised. In ``lockstep`` the same
+        policy outputs give the same sequence of batches; ``independent`` lets no episode wait for another."""
         if len(tasks) != len(seeds):
             raise ValueError(f"{len(tasks)} tasks, but {len(seeds)} seeds")
         if mode not in MODES:
             raise ValueError(f"mode is {mode!r}; allowed: {', '.join(MODES)}")
         thread = self._ready()
         wanted = [
-            EpisodeRequest(
-                number * group_size + member,
-                _task(arguments, seed),
-                sampling_seeds[number][member] if sampling_seeds else None,
-            )
+            EpisodeRequest(number * group_size + member, _task(arguments, seed))
             for number, (arguments, seed) in enumerate(zip(tasks, seeds, strict=True))
             for member in range(group_size)
         ]

@@ -18,7 +18,7 @@ from starlette.routing import Route
 from realhf.aws.episode.episode import HINT_COMMAND, LEVELS
 from realhf.aws.episode.player import EpisodePlayer, checked_action, checked_reset
 from realhf.aws.grading.reward import HINT_FACTOR
-from realhf.aws.playground.playground import IDLE_RELEASE_S, Playground, PlaygroundSession, no_episode
+from realhf.aws.playground.playground import Playground, PlaygroundSession, no_episode
 from realhf.aws.server_config import AwsServerConfig, simulator_pool
 from realhf.aws.simulator.pool import MiniStackPool
 from realhf.aws.tasks.loader import fill, load_templates
@@ -51,7 +51,7 @@ _LARGEST_SEED = (1 << 53) - 1
 """Largest integer that a browser's JSON holds exactly."""
 
 
-def mount(app: FastAPI, config: AwsServerConfig, *, idle_release_s: float = IDLE_RELEASE_S) -> Playground:
+def mount(app: FastAPI, config: AwsServerConfig) -> Playground:
     """Add the playground to an application. Nothing is started before somebody plays; ``close`` the returned playground
     when the server ends."""
 
@@ -62,7 +62,7 @@ def mount(app: FastAPI, config: AwsServerConfig, *, idle_release_s: float = IDLE
         return EpisodePlayer(slot, config.max_steps, reward_mode=config.reward_mode, chaos=config.enable_chaos)
 
     session = PlaygroundSession(make_pool, make_player, summed=config.reward_mode == "potential")
-    playground = Playground(session, idle_release_s)
+    playground = Playground(session)
     auth = BrowserAuth(config.token)
     handlers = _Handlers(playground, auth, config)
     for method, path, handler, open_to_all in handlers.table():

@@ -344,14 +344,14 @@ class MiniStackProcess:
         latest ``requests`` with a number above ``after`` (see ``ParsedRequests``). Raises OSError."""
         return json.loads(self._request("GET", f"/_realhf/requests?{after}", timeout_s))
 
-    def switches(self, timeout_s: float = ANSWER_S) -> dict[str, str]:
+    def switches(self) -> dict[str, str]:
         """Return the settings in the simulator's modules, as text by name. Raises OSError."""
-        return json.loads(self._request("GET", "/_realhf/switches", timeout_s))
+        return json.loads(self._request("GET", "/_realhf/switches", ANSWER_S))
 
-    def account_state(self, timeout_s: float = ANSWER_S) -> list[str]:
+    def account_state(self) -> list[str]:
         """Return all that the account holds, see ``account_state.AccountState.report``. Raises OSError, also where it
         is too much."""
-        return self._request("GET", "/_realhf/snapshot", timeout_s).decode().splitlines()
+        return self._request("GET", "/_realhf/snapshot", ANSWER_S).decode().splitlines()
 
     def connect_as_owner(self) -> socket.socket:
         """Return a new connection that may use the control paths; never for a process that reads text of an agent.
