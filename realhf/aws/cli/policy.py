@@ -213,7 +213,8 @@ def _checked(words: Sequence[str]) -> Verdict:
     if service not in ALLOWED:
         refuse("unknown-service", f"service {service[:60]!r} is not available here")
     if operation == "help":
-        return Verdict(answer=_listing(f"operations of {service}", _operations(service)))
+        waiters = (f"wait {name}" for name in WAITERS.get(service, ()))
+        return Verdict(answer=_listing(f"operations of {service}", [*ALLOWED[service], *waiters]))
     if operation == "wait":
         name, *arguments = arguments or [""]
         operation = WAITERS.get(service, {}).get(name, "")
@@ -226,10 +227,6 @@ def _checked(words: Sequence[str]) -> Verdict:
     _check_values(service, words)
     _check_files(service, operation, arguments)
     return Verdict(argv=tuple(words), service=service, operation=operation)
-
-
-def _operations(service: str) -> list[str]:
-    return [*ALLOWED[service], *(f"wait {name}" for name in WAITERS.get(service, ()))]
 
 
 def _listing(title: str, names: Iterable[str]) -> str:

@@ -327,7 +327,8 @@ class WarmCli:
             self._clients[key] = lighten(client, self.account, self.connection)
             self._undo._recording = recording
             return client
-        for name, handler in self._undo.client_handlers(_inner_emitter(self._session.get_component("event_emitter"))):
+        emitter = self._session.get_component("event_emitter")
+        for name, handler in self._undo.client_handlers(getattr(emitter, "_emitter", emitter)):
             client.meta.events.register(name, handler)
         return client
 
@@ -367,10 +368,6 @@ class WarmCli:
         clidriver.ServiceCommand._create_parser = service_parser  # type: ignore[method-assign]
         clidriver.ServiceOperation._create_operation_parser = operation_parser  # type: ignore[method-assign]
         clidriver.ServiceOperation._add_help = lambda operation, parser: None  # type: ignore[method-assign]
-
-
-def _inner_emitter(emitter: Any) -> HierarchicalEmitter:
-    return getattr(emitter, "_emitter", emitter)
 
 
 def _disable_help(refuse: Refuse) -> None:
