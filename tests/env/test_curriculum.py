@@ -1,4 +1,7 @@
-"""Both strategies: arithmetic against independent formulas, mastery, promotion, persistence, what changes state."""
+"""Both strategies: arithmetic against independent formulas, mastery, promotion, persistence, what changes state; and
+the tasks as a data source."""
+
+from __future__ import annotations
 
 import copy
 import json
@@ -7,6 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from realhf.api.environment import task_of
+from realhf.api.source import DataSource, SampleResult, SourceItem
 from realhf.aws.tasks.loader import (
     TrainingTasks,
     instantiate,
@@ -22,10 +27,12 @@ from realhf.env.curriculum import (
     LearnabilityCurriculum,
     PriorityCurriculum,
     PriorityRule,
+    TaskSource,
     decayed_rate,
     make_curriculum,
 )
 from realhf.env.loader.load import build_environment
+from realhf.registry import sources
 
 STRATEGIES = ("priority", "learnability")
 TRAIN = {template.task_id for template in load_templates(split="train")}
@@ -344,3 +351,54 @@ def test_the_classic_rule_leads_through_the_groups_of_any_environment() -> None:
         PriorityRule.of(promotion=())
     with pytest.raises(ValueError, match="earlier release"):
         curriculum.load_state_dict({key: value for key, value in curriculum.state_dict().items() if key != "group"})
+
+
+def results(items: list[SourceItem], rewards: list[float | None], achieved: list[bool]) -> list[SampleResult]:
+    return [SampleResult(item.id, item.metadata, rewards, achieved) for item in items]
+
+
+def test_items() -> None:
+    options = {"tiers": ["warmup", "beginner"], "chaos": True}
+    source = sources.get("tasks")(seed=1, environment="aws", options=options)
+    assert isinstance(source, DataSource)
+    items = source.next_batch(5) + source.next_batch(3)
+    assert [item.id.rpartition("@")[2] for item in items] == [str(n) for n in range(8)]
+    for item in items:
+        asked = task_of(item.metadata)
+        task = Task.from_json(asked.payload["task"])
+        assert asked.payload["chaos"] is True and (asked.id, asked.seed) == (f"{task.template}-{task.seed}", task.seed)
+        assert item.id.startswith(f"{task.template}-{task.seed}@")
+        assert task == instantiate(task.task_id, item.metadata["task_seed"])
+        assert (item.metadata["template"], item.metadata["group"]) == (str(task.task_id), task.tier)
+        assert asked.template == task.template, "people read the name of a template, and not its number"
+        assert item.metadata["group"] in ("warmup", "beginner")
+        assert dict(item.values) == {}, "a tensor that nobody reads would be stored by a call in every step"
+        json.dumps(dict(item.metadata))
+
+
+def test_failed_rollouts_do_not_count() -> None:
+    source = TaskSource(0, "aws")
+    items = source.next_batch(2)
+    source.record(results(items[:1], [1.0, None, 0.5, None], [True, False, False, False]))
+    source.record(results(items[1:], [None, None], [False, False]))
+    figures = source.stats()
+    assert (figures["episodes"], figures["invalid_groups"]) == (1, 1)
+    assert figures["reward_last_10"] == pytest.approx(0.75)
+    assert figures[f"success/{items[0].metadata['group']}"] == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("strategy", ["learnability", "priority"])
+def test_resume(strategy: str) -> None:
+    def go(source: TaskSource, steps: int) -> list[str]:
+        ids = []
+        for _ in range(steps):
+            items = source.next_batch(6)
+            ids += [item.id for item in items]
+            source.record(results(items, [1.0, 0.0], [True, False]))
+        return ids
+
+    first = TaskSource(5, "aws", strategy=strategy)
+    go(first, 9)
+    second = TaskSource(6, "aws", strategy=strategy)
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert go(second, 9) == go(first, 9)
