@@ -63,6 +63,7 @@ setup(
         "realhf": [
             "**/*.yaml",
             "aws/playground/static/*",
+            "aws/training/policy/*",
             "base/look/*",
             "view/static/*",
             "trajectory/http/static/*",

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from realhf.api.config import ConfigError, ExperimentConfig, LoraConfig, OptimizerConfig, run_folder
+from experiments.shipped_policy import shipped_policy
+from realhf.api.config import ConfigError, ExperimentConfig, LoraConfig, OptimizerConfig, WarmStartConfig, run_folder
 from realhf.api.environment import DemonstrationRequest
 from realhf.api.experiment import ExperimentSpec, InterfaceType, JobSpec, MFCDef, ModelSpec, SourceSpec
 from realhf.api.option import option
@@ -85,7 +86,8 @@ def first_weights(config: Config) -> FirstWeights:
 
 def warm_start(config: Config) -> ExperimentSpec:
     """A policy's training on demonstrations, of all its weights, found again by the content of all that it depends
-    on."""
+    on; in place of the built-in policy's, the one that ships with the environment, where that was made from the
+    same."""
     options = config.warm_start
     spec = _supervised(config, steps=options.train_steps, batch=options.batch_size, optimizer=options.optimizer)
     files = imported_files(PACKAGE, LEARNING_MODULES)
@@ -99,9 +101,31 @@ def warm_start(config: Config) -> ExperimentSpec:
         made_from["weights"] = _content(config.actor.path)
     if config.actor.chat_template_kwargs:
         made_from["template"] = config.actor.chat_template_kwargs
-    key = content_key({**made_from, "options": {**to_json_value(options), "cache_dir": None}}, files)
-    folder = run_folder(config) / f"warm_start-{key}"
-    return replace(spec, name="warm_start", run_dir=folder, artifact=_cache(config) / f"policy-{key}")
+    key = content_key({**made_from, "options": _training(options)}, files)
+    folder, artifact = run_folder(config) / f"warm_start-{key}", _cache(config) / f"policy-{key}"
+    if config.actor.path == BUILTIN and options.shipped:
+        ships = chosen_environment(config.env).spec.shipped_policy
+        artifact = shipped_policy(ships, warm_start_recipe(config)) or artifact
+    return replace(spec, name="warm_start", run_dir=folder, artifact=artifact)
+
+
+def warm_start_recipe(config: Config) -> dict[str, Any]:
+    """What the warm start of the built-in policy is made from, as far as a person chooses it: all but the seed, the
+    code and where files are kept."""
+    environment, options = chosen_environment(config.env), config.warm_start
+    return {
+        "environment": environment.reference,
+        "demonstrations": _player(environment, _request(config, seed=0))[1],
+        "model": {**to_json_value(config.builtin), "backend": config.actor.backend, "dtype": config.actor.dtype},
+        "max_tokens": config.rollout.max_total_tokens,
+        "template": config.actor.chat_template_kwargs,
+        "training": _training(options),
+    }
+
+
+def _training(options: WarmStartConfig) -> dict[str, Any]:
+    """How a warm start trains, and not where it is kept or found."""
+    return {**to_json_value(options), "cache_dir": None, "shipped": None}
 
 
 def _content(path: str) -> list[str]:
@@ -182,19 +206,27 @@ def actor_model(config: Config, path: str, optimizer: OptimizerConfig, lora: Lor
     )
 
 
-def _demonstrations(config: Config, environment: ChosenEnvironment) -> JobSpec:
+def _request(config: Config, seed: int) -> DemonstrationRequest:
     options = config.warm_start
-    request = DemonstrationRequest(
-        options.episodes_per_task, config.seed, options.habit_fraction, options.recovery_fraction
-    )
+    return DemonstrationRequest(options.episodes_per_task, seed, options.habit_fraction, options.recovery_fraction)
+
+
+def _player(environment: ChosenEnvironment, request: DemonstrationRequest) -> tuple[str, tuple[str, ...]]:
+    """The program that plays demonstrations, and its arguments."""
     program = environment.spec.demonstrations
     if program is not None:
-        module, argv, versions = program.module, program.argv(request), program.packages
-        files = {*imported_files(PACKAGE, (module,)), *program.files}
-    else:
-        module, argv, versions = "realhf.rollout.demonstrations", _player_argv(environment, request), ()
-        files = {*imported_files(PACKAGE, (module,)), *_environment_files(environment)}
-    key = content_key([argv, package_versions(versions)], files)
+        return program.module, program.argv(request)
+    return "realhf.rollout.demonstrations", _player_argv(environment, request)
+
+
+def _demonstrations(config: Config, environment: ChosenEnvironment) -> JobSpec:
+    module, argv = _player(environment, _request(config, config.seed))
+    program = environment.spec.demonstrations
+    files = {
+        *imported_files(PACKAGE, (module,)),
+        *(program.files if program is not None else _environment_files(environment)),
+    }
+    key = content_key([argv, package_versions(program.packages if program is not None else ())], files)
     return JobSpec(
         "demonstrations",
         module,

@@ -202,6 +202,9 @@ class WarmStartConfig:
         warmup_steps_proportion=0.05,
         lr_scheduler_type=LRSchedule.cosine,
     )
+    shipped: bool = option(
+        True, "The built-in policy that ships with an environment is taken where it was made from the same options."
+    )
     cache_dir: str | None = option(
         None, "Warm starts are kept in this folder; without one in 'warm_start' below fileroot.", on_resume="free"
     )

@@ -223,8 +223,9 @@ class EnvironmentSpec:
     ``concurrency``: at most this many instances of one process live at once, None for any number.
     ``deterministic``: the same task, seed and messages give the same turns. ``demonstrate`` yields scripts for the
     warm start of the built-in policy; None when there is no scripted solver, or when ``demonstrations`` names a program
-    of its own. ``launch`` is the service that episodes are played on, None for an environment that lives in the process
-    that plays it.
+    of its own. ``shipped_policy`` is the folder of a warm-started built-in policy that comes with the environment
+    (``experiments.shipped_policy`` writes it), None where none does. ``launch`` is the service that episodes are played
+    on, None for an environment that lives in the process that plays it.
     """
 
     name: str
@@ -235,6 +236,7 @@ class EnvironmentSpec:
     deterministic: bool = True
     demonstrate: Callable[[DemonstrationRequest], Iterable[Demonstration]] | None = None
     demonstrations: DemonstrationProgram | None = None
+    shipped_policy: Path | None = None
     launch: EnvironmentService | None = None
 
 

@@ -241,6 +241,7 @@ def build(options: AwsOptions) -> EnvironmentSpec:
             files=tuple(matching_files(PACKAGE, ("aws/tasks/**/*",))),
             packages=("ministack", "awscli"),
         ),
+        shipped_policy=PACKAGE / "aws" / "training" / "policy",
         launch=environment_server(options),
     )
 
