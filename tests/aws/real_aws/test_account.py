@@ -16,6 +16,7 @@ from websockets.sync.client import ClientConnection, connect
 
 from realhf.aws.cli.command_table import ALLOWED
 from realhf.aws.cli.executor import OutputLimits
+from realhf.aws.cli.policy import Verdict
 from realhf.aws.cli.state_client import StateCallError
 from realhf.aws.episode.episode import Episode
 from realhf.aws.real_aws.account import RealAwsExecutor, RealAwsPool, RealAwsSlot, RealState
@@ -150,6 +151,24 @@ def test_urls_and_files_are_not_read_for_a_parameter(
     (tmp_path / "secret").write_text("content")
     read = shell.run("aws ssm put-parameter --name p --type String --value file://secret")
     assert read.refusal == "local-file" and not read.requests
+
+
+@pytest.mark.nightly
+def test_the_child_sends_only_what_was_permitted(
+    fake_cloud: Slot, executor: Executor, canary: socket.socket, tmp_path: Path
+) -> None:
+    """A second layer, should the policy ever be wrong about what a command asks for."""
+    fake_cloud.state.call("s3", "CreateBucket", {"Bucket": "kept"})
+    past = executor()._execute(Verdict(("s3api", "delete-bucket", "--bucket", "kept"), "s3api", "list-buckets"))
+    assert not past.success and not past.requests and "not what was permitted" in past.stderr
+    assert fake_cloud.state.call("s3", "ListBuckets")["Buckets"]
+    (tmp_path / "secret").write_text("content")
+    port = canary.getsockname()[1]
+    for value in (f"http://127.0.0.1:{port}/", "file://secret"):
+        words = ("ssm", "put-parameter", "--name", "p", "--type", "String", "--overwrite", "--value", value)
+        assert executor()._execute(Verdict(words, "ssm", "put-parameter")).requests[0].params["Value"] == value
+    elsewhere = Verdict(("s3", "ls", "--endpoint-url", f"http://127.0.0.1:{port}"), "s3", "ls")
+    assert "kept" in executor()._execute(elsewhere).stdout, "the endpoint stays what it was"
 
 
 def test_requests_leave_for_the_endpoints_of_aws_alone(executor: Executor, canary: socket.socket) -> None:
