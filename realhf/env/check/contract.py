@@ -24,7 +24,7 @@ def opening_problems(opening: Any, system_prompt: str) -> Iterator[str]:
         return
     yield from validation.message_problems(_with_content(opening.messages), "messages")
     yield from validation.info_problems(opening.info)
-    if isinstance(opening.messages, list | tuple) and not opening.messages and not system_prompt:
+    if isinstance(opening.messages, Sequence) and not opening.messages and not system_prompt:
         yield "it returns no message, and there is no system prompt: the policy would see nothing"
 
 

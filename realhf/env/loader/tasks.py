@@ -54,10 +54,11 @@ class RowTaskSet:
 
 
 class SeedTaskSet:
-    """An endless set with one template: every seed is another task, and the two splits share no seed."""
+    """An endless set with one template: every seed is another task, and the two splits share no seed. Raises
+    ValueError for a split that does not exist."""
 
     def __init__(self, name: str, split: str) -> None:
-        self._name, self._split = name, split
+        self._name, self._split, self._place = name, split, SPLITS.index(split)
         self.group_of: Mapping[str, str] = MappingProxyType({name: name})
         self.groups: Sequence[str] = (name,)
 
@@ -65,7 +66,7 @@ class SeedTaskSet:
         """Return the task of a seed. Raises KeyError for an unknown template."""
         if template_id != self._name:
             raise KeyError(template_id)
-        own = len(SPLITS) * seed + SPLITS.index(self._split)
+        own = len(SPLITS) * seed + self._place
         return Task(f"{self._name}@{own}", group=self._name, seed=own)
 
 

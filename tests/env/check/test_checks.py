@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import math
 import random
+from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any
@@ -139,6 +140,7 @@ def tool(name: str = "look", parameters: Any = None, description: str = "Look.")
         (Opening([SAID]), "", []),
         (Opening([]), "You play.", []),
         (Opening([]), "", ["it returns no message, and there is no system prompt: the policy would see nothing"]),
+        (Opening(deque()), "", ["it returns no message"]),
         (None, "", ["it returns None and not an Opening"]),
         (Opening("hello"), "", ["messages must be a list of messages, not 'hello'"]),  # type: ignore[arg-type]
         (Opening([{"role": "user"}]), "", ["messages[0] has no content"]),

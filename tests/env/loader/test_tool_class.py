@@ -192,6 +192,8 @@ async def test_a_class_without_rows_has_a_task_for_every_seed(build: Build) -> N
         assert len({task.id for task in made}) == 50
         seeds[split] = {task.seed for task in made}
     assert not seeds["train"] & seeds["heldout"]
+    with pytest.raises(ValueError, match="not in tuple"):
+        spec.tasks("held_out")
     opening = await spec.make("").reset({}, seed=77)
     assert opening.messages[0]["content"] == "Reach 77."
 
