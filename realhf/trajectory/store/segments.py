@@ -236,21 +236,21 @@ class Segments:
         }
 
     def give_back(self, number: int, file: SegmentFile, gaps: Sequence[tuple[int, int]]) -> int:
-        """Give parts of a file, each (offset, length), back to the disk; return how many bytes they have. Call it on
-        the thread of ``remove``. Raises OSError."""
+        """Give parts of a file, each (offset, length), back to the disk; return by how many bytes that is less than
+        before. Call it on the thread of ``remove``. Raises OSError."""
         if self._files.get(number) is not file or file.handle is None or not self._knows_holes:
             return 0  # it goes, or is written anew
         for offset, length in gaps:
-            if _fallocate(file.handle.number, _PUNCH_HOLE | _KEEP_SIZE, offset, length):
+            start, end = -(-offset // _BLOCK_BYTES) * _BLOCK_BYTES, (offset + length) // _BLOCK_BYTES * _BLOCK_BYTES
+            if start < end and _fallocate(file.handle.number, _PUNCH_HOLE | _KEEP_SIZE, start, end - start):
                 code = ctypes.get_errno()
                 if code not in (errno.EOPNOTSUPP, errno.ENOSYS):
                     raise OSError(code, os.strerror(code), str(file.path))
                 logger.warning("%s: this disk knows no holes, so files go only when they are empty", self._folder)
                 self._knows_holes = False
                 return 0
-        freed = sum(length for _, length in gaps)
-        file.taken = file.size - freed
-        return freed
+        before, file.taken = file.taken, file.size - sum(length for _, length in gaps)
+        return before - file.taken
 
     def remove(self, files: Sequence[SegmentFile]) -> None:
         """Put files aside to be written again, or delete them. That takes a while, so call it off the event loop."""
@@ -306,6 +306,9 @@ class Segments:
 
 _PUNCH_HOLE, _KEEP_SIZE = 2, 1
 """``FALLOC_FL_PUNCH_HOLE`` and ``FALLOC_FL_KEEP_SIZE`` of ``linux/falloc.h``."""
+_BLOCK_BYTES = 4096
+"""Only whole blocks go back to the disk. Between many small payloads lie so many gaps that hold none that to ask for
+them, each a call, would keep commits waiting for seconds."""
 
 
 @cache

@@ -157,6 +157,29 @@ async def test_what_a_failed_round_acknowledged_is_not_given_back(tmp_path, monk
     await engine.close()
 
 
+async def test_gaps_without_a_whole_block_are_not_asked_for(tmp_path, monkeypatch):
+    """Between small payloads there are hundreds of thousands in a file, and each is a call on the writer's thread."""
+    asked, real = list[tuple[int, int]](), segments._fallocate
+
+    def counted(handle: int, mode: int, offset: int, length: int) -> int:
+        asked.append((offset, length))
+        return real(handle, mode, offset, length)
+
+    monkeypatch.setattr(segments, "_fallocate", counted)
+    engine = await over(tmp_path)
+    data = [b"%08d" % number * 16 for number in range(3000)]
+    groups = [incoming(each, 4 if number % 8 == 0 or number >= 2000 else 5) for number, each in enumerate(data)]
+    await engine.write(push.push, groups, await engine.store.stage(data), True)
+    await engine.write(quarantine.clear)
+    ended = engine.store.files.ended()
+    freed = await engine.store.compact([group.payload for group in engine.state.groups.values()], ended)
+    assert freed == 1750 * 128
+    assert asked == []
+    payloads = [each.payload for each in engine.state.groups.values()]
+    assert await engine.store.read(payloads) == [each for number, each in enumerate(data) if groups[number].size == 4]
+    await engine.close()
+
+
 async def test_a_disk_without_holes_is_told_of_once(tmp_path, monkeypatch, caplog):
     def unknown(*_: int) -> int:
         ctypes.set_errno(errno.EOPNOTSUPP)
