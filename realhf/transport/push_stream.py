@@ -10,6 +10,7 @@ Source: docs/reference/dataflow.md 9, StreamDataset.
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import time
 import zlib
@@ -42,7 +43,6 @@ class StreamMessage:
     id: str
     attempt: int
     frames: list[Any]
-    request: Request
 
 
 def check_frames(frames: Sequence[Any]) -> int:
@@ -65,7 +65,11 @@ def read_sample(request: Request) -> StreamMessage:
             f"attempt {attempt} at {id!r:.60}: an id has at most {MAX_ID_BYTES} bytes, attempts start at 0"
         )
     check_frames(request.payload)
-    return StreamMessage(request.client, id, attempt, request.payload, request)
+    return StreamMessage(request.client, id, attempt, request.payload)
+
+
+def _name(message: StreamMessage) -> tuple[str, str, int]:
+    return message.producer, message.id, message.attempt
 
 
 @dataclass(eq=False)
@@ -115,16 +119,17 @@ class StreamProducer:
         reached.
         """
         nbytes = check_frames(frames)
+        if not self._turn.locked() and (way := self._with_credit()) is not None:
+            self._give(way, id, attempt, frames, nbytes)  # without a deadline and a turn, which cost as much again
+            return
         try:
             async with asyncio.timeout(timeout_s), self._turn:
-                way = await self._with_credit()
-                self._ask(way, PUSH, *frames, sample=id, attempt=attempt)
-                way.open += 1
-                way.sent_bytes += nbytes
+                while (way := self._with_credit()) is None:
+                    self._changed.clear()
+                    await self._changed.wait()
+                self._give(way, id, attempt, frames, nbytes)
         except TimeoutError:
             raise TimeoutError("; ".join(self._silence(way, timeout_s) for way in self.ways)) from None
-        except PeerLost as error:
-            raise StreamFailed(str(error)) from None
 
     async def drain(self, timeout_s: float) -> bool:
         """Wait until every sample is safe; return False when some are not after ``timeout_s`` seconds."""
@@ -142,14 +147,19 @@ class StreamProducer:
         for way in self.ways:
             way.client.close()
 
-    async def _with_credit(self) -> _Way:
-        while True:
-            if self._failure:
-                raise StreamFailed(self._failure)
-            if ready := [way for way in self._order if way.open < way.granted]:
-                return min(ready, key=lambda way: way.sent_bytes)
-            self._changed.clear()
-            await self._changed.wait()
+    def _with_credit(self) -> _Way | None:
+        if self._failure:
+            raise StreamFailed(self._failure)
+        ready = [way for way in self._order if way.open < way.granted]
+        return min(ready, key=lambda way: way.sent_bytes) if ready else None
+
+    def _give(self, way: _Way, id: str, attempt: int, frames: Sequence[Frame], nbytes: int) -> None:
+        try:
+            self._ask(way, PUSH, *frames, sample=id, attempt=attempt)
+        except PeerLost as error:
+            raise StreamFailed(str(error)) from None
+        way.open += 1
+        way.sent_bytes += nbytes
 
     def _ask(self, way: _Way, method: str, *frames: Frame, **fields: Any) -> None:
         way.client.begin(method, *frames, **fields).add_done_callback(partial(self._answered, way, method))
@@ -174,11 +184,12 @@ class StreamProducer:
 
 
 class StreamReceiver(Listener):
-    """Listens in ``network`` and hands over every sample of this run, again when it is sent again.
+    """Listens in ``network`` and hands over every sample of this run; again when it is sent again after its ``ack``.
 
     ``deliver`` is called on the receiver's thread with all that has arrived; what it raises ends the receiver. A sample
-    counts as open for its producer until ``ack``; a producer may have ``credits`` open ones. Samples without an ack
-    stay with their producers when it is closed.
+    counts as open for its producer until ``ack``; a producer may have ``credits`` open ones. One that is sent again
+    while it is open takes no more memory, however often that is. Samples without an ack stay with their producers when
+    it is closed.
     """
 
     def __init__(
@@ -193,6 +204,8 @@ class StreamReceiver(Listener):
             raise ValueError(f"credits must be 1 to {MAX_CREDITS}, got {credits}")
         self._deliver, self._credits = deliver, credits
         self._batch: list[StreamMessage] = []
+        self._open: dict[tuple[str, str, int], Request] = {}
+        self._acked: collections.deque[StreamMessage] = collections.deque()
         super().__init__(
             "the stream receiver",
             network.context(),
@@ -209,8 +222,8 @@ class StreamReceiver(Listener):
         """Tell their producers that these samples are safe. May be called from any thread. Raises StreamFailed when the
         receiver has ended."""
         self.check()
-        for message in messages:
-            message.request.reply(None)
+        self._acked.extend(messages)
+        self.wake()  # once: answers from this thread would wake the receiver's for each
 
     def check(self) -> None:
         """Raise StreamFailed when the receiver's thread has failed or ended."""
@@ -223,11 +236,20 @@ class StreamReceiver(Listener):
         if request.method == CREDITS:
             request.reply(self._credits)
         elif request.method == PUSH:
-            self._batch.append(read_sample(request))
+            sample = read_sample(request)
+            request.payload = None  # what waits for its answer holds no frames
+            name = _name(sample)
+            if name not in self._open:
+                self._batch.append(sample)
+            self._open[name] = request  # the last connection is the one that lives
         else:
             raise ProtocolError(f"{request.method!r:.60} is none of a producer")
 
     def _hand_over(self) -> None:
+        while self._acked:
+            if (request := self._open.pop(_name(self._acked.popleft()), None)) is not None:
+                request.reply(None)
+        self.flush()  # the delivery may take long
         batch, self._batch = self._batch, []
         if batch:
             self._deliver(batch)

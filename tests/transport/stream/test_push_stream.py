@@ -150,6 +150,24 @@ async def test_a_receiver_that_comes_back_gets_what_was_not_acked(sinks, produce
     assert second.names == [(f"s{number}", 0) for number in range(2, 6)]
 
 
+async def test_an_open_sample_that_is_sent_again_is_delivered_once_and_acked_on_the_last_connection(sinks):
+    sink = sinks(ack=False)
+    with zmq.Context() as context, contextlib.ExitStack() as stack:
+        for number in range(5):
+            connection = stack.enter_context(context.socket(zmq.DEALER))
+            connection.connect(sink.receiver.endpoint)
+            connection.send_multipart(request(b"x"))
+            connection.send_multipart(request(method="credits"))
+            assert len(await asyncio.to_thread(connection.recv_multipart)) == 2, f"connection {number} is served"
+        assert sink.names == [("a", 0)], "what comes again waits nowhere"
+        sink.release()
+        assert (await asyncio.to_thread(connection.recv_multipart))[1] == b"\xc0"
+        connection.send_multipart(request(b"x"))
+        await sink.until(2)
+        assert sink.names == [("a", 0)] * 2, "after its ack it counts as another one"
+        assert (await asyncio.to_thread(connection.recv_multipart))[1] == b"\xc0"
+
+
 async def test_a_failing_delivery_surfaces(producer_of):
     broken = StreamReceiver("run", lambda batch: {}[batch[0].id], credits=4)
     producer = producer_of(broken.endpoint)
