@@ -356,6 +356,12 @@ class TorchEngine:
         self._load(folder)
 
     def _load(self, folder: Path, group: Any = None) -> None:
+        if (folder / "engine.pt").is_file():
+            raise ValueError(
+                f"checkpoint {folder} was written by an earlier version, in a format that this one does not read: go "
+                "on with that version, or begin anew with recover_mode=disabled, or from a policy that it exported "
+                "(actor.path, or the path of its role)"
+            )
         self._check_adapters(folder)
         if not is_checkpoint(folder):
             raise FileNotFoundError(f"no engine checkpoint in {folder}")

@@ -178,6 +178,10 @@ def test_checkpoint_continues_bit_identically(
     assert torch.equal(weights(engine), weights(other))
     with pytest.raises(FileNotFoundError, match="nowhere"):
         other.load_checkpoint(tmp_path / "nowhere")
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "engine.pt").touch()
+    with pytest.raises(ValueError, match=r"old was written by an earlier version.*recover_mode=disabled"):
+        other.load_checkpoint(tmp_path / "old")
 
 
 def test_the_checkpoint_of_another_model_is_refused_in_one_line(
