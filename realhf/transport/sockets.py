@@ -173,10 +173,22 @@ def _bounded(socket: zmq.Socket[bytes], linger_ms: int, most_bytes: int, ahead: 
     return socket
 
 
+_NOW, _NOW_MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
+_EVENTS_OPTION, _IN = int(zmq.EVENTS), int(zmq.POLLIN)
+"""Numbers: ZeroMQ's enumerations are slow, and these are used for each message."""
+
+
+def _send(socket: zmq.Socket[Any], frames: Sequence[Frame], *, copy: bool) -> None:
+    """Send a message without waiting."""
+    for frame in frames[:-1]:
+        socket.send(frame, _NOW_MORE, copy)
+    socket.send(frames[-1], _NOW, copy)
+
+
 def _waits(socket: zmq.Socket[bytes]) -> bool:
     """Return whether a message can be received. Sending may consume the event by which a socket's descriptor, which
     tells of changes only, announces it: a loop has to ask after each time it has sent."""
-    return bool(socket.getsockopt(zmq.EVENTS) & zmq.POLLIN)  # pyright: ignore[reportOperatorIssue]
+    return bool(socket.getsockopt(_EVENTS_OPTION) & _IN)  # pyright: ignore[reportOperatorIssue]
 
 
 class _Router:
@@ -249,7 +261,7 @@ class LoopListener(_Router):
         reads, this raises ZMQError otherwise."""
         if self._closed:
             return
-        self._socket.send_multipart([identity, *frames], zmq.NOBLOCK)
+        _send(self._socket, [identity, *frames], copy=True)
         if _waits(self._socket):
             self._loop.call_soon(self.drain)
 
@@ -394,7 +406,7 @@ class Listener(_Router):
 
     def _post(self, identity: bytes, frames: Sequence[Frame]) -> None:
         try:
-            self._socket.send_multipart([identity, *frames], zmq.NOBLOCK, copy=self._copy)
+            _send(self._socket, [identity, *frames], copy=self._copy)
         except zmq.ZMQError as error:
             self._unsent += 1
             if self._unsent & (self._unsent - 1) == 0:
@@ -459,7 +471,7 @@ class LoopDealer:
     def send(self, *frames: Frame, copy: bool = True) -> None:
         """Send now, without waiting. Raises zmq.Again where too much waits already, and with ``connected`` where there
         is no connection at the moment. Without ``copy`` buffers must not change until they have left."""
-        self._socket.send_multipart(frames, zmq.NOBLOCK, copy=copy)
+        _send(self._socket, frames, copy=copy)
         if _waits(self._socket):
             self._loop.call_soon(self.drain)
 
