@@ -48,15 +48,21 @@ class _Handle:
 
 @dataclass(eq=False)
 class SegmentFile:
-    """Describes one file. ``taken``: its bytes but for those that were given back; ``live`` and ``staged`` count the
-    references of each kind."""
+    """Describes one file. ``taken``: its bytes but for those that were given back; ``room``: how many it had when it
+    was begun, being an emptied one; ``live`` and ``staged`` count the references of each kind."""
 
     path: Path
     size: int = 0
     taken: int = 0
+    room: int = 0
     live: int = 0
     staged: int = 0
     handle: _Handle | None = None
+
+    @property
+    def on_disk(self) -> int:
+        """Count the bytes that it takes on the disk."""
+        return max(self.taken, self.room)
 
 
 class Segments:
@@ -146,7 +152,7 @@ class Segments:
         written = set()
         for ref, payloads in _runs(staged):
             if file := self._files.get(ref >> _OFFSET_BITS):  # else all in it was given up meanwhile
-                file.handle = file.handle or self._new_file(file.path)
+                file.handle = file.handle or self._new_file(file)
                 _write_all(file.handle.number, ref & _OFFSET_MASK, payloads)
                 written.add(file.handle)
         if durable:
@@ -224,7 +230,7 @@ class Segments:
 
     def wasteful(self, held_bytes: int) -> bool:
         """Return whether the files take more than twice what is in use, and a few files beyond that."""
-        taken = sum(file.taken for number, file in self._files.items() if number >= self._kept_below)
+        taken = sum(file.on_disk for number, file in self._files.items() if number >= self._kept_below)
         return self._knows_holes and taken > 2 * held_bytes + (0 if self.tight else _SLACK_FILES * self._limit)
 
     def ended(self) -> dict[int, SegmentFile]:
@@ -249,7 +255,8 @@ class Segments:
                 logger.warning("%s: this disk knows no holes, so files go only when they are empty", self._folder)
                 self._knows_holes = False
                 return 0
-        before, file.taken = file.taken, file.size - sum(length for _, length in gaps)
+        before, end = file.on_disk, max(file.size, file.room)
+        file.taken, file.room = end - sum(length for _, length in gaps), 0
         return before - file.taken
 
     def remove(self, files: Sequence[SegmentFile]) -> None:
@@ -293,15 +300,16 @@ class Segments:
         file = self._files[self._active] = SegmentFile(self._folder / f"{self._active:08d}.seg")
         return file
 
-    def _new_file(self, path: Path) -> _Handle:
+    def _new_file(self, file: SegmentFile) -> _Handle:
         """Make a file to write to, of a spare one if there is any. Who still reads what was there gets the new bytes,
         which the checksum of the payload tells."""
         self._new_names = True
         with suppress(IndexError):
             spare, handle = self._spare.pop()
-            spare.rename(path)
+            spare.rename(file.path)
+            file.room = os.fstat(handle.number).st_size
             return handle
-        return _Handle(path, os.O_CREAT)
+        return _Handle(file.path, os.O_CREAT)
 
 
 _PUNCH_HOLE, _KEEP_SIZE = 2, 1
@@ -331,10 +339,10 @@ def sparse_files(
         places.setdefault(_number_of(payload), []).append((ref_of(payload) & _OFFSET_MASK, payload.nbytes))
     for number, used in places.items():
         file = ended.get(number)
-        if file is None or sum(nbytes for _, nbytes in used) > file.taken // 2:
+        if file is None or sum(nbytes for _, nbytes in used) > file.on_disk // 2:
             continue
         gaps, at = [], 0
-        for offset, nbytes in (*sorted(used), (file.size, 0)):
+        for offset, nbytes in (*sorted(used), (max(file.size, file.room), 0)):
             if offset > at:
                 gaps.append((at, offset - at))
             at = offset + nbytes

@@ -157,6 +157,24 @@ async def test_what_a_failed_round_acknowledged_is_not_given_back(tmp_path, monk
     await engine.close()
 
 
+async def test_what_a_file_that_is_written_again_held_before_counts(tmp_path):
+    """Large payloads do not fit beside small ones, which are kept: each file is begun anew over the last large one."""
+    engine, rest = await over(tmp_path), b"r" * (SEGMENT - 2000)
+    await engine.write(delivery.pull, PullRequest("t", anonymous=False))
+    for number in range(40):
+        small = b"%06d" % number * 500
+        await engine.write(push.push, [incoming(small, 5)], await engine.store.stage([small]), False)
+        await engine.write(push.push, [incoming(rest, 4)], await engine.store.stage([rest]), False)
+        assert await consume(engine, 1) == [rest]
+    assert disk_bytes(tmp_path) > 2 * held_bytes(engine.state) + 4 * SEGMENT
+    assert await compact(engine) > 0
+    assert disk_bytes(tmp_path) <= 2 * held_bytes(engine.state) + 4 * SEGMENT
+    assert await compact(engine) == 0
+    isolated = [each.payload for each in engine.state.quarantine.values()]
+    assert await engine.store.read(isolated) == [b"%06d" % number * 500 for number in range(40)]
+    await engine.close()
+
+
 async def test_gaps_without_a_whole_block_are_not_asked_for(tmp_path, monkeypatch):
     """Between small payloads there are hundreds of thousands in a file, and each is a call on the writer's thread."""
     asked, real = list[tuple[int, int]](), segments._fallocate
