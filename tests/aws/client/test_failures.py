@@ -79,12 +79,16 @@ def test_the_last_reward_counts_where_the_server_says_level(mode: str):
             assert [outcome.reward for outcome in pool.run_group({}, ScriptedPolicy(say), mode=mode)] == [expected] * 2
 
 
-def test_stepping_by_hand():
-    with FakeEnvServer() as fake, MultiTurnEnvPool(fake.url, 2) as pool:
+def test_stepping_by_hand_and_recording_once():
+    told = []
+    curriculum = SimpleNamespace(record_result=lambda *result: told.append(result))
+    with FakeEnvServer() as fake, MultiTurnEnvPool(fake.url, 2, curriculum) as pool:
         assert [result.reward for result in pool.reset_group({"task_id": 1}, seed=4)] == [None, None]
         first, second = pool.run_group_step(["aws a", None])
         assert first is not None and first.reward == 0.5 and second is None
-        assert pool.record_group_result("task", pool.run_group({}, ScriptedPolicy(say))).mean == 1.0
+        outcomes = pool.run_group({}, ScriptedPolicy(say))
+        assert told == [] and pool.record_group_result("task", outcomes).mean == 1.0
+        assert told == [("task", 1.0, 1.0)]
         with pytest.raises(ValueError, match="lockstep, independent"):
             pool.run_group({}, ScriptedPolicy(say), mode="serial")
 
