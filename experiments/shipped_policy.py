@@ -22,6 +22,12 @@ from realhf.api.config import ConfigError
 from realhf.base.files import whole_folder
 
 PROVENANCE = "provenance.json"
+ONLY_THE_WARM_START = (
+    "warm_start.shipped=false",
+    "total_train_steps=1",
+    "evaluation.episodes_per_task=0",
+    "evaluation.greedy_episodes_per_task=0",
+)
 
 
 def shipped_policy(folder: Path | None, made_from: Mapping[str, Any]) -> Path | None:
@@ -55,6 +61,8 @@ def ship(policy: Path, folder: Path, provenance: Mapping[str, Any]) -> None:
     with whole_folder(folder) as whole:
         AutoModelForCausalLM.from_pretrained(policy, dtype="bfloat16").save_pretrained(whole)
         AutoTokenizer.from_pretrained(policy).save_pretrained(whole)
+        for file in whole.iterdir():
+            file.chmod(0o644)  # what installs the package may be another user than who trains
         content = {**provenance, "sha256": file_digests(whole)}
         (whole / PROVENANCE).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
@@ -68,7 +76,7 @@ def main(arguments: Sequence[str]) -> int:
     from realhf.launch.run import run_to_the_end
     from realhf.monitor.provenance import git_state
 
-    composed = compose_config([*arguments, "warm_start.shipped=false", "total_train_steps=1"])
+    composed = compose_config([*arguments, *ONLY_THE_WARM_START])
     spec = warm_start(composed.config)
     folder = chosen_environment(composed.config.env).spec.shipped_policy
     if folder is None or spec.artifact is None:

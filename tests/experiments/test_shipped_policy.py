@@ -1,0 +1,64 @@
+"""The built-in policy that ships with an environment: who takes it, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from experiments.sft import warm_start, warm_start_recipe
+from experiments.shipped_policy import PROVENANCE, shipped_policy
+from realhf.api.config import ConfigError
+from realhf.base.installation import PACKAGE
+from realhf.launch.compose import compose_config
+
+SHIPPED = PACKAGE / "aws" / "training" / "policy"
+ARGUMENTS = ["experiment=grpo_aws"]
+
+
+def first_policy(*arguments: str) -> Path | None:
+    return warm_start(compose_config([*ARGUMENTS, *arguments]).config).artifact
+
+
+@pytest.mark.parametrize(
+    "arguments", [(), ("seed=7",), ("total_train_steps=3", "actor.optimizer.lr=1e-4"), ("env.pool_size=8",)]
+)
+def test_a_run_whose_warm_start_is_made_from_the_same_takes_it(arguments):
+    assert first_policy(*arguments) == SHIPPED
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [
+        "warm_start.shipped=false",
+        "warm_start.train_steps=399",
+        "builtin.hidden_size=64",
+        "env.tiers=[warmup]",
+        "rollout.max_total_tokens=1000",
+        "actor.dtype=bfloat16",
+        "experiment=sft_aws",
+    ],
+)
+def test_any_other_run_makes_its_own(argument):
+    assert first_policy(argument) != SHIPPED
+
+
+def test_the_default_policy_says_what_it_was_made_from_and_is_small():
+    provenance = json.loads((SHIPPED / PROVENANCE).read_text())
+    assert provenance["made_from"] == json.loads(json.dumps(warm_start_recipe(compose_config(ARGUMENTS).config)))
+    assert provenance["git"]["commit"] and not provenance["git"]["modified"]
+    assert provenance["command"].startswith("python -m experiments.shipped_policy ")
+    assert sum(file.stat().st_size for file in SHIPPED.iterdir()) < 2.5e6
+
+
+def test_a_file_that_was_not_shipped_is_refused(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(b"other weights")
+    content = {"made_from": {"seed": None}, "sha256": {"model.safetensors": "0" * 64}}
+    (tmp_path / PROVENANCE).write_text(json.dumps(content))
+    assert shipped_policy(tmp_path, {"seed": 1}) is None
+    with pytest.raises(ConfigError, match=r"model.safetensors: SHA-256 .* shipped with 0000.*warm_start.shipped=false"):
+        shipped_policy(tmp_path, {"seed": None})
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match="of no such file"):
+        shipped_policy(tmp_path, {"seed": None})
