@@ -46,7 +46,7 @@ class ChatTemplateError(ValueError):
 class TemplateChat:
     """Implements ``realhf.api.environment.ChatFormat`` with a Hugging Face tokenizer. ``system_prompt`` precedes what
     ``first`` opens. ``template_kwargs`` are variables of the template, e.g. ``enable_thinking``, for everything that is
-    rendered; ``family`` says how its policy writes tool calls (``families.FAMILIES``). Control words in messages and
+    rendered; ``family`` says how its policy writes tool calls (``tool_parser.FAMILIES``). Control words in messages and
     tools become ordinary text (``control_words``). A turn ends with the template's own end, the tokenizer's end of a
     sequence, an id that the model's ``generation_config.json`` names, or one of ``stop_ids``. Raises ChatTemplateError,
     also for a variable that the template does not read, and for a template that ends a turn with nothing."""

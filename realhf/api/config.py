@@ -37,7 +37,7 @@ class LRSchedule(Enum):
 
 @dataclass
 class OptimizerConfig:
-    """AdamW. Warm-up and decay are fractions of total_train_steps."""
+    """AdamW. Warm-up and decay are over the train steps of the run."""
 
     lr: float = option(1e-6, "The learning rate after the warm-up.", above=0, on_resume="warns")
     weight_decay: float = option(0.05, "Every update shrinks the weights by this times the learning rate.", at_least=0)
@@ -51,7 +51,9 @@ class OptimizerConfig:
     warmup_steps_proportion: float = option(
         0.001, "The learning rate rises from 0 over this fraction of the steps.", at_least=0, at_most=1
     )
-    lr_scheduler_type: LRSchedule = option(LRSchedule.constant, "The learning rate follows this after the warm-up.")
+    lr_scheduler_type: LRSchedule = option(
+        LRSchedule.constant, "After the warm-up the learning rate stays, or falls to 0 in a line or a cosine."
+    )
     gradient_clipping: float = option(
         1.0, "A gradient with a larger norm is scaled down to this norm; 0 never scales.", at_least=0
     )
@@ -174,7 +176,8 @@ class BuiltinModelConfig:
 
 @dataclass
 class WarmStartOptimizerConfig(OptimizerConfig):
-    """AdamW, over before the run begins: with another learning rate it would have begun elsewhere."""
+    """AdamW over the steps of the warm start, before the run begins: with another learning rate it would have begun
+    elsewhere."""
 
     lr: float = option(1e-5, "The learning rate after the warm-up.", above=0, on_resume="refuses")
 
@@ -436,7 +439,10 @@ class AsyncConfig:
         on_resume="free",
     )
     rollout_deadline_s: float = option(
-        600.0, "A sample that takes longer than these seconds is given back.", above=0, on_resume="free"
+        600.0,
+        "A sample, or the generation of a turn, that takes longer than these seconds is given back.",
+        above=0,
+        on_resume="free",
     )
     pause_timeout_s: float = option(
         30.0, "An engine stops for new weights within these seconds.", above=0, on_resume="free"

@@ -86,7 +86,8 @@ class Turn:
     curriculum, others are charted. ``info`` is for people: anything JSON. Under ``view`` it may describe the state of
     the environment as it is now: ``{title, columns, rows, note}``, a table of texts, or ``{title, text}``; the last one
     of an episode is shown with it, and ``check --mutate`` compares it with a demonstration's. Under ``did`` it may
-    say what was done in this turn, as ``replay`` takes it.
+    say what was done in this turn, as ``replay`` takes it. What the policy did wrong is told in a message that begins
+    with ``error:``; a class with tools answers ``{'error': ...}``.
     """
 
     messages: Sequence[ChatMessage] = ()

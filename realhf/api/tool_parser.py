@@ -56,7 +56,7 @@ _Read = Callable[[str, int, int], tuple[list[ToolCall], int]]
 def parse_turn(
     text: str, family: str, *, token_count: int = 0, tools: Sequence[Mapping[str, Any]] = ()
 ) -> AssistantMessage:
-    """Parse a turn by the template's ``family`` (``families.FAMILIES``).
+    """Parse a turn by the template's ``family`` (``FAMILIES``).
 
     Reasoning is between ``<think>`` and ``</think>``: one that is not closed swallows the rest, a ``</think>`` whose
     opening stood in the prompt everything before it. Calls within it do not count; tags within a well-formed call are

@@ -626,7 +626,7 @@ RULES: tuple[Rule, ...] = (
         CRITICAL,
         is_equal("policy/lr", 0.0),
         "The learning rate has been 0 since step {since}: the weights do not change.",
-        "See actor.optimizer.lr and its schedule; a run that was made longer goes on with the schedule it began.",
+        "See actor.optimizer.lr and its schedule; a larger total_train_steps stretches the schedule.",
     ),
     _lasting(
         "critic_useless",

@@ -171,6 +171,7 @@ class PreparedWorkers:
         try:
             forked = self._server.fork(request, [write, log], module, FORKED_WITHIN_S)
             if forked.pid < 0:
+                os.close(forked.pidfd)
                 raise ProcessLookupError(f"{module} has ended already")
         except (OSError, RuntimeError, ValueError):
             self.end()  # a worker that comes late has no one who lets it begin

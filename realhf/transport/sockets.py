@@ -420,7 +420,8 @@ _LASTING = (
     (zmq.IMMEDIATE, 1),
     # What is not sent although there is a connection would never be.
     (zmq.SNDHWM, 0),
-    # The end of a connection on which nothing is said shows, too.
+    # The end of a connection on which nothing is said shows, too, and of one whose bytes nobody confirms (30 s).
+    (zmq.TCP_MAXRT, 30_000),
     (zmq.TCP_KEEPALIVE, 1),
     (zmq.TCP_KEEPALIVE_IDLE, 10),
     (zmq.TCP_KEEPALIVE_INTVL, 5),

@@ -121,7 +121,6 @@ def test_yaml_files_that_build_on_each_other_end(tmp_path: Path):
 PAGE = PACKAGE.parent / "docs" / "reference" / "options.md"
 
 
-@pytest.mark.nightly
 @pytest.mark.slow
 def test_the_reference_is_what_the_fields_say():
     """In a process of its own: other tests register names, which are allowed values then."""

@@ -213,7 +213,7 @@ def learning_rate(config: OptimizerConfig, version: int, total_steps: int) -> fl
     """Return the rate of the train step that turns ``version`` into ``version + 1``.
 
     The rate warms up linearly over ``warmup_steps_proportion`` of ``total_steps`` (the first step is not zero). Then it
-    is constant, or decays linearly or as a cosine so that it would reach zero at ``total_steps``.
+    is constant, or decays linearly or as a cosine from the full rate so that it would reach zero at ``total_steps``.
     """
     warmup = math.ceil(config.warmup_steps_proportion * total_steps)
     if version < warmup:

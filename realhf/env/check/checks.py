@@ -205,7 +205,10 @@ async def check_demonstrations(run: Run) -> str:
         mend = "Play what the solver writes with `play`, and mend the solver or the grading"
         place = run.arena.code.of_code(getattr(run.arena.spec.demonstrate, "__code__", None))
         run.arena.add(Finding("demonstrations", what, mend, place, script.task.id, kind=fate))
-    return counted(len(run.scripts), "script") if run.scripts else "no scripted solver"
+    if not run.scripts:
+        return "no scripted solver"
+    longest = max(len(script.turns) for script in run.scripts)
+    return f"{counted(len(run.scripts), 'script')}, the longest of {counted(longest, 'turn')}"
 
 
 CHECKS: Mapping[str, Callable[[Run], Awaitable[str]]] = {

@@ -303,10 +303,10 @@ class Mutation:
         self.outcome.listed.append(told | {"actions": actions, "paid": mutant.paid, "success": mutant.solved})
         did = quoted("; ".join(actions), _SHOWN_ACTIONS)
         if described:
-            what = f"{mutant.paid:g} is paid though another state is left ({change.what}): {did}"
+            what = f"a reward of {mutant.paid:g} though another state is left ({change.what}): {did}"
             self._add(Finding(MUTANTS, what, _BOUGHT, task=script.task.id))
         else:
-            what = f"{mutant.paid:g} is paid ({change.what}): {did}"
+            what = f"a reward of {mutant.paid:g} ({change.what}): {did}"
             kind = f"{template} {change.kind}"
             self._add(Finding(MUTANTS, what, task=script.task.id, is_fault=False, kind=kind))
 

@@ -97,7 +97,9 @@ class Segments:
         found = {int(path.stem): path for path in self._folder.glob("*.seg") if path.stem.isdigit()}
         for number, path in found.items():
             about = path.stat()
-            self._files[number] = SegmentFile(path, about.st_size, min(about.st_size, 512 * about.st_blocks))
+            self._files[number] = SegmentFile(
+                path, about.st_size, min(about.st_size, 512 * about.st_blocks or about.st_size)
+            )
         self.recount(payloads)
         unused = [number for number, file in self._files.items() if not file.live]
         gone = [self._files.pop(number).path for number in unused]

@@ -160,7 +160,7 @@ def test_a_sound_environment_has_no_findings() -> None:
     found = report.to_json()
     assert found["ok"] and found["groups"]["train"] == {"small": 1, "large": 1}
     assert [tool["function"]["name"] for tool in found["tools"]] == ["add"]
-    assert ("demonstrations", "ok", "4 scripts") in report.verdicts
+    assert ("demonstrations", "ok", "4 scripts, the longest of 1 turn") in report.verdicts
 
 
 def test_what_may_be_meant_is_noted(tmp_path: Path) -> None:

@@ -140,7 +140,7 @@ def test_what_leaves_another_state_and_is_paid_is_a_fault_with_its_actions() -> 
     assert found.outcome["described"] and {*found.outcome["tasks"]} == {"tea-train", "salt-train"}
     listed = {(each["task"], *each["actions"]) for each in found.outcome["listed"]}
     assert ("tea-train", "move(box='salt', place='left')", "move(box='tea', place='left')") in listed
-    assert all(line.startswith("fault 1 is paid though another state is left (") for line in found.lines)
+    assert all(line.startswith("fault a reward of 1 though another state is left (") for line in found.lines)
     assert len(found.lines) == len(listed) == sum(each["unequal"] for each in found.outcome["tasks"].values())
     assert {*found.outcomes} == {"fault"}
 

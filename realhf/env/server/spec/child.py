@@ -97,7 +97,7 @@ class _Sessions:
     def _tell_stuck(self) -> None:
         """Say how many threads are left behind, if that has changed; later, if the server has not read for long."""
         if (stuck := self._host.places.stuck) != self._told:
-            with suppress(BlockingIOError):
+            with suppress(OSError):
                 self._control.send(json.dumps({STUCK: stuck}).encode(), socket.MSG_DONTWAIT)
                 self._told = stuck
 

@@ -102,9 +102,9 @@ class _Process:
         asks."""
         if self._ready is None or not self.alive:
             return 0
-        with suppress(OSError):
+        with suppress(OSError, ValueError, KeyError, TypeError):  # nothing there; or what the environment's code wrote
             while data := self._control.recv(DATAGRAM, socket.MSG_DONTWAIT):
-                self._stuck = json.loads(data)[STUCK]
+                self._stuck = int(json.loads(data)[STUCK])
         return self._stuck
 
     def death(self) -> str:
