@@ -26,6 +26,10 @@ from realhf.launch.compose import compose_config
 AGENT = Path(__file__).resolve().parents[2] / "examples" / "black_box_agent.py"
 
 
+OWN = "warm_start.shipped=false"
+"""The run makes its own warm start, although the package ships one that was made from the same options."""
+
+
 @cache
 def built(*arguments: str) -> BuiltExperiment:
     """Many tests look at the same experiments; none changes what it gets."""
@@ -245,7 +249,7 @@ def test_what_is_made_from_a_file_is_made_anew_when_it_changes(
 ):
     for module in (sft, environment):
         monkeypatch.setattr(module, "PACKAGE", package)
-    config = built("experiment=grpo_aws").config
+    config = built("experiment=grpo_aws", OWN).config
     assert isinstance(config, sft.Config)
 
     def artifacts() -> tuple[str, str]:
@@ -262,7 +266,7 @@ def test_what_is_made_from_a_file_is_made_anew_when_it_changes(
 @pytest.mark.slow
 def test_the_warm_start_is_named_by_what_it_is_made_from():
     def artifact(*arguments: str):
-        return spec("experiment=grpo_aws", *arguments).before[0].artifact
+        return spec("experiment=grpo_aws", OWN, *arguments).before[0].artifact
 
     assert artifact() == artifact("ppo.group_size=4", "trial_name=other", "total_train_steps=3")
     changed = [

@@ -17,19 +17,20 @@ from realhf.base.messages import MessageError
 from realhf.rollout import generation_client
 from realhf.rollout.generation_client import ConstrainedTokens, GenerationClient, answer_of, request_of
 from realhf.transport.service import Request, ServiceServer
+from tests.transport.fixed_port import At
 
 
 class FakeEngine:
     """A generation worker that answers with its own number, once ``open`` is set; or with ``error``."""
 
-    def __init__(self, number: int, bind: str = "tcp://127.0.0.1:0") -> None:
+    def __init__(self, number: int, endpoint: str = "") -> None:
         self.number = number
         self.open = True
         self.error: Exception | None = None
         self.asked: list[Any] = []
         self.freed: list[int] = []
         self.arrived = threading.Event()
-        self.server = ServiceServer(f"generation/{number}", "run", self._answer, bind=bind)
+        self.server = ServiceServer(f"generation/{number}", "run", self._answer, network=At(endpoint=endpoint))
         self.endpoint = self.server.endpoint
 
     def _answer(self, request: Request) -> None:
