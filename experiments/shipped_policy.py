@@ -69,7 +69,7 @@ def ship(policy: Path, folder: Path, provenance: Mapping[str, Any]) -> None:
 
 def main(arguments: Sequence[str]) -> int:
     """Make and ship the warm start of a run with these ``key=value`` arguments. Returns the exit code."""
-    from experiments.sft import chosen_environment, warm_start, warm_start_recipe
+    from experiments.sft import Config, chosen_environment, warm_start, warm_start_recipe
     from realhf.base.installation import PACKAGE
     from realhf.launch.build import build_experiment
     from realhf.launch.compose import compose_config
@@ -77,11 +77,13 @@ def main(arguments: Sequence[str]) -> int:
     from realhf.monitor.provenance import git_state
 
     composed = compose_config([*arguments, *ONLY_THE_WARM_START])
-    spec = warm_start(composed.config)
-    folder = chosen_environment(composed.config.env).spec.shipped_policy
-    if folder is None or spec.artifact is None:
-        sys.stderr.write("this environment says no folder for a policy that ships with it\n")
+    config = composed.config
+    folder = chosen_environment(config.env).spec.shipped_policy if isinstance(config, Config) else None
+    if not isinstance(config, Config) or folder is None:
+        sys.stderr.write(f"{config.experiment}: its environment says no folder for a policy that ships with it\n")
         return 2
+    spec = warm_start(config)
+    assert spec.artifact is not None
     if not spec.artifact.exists() and (code := run_to_the_end(build_experiment(composed), arguments, time.time())):
         return code
     ship(
@@ -92,8 +94,8 @@ def main(arguments: Sequence[str]) -> int:
             "git": git_state(PACKAGE.parent),
             "policy": spec.artifact.name,
             "demonstrations": [job.artifact.name for job in spec.jobs],
-            "seed": composed.config.seed,
-            "made_from": warm_start_recipe(composed.config),
+            "seed": config.seed,
+            "made_from": warm_start_recipe(config),
         },
     )
     print(folder)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from experiments.sft import warm_start, warm_start_recipe
-from experiments.shipped_policy import PROVENANCE, shipped_policy
+from experiments.shipped_policy import PROVENANCE, main, shipped_policy
 from realhf.api.config import ConfigError
 from realhf.base.installation import PACKAGE
 from realhf.launch.compose import compose_config
@@ -62,3 +62,8 @@ def test_a_file_that_was_not_shipped_is_refused(tmp_path):
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match="of no such file"):
         shipped_policy(tmp_path, {"seed": None})
+
+
+def test_an_environment_that_ships_none_is_one_line(capsys):
+    assert main(["experiment=grpo", "env=sql"]) == 2
+    assert capsys.readouterr().err == "grpo: its environment says no folder for a policy that ships with it\n"
