@@ -35,7 +35,10 @@ def shipped_policy(folder: Path | None, made_from: Mapping[str, Any]) -> Path | 
     files that are not those that were shipped."""
     if folder is None or not (folder / PROVENANCE).is_file():
         return None
-    provenance = json.loads((folder / PROVENANCE).read_text(encoding="utf-8"))
+    try:
+        provenance = json.loads((folder / PROVENANCE).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{folder / PROVENANCE}: {error}; install the package anew") from None
     if provenance["made_from"] != json.loads(json.dumps(made_from)):
         return None
     found = file_digests(folder)

@@ -62,6 +62,9 @@ def test_a_file_that_was_not_shipped_is_refused(tmp_path):
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match="of no such file"):
         shipped_policy(tmp_path, {"seed": None})
+    (tmp_path / PROVENANCE).write_text("{")
+    with pytest.raises(ConfigError, match=r"provenance.json: .*install the package anew"):
+        shipped_policy(tmp_path, {"seed": None})
 
 
 def test_an_environment_that_ships_none_is_one_line(capsys):
