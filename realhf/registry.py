@@ -91,6 +91,8 @@ advantage_estimators = Registry(
         "gae": "realhf.algorithms.advantages:reinforce_pp",
         "grpo": "realhf.algorithms.advantages:grpo",
         "grpo_nostd": "realhf.algorithms.advantages:grpo_nostd",
+        "maxrl": "realhf.algorithms.advantages:maxrl",
+        "pass_at_k": "realhf.algorithms.advantages:pass_at_k",
         "rloo": "realhf.algorithms.advantages:rloo",
         "reinforce": "realhf.algorithms.advantages:reinforce",
         "reinforce_pp": "realhf.algorithms.advantages:reinforce_pp",

@@ -11,6 +11,7 @@ stand in docs/reference/ppo.md 2. Sums are fp64.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -42,6 +43,54 @@ def rloo(scores: Tensor, valid: Tensor, group: Tensor) -> Tensor:
     count = stats.count[group]
     others = (stats.mean[group] * count - score) / (count - 1).clamp(min=1)
     return _finish(score - others, valid & stats.varied[group])
+
+
+def maxrl(scores: Tensor, valid: Tensor, group: Tensor) -> Tensor:
+    """Return (R - mean) / mean within the group, the gradient of the log-likelihood of success for rewards of 0 and 1;
+    exactly 0 when all valid scores are equal, or none is above 0. Source: Tajwar et al. 2026, Maximum Likelihood
+    Reinforcement Learning. Raises ValueError on a valid score below 0, which is no likelihood."""
+    score, stats = _group_statistics(scores, valid, group)
+    if bool((score < 0).any()):
+        raise ValueError(f"ppo.adv_estimator=maxrl: a reward is {float(score.min()):g}; it takes rewards from 0 on")
+    mean = stats.mean[group]
+    return _finish((score - mean) / torch.where(mean > 0, mean, 1.0), valid & stats.varied[group])
+
+
+def pass_at_k(scores: Tensor, valid: Tensor, group: Tensor, *, k: int) -> Tensor:
+    """Return (mean of the best over the subsets of k that hold the response - mean over all subsets of k) / (their
+    biased std + 1e-6), subsets being those of the group's valid responses.
+
+    Exactly 0 in a group of at most k valid responses, and where every subset has the same best. With rewards of 0 and 1
+    this is the analytic advantage of Chen et al. 2025, Pass@k Training; the best of a subset in the place of its
+    success extends it to all rewards, as Walder and Karkhanis 2025, Pass@K Policy Optimization, do. ``k`` is at least
+    2.
+    """
+    score, stats = _group_statistics(scores, valid, group)
+    found = torch.zeros_like(score)
+    for number in torch.nonzero(stats.count > k).flatten().tolist():
+        members = torch.nonzero(valid & (group == number)).flatten()
+        found[members] = _of_subsets(score[members], k)
+    return _finish(found, valid)
+
+
+def _of_subsets(score: Tensor, k: int) -> Tensor:
+    """Return the advantage of each of n > k responses with ``score`` f64 (n,). In ascending order of score, response j
+    (from 0) is the best of comb(j, k - 1) subsets; beside one of lower rank, of comb(j - 1, k - 2)."""
+    n = len(score)
+    best, order = score.sort()
+    if best[k - 1] == best[-1]:
+        return torch.zeros_like(score)
+    share = _tensor([math.comb(j, k - 1) / math.comb(n, k) for j in range(n)], score)
+    lowest = _tensor([math.comb(j, k - 1) / math.comb(n - 1, k - 1) for j in range(n)], score)
+    beside = _tensor([math.comb(j - 1, k - 2) / math.comb(n - 1, k - 1) if j else 0.0 for j in range(n)], score)
+    mean = (share * best).sum()
+    std = (share * (best - mean).square()).sum().sqrt()
+    above = (beside * best).flip(0).cumsum(0).flip(0) - beside * best
+    return torch.zeros_like(score).scatter(0, order, (lowest * best + above - mean) / (std + _EPS))
+
+
+def _tensor(values: list[float], like: Tensor) -> Tensor:
+    return torch.tensor(values, dtype=like.dtype, device=like.device)
 
 
 def reinforce(scores: Tensor, valid: Tensor, group: Tensor) -> Tensor:

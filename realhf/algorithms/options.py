@@ -67,6 +67,8 @@ CREDITS = ("episode", "turn")
 COUNTS = ("rollout", "row")
 LEVELS = ("token", "sequence")
 """Levels at which the policy ratio and the behaviour weight are taken."""
+PASS_AT_K = "pass_at_k"
+"""The estimator that compares sets of ``ppo.pass_at_k`` responses."""
 GAE = "gae"
 """The estimator whose advantages come from the values of a critic."""
 _NO_KL = "there is no KL term (ppo.kl_ctl, ppo.kl_loss_coef)"
@@ -90,6 +92,12 @@ class PolicyGradientOptions:
     group_size: int = option(8, "Every task is played this many times, which makes a group.", at_least=1)
     adv_estimator: str | None = option(
         None, "This estimator makes advantages of a group's rewards.", registry="advantage_estimators"
+    )
+    pass_at_k: int | None = option(
+        None,
+        "adv_estimator=pass_at_k: this many attempts at a task count as solving it when the best of them does.",
+        at_least=2,
+        idle="only adv_estimator=pass_at_k compares sets of attempts",
     )
     loss: str | None = option(None, "This function is the loss of a token.", registry="policy_losses")
     ratio: str | None = option(None, "The policy ratio is that of a token or of a sequence.", choices=LEVELS)
@@ -373,7 +381,9 @@ RETURN_TO_GO = ("reinforce_pp", "reinforce_pp_baseline")
 """Estimators whose advantage is what a token and those after it earn; the others give one number per response."""
 DEFAULT_CAP = 5.0
 """Largest behaviour weight that is kept, where the options set no cap."""
-_NEEDS_GROUPS = ("grpo", "grpo_nostd", "rloo", "reinforce_pp_baseline")
+OF_SUCCESS = ("maxrl", PASS_AT_K)
+"""Estimators that take the reward of an episode for its success."""
+_NEEDS_GROUPS = ("grpo", "grpo_nostd", "rloo", "reinforce_pp_baseline", *OF_SUCCESS)
 _CLIP_OPTIONS = ("eps_clip", "eps_clip_higher", "c_clip", "ratio")
 _HAS_NO_EFFECT = MappingProxyType({"reinforce": _CLIP_OPTIONS, "cispo": ("c_clip",)})
 """For each loss, the options that it does not read."""
@@ -398,6 +408,7 @@ def _without_effect(config: PolicyGradientOptions, value: Mapping[str, Any]) -> 
         ("kl_estimator", no_kl and value["kl_loss_coef"] == 0, "while kl_ctl and kl_loss_coef are 0"),
         ("discount", not of_later, f"with adv_estimator {estimator!r}"),
         ("gae_lambda", estimator != GAE, f"with adv_estimator {estimator!r}: remove it, or use gae"),
+        ("pass_at_k", estimator != PASS_AT_K, f"with adv_estimator {estimator!r}: remove it, or use pass_at_k"),
         ("kl_target", no_kl, "while kl_ctl is 0: it is where the steering starts, set it"),
         ("kl_horizon", config.kl_target is None, "without ppo.kl_target"),
         ("loss_scale_len", value["loss_agg"] != "constant", f"with loss_agg {value['loss_agg']!r}"),
@@ -427,10 +438,13 @@ def _contradictions(config: PolicyGradientOptions, value: Mapping[str, Any]) -> 
             f"kl_estimator=k1 has zero expected gradient in the loss (algo {config.algo!r}): use k2 or k3, or "
             "kl_loss_coef=0 and kl_ctl"
         )
-    if config.credit == "turn" and estimator in RETURN_TO_GO:
+    if config.credit == "turn" and estimator in (*RETURN_TO_GO, *OF_SUCCESS):
+        has = "is about whole episodes" if estimator in OF_SUCCESS else "has a return-to-go of its own"
+        yield f"credit=turn: adv_estimator {estimator!r} {has}; use grpo, grpo_nostd, rloo, reinforce or gae"
+    if estimator == PASS_AT_K and not 2 <= (config.pass_at_k or 0) < config.group_size:
         yield (
-            f"credit=turn: adv_estimator {estimator!r} has a return-to-go of its own; use grpo, grpo_nostd, rloo, "
-            "reinforce or gae"
+            f"pass_at_k={config.pass_at_k}: adv_estimator=pass_at_k compares sets of so many of the "
+            f"group_size={config.group_size} rollouts: set it from 2 to {config.group_size - 1}"
         )
     if config.prox_logp_method == "loglinear" and recomputed:
         yield "prox_logp_method=loglinear recomputes nothing: with recompute_logprob use actor_inf or recompute"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 
 import numpy as np
@@ -27,7 +28,7 @@ from realhf.algorithms.advantages import (
     turn_advantages,
 )
 from realhf.algorithms.inference import scored
-from realhf.algorithms.options import RETURN_TO_GO, ResolvedOptions
+from realhf.algorithms.options import PASS_AT_K, RETURN_TO_GO, ResolvedOptions
 from realhf.algorithms.policy_loss import PROXIMAL, kl_estimate
 from realhf.algorithms.train_step import PredictedTokens, predicted
 from realhf.api.keys import ROLLOUT_KEY, TURN_KEYS
@@ -202,9 +203,17 @@ def by_rollout(estimator: Estimator, rollout: Tensor) -> Estimator:
     return estimate
 
 
+def _estimator(options: ResolvedOptions, trained: TrainedTokens) -> Estimator:
+    """Return the estimator of the options, comparing rollouts."""
+    estimator: Estimator = advantage_estimators.get(options.adv_estimator)
+    if options.adv_estimator == PASS_AT_K:
+        estimator = partial(estimator, k=options.pass_at_k)
+    return by_rollout(estimator, trained.tokens.rollout)
+
+
 def _estimates(sample: SequenceSample, options: ResolvedOptions, trained: TrainedTokens) -> Tensor:
     """Return the estimator's number for every sequence, f32 (n sequences,)."""
-    estimator = by_rollout(advantage_estimators.get(options.adv_estimator), trained.tokens.rollout)
+    estimator = _estimator(options, trained)
     return estimator(sample["rewards"].cpu().float(), trained.valid, trained.tokens.group)
 
 
@@ -212,7 +221,7 @@ def _turn_advantages(sample: SequenceSample, options: ResolvedOptions, trained: 
     """Return the advantage of every token's turn, f32 (L-1), 0 outside the mask. The return from a turn on is scaled,
     moved and clipped as the reward of an episode is."""
     tokens = trained.tokens
-    estimator = by_rollout(advantage_estimators.get(options.adv_estimator), tokens.rollout)
+    estimator = _estimator(options, trained)
     counts = torch.from_numpy(np.asarray(sample.lengths("turn_rewards").values)).long()
     returns = returns_by_turn(sample["turn_rewards"].cpu(), counts, options.discount).float().numpy()
     scores = scored(returns, options.reward_scaling, options.reward_bias, options.max_reward_clip)
