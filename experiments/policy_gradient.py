@@ -126,6 +126,7 @@ def policy_gradient(
             tuple(config.ref.workers),
             backend=alone(actor.backend),
             dtype=actor.dtype,
+            experts=actor.experts,
             base_of="actor" if actor.lora is not None else "",
         )
         mfcs.append(ref_inf(config))
@@ -242,6 +243,7 @@ def critic_model(config: Config, actor_path: str) -> ModelSpec:
         backend=critic.backend,
         dtype=critic.dtype,
         head="value",
+        experts=config.actor.experts if critic.path == ACTOR else critic.experts,
         gradient_checkpointing=critic.gradient_checkpointing,
         compile=critic.compile,
         optimizer=critic.optimizer.at(BUILTIN_RATE if small else config.actor.optimizer.lr),

@@ -197,6 +197,7 @@ def actor_model(config: Config, path: str, optimizer: OptimizerConfig, lora: Lor
         trainable=True,
         backend=actor.backend,
         dtype=actor.dtype,
+        experts=actor.experts,
         gradient_checkpointing=actor.gradient_checkpointing,
         compile=actor.compile,
         optimizer=optimizer,

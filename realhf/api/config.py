@@ -147,6 +147,12 @@ class ModelConfig:
         "and a compiler must be there (g++ on the CPU, triton on GPUs).",
         on_resume="free",
     )
+    experts: bool = option(
+        False,
+        "A mixture of experts is trained as it is: without the auxiliary loss of its router, and with the routing that "
+        "the trainer computes, which in bfloat16 may be another than the generator's.",
+        idle="the model is that of the actor, and actor.experts is about it",
+    )
     chat_template_kwargs: dict[str, Any] = option(
         {}, "Every text is rendered with these variables of the chat template, e.g. {enable_thinking: false}."
     )

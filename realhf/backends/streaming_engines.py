@@ -19,6 +19,7 @@ from realhf.api.experiment import ModelSpec
 from realhf.api.generation import StreamingGenerator
 from realhf.api.trace import Tracer
 from realhf.backends.embedded.memory import cache_bytes
+from realhf.backends.training.tokenizer_loading import check_dense
 from realhf.base.hf_config import TrainerMemory, context_limit, model_size, trainer_memory, weight_bytes
 
 if TYPE_CHECKING:
@@ -44,6 +45,8 @@ def make_streaming_generator(
     when it ends by itself. Raises ModelLoadError, FileNotFoundError or TimeoutError.
     """
     with contextlib.ExitStack() as stack:
+        if model.engine.name == "vllm":
+            check_dense(model.path, model.role)
         if model.engine.name == "embedded":
             engine = _embedded(model, options, tracer, shared)
         else:
@@ -67,7 +70,8 @@ def _embedded(model: ModelSpec, options: AsyncConfig, tracer: Tracer, shared: bo
     torch.set_num_threads(options.generation_threads)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with named_loading_shortage(model, device):
-        weights = load_causal_lm(model.path, model.role, getattr(torch, model.dtype)).to(device)
+        dtype = getattr(torch, model.dtype)
+        weights = load_causal_lm(model.path, model.role, dtype, experts=model.experts).to(device)
     held = _held_by_trainer(model) if shared else None
     taken = sum(p.nbytes for p in weights.parameters()) + held.weights + held.later if held is not None else 0
     return ContinuousGenerator(

@@ -212,6 +212,44 @@ _DECODERS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "Model")
 """Ends of the names of classes that may be decoders; a bare ``Model`` is what a critic leaves."""
 
 
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_MIXES = ("is_moe", "enable_moe_block")
+"""Options that some models have beside the number of experts; where one is false, there are none."""
+
+
+def routed_experts(config: Mapping[str, Any]) -> int:
+    """Return how many experts a router of the model that ``config`` describes chooses from; 0 for a dense model."""
+    text = _text(config)
+    inner = text.get("ffn_config")
+    if any(text.get(option) is False for option in _MIXES):
+        return 0
+    places = (text, inner if isinstance(inner, Mapping) else {})
+    counts = [place.get(option) for place in places for option in _EXPERTS]
+    most = max((max(_whole(count), default=0) for count in counts), default=0)
+    return most if most > 1 else 0
+
+
+def _whole(count: Any) -> list[int]:
+    """A number, or one for each layer, as a list without what is no number."""
+    return [n for n in (count if isinstance(count, list) else [count]) if isinstance(n, int)]
+
+
+def expert_problem(config: Mapping[str, Any], role: str, *, accepted: bool) -> str | None:
+    """Return why the mixture of experts that ``config`` describes is not trained, unless the role ``accepted`` that
+    with its option ``experts``, or why that does nothing; None if nothing speaks against it. The answer is the end of
+    a sentence that begins with the model's name."""
+    experts = routed_experts(config)
+    if accepted and not experts:
+        return f"it has no experts, so {role}.experts=true does nothing; remove it"
+    if experts and not accepted:
+        return (
+            f"its tokens are routed to {experts} experts, and neither is the auxiliary loss of the router computed "
+            "here nor the routing of the generator replayed in training; take a dense model, or set "
+            f"{role}.experts=true to train it without them"
+        )
+    return None
+
+
 def decoder_problem(config: Mapping[str, Any]) -> str | None:
     """Return why the model that ``config`` describes cannot be sampled from and trained here, as the end of a sentence
     that begins with its name; None if nothing speaks against it."""

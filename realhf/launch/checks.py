@@ -21,7 +21,14 @@ from realhf.api.chat_template import unread_variables
 from realhf.api.config import ConfigError, ExperimentConfig, ModelConfig, RecoverMode, run_folder
 from realhf.api.option import problems, sections
 from realhf.api.parallel import SHARDED
-from realhf.base.hf_config import context_limit, context_reason, decoder_problem, is_block_matrix, tensor_shapes
+from realhf.base.hf_config import (
+    context_limit,
+    context_reason,
+    decoder_problem,
+    expert_problem,
+    is_block_matrix,
+    tensor_shapes,
+)
 from realhf.base.installation import install_command
 from realhf.env.loader.load import chosen_environment
 from realhf.launch.plugins import definition_of
@@ -40,6 +47,7 @@ def check_config(config: ExperimentConfig) -> None:
         *model_problems("actor", config.actor, config.rollout.max_total_tokens),
         *checkpoint_problems("actor", config.actor.path),
         *adapter_problems("actor", config.actor),
+        *_served_experts(config),
         *_other_models(config),
         *_not_here(config),
     ]
@@ -54,6 +62,14 @@ def _other_models(config: ExperimentConfig) -> Iterator[str]:
             yield from model_problems(role, model, config.rollout.max_total_tokens, renders=False)
             yield from checkpoint_problems(role, model.path)
             yield from vocabulary_problems(role, model, config.actor, config.builtin.vocab_size)
+
+
+def _served_experts(config: ExperimentConfig) -> Iterator[str]:
+    if config.actor.experts and config.engine.name == "vllm":
+        yield (
+            "actor.experts=true: vLLM keeps a tensor for each expert and the trainer one for all of them, so new "
+            "weights would not fit; use engine.name=embedded"
+        )
 
 
 def _not_here(config: ExperimentConfig) -> Iterator[str]:
@@ -164,6 +180,8 @@ def choose_engine(config: ExperimentConfig, given: Collection[str]) -> str:
         "engine.name=embedded copies all keys and values of a row for every token that it samples on a GPU, so that "
         "generation is many times as slow as with vLLM"
     )
+    if config.actor.experts:
+        return f"{slow}, which takes no weights of experts from the trainer"
     if len(config.actor.workers) > 1:
         return f"{slow}, which serves an actor of several workers in asynchronous experiments only (engine.name=vllm)"
     if engine.vllm_url is None and shutil.which(str(Path(engine.vllm_executable).expanduser())) is None:
@@ -184,6 +202,8 @@ def model_problems(role: str, model: ModelConfig, max_total_tokens: int, *, rend
                 f"{role}.chat_template_kwargs: the chat template of the built-in policy does not read "
                 f"{', '.join(idle)} (it reads {', '.join(BUILTIN_VARIABLES)})"
             )
+        if problem := expert_problem({}, role, accepted=model.experts):
+            yield f"{role}.path={model.path}: {problem}"
         return
     if not folder.is_dir():
         if model.path == PRETRAINED:
@@ -201,7 +221,7 @@ def model_problems(role: str, model: ModelConfig, max_total_tokens: int, *, rend
         yield f"{role}.path={model.path}: the tokenizer has no chat template; use an instruction-tuned model"
     elif renders and (idle := unread_variables(template, model.chat_template_kwargs)):
         yield f"{role}.chat_template_kwargs: the chat template of {model.path} does not read {', '.join(idle)}"
-    yield from _weights_problems(role, model.path, folder, max_total_tokens)
+    yield from _weights_problems(role, model, folder, max_total_tokens)
 
 
 def is_builtin(path: str) -> bool:
@@ -231,13 +251,14 @@ def checkpoint_problems(role: str, path: str) -> Iterator[str]:
             yield f"{role}.path={path}: {len(lacking)} of {len(files)} files of its weights are missing: {lacking[0]}"
 
 
-def _weights_problems(role: str, path: str, folder: Path, max_total_tokens: int) -> Iterator[str]:
+def _weights_problems(role: str, model: ModelConfig, folder: Path, max_total_tokens: int) -> Iterator[str]:
     """What the configuration of a model says against it, and what does not fit together in its folder."""
+    path = model.path
     described = _json(folder / "config.json")
     if not described:
         yield f"{role}.path={path}: config.json describes no model"
         return
-    if problem := decoder_problem(described):
+    if problem := decoder_problem(described) or expert_problem(described, role, accepted=model.experts):
         yield f"{role}.path={path}: {problem}"
     limit = context_limit(described)
     if max_total_tokens > limit:
@@ -348,7 +369,8 @@ def adapter_problems(role: str, model: ModelConfig) -> Iterator[str]:
             "with torch on one worker, and with ddp on several"
         )
     shapes = tensor_shapes(Path(model.path).expanduser()) if model.path not in BUILTIN_PATHS else {}
-    layers = [name.removesuffix(".weight") for name, shape in shapes.items() if is_block_matrix(name, shape)]
+    linear = [name.removesuffix(".weight") for name, shape in shapes.items() if is_block_matrix(name, shape)]
+    layers = [name for name in linear if ".experts." not in name]  # those are parts of one tensor in the trainer
     layers = _BUILTIN_LAYERS if model.path in BUILTIN_PATHS else layers
     for target in lora.targets:
         if layers and not any(name == target or name.endswith(f".{target}") for name in layers):

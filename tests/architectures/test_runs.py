@@ -58,6 +58,7 @@ def trained(policy: Path, root: Path, mode: str, dtype: torch.dtype) -> list[dic
     command = [sys.executable, "-m", "realhf.launch", f"experiment={EXPERIMENTS[mode]}", f"actor.path={policy}"]
     command += [
         f"actor.dtype={str(dtype).removeprefix('torch.')}",
+        f"actor.experts={'num_local_experts' in (policy / 'config.json').read_text()}",
         f"fileroot={root}",
         "trial_name=default",
         "experiment_name=run",

@@ -6,6 +6,7 @@ from dataclasses import asdict
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers import AutoConfig
 
 from realhf.api.chat_template import unread_variables
 from realhf.api.config import ConfigError, GenConfig, LoraConfig, ModelConfig
@@ -99,6 +100,53 @@ LAYERS = "it has layers of the type {}, whose state is not keys and values for e
 def test_a_model_that_is_no_dense_decoder_is_refused_by_name(tmp_path, config, problem):
     [found] = problems(folder_of(tmp_path, **config))
     assert found.startswith(f"actor.path={tmp_path}: {problem}")
+
+
+MIXTURES = {
+    "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    "mixtral": {"num_local_experts": 8},
+    "deepseek_v3": {"n_routed_experts": 8},
+    "ernie4_5_moe": {"moe_num_experts": 8},
+    "gpt_oss": {"num_local_experts": 8},
+}
+
+
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_a_mixture_of_experts_is_refused_until_somebody_accepts_what_is_missing(kind, tmp_path):
+    described = AutoConfig.for_model(kind, hidden_size=32, num_attention_heads=4, **MIXTURES[kind]).to_dict()
+    path = folder_of(tmp_path, **{**described, "quantization_config": None})
+    [found] = problems(path)
+    assert found.startswith(f"actor.path={path}: its tokens are routed to 8 experts, and neither is the auxiliary loss")
+    assert found.endswith("take a dense model, or set actor.experts=true to train it without them")
+    assert [*model_problems("actor", ModelConfig(path=path, experts=True), 1024)] == []
+    [served] = model_problems("critic", ModelConfig(path=path), 1024)
+    assert "critic.experts=true" in served
+
+
+def test_only_a_mixture_can_be_accepted_as_one(tmp_path, capsys):
+    layers = {"ffn_config": {"moe_num_experts": 4}}
+    assert len(problems(folder_of(tmp_path, **layers))) == 1
+    assert "routed to 64 experts" in problems(folder_of(tmp_path, num_experts=[1, 64]))[0]
+    dense = ({"num_experts": 1}, {"n_routed_experts": None}, {"is_moe": False, "num_experts": 8})
+    for config in dense:
+        path = folder_of(tmp_path, model_type="llama", **config)
+        assert problems(path) == []
+        for name in (path, "builtin"):
+            [found] = model_problems("actor", ModelConfig(path=name, experts=True), 1024)
+            assert found == f"actor.path={name}: it has no experts, so actor.experts=true does nothing; remove it"
+    folder_of(tmp_path, model_type="qwen3_moe", num_experts=8)
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    given = ["experiment=grpo", "env=countdown", "mode=check", f"actor.path={tmp_path}", f"fileroot={tmp_path}"]
+    vllm = ("actor.experts=true", "engine.name=vllm", "engine.vllm_url=http://127.0.0.1:1")
+    for options, cause in (((), "routed to 8 experts"), (vllm, "vLLM keeps a tensor for each expert")):
+        assert main([*given, *options]) == 2
+        [line] = capsys.readouterr().err.splitlines()
+        assert line.startswith("config error: actor.") and cause in line
+    shapes = {f"model.layers.0.{name}.weight": torch.ones(2, 2) for name in ("attn.q_proj", "mlp.experts.0.up_proj")}
+    save_file(shapes, tmp_path / "model.safetensors")
+    lora = ModelConfig(path=str(tmp_path), lora=LoraConfig(rank=2, targets=["q_proj", "up_proj"]))
+    [found] = [line for line in adapter_problems("actor", lora) if "targets" in line]
+    assert "is called 'up_proj' (there are q_proj)" in found
 
 
 def test_mistakes_in_a_folder_end_the_check(tmp_path):

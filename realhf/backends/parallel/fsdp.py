@@ -106,13 +106,19 @@ class FolderWeights:
 
 
 def build_without_memory(
-    path: str, role: str, device: torch.device, dtype: torch.dtype, *, with_head: bool = True
+    path: str,
+    role: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    with_head: bool = True,
+    experts: bool | None = None,
 ) -> tuple[Any, FolderWeights] | None:
     """Return the model of a folder without memory for its parameters, in evaluation mode, and what reads them. None,
     with a message, where the folder has no such form: then the model is loaded whole, which also says what is wrong
     with it. Raises ModelLoadError."""
     check_folder(path, role)
-    kernel = attention_for(path, role)
+    kernel = attention_for(path, role, experts)
     config = AutoConfig.from_pretrained(path)
     try:
         if get_checkpoint_conversion_mapping(config.model_type) is not None:
@@ -361,7 +367,10 @@ class FsdpBackend(JoinedBackend):
         """Build the model without memory where its folder lets it be read part by part."""
         found = None
         if spec.parallel.size > 1:
-            found = build_without_memory(spec.path, spec.role, self._device, dtype, with_head=spec.head == "lm")
+            head = spec.head == "lm"
+            found = build_without_memory(
+                spec.path, spec.role, self._device, dtype, with_head=head, experts=spec.experts
+            )
         if found is None:
             return super()._model(spec, dtype)
         model, self._unread = found

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from realhf.base.hf_config import context_limit, context_reason
+from realhf.base.hf_config import context_limit, context_reason, routed_experts
 from realhf.base.text import first_line
 
 
@@ -26,18 +27,32 @@ def load_tokenizer(path: str, role: str) -> Any:
 
 def check_context(path: str, role: str, max_total_tokens: int) -> None:
     """Raise ModelLoadError when the model there cannot hold an episode of ``max_total_tokens``."""
-    from transformers import AutoConfig
-
-    check_folder(path, role)
-    try:
-        described = AutoConfig.from_pretrained(path).to_dict()
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelLoadError(f"{role}.path={path}: no readable model there ({first_line(error)})") from None
+    described = _described(path, role)
     if max_total_tokens > (limit := context_limit(described)):
         reason = context_reason(described)
         raise ModelLoadError(
             f"rollout.max_total_tokens={max_total_tokens}: the context of {path} holds {limit} tokens{reason}"
         )
+
+
+def check_dense(path: str, role: str) -> None:
+    """Raise ModelLoadError for a mixture of experts, which a server cannot be handed anew after every step: it keeps a
+    tensor for each expert, the trainer one for all of them."""
+    if experts := routed_experts(_described(path, role)):
+        raise ModelLoadError(
+            f"{role}.path={path}: vLLM takes no new weights of its {experts} experts; use engine.name=embedded"
+        )
+
+
+def _described(path: str, role: str) -> Mapping[str, Any]:
+    """Read the configuration of the model in a folder or of a hub id. Raises ModelLoadError."""
+    from transformers import AutoConfig
+
+    check_folder(path, role)
+    try:
+        return AutoConfig.from_pretrained(path).to_dict()
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelLoadError(f"{role}.path={path}: no readable model there ({first_line(error)})") from None
 
 
 def check_folder(path: str, role: str) -> None:

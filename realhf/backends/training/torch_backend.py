@@ -20,7 +20,7 @@ from realhf.api.experiment import ModelSpec
 from realhf.backends.embedded.memory import naming_shortage, shortage
 from realhf.backends.training.tokenizer_loading import ModelLoadError, check_folder, load_tokenizer
 from realhf.backends.training.torch_engine import TorchEngine
-from realhf.base.hf_config import decoder_problem
+from realhf.base.hf_config import decoder_problem, expert_problem
 from realhf.base.text import first_line
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -63,7 +63,8 @@ class TorchBackend:
 
     def _model(self, spec: ModelSpec, dtype: torch.dtype) -> Any:
         """Load the model; a backend that cuts it does not load all of it."""
-        model = load_causal_lm(spec.path, spec.role, dtype, with_head=spec.head == "lm").to(self._device)
+        head = spec.head == "lm"
+        model = load_causal_lm(spec.path, spec.role, dtype, with_head=head, experts=spec.experts).to(self._device)
         return load_value_model(model, spec.path, spec.role) if spec.head == "value" else model
 
     def _engine(self, spec: ModelSpec, model: Any, tokenizer: Any, **options: Any) -> TorchEngine:
@@ -80,13 +81,15 @@ def named_loading_shortage(spec: ModelSpec, device: torch.device) -> contextlib.
     )
 
 
-def load_causal_lm(path: str, role: str, dtype: torch.dtype, *, with_head: bool = True) -> Any:
+def load_causal_lm(
+    path: str, role: str, dtype: torch.dtype, *, with_head: bool = True, experts: bool | None = None
+) -> Any:
     """Load the model of a folder or hub id, in evaluation mode. Where no projection to the vocabulary is wanted
-    (``with_head``), the checkpoint may lack it. Raises ModelLoadError for what is not there, not whole or no dense
-    decoder."""
+    (``with_head``), the checkpoint may lack it. ``experts`` says whether a mixture of experts is accepted; None, where
+    nothing trains, takes both kinds. Raises ModelLoadError for what is not there, not whole or no such decoder."""
     check_folder(path, role)
     transformers_logging.disable_progress_bar()
-    kernel = attention_for(path, role)
+    kernel = attention_for(path, role, experts)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             path,
@@ -108,8 +111,9 @@ def load_causal_lm(path: str, role: str, dtype: torch.dtype, *, with_head: bool 
     return model
 
 
-def attention_for(path: str, role: str) -> str:
-    """Return the attention implementation for the model there. Raises ModelLoadError when it is no dense decoder."""
+def attention_for(path: str, role: str, experts: bool | None = None) -> str:
+    """Return the attention implementation for the model there. Raises ModelLoadError when it is no decoder, and for a
+    mixture of experts where ``experts`` is False."""
     try:
         config = AutoConfig.from_pretrained(path)
     except (OSError, ValueError, KeyError) as error:
@@ -119,7 +123,11 @@ def attention_for(path: str, role: str) -> str:
     known = AutoModelForCausalLM._model_mapping  # type: ignore[attr-defined]
     if type(config) not in known:
         raise ModelLoadError(f"{role}.path={path}: {config.model_type!r} is not a causal language model")
-    if problem := decoder_problem(config.to_dict()):
+    described = config.to_dict()
+    problem = decoder_problem(described)
+    if experts is not None:
+        problem = problem or expert_problem(described, role, accepted=experts)
+    if problem:
         raise ModelLoadError(f"{role}.path={path}: {problem}")
     # Attention with soft caps or sinks, as in Gemma 2 and gpt-oss, has no fused kernel here.
     return "sdpa" if getattr(known[type(config)], "_supports_sdpa", True) else "eager"

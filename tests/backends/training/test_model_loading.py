@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,16 @@ from transformers import (
     BertLMHeadModel,
     MambaConfig,
     PreTrainedTokenizerFast,
+    Qwen3MoeConfig,
 )
 
-from realhf.api.config import OptimizerConfig
+from realhf.api.config import AsyncConfig, EngineConfig, OptimizerConfig
 from realhf.api.experiment import ModelSpec
 from realhf.api.model import ForwardOutputs
 from realhf.api.sample import MicroBatchSpec, SequenceSample
+from realhf.api.trace import Tracer
+from realhf.backends.parallel.fsdp import build_without_memory
+from realhf.backends.streaming_engines import make_streaming_generator
 from realhf.backends.training.torch_backend import HEAD_FILE, ModelLoadError, TorchBackend, ValueModel, load_causal_lm
 from realhf.backends.training.torch_engine import TorchEngine
 
@@ -84,6 +89,30 @@ def test_what_is_no_dense_decoder_is_refused(tmp_path: Path) -> None:
     BertLMHeadModel(BertConfig(**shape, intermediate_size=8)).save_pretrained(tmp_path / "bert")
     with pytest.raises(ModelLoadError, match="BertLMHeadModel looks at later tokens, so it cannot generate"):
         load_causal_lm(str(tmp_path / "bert"), "actor", torch.float32)
+
+
+def test_a_mixture_of_experts_is_loaded_for_training_only_where_it_was_accepted(tmp_path: Path) -> None:
+    """A hub id is looked at when it is loaded: by the trainer, and by each engine that samples."""
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "head_dim": 4}
+    shape = {"vocab_size": 97, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = Qwen3MoeConfig(**shape, **experts, num_key_value_heads=2, eos_token_id=2, bos_token_id=1)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    spec = ModelSpec("actor", str(tmp_path))
+    options: Any = {"log": tmp_path / "log", "timeout_s": 1.0, "tracer": Tracer(), "on_death": print}
+    with pytest.raises(ModelLoadError, match=r"routed to 4 experts.*set actor\.experts=true"):
+        TorchBackend("cpu").build(spec, seed=0, total_train_steps=1)
+    with pytest.raises(ModelLoadError, match="routed to 4 experts"):
+        build_without_memory(str(tmp_path), "actor", torch.device("cpu"), torch.float32, experts=False)
+    with (
+        pytest.raises(ModelLoadError, match="routed to 4 experts"),
+        make_streaming_generator(spec, AsyncConfig(), **options),
+    ):
+        pass
+    served = replace(spec, experts=True, engine=EngineConfig(name="vllm"))
+    with pytest.raises(ModelLoadError, match="vLLM takes no new weights of its 4 experts"):
+        make_streaming_generator(served, AsyncConfig(), **options).__enter__()
+    assert load_causal_lm(str(tmp_path), "actor", torch.float32, experts=True).config.num_experts == 4
 
 
 def test_only_a_critic_may_lack_the_projection_to_the_vocabulary(tiny_model: Any, tmp_path: Path) -> None:
