@@ -38,7 +38,8 @@ def build(config: Config) -> ExperimentSpec:
             "grpo_stream_http has not: use experiment=ppo"
         )
     if ppo.turn_keys:
-        raise ConfigError("ppo.credit=turn: groups that others push to a trajectory server have no rewards per turn")
+        option = "credit=turn" if ppo.credit == "turn" else f"loss_agg={ppo.loss_agg}"
+        raise ConfigError(f"ppo.{option}: groups that others push to a trajectory server do not say where turns begin")
     if len(config.actor.workers) > 1:
         raise ConfigError(
             f"actor.workers={list(config.actor.workers)}: grpo_stream_http trains on one worker, which pulls its "

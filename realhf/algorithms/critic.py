@@ -120,8 +120,8 @@ class CriticInterface:
         weighted = []
         for part in updates_of(prepared, n, passes, context.seed):
             tokens = PredictedTokens.of(part)
-            weights = token_weights(tokens.mask, tokens.sequence, tokens.n_sequences, "token_mean")
-            chosen = weighted_part(part, weights, tokens.having(tokens.mask))
+            weights = token_weights(tokens, "token_mean")
+            chosen = weighted_part(part, {WEIGHTS: weights}, tokens.having(tokens.mask))
             weighted += [] if chosen is None else [chosen]
         return weighted
 

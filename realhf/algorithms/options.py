@@ -1,5 +1,4 @@
-"""Defines the sections ppo and critic, the presets of the algorithms, and how open options are resolved and refused;
-imports no torch."""
+"""Defines the sections ppo and critic, and how open options are resolved and refused; imports no torch."""
 
 from __future__ import annotations
 
@@ -9,57 +8,13 @@ from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Any
 
+from realhf.algorithms.aggregation import AGGREGATIONS
+from realhf.algorithms.presets import COMMON, PRESETS
 from realhf.api.config import ExperimentConfig, LoraConfig, ModelConfig, OptimizerConfig
-from realhf.api.keys import TURN_KEYS
+from realhf.api.keys import TURN_IDS, TURN_KEYS
 from realhf.api.option import option, problems, section
 from realhf.registry import registered_names
 
-COMMON: Mapping[str, Any] = MappingProxyType(
-    {
-        "adv_estimator": "grpo",
-        "ratio": "token",
-        "loss": "ppo",
-        "eps_clip": 0.2,
-        "eps_clip_higher": 0.2,
-        "loss_agg": "seq_mean_token_mean",
-        "kl_ctl": 0.0,
-        "kl_loss_coef": 0.0,
-        "kl_estimator": "k3",
-        "adv_norm": False,
-    }
-)
-"""What an option that is None becomes, unless the preset says otherwise."""
-_NO_CLIPPING = {"loss": "reinforce", "loss_agg": "token_mean", "eps_clip_higher": None}
-"""With another loss, ``eps_clip_higher`` is ``eps_clip``."""
-PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
-    {
-        "grpo": {},
-        "drgrpo": {"adv_estimator": "grpo_nostd", "loss_agg": "constant"},
-        "dapo": {"eps_clip_higher": 0.28, "loss_agg": "token_mean"},
-        "gspo": {"ratio": "sequence", "eps_clip": 3e-4, "eps_clip_higher": 4e-4},
-        "cispo": {"loss": "cispo", "eps_clip": 1.0, "eps_clip_higher": 4.0, "loss_agg": "token_mean"},
-        "rloo": {**_NO_CLIPPING, "adv_estimator": "rloo"},
-        "reinforce": {**_NO_CLIPPING, "adv_estimator": "reinforce"},
-        "reinforce_pp": {
-            "adv_estimator": "reinforce_pp",
-            "loss_agg": "token_mean",
-            "kl_ctl": 0.01,
-            "kl_estimator": "k1",
-            "adv_norm": True,
-        },
-        "ppo": {
-            "adv_estimator": "gae",
-            "loss_agg": "token_mean",
-            "kl_ctl": 0.01,
-            "kl_estimator": "k1",
-            "adv_norm": True,
-        },
-    }
-)
-"""``dapo`` is its loss: clip-higher and token mean. ``rloo`` takes its KL in the reward: set ``kl_ctl``."""
-
-
-LOSS_AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant")
 KL_ESTIMATORS = ("k1", "k2", "k3")
 PROXIMAL_METHODS = ("actor_inf", "recompute", "loglinear")
 WEIGHT_MODES = ("mask", "truncate", "none")
@@ -77,7 +32,7 @@ _NO_KL_REWARD = "there is no KL term in the reward (ppo.kl_ctl)"
 
 @dataclass
 class PolicyGradientOptions:
-    """Policy-gradient options. ``algo`` names a preset (realhf/algorithms/options.py), which gives a
+    """Policy-gradient options. ``algo`` names a preset (docs/algorithms.md), which gives a
     value to every option without one.
 
     Off-policy tokens (docs/reference/dataflow.md 10): with ``use_decoupled_loss`` the ratio is clipped against the
@@ -101,7 +56,9 @@ class PolicyGradientOptions:
     )
     loss: str | None = option(None, "This function is the loss of a token.", registry="policy_losses")
     ratio: str | None = option(None, "The policy ratio is that of a token or of a sequence.", choices=LEVELS)
-    loss_agg: str | None = option(None, "The losses of tokens are put together in this way.", choices=LOSS_AGGREGATIONS)
+    loss_agg: str | None = option(
+        None, "The losses of tokens are put together in this way.", choices=tuple(AGGREGATIONS)
+    )
     eps_clip: float | None = option(None, "The ratio is clipped this far below 1.", at_least=0)
     eps_clip_higher: float | None = option(None, "The ratio is clipped this far above 1.", at_least=0)
     c_clip: float | None = option(
@@ -250,7 +207,9 @@ class ResolvedOptions(PolicyGradientOptions):
     @property
     def turn_keys(self) -> tuple[str, ...]:
         """Inputs of the train call that rollouts make only where they are asked for."""
-        return TURN_KEYS if self.credit == "turn" else ()
+        if self.credit == "turn":
+            return TURN_KEYS
+        return (TURN_IDS,) if AGGREGATIONS[self.loss_agg].by_turn else ()
 
     @property
     def scored_keys(self) -> tuple[str, ...]:
@@ -294,7 +253,8 @@ def resolve(
     if wrong := [*problems(config, "ppo", registered_names)]:
         raise ValueError("\n".join(wrong))
     given = {every.name: getattr(config, every.name) for every in fields(config)}
-    value = {**COMMON, **PRESETS[config.algo], **{name: item for name, item in given.items() if item is not None}}
+    chosen = {name: item for name, item in given.items() if item is not None}
+    value = {**COMMON, **PRESETS[config.algo].options, **chosen}
     value["use_decoupled_loss"] = _decouples(config, sampler_differs)
     value["recompute_logprob"] = _recomputes(config, value)
     check_effects(config, value)

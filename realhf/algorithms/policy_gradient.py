@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from realhf.algorithms.advantages import normalise
+from realhf.algorithms.aggregation import AGGREGATIONS
 from realhf.algorithms.options import PolicyGradientOptions, resolve
 from realhf.algorithms.policy_loss import (
     ADVANTAGES,
@@ -19,6 +20,7 @@ from realhf.algorithms.policy_loss import (
     MISMATCH,
     PROXIMAL,
     RATIO,
+    TOKEN_TERMS,
     PolicyObjective,
 )
 from realhf.algorithms.token_advantages import (
@@ -34,15 +36,18 @@ from realhf.algorithms.token_advantages import (
     valid_sequences,
 )
 from realhf.algorithms.train_step import (
+    COMPONENTS,
+    RL,
     NonFiniteGuard,
     PredictedTokens,
+    component_weights,
+    counting,
     replace_keys,
     summary,
-    token_weights,
     updates_of,
     weighted_part,
 )
-from realhf.api.keys import ROLLOUT_KEY
+from realhf.api.keys import ROLLOUT_KEY, TURN_IDS
 from realhf.api.model import CallContext, Model, TrainResult
 from realhf.api.sample import SequenceSample
 from realhf.api.trace import TrainedRows
@@ -51,7 +56,8 @@ from realhf.api.trace import TrainedRows
 class PolicyGradientInterface:
     """Trains one step on ``packed_input_ids, loss_mask, packed_logprobs, rewards`` and, where present, ``outcome`` (0:
     valid), ``seq_no_eos_mask``, ``packed_versions``, ``packed_ref_logprobs``, ``proximal_logprobs`` and
-    ``rollout_index``; with ``credit=turn`` also on ``turn_ids`` and ``turn_rewards``.
+    ``rollout_index``; with ``credit=turn`` also on ``turn_ids`` and ``turn_rewards``. The keys of ``COMPONENTS``, where
+    present, say how much each token counts in each term of the loss.
 
     Advantages are computed once per step from the groups (the rollouts of one sample); then follow ``sample_reuse``
     passes of ``ppo_n_minibatches`` optimizer steps, over rollouts shuffled by seed, step and pass. Sequences of one
@@ -101,7 +107,8 @@ class PolicyGradientInterface:
             objective = PolicyObjective(self.options, context.step, self._temperature, recorded=record is not None)
             result = model.engine.train_batch(part, objective, mb_spec=context.mb_spec)
             if not results:  # Later ones run after an update: theirs is no mismatch of engine and trainer.
-                stats |= mismatch_statistics(result.kept[MISMATCH][PredictedTokens.of(part).mask])
+                compared = counting(part, RL, PredictedTokens.of(part).mask)
+                stats |= mismatch_statistics(result.kept[MISMATCH][compared])
             if record is not None:
                 record.add(part, result.kept)
             results.append(result)
@@ -197,7 +204,9 @@ class PolicyGradientInterface:
     def _trained_keys(self, sample: SequenceSample) -> list[str]:
         """List the keys of the input that the loss reads. ``proximal_logprobs`` is one only if ``actor_inf`` was asked
         for it or this call computed it for the reward."""
-        keys = ["packed_input_ids", "packed_logprobs", "packed_ref_logprobs", ROLLOUT_KEY]
+        keys = ["packed_input_ids", "packed_logprobs", "packed_ref_logprobs", ROLLOUT_KEY, *COMPONENTS]
+        if AGGREGATIONS[self.options.loss_agg].by_turn:
+            keys.append(TURN_IDS)
         if self.options.needs_actor_inf or self._kl_of_proximal:
             keys.append(PROXIMAL)
         if self.options.prox_logp_method == "loglinear":
@@ -207,17 +216,19 @@ class PolicyGradientInterface:
     def _trained_part(self, part: SequenceSample) -> SequenceSample | None:
         """Return the minibatch with its loss weights, without the sequences that cannot contribute; None if it is
         empty."""
-        tokens, options = PredictedTokens.of(part), self.options
-        weights = token_weights(
-            tokens.mask, tokens.owner, tokens.n_rollouts, options.loss_agg, options.loss_scale_len or 1
-        )
+        weights = component_weights(part, self.options.loss_agg, self.options.loss_scale_len or 1)
         return weighted_part(part, weights, self._contributes(part))
 
     def _contributes(self, part: SequenceSample) -> Tensor:
         """Return which sequences have a gradient, bool (n sequences,)."""
         tokens, options = PredictedTokens.of(part), self.options
         every_token_counts = options.kl_loss_coef != 0 or options.entropy_coef != 0 or not self._skip_zero
-        return tokens.having(tokens.mask if every_token_counts else tokens.mask & (part[ADVANTAGES] != 0))
+        if every_token_counts:
+            return tokens.having(tokens.mask)
+        counts = part[ADVANTAGES] != 0
+        for key in TOKEN_TERMS:
+            counts = counts | counting(part, key, tokens.mask)
+        return tokens.having(tokens.mask & counts)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the count of consecutive updates without a finite gradient, and the weight of the KL reward."""

@@ -7,13 +7,15 @@ anything, NaN included: they change neither loss nor gradient.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
 from realhf.algorithms.options import ResolvedOptions
-from realhf.algorithms.train_step import WEIGHTS, PredictedTokens, weighted_sum
+from realhf.algorithms.train_step import CE, KL, RL, PredictedTokens, component_sum, counting
 from realhf.api.model import ForwardOutputs
 from realhf.api.sample import SequenceSample
 from realhf.registry import policy_losses
@@ -23,11 +25,26 @@ MISMATCH = "mismatch"
 CURRENT, RATIO, CLIPPED = "current", "ratio", "clipped"
 
 
+def cross_entropy(outputs: ForwardOutputs, logprobs: Tensor, part: SequenceSample) -> Tensor:
+    """Return -log p of every token at the temperature of sampling, (n,)."""
+    del outputs, part
+    return -logprobs
+
+
+TOKEN_TERMS: Mapping[str, Callable[[ForwardOutputs, Tensor, SequenceSample], Tensor]] = MappingProxyType(
+    {CE: cross_entropy}
+)
+"""The terms beside the policy loss and the KL to the reference, by their keys in ``COMPONENTS``: what the forward pass
+knows, the log-probabilities of the tokens and the micro-batch -> the loss of every token, (n,), which is added with the
+weights of the component."""
+
+
 class PolicyObjective:
     """Is the ``LossFn`` of one minibatch of train step ``step`` (u).
 
     It reads ``packed_logprobs``, ``advantages`` and ``loss_weights`` of each microbatch, and as the options ask
-    ``packed_ref_logprobs``, ``proximal_logprobs`` and ``packed_versions``. Without ``proximal_logprobs`` the current
+    ``packed_ref_logprobs``, ``proximal_logprobs`` and ``packed_versions``. The loss is the sum of the components of
+    ``COMPONENTS``, each over the tokens that count in it with their weights. Without ``proximal_logprobs`` the current
     log-probabilities stand for them: before any update of the step they are the same. Logits are divided by
     ``temperature``, that of sampling.
 
@@ -47,7 +64,7 @@ class PolicyObjective:
         options, tokens = self._options, PredictedTokens.of(part)
         logprobs, entropy = outputs.logprobs(temperature=self._temperature, with_entropy=options.entropy_coef != 0)
         device = logprobs.device
-        mask, weights = tokens.mask.to(device), part[WEIGHTS].to(device)
+        mask = counting(part, RL, tokens.mask.to(device))
         behaviour = part["packed_logprobs"].to(device)
         old = behaviour if options.prox_logp_method is None else self._proximal(part, logprobs.detach(), behaviour)
         terms = LossTerms(
@@ -66,11 +83,16 @@ class PolicyObjective:
             correction = behaviour_weight(terms, behaviour, options)
             losses = losses * correction.weight
             _add_weight_statistics(stats, correction, mask, options)
-        total = weighted_sum(losses, weights, mask)
+        total = component_sum(losses, part, RL)
+        for key, term in TOKEN_TERMS.items():
+            if key in part.keys:
+                added = component_sum(term(outputs, logprobs, part), part, key)
+                stats[f"loss_{key.removesuffix('_weights')}"] = float(added.detach())
+                total = total + added
         if "packed_ref_logprobs" in part.keys:
-            total = total + self._reference_loss(part, logprobs, mask, weights, stats)
+            total = total + self._reference_loss(part, logprobs, mask, stats)
         if entropy is not None:
-            total = total - options.entropy_coef * weighted_sum(entropy, weights, mask)
+            total = total - options.entropy_coef * component_sum(entropy, part, RL)
             stats["entropy"] = float(torch.where(mask, entropy.detach(), 0.0).sum())
         return total, stats
 
@@ -80,20 +102,19 @@ class PolicyObjective:
             return loglinear_proximal(current, behaviour, versions, self._step)
         return part[PROXIMAL].to(current.device) if PROXIMAL in part.keys else current
 
-    def _reference_loss(
-        self, part: SequenceSample, logprobs: Tensor, mask: Tensor, weights: Tensor, stats: dict[str, float]
-    ) -> Tensor:
+    def _reference_loss(self, part: SequenceSample, logprobs: Tensor, mask: Tensor, stats: dict[str, float]) -> Tensor:
         """Return the KL term of the loss (0 where the KL is in the reward), and add the sum of KL, and how many tokens
         enter it with the bound, to ``stats``."""
-        ref = torch.where(mask, part["packed_ref_logprobs"].to(mask.device), 0.0)
-        current = torch.where(mask, logprobs, 0.0)
-        apart = kl_estimate(current.detach(), ref, "k3")
+        held = counting(part, KL, PredictedTokens.of(part).mask.to(mask.device)) | mask
+        ref = torch.where(held, part["packed_ref_logprobs"].to(mask.device), 0.0)
+        current = torch.where(held, logprobs, 0.0)
+        apart = torch.where(mask, kl_estimate(current.detach(), ref, "k3"), 0.0)
         stats["kl_ref"], stats["kl_ref_clamped_fraction"] = float(apart.sum()), float((apart >= MAX_KL).sum())
         if self._options.kl_loss_coef == 0:
             return torch.zeros((), device=mask.device)
         kl, cut = kl_penalty(current, ref, self._options.kl_estimator)
         stats["clamped_exponents"] += cut
-        return self._options.kl_loss_coef * weighted_sum(kl, weights, mask)
+        return self._options.kl_loss_coef * component_sum(kl, part, KL)
 
 
 def _distance(terms: LossTerms, behaviour: Tensor) -> Tensor:

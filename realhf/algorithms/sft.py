@@ -25,7 +25,7 @@ class SFTInterface:
         skipped``, and ``stop`` after
         ``max_nonfinite_steps`` consecutive updates without a finite gradient."""
         tokens = PredictedTokens.of(sample)
-        weights = token_weights(tokens.mask, tokens.sequence, tokens.n_sequences, self._aggregation)
+        weights = token_weights(tokens, self._aggregation)
         keys = [key for key in ("packed_input_ids", "loss_mask") if key in sample.keys]
         batch = replace_keys(sample.select(keys), shifted={"loss_weights": weights})
         result = model.engine.train_batch(batch, self.loss, mb_spec=context.mb_spec)

@@ -30,7 +30,7 @@ from realhf.algorithms.advantages import (
 from realhf.algorithms.inference import scored
 from realhf.algorithms.options import PASS_AT_K, RETURN_TO_GO, ResolvedOptions
 from realhf.algorithms.policy_loss import PROXIMAL, kl_estimate
-from realhf.algorithms.train_step import PredictedTokens, predicted
+from realhf.algorithms.train_step import RL, PredictedTokens, counting, predicted
 from realhf.api.keys import ROLLOUT_KEY, TURN_KEYS
 from realhf.api.sample import SequenceSample
 from realhf.registry import advantage_estimators
@@ -43,7 +43,7 @@ _WHY = MappingProxyType(
         "packed_logprobs": "ppo.kl_ctl",
         "packed_versions": "ppo.prox_logp_method=loglinear",
         "values": "ppo.adv_estimator=gae (the call critic_inf makes it: experiment=ppo)",
-        **dict.fromkeys(TURN_KEYS, "ppo.credit=turn"),
+        **dict.fromkeys(TURN_KEYS, "ppo.credit=turn, or a ppo.loss_agg by turn,"),
     }
 )
 
@@ -63,9 +63,9 @@ def counted(sample: SequenceSample, options: ResolvedOptions) -> SequenceSample:
 
 @dataclass(frozen=True)
 class TrainedTokens:
-    """Holds the positions of a batch, ``tokens``, with a mask that is False on sequences that train nothing; ``valid``
-    bool (n sequences,): those that have a reward; ``trainable`` bool (n sequences,): without those that
-    ``mask_too_long`` leaves out."""
+    """Holds the positions of a batch, ``tokens``, with a mask that is True where rewards train a token (``RL``), so not
+    on sequences that train nothing; ``valid`` bool (n sequences,): those that have a reward; ``trainable`` bool (n
+    sequences,): without those that ``mask_too_long`` leaves out."""
 
     tokens: PredictedTokens
     valid: Tensor
@@ -73,10 +73,10 @@ class TrainedTokens:
 
     @staticmethod
     def of(sample: SequenceSample, options: ResolvedOptions) -> TrainedTokens:
-        """Read them from ``loss_mask``, ``outcome`` and ``seq_no_eos_mask``."""
+        """Read them from ``loss_mask``, ``rl_weights``, ``outcome`` and ``seq_no_eos_mask``."""
         tokens, valid = PredictedTokens.of(sample), valid_sequences(sample)
         trainable = valid & ~truncated_sequences(sample) if options.mask_too_long else valid
-        mask = tokens.mask & trainable[tokens.sequence]
+        mask = counting(sample, RL, tokens.mask & trainable[tokens.sequence])
         return TrainedTokens(replace(tokens, mask=mask), valid, trainable)
 
 

@@ -7,19 +7,26 @@ Source: docs/reference/dataflow.md 10.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from realhf.api.keys import ROLLOUT_KEY
+from realhf.algorithms.aggregation import AGGREGATIONS, TokenCounts, Unit
+from realhf.api.keys import ROLLOUT_KEY, TURN_IDS
 from realhf.api.model import POSITIONS, TrainResult
 from realhf.api.sample import SequenceSample, choose_sequences
 
 WEIGHTS = "loss_weights"
 """The key of the weight of every predicted token in the loss, f32 (L-1)."""
+RL, KL, CE = "rl_weights", "kl_weights", "ce_weights"
+COMPONENTS: Mapping[str, float] = MappingProxyType({RL: 1.0, KL: 1.0, CE: 0.0})
+"""The components of a loss: the key, f32 (L-1), in which a batch says how much each predicted token counts there, and
+what every token of ``loss_mask`` counts in a batch without the key. Each component is aggregated over the tokens that
+count in it, so that none dilutes another. What a micro-batch has under the key is that number times the weight of the
+aggregation (``component_weights``)."""
 _NONE: Mapping[str, Tensor] = MappingProxyType({})
 
 
@@ -133,39 +140,70 @@ def updates_of(sample: SequenceSample, n: int, passes: int, seed: int) -> list[S
     return [part for number in range(passes) for part in minibatches(sample, n, (seed, number))]
 
 
-def weighted_part(part: SequenceSample, weights: Tensor, keep: Tensor) -> SequenceSample | None:
-    """Return the sequences of a minibatch in ``keep``, bool (n sequences,), as a loss takes them; None without any."""
-    kept = part.select(part.keys - {ROLLOUT_KEY})
-    return choose_sequences(replace_keys(kept, shifted={WEIGHTS: weights}), keep.numpy())
+def weighted_part(part: SequenceSample, weights: Mapping[str, Tensor], keep: Tensor) -> SequenceSample | None:
+    """Return the sequences of a minibatch in ``keep``, bool (n sequences,), as a loss takes them, with the keys
+    ``weights``; None without any."""
+    kept = part.select(part.keys - {ROLLOUT_KEY, TURN_IDS})
+    return choose_sequences(replace_keys(kept, shifted=weights), keep.numpy())
+
+
+def component_weights(part: SequenceSample, aggregation: str, loss_scale_len: int = 1) -> dict[str, Tensor]:
+    """Return what multiplies the loss of every predicted token of a minibatch: ``loss_weights`` of all trained tokens,
+    and for each key of ``COMPONENTS`` in ``part`` the weights of the tokens that have one there, times it."""
+    tokens = PredictedTokens.of(part)
+    turn = predicted(part, TURN_IDS) if TURN_IDS in part.keys else None
+    found = {WEIGHTS: token_weights(tokens, aggregation, loss_scale_len, turn)}
+    for key in COMPONENTS:
+        if key in part.keys:
+            own = replace(tokens, mask=counting(part, key, tokens.mask))
+            share = torch.where(own.mask, part[key].cpu(), 0.0)
+            found[key] = token_weights(own, aggregation, loss_scale_len, turn) * share
+    return found
+
+
+def counting(sample: SequenceSample, component: str, mask: Tensor) -> Tensor:
+    """Return the tokens of ``mask``, bool (n,), that count in a component."""
+    if component in sample.keys:
+        return mask & (sample[component].to(mask.device) != 0)
+    return mask if COMPONENTS[component] else torch.zeros_like(mask)
+
+
+def component_sum(values: Tensor, part: SequenceSample, component: str) -> Tensor:
+    """Return the sum of ``values`` (n,) over the tokens of a micro-batch that count in a component, by their weights
+    there: a scalar with the graph of ``values`` attached. Where they count nothing ``values`` may be anything."""
+    mask = counting(part, component, PredictedTokens.of(part).mask.to(values.device))
+    return weighted_sum(values, part[component if component in part.keys else WEIGHTS].to(values.device), mask)
 
 
 def token_weights(
-    mask: Tensor, sequence: Tensor, n_sequences: int, aggregation: str, loss_scale_len: int = 1
+    tokens: PredictedTokens, aggregation: str, loss_scale_len: int = 1, turn: Tensor | None = None
 ) -> Tensor:
     """Return the weight of every token such that the sum of weight * loss is the aggregated loss: f32 (n,), 0 outside
-    the mask. ``sequence`` i64 (n,) numbers what counts once in a mean over sequences: the rollout of each token, which
-    may have several rows.
+    the mask. ``turn`` i (n,) numbers the turn of each token within its sequence. Raises ValueError for an aggregation
+    that does not exist, and without ``turn`` for one that counts turns.
 
     The weights are computed over a whole minibatch, so that it can be cut into microbatches afterwards, and before any
     sequence is left out for having no advantage: normalisers count those too.
-
-    With T tokens and S sequences that have at least one token: ``token_mean`` 1/T; ``seq_mean_token_mean`` 1/(S |o|);
-    ``seq_mean_token_sum`` 1/S; ``constant`` 1/(S loss_scale_len).
     """
-    count = torch.zeros(n_sequences, dtype=torch.float64, device=mask.device)
-    count = count.index_add(0, sequence, mask.double())
-    n_trained = (count > 0).sum().clamp(min=1)
-    if aggregation == "token_mean":
-        weight = torch.full_like(count, 1.0) / count.sum().clamp(min=1)
-    elif aggregation == "seq_mean_token_mean":
-        weight = 1 / (n_trained * count.clamp(min=1))
-    elif aggregation == "seq_mean_token_sum":
-        weight = torch.full_like(count, 1.0) / n_trained
-    elif aggregation == "constant":
-        weight = torch.full_like(count, 1.0) / (n_trained * loss_scale_len)
-    else:
+    if aggregation not in AGGREGATIONS:
         raise ValueError(f"unknown loss aggregation {aggregation!r}")
-    return torch.where(mask, weight[sequence], 0.0).float()
+    prompt = tokens.group[tokens.sequence]
+    counts = TokenCounts(
+        tokens.mask,
+        Unit(tokens.owner, tokens.n_rollouts),
+        Unit(prompt, int(prompt.max()) + 1 if len(prompt) else 0),
+        None if turn is None else _turns(tokens.sequence, turn),
+        loss_scale_len,
+    )
+    weight = AGGREGATIONS[aggregation].weight(counts)
+    return torch.where(tokens.mask, weight, 0.0).float()
+
+
+def _turns(sequence: Tensor, turn: Tensor) -> Unit:
+    """Number the turns of all sequences; what lies in no turn (-1) of a sequence counts as one more."""
+    index = sequence * (int(turn.max()) + 2 if len(turn) else 1) + turn.long() + 1
+    found, index = torch.unique(index, return_inverse=True)
+    return Unit(index, len(found))
 
 
 def weighted_sum(values: Tensor, weights: Tensor, mask: Tensor) -> Tensor:
@@ -199,8 +237,8 @@ _TOTALS = ("clamped_exponents", "n_trained_tokens")
 
 
 def summary(results: Sequence[TrainResult]) -> dict[str, float]:
-    """Summarise a train step. Per-token means and losses are averaged over minibatches; the mismatch is that of the
-    first minibatch, the only one that ran before any update."""
+    """Summarise a train step. Per-token means and losses (``loss``, and ``loss_<name>`` of a component) are averaged
+    over minibatches; the mismatch is that of the first minibatch, the only one that ran before any update."""
     skipped = float(sum(result.skipped for result in results))
     out = {"n_updates": len(results) - skipped, "skipped": skipped, "n_trained_tokens": 0.0, "grad_norm": 0.0}
     if not results:
@@ -216,7 +254,7 @@ def summary(results: Sequence[TrainResult]) -> dict[str, float]:
             out[name] = max(values)
         elif name == POSITIONS:
             out["positions_per_token"] = sum(values) / max(1.0, n_tokens)
-        elif name in ("loss", "lr"):
+        elif name == "lr" or name.startswith("loss"):
             out[name] = sum(values) / len(values)
         else:
             out[name] = sum(values) / max(1.0, n_tokens)

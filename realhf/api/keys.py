@@ -75,6 +75,9 @@ STANDARD_KEYS: tuple[KeySpec, ...] = (
     KeySpec("advantages", "f32", "L-1"),
     KeySpec("returns", "f32", "L-1"),
     KeySpec("kl_rewards", "f32", "L-1"),
+    KeySpec("rl_weights", "f32", "L-1"),
+    KeySpec("kl_weights", "f32", "L-1"),
+    KeySpec("ce_weights", "f32", "L-1"),
     KeySpec("outcome", "u8", "1"),
     KeySpec("rollout_index", "i32", "1"),
     KeySpec("turn_ids", "i32", "L"),
@@ -85,7 +88,8 @@ STANDARD_KEYS: tuple[KeySpec, ...] = (
 ROLLOUT_KEY = "rollout_index"
 """Says which sequences of a sample are rows of one rollout."""
 
-TURN_KEYS = ("turn_ids", "turn_rewards")
+TURN_IDS = "turn_ids"
+TURN_KEYS = (TURN_IDS, "turn_rewards")
 """Made by rollouts where a call of the graph has them among its inputs."""
 
 

@@ -120,6 +120,7 @@ POLICY = Section(
     f"What `{POLICY_CALL}`, or the only train call of an experiment of one's own, returns. Means over trained tokens.",
     (
         _policy("policy/loss", "", "loss, averaged over the updates of the step"),
+        _policy("policy/loss_<component>", "", "what a component (`ce`) adds to that", "loss_<component>"),
         _policy("policy/nll", "nats", "negative log-likelihood of a token (supervised)"),
         _policy(
             "policy/entropy",
@@ -339,7 +340,7 @@ SECTIONS = (
 
 
 _PLACE = re.compile(r"<(\w+)>")
-_ONE_PART = ("call", "split", "way", "part", "lag")
+_ONE_PART = ("call", "split", "way", "part", "lag", "component")
 """Placeholders that stand for a word without a slash; a group, a kind or a name may hold slashes."""
 REWARD, TRAINED_REWARD = "reward/mean", "reward/trained_mean"
 

@@ -262,7 +262,7 @@ def test_options_about_turns_that_do_nothing_or_contradict_are_refused(rollout_b
     with pytest.raises(ValueError, match=r"ppo.discount has no effect"):
         resolve({"discount": 0.5})
     assert resolve({"discount": 0.5, "credit": "turn"}).turn_keys == ("turn_ids", "turn_rewards")
-    with pytest.raises(ValueError, match=r"ppo.credit=turn needs the key turn_ids"):
+    with pytest.raises(ValueError, match=r"ppo.credit=turn, or a ppo.loss_agg by turn, needs the key turn_ids"):
         PolicyGradientInterface({"credit": "turn"}).train_step(
             tiny_actor(), rollout_batch(GROUPS, REWARDS, OUTCOME), context(tmp_path)
         )

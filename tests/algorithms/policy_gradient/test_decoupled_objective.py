@@ -56,7 +56,7 @@ def minibatch(rollout_batch: Any, options: Any, seed: int) -> tuple[torch.Tensor
         "proximal_logprobs": old + 0.5 * torch.randn(len(old), generator=g),
         "packed_versions": torch.randint(-1, STEP + 1, (len(old),), generator=g, dtype=torch.int32),
         "advantages": torch.where(tokens.mask, per_sequence[tokens.sequence], 0.0),
-        "loss_weights": token_weights(tokens.mask, tokens.sequence, tokens.n_sequences, options.loss_agg),
+        "loss_weights": token_weights(tokens, options.loss_agg),
     }
     current = (old + 0.5 * torch.randn(len(old), generator=g)).requires_grad_()
     return current, replace_keys(sample.select(["packed_input_ids", "loss_mask", "packed_logprobs"]), shifted=shifted)

@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from experiments.policy_gradient import actor_inf, config_class, ref_inf, rew_inf
+from realhf.algorithms.aggregation import AGGREGATIONS
 from realhf.algorithms.inference import LogprobInterface, OutcomeRewardInterface
-from realhf.algorithms.options import LOSS_AGGREGATIONS, PRESETS, PolicyGradientOptions
+from realhf.algorithms.options import PolicyGradientOptions
 from realhf.algorithms.policy_gradient import PolicyGradientInterface
+from realhf.algorithms.presets import PRESETS
 from realhf.algorithms.sft import SFTInterface
 from realhf.algorithms.train_step import PredictedTokens, replace_keys
 from realhf.api.config import GenConfig
@@ -111,7 +113,7 @@ def test_a_batch_with_little_in_it_trains_what_there_is(rollout_batch, tmp_path,
     assert all(math.isfinite(value) for value in stats.values())
 
 
-@pytest.mark.parametrize("aggregation", LOSS_AGGREGATIONS)
+@pytest.mark.parametrize("aggregation", [name for name, row in AGGREGATIONS.items() if not row.by_turn])
 def test_supervised_training_without_a_token_changes_nothing(rollout_batch, tmp_path, aggregation):
     model, sample = tiny_actor(), rollout_batch(GROUPS, REWARDS)
     sample = replace_keys(sample, per_token={"loss_mask": torch.zeros_like(sample["loss_mask"])})

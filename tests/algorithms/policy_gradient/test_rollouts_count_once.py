@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from realhf.algorithms.aggregation import AGGREGATIONS
 from realhf.algorithms.critic import CriticInterface
-from realhf.algorithms.options import LOSS_AGGREGATIONS
 from realhf.algorithms.policy_gradient import PolicyGradientInterface
 from realhf.algorithms.train_step import minibatches
 from realhf.api.sample import SequenceSample
@@ -85,7 +85,7 @@ def test_a_token_has_the_advantage_that_it_has_in_a_rollout_of_one_row(options, 
     assert by_row[1]["reward_mean"] != whole[1]["reward_mean"]
 
 
-@pytest.mark.parametrize("aggregation", LOSS_AGGREGATIONS)
+@pytest.mark.parametrize("aggregation", [name for name, row in AGGREGATIONS.items() if not row.by_turn])
 def test_a_token_weighs_what_it_weighs_in_a_rollout_of_one_row(tmp_path, aggregation):
     options = {"loss_agg": aggregation, "kl_loss_coef": 0.1}
     options |= {"loss_scale_len": 40} if aggregation == "constant" else {}

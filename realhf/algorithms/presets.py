@@ -1,0 +1,189 @@
+"""Lists what ``ppo.algo`` may be, with formula, source and costs; run as a program, it prints ``docs/algorithms.md``.
+
+The page is made from the tables that the code itself reads. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from realhf.algorithms.aggregation import AGGREGATIONS, LETTERS
+
+COMMON: Mapping[str, Any] = MappingProxyType(
+    {
+        "adv_estimator": "grpo",
+        "ratio": "token",
+        "loss": "ppo",
+        "eps_clip": 0.2,
+        "eps_clip_higher": 0.2,
+        "loss_agg": "seq_mean_token_mean",
+        "kl_ctl": 0.0,
+        "kl_loss_coef": 0.0,
+        "kl_estimator": "k3",
+        "adv_norm": False,
+    }
+)
+"""What an option that is None becomes, unless the preset says otherwise."""
+
+
+@dataclass(frozen=True)
+class Preset:
+    """Describes a published algorithm. ``options`` are those of the section ``ppo`` that it sets beside ``COMMON``;
+    ``costs`` says what a step needs beside rollouts and one train pass."""
+
+    formula: str
+    source: str
+    costs: str
+    when: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+_NO_CLIPPING = {"loss": "reinforce", "loss_agg": "token_mean", "eps_clip_higher": None}
+"""With another loss, ``eps_clip_higher`` is ``eps_clip``."""
+_CLIPPED = "max(-A rho, -A clip(rho))"
+_NORMED = "A = (R - mean_G) / std_G"
+
+PRESETS: Mapping[str, Preset] = MappingProxyType(
+    {
+        "grpo": Preset(
+            f"{_NORMED}; {_CLIPPED}", "Shao et al. 2024", "nothing", "first of all: no critic, one number a rollout"
+        ),
+        "drgrpo": Preset(
+            f"A = R - mean_G; {_CLIPPED}",
+            "Liu et al. 2025",
+            "nothing",
+            "wrong rollouts grow longer: no division by length or spread",
+            {"adv_estimator": "grpo_nostd", "loss_agg": "constant"},
+        ),
+        "dapo": Preset(
+            f"{_NORMED}; {_CLIPPED} with a higher upper bound",
+            "Yu et al. 2025",
+            "nothing",
+            "entropy falls too early: rare tokens may rise further",
+            {"eps_clip_higher": 0.28, "loss_agg": "token_mean"},
+        ),
+        "gspo": Preset(
+            f"{_NORMED}; {_CLIPPED}, rho the geometric mean over a sequence",
+            "Zheng et al. 2025",
+            "a forward pass with several updates a step",
+            "mixtures of experts, long sequences: ratios of tokens are noise",
+            {"ratio": "sequence", "eps_clip": 3e-4, "eps_clip_higher": 4e-4},
+        ),
+        "cispo": Preset(
+            f"{_NORMED}; -sg(clip(rho)) A lp",
+            "MiniMax-M1 2025",
+            "nothing",
+            "several updates a step: no token loses its gradient",
+            {"loss": "cispo", "eps_clip": 1.0, "eps_clip_higher": 4.0, "loss_agg": "token_mean"},
+        ),
+        "rloo": Preset(
+            "A = R - mean of the others of the group; -A lp",
+            "Ahmadian et al. 2024",
+            "with `kl_ctl` a reference pass",
+            "one update a step: an unbiased gradient; its KL is in the reward, set `kl_ctl`",
+            {**_NO_CLIPPING, "adv_estimator": "rloo"},
+        ),
+        "reinforce": Preset(
+            "A = R - mean of the batch; -A lp",
+            "Williams 1992",
+            "nothing",
+            "as a baseline, or with groups of one",
+            {**_NO_CLIPPING, "adv_estimator": "reinforce"},
+        ),
+        "reinforce_pp": Preset(
+            f"A = return to go of R - kl_ctl KL, normalised over the batch; {_CLIPPED}",
+            "Hu 2025, REINFORCE++",
+            "a reference pass",
+            "groups are small or of one",
+            {
+                "adv_estimator": "reinforce_pp",
+                "loss_agg": "token_mean",
+                "kl_ctl": 0.01,
+                "kl_estimator": "k1",
+                "adv_norm": True,
+            },
+        ),
+        "ppo": Preset(
+            f"A = sum of (discount gae_lambda)^k delta_(t+k), normalised over the batch; {_CLIPPED}",
+            "Schulman et al. 2017",
+            "a critic to score and to train, a reference pass",
+            "episodes are long and a token's share in the reward matters (`experiment=ppo`)",
+            {
+                "adv_estimator": "gae",
+                "loss_agg": "token_mean",
+                "kl_ctl": 0.01,
+                "kl_estimator": "k1",
+                "adv_norm": True,
+            },
+        ),
+    }
+)
+
+
+@dataclass(frozen=True)
+class Table:
+    """Is a section of the page: what is chosen by ``option``, and a row for each of its values."""
+
+    title: str
+    option: str
+    says: str
+    columns: tuple[str, ...]
+    rows: Mapping[str, Sequence[str]]
+
+    def text(self) -> list[str]:
+        """The lines of the section in Markdown."""
+        head = (f"`{self.option}`", *self.columns)
+        lines = [f"| `{name}` | {' | '.join(cells)} |" for name, cells in self.rows.items()]
+        return [f"## {self.title}", self.says, "", f"| {' | '.join(head)} |", "|---" * len(head) + "|", *lines, ""]
+
+
+def options_text(options: Mapping[str, Any]) -> str:
+    """Return options as a command line has them, without the section: ``eps_clip=0.2 ...``."""
+    given = {name: value for name, value in options.items() if value is not None}
+    return " ".join(f"`{name}={str(value).lower() if value is True else value}`" for name, value in given.items())
+
+
+TABLES = (
+    Table(
+        "Presets",
+        "ppo.algo",
+        "A preset sets options of the section `ppo`; every one of them may be overridden. R is the reward of a "
+        "rollout, G its group, rho the ratio of new to old probability, lp the log-probability. Every loss is of one "
+        "token; which weight it has follows below.",
+        ("per token", "source", "sets", "costs", "take it when"),
+        {
+            name: (row.formula, row.source, options_text(row.options) or "the defaults", row.costs, row.when)
+            for name, row in PRESETS.items()
+        },
+    ),
+    Table(
+        "Aggregations",
+        "ppo.loss_agg",
+        f"The loss is the sum over tokens of weight times loss. {LETTERS}.",
+        ("weight of a token", "source", "what it means"),
+        {name: (f"`{row.formula}`", row.source, row.when) for name, row in AGGREGATIONS.items()},
+    ),
+)
+
+_HEAD = """# Algorithms
+
+What may be chosen in the section `ppo`, with the formula, where it was published, what it costs and when to take it.
+Advantages, masks and numerics are in [reference/dataflow.md](reference/dataflow.md#10-algorithms), all options with
+their bounds in [reference/options.md](reference/options.md), a loss or an estimator of one's own in
+[extend/policy_loss.md](extend/policy_loss.md).
+
+`python -m realhf.algorithms.presets` prints this page from the tables that the code reads.
+"""
+
+
+def page() -> str:
+    """Return the page as Markdown."""
+    return "\n".join([_HEAD, *(line for table in TABLES for line in table.text())])
+
+
+if __name__ == "__main__":
+    sys.stdout.write(page())
