@@ -38,7 +38,7 @@ def build(config: Config) -> ExperimentSpec:
             "grpo_stream_http has not: use experiment=ppo"
         )
     if ppo.turn_keys:
-        option = "credit=turn" if ppo.credit == "turn" else f"loss_agg={ppo.loss_agg}"
+        option = f"credit={ppo.credit}" if ppo.credit != "episode" else f"loss_agg={ppo.loss_agg}"
         raise ConfigError(f"ppo.{option}: groups that others push to a trajectory server do not say where turns begin")
     if len(config.actor.workers) > 1:
         raise ConfigError(

@@ -216,6 +216,28 @@ def turn_advantages(scores: Tensor, valid: Tensor, group: Tensor, estimator: Est
     return torch.stack(columns, 1) if columns else torch.zeros_like(scores)
 
 
+def step_groups(states: Tensor, present: Tensor, group: Tensor) -> Tensor:
+    """Return the number of the step-level group of every turn that is ``present``, i64 (n present,): those of one group
+    that began in the same state. ``states`` i64 and ``present`` bool are (n sequences, most turns), ``group`` as for an
+    estimator."""
+    owner = torch.stack((group[:, None].expand_as(states)[present], states[present]))
+    return torch.unique(owner, dim=1, return_inverse=True)[1].flatten()
+
+
+def step_advantages(returns: Tensor, states: Tensor, present: Tensor, group: Tensor, estimator: Estimator) -> Tensor:
+    """Return f32 (n sequences, most turns): the advantage of the return from each turn on within its step-level group;
+    0 where ``present`` is False.
+
+    ``returns`` f32 (n sequences, most turns); the rest as of ``step_groups``. ``present`` are the turns whose tokens a
+    sequence has, so that one which several rows of a rollout report counts once. An episode that comes back into a
+    state counts as often as it does. Source: Feng et al. 2025, Group-in-Group Policy Optimization for LLM Agent
+    Training (GiGPO), step relative advantages.
+    """
+    found, own = torch.zeros_like(returns), step_groups(states, present, group)
+    found[present] = estimator(returns[present], torch.ones_like(own, dtype=torch.bool), own)
+    return found
+
+
 def of_tokens(advantages: Tensor, turn: Tensor, sequence: Tensor, mask: Tensor, counts: Tensor) -> Tensor:
     """Spread ``advantages`` f32 (n sequences, most turns) over tokens: f32 (n,), 0 outside ``mask``. ``turn`` i32 (n,)
     is the turn of each predicted token. Raises ValueError when a token of the mask is in no turn of its sequence."""

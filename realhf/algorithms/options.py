@@ -18,7 +18,7 @@ from realhf.registry import registered_names
 KL_ESTIMATORS = ("k1", "k2", "k3")
 PROXIMAL_METHODS = ("actor_inf", "recompute", "loglinear")
 WEIGHT_MODES = ("mask", "truncate", "none")
-CREDITS = ("episode", "turn")
+CREDITS = ("episode", "turn", "state")
 COUNTS = ("rollout", "row")
 LEVELS = ("token", "sequence")
 """Levels at which the policy ratio and the behaviour weight are taken."""
@@ -93,14 +93,23 @@ class PolicyGradientOptions:
         "reasoning or the branches of an agent make several.",
         choices=COUNTS,
     )
-    credit: str = option(
-        "episode",
-        "A token gets the advantage of its episode, or that of the return from its turn on.",
+    credit: str | None = option(
+        None,
+        "A token gets the advantage of its episode (episode), that of the return from its turn on (turn), or both, the "
+        "latter among the turns of the group that began in the same state (state).",
         choices=CREDITS,
     )
-    discount: float = option(
-        1.0,
-        "What comes later is discounted by this, per sampled token (gae, reinforce_pp) or per turn (ppo.credit=turn).",
+    step_advantage_weight: float | None = option(
+        None,
+        "ppo.credit=state: the advantage of a turn among those that began in its state is added times this, by default "
+        "1.",
+        above=0,
+        idle="only ppo.credit=state compares turns by their states",
+    )
+    discount: float | None = option(
+        None,
+        "What comes later is discounted by this, per sampled token (gae, reinforce_pp) or per turn (ppo.credit=turn, "
+        "state); by default 1, with algo=gigpo 0.95.",
         above=0,
         at_most=1,
     )
@@ -171,6 +180,9 @@ class ResolvedOptions(PolicyGradientOptions):
     kl_ctl: float
     kl_estimator: str
     adv_norm: bool
+    credit: str
+    step_advantage_weight: float
+    discount: float
     use_decoupled_loss: bool
     recompute_logprob: bool
     behav_imp_weight_mode: str
@@ -207,8 +219,8 @@ class ResolvedOptions(PolicyGradientOptions):
     @property
     def turn_keys(self) -> tuple[str, ...]:
         """Inputs of the train call that rollouts make only where they are asked for."""
-        if self.credit == "turn":
-            return TURN_KEYS
+        if self.credit != "episode":
+            return TURN_KEYS if self.credit == "state" else TURN_KEYS[:2]
         return (TURN_IDS,) if AGGREGATIONS[self.loss_agg].by_turn else ()
 
     @property
@@ -341,6 +353,8 @@ RETURN_TO_GO = ("reinforce_pp", "reinforce_pp_baseline")
 """Estimators whose advantage is what a token and those after it earn; the others give one number per response."""
 DEFAULT_CAP = 5.0
 """Largest behaviour weight that is kept, where the options set no cap."""
+OF_STATES = ("grpo", "grpo_nostd", "rloo")
+"""Estimators that ``ppo.credit=state`` may have, for episodes and for turns alike."""
 OF_SUCCESS = ("maxrl", PASS_AT_K)
 """Estimators that take the reward of an episode for its success."""
 _NEEDS_GROUPS = ("grpo", "grpo_nostd", "rloo", "reinforce_pp_baseline", *OF_SUCCESS)
@@ -361,12 +375,13 @@ def _without_effect(config: PolicyGradientOptions, value: Mapping[str, Any]) -> 
     """Yield a line for every option that is set and that nothing reads."""
     loss, estimator = value["loss"], value["adv_estimator"]
     decoupled, recomputed = value["use_decoupled_loss"], value["recompute_logprob"]
-    no_kl, by_turn = value["kl_ctl"] == 0, config.credit == "turn"
-    of_later = estimator in (*RETURN_TO_GO, GAE) or by_turn
+    no_kl, credit = value["kl_ctl"] == 0, value["credit"]
+    of_later = estimator in (*RETURN_TO_GO, GAE) or credit != "episode"
     rules = [
         *((name, True, f"with loss {loss!r}") for name in _HAS_NO_EFFECT.get(loss, ())),
         ("kl_estimator", no_kl and value["kl_loss_coef"] == 0, "while kl_ctl and kl_loss_coef are 0"),
         ("discount", not of_later, f"with adv_estimator {estimator!r}"),
+        ("step_advantage_weight", credit != "state", f"with credit {credit!r}"),
         ("gae_lambda", estimator != GAE, f"with adv_estimator {estimator!r}: remove it, or use gae"),
         ("pass_at_k", estimator != PASS_AT_K, f"with adv_estimator {estimator!r}: remove it, or use pass_at_k"),
         ("kl_target", no_kl, "while kl_ctl is 0: it is where the steering starts, set it"),
@@ -398,9 +413,14 @@ def _contradictions(config: PolicyGradientOptions, value: Mapping[str, Any]) -> 
             f"kl_estimator=k1 has zero expected gradient in the loss (algo {config.algo!r}): use k2 or k3, or "
             "kl_loss_coef=0 and kl_ctl"
         )
-    if config.credit == "turn" and estimator in (*RETURN_TO_GO, *OF_SUCCESS):
+    if value["credit"] == "turn" and estimator in (*RETURN_TO_GO, *OF_SUCCESS):
         has = "is about whole episodes" if estimator in OF_SUCCESS else "has a return-to-go of its own"
         yield f"credit=turn: adv_estimator {estimator!r} {has}; use grpo, grpo_nostd, rloo, reinforce or gae"
+    if value["credit"] == "state" and estimator not in OF_STATES:
+        yield (
+            f"credit=state: adv_estimator {estimator!r} does not compare the members of a group; use "
+            f"{', '.join(OF_STATES)}"
+        )
     if estimator == PASS_AT_K and not 2 <= (config.pass_at_k or 0) < config.group_size:
         yield (
             f"pass_at_k={config.pass_at_k}: adv_estimator=pass_at_k compares sets of so many of the "

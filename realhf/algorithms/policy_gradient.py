@@ -31,6 +31,7 @@ from realhf.algorithms.token_advantages import (
     kl_of_rollouts,
     require,
     rollout_means,
+    shared_states,
     token_advantages,
     truncated_sequences,
     valid_sequences,
@@ -56,8 +57,9 @@ from realhf.api.trace import TrainedRows
 class PolicyGradientInterface:
     """Trains one step on ``packed_input_ids, loss_mask, packed_logprobs, rewards`` and, where present, ``outcome`` (0:
     valid), ``seq_no_eos_mask``, ``packed_versions``, ``packed_ref_logprobs``, ``proximal_logprobs`` and
-    ``rollout_index``; with ``credit=turn`` also on ``turn_ids`` and ``turn_rewards``. The keys of ``COMPONENTS``, where
-    present, say how much each token counts in each term of the loss.
+    ``rollout_index``; with ``credit=turn`` also on ``turn_ids`` and ``turn_rewards``, with ``credit=state`` on
+    ``turn_states`` too. The keys of ``COMPONENTS``, where present, say how much each token counts in each term of the
+    loss.
 
     Advantages are computed once per step from the groups (the rollouts of one sample); then follow ``sample_reuse``
     passes of ``ppo_n_minibatches`` optimizer steps, over rollouts shuffled by seed, step and pass. Sequences of one
@@ -186,6 +188,7 @@ class PolicyGradientInterface:
             **_length_statistics(sample, tokens, valid),
             **_entropy_statistics(sample, tokens, valid),
             **self._kl_statistics(kl, trained),
+            **({"shared_states": shared_states(sample, trained)} if self.options.credit == "state" else {}),
             "n_sequences": float(tokens.n_sequences),
             "n_rollouts": float(tokens.n_rollouts),
             "n_invalid": float((~valid).sum()),

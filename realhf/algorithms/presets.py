@@ -25,6 +25,9 @@ COMMON: Mapping[str, Any] = MappingProxyType(
         "kl_loss_coef": 0.0,
         "kl_estimator": "k3",
         "adv_norm": False,
+        "credit": "episode",
+        "discount": 1.0,
+        "step_advantage_weight": 1.0,
     }
 )
 """What an option that is None becomes, unless the preset says otherwise."""
@@ -58,6 +61,14 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
             "nothing",
             "wrong rollouts grow longer: no division by length or spread",
             {"adv_estimator": "grpo_nostd", "loss_agg": "constant"},
+        ),
+        "gigpo": Preset(
+            "A = A_E + omega A_S, each (R - mean) / std: R of the episode in its group, and the discounted return from "
+            f"the turn on among the turns of the group that began in the same state; {_CLIPPED}",
+            "Feng et al. 2025",
+            "nothing",
+            "rollouts of a group meet in the same states: it tells good turns from bad ones",
+            {"credit": "state", "discount": 0.95},
         ),
         "dapo": Preset(
             f"{_NORMED}; {_CLIPPED} with a higher upper bound",

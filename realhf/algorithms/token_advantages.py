@@ -25,6 +25,8 @@ from realhf.algorithms.advantages import (
     of_turns,
     return_to_go,
     returns_by_turn,
+    step_advantages,
+    step_groups,
     turn_advantages,
 )
 from realhf.algorithms.inference import scored
@@ -44,6 +46,7 @@ _WHY = MappingProxyType(
         "packed_versions": "ppo.prox_logp_method=loglinear",
         "values": "ppo.adv_estimator=gae (the call critic_inf makes it: experiment=ppo)",
         **dict.fromkeys(TURN_KEYS, "ppo.credit=turn, or a ppo.loss_agg by turn,"),
+        TURN_KEYS[2]: "ppo.credit=state",
     }
 )
 
@@ -110,6 +113,8 @@ def token_advantages(
     else:
         per_sequence = _estimates(sample, options, trained)
         advantages = torch.where(mask, per_sequence[tokens.sequence], 0.0)
+        if options.credit == "state":
+            advantages = advantages + options.step_advantage_weight * _step_advantages(sample, options, trained)
         if options.adv_estimator in RETURN_TO_GO:
             rewards = rewards + at_last_token(per_sequence, mask, tokens.sequence)
             return return_to_go(rewards, mask, tokens.sequence, tokens.n_sequences, options.discount)
@@ -205,7 +210,7 @@ def by_rollout(estimator: Estimator, rollout: Tensor) -> Estimator:
 
 def _estimator(options: ResolvedOptions, trained: TrainedTokens) -> Estimator:
     """Return the estimator of the options, comparing rollouts."""
-    estimator: Estimator = advantage_estimators.get(options.adv_estimator)
+    estimator = advantage_estimators.get(options.adv_estimator)
     if options.adv_estimator == PASS_AT_K:
         estimator = partial(estimator, k=options.pass_at_k)
     return by_rollout(estimator, trained.tokens.rollout)
@@ -222,11 +227,47 @@ def _turn_advantages(sample: SequenceSample, options: ResolvedOptions, trained: 
     moved and clipped as the reward of an episode is."""
     tokens = trained.tokens
     estimator = _estimator(options, trained)
+    scores, counts = _returns_by_turn(sample, options)
+    advantages = turn_advantages(scores, trained.valid, tokens.group, estimator)
+    return of_tokens(advantages, predicted(sample, "turn_ids"), tokens.sequence, tokens.mask, counts)
+
+
+def _returns_by_turn(sample: SequenceSample, options: ResolvedOptions) -> tuple[Tensor, Tensor]:
+    """Return the scored return from each turn on, f32 (n sequences, most turns), and the turns of each, i64 (n,)."""
     counts = torch.from_numpy(np.asarray(sample.lengths("turn_rewards").values)).long()
     returns = returns_by_turn(sample["turn_rewards"].cpu(), counts, options.discount).float().numpy()
     scores = scored(returns, options.reward_scaling, options.reward_bias, options.max_reward_clip)
-    advantages = turn_advantages(torch.from_numpy(scores), trained.valid, tokens.group, estimator)
+    return torch.from_numpy(scores), counts
+
+
+def _step_advantages(sample: SequenceSample, options: ResolvedOptions, trained: TrainedTokens) -> Tensor:
+    """Return the advantage of every token's turn among the turns that began in the same state, f32 (L-1), 0 outside the
+    mask. Raises ValueError as ``of_tokens`` does."""
+    tokens, estimator = trained.tokens, advantage_estimators.get(options.adv_estimator)
+    scores, counts = _returns_by_turn(sample, options)
+    advantages = step_advantages(scores, *_turn_states(sample, trained), tokens.group, estimator)
     return of_tokens(advantages, predicted(sample, "turn_ids"), tokens.sequence, tokens.mask, counts)
+
+
+def shared_states(sample: SequenceSample, trained: TrainedTokens) -> float:
+    """Return the fraction of the turns of valid rollouts that began in a state in which another turn of the group did:
+    only these have a step-level advantage. 0 without a turn."""
+    groups = step_groups(*_turn_states(sample, trained), trained.tokens.group)
+    return float((torch.bincount(groups)[groups] > 1).double().mean()) if len(groups) else 0.0
+
+
+def _turn_states(sample: SequenceSample, trained: TrainedTokens) -> tuple[Tensor, Tensor]:
+    """Return the state that every turn began in, i64, and which turns of valid rollouts the sequence has the tokens of,
+    bool, both (n sequences, most turns)."""
+    require(sample, TURN_KEYS)
+    counts = torch.from_numpy(np.asarray(sample.lengths("turn_states").values)).long()
+    shape = (len(counts), int(counts.max()) if len(counts) else 0)
+    states, present = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.bool)
+    states[torch.arange(shape[1]) < counts[:, None]] = sample["turn_states"].cpu()
+    turn, sequence = predicted(sample, "turn_ids").long(), trained.tokens.sequence
+    played = (turn >= 0) & (turn < counts[sequence]) & trained.valid[sequence]
+    present[sequence[played], turn[played]] = True
+    return states, present
 
 
 _MOST_ERROR = 0.2

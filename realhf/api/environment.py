@@ -69,11 +69,12 @@ class Opening:
     """How an episode begins: the messages that the policy reads first, and JSON schemas of its tools. ``info`` is for
     people: anything JSON. Under ``replay`` it may say how a person plays the same episode: ``title``, the ``command``
     that starts a page on this machine, its ``url`` and an ``order``, which the page gets behind ``#play=`` as JSON,
-    together with the ``commands`` of the episode (``did`` of the turns)."""
+    together with the ``commands`` of the episode (``did`` of the turns). ``state_key``: see ``Turn``."""
 
     messages: Sequence[ChatMessage]
     tools: Sequence[Mapping[str, Any]] = ()
     info: Mapping[str, Any] = field(default_factory=dict)
+    state_key: str = ""
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,9 @@ class Turn:
     the environment as it is now: ``{title, columns, rows, note}``, a table of texts, or ``{title, text}``; the last one
     of an episode is shown with it, and ``check --mutate`` compares it with a demonstration's. Under ``did`` it may
     say what was done in this turn, as ``replay`` takes it. What the policy did wrong is told in a message that begins
-    with ``error:``; a class with tools answers ``{'error': ...}``.
+    with ``error:``; a class with tools answers ``{'error': ...}``. ``state_key`` is a text, such as a digest, that is
+    the same wherever episodes of one task are in the same state: ``ppo.credit=state`` compares the turns that follow.
+    "" leaves it to the text of the messages.
     """
 
     messages: Sequence[ChatMessage] = ()
@@ -97,6 +100,7 @@ class Turn:
     metrics: Mapping[str, float] = field(default_factory=dict)
     info: Mapping[str, Any] = field(default_factory=dict)
     final: bool = False
+    state_key: str = ""
 
 
 @runtime_checkable
@@ -360,7 +364,8 @@ class RolloutOutcome:
     turn. ``rewards`` are the named components of the reward, ``metrics`` the environment's numbers. ``branches`` are
     further trajectories of the episode, where an agent held several conversations; each trains as a row of its own.
     ``turn_starts`` are the places of the completion where policy turns begin, the first of them the turn number
-    ``first_turn`` of ``turn_rewards``, which sum to ``reward``. ``opening`` are the messages before the first turn,
+    ``first_turn`` of ``turn_rewards``, which sum to ``reward``; ``turn_states`` number the states that the turns of
+    ``turn_rewards`` began in, see ``state_number``. ``opening`` are the messages before the first turn,
     ``tools`` the schemas that came with them, ``info`` what the environment said for people at its reset. ``steps`` is
     what an agent did in the environment, where its turns are conversations of its own.
     """
@@ -388,6 +393,7 @@ class RolloutOutcome:
     branches: tuple[RolloutOutcome, ...] = ()
     turn_starts: Sequence[int] = ()
     turn_rewards: Sequence[float] = ()
+    turn_states: Sequence[int] = ()
     first_turn: int = 0
     opening: Sequence[ChatMessage] = field(default=(), compare=False)
     tools: Sequence[Mapping[str, Any]] = field(default=(), compare=False)

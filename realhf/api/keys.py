@@ -82,6 +82,7 @@ STANDARD_KEYS: tuple[KeySpec, ...] = (
     KeySpec("rollout_index", "i32", "1"),
     KeySpec("turn_ids", "i32", "L"),
     KeySpec("turn_rewards", "f32", "free"),
+    KeySpec("turn_states", "i64", "free"),
 )
 """The keys of docs/reference/dataflow.md 2."""
 
@@ -89,7 +90,7 @@ ROLLOUT_KEY = "rollout_index"
 """Says which sequences of a sample are rows of one rollout."""
 
 TURN_IDS = "turn_ids"
-TURN_KEYS = (TURN_IDS, "turn_rewards")
+TURN_KEYS = (TURN_IDS, "turn_rewards", "turn_states")
 """Made by rollouts where a call of the graph has them among its inputs."""
 
 

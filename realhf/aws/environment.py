@@ -159,26 +159,29 @@ class AwsEnvironment:
         self._client, self._own = client, client is None
         self._reopen = reopen or _reopened
         self._level, self._chars = level, observation_chars
+        self._state_key = ""
 
     async def reset(self, task: Mapping[str, Any], *, seed: int) -> Opening:
         """Begin an episode of a whole task, or of what else the server's reset takes."""
         client = await self._connected()
-        return task_opening((await _asked(client.reset(**task, seed=seed))).observation, info=replay_of(task))
+        opening = task_opening((await _asked(client.reset(**task, seed=seed))).observation, info=replay_of(task))
+        self._state_key = opening.state_key
+        return opening
 
     async def step(self, message: AssistantMessage) -> Turn:
         """Run the command of the turn. Without one, and for one that the server refuses to read, nothing is run."""
         command = command_of(message)
         if command is None:
-            return told(NO_COMMAND)
+            return told(NO_COMMAND, self._state_key)
         if self._client is None:
             raise EnvironmentFailure("lost", "the session is not open")
         try:
             result = await _asked(self._client.step(command))
         except _Rejected as error:
-            return told(f"error: {shorten(str(error), self._chars)}")
+            return told(f"error: {shorten(str(error), self._chars)}", self._state_key)
         if result.reward is None:
             raise EnvironmentFailure("internal", "the environment answered a step without a reward")
-        return command_turn(
+        turn = command_turn(
             result.observation,
             result.reward,
             result.done,
@@ -186,6 +189,8 @@ class AwsEnvironment:
             observation_chars=self._chars,
             info=told_people(command, result.observation),
         )
+        self._state_key = turn.state_key
+        return turn
 
     async def close(self) -> None:
         """End the session."""

@@ -7,6 +7,7 @@ spend its capacity on copying it.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Mapping
@@ -206,7 +207,16 @@ def task_opening(
     parts = [shown.get("description", "")]
     if desired_state and shown.get("desired_state_spec"):
         parts.append(shown["desired_state_spec"])
-    return Opening([{"role": "user", "content": "\n\n".join(parts)}], info=info or {})
+    text = "\n\n".join(parts)
+    return Opening([{"role": "user", "content": text}], info=info or {}, state_key=account_key(observation))
+
+
+def account_key(observation: Mapping[str, Any]) -> str:
+    """Return a digest of the account as far as the episode's commands made it: of the calls that changed each resource,
+    in their order. Reads, and what failed, leave it as it was, and so does the order in which resources had their
+    turn."""
+    changes = json.dumps(observation.get("account_changes") or [], sort_keys=True)
+    return hashlib.sha256(normalise(changes).encode()).hexdigest()
 
 
 def command_of(message: AssistantMessage) -> str | None:
@@ -236,9 +246,10 @@ def command_turn(
         },
         info=info or {},
         final=final,
+        state_key=account_key(observation),
     )
 
 
-def told(text: str) -> Turn:
-    """Return the answer to a turn of which nothing was run."""
-    return Turn([{"role": "user", "content": text}])
+def told(text: str, state_key: str = "") -> Turn:
+    """Return the answer to a turn of which nothing was run, in an account of ``state_key``."""
+    return Turn([{"role": "user", "content": text}], state_key=state_key)

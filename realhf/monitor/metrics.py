@@ -79,6 +79,13 @@ REWARDS = Section(
             "groups with an advantage other than 0: the others teach nothing",
             "groups_with_signal",
         ),
+        _policy(
+            "groups/shared_states",
+            "fraction",
+            "turns that began in a state in which another turn of their group did, with `ppo.credit=state` only: the "
+            "others have no step-level advantage",
+            "shared_states",
+        ),
         _policy("groups/total", "count", "groups that the step trained on", "n_groups"),
     ),
 )

@@ -7,6 +7,7 @@ gets the same list (docs/reference/environment.md 9).
 
 from __future__ import annotations
 
+import hashlib
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -401,6 +402,15 @@ class Witness:
         await self._env.close()
 
 
+def state_number(messages: Sequence[ChatMessage], key: str = "") -> int:
+    """Return the number, of 64 bits and signed, of the state in which a turn begins: of its ``state_key`` or, where the
+    environment gives none, of the text of the messages that the turn answers. It is the same in every process."""
+    told = [f"{each.get('role')}\0{each.get('content') or ''}" for each in messages]
+    text = f"key\0{key}" if key else "\0".join(("messages", *told))
+    digest = hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest, "big", signed=True)
+
+
 _SOLVED = 1.0 - 1e-9
 
 
@@ -415,9 +425,11 @@ class Progress:
     turns: list[PlayedTurn] = field(default_factory=list)
     reward: float = 0.0
     turn_rewards: list[float] = field(default_factory=list)
+    turn_states: list[int] = field(default_factory=list)
     rewards: dict[str, float] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     opening: Opening = field(default_factory=lambda: Opening(()))
+    _state: int = 0
     _began: float = field(default_factory=time.perf_counter)
 
     @property
@@ -435,6 +447,7 @@ class Progress:
         self.opening = opening
         said = [str(each.get("content") or "") for each in opening.messages if each.get("role") == "user"]
         self.task_text = "\n".join(said)
+        self._state = state_number(opening.messages, opening.state_key)
         return self.task_text
 
     def take(self, said: AssistantMessage, turn: Turn, max_turns: int | None = None) -> str:
@@ -451,6 +464,8 @@ class Progress:
             self.reward = turn.reward if turn.final else self.reward + turn.reward
         # A final reward replaces the sum, so that its turn has changed it by the difference.
         self.turn_rewards.append(self.reward - before if turn.final else turn.reward or 0.0)
+        self.turn_states.append(self._state)
+        self._state = state_number(turn.messages, turn.state_key)
         for name, value in turn.rewards.items():
             self.rewards[name] = value if turn.final else self.rewards.get(name, 0.0) + value
         self.metrics.update(turn.metrics)
@@ -479,6 +494,7 @@ class Progress:
             rewards=self.rewards,
             metrics=self.metrics,
             turn_rewards=self.turn_rewards,
+            turn_states=self.turn_states,
             opening=self.opening.messages,
             tools=self.opening.tools,
             info=self.opening.info,

@@ -30,7 +30,7 @@ from realhf.api.environment import (
 )
 from realhf.api.generation import GenerationFailed, TokenSource
 from realhf.api.model import GenOutput, GenRequest
-from realhf.rollout.episode import Limits, TokenBuffer, outcome_of
+from realhf.rollout.episode import Limits, TokenBuffer, outcome_of, state_number
 from realhf.rollout.openai_requests import NO_TOOLS, ApiError, Message, Tools, answer
 
 _SLOT_STRIDE = 1 << 40
@@ -66,6 +66,12 @@ class Branch:
     def sampled(self) -> int:
         """Return how many tokens the policy sampled."""
         return sum(self.tokens.loss_mask)
+
+    def states(self) -> list[int]:
+        """Return the number of the state that each of the policy's turns began in: of the messages before it."""
+        begins = [0, *(mark.messages for mark in self.marks)]
+        told = [self.messages[begin : mark.messages - 1] for begin, mark in zip(begins, self.marks, strict=False)]
+        return [state_number(_maps(messages)) for messages in told]
 
     def turns(self) -> tuple[PlayedTurn, ...]:
         """Return the policy's turns as a person reads them, each with the messages that followed."""
@@ -400,6 +406,7 @@ class Session:
             timings={"branches": float(len(self.ledger.branches))},
             last_turn_cut=bool(branch and branch.marks and not branch.marks[-1].ended),
             turn_rewards=rewards,
+            turn_states=branch.states() if branch else (),
             opening=branch.opening() if branch else (),
         )
 

@@ -57,7 +57,7 @@ _KEYS = {
     "rollout_index": ("i32", "1"),
 }
 """Dtype and length rule of every key."""
-_TURN_KEYS = {"turn_ids": ("i32", "L"), "turn_rewards": ("f32", "turns")}
+_TURN_KEYS = {"turn_ids": ("i32", "L"), "turn_rewards": ("f32", "turns"), "turn_states": ("i64", "turns")}
 """Those that are made where they are asked for."""
 _ZERO, _UNKNOWN = array("f", [0.0]), array("i", [-1])
 
@@ -72,9 +72,9 @@ def outcomes_to_sample(
     i64 [L], ``prompt_mask`` and ``loss_mask`` bool [L], ``packed_logprobs`` f32 [L-1], ``packed_versions`` i32 [L-1],
     ``env_rewards`` f32 [1], ``seq_no_eos_mask`` bool [1] (ended by a limit of tokens, not of turns), ``outcome`` u8
     [1], ``rollout_index`` i32 [1] (its number in the group, which its branches have too). With ``turns`` also
-    ``turn_ids`` i32 [L], the number of each sampled token's turn and -1 elsewhere, and ``turn_rewards``
-    f32 [turns of the episode, at least one]. A failed rollout keeps its tokens but has no loss mask. Metadata
-    ``rewards`` and ``achieved`` are JSON lists, an entry per rollout, with null where a rollout failed.
+    ``turn_ids`` i32 [L], the number of each sampled token's turn and -1 elsewhere, and ``turn_rewards`` f32 and
+    ``turn_states`` i64 [turns of the episode, at least one]. A failed rollout keeps its tokens but has no loss mask.
+    Metadata ``rewards`` and ``achieved`` are JSON lists, an entry per rollout, with null where a rollout failed.
     """
     import torch
 
@@ -164,10 +164,10 @@ class _Packed:
 
 
 def _turns(rows: Sequence[tuple[RolloutOutcome, int]], packed: _Packed) -> tuple[dict[str, Array], Array]:
-    """Return ``turn_ids`` and ``turn_rewards`` of all rows, and how many rewards each has. A row that does not train
-    has no turn; it has one reward of 0, so that none is empty."""
+    """Return ``turn_ids``, ``turn_rewards`` and ``turn_states`` of all rows, and how many rewards each has. A row that
+    does not train has no turn; it has one reward of 0, so that none is empty."""
     ids = np.full(len(packed.ids), -1, dtype=np.int32)
-    rewards = array("f")
+    rewards, states = array("f"), array("q")
     counts = []
     end = 0
     for (outcome, code), length in zip(rows, packed.lengths, strict=True):
@@ -179,8 +179,9 @@ def _turns(rows: Sequence[tuple[RolloutOutcome, int]], packed: _Packed) -> tuple
             turn = begins[:-1].cumsum() - 1 + outcome.first_turn
             ids[end - len(turn) : end] = np.where(np.asarray(outcome.loss_mask, dtype=np.bool_), turn, -1)
         rewards += array("f", own or [0.0])
+        states += array("q", outcome.turn_states if own else [0])
         counts.append(len(own) or 1)
-    arrays: dict[str, Array] = {"turn_ids": ids, "turn_rewards": np.asarray(rewards)}
+    arrays = {"turn_ids": ids, "turn_rewards": np.asarray(rewards), "turn_states": np.asarray(states)}
     return arrays, np.array(counts, dtype=np.int64)
 
 

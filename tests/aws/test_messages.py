@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from realhf.aws.messages import extract_command, observation_text, shorten
+from realhf.aws.messages import account_key, extract_command, observation_text, shorten
 
 
 def observed(output: str = "", error: str = "", *, hint: str = "") -> dict[str, Any]:
@@ -139,3 +139,25 @@ def test_shorten_keeps_head_and_tail(limit: int) -> None:
 )
 def test_extract_command(text: str, command: str | None) -> None:
     assert extract_command(text) == command
+
+
+def changed(*calls: str, name: str = "q", **more: Any) -> dict[str, Any]:
+    return {
+        "service": "sqs",
+        "type": "queue",
+        "name": name,
+        "before": "none",
+        "after": "there",
+        "calls": [*calls],
+        **more,
+    }
+
+
+def test_the_state_of_an_account_is_what_was_done_to_its_resources() -> None:
+    """What was read or failed is in no observation of changes; an id that the simulator drew is as good as another."""
+    start, made = account_key(observed()), account_key({**observed(), "account_changes": [changed("CreateQueue")]})
+    assert start == account_key(observed(error="no such queue")) and start != made
+    drawn = ("9b2d4d6e-0000-4aaa-8bbb-0123456789ab", "0b2d4d6e-1111-4aaa-8bbb-0123456789ab")
+    first, second = (account_key({"account_changes": [changed("CreateQueue", name=name)]}) for name in drawn)
+    assert first == second != made
+    assert made != account_key({"account_changes": [changed("CreateQueue", 'SetQueueAttributes {"Delay": 5}')]})

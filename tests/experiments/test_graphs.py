@@ -78,18 +78,24 @@ def test_a_proximal_policy_is_scored_by_a_call_unless_the_train_call_does_it():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("experiment", ["grpo_aws", "reinforce_aws"])
-def test_rewards_per_turn_are_made_where_the_train_call_asks_for_them(experiment: str) -> None:
-    plain, asked = built(f"experiment={experiment}"), built(f"experiment={experiment}", "ppo.credit=turn")
+@pytest.mark.parametrize(
+    ("experiment", "option", "read"),
+    [("grpo_aws", "ppo.algo=gigpo", TURN_KEYS), ("reinforce_aws", "ppo.credit=turn", TURN_KEYS[:2])],
+)
+def test_rewards_per_turn_are_made_where_the_train_call_asks_for_them(
+    experiment: str, option: str, read: tuple[str, ...]
+) -> None:
+    plain, asked = built(f"experiment={experiment}"), built(f"experiment={experiment}", option)
     assert not plain.graph["actor_gen"].interface_args["turn_rewards"]
     assert asked.graph["actor_gen"].interface_args["turn_rewards"]
     more = set(asked.graph["actor_gen"].output_keys) - set(plain.graph["actor_gen"].output_keys)
-    assert more == set(TURN_KEYS) <= set(asked.graph["actor_train"].input_keys)
+    assert more == set(TURN_KEYS)
+    assert set(TURN_KEYS) & set(asked.graph["actor_train"].input_keys) == set(read)
 
 
 @pytest.mark.slow
 def test_rewards_per_turn_are_streamed_where_they_are_asked_for() -> None:
-    rollout = spec("experiment=grpo_aws_async", "ppo.credit=turn").rollout
+    rollout = spec("experiment=grpo_aws_async", "ppo.credit=state").rollout
     assert rollout is not None and rollout.episodes.turn_rewards and set(TURN_KEYS) <= set(rollout.keys)
     plain = spec("experiment=grpo_aws_async").rollout
     assert plain is not None and not plain.episodes.turn_rewards and not set(TURN_KEYS) & set(plain.keys)

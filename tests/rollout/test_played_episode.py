@@ -26,7 +26,15 @@ from realhf.api.evaluation import evaluation_report
 from realhf.api.model import GenOutput, GenRequest
 from realhf.env.loader.tasks import SeedTaskSet
 from realhf.monitor.run_files import append_episodes
-from realhf.rollout.episode import EpisodeRequest, Limits, PolicySpeaker, TokenBuffer, Witness, play_episode
+from realhf.rollout.episode import (
+    EpisodeRequest,
+    Limits,
+    PolicySpeaker,
+    TokenBuffer,
+    Witness,
+    play_episode,
+    state_number,
+)
 from realhf.rollout.group_player import episode_results, held_out_tasks
 from realhf.rollout.player import SlotEnvironment
 from realhf.rollout.rollout_sample import outcomes_to_sample, transcript
@@ -252,6 +260,15 @@ async def test_what_is_no_turn_is_a_failure_that_names_the_environment() -> None
     assert outcome.status == "internal" and outcome.message.startswith("environment scripted: step returned")
 
 
+async def test_a_turn_begins_in_the_state_that_the_environment_names_or_in_the_text_that_it_answers() -> None:
+    """The first one in the opening. A key and the same words as a text are different states."""
+    words = [{"role": "user", "content": "a"}]
+    turns = [Turn(words, state_key="a"), Turn(words), Turn(done=True)]
+    outcome = await play(Engine(said("go")), World(lambda env, message: turns[len(env.said) - 1]))
+    opening, *states = outcome.turn_states
+    assert states == [state_number((), "a"), state_number(words)] and len({opening, *states}) == 3
+
+
 @pytest.mark.parametrize(
     ("turns", "rewards"),
     [
@@ -345,12 +362,13 @@ def test_episodes_ended_by_a_limit_of_tokens_are_valid_and_marked(status: str, l
 
 def played(status: str = "achieved", **more: object) -> RolloutOutcome:
     """Two turns of two tokens, with two of the environment between, and a reward of each."""
-    return replace(outcome(status), turn_starts=[0, 4], turn_rewards=[0.25, 0.75], **more)
+    return replace(outcome(status), turn_starts=[0, 4], turn_rewards=[0.25, 0.75], turn_states=[-7, 1 << 40], **more)
 
 
 def test_turns_are_numbered_where_the_policy_spoke() -> None:
     """-1 on the prompt and the environment's tokens; what does not train has no turn, and one reward of 0."""
     branch = replace(outcome(sampled=1, env=0), turn_starts=[0], turn_rewards=[0.5, 0.0, 1.0], first_turn=2)
+    branch = replace(branch, turn_states=[4, 5, 6])
     groups = [[played(), played("internal")], [played(branches=(replace(branch, completion_ids=[1, 2]),))]]
     sample = outcomes_to_sample(["a", "b"], groups, turns=True)
     none = [-1] * 9
@@ -359,17 +377,19 @@ def test_turns_are_numbered_where_the_policy_spoke() -> None:
     assert sample["rollout_index"].tolist() == [0, 1, 0, 0], "a branch has the number of its rollout"
     assert sample.seqlens["turn_rewards"] == [[2, 1], [2, 3]]
     assert sample["turn_rewards"].tolist() == [0.25, 0.75, 0.0, 0.25, 0.75, 0.5, 0.0, 1.0]
+    assert sample["turn_states"].tolist() == [-7, 1 << 40, 0, -7, 1 << 40, 4, 5, 6]
+    assert sample.seqlens["turn_states"] == sample.seqlens["turn_rewards"]
     assert torch.equal(sample["turn_ids"] >= 0, sample["loss_mask"])
     assert (sample["turn_ids"].dtype, sample["turn_rewards"].dtype) == (torch.int32, torch.float32)
 
 
 def test_turns_are_made_only_where_they_are_asked_for_and_change_nothing_else() -> None:
     plain, more = (outcomes_to_sample(["a"], [[played(), played()]], turns=turns) for turns in (False, True))
-    assert more.keys - plain.keys == {"turn_ids", "turn_rewards"}
+    assert more.keys - plain.keys == {"turn_ids", "turn_rewards", "turn_states"}
     assert all(torch.equal(plain[key], more[key]) for key in plain.keys)
 
 
 def test_two_turns_without_a_token_between_them_stay_two() -> None:
-    row = replace(outcome(sampled=2, env=0), turn_starts=[0, 1, 3], turn_rewards=[1.0, 2.0, 3.0])
+    row = replace(outcome(sampled=2, env=0), turn_starts=[0, 1, 3], turn_rewards=[1.0, 2.0, 3.0], turn_states=[0] * 3)
     sample = outcomes_to_sample(["a"], [[row]], turns=True)
     assert sample["turn_ids"].tolist() == [-1, -1, -1, 0, 1, 1, 2]

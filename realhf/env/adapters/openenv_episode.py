@@ -327,7 +327,8 @@ class MessagesEnvironment:
         tools = seen.get("tools") or []
         with _broken_is_internal():
             messages = checked_messages(seen.get("messages"), "the server's messages")
-            return Opening(messages, checked(tools, tool_problems(tools, "the server's tools")), _info(seen))
+            tools = checked(tools, tool_problems(tools, "the server's tools"))
+            return Opening(messages, tools, _info(seen), _state_key(seen))
 
     async def step(self, message: AssistantMessage) -> Turn:
         """Send a turn and return the answer to it. Raises EnvironmentFailure."""
@@ -338,7 +339,7 @@ class MessagesEnvironment:
             rewards = checked_numbers(seen.get("rewards") or {}, "the server's rewards")
             metrics = checked_numbers(seen.get("metrics") or {}, "the server's metrics")
         final = seen.get("final") is True
-        return Turn(messages, result.done, result.reward, rewards, metrics, _info(seen), final)
+        return Turn(messages, result.done, result.reward, rewards, metrics, _info(seen), final, _state_key(seen))
 
     async def close(self) -> None:
         """End the session."""
@@ -361,6 +362,11 @@ def _call(call: ToolCall) -> dict[str, Any]:
     if not readable:
         written["arguments"] = whole_text(call.text or call.problem or "?")
     return written | ({"id": whole_text(call.id)} if call.id else {})
+
+
+def _state_key(seen: Mapping[str, Any]) -> str:
+    key = seen.get("state_key")
+    return key if isinstance(key, str) else ""
 
 
 def _info(seen: Mapping[str, Any]) -> Mapping[str, Any]:

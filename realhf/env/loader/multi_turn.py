@@ -21,6 +21,7 @@ from realhf.env.loader.validation import (
     copied,
     info_problems,
     shown,
+    state_key_problems,
     tool_problems,
 )
 
@@ -69,6 +70,7 @@ class MessageClassEnvironment:
             if opening.tools is not self._tools:
                 self._tools = checked(opening.tools, tool_problems(opening.tools))
             checked(opening.info, info_problems(opening.info))
+            checked(opening.state_key, state_key_problems(opening.state_key))
             return opening
 
     async def step(self, message: AssistantMessage) -> Turn:

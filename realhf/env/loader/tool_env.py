@@ -2,8 +2,8 @@
 tools.
 
 Source: TRL 1.16, GRPOTrainer, ``environment_factory``. What an author may add here: a dataclass ``Options``, ``done``,
-``metrics``, ``view``, ``close()``, ``user_reply(text)``, ``tasks(split)``, ``system_prompt``, ``deterministic``,
-``concurrency``, ``demonstrate``.
+``metrics``, ``view``, ``state_key``, ``close()``, ``user_reply(text)``, ``tasks(split)``, ``system_prompt``,
+``deterministic``, ``concurrency``, ``demonstrate``.
 """
 
 from __future__ import annotations
@@ -30,12 +30,14 @@ from realhf.env.loader.threads import MOST_THREADS, Threads
 from realhf.env.loader.tool_schemas import USER_REPLY, Tool, arguments_for, short, tools_of, unknown_tool
 from realhf.env.loader.validation import (
     BrokenContract,
+    checked,
     checked_messages,
     checked_numbers,
     checked_rewards,
     copied,
     json_problem,
     shown,
+    state_key_problems,
     whole_text,
 )
 
@@ -118,9 +120,16 @@ class ToolPlay:
         text = await self._call("reset", row)
         if text is not None and not isinstance(text, str):
             raise BrokenContract(f"reset must return text or None, not {shown(text)}")
-        return Opening(
-            _with_text(messages_of(task.get("prompt", ""), "prompt"), whole_text(text or "")), self._class.schemas
-        )
+        messages = _with_text(messages_of(task.get("prompt", ""), "prompt"), whole_text(text or ""))
+        return Opening(messages, self._class.schemas, state_key=self._state_key())
+
+    def _state_key(self) -> str:
+        """The author's ``state_key`` as it is now, "" where there is none."""
+        self._method = "state_key"
+        key = self._own("state_key")
+        if callable(key):
+            raise BrokenContract("state_key must be text, which a function is not: make it a property")
+        return "" if key is None else checked(key, state_key_problems(key))
 
     async def _turn(self, message: AssistantMessage) -> Turn:
         if self._instance is None:
@@ -149,7 +158,7 @@ class ToolPlay:
             if problem := json_problem(view):
                 raise BrokenContract(f"view: {problem}")
             info["view"] = copied(view)
-        return Turn(answers, ended, reward, components, metrics, info, final=True)
+        return Turn(answers, ended, reward, components, metrics, info, final=True, state_key=self._state_key())
 
     async def _user_reply(self, message: AssistantMessage) -> str | None:
         """What the author's user says to a turn without a call; None where there is no user, or where they leave."""

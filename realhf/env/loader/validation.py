@@ -374,6 +374,13 @@ def turn_problems(turn: Turn) -> Iterator[str]:
         if not isinstance(getattr(turn, name), bool):
             yield f"{name} must be true or false, not {shown(getattr(turn, name))}"
     yield from info_problems(turn.info)
+    yield from state_key_problems(turn.state_key)
+
+
+def state_key_problems(key: Any) -> Iterator[str]:
+    """Yield what is wrong with the ``state_key`` of an opening or a turn."""
+    if not isinstance(key, str):
+        yield f"state_key must be text, not {shown(key)}"
 
 
 def checked_turn(turn: Turn) -> Turn:
@@ -383,4 +390,4 @@ def checked_turn(turn: Turn) -> Turn:
     reward = None if turn.reward is None else checked_number(turn.reward, "reward")
     rewards = checked_numbers(turn.rewards, "rewards") if turn.rewards else {}
     metrics = checked_numbers(turn.metrics, "metrics") if turn.metrics else {}
-    return Turn(turn.messages, turn.done, reward, rewards, metrics, turn.info, turn.final)
+    return Turn(turn.messages, turn.done, reward, rewards, metrics, turn.info, turn.final, turn.state_key)

@@ -168,6 +168,11 @@ class FilesWorkspace:
         return {"progress": max(0.0, self.get_reward())}
 
     @property
+    def state_key(self) -> str:
+        """A digest of the folder and of the answer as they are now."""
+        return _digest(repr((sorted(self._files.items()), self._answer)))
+
+    @property
     def view(self) -> dict[str, Any]:
         """The folder and the answer as they are now, for people. A long text and many files are told by a digest."""
         files = sorted(self._files.items())

@@ -122,6 +122,11 @@ class QuestionGoal:
             self.potential = 1.0
         return ("right" if self.solved else "wrong"), True
 
+    @property
+    def state_key(self) -> str:
+        """Nothing: a question changes no rows, and what the policy knows stands in what it has read."""
+        return ""
+
     def info(self) -> dict[str, Any]:
         """Return for people what was answered; a question changes no rows."""
         return {"view": {"title": "The answer", "text": self._given[:MOST_LINE_CHARS]}}
@@ -152,6 +157,12 @@ class ChangeGoal:
     def take_answer(self, answer: str) -> tuple[str, bool]:
         """Refuse an answer; the episode goes on."""
         return "error: the task asks for a change, not for an answer; reply with one SQL statement", False
+
+    @property
+    def state_key(self) -> str:
+        """A digest of all rows."""
+        rows = {name: sorted(map(repr, kept.values())) for name, kept in self._rows.items()}
+        return hashlib.sha256(repr(rows).encode()).hexdigest()
 
     def info(self) -> dict[str, Any]:
         """Return for people all rows, and those that are missing and that should not be there, as lines
@@ -212,6 +223,7 @@ class SqlEnvironment:
         return Opening(
             [{"role": "user", "content": instance.text()}],
             info={"tables": {table.name: [list(row) for row in table.rows] for table in instance.tables}},
+            state_key=self._goal.state_key,
         )
 
     async def step(self, message: AssistantMessage) -> Turn:
@@ -255,4 +267,5 @@ class SqlEnvironment:
             reward=reward,
             metrics={"success": float(solved), "progress": max(0.0, potential)},
             info=self._goal.info(),
+            state_key=self._goal.state_key,
         )

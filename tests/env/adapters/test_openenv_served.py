@@ -82,19 +82,28 @@ def drawn(spec: EnvironmentSpec, split: str) -> Any:
 async def test_turns_tools_and_numbers_cross_the_wire_as_they_are() -> None:
     def game(kind: str, data: dict[str, Any], session: dict[str, Any]) -> Any:
         if kind == "reset":
-            return seen({"messages": [{"role": "user", "content": "add"}], "tools": [TOOL], "info": {"level": 1}})
+            return seen(
+                {
+                    "messages": [{"role": "user", "content": "add"}],
+                    "tools": [TOOL],
+                    "info": {"level": 1},
+                    "state_key": "s",
+                }
+            )
         told = [{"role": "tool", "name": "add", "content": "3", "tool_call_id": "c1"}]
         numbers = {"metrics": {"success": 1, "progress": 1.0}, "rewards": {"right": 0.5, "short": 0.25}}
-        return seen({"messages": told, "final": True, **numbers}, 0.75, True)
+        return seen({"messages": told, "final": True, "state_key": 5, **numbers}, 0.75, True)
 
     async with serving(game, MESSAGES, metadata=METADATA) as server:
         env = (await built(server)).make("")
         opening = await env.reset({"split": "train", "id": "row 7", "group": "easy"}, seed=2)
         assert [*opening.tools] == [TOOL] and opening.info == {"level": 1}
+        assert opening.state_key == "s"
         calls = ToolCall("add", {"a": 1, "b": 2}, id="c1"), ToolCall("", text="{broken", problem="no JSON")
         turn = await env.step(AssistantMessage("I add.\ud800", calls, "1 + 2", "all of it", 9))
         assert turn.final and turn.done and turn.reward == 0.75 and dict(turn.rewards) == {"right": 0.5, "short": 0.25}
         assert dict(turn.metrics) == {"success": 1.0, "progress": 1.0} and turn.messages[0]["tool_call_id"] == "c1"
+        assert turn.state_key == "", "it is not text, and so says nothing"
         await env.close()
     assert server.seen[0] == ("reset", {"split": "train", "seed": 2})
     _, action = server.seen[1]

@@ -500,3 +500,15 @@ def test_an_environment_is_made_without_running_anything_of_it(write: Callable[.
     """``make`` is called on an event loop, so the author's constructor must wait for the first reset."""
     path = write(COUNTER.replace("done = False", "def __init__(self): raise RuntimeError"))
     assert build_environment(path, {}).make("") is not None
+
+
+async def test_a_class_says_its_state_or_leaves_it_to_the_text(build: Build) -> None:
+    """``state_key`` is read after reset and after each turn; what is no text is told with its class."""
+    plain = build(COUNTER).make("")
+    assert (await plain.reset({"goal": 4}, seed=0)).state_key == ""
+    keyed = COUNTER + "\n    @property\n    def state_key(self):\n        return {made}\n"
+    environment = build(keyed.replace("{made}", "str(self.count)"), "keyed.py").make("")
+    assert (await environment.reset({"goal": 4}, seed=0)).state_key == "0"
+    assert (await environment.step(says(call("add", amount=2)))).state_key == "2"
+    with pytest.raises(EnvironmentFailure, match="state_key must be text, not 5"):
+        await build(keyed.replace("{made}", "5"), "number.py").make("").reset({"goal": 4}, seed=0)

@@ -374,3 +374,18 @@ def test_people_see_the_folder_and_the_answer_in_bounded_room() -> None:
     assert many != workspace.view and len(str(many)) < 20_000
     workspace.answer("two")
     assert workspace.view["note"] == "answer: two"
+
+
+def test_the_state_key_is_that_of_the_folder_and_of_the_answer() -> None:
+    """However it came about: by reads alone it stays, and what was undone is as it was."""
+    one, other = opened(), opened()
+    start = one.state_key
+    one.read_file("a.txt")
+    one.write_file("n.txt", "new")
+    one.write_file("a.txt", "changed")
+    other.write_file("a.txt", "changed")
+    assert start != one.state_key != other.state_key != start
+    one.delete_file("n.txt")
+    assert one.state_key == other.state_key
+    one.answer("41")
+    assert one.state_key != other.state_key and len(one.state_key) < 100

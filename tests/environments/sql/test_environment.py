@@ -194,6 +194,16 @@ async def test_harm_that_is_repaired_costs_nothing():
     assert score(turns) == pytest.approx(1.0)
 
 
+async def test_the_state_is_that_of_the_rows_and_of_a_question_what_was_read():
+    """Reads and failures leave it; a change and its repair come back to it, and another episode to the same."""
+    table = draw_instance(CHANGE.payload).tables[0].name
+    there, back = f"UPDATE {table} SET id = id + 500", f"UPDATE {table} SET id = id - 500"
+    keys = [turn.state_key for turn in await play(CHANGE, [f"SELECT * FROM {table}", "nonsense", there, back])]
+    other = [turn.state_key for turn in await play(CHANGE, [there, "answer: 5"])]
+    assert keys[0] == keys[1] == keys[3] != keys[2] and other == [keys[2]] * 2 and "" not in keys
+    assert {turn.state_key for turn in await play(QUESTION, ["SELECT 1"])} == {""}
+
+
 async def test_people_see_which_rows_are_wrong():
     instance = draw_instance(CHANGE.payload)
     table = instance.tables[0]

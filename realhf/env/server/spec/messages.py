@@ -23,6 +23,7 @@ from realhf.env.loader.validation import (
     checked_numbers,
     info_problems,
     shown,
+    state_key_problems,
     tool_problems,
     turn_problems,
 )
@@ -58,6 +59,9 @@ class SpecObservation(BaseModel):
     rewards: dict[str, float] | None = Field(default=None, description="named components of the reward")
     final: bool | None = Field(default=None, description="true: the reward replaces the sum of those before")
     info: dict[str, Any] | None = Field(default=None, description="for people; with --info true")
+    state_key: str | None = Field(
+        default=None, description="the same wherever episodes of one task are in the same state; absent: not said"
+    )
 
 
 class SpecState(BaseModel):
@@ -175,7 +179,8 @@ def of_opening(opening: Any, system_prompt: str) -> dict[str, Any]:
         messages.insert(0, {"role": "system", "content": system_prompt})
     tools = [dict(tool) for tool in checked(opening.tools, tool_problems(opening.tools))]
     checked(opening.info, info_problems(opening.info))
-    return _with_info({"messages": messages, "tools": tools, "metrics": {}}, opening.info)
+    checked(opening.state_key, state_key_problems(opening.state_key))
+    return _with_more({"messages": messages, "tools": tools, "metrics": {}}, opening)
 
 
 def of_turn(turn: Any) -> tuple[dict[str, Any], float | None, bool]:
@@ -192,8 +197,13 @@ def of_turn(turn: Any) -> tuple[dict[str, Any], float | None, bool]:
     if turn.final:
         seen["final"] = True
     reward = None if turn.reward is None else checked_number(turn.reward, "reward")
-    return _with_info(seen, turn.info), reward, turn.done
+    return _with_more(seen, turn), reward, turn.done
 
 
-def _with_info(seen: dict[str, Any], info: Mapping[str, Any]) -> dict[str, Any]:
-    return seen | {"info": dict(info)} if info else seen
+def _with_more(seen: dict[str, Any], answer: Opening | Turn) -> dict[str, Any]:
+    """Return ``seen`` with what an answer need not have."""
+    if answer.info:
+        seen["info"] = dict(answer.info)
+    if answer.state_key:
+        seen["state_key"] = answer.state_key
+    return seen
