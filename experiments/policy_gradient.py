@@ -146,7 +146,13 @@ def policy_options(config: Config, *, streamed: bool = False) -> ResolvedOptions
         config.ppo,
         loss_scale_len=config.gen.max_new_tokens * config.rollout.max_turns,
         sampler_differs=streamed or config.actor.dtype != "float32" or config.engine.name != "embedded",
+        own=own_options(config),
     )
+
+
+def own_options(config: Config) -> Any:
+    """The section ``algorithm`` that the launcher adds for ``ppo.algo=FILE.py:NAME``; None without it."""
+    return getattr(config, "algorithm", None)
 
 
 def actor_gen(config: Config) -> MFCDef:
@@ -213,6 +219,7 @@ def actor_train(config: Config, ppo: ResolvedOptions) -> MFCDef:
         "temperature": config.gen.temperature,
         "loss_scale_len": ppo.loss_scale_len,
         "first_step": config.critic.warmup_steps if ppo.needs_values else 0,
+        **({} if ppo.own is None else {"algorithm": to_json_value(ppo.own)}),
     }
     keys = (
         "packed_input_ids",

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 from realhf.algorithms.aggregation import AGGREGATIONS
 from realhf.algorithms.presets import COMMON, PRESETS
+from realhf.api.algorithm import ADVANTAGES, CLIP_OPTIONS, LOSS, Algorithm, algorithm_of, is_own
 from realhf.api.config import ExperimentConfig, LoraConfig, ModelConfig, OptimizerConfig
 from realhf.api.keys import TURN_IDS, TURN_KEYS
 from realhf.api.option import option, problems, section
-from realhf.registry import registered_names
+from realhf.base.plugin import absolute
+from realhf.registry import advantage_estimators, policy_losses, registered_names
 
 KL_ESTIMATORS = ("k1", "k2", "k3")
 PROXIMAL_METHODS = ("actor_inf", "recompute", "loglinear")
@@ -43,7 +46,12 @@ class PolicyGradientOptions:
     weights, another program, bfloat16), the decoupled objective is the default: with one update a step it costs no
     forward pass."""
 
-    algo: str = option("grpo", "This preset fills in every option that is not set.", choices=tuple(PRESETS))
+    algo: str = option(
+        "grpo",
+        "This preset fills in every option that is not set; or an algorithm of your own does, FILE.py:NAME.",
+        choices=tuple(PRESETS),
+        reference=True,
+    )
     group_size: int = option(8, "Every task is played this many times, which makes a group.", at_least=1)
     adv_estimator: str | None = option(
         None, "This estimator makes advantages of a group's rewards.", registry="advantage_estimators"
@@ -168,7 +176,11 @@ class PolicyGradientOptions:
 class ResolvedOptions(PolicyGradientOptions):
     """Holds the same options with the preset filled in: those below are never None. ``loss_scale_len`` is the divisor
     of ``loss_agg=constant`` (None with another aggregation), ``prox_logp_method`` is None when no proximal
-    log-probabilities are used, ``behav_imp_weight_mode`` is ``none`` when the objective is not decoupled."""
+    log-probabilities are used, ``behav_imp_weight_mode`` is ``none`` when the objective is not decoupled. Where
+    ``algo`` is an algorithm of somebody's own, ``algorithm`` is that, and ``own`` an instance of its options."""
+
+    algorithm: Algorithm | None = None
+    own: Any = None
 
     adv_estimator: str
     loss: str
@@ -194,7 +206,20 @@ class ResolvedOptions(PolicyGradientOptions):
         """Return the options ``given`` as plain values, with what followed from how tokens are sampled: they resolve to
         these wherever they are resolved again."""
         own = {"use_decoupled_loss": self.use_decoupled_loss, "prox_logp_method": self.prox_logp_method}
+        own["algo"] = absolute(given.algo)
         return {**{every.name: getattr(given, every.name) for every in fields(given)}, **own}
+
+    def token_loss(self) -> Callable[..., Any]:
+        """Return the loss of a micro-batch's tokens, a function of its ``LossTerms`` and these options."""
+        if self.algorithm is not None and self.algorithm.loss is not None and self.loss == self.algo:
+            return partial(_with_own, self.algorithm.loss, self.own)
+        return policy_losses.get(self.loss)
+
+    def estimator(self) -> Callable[..., Any]:
+        """Return the function that makes advantages of scores, ``valid`` and ``group``."""
+        if self.algorithm is not None and self.algorithm.advantages is not None and self.adv_estimator == self.algo:
+            return partial(_with_own, self.algorithm.advantages, self.own)
+        return advantage_estimators.get(self.adv_estimator)
 
     @property
     def n_updates(self) -> int:
@@ -234,6 +259,10 @@ class ResolvedOptions(PolicyGradientOptions):
         return tuple(key for key, needed in made.items() if needed)
 
 
+def _with_own(function: Callable[..., Any], own: Any, *given: Any) -> Any:
+    return function(*given, own)
+
+
 def batch_problems(ppo: PolicyGradientOptions, config: ExperimentConfig) -> Iterator[str]:
     """Yield what is wrong with groups and minibatches beside the options of rollouts and batches."""
     if config.rollout.min_group_size > ppo.group_size:
@@ -256,24 +285,63 @@ def resolve(
     *,
     loss_scale_len: int | None = None,
     sampler_differs: bool = False,
+    own: Any = None,
 ) -> ResolvedOptions:
-    """Fill in the preset of ``config.algo``. ``loss_scale_len`` is the divisor of ``loss_agg=constant`` where the
-    option of that name is not set; ``sampler_differs`` says that tokens are sampled by other weights or with another
-    arithmetic than the trainer's, so that the objective is decoupled unless the options say otherwise. Raises
+    """Fill in the preset of ``config.algo``, or what an algorithm of somebody's own there sets, whose options are
+    ``own``, a section or a mapping (None: their defaults). ``loss_scale_len`` is the divisor of ``loss_agg=constant``
+    where the option of that name is not set; ``sampler_differs`` says that tokens are sampled by other weights or with
+    another arithmetic than the trainer's, so that the objective is decoupled unless the options say otherwise. Raises
     ValueError naming the option that is missing, unknown, out of range, or without effect."""
     config = policy_gradient_options(config)
     if wrong := [*problems(config, "ppo", registered_names)]:
         raise ValueError("\n".join(wrong))
+    algorithm = algorithm_of(config.algo) if is_own(config.algo) else None
+    preset = PRESETS[config.algo].options if algorithm is None else _own_preset(config.algo, algorithm)
     given = {every.name: getattr(config, every.name) for every in fields(config)}
     chosen = {name: item for name, item in given.items() if item is not None}
-    value = {**COMMON, **PRESETS[config.algo].options, **chosen}
+    value = {**COMMON, **preset, **chosen}
+    if algorithm is not None and (wrong := [*_of_its_own(config, value, algorithm)]):
+        raise ValueError("\n".join(f"ppo.{line}" for line in wrong))
     value["use_decoupled_loss"] = _decouples(config, sampler_differs)
     value["recompute_logprob"] = _recomputes(config, value)
     check_effects(config, value)
     if value["eps_clip_higher"] is None:
         value["eps_clip_higher"] = value["eps_clip"]
     value["loss_scale_len"] = _divisor(config, value, loss_scale_len)
-    return ResolvedOptions(**{**value, **_off_policy(config, value)})
+    resolved = ResolvedOptions(**{**value, **_off_policy(config, value)})
+    if algorithm is not None:
+        resolved.algorithm, resolved.own = algorithm, algorithm.own(own)
+    return resolved
+
+
+def _own_preset(reference: str, algorithm: Algorithm) -> Mapping[str, Any]:
+    """Return what an algorithm sets in the section. Raises ValueError for an option that is unknown, has a default of
+    its own, so that nobody could tell whether it was set, or cannot be what it is set to."""
+    try:
+        wrong = [*problems(policy_gradient_options(algorithm.preset), "ppo", registered_names)]
+    except ValueError as error:
+        wrong = [str(error)]
+    for name in algorithm.preset:
+        if not wrong and getattr(PolicyGradientOptions, name) is not None:
+            wrong.append(f"ppo.{name} has a value without a preset; let people set it")
+    if wrong:
+        raise ValueError("\n".join(f"ppo.algo={reference}: its preset: {line}" for line in wrong))
+    return algorithm.defaults(reference)
+
+
+def _of_its_own(config: PolicyGradientOptions, value: Mapping[str, Any], algorithm: Algorithm) -> Iterator[str]:
+    """Yield a line for every option that does nothing, or cannot be, beside an algorithm of somebody's own."""
+    loss = algorithm.loss is not None and value[LOSS] == config.algo
+    advantages = algorithm.advantages is not None and value[ADVANTAGES] == config.algo
+    if loss:
+        for name in CLIP_OPTIONS:
+            if name not in algorithm.clip_options and getattr(config, name) is not None:
+                yield f"{name} has no effect with the loss of ppo.algo={config.algo}: remove it"
+    if advantages and algorithm.compares and config.group_size < 2:
+        yield f"group_size must be at least 2 for the advantages of ppo.algo={config.algo}"
+    if algorithm.options is not None and not loss and not advantages:
+        replaced = [f"ppo.{name}={getattr(config, name)}" for name in (LOSS, ADVANTAGES) if getattr(config, name)]
+        yield f"algo={config.algo}: nothing of it that has options is left with {' and '.join(replaced)}; take a preset"
 
 
 def policy_gradient_options(options: PolicyGradientOptions | Mapping[str, Any]) -> PolicyGradientOptions:
@@ -358,8 +426,7 @@ OF_STATES = ("grpo", "grpo_nostd", "rloo")
 OF_SUCCESS = ("maxrl", PASS_AT_K)
 """Estimators that take the reward of an episode for its success."""
 _NEEDS_GROUPS = ("grpo", "grpo_nostd", "rloo", "reinforce_pp_baseline", *OF_SUCCESS)
-_CLIP_OPTIONS = ("eps_clip", "eps_clip_higher", "c_clip", "ratio")
-_HAS_NO_EFFECT = MappingProxyType({"reinforce": _CLIP_OPTIONS, "cispo": ("c_clip",)})
+_HAS_NO_EFFECT = MappingProxyType({"reinforce": CLIP_OPTIONS, "cispo": ("c_clip",)})
 """For each loss, the options that it does not read."""
 _WEIGHT_BOUNDS = ("behav_imp_weight_cap", "behav_imp_weight_floor", "behav_imp_weight_level")
 

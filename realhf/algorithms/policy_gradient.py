@@ -72,6 +72,7 @@ class PolicyGradientInterface:
     contribute and stays in. ``skip_zero_advantage=False`` keeps all (the gradient is the same; tests compare both).
 
     Train steps before ``first_step`` make no update: there a critic learns what the policy is worth as it is.
+    ``algorithm`` holds the own options of an algorithm of somebody's own (``ppo.algo=FILE.py:NAME``).
     """
 
     def __init__(
@@ -81,10 +82,12 @@ class PolicyGradientInterface:
         loss_scale_len: int | None = None,
         skip_zero_advantage: bool = True,
         first_step: int = 0,
+        algorithm: Mapping[str, Any] | None = None,
     ) -> None:
         if not temperature > 0:
             raise ValueError(f"temperature must be positive to train, got {temperature}")
-        self.options = resolve(ppo if ppo is not None else PolicyGradientOptions(), loss_scale_len=loss_scale_len)
+        given = ppo if ppo is not None else PolicyGradientOptions()
+        self.options = resolve(given, loss_scale_len=loss_scale_len, own=algorithm)
         self._temperature = temperature
         self._skip_zero = skip_zero_advantage
         self._first_step = first_step

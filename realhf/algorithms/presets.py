@@ -185,7 +185,8 @@ _HEAD = """# Algorithms
 What may be chosen in the section `ppo`, with the formula, where it was published, what it costs and when to take it.
 Advantages, masks and numerics are in [reference/dataflow.md](reference/dataflow.md#10-algorithms), all options with
 their bounds in [reference/options.md](reference/options.md), a loss or an estimator of one's own in
-[extend/policy_loss.md](extend/policy_loss.md).
+[extend/policy_loss.md](extend/policy_loss.md), a whole algorithm of one's own in
+[extend/algorithm.md](extend/algorithm.md).
 
 `python -m realhf.algorithms.presets` prints this page from the tables that the code reads.
 """

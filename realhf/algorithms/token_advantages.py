@@ -35,7 +35,6 @@ from realhf.algorithms.policy_loss import PROXIMAL, kl_estimate
 from realhf.algorithms.train_step import RL, PredictedTokens, counting, predicted
 from realhf.api.keys import ROLLOUT_KEY, TURN_KEYS
 from realhf.api.sample import SequenceSample
-from realhf.registry import advantage_estimators
 
 _WHY = MappingProxyType(
     {
@@ -210,7 +209,7 @@ def by_rollout(estimator: Estimator, rollout: Tensor) -> Estimator:
 
 def _estimator(options: ResolvedOptions, trained: TrainedTokens) -> Estimator:
     """Return the estimator of the options, comparing rollouts."""
-    estimator = advantage_estimators.get(options.adv_estimator)
+    estimator = options.estimator()
     if options.adv_estimator == PASS_AT_K:
         estimator = partial(estimator, k=options.pass_at_k)
     return by_rollout(estimator, trained.tokens.rollout)
@@ -243,7 +242,7 @@ def _returns_by_turn(sample: SequenceSample, options: ResolvedOptions) -> tuple[
 def _step_advantages(sample: SequenceSample, options: ResolvedOptions, trained: TrainedTokens) -> Tensor:
     """Return the advantage of every token's turn among the turns that began in the same state, f32 (L-1), 0 outside the
     mask. Raises ValueError as ``of_tokens`` does."""
-    tokens, estimator = trained.tokens, advantage_estimators.get(options.adv_estimator)
+    tokens, estimator = trained.tokens, options.estimator()
     scores, counts = _returns_by_turn(sample, options)
     advantages = step_advantages(scores, *_turn_states(sample, trained), tokens.group, estimator)
     return of_tokens(advantages, predicted(sample, "turn_ids"), tokens.sequence, tokens.mask, counts)

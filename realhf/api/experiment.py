@@ -11,7 +11,7 @@ They travel as the ``interface_args`` of the call ``env_rollout`` and in ``Rollo
     def build(config: ExperimentConfig) -> ExperimentSpec: ...
 
 plus one YAML in ``configs/experiment/``. Nothing else needs an edit. An experiment with options of its own takes a
-subclass of ``ExperimentConfig`` that adds them (docs/extend/algorithm.md).
+subclass of ``ExperimentConfig`` that adds them (docs/extend/experiment.md).
 """
 
 from __future__ import annotations
