@@ -93,6 +93,18 @@ class PolicyGradientOptions:
     kl_estimator: str | None = option(
         None, "This estimator of the KL divergence is used.", choices=KL_ESTIMATORS, idle=_NO_KL
     )
+    rl_weight: float | None = option(
+        None,
+        "The advantage of a token contains what the estimator makes of rewards times this; by default 1, with algo=opd "
+        "0.",
+        at_least=0,
+    )
+    distill_weight: float | None = option(
+        None,
+        "The advantage of a token contains the teacher's log-probability minus the policy's times this (on-policy "
+        "distillation, section teacher); by default 0, with algo=opd 1.",
+        at_least=0,
+    )
     entropy_coef: float = option(0.0, "The loss contains the entropy times minus this.", at_least=0)
     adv_norm: bool | None = option(None, "Advantages are normalised over the batch.")
     count: str = option(
@@ -195,6 +207,8 @@ class ResolvedOptions(PolicyGradientOptions):
     credit: str
     step_advantage_weight: float
     discount: float
+    rl_weight: float
+    distill_weight: float
     use_decoupled_loss: bool
     recompute_logprob: bool
     behav_imp_weight_mode: str
@@ -232,6 +246,11 @@ class ResolvedOptions(PolicyGradientOptions):
         return self.kl_loss_coef != 0 or self.kl_ctl != 0
 
     @property
+    def needs_teacher(self) -> bool:
+        """Whether ``teacher_logprobs`` is an input, hence ``teacher_inf`` in the graph."""
+        return self.distill_weight != 0
+
+    @property
     def needs_actor_inf(self) -> bool:
         """Whether ``proximal_logprobs`` is an input, hence ``actor_inf`` in the graph."""
         return self.prox_logp_method == "actor_inf"
@@ -250,9 +269,10 @@ class ResolvedOptions(PolicyGradientOptions):
 
     @property
     def scored_keys(self) -> tuple[str, ...]:
-        """Inputs of the train call that ``ref_inf``, ``critic_inf`` and ``actor_inf`` make."""
+        """Inputs of the train call that ``ref_inf``, ``teacher_inf``, ``critic_inf`` and ``actor_inf`` make."""
         made = {
             "packed_ref_logprobs": self.needs_reference,
+            "teacher_logprobs": self.needs_teacher,
             "values": self.needs_values,
             "proximal_logprobs": self.needs_actor_inf,
         }
@@ -428,6 +448,8 @@ OF_SUCCESS = ("maxrl", PASS_AT_K)
 _NEEDS_GROUPS = ("grpo", "grpo_nostd", "rloo", "reinforce_pp_baseline", *OF_SUCCESS)
 _HAS_NO_EFFECT = MappingProxyType({"reinforce": CLIP_OPTIONS, "cispo": ("c_clip",)})
 """For each loss, the options that it does not read."""
+_OF_REWARDS = ("adv_estimator", "credit", "step_advantage_weight", "discount", "pass_at_k", "adv_norm", "kl_target")
+"""Options about advantages by rewards."""
 _WEIGHT_BOUNDS = ("behav_imp_weight_cap", "behav_imp_weight_floor", "behav_imp_weight_level")
 
 
@@ -448,6 +470,7 @@ def _without_effect(config: PolicyGradientOptions, value: Mapping[str, Any]) -> 
         *((name, True, f"with loss {loss!r}") for name in _HAS_NO_EFFECT.get(loss, ())),
         ("kl_estimator", no_kl and value["kl_loss_coef"] == 0, "while kl_ctl and kl_loss_coef are 0"),
         ("discount", not of_later, f"with adv_estimator {estimator!r}"),
+        *((name, not value["rl_weight"], "with rl_weight 0") for name in _OF_REWARDS),
         ("step_advantage_weight", credit != "state", f"with credit {credit!r}"),
         ("gae_lambda", estimator != GAE, f"with adv_estimator {estimator!r}: remove it, or use gae"),
         ("pass_at_k", estimator != PASS_AT_K, f"with adv_estimator {estimator!r}: remove it, or use pass_at_k"),
@@ -500,7 +523,19 @@ def _contradictions(config: PolicyGradientOptions, value: Mapping[str, Any]) -> 
             "prox_logp_method=recompute: with recompute_logprob and kl_ctl the critic needs what it computes, too; use "
             "actor_inf"
         )
-    if config.group_size < 2 and estimator in _NEEDS_GROUPS:
+    if not value["rl_weight"] and not value["distill_weight"]:
+        yield "rl_weight=0, distill_weight=0: nothing would be learned; set one of them"
+    if not value["rl_weight"] and (estimator == GAE or value["kl_ctl"] != 0):
+        yield (
+            f"rl_weight=0: there is no reward to take the KL divergence off (kl_ctl={value['kl_ctl']:g}) or to predict "
+            f"(adv_estimator {estimator!r}); use kl_loss_coef, or another algo than {config.algo}"
+        )
+    if value["rl_weight"] not in (0, 1) and not value["distill_weight"]:
+        yield (
+            f"rl_weight={value['rl_weight']:g}: it is a share beside ppo.distill_weight; without that set "
+            "actor.optimizer.lr"
+        )
+    if config.group_size < 2 and value["rl_weight"] and estimator in _NEEDS_GROUPS:
         yield f"group_size must be at least 2 for adv_estimator {estimator!r}"
     floor = config.behav_imp_weight_floor
     cap = DEFAULT_CAP if config.behav_imp_weight_cap is None else config.behav_imp_weight_cap

@@ -28,6 +28,8 @@ COMMON: Mapping[str, Any] = MappingProxyType(
         "credit": "episode",
         "discount": 1.0,
         "step_advantage_weight": 1.0,
+        "rl_weight": 1.0,
+        "distill_weight": 0.0,
     }
 )
 """What an option that is None becomes, unless the preset says otherwise."""
@@ -117,6 +119,13 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
                 "kl_estimator": "k1",
                 "adv_norm": True,
             },
+        ),
+        "opd": Preset(
+            f"A = log p of the teacher - log p of the policy, of the sampled token; {_CLIPPED}",
+            "Agarwal et al. 2024, GKD; Lu 2025, On-Policy Distillation",
+            "a pass of the teacher (`teacher.path` or `teacher.url`)",
+            "there is a better model with the same tokenizer; `rl_weight=1` adds the reward",
+            {"rl_weight": 0.0, "distill_weight": 1.0, "loss_agg": "token_mean"},
         ),
         "ppo": Preset(
             f"A = sum of (discount gae_lambda)^k delta_(t+k), normalised over the batch; {_CLIPPED}",

@@ -43,6 +43,7 @@ _WHY = MappingProxyType(
         "proximal_logprobs": "ppo.prox_logp_method=actor_inf (the call actor_inf makes it; or use recompute)",
         "packed_logprobs": "ppo.kl_ctl",
         "packed_versions": "ppo.prox_logp_method=loglinear",
+        "teacher_logprobs": "ppo.distill_weight (the call teacher_inf makes it)",
         "values": "ppo.adv_estimator=gae (the call critic_inf makes it: experiment=ppo)",
         **dict.fromkeys(TURN_KEYS, "ppo.credit=turn, or a ppo.loss_agg by turn,"),
         TURN_KEYS[2]: "ppo.credit=state",
@@ -166,6 +167,23 @@ def kl_of_behaviour(sample: SequenceSample, options: ResolvedOptions, mask: Tens
     old = torch.where(mask, sample[behaviour].cpu(), 0.0)
     ref = torch.where(mask, sample["packed_ref_logprobs"].cpu(), 0.0)
     return torch.where(mask, kl_estimate(old, ref, options.kl_estimator), 0.0)
+
+
+def distillation(sample: SequenceSample, options: ResolvedOptions, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what a teacher makes of every token of ``mask``, f32 (L-1), 0 elsewhere: the advantage log p_teacher - log
+    p_old, cut to +-10, and the k3 estimate of KL(old, teacher) in nats. Raises ValueError on a teacher's
+    log-probability that is no number.
+
+    The expected policy gradient with this advantage is minus that of the reverse KL divergence at each token, the ways
+    to it held fixed. Source: Lu 2025, On-Policy Distillation (Thinking Machines); Agarwal et al. 2024, GKD.
+    """
+    behaviour = PROXIMAL if options.recompute_logprob else "packed_logprobs"
+    require(sample, ("teacher_logprobs", behaviour))
+    old = torch.where(mask, sample[behaviour].cpu(), 0.0)
+    teacher = torch.where(mask, sample["teacher_logprobs"].cpu(), 0.0)
+    if bool(torch.isnan(teacher).any()):
+        raise ValueError("teacher_inf: a log-probability of the teacher is not a number")
+    return -kl_estimate(old, teacher, "k1"), kl_estimate(old, teacher, "k3")
 
 
 def kl_of_rollouts(kl: Tensor, trained: TrainedTokens) -> tuple[float, int]:
