@@ -34,10 +34,11 @@ from realhf.algorithms.options import (
     CriticConfig,
     PolicyGradientOptions,
     ResolvedOptions,
+    RewardModelConfig,
     batch_problems,
     resolve,
 )
-from realhf.api.config import ConfigError, TeacherConfig, run_folder
+from realhf.api.config import ConfigError, EngineConfig, TeacherConfig, run_folder
 from realhf.api.environment import HELD_OUT
 from realhf.api.experiment import (
     EvaluationSpec,
@@ -51,11 +52,12 @@ from realhf.api.experiment import (
     SourceSpec,
 )
 from realhf.api.graph import to_async
-from realhf.api.keys import ROLLOUT_KEY, TURN_KEYS
+from realhf.api.keys import ROLLOUT_KEY, TURN_KEYS, VERIFIER_REWARDS
 from realhf.api.option import section
 from realhf.api.parallel import alone, parallel_of
 from realhf.api.sample import MicroBatchSpec
 from realhf.base.dataclass_json import to_json_value
+from realhf.base.hf_config import HEAD_FILE
 from realhf.base.plugin import absolute
 from realhf.env.loader.load import chosen_environment, with_environment
 
@@ -66,6 +68,7 @@ NO_TEACHER = (
     "nothing is distilled (ppo.distill_weight, which ppo.algo=opd sets), or it belongs to the other kind of teacher "
     "(teacher.path, teacher.url)"
 )
+NO_REWARD_MODEL = "reward_model.path names no reward model, or this experiment has another use for it"
 EPISODE_KEYS = (
     "packed_input_ids",
     "prompt_mask",
@@ -86,6 +89,7 @@ class Config(sft.Config):
     ppo: PolicyGradientOptions = section(PolicyGradientOptions)
     critic: CriticConfig = section(CriticConfig, idle=NO_CRITIC)
     teacher: TeacherConfig = section(TeacherConfig, idle=NO_TEACHER)
+    reward_model: RewardModelConfig = section(RewardModelConfig, idle=NO_REWARD_MODEL)
 
     def problems(self, name: str) -> Iterator[str]:
         """Groups and minibatches must fit to rollouts and batches; the critic's warm-up must end before the run."""
@@ -121,20 +125,15 @@ def policy_gradient(
     config: Config, ppo: ResolvedOptions, first: FirstWeights
 ) -> tuple[dict[str, ModelSpec], list[MFCDef]]:
     """Return the models, and the calls that follow the episodes, wherever these come from."""
-    engine = replace(config.engine, max_model_len=config.engine.max_model_len or config.rollout.max_total_tokens)
-    actor = sft.actor_model(config, first.path, config.actor.optimizer, config.actor.lora.chosen())
-    actor = replace(actor, engine=engine)
-    models, mfcs = {"actor": actor}, [rew_inf(config, ppo)]
-    if ppo.needs_reference:
-        models["ref"] = ModelSpec(
-            "ref",
-            actor.path,
-            tuple(config.ref.workers),
-            backend=alone(actor.backend),
-            dtype=actor.dtype,
-            experts=actor.experts,
-            base_of="actor" if actor.lora is not None else "",
+    actor, (scoring, mfcs) = actor_spec(config, first), rewarded(config, ppo, first.path)
+    if scoring and ppo.credit != "episode":
+        raise ConfigError(
+            f"ppo.credit={ppo.credit}: rewards of turns are the verifier's alone; leave out reward_model.path, or take "
+            "ppo.credit=episode"
         )
+    models = {"actor": actor, **scoring}
+    if ppo.needs_reference:
+        models["ref"] = reference(config, actor)
         mfcs.append(ref_inf(config))
     if ppo.needs_teacher:
         mfcs.append(teacher_inf(config))
@@ -158,6 +157,69 @@ def policy_options(config: Config, *, streamed: bool = False) -> ResolvedOptions
         sampler_differs=streamed or config.actor.dtype != "float32" or config.engine.name != "embedded",
         own=own_options(config),
     )
+
+
+def actor_spec(config: Config, first: FirstWeights) -> ModelSpec:
+    """The role that plays and trains."""
+    actor = sft.actor_model(config, first.path, config.actor.optimizer, config.actor.lora.chosen())
+    return replace(actor, engine=sampler(config))
+
+
+def sampler(config: Config) -> EngineConfig:
+    """What samples tokens, for sequences as long as episodes may be."""
+    return replace(config.engine, max_model_len=config.engine.max_model_len or config.rollout.max_total_tokens)
+
+
+def reference(config: Config, actor: ModelSpec) -> ModelSpec:
+    """The role that keeps the first weights of ``actor``."""
+    return ModelSpec(
+        "ref",
+        actor.path,
+        tuple(config.ref.workers),
+        backend=alone(actor.backend),
+        dtype=actor.dtype,
+        experts=actor.experts,
+        base_of="actor" if actor.lora is not None else "",
+    )
+
+
+def rewarded(config: Config, ppo: ResolvedOptions, actor_path: str) -> tuple[dict[str, ModelSpec], list[MFCDef]]:
+    """The calls that make ``rewards`` of what the environment gave, and the reward model beside it, if there is
+    one, which reads the tokens of the model in ``actor_path``. Raises ConfigError for a folder that holds none."""
+    model = config.reward_model
+    if not model.path:
+        return {}, [rew_inf(config, ppo)]
+    if not (Path(model.path).expanduser() / HEAD_FILE).is_file():
+        raise ConfigError(
+            f"reward_model.path={model.path}: no folder that holds {HEAD_FILE}, so no reward model; "
+            "experiment=reward_model exports one"
+        )
+    verifier = rew_inf(config, ppo)
+    verifier = replace(
+        verifier,
+        output_keys=(VERIFIER_REWARDS,),
+        interface_args={**verifier.interface_args, "output_key": VERIFIER_REWARDS},
+    )
+    mixed = call(
+        config,
+        "reward_inf",
+        "reward_model",
+        InterfaceType.INFERENCE,
+        "reward_model",
+        {"weight": model.weight},
+        inputs=("packed_input_ids", "loss_mask", VERIFIER_REWARDS, ROLLOUT_KEY),
+        outputs=("rewards",),
+    )
+    scoring = ModelSpec(
+        "reward_model",
+        model.path,
+        tuple(model.workers),
+        dtype=model.dtype,
+        head="value",
+        experts=model.experts,
+        tokens_of=actor_path,
+    )
+    return {"reward_model": scoring}, [verifier, mixed]
 
 
 def own_options(config: Config) -> Any:
@@ -394,9 +456,15 @@ def of_one_worker(config: Config) -> RolloutOptions:
 
 
 def on_tasks(
-    name: str, config: Config, models: dict[str, ModelSpec], mfcs: list[MFCDef], first: FirstWeights
+    name: str,
+    config: Config,
+    models: dict[str, ModelSpec],
+    mfcs: list[MFCDef],
+    first: FirstWeights,
+    exported: str = "actor",
 ) -> ExperimentSpec:
-    """Tasks from the curriculum, held-out success before and after, the policy exported at the end."""
+    """Tasks from the curriculum; the policy, or another role, exported at the end, and held-out success before and
+    after if it is the policy."""
     environment, dataset = chosen_environment(config.env), config.dataset
     tasks = {
         "environment": environment.reference,
@@ -415,10 +483,10 @@ def on_tasks(
         seed=config.seed,
         run_dir=run_folder(config),
         environment=environment.spec.launch,
-        evaluation=held_out(config),
+        evaluation=held_out(config) if exported == "actor" else None,
         before=first.before,
         jobs=first.jobs,
-        export_role="actor",
+        export_role=exported,
         log_keys=("prompt_mask", "packed_versions", "seq_no_eos_mask", ROLLOUT_KEY),
     )
 

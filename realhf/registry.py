@@ -65,6 +65,8 @@ interfaces = Registry(
         "logprob": "realhf.algorithms.inference:LogprobInterface",
         "policy_gradient": "realhf.algorithms.policy_gradient:PolicyGradientInterface",
         "served_logprob": "realhf.backends.vllm.served_logprobs:ServedLogprobInterface",
+        "dpo": "realhf.algorithms.preference:DPOInterface",
+        "reward_model": "realhf.algorithms.preference:RewardModelInterface",
         "sft": "realhf.algorithms.sft:SFTInterface",
         "trajectory_stream": "realhf.trajectory.training.stream_interface:TrajectoryStreamInterface",
     },

@@ -31,10 +31,11 @@ def overlong_penalty(tokens: Tensor, length: int, buffer: float) -> Tensor:
 
 
 class OutcomeRewardInterface:
-    """Computes ``rewards`` from ``env_rewards``: clip((score + reward_bias) * reward_scaling, +-max_reward_clip), f32,
-    one per sequence (docs/reference/dataflow.md 10, Score). Where the key ``outcome`` reports a failure the reward is
-    NaN: a failed episode has no reward, not reward 0. With ``overlong_length`` and ``overlong_buffer`` the penalty of
-    ``overlong_penalty`` is added, for the tokens that ``loss_mask`` marks in all sequences of the rollout."""
+    """Computes ``rewards`` (or what ``output_key`` calls them) from ``env_rewards``: clip((score + reward_bias) *
+    reward_scaling, +-max_reward_clip), f32, one per sequence (docs/reference/dataflow.md 10, Score). Where the key
+    ``outcome`` reports a failure the reward is NaN: a failed episode has no reward, not reward 0. With
+    ``overlong_length`` and ``overlong_buffer`` the penalty ``overlong_penalty`` is added, for the tokens that
+    ``loss_mask`` marks in all sequences of the rollout."""
 
     def __init__(
         self,
@@ -43,16 +44,18 @@ class OutcomeRewardInterface:
         max_reward_clip: float = 20.0,
         overlong_length: int | None = None,
         overlong_buffer: float = 0.0,
+        output_key: str = "rewards",
     ) -> None:
         self._overlong = (overlong_length, overlong_buffer)
         if not max_reward_clip > 0 or not math.isfinite(reward_scaling) or not math.isfinite(reward_bias):
             raise ValueError("max_reward_clip must be positive, reward_scaling and reward_bias finite")
         self._scaling, self._bias, self._clip = reward_scaling, reward_bias, max_reward_clip
+        self._key = output_key
 
     def inference(
         self, model: Model, sample: SequenceSample, context: CallContext
     ) -> tuple[SequenceSample, dict[str, float]]:
-        """Return ``rewards`` with the lengths of ``env_rewards``, and the statistics ``reward_mean`` and ``n_scored``
+        """Return the rewards with the lengths of ``env_rewards``, and the statistics ``reward_mean`` and ``n_scored``
         over the sequences that have a reward."""
         scores = sample["env_rewards"].float().cpu().numpy()
         if "outcome" in sample.keys:
@@ -66,10 +69,10 @@ class OutcomeRewardInterface:
         finite = [reward for reward in rewards.tolist() if not math.isnan(reward)]
         out = SequenceSample.from_lengths(
             sample.ids,
-            {"rewards": sample.lengths("env_rewards")},
-            {"rewards": "f32"},
-            {"rewards": ()},
-            {"rewards": torch.from_numpy(rewards)},
+            {self._key: sample.lengths("env_rewards")},
+            {self._key: "f32"},
+            {self._key: ()},
+            {self._key: torch.from_numpy(rewards)},
             {},
         )
         mean = sum(finite) / len(finite) if finite else 0.0

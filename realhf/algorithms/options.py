@@ -695,6 +695,31 @@ class CriticOptimizerConfig(OptimizerConfig):
 
 
 @dataclass
+class RewardModelConfig(ModelConfig):
+    """A model with a value head that scores episodes: what ``experiment=reward_model`` trains, and a part of the
+    rewards where an experiment of the policy gradient names its folder."""
+
+    path: str = option(
+        "",
+        "A reward model in this folder (one that experiment=reward_model exported) has a part in the rewards; empty, "
+        "there is none. Where one is trained, it starts from these weights, empty: from the actor's first ones.",
+    )
+    weight: float = option(
+        0.5,
+        "The part of the reward model: rewards are 1 minus this times the verifier's, plus this times the probability "
+        "that the rollout is preferred to one of score 0.",
+        above=0,
+        at_most=1,
+    )
+    optimizer: CriticOptimizerConfig = section(CriticOptimizerConfig, idle="a reward model in a folder trains no more")
+
+    def problems(self, name: str) -> Iterator[str]:
+        """Workers must be different ones, and the folder one of a reward model."""
+        if not self.workers or len(set(self.workers)) < len(self.workers):
+            yield f"{name}.workers={self.workers}: give different indices of model workers, from 0"
+
+
+@dataclass
 class CriticConfig(CriticOptions, ModelConfig):
     """The critic: a model role of its own with a value head, and how it learns."""
 

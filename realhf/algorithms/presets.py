@@ -276,6 +276,27 @@ TABLES = (
         ("weight of a token", "source", "what it means"),
         {name: (f"`{row.formula}`", row.source, row.when) for name, row in AGGREGATIONS.items()},
     ),
+    Table(
+        "Pairs of episodes",
+        "experiment",
+        "Two rollouts of a group whose rewards differ are a pair, w the better and l the worse one; the mean is over "
+        "the pairs of a group, then over groups. See [reference/preference.md](reference/preference.md).",
+        ("loss of a pair", "source", "costs", "take it when"),
+        {
+            "dpo": (
+                "-log sigmoid(s_w - s_l), s = preference.beta times the sum of lp - lp_ref over the policy's tokens",
+                "Rafailov et al. 2023",
+                "a reference pass, a pass that scores",
+                "there are good and bad episodes of a task and the policy shall stay near the first one",
+            ),
+            "reward_model": (
+                "-log sigmoid(s_w - s_l) + preference.center (s_w + s_l)^2, s of a value head behind the last token",
+                "Bradley and Terry 1952; Ouyang et al. 2022",
+                "a pass that scores; later `reward_model.path` scores every rollout",
+                "the verifier says too little: equal rewards of unequal episodes, or none for most",
+            ),
+        },
+    ),
 )
 
 _HEAD = """# Algorithms

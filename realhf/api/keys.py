@@ -68,6 +68,7 @@ STANDARD_KEYS: tuple[KeySpec, ...] = (
     KeySpec("seq_no_eos_mask", "bool", "1"),
     KeySpec("env_rewards", "f32", "1"),
     KeySpec("rewards", "f32", "1"),
+    KeySpec("verifier_rewards", "f32", "1"),
     KeySpec("dense_rewards", "f32", "L-1"),
     KeySpec("packed_ref_logprobs", "f32", "L-1"),
     KeySpec("proximal_logprobs", "f32", "L-1"),
@@ -87,6 +88,8 @@ STANDARD_KEYS: tuple[KeySpec, ...] = (
 )
 """The keys of docs/reference/dataflow.md 2."""
 
+VERIFIER_REWARDS = "verifier_rewards"
+"""What ``rew_inf`` makes where a reward model has a part in ``rewards``."""
 ROLLOUT_KEY = "rollout_index"
 """Says which sequences of a sample are rows of one rollout."""
 

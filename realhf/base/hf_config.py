@@ -17,6 +17,8 @@ from typing import Any
 
 LARGEST_HEAD = 100_000_000
 """Largest number of bytes that the format safetensors allows for the head of a file."""
+HEAD_FILE = "value_head.safetensors"
+"""Stands beside the weights of the decoder in a folder that a critic or a reward model was exported to."""
 _BYTES = {"float32": 4, "bfloat16": 2}
 
 

@@ -59,7 +59,7 @@ def check_config(config: ExperimentConfig) -> None:
 def _other_models(config: ExperimentConfig) -> Iterator[str]:
     """Sections of an experiment that are models, too, such as a critic; their path may name the actor's weights."""
     for role, model in sections(config):
-        if isinstance(model, ModelConfig) and role != "actor" and model.path not in ("actor", *BUILTIN_PATHS):
+        if isinstance(model, ModelConfig) and role != "actor" and model.path not in ("", "actor", *BUILTIN_PATHS):
             yield from model_problems(role, model, config.rollout.max_total_tokens, renders=False)
             yield from checkpoint_problems(role, model.path)
             yield from vocabulary_problems(role, model, config.actor, config.builtin.vocab_size)

@@ -202,6 +202,35 @@ POLICY = Section(
         _policy("policy/skipped", "count", "optimizer steps left out: loss or gradient was not finite"),
     ),
 )
+PREFERENCE = Section(
+    "Pairs of episodes",
+    "Of `experiment=dpo` and `experiment=reward_model`, before the update of the step; every group counts as much as "
+    "every other one. Held-out groups train nothing (`preference.held_out`). A draw counts half.",
+    (
+        _policy(
+            "preference/accuracy", "fraction", "training pairs whose better episode scores higher", "pair_accuracy"
+        ),
+        _policy(
+            "preference/margin",
+            "",
+            "by how much it does; of a policy the score is beta times log pi - log reference",
+            "pair_margin",
+        ),
+        _policy("preference/pairs", "count", "training pairs", "n_pairs"),
+        _policy(
+            "preference/held_out_accuracy",
+            "fraction",
+            "held-out pairs whose better episode scores higher",
+            "held_out_pair_accuracy",
+        ),
+        _policy("preference/held_out_margin", "", "by how much it does", "held_out_pair_margin"),
+        _policy("preference/held_out_pairs", "count", "held-out pairs", "held_out_n_pairs"),
+        Metric("reward_inf/model_reward_mean", "reward", "mean of the reward model's part, before its weight"),
+        Metric("reward_inf/pair_accuracy", "fraction", "pairs of a group that it orders as the verifier does"),
+        Metric("reward_inf/pair_margin", "", "by how much the better one of these scores higher"),
+        Metric("reward_inf/n_pairs", "count", "these pairs"),
+    ),
+)
 OFF_POLICY = Section(
     "Mismatch and staleness",
     "The mismatch compares the log-probabilities of the engine that sampled with those of the trainer before its first "
@@ -368,6 +397,7 @@ SECTIONS = (
     LENGTHS,
     ROLLOUTS,
     POLICY,
+    PREFERENCE,
     OFF_POLICY,
     BATCH,
     CRITIC,

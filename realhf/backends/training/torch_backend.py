@@ -20,7 +20,7 @@ from realhf.api.experiment import ModelSpec
 from realhf.backends.embedded.memory import naming_shortage, shortage
 from realhf.backends.training.tokenizer_loading import ModelLoadError, check_folder, load_tokenizer
 from realhf.backends.training.torch_engine import TorchEngine
-from realhf.base.hf_config import decoder_problem, expert_problem
+from realhf.base.hf_config import HEAD_FILE, decoder_problem, expert_problem
 from realhf.base.text import first_line
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -175,10 +175,6 @@ def check_chat_template(tokenizer: Any, path: str, role: str = "actor") -> None:
             f"{role}.path={path}: the tokenizer has no chat template; choose an instruction-tuned model or add "
             "chat_template.jinja to the folder"
         )
-
-
-HEAD_FILE = "value_head.safetensors"
-"""Stands beside the weights of the decoder in a folder that a critic was exported to."""
 
 
 class ValueHead(nn.Linear):
