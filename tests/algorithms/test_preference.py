@@ -338,16 +338,26 @@ def test_nonsense_is_refused_before_a_process_starts(
     assert any(said in line for line in lines) and all(line.startswith("config error: ") for line in lines), lines
 
 
+LOW = (
+    "def tasks(split):\n    for number in range(40):\n        yield {'prompt': f'Question {number}'}\n\n\n"
+    "def reward(completion, **row):\n    return sum(ord(c) < 64 for c in completion) / max(1, len(completion))\n"
+)
+"""An environment in which an untaught policy earns more or less, by the letters that it happens to say."""
 SMALL = (
-    "env=countdown", "env.partial_credit=0.1", "trial_name=t", "torch_threads=1", "warm_start.train_steps=150",
-    "ppo.group_size=8", "dataset.train_bs_n_seqs=12", "evaluation.episodes_per_task=0",
+    "actor.path=builtin_tiny", "trial_name=t", "torch_threads=1", "gen.max_new_tokens=16", "rollout.max_turns=1",
+    "builtin.num_layers=2", "builtin.hidden_size=64", "builtin.intermediate_size=128",
+)  # fmt: skip
+FEW = (
+    "ppo.group_size=4", "dataset.train_bs_n_seqs=4", "total_train_steps=2", "evaluation.episodes_per_task=0",
     "evaluation.greedy_episodes_per_task=0",
 )  # fmt: skip
 
 
 def launched(root: Path, experiment: str, *options: str) -> tuple[Path, list[dict[str, Any]]]:
     """Train, and return the folder of the run with the metrics of its steps."""
-    command = [sys.executable, "-m", "realhf.launch", f"experiment={experiment}", f"fileroot={root}", *options]
+    (root / "low.py").write_text(LOW)
+    command = [sys.executable, "-m", "realhf.launch", f"experiment={experiment}", f"env.path={root / 'low.py'}:reward"]
+    command += [f"fileroot={root}", *SMALL, *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=570, check=False)
     assert done.returncode == 0, done.stderr + done.stdout
     run = root / experiment / "t"
@@ -356,35 +366,31 @@ def launched(root: Path, experiment: str, *options: str) -> tuple[Path, list[dic
 
 @pytest.mark.nightly
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_trained_reward_model_finds_better_episodes_and_has_a_part_in_the_rewards(tmp_path: Path) -> None:
     """Held-out groups, which it never trains on, are told apart better than by chance; then a policy trains on rewards
-    that are half its own."""
-    small = [option for option in SMALL if not option.startswith("evaluation")]
-    run, steps = launched(tmp_path, "reward_model", *small, "total_train_steps=20", "preference.held_out=0.4")
-    later = [step for step in steps[8:] if "preference/held_out_accuracy" in step]
+    that are half its own, streamed or not."""
+    sizes = ("ppo.group_size=8", "dataset.train_bs_n_seqs=12", "total_train_steps=30", "preference.held_out=0.3")
+    run, steps = launched(tmp_path, "reward_model", *sizes)
+    later = [step for step in steps[-10:] if step["preference/held_out_pairs"]]
     counts = [step["preference/held_out_pairs"] for step in later]
-    mean = sum(n * step["preference/held_out_accuracy"] for n, step in zip(counts, later, strict=True)) / sum(counts)
-    assert mean > 0.6, (mean, counts)
-    assert (run / "policy" / "value_head.safetensors").is_file()
-    assert (run / "policy" / "weight_digests.json").is_file() and (run / "policy" / "tokenizer.json").is_file()
-    for experiment, more in (("grpo", ()), ("grpo_async", ("rollout.sessions=16",))):
-        _, mixed = launched(
-            tmp_path, experiment, *SMALL, *more, "total_train_steps=2",
-            f"reward_model.path={run / 'policy'}", "reward_model.weight=0.5",
-        )  # fmt: skip
-        for step in mixed:
-            assert 0 < step["reward_inf/model_reward_mean"] < 1
-            halves = 0.5 * step["reward/mean"] + 0.5 * step["reward_inf/model_reward_mean"]
+    right = [n * step["preference/held_out_accuracy"] for n, step in zip(counts, later, strict=True)]
+    assert steps[0]["preference/held_out_accuracy"] == 0.5 and sum(right) / sum(counts) > 0.6
+    for name in ("value_head.safetensors", "weight_digests.json", "tokenizer.json"):
+        assert (run / "policy" / name).is_file()
+    for experiment, more in (("grpo", ()), ("grpo_async", ("rollout.sessions=8",))):
+        path = f"reward_model.path={run / 'policy'}"
+        for step in launched(tmp_path, experiment, *FEW, *more, path)[1]:
+            halves = (step["reward/mean"] + step["reward_inf/model_reward_mean"]) / 2
             assert step["reward/trained_mean"] == pytest.approx(halves, abs=1e-3)
+            assert step["reward_inf/pair_accuracy"] > 0.5
 
 
 @pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("player", ["first", "current"])
 def test_dpo_trains_a_policy_on_what_it_played(player: str, tmp_path: Path) -> None:
-    options = ("total_train_steps=4", f"preference.player={player}")
-    run, steps = launched(tmp_path, "dpo", *SMALL, *options)
+    run, steps = launched(tmp_path, "dpo", *FEW, f"preference.player={player}")
     assert steps[0]["policy/loss"] == pytest.approx(math.log(2), abs=1e-3), "the policy starts as its reference"
-    trained = [step for step in steps if step["preference/pairs"]]
-    assert trained and all(step["policy/updates"] == 1 for step in trained)
-    assert any(step["preference/margin"] > 0 for step in trained[1:]) and (run / "policy" / "config.json").is_file()
+    assert all(step["policy/updates"] == 1 and step["preference/pairs"] for step in steps)
+    assert steps[1]["preference/margin"] != 0 and (run / "policy" / "config.json").is_file()
