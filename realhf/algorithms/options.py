@@ -398,14 +398,15 @@ def _own_preset(reference: str, algorithm: Algorithm) -> Mapping[str, Any]:
 
 def _of_its_own(config: PolicyGradientOptions, value: Mapping[str, Any], algorithm: Algorithm) -> Iterator[str]:
     """Yield a line for every option that does nothing, or cannot be, beside an algorithm of somebody's own."""
+    named = config.algo.rpartition(":")[2]
     loss = algorithm.loss is not None and value[LOSS] == config.algo
     advantages = algorithm.advantages is not None and value[ADVANTAGES] == config.algo
     if loss:
         for name in CLIP_OPTIONS:
             if name not in algorithm.clip_options and getattr(config, name) is not None:
-                yield f"{name} has no effect with the loss of ppo.algo={config.algo}: remove it"
+                yield f"{name} has no effect with the loss of {named}: remove it"
     if advantages and algorithm.compares and config.group_size < 2:
-        yield f"group_size must be at least 2 for the advantages of ppo.algo={config.algo}"
+        yield f"group_size must be at least 2 for the advantages of {named}"
     if algorithm.options is not None and not loss and not advantages:
         replaced = [f"ppo.{name}={getattr(config, name)}" for name in (LOSS, ADVANTAGES) if getattr(config, name)]
         yield f"algo={config.algo}: nothing of it that has options is left with {' and '.join(replaced)}; take a preset"
