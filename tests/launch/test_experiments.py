@@ -156,8 +156,8 @@ def test_the_general_help_says_whose_the_other_sections_are(capsys):
     assert main(["--help"]) == 0
     shown = capsys.readouterr().out
     at = shown.index(
-        "Of grpo, grpo_async, grpo_aws, grpo_aws_async, grpo_stream_http, policy_gradient, ppo, ppo_async, reinforce, "
-        "reinforce_aws:"
+        "Of dpo, grpo, grpo_async, grpo_aws, grpo_aws_async, grpo_stream_http, policy_gradient, ppo, ppo_async, "
+        "reinforce, reinforce_aws, reward_model:"
     )
     assert shown.index("  ppo.algo=grpo ") > at
     assert "Every task is played this many times, which makes a group. [at least 1]" in shown

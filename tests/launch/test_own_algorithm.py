@@ -74,7 +74,7 @@ def test_it_trains_two_steps_and_its_option_reaches_the_loss(folder: Path):
             "plain loss.",
         ),
         ("algorithm.focus=much", "algorithm.focus=much: Value 'much' of type 'str' could not be converted to Float"),
-        ("ppo.group_size=2", "option ppo.group_size has no effect in experiment focal: it belongs to grpo, "),
+        ("ppo.group_size=2", "option ppo.group_size has no effect in experiment focal: it belongs to dpo, "),
         ("rollout.max_turns=2", "option rollout.max_turns has no effect in experiment focal"),
     ],
 )
