@@ -33,7 +33,7 @@ def build(config: Config) -> ExperimentSpec:
     actor = policy_gradient.actor_spec(config, first)
     scored, rewards = rewarded(config, played(config), first.path)
     ref, gen = reference(config, actor), actor_gen(config, played(config))
-    if options.player == FIRST:
+    if (options.player or (FIRST if actor.lora is None else CURRENT)) == FIRST:
         if actor.lora is not None:
             raise ConfigError(
                 f"preference.player={FIRST}: with adapters (actor.lora.rank={actor.lora.rank}) the first weights score "

@@ -48,9 +48,10 @@ class PreferenceOptions:
         at_most=0.49,
         idle=_OF_DPO,
     )
-    player: str = option(
-        FIRST,
-        "DPO: episodes are played with the policy's first weights, or with those that train.",
+    player: str | None = option(
+        None,
+        "DPO: episodes are played with the policy's first weights, or with those that train; by default with the first "
+        "ones, unless adapters train (actor.lora.rank), whose base scores and does not sample.",
         choices=PLAYERS,
         idle=_OF_DPO,
     )

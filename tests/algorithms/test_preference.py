@@ -309,7 +309,7 @@ COMMON = ("env=countdown", "actor.path=builtin_tiny", "mode=check")
         (("experiment=dpo", "ppo.eps_clip=0.1"), "option ppo.eps_clip has no effect in experiment dpo"),
         (("experiment=dpo", "preference.center=1"), "preference.center has no effect in experiment dpo"),
         (("experiment=dpo", "async_rl.enabled=true"), "async_rl.enabled=true: dpo plays and trains in turns"),
-        (("experiment=dpo", "actor.lora.rank=2"), "preference.player=first: with adapters"),
+        (("experiment=dpo", "actor.lora.rank=2", "preference.player=first"), "preference.player=first: with adapters"),
         (("experiment=reward_model", "preference.beta=1"), "preference.beta has no effect in experiment reward_model"),
         (("experiment=reward_model", "preference.center=-1"), "preference.center=-1.0: must be at least 0"),
         (("experiment=reward_model", "reward_model.weight=0.1"), "option reward_model.weight has no effect"),
