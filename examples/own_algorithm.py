@@ -3,7 +3,7 @@
     python -m realhf.launch +experiment_path=examples/own_algorithm.py algorithm.failure_weight=0.25
 
 This file and `own_algorithm.yaml` beside it are all there is. The option is checked, and listed by `--help`, like every
-other one. docs/extend/algorithm.md explains what a file like this may bring.
+other one. docs/extend/experiment.md explains what a file like this may bring.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 GRPO, PPO, REINFORCE and their kin are settings of it (ppo.algo); which calls there are follows from what they need.
 
 (tasks) ──► actor_gen ──┬─ env_rewards, outcome ─► rew_inf ────┬──┬─► actor_train
-                       ├─ packed_input_ids ─────► ref_inf ────┤  │   (ref_inf only with a KL term,
+                       ├─ packed_input_ids ─► teacher_inf ────┤  │   (teacher_inf only to distil,
+                       ├─ packed_input_ids ─────► ref_inf ────┤  │    ref_inf only with a KL term,
                        ├─ packed_input_ids ───► actor_inf ────┤  │    actor_inf only for a proximal policy,
                        ├─ packed_input_ids ──► critic_inf ────┘  │    critic_* only where advantages take values)
                        └─ tokens, masks, logprobs ───────────────┴─► critic_train
@@ -36,7 +37,7 @@ from realhf.algorithms.options import (
     batch_problems,
     resolve,
 )
-from realhf.api.config import ConfigError, run_folder
+from realhf.api.config import ConfigError, TeacherConfig, run_folder
 from realhf.api.environment import HELD_OUT
 from realhf.api.experiment import (
     EvaluationSpec,
@@ -61,6 +62,10 @@ from realhf.env.loader.load import chosen_environment, with_environment
 SESSIONS = 32
 """Episodes at once where neither the configuration nor the environment sets a number."""
 NO_CRITIC = "only advantages that take values have a critic (ppo.adv_estimator=gae, which ppo.algo=ppo sets)"
+NO_TEACHER = (
+    "nothing is distilled (ppo.distill_weight, which ppo.algo=opd sets), or it belongs to the other kind of teacher "
+    "(teacher.path, teacher.url)"
+)
 EPISODE_KEYS = (
     "packed_input_ids",
     "prompt_mask",
@@ -80,6 +85,7 @@ class Config(sft.Config):
 
     ppo: PolicyGradientOptions = section(PolicyGradientOptions)
     critic: CriticConfig = section(CriticConfig, idle=NO_CRITIC)
+    teacher: TeacherConfig = section(TeacherConfig, idle=NO_TEACHER)
 
     def problems(self, name: str) -> Iterator[str]:
         """Groups and minibatches must fit to rollouts and batches; the critic's warm-up must end before the run."""
@@ -130,6 +136,10 @@ def policy_gradient(
             base_of="actor" if actor.lora is not None else "",
         )
         mfcs.append(ref_inf(config))
+    if ppo.needs_teacher:
+        mfcs.append(teacher_inf(config))
+        if not config.teacher.url:
+            models["teacher"] = teacher_model(config, actor.path)
     if ppo.needs_actor_inf:
         mfcs.append(actor_inf(config))
     mfcs.append(actor_train(config, ppo))
@@ -146,7 +156,13 @@ def policy_options(config: Config, *, streamed: bool = False) -> ResolvedOptions
         config.ppo,
         loss_scale_len=config.gen.max_new_tokens * config.rollout.max_turns,
         sampler_differs=streamed or config.actor.dtype != "float32" or config.engine.name != "embedded",
+        own=own_options(config),
     )
+
+
+def own_options(config: Config) -> Any:
+    """The section ``algorithm`` that the launcher adds for ``ppo.algo=FILE.py:NAME``; None without it."""
+    return getattr(config, "algorithm", None)
 
 
 def actor_gen(config: Config) -> MFCDef:
@@ -191,6 +207,53 @@ def ref_inf(config: Config) -> MFCDef:
     )
 
 
+def teacher_model(config: Config, actor_path: str) -> ModelSpec:
+    """Return the frozen role that judges the tokens of the actor, whose first weights and tokenizer are in
+    ``actor_path``."""
+    teacher = config.teacher
+    return ModelSpec(
+        "teacher", teacher.path, tuple(teacher.workers), dtype=teacher.dtype, experts=None, tokens_of=actor_path
+    )
+
+
+def teacher_inf(config: Config) -> MFCDef:
+    """Log-probabilities of the teacher: of a role of its own, or of a server, which the actor's worker asks. Raises
+    ConfigError without a teacher, and for a server where tokens are not sampled at temperature 1: it knows no other
+    distribution."""
+    teacher, keys = config.teacher, ("packed_input_ids", "loss_mask")
+    args: dict[str, Any] = {"output_key": "teacher_logprobs", "temperature": config.gen.temperature}
+    role, interface = "teacher", "logprob"
+    if teacher.url:
+        if config.gen.temperature != 1:
+            raise ConfigError(
+                f"gen.temperature={config.gen.temperature:g}: a server says log-probabilities at temperature 1, so "
+                "teacher.url needs gen.temperature=1; a teacher of teacher.path takes any"
+            )
+        role, interface = "actor", "served_logprob"
+        args = {
+            "url": teacher.url,
+            "served_model": teacher.model,
+            "token_file": teacher.token_file or "",
+            "connections": teacher.connections,
+            "timeout_s": config.rpc.call_timeout_s,
+        }
+    elif not teacher.path:
+        raise ConfigError(
+            f"ppo.distill_weight (ppo.algo={config.ppo.algo}): there is no teacher; set teacher.path to a folder or a "
+            "hub id, or teacher.url to a server"
+        )
+    return call(
+        config,
+        "teacher_inf",
+        role,
+        InterfaceType.INFERENCE,
+        interface,
+        args,
+        inputs=keys,
+        outputs=("teacher_logprobs",),
+    )
+
+
 def actor_inf(config: Config) -> MFCDef:
     """Log-probabilities of the actor before it trains on the step: the proximal policy's."""
     args = {"output_key": "proximal_logprobs", "temperature": config.gen.temperature}
@@ -213,6 +276,7 @@ def actor_train(config: Config, ppo: ResolvedOptions) -> MFCDef:
         "temperature": config.gen.temperature,
         "loss_scale_len": ppo.loss_scale_len,
         "first_step": config.critic.warmup_steps if ppo.needs_values else 0,
+        **({} if ppo.own is None else {"algorithm": to_json_value(ppo.own)}),
     }
     keys = (
         "packed_input_ids",

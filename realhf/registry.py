@@ -64,6 +64,7 @@ interfaces = Registry(
         "outcome_reward": "realhf.algorithms.inference:OutcomeRewardInterface",
         "logprob": "realhf.algorithms.inference:LogprobInterface",
         "policy_gradient": "realhf.algorithms.policy_gradient:PolicyGradientInterface",
+        "served_logprob": "realhf.backends.vllm.served_logprobs:ServedLogprobInterface",
         "sft": "realhf.algorithms.sft:SFTInterface",
         "trajectory_stream": "realhf.trajectory.training.stream_interface:TrajectoryStreamInterface",
     },

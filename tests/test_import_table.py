@@ -24,7 +24,7 @@ ROOMS: dict[str, str] = {
     "data": "api base transport",
     "dataflow/journal": "api base",
     "env/containment": "base",
-    "env/server": "base",
+    "env/server": "api base",
     "aws/tasks": "",
     "aws/cli": "base env/containment",
     "trajectory": "",
@@ -44,7 +44,7 @@ ROOMS: dict[str, str] = {
     "aws/grading": "aws/cli aws/simulator aws/tasks",
     "aws/real_aws": "aws/cli aws/grading aws/simulator aws/tasks base env/containment",
     "registry": "",
-    "algorithms": "api registry",
+    "algorithms": "api base registry",
     "dataflow": "api base registry transport",
     "dataflow/rollouts": "api base dataflow dataflow/journal transport",
     "env/loader": "api base registry",
@@ -257,6 +257,22 @@ def environment_reads(path: Path) -> Iterator[int]:
             and (ast.unparse(node.value) in ("os.environ", "environ"))
         ):
             yield node.lineno
+
+
+@pytest.mark.slow
+def test_the_clients_of_the_aws_environment_need_no_server():
+    """A trainer of another project imports them, and has installed no extra for that."""
+    code = (
+        "import pkgutil, sys, realhf.aws.client as clients\n"
+        "for module in pkgutil.iter_modules(clients.__path__, 'realhf.aws.client.'):\n"
+        "    __import__(module.name)\n"
+        "found = {'fastapi', 'uvicorn', 'torch', 'ministack', 'realhf.env.server'} & set(sys.modules)\n"
+        "assert not found, found\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=ROOT, check=False
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_environment_variables_are_read_in_the_configuration_layer_only():

@@ -38,6 +38,7 @@ from realhf.api.experiment import ExperimentSpec, InterfaceType, ModelSpec, RunP
 from realhf.api.model import Model
 from realhf.api.parallel import SHARDED
 from realhf.api.trace import WEIGHTS
+from realhf.backends.training.tokenizer_loading import check_same_tokens
 from realhf.base.host_resources import usable_cores
 from realhf.base.loopback import is_loopback_host
 from realhf.base.process import settle
@@ -213,6 +214,8 @@ class ModelWorker:
         engine = backend.build(model, seed=spec.seed, total_train_steps=spec.total_train_steps)
         if model.lora is not None and getattr(engine, "adapters", None) is None:
             raise ValueError(f"{model.role}.lora.rank={model.lora.rank}: the backend {model.backend} has no adapters")
+        if model.tokens_of:
+            check_same_tokens(engine.tokenizer, model.role, model.path, model.tokens_of)
         use_threads = getattr(engine, "use_threads", None)
         if use_threads is not None:
             use_threads(threads)

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 from realhf.algorithms.aggregation import AGGREGATIONS
 from realhf.algorithms.presets import COMMON, PRESETS
+from realhf.api.algorithm import ADVANTAGES, CLIP_OPTIONS, LOSS, Algorithm, algorithm_of, is_own
 from realhf.api.config import ExperimentConfig, LoraConfig, ModelConfig, OptimizerConfig
 from realhf.api.keys import TURN_IDS, TURN_KEYS
 from realhf.api.option import option, problems, section
-from realhf.registry import registered_names
+from realhf.base.plugin import absolute
+from realhf.registry import advantage_estimators, policy_losses, registered_names
 
 KL_ESTIMATORS = ("k1", "k2", "k3")
 PROXIMAL_METHODS = ("actor_inf", "recompute", "loglinear")
@@ -43,7 +46,12 @@ class PolicyGradientOptions:
     weights, another program, bfloat16), the decoupled objective is the default: with one update a step it costs no
     forward pass."""
 
-    algo: str = option("grpo", "This preset fills in every option that is not set.", choices=tuple(PRESETS))
+    algo: str = option(
+        "grpo",
+        "This preset fills in every option that is not set; or an algorithm of your own does, FILE.py:NAME.",
+        choices=tuple(PRESETS),
+        reference=True,
+    )
     group_size: int = option(8, "Every task is played this many times, which makes a group.", at_least=1)
     adv_estimator: str | None = option(
         None, "This estimator makes advantages of a group's rewards.", registry="advantage_estimators"
@@ -84,6 +92,18 @@ class PolicyGradientOptions:
     )
     kl_estimator: str | None = option(
         None, "This estimator of the KL divergence is used.", choices=KL_ESTIMATORS, idle=_NO_KL
+    )
+    rl_weight: float | None = option(
+        None,
+        "The advantage of a token contains what the estimator makes of rewards times this; by default 1, with algo=opd "
+        "0.",
+        at_least=0,
+    )
+    distill_weight: float | None = option(
+        None,
+        "The advantage of a token contains the teacher's log-probability minus the policy's times this (on-policy "
+        "distillation, section teacher); by default 0, with algo=opd 1.",
+        at_least=0,
     )
     entropy_coef: float = option(0.0, "The loss contains the entropy times minus this.", at_least=0)
     adv_norm: bool | None = option(None, "Advantages are normalised over the batch.")
@@ -168,7 +188,11 @@ class PolicyGradientOptions:
 class ResolvedOptions(PolicyGradientOptions):
     """Holds the same options with the preset filled in: those below are never None. ``loss_scale_len`` is the divisor
     of ``loss_agg=constant`` (None with another aggregation), ``prox_logp_method`` is None when no proximal
-    log-probabilities are used, ``behav_imp_weight_mode`` is ``none`` when the objective is not decoupled."""
+    log-probabilities are used, ``behav_imp_weight_mode`` is ``none`` when the objective is not decoupled. Where
+    ``algo`` is an algorithm of somebody's own, ``algorithm`` is that, and ``own`` an instance of its options."""
+
+    algorithm: Algorithm | None = None
+    own: Any = None
 
     adv_estimator: str
     loss: str
@@ -183,6 +207,8 @@ class ResolvedOptions(PolicyGradientOptions):
     credit: str
     step_advantage_weight: float
     discount: float
+    rl_weight: float
+    distill_weight: float
     use_decoupled_loss: bool
     recompute_logprob: bool
     behav_imp_weight_mode: str
@@ -194,7 +220,20 @@ class ResolvedOptions(PolicyGradientOptions):
         """Return the options ``given`` as plain values, with what followed from how tokens are sampled: they resolve to
         these wherever they are resolved again."""
         own = {"use_decoupled_loss": self.use_decoupled_loss, "prox_logp_method": self.prox_logp_method}
+        own["algo"] = absolute(given.algo)
         return {**{every.name: getattr(given, every.name) for every in fields(given)}, **own}
+
+    def token_loss(self) -> Callable[..., Any]:
+        """Return the loss of a micro-batch's tokens, a function of its ``LossTerms`` and these options."""
+        if self.algorithm is not None and self.algorithm.loss is not None and self.loss == self.algo:
+            return partial(_with_own, self.algorithm.loss, self.own)
+        return policy_losses.get(self.loss)
+
+    def estimator(self) -> Callable[..., Any]:
+        """Return the function that makes advantages of scores, ``valid`` and ``group``."""
+        if self.algorithm is not None and self.algorithm.advantages is not None and self.adv_estimator == self.algo:
+            return partial(_with_own, self.algorithm.advantages, self.own)
+        return advantage_estimators.get(self.adv_estimator)
 
     @property
     def n_updates(self) -> int:
@@ -205,6 +244,11 @@ class ResolvedOptions(PolicyGradientOptions):
     def needs_reference(self) -> bool:
         """Whether ``packed_ref_logprobs`` is an input, hence ``ref_inf`` in the graph."""
         return self.kl_loss_coef != 0 or self.kl_ctl != 0
+
+    @property
+    def needs_teacher(self) -> bool:
+        """Whether ``teacher_logprobs`` is an input, hence ``teacher_inf`` in the graph."""
+        return self.distill_weight != 0
 
     @property
     def needs_actor_inf(self) -> bool:
@@ -225,13 +269,18 @@ class ResolvedOptions(PolicyGradientOptions):
 
     @property
     def scored_keys(self) -> tuple[str, ...]:
-        """Inputs of the train call that ``ref_inf``, ``critic_inf`` and ``actor_inf`` make."""
+        """Inputs of the train call that ``ref_inf``, ``teacher_inf``, ``critic_inf`` and ``actor_inf`` make."""
         made = {
             "packed_ref_logprobs": self.needs_reference,
+            "teacher_logprobs": self.needs_teacher,
             "values": self.needs_values,
             "proximal_logprobs": self.needs_actor_inf,
         }
         return tuple(key for key, needed in made.items() if needed)
+
+
+def _with_own(function: Callable[..., Any], own: Any, *given: Any) -> Any:
+    return function(*given, own)
 
 
 def batch_problems(ppo: PolicyGradientOptions, config: ExperimentConfig) -> Iterator[str]:
@@ -256,24 +305,63 @@ def resolve(
     *,
     loss_scale_len: int | None = None,
     sampler_differs: bool = False,
+    own: Any = None,
 ) -> ResolvedOptions:
-    """Fill in the preset of ``config.algo``. ``loss_scale_len`` is the divisor of ``loss_agg=constant`` where the
-    option of that name is not set; ``sampler_differs`` says that tokens are sampled by other weights or with another
-    arithmetic than the trainer's, so that the objective is decoupled unless the options say otherwise. Raises
+    """Fill in the preset of ``config.algo``, or what an algorithm of somebody's own there sets, whose options are
+    ``own``, a section or a mapping (None: their defaults). ``loss_scale_len`` is the divisor of ``loss_agg=constant``
+    where the option of that name is not set; ``sampler_differs`` says that tokens are sampled by other weights or with
+    another arithmetic than the trainer's, so that the objective is decoupled unless the options say otherwise. Raises
     ValueError naming the option that is missing, unknown, out of range, or without effect."""
     config = policy_gradient_options(config)
     if wrong := [*problems(config, "ppo", registered_names)]:
         raise ValueError("\n".join(wrong))
+    algorithm = algorithm_of(config.algo) if is_own(config.algo) else None
+    preset = PRESETS[config.algo].options if algorithm is None else _own_preset(config.algo, algorithm)
     given = {every.name: getattr(config, every.name) for every in fields(config)}
     chosen = {name: item for name, item in given.items() if item is not None}
-    value = {**COMMON, **PRESETS[config.algo].options, **chosen}
+    value = {**COMMON, **preset, **chosen}
+    if algorithm is not None and (wrong := [*_of_its_own(config, value, algorithm)]):
+        raise ValueError("\n".join(f"ppo.{line}" for line in wrong))
     value["use_decoupled_loss"] = _decouples(config, sampler_differs)
     value["recompute_logprob"] = _recomputes(config, value)
     check_effects(config, value)
     if value["eps_clip_higher"] is None:
         value["eps_clip_higher"] = value["eps_clip"]
     value["loss_scale_len"] = _divisor(config, value, loss_scale_len)
-    return ResolvedOptions(**{**value, **_off_policy(config, value)})
+    resolved = ResolvedOptions(**{**value, **_off_policy(config, value)})
+    if algorithm is not None:
+        resolved.algorithm, resolved.own = algorithm, algorithm.own(own)
+    return resolved
+
+
+def _own_preset(reference: str, algorithm: Algorithm) -> Mapping[str, Any]:
+    """Return what an algorithm sets in the section. Raises ValueError for an option that is unknown, has a default of
+    its own, so that nobody could tell whether it was set, or cannot be what it is set to."""
+    try:
+        wrong = [*problems(policy_gradient_options(algorithm.preset), "ppo", registered_names)]
+    except ValueError as error:
+        wrong = [str(error)]
+    for name in algorithm.preset:
+        if not wrong and getattr(PolicyGradientOptions, name) is not None:
+            wrong.append(f"ppo.{name} has a value without a preset; let people set it")
+    if wrong:
+        raise ValueError("\n".join(f"ppo.algo={reference}: its preset: {line}" for line in wrong))
+    return algorithm.defaults(reference)
+
+
+def _of_its_own(config: PolicyGradientOptions, value: Mapping[str, Any], algorithm: Algorithm) -> Iterator[str]:
+    """Yield a line for every option that does nothing, or cannot be, beside an algorithm of somebody's own."""
+    loss = algorithm.loss is not None and value[LOSS] == config.algo
+    advantages = algorithm.advantages is not None and value[ADVANTAGES] == config.algo
+    if loss:
+        for name in CLIP_OPTIONS:
+            if name not in algorithm.clip_options and getattr(config, name) is not None:
+                yield f"{name} has no effect with the loss of ppo.algo={config.algo}: remove it"
+    if advantages and algorithm.compares and config.group_size < 2:
+        yield f"group_size must be at least 2 for the advantages of ppo.algo={config.algo}"
+    if algorithm.options is not None and not loss and not advantages:
+        replaced = [f"ppo.{name}={getattr(config, name)}" for name in (LOSS, ADVANTAGES) if getattr(config, name)]
+        yield f"algo={config.algo}: nothing of it that has options is left with {' and '.join(replaced)}; take a preset"
 
 
 def policy_gradient_options(options: PolicyGradientOptions | Mapping[str, Any]) -> PolicyGradientOptions:
@@ -358,9 +446,10 @@ OF_STATES = ("grpo", "grpo_nostd", "rloo")
 OF_SUCCESS = ("maxrl", PASS_AT_K)
 """Estimators that take the reward of an episode for its success."""
 _NEEDS_GROUPS = ("grpo", "grpo_nostd", "rloo", "reinforce_pp_baseline", *OF_SUCCESS)
-_CLIP_OPTIONS = ("eps_clip", "eps_clip_higher", "c_clip", "ratio")
-_HAS_NO_EFFECT = MappingProxyType({"reinforce": _CLIP_OPTIONS, "cispo": ("c_clip",)})
+_HAS_NO_EFFECT = MappingProxyType({"reinforce": CLIP_OPTIONS, "cispo": ("c_clip",)})
 """For each loss, the options that it does not read."""
+_OF_REWARDS = ("adv_estimator", "credit", "step_advantage_weight", "discount", "pass_at_k", "adv_norm", "kl_target")
+"""Options about advantages by rewards."""
 _WEIGHT_BOUNDS = ("behav_imp_weight_cap", "behav_imp_weight_floor", "behav_imp_weight_level")
 
 
@@ -381,6 +470,7 @@ def _without_effect(config: PolicyGradientOptions, value: Mapping[str, Any]) -> 
         *((name, True, f"with loss {loss!r}") for name in _HAS_NO_EFFECT.get(loss, ())),
         ("kl_estimator", no_kl and value["kl_loss_coef"] == 0, "while kl_ctl and kl_loss_coef are 0"),
         ("discount", not of_later, f"with adv_estimator {estimator!r}"),
+        *((name, not value["rl_weight"], "with rl_weight 0") for name in _OF_REWARDS),
         ("step_advantage_weight", credit != "state", f"with credit {credit!r}"),
         ("gae_lambda", estimator != GAE, f"with adv_estimator {estimator!r}: remove it, or use gae"),
         ("pass_at_k", estimator != PASS_AT_K, f"with adv_estimator {estimator!r}: remove it, or use pass_at_k"),
@@ -433,7 +523,19 @@ def _contradictions(config: PolicyGradientOptions, value: Mapping[str, Any]) -> 
             "prox_logp_method=recompute: with recompute_logprob and kl_ctl the critic needs what it computes, too; use "
             "actor_inf"
         )
-    if config.group_size < 2 and estimator in _NEEDS_GROUPS:
+    if not value["rl_weight"] and not value["distill_weight"]:
+        yield "rl_weight=0, distill_weight=0: nothing would be learned; set one of them"
+    if not value["rl_weight"] and (estimator == GAE or value["kl_ctl"] != 0):
+        yield (
+            f"rl_weight=0: there is no reward to take the KL divergence off (kl_ctl={value['kl_ctl']:g}) or to predict "
+            f"(adv_estimator {estimator!r}); use kl_loss_coef, or another algo than {config.algo}"
+        )
+    if value["rl_weight"] not in (0, 1) and not value["distill_weight"]:
+        yield (
+            f"rl_weight={value['rl_weight']:g}: it is a share beside ppo.distill_weight; without that set "
+            "actor.optimizer.lr"
+        )
+    if config.group_size < 2 and value["rl_weight"] and estimator in _NEEDS_GROUPS:
         yield f"group_size must be at least 2 for adv_estimator {estimator!r}"
     floor = config.behav_imp_weight_floor
     cap = DEFAULT_CAP if config.behav_imp_weight_cap is None else config.behav_imp_weight_cap

@@ -27,6 +27,7 @@ from realhf.algorithms.token_advantages import (
     KLController,
     TrainedTokens,
     counted,
+    distillation,
     kl_of_behaviour,
     kl_of_rollouts,
     require,
@@ -56,10 +57,10 @@ from realhf.api.trace import TrainedRows
 
 class PolicyGradientInterface:
     """Trains one step on ``packed_input_ids, loss_mask, packed_logprobs, rewards`` and, where present, ``outcome`` (0:
-    valid), ``seq_no_eos_mask``, ``packed_versions``, ``packed_ref_logprobs``, ``proximal_logprobs`` and
-    ``rollout_index``; with ``credit=turn`` also on ``turn_ids`` and ``turn_rewards``, with ``credit=state`` on
-    ``turn_states`` too. The keys of ``COMPONENTS``, where present, say how much each token counts in each term of the
-    loss.
+    valid), ``seq_no_eos_mask``, ``packed_versions``, ``packed_ref_logprobs``, ``proximal_logprobs``,
+    ``teacher_logprobs`` and ``rollout_index``; with ``credit=turn`` also on ``turn_ids`` and ``turn_rewards``, with
+    ``credit=state`` on ``turn_states`` too. The keys of ``COMPONENTS``, where present, say how much each token counts
+    in each term of the loss.
 
     Advantages are computed once per step from the groups (the rollouts of one sample); then follow ``sample_reuse``
     passes of ``ppo_n_minibatches`` optimizer steps, over rollouts shuffled by seed, step and pass. Sequences of one
@@ -72,6 +73,7 @@ class PolicyGradientInterface:
     contribute and stays in. ``skip_zero_advantage=False`` keeps all (the gradient is the same; tests compare both).
 
     Train steps before ``first_step`` make no update: there a critic learns what the policy is worth as it is.
+    ``algorithm`` holds the own options of an algorithm of somebody's own (``ppo.algo=FILE.py:NAME``).
     """
 
     def __init__(
@@ -81,10 +83,12 @@ class PolicyGradientInterface:
         loss_scale_len: int | None = None,
         skip_zero_advantage: bool = True,
         first_step: int = 0,
+        algorithm: Mapping[str, Any] | None = None,
     ) -> None:
         if not temperature > 0:
             raise ValueError(f"temperature must be positive to train, got {temperature}")
-        self.options = resolve(ppo if ppo is not None else PolicyGradientOptions(), loss_scale_len=loss_scale_len)
+        given = ppo if ppo is not None else PolicyGradientOptions()
+        self.options = resolve(given, loss_scale_len=loss_scale_len, own=algorithm)
         self._temperature = temperature
         self._skip_zero = skip_zero_advantage
         self._first_step = first_step
@@ -124,8 +128,9 @@ class PolicyGradientInterface:
 
     @property
     def _kl_of_proximal(self) -> bool:
-        """Return whether the proximal policy stands for the behaviour policy in the KL part of the reward too."""
-        return self.options.recompute_logprob and self.options.kl_ctl != 0
+        """Return whether the proximal policy stands for the behaviour policy in the KL part of the reward, and beside
+        the teacher, too."""
+        return self.options.recompute_logprob and (self.options.kl_ctl != 0 or self.options.needs_teacher)
 
     def _needed_keys(self) -> tuple[str, ...]:
         versions = ("packed_versions",) if self.options.prox_logp_method == "loglinear" else ()
@@ -167,9 +172,7 @@ class PolicyGradientInterface:
         trained, scores = TrainedTokens.of(sample, self.options), sample["rewards"].cpu().float()
         tokens, valid, mask = trained.tokens, trained.valid, trained.tokens.mask
         kl = kl_of_behaviour(sample, self.options, mask)
-        advantages = token_advantages(sample, self.options, trained, kl, self._kl.value)
-        if self.options.adv_norm:
-            advantages = normalise(advantages, mask)
+        advantages, distilled = self._advantages(sample, trained, kl)
         lengths = torch.from_numpy(sample.lengths("packed_input_ids").values)
         token_mask = sample["loss_mask"].cpu().bool() & torch.repeat_interleave(trained.trainable, lengths)
         signal = torch.zeros(len(sample), dtype=torch.bool)
@@ -188,6 +191,7 @@ class PolicyGradientInterface:
             **_length_statistics(sample, tokens, valid),
             **_entropy_statistics(sample, tokens, valid),
             **self._kl_statistics(kl, trained),
+            **distilled,
             **({"shared_states": shared_states(sample, trained)} if self.options.credit == "state" else {}),
             "n_sequences": float(tokens.n_sequences),
             "n_rollouts": float(tokens.n_rollouts),
@@ -196,6 +200,22 @@ class PolicyGradientInterface:
             "n_tokens": float(mask.sum()),
         }
         return out, stats
+
+    def _advantages(
+        self, sample: SequenceSample, trained: TrainedTokens, kl: Tensor
+    ) -> tuple[Tensor, dict[str, float]]:
+        """Return the advantage of every token, f32 (L-1), 0 outside the mask, and what a teacher says of them."""
+        options, mask = self.options, trained.tokens.mask
+        advantages = torch.zeros(len(mask))
+        if options.rl_weight:
+            advantages = token_advantages(sample, options, trained, kl, self._kl.value)
+            if options.adv_norm:
+                advantages = normalise(advantages, mask)
+        if not options.needs_teacher:
+            return advantages, {}
+        by_teacher, apart = distillation(sample, options, mask)
+        mixed = options.rl_weight * advantages + options.distill_weight * by_teacher
+        return mixed, {"kl_teacher": float(apart.double().sum() / mask.sum().clamp(min=1))}
 
     def _kl_statistics(self, kl: Tensor, trained: TrainedTokens) -> dict[str, float]:
         """Return how many rollouts train, the weight of the KL term in the reward, and what it weighs, nats a rollout;

@@ -18,7 +18,6 @@ from realhf.algorithms.options import ResolvedOptions
 from realhf.algorithms.train_step import CE, KL, RL, PredictedTokens, component_sum, counting
 from realhf.api.model import ForwardOutputs
 from realhf.api.sample import SequenceSample
-from realhf.registry import policy_losses
 
 ADVANTAGES, PROXIMAL = "advantages", "proximal_logprobs"
 MISMATCH = "mismatch"
@@ -57,7 +56,7 @@ class PolicyObjective:
     ) -> None:
         self._options, self._step, self._temperature = options, step, temperature
         self._recorded = recorded
-        self._loss = policy_losses.get(options.loss)
+        self._loss = options.token_loss()
 
     def __call__(self, outputs: ForwardOutputs, part: SequenceSample) -> tuple[Tensor, dict[str, float]]:
         """Return the loss of a microbatch and the sums of its statistics."""

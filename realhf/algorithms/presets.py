@@ -28,6 +28,8 @@ COMMON: Mapping[str, Any] = MappingProxyType(
         "credit": "episode",
         "discount": 1.0,
         "step_advantage_weight": 1.0,
+        "rl_weight": 1.0,
+        "distill_weight": 0.0,
     }
 )
 """What an option that is None becomes, unless the preset says otherwise."""
@@ -118,6 +120,13 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
                 "adv_norm": True,
             },
         ),
+        "opd": Preset(
+            f"A = log p of the teacher - log p of the policy, of the sampled token; {_CLIPPED}",
+            "Agarwal et al. 2024, GKD; Lu 2025, On-Policy Distillation",
+            "a pass of the teacher (`teacher.path` or `teacher.url`)",
+            "there is a better model with the same tokenizer; `rl_weight=1` adds the reward",
+            {"rl_weight": 0.0, "distill_weight": 1.0, "loss_agg": "token_mean"},
+        ),
         "ppo": Preset(
             f"A = sum of (discount gae_lambda)^k delta_(t+k), normalised over the batch; {_CLIPPED}",
             "Schulman et al. 2017",
@@ -185,7 +194,8 @@ _HEAD = """# Algorithms
 What may be chosen in the section `ppo`, with the formula, where it was published, what it costs and when to take it.
 Advantages, masks and numerics are in [reference/dataflow.md](reference/dataflow.md#10-algorithms), all options with
 their bounds in [reference/options.md](reference/options.md), a loss or an estimator of one's own in
-[extend/policy_loss.md](extend/policy_loss.md).
+[extend/policy_loss.md](extend/policy_loss.md), a whole algorithm of one's own in
+[extend/algorithm.md](extend/algorithm.md).
 
 `python -m realhf.algorithms.presets` prints this page from the tables that the code reads.
 """

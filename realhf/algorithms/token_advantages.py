@@ -35,7 +35,6 @@ from realhf.algorithms.policy_loss import PROXIMAL, kl_estimate
 from realhf.algorithms.train_step import RL, PredictedTokens, counting, predicted
 from realhf.api.keys import ROLLOUT_KEY, TURN_KEYS
 from realhf.api.sample import SequenceSample
-from realhf.registry import advantage_estimators
 
 _WHY = MappingProxyType(
     {
@@ -44,6 +43,7 @@ _WHY = MappingProxyType(
         "proximal_logprobs": "ppo.prox_logp_method=actor_inf (the call actor_inf makes it; or use recompute)",
         "packed_logprobs": "ppo.kl_ctl",
         "packed_versions": "ppo.prox_logp_method=loglinear",
+        "teacher_logprobs": "ppo.distill_weight (the call teacher_inf makes it)",
         "values": "ppo.adv_estimator=gae (the call critic_inf makes it: experiment=ppo)",
         **dict.fromkeys(TURN_KEYS, "ppo.credit=turn, or a ppo.loss_agg by turn,"),
         TURN_KEYS[2]: "ppo.credit=state",
@@ -169,6 +169,23 @@ def kl_of_behaviour(sample: SequenceSample, options: ResolvedOptions, mask: Tens
     return torch.where(mask, kl_estimate(old, ref, options.kl_estimator), 0.0)
 
 
+def distillation(sample: SequenceSample, options: ResolvedOptions, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what a teacher makes of every token of ``mask``, f32 (L-1), 0 elsewhere: the advantage log p_teacher - log
+    p_old, cut to +-10, and the k3 estimate of KL(old, teacher) in nats. Raises ValueError on a teacher's
+    log-probability that is no number.
+
+    The expected policy gradient with this advantage is minus that of the reverse KL divergence at each token, the ways
+    to it held fixed. Source: Lu 2025, On-Policy Distillation (Thinking Machines); Agarwal et al. 2024, GKD.
+    """
+    behaviour = PROXIMAL if options.recompute_logprob else "packed_logprobs"
+    require(sample, ("teacher_logprobs", behaviour))
+    old = torch.where(mask, sample[behaviour].cpu(), 0.0)
+    teacher = torch.where(mask, sample["teacher_logprobs"].cpu(), 0.0)
+    if bool(torch.isnan(teacher).any()):
+        raise ValueError("teacher_inf: a log-probability of the teacher is not a number")
+    return -kl_estimate(old, teacher, "k1"), kl_estimate(old, teacher, "k3")
+
+
 def kl_of_rollouts(kl: Tensor, trained: TrainedTokens) -> tuple[float, int]:
     """Return the mean over the trainable rollouts of what their tokens' divergences sum to, nats (0 without any), and
     the number of these rollouts."""
@@ -210,7 +227,7 @@ def by_rollout(estimator: Estimator, rollout: Tensor) -> Estimator:
 
 def _estimator(options: ResolvedOptions, trained: TrainedTokens) -> Estimator:
     """Return the estimator of the options, comparing rollouts."""
-    estimator = advantage_estimators.get(options.adv_estimator)
+    estimator = options.estimator()
     if options.adv_estimator == PASS_AT_K:
         estimator = partial(estimator, k=options.pass_at_k)
     return by_rollout(estimator, trained.tokens.rollout)
@@ -243,7 +260,7 @@ def _returns_by_turn(sample: SequenceSample, options: ResolvedOptions) -> tuple[
 def _step_advantages(sample: SequenceSample, options: ResolvedOptions, trained: TrainedTokens) -> Tensor:
     """Return the advantage of every token's turn among the turns that began in the same state, f32 (L-1), 0 outside the
     mask. Raises ValueError as ``of_tokens`` does."""
-    tokens, estimator = trained.tokens, advantage_estimators.get(options.adv_estimator)
+    tokens, estimator = trained.tokens, options.estimator()
     scores, counts = _returns_by_turn(sample, options)
     advantages = step_advantages(scores, *_turn_states(sample, trained), tokens.group, estimator)
     return of_tokens(advantages, predicted(sample, "turn_ids"), tokens.sequence, tokens.mask, counts)

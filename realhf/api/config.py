@@ -169,6 +169,42 @@ class ReferenceConfig:
 
 
 @dataclass
+class TeacherConfig:
+    """The teacher of on-policy distillation (ppo.distill_weight): a frozen model that says how likely the policy's
+    tokens are to it, so that its tokenizer must be the actor's. It is a role of the graph, or is served elsewhere."""
+
+    path: str = option("", "The teacher is a role of the graph with the model of this folder or hub id.")
+    workers: list[int] = option(
+        [0], "The model workers with these indices hold the teacher of teacher.path.", at_least=0, on_resume="free"
+    )
+    dtype: str = option(
+        "float32", "The weights of teacher.path have this type.", choices=("float32", "bfloat16"), on_resume="free"
+    )
+    url: str = option(
+        "",
+        "The teacher is served at this address: an OpenAI-compatible /v1/completions that gives log-probabilities of "
+        "prompts, such as vLLM's.",
+        on_resume="free",
+    )
+    model: str = option("", "The server of teacher.url knows the teacher by this name; by default the first it lists.")
+    token_file: str | None = option(None, "This file holds the bearer token of teacher.url.", on_resume="free")
+    connections: int = option(16, "So many sequences are sent to teacher.url at once.", at_least=1, on_resume="free")
+
+    def problems(self, name: str) -> Iterator[str]:
+        """There is one teacher, and what belongs to the other kind does nothing."""
+        if self.path and self.url:
+            yield f"{name}.path={self.path}, {name}.url={self.url}: there is one teacher; set one of them"
+        if self.path in ("builtin", "builtin_tiny", "actor"):
+            yield f"{name}.path={self.path}: the teacher is another model than the actor; name a folder or a hub id"
+        if not self.workers or len(set(self.workers)) < len(self.workers):
+            yield f"{name}.workers={self.workers}: give different indices of model workers, from 0"
+        if self.url and not re.match(r"https?://[^/]", self.url):
+            yield f"{name}.url={self.url}: give http://host:port"
+        if self.token_file is not None and not Path(self.token_file).expanduser().is_file():
+            yield f"{name}.token_file={self.token_file}: no such file"
+
+
+@dataclass
 class BuiltinModelConfig:
     """The small policy for machines without downloads (a Qwen3 configuration)."""
 

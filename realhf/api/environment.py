@@ -26,6 +26,8 @@ SOLUTION, RECOVERY, HABIT = "solution", "recovery", "habit"
 FAILURE_KINDS = ("unavailable", "timeout", "lost", "capacity", "internal")
 """How an environment fails: a step was not executed and may be sent again; no answer within the deadline; the session
 or its server is gone; there is no free session; the environment's own code raised or broke the contract."""
+DEFAULT_FAULT_KINDS = "unavailable=9,disconnect=1"
+"""The faults, with their weights, that an environment server injects where only their rate is given."""
 TRAIN, HELD_OUT = "train", "heldout"
 SPLITS = (TRAIN, HELD_OUT)
 

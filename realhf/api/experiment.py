@@ -11,7 +11,7 @@ They travel as the ``interface_args`` of the call ``env_rollout`` and in ``Rollo
     def build(config: ExperimentConfig) -> ExperimentSpec: ...
 
 plus one YAML in ``configs/experiment/``. Nothing else needs an edit. An experiment with options of its own takes a
-subclass of ``ExperimentConfig`` that adds them (docs/extend/algorithm.md).
+subclass of ``ExperimentConfig`` that adds them (docs/extend/experiment.md).
 """
 
 from __future__ import annotations
@@ -170,11 +170,13 @@ PLAN_FILE = "plan.json"
 @dataclass(frozen=True)
 class ModelSpec:
     """Describes one model role: where its weights come from and which model workers hold it. ``chat_template_kwargs``
-    are variables of its tokenizer's chat template; ``experts`` accepts a mixture of experts; ``head`` is what stands on
-    the decoder: ``lm`` (logits of the next token) or ``value`` (one number for each position). ``parallel`` says how
-    several workers train it together, ``engine`` what samples its tokens, ``compile`` whether its blocks are compiled
-    for training, ``lora`` which adapters train in place of all weights. ``base_of`` names another role: a frozen one is
-    that role's model with its adapters off, on workers that hold both."""
+    are variables of its tokenizer's chat template; ``experts`` accepts a mixture of experts (None: any, for a role that
+    never trains); ``head`` is what stands on the decoder: ``lm`` (logits of the next token) or ``value`` (one number
+    for each position). ``parallel`` says how several workers train it together, ``engine`` what samples its tokens,
+    ``compile`` whether its blocks are compiled for training, ``lora`` which adapters train in place of all weights.
+    ``base_of`` names another role: a frozen one is that role's model with its adapters off, on workers that hold both.
+    ``tokens_of`` is the path of another model whose tokens it reads: a tokenizer that gives them other ids is refused.
+    """
 
     role: str
     path: str
@@ -184,12 +186,13 @@ class ModelSpec:
     backend_args: Mapping[str, Any] = field(default_factory=dict)
     dtype: str = "float32"
     head: str = "lm"
-    experts: bool = False
+    experts: bool | None = False
     gradient_checkpointing: bool = False
     compile: bool = False
     optimizer: OptimizerConfig | None = None
     lora: LoraConfig | None = None
     base_of: str = ""
+    tokens_of: str = ""
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     parallel: Parallel = field(default_factory=Parallel)
     engine: EngineConfig = field(default_factory=EngineConfig)

@@ -71,6 +71,7 @@ STANDARD_KEYS: tuple[KeySpec, ...] = (
     KeySpec("dense_rewards", "f32", "L-1"),
     KeySpec("packed_ref_logprobs", "f32", "L-1"),
     KeySpec("proximal_logprobs", "f32", "L-1"),
+    KeySpec("teacher_logprobs", "f32", "L-1"),
     KeySpec("values", "f32", "L-1"),
     KeySpec("advantages", "f32", "L-1"),
     KeySpec("returns", "f32", "L-1"),

@@ -24,6 +24,8 @@ from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass, 
 from enum import Enum
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar, runtime_checkable
 
+from realhf.base.plugin import split_reference
+
 C = TypeVar("C")
 
 OnResume = Literal["free", "warns", "refuses"]
@@ -31,6 +33,7 @@ OnResume = Literal["free", "warns", "refuses"]
 about how the run is carried out; ``warns``: it takes the new value from there on and says so; ``refuses``: it would be
 another experiment. An option says ``refuses`` unless it says something else."""
 
+REFERENCE = "FILE.py:NAME"
 _KEY = "option"
 _IDLE = "idle"
 _ON_RESUME = "on_resume"
@@ -39,7 +42,8 @@ _ON_RESUME = "on_resume"
 @dataclass(frozen=True)
 class Option:
     """What a field says about itself beside its default. ``about``: one sentence; ``registry``: the values are the
-    names of a registry in ``realhf.registry``; ``retired``: values that are refused now, and what to take instead;
+    names of a registry in ``realhf.registry``; ``reference``: one of one's own may be named as well, as
+    ``FILE.py:NAME``; ``retired``: values that are refused now, and what to take instead;
     ``idle``: why the option may have been set and read by nobody;
     ``on_resume``: None for what its section says."""
 
@@ -49,6 +53,7 @@ class Option:
     at_most: float | None = None
     choices: tuple[str, ...] = ()
     registry: str = ""
+    reference: bool = False
     retired: Mapping[str, str] = field(default_factory=dict)
     idle: str = ""
     on_resume: OnResume | None = None
@@ -100,13 +105,14 @@ def option(
     at_most: float | None = None,
     choices: Sequence[str] = (),
     registry: str = "",
+    reference: bool = False,
     retired: Mapping[str, str] = {},
     idle: str = "",
     on_resume: OnResume | None = None,
 ) -> Any:
     """A dataclass field. A list or mapping is copied for every instance; bounds and choices hold for each item of a
     list, and None is always allowed where the type allows it."""
-    about_it = Option(about, at_least, above, at_most, tuple(choices), registry, retired, idle, on_resume)
+    about_it = Option(about, at_least, above, at_most, tuple(choices), registry, reference, retired, idle, on_resume)
     metadata = {_KEY: about_it}
     if isinstance(default, (list, dict)):
         return field(default_factory=lambda: copy.deepcopy(default), metadata=metadata)
@@ -185,8 +191,9 @@ def _problem(found: Found, known: Callable[[str], Iterable[str]] | None) -> str:
             continue
         if item in about.retired:
             return f"{name}={item}: is gone; {about.retired[item]} (known: {', '.join(allowed)})"
-        if allowed and item not in allowed:
-            return f"{name}={item}: {_unknown(str(item), allowed)}"
+        if allowed and item not in allowed and not (about.reference and split_reference(str(item)).place):
+            own = f"; one of your own is {REFERENCE}" if about.reference else ""
+            return f"{name}={item}: {_unknown(str(item), allowed)}{own}"
         if isinstance(item, (int, float)) and not about.holds(item):
             return f"{name}={item}: must be {about.bound()}{f'. {about.about}' if about.about else ''}"
     return ""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from realhf.api.environment import (
+    DEFAULT_FAULT_KINDS,
     AssistantMessage,
     DemonstrationProgram,
     DemonstrationRequest,
@@ -42,7 +43,6 @@ from realhf.base.installation import PACKAGE
 from realhf.base.text import shorten
 from realhf.base.tls import without_certificate
 from realhf.env.openenv_client import EnvError, OpenEnvClient, failure_kind, fetch_metadata, without_token
-from realhf.env.server.config import DEFAULT_KINDS
 
 
 @dataclass
@@ -83,7 +83,7 @@ class AwsOptions:
         0.0, "SIMULATED: this fraction of the steps fails.", at_least=0, at_most=1, on_resume="warns"
     )
     fault_kinds: str = option(
-        DEFAULT_KINDS,
+        DEFAULT_FAULT_KINDS,
         "SIMULATED: steps fail in these ways (unavailable, disconnect, hang), with weights.",
         on_resume="warns",
     )
@@ -91,7 +91,7 @@ class AwsOptions:
 
     def problems(self, name: str) -> Iterator[str]:
         """Yield tags that a tier does not have, and details of faults that nobody asked for."""
-        if not self.fault_rate and (self.fault_kinds, self.fault_seed) != (DEFAULT_KINDS, 0):
+        if not self.fault_rate and (self.fault_kinds, self.fault_seed) != (DEFAULT_FAULT_KINDS, 0):
             yield f"{name}.fault_kinds, {name}.fault_seed: no effect without {name}.fault_rate"
         if not self.tiers:
             yield f"{name}.tiers=[]: name at least one tier"

@@ -11,6 +11,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 from realhf.api.environment import AssistantMessage, Opening, Task, Turn
@@ -215,7 +216,13 @@ def account_key(observation: Mapping[str, Any]) -> str:
     """Return a digest of the account as far as the episode's commands made it: of the calls that changed each resource,
     in their order. Reads, and what failed, leave it as it was, and so does the order in which resources had their
     turn."""
-    changes = json.dumps(observation.get("account_changes") or [], sort_keys=True)
+    return _digest(json.dumps(observation.get("account_changes") or [], sort_keys=True))
+
+
+@lru_cache(maxsize=1024)
+def _digest(changes: str) -> str:
+    """Return the digest of changes without what differs between runs. Most turns change nothing, and rollouts of a
+    group often the same."""
     return hashlib.sha256(normalise(changes).encode()).hexdigest()
 
 

@@ -180,7 +180,8 @@ def _check_workers(spec: ExperimentSpec) -> None:
     if unused:
         raise ConfigError(
             f"experiment {spec.name}: model workers are numbered from 0 without gaps; "
-            f"{unused} of 0..{spec.n_model_workers - 1} hold no model (see actor.workers, ref.workers, critic.workers)"
+            f"{unused} of 0..{spec.n_model_workers - 1} hold no model (see actor.workers, ref.workers, critic.workers, "
+            "teacher.workers)"
         )
     if spec.source.worker not in used:
         raise ConfigError(

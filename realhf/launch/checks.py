@@ -18,7 +18,7 @@ from tempfile import TemporaryFile
 from typing import Any
 
 from realhf.api.chat_template import unread_variables
-from realhf.api.config import ConfigError, ExperimentConfig, ModelConfig, RecoverMode, run_folder
+from realhf.api.config import ConfigError, ExperimentConfig, ModelConfig, RecoverMode, TeacherConfig, run_folder
 from realhf.api.option import problems, sections
 from realhf.api.parallel import SHARDED
 from realhf.base.hf_config import (
@@ -27,6 +27,7 @@ from realhf.base.hf_config import (
     decoder_problem,
     expert_problem,
     is_block_matrix,
+    routed_experts,
     tensor_shapes,
 )
 from realhf.base.installation import install_command
@@ -62,6 +63,12 @@ def _other_models(config: ExperimentConfig) -> Iterator[str]:
             yield from model_problems(role, model, config.rollout.max_total_tokens, renders=False)
             yield from checkpoint_problems(role, model.path)
             yield from vocabulary_problems(role, model, config.actor, config.builtin.vocab_size)
+        if isinstance(model, TeacherConfig) and model.path:
+            described = _json(Path(model.path).expanduser() / "config.json")
+            frozen = ModelConfig(path=model.path, experts=bool(routed_experts(described)))
+            yield from model_problems(role, frozen, config.rollout.max_total_tokens, renders=False)
+            yield from checkpoint_problems(role, model.path)
+            yield from vocabulary_problems(role, frozen, config.actor, config.builtin.vocab_size)
 
 
 def _served_experts(config: ExperimentConfig) -> Iterator[str]:

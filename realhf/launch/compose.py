@@ -15,12 +15,20 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+from realhf.api.algorithm import is_own
 from realhf.api.config import ConfigError, ExperimentConfig
 from realhf.api.option import Found, sections, walk
 from realhf.base.installation import CONFIGS
 from realhf.base.plugin import absolute
 from realhf.launch.checks import BUILTIN, choose_engine, is_builtin, start_untrained
-from realhf.launch.plugins import ExperimentFile, bases_of, load_experiment, with_scheduler, yaml_map
+from realhf.launch.plugins import (
+    ExperimentFile,
+    bases_of,
+    load_experiment,
+    with_algorithm,
+    with_scheduler,
+    yaml_map,
+)
 from realhf.registry import environments
 
 GROUPS = ("experiment", "model", "env", "scheduler")
@@ -62,8 +70,9 @@ def compose_config(arguments: Sequence[str], config_dir: Path = CONFIGS) -> Comp
     _check_choices(given, config_dir)
     environment = _chosen_path("env", given, config_dir, own)
     scheduler = _chosen_path("scheduler", given, config_dir, own)
+    algorithm = _chosen_path("ppo", given, config_dir, own, "algo")
     typed = next((f"{key}={value}" for key, value in reversed(pairs) if key in ("env.path", "env")), "")
-    _check_environment(name, typed, environment, _path_in(own, "env", config_dir / "experiment"), config_dir)
+    _check_environment(name, typed, environment, _path_in(own, "env", bases=config_dir / "experiment"), config_dir)
     file = load_experiment(config_dir, name, user_file, environment)
     if environment is None and hasattr(file.module, "config_class"):
         raise ConfigError(
@@ -75,6 +84,11 @@ def compose_config(arguments: Sequence[str], config_dir: Path = CONFIGS) -> Comp
             file = file._replace(config_class=with_scheduler(file.config_class, scheduler))
         except ValueError as error:
             raise ConfigError(f"scheduler.path: {error}") from None
+    if algorithm is not None and is_own(algorithm) and "ppo.algo" in Schema(file.config_class).options:
+        try:
+            file = file._replace(config_class=with_algorithm(file.config_class, algorithm))
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
     schema = Schema(file.config_class)
     _check_names(pairs, name, schema, config_dir)
     if "env" in schema.sections and not hasattr(file.module, "config_class"):
@@ -93,6 +107,7 @@ def compose_config(arguments: Sequence[str], config_dir: Path = CONFIGS) -> Comp
     except _Unknown as unknown:
         raise ConfigError(_unknown_option(unknown.option, name, schema, config_dir)) from None
     _check_scheduler(config, scheduler, own)
+    _check_algorithm(config, algorithm, own)
     config.experiment_path = str(user_file) if user_file else None
     overridden = tuple(schema.mapping_of(pair.key) or pair.key for pair in pairs if pair.key not in GROUPS)
     chosen = {
@@ -187,20 +202,20 @@ def _argument(text: str) -> Argument:
     return Argument(key, value)
 
 
-def _chosen_path(section: str, given: dict[str, str], config_dir: Path, own: Path) -> str | None:
-    """The environment or scheduler (``section``) that was chosen: by ``section.path``, by the file of
+def _chosen_path(section: str, given: dict[str, str], config_dir: Path, own: Path, option: str = "path") -> str | None:
+    """The environment, scheduler or algorithm (``section``) that was chosen: by its ``option``, by the file of
     ``section=NAME``, or by the experiment's YAML ``own``. A path in ``given`` becomes absolute, so that every process
     finds it."""
-    option = f"{section}.path"
+    name, option = option, f"{section}.{option}"
     if option in given:
         given[option] = absolute(given[option].strip("'\""))
         return given[option]
     choice = given.get(section, "")
     registered = choice if section == "env" and choice in environments else None
     return (
-        _path_in(config_dir / section / f"{choice}.yaml", section)
+        _path_in(config_dir / section / f"{choice}.yaml", section, name)
         or registered
-        or _path_in(own, section, config_dir / "experiment")
+        or _path_in(own, section, name, bases=config_dir / "experiment")
     )
 
 
@@ -224,16 +239,26 @@ def _check_scheduler(config: ExperimentConfig, chosen: str | None, own: Path) ->
         )
 
 
-def _path_in(path: Path, section: str, bases: Path | None = None, seen: frozenset[str] = frozenset()) -> str | None:
-    """What a YAML file sets as ``section.path``, or what it builds on, which lies in the folder ``bases``. ``seen``:
+def _check_algorithm(config: ExperimentConfig, chosen: str | None, own: Path) -> None:
+    """Raise ConfigError for an algorithm of somebody's own that was set where nobody looked for its options."""
+    section: Any = getattr(config, "ppo", None)
+    algo = getattr(section, "algo", "")
+    if is_own(algo) and absolute(algo) != absolute(chosen or ""):
+        raise ConfigError(f"ppo.algo={algo}: set it in {own.name} or on the command line; no other choice can make it")
+
+
+def _path_in(
+    path: Path, section: str, option: str = "path", bases: Path | None = None, seen: frozenset[str] = frozenset()
+) -> str | None:
+    """What a YAML file sets as ``section.option``, or what it builds on, which lies in the folder ``bases``. ``seen``:
     the files that build on it."""
     content = yaml_map(path)
     part = content.get(section)
-    found = part.get("path") if isinstance(part, dict) else None
+    found = part.get(option) if isinstance(part, dict) else None
     if isinstance(found, str) or bases is None:
         return found if isinstance(found, str) else None
     below = (base for base in reversed(bases_of(content, path)) if base not in seen)
-    found = (_path_in(bases / f"{base}.yaml", section, bases, seen | {path.stem}) for base in below)
+    found = (_path_in(bases / f"{base}.yaml", section, option, bases, seen | {path.stem}) for base in below)
     return next((given for given in found if given is not None), None)
 
 

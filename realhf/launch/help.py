@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from realhf.api.config import ExperimentConfig
-from realhf.api.option import Found, Option, walk
+from realhf.api.option import REFERENCE, Found, Option, walk
 from realhf.base.installation import CONFIGS
 from realhf.env.loader.load import with_environment
 from realhf.launch.compose import GROUPS, Composed, Schema, choices, shipped_schemas
@@ -129,7 +129,7 @@ def _allowed(about: Option, value: Any) -> str:
     if about.registry:
         return ", ".join(registered_names(about.registry))
     if about.choices:
-        return ", ".join(about.choices)
+        return ", ".join([*about.choices, *([REFERENCE] if about.reference else [])])
     return ", ".join(item.value for item in type(value)) if isinstance(value, Enum) else about.bound()
 
 

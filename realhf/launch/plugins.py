@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple, TypeVar
 
+from realhf.api.algorithm import algorithm_of
 from realhf.api.config import ConfigError, ExperimentConfig
 from realhf.api.option import walk, with_path, with_section
 from realhf.base.plugin import absolute, imported, load_plugin, load_reference, located, split_reference
@@ -157,6 +158,21 @@ def with_scheduler(config: type[C], reference: str) -> type[C]:
     except Exception as error:
         raise ValueError(f"{reference}: {options.__name__}: {located(error, _file(reference))}") from None
     return with_section(config, "scheduler", kind)
+
+
+def with_algorithm(config: type[C], reference: str) -> type[C]:
+    """Return ``config`` with the own options of an algorithm, which its author wrote, as the section ``algorithm``; as
+    it is where the algorithm has none. Raises ValueError when there is no such algorithm, or ``config`` has a section
+    of that name."""
+    options = algorithm_of(reference).options
+    if options is None:
+        return config
+    if any(every.name == "algorithm" for every in fields(config)):
+        raise ValueError(f"ppo.algo={reference}: has options, and the experiment has a section algorithm of its own")
+    try:
+        return with_section(config, "algorithm", options)
+    except Exception as error:
+        raise ValueError(f"ppo.algo={reference}: {options.__name__}: {located(error, _file(reference))}") from None
 
 
 def options_of(chosen: Any) -> Any:

@@ -146,6 +146,12 @@ POLICY = Section(
         _policy(
             "policy/kl_ref_clamped_fraction", "fraction", "tokens that lie further off and enter that mean with 10 nats"
         ),
+        _policy(
+            "policy/kl_teacher",
+            "nats",
+            "KL divergence of the policy that sampled from the teacher, a token (k3 estimate), with "
+            "`ppo.distill_weight` only",
+        ),
         _policy("policy/kl_sequence", "nats", "KL term of the reward, a rollout, with `ppo.kl_ctl`", "kl_of_sequence"),
         _policy("policy/kl_coefficient", "", "weight of the KL term in the reward at this step", "kl_ctl"),
         _policy("policy/ratio_mean", "", "mean ratio of new to old probability"),

@@ -44,7 +44,6 @@ def test_losses_are_identical_to_the_bit(way: str, tmp_path: Path, actor: Path, 
 RUN_S = 600.0
 
 
-@pytest.fixture(scope="module")
 def ranks(backend: str) -> tuple[str, ...]:
     return ("actor.workers=[0,1]", f"actor.backend={backend}")
 

@@ -75,7 +75,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory, tiny_policy: Path) -> Pa
     (folder / "models").mkdir()
     (folder / "models" / "smollm2_135m").symlink_to(folder / "policy")
     assert environment_command(["init", "mine", "--folder", str(folder)]) == 0
-    for name, page in (("focal", "extend/algorithm.md"), ("agent", "black_box_agents.md")):
+    for name, page in (("focal", "extend/experiment.md"), ("agent", "black_box_agents.md")):
         code = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL)[0]
         # Under a name of its own: other tests of this process load the same algorithm from where it lies.
         (folder / f"{name}.py").write_text(code.replace('"focal_sft"', '"focal_sft_of_the_page"'))

@@ -58,6 +58,7 @@ EXAMPLES = EXTEND / "examples"
 PAGES = (
     "README",
     "agent",
+    "algorithm",
     "backend",
     "data_source",
     "environment",

@@ -16,7 +16,7 @@ from realhf.base.installation import PACKAGE
 from realhf.launch.__main__ import main
 
 HERE = Path(__file__).resolve().parent
-PAGE = PACKAGE.parent / "docs" / "extend" / "algorithm.md"
+PAGE = PACKAGE.parent / "docs" / "extend" / "experiment.md"
 TINY = BuiltinModelConfig(vocab_size=300, hidden_size=16, num_layers=1, num_heads=2, intermediate_size=32)
 
 

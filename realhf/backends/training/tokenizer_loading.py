@@ -25,6 +25,20 @@ def load_tokenizer(path: str, role: str) -> Any:
         raise ModelLoadError(f"{role}.path={path}: no tokenizer there ({first_line(error)})") from None
 
 
+def check_same_tokens(tokenizer: Any, role: str, path: str, other_path: str) -> None:
+    """Raise ModelLoadError unless ``tokenizer``, that of a role whose model lies in ``path``, gives every token that it
+    shares with the one in ``other_path`` the same id. What one of them added is not missed in the other."""
+    mine, theirs = tokenizer.get_vocab(), load_tokenizer(other_path, "actor").get_vocab()
+    words = {number: word for word, number in theirs.items()}
+    for word, number in mine.items():
+        if theirs.get(word, number) != number or words.get(number, word) != word:
+            raise ModelLoadError(
+                f"{role}.path={path}: its tokenizer gives {word[:40]!r} the id {number}, which in {other_path} is "
+                f"{words.get(number, '')[:40]!r}; the {role} reads the tokens of that model, so it must have its "
+                "tokenizer"
+            )
+
+
 def check_context(path: str, role: str, max_total_tokens: int) -> None:
     """Raise ModelLoadError when the model there cannot hold an episode of ``max_total_tokens``."""
     described = _described(path, role)

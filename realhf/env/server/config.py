@@ -17,6 +17,7 @@ from dataclasses import Field, dataclass, field, fields
 from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar
 
+from realhf.api.environment import DEFAULT_FAULT_KINDS
 from realhf.base.loopback import is_loopback_host
 from realhf.base.tls import certificate_problem
 
@@ -24,7 +25,6 @@ UNAVAILABLE, DISCONNECT, HANG = "unavailable", "disconnect", "hang"
 """Kinds of faults. ``unavailable``: an error frame that says the step was not executed; ``disconnect``: the connection
 ends without an answer; ``hang``: there is no answer."""
 KINDS = (UNAVAILABLE, DISCONNECT, HANG)
-DEFAULT_KINDS = "unavailable=9,disconnect=1"
 
 
 def parse_kinds(text: str) -> dict[str, float]:
@@ -68,7 +68,7 @@ class InjectedFaults:
 
     latency_ms: float = 0.0
     rate: float = 0.0
-    kinds: str = DEFAULT_KINDS
+    kinds: str = DEFAULT_FAULT_KINDS
     seed: int = 0
     _sessions: int = field(default=0, init=False)
 
@@ -148,7 +148,7 @@ class ServerConfig:
     )
     fault_rate: float = setting(0.0, "SIMULATED: fraction of the steps of a session that fail", limits=(0, 1))
     fault_kinds: str = setting(
-        DEFAULT_KINDS,
+        DEFAULT_FAULT_KINDS,
         "SIMULATED: how they fail, with weights: unavailable (an error frame: "
         "the step was not executed), disconnect, hang",
     )

@@ -1,0 +1,130 @@
+"""Defines how a policy-gradient algorithm comes in one file of its author's: advantage, loss, options and preset.
+
+    python -m realhf.launch experiment=grpo env=countdown ppo.algo=FILE.py:NAME algorithm.OPTION=VALUE
+
+``NAME`` is an ``Algorithm``. Every process that computes with it loads the file by its reference; none is edited
+(docs/extend/algorithm.md).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any
+
+from realhf.api.option import problems
+from realhf.base.plugin import load_reference, split_reference
+from realhf.base.text import close_to
+
+CLIP_OPTIONS = ("eps_clip", "eps_clip_higher", "c_clip", "ratio")
+"""Options of the section ppo that only some losses read."""
+LOSS, ADVANTAGES = "loss", "adv_estimator"
+"""The options of the section ppo that name what an algorithm may bring itself."""
+_ARGUMENTS = {"loss": ("terms", "ppo", "own"), "advantages": ("scores", "valid", "group", "own")}
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """Describes an algorithm; everything that it leaves out is that of GRPO.
+
+    ``preset`` gives values to options of the section ``ppo`` that nobody sets, as ``ppo.algo=grpo`` does. ``options``
+    is a dataclass of ``option`` fields with the algorithm's own, which stand in the section ``algorithm``; an instance
+    of it is the last argument, ``own``, of both functions (None without ``options``).
+
+    ``loss(terms, ppo, own)`` returns the ``TokenLoss`` of ``LossTerms`` under the resolved options ``ppo`` of
+    ``realhf.algorithms``; ``clip_options`` names those of ``CLIP_OPTIONS`` that it reads, and setting another one is
+    refused. ``advantages(scores, valid, group, own)`` returns an f32 (n,), exactly 0 where not ``valid``, from f32
+    (n,), bool (n,) and i64 (n,), an entry for each rollout; ``compares`` says that it needs groups of two. All else
+    about both is that of a registered loss and estimator (docs/extend/policy_loss.md).
+
+    Raises ValueError on a description that contradicts itself.
+    """
+
+    preset: Mapping[str, Any] = field(default_factory=dict)
+    loss: Callable[[Any, Any, Any], Any] | None = None
+    advantages: Callable[[Any, Any, Any, Any], Any] | None = None
+    options: type[Any] | None = None
+    clip_options: tuple[str, ...] = ()
+    compares: bool = True
+
+    def __post_init__(self) -> None:
+        for name, brought in ((LOSS, self.loss), (ADVANTAGES, self.advantages)):
+            if brought is not None and name in self.preset:
+                raise ValueError(f"preset: {name}={self.preset[name]} beside a function of its own; leave one out")
+        for name, arguments in _ARGUMENTS.items():
+            function = getattr(self, name)
+            if function is not None and not _takes(function, len(arguments)):
+                raise ValueError(f"{name}: must be a function of ({', '.join(arguments)})")
+        if unknown := [name for name in self.clip_options if name not in CLIP_OPTIONS]:
+            raise ValueError(f"clip_options: {unknown[0]!r} is none of {', '.join(CLIP_OPTIONS)}")
+        if self.clip_options and self.loss is None:
+            raise ValueError("clip_options: are about a loss, and there is none")
+        if "algo" in self.preset:
+            raise ValueError("preset: algo is what the algorithm itself is named by; write its values out")
+        self._check_options()
+
+    def _check_options(self) -> None:
+        if self.options is None:
+            return
+        if not (isinstance(self.options, type) and is_dataclass(self.options)):
+            raise ValueError(f"options: must be a dataclass, not {self.options!r}")
+        if self.loss is None and self.advantages is None:
+            raise ValueError("options: nothing reads them without a loss or advantages")
+        try:
+            self.options()
+        except TypeError as error:
+            raise ValueError(f"options: every field of {self.options.__name__} needs a default ({error})") from None
+
+    def defaults(self, reference: str) -> Mapping[str, Any]:
+        """Return the preset, in which what the algorithm brings itself goes by its ``reference``."""
+        own = {LOSS: self.loss, ADVANTAGES: self.advantages}
+        return {**self.preset, **{name: reference for name, brought in own.items() if brought is not None}}
+
+    def own(self, given: Any) -> Any:
+        """Return an instance of ``options`` with the values of ``given``, a section or a mapping (None: the defaults);
+        None where there are no options. Raises ValueError naming an option that is unknown or cannot be."""
+        if self.options is None:
+            return None
+        known = [every.name for every in fields(self.options)]
+        if not isinstance(given, Mapping):
+            given = {name: getattr(given, name) for name in known} if given is not None else {}
+        for name in given:
+            if name not in known:
+                raise ValueError(f"algorithm.{name} is not an option{close_to(str(name), known)}")
+        own = self.options(**given)
+        if wrong := [*problems(own, "algorithm")]:
+            raise ValueError("\n".join(wrong))
+        return own
+
+
+def _takes(function: Any, arguments: int) -> bool:
+    """Whether something can be called with so many positional arguments."""
+    if not callable(function):
+        return False
+    try:
+        inspect.signature(function).bind(*range(arguments))
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def is_own(algo: str) -> bool:
+    """Whether ``ppo.algo`` names an algorithm in somebody's file, and no preset."""
+    return bool(split_reference(algo).place)
+
+
+def algorithm_of(reference: str) -> Algorithm:
+    """Return the algorithm that ``file.py:Name`` or ``package.module:Name`` means. Raises ValueError with one sentence
+    that says what is wrong and where."""
+    if not split_reference(reference).name:
+        raise ValueError(f"ppo.algo={reference}: name the algorithm in it, {reference}:NAME")
+    try:
+        module, name = load_reference(reference)
+    except ValueError as error:
+        raise ValueError(f"ppo.algo={error}") from None
+    found = getattr(module, name)
+    if not isinstance(found, Algorithm):
+        kind = f"the class {found.__name__}" if isinstance(found, type) else f"a {type(found).__name__}"
+        raise ValueError(f"ppo.algo={reference}: is {kind}, expected an Algorithm (realhf.api.algorithm)")
+    return found

@@ -1,0 +1,60 @@
+"""On-policy distillation from the command line: a teacher with a worker of its own, and a student that comes nearer."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from tests.test_end_to_end import undescribed
+from tests.test_ppo_end_to_end import LETTERS
+
+STEPS = 16
+OPTIONS = (
+    "experiment=grpo",
+    "experiment_name=opd",
+    "trial_name=one",
+    f"total_train_steps={STEPS}",
+    "ppo.algo=opd",
+    "ppo.kl_loss_coef=0",
+    "teacher.workers=[1]",
+    "actor.optimizer.lr=0.01",
+    "dataset.train_bs_n_seqs=4",
+    "ppo.group_size=8",
+    "gen.max_new_tokens=8",
+    "rollout.max_turns=2",
+    "rollout.max_total_tokens=500",
+    "evaluation.episodes_per_task=0",
+    "evaluation.greedy_episodes_per_task=0",
+    "monitor.trackers=[]",
+    "monitor.progress=false",
+    "torch_threads=1",
+)
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_divergence_from_the_teacher_falls(tmp_path: Path, tiny_policy: Path) -> None:
+    """The teacher is the student with its last projection moved at random; rewards play no part."""
+    teacher = tmp_path / "teacher"
+    teacher.mkdir()
+    for file in tiny_policy.iterdir():
+        (teacher / file.name).write_bytes(file.read_bytes())
+    tensors = load_file(teacher / "model.safetensors")
+    name = max(name for name in tensors if name.endswith("down_proj.weight"))
+    tensors[name] = tensors[name] + 0.3 * tensors[name].std() * tensors[name].flip(0).sign() * 8
+    save_file(tensors, teacher / "model.safetensors", {"format": "pt"})
+    (tmp_path / "letters.py").write_text(LETTERS)
+    places = (f"env.path={tmp_path / 'letters.py'}:Letters", f"actor.path={tiny_policy}", f"teacher.path={teacher}")
+    command = [sys.executable, "-m", "realhf.launch", *OPTIONS, *places, f"fileroot={tmp_path}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stderr + done.stdout[-2000:]
+    rows = [json.loads(line) for line in (tmp_path / "opd" / "one" / "metrics.jsonl").read_text().splitlines()]
+    assert not undescribed(rows)
+    apart = [row["policy/kl_teacher"] for row in rows if "policy/kl_teacher" in row]
+    assert len(apart) == STEPS and sum(apart[-3:]) < 0.7 * sum(apart[:3]), apart
