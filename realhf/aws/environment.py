@@ -8,11 +8,12 @@ text; its first ``aws ...`` command is run, and what the policy reads of the ans
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from realhf.api.environment import (
     DEFAULT_FAULT_KINDS,
+    HELD_OUT,
     AssistantMessage,
     DemonstrationProgram,
     DemonstrationRequest,
@@ -36,7 +37,7 @@ from realhf.aws.messages import (
     told,
     told_people,
 )
-from realhf.aws.tasks.loader import TrainingTasks, instantiate, training_tags
+from realhf.aws.tasks.loader import ALL_BUT_TEN, THE_TEN, TrainingTasks, instantiate, load_templates, training_tags
 from realhf.aws.tasks.task import TIERS, TaskError
 from realhf.base.files import matching_files
 from realhf.base.installation import PACKAGE
@@ -75,6 +76,33 @@ class AwsOptions:
         "Templates with any of these tags are trained on, with [] all; without a list the tag 'starter', what the "
         "built-in policy can learn, where each of the tiers has such templates, else all.",
     )
+    split: str = option(
+        "train",
+        "The templates that train: train keeps one in five back, all_but_ten only ten, named in "
+        "realhf/aws/tasks/loader.py, which evaluations then play as well, in groups of their own (unseen-...).",
+        choices=("train", ALL_BUT_TEN),
+    )
+    phrasings: bool = option(
+        False,
+        "Training tasks and demonstrations are worded in further ways (realhf/aws/tasks/phrasings.yaml); evaluations "
+        "keep to those of the templates.",
+    )
+    slips: bool = option(
+        False,
+        "Demonstrations of recovery (warm_start.recovery_fraction) are of slips of the command line, which are not "
+        "imitated: an operation that there is not, or a required option left out.",
+    )
+    observation_chars: int = option(
+        OBSERVATION_CHARS,
+        "The policy reads at most this many characters of an answer, its head and its tail; with 200, ids that the "
+        "solutions of three templates of the higher tiers take from it are cut out.",
+        at_least=40,
+    )
+    show_ids: bool = option(
+        False,
+        "Uuids and long hexadecimal ids are shown as they are; else fixed words stand for them, also where the "
+        "solutions of five templates of the higher tiers name a key or a load balancer by its id.",
+    )
     chaos: bool = option(False, "Training and evaluation episodes may be perturbed (docs/reference/environment.md 7).")
     step_latency_ms: float = option(
         0.0, "SIMULATED: every step takes these milliseconds longer.", at_least=0, on_resume="free"
@@ -90,16 +118,23 @@ class AwsOptions:
     fault_seed: int = option(0, "SIMULATED: which steps fail is drawn from this seed.", on_resume="warns")
 
     def problems(self, name: str) -> Iterator[str]:
-        """Yield tags that a tier does not have, and details of faults that nobody asked for."""
+        """Yield tags that a tier does not have, a split without effect, and details of faults that nobody asked for."""
         if not self.fault_rate and (self.fault_kinds, self.fault_seed) != (DEFAULT_FAULT_KINDS, 0):
             yield f"{name}.fault_kinds, {name}.fault_seed: no effect without {name}.fault_rate"
         if not self.tiers:
             yield f"{name}.tiers=[]: name at least one tier"
-        elif self.tags is not None:
-            try:
-                training_tags(self.tiers, self.tags)
-            except TaskError as error:
+            return
+        try:
+            usual, own = (
+                TrainingTasks(self.tiers, training_tags(self.tiers, self.tags, split), split).group_of
+                for split in ("train", self.split)
+            )
+        except TaskError as error:
+            if self.tags is not None:
                 yield f"{name}.tags={self.tags}: {error}"
+            return
+        if self.split != "train" and usual == own:
+            yield f"{name}.split={self.split}: the templates of these tiers and tags are those of split=train"
 
 
 def environment_server(options: AwsOptions) -> EnvironmentService:
@@ -126,18 +161,26 @@ _NEVER_S = 3600.0
 
 class AwsTaskSet:
     """Holds the templates of some tiers and tags, by number, and their instances of a split; see
-    ``realhf.api.environment.TaskSet``. ``chaos``: whether their episodes may be perturbed."""
+    ``realhf.api.environment.TaskSet``. Where all templates but ten train, those ten are among the held-out ones, in a
+    group ``unseen-TIER`` for each tier. ``chaos``: whether their episodes may be perturbed."""
 
     def __init__(self, options: AwsOptions, split: str) -> None:
-        tasks = TrainingTasks(options.tiers, training_tags(options.tiers, options.tags))
+        tags = training_tags(options.tiers, options.tags, options.split)
+        tasks = TrainingTasks(options.tiers, tags, options.split)
         self.group_of: Mapping[str, str] = {str(number): tier for number, tier in tasks.group_of.items()}
         self.groups: Sequence[str] = tasks.groups
-        self._split, self._chaos = split, options.chaos
+        if options.split == ALL_BUT_TEN and split == HELD_OUT:
+            unseen = load_templates(options.tiers, tags=tags, split=THE_TEN)
+            groups = {str(template.task_id): f"unseen-{template.tier}" for template in unseen}
+            self.group_of = {**self.group_of, **groups}
+            self.groups = (*self.groups, *dict.fromkeys(groups.values()))
+        self._split, self._chaos, self._rephrased = split, options.chaos, options.phrasings
 
     def instantiate(self, template_id: str, seed: int) -> Task:
         """See ``TaskSet``: the names of training and held-out instances differ."""
-        task = instantiate(int(template_id), seed, split=self._split)
-        return episode_task(task, chaos=self._chaos, split=self._split)
+        task = instantiate(int(template_id), seed, split=self._split, rephrased=self._rephrased)
+        played = episode_task(task, chaos=self._chaos, split=self._split)
+        return replace(played, group=self.group_of.get(template_id, played.group))
 
 
 class AwsEnvironment:
@@ -153,12 +196,13 @@ class AwsEnvironment:
         reopen: Callable[[OpenEnvClient], Awaitable[None]] | None = None,
         level: bool = False,
         observation_chars: int = OBSERVATION_CHARS,
+        show_ids: bool = False,
     ) -> None:
         address, self._tls = without_certificate(address)
         self._address, self._token = without_token(address)
         self._client, self._own = client, client is None
         self._reopen = reopen or _reopened
-        self._level, self._chars = level, observation_chars
+        self._level, self._chars, self._show_ids = level, observation_chars, show_ids
         self._state_key = ""
 
     async def reset(self, task: Mapping[str, Any], *, seed: int) -> Opening:
@@ -187,6 +231,7 @@ class AwsEnvironment:
             result.done,
             final=self._level,
             observation_chars=self._chars,
+            show_ids=self._show_ids,
             info=told_people(command, result.observation),
         )
         self._state_key = turn.state_key
@@ -236,7 +281,9 @@ def build(options: AwsOptions) -> EnvironmentSpec:
     """Return the specification of the AWS environment."""
     return EnvironmentSpec(
         "aws",
-        make=AwsEnvironment,
+        make=lambda address: AwsEnvironment(
+            address, observation_chars=options.observation_chars, show_ids=options.show_ids
+        ),
         tasks=lambda split: AwsTaskSet(options, split),
         system_prompt=SYSTEM_PROMPT,
         concurrency=options.pool_size,
@@ -255,7 +302,13 @@ def demonstration_arguments(options: AwsOptions, request: DemonstrationRequest) 
     """Return what the program that plays demonstrations is told."""
     argv = ["--episodes-per-task", str(request.episodes_per_task), "--seed", str(request.seed)]
     argv += ["--mix", f"recovery={request.recovery_fraction}", f"habit={request.habit_fraction}", "--learn-mistakes"]
-    argv += ["--tiers", *options.tiers, "--tags", *training_tags(options.tiers, options.tags)]
+    argv += ["--tiers", *options.tiers, "--tags", *training_tags(options.tiers, options.tags, options.split)]
+    if options.split != "train":
+        argv += ["--split", options.split]
+    if options.observation_chars != OBSERVATION_CHARS:
+        argv += ["--observation-chars", str(options.observation_chars)]
+    argv += ["--show-ids"] * options.show_ids
+    argv += [f"--{name}" for name in ("slips", "phrasings") if getattr(options, name)]
     return (*argv, "--pool-size", str(min(4, options.pool_size)))
 
 

@@ -87,13 +87,15 @@ def play_tasks(
     *,
     max_turns: int,
     observation_chars: int = OBSERVATION_CHARS,
+    show_ids: bool = False,
     on_episode: Callable[[EpisodeRecord], None] = lambda record: None,
 ) -> list[EpisodeRecord]:
     """Play one agent on tasks; returns the records in their order. ``on_episode`` is called after each episode;
-    ``observation_chars`` is what the agent reads of an answer. Raises AgentError when the agent fails."""
+    ``observation_chars`` is what the agent reads of an answer, with ``show_ids`` as ``normalise`` says. Raises
+    AgentError when the agent fails."""
     judge = _Judge(agent.speaker(max_turns), tasks, on_episode)
     size = min(pool.free_count, max(1, len(tasks)))
-    with pooled_environment(pool, max_steps=max_turns, observation_chars=observation_chars, desired_state=True) as spec:
+    with pooled_environment(pool, max_steps=max_turns, observation_chars=observation_chars, show_ids=show_ids) as spec:
         player = BlockingPlayer(Player(spec, "", judge, size, message_timeout_s=MESSAGE_TIMEOUT_S))
         try:
             player.play([EpisodeRequest(n, episode_task(task)) for n, task in enumerate(tasks)], agent)
@@ -182,6 +184,8 @@ SPLITS = {
     "heldout": "templates and names that training never sees",
     "names": "training templates on names that training never sees",
     "train": "training templates and names",
+    "ten": "the templates that a run with env.split=all_but_ten never sees",
+    "all_but_ten": "its templates on names that training never sees",
 }
 _TABLE_WIDTH = 130
 _LINE_EVERY_S = 15.0
@@ -189,7 +193,7 @@ _LINE_EVERY_S = 15.0
 
 def choose_tasks(split: str, episodes: int, tiers: Sequence[str] | None, tags: Sequence[str], seed: int) -> list[Task]:
     """Return ``episodes`` instances of every template of the split. Raises TaskError when there is none."""
-    templates = load_templates(tiers, tags=tags, split="heldout" if split == "heldout" else "train")
+    templates = load_templates(tiers, tags=tags, split="train" if split == "names" else split)
     if not templates:
         raise TaskError(f"no template of the split {split!r} has these tiers and tags")
     names = "train" if split == "train" else "heldout"
@@ -233,6 +237,7 @@ def play(agent: Agent, tasks: Sequence[Task], pool: MiniStackPool, options: argp
             tasks,
             max_turns=options.max_turns,
             observation_chars=options.observation_chars,
+            show_ids=options.show_ids,
             on_episode=lambda record: advance(),
         )
 
@@ -322,6 +327,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--max-new-tokens", type=int, default=96, help="of one turn")
     add("--max-total-tokens", type=int, default=4096, help="of an episode (local model)")
     add("--observation-chars", type=int, default=200, help="what the model reads of one output (training: 200)")
+    add("--show-ids", action="store_true", help="the model reads uuids and hexadecimal ids (training: env.show_ids)")
     add(
         "--chat-template-kwargs",
         type=json.loads,

@@ -101,27 +101,30 @@ _ERROR_LINE = re.compile(r"error|unknown options|invalid|denied|refused|timed ou
 _CALLED = re.compile(r"^An error occurred \((\w+)\) when calling the (\w+) operation(?: \([^)]*\))?: ?")
 
 
-def observation_text(observation: Mapping[str, Any], *, max_chars: int = OBSERVATION_CHARS) -> str:
+def observation_text(
+    observation: Mapping[str, Any], *, max_chars: int = OBSERVATION_CHARS, show_ids: bool = False
+) -> str:
     """Return at most ``max_chars`` characters: minified output of a success ("ok" when there is none), the last
-    meaningful line of an error. Longer text keeps its head and its tail."""
+    meaningful line of an error. Longer text keeps its head and its tail. ``show_ids``: see ``normalise``."""
     if observation["command_success"]:
         text = _compact(observation["command_output"]) or "ok"
     else:
         text = "error: " + _last_meaningful(observation["error"] or observation["command_output"])
     if observation.get("hint_text"):
         text = f"hint: {observation['hint_text']}\n{text}"
-    return shorten(normalise(text), max_chars)
+    return shorten(normalise(text, show_ids=show_ids), max_chars)
 
 
-def normalise(text: str) -> str:
+def normalise(text: str, *, show_ids: bool = False) -> str:
     """Replace ports, times, uuids, IAM ids and long hexadecimal strings by fixed words, and drop the random
-    end of a secret's ARN (which AWS accepts without it)."""
+    end of a secret's ARN (which AWS accepts without it). ``show_ids`` leaves uuids and hexadecimal strings as they are:
+    a key or a load balancer can be named by them alone."""
     text = _LOCAL_PORT.sub(r"\1:4566", text)
     text = _TIME.sub("TIME", text)
-    text = _UUID.sub("UUID", text)
+    text = text if show_ids else _UUID.sub("UUID", text)
     text = _IAM_ID.sub("ID", text)
     text = _SECRET_SUFFIX.sub(r"\1", text)
-    return _HEX.sub("HEX", text)
+    return text if show_ids else _HEX.sub("HEX", text)
 
 
 def _compact(output: str) -> str:
@@ -199,14 +202,12 @@ def _cell(change: Mapping[str, Any], name: str) -> str:
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def task_opening(
-    observation: Mapping[str, Any], *, desired_state: bool = False, info: Mapping[str, Any] | None = None
-) -> Opening:
-    """Return the opening of an episode: the description of its task, and with ``desired_state`` what the account should
-    look like, where the task says so."""
+def task_opening(observation: Mapping[str, Any], *, info: Mapping[str, Any] | None = None) -> Opening:
+    """Return the opening of an episode: the description of its task, and what the account should look like, where the
+    task says so: without it the agent could only guess what drifted."""
     shown = observation.get("task") or {}
     parts = [shown.get("description", "")]
-    if desired_state and shown.get("desired_state_spec"):
+    if shown.get("desired_state_spec"):
         parts.append(shown["desired_state_spec"])
     text = "\n\n".join(parts)
     return Opening([{"role": "user", "content": text}], info=info or {}, state_key=account_key(observation))
@@ -238,11 +239,12 @@ def command_turn(
     *,
     final: bool = False,
     observation_chars: int = OBSERVATION_CHARS,
+    show_ids: bool = False,
     info: Mapping[str, Any] | None = None,
 ) -> Turn:
     """Return the answer to a command. ``final``: its reward is the score of the episode so far."""
     return Turn(
-        [{"role": "user", "content": observation_text(observation, max_chars=observation_chars)}],
+        [{"role": "user", "content": observation_text(observation, max_chars=observation_chars, show_ids=show_ids)}],
         done=done,
         reward=reward,
         metrics={

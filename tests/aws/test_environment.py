@@ -1,6 +1,7 @@
 """The AWS environment behind the contract, on a fake server (on real simulators: tests/aws/client/test_aws_env.py)."""
 
 import socket
+from typing import Any
 
 import pytest
 
@@ -79,6 +80,15 @@ async def test_an_episode_on_one_session() -> None:
         await env.close()
         await env.close()
         assert fake.open == 0
+
+
+async def test_what_is_read_of_an_answer_is_what_the_options_say() -> None:
+    with FakeEnvServer() as fake:
+        for options, most in ((AwsOptions(), 200), (AwsOptions(observation_chars=40), 40)):
+            env = DEFINITION.build(options).make(fake.url)
+            await env.reset({"task_id": 3}, seed=5)
+            assert len(words(await env.step(says(f"aws {'x' * 300}")))) == most
+            await env.close()
 
 
 async def test_a_turn_without_a_command_and_a_refused_command_are_the_policys_affair() -> None:
@@ -206,6 +216,36 @@ def test_the_two_splits_share_no_name() -> None:
     assert names[0] and names[1] and not names[0] & names[1]
     one, again = (train.instantiate(template, 4) for _ in range(2))
     assert one == again and one.payload["chaos"] is True and one.group == train.group_of[template]
+
+
+def test_templates_that_never_train_are_evaluated_in_groups_of_their_own() -> None:
+    options = AwsOptions(tiers=["warmup", "expert"], tags=[], split="all_but_ten")
+    train, held_out = AwsTaskSet(options, "train"), AwsTaskSet(options, "heldout")
+    unseen = {name: group for name, group in held_out.group_of.items() if name not in train.group_of}
+    assert unseen == {"18": "unseen-warmup", "21": "unseen-warmup", "411": "unseen-expert", "417": "unseen-expert"}
+    assert {**train.group_of, **unseen} == held_out.group_of
+    assert held_out.instantiate("18", 3).group == "unseen-warmup" and held_out.instantiate("1", 3).group == "warmup"
+    assert set(held_out.group_of.values()) <= set(held_out.groups) and not set(unseen.values()) & set(train.groups)
+    assert len(train.group_of) > len(AwsTaskSet(AwsOptions(tiers=["warmup", "expert"]), "train").group_of)
+    argv = DEFINITION.build(AwsOptions(split="all_but_ten", tags=[], slips=True)).demonstrations
+    assert argv is not None and argv.argv(DemonstrationRequest(1, 3))[-5:-2] == ("--split", "all_but_ten", "--slips")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            {"split": "all_but_ten"},
+            "env.split=all_but_ten: the templates of these tiers and tags are those of split=train",
+        ),
+        ({"tiers": []}, "env.tiers=[]: name at least one tier"),
+        ({"tiers": ["expert"], "tags": ["starter"]}, "env.tags=['starter']: the tier 'expert' has no template"),
+    ],
+)
+def test_choices_of_tasks_that_do_nothing_are_refused(options: dict[str, Any], said: str) -> None:
+    [problem] = AwsOptions(**options).problems("env")
+    assert problem.startswith(said)
+    assert [*AwsOptions(split="all_but_ten", tags=[]).problems("env")] == [*AwsOptions().problems("env")] == []
 
 
 def test_the_program_of_demonstrations_understands_its_arguments(capsys: pytest.CaptureFixture[str]) -> None:

@@ -73,6 +73,13 @@ def test_what_differs_between_runs_is_normalised() -> None:
     }
 
 
+def test_ids_by_which_alone_something_can_be_named_are_shown_where_they_are_asked_for() -> None:
+    key, group = "11111111-0000-4aaa-8bbb-0123456789ac", "ffff456789abcdef0123456789abcdef"
+    answer = observed(json.dumps({"KeyId": key, "Group": group, "UserId": "AIDA1E2FEB89414C443C9", "At": 1767261600}))
+    assert observation_text(answer, show_ids=True) == f'{{"KeyId":"{key}","Group":"{group}","UserId":"ID","At":TIME}}'
+    assert key not in observation_text(answer) and group not in observation_text(answer)
+
+
 def test_an_empty_answer_still_names_what_is_empty() -> None:
     assert observation_text(observed('{"Buckets": [], "Owner": {"ID": "x"}}')) == '{"Buckets":[]}'
     assert observation_text(observed('{"a": 1, "b": [], "c": {"d": null}}')) == '{"a":1,"c":{"d":null}}'

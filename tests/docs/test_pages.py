@@ -333,6 +333,15 @@ QUOTED = (
     ),
     ("docs/asynchronous.md", r"\| true, about .*?4\.01.*", MEASURED, "the same with the true latency"),
     ("docs/running.md", r"The last row took (.*?) on two quiet", MEASURED, "SmolLM2-135M from an empty clone"),
+    ("docs/recipes.md", r"(521 to 564 s) with a warm start", MEASURED, "whole default run"),
+    ("docs/recipes.md", r"(65\.9 -> 84\.0 .*?), two cores \| \[sql\]", MEASURED, "whole runs on `sql`"),
+    ("docs/recipes.md", r"(63\.5 -> 87\.7 .*?), two cores \| \[files\]", MEASURED, "whole runs on `sql`"),
+    ("docs/recipes.md", r"(34\.5 -> 58\.8 .*? 395 s)", MEASURED, "whole runs on `sql`"),
+    ("docs/recipes.md", r"(51\.0 -> 88\.3 \| 37 minutes)", MEASURED, "SmolLM2-135M from an empty clone"),
+    *(
+        ("docs/recipes.md", rf"default job.*?({before} -> {after})", MEASURED, f"{seed} | sampled |")
+        for seed, before, after in ((1, "46.6", "77.8"), (2, "48.3", "76.3"), (3, "48.7", "75.0"))
+    ),
     ("README.md", r"to the report it took (.*?):", MEASURED, "SmolLM2-135M from an empty clone"),
     ("README.md", r"report it took(?s:.*?)(52\.4) after the demonstrations", "docs/running.md", "All 1,287 episodes"),
     ("README.md", r"after the demonstrations, (86\.0)", "docs/running.md", "after 36 steps of GRPO, seed 1"),

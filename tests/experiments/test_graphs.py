@@ -228,6 +228,20 @@ def test_the_pretrained_model_comes_with_lengths_rates_and_a_warm_start():
     assert set(made.models) == {"actor"} and made.models["actor"].optimizer.lr == 3e-5
 
 
+def test_all_tiers_are_demonstrated_but_for_ten_templates_before_trial_and_judged_in_between():
+    made = spec(
+        *("experiment=grpo_aws", "env=aws_all_tiers", "model=smollm2_135m_all_tiers"),
+        *("actor.path=owner/name", "ppo.kl_loss_coef=0"),
+    )
+    [before] = made.before
+    [demonstrations] = before.jobs
+    told = " ".join(demonstrations.argv)
+    assert "--mix recovery=0.25 habit=0.0" in told and "--split all_but_ten --observation-chars 400 --show-ids" in told
+    assert told.endswith("--slips --phrasings --pool-size 4")
+    assert made.evaluation is not None and 2 * made.evaluation.every_steps == made.total_train_steps
+    assert before.source.dataset_args["max_tokens"] == 1792 and set(made.models) == {"actor"}
+
+
 @pytest.fixture(scope="module")
 def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the package, to be changed."""

@@ -87,10 +87,10 @@ class PooledEnvironment:
     ``close`` gives the slot back; where a command is given up, its thread does, once it is over."""
 
     def __init__(
-        self, make_seat: Callable[[], _Seat], threads: Threads, observation_chars: int, desired_state: bool
+        self, make_seat: Callable[[], _Seat], threads: Threads, observation_chars: int, show_ids: bool
     ) -> None:
         self._make_seat, self._threads = make_seat, threads
-        self._chars, self._desired_state = observation_chars, desired_state
+        self._chars, self._show_ids = observation_chars, show_ids
         self._seat: _Seat | None = None
 
     async def reset(self, task: Mapping[str, Any], *, seed: int) -> Opening:
@@ -98,7 +98,7 @@ class PooledEnvironment:
         seat = self._seat = self._seat or self._make_seat()
         found, answers = await self._run(seat, lambda: seat.reset(task, seed))
         info = {"observation": found.observation, "setup_answers": answers, **replay_of(task)}
-        return task_opening(found.observation, desired_state=self._desired_state, info=info)
+        return task_opening(found.observation, info=info)
 
     async def step(self, message: AssistantMessage) -> Turn:
         """Run the command of the turn; without one, nothing is run."""
@@ -114,6 +114,7 @@ class PooledEnvironment:
             found.reward,
             found.done,
             observation_chars=self._chars,
+            show_ids=self._show_ids,
             info=told_people(command, found.observation),
         )
 
@@ -142,7 +143,7 @@ def pooled_environment(
     *,
     max_steps: int = DEFAULT_MAX_STEPS,
     observation_chars: int = OBSERVATION_CHARS,
-    desired_state: bool = False,
+    show_ids: bool = False,
 ) -> Iterator[EnvironmentSpec]:
     """Yield the AWS environment on the slots of a started pool. At the end it waits until all slots are given back, so
     close the environments before.
@@ -150,14 +151,14 @@ def pooled_environment(
     Args:
         max_steps: the environment ends an episode after this many commands.
         observation_chars: what the policy reads of an answer.
-        desired_state: whether it also reads what the account should look like, where the task says so.
+        show_ids: whether it reads the ids in it, see ``normalise``.
     """
     returned, threads, options = threading.Semaphore(pool.size), Threads("aws", pool.size), AwsOptions()
     make_seat = partial(_Seat, pool, returned, max_steps)
     try:
         yield EnvironmentSpec(
             "aws",
-            make=lambda address: PooledEnvironment(make_seat, threads, observation_chars, desired_state),
+            make=lambda address: PooledEnvironment(make_seat, threads, observation_chars, show_ids),
             tasks=lambda split: AwsTaskSet(options, split),
             system_prompt=SYSTEM_PROMPT,
             concurrency=pool.size,

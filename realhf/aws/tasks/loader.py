@@ -72,6 +72,12 @@ def is_name(text: object) -> bool:
 
 
 SPLITS = ("train", "heldout")
+TEN = (18, 21, 122, 124, 217, 219, 309, 325, 411, 417)
+"""Templates that a run keeps back which trains on all others: two of each tier, held out in ``SPLITS`` as well. Of
+every service in their solutions other templates train another part."""
+ALL_BUT_TEN, THE_TEN = "all_but_ten", "ten"
+TEMPLATE_SPLITS = (*SPLITS, ALL_BUT_TEN, THE_TEN)
+"""How templates are split: as the files say (one in five is held out), or into ``TEN`` and all others."""
 STARTER = "starter"
 """Tag of the templates that the built-in policy can learn."""
 _SEED_SHARE = 10
@@ -132,25 +138,32 @@ def load_templates(
     tiers: Iterable[str] | None = None, *, tags: Iterable[str] = (), split: str | None = None
 ) -> list[Template]:
     """Return the templates ordered by id: of these tiers (None: of all), with any of these tags (none: whatever their
-    tags), of this split of the templates (None: both). Raises TaskError for an unknown tier, tag or split."""
+    tags), of this one of ``TEMPLATE_SPLITS`` (None: all). Raises TaskError for an unknown tier, tag or split."""
     everything = _all_templates().values()
     wanted = _known("tier", TIERS if tiers is None else tiers, TIERS)
     tagged = _known("tag", tags, sorted({tag for template in everything for tag in template.tags}))
-    splits = _known("split", SPLITS if split is None else [split], SPLITS)
+    _known("split", [] if split is None else [split], TEMPLATE_SPLITS)
     return [
         template
         for template in everything
-        if template.tier in wanted and template.split in splits and (not tagged or tagged.intersection(template.tags))
+        if template.tier in wanted
+        and (split is None or split in _splits_of(template))
+        and (not tagged or tagged.intersection(template.tags))
     ]
 
 
-def training_tags(tiers: Sequence[str], tags: Sequence[str] | None) -> list[str]:
-    """Return the tags to train on in these tiers: those given, or for None STARTER where every tier has such templates
-    and else none, which takes all. Raises TaskError for an unknown name, and when a tier gives no template."""
+def _splits_of(template: Template) -> tuple[str, str]:
+    return template.split, THE_TEN if template.task_id in TEN else ALL_BUT_TEN
+
+
+def training_tags(tiers: Sequence[str], tags: Sequence[str] | None, split: str = "train") -> list[str]:
+    """Return the tags to train on in these tiers of a split: those given, or for None STARTER where every tier has such
+    templates and else none, which takes all. Raises TaskError for an unknown name, and when a tier gives no
+    template."""
     if tags is None:
-        starters = {template.tier for template in load_templates(tiers, tags=[STARTER], split="train")}
+        starters = {template.tier for template in load_templates(tiers, tags=[STARTER], split=split)}
         return [STARTER] if starters >= set(tiers) else []
-    given = {template.tier for template in load_templates(tiers, tags=tags, split="train")}
+    given = {template.tier for template in load_templates(tiers, tags=tags, split=split)}
     if missing := [tier for tier in tiers if tier not in given]:
         raise TaskError(f"the tier {missing[0]!r} has no template with the tags {', '.join(tags)}")
     return list(tags)
@@ -173,10 +186,11 @@ def get_template(template_id: int) -> Template:
 
 class TrainingTasks:
     """Holds the training templates of these ``tiers`` (None: of all) with any of these ``tags`` (none: whatever their
-    tags). Held-out templates are never in it. Raises TaskError for an unknown tier or tag."""
+    tags), of a ``split`` that trains. Held-out templates are never in it. Raises TaskError for an unknown tier, tag or
+    split."""
 
-    def __init__(self, tiers: Iterable[str] | None = None, tags: Iterable[str] = ()) -> None:
-        templates = load_templates(tiers, tags=tags, split="train")
+    def __init__(self, tiers: Iterable[str] | None = None, tags: Iterable[str] = (), split: str = "train") -> None:
+        templates = load_templates(tiers, tags=tags, split=split)
         self.group_of: Mapping[int, str] = {template.task_id: template.tier for template in templates}
         self.groups: Sequence[str] = TIERS
 
@@ -190,9 +204,17 @@ def is_heldout_seed(template_id: int, seed: int) -> bool:
     return zlib.crc32(f"{template_id}:{seed}".encode()) % _SEED_SHARE == _SEED_SHARE - 1
 
 
-def instantiate(template_id: int, seed: int, split: str = "train") -> Task:
+@cache
+def phrasings() -> Mapping[int, Sequence[str]]:
+    """Return further phrasings of templates, by id, which only training and demonstrations may have."""
+    text = resources.files("realhf.aws.tasks").joinpath("phrasings.yaml").read_text(encoding="utf-8")
+    return yaml.load(text, Loader=yaml.CSafeLoader)
+
+
+def instantiate(template_id: int, seed: int, split: str = "train", *, rephrased: bool = False) -> Task:
     """Return the instance of a template that ``seed`` draws in ``split``; the same arguments give the same task. In
-    training a held-out seed stands for the next one that is not (``Task.seed``)."""
+    training a held-out seed stands for the next one that is not (``Task.seed``). ``rephrased``: its description is
+    drawn from ``phrasings`` as well, in training alone; all else is the same."""
     if split not in SPLITS:
         raise TaskError(f"split is {split!r}; known: {', '.join(SPLITS)}")
     template = get_template(template_id)
@@ -203,10 +225,12 @@ def instantiate(template_id: int, seed: int, split: str = "train") -> Task:
         key: draw_name(rng, split) if kind == "words" else rng.choice(kind) for key, kind in template.params.items()
     }
     filled = {key: fill(getattr(template, key), params) for key in _FILLED}
+    further = phrasings().get(template_id, ()) if rephrased and split == "train" else ()
+    worded = [*template.description, *further]
     task = Task.from_json(
         filled
         | {"task_id": template_id, "template": template.name, "difficulty": template.tier, "seed": seed}
-        | {"description": fill(rng.choice(template.description), params), "params": params}
+        | {"description": fill(rng.choice(worded), params), "params": params}
     )
     drawn = repairs(choose_drifts(task.possible_drifts, seed))
     return replace(task, solution=tuple(drawn)) if drawn else task

@@ -7,7 +7,11 @@
 - *hint*: a hint is asked for first.
 - *habit*: a mistake that is stuck to (nothing achieved): what a policy with room for improvement also does.
 
-A mistake is one of the template's own or one that is possible everywhere: the last word of a name is left out.
+A mistake is one of the template's own or one that is possible everywhere: the last word of a name is left out. With
+``--slips`` a recovery is from a slip of the command line instead: an operation that there is not, after which the
+operations of the service are looked up, or a required option that is left out. What the command line says of it is
+context for the right command, and the slip itself is never to be imitated: this teaches to read errors and help, which
+serve with commands that were never demonstrated.
 
 python -m realhf.aws.training.sft_data --out episodes.jsonl --episodes-per-task 20
     python -m realhf.aws.training.sft_data --out mixed.jsonl --mix recovery=0.3 habit=0.2 --tags starter
@@ -32,6 +36,7 @@ from types import MappingProxyType
 from typing import Any
 
 from botocore import xform_name
+from botocore.exceptions import UnknownServiceError
 from botocore.session import Session
 from rich.console import Console
 from rich.progress import Progress
@@ -42,10 +47,10 @@ from realhf.api.generation import TokenSource
 from realhf.aws.cli.command_table import ALLOWED
 from realhf.aws.episode.episode import HINT_COMMAND
 from realhf.aws.episode.pooled_environment import MESSAGE_TIMEOUT_S, pooled_environment
-from realhf.aws.messages import episode_task
+from realhf.aws.messages import OBSERVATION_CHARS, episode_task
 from realhf.aws.simulator.pool import MiniStackPool
 from realhf.aws.tasks.captures import fill_setup, resolve
-from realhf.aws.tasks.loader import instantiate, is_name, load_templates, mistakes
+from realhf.aws.tasks.loader import TEMPLATE_SPLITS, instantiate, is_name, load_templates, mistakes
 from realhf.aws.tasks.task import Task, TaskError
 from realhf.base.files import whole_file
 from realhf.rollout.episode import EpisodeRequest, Witness, play_episode
@@ -58,6 +63,8 @@ DEFAULT_MIX: Mapping[str, float] = MappingProxyType({CONTINUATION: 0.2, RECOVERY
 """Shares of the trajectory types; the rest is canonical."""
 SHORTENED_SHARE = 0.6
 """Share of the mistakes that shorten a name; the others are the template's."""
+LEFT_OUT_SHARE = 0.5
+"""Share of the slips that leave out a required option, where the operation has one."""
 PERSISTENCE = 3
 """Least number of commands of a habit episode: its last command is sent again."""
 _SEED_BITS = 31
@@ -91,13 +98,16 @@ def write_scripts(
     split: str = "train",
     mix: Mapping[str, float] = MappingProxyType({}),
     learn_mistakes: bool = False,
+    slips: bool = False,
+    rephrased: bool = False,
 ) -> list[Script]:
     """Return the episodes to play, shuffled, decided by ``seed``.
 
     Each template has exactly the rounded shares of each kind in ``mix``, the rest canonical. A template to which a kind
     cannot be applied (continuation of one step) gets canonical ones instead. ``split`` chooses templates, never rows.
-    ``learn_mistakes``: the mistakes that are recovered from are to be imitated too. Raises ValueError for an impossible
-    mix.
+    ``learn_mistakes``: the mistakes that are recovered from are to be imitated too; ``slips``: they are slips of the
+    command line, and never are. ``rephrased``: tasks are worded in further ways, see ``instantiate``.
+    Raises ValueError for an impossible mix.
     """
     unknown = set(mix) - set(KINDS)
     if unknown:
@@ -110,18 +120,23 @@ def write_scripts(
     scripts = []
     for template in load_templates(tiers, tags=tags, split=split):
         for kind in kinds:
-            task = instantiate(template.task_id, rng.getrandbits(_SEED_BITS))
-            scripts.append(write_script(task, kind, rng, learn_mistakes=learn_mistakes))
+            task = instantiate(template.task_id, rng.getrandbits(_SEED_BITS), rephrased=rephrased)
+            scripts.append(write_script(task, kind, rng, learn_mistakes=learn_mistakes, slips=slips))
     rng.shuffle(scripts)
     return scripts
 
 
-def write_script(task: Task, kind: str, rng: random.Random, *, learn_mistakes: bool = False) -> Script:
+def write_script(
+    task: Task, kind: str, rng: random.Random, *, learn_mistakes: bool = False, slips: bool = False
+) -> Script:
     """Return one episode of this kind, or a canonical one where the task does not allow the kind."""
     solution = numbered(task.solution)
     if kind == HABIT:
         wrong, _ = _mistake(task, rng, any_way_back=False)
         return Script(task, kind, numbered(wrong + wrong[-1:] * (PERSISTENCE - len(wrong))))
+    if kind == RECOVERY and slips:
+        place = rng.randrange(len(solution))
+        return Script(task, kind, solution[:place] + slip(solution[place].command, rng) + solution[place:])
     if kind == RECOVERY:
         wrong, right = _mistake(task, rng, any_way_back=True)
         return Script(task, kind, numbered(wrong, learned=learn_mistakes) + numbered(right))
@@ -165,6 +180,47 @@ def with_short_names(task: Task) -> tuple[str, ...]:
 def _misspelt(command: str) -> str:
     words = command.split(" ")
     return " ".join([*words[:2], words[2][:-1], *words[3:]])
+
+
+_VERBS = ("get", "describe", "list", "create", "put", "add", "update", "set", "delete", "remove")
+
+
+def slip(command: str, rng: random.Random) -> tuple[Line, ...]:
+    """Return what goes wrong before this command is sent: it without one of the options that its operation requires, or
+    by a name that no operation of the service has, which is not to be imitated, and then a look at those that there
+    are."""
+    service, operation = command.split(" ")[1:3]
+    options = command.split(" --")
+    needed = [
+        place for place, text in enumerate(options) if place and text.split(" ")[0] in _required(service, operation)
+    ]
+    if needed and rng.random() < LEFT_OUT_SHARE:
+        left_out = rng.choice(needed)
+        return (Line(" --".join(options[:left_out] + options[left_out + 1 :]), learned=False),)
+    verb, _, rest = operation.partition("-")
+    others = [f"{other}-{rest}" for other in _VERBS if other != verb and f"{other}-{rest}" not in ALLOWED[service]]
+    wrong = command.replace(f" {operation}", f" {rng.choice(others)}", 1) if rest and others else _misspelt(command)
+    return Line(wrong, learned=False), Line(f"aws {service} help")
+
+
+@functools.cache
+def _required(service: str, operation: str) -> frozenset[str]:
+    """Return the options, without their hyphens, that an operation of botocore's models does not do without; none for a
+    command that is not one of them."""
+    try:
+        model: Any = Session().get_service_model("s3" if service == "s3api" else service)
+    except UnknownServiceError:
+        return frozenset()
+    name = next((name for name in model.operation_names if xform_name(name, "-") == operation), None)
+    shape = model.operation_model(name).input_shape if name is not None else None
+    if shape is None:
+        return frozenset()
+    # The command line itself makes up what only keeps a request from being carried out twice.
+    return frozenset(
+        xform_name(member, "-")
+        for member in shape.required_members
+        if not shape.members[member].metadata.get("idempotencyToken")
+    )
 
 
 def look_command(task: Task) -> str:
@@ -272,13 +328,19 @@ class ScriptAgent:
 
 
 def play_all(
-    scripts: Sequence[Script], pool: MiniStackPool, on_row: Callable[[], None] = lambda: None
+    scripts: Sequence[Script],
+    pool: MiniStackPool,
+    on_row: Callable[[], None] = lambda: None,
+    *,
+    observation_chars: int = OBSERVATION_CHARS,
+    show_ids: bool = False,
 ) -> list[dict[str, Any]]:
-    """Return the rows in the order of the scripts, played on all free slots of a started pool. Raises RuntimeError as
-    soon as an episode has failed, or one of a kind that must succeed did not."""
+    """Return the rows in the order of the scripts, played on all free slots of a started pool; what policies will read
+    of the answers, see ``pooled_environment``, is in them. Raises RuntimeError as soon as an episode has failed, or one
+    of a kind that must succeed did not."""
     agent = ScriptAgent(scripts, on_row)
     wanted = [EpisodeRequest(number, episode_task(script.task)) for number, script in enumerate(scripts)]
-    with pooled_environment(pool) as spec:
+    with pooled_environment(pool, observation_chars=observation_chars, show_ids=show_ids) as spec:
         player = Player(spec, "", agent, pool.free_count, retries=_RETRIES, message_timeout_s=MESSAGE_TIMEOUT_S)
         asyncio.run(player.play_and_close(wanted, NO_TOKENS))
     return [agent.rows[number] for number in range(len(scripts))]
@@ -329,7 +391,7 @@ def parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=0)
     add("--tiers", nargs="+", help="default: all")
     add("--tags", nargs="*", default=(), help="only templates with one of these tags")
-    add("--split", choices=("train", "heldout"), default="train", help="which templates")
+    add("--split", choices=TEMPLATE_SPLITS, default="train", help="which templates")
     add(
         "--mix",
         nargs="*",
@@ -337,6 +399,15 @@ def parser() -> argparse.ArgumentParser:
         help=f"kinds: {', '.join(KINDS)}; the rest is canonical (default: {default})",
     )
     add("--learn-mistakes", action="store_true", help="mistakes that are recovered from are marked for training too")
+    add("--slips", action="store_true", help="recoveries are from slips of the command line, which are never learned")
+    add("--phrasings", action="store_true", help="tasks are worded in further ways, too")
+    add(
+        "--observation-chars",
+        type=int,
+        default=OBSERVATION_CHARS,
+        help="what a policy reads of an answer (%(default)s)",
+    )
+    add("--show-ids", action="store_true", help="it reads uuids and hexadecimal ids as they are")
     add("--pool-size", type=int, default=4, help="simulators that play in parallel")
     return found
 
@@ -354,12 +425,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             split=options.split,
             mix=DEFAULT_MIX if options.mix is None else _mix(options.mix),
             learn_mistakes=options.learn_mistakes,
+            slips=options.slips,
+            rephrased=options.phrasings,
         )
     except (TaskError, ValueError) as error:
         command_line.error(str(error))
     console = Console(stderr=True)
     try:
-        found = statistics(write(scripts, options.pool_size, options.out, console))
+        read = {"observation_chars": options.observation_chars, "show_ids": options.show_ids}
+        found = statistics(write(scripts, options.pool_size, options.out, console, **read))
     except RuntimeError as error:
         print(f"sft_data: {error}", file=sys.stderr)
         return 1
@@ -373,8 +447,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def write(scripts: Sequence[Script], pool_size: int, out: Path, console: Console) -> list[dict[str, Any]]:
-    """Play and write all rows, and return them; ``out`` appears when it is complete."""
+def write(scripts: Sequence[Script], pool_size: int, out: Path, console: Console, **read: Any) -> list[dict[str, Any]]:
+    """Play and write all rows, and return them; ``out`` appears when it is complete. ``read``: see ``play_all``."""
     pool = MiniStackPool(pool_size)
     pool.start()
     try:
@@ -384,7 +458,7 @@ def write(scripts: Sequence[Script], pool_size: int, out: Path, console: Console
             Progress(*Progress.get_default_columns(), console=console) as progress,
         ):
             bar = progress.add_task("playing episodes", total=len(scripts))
-            rows = play_all(scripts, pool, lambda: progress.advance(bar))
+            rows = play_all(scripts, pool, lambda: progress.advance(bar), **read)
             file.writelines(json.dumps(row, separators=(",", ":")) + "\n" for row in rows)
     finally:
         pool.stop()

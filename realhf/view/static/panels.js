@@ -94,10 +94,11 @@ const placed = (run, points, along) => points.map((one) => ({ ...one, step: one.
 
 function held(panel, run, series) {
   const groups = [...new Set(run.evaluations.map((one) => one.group))];
+  // Groups that are evaluated and never trained on have colours of their own.
+  const labels = panel.held === "success" ? [...new Set([...series.map((line) => line.label), ...groups])] : ["overall"];
   return groups.flatMap((group) => {
-    const own = series.findIndex((line) => line.label === group);
-    if (panel.held !== "success" && group !== "overall") return [];
-    return evaluated(run, panel.held, group).map((one) => ({ ...one, label: group, kind: Math.max(own, 0) }));
+    if (!labels.includes(group)) return [];
+    return evaluated(run, panel.held, group).map((one) => ({ ...one, label: group, kind: labels.indexOf(group) }));
   });
 }
 

@@ -56,13 +56,12 @@ async def test_a_policy_reads_the_short_text_and_a_script_the_whole_observation(
     assert closed.value.kind == "lost"
 
 
-async def test_the_wanted_state_is_shown_where_it_is_asked_for(pool: MiniStackPool) -> None:
+async def test_the_wanted_state_is_shown_where_the_task_says_it(spec: EnvironmentSpec) -> None:
     task = replace(TASK, desired_state_spec="a bucket that keeps versions")
-    with pooled_environment(pool, desired_state=True) as spec:
-        env = spec.make("")
-        opening = await env.reset(episode_task(task).payload, seed=1)
-        assert opening.messages[0]["content"] == f"{TASK.description}\n\na bucket that keeps versions"
-        await env.close()
+    env = spec.make("")
+    opening = await env.reset(episode_task(task).payload, seed=1)
+    assert opening.messages[0]["content"] == f"{TASK.description}\n\na bucket that keeps versions"
+    await env.close()
 
 
 async def test_a_full_pool_and_a_task_that_makes_no_sense_have_their_kinds(

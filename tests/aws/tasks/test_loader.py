@@ -4,6 +4,7 @@ import itertools
 import json
 import random
 import shlex
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -26,6 +27,8 @@ from realhf.aws.tasks.loader import (
     ADJECTIVES,
     NOUNS,
     SUFFIXES,
+    TEN,
+    TrainingTasks,
     draw_name,
     fill,
     get_template,
@@ -35,7 +38,7 @@ from realhf.aws.tasks.loader import (
     load_templates,
     mistakes,
 )
-from realhf.aws.tasks.task import ACCOUNT_ID, Task, TaskError
+from realhf.aws.tasks.task import ACCOUNT_ID, TIERS, Task, TaskError
 
 TEMPLATES = load_templates()
 STARTERS = load_templates(tags=["starter"])
@@ -221,3 +224,16 @@ def test_values_of_set_up_keep_their_type() -> None:
     for bad in ("${setup2:Port}", "${setup1:Nope}", "${setup1:][}"):
         with pytest.raises(CaptureError):
             fill_setup(bad, answers)
+
+
+def test_the_ten_have_siblings_and_are_never_trained_on() -> None:
+    """Two of each tier; every service of their solutions is used by a template that trains, which has no other."""
+    ten = load_templates(split="ten")
+    others = load_templates(split="all_but_ten")
+    assert sorted(template.task_id for template in ten) == sorted(TEN)
+    assert Counter(template.tier for template in ten) == dict.fromkeys(TIERS, 2)
+    assert len(others) == len(TEMPLATES) - 10 and not {t.task_id for t in others} & set(TEN)
+    assert {template.split for template in ten} == {"heldout"}, "no run of either split trains on them"
+    trained = {command.split()[1] for template in others for command in template.solution}
+    assert {command.split()[1] for template in ten for command in template.solution} <= trained
+    assert set(TrainingTasks(split="all_but_ten").group_of) == {template.task_id for template in others}

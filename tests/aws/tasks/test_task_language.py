@@ -4,12 +4,13 @@ nothing of how it is graded, and held-out tasks do not read like those it traine
 import itertools
 import re
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
 from realhf.aws.cli.command_table import ALLOWED
 from realhf.aws.grading.grader import services_of
-from realhf.aws.tasks.loader import Template, load_templates
+from realhf.aws.tasks.loader import Template, fill, instantiate, load_templates, phrasings
 
 TEMPLATES = load_templates()
 EASY = load_templates(["warmup", "beginner", "intermediate"])
@@ -94,7 +95,30 @@ def test_a_request_is_short_and_can_be_put_in_two_ways(template: Template) -> No
 
 def test_no_two_templates_share_a_phrasing() -> None:
     texts = Counter(" ".join(plain_words(text)) for template in TEMPLATES for text in template.description)
+    texts.update(" ".join(plain_words(text)) for worded in phrasings().values() for text in worded)
     assert [text for text, count in texts.items() if count > 1] == []
+
+
+def test_further_phrasings_say_what_those_of_the_template_say_and_train_alone() -> None:
+    """They have the places of all others and none that the template does not know, are of known templates that may
+    train, and no held-out instance is ever worded so."""
+    known = {template.task_id: template for template in load_templates(split="all_but_ten")}
+    assert len(phrasings()) > 80 and set(phrasings()) <= set(known)
+    for number, worded in phrasings().items():
+        template = known[number]
+        needed = set.intersection(*(set(PLACE.findall(text)) for text in template.description))
+        for text in worded:
+            assert needed <= set(PLACE.findall(text)) <= set(template.params), text
+            assert 13 <= len(plain_words(text)) <= 60 and text.endswith((".", "?")), text
+            assert not set(re.findall(r"[\w-]+", text)) & CLI_OPERATIONS, text
+        instances = [instantiate(number, seed, rephrased=True) for seed in range(40)]
+        further = [task for task in instances if task.description in fill(worded, task.params)]
+        assert 0 < len(further) < 40
+        for task in further[:1]:
+            usual = instantiate(number, task.seed)
+            assert usual.description != task.description and replace(task, description=usual.description) == usual
+        held_out = [instantiate(number, seed, "heldout") for seed in range(10)]
+        assert [instantiate(number, seed, "heldout", rephrased=True) for seed in range(10)] == held_out
 
 
 @pytest.mark.slow

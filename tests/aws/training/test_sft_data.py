@@ -2,18 +2,32 @@
 
 import json
 import random
+import re
 from collections import Counter
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
 from realhf.api.environment import EnvironmentFailure
+from realhf.aws.cli.command_table import ALLOWED
 from realhf.aws.episode.episode import HINT_COMMAND
 from realhf.aws.messages import observation_text
 from realhf.aws.simulator.pool import MiniStackPool, Slot
-from realhf.aws.tasks.loader import instantiate, load_templates
-from realhf.aws.training.sft_data import Script, main, numbered, play_all, with_short_names, write_script, write_scripts
+from realhf.aws.tasks.captures import resolve
+from realhf.aws.tasks.loader import TEN, instantiate, load_templates
+from realhf.aws.training.sft_data import (
+    Line,
+    Script,
+    _required,
+    main,
+    numbered,
+    play_all,
+    slip,
+    with_short_names,
+    write_script,
+    write_scripts,
+)
 
 STARTER = {"tags": ["starter"]}
 
@@ -76,6 +90,83 @@ def test_short_names_are_never_the_solution() -> None:
         for seed in (5, 1634821429):
             task = instantiate(template.task_id, seed)
             assert with_short_names(task) != task.solution
+
+
+@pytest.mark.slow
+def test_a_slip_is_wrong_and_is_never_imitated() -> None:
+    """It is another command than the right one: without one of its options, whose quotes stay whole, or of an operation
+    that there is not, and then the operations of the service are looked up."""
+    rng, seen = random.Random(1), set()
+    for template in load_templates():
+        for command in instantiate(template.task_id, 3).solution:
+            wrong, *help_line = slip(command, rng)
+            service, operation = command.split()[1:3]
+            assert not wrong.learned and wrong.number == 0 and wrong.command != command
+            seen.add(bool(help_line))
+            if help_line:
+                assert help_line == [Line(f"aws {service} help")]
+                assert wrong.command.split()[2] not in ALLOWED[service] and wrong.command.split()[1] == service
+            else:
+                left, all_of = wrong.command.split(" --"), command.split(" --")
+                [out] = [text for text in all_of if text not in left]
+                assert len(left) == len(all_of) - 1 and out.split()[0] in _required(service, operation)
+    assert seen == {False, True}
+    assert not _required("efs", "create-file-system"), "the command line makes up its token by itself"
+    assert not _required("s3", "cp") and not _required("nowhere", "get-thing")
+
+
+def test_slips_are_what_recoveries_are_from() -> None:
+    scripts = write_scripts(4, 1, ["intermediate"], mix={"recovery": 0.5}, learn_mistakes=True, slips=True)
+    recoveries = [script for script in scripts if script.kind == "recovery"]
+    assert len(recoveries) == len(scripts) / 2
+    for script in recoveries:
+        learned = [line.command for line in script.lines if line.learned and not line.command.endswith(" help")]
+        assert learned == list(script.task.solution) and not all(line.learned for line in script.lines)
+
+
+@pytest.mark.sim
+def test_what_a_slip_is_told_names_what_is_missing(pool: MiniStackPool) -> None:
+    """The error of a left-out option names it, that of an unknown operation is followed by those that there are; both
+    episodes are solved then."""
+    task = instantiate(3, 4)
+    solution = numbered(task.solution)
+    told = {}
+    for seed in range(6):
+        wrong = slip(task.solution[0], random.Random(seed))
+        [row] = play_all([Script(task, "recovery", wrong + solution)], pool, observation_chars=400)
+        assert row["achieved"] and row["messages"][1]["train"] is False
+        told[len(wrong)] = [message["content"] for message in row["messages"][2::2]]
+    assert "the following arguments are required" in told[1][0]
+    assert "is not available here" in told[2][0] and task.solution[0].split()[2] in told[2][1]
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+@pytest.mark.sim
+def test_what_a_solution_takes_from_an_answer_can_be_read_there(pool: MiniStackPool) -> None:
+    """With the options of env=aws_all_tiers, and not with 200 characters and words in place of ids."""
+    tasks = [instantiate(template.task_id, 5) for template in load_templates(split="all_but_ten")]
+    tasks = [task for task in tasks if any("${step" in command for command in task.solution)]
+    scripts = [Script(task, "canonical", numbered(task.solution)) for task in tasks]
+
+    def unread(**read: Any) -> set[str]:
+        found = set()
+        for task, row in zip(tasks, play_all(scripts, pool, **read), strict=True):
+            answers = [message for message in row["messages"][1:] if message["role"] == "user"]
+            outputs = [answer["observation"]["command_output"] for answer in answers]
+            for place, command in enumerate(task.solution):
+                taken = [resolve(text, outputs) for text in re.findall(r"\$\{step[^}]*\}", command)]
+                seen = "".join(answer["content"] for answer in answers[:place])
+                found |= {task.template for value in taken if value not in seen}
+        return found
+
+    assert unread(observation_chars=400, show_ids=True) == set()
+    assert {"kms-key-with-alias", "volumes-nobody-uses"} <= unread()
+
+
+def test_all_but_ten_templates_are_demonstrated() -> None:
+    written = {script.task.task_id for script in write_scripts(1, 0, split="all_but_ten")}
+    assert written == {template.task_id for template in load_templates()} - set(TEN)
 
 
 @pytest.mark.slow
