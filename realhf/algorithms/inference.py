@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from realhf.algorithms.train_step import shifted_sample
+from realhf.algorithms.train_step import PredictedTokens, shifted_sample
 from realhf.api.model import CallContext, Model
 from realhf.api.sample import SequenceSample
 
@@ -21,12 +22,29 @@ def scored(values: FloatArray, scaling: float, bias: float, clip: float) -> Floa
     return np.minimum(np.maximum(rewards, np.float32(-clip)), np.float32(clip))
 
 
+def overlong_penalty(tokens: Tensor, length: int, buffer: float) -> Tensor:
+    """Return what a rollout of so many sampled tokens, i64 (n,), gets beside its reward, f32 (n,) from 0 to -1: with
+    L_cache = buffer * length, 0 up to length - L_cache, then linearly down to -1 at length, and -1 from there on.
+    Source: Yu et al. 2025, DAPO, eq. 13."""
+    cache = buffer * length
+    return ((length - cache - tokens.double()) / cache).clamp(-1.0, 0.0).float()
+
+
 class OutcomeRewardInterface:
     """Computes ``rewards`` from ``env_rewards``: clip((score + reward_bias) * reward_scaling, +-max_reward_clip), f32,
     one per sequence (docs/reference/dataflow.md 10, Score). Where the key ``outcome`` reports a failure the reward is
-    NaN: a failed episode has no reward, not reward 0."""
+    NaN: a failed episode has no reward, not reward 0. With ``overlong_length`` and ``overlong_buffer`` the penalty of
+    ``overlong_penalty`` is added, for the tokens that ``loss_mask`` marks in all sequences of the rollout."""
 
-    def __init__(self, reward_scaling: float = 1.0, reward_bias: float = 0.0, max_reward_clip: float = 20.0) -> None:
+    def __init__(
+        self,
+        reward_scaling: float = 1.0,
+        reward_bias: float = 0.0,
+        max_reward_clip: float = 20.0,
+        overlong_length: int | None = None,
+        overlong_buffer: float = 0.0,
+    ) -> None:
+        self._overlong = (overlong_length, overlong_buffer)
         if not max_reward_clip > 0 or not math.isfinite(reward_scaling) or not math.isfinite(reward_bias):
             raise ValueError("max_reward_clip must be positive, reward_scaling and reward_bias finite")
         self._scaling, self._bias, self._clip = reward_scaling, reward_bias, max_reward_clip
@@ -40,6 +58,11 @@ class OutcomeRewardInterface:
         if "outcome" in sample.keys:
             scores = np.where(sample["outcome"].cpu().numpy() == 0, scores, np.float32(math.nan))
         rewards = scored(scores, self._scaling, self._bias, self._clip)
+        length, buffer = self._overlong
+        if length is not None and buffer > 0:
+            tokens = PredictedTokens.of(sample)
+            count = torch.bincount(tokens.owner[tokens.mask], minlength=tokens.n_rollouts)
+            rewards = rewards + overlong_penalty(count, length, buffer)[tokens.rollout].numpy()
         finite = [reward for reward in rewards.tolist() if not math.isnan(reward)]
         out = SequenceSample.from_lengths(
             sample.ids,

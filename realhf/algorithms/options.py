@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 from realhf.algorithms.aggregation import AGGREGATIONS
-from realhf.algorithms.presets import COMMON, PRESETS
+from realhf.algorithms.presets import COMMON, CORRECTIONS, PRESETS
 from realhf.api.algorithm import ADVANTAGES, CLIP_OPTIONS, LOSS, Algorithm, algorithm_of, is_own
 from realhf.api.config import ExperimentConfig, LoraConfig, ModelConfig, OptimizerConfig
 from realhf.api.keys import TURN_IDS, TURN_KEYS
@@ -24,7 +24,9 @@ WEIGHT_MODES = ("mask", "truncate", "none")
 CREDITS = ("episode", "turn", "state")
 COUNTS = ("rollout", "row")
 LEVELS = ("token", "sequence")
-"""Levels at which the policy ratio and the behaviour weight are taken."""
+"""Levels at which the policy ratio is taken."""
+WEIGHT_LEVELS = (*LEVELS, "product")
+"""Levels at which the behaviour weight is taken: of a sequence the geometric mean or the product."""
 PASS_AT_K = "pass_at_k"
 """The estimator that compares sets of ``ppo.pass_at_k`` responses."""
 GAE = "gae"
@@ -145,6 +147,12 @@ class PolicyGradientOptions:
         "The ratio is taken against the proximal policy, and tokens carry a behaviour weight. It is the default where "
         "sampler and trainer differ: in asynchronous runs, with tokens of others, and in bfloat16.",
     )
+    correction: str | None = option(
+        None,
+        "This published correction (docs/algorithms.md) fills in every ppo.behav_imp option that is not set; by "
+        "default decoupled where sampler and trainer differ, else none.",
+        choices=tuple(CORRECTIONS),
+    )
     recompute_logprob: bool | None = option(
         None, "The proximal log-probabilities stand in the place of the generator's."
     )
@@ -164,8 +172,15 @@ class PolicyGradientOptions:
     behav_imp_weight_floor: float | None = option(None, "A behaviour weight is at least this.", above=0)
     behav_imp_weight_level: str | None = option(
         None,
-        "A behaviour weight is that of a token, or the geometric mean of a sequence; by default as ppo.ratio.",
-        choices=LEVELS,
+        "A behaviour weight is that of a token, the geometric mean of a sequence, or the product of its tokens'; by "
+        "default as ppo.ratio.",
+        choices=WEIGHT_LEVELS,
+    )
+    behav_imp_sequence_cap: float | None = option(
+        None, "A sequence is left out where the geometric mean of its behaviour weights is above this.", above=0
+    )
+    behav_imp_sequence_floor: float | None = option(
+        None, "A sequence is left out where the geometric mean of its behaviour weights is below this.", above=0
     )
     loss_scale_len: int | None = option(
         None,
@@ -177,6 +192,26 @@ class PolicyGradientOptions:
     reward_scaling: float = option(1.0, "Rewards are multiplied by this, after the bias.")
     reward_bias: float = option(0.0, "This is added to every reward.")
     max_reward_clip: float = option(20.0, "Rewards are clipped at this distance from 0.", at_least=0)
+    dynamic_sampling: float | None = option(
+        None,
+        "Groups whose rewards are all equal give way to others, which are played before the step trains: at most this "
+        "many times the groups of a step. 0 keeps them all.",
+        at_least=0,
+        at_most=100,
+    )
+    overlong_buffer: float | None = option(
+        None,
+        "Over the last part of ppo.overlong_length, which is this fraction of it, the reward of a rollout falls by up "
+        "to 1, however good it is. 0 leaves it.",
+        at_least=0,
+        at_most=1,
+    )
+    overlong_length: int | None = option(
+        None,
+        "A rollout that sampled so many tokens has the whole penalty of ppo.overlong_buffer; by default the most "
+        "tokens that the policy can sample in an episode.",
+        at_least=1,
+    )
     mask_too_long: bool = option(
         False, "Sequences that a limit of tokens ended, not one of turns, are left out of the loss."
     )
@@ -215,11 +250,16 @@ class ResolvedOptions(PolicyGradientOptions):
     behav_imp_weight_cap: float
     behav_imp_weight_floor: float
     behav_imp_weight_level: str
+    dynamic_sampling: float
+    overlong_buffer: float
 
     def chosen(self, given: PolicyGradientOptions) -> dict[str, Any]:
         """Return the options ``given`` as plain values, with what followed from how tokens are sampled: they resolve to
         these wherever they are resolved again."""
-        own = {"use_decoupled_loss": self.use_decoupled_loss, "prox_logp_method": self.prox_logp_method}
+        own = {
+            name: getattr(self, name)
+            for name in ("use_decoupled_loss", "prox_logp_method", "overlong_buffer", "overlong_length")
+        }
         own["algo"] = absolute(given.algo)
         return {**{every.name: getattr(given, every.name) for every in fields(given)}, **own}
 
@@ -287,6 +327,11 @@ def batch_problems(ppo: PolicyGradientOptions, config: ExperimentConfig) -> Iter
     """Yield what is wrong with groups and minibatches beside the options of rollouts and batches."""
     if config.rollout.min_group_size > ppo.group_size:
         yield (f"rollout.min_group_size={config.rollout.min_group_size}: larger than ppo.group_size={ppo.group_size}")
+    if ppo.dynamic_sampling and ppo.dynamic_sampling * config.dataset.train_bs_n_seqs < 1:
+        yield (
+            f"ppo.dynamic_sampling={ppo.dynamic_sampling:g}: less than one group of a step, which has "
+            f"dataset.train_bs_n_seqs={config.dataset.train_bs_n_seqs} of them"
+        )
     sequences = config.dataset.train_bs_n_seqs * ppo.group_size
     if ppo.ppo_n_minibatches > sequences:
         yield (
@@ -317,6 +362,7 @@ def resolve(
         raise ValueError("\n".join(wrong))
     algorithm = algorithm_of(config.algo) if is_own(config.algo) else None
     preset = PRESETS[config.algo].options if algorithm is None else _own_preset(config.algo, algorithm)
+    config = _corrected(config)
     given = {every.name: getattr(config, every.name) for every in fields(config)}
     chosen = {name: item for name, item in given.items() if item is not None}
     value = {**COMMON, **preset, **chosen}
@@ -327,6 +373,7 @@ def resolve(
     check_effects(config, value)
     if value["eps_clip_higher"] is None:
         value["eps_clip_higher"] = value["eps_clip"]
+    value |= _dapo(config, value, loss_scale_len, algorithm)
     value["loss_scale_len"] = _divisor(config, value, loss_scale_len)
     resolved = ResolvedOptions(**{**value, **_off_policy(config, value)})
     if algorithm is not None:
@@ -376,6 +423,38 @@ def policy_gradient_options(options: PolicyGradientOptions | Mapping[str, Any]) 
     return PolicyGradientOptions(**dict(options))
 
 
+def _dapo(
+    config: PolicyGradientOptions, value: Mapping[str, Any], longest: int | None, algorithm: Algorithm | None
+) -> dict[str, Any]:
+    """Return the options of dynamic sampling and of the penalty for length. What a preset asks for is left out where it
+    cannot be; what was set is an error there. Raises ValueError."""
+    estimator, credit = value["adv_estimator"], value["credit"]
+    compares = algorithm.compares if algorithm is not None and estimator == config.algo else estimator in _NEEDS_GROUPS
+    of_what = f"credit={credit}" if credit != "episode" else f"adv_estimator {estimator!r}"
+    distils = value["distill_weight"] != 0
+    samples = compares and credit == "episode" and not distils
+    graded = credit == "episode" and estimator != "maxrl"
+    if config.dynamic_sampling and not samples:
+        teacher = "a teacher" if distils else of_what
+        raise ValueError(
+            f"ppo.dynamic_sampling={config.dynamic_sampling:g}: with {teacher} a group of equal rewards teaches, too"
+        )
+    length = longest if config.overlong_length is None else config.overlong_length
+    if config.overlong_buffer and not graded:
+        why = "takes no reward below 0" if credit == "episode" else "reads the rewards of turns"
+        raise ValueError(f"ppo.overlong_buffer={config.overlong_buffer:g}: {of_what} {why}")
+    if config.overlong_buffer and length is None:
+        raise ValueError(f"ppo.overlong_buffer={config.overlong_buffer:g}: needs ppo.overlong_length here")
+    buffer = value["overlong_buffer"] if graded and length is not None else 0.0
+    if config.overlong_length is not None and not buffer:
+        raise ValueError("ppo.overlong_length has no effect without ppo.overlong_buffer: remove it")
+    return {
+        "dynamic_sampling": value["dynamic_sampling"] if samples else 0.0,
+        "overlong_buffer": buffer,
+        "overlong_length": length if buffer else None,
+    }
+
+
 def _divisor(config: PolicyGradientOptions, value: Mapping[str, Any], default: int | None) -> int | None:
     """Return the divisor: the same number for the part that validates and the part that trains. It never has a silent
     default."""
@@ -392,6 +471,19 @@ def _divisor(config: PolicyGradientOptions, value: Mapping[str, Any], default: i
     return divisor
 
 
+def _corrected(config: PolicyGradientOptions) -> PolicyGradientOptions:
+    """Return the options with those of ``correction`` in the place of what is not set; without a weight it has no
+    bounds. Raises ValueError where they contradict it."""
+    corrects = None if config.correction is None else config.correction != "none"
+    if None not in (corrects, config.use_decoupled_loss) and config.use_decoupled_loss != corrects:
+        set_to = str(config.use_decoupled_loss).lower()
+        raise ValueError(f"ppo.correction={config.correction}: contradicts use_decoupled_loss={set_to}, remove one")
+    sets = CORRECTIONS[config.correction].options if config.correction is not None else {}
+    idle = _WEIGHT_BOUNDS if config.behav_imp_weight_mode == "none" else ()
+    open_ones = [name for name in sets if name not in idle and getattr(config, name) is None]
+    return replace(config, **{name: sets[name] for name in open_ones})
+
+
 def _decouples(config: PolicyGradientOptions, sampler_differs: bool) -> bool:
     """Return whether the ratio is taken against the proximal policy and tokens carry a behaviour weight.
 
@@ -400,6 +492,8 @@ def _decouples(config: PolicyGradientOptions, sampler_differs: bool) -> bool:
     """
     if config.use_decoupled_loss is not None:
         return config.use_decoupled_loss
+    if config.correction is not None:
+        return config.correction != "none"
     return sampler_differs and not config.recompute_logprob
 
 
@@ -451,6 +545,8 @@ _HAS_NO_EFFECT = MappingProxyType({"reinforce": CLIP_OPTIONS, "cispo": ("c_clip"
 _OF_REWARDS = ("adv_estimator", "credit", "step_advantage_weight", "discount", "pass_at_k", "adv_norm", "kl_target")
 """Options about advantages by rewards."""
 _WEIGHT_BOUNDS = ("behav_imp_weight_cap", "behav_imp_weight_floor", "behav_imp_weight_level")
+_SEQUENCE_BOUNDS = ("behav_imp_sequence_cap", "behav_imp_sequence_floor")
+_OF_WEIGHTS = ("behav_imp_weight_mode", *_WEIGHT_BOUNDS, *_SEQUENCE_BOUNDS)
 
 
 def check_effects(config: PolicyGradientOptions, value: Mapping[str, Any]) -> None:
@@ -478,7 +574,7 @@ def _without_effect(config: PolicyGradientOptions, value: Mapping[str, Any]) -> 
         ("kl_horizon", config.kl_target is None, "without ppo.kl_target"),
         ("loss_scale_len", value["loss_agg"] != "constant", f"with loss_agg {value['loss_agg']!r}"),
         ("prox_logp_method", not decoupled and not recomputed, "without use_decoupled_loss or recompute_logprob"),
-        *((name, not decoupled, "without use_decoupled_loss") for name in ("behav_imp_weight_mode", *_WEIGHT_BOUNDS)),
+        *((name, not decoupled, "without use_decoupled_loss") for name in _OF_WEIGHTS),
         *((name, config.behav_imp_weight_mode == "none", "with behav_imp_weight_mode=none") for name in _WEIGHT_BOUNDS),
     ]
     for name, idle, why in rules:
@@ -489,7 +585,8 @@ def _without_effect(config: PolicyGradientOptions, value: Mapping[str, Any]) -> 
             "recompute_logprob has no effect with use_decoupled_loss, which clips against the recomputed policy "
             "already: remove it"
         )
-    if loss == "reinforce" and decoupled and config.behav_imp_weight_mode == "none":
+    bounded = any(getattr(config, name) is not None for name in _SEQUENCE_BOUNDS)
+    if loss == "reinforce" and decoupled and config.behav_imp_weight_mode == "none" and not bounded:
         yield "use_decoupled_loss has no effect with loss 'reinforce' and behav_imp_weight_mode=none"
     if loss == "reinforce" and recomputed and no_kl:
         yield "recompute_logprob has no effect with loss 'reinforce' and without kl_ctl: remove it"
@@ -537,6 +634,9 @@ def _contradictions(config: PolicyGradientOptions, value: Mapping[str, Any]) -> 
         )
     if config.group_size < 2 and value["rl_weight"] and estimator in _NEEDS_GROUPS:
         yield f"group_size must be at least 2 for adv_estimator {estimator!r}"
+    low, high = config.behav_imp_sequence_floor, config.behav_imp_sequence_cap
+    if low is not None and high is not None and low >= high:
+        yield f"behav_imp_sequence_floor={low:g}: must be below behav_imp_sequence_cap={high:g}"
     floor = config.behav_imp_weight_floor
     cap = DEFAULT_CAP if config.behav_imp_weight_cap is None else config.behav_imp_weight_cap
     if floor is not None and floor >= cap:

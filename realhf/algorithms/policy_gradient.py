@@ -12,7 +12,7 @@ from torch import Tensor
 
 from realhf.algorithms.advantages import normalise
 from realhf.algorithms.aggregation import AGGREGATIONS
-from realhf.algorithms.options import PolicyGradientOptions, resolve
+from realhf.algorithms.options import PolicyGradientOptions, ResolvedOptions, resolve
 from realhf.algorithms.policy_loss import (
     ADVANTAGES,
     CLIPPED,
@@ -188,7 +188,7 @@ class PolicyGradientInterface:
             "reward_std": float(means[has].std()) if int(has.sum()) > 1 else 0.0,
             "groups_with_signal": float(signal.sum()),
             "n_groups": float(len(torch.unique(tokens.group))),
-            **_length_statistics(sample, tokens, valid),
+            **_length_statistics(sample, tokens, valid, self.options),
             **_entropy_statistics(sample, tokens, valid),
             **self._kl_statistics(kl, trained),
             **distilled,
@@ -264,15 +264,20 @@ class PolicyGradientInterface:
         self._kl.value = float(state.get("kl_ctl", self._kl.value))
 
 
-def _length_statistics(sample: SequenceSample, tokens: PredictedTokens, valid: Tensor) -> dict[str, float]:
-    """Return how many tokens valid rollouts sampled, and the fraction of those rollouts in which a token limit ended a
-    sequence."""
+def _length_statistics(
+    sample: SequenceSample, tokens: PredictedTokens, valid: Tensor, options: ResolvedOptions
+) -> dict[str, float]:
+    """Return how many tokens valid rollouts sampled, and the fractions of those rollouts in which a token limit ended a
+    sequence, and whose length the reward punishes."""
     blank = torch.zeros(tokens.n_rollouts, dtype=torch.int64)
     has = torch.zeros(tokens.n_rollouts, dtype=torch.bool).index_fill(0, tokens.rollout[valid], True)
     count = blank.index_add(0, tokens.owner, tokens.mask.long())[has]
     if not len(count):
         return {}
     found = {"response_tokens_mean": float(count.double().mean()), "response_tokens_max": float(count.max())}
+    if options.overlong_length is not None:
+        free = options.overlong_length * (1 - options.overlong_buffer)
+        found["overlong_fraction"] = float((count > free).double().mean())
     if "seq_no_eos_mask" in sample.keys:
         cut = blank.index_fill(0, tokens.rollout[valid & truncated_sequences(sample)], 1)
         found["too_long_fraction"] = float(cut[has].double().mean())

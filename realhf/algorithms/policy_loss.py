@@ -7,6 +7,7 @@ anything, NaN included: they change neither loss nor gradient.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from realhf.algorithms.options import ResolvedOptions
-from realhf.algorithms.train_step import CE, KL, RL, PredictedTokens, component_sum, counting
+from realhf.algorithms.train_step import CE, KL, RL, WEIGHT_SUMS, PredictedTokens, component_sum, counting
 from realhf.api.model import ForwardOutputs
 from realhf.api.sample import SequenceSample
 
@@ -81,7 +82,7 @@ class PolicyObjective:
         if options.use_decoupled_loss:
             correction = behaviour_weight(terms, behaviour, options)
             losses = losses * correction.weight
-            _add_weight_statistics(stats, correction, mask, options)
+            _add_weight_statistics(stats, correction, terms, options)
         total = component_sum(losses, part, RL)
         for key, term in TOKEN_TERMS.items():
             if key in part.keys:
@@ -140,16 +141,36 @@ def _policy_statistics(terms: LossTerms, policy: TokenLoss, behaviour: Tensor, d
 
 
 def _add_weight_statistics(
-    stats: dict[str, float], correction: BehaviourWeight, mask: Tensor, options: ResolvedOptions
+    stats: dict[str, float], correction: BehaviourWeight, terms: LossTerms, options: ResolvedOptions
 ) -> None:
-    """Add ``behav_weight_mean`` of the weights used, ``behav_weight_max`` before any bound, and the fraction of tokens
-    that the bounds left out (``rejected_fraction``) or cut (``truncated_fraction``)."""
+    """Add ``behav_weight_mean`` of the weights used, ``behav_weight_max`` before any bound, the fraction of tokens that
+    the bounds left out (``rejected_fraction``) or cut (``truncated_fraction``), and the sums that the effective sample
+    size and the fraction of sequences left out are made of (``WEIGHT_SUMS``)."""
+    mask = terms.mask
     stats["behav_weight_mean"] = float(torch.where(mask, correction.weight, 0.0).double().sum())
     stats["behav_weight_max"] = float(correction.raw[mask].max()) if bool(mask.any()) else 0.0
     stats["clamped_exponents"] += correction.clamped
-    name = {"mask": "rejected_fraction", "truncate": "truncated_fraction"}.get(options.behav_imp_weight_mode)
-    if name is not None:
-        stats[name] = float(correction.bounded.sum())
+    by_sequence = options.behav_imp_sequence_cap is not None or options.behav_imp_sequence_floor is not None
+    if options.behav_imp_weight_mode == "mask" or by_sequence:
+        stats["rejected_fraction"] = float(correction.rejected.sum())
+    if options.behav_imp_weight_mode == "truncate":
+        stats["truncated_fraction"] = float(correction.truncated.sum())
+    if options.behav_imp_weight_mode != "none" or by_sequence:
+        stats |= _weight_sums(terms, correction, options.behav_imp_weight_level)
+
+
+def _weight_sums(terms: LossTerms, correction: BehaviourWeight, level: str) -> dict[str, float]:
+    """Return the sums of the weights used and of their squares, over tokens or, above their level, over sequences; and
+    how many sequences with a token there are, and are left out whole."""
+    blank = torch.zeros(terms.n_sequences, dtype=torch.float64, device=terms.mask.device)
+    owner = terms.sequence[terms.mask]
+    tokens = blank.index_add(0, owner, torch.ones_like(owner, dtype=torch.float64))
+    kept = blank.index_add(0, owner, (~correction.rejected)[terms.mask].double())
+    used = correction.weight[terms.mask].double()
+    if level != "token":
+        used = blank.scatter(0, owner, used)[tokens > 0]
+    found = (len(used), used.sum(), used.square().sum(), (tokens > 0).sum(), ((tokens > 0) & (kept == 0)).sum())
+    return dict(zip(WEIGHT_SUMS, map(float, found), strict=True))
 
 
 _MAX_EXPONENT = 20.0
@@ -176,7 +197,11 @@ class LossTerms:
         """Average ``values`` (n,), 0 outside the mask, over each sequence's trainable tokens: (n_sequences,)."""
         blank = values.new_zeros(self.n_sequences)
         count = blank.index_add(0, self.sequence, self.mask.to(values.dtype))
-        return blank.index_add(0, self.sequence, values) / count.clamp(min=1)
+        return self.sequence_sum(values) / count.clamp(min=1)
+
+    def sequence_sum(self, values: Tensor) -> Tensor:
+        """Add ``values`` (n,), 0 outside the mask, up over each sequence: (n_sequences,)."""
+        return values.new_zeros(self.n_sequences).index_add(0, self.sequence, values)
 
 
 @dataclass(frozen=True)
@@ -283,39 +308,47 @@ def kl_estimate(a: Tensor, b: Tensor, estimator: str) -> Tensor:
 class BehaviourWeight:
     """Holds ``weight`` (n,), which multiplies token losses and is 1 outside the mask, and how it came about.
 
-    ``raw`` (n,) is the weight before any bound; ``bounded`` bool (n,) marks the tokens where a bound left the token out
-    or cut its weight; ``clamped`` counts the exponents cut to +-20.
+    ``raw`` (n,) is the weight before any bound; ``rejected`` and ``truncated`` bool (n,) mark the tokens that a bound
+    left out, or whose weight it cut; ``clamped`` counts the exponents cut to +-20.
     """
 
     weight: Tensor
     raw: Tensor
-    bounded: Tensor
+    rejected: Tensor
+    truncated: Tensor
     clamped: int
 
 
 def behaviour_weight(terms: LossTerms, behaviour: Tensor, options: ResolvedOptions) -> BehaviourWeight:
     """Return each token's weight w: its proximal over its behaviour probability, ``terms.old`` being the proximal
-    policy's. With ``behav_imp_weight_level=sequence`` w is the geometric mean over the sequence's trainable tokens.
+    policy's. With ``behav_imp_weight_level`` ``sequence`` w is the geometric mean over the sequence's trainable tokens,
+    with ``product`` their product.
 
-    Outside [floor, cap] w is 0 (``mask``) or the bound itself (``truncate``, truncated importance sampling; Yao et al.
-    2025). Source of the decoupled objective: Hilton et al. 2021; Fu et al. 2025, AReaL.
+    Outside [floor, cap] w is 0 (``mask``, masked importance sampling) or the bound itself (``truncate``, truncated
+    importance sampling; Yao et al. 2025). Tokens of a sequence whose geometric mean is outside the sequence's bounds
+    have 0 in any case (Liu et al. 2025). Source of the decoupled objective: Hilton et al. 2021; Fu et al. 2025, AReaL.
     """
-    difference = torch.where(terms.mask, terms.old, 0.0) - torch.where(terms.mask, behaviour, 0.0)
-    if options.behav_imp_weight_level == "sequence":
-        difference = terms.sequence_mean(difference)
-    raw, clamped = exponential(difference)
-    if options.behav_imp_weight_level == "sequence":
-        raw = raw[terms.sequence]
-    raw = torch.where(terms.mask, raw, 1.0)
+    mask, level = terms.mask, options.behav_imp_weight_level
+    difference = torch.where(mask, terms.old, 0.0) - torch.where(mask, behaviour, 0.0)
+    mean = terms.sequence_mean(difference)
+    exponent = {"sequence": mean, "product": terms.sequence_sum(difference)}.get(level, difference)
+    raw, clamped = exponential(exponent)
+    raw = torch.where(mask, raw if level == "token" else raw[terms.sequence], 1.0)
     cap, floor = options.behav_imp_weight_cap, options.behav_imp_weight_floor
-    bounded = ((raw > cap) | (raw < floor)) & terms.mask
+    outside, nowhere = ((raw > cap) | (raw < floor)) & mask, torch.zeros_like(mask)
+    weight, rejected, truncated = torch.ones_like(raw), nowhere, nowhere
     if options.behav_imp_weight_mode == "mask":
-        weight = torch.where(bounded, 0.0, raw)
+        weight, rejected = raw, outside
     elif options.behav_imp_weight_mode == "truncate":
-        weight = torch.where(terms.mask, raw.clamp(floor, cap), 1.0)
-    else:
-        weight, bounded = torch.ones_like(raw), torch.zeros_like(bounded)
-    return BehaviourWeight(weight, raw, bounded, clamped)
+        weight, truncated = torch.where(mask, raw.clamp(floor, cap), 1.0), outside
+    low, high = options.behav_imp_sequence_floor, options.behav_imp_sequence_cap
+    far = torch.zeros_like(mean, dtype=torch.bool)
+    if low is not None:
+        far |= mean < math.log(low)
+    if high is not None:
+        far |= mean > math.log(high)
+    rejected = rejected | (far[terms.sequence] & mask)
+    return BehaviourWeight(torch.where(rejected, 0.0, weight), raw, rejected, truncated & ~rejected, clamped)
 
 
 def loglinear_proximal(current: Tensor, behaviour: Tensor, versions: Tensor, step: int) -> Tensor:

@@ -30,6 +30,8 @@ COMMON: Mapping[str, Any] = MappingProxyType(
         "step_advantage_weight": 1.0,
         "rl_weight": 1.0,
         "distill_weight": 0.0,
+        "dynamic_sampling": 0.0,
+        "overlong_buffer": 0.0,
     }
 )
 """What an option that is None becomes, unless the preset says otherwise."""
@@ -73,11 +75,12 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
             {"credit": "state", "discount": 0.95},
         ),
         "dapo": Preset(
-            f"{_NORMED}; {_CLIPPED} with a higher upper bound",
+            f"{_NORMED}; {_CLIPPED} with a higher upper bound; groups without signal give way to others; R falls by up "
+            "to 1 over the last fifth of the longest rollout",
             "Yu et al. 2025",
-            "nothing",
-            "entropy falls too early: rare tokens may rise further",
-            {"eps_clip_higher": 0.28, "loss_agg": "token_mean"},
+            "up to as many groups again as a step has (`ppo.dynamic_sampling`)",
+            "many groups all succeed or all fail, entropy falls too early, rollouts run into their limit",
+            {"eps_clip_higher": 0.28, "loss_agg": "token_mean", "dynamic_sampling": 1.0, "overlong_buffer": 0.2},
         ),
         "gspo": Preset(
             f"{_NORMED}; {_CLIPPED}, rho the geometric mean over a sequence",
@@ -143,6 +146,78 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
     }
 )
 
+_PASS = "a forward pass with several updates a step"
+
+CORRECTIONS: Mapping[str, Preset] = MappingProxyType(
+    {
+        "none": Preset(
+            "w = 1, rho against the sampler",
+            "Schulman et al. 2017",
+            "nothing",
+            "sampler and trainer are the same program with the same weights",
+        ),
+        "decoupled": Preset(
+            "w = r where r <= 5, else 0",
+            "Hilton et al. 2021; Fu et al. 2025, AReaL",
+            _PASS,
+            "samples are stale: the default of asynchronous runs",
+            {"behav_imp_weight_mode": "mask", "behav_imp_weight_cap": 5.0},
+        ),
+        "tis": Preset(
+            "w = min(r, 2)",
+            "Yao et al. 2025, truncated importance sampling",
+            _PASS,
+            "another engine samples, or another precision: a small bias, no token lost",
+            {"behav_imp_weight_mode": "truncate", "behav_imp_weight_cap": 2.0, "behav_imp_weight_level": "token"},
+        ),
+        "seq_tis": Preset(
+            "w = min(product of r, 2)",
+            "Liu et al. 2025, When speed kills stability",
+            _PASS,
+            "short answers: without the bias of single tokens, but its variance grows with the length",
+            {"behav_imp_weight_mode": "truncate", "behav_imp_weight_cap": 2.0, "behav_imp_weight_level": "product"},
+        ),
+        "seq_mis": Preset(
+            "w = product of r where it lies in [0.5, 2], else 0",
+            "Liu et al. 2025, masked importance sampling",
+            _PASS,
+            "short answers with a few sequences that lie far off",
+            {
+                "behav_imp_weight_mode": "mask",
+                "behav_imp_weight_cap": 2.0,
+                "behav_imp_weight_floor": 0.5,
+                "behav_imp_weight_level": "product",
+            },
+        ),
+        "mis": Preset(
+            "w = min(r, 2) where the geometric mean of r over the sequence lies in [0.999, 1.001], else 0",
+            "Liu et al. 2025, part 3 (Geo-RS-Token-TIS)",
+            _PASS,
+            "long sequences: the bounds of a mean do not depend on the length; widen them for stale samples",
+            {
+                "behav_imp_weight_mode": "truncate",
+                "behav_imp_weight_cap": 2.0,
+                "behav_imp_weight_level": "token",
+                "behav_imp_sequence_floor": 0.999,
+                "behav_imp_sequence_cap": 1.001,
+            },
+        ),
+        "icepop": Preset(
+            "w = r where it lies in [0.5, 5], else 0",
+            "Ling Team 2025, IcePop",
+            _PASS,
+            "mixtures of experts: tokens on which the engines disagree are left out on both sides",
+            {
+                "behav_imp_weight_mode": "mask",
+                "behav_imp_weight_cap": 5.0,
+                "behav_imp_weight_floor": 0.5,
+                "behav_imp_weight_level": "token",
+            },
+        ),
+    }
+)
+"""What ``ppo.correction`` may be. All but ``none`` set ``use_decoupled_loss``."""
+
 
 @dataclass(frozen=True)
 class Table:
@@ -178,6 +253,20 @@ TABLES = (
         {
             name: (row.formula, row.source, options_text(row.options) or "the defaults", row.costs, row.when)
             for name, row in PRESETS.items()
+        },
+    ),
+    Table(
+        "Off-policy corrections",
+        "ppo.correction",
+        "The loss of a token is multiplied by w, without gradient; r is its proximal over its behaviour probability, "
+        "and rho is then taken against the proximal policy, that of the weights at the start of the train step. A "
+        "token that is left out still counts in the aggregation. `policy/rejected_fraction`, "
+        "`policy/rejected_sequences`, `policy/truncated_fraction` and `policy/effective_sample_size` say what a "
+        "correction did.",
+        ("weight", "source", "sets", "costs", "take it when"),
+        {
+            name: (row.formula, row.source, options_text(row.options) or "", row.costs, row.when)
+            for name, row in CORRECTIONS.items()
         },
     ),
     Table(

@@ -234,6 +234,9 @@ class NonFiniteGuard:
 
 _OF_FIRST = ("mismatch_kl", "mismatch_abs")
 _TOTALS = ("clamped_exponents", "n_trained_tokens")
+WEIGHT_SUMS = ("weights_n", "weights_sum", "weights_squares", "weighed_sequences", "rejected_sequences")
+"""Of the behaviour weights of a micro-batch: how many, their sum and that of their squares, and of how many sequences,
+of which so many were left out."""
 
 
 def summary(results: Sequence[TrainResult]) -> dict[str, float]:
@@ -244,7 +247,10 @@ def summary(results: Sequence[TrainResult]) -> dict[str, float]:
     if not results:
         return out
     n_tokens = sum(result.stats.get("n_trained_tokens", 0.0) for result in results)
-    for name in sorted({name for result in results for name in result.stats}):
+    names = {name for result in results for name in result.stats}
+    if names.issuperset(WEIGHT_SUMS):
+        out |= _weight_figures(results)
+    for name in sorted(names.difference(WEIGHT_SUMS)):
         values = [result.stats[name] for result in results if name in result.stats]
         if name in _TOTALS:
             out[name] = sum(values)
@@ -260,3 +266,15 @@ def summary(results: Sequence[TrainResult]) -> dict[str, float]:
             out[name] = sum(values) / max(1.0, n_tokens)
     out["grad_norm"] = sum(result.grad_norm for result in results) / len(results)
     return out
+
+
+def _weight_figures(results: Sequence[TrainResult]) -> dict[str, float]:
+    """Return the effective sample size of the behaviour weights as a fraction, (sum w)^2 / (n sum w^2), 0 where all are
+    0 (Kish 1965), and the fraction of sequences that were left out."""
+    n, total, squares, sequences, rejected = (
+        sum(result.stats.get(name, 0.0) for result in results) for name in WEIGHT_SUMS
+    )
+    return {
+        "effective_sample_size": total**2 / (n * squares) if squares > 0 else 0.0,
+        "rejected_sequences": rejected / max(1.0, sequences),
+    }

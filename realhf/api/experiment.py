@@ -62,7 +62,9 @@ class MFCDef:
     ``interface`` is a registered name, ``interface_args`` its keyword arguments. ``n_seqs`` is the number of
     *samples* (task groups) one call takes; it must divide the largest ``n_seqs`` of the graph.
     ``optional_input_keys`` bind only if somebody produces them. ``balance`` decides how a call is split over
-    several workers: equal ``tokens`` or equal ``count``. ``timeout_s`` bounds one call, in seconds.
+    several workers: equal ``tokens`` or equal ``count``. ``timeout_s`` bounds one call, in seconds. ``resample``: of a
+    call that generates groups, those whose rewards are all equal give way to others, which are played, at most so many
+    times the samples of a step.
 
     Raises ValueError on a value that cannot be right by itself; what concerns several MFCs is checked by
     ``build_graph``.
@@ -82,6 +84,7 @@ class MFCDef:
     mb_spec: MicroBatchSpec = field(default_factory=MicroBatchSpec)
     balance: str = "tokens"
     timeout_s: float = 1800.0
+    resample: float = 0.0
 
     def __post_init__(self) -> None:
         problems = [text for bad, text in self._checks() if bad]
@@ -97,6 +100,10 @@ class MFCDef:
         return [
             (not self.name or self.name.startswith("__"), "the name must not be empty or start with '__'"),
             (not self.model_role, "model_role is empty"),
+            (
+                self.resample < 0 or (self.resample > 0 and self.interface_type is not InterfaceType.GENERATE),
+                f"resample={self.resample:g} is at least 0, and of a call that generates",
+            ),
             (self.n_seqs < 1, f"n_seqs is {self.n_seqs}, must be at least 1"),
             (self.timeout_s <= 0, f"timeout_s is {self.timeout_s}, must be positive"),
             (self.balance not in ("tokens", "count"), f"balance {self.balance!r} is not tokens or count"),

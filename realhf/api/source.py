@@ -6,6 +6,7 @@ worker (``SourceSpec.worker``) and keeps only their lengths.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
@@ -34,6 +35,19 @@ class SampleResult:
     metadata: Mapping[str, Any] = field(default_factory=dict)
     rewards: Sequence[float | None] = ()
     achieved: Sequence[bool] = ()
+
+    @staticmethod
+    def of(id: str, metadata: Mapping[str, Any]) -> SampleResult:
+        """Read it from the metadata of a sample, where ``rewards`` and ``achieved`` are JSON."""
+        own = dict(metadata)
+        rewards, achieved = (json.loads(own.pop(name, "[]")) for name in ("rewards", "achieved"))
+        return SampleResult(id, own, rewards, achieved)
+
+    def has_signal(self, least: int = 2) -> bool:
+        """Return whether a comparison of its rollouts teaches something: at least ``least`` have a reward, and these
+        are not all equal."""
+        found = [reward for reward in self.rewards if reward is not None]
+        return len(found) >= least and len(set(found)) > 1
 
 
 class ResultSink(Protocol):

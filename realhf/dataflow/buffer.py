@@ -68,7 +68,19 @@ class BatchLease:
     mfc: str
     inputs: tuple[str, ...]
     samples: list[Sample] = field(repr=False)
-    metadata: dict[str, list[Any]] = field(repr=False)
+    metadata: dict[str, list[Any]] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.renew(self.samples)
+
+    def renew(self, samples: list[Sample]) -> None:
+        """Claim these samples from now on."""
+        self.samples, self.metadata = samples, {}
+        for name in samples[0].metadata:
+            with suppress(KeyError):  # a field that not all of them have
+                self.metadata[name] = [sample.metadata[name] for sample in samples]
+        for cached in ("ids", "meta"):
+            vars(self).pop(cached, None)
 
     @cached_property
     def ids(self) -> tuple[str, ...]:
@@ -286,13 +298,38 @@ class AsyncIOSequenceBuffer:
             sample.state[call.name] = "leased"
         call.not_issued[step_batch] -= count
         call.leased += count
-        columns: dict[str, list[Any]] = {}
-        for name in samples[0].metadata:
-            with suppress(KeyError):  # a field that not all of them have
-                columns[name] = [sample.metadata[name] for sample in samples]
-        lease = BatchLease(call.name, call.inputs, samples, columns)
+        lease = BatchLease(call.name, call.inputs, samples)
         self.leases.add(lease)
         return lease
+
+    def exchange(self, lease: BatchLease, gone: Sequence[str], meta: SequenceSample) -> list[Sample]:
+        """Put the samples of ``meta`` behind the others of a lease, in the place of ``gone``, which leave the buffer
+        and are returned. Raises DuplicateSampleError, and ValueError where another call may have begun with one of
+        them, where the new ones lack an input of the call, or the numbers differ; then nothing has changed."""
+        call, names = self._active(lease), set(gone)
+        self._check_put(meta)
+        left = [sample for sample in lease.samples if sample.id in names]
+        if not len(left) == len(gone) == len(meta):
+            raise ValueError(f"{len(meta)} samples cannot take the place of {len(left)} of {len(gone)}")
+        if busy := [sample.id for sample in left if sample.state.keys() != {call.name}]:
+            raise ValueError(f"other calls than {call.name} may run on {busy[:5]} already")
+        if not meta.keys.issuperset(call.inputs):
+            raise ValueError(f"samples that take the place of others lack inputs of {call.name}")
+        step_batch = left[0].step_batch
+        for sample in left:
+            del self.samples[sample.id]
+            self._gone[sample.id] = None
+        self.evicted_total += len(left)
+        for other in self.calls.values():
+            other.not_issued[step_batch] -= len(left) * (other is not call)
+        self._insert(meta, step_batch)
+        fresh = [self.samples[sample_id] for sample_id in meta.ids]
+        for sample in fresh:
+            call.queues[step_batch].remove(sample)
+            sample.state[call.name] = "leased"
+        call.not_issued[step_batch] -= len(fresh)
+        lease.renew([sample for sample in lease.samples if sample.id not in names] + fresh)
+        return left
 
     # ---- answering
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -59,8 +58,14 @@ class FunctionExecutor:
         self.graph = graph
         self.storage = StorageMap()
         self.buffer = AsyncIOSequenceBuffer(graph, max_size=graph.n_seqs, on_retire=self._on_retire)
+        self.loader = make_loader(self.buffer, self.storage)
         make_call = partial(
-            ModelFunctionCall, seed=seed, endpoints=endpoints or {}, numbers=numbers or itertools.count(1)
+            ModelFunctionCall,
+            seed=seed,
+            endpoints=endpoints or {},
+            numbers=numbers or itertools.count(1),
+            more=self.loader.more,
+            dropped=self._on_dropped,
         )
         self.calls = {
             mfc.name: make_call(
@@ -74,12 +79,12 @@ class FunctionExecutor:
             )
             for mfc in graph.mfcs
         }
-        self.loader = make_loader(self.buffer, self.storage)
         self.next_step = 0
         self._caller, self._results = caller, results
         self._control_timeout_s = control_timeout_s
         self._stall_warn_s, self._stall_fail_s = stall_warn_s, stall_fail_s
         self._retired: dict[int, list[tuple[int, SampleResult]]] = {}
+        self._gave_way: dict[int, list[tuple[int, SampleResult]]] = {}
         self._to_clear: list[str] = []
         self._peak_resident = 0
         self._progress = time.monotonic()
@@ -218,20 +223,22 @@ class FunctionExecutor:
 
     def _on_retire(self, samples: Sequence[Sample]) -> None:
         for sample in samples:
-            own = dict(sample.metadata)
-            rewards = json.loads(own.pop("rewards", "[]"))
-            achieved = json.loads(own.pop("achieved", "[]"))
-            result = SampleResult(sample.id, own, rewards, achieved)
+            result = SampleResult.of(sample.id, sample.metadata)
             self._retired.setdefault(sample.step_batch, []).append((sample.birth, result))
             self._to_clear.append(sample.id)
 
+    def _on_dropped(self, step: int, results: Sequence[tuple[int, SampleResult]]) -> None:
+        self._gave_way.setdefault(step, []).extend(results)
+        self._to_clear += [result.id for _, result in results]
+
     def _record(self, step: int) -> list[SampleResult]:
-        """Tell the source what became of the step's samples, in the order of drawing."""
+        """Tell the source what became of all samples that were drawn for the step, in the order of drawing; returns the
+        results of those that it trained."""
         retired = sorted(self._retired.pop(step, ()), key=lambda item: item[0])
-        results = [result for _, result in retired]
-        if results:
-            self._results.record(results)
-        return results
+        if retired:
+            drawn = sorted((*retired, *self._gave_way.pop(step, ())), key=lambda item: item[0])
+            self._results.record([result for _, result in drawn])
+        return [result for _, result in retired]
 
     async def _clear(self) -> None:
         """Have every owner free the tensors of the samples that left."""

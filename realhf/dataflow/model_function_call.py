@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -150,6 +150,26 @@ class Shard:
     group: GroupPart | None = None
 
 
+@dataclass(frozen=True)
+class _Round:
+    """What the workers answered about ``n_samples``: outputs in their order, statistics, and times in seconds."""
+
+    n_samples: int
+    outputs: SequenceSample | None
+    stats: dict[str, Any]
+    compute_s: float
+    fetch_s: float
+    cost: int
+
+
+def _row(sample: SequenceSample, row: int) -> dict[str, Any]:
+    return {name: values[row] for name, values in sample.metadata.items()}
+
+
+async def _no_more(step: int, n: int) -> SequenceSample | None:
+    return None
+
+
 def call_seed(run_seed: int, mfc: str, step: int, call: int, shard: int) -> int:
     """A 63-bit seed that depends on all five and on nothing else."""
     text = f"{run_seed}/{mfc}/{step}/{call}/{shard}".encode()
@@ -158,7 +178,9 @@ def call_seed(run_seed: int, mfc: str, step: int, call: int, shard: int) -> int:
 
 class ModelFunctionCall:
     """Runs one ``MFCDef`` on ``workers``. Training and evaluation run on a single worker, or on as many as ``parallel``
-    says (ValueError otherwise). ``numbers`` counts the group calls of a run."""
+    says (ValueError otherwise). ``numbers`` counts the group calls of a run. With ``mfc.resample``,
+    ``more(step, n)`` gives further samples, and ``dropped(step, [(birth, result), ...])`` is told of those that gave
+    way."""
 
     def __init__(
         self,
@@ -173,7 +195,10 @@ class ModelFunctionCall:
         endpoints: Mapping[str, Sequence[str]],
         parallel: Parallel | None = None,
         numbers: Iterator[int] | None = None,
+        more: Callable[[int, int], Awaitable[SequenceSample | None]] = _no_more,
+        dropped: Callable[[int, Sequence[tuple[int, SampleResult]]], None] = lambda step, results: None,
     ) -> None:
+        self._more, self._dropped = more, dropped
         self._parallel, self._numbers = parallel or Parallel(), numbers or itertools.count(1)
         if not workers:
             raise ValueError(f"{mfc.name}: model role {mfc.model_role!r} has no worker")
@@ -204,31 +229,81 @@ class ModelFunctionCall:
 
     async def _run_lease(self, lease: BatchLease, step: int, call: int, queue_s: float) -> CallReport:
         sent = time.monotonic()
+        rounds = [await self._round(lease.ids, lease.meta, step, call)]
+        outputs = rounds[0].outputs
+        figures = {}
+        if self.mfc.resample and outputs is not None:
+            outputs, figures = await self._resample(lease, outputs, rounds, step, call)
+        self._buffer.complete(lease, outputs)
+        stats = merge_stats([one.stats for one in rounds], [one.n_samples for one in rounds], parallel=False)
+        return CallReport(
+            self.mfc.name,
+            lease.ids,
+            {**stats, **figures},
+            queue_s,
+            time.monotonic() - sent,
+            sum(one.compute_s for one in rounds),
+            sum(one.fetch_s for one in rounds),
+            sum(one.cost for one in rounds),
+        )
+
+    async def _resample(
+        self, lease: BatchLease, outputs: SequenceSample, rounds: list[_Round], step: int, call: int
+    ) -> tuple[SequenceSample, dict[str, float]]:
+        """Play others in the place of the groups that teach nothing, round after round, until none is left, the bound
+        is reached or the source has no more: the dynamic sampling of DAPO (Yu et al. 2025). Returns the outputs in the
+        order of the lease, and what it cost."""
+        began, dropped = time.monotonic(), 0
+        most = int(self.mfc.resample * len(lease.ids))
+        least = max(2, int(self.mfc.interface_args.get("min_group_size", 1)))
+        while True:
+            rows = {sample_id: _row(outputs, i) for i, sample_id in enumerate(outputs.ids)}
+            flat = [sample_id for sample_id, row in rows.items() if not SampleResult.of("", row).has_signal(least)]
+            fresh = await self._more(step, n) if (n := min(len(flat), most - dropped)) else None
+            if fresh is None:
+                break
+            gone = flat[: len(fresh)]
+            lost = self._buffer.exchange(lease, gone, fresh)
+            self._dropped(step, [(s.birth, SampleResult.of(s.id, {**s.metadata, **rows[s.id]})) for s in lost])
+            dropped += len(gone)
+            stay = [i for i, sample_id in enumerate(outputs.ids) if sample_id not in set(gone)]
+            places = list(range(len(stay), len(lease.ids)))
+            rounds.append(await self._round(fresh.ids, lease.meta.select_ids(places), step, call))
+            played = rounds[-1].outputs
+            assert played is not None
+            outputs = SequenceSample.gather([outputs.select_ids(stay), played]) if stay else played
+        figures = {
+            "n_dropped_groups": float(dropped),
+            "n_resample_rounds": float(len(rounds) - 1),
+            "n_groups_without_signal": float(len(flat)),
+            "resample_seconds": time.monotonic() - began,
+        }
+        return outputs, figures
+
+    async def _round(self, ids: Sequence[str], meta: SequenceSample, step: int, call: int) -> _Round:
+        """Run samples on the workers."""
         together = is_group_call(self.mfc, self._parallel)
         try:
-            parts = [list(range(len(lease.meta)))] * len(self._workers) if together else self._split(lease.meta)
-            shards = self._shards(lease.meta, parts, together)
+            parts = [list(range(len(meta)))] * len(self._workers) if together else self._split(meta)
+            shards = self._shards(meta, parts, together)
         except (ValueError, KeyError) as error:
-            raise MFCFailed(self.mfc.name, step, "master", lease.ids, error) from error
+            raise MFCFailed(self.mfc.name, step, "master", ids, error) from error
         if self._parallel.fsdp > 1 and self.mfc.interface_type is InterfaceType.GENERATE:
-            await self._gather_weights(step, lease.ids)
+            await self._gather_weights(step, ids)
         answers = await self._call_all(shards, step, call)
         longest = {name: max(getattr(answer, name) for answer in answers) for name in ("compute_s", "fetch_s")}
         if together:
             self._check_ranks(shards, answers, step)
             shards, answers, parts = shards[:1], answers[:1], parts[:1]
         outputs = [self._checked(shard, answer, step) for shard, answer in zip(shards, answers, strict=True)]
-        metas = [meta for meta in outputs if meta is not None]
-        for shard, meta in zip(shards, metas, strict=False):
-            self._storage.record(meta.ids, meta.keys, shard.worker)
+        metas = [output for output in outputs if output is not None]
+        for shard, output in zip(shards, metas, strict=False):
+            self._storage.record(output.ids, output.keys, shard.worker)
         order = inverse_perm([i for part in parts for i in part])
-        self._buffer.complete(lease, SequenceSample.gather(metas).reorder(order) if metas else None)
-        return CallReport(
-            self.mfc.name,
-            lease.ids,
+        return _Round(
+            len(ids),
+            SequenceSample.gather(metas).reorder(order) if metas else None,
             merge_stats([answer.stats for answer in answers], [len(s.meta) for s in shards], parallel=True),
-            queue_s,
-            time.monotonic() - sent,
             longest["compute_s"],
             longest["fetch_s"],
             sum(shard.cost for shard in shards),

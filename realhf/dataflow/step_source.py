@@ -47,6 +47,11 @@ class StepLoader:
         """For the whole run; closes the buffer's input when there is no more."""
         raise NotImplementedError
 
+    async def more(self, step: int, n: int) -> SequenceSample | None:
+        """Return up to ``n`` further samples of a step that is loaded, which take the place of others; None where there
+        are none. They are in no step batch yet."""
+        return None
+
     def finished(self, step: int) -> None:
         """The results of ``step`` are recorded: one more step may be loaded."""
         self._free.release()
@@ -102,7 +107,7 @@ class Loader(StepLoader):
             if items:
                 self._drawn[step] = items
                 self._activity = f"loads step {step} on {self._worker}"
-                await self._load(items, step)
+                await self._buffer.put_batch(await self._stored(items, step), step_batch=step)
             if len(items) < self._n_seqs:
                 self._activity = "source exhausted"
                 self._buffer.close_input("the data source is exhausted")
@@ -114,7 +119,13 @@ class Loader(StepLoader):
         self._drawn.pop(step, None)
         super().finished(step)
 
-    async def _load(self, items: Sequence[SourceItem], step: int) -> None:
+    async def more(self, step: int, n: int) -> SequenceSample | None:
+        """Draw further samples of a step. No checkpoint falls between them and the end of the step: a run that goes on
+        plays the step from its beginning, and draws them again."""
+        items = self._source.next_batch(n)
+        return await self._stored(items, step) if items else None
+
+    async def _stored(self, items: Sequence[SourceItem], step: int) -> SequenceSample:
         given = [key for key in self._keys if key in items[0].values]
         lacking = next((item for item in items if not item.values.keys() >= set(given)), None)
         if lacking is not None:
@@ -146,7 +157,7 @@ class Loader(StepLoader):
                 self._busy = False
             if len(given) < len(self._keys):
                 meta = meta.update(self._of_dataset(answer, items[0]).select(set(self._keys) - set(given)))
-        await self._buffer.put_batch(meta, step_batch=step)
+        return meta
 
     def _of_dataset(self, answer: LoadAnswer, item: SourceItem) -> SequenceSample:
         """What the worker's dataset stored for keys that the source left out."""

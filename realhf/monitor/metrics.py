@@ -53,7 +53,7 @@ def _critic(name: str, unit: str, meaning: str, own: str = "") -> Metric:
 
 REWARDS = Section(
     "Reward and success",
-    "Means over the valid rollouts of the step's samples; a failed rollout has no reward and enters none of them.",
+    "Means over the valid rollouts played for the step; a failed rollout has no reward and enters none of them.",
     (
         _rollouts(
             "reward/mean",
@@ -87,6 +87,21 @@ REWARDS = Section(
             "shared_states",
         ),
         _policy("groups/total", "count", "groups that the step trained on", "n_groups"),
+        _rollouts(
+            "groups/dropped",
+            "count",
+            "with `ppo.dynamic_sampling`: groups with all rewards equal that gave way to others, each of which was "
+            "played in addition; they are in all means of this section but `reward/trained_mean` and `reward/std`",
+            "n_dropped_groups",
+        ),
+        _rollouts(
+            "groups/flat",
+            "count",
+            "with `ppo.dynamic_sampling`: such groups that were trained on, because its bound was reached",
+            "n_groups_without_signal",
+        ),
+        _rollouts("groups/extra_rounds", "count", "rounds of play that they cost (synchronous)", "n_resample_rounds"),
+        _rollouts("groups/extra_s", "seconds", "time of these rounds", "resample_seconds"),
     ),
 )
 LENGTHS = Section(
@@ -95,6 +110,12 @@ LENGTHS = Section(
     (
         _policy("length/mean", "tokens", "mean", "response_tokens_mean"),
         _policy("length/max", "tokens", "longest", "response_tokens_max"),
+        _policy(
+            "length/overlong",
+            "fraction",
+            "rollouts whose reward `ppo.overlong_buffer` made smaller for their length",
+            "overlong_fraction",
+        ),
         _policy("length/truncated", "fraction", "rollouts that a token limit ended", "too_long_fraction"),
         _rollouts("length/turns", "turns", "mean number of turns of a rollout", "turns"),
     ),
@@ -166,8 +187,15 @@ POLICY = Section(
             "behav_weight_mean",
         ),
         _policy("policy/behaviour_weight_max", "", "largest such weight before any bound", "behav_weight_max"),
-        _policy("policy/rejected_fraction", "fraction", "tokens left out because that weight was beyond its bound"),
+        _policy("policy/rejected_fraction", "fraction", "tokens left out because that weight was beyond a bound"),
+        _policy("policy/rejected_sequences", "fraction", "sequences that bounds left out whole"),
         _policy("policy/truncated_fraction", "fraction", "tokens whose weight was cut to its bound"),
+        _policy(
+            "policy/effective_sample_size",
+            "fraction",
+            "of the weights as used, over tokens, or sequences where `ppo.behav_imp_weight_level` is theirs: "
+            "(sum w)^2 / (n sum w^2)",
+        ),
         _policy("policy/grad_norm", "", "norm of the gradient before clipping, averaged over the updates"),
         _policy("policy/lr", "", "learning rate"),
         _policy("policy/updates", "count", "optimizer steps that were made", "n_updates"),

@@ -237,6 +237,34 @@ async def test_ids_of_samples_that_left_are_known_up_to_a_bound(monkeypatch: pyt
             await buffer.put_batch(meta_of([known]))
 
 
+async def test_samples_of_a_lease_give_way_to_others() -> None:
+    """Those behind them have their place; other calls see the new ones alone, and what cannot be changes nothing."""
+    buffer = make()
+    await buffer.put_batch(meta_of(ids(0, 4)), step_batch=2)
+    lease = await buffer.get_batch_for_rpc("gen", 2)
+    wrong = [
+        (DuplicateSampleError, ["s1"], meta_of(["s3"])),
+        (ValueError, ["s1", "s2"], meta_of(["s4"])),
+        (ValueError, ["s9"], meta_of(["s4"])),
+    ]
+    for error, gone, fresh in wrong:
+        with pytest.raises(error):
+            buffer.exchange(lease, gone, fresh)
+        check_invariants(buffer)
+    left = buffer.exchange(lease, ["s2", "s0"], meta_of(["s4", "s5"], task="new"))
+    assert [sample.id for sample in left] == ["s0", "s2"]
+    check_invariants(buffer)
+    assert lease.ids == lease.meta.ids == ("s1", "s3", "s4", "s5") and lease.metadata == {}
+    with pytest.raises(DuplicateSampleError):
+        buffer.exchange(lease, ["s1"], meta_of(["s0"]))
+    buffer.release(lease, "to try")
+    lease = await through(buffer, "gen", 2)
+    assert lease.ids == ("s1", "s3", "s4", "s5")
+    for mfc in ("ref", "rew", "train"):
+        assert (await through(buffer, mfc, 2)).ids == lease.ids
+    assert len(buffer) == 0
+
+
 async def test_the_wait_is_explained() -> None:
     buffer = make()
     await buffer.put_batch(meta_of(ids(0, 3)), step_batch=5)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from realhf.api.calls import CheckpointRequest
+from realhf.api.graph import build_graph
 from realhf.api.sample import SequenceSample
 from realhf.dataflow.buffer import EndOfData
 from realhf.dataflow.function_executor import FunctionExecutor, StallError
@@ -18,7 +21,7 @@ from realhf.dataflow.step_source import SynchronousSteps
 from realhf.transport.errors import WorkerDied
 from tests.dataflow.toy_buffer import check_invariants
 from tests.dataflow.toy_graph import FakeCaller
-from tests.dataflow.toy_source import ToySource, toy_graph
+from tests.dataflow.toy_source import ToySource, toy_mfcs
 
 ONE = {"actor": ["w0"], "ref": ["w0"]}
 TWO = {"actor": ["w0"], "ref": ["w1"]}
@@ -28,8 +31,9 @@ class Bench:
     """An executor over in-process workers."""
 
     def __init__(self, tmp_path: Path, workers: dict[str, list[str]], *, limit: int = 10**9, n: int = 4, **kw: Any):
-        n_seqs = kw.pop("n_seqs", {})
-        self.graph = toy_graph(n, **n_seqs)
+        n_seqs, resample = kw.pop("n_seqs", {}), kw.pop("resample", 0.0)
+        mfcs = [replace(mfc, resample=resample if mfc.name == "gen" else 0.0) for mfc in toy_mfcs(n, **n_seqs)]
+        self.graph = build_graph(mfcs, ["packed_prompts"])
         self.caller = FakeCaller()
         for name in sorted({w for names in workers.values() for w in names}):
             roles = [role for role, names in workers.items() if name in names]
@@ -260,6 +264,81 @@ async def test_recovery_continues_bit_identically(tmp_path: Path) -> None:
     rest = await second.run(2)
     assert weights(rest) == weights(whole)[3:]
     assert [r.id for report in rest for r in report.results] == [f"t{i}" for i in range(12, 20)]
+
+
+def flat_rewards(*flat: int) -> Any:
+    """Of these tasks, by the number in their ids, all rollouts have one reward."""
+
+    def change(sample: SequenceSample) -> SequenceSample:
+        numbers = [int(sample_id[1:]) for sample_id in sample.ids]
+        rewards = [json.dumps([1.0, 1.0] if number in flat else [float(number), -1.0]) for number in numbers]
+        tensors = {key: sample[key] for key in sample.keys}
+        metadata = {**sample.metadata, "rewards": rewards}
+        return SequenceSample.from_tensors(sample.ids, tensors, dict(sample.seqlens), metadata)
+
+    return change
+
+
+def trained(bench: Bench) -> list[str]:
+    return [i for _, ids, _ in bench.caller.interface("w0", "train").trace for i in ids]
+
+
+async def test_groups_without_signal_give_way_before_the_step_trains(tmp_path: Path) -> None:
+    """Two of the first step and one of those in their place; the source learns of all, in the order of drawing, and
+    nothing of those that gave way stays on a worker."""
+    bench = Bench(tmp_path, TWO, resample=1.0)
+    bench.caller.interface("w0", "gen").change = flat_rewards(1, 2, 5)
+    first, second = await bench.run(2)
+    assert trained(bench) == ["t0", "t3", "t4", "t6", "t7", "t8", "t9", "t10"]
+    assert [r.id for r in first.results] == ["t0", "t3", "t4", "t6"] and first.n_samples == 4
+    assert [r.id for r in bench.source.recorded] == [f"t{i}" for i in range(11)]
+    assert bench.source.recorded[2].rewards == [1.0, 1.0] and bench.source.recorded[2].metadata["task"] == "task 2"
+    assert [ids for _, ids, _ in bench.caller.interface("w0", "gen").trace][:3] == [
+        ("t0", "t1", "t2", "t3"),
+        ("t4", "t5"),
+        ("t6",),
+    ]
+    found = first.stats["gen"]
+    assert (found["n_dropped_groups"], found["n_resample_rounds"], found["n_groups_without_signal"]) == (3, 2, 0)
+    assert second.stats["gen"]["n_dropped_groups"] == 0 and found["n_tokens"] == 2 * sum(2 + i % 3 for i in range(7))
+    assert len(bench.executor.storage) == 0 and not any(len(store) for store in bench.caller.stores.values())
+    check_invariants(bench.executor.buffer)
+
+
+@pytest.mark.parametrize(("resample", "limit", "kept"), [(0.5, 10**9, ["t2", "t3", "t4", "t5"]), (2.0, 5, None)])
+async def test_the_bound_and_the_end_of_the_source_end_the_replacement(
+    tmp_path: Path, resample: float, limit: int, kept: list[str] | None
+) -> None:
+    """All groups are without signal: as many as the bound allows, or the source has, give way; the rest trains."""
+    bench = Bench(tmp_path, ONE, resample=resample, limit=limit)
+    bench.caller.interface("w0", "gen").change = flat_rewards(*range(100))
+    (report,) = await bench.run(1)
+    assert trained(bench) == (kept or ["t1", "t2", "t3", "t4"])
+    assert report.stats["gen"]["n_groups_without_signal"] == 4
+    assert report.stats["gen"]["n_dropped_groups"] == (2 if kept else 1)
+    assert [r.id for r in bench.source.recorded] == [f"t{i}" for i in range(6 if kept else 5)]
+
+
+async def test_a_run_that_goes_on_replaces_the_same_groups(tmp_path: Path) -> None:
+    def bench() -> Bench:
+        made = Bench(tmp_path, ONE, resample=1.0)
+        made.caller.interface("w0", "gen").change = flat_rewards(1, 4, 5, 9)
+        return made
+
+    whole = await bench().run(4)
+    first, second = bench(), bench()
+    async with first.executor as executor:
+        for step in range(2):
+            await executor.execute_step(step)
+        await asyncio.sleep(0.01)
+        state = executor.state_dict()
+        saved = CheckpointRequest({"actor": str(tmp_path / "again" / "actor")}, str(tmp_path / "again"))
+        first.caller.hosts["w0"].save(saved)
+    second.caller.hosts["w0"].restore(saved)
+    second.executor.load_state_dict(state)
+    rest = await second.run(2)
+    assert weights(rest) == weights(whole)[2:]
+    assert [r.id for one in rest for r in one.results] == [r.id for one in whole[2:] for r in one.results]
 
 
 async def test_freeing_tensors_does_not_wait_for_a_long_call(tmp_path: Path) -> None:

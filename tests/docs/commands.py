@@ -27,6 +27,7 @@ PROGRAMS = frozenset(
         "python3",
         "ray",
         "run-api",
+        "train-api",
     }
     | {"sbatch", "sh", "srun", "vllm"}
 )

@@ -129,7 +129,8 @@ def check_launch(command: Command, arguments: list[str], capsys: pytest.CaptureF
 
 def check_parsed(command: Command, capsys: pytest.CaptureFixture[str]) -> str:
     """What a program's own parser has against its arguments, "" if nothing."""
-    name = {"aws-env": "workers.env_worker", "run-api": "realhf.trajectory"}.get(command.program, command.program)
+    scripts = {"aws-env": "workers.env_worker", "run-api": "realhf.trajectory", "train-api": "realhf.tinker"}
+    name = scripts.get(command.program, command.program)
     if name.endswith(".py"):
         file = Path(name)
         if not file.is_file():

@@ -47,6 +47,7 @@ PARSED = {
     r"tests\..*": "is a test",
     r"realhf\.(aws\.|cluster|worker|monitor\.|dataflow\.|view).*": "needs a finished run, a pool for minutes, or hosts",
     r"workers\.producer_worker": "needs two servers and a policy",
+    r"train-api|realhf\.tinker": "needs the client tinker; make test-tinker",
     r"(pip|pytest|make|module|sh)": "is no command of the package",
 }
 """Programs whose arguments are read and that are not run, and why."""

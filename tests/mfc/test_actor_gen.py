@@ -31,7 +31,9 @@ def bench(tmp_path_factory, policy):
         rollout=RolloutConfig(max_turns=MAX_TURNS),
     )
     models, _ = policy_gradient(config, policy_options(config, streamed=False), FirstWeights(str(policy)))
-    bench = MfcBench(tmp_path_factory.mktemp("run"), actor_gen(config), models["actor"], sessions=SESSIONS)
+    bench = MfcBench(
+        tmp_path_factory.mktemp("run"), actor_gen(config, policy_options(config)), models["actor"], sessions=SESSIONS
+    )
     yield bench
     bench.close()
 

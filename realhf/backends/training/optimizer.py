@@ -271,6 +271,15 @@ class PolicyOptimizer:
         """Whether moments rest elsewhere between steps."""
         return self._resting is not None
 
+    def use(self, config: OptimizerConfig) -> None:
+        """Step by these options from now on; moments stay. Raises ValueError where they would rest elsewhere."""
+        if config.offload != self._config.offload:
+            raise ValueError("optimizer.offload: an optimizer that has begun keeps its moments where they are")
+        self._config = config
+        for group in self._adamw.param_groups:
+            group["betas"], group["eps"] = (config.beta1, config.beta2), config.eps
+            group["weight_decay"] = config.weight_decay if any(p.ndim > 1 for p in group["params"]) else 0.0
+
     def zero_grad(self) -> None:
         """Drop all gradients."""
         for p in (*self._parameters, *self._masters):

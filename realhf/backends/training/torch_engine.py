@@ -209,29 +209,82 @@ class TorchEngine:
     ) -> TrainResult:
         """See ``Engine.train_batch``. Stats: sums of what ``loss_fn`` returned, ``loss``, ``lr`` and ``POSITIONS``. A
         batch without any trainable position changes nothing. Raises RuntimeError on a frozen engine."""
-        optimizer = self._optimizer
-        if optimizer is None:
-            raise RuntimeError("train_batch: this model role was built without an optimizer")
+        optimizer = self._own_optimizer("train_batch")
         if not 0 < normaliser < math.inf:
             raise ValueError(f"train_batch: the normaliser must be positive, got {normaliser}")
-        self.release_generation()  # Its memory is wanted here, and the weights that filled it will change.
         optimizer.zero_grad()
-        with self._training(), self._threads.computing():
-            account = self._passes(sample, loss_fn, mb_spec, normaliser, optimizer.accumulate)
-            stats, backward, kept = account.summed(self._ranks)
-            self._ranks.sum_gradients(optimizer.masters)
+        stats, backward, kept = self._accumulated(sample, loss_fn, mb_spec, normaliser, optimizer)
         norm = optimizer.gradient_norm() if math.isfinite(stats["loss"]) else math.nan
         self._ranks.settle()  # Sums that were broken off are no reason to step, nor to skip.
         if not math.isfinite(norm):
             optimizer.zero_grad()
             return TrainResult(stats, norm, skipped=True, kept=kept)
         if backward:
-            adapters = self.adapters is None and self._forward.heads.value is None
-            offload = self.model.device.type == "cuda" and not (optimizer.offloads or self._ranks.in_step)
-            with named_update_shortage(optimizer.masters, self._named, adapters=adapters, offload=offload):
-                stats["lr"] = optimizer.step(self._version, norm)
+            stats["lr"] = self._update(optimizer, norm)
         optimizer.zero_grad()
         return TrainResult(stats, norm, skipped=False, kept=kept)
+
+    def accumulate(self, sample: SequenceSample, loss_fn: LossFn, *, mb_spec: MicroBatchSpec) -> TrainResult:
+        """Add the gradient of the sum of losses on ``sample`` to those that wait for ``step``; the norm is that of all
+        of them, and not a number where the loss is none. Stats as of ``train_batch``, without ``lr``. Raises
+        RuntimeError on a frozen engine, or one of several ranks."""
+        optimizer = self._own_optimizer("accumulate")
+        if self._ranks.size > 1:
+            raise RuntimeError("accumulate: gradients of several ranks are added up once a step, in train_batch")
+        stats, _, kept = self._accumulated(sample, loss_fn, mb_spec, 1.0, optimizer)
+        norm = optimizer.gradient_norm() if math.isfinite(stats["loss"]) else math.nan
+        return TrainResult(stats, norm, skipped=False, kept=kept)
+
+    def step(self, options: OptimizerConfig) -> TrainResult:
+        """Make one optimizer step by the gradients that were accumulated, with these options in place of earlier ones,
+        and drop them; ``version`` is one more then. A norm that is no finite number changes nothing. Weights without a
+        gradient stay as they are, as in ``torch.optim.AdamW``."""
+        optimizer = self._own_optimizer("step")
+        optimizer.use(options)
+        norm = optimizer.gradient_norm()
+        if skipped := not math.isfinite(norm):
+            optimizer.zero_grad()
+            return TrainResult({}, norm, skipped)
+        rate = self._update(optimizer, norm)
+        optimizer.zero_grad()
+        self.version += 1
+        return TrainResult({"lr": rate}, norm, skipped)
+
+    def forget_gradients(self) -> None:
+        """Drop what was accumulated."""
+        self._own_optimizer("forget_gradients").zero_grad()
+
+    def forget_moments(self) -> None:
+        """Begin anew with the optimizer, as one that has made no step."""
+        self._own_optimizer("forget_moments").begin_moments(())
+
+    def _own_optimizer(self, wanted: str) -> PolicyOptimizer:
+        if self._optimizer is None:
+            raise RuntimeError(f"{wanted}: this model role was built without an optimizer")
+        return self._optimizer
+
+    def _accumulated(
+        self,
+        sample: SequenceSample,
+        loss_fn: LossFn,
+        spec: MicroBatchSpec,
+        normaliser: float,
+        optimizer: PolicyOptimizer,
+    ) -> tuple[dict[str, float], bool, dict[str, Tensor]]:
+        """Add up gradients, of all ranks; return statistics, whether there was a gradient, and what the loss kept."""
+        self.release_generation()  # Its memory is wanted here, and the weights that filled it will change.
+        with self._training(), self._threads.computing():
+            account = self._passes(sample, loss_fn, spec, normaliser, optimizer.accumulate)
+            summed = account.summed(self._ranks)
+            self._ranks.sum_gradients(optimizer.masters)
+        return summed
+
+    def _update(self, optimizer: PolicyOptimizer, norm: float) -> float:
+        """Step by gradients of this norm; return the learning rate."""
+        adapters = self.adapters is None and self._forward.heads.value is None
+        offload = self.model.device.type == "cuda" and not (optimizer.offloads or self._ranks.in_step)
+        with named_update_shortage(optimizer.masters, self._named, adapters=adapters, offload=offload):
+            return optimizer.step(self._version, norm)
 
     def _passes(
         self,

@@ -95,6 +95,8 @@ class RolloutPlan:
             self.spec.episodes.on_failure == "fail_fast",
             self.drops_stale,
             options.max_deaths,
+            max_flat=int(self.spec.calls[0].resample * self.batch_size),
+            least_valid=max(2, self.spec.episodes.min_group_size),
         )
 
     def staleness(self) -> StalenessManager:
@@ -393,9 +395,12 @@ class AsyncRollouts(StepSource):
         await self._receivers.prune(self._ledger)
 
     async def step_metrics(self, report: StepReport) -> dict[str, float]:
-        """``rollout/...``, ``failures/<kind>`` and ``retries/<kind>`` of the step's samples, beside ``live`` without
-        its totals."""
-        figures = rollout_figures(report.results)
+        """``rollout/...``, ``failures/<kind>`` and ``retries/<kind>`` of the step's samples and of those that gave way
+        to them, beside ``live`` without its totals."""
+        figures = rollout_figures([*report.results, *self.control.flat_of_step])
+        if self._plan.spec.calls[0].resample:
+            figures["n_dropped_groups"] = float(len(self.control.flat_of_step))
+            figures["n_groups_without_signal"] = float(self.control.flat_trained)
         trouble = {name: figures.pop(name) for name in list(figures) if name.startswith(("failures/", "retries/"))}
         for name, value in trouble.items():
             self._totals[name] += value

@@ -62,7 +62,8 @@ class RolloutsFailed(RuntimeError):
 class RolloutRules:
     """``total``: samples that the run trains in all; ``max_attempts``: failures, and ``max_deaths``: deaths of the
     process that plays it, after which a sample is given up; ``fail_fast``: the first failure ends the run; ``drop``:
-    stale samples are dropped, not waited for."""
+    stale samples are dropped, not waited for. For every batch of samples that is accepted, ``max_flat`` are dropped of
+    which fewer than ``least_valid`` rollouts have a reward, or all the same one: others are played in their place."""
 
     total: int
     deadline_s: float
@@ -70,6 +71,8 @@ class RolloutRules:
     fail_fast: bool = False
     drop: bool = False
     max_deaths: int = 3
+    max_flat: int = 0
+    least_valid: int = 2
 
     def judged(self, task: Task) -> Task:
         """Return a task that comes back, marked as a suspect where the next death would be its last."""
@@ -122,6 +125,12 @@ class RolloutControl:
         self._failure: BaseException | None = None
         self.paused = False
         self._in_vain = 0
+        self._flat_for = self._n_flat = 0
+        self._flat: list[SampleResult] = []
+        self.flat_of_step: list[SampleResult] = []
+        """Of the samples that were dropped before the last step, and after the one before it, because their rewards are
+        all equal; ``flat_trained`` such were trained by it."""
+        self.flat_trained = 0
         self.lost_attempts = 0
         self.given_up = 0
         self.refused = 0
@@ -328,12 +337,31 @@ class RolloutControl:
         meta = with_metadata(decode_sample(arrival.meta), entry.task.item.metadata)
         self._close(arrival.id)
         self._in_vain = 0
+        batch = self.staleness.accepted // self._queue.batch_size
+        if batch != self._flat_for:
+            self._flat_for, self._n_flat = batch, 0
         self.staleness.accept()
+        accept = Accept(arrival.id, arrival.attempt, arrival.ref, arrival.meta)
+        if self._n_flat < self._rules.max_flat:
+            result = SampleResult.of(arrival.id, {name: row[0] for name, row in meta.metadata.items()})
+            if not result.has_signal(self._rules.least_valid):
+                self._drop_flat(accept, result)
+                return REFUSED  # Its holder forgets it: there is nothing to clear.
         self.gate.stage(arrival.id)
-        self._ledger.append(Accept(arrival.id, arrival.attempt, arrival.ref, arrival.meta))
+        self._ledger.append(accept)
         self._staged[arrival.id] = meta
         self.holders.record(arrival.id, holder)
         return ACCEPTED
+
+    def _drop_flat(self, accept: Accept, result: SampleResult) -> None:
+        """Drop a sample that teaches nothing, and tell the source what became of it, in one append: the dynamic
+        sampling of DAPO (Yu et al. 2025)."""
+        self.staleness.drop()
+        self.gate.forget(result.id)
+        self._flat.append(result)
+        self._n_flat += 1
+        self._queue.record([result])
+        self._ledger.append(accept, Drop(result.id, "flat"), Draw(self._queue.state()))
 
     # ---- training steps
 
@@ -383,6 +411,8 @@ class RolloutControl:
         step = self._step_of[results[0].id]
         for result in results:
             del self._step_of[result.id]
+        self.flat_of_step, self._flat = self._flat, []
+        self.flat_trained = sum(not result.has_signal(self._rules.least_valid) for result in results)
         self.staleness.consume(len(results))
         self._queue.record(results)
         self._ledger.append(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from experiments.policy_gradient import actor_inf, config_class, ref_inf, rew_inf
+from experiments.policy_gradient import actor_inf, config_class, policy_options, ref_inf, rew_inf
 from realhf.algorithms.aggregation import AGGREGATIONS
 from realhf.algorithms.inference import LogprobInterface, OutcomeRewardInterface
 from realhf.algorithms.options import PolicyGradientOptions
@@ -179,7 +179,7 @@ def test_outcome_reward():
     config = config_class("aws")(
         experiment="grpo_aws", ppo=PolicyGradientOptions(reward_scaling=2.0, reward_bias=-0.5, max_reward_clip=30.0)
     )
-    interface = OutcomeRewardInterface(**rew_inf(config).interface_args)
+    interface = OutcomeRewardInterface(**rew_inf(config, policy_options(config)).interface_args)
     for scores, failures, rewards, mean in (
         ([0.0, 1.0, 100.0, -50.0], [0, 0, 0, 0], [-1.0, 1.0, 30.0, -30.0], 0.0),
         ([0.0, 1.0, 0.0, 1.0], [0, 3, 2, 0], [-1.0, None, None, 1.0], 0.0),

@@ -16,6 +16,7 @@ slow = pytest.mark.slow
 CASES = [
     pytest.param(Parallel(dp=2), "grpo", True, marks=slow, id="dp2-grpo"),
     pytest.param(Parallel(fsdp=2), "grpo", True, id="fsdp2-grpo"),
+    pytest.param(Parallel(dp=2), "mixed", True, marks=slow, id="dp2-mixed"),
     pytest.param(Parallel(dp=4), "sft", False, marks=slow, id="dp4-sft"),
     pytest.param(Parallel(fsdp=4), "sft", False, marks=slow, id="fsdp4-sft"),
     pytest.param(Parallel(dp=4), "grpo", True, marks=slow, id="dp4-grpo"),

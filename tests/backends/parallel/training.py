@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 from realhf.algorithms.critic import CriticInterface
 from realhf.algorithms.policy_gradient import PolicyGradientInterface
 from realhf.algorithms.sft import SFTInterface
+from realhf.algorithms.train_step import COMPONENTS
 from realhf.api.config import GenConfig, OptimizerConfig
 from realhf.api.model import CallContext, GenRequest, Model
 from realhf.api.parallel import Parallel
@@ -42,7 +43,8 @@ def tiny_model(tied: bool = True, dtype: torch.dtype = torch.float32) -> Any:
     return model.to(dtype).eval()
 
 
-def batch(step: int) -> SequenceSample:
+def batch(step: int, name: str = "") -> SequenceSample:
+    """With ``mixed`` the tokens weigh differently in the components of the loss."""
     groups = GROUPS[step]
     g = torch.Generator().manual_seed(step)
     lengths = [n for group in groups for n in group]
@@ -60,12 +62,22 @@ def batch(step: int) -> SequenceSample:
         "packed_input_ids": groups, "loss_mask": groups, "packed_logprobs": shifted,
         "packed_ref_logprobs": shifted, "rewards": single, "outcome": single,
     }  # fmt: skip
+    if name == "mixed":
+        tensors |= {key: torch.randint(0, 3, (total - n,), generator=g) / 2 for key in COMPONENTS}
+        seqlens |= dict.fromkeys(COMPONENTS, shifted)
     return SequenceSample.from_tensors([f"t{i}" for i in range(len(groups))], tensors, seqlens)
 
 
 def algorithm(name: str) -> Any:
     if name == "sft":
         return SFTInterface()
+    if name == "mixed":
+        return PolicyGradientInterface(
+            {
+                "correction": "mis", "behav_imp_sequence_cap": 3.0, "behav_imp_sequence_floor": 0.3,
+                "loss_agg": "prompt_mean_token_mean", "ppo_n_minibatches": 2, "kl_loss_coef": 0.1,
+            }
+        )  # fmt: skip
     return PolicyGradientInterface({"algo": "grpo", "ppo_n_minibatches": 2, "kl_loss_coef": 0.1, "adv_norm": True})
 
 
@@ -99,9 +111,9 @@ def steps(engine: Any, name: str, which: Sequence[int], together: bool = True) -
         context = CallContext(step, 1000 + step, SPEC, Path())
         if together:
             with engine.ranks.together(f"step {step}"):
-                found.append(interface.train_step(model, batch(step), context))
+                found.append(interface.train_step(model, batch(step, name), context))
         else:
-            found.append(interface.train_step(model, batch(step), context))
+            found.append(interface.train_step(model, batch(step, name), context))
         engine.version = step + 1
     return found
 

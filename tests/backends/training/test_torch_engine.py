@@ -60,6 +60,29 @@ def test_training_lowers_the_loss_and_repeats_bit_identically(tiny_model: Any, r
     assert torch.equal(weights(first), weights(second))
 
 
+def test_gradients_of_several_passes_make_the_step_of_one_batch(tiny_model: Any, ragged_sample: Any) -> None:
+    """Passes add up until ``step``, which takes its own options, and drops the gradients whatever comes of them."""
+    sample, constant = ragged_sample(GROUPS), OptimizerConfig(lr=3e-3, warmup_steps_proportion=0.0, beta2=0.9)
+    whole, parts = (TorchEngine(tiny_model(), None, optimizer=options) for options in (constant, OPTIMIZER))
+    halves = [sample.select_ids([0, 1]), sample.select_ids([2, 3])]
+    for step in range(3):
+        expected = whole.train_batch(sample, mean_nll, mb_spec=MicroBatchSpec())
+        whole.version += 1
+        norms = [parts.accumulate(part, mean_nll, mb_spec=MicroBatchSpec()).grad_norm for part in halves]
+        made = parts.step(constant)
+        assert made.grad_norm == norms[-1] == pytest.approx(expected.grad_norm, rel=1e-5)
+        assert made.stats["lr"] == 3e-3 and parts.version == step + 1
+        torch.testing.assert_close(weights(parts), weights(whole), rtol=1e-5, atol=1e-6)
+    before = weights(parts)
+    parts.accumulate(sample, lambda *args: (math.nan * mean_nll(*args)[0], {}), mb_spec=MicroBatchSpec())
+    assert parts.step(constant).skipped and parts.version == 3 and torch.equal(weights(parts), before)
+    parts.accumulate(sample, mean_nll, mb_spec=MicroBatchSpec())
+    parts.forget_gradients()
+    assert parts.step(constant).grad_norm == 0.0 and torch.equal(weights(parts), before)
+    with pytest.raises(ValueError, match=r"optimizer\.offload"):
+        parts.step(OptimizerConfig(offload=True))
+
+
 def test_one_step_equals_an_independent_adamw(tiny_model: Any, ragged_sample: Any) -> None:
     engine, sample, model = engine_of(tiny_model()), ragged_sample(GROUPS), tiny_model()
     result = train(engine, sample)

@@ -66,8 +66,9 @@ async def lease(control: RolloutControl, count: int = 1, worker: str = W0) -> li
     return leases
 
 
-def arrival(given: RolloutLease, error: str = "") -> Arrival:
-    return Arrival(given.id, given.attempt, "w", [] if error else [1, 0, 9], [] if error else meta_of(given.id), error)
+def arrival(given: RolloutLease, error: str = "", **metadata: str) -> Arrival:
+    meta = [] if error else meta_of(given.id, **metadata)
+    return Arrival(given.id, given.attempt, "w", [] if error else [1, 0, 9], meta, error)
 
 
 async def test_capacity_bounds_what_is_given_and_new_weights_open_it(make: Any) -> None:
@@ -284,6 +285,45 @@ async def test_stale_samples_are_dropped_and_their_room_is_given_away_at_once(ma
     assert make.discarded == [slow.id] and control.staleness.dropped == 1 and len(given or []) == 1
     assert not {entry.id for entry in [*more, *(given or [])]} & {slow.id}
     training.cancel()
+
+
+async def test_samples_without_signal_give_way_up_to_a_bound(make: Any) -> None:
+    """What gave way has told the source its result once, is in no step, and its room is free; beyond the bound, which
+    counts anew after every step, such a sample trains."""
+    control = make(batch=2, eta=0, total=4, max_flat=2)
+
+    async def play(count: int, *rewards: str) -> list[str]:
+        """Ids of those that the trainer keeps."""
+        given = await lease(control, count)
+        answers = [
+            (await control.arrived([arrival(g, rewards=r)], TRAINER))[0] for g, r in zip(given, rewards, strict=True)
+        ]
+        assert {*answers} <= {ACCEPTED, REFUSED}
+        return [one.id for one, answer in zip(given, answers, strict=True) if answer == ACCEPTED]
+
+    source = control._queue.source
+    assert await play(2, "[1.0, 1.0]", "[1.0, 0.0]") == ["s1"]
+    assert source.told == ["s0"] and control.staleness.accepted == 1 and control.refused == 0
+    assert await play(1, "[null, 0.5]") == []
+    again = RolloutLease("s2", 0, 0, 0, 1.0)
+    assert await control.arrived([arrival(again, rewards="[null, 0.5]")], TRAINER) == [REFUSED]
+    assert await play(1, "[0.0, 0.0]") == ["s3"], "the bound is reached"
+    assert [meta.ids[0] for meta in await control.step_batch(0)] == ["s1", "s3"]
+    control.record([SampleResult("s1", rewards=[1.0, 0.0]), SampleResult("s3", rewards=[0.0, 0.0])])
+    assert source.told == ["s0", "s2", "s1", "s3"] and control.flat_trained == 1
+    assert [(one.id, one.metadata["task"], one.rewards) for one in control.flat_of_step] == [
+        ("s0", 0, [1.0, 1.0]),
+        ("s2", 2, [None, 0.5]),
+    ]
+    control.set_version(1)
+    assert await play(2, "[0.0, 0.0]", "[0.0, 1.0]") == ["s5"]
+    assert not control.complete and await play(1, "[2.0, 1.0]") == ["s6"]
+    assert control.complete and [meta.ids[0] for meta in await control.step_batch(1)] == ["s5", "s6"]
+    control.record([SampleResult("s5", rewards=[0.0, 1.0]), SampleResult("s6", rewards=[2.0, 1.0])])
+    assert control.flat_trained == 0 and [one.id for one in control.flat_of_step] == ["s4"]
+    draw = control._ledger.state.draw
+    assert draw is not None and draw["source"]["told"] == source.told, "a restart tells the source nothing twice"
+    assert control._ledger.state.totals()["dropped"] == 3
 
 
 async def test_the_first_failure_ends_a_run_that_wants_it_so_and_too_many_end_any(make: Any) -> None:

@@ -142,7 +142,7 @@ def worker_info(kind: str, index: int = 0, pid: int = 100, **endpoints: str) -> 
     return WorkerInfo(f"{kind}/{index}", kind, index, "here", pid, endpoints=endpoints)
 
 
-def meta_of(id: str) -> list[bytes]:
+def meta_of(id: str, **metadata: str) -> list[bytes]:
     """Frames of a sample's metadata."""
     sample = SequenceSample(
         [id],
@@ -150,7 +150,7 @@ def meta_of(id: str) -> list[bytes]:
         {"packed_input_ids": "i64"},
         {"packed_input_ids": ()},
         None,
-        {"rollout": ["{}"]},
+        {"rollout": ["{}"], **{name: [value] for name, value in metadata.items()}},
     )
     return [bytes(frame) for frame in encode_sample(sample)]
 

@@ -1,0 +1,1 @@
+"""A server that training loops written for the client ``tinker`` use as theirs (docs/tinker.md)."""

@@ -1,0 +1,102 @@
+"""Implements ``train-api``: the training API of the client ``tinker``, served out of one folder with a model."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Iterator, Sequence
+
+import uvicorn
+
+from realhf.base.http_guard import guarded_http
+from realhf.base.installation import needs
+from realhf.base.tls import in_the_clear, server_files
+from realhf.tinker.options import OptionError, ServerOptions, options_of
+
+_log = logging.getLogger("realhf.tinker")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Serve until a signal; return the exit code."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    try:
+        options = options_of(arguments)
+        options.api_keys()
+        needs("tinker", "tinker")
+        needs("lora", "peft")
+        return asyncio.run(serve(options))
+    except (OptionError, ModuleNotFoundError, OSError, RuntimeError, ValueError) as error:
+        print(f"train-api: {error}", file=sys.stderr)
+        return 2
+
+
+async def serve(options: ServerOptions) -> int:
+    """Load the model, then listen until a signal, or until the server cannot go on."""
+    from realhf.tinker.routes import build_app
+    from realhf.tinker.service import Service
+
+    if warning := in_the_clear(options.host, options.tls_cert, ("--tls-cert", "--tls-key")):
+        _log.warning(warning)
+    listener = socket.create_server((options.host, options.port))
+    service = Service(options)
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    try:
+        opening = asyncio.ensure_future(service.open())
+        await _first(opening, stop.wait())
+        if not opening.done():
+            opening.cancel()
+            return 0
+        await opening
+        server = _Server(
+            uvicorn.Config(
+                build_app(service),
+                http=guarded_http(),
+                ws="none",
+                lifespan="off",
+                log_level="warning",
+                access_log=False,
+                timeout_graceful_shutdown=1,
+                **server_files(options.tls_cert, options.tls_key),  # pyright: ignore[reportArgumentType]
+            )
+        )
+        serving = asyncio.ensure_future(server.serve(sockets=[listener]))
+        scheme = "https" if options.tls_cert else "http"
+        print(f"train-api: {scheme}://{options.host}:{listener.getsockname()[1]}", flush=True)
+        await _first(serving, stop.wait(), service.ended.wait())
+        server.should_exit = True
+        await asyncio.wait((serving,), timeout=5.0)
+    finally:
+        listener.close()
+        await service.close()
+    if service.failure:
+        print(f"train-api: {service.failure}", file=sys.stderr)
+    return 1 if service.failure else 0
+
+
+async def _first(*waits: object) -> None:
+    """Wait for the first of several; the others, but for tasks of the caller, are left off."""
+    tasks = [asyncio.ensure_future(wait) for wait in waits]  # type: ignore[arg-type]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait, task in zip(waits, tasks, strict=True):
+            if wait is not task:
+                task.cancel()
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Install no handlers: signals belong to ``serve``."""
+        yield
+
+
+if __name__ == "__main__":
+    sys.exit(main())

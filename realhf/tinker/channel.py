@@ -1,0 +1,189 @@
+"""Carries jobs to the process that computes, and what came of them back, over a pair of sockets that only the two have.
+
+A job is a message with a number and a body of bytes; the answer has the same number. Jobs of one model are done in the
+order in which they were sent.
+"""
+
+from __future__ import annotations
+
+import queue
+import socket
+import threading
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+
+import msgspec
+
+from realhf.base.messages import Message
+
+
+class ComputeOptions(Message, frozen=True):
+    """What the process that computes is told at its start: the folder of the model, its element type, threads, the most
+    positions of a micro-batch, tokens of a sequence (0: what the model takes), and memory for keys and values."""
+
+    path: str
+    dtype: str
+    threads: int
+    max_tokens_per_mb: int
+    longest: int
+    kv_cache_gib: float | None
+
+
+class Create(Message, frozen=True, tag=True):
+    """Make a model with adapters; with ``folder``, as it was saved there, with the optimizer's state if ``moments``.
+    Then save everything into ``keep``, if it says a folder."""
+
+    model: str
+    rank: int
+    seed: int
+    mlp: bool
+    attention: bool
+    folder: str = ""
+    moments: bool = True
+    keep: str = ""
+
+
+class Forward(Message, frozen=True, tag=True):
+    """Do the request of ``forward_backward`` in the body."""
+
+    model: str
+
+
+class Update(Message, frozen=True, tag=True):
+    """Make a step of the optimizer; then save everything into ``keep``, if it says a folder."""
+
+    model: str
+    params: dict[str, float]
+    keep: str = ""
+
+
+class Save(Message, frozen=True, tag=True):
+    """Save the weights into a folder, with the optimizer's state if ``moments``."""
+
+    model: str
+    folder: str
+    moments: bool
+
+
+class Load(Message, frozen=True, tag=True):
+    """Take saved weights; then save everything into ``keep``, if it says a folder."""
+
+    model: str
+    folder: str
+    moments: bool
+    keep: str = ""
+
+
+class Unload(Message, frozen=True, tag=True):
+    """Forget a model."""
+
+    model: str
+
+
+class Sample(Message, frozen=True, tag=True):
+    """Do the request of ``sample`` in the body, with the adapters saved in ``folder``, or with the base ("")."""
+
+    folder: str
+
+
+class Cancel(Message, frozen=True, tag=True):
+    """Leave off the job of this number; it is not answered."""
+
+    job: int
+
+
+Work = Create | Forward | Update | Save | Load | Unload | Sample | Cancel
+
+
+class Job(Message, frozen=True):
+    """What is to be done; its body follows."""
+
+    number: int
+    work: Work
+
+
+class Began(Message, frozen=True, tag=True):
+    """The job of this number is being done now."""
+
+    number: int
+
+
+class Done(Message, frozen=True, tag=True):
+    """What came of a job; the answer's body follows. ``error``: why it failed, and whether by the fault of who asked
+    (``theirs``). ``version`` and ``digest`` are those of the weights that computed it, ``numbers`` its statistics."""
+
+    number: int
+    error: str = ""
+    theirs: bool = False
+    version: int = -1
+    digest: str = ""
+    numbers: dict[str, float] = msgspec.field(default_factory=dict)
+
+
+class Ready(Message, frozen=True, tag=True):
+    """The model is loaded: its context in tokens, its vocabulary, and the digest of its weights."""
+
+    longest: int
+    vocabulary: int
+    digest: str
+
+
+Told = Began | Done | Ready
+_SEND, _STOP_S = msgspec.msgpack.Encoder(), 5.0
+
+
+class Channel:
+    """Sends and receives on threads of its own. ``take(message, body)`` is called for what comes, as ``kind`` says its
+    form, and ``ended()`` once when the other side is gone. ``send`` never waits."""
+
+    def __init__(
+        self, own: socket.socket, kind: object, take: Callable[..., None], ended: Callable[[], None] = lambda: None
+    ) -> None:
+        self._connection = Connection(own.detach())
+        self._decoder: msgspec.msgpack.Decoder[object] = msgspec.msgpack.Decoder(kind)  # pyright: ignore[reportArgumentType]
+        self._take, self._ended = take, ended
+        self._outgoing: queue.SimpleQueue[tuple[bytes, bytes] | None] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=work, name=name, daemon=True)
+            for work, name in ((self._receive, "jobs in"), (self._write, "jobs out"))
+        ]
+
+    def start(self) -> None:
+        """Begin."""
+        for thread in self._threads:
+            thread.start()
+
+    def send(self, message: Message, body: bytes = b"") -> None:
+        """Send a message and its body."""
+        self._outgoing.put((_SEND.encode(message), body))
+
+    def close(self) -> None:
+        """Say nothing more once everything is sent; the other side learns of it."""
+        self._outgoing.put(None)
+        self._threads[1].join(_STOP_S)
+
+    def _write(self) -> None:
+        try:
+            while (item := self._outgoing.get()) is not None:
+                for part in item:
+                    self._connection.send_bytes(part)
+        except OSError:
+            return  # the receiving thread says so
+        self._shut()
+
+    def _shut(self) -> None:
+        with socket.socket(fileno=self._connection.fileno()) as own:
+            try:
+                own.shutdown(socket.SHUT_WR)
+            except OSError:
+                pass
+            finally:
+                own.detach()
+
+    def _receive(self) -> None:
+        try:
+            while True:
+                message, body = self._connection.recv_bytes(), self._connection.recv_bytes()
+                self._take(self._decoder.decode(message), body)
+        except (EOFError, OSError):
+            self._ended()

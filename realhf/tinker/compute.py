@@ -1,0 +1,259 @@
+"""Is the process that computes: it holds the base model and the adapters of all clients, trains and samples.
+
+    python -m realhf.tinker.compute DESCRIPTOR OPTIONS
+
+The server starts it and it ends with the server. It is no model worker of a run: those do the calls of one graph of a
+run, step by step, on samples that their buffer knows, and hold one model for each role; here clients that do not know
+of each other send their own data at any time, and adapters come and go. What computes is the same: ``TorchEngine``
+trains, ``DecodeCore`` samples.
+
+One thread computes. It does the training jobs of the models in turns, each model's in their order, and between two of
+them lets sampling go on for as long as the last one took.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import signal
+import socket
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from realhf.backends.embedded.compute_threads import threads as compute_threads
+from realhf.backends.embedded.kernels import use_few_pass_norms, use_onednn
+from realhf.backends.embedded.memory import cache_bytes, shortage
+from realhf.backends.embedded.weight_copy import named_weights
+from realhf.backends.training.tokenizer_loading import load_tokenizer
+from realhf.backends.training.torch_backend import load_causal_lm
+from realhf.base.files import sync, whole_folder
+from realhf.base.hf_config import context_limit
+from realhf.base.tensor_digest import digests, joint_digest
+from realhf.base.text import first_line
+from realhf.tinker.channel import (
+    Began,
+    Cancel,
+    Channel,
+    ComputeOptions,
+    Create,
+    Done,
+    Forward,
+    Job,
+    Load,
+    Ready,
+    Sample,
+    Save,
+    Unload,
+    Update,
+)
+from realhf.tinker.sampling import VERSION, Sampler
+from realhf.tinker.training import AdapterSpec, Held, TrainedModel
+from realhf.tinker.wire import BadRequest, read_json, read_pass, types
+
+_log = logging.getLogger(__name__)
+
+
+class Computer:
+    """Does jobs with one base model; ``tell`` sends what came of them."""
+
+    def __init__(self, options: ComputeOptions, tell: Callable[..., None]) -> None:
+        self._options, self._tell = options, tell
+        self._threads = compute_threads(options.threads)
+        self._threads.take()
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._base = load_causal_lm(options.path, "tinker", getattr(torch, options.dtype)).to(device)
+        self._base.requires_grad_(False)
+        use_onednn(self._base)
+        use_few_pass_norms(self._base)
+        self._tokenizer = load_tokenizer(options.path, "tinker")
+        limit = context_limit(self._base.config.to_dict())
+        self.longest = min(options.longest or limit, limit)
+        self.vocabulary = int(self._base.config.get_text_config().vocab_size)
+        self.digest = joint_digest(digests(named_weights(self._base)))
+        self._models: dict[str, TrainedModel] = {}
+        self._queues: dict[str, deque[tuple[Job, bytes]]] = {}
+        self._turns: deque[str] = deque()
+        self._changed = threading.Condition()
+        self._arrived: deque[tuple[Job, bytes]] = deque()
+        self._closing = False
+        self._sampler = Sampler(
+            self._base,
+            self._tokenizer,
+            ends=_ends(self._tokenizer, options.path),
+            longest=self.longest,
+            most_bytes=lambda: cache_bytes(options.kv_cache_gib, device, shared=True),
+        )
+
+    def take(self, job: Job, body: bytes) -> None:
+        """Take a job; from any thread."""
+        with self._changed:
+            self._arrived.append((job, body))
+            self._changed.notify()
+
+    def close(self) -> None:
+        """End ``serve`` after the job that is being done."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+
+    def serve(self) -> None:
+        """Compute until ``close``."""
+        sample_until = 0.0
+        while True:
+            with self._changed:
+                while not (self._closing or self._arrived or self._turns or self._sampler.busy):
+                    self._changed.wait()
+                if self._closing:
+                    return
+                arrived, self._arrived = list(self._arrived), deque()
+            for job, body in arrived:
+                self._sort(job, body)
+            if self._turns and not (self._sampler.busy and time.monotonic() < sample_until):
+                began = time.monotonic()
+                self._train(self._turns.popleft())
+                sample_until = 2 * time.monotonic() - began
+            if self._sampler.busy:
+                with self._threads.computing():
+                    self._sampler.step()
+
+    def _sort(self, job: Job, body: bytes) -> None:
+        work = job.work
+        if isinstance(work, Cancel):
+            self._sampler.cancel(work.job)
+        elif isinstance(work, Sample):
+            self._tell(Began(job.number))
+            try:
+                self._sampler.submit(job.number, work.folder, read_json(types.SampleRequest, body), self._sampled)
+            except Exception as error:
+                self._failed(job.number, error)
+        else:
+            queue = self._queues.setdefault(work.model, deque())
+            if not queue:
+                self._turns.append(work.model)
+            queue.append((job, body))
+
+    def _train(self, model: str) -> None:
+        """Do the next job of a model, and put it at the end of the row if it has more."""
+        queue = self._queues[model]
+        job, body = queue.popleft()
+        self._tell(Began(job.number))
+        try:
+            answer, numbers = self._do(job.work, body)
+            held = self._models[model].held if model in self._models else Held(-1, "")
+            self._tell(Done(job.number, version=held.version, digest=held.digest, numbers=numbers), answer)
+        except Exception as error:
+            self._failed(job.number, error)
+        if queue:
+            self._turns.append(model)
+        else:
+            del self._queues[model]
+
+    def _do(self, work: Any, body: bytes) -> tuple[bytes, dict[str, float]]:
+        """Return the body of the answer and statistics."""
+        if isinstance(work, Create):
+            self._create(work)
+        elif isinstance(work, Unload):
+            self._models.pop(work.model, None)
+        elif work.model not in self._models:
+            raise RuntimeError(f"model {work.model} is not loaded: its creation failed")
+        elif isinstance(work, Forward):
+            request = read_pass(body, vocabulary=self.vocabulary, longest=self.longest)
+            return self._models[work.model].run(request), {}
+        elif isinstance(work, Update):
+            numbers = self._models[work.model].update(work.params)
+            self._keep(work.model, work.keep)
+            return b"", numbers
+        elif isinstance(work, Save):
+            return b"", {"size_bytes": self._save(work.model, Path(work.folder), moments=work.moments)}
+        elif isinstance(work, Load):
+            self._load(work.model, Path(work.folder), moments=work.moments)
+            self._keep(work.model, work.keep)
+        return b"", {}
+
+    def _create(self, work: Create) -> None:
+        spec = AdapterSpec(work.rank, work.seed, work.mlp, work.attention)
+        with self._threads.computing():
+            made = TrainedModel(self._base, self._tokenizer, spec, self._options, self._threads)
+        if work.folder:
+            try:
+                made.load(Path(work.folder), moments=work.moments)
+            except (FileNotFoundError, ValueError) as error:
+                raise BadRequest(str(error)) from None
+        self._models[work.model] = made
+        self._keep(work.model, work.keep)
+        _log.info("model %s: rank %d, %.1f MiB beside the base", work.model, work.rank, made.nbytes() / 2**20)
+
+    def _load(self, model: str, folder: Path, *, moments: bool) -> None:
+        try:
+            self._models[model].load(folder, moments=moments)
+        except (FileNotFoundError, ValueError) as error:
+            raise BadRequest(str(error)) from None
+
+    def _keep(self, model: str, folder: str) -> None:
+        if folder:
+            self._save(model, Path(folder), moments=True)
+
+    def _save(self, model: str, folder: Path, *, moments: bool) -> float:
+        made = self._models[model]
+        with whole_folder(folder) as partial:
+            made.save(partial, moments=moments)
+            held = {"version": made.held.version, "digest": made.held.digest}
+            (partial / VERSION).write_text(json.dumps(held), encoding="utf-8")
+            for file in sorted(partial.rglob("*")):  # it is written down as saved afterwards
+                sync(file)
+        return float(sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()))
+
+    def _sampled(self, number: int, answer: bytes | Exception, held: Held) -> None:
+        if isinstance(answer, Exception):
+            self._failed(number, answer)
+        else:
+            self._tell(Done(number, version=held.version, digest=held.digest), answer)
+
+    def _failed(self, number: int, error: Exception) -> None:
+        theirs = isinstance(error, (BadRequest, FileNotFoundError, FloatingPointError))
+        if not theirs:
+            _log.exception("job %d failed", number, exc_info=error)
+        said = f"out of memory: {error}" if shortage(error) is not None else first_line(error)
+        self._tell(Done(number, error=said[:2000] or type(error).__name__, theirs=theirs))
+
+
+def _ends(tokenizer: Any, path: str) -> frozenset[int]:
+    """Return the tokens that end a sequence by themselves: the tokenizer's, and what ``generation_config.json``
+    says."""
+    ends = set() if tokenizer.eos_token_id is None else {int(tokenizer.eos_token_id)}
+    try:
+        said = json.loads((Path(path) / "generation_config.json").read_text(encoding="utf-8")).get("eos_token_id")
+    except (OSError, ValueError):
+        said = None
+    return frozenset(ends | {each for each in (said if isinstance(said, list) else [said]) if isinstance(each, int)})
+
+
+def main(arguments: list[str]) -> int:
+    """Compute for the server at the other end of the descriptor until it goes."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to both; the server ends this process
+    options = msgspec.json.decode(arguments[1].encode(), type=ComputeOptions)
+    own = socket.socket(fileno=int(arguments[0]))
+
+    def take(job: Job, body: bytes) -> None:
+        computer.take(job, body)
+
+    channel = Channel(own, Job, take, lambda: computer.close())
+    computer = Computer(options, channel.send)
+    channel.start()
+    channel.send(Ready(computer.longest, computer.vocabulary, computer.digest))
+    computer.serve()
+    channel.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

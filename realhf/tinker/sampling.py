@@ -1,0 +1,400 @@
+"""Samples for many requests at once, with the weights that each names: all sequences of one set of weights decode
+together, requests join between two tokens, and sets take turns.
+
+A set of weights is the base model, or the base with adapters that were saved. Adapters are merged for as long as their
+set has its turn (``LoraAdapters``, which proves the merge), so that there is one copy of merged weights, however many
+sets wait. Within a set a request waits for room only; a set that is in use stops taking requests when another has
+waited for ``TURN_S``.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from realhf.api.config import GenConfig, LoraConfig
+from realhf.api.model import GenRequest
+from realhf.backends.embedded.decode_core import DecodeCore, Turn, rest_of_turn
+from realhf.backends.embedded.sampling import check_request, stream_of
+from realhf.backends.training.lora import ADAPTER, CONFIG, LoraAdapters
+from realhf.backends.training.packed_forward import Heads, heads_of
+from realhf.backends.training.selected_logprobs import bent
+from realhf.base.tensor_digest import TensorDigester, joint_digest
+from realhf.tinker.training import Held, sharing_copy
+from realhf.tinker.wire import BadRequest, Sampled, Scored, TopK, check_tokens, prompt_tokens, sample_answer
+
+TURN_S = 2.0
+MOST_SAMPLES = 1024
+"""Sequences that one request may ask for."""
+MOST_TOP = 1024
+_LOGIT_BYTES = 1 << 26
+MASKED = -99999.0
+"""The client's log-probability of a place in a list of the likeliest that nothing stands in."""
+BASE = Held(0, "base")
+Answered = Callable[[int, bytes | Exception, Held], None]
+"""Is called with the number of a request, its answer or what went wrong, and the weights that sampled."""
+
+
+@dataclass(eq=False)
+class Asked:
+    """One request that is sampled: its turns, which end one by one, and what is wanted of its prompt. ``texts`` are
+    stop strings; ``done`` is called with the answer, or with what went wrong."""
+
+    number: int
+    folder: str
+    prompt: np.ndarray
+    request: Any
+    config: GenConfig
+    stops: frozenset[int]
+    texts: tuple[str, ...]
+    done: Answered
+    turns: list[Turn] = field(default_factory=list)
+    left: int = 0
+    since: float = field(default_factory=time.monotonic)
+
+
+class Weights:
+    """One set of weights that can sample: a model whose parameters are these for as long as ``use`` says so."""
+
+    def __init__(self, base: Any, most_bytes: Callable[[], int | None]) -> None:
+        self._base, self._most_bytes = base, most_bytes
+        self._adapters: dict[str, LoraAdapters] = {}  # by their shape
+        self._digester = TensorDigester()
+        self.held, self.model = BASE, base
+        self.core = DecodeCore(base, most_bytes=most_bytes)
+        self.heads: Heads = heads_of(base)
+        self._in_use: LoraAdapters | None = None
+
+    def use(self, folder: str) -> None:
+        """Compute with the adapters of this folder from now on, or with the base (""). Raises FileNotFoundError where
+        they are gone."""
+        self.core.release()
+        if self._in_use is not None:
+            self._in_use.changed()
+            self._in_use = None
+        if not folder:
+            self.model, self.held = self._base, BASE
+        else:
+            adapters = self._shaped_like(Path(folder))
+            adapters.load(Path(folder) / ADAPTER)
+            self._in_use = adapters
+            self.model = adapters.merged()
+            digests = {name: self._digester.digest(tensor) for name, tensor in adapters.tensors().items()}
+            self.held = Held(_version(Path(folder)), joint_digest(digests))
+        self.core = DecodeCore(self.model, most_bytes=self._most_bytes)
+        self.heads = heads_of(self.model)
+
+    def _shaped_like(self, folder: Path) -> LoraAdapters:
+        """Return adapters of the shape of the saved ones. Only those of one shape are kept."""
+        try:
+            said = json.loads((folder / ADAPTER / CONFIG).read_text(encoding="utf-8"))
+        except OSError:
+            raise FileNotFoundError(f"the weights of {folder.name} are no longer kept here") from None
+        shape = json.dumps([said["r"], said["lora_alpha"], sorted(said["target_modules"])])
+        if shape not in self._adapters:
+            options = LoraConfig(int(said["r"]), float(said["lora_alpha"]), list(said["target_modules"]), 0.0)
+            self._adapters = {shape: LoraAdapters(sharing_copy(self._base), options, role="sampler")}
+        return self._adapters[shape]
+
+
+VERSION = "version.json"
+"""Beside saved adapters: which version they are."""
+
+
+def _version(folder: Path) -> int:
+    try:
+        return int(json.loads((folder / VERSION).read_text(encoding="utf-8"))["version"])
+    except (OSError, ValueError, KeyError):
+        return -1
+
+
+class Sampler:
+    """Plays requests over ``base`` (transformers) a step at a time. ``ends`` are the tokens that end a sequence where
+    the request names none; ``longest`` bounds prompt and sampled tokens together."""
+
+    def __init__(
+        self,
+        base: Any,
+        tokenizer: Any,
+        *,
+        ends: frozenset[int],
+        longest: int,
+        most_bytes: Callable[[], int | None] = lambda: None,
+    ) -> None:
+        self._weights = Weights(base, most_bytes)
+        self._tokenizer, self._ends, self._longest = tokenizer, ends, longest
+        self._vocabulary = int(base.config.get_text_config().vocab_size)
+        self._folder = ""
+        self._waiting: list[Asked] = []
+        self._joining: list[tuple[Asked, Turn]] = []
+        self._playing: dict[int, tuple[Asked, Turn]] = {}  # by slot
+        self._slots = 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is anything to do."""
+        return bool(self._waiting or self._joining or self._playing)
+
+    def submit(self, number: int, folder: str, request: Any, done: Answered) -> None:
+        """Take a ``SampleRequest`` for the weights of ``folder``. Raises BadRequest for what cannot be sampled."""
+        prompt = prompt_tokens(request.prompt)
+        check_tokens(prompt, self._vocabulary, self._longest)
+        params = request.sampling_params
+        room = self._longest - len(prompt)
+        wanted = room if params.max_tokens is None else params.max_tokens
+        if wanted < 1 or wanted > room:
+            raise BadRequest(
+                f"sampling_params.max_tokens={wanted}: after {len(prompt)} tokens of prompt there is room for {room}"
+            )
+        config = GenConfig(
+            max_new_tokens=wanted,
+            temperature=params.temperature,
+            top_p=params.top_p,
+            top_k=0 if params.top_k == -1 else params.top_k,
+        )
+        stops, texts = self._stops(params.stop)
+        _check(request, len(prompt))
+        asked = Asked(number, folder, prompt, request, config, stops, texts, done)
+        try:
+            check_request(GenRequest(0, prompt.tolist()), config)
+        except ValueError as error:
+            raise BadRequest(str(error)) from None
+        self._waiting.append(asked)
+
+    def _stops(self, stop: Any) -> tuple[frozenset[int], tuple[str, ...]]:
+        """Return stop tokens and stop strings. What a client names stands in place of the model's own ends."""
+        if stop is None:
+            return self._ends, ()
+        if isinstance(stop, str):
+            stop = [stop]
+        texts = tuple(each for each in stop if isinstance(each, str))
+        tokens = frozenset(each for each in stop if not isinstance(each, str))
+        if any(not text for text in texts):
+            raise BadRequest("sampling_params.stop has an empty string")
+        return tokens, texts
+
+    def cancel(self, number: int) -> None:
+        """Forget a request; nothing is answered."""
+        self._waiting = [asked for asked in self._waiting if asked.number != number]
+        self._joining = [(asked, turn) for asked, turn in self._joining if asked.number != number]
+        gone = [(slot, turn) for slot, (asked, turn) in self._playing.items() if asked.number == number]
+        self._weights.core.leave([turn for _, turn in gone])
+        for slot, _ in gone:
+            del self._playing[slot]
+        self._weights.core.free([slot for slot, _ in gone])
+
+    def step(self) -> None:
+        """Do a bit of the work: let requests join, and draw a token for every sequence in play. What fails is told to
+        those whose request it was."""
+        self._take_turns()
+        self._begin()
+        core = self._weights.core
+        try:
+            if self._joining:
+                joined = core.join([turn for _, turn in self._joining])
+                for asked, turn in self._joining[:joined]:
+                    self._playing[turn.slot] = asked, turn
+                del self._joining[:joined]
+            ended = core.step(self._weights.held.version) if self._playing else []
+        except Exception as error:
+            core.reset()
+            self._fail(error)
+            return
+        self._end(ended)
+
+    def _take_turns(self) -> None:
+        """Change to other weights when those in use have nothing left to do."""
+        if self._joining or self._playing or not self._waiting:
+            return
+        folder = self._waiting[0].folder
+        if folder == self._folder:
+            return
+        try:
+            self._weights.use(folder)
+            self._folder = folder
+        except Exception as error:
+            self._folder = "?"  # whatever is there now, the next request loads its own
+            failed = [asked for asked in self._waiting if asked.folder == folder]
+            self._waiting = [asked for asked in self._waiting if asked.folder != folder]
+            for asked in failed:
+                asked.done(asked.number, error, self._weights.held)
+
+    def _begin(self) -> None:
+        """Make the turns of waiting requests of the weights in use, unless others have waited too long."""
+        now = time.monotonic()
+        if any(asked.folder != self._folder and now - asked.since > TURN_S for asked in self._waiting) and (
+            self._playing or self._joining
+        ):
+            return
+        mine = [asked for asked in self._waiting if asked.folder == self._folder]
+        self._waiting = [asked for asked in self._waiting if asked.folder != self._folder]
+        for asked in mine:
+            asked.left = asked.request.num_samples
+            for i in range(asked.left):
+                self._slots += 1
+                turn = self._turn(asked, i)
+                asked.turns.append(turn)
+                self._joining.append((asked, turn))
+
+    def _turn(self, asked: Asked, i: int) -> Turn:
+        seed = asked.request.sampling_params.seed
+        stream = int.from_bytes(np.random.bytes(8), "little") if seed is None else stream_of(seed + (i << 32))
+        request = GenRequest(self._slots, asked.prompt.tolist())
+        budget = rest_of_turn(request, asked.config, self._weights.core.limit)
+        return Turn(request, asked.config, asked.stops, budget, stream)
+
+    def _end(self, ended: Sequence[Turn]) -> None:
+        over = {turn.slot for turn in ended}
+        for slot, (asked, turn) in list(self._playing.items()):
+            if slot not in over and asked.texts and self._says(turn, asked.texts):
+                turn.reason = "stop"
+                self._weights.core.leave([turn])
+                over.add(slot)
+        for slot in over:
+            asked, turn = self._playing.pop(slot)
+            if asked.texts and turn.reason == "length" and self._says(turn, asked.texts):
+                turn.reason = "stop"
+            asked.left -= 1
+            if not asked.left:
+                self._answer(asked)
+        self._weights.core.free(over)
+
+    def _says(self, turn: Turn, texts: Sequence[str]) -> bool:
+        """Whether the last token completes a stop string: as many tokens as it has letters hold it in any case."""
+        tail = turn.token_ids[-max(map(len, texts)) - 1 :]
+        said = self._tokenizer.decode(tail)
+        return any(text in said for text in texts)
+
+    def _answer(self, asked: Asked) -> None:
+        held = self._weights.held
+        try:
+            answer = self._written(asked)
+        except Exception as error:
+            asked.done(asked.number, error, held)
+            return
+        asked.done(asked.number, answer, held)
+
+    def _written(self, asked: Asked) -> bytes:
+        request, top = asked.request, asked.request.topk_sample_logprobs
+        sequences = []
+        for turn in asked.turns:
+            likeliest = None
+            if top:
+                ids = np.concatenate([asked.prompt, np.asarray(turn.token_ids, dtype=np.int64)])
+                first = len(asked.prompt) - 1
+                likeliest = self._score(ids[:-1], first, top, temperature=asked.config.temperature or 1.0)[1]
+            sequences.append(Sampled(turn.token_ids, turn.logprobs, turn.reason, likeliest))
+        return sample_answer(sequences, self._of_prompt(request, asked.prompt), 0)
+
+    def _of_prompt(self, request: Any, prompt: np.ndarray) -> Scored:
+        """Score the prompt as far as it was asked for."""
+        last_n = request.prompt_logprobs_last_n
+        first = 0 if last_n is None else len(prompt) - 1 - last_n
+        top, wanted = request.topk_prompt_logprobs, request.target_prompt_logprobs
+        if not (request.prompt_logprobs or top or wanted is not None):
+            return Scored()
+        if len(prompt) < 2:
+            empty = TopK(np.zeros((1, top), np.int32), np.full((1, top), MASKED, np.float32)) if top else None
+            return Scored(np.full(1, np.nan) if request.prompt_logprobs else None, empty)
+        ids = None if wanted is None else _target_ids(wanted, prompt, self._vocabulary)
+        values, likeliest, chosen = self._score(prompt[:-1], 0 if ids is not None else first, top, prompt[1:], ids)
+        if ids is not None and first:  # the whole prompt was computed, and only its end was asked for
+            values[:first] = np.nan
+            if likeliest is not None:
+                likeliest.tokens[:first], likeliest.logprobs[:first] = 0, MASKED
+        elif first:
+            values = np.concatenate([np.full(first, np.nan), values])
+            likeliest = None if likeliest is None else _shifted(likeliest, first)
+        logprobs = np.concatenate([[np.nan], values]) if request.prompt_logprobs else None
+        return Scored(logprobs, None if likeliest is None else _shifted(likeliest, 1), chosen)
+
+    @torch.inference_mode()
+    def _score(
+        self,
+        tokens: np.ndarray,
+        first: int,
+        top: int,
+        targets: np.ndarray | None = None,
+        wanted: np.ndarray | None = None,
+        temperature: float = 1.0,
+    ) -> tuple[np.ndarray, TopK | None, np.ndarray | None]:
+        """Feed ``tokens`` and look at the predictions from position ``first`` on: the log-probabilities of ``targets``
+        (n,) there, the ``top`` likeliest, and those of the tokens ``wanted`` (n, K), 0 where that is -1."""
+        model = self._weights.model
+        given = torch.from_numpy(tokens)[None].to(model.device)
+        hidden = model.get_decoder()(input_ids=given, use_cache=False).last_hidden_state[0, first:]
+        rows = max(1, _LOGIT_BYTES // (4 * self._vocabulary))
+        found, likeliest, chosen = list[Tensor](), list[tuple[Tensor, Tensor]](), list[Tensor]()
+        for begin in range(0, len(hidden), rows):
+            part = slice(begin, begin + rows)
+            log_p = self._logits(hidden[part]).div_(temperature).log_softmax(-1)
+            if targets is not None:
+                at = torch.from_numpy(targets[first:][part]).to(log_p.device)
+                found.append(log_p.gather(-1, at[:, None])[:, 0])
+            if top:
+                best = log_p.topk(min(top, self._vocabulary), dim=-1)
+                likeliest.append((best.indices, best.values))
+            if wanted is not None:
+                ids = torch.from_numpy(wanted[first:][part]).to(log_p.device)
+                chosen.append(log_p.gather(-1, ids.clamp(min=0)).masked_fill(ids < 0, 0.0))
+        numbers = lambda parts: torch.cat(list(parts)).cpu().numpy()
+        return (
+            numbers(found) if found else np.zeros(0, np.float32),
+            TopK(numbers(i for i, _ in likeliest), numbers(v for _, v in likeliest)) if likeliest else None,
+            numbers(chosen) if chosen else None,
+        )
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        heads = self._weights.heads
+        return bent(self._weights.model.get_output_embeddings()(hidden).float(), heads.factor, heads.cap)
+
+    def _fail(self, error: Exception) -> None:
+        """Tell all that are in play."""
+        failed = {id(asked): asked for asked, _ in [*self._playing.values(), *self._joining]}
+        self._playing, self._joining = {}, []
+        for asked in failed.values():
+            asked.done(asked.number, error, self._weights.held)
+
+
+def _check(request: Any, length: int) -> None:
+    """Raise BadRequest for what is asked of prompt and sequences beyond their size."""
+    if not 1 <= request.num_samples <= MOST_SAMPLES:
+        raise BadRequest(f"num_samples={request.num_samples} must be from 1 to {MOST_SAMPLES}")
+    for name in ("topk_prompt_logprobs", "topk_sample_logprobs"):
+        if not 0 <= getattr(request, name) <= MOST_TOP:
+            raise BadRequest(f"{name}={getattr(request, name)} must be from 0 to {MOST_TOP}")
+    if request.prompt_alt_tokens_k:
+        raise BadRequest("prompt_alt_tokens_k is not carried by this server")
+    if request.record_stability_info:
+        raise BadRequest("record_stability_info (loss_fn stable_reinforce) is not carried by this server")
+    last_n = request.prompt_logprobs_last_n
+    if last_n is not None and not (request.prompt_logprobs and 1 <= last_n <= length - 1):
+        raise BadRequest(f"prompt_logprobs_last_n={last_n} needs prompt_logprobs, and must be from 1 to {length - 1}")
+
+
+def _target_ids(wanted: Any, prompt: np.ndarray, vocabulary: int) -> np.ndarray:
+    """Return the ids whose log-probabilities are asked for, i64 (n - 1, K), -1 for none."""
+    try:
+        ids = np.asarray(wanted.to_numpy(pad_value=-1), dtype=np.int64)
+    except (ValueError, RuntimeError) as error:
+        raise BadRequest(f"target_prompt_logprobs: {error}") from None
+    if ids.ndim != 2 or len(ids) != len(prompt) - 1 or not ids.size or ids.shape[1] > MOST_TOP:
+        raise BadRequest(f"target_prompt_logprobs has the shape {ids.shape}, for a prompt of {len(prompt)} tokens")
+    if ids.max() >= vocabulary or ids.min() < -1:
+        raise BadRequest(f"target_prompt_logprobs: ids must be from 0 to {vocabulary - 1}, or -1")
+    return ids
+
+
+def _shifted(top: TopK, rows: int) -> TopK:
+    """Put rows without anything before the others."""
+    k = top.tokens.shape[1]
+    tokens = np.concatenate([np.zeros((rows, k), top.tokens.dtype), top.tokens])
+    return TopK(tokens, np.concatenate([np.full((rows, k), MASKED, np.float32), top.logprobs]))

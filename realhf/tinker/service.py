@@ -1,0 +1,477 @@
+"""Promises, and keeps: orders the requests of each training client, hands them to the process that computes, and writes
+down what came of them.
+
+A promise is named after who made it and its number, so a request that comes twice gets the same promise and is done
+once. Requests of one client may come out of order (the client sends parts of a batch at once) and are begun in the
+order of their numbers. The process that computes may die: what it had not answered is done again in a new one. So may
+this one: ``open`` finds what is owed, and a model is made again from its last kept state and the requests behind it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import shutil
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from realhf.tinker.channel import (
+    Began,
+    Cancel,
+    Create,
+    Done,
+    Forward,
+    Job,
+    Load,
+    Ready,
+    Sample,
+    Save,
+    Told,
+    Unload,
+    Update,
+    Work,
+)
+from realhf.tinker.compute_process import ComputeProcess
+from realhf.tinker.options import ServerOptions
+from realhf.tinker.shelf import Refused, Shelf, safe_name
+from realhf.tinker.store import WAITING, CheckpointRow, Request, Store
+
+_log = logging.getLogger(__name__)
+STARTS_WITHIN_S = 900.0
+MOST_DEATHS, DEATHS_WITHIN_S = 3, 600.0
+"""So often the process that computes may die within so long; then the server ends."""
+MOST_TRIES = 2
+"""A request during which it died so often has failed."""
+KEPT_FETCHED_S, KEPT_S = 900.0, 7 * 86400.0
+"""How long results are kept: those that somebody has fetched, and all."""
+CLEANS_EVERY_S = 60.0
+CHANGING = ("create_model", "forward_backward", "optim_step", "load_weights")
+"""Requests that change a model, which have to be done again to make it again. One that failed is no exception: it may
+have left, or dropped, gradients."""
+NAMED = ("save_weights", "save_weights_for_sampler", "load_weights")
+"""Requests about weights that have a path."""
+FATAL = "fatal"
+"""Marks a request during which the process that computes died too often: it is never done again."""
+
+
+@dataclass
+class _Sent:
+    """A job that is being done. Without a ``request`` it belongs to the making of a model."""
+
+    work: Work
+    body: bytes
+    model: str
+    request: Request | None
+    redo: bool = False
+
+
+class Service:
+    """Serves one base model out of ``options.root``. All methods belong to one event loop. ``failure`` says why it
+    cannot go on, once it cannot."""
+
+    def __init__(self, options: ServerOptions) -> None:
+        self.options = options
+        self.root = Path(options.root)
+        self.store = Store(self.root)
+        self.shelf = Shelf(self.store, self.root, options.keep_ephemeral)
+        self.ready: Ready | None = None
+        self.failure = ""
+        self.ended = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._process = ComputeProcess(options.compute(), self._told, self._lost)
+        self._jobs: dict[int, _Sent] = {}
+        self._numbers = 0
+        self._loaded: set[str] = set()
+        self._next: dict[str, int] = {}
+        self._held: dict[str, dict[int, Request]] = {}
+        self._waiting: dict[str, list[asyncio.Event]] = {}
+        self._pending: dict[str, tuple[int, int]] = {}  # by owner: requests in work, and their bytes
+        self._job_of: dict[str, int] = {}
+        self._deaths: deque[float] = deque()
+        self._kept_at: dict[str, float] = {}
+        self._tries: dict[str, int] = {}  # by request: how often the process that computes has begun it
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._started = asyncio.Event()
+
+    # ---- life
+
+    async def open(self) -> None:
+        """Start the process that computes, and begin again what is owed. Raises RuntimeError where it does not come
+        up."""
+        self._process.start()
+        await self._until_ready()
+        self._later(self._clean())
+        owed = self.store.unfinished()
+        for request in owed:
+            self._count(request.owner, 1, len(request.body))
+        for target in dict.fromkeys(request.target for request in owed):
+            if self.store.model(target) is not None:
+                self._load(target)
+            else:
+                for request in owed:
+                    if request.target == target:
+                        self._dispatch(request)
+        if owed:
+            _log.info("%d requests of before are done now", len(owed))
+
+    async def _until_ready(self) -> None:
+        started, ended = asyncio.ensure_future(self._started.wait()), asyncio.ensure_future(self.ended.wait())
+        await asyncio.wait((started, ended), timeout=STARTS_WITHIN_S, return_when=asyncio.FIRST_COMPLETED)
+        started.cancel()
+        ended.cancel()
+        if self.ready is None:
+            raise RuntimeError(self.failure or f"the model was not loaded within {STARTS_WITHIN_S:g} s")
+
+    async def close(self) -> None:
+        """End the process that computes; what it has not answered is owed."""
+        for task in self._tasks:
+            task.cancel()
+        await self._process.stop()
+        self.store.close()
+
+    def _lost(self, code: int) -> None:
+        """Start anew when the process that computes has died, and do again what it had not answered."""
+        now = time.monotonic()
+        self._deaths.append(now)
+        while self._deaths[0] < now - DEATHS_WITHIN_S:
+            self._deaths.popleft()
+        what = f"the process that computes has ended (exit code {code})"
+        if self.ready is None or len(self._deaths) > MOST_DEATHS:
+            self.failure = self.failure or what
+            self.ended.set()
+            return
+        _log.error("%s; a new one does its work again", what)
+        sent, self._jobs, self._job_of = list(self._jobs.values()), {}, {}
+        self._loaded, self._held, self._next = set(), {}, {}
+        self._process.start()
+        for each in sent:
+            if each.request is not None and self._tries.get(each.request.id, 0) >= MOST_TRIES and not each.redo:
+                self._finish(each.request, error=f"{what} while it did this", info={FATAL: 1})
+        for target in dict.fromkeys(each.model for each in sent if each.model):
+            self._load(target)
+        for each in sent:
+            if each.request is not None and not each.model:
+                known = self.store.request(each.request.id)
+                if known is not None and known.state == WAITING:
+                    self._dispatch(each.request)
+
+    def _told(self, told: Told, body: bytes) -> None:
+        if isinstance(told, Ready):
+            if self.store.once("base", told.digest) != told.digest:
+                self.failure = (
+                    f"--root {self.root} belongs to another base model, or --dtype, than {self.options.model}"
+                )
+                self.ended.set()
+                return
+            self.ready = told
+            self._started.set()
+            _log.info("%s: %d tokens of context, digest %s", self.options.model, told.longest, told.digest)
+        elif isinstance(told, Began):
+            sent = self._jobs.get(told.number)
+            if sent is not None and sent.request is not None:
+                self._tries[sent.request.id] = self._tries.get(sent.request.id, 0) + 1
+        elif (sent := self._jobs.pop(told.number, None)) is not None:
+            self._done(sent, told, body)
+
+    # ---- promises
+
+    def promise(self, owner: str, kind: str, target: str, seq: int, body: bytes) -> str:
+        """Take a request, unless it was taken already, and return its name. Raises Refused where the owner has too much
+        in work, or the number is impossible."""
+        name = f"{target}:{seq}"
+        known = self.store.request(name)
+        if known is not None:
+            if known.owner != owner or known.kind != kind:
+                raise Refused(400, f"number {seq} of {target} was another request ({known.kind})")
+            return name
+        is_model = kind != "sample"
+        if not (is_model and seq == self._next.get(target)):  # others may wait for that one
+            self._check_pending(owner, len(body))
+        if is_model and not 0 <= seq < 1 << 31:
+            raise Refused(400, f"seq_id {seq} is out of range")
+        if is_model and target not in self._loaded:
+            self._make_room(owner)
+        self.store.add_request(name, owner, kind, target, seq, body)
+        self._count(owner, 1, len(body))
+        request = Request(name, owner, kind, target, seq, body, WAITING, b"", "", False, {})
+        if not is_model:
+            self._dispatch(request)
+        elif target in self._loaded:
+            self._arrived(request)
+        else:
+            self._load(target)
+        return name
+
+    def _check_pending(self, owner: str, nbytes: int) -> None:
+        count, held = self._pending.get(owner, (0, 0))
+        if count >= self.options.max_pending:
+            raise Refused(429, f"{count} requests of yours are in work (--max-pending); wait for some")
+        if count and held + nbytes > self.options.max_pending_mib << 20:
+            raise Refused(429, f"requests of yours in work have {held >> 20} MiB (--max-pending-mib); wait for some")
+
+    def _count(self, owner: str, count: int, nbytes: int) -> None:
+        before = self._pending.get(owner, (0, 0))
+        self._pending[owner] = before[0] + count, before[1] + nbytes
+
+    def next_number(self, model: str) -> int:
+        """Return the number of the next request of a model that says none."""
+        return self.store.next_seq(model)
+
+    async def outcome(self, owner: str, name: str, timeout_s: float) -> Request | None:
+        """Return a request once it has ended, or None after ``timeout_s``. Raises Refused (404, 410) for one that is
+        not known, or whose result is not kept any more."""
+        request = self._of(owner, name)
+        if request.state == WAITING and timeout_s > 0:
+            event = asyncio.Event()
+            self._waiting.setdefault(name, []).append(event)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    await event.wait()
+            if (others := self._waiting.get(name)) is not None:
+                others.remove(event)
+            request = self._of(owner, name)
+        if request.state == WAITING:
+            return None
+        self.store.fetched(name)
+        return request
+
+    def _of(self, owner: str, name: str) -> Request:
+        request = self.store.request(name)
+        if request is None or request.owner != owner:
+            raise Refused(410, f"there is no promise {name!r:.100}; send the request again")
+        if request.info.get("gone"):
+            raise Refused(410, f"the result of {name} is not kept any more; send the request again")
+        return request
+
+    def cancel(self, owner: str, name: str) -> None:
+        """Leave off sampling for a request that nobody waits for."""
+        request = self._of(owner, name)
+        if request.kind != "sample" or request.state != WAITING:
+            return
+        job = self._job_of.get(name)
+        if job is not None:
+            self._jobs.pop(job, None)
+            self._process.send(Job(0, Cancel(job)))
+        self._finish(request, error="it was cancelled", theirs=True)
+
+    # ---- the order of a model's requests
+
+    def _arrived(self, request: Request) -> None:
+        """Begin everything of a model whose turn has come."""
+        model = request.target
+        expected = self._next.setdefault(model, 0)
+        held = self._held.setdefault(model, {})
+        if request.seq >= expected:
+            held[request.seq] = request
+        while (first := held.pop(self._next[model], None)) is not None:
+            self._next[model] += 1
+            self._dispatch(first)
+
+    def _load(self, model: str) -> None:
+        """Make a model again, in the process that computes: its kept state, and what came behind it. Requests that have
+        ended already are done again for what they change, and their answers stay what they were."""
+        if model in self._loaded:
+            return
+        row = self.store.model(model)
+        assert row is not None, f"{model} was written down before its requests"
+        self._loaded.add(model)
+        self._held[model] = {}
+        self._next[model] = row.state_seq + 1
+        if row.state_seq >= 0:
+            kept = self._state(model, row.state_seq)
+            self._send(msgspec.structs.replace(self._creation(model), folder=str(kept)), b"", model, None)
+        for request in self.store.history(model, row.state_seq):
+            self._arrived(request)
+
+    def _dispatch(self, request: Request) -> None:
+        """Send a request to the process that computes. One that has ended is sent for what it changes only."""
+        over = request.state != WAITING
+        if over and (request.kind not in CHANGING or request.info.get(FATAL)):
+            return
+        try:
+            work, body = self._work(request, over)
+        except Refused as error:
+            if not over:
+                self._finish(request, error=str(error), theirs=True)
+            return
+        self._send(work, body, "" if request.kind == "sample" else request.target, request, redo=over)
+
+    def _send(self, work: Work, body: bytes, model: str, request: Request | None, *, redo: bool = False) -> None:
+        self._numbers += 1
+        self._jobs[self._numbers] = _Sent(work, body, model, request, redo)
+        if request is not None:
+            self._job_of[request.id] = self._numbers
+        self._process.send(Job(self._numbers, work), body)
+
+    def _work(self, request: Request, over: bool) -> tuple[Work, bytes]:
+        """Return what the process that computes has to do. Raises Refused for weights that are not here any more."""
+        kind, model = request.kind, request.target
+        if kind == "sample":
+            return self._sampling(request)
+        if kind in ("forward", "forward_backward"):
+            return Forward(model), request.body
+        said = json.loads(request.body)
+        if kind == "create_model":
+            return self._creation(model), b""
+        if kind == "optim_step":
+            return Update(model, said["params"], "" if over else self._keep(model, request.seq)), b""
+        if kind == "load_weights":
+            source = self.shelf.find(request.owner, said["path"])
+            keep, folder = str(self._state(model, request.seq)), str(self.shelf.folder_of(source))
+            if request.seq:
+                return Load(model, folder, said["optimizer"], keep), b""
+            return msgspec.structs.replace(
+                self._creation(model), folder=folder, moments=said["optimizer"], keep=keep
+            ), b""
+        if kind == "unload_model":
+            return Unload(model), b""
+        if not said["overwrite"] and self.store.checkpoint(said["path"]) is not None:
+            raise Refused(409, f"there are weights {said['path']} already; say overwrite, or another name")
+        return Save(model, said["folder"], kind == "save_weights"), b""
+
+    def _creation(self, model: str) -> Create:
+        row = self.store.model(model)
+        assert row is not None, f"{model} is written down with its first request"
+        said = row.options
+        return Create(row.id, said["rank"], said["seed"], said["mlp"], said["attention"])
+
+    def _sampling(self, request: Request) -> tuple[Work, bytes]:
+        sampler = self.store.sampler(request.target)
+        if sampler is None:
+            raise Refused(404, f"there is no sampler {request.target}")
+        return Sample(sampler.folder), request.body
+
+    def _keep(self, model: str, seq: int) -> str:
+        """Return a folder for the state behind this request, where it is time to keep one."""
+        now = time.monotonic()
+        if now - self._kept_at.get(model, -1e9) < self.options.state_every_s:
+            return ""
+        self._kept_at[model] = now
+        return str(self._state(model, seq))
+
+    def _state(self, model: str, seq: int) -> Path:
+        return self.root / "state" / safe_name(model) / str(seq)
+
+    # ---- what came of them
+
+    def _done(self, sent: _Sent, done: Done, body: bytes) -> None:
+        request = sent.request
+        if request is None:
+            if done.error:
+                _log.error("model %s is not made again: %s", sent.model, done.error)
+            return
+        self._job_of.pop(request.id, None)
+        if sent.redo:
+            if done.error and not request.error:
+                _log.error("%s was not done again: %s", request.id, done.error)
+            return
+        info: dict[str, Any] = {"version": done.version, "digest": done.digest, "numbers": done.numbers}
+        if request.kind in NAMED:
+            said = json.loads(request.body)
+            info |= {name: said.get(name) for name in ("path", "sampler")}
+        useless: list[Path] = []
+        with self.store.together():
+            if not done.error:
+                useless = self._note(request, sent, done)
+            self._finish(request, result=body, error=done.error, theirs=done.theirs, info=info)
+        for folder in useless:  # not before it is written down that nobody needs it
+            shutil.rmtree(folder, ignore_errors=True)
+        _log.info("%s %s: %s, weights %d %s", request.kind, request.id, done.error or "done", done.version, done.digest)
+
+    def _note(self, request: Request, sent: _Sent, done: Done) -> list[Path]:
+        """Write down what a job has left on the disk; return what may be removed then. The state before the last one
+        stays: a disk that lost power may know of that only."""
+        work, model = sent.work, request.target
+        if isinstance(work, (Create, Update, Load)) and work.keep:
+            before = self.store.model(model)
+            last = -1 if before is None else before.state_seq
+            self.store.change_model(model, state_seq=request.seq)
+            self.store.drop_bodies(model, last)
+            states = self._state(model, request.seq).parent
+            return [each for each in states.iterdir() if each.name not in (str(request.seq), str(last))]
+        if isinstance(work, Save):
+            said = json.loads(request.body)
+            proof = {"version": done.version, "digest": done.digest}
+            info = {**said["info"], **done.numbers, **proof, "folder": work.folder}
+            self.store.put_checkpoint(
+                CheckpointRow(
+                    said["path"], request.owner, model, said["kind"], said["name"], time.time(), said["expires"], info
+                )
+            )
+            if said.get("sampler"):
+                self.store.add_sampler(said["sampler"], request.owner, said["session"], work.folder, said["path"])
+                return self.shelf.older_ephemeral(model)
+        if isinstance(work, Unload):
+            self.store.change_model(model, unloaded=1)
+            self._loaded.discard(model)
+            return [self.root / "state" / safe_name(model)]
+        return []
+
+    def _finish(
+        self,
+        request: Request,
+        *,
+        result: bytes = b"",
+        error: str = "",
+        theirs: bool = False,
+        info: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.store.finish(request.id, result=result, error=error, theirs=theirs, info=info or {})
+        self._tries.pop(request.id, None)
+        self._count(request.owner, -1, -len(request.body))
+        for event in self._waiting.pop(request.id, ()):
+            event.set()
+
+    # ---- housekeeping
+
+    def _make_room(self, owner: str) -> None:
+        """Take the model that was idle the longest out of memory where there are as many as there may be. Raises
+        Refused (429) where all are at work."""
+        options = self.options
+        for whose, most in ((owner, options.max_adapters_per_key), (None, options.max_adapters)):
+            rows = [row for row in self.store.models(whose) if row.id in self._loaded]
+            if len(rows) < most:
+                continue
+            idle = [row for row in rows if not self._busy(row.id)]
+            if not idle:
+                named = "--max-adapters" if whose is None else "--max-adapters-per-key"
+                raise Refused(429, f"{len(rows)} models are at work at once ({named}); wait for one")
+            self._leave_memory(min(idle, key=lambda row: row.used).id)
+
+    def end_lapsed(self) -> None:
+        """Take models out of memory whose session nobody has kept alive."""
+        for row in self.store.models():
+            if row.id in self._loaded and not self._busy(row.id):
+                session = self.store.session(row.session)
+                if session is None or session[2] or time.time() - session[1] > self.options.session_lapses_s:
+                    self._leave_memory(row.id)
+
+    def _busy(self, model: str) -> bool:
+        return bool(self._held.get(model)) or any(sent.model == model for sent in self._jobs.values())
+
+    def _leave_memory(self, model: str) -> None:
+        """Take a model out of memory; its next request makes it again."""
+        _log.info("model %s leaves the memory until its next request", model)
+        self._loaded.discard(model)
+        self._send(Unload(model), b"", model, None)
+
+    async def _clean(self) -> None:
+        while True:
+            await asyncio.sleep(CLEANS_EVERY_S)
+            now = time.time()
+            self.store.forget_results(fetched_before=now - KEPT_FETCHED_S, finished_before=now - KEPT_S)
+            self.shelf.drop_expired()
+            self.end_lapsed()
+
+    def _later(self, work: Any) -> None:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

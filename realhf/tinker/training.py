@@ -1,0 +1,301 @@
+"""Trains several adapters of one base model: each is an engine of its own over the same tensors of the base.
+
+The modules of a model are copied for an adapter, its tensors are not: an adapter costs its own weights, gradients and
+moments. A pass computes what the engine computes in a run, so that a step here is a step there.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from realhf.api.config import LoraConfig, OptimizerConfig
+from realhf.api.model import ForwardOutputs
+from realhf.api.sample import MicroBatchSpec, SequenceSample
+from realhf.backends.embedded.compute_threads import ComputeThreads
+from realhf.backends.training.lora import ADAPTER, linear_layers
+from realhf.backends.training.selected_logprobs import selected_logprobs
+from realhf.backends.training.torch_engine import TorchEngine
+from realhf.base.tensor_digest import TensorDigester, joint_digest
+from realhf.tinker.channel import ComputeOptions
+from realhf.tinker.losses import TokenLoss, loss_named
+from realhf.tinker.wire import BadRequest, Datum, Pass, pass_answer
+
+ALPHA = 32.0
+"""The product of an adapter counts this many times, divided by its rank: what the hosted service documents."""
+
+
+def sharing_copy(model: Any) -> Any:
+    """Return the same modules over the same tensors."""
+    shared = {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())}
+    return copy.deepcopy(model, shared)
+
+
+def chosen_targets(model: Any, *, mlp: bool, attention: bool) -> list[str]:
+    """Return the names of the linear layers of the blocks that adapters stand beside. Raises BadRequest where that is
+    none."""
+    of_attention = {name for name in linear_layers(model) if "attn" in name or "attention" in name}
+    names = [name for name in linear_layers(model) if (attention if name in of_attention else mlp)]
+    if not names:
+        raise BadRequest("lora_config: neither train_mlp nor train_attn, so there is nothing to train")
+    return names
+
+
+@dataclass(frozen=True)
+class AdapterSpec:
+    """What a client asked for: rank, seed of the first values, and beside which layers."""
+
+    rank: int
+    seed: int
+    mlp: bool = True
+    attention: bool = True
+
+    def options(self, model: Any) -> LoraConfig:
+        """Return the options of the adapters on ``model``."""
+        return LoraConfig(self.rank, ALPHA, chosen_targets(model, mlp=self.mlp, attention=self.attention), 0.0)
+
+
+@dataclass(frozen=True)
+class Held:
+    """Names the weights that an answer was computed with."""
+
+    version: int
+    digest: str
+
+
+class TrainedModel:
+    """One training client's model: adapters on ``base`` (transformers, frozen), which ``threads`` compute."""
+
+    def __init__(
+        self, base: Any, tokenizer: Any, spec: AdapterSpec, options: ComputeOptions, threads: ComputeThreads
+    ) -> None:
+        model = sharing_copy(base)
+        torch.manual_seed(spec.seed)
+        self._engine = TorchEngine(
+            model,
+            tokenizer,
+            optimizer=_adam({}),
+            lora=spec.options(base),
+            role="tinker",
+            path=options.path,
+        )
+        self._engine.use_threads(threads)
+        assert self._engine.adapters is not None, "an engine with options of adapters has them"
+        self._adapters = self._engine.adapters
+        self._spec = MicroBatchSpec(max_tokens_per_mb=options.max_tokens_per_mb)
+        self._digester = TensorDigester()
+        self._held: Held | None = None
+
+    @property
+    def held(self) -> Held:
+        """The version and digest of the adapters as they are now."""
+        if self._held is None:
+            tensors = {name: self._digester.digest(tensor) for name, tensor in self._adapters.tensors().items()}
+            self._held = Held(self._engine.version, joint_digest(tensors))
+        return self._held
+
+    def run(self, request: Pass) -> bytes:
+        """Go forward, and backward, over the data; return the answer. Raises BadRequest for a loss or data that do not
+        fit each other, FloatingPointError where the loss is no finite number."""
+        try:
+            loss, settings = loss_named(request.loss, request.config)
+        except ValueError as error:
+            raise BadRequest(str(error)) from None
+        batch = Batch(request.data, loss, settings)
+        if request.forward_only:
+            total, found = batch.forward(self._engine, self._spec)
+        else:
+            result = self._engine.accumulate(batch.sample, batch.loss, mb_spec=self._spec)
+            total, found = result.stats["loss"], [result.kept[_column(k)] for k in range(batch.width)]
+        if not math.isfinite(total):
+            raise FloatingPointError(
+                "the loss is not a finite number; the gradients of this client are spoiled, and its next optim_step "
+                "drops them"
+            )
+        tokens = sum(len(datum.tokens) for datum in request.data)
+        metrics = {"loss:sum": total, "tokens:sum": float(tokens), "weights_version:max": float(self.held.version)}
+        return pass_answer(batch.split(found), metrics)
+
+    def update(self, params: Mapping[str, float]) -> dict[str, float]:
+        """Make a step of Adam by what was accumulated; return its statistics. Raises FloatingPointError where the
+        gradient is not finite: nothing has changed then, and the gradient is dropped."""
+        result = self._engine.step(_adam(params))
+        if result.skipped:
+            raise FloatingPointError("the gradient is not finite: the weights stay as they were, and it is dropped")
+        self._held = None
+        return {
+            "grad_norm": result.grad_norm,
+            "learning_rate": result.stats["lr"],
+            "weights_version": float(self._engine.version),
+        }
+
+    def save(self, folder: Path, *, moments: bool) -> None:
+        """Write the adapters into a folder as peft has them, with the optimizer's state if ``moments``."""
+        if moments:
+            self._engine.save_checkpoint(folder)
+        else:
+            self._adapters.save(folder / ADAPTER)
+
+    def load(self, folder: Path, *, moments: bool) -> None:
+        """Take what ``save`` wrote; without ``moments`` the optimizer begins anew. Gradients are dropped. Raises
+        FileNotFoundError or ValueError that says how they differ."""
+        if moments:
+            self._engine.load_checkpoint(folder)
+        else:
+            self._adapters.load(folder / ADAPTER)
+            self._engine.forget_moments()
+        self._engine.forget_gradients()
+        self._held = None
+
+    def nbytes(self) -> int:
+        """Return the bytes that this model takes beside the base: weights, gradients and both moments."""
+        return 4 * sum(tensor.nbytes for tensor in self._adapters.tensors().values())
+
+
+def _adam(params: Mapping[str, float]) -> OptimizerConfig:
+    """Return the options of a step. Raises BadRequest that names what is out of range."""
+    given = {
+        "learning_rate": 1e-4,
+        "beta1": 0.9,
+        "beta2": 0.95,
+        "eps": 1e-12,
+        "weight_decay": 0.0,
+        "grad_clip_norm": 0.0,
+    }
+    given |= params
+    for name, value in given.items():
+        if not (math.isfinite(value) and value >= 0) or (name in ("beta1", "beta2") and value >= 1):
+            raise BadRequest(f"optim_params.{name}={value} is out of range")
+    return OptimizerConfig(
+        lr=given["learning_rate"],
+        weight_decay=given["weight_decay"],
+        beta1=given["beta1"],
+        beta2=given["beta2"],
+        eps=given["eps"],
+        warmup_steps_proportion=0.0,
+        gradient_clipping=given["grad_clip_norm"],
+    )
+
+
+def _column(number: int) -> str:
+    return f"logprobs/{number}"
+
+
+_TARGETS, _SEQUENCE, _PLACE, _INPUT = "targets", "sequence", "place", "input/"
+
+
+class Batch:
+    """Holds the data of a request as a sample: packed, one sequence for each datum, with what the loss needs as keys of
+    a position. ``width`` is the most targets that a position has. Raises BadRequest for tensors that the loss misses,
+    or does not know."""
+
+    def __init__(self, data: Sequence[Datum], loss: TokenLoss, settings: Mapping[str, float]) -> None:
+        self._loss, self._settings = loss, settings
+        self._flat = [datum.targets.ndim == 1 for datum in data]
+        self._widths = [1 if flat else datum.targets.shape[1] for flat, datum in zip(self._flat, data, strict=True)]
+        self.width = max(self._widths)
+        self._names = _common_inputs(data, loss)
+        if self.width > 1 and loss.needs != ("weights",):
+            raise BadRequest("several targets for a position: only cross_entropy takes them")
+        self._lengths = [len(datum.tokens) for datum in data]
+        self.sample = self._packed(data)
+
+    def _packed(self, data: Sequence[Datum]) -> SequenceSample:
+        """The last target of a datum stands behind its tokens, so that the prediction of every target has a place."""
+        last = [datum.targets.reshape(len(datum.tokens), -1)[-1:, 0] for datum in data]
+        tokens = [np.concatenate([datum.tokens, end]) for datum, end in zip(data, last, strict=True)]
+        tensors = {"packed_input_ids": torch.from_numpy(np.concatenate(tokens))}
+        lengths = {"packed_input_ids": [[n + 1] for n in self._lengths]}
+        numbers = np.repeat(np.arange(len(data)), self._lengths)
+        columns: dict[str, np.ndarray] = {
+            _TARGETS: np.concatenate([self._wide(datum.targets) for datum in data]),
+            _SEQUENCE: numbers,
+            _PLACE: np.arange(len(numbers)),
+        }
+        for name in self._names:
+            columns[_INPUT + name] = np.concatenate([self._wide(datum.inputs[name]) for datum in data])
+        for key, values in columns.items():
+            tensors[key] = torch.from_numpy(np.ascontiguousarray(values))
+            lengths[key] = [[n] for n in self._lengths]
+        return SequenceSample.from_tensors([str(i) for i in range(len(data))], tensors, lengths)
+
+    def _wide(self, values: np.ndarray) -> np.ndarray:
+        """Give every position as many columns as the widest has; those that it has not are 0, as are their weights."""
+        values = values.reshape(len(values), -1)
+        return np.pad(values, ((0, 0), (0, self.width - values.shape[1])))
+
+    def loss(self, outputs: ForwardOutputs, sample: SequenceSample) -> tuple[Tensor, dict[str, float]]:
+        """Is a ``LossFn``; it keeps the log-probabilities of every column of targets."""
+        loss, logprobs = self._scored(outputs, sample)
+        for k in range(self.width):
+            outputs.keep(_column(k), logprobs[:, k])
+        return loss, {}
+
+    def forward(self, engine: TorchEngine, spec: MicroBatchSpec) -> tuple[float, list[Tensor]]:
+        """Return the sum of losses, and the log-probabilities of every column of targets, f32 (positions,) each."""
+        losses, found = list[float](), torch.zeros(sum(self._lengths), self.width)
+
+        def post(outputs: ForwardOutputs, sample: SequenceSample) -> Tensor:
+            loss, logprobs = self._scored(outputs, sample)
+            losses.append(float(loss))
+            found[sample[_PLACE]] = logprobs.float().cpu()
+            return logprobs[:, 0]
+
+        engine.forward(self.sample, post, mb_spec=spec)
+        return sum(losses), list(found.unbind(-1))
+
+    def _scored(self, outputs: ForwardOutputs, sample: SequenceSample) -> tuple[Tensor, Tensor]:
+        """Return the sum of losses of a micro-batch, and log-probabilities f32 (n, width)."""
+        logprobs = target_logprobs(outputs, sample[_TARGETS])
+        device = logprobs.device
+        inputs = {name: sample[_INPUT + name].to(device) for name in self._names}
+        _, sequence = sample[_SEQUENCE].to(device).unique_consecutive(return_inverse=True)
+        if self.width > 1:
+            return self._loss.compute(logprobs, inputs, sequence, self._settings).sum(), logprobs
+        flat = {name: values[:, 0] for name, values in inputs.items()}
+        return self._loss.compute(logprobs[:, 0], flat, sequence, self._settings).sum(), logprobs
+
+    def split(self, columns: Sequence[Tensor]) -> list[np.ndarray]:
+        """Return the log-probabilities of each datum, in the shape of its targets."""
+        whole = torch.stack(list(columns), -1).numpy()
+        parts = np.split(whole, np.cumsum(self._lengths)[:-1])
+        cut = [part[:, :width] for part, width in zip(parts, self._widths, strict=True)]
+        return [part[:, 0] if flat else part for part, flat in zip(cut, self._flat, strict=True)]
+
+
+def _common_inputs(data: Sequence[Datum], loss: TokenLoss) -> list[str]:
+    given = set(data[0].inputs)
+    for number, datum in enumerate(data):
+        missing = [name for name in loss.needs if name not in datum.inputs]
+        unknown = sorted(set(datum.inputs) - {*loss.needs, *loss.takes})
+        if missing or unknown:
+            what = f"{missing[0]} is missing" if missing else f"{unknown[0]} is nothing that the loss knows"
+            raise BadRequest(f"datum {number}: {what} (it needs {', '.join(loss.needs)})")
+        if set(datum.inputs) != given:
+            raise BadRequest(f"datum {number} has other tensors than datum 0")
+    return sorted(given)
+
+
+def target_logprobs(outputs: ForwardOutputs, targets: Tensor) -> Tensor:
+    """Return log-probabilities f32 (n, K) of ``targets`` i64 (n, K), any tokens, at the packed positions of a
+    micro-batch; all of them are scored. Raises BadRequest where targets are not the tokens that follow and the head of
+    the model is more than a product."""
+    place = outputs.place
+    targets = targets.to(place.device)
+    at, width = targets[place], targets.shape[1]
+    if width == 1 and bool((at[:, 0] == outputs.target).all()):
+        return outputs.logprobs()[0][:, None]
+    if (head := outputs.head) is None:
+        raise BadRequest("target_tokens are not those of the sequence itself: the head of this model takes no others")
+    hidden = outputs.hidden.repeat_interleave(width, 0) if width > 1 else outputs.hidden
+    found, _ = selected_logprobs(hidden, head, at.reshape(-1), with_entropy=False)
+    return torch.zeros(targets.shape, device=found.device).index_copy(0, place, found.view(-1, width))

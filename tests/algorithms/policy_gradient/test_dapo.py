@@ -1,0 +1,138 @@
+"""The parts of DAPO beside its loss: the penalty for length, what counts as signal, and when a preset has them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from experiments.policy_gradient import actor_gen, config_class, policy_options, rew_inf
+from realhf.algorithms.inference import OutcomeRewardInterface
+from realhf.algorithms.options import PolicyGradientOptions, resolve
+from realhf.algorithms.policy_gradient import PolicyGradientInterface
+from realhf.algorithms.train_step import PredictedTokens
+from realhf.api.source import SampleResult
+from tests.algorithms.policy_gradient.test_rollouts_count_once import CUT, REWARDS, WHOLE, batch
+
+
+def penalty(tokens: int, length: int, cache: float) -> float:
+    """Equation 13 of the paper."""
+    if tokens <= length - cache:
+        return 0.0
+    return (length - cache - tokens) / cache if tokens <= length else -1.0
+
+
+@pytest.mark.parametrize(("length", "buffer"), [(20, 0.5), (16, 0.25), (7, 1.0), (100, 0.2)])
+def test_a_long_rollout_loses_up_to_one(length: int, buffer: float) -> None:
+    """By the tokens of all its rows; a failed one has no reward still, and the others that of the environment."""
+    interface = OutcomeRewardInterface(reward_scaling=2.0, overlong_length=length, overlong_buffer=buffer)
+    for rows in (WHOLE, CUT):
+        sample = batch(rows, REWARDS, failed=(3,)).remap_keys({"rewards": "env_rewards"})
+        rewards = interface.inference(None, sample, None)[0]["rewards"].tolist()  # type: ignore[arg-type]
+        found = iter(rewards)
+        for group, scores in zip(rows, REWARDS, strict=True):
+            for number, (rollout, score) in enumerate(zip(group, scores, strict=True)):
+                expected = 2 * score + penalty(sum(rollout), length, buffer * length)
+                for reward in (next(found) for _ in rollout):
+                    if group is rows[0] and number == 3:
+                        assert math.isnan(reward)
+                    else:
+                        assert reward == pytest.approx(expected, abs=1e-6)
+
+
+def test_the_train_step_says_how_many_rollouts_were_too_long() -> None:
+    options = {"algo": "dapo", "overlong_length": 20, "overlong_buffer": 0.25}
+    stats = PolicyGradientInterface(options).prepare(batch(CUT, REWARDS))[1]
+    lengths = [sum(rollout) for group in CUT for rollout in group]
+    assert stats["overlong_fraction"] == pytest.approx(sum(n > 15 for n in lengths) / len(lengths)) != 0
+    assert "overlong_fraction" not in PolicyGradientInterface({}).prepare(batch(CUT, REWARDS))[1]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "least", "signal"),
+    [
+        ([1.0, 0.0], 2, True),
+        ([1.0, 1.0, 1.0], 2, False),
+        ([None, 1.0, 0.0], 2, True),
+        ([None, 1.0, 0.0], 3, False),
+        ([None, 1.0], 2, False),
+        ([None, None], 2, False),
+        ([], 2, False),
+    ],
+)
+def test_a_group_has_signal_where_rewards_differ(rewards: list[float | None], least: int, signal: bool) -> None:
+    assert SampleResult("a", rewards=rewards).has_signal(least) == signal
+
+
+def test_signal_is_what_the_estimators_see(rollout_batch: Any) -> None:
+    """A group has an advantage other than 0 exactly where it has signal."""
+    rewards = [[1.0, 1.0, 0.5], [0.0, 0.0, 0.0], [2.0, 2.0, 1.0], [0.3, 0.1, 0.2]]
+    outcome = [0, 0, 0, 0, 0, 0, 0, 0, 3, 0, 3, 3]
+    sample = rollout_batch([[9, 9, 9]] * 4, [r for group in rewards for r in group], outcome)
+    told = [[None if outcome[3 * i + k] else r for k, r in enumerate(group)] for i, group in enumerate(rewards)]
+    expected = [SampleResult("", rewards=group).has_signal() for group in told]
+    assert expected == [True, False, False, False]
+    for estimator in ("grpo", "grpo_nostd", "rloo", "maxrl"):
+        prepared = PolicyGradientInterface({"adv_estimator": estimator}).prepare(sample)[0]
+        tokens = PredictedTokens.of(sample)
+        groups = tokens.group[tokens.sequence[prepared["advantages"] != 0]]
+        assert [i in groups for i in range(4)] == expected
+
+
+def test_the_preset_has_them_where_it_can() -> None:
+    got = resolve({"algo": "dapo"}, loss_scale_len=200)
+    assert (got.dynamic_sampling, got.overlong_length, got.overlong_buffer) == (1.0, 200, 0.2)
+    again = resolve(got.chosen(PolicyGradientOptions(algo="dapo")))
+    assert (again.overlong_length, again.overlong_buffer) == (200, 0.2), "whoever trains knows the same number"
+    unknown = resolve({"algo": "dapo"})
+    assert (unknown.dynamic_sampling, unknown.overlong_length, unknown.overlong_buffer) == (1.0, None, 0.0)
+    later = resolve(unknown.chosen(PolicyGradientOptions(algo="dapo")), loss_scale_len=200)
+    assert later.overlong_length is None
+    plain = resolve({}, loss_scale_len=200)
+    assert (plain.dynamic_sampling, plain.overlong_length, plain.overlong_buffer) == (0.0, None, 0.0)
+    for given in ({"credit": "turn"}, {"credit": "state"}, {"distill_weight": 0.5}, {"adv_estimator": "reinforce"}):
+        assert resolve({"algo": "dapo", **given}, loss_scale_len=200).dynamic_sampling == 0
+    assert resolve({"algo": "dapo", "adv_estimator": "maxrl"}, loss_scale_len=200).overlong_length is None
+
+
+def test_an_experiment_asks_for_them_where_they_are_done() -> None:
+    """The call that plays knows the bound, and the call that scores the numbers, with the keys that it needs."""
+    kind = config_class("countdown")
+    config = kind(experiment="grpo", ppo=PolicyGradientOptions(algo="dapo"))
+    most = config.gen.max_new_tokens * config.rollout.max_turns
+    ppo = policy_options(config)
+    scoring = rew_inf(config, ppo)
+    assert actor_gen(config, ppo).resample == 1.0
+    assert scoring.interface_args["overlong_length"] == most and "loss_mask" in scoring.input_keys
+    plain = kind(experiment="grpo")
+    ppo = policy_options(plain)
+    assert actor_gen(plain, ppo).resample == 0 and rew_inf(plain, ppo).input_keys == ("env_rewards", "outcome")
+
+
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        ({"dynamic_sampling": -1.0}, r"ppo.dynamic_sampling=-1.0: must be between 0 and 100"),
+        ({"dynamic_sampling": 1.0, "adv_estimator": "reinforce"}, r"ppo.dynamic_sampling=1: with adv_estimator 'rein"),
+        ({"dynamic_sampling": 1.0, "credit": "turn"}, r"ppo.dynamic_sampling=1: with credit=turn"),
+        ({"overlong_buffer": 1.5}, r"ppo.overlong_buffer=1.5: must be between 0 and 1"),
+        ({"overlong_buffer": 0.5}, r"ppo.overlong_buffer=0.5: needs ppo.overlong_length"),
+        ({"overlong_length": 50}, r"ppo.overlong_length has no effect without ppo.overlong_buffer"),
+        ({"overlong_buffer": 0.5, "overlong_length": 50, "credit": "turn"}, r"ppo.overlong_buffer=0.5: credit=turn"),
+        ({"overlong_buffer": 0.5, "overlong_length": 9, "adv_estimator": "maxrl"}, r"ppo.overlong_buffer=0.5: adv_e"),
+    ],
+)  # fmt: skip
+def test_what_would_do_nothing_or_harm_is_refused(options: dict[str, Any], names: str) -> None:
+    with pytest.raises(ValueError, match=names):
+        resolve(options)
+
+
+def test_the_penalty_begins_and_ends_where_the_paper_says() -> None:
+    """Exactly 0 where the zone begins, -1 where it ends and beyond."""
+    interface = OutcomeRewardInterface(overlong_length=6, overlong_buffer=0.5)
+    rows = [[[3], [4], [6], [9]], [[1], [5], [7], [2]]]
+    sample = batch(rows, [[0.0] * 4, [1.0] * 4]).remap_keys({"rewards": "env_rewards"})
+    rewards = interface.inference(None, sample, None)[0]["rewards"]  # type: ignore[arg-type]
+    torch.testing.assert_close(rewards, torch.tensor([0.0, -1 / 3, -1.0, -1.0, 1.0, 1 / 3, 0.0, 1.0]))

@@ -1,0 +1,93 @@
+"""What the server is told, and refuses; and what it keeps on the disk. None of it needs the client."""
+
+from __future__ import annotations
+
+import pytest
+
+from realhf.tinker.options import OptionError, ServerOptions, command_line, options_of
+from realhf.tinker.store import FAILED, FINISHED, WAITING, Store
+
+KEY = "tml-twenty-letters-or-more"
+
+
+@pytest.fixture
+def model(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    return str(tmp_path / "model")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--host", "0.0.0.0"], "give --token-file"),
+        (["--tls-cert", "cert.pem"], "--tls-cert and --tls-key go together"),
+        (["--dtype", "int8"], "--dtype int8"),
+        (["--allowed-hosts", "a.example"], "--allowed-hosts has no effect on the loopback"),
+        (["--max-rank", "0"], "--max-rank 0 is out of range"),
+        (["--state-every-s", "-1"], "--state-every-s -1.0 is out of range"),
+        (["--kv-cache-gib", "0"], "--kv-cache-gib 0.0 is out of range"),
+    ],
+)
+def test_a_wrong_option_is_named(model, given, said):
+    with pytest.raises(OptionError, match=said):
+        options_of(["--model", model, *given])
+
+
+def test_a_model_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(OptionError, match=r"there is no config\.json"):
+        options_of(["--model", str(tmp_path)])
+
+
+def test_keys_come_from_a_file_that_nobody_else_reads(model, tmp_path):
+    file = tmp_path / "keys"
+    options = ServerOptions(model, host="0.0.0.0", token_file=str(file))
+    with pytest.raises(OptionError, match="No such file"):
+        options.api_keys()
+    file.write_text(f"# mine\n{KEY}\n\n")
+    file.chmod(0o644)
+    with pytest.raises(OptionError, match="others may read it"):
+        options.api_keys()
+    file.chmod(0o600)
+    assert options.api_keys() == {KEY} and ServerOptions(model).api_keys() == frozenset()
+    file.write_text("tml-short\n")
+    with pytest.raises(OptionError, match="20 letters"):
+        options.api_keys()
+
+
+def test_every_option_has_a_line_of_help():
+    assert all(action.help for action in command_line()._actions)
+
+
+def test_what_is_owed_is_found_again_and_bodies_go_when_a_state_holds_them(tmp_path):
+    """A killed server leaves the file as it is; only one may have it open."""
+    store = Store(tmp_path)
+    with pytest.raises(ValueError, match="another server uses this folder"):
+        Store(tmp_path)
+    store.add_model("m", "me", "s", {"rank": 4})
+    for seq in range(4):
+        store.add_request(f"m:{seq}", "me", "forward_backward", "m", seq, b"body")
+    store.finish("m:0", result=b"answer", info={"version": 1})
+    store.finish("m:1", error="no", theirs=True, info={})
+    store.finish("m:0", error="late", info={})
+    store.close()
+    store = Store(tmp_path)
+    assert [(each.seq, each.body) for each in store.unfinished()] == [(2, b"body"), (3, b"body")]
+    first, second = store.request("m:0"), store.request("m:1")
+    assert (first.state, first.result, first.info) == (FINISHED, b"answer", {"version": 1})
+    assert (second.state, second.error, second.theirs) == (FAILED, "no", True)
+    assert store.request("m:2").state == WAITING and store.request("m:9") is None
+    store.change_model("m", state_seq=1)
+    store.drop_bodies("m", 1)
+    assert [each.seq for each in store.history("m", store.model("m").state_seq)] == [2, 3]
+    assert [each.seq for each in store.history("m", -1)] == [2, 3]
+    store.fetched("m:0")
+    assert store.forget_results(fetched_before=0.0, finished_before=0.0) == 0
+    assert store.forget_results(fetched_before=1e12, finished_before=0.0) == 1
+    assert store.request("m:0").info["gone"] == 1 and store.request("m:0").result == b""
+    assert store.next_seq("m") == 4 and store.once("a", "1") == store.once("a", "2") == "1"
+    with pytest.raises(RuntimeError), store.together():
+        store.add_request("m:7", "me", "sample", "m", 7, b"")
+        raise RuntimeError
+    assert store.request("m:7") is None
+    store.close()
