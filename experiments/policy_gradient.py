@@ -223,8 +223,8 @@ def teacher_model(config: Config, actor_path: str) -> ModelSpec:
 
 def teacher_inf(config: Config) -> MFCDef:
     """Log-probabilities of the teacher: of a role of its own, or of a server, which the actor's worker asks. Raises
-    ConfigError without a teacher, and for a server where tokens are not sampled at temperature 1: it knows no other
-    distribution."""
+    ConfigError without a teacher, and for a server where tokens are not sampled at temperature 1, the only one that it
+    knows, or where several workers would ask it for the same."""
     teacher, keys = config.teacher, ("packed_input_ids", "loss_mask")
     args: dict[str, Any] = {"output_key": "teacher_logprobs", "temperature": config.gen.temperature}
     role, interface = "teacher", "logprob"
@@ -233,6 +233,11 @@ def teacher_inf(config: Config) -> MFCDef:
             raise ConfigError(
                 f"gen.temperature={config.gen.temperature:g}: a server says log-probabilities at temperature 1, so "
                 "teacher.url needs gen.temperature=1; a teacher of teacher.path takes any"
+            )
+        if parallel_of("actor", config.actor).fsdp > 1:
+            raise ConfigError(
+                f"actor.backend={config.actor.backend}: all workers of an actor that is cut over them would ask "
+                "teacher.url, and be told other digits; use actor.backend=ddp, or a teacher of teacher.path"
             )
         role, interface = "actor", "served_logprob"
         args = {

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file, save_file
+import torch
+from transformers import AutoModelForCausalLM
 
 from tests.test_end_to_end import undescribed
 from tests.test_ppo_end_to_end import LETTERS
@@ -36,19 +38,29 @@ OPTIONS = (
 )
 
 
+def taught(policy: Path, folder: Path) -> Path:
+    """A copy of the policy that has learned, within a second, to say the tokens 100 to 199."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_pretrained(policy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(30):
+        ids = torch.cat((torch.randint(0, 400, (32, 8)), torch.randint(100, 200, (32, 8))), 1)
+        logits = model(input_ids=ids).logits[:, 7:-1]
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 8:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    shutil.copytree(policy, folder)
+    model.save_pretrained(folder)
+    return folder
+
+
 @pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_divergence_from_the_teacher_falls(tmp_path: Path, tiny_policy: Path) -> None:
-    """The teacher is the student with its last projection moved at random; rewards play no part."""
-    teacher = tmp_path / "teacher"
-    teacher.mkdir()
-    for file in tiny_policy.iterdir():
-        (teacher / file.name).write_bytes(file.read_bytes())
-    tensors = load_file(teacher / "model.safetensors")
-    name = max(name for name in tensors if name.endswith("down_proj.weight"))
-    tensors[name] = tensors[name] + 0.3 * tensors[name].std() * tensors[name].flip(0).sign() * 8
-    save_file(tensors, teacher / "model.safetensors", {"format": "pt"})
+    """The teacher prefers a hundred of its tokens; rewards play no part."""
+    teacher = taught(tiny_policy, tmp_path / "teacher")
     (tmp_path / "letters.py").write_text(LETTERS)
     places = (f"env.path={tmp_path / 'letters.py'}:Letters", f"actor.path={tiny_policy}", f"teacher.path={teacher}")
     command = [sys.executable, "-m", "realhf.launch", *OPTIONS, *places, f"fileroot={tmp_path}"]

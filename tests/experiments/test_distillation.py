@@ -53,6 +53,10 @@ def test_a_served_teacher_is_asked_by_the_worker_of_the_actor(tiny_policy: Path)
         (["ppo.algo=opd", "teacher.url=h:1"], r"teacher.url=h:1: give http://host:port"),
         (["ppo.algo=opd", "teacher.url=http://h:1", "gen.temperature=0.5"], r"needs gen.temperature=1"),
         (["ppo.algo=opd", "teacher.url=http://h:1", "teacher.token_file=/nowhere"], r"token_file=/nowhere: no such"),
+        (
+            ["ppo.algo=opd", "teacher.url=http://h:1", "actor.backend=fsdp2", "actor.workers=[0,1]"],
+            r"actor.backend=fsdp2: all workers .* would ask teacher.url",
+        ),
         (["ppo.algo=opd", "teacher.path=builtin"], r"teacher.path=builtin: the teacher is another model"),
         (["ppo.algo=opd", "teacher.path=./nowhere"], r"teacher.path=./nowhere: no such folder"),
     ],
