@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, cast
 
 from realhf.api.algorithm import is_own
 from realhf.api.config import ConfigError, ExperimentConfig
@@ -33,7 +33,8 @@ from realhf.registry import environments
 
 GROUPS = ("experiment", "model", "env", "scheduler")
 BUILTIN_DEFAULTS = "builtin_policy.yaml"
-"""Holds what the built-in policy needs in place of the library's defaults, in the folder of configurations."""
+"""Holds what the built-in policy needs in place of the library's defaults, in the folder of configurations. What it
+needs in one environment stands in a file of that name, as in ``builtin_policy_aws.yaml``."""
 
 
 class Composed(NamedTuple):
@@ -149,17 +150,31 @@ def shipped_schemas(config_dir: Path = CONFIGS) -> dict[str, Schema]:
 def _of_its_model(
     overrides: list[str], given: Mapping[str, str], config_dir: Path, schema: Schema, user_file: Path | None
 ) -> tuple[ExperimentConfig, Mapping[str, Any]]:
-    """The configuration, and the options whose defaults are those of the built-in policy and not the library's, which
-    suit pretrained models. Which of the two the actor is, any file may say, so a wrong guess composes once more."""
+    """The configuration, and the options whose defaults are those of the built-in policy (in this environment) and not
+    the library's, which suit pretrained models. Which of the two the actor is, any file may say, so a wrong guess
+    composes once more."""
     small = (
         is_builtin(given["actor.path"]) if "actor.path" in given else given.get("model", BUILTIN).startswith(BUILTIN)
     )
-    defaults_file = config_dir / BUILTIN_DEFAULTS
+    general = config_dir / BUILTIN_DEFAULTS
+
+    def composed(files: Sequence[Path]) -> ExperimentConfig:
+        from omegaconf import OmegaConf
+
+        values = OmegaConf.to_container(OmegaConf.merge(*map(_read_yaml, files))) if files else {}
+        return _compose(overrides, config_dir, schema, user_file, cast("Mapping[str, Any]", values))
+
     for guess in (small, not small):
-        defaults = schema.set_in(defaults_file) if guess else {}
-        config = _compose(overrides, config_dir, schema, user_file, _read_yaml(defaults_file) if guess else {})
+        files = [general] if guess else []
+        config = composed(files)
         if is_builtin(config.actor.path) is guess:
             break
+    environment = getattr(getattr(config, "env", None), "path", "")
+    special = config_dir / f"{general.stem}_{environment}.yaml"
+    if files and environment.isidentifier() and special.is_file():
+        files.append(special)
+        config = composed(files)
+    defaults = {name: value for file in files for name, value in schema.set_in(file).items()}
     return config, defaults
 
 

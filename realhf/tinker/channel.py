@@ -11,6 +11,7 @@ import socket
 import threading
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from typing import Literal
 
 import msgspec
 
@@ -58,11 +59,12 @@ class Update(Message, frozen=True, tag=True):
 
 
 class Save(Message, frozen=True, tag=True):
-    """Save the weights into a folder, with the optimizer's state if ``moments``."""
+    """Save the weights into a folder: the adapter (``sampler``), with the optimizer's state (``training``), or a whole
+    model with merged weights (``external``)."""
 
     model: str
     folder: str
-    moments: bool
+    kind: Literal["sampler", "training", "external"]
 
 
 class Load(Message, frozen=True, tag=True):

@@ -172,7 +172,7 @@ class Computer:
             self._keep(work.model, work.keep)
             return b"", numbers
         elif isinstance(work, Save):
-            return b"", {"size_bytes": self._save(work.model, Path(work.folder), moments=work.moments)}
+            return b"", {"size_bytes": self._save(work.model, Path(work.folder), work.kind)}
         elif isinstance(work, Load):
             self._load(work.model, Path(work.folder), moments=work.moments)
             self._keep(work.model, work.keep)
@@ -199,12 +199,16 @@ class Computer:
 
     def _keep(self, model: str, folder: str) -> None:
         if folder:
-            self._save(model, Path(folder), moments=True)
+            self._save(model, Path(folder), "training")
 
-    def _save(self, model: str, folder: Path, *, moments: bool) -> float:
+    def _save(self, model: str, folder: Path, kind: str) -> float:
         made = self._models[model]
         with whole_folder(folder) as partial:
-            made.save(partial, moments=moments)
+            if kind == "external":
+                with self._threads.computing():
+                    made.export(partial)
+            else:
+                made.save(partial, moments=kind == "training")
             held = {"version": made.held.version, "digest": made.held.digest}
             (partial / VERSION).write_text(json.dumps(held), encoding="utf-8")
             for file in sorted(partial.rglob("*")):  # it is written down as saved afterwards

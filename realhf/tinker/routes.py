@@ -87,6 +87,7 @@ class Routes:
             ("POST", "/optim_step", self.optim_step),
             ("POST", "/save_weights", self._weights.save_weights),
             ("POST", "/save_weights_for_sampler", self._weights.save_for_sampler),
+            ("POST", "/save_weights_external", self._weights.save_external),
             ("POST", "/load_weights", self._weights.load_weights),
             ("POST", "/create_sampling_session", self.create_sampler),
             ("POST", "/join_sampling_session", self.join_sampler),
@@ -98,7 +99,9 @@ class Routes:
             ("GET", run, self._weights.run),
             ("GET", f"{run}/checkpoints", self._weights.checkpoints),
             ("DELETE", run + "/checkpoints/{kind}/{name}", self._weights.delete_checkpoint),
-            ("GET", run + "/checkpoints/{kind}/{name}/archive", self._weights.archive),
+            ("PUT", run + "/checkpoints/{kind}/{name}/ttl", self._weights.set_ttl),
+            ("GET", run + "/checkpoints/{kind}/{name}/external_weights_urls", self._weights.urls),
+            ("GET", "/download/{model}/{name}/{file:path}", self._weights.download),
             ("GET", "/checkpoints", self._weights.all_checkpoints),
             ("POST", "/weights_info", self._weights.weights_info),
         ]

@@ -56,7 +56,7 @@ CLEANS_EVERY_S = 60.0
 CHANGING = ("create_model", "forward_backward", "optim_step", "load_weights")
 """Requests that change a model, which have to be done again to make it again. One that failed is no exception: it may
 have left, or dropped, gradients."""
-NAMED = ("save_weights", "save_weights_for_sampler", "load_weights")
+NAMED = ("save_weights", "save_weights_for_sampler", "save_weights_external", "load_weights")
 """Requests about weights that have a path."""
 FATAL = "fatal"
 """Marks a request during which the process that computes died too often: it is never done again."""
@@ -335,7 +335,7 @@ class Service:
             return Unload(model), b""
         if not said["overwrite"] and self.store.checkpoint(said["path"]) is not None:
             raise Refused(409, f"there are weights {said['path']} already; say overwrite, or another name")
-        return Save(model, said["folder"], kind == "save_weights"), b""
+        return Save(model, said["folder"], said["kind"]), b""
 
     def _creation(self, model: str) -> Create:
         row = self.store.model(model)

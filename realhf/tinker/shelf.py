@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
+import hmac
+import json
+import secrets
 import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from realhf.tinker.store import CheckpointRow, Store
 
-KINDS = {"training": "weights", "sampler": "sampler_weights"}
+KINDS = {"training": "weights", "sampler": "sampler_weights", "external": "external_weights"}
 """Kinds of saved weights, and how a path of the client names them."""
 
 
@@ -26,6 +31,7 @@ class Shelf:
 
     def __init__(self, store: Store, root: Path, keep_ephemeral: int) -> None:
         self._store, self._root, self._keep = store, root, keep_ephemeral
+        self._secret = store.once("secret", secrets.token_hex(32)).encode()
 
     def find(self, owner: str, path: str) -> CheckpointRow:
         """Return saved weights of an owner. Raises Refused (404)."""
@@ -41,6 +47,30 @@ class Shelf:
     def folder(self, model: str, kind: str, name: str) -> Path:
         """Return where weights of this name are to be saved."""
         return self._root / "checkpoints" / safe_name(model) / KINDS[kind] / name
+
+    def files(self, row: CheckpointRow) -> list[str]:
+        """Return the names of the files of saved weights, within their folder."""
+        folder = self.folder_of(row)
+        return sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
+
+    def signature(self, path: str, file: str, expires: int) -> str:
+        """Return what proves that this server lets somebody have a file of some weights until then."""
+        said = json.dumps([path, file, expires]).encode()
+        return hmac.new(self._secret, said, hashlib.sha256).hexdigest()
+
+    def signed_file(self, path: str, file: str, expires: int, signature: str) -> Path:
+        """Return where a file is that an address was signed for. Raises Refused (403, 404)."""
+        proved = hmac.compare_digest(self.signature(path, file, expires).encode(), signature.encode())
+        if not proved or expires < time.time():
+            raise Refused(403, "this address was not given out here, or its time is over")
+        row = self._store.checkpoint(path)
+        if row is None or file not in self.files(row):
+            raise Refused(404, "the weights are not here any more")
+        return self.folder_of(row) / file
+
+    def set_expiry(self, row: CheckpointRow, ttl_s: int | None) -> None:
+        """Let saved weights be kept for so long from now on, or without an end."""
+        self._store.put_checkpoint(replace(row, expires=None if ttl_s is None else time.time() + ttl_s))
 
     def drop(self, row: CheckpointRow) -> None:
         """Delete saved weights."""

@@ -145,6 +145,11 @@ class TrainedModel:
         else:
             self._adapters.save(folder / ADAPTER)
 
+    def export(self, folder: Path) -> None:
+        """Write a whole model with merged weights, config and tokenizer, which ``from_pretrained`` loads."""
+        self._engine.export_hf(folder)
+        self._engine.release_generation()  # It holds the merged weights.
+
     def load(self, folder: Path, *, moments: bool) -> None:
         """Take what ``save`` wrote; without ``moments`` the optimizer begins anew. Gradients are dropped. Raises
         FileNotFoundError or ValueError that says how they differ."""

@@ -7,9 +7,10 @@ import re
 import time
 from datetime import UTC, datetime
 from typing import Any
+from urllib.parse import quote
 
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import FileResponse, Response
 
 from realhf.tinker.access import OWNER
 from realhf.tinker.desk import Desk, json_answer
@@ -17,6 +18,8 @@ from realhf.tinker.shelf import KINDS, Refused
 from realhf.tinker.store import CheckpointRow, ModelRow
 from realhf.tinker.wire import types
 
+_URLS_S = 3600
+_EPHEMERAL = "ephemeral-"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 
 
@@ -42,8 +45,15 @@ class WeightsRoutes:
         session = self._desk.model(request, asked.model_id).session
         sampler = f"{session}:sample:{asked.sampling_session_seq_id}"
         more: Any = {"sampler": sampler, "session": session}
-        name = f"ephemeral-{asked.seq_id}"
+        name = f"{_EPHEMERAL}{asked.seq_id}"
         return self._save(request, asked, "save_weights_for_sampler", "sampler", name, ephemeral=True, **more)
+
+    async def save_external(self, request: Request) -> Response:
+        """Promise to save a whole model, with merged weights, for others to load."""
+        asked = await self._desk.asked(request, types.SaveWeightsExternalRequest)
+        if asked.age_encryption_recipients:
+            raise Refused(400, "age_encryption_recipients are not carried by this server")
+        return self._save(request, asked, "save_weights_external", "external", asked.path)
 
     def _save(
         self,
@@ -57,11 +67,11 @@ class WeightsRoutes:
         ephemeral: bool = False,
         **more: str,
     ) -> Response:
-        if not _NAME.fullmatch(name):
-            raise Refused(400, f"path {name!r:.200}: a name has letters, digits, '.', '_' and '-', at most 200")
+        if not _NAME.fullmatch(name) or (name.startswith(_EPHEMERAL) and not ephemeral):
+            rule = f"at most 200 letters, digits, '.', '_' and '-', and does not begin with {_EPHEMERAL}"
+            raise Refused(400, f"path {name!r:.200}: a name has {rule}")
         ttl = asked.ttl_seconds
-        if ttl is not None and not 3600 <= ttl <= 10 * 366 * 86400:
-            raise Refused(400, f"ttl_seconds {ttl} must be from 3600 to ten years")
+        _check_ttl(ttl)
         row = self._desk.model(request, asked.model_id)
         lora = {name: row.options[name] for name in ("base", "rank", "mlp", "attention")}
         said = {
@@ -71,7 +81,7 @@ class WeightsRoutes:
             "folder": str(self._desk.service.shelf.folder(row.id, weights, name)),
             "expires": None if ttl is None else time.time() + ttl,
             "overwrite": overwrite,
-            "info": {"metadata": asked.user_metadata, "ephemeral": ephemeral, "lora": lora},
+            "info": {"metadata": getattr(asked, "user_metadata", None), "ephemeral": ephemeral, "lora": lora},
             **more,
         }
         return self._desk.promise(request, kind, row.id, asked.seq_id, json.dumps(said).encode())
@@ -165,9 +175,39 @@ class WeightsRoutes:
         self._desk.service.shelf.drop(self._named(request))
         return Response(status_code=204)
 
-    async def archive(self, request: Request) -> Response:
-        """Send saved weights as the client's command line unpacks them."""
-        raise Refused(501, f"copy the folder instead: {self._desk.service.shelf.folder_of(self._named(request))}")
+    async def set_ttl(self, request: Request) -> Response:
+        """Change until when saved weights are kept."""
+        row = self._named(request)
+        try:
+            ttl = json.loads(await self._desk.body(request))["ttl_seconds"]
+        except (ValueError, KeyError, TypeError):
+            raise Refused(400, "ttl_seconds is missing") from None
+        _check_ttl(ttl)
+        self._desk.service.shelf.set_expiry(row, ttl)
+        return Response(status_code=204)
+
+    async def urls(self, request: Request) -> Response:
+        """Give an address for every file of a whole model, good for an hour."""
+        row, shelf, expires = self._named(request), self._desk.service.shelf, int(time.time()) + _URLS_S
+        urls = {}
+        for file in shelf.files(row):
+            at = f"{request.base_url}api/v1/download/{quote(row.model)}/{row.name}/{quote(file)}"
+            urls[file] = f"{at}?expires={expires}&signature={shelf.signature(row.path, file, expires)}"
+        until = datetime.fromtimestamp(expires, UTC)
+        return json_answer(types.ExternalWeightsUrlsResponse(urls=urls, expires=until))
+
+    async def download(self, request: Request) -> Response:
+        """Send a file to whoever has its address."""
+        at, query = request.path_params, request.query_params
+        expires = query.get("expires", "")
+        path = f"tinker://{at['model']}/{KINDS['external']}/{at['name']}"
+        until = int(expires) if expires.isdigit() else 0
+        return FileResponse(self._desk.service.shelf.signed_file(path, at["file"], until, query.get("signature", "")))
+
+
+def _check_ttl(ttl: Any) -> None:
+    if ttl is not None and not (isinstance(ttl, int) and 3600 <= ttl <= 10 * 366 * 86400):
+        raise Refused(400, f"ttl_seconds {ttl!r:.50} must be from 3600 to ten years")
 
 
 def _page(request: Request) -> tuple[int, int]:

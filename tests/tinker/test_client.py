@@ -255,6 +255,34 @@ def test_a_saved_state_goes_on_where_it_was(trainer, service):
         service.create_training_client_from_state(path).result()
 
 
+def test_a_whole_model_is_downloaded_and_is_the_trained_one(trainer, service, server, tmp_path):
+    """By addresses that need no key, and only as they were signed; kept for as long as is said."""
+    from transformers import AutoModelForCausalLM
+
+    steps(trainer, 4)
+    path, rest = trainer.save_weights_external("whole").result().path, service.create_rest_client()
+    urls = rest.get_external_weights_urls(path).result().urls
+    for name, url in urls.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(httpx.get(url).raise_for_status().content)
+    logits = AutoModelForCausalLM.from_pretrained(tmp_path)(input_ids=torch.tensor([TEXT[0][:-1]])).logits
+    own = logits.log_softmax(-1)[0].gather(-1, torch.tensor(TEXT[0][1:])[:, None])[:, 0]
+    served = trainer.forward([datum(TEXT[0])], "cross_entropy").result().loss_fn_outputs[0]["logprobs"]
+    np.testing.assert_allclose(own.detach().numpy(), served.to_numpy(), atol=1e-4)
+    url = urls["config.json"]
+    for wrong in (
+        url[:-1] + ("0" if url[-1] != "0" else "1"),
+        url.replace("config.json", "model.safetensors"),
+        url[:-90],
+    ):
+        assert httpx.get(wrong).status_code == 403
+    rest.set_checkpoint_ttl_from_tinker_path(path, 7200).result()
+    listed = {each.tinker_path: each for each in rest.list_checkpoints(trainer.model_id).result().checkpoints}
+    assert listed[path].expires_at is not None and listed[path].checkpoint_type == "external"
+    rest.delete_checkpoint_from_tinker_path(path).result()
+    assert httpx.get(url).status_code == 404
+
+
 def test_weights_with_a_name_are_sampled_by_their_path(trainer, service):
     steps(trainer, 2)
     path = trainer.save_weights_for_sampler("named").result().path
@@ -298,7 +326,7 @@ def test_what_is_not_carried_is_refused_with_the_clients_own_errors(service, ser
         sampler.sample(prompt, 1, types.SamplingParams(max_tokens=4000)).result()
     with pytest.raises(tinker.RequestFailedError, match=r"gen\.temperature"):
         sampler.sample(prompt, 1, types.SamplingParams(max_tokens=4, temperature=-1.0)).result()
-    with pytest.raises(tinker.BadRequestError, match="a name has letters"):
+    with pytest.raises(tinker.BadRequestError, match="a name has at most 200 letters"):
         trainer.save_state("../../etc").result()
 
 
