@@ -34,7 +34,7 @@ from realhf.registry import environments
 GROUPS = ("experiment", "model", "env", "scheduler")
 BUILTIN_DEFAULTS = "builtin_policy.yaml"
 """Holds what the built-in policy needs in place of the library's defaults, in the folder of configurations. What it
-needs in one environment stands in a file of that name, as in ``builtin_policy_aws.yaml``."""
+needs in one environment stands in a file of that name, ``builtin_policy_NAME.yaml``."""
 
 
 class Composed(NamedTuple):

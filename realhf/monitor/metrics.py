@@ -212,7 +212,7 @@ PREFERENCE = Section(
         ),
         _policy(
             "preference/margin",
-            "",
+            "reward",
             "by how much it does; of a policy the score is beta times log pi - log reference",
             "pair_margin",
         ),
@@ -223,11 +223,11 @@ PREFERENCE = Section(
             "held-out pairs whose better episode scores higher",
             "held_out_pair_accuracy",
         ),
-        _policy("preference/held_out_margin", "", "by how much it does", "held_out_pair_margin"),
+        _policy("preference/held_out_margin", "reward", "by how much it does", "held_out_pair_margin"),
         _policy("preference/held_out_pairs", "count", "held-out pairs", "held_out_n_pairs"),
         Metric("reward_inf/model_reward_mean", "reward", "mean of the reward model's part, before its weight"),
         Metric("reward_inf/pair_accuracy", "fraction", "pairs of a group that it orders as the verifier does"),
-        Metric("reward_inf/pair_margin", "", "by how much the better one of these scores higher"),
+        Metric("reward_inf/pair_margin", "reward", "by how much the better one of these scores higher"),
         Metric("reward_inf/n_pairs", "count", "these pairs"),
     ),
 )

@@ -50,6 +50,8 @@ PLACEHOLDERS = {
     "engine.name=NAME": "engine.name=embedded",
     "=FOLDER": "=policy",
     "=POLICY": "=policy",
+    "=STUDENT": "=policy",
+    "=TEACHER": "=policy",
     "$seed": "1",
     "$eta": "1",
     "N": "1",
