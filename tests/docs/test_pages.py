@@ -315,7 +315,7 @@ def test_the_tables_are_read_as_they_are_written():
 NUMBER = re.compile(r"(?<![\w.,])\d+(?:[.,]\d+)*")
 MEASURED = "docs/measured.md"
 QUOTED = (
-    ("docs/quickstart.md", r"in about nine minutes on two cores \((.*?) on the machine", MEASURED, "whole default run"),
+    ("docs/quickstart.md", r"in about three minutes on two cores \((.*?) on the machine", MEASURED, "whole default run"),
     ("docs/environment.md", r"\| environment time of 8 sessions.*", MEASURED, "environment time of 8 sessions"),
     ("docs/environments/sql.md", r"evaluations included, took (321 s)", MEASURED, "whole runs on `sql`"),
     ("docs/environments/files.md", r"sampled episodes: (63\.5 %) before", MEASURED, "whole runs on `sql`"),
@@ -333,14 +333,14 @@ QUOTED = (
     ),
     ("docs/asynchronous.md", r"\| true, about .*?4\.01.*", MEASURED, "the same with the true latency"),
     ("docs/running.md", r"The last row took (.*?) on two quiet", MEASURED, "SmolLM2-135M from an empty clone"),
-    ("docs/recipes.md", r"(521 to 564 s) with a warm start", MEASURED, "whole default run"),
+    ("docs/recipes.md", r"(175 to 188 s) with the policy that ships", MEASURED, "whole default run"),
     ("docs/recipes.md", r"(65\.9 -> 84\.0 .*?), two cores \| \[sql\]", MEASURED, "whole runs on `sql`"),
     ("docs/recipes.md", r"(63\.5 -> 87\.7 .*?), two cores \| \[files\]", MEASURED, "whole runs on `sql`"),
     ("docs/recipes.md", r"(34\.5 -> 58\.8 .*? 395 s)", MEASURED, "whole runs on `sql`"),
     ("docs/recipes.md", r"(51\.0 -> 88\.3 \| 37 minutes)", MEASURED, "SmolLM2-135M from an empty clone"),
     *(
         ("docs/recipes.md", rf"default job.*?({before} -> {after})", MEASURED, f"{seed} | sampled |")
-        for seed, before, after in ((1, "46.6", "77.8"), (2, "48.3", "76.3"), (3, "48.7", "75.0"))
+        for seed, before, after in ((1, "64.7", "94.4"), (2, "62.6", "95.5"), (3, "63.9", "97.0"))
     ),
     ("README.md", r"to the report it took (.*?):", MEASURED, "SmolLM2-135M from an empty clone"),
     ("README.md", r"report it took(?s:.*?)(52\.4) after the demonstrations", "docs/running.md", "All 1,287 episodes"),
