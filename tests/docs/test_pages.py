@@ -315,7 +315,7 @@ def test_the_tables_are_read_as_they_are_written():
 NUMBER = re.compile(r"(?<![\w.,])\d+(?:[.,]\d+)*")
 MEASURED = "docs/measured.md"
 QUOTED = (
-    ("docs/quickstart.md", r"in about three minutes on two cores \((.*?) on the machine", MEASURED, "whole default run"),
+    ("docs/quickstart.md", r"minutes on two cores \((.*?) on the machine", MEASURED, "whole default run"),
     ("docs/environment.md", r"\| environment time of 8 sessions.*", MEASURED, "environment time of 8 sessions"),
     ("docs/environments/sql.md", r"evaluations included, took (321 s)", MEASURED, "whole runs on `sql`"),
     ("docs/environments/files.md", r"sampled episodes: (63\.5 %) before", MEASURED, "whole runs on `sql`"),
