@@ -5,7 +5,7 @@
         [--seeds 1,2,3] [--record-file FILE] [--runs FOLDER] [--minutes 60] [OPTION=VALUE ...]
 
 Each figure is the mean of the seeds: held-out success after training (sampled, and greedy where it is played), seconds
-until the first step was over, seconds until the end. It is compared with the interval in which the mean of as many new
+until the first step was over, until an evaluation was 10 points above the first, until the end. It is compared with the interval in which the mean of as many new
 runs lies with a probability of 95 %, if nothing has changed: Student's t over the recorded runs, widened for the number
 of new ones (a prediction interval). Below it success has fallen, above it a time has grown; either ends with 1. Times
 are compared only on a machine like that of the record (processor and number of cores), and only of runs that were not
@@ -41,10 +41,14 @@ RUNS = Path("runs/learning_gate")
 STOP_S = 60.0
 """A run that is told to end ends within these seconds."""
 FIRST_STEP = re.compile(r"^\s*([\d.]+) s\s+step 1/", re.MULTILINE)
+HELD_OUT = re.compile(r"^\s*([\d.]+) s\s+held-out, .*?sampled overall ([\d.]+)%", re.MULTILINE)
+RISE = 10.0
+"""Points of held-out success above the first evaluation that a curve shows to whoever looks at it."""
 FIGURES = {
     "sampled": ("held-out success after training, sampled", "%"),
     "greedy": ("held-out success after training, greedy", "%"),
     "first_step_s": ("seconds until the first step was over", "s"),
+    "risen_s": (f"seconds until an evaluation was {RISE:g} points above the first, sampled", "s"),
     "end_s": ("seconds until the end", "s"),
 }
 """What is compared: percentages must not fall, seconds must not grow."""
@@ -118,13 +122,17 @@ def figures(folder: Path, log: Path, asked: Sequence[str], seed: int) -> Found:
     if success is None:
         raise Failed(f"{folder}: no held-out episodes were played (evaluation.episodes_per_task)")
     greedy = summary["heldout_success_after_greedy"].get("overall")
-    first = FIRST_STEP.search(log.read_text(encoding="utf-8", errors="replace"))
+    told = log.read_text(encoding="utf-8", errors="replace")
+    first = FIRST_STEP.search(told)
+    evaluations = [(float(seconds), float(percent)) for seconds, percent in HELD_OUT.findall(told)]
+    risen = next((seconds for seconds, percent in evaluations if percent >= evaluations[0][1] + RISE), None)
     whole = len(launches) == 1
     return {
         "seed": seed,
         "sampled": 100 * success,
         "greedy": None if greedy is None else 100 * greedy,
         "first_step_s": float(first[1]) if first and whole else None,
+        "risen_s": risen if whole else None,
         "end_s": summary["wall_seconds"] if whole else None,
     }
 

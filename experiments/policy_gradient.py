@@ -21,6 +21,7 @@ the batch arrives, whatever weights sampled it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -547,8 +548,16 @@ def held_out(config: Config) -> EvaluationSpec:
     wanted = HeldOutOptions(
         HELD_OUT, evaluation.episodes_per_task, evaluation.greedy_episodes_per_task, evaluation.templates
     )
+    share = evaluation.interim_share
+    interim = replace(
+        wanted,
+        episodes_per_task=math.ceil(share * wanted.episodes_per_task),
+        greedy_episodes_per_task=math.ceil(share * wanted.greedy_episodes_per_task),
+    )
     played = of_one_worker(config).to_args()
-    return EvaluationSpec("actor", "env_rollout", played, wanted.to_args(), every_steps=evaluation.every_steps)
+    return EvaluationSpec(
+        "actor", "env_rollout", played, wanted.to_args(), interim.to_args(), every_steps=evaluation.every_steps
+    )
 
 
 def call(

@@ -14,6 +14,7 @@ import logging
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -332,6 +333,8 @@ class MasterWorker:
         evaluation = self._spec.evaluation
         if evaluation is None or not self._evaluation_is_due(step, last=last):
             return
+        if not last and evaluation.interim_args is not None:
+            evaluation = replace(evaluation, args=evaluation.interim_args)
         when = "before training" if step == 0 else f"after step {step}"
         if await self._steps.evaluate(step, evaluation, lambda report: self._evaluated(step, report)):
             self._log.phase(f"held-out evaluation {when}" + ("" if last else ", beside training"))

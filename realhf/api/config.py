@@ -577,6 +577,12 @@ class EvaluationConfig:
     every_steps: int = option(
         0, "The policy is evaluated every so many steps too; 0 leaves these evaluations out.", at_least=0
     )
+    interim_share: float = option(
+        0.25,
+        "Evaluations before the last one play this share of the episodes of each task template, rounded up.",
+        above=0,
+        at_most=1,
+    )
 
 
 WILDCARD = "0.0.0.0"

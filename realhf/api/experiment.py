@@ -221,12 +221,14 @@ class SourceSpec:
 class EvaluationSpec:
     """Asks for held-out evaluation: ``evaluate(model, args, context)`` of an interface runs before the first and after
     the last step (and every ``every_steps`` if positive), outside the training buffer. It answers {"sampled":
-    {"overall" or group: {"success", "low", "high", "episodes", ...}}, "greedy": {...}}."""
+    {"overall" or group: {"success", "low", "high", "episodes", ...}}, "greedy": {...}}. ``interim_args`` stand in place
+    of ``args`` in all evaluations but the last (None: they are the same)."""
 
     role: str
     interface: str
     interface_args: Mapping[str, Any] = field(default_factory=dict)
     args: Mapping[str, Any] = field(default_factory=dict)
+    interim_args: Mapping[str, Any] | None = None
     every_steps: int = 0
 
 

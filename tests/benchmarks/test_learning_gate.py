@@ -17,9 +17,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 HERE = {"processor": "some", "cores": 2}
 RUNS = [
-    {"seed": 1, "sampled": 77.8, "greedy": 89.5, "first_step_s": 25.0, "end_s": 330.0},
-    {"seed": 2, "sampled": 76.3, "greedy": 91.9, "first_step_s": 26.0, "end_s": 350.0},
-    {"seed": 3, "sampled": 75.0, "greedy": 92.7, "first_step_s": 24.0, "end_s": 340.0},
+    {"seed": 1, "sampled": 77.8, "greedy": 89.5, "first_step_s": 25.0, "risen_s": 60.0, "end_s": 330.0},
+    {"seed": 2, "sampled": 76.3, "greedy": 91.9, "first_step_s": 26.0, "risen_s": 62.0, "end_s": 350.0},
+    {"seed": 3, "sampled": 75.0, "greedy": 92.7, "first_step_s": 24.0, "risen_s": 58.0, "end_s": 340.0},
 ]
 RECORD = {"options": [], "code": "abc", "machine": HERE, "runs": RUNS}
 
@@ -50,7 +50,8 @@ def test_success_may_rise_and_time_may_fall(gate):
 
 
 @pytest.mark.parametrize(
-    ("name", "by"), [("sampled", -15.0), ("greedy", -15.0), ("first_step_s", 10.0), ("end_s", 100.0)]
+    ("name", "by"),
+    [("sampled", -15.0), ("greedy", -15.0), ("first_step_s", 10.0), ("risen_s", 20.0), ("end_s", 100.0)],
 )
 def test_each_figure_alone_is_found_worse(gate, name, by):
     rows, worse = gate.compare(RECORD, shifted(**{name: by}), HERE)
@@ -60,7 +61,7 @@ def test_each_figure_alone_is_found_worse(gate, name, by):
 def test_times_of_another_machine_are_not_compared_and_success_is(gate):
     other = {"processor": "another", "cores": 2}
     rows, worse = gate.compare(RECORD, shifted(end_s=1000.0), other)
-    assert not worse and sum("another machine" in row for row in rows) == 2
+    assert not worse and sum("another machine" in row for row in rows) == 3
     assert gate.compare(RECORD, shifted(sampled=-15.0), other)[1]
 
 
@@ -76,7 +77,11 @@ def finished(folder, log, asked, launches=1, greedy=None):
     (folder / "summary.json").write_text(json.dumps({"wall_seconds": 300.0, **success}))
     (folder / "provenance.json").write_text(json.dumps({"launches": [{"arguments": asked}] * launches}))
     log.write_text(
-        "    3.1 s  held-out, before ...\n   24.5 s  step 1/55   reward 0.5\n   31.0 s  step 10/55   reward\n"
+        "    3.1 s  held-out evaluation before training\n"
+        "    9.1 s  held-out, before training:  sampled overall 60.0%, beginner 90.0% (10 episodes)  greedy overall 95%\n"
+        "   24.5 s  step 1/55   reward 0.5\n   31.0 s  step 10/55   reward\n"
+        "   34.0 s  held-out, after step 10:  sampled overall 69.9%, beginner 70.0% (10 episodes)\n"
+        "   54.0 s  held-out, after step 20:  sampled overall 70.0%, beginner 70.0% (10 episodes)\n"
     )
 
 
@@ -84,7 +89,7 @@ def test_a_finished_run_is_read_and_an_interrupted_one_has_no_times(gate, tmp_pa
     log, asked = tmp_path / "log", ["seed=4", "a=b"]
     finished(tmp_path / "whole", log, asked, greedy={"overall": 0.9})
     assert gate.figures(tmp_path / "whole", log, ["a=b", "seed=4"], 4) == {
-        "seed": 4, "sampled": 75.0, "greedy": 90.0, "first_step_s": 24.5, "end_s": 300.0,
+        "seed": 4, "sampled": 75.0, "greedy": 90.0, "first_step_s": 24.5, "risen_s": 54.0, "end_s": 300.0,
     }  # fmt: skip
     finished(tmp_path / "twice", log, asked, launches=2)
     found = gate.figures(tmp_path / "twice", log, asked, 4)
