@@ -84,7 +84,7 @@ def comparison(runs: list[dict[str, Any]]) -> str:
         gaps = [after[kind, seed] - after[kinds[0], seed] for seed in seeds if (kinds[0], seed) in after]
         rows.append(
             f"| {kind} | {', '.join(f'{value:.1f}' for value in values)} | {statistics.mean(values):.1f} of {episodes}"
-            f" | {100 * low:.1f} to {100 * high:.1f} | {_difference(gaps) if kind != kinds[0] else '| '}|"
+            f" | {100 * low:.1f} to {100 * high:.1f} | {difference(gaps) if kind != kinds[0] else '| '}|"
         )
     return "\n".join(rows)
 
@@ -95,7 +95,7 @@ def _wilson(share: float, n: int) -> tuple[float, float]:
     return middle - half, middle + half
 
 
-def _difference(gaps: list[float]) -> str:
+def difference(gaps: list[float]) -> str:
     """Two cells: the mean and its interval."""
     mean = statistics.mean(gaps)
     if len(gaps) < 2:

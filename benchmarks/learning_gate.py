@@ -5,11 +5,11 @@
         [--seeds 1,2,3] [--record-file FILE] [--runs FOLDER] [--minutes 60] [OPTION=VALUE ...]
 
 Each figure is the mean of the seeds: held-out success after training (sampled, and greedy where it is played), seconds
-until the first step was over, until an evaluation was 10 points above the first, until the end. It is compared with the interval in which the mean of as many new
-runs lies with a probability of 95 %, if nothing has changed: Student's t over the recorded runs, widened for the number
-of new ones (a prediction interval). Below it success has fallen, above it a time has grown; either ends with 1. Times
-are compared only on a machine like that of the record (processor and number of cores), and only of runs that were not
-interrupted.
+until the first step was over, until an evaluation was 10 points above the first, until the end. It is compared with the
+interval in which the mean of as many new runs lies with a probability of 95 %, if nothing has changed: Student's t over
+the recorded runs, widened for the number of new ones (a prediction interval). Below it success has fallen, above it a
+time has grown; either ends with 1. Times are compared only on a machine like that of the record (processor and number
+of cores), and only of runs that were not interrupted.
 
 A run whose seed was finished is not repeated, and one that was killed goes on after its last checkpoint: the same
 command again. They lie in ``--runs``, without which it is a folder named after the state of the code. Options are
@@ -67,7 +67,7 @@ def play(seed: int, runs: Path, options: Sequence[str], minutes: float) -> Found
     asked = ["experiment=grpo_aws", *options, *own]
     if not (folder / "summary.json").is_file():
         runs.mkdir(parents=True, exist_ok=True)
-        _run([sys.executable, "-m", "realhf.launch", *asked], log, minutes)
+        run([sys.executable, "-m", "realhf.launch", *asked], log, minutes)
     return figures(folder, log, asked, seed)
 
 
@@ -84,7 +84,8 @@ def code_state() -> str:
     return f"{commit[:12]}-{hashlib.sha256(changes).hexdigest()[:8]}" if changes else commit[:12]
 
 
-def _run(command: Sequence[str], log: Path, minutes: float) -> None:
+def run(command: Sequence[str], log: Path, minutes: float) -> None:
+    """Wait for the end of a program; what it prints is put behind what is in ``log``. Raises Failed."""
     with log.open("ab") as output:
         child = subprocess.Popen(command, stdout=output, stderr=output)
         try:

@@ -78,7 +78,7 @@ def finished(folder, log, asked, launches=1, greedy=None):
     (folder / "provenance.json").write_text(json.dumps({"launches": [{"arguments": asked}] * launches}))
     log.write_text(
         "    3.1 s  held-out evaluation before training\n"
-        "    9.1 s  held-out, before training:  sampled overall 60.0%, beginner 90.0% (10 episodes)  greedy overall 95%\n"
+        "    9.1 s  held-out, before training:  sampled overall 60.0%, warmup 90.0% (9 episodes)  greedy overall 95%\n"
         "   24.5 s  step 1/55   reward 0.5\n   31.0 s  step 10/55   reward\n"
         "   34.0 s  held-out, after step 10:  sampled overall 69.9%, beginner 70.0% (10 episodes)\n"
         "   54.0 s  held-out, after step 20:  sampled overall 70.0%, beginner 70.0% (10 episodes)\n"
@@ -124,9 +124,9 @@ def test_a_run_that_does_not_end_is_ended_and_said(gate, tmp_path):
     """The deadline holds, nothing of the run stays, and the message names the option."""
     log, began = tmp_path / "log", time.monotonic()
     with pytest.raises(gate.Failed, match="--minutes"):
-        gate._run([sys.executable, "-c", "import time; time.sleep(60)"], log, 0.003)
+        gate.run([sys.executable, "-c", "import time; time.sleep(60)"], log, 0.003)
     with pytest.raises(gate.Failed, match=r"ended with 3(?s:.*)fell over"):
-        gate._run([sys.executable, "-c", "print('fell over'); raise SystemExit(3)"], log, 1)
+        gate.run([sys.executable, "-c", "print('fell over'); raise SystemExit(3)"], log, 1)
     assert time.monotonic() - began < 30
 
 
@@ -151,4 +151,4 @@ def test_two_seeds_are_recorded_killed_resumed_and_compared(tmp_path):
     subprocess.run([*command, "--record"], cwd=ROOT, check=True, timeout=300)
     again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert again.returncode == 0, again.stderr
-    assert len(again.stdout.splitlines()) == 2 + 2 + 4
+    assert len(again.stdout.splitlines()) == 2 + 2 + 5

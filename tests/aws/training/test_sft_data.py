@@ -92,6 +92,14 @@ def test_short_names_are_never_the_solution() -> None:
             assert with_short_names(task) != task.solution
 
 
+@pytest.mark.nightly
+@pytest.mark.sim
+def test_every_task_is_solved_after_a_mistake(pool: MiniStackPool) -> None:
+    """What a mistake leaves behind is not damage to what the account held before: else the way back could not pay."""
+    scripts = write_scripts(3, 2, mix={"recovery": 1.0}) + write_scripts(3, 2, mix={"recovery": 1.0}, split="heldout")
+    assert len(list(play_all(scripts, pool))) == len(scripts) == 3 * len(load_templates())
+
+
 @pytest.mark.slow
 def test_a_slip_is_wrong_and_is_never_imitated() -> None:
     """It is another command than the right one: without one of its options, whose quotes stay whole, or of an operation

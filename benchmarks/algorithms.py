@@ -1,0 +1,170 @@
+"""What the presets of ``ppo.algo`` learn in the same time: seeds of each on several environments, and their curves.
+
+    python benchmarks/algorithms.py --out curves.png
+        [--presets grpo,dapo,...] [--environments aws,sql,countdown] [--seeds 1,2,3] [--steps 20] [--runs FOLDER]
+        [--minutes 30] [OPTION=VALUE ...]
+
+Every run starts from the warm-started policy of its environment and is
+``experiment=policy_gradient env=ENVIRONMENT ppo.algo=PRESET``, nothing else set but the number of steps and an
+evaluation every five: each preset is as it was published. ``opd`` needs a teacher: the policy that ``grpo`` had at the
+end of its first seed, whose training does not count.
+
+A preset that plays or passes more takes longer for a step, so that steps are no measure. The curves are over the
+seconds of train steps, and the table compares the last evaluation that each run had within the seconds of the fastest
+one: success of each seed, the mean, and the difference from the first preset, seed by seed, with the 95 % interval of
+its mean (Student's t). The machine should have nothing else to do. A run that is there is not repeated, and one that
+was killed goes on: the same command again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import matplotlib
+from learning import difference
+from learning_gate import Failed, run
+
+from realhf.algorithms.presets import PRESETS
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+
+EVERY_STEPS = 5
+TEACHER = "grpo"
+"""Whose policy, of the first seed, ``opd`` learns from."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Is what a run reached: ``success`` (share of held-out episodes, sampled) after ``seconds`` of train steps, the
+    first before them."""
+
+    seconds: tuple[float, ...]
+    success: tuple[float, ...]
+
+    def within(self, budget: float) -> float:
+        """Return the success of the last evaluation within ``budget`` seconds."""
+        return [success for seconds, success in zip(self.seconds, self.success, strict=True) if seconds <= budget][-1]
+
+
+def read_curve(folder: Path) -> Curve:
+    """Read a finished run. Raises FileNotFoundError."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    spent = [0.0, *itertools.accumulate(row["time/step"] for row in rows)]
+    told = json.loads((folder / "evaluations.json").read_text(encoding="utf-8"))
+    steps = sorted(int(step) for step in told)
+    return Curve(
+        tuple(spent[step] for step in steps), tuple(told[str(step)]["sampled"]["overall"]["success"] for step in steps)
+    )
+
+
+def play(environment: str, preset: str, seed: int, first: int, steps: int, asked: argparse.Namespace) -> Curve:
+    """Train, or read what was trained before. Raises Failed."""
+    runs: Path = asked.runs.resolve()
+    folder, log = runs / environment / f"{preset}-seed{seed}", runs / f"{environment}-{preset}-seed{seed}.log"
+    if not (folder / "summary.json").is_file():
+        runs.mkdir(parents=True, exist_ok=True)
+        teacher = [f"teacher.path={runs / environment / f'{TEACHER}-seed{first}' / 'policy'}"]
+        options = [
+            *("experiment=policy_gradient", f"env={environment}", f"ppo.algo={preset}", f"total_train_steps={steps}"),
+            *(f"evaluation.every_steps={EVERY_STEPS}", "evaluation.greedy_episodes_per_task=0"),
+            *(teacher if preset == "opd" else []),
+            *(f"fileroot={runs}", f"experiment_name={environment}", f"trial_name={preset}-seed{seed}", f"seed={seed}"),
+            *asked.options,
+        ]
+        run([sys.executable, "-m", "realhf.launch", *options], log, asked.minutes)
+    return read_curve(folder)
+
+
+def table(curves: Mapping[str, Mapping[int, Curve]]) -> list[str]:
+    """Return the lines (Markdown) of one environment: preset -> seed -> curve."""
+    budget = min(curve.seconds[-1] for seeds in curves.values() for curve in seeds.values())
+    rows = [
+        f"| preset | seconds of steps | success at {budget:.0f} s, seeds | mean | difference | interval | at the end |",
+        "|---" * 7 + "|",
+    ]
+    first = next(iter(curves))
+    for preset, seeds in curves.items():
+        now = {seed: 100 * curve.within(budget) for seed, curve in seeds.items()}
+        gaps = [now[seed] - 100 * curves[first][seed].within(budget) for seed in now]
+        steps = statistics.mean(curve.seconds[-1] for curve in seeds.values())
+        rows.append(
+            f"| `{preset}` | {steps:.0f} | {', '.join(f'{value:.1f}' for value in now.values())}"
+            f" | {statistics.mean(now.values()):.1f} | {difference(gaps) if preset != first else '| '}"
+            f"| {statistics.mean(100 * curve.success[-1] for curve in seeds.values()):.1f} |"
+        )
+    return rows
+
+
+def draw(found: Mapping[str, Mapping[str, Mapping[int, Curve]]], out: Path) -> None:
+    """Draw a panel for each environment: the mean of the seeds over the seconds of train steps, and a band from the
+    least to the greatest."""
+    figure, axes = plt.subplots(1, len(found), figsize=(5.2 * len(found), 4.4), layout="constrained", squeeze=False)
+    for axis, (environment, curves) in zip(axes[0], found.items(), strict=True):
+        for number, (preset, seeds) in enumerate(curves.items()):
+            seconds = [statistics.mean(each) for each in zip(*(curve.seconds for curve in seeds.values()), strict=True)]
+            success = list(zip(*(curve.success for curve in seeds.values()), strict=True))
+            style = "-" if number < 10 else "--"
+            low, mean, high = ([of(each) for each in success] for of in (min, statistics.mean, max))
+            (line,) = axis.plot(seconds, mean, style, label=preset, linewidth=1.4)
+            axis.fill_between(seconds, low, high, color=line.get_color(), alpha=0.08)
+        axis.set_title(f"{environment}: held-out success, sampled", fontsize=10)
+        axis.set_xlabel("seconds of train steps")
+        axis.grid(alpha=0.3)
+    axes[0, 0].set_ylabel("mean of the seeds; the band is from the least to the greatest")
+    axes[0, -1].legend(loc="lower right", frameon=False, fontsize=8)
+    figure.savefig(out, dpi=110)
+
+
+def listed(kind: type) -> object:
+    """Return a reader of values with commas between."""
+    return lambda text: [kind(word) for word in text.split(",") if word]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run what is not there, print the tables and draw the curves; 2 where a run failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--presets", type=listed(str), default=list(PRESETS), help="the first is compared with")
+    parser.add_argument("--environments", type=listed(str), default=["aws", "sql", "countdown"])
+    parser.add_argument("--seeds", type=listed(int), default=[1, 2, 3])
+    parser.add_argument("--steps", type=int, default=20, help="of every run, a multiple of five")
+    parser.add_argument("--runs", type=Path, default=Path("runs/algorithms"), help="where the runs are kept")
+    parser.add_argument("--minutes", type=float, default=30, help="longest time of a run")
+    parser.add_argument("--out", type=Path, help="PNG to draw")
+    parser.add_argument("options", nargs="*", metavar="OPTION=VALUE", help="of every run")
+    asked = parser.parse_args(argv)
+    if unknown := set(asked.presets) - set(PRESETS):
+        parser.error(f"--presets: {', '.join(sorted(unknown))}: not among {', '.join(PRESETS)}")
+    if asked.steps < EVERY_STEPS or asked.steps % EVERY_STEPS:
+        parser.error(f"--steps {asked.steps}: not a multiple of {EVERY_STEPS}")
+    if "opd" in asked.presets and TEACHER not in asked.presets[: asked.presets.index("opd")]:
+        parser.error(f"--presets: opd learns from {TEACHER}, which must stand before it")
+    found: dict[str, dict[str, dict[int, Curve]]] = {}
+    try:
+        for environment in asked.environments:
+            for preset in asked.presets:
+                for seed in asked.seeds:
+                    curve = play(environment, preset, seed, asked.seeds[0], asked.steps, asked)
+                    found.setdefault(environment, {}).setdefault(preset, {})[seed] = curve
+                    told = [f"{100 * y:.1f} % at {x:.0f} s" for x, y in zip(curve.seconds, curve.success, strict=True)]
+                    print(f"{environment} {preset} seed {seed}: {', '.join(told)}", file=sys.stderr, flush=True)
+    except Failed as error:
+        print(f"algorithms: {error}", file=sys.stderr)
+        return 2
+    for environment, curves in found.items():
+        print("\n".join(["", f"### {environment}", *table(curves)]))
+    if asked.out:
+        draw(found, asked.out)
+        print(f"\ncurves: {asked.out}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
