@@ -210,8 +210,8 @@ def write_summary(summary: Mapping[str, Any], run_dir: Path) -> None:
 
 
 def held_out_table(summary: Mapping[str, Any]) -> Any:
-    """Make a rich table of held-out success before and after by group, with intervals and numbers of episodes; None
-    when nothing was evaluated."""
+    """Make a rich table of held-out success before and after by group, with intervals and numbers of episodes (``117,
+    468`` where they differ); None when nothing was evaluated."""
     from rich.table import Table
     from rich.text import Text
 
@@ -222,14 +222,14 @@ def held_out_table(summary: Mapping[str, Any]) -> Any:
         table.add_column(heading, justify="left" if not heading else "right")
     for suffix, label in (("", "sampled"), ("_greedy", "greedy")):
         before, after = (summary[f"heldout_success_{when}{suffix}"] for when in ("before", "after"))
-        episodes = summary[f"heldout_episodes_before{suffix}"] | summary[f"heldout_episodes_after{suffix}"]
+        episodes = [summary[f"heldout_episodes_{when}{suffix}"] for when in ("before", "after")]
         for name in dict.fromkeys([*before, *after]):
             table.add_row(
                 Text(f"{printable(name)}, {label}"),  # whoever wrote the environment named the group
                 _cell(before.get(name), summary[f"heldout_interval_before{suffix}"].get(name)),
                 _cell(after.get(name), summary[f"heldout_interval_after{suffix}"].get(name)),
                 f"{100 * (after[name] - before[name]):+.1f}" if name in before and name in after else "",
-                str(episodes[name]),
+                ", ".join(dict.fromkeys(str(counted[name]) for counted in episodes if name in counted)),
             )
         table.add_section()
     return table

@@ -228,6 +228,16 @@ def test_the_pretrained_model_comes_with_lengths_rates_and_a_warm_start():
     assert set(made.models) == {"actor"} and made.models["actor"].optimizer.lr == 3e-5
 
 
+def test_all_evaluations_but_the_last_play_a_share_of_the_episodes():
+    """At least one of each way, and none of a way that is not played at all."""
+    evaluation = spec("experiment=grpo", "env=sql", "evaluation.greedy_episodes_per_task=0").evaluation
+    assert evaluation is not None and evaluation.interim_args is not None
+    for args, sampled in ((evaluation.args, 40), (evaluation.interim_args, 10)):
+        assert (args["episodes_per_task"], args["greedy_episodes_per_task"]) == (sampled, 0)
+    small = spec("experiment=grpo", "env=sql", "evaluation.episodes_per_task=1").evaluation
+    assert small is not None and small.interim_args is not None and small.interim_args["episodes_per_task"] == 1
+
+
 def test_all_tiers_are_demonstrated_but_for_ten_templates_before_trial_and_judged_in_between():
     made = spec(
         *("experiment=grpo_aws", "env=aws_all_tiers", "model=smollm2_135m_all_tiers"),

@@ -98,11 +98,13 @@ def test_summary_has_the_promised_fields_and_totals():
 
 
 def test_the_closing_table_shows_change_and_number_of_episodes():
-    summary = build_summary([ROW], report(0.4), report(0.7), wall_seconds=1.0, train_calls=[])
+    before = report(0.4)
+    before["sampled"]["overall"]["episodes"] = 100
+    summary = build_summary([ROW], before, report(0.7), wall_seconds=1.0, train_calls=[])
     console = Console(file=io.StringIO(), width=120)
     console.print(held_out_table(summary))
     text = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "40.0 % [30, 50]" in text and "70.0 % [60, 80]" in text and "+30.0" in text and "400" in text
+    assert "100, 400" in text and "40.0 % [30, 50]" in text and "70.0 % [60, 80]" in text and "+30.0" in text and "400" in text
     assert held_out_table(build_summary([ROW], None, None, wall_seconds=1.0, train_calls=[])) is None
 
 
