@@ -13,7 +13,7 @@ from typing import Any
 from experiments import policy_gradient
 from experiments.policy_gradient import EPISODE_KEYS
 from experiments.sft import first_weights
-from realhf.algorithms.options import resolve
+from realhf.algorithms.resolution import resolve
 from realhf.api.config import ConfigError, RecoverMode, run_folder
 from realhf.api.experiment import ExperimentSpec, InterfaceType, MFCDef, ServiceSpec, SourceSpec
 from realhf.api.keys import ROLLOUT_KEY

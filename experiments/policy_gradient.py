@@ -29,16 +29,9 @@ from typing import Any
 
 from experiments import sft
 from experiments.sft import BUILTIN, UNTRAINED, FirstWeights, first_weights
-from realhf.algorithms.options import (
-    ACTOR,
-    BUILTIN_RATE,
-    CriticConfig,
-    PolicyGradientOptions,
-    ResolvedOptions,
-    RewardModelConfig,
-    batch_problems,
-    resolve,
-)
+from realhf.algorithms.options import PolicyGradientOptions, ResolvedOptions, batch_problems
+from realhf.algorithms.resolution import resolve
+from realhf.algorithms.role_options import ACTOR, BUILTIN_RATE, CriticConfig, RewardModelConfig
 from realhf.api.config import ConfigError, EngineConfig, TeacherConfig, run_folder
 from realhf.api.environment import HELD_OUT
 from realhf.api.experiment import (

@@ -10,7 +10,8 @@ from typing import Any
 
 from experiments import policy_gradient
 from experiments.policy_gradient import call
-from realhf.algorithms.options import ResolvedOptions, resolve
+from realhf.algorithms.options import ResolvedOptions
+from realhf.algorithms.resolution import resolve
 from realhf.api.config import ConfigError
 from realhf.api.experiment import InterfaceType, MFCDef
 from realhf.api.keys import ROLLOUT_KEY

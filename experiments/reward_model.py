@@ -12,7 +12,7 @@ from __future__ import annotations
 from experiments.policy_gradient import BUILTIN, UNTRAINED, actor_gen, on_tasks, rew_inf, sampler
 from experiments.preference import Config, pairwise, played, synchronous
 from experiments.sft import FirstWeights, first_weights
-from realhf.algorithms.options import BUILTIN_RATE
+from realhf.algorithms.role_options import BUILTIN_RATE
 from realhf.api.experiment import ExperimentSpec, ModelSpec
 from realhf.api.parallel import alone, parallel_of
 from realhf.env.loader.load import with_environment

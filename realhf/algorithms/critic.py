@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from realhf.algorithms.advantages import ValueEstimate
-from realhf.algorithms.options import CriticOptions, PolicyGradientOptions, resolve
+from realhf.algorithms.options import PolicyGradientOptions
+from realhf.algorithms.resolution import resolve
+from realhf.algorithms.role_options import CriticOptions
 from realhf.algorithms.token_advantages import (
     KLController,
     TrainedTokens,

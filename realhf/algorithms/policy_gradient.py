@@ -12,7 +12,7 @@ from torch import Tensor
 
 from realhf.algorithms.advantages import normalise
 from realhf.algorithms.aggregation import AGGREGATIONS
-from realhf.algorithms.options import PolicyGradientOptions, ResolvedOptions, resolve
+from realhf.algorithms.options import PolicyGradientOptions, ResolvedOptions
 from realhf.algorithms.policy_loss import (
     ADVANTAGES,
     CLIPPED,
@@ -23,6 +23,7 @@ from realhf.algorithms.policy_loss import (
     TOKEN_TERMS,
     PolicyObjective,
 )
+from realhf.algorithms.resolution import resolve
 from realhf.algorithms.token_advantages import (
     KLController,
     TrainedTokens,

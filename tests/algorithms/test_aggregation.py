@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from realhf.algorithms.aggregation import AGGREGATIONS
-from realhf.algorithms.options import resolve
 from realhf.algorithms.policy_gradient import PolicyGradientInterface
 from realhf.algorithms.policy_loss import PolicyObjective
 from realhf.algorithms.presets import page
+from realhf.algorithms.resolution import resolve
 from realhf.algorithms.train_step import PredictedTokens, component_weights, replace_keys, weighted_part
 from realhf.api.sample import MicroBatchSpec, SequenceSample
 from realhf.backends.training.micro_batches import Ranks, parts_of

@@ -27,8 +27,8 @@ from realhf.algorithms.advantages import (
     turn_advantages,
 )
 from realhf.algorithms.inference import OutcomeRewardInterface
-from realhf.algorithms.options import resolve
 from realhf.algorithms.policy_gradient import PolicyGradientInterface
+from realhf.algorithms.resolution import resolve
 from realhf.algorithms.train_step import PredictedTokens, predicted
 from realhf.api.sample import SequenceSample
 from tests.algorithms.tiny_policy import GROUPS, OUTCOME, REWARDS, context, tiny_actor

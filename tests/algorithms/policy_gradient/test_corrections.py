@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from realhf.algorithms.options import policy_gradient_options, resolve
+from realhf.algorithms.options import policy_gradient_options
 from realhf.algorithms.policy_loss import PolicyObjective
 from realhf.algorithms.presets import CORRECTIONS
+from realhf.algorithms.resolution import resolve
 from realhf.algorithms.train_step import PredictedTokens, component_weights, replace_keys, summary, weighted_part
 from realhf.api.model import TrainResult
 from realhf.api.sample import MicroBatchSpec, SequenceSample

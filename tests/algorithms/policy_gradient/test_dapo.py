@@ -10,8 +10,9 @@ import torch
 
 from experiments.policy_gradient import actor_gen, config_class, policy_options, rew_inf
 from realhf.algorithms.inference import OutcomeRewardInterface
-from realhf.algorithms.options import PolicyGradientOptions, resolve
+from realhf.algorithms.options import PolicyGradientOptions
 from realhf.algorithms.policy_gradient import PolicyGradientInterface
+from realhf.algorithms.resolution import resolve
 from realhf.algorithms.train_step import PredictedTokens
 from realhf.api.source import SampleResult
 from tests.algorithms.policy_gradient.test_rollouts_count_once import CUT, REWARDS, WHOLE, batch

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from realhf.algorithms.options import resolve
 from realhf.algorithms.policy_loss import PolicyObjective, loglinear_proximal
+from realhf.algorithms.resolution import resolve
 from realhf.algorithms.train_step import PredictedTokens, replace_keys, token_weights
 from realhf.api.sample import MicroBatchSpec, SequenceSample
 from realhf.backends.training.micro_batches import Ranks, parts_of

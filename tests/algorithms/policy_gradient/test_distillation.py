@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from realhf.algorithms.inference import LogprobInterface
-from realhf.algorithms.options import resolve
 from realhf.algorithms.policy_gradient import PolicyGradientInterface
 from realhf.algorithms.policy_loss import LossTerms, reinforce_loss
+from realhf.algorithms.resolution import resolve
 from realhf.algorithms.token_advantages import distillation
 from realhf.algorithms.train_step import PredictedTokens, replace_keys
 from realhf.api.config import OptimizerConfig

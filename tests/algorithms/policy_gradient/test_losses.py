@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from realhf.algorithms.options import resolve
 from realhf.algorithms.policy_gradient import PolicyGradientInterface
 from realhf.algorithms.policy_loss import LossTerms, cispo_loss, kl_estimate, kl_penalty, ppo_loss, reinforce_loss
+from realhf.algorithms.resolution import resolve
 from realhf.algorithms.train_step import PredictedTokens, token_weights, weighted_sum
 from realhf.api.sample import MicroBatchSpec
 from realhf.api.trace import TrainedRows

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from realhf.algorithms.options import resolve
 from realhf.algorithms.policy_gradient import PolicyGradientInterface
 from realhf.algorithms.policy_loss import LossTerms
+from realhf.algorithms.resolution import resolve
 from realhf.algorithms.train_step import PredictedTokens, token_weights
 from realhf.api.algorithm import Algorithm
 from realhf.base.installation import PACKAGE

@@ -5,8 +5,9 @@ import math
 import pytest
 import torch
 
-from realhf.algorithms.options import PolicyGradientOptions, resolve
+from realhf.algorithms.options import PolicyGradientOptions
 from realhf.algorithms.policy_gradient import PolicyGradientInterface
+from realhf.algorithms.resolution import resolve
 from realhf.algorithms.token_advantages import KLController
 from realhf.algorithms.train_step import PredictedTokens
 from tests.algorithms.tiny_policy import GROUPS, OUTCOME, REWARDS, context, tiny_actor

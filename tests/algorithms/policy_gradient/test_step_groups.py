@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from realhf.algorithms.options import resolve
 from realhf.algorithms.policy_gradient import PolicyGradientInterface
+from realhf.algorithms.resolution import resolve
 from realhf.algorithms.train_step import PredictedTokens, predicted
 from realhf.api.sample import SequenceSample
 from tests.algorithms.tiny_policy import context, tiny_actor

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from realhf.algorithms.advantages import maxrl, pass_at_k
-from realhf.algorithms.options import resolve
 from realhf.algorithms.policy_gradient import PolicyGradientInterface
+from realhf.algorithms.resolution import resolve
 from tests.algorithms.tiny_policy import GROUPS, OUTCOME
 
 
