@@ -161,6 +161,7 @@ def _last_meaningful(error: str) -> str:
 
 
 PLAYGROUND_COMMAND, PLAYGROUND_URL = "aws-env", "http://127.0.0.1:8100/web"
+_NOT_SHOWN = ("account_changes", "account_key")
 _COLUMNS = ("service", "type", "name", "before", "after", "calls")
 
 
@@ -186,7 +187,7 @@ def told_people(command: str, observation: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``info`` of the answer to a command: ``did``, the whole ``observation``, and ``view``, what the commands
     so far changed in the account (see ``Turn.info``)."""
     changes = observation.get("account_changes") or ()
-    shown = {name: value for name, value in observation.items() if name != "account_changes"}
+    shown = {name: value for name, value in observation.items() if name not in _NOT_SHOWN}
     found: dict[str, Any] = {"did": command, "observation": shown}
     rows = [[_cell(change, name) for name in _COLUMNS] for change in changes if "more" not in change]
     if rows:
@@ -214,10 +215,12 @@ def task_opening(observation: Mapping[str, Any], *, info: Mapping[str, Any] | No
 
 
 def account_key(observation: Mapping[str, Any]) -> str:
-    """Return a digest of the account as far as the episode's commands made it: of the calls that changed each resource,
-    in their order. Reads, and what failed, leave it as it was, and so does the order in which resources had their
-    turn."""
-    return _digest(json.dumps(observation.get("account_changes") or [], sort_keys=True))
+    """Return a digest of the account: the server's own, of the account as it is. Where there is none (a real account,
+    or one that could not be read) one of what the commands did: of the calls that changed each resource, in their
+    order. Reads, and what failed, leave it as it was."""
+    return observation.get("account_key") or _digest(
+        json.dumps(observation.get("account_changes") or [], sort_keys=True)
+    )
 
 
 @lru_cache(maxsize=1024)

@@ -48,6 +48,7 @@ class AwsObservation(BaseModel):
     refusal: str | None = None
     steps_left: int = 0
     account_changes: list[dict[str, Any]] = Field(default_factory=list)
+    account_key: str = ""
     simulator_lost: bool = False
     account_unreadable: str = ""
 

@@ -168,3 +168,6 @@ def test_the_state_of_an_account_is_what_was_done_to_its_resources() -> None:
     first, second = (account_key({"account_changes": [changed("CreateQueue", name=name)]}) for name in drawn)
     assert first == second != made
     assert made != account_key({"account_changes": [changed("CreateQueue", 'SetQueueAttributes {"Delay": 5}')]})
+    assert account_key({"account_key": "k", "account_changes": [changed("CreateQueue")]}) == "k", (
+        "the server knows best"
+    )

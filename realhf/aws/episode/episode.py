@@ -393,8 +393,19 @@ class Episode:
             "steps_left": 0 if self._lost else max(0, self._max_steps - self._steps),
         }
         changes = self._changes.described(self._tracker.disturbances if self.done else ())
-        rarely = {"account_changes": changes, "simulator_lost": self._lost, "account_unreadable": self._unreadable}
+        rarely = {
+            "account_changes": changes,
+            "account_key": self._account_key(),
+            "simulator_lost": self._lost,
+            "account_unreadable": self._unreadable,
+        }
         return observation | {name: value for name, value in rarely.items() if value}
+
+    def _account_key(self) -> str:
+        """Return a digest of the account, "" where it is not known as a whole: on a real one, where the task is not
+        graded by it, and after a command that left it unreadable."""
+        hidden = self._lost or self._unread or not self._slot.simulated
+        return "" if hidden or not isinstance(self._grader, EndStateGrader) else self._grader.state_key
 
 
 def masked_task(task: Task | None) -> dict[str, Any] | None:

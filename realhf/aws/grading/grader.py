@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from realhf.aws.cli.state_client import StateCallError, UnreadableAnswer
 from realhf.aws.grading.criteria import Check, Criteria, StateReader, Step
 from realhf.aws.grading.differences import Comparison, Freedom, Goal, Target, Verdict
-from realhf.aws.grading.snapshot import Snapshot
+from realhf.aws.grading.snapshot import Snapshot, state_digest
 from realhf.aws.grading.tracker import Evidence, is_read, same_resource
 from realhf.aws.tasks.task import Task, TaskError
 
@@ -208,6 +208,7 @@ class EndStateGrader:
         self._goals, self._read = goals, read
         self._sparing = bool(task.possible_drifts)
         self._start: Snapshot | None = None
+        self._now: Snapshot | None = None
         self._comparisons: list[Comparison] = []
         self._verdict: Verdict | None = None
         self._excused: frozenset[str] = frozenset()
@@ -216,12 +217,20 @@ class EndStateGrader:
 
     def start(self) -> None:
         """Look at the account right after set-up. Raises SnapshotError."""
-        self._start = self._read()
+        self._start = self._now = self._read()
 
     @property
     def credited_operations(self) -> list[str]:
         """Return the operations of the solution whose part of the target is there."""
         return self._operations
+
+    @property
+    def state_key(self) -> str:
+        """A digest of the account as it was last read, the same for equal accounts in all episodes of the task. Raises
+        RuntimeError before ``start``."""
+        if self._start is None or self._now is None:
+            raise RuntimeError("the account was not read yet")
+        return state_digest(self._start, self._now)
 
     def missing(self) -> list[str]:
         """Return in words what keeps the task from being achieved."""
@@ -260,6 +269,7 @@ class EndStateGrader:
                 raise TaskError("the account is as its solution leaves it before the first command")
             self._comparisons = comparisons
         now, targets = self._read(), [goal.target for goal in self._goals()]
+        self._now = now
         verdicts = [
             comparison.judge(self._seen(now, target))
             for comparison, target in zip(self._comparisons, targets, strict=True)

@@ -7,6 +7,7 @@ marks of ``simulator.account_state``; ``differences`` finds out what they name.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import time
@@ -126,6 +127,53 @@ def take_snapshot(slot: Slot) -> Snapshot:
         return snapshot_of(slot.ministack.account_state(), time.time())
     except (OSError, ValueError, OverflowError, RecursionError) as error:
         raise SnapshotError(f"the account cannot be read: {error}") from error
+
+
+def state_digest(start: Snapshot, now: Snapshot) -> str:
+    """Return a digest of what differs between an account and what it was at the start, equal however it came about: a
+    list says the same in any order, a resource that was made anew is what it says, and a text that the simulator drew
+    is known by the resources that it names."""
+    before, after = start.resources, now.resources
+    differing = [key for key in before.keys() | after.keys() if _differ(before.get(key), after.get(key))]
+    parts = [(*key, before.get(key), after.get(key)) for key in differing]
+    drawn = set(_DRAWN_TEXT.findall(json.dumps(parts, ensure_ascii=False)))
+    labels = {text: _digest(_named_by(text, before, after)) for text in drawn}
+
+    def said(text: str) -> str:
+        return _DRAWN_TEXT.sub(lambda match: labels.get(match[0], ""), text)
+
+    return _digest("|".join(_in_any_order(item, said) for item in part) for part in parts)
+
+
+def _differ(one: Mapping[str, Any] | None, other: Mapping[str, Any] | None) -> bool:
+    return one is not other and one != other
+
+
+def _named_by(drawn: str, *accounts: Mapping[Key, Mapping[str, Any]]) -> set[str]:
+    """Return the resources that a drawn text names, without any such text in them."""
+    return {
+        "|".join(_in_any_order(item, lambda text: _DRAWN_TEXT.sub("", text)) for item in (*key, attributes))
+        for resources in accounts
+        for key, attributes in resources.items()
+        if drawn in key[2]
+    }
+
+
+_DRAWN_TEXT = re.compile(f"{DRAWN}[^{END_DRAWN}]*{END_DRAWN}")
+
+
+def _in_any_order(value: Any, said: Callable[[str], str]) -> str:
+    """Return data as a text that does not depend on the order of maps and lists, its own texts as ``said``."""
+    if isinstance(value, Mapping):
+        parts = sorted(f"{said(str(name))}:{_in_any_order(item, said)}" for name, item in value.items())
+        return f"{{{','.join(parts)}}}"
+    if isinstance(value, list):
+        return f"[{','.join(sorted(_in_any_order(item, said) for item in value))}]"
+    return json.dumps(said(value) if isinstance(value, str) else value)
+
+
+def _digest(texts: Iterable[str]) -> str:
+    return hashlib.sha256("\n".join(sorted(texts)).encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def snapshot_of(records: Iterable[str], now: float) -> Snapshot:

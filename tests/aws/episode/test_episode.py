@@ -30,7 +30,7 @@ pytestmark = pytest.mark.sim
 
 FIELDS = {
     *("episode_id", "step_count", "command_success", "command_output", "error", "task", "task_achieved"),
-    *("partial_progress", "hints_used", "hint_text", "truncated", "refusal", "steps_left"),
+    *("partial_progress", "hints_used", "hint_text", "truncated", "refusal", "steps_left", "account_key"),
 }
 CREATE_BUCKET, VERSIONED, ECR, RETENTION = 101, 201, 110, 205
 
@@ -52,6 +52,31 @@ def test_an_episode_from_reset_to_achievement(episode: Episode) -> None:
     after = episode.step("aws s3api list-buckets")
     assert (after.reward, after.done, after.observation["step_count"]) == (0.0, True, 2)
     assert after.observation["error"] == FINISHED and after.observation["command_output"] == ""
+
+
+def test_the_key_of_an_account_is_that_of_what_it_holds(episode: Episode) -> None:
+    """Commands in another order, a detour and a read lead to the same key, which used to tell the histories apart."""
+    make = [
+        "aws sqs create-queue --queue-name q",
+        "aws sns create-topic --name t",
+        "aws sqs tag-queue --queue-url http://localhost:4566/000000000000/q --tags a=1",
+        "aws sqs tag-queue --queue-url http://localhost:4566/000000000000/q --tags b=2",
+    ]
+
+    def keys(*commands: str) -> list[str]:
+        first = episode.reset(instantiate(VERSIONED, 1)).observation["account_key"]
+        answers = [episode.step(command).observation for command in commands]
+        assert all(answer["command_success"] for answer in answers), answers
+        return [first, *(answer["account_key"] for answer in answers)]
+
+    start, queue, both, tagged, end = keys(*make)
+    assert len({start, queue, both, tagged, end}) == 5
+    again = keys(make[1], make[0], make[3], make[2])
+    assert again[0] == start and again[2] == both and again[4] == end != again[3]
+    detour = keys(
+        make[0], "aws sqs delete-queue --queue-url http://localhost:4566/000000000000/q", "aws s3api list-buckets"
+    )
+    assert detour == [start, queue, start, start]
 
 
 @pytest.mark.parametrize(("mode", "rewards"), [("potential", (0.45, 0.0)), ("level", (0.5, 0.5))])

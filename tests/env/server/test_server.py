@@ -219,7 +219,7 @@ def test_http_routes(server: EnvServerProcess) -> None:
     assert get(server.url + "/health") == (200, '{"status":"healthy"}')
     status, schema = get(server.url + "/schema")
     assert status == 200 and set(json.loads(schema)) == {"action", "observation", "state"}
-    rare = {"account_changes", "simulator_lost", "account_unreadable"}
+    rare = {"account_changes", "account_key", "simulator_lost", "account_unreadable"}
     assert set(json.loads(schema)["observation"]["properties"]) == OBSERVATION_KEYS | rare
     assert json.loads(get(server.url + "/metadata")[1])["max_concurrent_envs"] == POOL
     page = get(server.url + "/metrics")[1]
