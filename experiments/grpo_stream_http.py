@@ -32,7 +32,13 @@ def build(config: Config) -> ExperimentSpec:
     """Return the experiment that ``config`` describes. Raises ConfigError or ValueError for options that contradict."""
     # Who samples is not known here, and neither is how much: the longest sequence bounds it.
     longest = config.rollout.max_total_tokens
-    ppo = resolve(config.ppo, loss_scale_len=longest, sampler_differs=True, own=policy_gradient.own_options(config))
+    ppo = resolve(
+        config.ppo,
+        loss_scale_len=longest,
+        sampler_differs=True,
+        scored_by_model=bool(config.reward_model.path),
+        own=policy_gradient.own_options(config),
+    )
     if ppo.needs_values:
         raise ConfigError(
             f"ppo.adv_estimator={ppo.adv_estimator} (ppo.algo={ppo.algo}) takes the values of a critic, which "

@@ -50,6 +50,7 @@ from realhf.api.keys import ROLLOUT_KEY, TURN_KEYS, VERIFIER_REWARDS
 from realhf.api.option import section
 from realhf.api.parallel import alone, parallel_of
 from realhf.api.sample import MicroBatchSpec
+from realhf.api.source import GroupSignal
 from realhf.base.dataclass_json import to_json_value
 from realhf.base.hf_config import HEAD_FILE
 from realhf.base.plugin import absolute
@@ -120,6 +121,11 @@ def policy_gradient(
 ) -> tuple[dict[str, ModelSpec], list[MFCDef]]:
     """Return the models, and the calls that follow the episodes, wherever these come from."""
     actor, (scoring, mfcs) = actor_spec(config, first), rewarded(config, ppo, first.path)
+    if scoring and not ppo.rl_weight:
+        raise ConfigError(
+            f"reward_model.path: rewards teach nothing with ppo.rl_weight=0 (ppo.algo={ppo.algo}); leave it out, or "
+            "set ppo.rl_weight"
+        )
     if scoring and ppo.credit != "episode":
         raise ConfigError(
             f"ppo.credit={ppo.credit}: rewards of turns are the verifier's alone; leave out reward_model.path, or take "
@@ -147,10 +153,19 @@ def policy_options(config: Config, *, streamed: bool = False) -> ResolvedOptions
     bfloat16 the two engines round differently, by far more than a clip range may have."""
     return resolve(
         config.ppo,
-        loss_scale_len=config.gen.max_new_tokens * config.rollout.max_turns,
+        loss_scale_len=most_sampled(config),
         sampler_differs=streamed or config.actor.dtype != "float32" or config.engine.name != "embedded",
+        scored_by_model=bool(config.reward_model.path),
         own=own_options(config),
     )
+
+
+def most_sampled(config: Config) -> int:
+    """The most tokens that the policy can sample in an episode: in its turns, and in one sequence if that is all that
+    an episode trains as."""
+    in_turns = config.gen.max_new_tokens * config.rollout.max_turns
+    one_sequence = config.rollout.keep_reasoning and not (config.async_rl.enabled and config.rollout.agent)
+    return min(in_turns, config.rollout.max_total_tokens) if one_sequence else in_turns
 
 
 def actor_spec(config: Config, first: FirstWeights) -> ModelSpec:
@@ -232,7 +247,17 @@ def actor_gen(config: Config, ppo: ResolvedOptions) -> MFCDef:
         of_one_worker(config).to_args(),
         outputs=EPISODE_KEYS,
     )
-    return replace(played, resample=ppo.dynamic_sampling)
+    return (
+        replace(played, resample=ppo.dynamic_sampling, signal=signal(config, ppo)) if ppo.dynamic_sampling else played
+    )
+
+
+def signal(config: Config, ppo: ResolvedOptions) -> GroupSignal:
+    """Which groups teach something: by the environment's rewards, cut where ``rew_inf`` cuts them, and without the
+    penalty for length. DAPO judges by the answers, of which some must be right and some wrong (Yu et al. 2025, eq. 11):
+    a group that differs in its lengths alone would teach nothing but to be short."""
+    ends = [end / ppo.reward_scaling - ppo.reward_bias for end in (-ppo.max_reward_clip, ppo.max_reward_clip)]
+    return GroupSignal(max(2, config.rollout.min_group_size), min(ends), max(ends))
 
 
 def rew_inf(config: Config, ppo: ResolvedOptions) -> MFCDef:
@@ -378,6 +403,7 @@ def critic_model(config: Config, actor_path: str) -> ModelSpec:
         compile=critic.compile,
         optimizer=critic.optimizer.at(BUILTIN_RATE if small else config.actor.optimizer.lr),
         parallel=parallel_of("critic", critic),
+        tokens_of="" if critic.path == ACTOR else actor_path,
     )
 
 

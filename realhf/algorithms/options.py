@@ -197,7 +197,7 @@ class PolicyGradientOptions:
     sample_reuse: int = option(1, "A train step makes this many passes over its batch.", at_least=1)
     reward_scaling: float = option(1.0, "Rewards are multiplied by this, after the bias.")
     reward_bias: float = option(0.0, "This is added to every reward.")
-    max_reward_clip: float = option(20.0, "Rewards are clipped at this distance from 0.", at_least=0)
+    max_reward_clip: float = option(20.0, "Rewards are clipped at this distance from 0.", above=0)
     dynamic_sampling: float | None = option(
         None,
         "Groups whose rewards are all equal give way to others, which are played before the step trains: at most this "
@@ -264,7 +264,13 @@ class ResolvedOptions(PolicyGradientOptions):
         these wherever they are resolved again."""
         own = {
             name: getattr(self, name)
-            for name in ("use_decoupled_loss", "prox_logp_method", "overlong_buffer", "overlong_length")
+            for name in (
+                "use_decoupled_loss",
+                "prox_logp_method",
+                "overlong_buffer",
+                "overlong_length",
+                "dynamic_sampling",
+            )
         }
         own["algo"] = absolute(given.algo)
         return {**{every.name: getattr(given, every.name) for every in fields(given)}, **own}

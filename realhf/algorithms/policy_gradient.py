@@ -129,9 +129,11 @@ class PolicyGradientInterface:
 
     @property
     def _kl_of_proximal(self) -> bool:
-        """Return whether the proximal policy stands for the behaviour policy in the KL part of the reward, and beside
-        the teacher, too."""
-        return self.options.recompute_logprob and (self.options.kl_ctl != 0 or self.options.needs_teacher)
+        """Return whether the proximal policy stands for the behaviour policy in the KL part of the reward, or beside
+        the teacher."""
+        options = self.options
+        by_teacher = options.needs_teacher and options.prox_logp_method == "recompute"
+        return by_teacher or (options.recompute_logprob and options.kl_ctl != 0)
 
     def _needed_keys(self) -> tuple[str, ...]:
         versions = ("packed_versions",) if self.options.prox_logp_method == "loglinear" else ()

@@ -3,6 +3,7 @@ contradicts or would do nothing; imports no torch."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
 from types import MappingProxyType
@@ -28,8 +29,11 @@ DEFAULT_CAP = 5.0
 _NEEDS_GROUPS = ("grpo", "grpo_nostd", "rloo", "reinforce_pp_baseline", *OF_SUCCESS)
 _HAS_NO_EFFECT = MappingProxyType({"reinforce": CLIP_OPTIONS, "cispo": ("c_clip",)})
 """For each loss, the options that it does not read."""
-_OF_REWARDS = ("adv_estimator", "credit", "step_advantage_weight", "discount", "pass_at_k", "adv_norm", "kl_target")
-"""Options about advantages by rewards."""
+_OF_REWARDS = (
+    *("adv_estimator", "credit", "step_advantage_weight", "discount", "pass_at_k", "adv_norm", "kl_target"),
+    *("reward_scaling", "reward_bias", "max_reward_clip", "overlong_buffer", "overlong_length"),
+)
+"""Options about rewards, and about advantages by them."""
 _WEIGHT_BOUNDS = ("behav_imp_weight_cap", "behav_imp_weight_floor", "behav_imp_weight_level")
 _SEQUENCE_BOUNDS = ("behav_imp_sequence_cap", "behav_imp_sequence_floor")
 _OF_WEIGHTS = ("behav_imp_weight_mode", *_WEIGHT_BOUNDS, *_SEQUENCE_BOUNDS)
@@ -40,18 +44,22 @@ def resolve(
     *,
     loss_scale_len: int | None = None,
     sampler_differs: bool = False,
+    scored_by_model: bool = False,
     own: Any = None,
 ) -> ResolvedOptions:
     """Fill in the preset of ``config.algo``, or what an algorithm of somebody's own there sets, whose options are
     ``own``, a section or a mapping (None: their defaults). ``loss_scale_len`` is the divisor of ``loss_agg=constant``
     where the option of that name is not set; ``sampler_differs`` says that tokens are sampled by other weights or with
-    another arithmetic than the trainer's, so that the objective is decoupled unless the options say otherwise. Raises
-    ValueError naming the option that is missing, unknown, out of range, or without effect."""
+    another arithmetic than the trainer's, so that the objective is decoupled unless the options say otherwise;
+    ``scored_by_model`` that a reward model has a part in the rewards. Raises ValueError naming the option that is
+    missing, unknown, out of range, or without effect."""
     config = policy_gradient_options(config)
     if wrong := [*problems(config, "ppo", registered_names)]:
         raise ValueError("\n".join(wrong))
     algorithm = algorithm_of(config.algo) if is_own(config.algo) else None
     preset = PRESETS[config.algo].options if algorithm is None else _own_preset(config.algo, algorithm)
+    if algorithm is not None:
+        config = _with_off_policy(config, algorithm.preset, sampler_differs=sampler_differs)
     config = _corrected(config)
     given = {every.name: getattr(config, every.name) for every in fields(config)}
     chosen = {name: item for name, item in given.items() if item is not None}
@@ -63,8 +71,8 @@ def resolve(
     check_effects(config, value)
     if value["eps_clip_higher"] is None:
         value["eps_clip_higher"] = value["eps_clip"]
-    value |= _dapo(config, value, loss_scale_len, algorithm)
-    value["loss_scale_len"] = _divisor(config, value, loss_scale_len)
+    value |= _dapo(config, value, loss_scale_len, algorithm, scored_by_model)
+    value["loss_scale_len"] = _divisor(value, loss_scale_len)
     resolved = ResolvedOptions(**{**value, **_off_policy(config, value)})
     if algorithm is not None:
         resolved.algorithm, resolved.own = algorithm, algorithm.own(own)
@@ -86,6 +94,31 @@ def _own_preset(reference: str, algorithm: Algorithm) -> Mapping[str, Any]:
     return algorithm.defaults(reference)
 
 
+def _with_off_policy(
+    config: PolicyGradientOptions, preset: Mapping[str, Any], *, sampler_differs: bool
+) -> PolicyGradientOptions:
+    """Return the options with what a preset of somebody's own says of off-policy tokens, and of sets of attempts, where
+    it can be: a correction that was chosen has no part of the preset's."""
+
+    def filled(*names: str) -> PolicyGradientOptions:
+        return replace(
+            config, **{name: preset[name] for name in names if name in preset and getattr(config, name) is None}
+        )
+
+    if (config.adv_estimator or preset.get("adv_estimator")) == PASS_AT_K:
+        config = filled(PASS_AT_K)
+    if config.correction is not None:
+        return config
+    if config.use_decoupled_loss is not False:
+        config = filled("correction", "use_decoupled_loss")
+    if not config.use_decoupled_loss and config.correction in (None, "none"):
+        config = filled("recompute_logprob")
+    decoupled = _decouples(config, sampler_differs)
+    if decoupled or config.recompute_logprob:
+        config = filled("prox_logp_method", *(_OF_WEIGHTS if decoupled else ()))
+    return config
+
+
 def _of_its_own(config: PolicyGradientOptions, value: Mapping[str, Any], algorithm: Algorithm) -> Iterator[str]:
     """Yield a line for every option that does nothing, or cannot be, beside an algorithm of somebody's own."""
     named = config.algo.rpartition(":")[2]
@@ -103,22 +136,29 @@ def _of_its_own(config: PolicyGradientOptions, value: Mapping[str, Any], algorit
 
 
 def _dapo(
-    config: PolicyGradientOptions, value: Mapping[str, Any], longest: int | None, algorithm: Algorithm | None
+    config: PolicyGradientOptions,
+    value: Mapping[str, Any],
+    longest: int | None,
+    algorithm: Algorithm | None,
+    scored_by_model: bool,
 ) -> dict[str, Any]:
     """Return the options of dynamic sampling and of the penalty for length. What a preset asks for is left out where it
     cannot be; what was set is an error there. Raises ValueError."""
     estimator, credit = value["adv_estimator"], value["credit"]
     compares = algorithm.compares if algorithm is not None and estimator == config.algo else estimator in _NEEDS_GROUPS
     of_what = f"credit={credit}" if credit != "episode" else f"adv_estimator {estimator!r}"
-    distils = value["distill_weight"] != 0
-    samples = compares and credit == "episode" and not distils
-    graded = credit == "episode" and estimator != "maxrl"
-    if config.dynamic_sampling and not samples:
-        teacher = "a teacher" if distils else of_what
+    # The environment's rewards are what groups are judged by: equal ones must mean that nothing can be learned.
+    teaches = {
+        "a teacher": value["distill_weight"] != 0,
+        "a reward model": scored_by_model,
+        of_what: not compares or credit != "episode",
+    }
+    if config.dynamic_sampling and (why := [name for name, does in teaches.items() if does]):
         raise ValueError(
-            f"ppo.dynamic_sampling={config.dynamic_sampling:g}: with {teacher} a group of equal rewards teaches, too"
+            f"ppo.dynamic_sampling={config.dynamic_sampling:g}: with {why[0]} a group of equal rewards teaches, too"
         )
-    length = longest if config.overlong_length is None else config.overlong_length
+    graded = credit == "episode" and estimator != "maxrl" and value["rl_weight"] != 0
+    length = value.get("overlong_length", longest)
     if config.overlong_buffer and not graded:
         why = "takes no reward below 0" if credit == "episode" else "reads the rewards of turns"
         raise ValueError(f"ppo.overlong_buffer={config.overlong_buffer:g}: {of_what} {why}")
@@ -128,18 +168,18 @@ def _dapo(
     if config.overlong_length is not None and not buffer:
         raise ValueError("ppo.overlong_length has no effect without ppo.overlong_buffer: remove it")
     return {
-        "dynamic_sampling": value["dynamic_sampling"] if samples else 0.0,
+        "dynamic_sampling": 0.0 if any(teaches.values()) else value["dynamic_sampling"],
         "overlong_buffer": buffer,
         "overlong_length": length if buffer else None,
     }
 
 
-def _divisor(config: PolicyGradientOptions, value: Mapping[str, Any], default: int | None) -> int | None:
+def _divisor(value: Mapping[str, Any], default: int | None) -> int | None:
     """Return the divisor: the same number for the part that validates and the part that trains. It never has a silent
     default."""
     if value["loss_agg"] != "constant":
         return None
-    divisor = default if config.loss_scale_len is None else config.loss_scale_len
+    divisor = value.get("loss_scale_len", default)
     if divisor is None:
         raise ValueError(
             "ppo.loss_agg=constant divides by ppo.loss_scale_len: set it, for example to the most tokens "
@@ -281,6 +321,11 @@ def _contradictions(config: PolicyGradientOptions, value: Mapping[str, Any]) -> 
             "prox_logp_method=recompute: with recompute_logprob and kl_ctl the critic needs what it computes, too; use "
             "actor_inf"
         )
+    for name in ("reward_scaling", "reward_bias"):
+        if not math.isfinite(value[name]) or (name == "reward_scaling" and not value[name]):
+            yield f"{name}={value[name]:g}: all rewards would be the same, or no numbers; give a finite one" + (
+                " other than 0" if name == "reward_scaling" else ""
+            )
     if not value["rl_weight"] and not value["distill_weight"]:
         yield "rl_weight=0, distill_weight=0: nothing would be learned; set one of them"
     if not value["rl_weight"] and (estimator == GAE or value["kl_ctl"] != 0):

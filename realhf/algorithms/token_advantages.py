@@ -174,10 +174,13 @@ def distillation(sample: SequenceSample, options: ResolvedOptions, mask: Tensor)
     p_old, cut to +-10, and the k3 estimate of KL(old, teacher) in nats. Raises ValueError on a teacher's
     log-probability that is no number.
 
+    The old policy is the proximal one wherever that is known before the step: beside the weights that make up for the
+    difference to the sampler, the sampler's own log-probabilities would push the policy away from the sampler.
+
     The expected policy gradient with this advantage is minus that of the reverse KL divergence at each token, the ways
     to it held fixed. Source: Lu 2025, On-Policy Distillation (Thinking Machines); Agarwal et al. 2024, GKD.
     """
-    behaviour = PROXIMAL if options.recompute_logprob else "packed_logprobs"
+    behaviour = PROXIMAL if options.prox_logp_method in ("actor_inf", "recompute") else "packed_logprobs"
     require(sample, ("teacher_logprobs", behaviour))
     old = torch.where(mask, sample[behaviour].cpu(), 0.0)
     teacher = torch.where(mask, sample["teacher_logprobs"].cpu(), 0.0)

@@ -38,6 +38,7 @@ from realhf.api.config import (
 from realhf.api.environment import MAX_BRANCHES, EnvironmentService
 from realhf.api.parallel import Parallel
 from realhf.api.sample import MicroBatchSpec
+from realhf.api.source import GroupSignal
 from realhf.base.dataclass_json import from_json_value, to_json_value
 
 
@@ -63,8 +64,8 @@ class MFCDef:
     *samples* (task groups) one call takes; it must divide the largest ``n_seqs`` of the graph.
     ``optional_input_keys`` bind only if somebody produces them. ``balance`` decides how a call is split over
     several workers: equal ``tokens`` or equal ``count``. ``timeout_s`` bounds one call, in seconds. ``resample``: of a
-    call that generates groups, those whose rewards are all equal give way to others, which are played, at most so many
-    times the samples of a step.
+    call that generates groups, those without ``signal`` give way to others, which are played, at most so many times the
+    samples of a step.
 
     Raises ValueError on a value that cannot be right by itself; what concerns several MFCs is checked by
     ``build_graph``.
@@ -85,6 +86,7 @@ class MFCDef:
     balance: str = "tokens"
     timeout_s: float = 1800.0
     resample: float = 0.0
+    signal: GroupSignal = field(default_factory=GroupSignal)
 
     def __post_init__(self) -> None:
         problems = [text for bad, text in self._checks() if bad]

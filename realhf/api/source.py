@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
+
 
 @dataclass(frozen=True)
 class SourceItem:
@@ -43,11 +45,22 @@ class SampleResult:
         rewards, achieved = (json.loads(own.pop(name, "[]")) for name in ("rewards", "achieved"))
         return SampleResult(id, own, rewards, achieved)
 
-    def has_signal(self, least: int = 2) -> bool:
-        """Return whether a comparison of its rollouts teaches something: at least ``least`` have a reward, and these
-        are not all equal."""
-        found = [reward for reward in self.rewards if reward is not None]
-        return len(found) >= least and len(set(found)) > 1
+
+@dataclass(frozen=True)
+class GroupSignal:
+    """Says which groups teach something by comparison: at least ``least`` rollouts have a reward, and these are not all
+    equal, in fp32 and within ``low`` and ``high`` (None: no bound), beyond which training tells no two apart."""
+
+    least: int = 2
+    low: float | None = None
+    high: float | None = None
+
+    def of(self, result: SampleResult) -> bool:
+        """Return whether the group that became ``result`` does."""
+        found = [reward for reward in result.rewards if reward is not None]
+        low, high = -np.inf if self.low is None else self.low, np.inf if self.high is None else self.high
+        told_apart = np.unique(np.clip(np.array(found, np.float32), low, high))
+        return len(found) >= self.least and len(told_apart) > 1
 
 
 class ResultSink(Protocol):

@@ -255,10 +255,9 @@ class ModelFunctionCall:
         order of the lease, and what it cost."""
         began, dropped = time.monotonic(), 0
         most = int(self.mfc.resample * len(lease.ids))
-        least = max(2, int(self.mfc.interface_args.get("min_group_size", 1)))
         while True:
             rows = {sample_id: _row(outputs, i) for i, sample_id in enumerate(outputs.ids)}
-            flat = [sample_id for sample_id, row in rows.items() if not SampleResult.of("", row).has_signal(least)]
+            flat = [sample_id for sample_id, row in rows.items() if not self.mfc.signal.of(SampleResult.of("", row))]
             fresh = await self._more(step, n) if (n := min(len(flat), most - dropped)) else None
             if fresh is None:
                 break

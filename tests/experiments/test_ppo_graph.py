@@ -57,6 +57,8 @@ def test_both_train_calls_are_told_the_same() -> None:
     actor = PolicyGradientInterface(**made.graph["actor_train"].interface_args)
     critic = CriticInterface(**made.graph["critic_train"].interface_args)
     assert actor.options == critic.options and actor.options.gae_lambda == 0.9
+    assert made.spec.models["critic"].tokens_of == made.spec.models["actor"].path, "a hub id is looked into at last"
+    assert not built("experiment=ppo", "env=countdown").spec.models["critic"].tokens_of
     assert made.graph["actor_train"].interface_args["first_step"] == 4
     assert made.graph["critic_inf"].interface_args == made.graph["critic_train"].interface_args
     assert all(set(TURN_KEYS[:2]) <= set(made.graph.inputs(call)) for call in ("actor_train", "critic_train"))

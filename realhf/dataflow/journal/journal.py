@@ -63,6 +63,10 @@ class Reject(msgspec.Struct, frozen=True, tag="reject", array_like=True):
     final: bool
 
 
+FLAT = "flat"
+"""Why a sample is dropped that gives way to another one: it teaches nothing."""
+
+
 class Drop(msgspec.Struct, frozen=True, tag="drop", array_like=True):
     """An accepted sample will never be trained."""
 

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from realhf.api.calls import rank_of
 from realhf.dataflow.journal.journal import (
     DIED,
+    FLAT,
     Accept,
     Admit,
     Ckpt,
@@ -56,7 +57,9 @@ class JournalState:
     ``outstanding``: admitted, outcome not final. ``accepted``: accepted, not consumed. ``consumed``: samples of the
     steps that are not final. ``planned``: step batches which a resumed run has yet to repeat. ``order``: the next
     admission's. ``draw``: the source's state. ``versions``: of the weights after each committed step that is not
-    final. ``totals()`` counts each sample once, however often it was tried or its step repeated.
+    final. ``flat``: for each sample that was dropped because it teaches nothing, and whose step is not consumed yet,
+    the number of those before it that were or will be trained. ``totals()`` counts each sample once, however often it
+    was tried or its step repeated.
     """
 
     def __init__(self) -> None:
@@ -69,6 +72,7 @@ class JournalState:
         self.draw: dict[str, Any] | None = None
         self.order = 0
         self.ended = False
+        self.flat: list[int] = []
         self._settled = -1
         self._admits: dict[str, Admit] = {}
         self._trained: dict[str, Accept] = {}
@@ -186,6 +190,8 @@ class JournalState:
             raise ValueError(f"{record.id} is dropped without being accepted")
         del self.accepted[record.id], self._admits[record.id]
         self._dropped += 1
+        if record.reason == FLAT:
+            self.flat.append(self._consumed + len(self._trained) + len(self.accepted))
 
     def _on_consume(self, record: Consume) -> None:
         if record.step in self.consumed or record.step <= self._settled:
@@ -196,6 +202,7 @@ class JournalState:
         for id in record.ids:
             self._trained[id] = self.accepted.pop(id)
         self.consumed[record.step] = list(record.ids)
+        self.flat = [number for number in self.flat if number >= self._consumed + len(self._trained)]
         if self.planned.pop(record.step, record.ids) != record.ids:
             self.planned.clear()
 

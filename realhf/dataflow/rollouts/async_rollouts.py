@@ -96,7 +96,7 @@ class RolloutPlan:
             self.drops_stale,
             options.max_deaths,
             max_flat=int(self.spec.calls[0].resample * self.batch_size),
-            least_valid=max(2, self.spec.episodes.min_group_size),
+            signal=self.spec.calls[0].signal,
         )
 
     def staleness(self) -> StalenessManager:

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from realhf.api.calls import (
@@ -35,9 +35,9 @@ from realhf.api.calls import (
     RolloutLease,
 )
 from realhf.api.sample import SequenceSample
-from realhf.api.source import SampleResult
+from realhf.api.source import GroupSignal, SampleResult
 from realhf.base.messages import Call, Message
-from realhf.dataflow.journal.journal import DIED, Accept, Admit, Commit, Consume, Draw, Drop, Record, Reject
+from realhf.dataflow.journal.journal import DIED, FLAT, Accept, Admit, Commit, Consume, Draw, Drop, Record, Reject
 from realhf.dataflow.journal.ledger import RolloutLedger
 from realhf.dataflow.rollouts.held_out import EvaluationBoard
 from realhf.dataflow.rollouts.sample_queue import PendingRequests, SampleQueue, Task, with_metadata
@@ -62,8 +62,8 @@ class RolloutsFailed(RuntimeError):
 class RolloutRules:
     """``total``: samples that the run trains in all; ``max_attempts``: failures, and ``max_deaths``: deaths of the
     process that plays it, after which a sample is given up; ``fail_fast``: the first failure ends the run; ``drop``:
-    stale samples are dropped, not waited for. For every batch of samples that is accepted, ``max_flat`` are dropped of
-    which fewer than ``least_valid`` rollouts have a reward, or all the same one: others are played in their place."""
+    stale samples are dropped, not waited for. For every batch of samples that is accepted, ``max_flat`` without
+    ``signal`` are dropped: others are played in their place."""
 
     total: int
     deadline_s: float
@@ -72,7 +72,7 @@ class RolloutRules:
     drop: bool = False
     max_deaths: int = 3
     max_flat: int = 0
-    least_valid: int = 2
+    signal: GroupSignal = field(default_factory=GroupSignal)
 
     def judged(self, task: Task) -> Task:
         """Return a task that comes back, marked as a suspect where the next death would be its last."""
@@ -344,7 +344,7 @@ class RolloutControl:
         accept = Accept(arrival.id, arrival.attempt, arrival.ref, arrival.meta)
         if self._n_flat < self._rules.max_flat:
             result = SampleResult.of(arrival.id, {name: row[0] for name, row in meta.metadata.items()})
-            if not result.has_signal(self._rules.least_valid):
+            if not self._rules.signal.of(result):
                 self._drop_flat(accept, result)
                 return REFUSED  # Its holder forgets it: there is nothing to clear.
         self.gate.stage(arrival.id)
@@ -361,7 +361,7 @@ class RolloutControl:
         self._flat.append(result)
         self._n_flat += 1
         self._queue.record([result])
-        self._ledger.append(accept, Drop(result.id, "flat"), Draw(self._queue.state()))
+        self._ledger.append(accept, Drop(result.id, FLAT), Draw(self._queue.state()))
 
     # ---- training steps
 
@@ -412,7 +412,7 @@ class RolloutControl:
         for result in results:
             del self._step_of[result.id]
         self.flat_of_step, self._flat = self._flat, []
-        self.flat_trained = sum(not result.has_signal(self._rules.least_valid) for result in results)
+        self.flat_trained = sum(not self._rules.signal.of(result) for result in results)
         self.staleness.consume(len(results))
         self._queue.record(results)
         self._ledger.append(
@@ -459,6 +459,9 @@ class RolloutControl:
             self.gate.stage(sample_id)
             self._staged[sample_id] = with_metadata(meta, admit.item["metadata"])
         self._replay = {step: list(ids) for step, ids in replay.items()}
+        size = self._queue.batch_size
+        self._flat_for = self.staleness.accepted // size
+        self._n_flat = sum(number // size == self._flat_for for number in self._ledger.state.flat)
 
     def fail(self, error: BaseException) -> None:
         """Every waiter raises ``error``, or gets nothing more."""

@@ -14,7 +14,7 @@ from realhf.algorithms.options import PolicyGradientOptions
 from realhf.algorithms.policy_gradient import PolicyGradientInterface
 from realhf.algorithms.resolution import resolve
 from realhf.algorithms.train_step import PredictedTokens
-from realhf.api.source import SampleResult
+from realhf.api.source import GroupSignal, SampleResult
 from tests.algorithms.policy_gradient.test_rollouts_count_once import CUT, REWARDS, WHOLE, batch
 
 
@@ -64,7 +64,38 @@ def test_the_train_step_says_how_many_rollouts_were_too_long() -> None:
     ],
 )
 def test_a_group_has_signal_where_rewards_differ(rewards: list[float | None], least: int, signal: bool) -> None:
-    assert SampleResult("a", rewards=rewards).has_signal(least) == signal
+    assert GroupSignal(least).of(SampleResult("a", rewards=rewards)) == signal
+
+
+@pytest.mark.parametrize(
+    ("options", "rewards", "signal"),
+    [
+        ({}, [0.1 + 0.2, 0.3], False),
+        ({"max_reward_clip": 1.0}, [1.0, 5.0], False),
+        ({"max_reward_clip": 1.0, "reward_bias": -4.0}, [4.5, 5.0], True),
+        ({"max_reward_clip": 1.0, "reward_bias": -4.0}, [5.0, 9.0], False),
+        ({"max_reward_clip": 1.0, "reward_scaling": -0.5, "reward_bias": 1.0}, [-3.0, -7.0], False),
+        ({"max_reward_clip": 1.0, "reward_scaling": -0.5, "reward_bias": 1.0}, [0.0, -7.0], True),
+    ],
+)
+def test_signal_is_judged_where_rewards_are_cut(options: dict[str, Any], rewards: list[float], signal: bool) -> None:
+    """Two rewards that the call ``rew_inf`` makes one of are no signal, nor are two that fp32 does not tell apart: such
+    a group used to train, and its step with it, without any advantage."""
+    config = config_class("countdown")(experiment="grpo", ppo=PolicyGradientOptions(algo="dapo", **options))
+    ppo = policy_options(config)
+    sample = SampleResult("a", rewards=rewards)
+    assert actor_gen(config, ppo).signal.of(sample) == signal
+    scored = rew_inf(config, replace_args(ppo))
+    interface = OutcomeRewardInterface(**scored.interface_args)
+    rows = batch([[[3], [3]]] * 2, [rewards] * 2).remap_keys({"rewards": "env_rewards"})
+    made = interface.inference(None, rows, None)[0]["rewards"]  # type: ignore[arg-type]
+    assert (made.unique().numel() > 1) == signal
+
+
+def replace_args(ppo: Any) -> Any:
+    """The options without the penalty for length, which is no part of the signal."""
+    ppo.overlong_length, ppo.overlong_buffer = None, 0.0
+    return ppo
 
 
 def test_signal_is_what_the_estimators_see(rollout_batch: Any) -> None:
@@ -73,7 +104,7 @@ def test_signal_is_what_the_estimators_see(rollout_batch: Any) -> None:
     outcome = [0, 0, 0, 0, 0, 0, 0, 0, 3, 0, 3, 3]
     sample = rollout_batch([[9, 9, 9]] * 4, [r for group in rewards for r in group], outcome)
     told = [[None if outcome[3 * i + k] else r for k, r in enumerate(group)] for i, group in enumerate(rewards)]
-    expected = [SampleResult("", rewards=group).has_signal() for group in told]
+    expected = [GroupSignal().of(SampleResult("", rewards=group)) for group in told]
     assert expected == [True, False, False, False]
     for estimator in ("grpo", "grpo_nostd", "rloo", "maxrl"):
         prepared = PolicyGradientInterface({"adv_estimator": estimator}).prepare(sample)[0]
@@ -110,6 +141,28 @@ def test_an_experiment_asks_for_them_where_they_are_done() -> None:
     plain = kind(experiment="grpo")
     ppo = policy_options(plain)
     assert actor_gen(plain, ppo).resample == 0 and rew_inf(plain, ppo).input_keys == ("env_rewards", "outcome")
+
+
+def test_beside_a_reward_model_equal_rewards_of_the_environment_teach_too() -> None:
+    """They used to give way, although the reward model tells their rollouts apart."""
+    assert resolve({"algo": "dapo"}, loss_scale_len=200, scored_by_model=True).dynamic_sampling == 0
+    with pytest.raises(
+        ValueError, match=r"ppo.dynamic_sampling=1: with a reward model a group of equal rewards teaches"
+    ):
+        resolve({"dynamic_sampling": 1.0}, scored_by_model=True)
+    with_model = config_class("countdown")(experiment="grpo", ppo=PolicyGradientOptions(algo="dapo"))
+    with_model.reward_model.path = "somewhere"
+    ppo = policy_options(with_model)
+    assert actor_gen(with_model, ppo).resample == 0 and resolve(ppo.chosen(with_model.ppo)).dynamic_sampling == 0
+
+
+def test_the_penalty_ends_where_an_episode_can_get_to() -> None:
+    """The limit of a sequence ends an episode as well: with a larger default nobody was ever punished."""
+    config = config_class("countdown")(experiment="grpo", ppo=PolicyGradientOptions(algo="dapo"))
+    config.gen.max_new_tokens, config.rollout.max_turns, config.rollout.max_total_tokens = 400, 10, 1000
+    assert policy_options(config).overlong_length == 1000
+    config.rollout.keep_reasoning = False
+    assert policy_options(config).overlong_length == 4000, "each of several sequences may be as long"
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,18 @@ def test_an_advantage_is_the_share_of_the_reward_and_that_of_the_teacher(rollout
     assert stats["kl_teacher"] == pytest.approx(sum(apart) / len(apart), rel=1e-4)
 
 
+def test_beside_behaviour_weights_the_gap_is_to_the_proximal_policy(rollout_batch):
+    """The gap to the sampler is that to the proximal policy plus what the weights make up for already."""
+    sample = taught(rollout_batch(GROUPS, REWARDS, OUTCOME))
+    proximal = sample["packed_logprobs"] - 0.5
+    sample = replace_keys(sample, shifted={"proximal_logprobs": proximal})
+    plain = PolicyGradientInterface({"algo": "opd"}).prepare(sample)[0]["advantages"]
+    made = PolicyGradientInterface({"algo": "opd", "use_decoupled_loss": True}).prepare(sample)[0]["advantages"]
+    moved = (plain != 0) & (plain > -9.5)
+    torch.testing.assert_close(made[moved], (plain[moved] + 0.5).clamp(max=10.0))
+    assert bool(moved.any())
+
+
 def test_its_expected_gradient_is_minus_that_of_the_reverse_divergence():
     """Over all tokens of a vocabulary, in float64: what a step descends is KL(policy, teacher) itself."""
     generator = torch.Generator().manual_seed(1)
@@ -120,6 +132,10 @@ def rollouts(student, teacher, generator, n=512):
         ({"algo": "ppo", "rl_weight": 0.0, "distill_weight": 1.0}, "ppo.rl_weight=0: .*adv_estimator 'gae'"),
         ({"algo": "opd", "adv_norm": True}, "ppo.adv_norm has no effect with rl_weight 0"),
         ({"algo": "opd", "credit": "turn"}, "ppo.credit has no effect with rl_weight 0"),
+        ({"algo": "opd", "reward_scaling": 2.0}, "ppo.reward_scaling has no effect with rl_weight 0"),
+        ({"algo": "opd", "reward_bias": 2.0}, "ppo.reward_bias has no effect with rl_weight 0"),
+        ({"algo": "opd", "max_reward_clip": 2.0}, "ppo.max_reward_clip has no effect with rl_weight 0"),
+        ({"algo": "opd", "overlong_buffer": 0.5}, "ppo.overlong_buffer has no effect with rl_weight 0"),
         ({"distill_weight": -1.0}, "ppo.distill_weight"),
     ],
 )

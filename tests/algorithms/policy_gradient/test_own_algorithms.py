@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from realhf.algorithms.options import policy_gradient_options
 from realhf.algorithms.policy_gradient import PolicyGradientInterface
 from realhf.algorithms.policy_loss import LossTerms
 from realhf.algorithms.resolution import resolve
@@ -121,6 +122,28 @@ def test_an_example_trains_a_step_with_failed_rollouts(reference: str, rollout_b
     stats = PolicyGradientInterface({"algo": reference}).train_step(actor, batch, context(tmp_path))
     assert stats["n_invalid"] == sum(code > 0 for code in OUTCOME) and stats["n_updates"] == 1
     assert not torch.equal(weights(actor), before)
+
+
+def test_its_preset_may_name_a_correction(tmp_path: Path) -> None:
+    """A preset's correction, divisor and length used to be left out without a word, because only what people set was
+    looked at. Whoever resolves again what was chosen gets the same; a correction that was chosen has no part of it."""
+    file = tmp_path / "mine.py"
+    preset = {"correction": "tis", "behav_imp_weight_cap": 3.0, "loss_agg": "constant", "loss_scale_len": 7}
+    file.write_text(f"from realhf.api.algorithm import Algorithm\n\nMINE = Algorithm(preset={preset})\n")
+    algo = f"{file}:MINE"
+    for made in (resolve({"algo": algo}), resolve({"algo": algo}, sampler_differs=True, loss_scale_len=99)):
+        for found in (made, resolve(made.chosen(policy_gradient_options({"algo": algo})))):
+            assert (found.behav_imp_weight_mode, found.behav_imp_weight_cap) == ("truncate", 3.0)
+            assert (found.use_decoupled_loss, found.loss_scale_len) == (True, 7)
+    other = resolve({"algo": algo, "correction": "icepop"})
+    assert (other.behav_imp_weight_mode, other.behav_imp_weight_cap) == ("mask", 5.0)
+    assert not resolve({"algo": algo, "use_decoupled_loss": False}).use_decoupled_loss
+    other_file = tmp_path / "theirs.py"
+    text = "from realhf.api.algorithm import Algorithm\n\nMINE = Algorithm(preset={'recompute_logprob': True})\n"
+    other_file.write_text(text)
+    given = {"algo": f"{other_file}:MINE"}
+    kept = resolve(given, sampler_differs=True)
+    assert kept.recompute_logprob and resolve(kept.chosen(policy_gradient_options(given))).recompute_logprob
 
 
 def test_a_registered_part_may_stand_in_the_place_of_one_of_its_own() -> None:

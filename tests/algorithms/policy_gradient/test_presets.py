@@ -131,6 +131,10 @@ def test_any_cell_may_be_overridden():
         ({"kl_ctl": 0.1, "kl_horizon": 5.0}, "ppo.kl_horizon has no effect without ppo.kl_target"),
         ({"kl_ctl": 0.1, "kl_target": 0.0}, "ppo.kl_target=0.0: must be positive"),
         ({"gae_lambda": 0.5}, "ppo.gae_lambda has no effect with adv_estimator 'grpo'"),
+        ({"max_reward_clip": 0.0}, "ppo.max_reward_clip=0.0: must be positive"),
+        ({"reward_scaling": 0.0}, "ppo.reward_scaling=0: all rewards would be the same"),
+        ({"reward_scaling": float("nan")}, "ppo.reward_scaling=nan: "),
+        ({"reward_bias": float("inf")}, "ppo.reward_bias=inf: "),
     ],
 )
 def test_refused_options_are_named(options, names):

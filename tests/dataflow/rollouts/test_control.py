@@ -326,6 +326,19 @@ async def test_samples_without_signal_give_way_up_to_a_bound(make: Any) -> None:
     assert control._ledger.state.totals()["dropped"] == 3
 
 
+async def test_the_bound_on_what_gives_way_outlives_the_process(make: Any) -> None:
+    """A run that was killed used to begin the count anew, and with it the play that a step may cost."""
+    control = make(batch=2, eta=0, total=4, max_flat=1)
+    (given,) = await lease(control)
+    assert await control.arrived([arrival(given, rewards="[1.0, 1.0]")], TRAINER) == [REFUSED]
+    control._ledger.close()
+    again = make(batch=2, eta=0, total=4, max_flat=1)
+    again._queue.load_state(again._ledger.state.draw, [])
+    again.restore([], {}, {}, 1)
+    (given,) = await lease(again)
+    assert await again.arrived([arrival(given, rewards="[1.0, 1.0]")], TRAINER) == [ACCEPTED]
+
+
 async def test_the_first_failure_ends_a_run_that_wants_it_so_and_too_many_end_any(make: Any) -> None:
     control = make(fail_fast=True)
     (given,) = await lease(control)
