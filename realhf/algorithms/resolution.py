@@ -31,7 +31,7 @@ _HAS_NO_EFFECT = MappingProxyType({"reinforce": CLIP_OPTIONS, "cispo": ("c_clip"
 """For each loss, the options that it does not read."""
 _OF_REWARDS = (
     *("adv_estimator", "credit", "step_advantage_weight", "discount", "pass_at_k", "adv_norm", "kl_target"),
-    *("reward_scaling", "reward_bias", "max_reward_clip", "overlong_buffer", "overlong_length"),
+    *("reward_scaling", "reward_bias", "max_reward_clip"),
 )
 """Options about rewards, and about advantages by them."""
 _WEIGHT_BOUNDS = ("behav_imp_weight_cap", "behav_imp_weight_floor", "behav_imp_weight_level")
@@ -161,7 +161,12 @@ def _dapo(
     length = value.get("overlong_length", longest)
     if config.overlong_buffer and not graded:
         why = "takes no reward below 0" if credit == "episode" else "reads the rewards of turns"
-        raise ValueError(f"ppo.overlong_buffer={config.overlong_buffer:g}: {of_what} {why}")
+        why = (
+            f"{of_what} {why}"
+            if value["rl_weight"]
+            else "it is a part of the reward, which teaches nothing with rl_weight 0"
+        )
+        raise ValueError(f"ppo.overlong_buffer={config.overlong_buffer:g}: {why}")
     if config.overlong_buffer and length is None:
         raise ValueError(f"ppo.overlong_buffer={config.overlong_buffer:g}: needs ppo.overlong_length here")
     buffer = value["overlong_buffer"] if graded and length is not None else 0.0

@@ -135,7 +135,7 @@ def rollouts(student, teacher, generator, n=512):
         ({"algo": "opd", "reward_scaling": 2.0}, "ppo.reward_scaling has no effect with rl_weight 0"),
         ({"algo": "opd", "reward_bias": 2.0}, "ppo.reward_bias has no effect with rl_weight 0"),
         ({"algo": "opd", "max_reward_clip": 2.0}, "ppo.max_reward_clip has no effect with rl_weight 0"),
-        ({"algo": "opd", "overlong_buffer": 0.5}, "ppo.overlong_buffer has no effect with rl_weight 0"),
+        ({"algo": "opd", "overlong_buffer": 0.5}, r"ppo.overlong_buffer=0.5: it is a part of the reward"),
         ({"distill_weight": -1.0}, "ppo.distill_weight"),
     ],
 )

@@ -7,6 +7,7 @@ import torch
 
 from realhf.algorithms.options import PolicyGradientOptions
 from realhf.algorithms.policy_gradient import PolicyGradientInterface
+from realhf.algorithms.presets import PRESETS
 from realhf.algorithms.resolution import resolve
 from realhf.algorithms.token_advantages import KLController
 from realhf.algorithms.train_step import PredictedTokens
@@ -62,6 +63,16 @@ def test_decoupled_defaults_and_what_they_ask_of_the_graph():
     assert (plain.prox_logp_method, plain.behav_imp_weight_mode, plain.scored_keys) == (None, "none", ())
     replaced = resolve({"recompute_logprob": True})
     assert replaced.needs_actor_inf and replaced.behav_imp_weight_mode == "none"
+
+
+@pytest.mark.parametrize("differs", [False, True])
+@pytest.mark.parametrize("algo", [*PRESETS])
+def test_what_a_worker_is_told_resolves_to_the_same(algo, differs):
+    """What the launcher chose is resolved again where it trains; nothing of it may look as if somebody had set it."""
+    given = PolicyGradientOptions(algo=algo)
+    chosen = resolve(given, loss_scale_len=99, sampler_differs=differs)
+    again = resolve(chosen.chosen(given), loss_scale_len=chosen.loss_scale_len)
+    assert again == chosen
 
 
 def test_any_cell_may_be_overridden():
