@@ -47,6 +47,11 @@ def build(config: Config) -> ExperimentSpec:
     if ppo.turn_keys:
         option = f"credit={ppo.credit}" if ppo.credit != "episode" else f"loss_agg={ppo.loss_agg}"
         raise ConfigError(f"ppo.{option}: groups that others push to a trajectory server do not say where turns begin")
+    if ppo.needs_feedback:
+        raise ConfigError(
+            f"ppo.feedback={ppo.feedback} (ppo.algo={config.ppo.algo}): groups that others push to a trajectory server "
+            "do not say what became of their rollouts"
+        )
     if config.ppo.dynamic_sampling:
         raise ConfigError("ppo.dynamic_sampling: others play the groups that grpo_stream_http trains on; set it to 0")
     if len(config.actor.workers) > 1:

@@ -4,6 +4,7 @@ GRPO, PPO, REINFORCE and their kin are settings of it (ppo.algo); which calls th
 
 (tasks) ──► actor_gen ──┬─ env_rewards, outcome ─► rew_inf ────┬──┬─► actor_train
                        ├─ packed_input_ids ─► teacher_inf ────┤  │   (teacher_inf only to distil,
+                       ├─ feedback_prompt_ids ► feedback_inf ─┤  │    feedback_inf only by what the policy is told,
                        ├─ packed_input_ids ─────► ref_inf ────┤  │    ref_inf only with a KL term,
                        ├─ packed_input_ids ───► actor_inf ────┤  │    actor_inf only for a proximal policy,
                        ├─ packed_input_ids ──► critic_inf ────┘  │    critic_* only where advantages take values)
@@ -46,7 +47,7 @@ from realhf.api.experiment import (
     SourceSpec,
 )
 from realhf.api.graph import to_async
-from realhf.api.keys import ROLLOUT_KEY, TURN_KEYS, VERIFIER_REWARDS
+from realhf.api.keys import FEEDBACK_PROMPT, FEEDBACK_RATIOS, ROLLOUT_KEY, TURN_KEYS, VERIFIER_REWARDS
 from realhf.api.option import section
 from realhf.api.parallel import alone, parallel_of
 from realhf.api.sample import MicroBatchSpec
@@ -60,8 +61,8 @@ SESSIONS = 32
 """Episodes at once where neither the configuration nor the environment sets a number."""
 NO_CRITIC = "only advantages that take values have a critic (ppo.adv_estimator=gae, which ppo.algo=ppo sets)"
 NO_TEACHER = (
-    "nothing is distilled (ppo.distill_weight, which ppo.algo=opd sets), or it belongs to the other kind of teacher "
-    "(teacher.path, teacher.url)"
+    "nothing is distilled (ppo.distill_weight, which ppo.algo=opd sets), the teacher is the policy itself "
+    "(ppo.feedback), or it belongs to the other kind of teacher (teacher.path, teacher.url)"
 )
 NO_REWARD_MODEL = "reward_model.path names no reward model, or this experiment has another use for it"
 EPISODE_KEYS = (
@@ -139,6 +140,8 @@ def policy_gradient(
         mfcs.append(teacher_inf(config))
         if not config.teacher.url:
             models["teacher"] = teacher_model(config, actor.path)
+    if ppo.needs_feedback:
+        mfcs.append(feedback_inf(config))
     if ppo.needs_actor_inf:
         mfcs.append(actor_inf(config))
     mfcs.append(actor_train(config, ppo))
@@ -238,15 +241,12 @@ def own_options(config: Config) -> Any:
 
 def actor_gen(config: Config, ppo: ResolvedOptions) -> MFCDef:
     """Groups of episodes, played by the actor. The task of a sample is metadata, so there are no input keys."""
-    played = call(
-        config,
-        "actor_gen",
-        "actor",
-        InterfaceType.GENERATE,
-        "env_rollout",
-        of_one_worker(config).to_args(),
-        outputs=EPISODE_KEYS,
-    )
+    options, keys = of_one_worker(config), EPISODE_KEYS
+    if ppo.needs_feedback:
+        options = replace(options, feedback=ppo.feedback, feedback_tokens=ppo.feedback_tokens)
+        keys = (*keys, FEEDBACK_PROMPT)
+    args = options.to_args()
+    played = call(config, "actor_gen", "actor", InterfaceType.GENERATE, "env_rollout", args, outputs=keys)
     return (
         replace(played, resample=ppo.dynamic_sampling, signal=signal(config, ppo)) if ppo.dynamic_sampling else played
     )
@@ -342,6 +342,26 @@ def teacher_inf(config: Config) -> MFCDef:
         args,
         inputs=keys,
         outputs=("teacher_logprobs",),
+    )
+
+
+def feedback_inf(config: Config) -> MFCDef:
+    """What the actor makes of its tokens when it has read what became of them. Raises ConfigError for an agent of one's
+    own, whose prompts are not the environment's."""
+    if config.async_rl.enabled and config.rollout.agent:
+        raise ConfigError(
+            f"rollout.agent={config.rollout.agent}: what it asks the policy is its own, so nothing can be told there; "
+            "leave out ppo.feedback (ppo.algo=sdpo), or the agent"
+        )
+    return call(
+        config,
+        "feedback_inf",
+        "actor",
+        InterfaceType.INFERENCE,
+        "self_teacher",
+        {"temperature": config.gen.temperature},
+        inputs=("packed_input_ids", "prompt_mask", "loss_mask", FEEDBACK_PROMPT),
+        outputs=(FEEDBACK_RATIOS,),
     )
 
 

@@ -64,6 +64,7 @@ interfaces = Registry(
         "outcome_reward": "realhf.algorithms.inference:OutcomeRewardInterface",
         "logprob": "realhf.algorithms.inference:LogprobInterface",
         "policy_gradient": "realhf.algorithms.policy_gradient:PolicyGradientInterface",
+        "self_teacher": "realhf.algorithms.self_distillation:SelfTeacherInterface",
         "served_logprob": "realhf.backends.vllm.served_logprobs:ServedLogprobInterface",
         "dpo": "realhf.algorithms.preference:DPOInterface",
         "reward_model": "realhf.algorithms.preference:RewardModelInterface",

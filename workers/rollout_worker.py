@@ -27,6 +27,7 @@ from realhf.base.tls import with_certificate
 from realhf.env.loader.load import build_environment
 from realhf.monitor.rollouts.writer import open_rollouts
 from realhf.monitor.trace import open_trace
+from realhf.rollout.feedback import Feedback
 from realhf.rollout.generation_client import ConstrainedTokens, GenerationClient
 from realhf.rollout.group_player import GroupPlayer, TokenTexts, failure_policy
 from realhf.rollout.player import Player, make_agent
@@ -149,6 +150,7 @@ class RolloutWorker:
             template_kwargs=model.chat_template_kwargs,
             stop_ids=options.gen.stop_ids,
         )
+        self._feedback = Feedback.of(options, chat)
         texts = TokenTexts(tokenizer)
         environment = build_environment(options.environment, options.environment_options)
         agent = make_agent(self._spec.agent, chat, environment.system_prompt, options, self._spec.agent_args)
@@ -192,6 +194,7 @@ class RolloutWorker:
             transcripts=options.transcripts,
             batch_size=spec.n_seqs,
             turns=options.turn_rewards,
+            feedback=self._feedback,
         )
 
     def _address(self, number: int) -> str:

@@ -13,7 +13,7 @@ from realhf.algorithms.aggregation import AGGREGATIONS
 from realhf.algorithms.presets import CORRECTIONS, PRESETS
 from realhf.api.algorithm import Algorithm
 from realhf.api.config import ExperimentConfig
-from realhf.api.keys import TURN_IDS, TURN_KEYS
+from realhf.api.keys import FEEDBACK_RATIOS, FEEDBACKS, NONE, TURN_IDS, TURN_KEYS
 from realhf.api.option import option
 from realhf.base.plugin import absolute
 from realhf.registry import advantage_estimators, policy_losses
@@ -104,14 +104,28 @@ class PolicyGradientOptions:
     rl_weight: float | None = option(
         None,
         "The advantage of a token contains what the estimator makes of rewards times this; by default 1, with algo=opd "
-        "0.",
+        "and sdpo 0.",
         at_least=0,
     )
     distill_weight: float | None = option(
         None,
         "The advantage of a token contains the teacher's log-probability minus the policy's times this (on-policy "
-        "distillation, section teacher); by default 0, with algo=opd 1.",
+        "distillation, section teacher, or ppo.feedback); by default 0, with algo=opd and sdpo 1.",
         at_least=0,
+    )
+    feedback: str | None = option(
+        None,
+        "The teacher is the policy itself, told the environment's errors in a rollout that failed (errors), what "
+        "another rollout of the group said that solved the task (solved), or that and, where none did, the errors "
+        "(any); none by default, which is another model (section teacher), with algo=sdpo any.",
+        choices=FEEDBACKS,
+    )
+    feedback_tokens: int | None = option(
+        None,
+        "What the policy is told makes its prompt longer by at most this many tokens, and its sequence not longer than "
+        "rollout.max_total_tokens; by default 256.",
+        at_least=16,
+        idle="the policy is told nothing (ppo.feedback)",
     )
     entropy_coef: float = option(0.0, "The loss contains the entropy times minus this.", at_least=0)
     adv_norm: bool | None = option(None, "Advantages are normalised over the batch.")
@@ -250,6 +264,8 @@ class ResolvedOptions(PolicyGradientOptions):
     discount: float
     rl_weight: float
     distill_weight: float
+    feedback: str
+    feedback_tokens: int
     use_decoupled_loss: bool
     recompute_logprob: bool
     behav_imp_weight_mode: str
@@ -300,7 +316,12 @@ class ResolvedOptions(PolicyGradientOptions):
     @property
     def needs_teacher(self) -> bool:
         """Whether ``teacher_logprobs`` is an input, hence ``teacher_inf`` in the graph."""
-        return self.distill_weight != 0
+        return self.distill_weight != 0 and self.feedback == NONE
+
+    @property
+    def needs_feedback(self) -> bool:
+        """Whether ``feedback_logratios`` is an input, hence ``feedback_inf`` in the graph."""
+        return self.distill_weight != 0 and self.feedback != NONE
 
     @property
     def needs_actor_inf(self) -> bool:
@@ -321,10 +342,12 @@ class ResolvedOptions(PolicyGradientOptions):
 
     @property
     def scored_keys(self) -> tuple[str, ...]:
-        """Inputs of the train call that ``ref_inf``, ``teacher_inf``, ``critic_inf`` and ``actor_inf`` make."""
+        """Inputs of the train call that other calls make: ``ref_inf``, ``teacher_inf``, ``feedback_inf``,
+        ``critic_inf`` and ``actor_inf``."""
         made = {
             "packed_ref_logprobs": self.needs_reference,
             "teacher_logprobs": self.needs_teacher,
+            FEEDBACK_RATIOS: self.needs_feedback,
             "values": self.needs_values,
             "proximal_logprobs": self.needs_actor_inf,
         }

@@ -214,7 +214,7 @@ class PolicyGradientInterface:
             advantages = token_advantages(sample, options, trained, kl, self._kl.value)
             if options.adv_norm:
                 advantages = normalise(advantages, mask)
-        if not options.needs_teacher:
+        if not options.distill_weight:
             return advantages, {}
         by_teacher, apart = distillation(sample, options, mask)
         mixed = options.rl_weight * advantages + options.distill_weight * by_teacher

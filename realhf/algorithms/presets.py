@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from realhf.algorithms.aggregation import AGGREGATIONS, LETTERS
+from realhf.api.keys import ANY, NONE
 
 COMMON: Mapping[str, Any] = MappingProxyType(
     {
@@ -30,6 +31,8 @@ COMMON: Mapping[str, Any] = MappingProxyType(
         "step_advantage_weight": 1.0,
         "rl_weight": 1.0,
         "distill_weight": 0.0,
+        "feedback": NONE,
+        "feedback_tokens": 256,
         "dynamic_sampling": 0.0,
         "overlong_buffer": 0.0,
     }
@@ -129,6 +132,13 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
             "a pass of the teacher (`teacher.path` or `teacher.url`)",
             "there is a better model with the same tokenizer; `rl_weight=1` adds the reward",
             {"rl_weight": 0.0, "distill_weight": 1.0, "loss_agg": "token_mean"},
+        ),
+        "sdpo": Preset(
+            f"A = log p of the policy that was told what became of the rollout - log p of the policy; {_CLIPPED}",
+            "Hübotter et al. 2026, SDPO (of the sampled token, the policy of now as teacher)",
+            "two passes over the rollouts that were told something",
+            "the environment says what is wrong, or some rollouts of a group succeed; `rl_weight=1` adds the reward",
+            {"rl_weight": 0.0, "distill_weight": 1.0, "feedback": ANY, "loss_agg": "token_mean"},
         ),
         "ppo": Preset(
             f"A = sum of (discount gae_lambda)^k delta_(t+k), normalised over the batch; {_CLIPPED}",

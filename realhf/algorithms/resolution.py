@@ -21,6 +21,7 @@ from realhf.algorithms.options import (
 )
 from realhf.algorithms.presets import COMMON, CORRECTIONS, PRESETS
 from realhf.api.algorithm import ADVANTAGES, CLIP_OPTIONS, LOSS, Algorithm, algorithm_of, is_own
+from realhf.api.keys import NONE, SOLVED
 from realhf.api.option import problems
 from realhf.registry import registered_names
 
@@ -277,6 +278,8 @@ def _without_effect(config: PolicyGradientOptions, value: Mapping[str, Any]) -> 
         ("step_advantage_weight", credit != "state", f"with credit {credit!r}"),
         ("gae_lambda", estimator != GAE, f"with adv_estimator {estimator!r}: remove it, or use gae"),
         ("pass_at_k", estimator != PASS_AT_K, f"with adv_estimator {estimator!r}: remove it, or use pass_at_k"),
+        ("feedback", not value["distill_weight"], "with distill_weight 0"),
+        ("feedback_tokens", value["feedback"] == NONE, "with feedback 'none'"),
         ("kl_target", no_kl, "while kl_ctl is 0: it is where the steering starts, set it"),
         ("kl_horizon", config.kl_target is None, "without ppo.kl_target"),
         ("loss_scale_len", value["loss_agg"] != "constant", f"with loss_agg {value['loss_agg']!r}"),
@@ -332,6 +335,8 @@ def _contradictions(config: PolicyGradientOptions, value: Mapping[str, Any]) -> 
             yield f"{name}={value[name]:g}: all rewards would be the same, or no numbers; give a finite one" + (
                 " other than 0" if name == "reward_scaling" else ""
             )
+    if value["feedback"] == SOLVED and config.group_size < 2:
+        yield f"feedback={SOLVED}: another rollout of the group has to solve the task; set group_size to at least 2"
     if not value["rl_weight"] and not value["distill_weight"]:
         yield "rl_weight=0, distill_weight=0: nothing would be learned; set one of them"
     if not value["rl_weight"] and (estimator == GAE or value["kl_ctl"] != 0):

@@ -33,7 +33,7 @@ from realhf.algorithms.inference import scored
 from realhf.algorithms.options import PASS_AT_K, RETURN_TO_GO, ResolvedOptions
 from realhf.algorithms.policy_loss import PROXIMAL, kl_estimate
 from realhf.algorithms.train_step import RL, PredictedTokens, counting, predicted
-from realhf.api.keys import ROLLOUT_KEY, TURN_KEYS
+from realhf.api.keys import FEEDBACK_RATIOS, ROLLOUT_KEY, TURN_KEYS
 from realhf.api.sample import SequenceSample
 
 _WHY = MappingProxyType(
@@ -44,6 +44,7 @@ _WHY = MappingProxyType(
         "packed_logprobs": "ppo.kl_ctl",
         "packed_versions": "ppo.prox_logp_method=loglinear",
         "teacher_logprobs": "ppo.distill_weight (the call teacher_inf makes it)",
+        FEEDBACK_RATIOS: "ppo.feedback (the call feedback_inf makes it)",
         "values": "ppo.adv_estimator=gae (the call critic_inf makes it: experiment=ppo)",
         **dict.fromkeys(TURN_KEYS, "ppo.credit=turn, or a ppo.loss_agg by turn,"),
         TURN_KEYS[2]: "ppo.credit=state",
@@ -174,12 +175,21 @@ def distillation(sample: SequenceSample, options: ResolvedOptions, mask: Tensor)
     p_old, cut to +-10, and the k3 estimate of KL(old, teacher) in nats. Raises ValueError on a teacher's
     log-probability that is no number.
 
-    The old policy is the proximal one wherever that is known before the step: beside the weights that make up for the
-    difference to the sampler, the sampler's own log-probabilities would push the policy away from the sampler.
+    With ``ppo.feedback`` the gap is that of ``feedback_logratios``, whose ends one engine computed (Hübotter et al.
+    2026, SDPO). Else the old policy is the proximal one wherever that is known before the step: beside the weights that
+    make up for the difference to the sampler, the sampler's own log-probabilities would push the policy away from the
+    sampler.
 
     The expected policy gradient with this advantage is minus that of the reverse KL divergence at each token, the ways
     to it held fixed. Source: Lu 2025, On-Policy Distillation (Thinking Machines); Agarwal et al. 2024, GKD.
     """
+    if options.needs_feedback:
+        require(sample, (FEEDBACK_RATIOS,))
+        gap = torch.where(mask, sample[FEEDBACK_RATIOS].cpu(), 0.0)
+        if bool(torch.isnan(gap).any()):
+            raise ValueError("feedback_inf: a log-probability is not a number")
+        nothing = torch.zeros_like(gap)
+        return -kl_estimate(nothing, gap, "k1"), kl_estimate(nothing, gap, "k3")
     behaviour = PROXIMAL if options.prox_logp_method in ("actor_inf", "recompute") else "packed_logprobs"
     require(sample, ("teacher_logprobs", behaviour))
     old = torch.where(mask, sample[behaviour].cpu(), 0.0)

@@ -367,9 +367,10 @@ class RolloutOutcome:
     further trajectories of the episode, where an agent held several conversations; each trains as a row of its own.
     ``turn_starts`` are the places of the completion where policy turns begin, the first of them the turn number
     ``first_turn`` of ``turn_rewards``, which sum to ``reward``; ``turn_states`` number the states that the turns of
-    ``turn_rewards`` began in, see ``state_number``. ``opening`` are the messages before the first turn,
-    ``tools`` the schemas that came with them, ``info`` what the environment said for people at its reset. ``steps`` is
-    what an agent did in the environment, where its turns are conversations of its own.
+    ``turn_rewards`` began in, see ``state_number``. ``opening`` are the messages before the first turn, ``tools`` the
+    schemas that came with them, ``told_prompt`` the ids of the prompt with feedback on the episode in it, if there is
+    any, ``info`` what the environment said for people at its reset. ``steps`` is what an agent did in the environment,
+    where its turns are conversations of its own.
     """
 
     status: str
@@ -399,6 +400,7 @@ class RolloutOutcome:
     first_turn: int = 0
     opening: Sequence[ChatMessage] = field(default=(), compare=False)
     tools: Sequence[Mapping[str, Any]] = field(default=(), compare=False)
+    told_prompt: Sequence[int] = field(default=(), compare=False)
     info: Mapping[str, Any] = field(default_factory=dict, compare=False)
     steps: tuple[PlayedTurn, ...] = field(default=(), compare=False)
 

@@ -140,9 +140,10 @@ class RolloutOptions(_Arguments):
     ``environment`` is a registered name or ``file.py:Name``, ``environment_options`` are its own options as plain
     values. ``group_size`` rollouts G play one task; ``sessions`` episodes are played at once. ``max_turns``,
     ``max_total_tokens``, ``min_group_size``, ``message_timeout_s`` (seconds), ``on_failure``, ``retries`` and
-    ``keep_reasoning``: see ``RolloutConfig``. ``turn_rewards``: samples have the keys ``TURN_KEYS``. ``transcripts``:
-    how many episodes of a step are returned as text. ``seed`` is the run's; with a sample's id it decides the random
-    numbers of its rollouts.
+    ``keep_reasoning``: see ``RolloutConfig``. ``turn_rewards``: samples have the keys ``TURN_KEYS``. ``feedback``: they
+    have the key ``feedback_prompt_ids``, by this one of ``FEEDBACKS`` ("": they have not), in ``feedback_tokens`` at
+    most. ``transcripts``: how many episodes of a step are returned as text. ``seed`` is the run's; with a sample's id
+    it decides the random numbers of its rollouts.
     """
 
     environment: str
@@ -160,6 +161,8 @@ class RolloutOptions(_Arguments):
     seed: int = 0
     turn_rewards: bool = False
     keep_reasoning: bool = True
+    feedback: str = ""
+    feedback_tokens: int = 0
 
 
 @dataclass(frozen=True)

@@ -73,6 +73,8 @@ STANDARD_KEYS: tuple[KeySpec, ...] = (
     KeySpec("packed_ref_logprobs", "f32", "L-1"),
     KeySpec("proximal_logprobs", "f32", "L-1"),
     KeySpec("teacher_logprobs", "f32", "L-1"),
+    KeySpec("feedback_prompt_ids", "i64", "free"),
+    KeySpec("feedback_logratios", "f32", "L-1"),
     KeySpec("values", "f32", "L-1"),
     KeySpec("advantages", "f32", "L-1"),
     KeySpec("returns", "f32", "L-1"),
@@ -96,6 +98,12 @@ ROLLOUT_KEY = "rollout_index"
 TURN_IDS = "turn_ids"
 TURN_KEYS = (TURN_IDS, "turn_rewards", "turn_states")
 """Made by rollouts where a call of the graph has them among its inputs."""
+
+FEEDBACK_PROMPT, FEEDBACK_RATIOS = "feedback_prompt_ids", "feedback_logratios"
+"""The prompt of a row with feedback in it, made by rollouts where a call has it among its inputs; and what the policy
+makes of the row's tokens when it has read that."""
+NONE, ERRORS, SOLVED, ANY = FEEDBACKS = ("none", "errors", "solved", "any")
+"""What a policy may be told of its attempts (``ppo.feedback``)."""
 
 
 def key_spec(name: str) -> KeySpec:

@@ -170,8 +170,8 @@ POLICY = Section(
         _policy(
             "policy/kl_teacher",
             "nats",
-            "KL divergence of the policy that sampled from the teacher, a token (k3 estimate), with "
-            "`ppo.distill_weight` only",
+            "KL divergence of the policy that sampled from the teacher (with `ppo.feedback` itself, told what became "
+            "of its rollouts), a token (k3 estimate), with `ppo.distill_weight` only",
         ),
         _policy("policy/kl_sequence", "nats", "KL term of the reward, a rollout, with `ppo.kl_ctl`", "kl_of_sequence"),
         _policy("policy/kl_coefficient", "", "weight of the KL term in the reward at this step", "kl_ctl"),
@@ -372,6 +372,7 @@ OTHERS = Section(
         Metric("source/<name>", "its own", "what the data source or the curriculum reports"),
         Metric("<call>/n_tokens", "tokens", "tokens of the sequences that the call scored"),
         Metric("<call>/n_scored", "count", "sequences that got a reward"),
+        Metric("<call>/told", "fraction", "trainable sequences that the policy judged with feedback (`feedback_inf`)"),
         Metric("<call>/reward_mean", "reward", "their mean reward"),
         Metric(
             "<call>/<name>", "its own", "any other number that a call returns: see [extend/metric.md](extend/metric.md)"

@@ -17,6 +17,7 @@ from realhf.api.sample import SequenceSample
 from realhf.env.loader.load import build_environment
 from realhf.rollout.blocking_player import BlockingPlayer
 from realhf.rollout.episode import EpisodeRequest, Limits
+from realhf.rollout.feedback import Feedback
 from realhf.rollout.group_player import (
     FailurePolicy,
     RolloutKeeper,
@@ -93,12 +94,19 @@ class EnvRolloutInterface:
         for group in groups:
             if self._policy.least is None and not self._policy.suffices(group):
                 raise RuntimeError(f"{shortfall(group)} (rollout.on_failure=minimum_group would leave such groups out)")
+        assert self._chat is not None
+        if (told := Feedback.of(options, self._chat)) is not None:
+            groups = [told(group) for group in groups]
         stats["episodes"] = [
             transcript(group[0], header=f"step {context.step}, sample {sample_id}")
             for sample_id, group in list(zip(sample.ids, groups, strict=True))[: options.transcripts]
         ]
         return outcomes_to_sample(
-            sample.ids, groups, min_group_size=options.min_group_size, turns=options.turn_rewards
+            sample.ids,
+            groups,
+            min_group_size=options.min_group_size,
+            turns=options.turn_rewards,
+            feedback=bool(options.feedback),
         ), stats
 
     def evaluate(self, model: Model, args: Mapping[str, Any], context: CallContext) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from realhf.api.experiment import MFCDef
 from realhf.api.model import CallContext
 from realhf.api.trace import Tracer
 from realhf.registry import interfaces
+from realhf.rollout.feedback import Feedback
 from realhf.rollout.group_player import GroupFailed, GroupPlayer, PlayedGroup, within
 from realhf.rollout.rollout_sample import outcomes_to_sample, transcript
 from realhf.transport.codec import encode_sample
@@ -35,8 +36,8 @@ class SampleEncoder:
     """Encodes played groups. ``calls`` are run on every sample, in order: inferences that need no weights, such as the
     reward.
 
-    ``turns``: with the keys ``TURN_KEYS``. ``transcripts``: of every ``batch_size`` samples this many carry the
-    text of their first rollout.
+    ``turns``: with the keys ``TURN_KEYS``. ``feedback``: with ``feedback_prompt_ids``, as it tells rollouts.
+    ``transcripts``: of every ``batch_size`` samples this many carry the text of their first rollout.
     """
 
     def __init__(
@@ -48,7 +49,9 @@ class SampleEncoder:
         transcripts: int,
         batch_size: int,
         turns: bool = False,
+        feedback: Feedback | None = None,
     ) -> None:
+        self._feedback = feedback
         self._calls = [(call, interfaces.get(call.interface)(**call.interface_args)) for call in calls]
         self._context = context
         self._min_group_size, self._turns = min_group_size, turns
@@ -56,8 +59,13 @@ class SampleEncoder:
 
     def __call__(self, lease: RolloutLease, played: PlayedGroup) -> list[Any]:
         """Return the frames of the sample; metadata ``rollout`` is JSON of ``PlayedGroup.statistics``."""
+        told = self._feedback
         sample = outcomes_to_sample(
-            [lease.id], [played.outcomes], min_group_size=self._min_group_size, turns=self._turns
+            [lease.id],
+            [played.outcomes if told is None else told(played.outcomes)],
+            min_group_size=self._min_group_size,
+            turns=self._turns,
+            feedback=told is not None,
         )
         for call, interface in self._calls:
             outputs, _ = interface.inference(None, sample.select(call.input_keys), self._context)

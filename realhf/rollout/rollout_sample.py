@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from realhf.api.environment import RolloutOutcome
-from realhf.api.keys import ROLLOUT_KEY
+from realhf.api.keys import FEEDBACK_PROMPT, ROLLOUT_KEY
 from realhf.api.sample import Lengths, SequenceSample
 
 _UNSEEN = re.compile(
@@ -63,7 +63,12 @@ _ZERO, _UNKNOWN = array("f", [0.0]), array("i", [-1])
 
 
 def outcomes_to_sample(
-    ids: Sequence[str], groups: Sequence[Sequence[RolloutOutcome]], *, min_group_size: int = 1, turns: bool = False
+    ids: Sequence[str],
+    groups: Sequence[Sequence[RolloutOutcome]],
+    *,
+    min_group_size: int = 1,
+    turns: bool = False,
+    feedback: bool = False,
 ) -> SequenceSample:
     """Return one sample per group of rollouts. A group with fewer than ``min_group_size`` valid rollouts trains
     nothing.
@@ -73,7 +78,8 @@ def outcomes_to_sample(
     ``env_rewards`` f32 [1], ``seq_no_eos_mask`` bool [1] (ended by a limit of tokens, not of turns), ``outcome`` u8
     [1], ``rollout_index`` i32 [1] (its number in the group, which its branches have too). With ``turns`` also
     ``turn_ids`` i32 [L], the number of each sampled token's turn and -1 elsewhere, and ``turn_rewards`` f32 and
-    ``turn_states`` i64 [turns of the episode, at least one]. A failed rollout keeps its tokens but has no loss mask.
+    ``turn_states`` i64 [turns of the episode, at least one]. With ``feedback`` also ``feedback_prompt_ids`` i64, the
+    prompt of the row with feedback in it, or a single -1. A failed rollout keeps its tokens but has no loss mask.
     Metadata ``rewards`` and ``achieved`` are JSON lists, an entry per rollout, with null where a rollout failed.
     """
     import torch
@@ -112,6 +118,13 @@ def outcomes_to_sample(
         more, counts = _turns([row for rows in coded for row in rows], packed)
         arrays |= more
         by_rule["turns"] = Lengths(counts, offsets)
+    if feedback:
+        keys = keys | {FEEDBACK_PROMPT: ("i64", "feedback")}
+        told = [
+            list(row.told_prompt) if code == 0 and row.told_prompt else [-1] for rows in coded for row, code in rows
+        ]
+        arrays[FEEDBACK_PROMPT] = np.array([token for prompt in told for token in prompt], dtype=np.int64)
+        by_rule["feedback"] = Lengths(np.array([len(prompt) for prompt in told], dtype=np.int64), offsets)
     metadata = {
         "rewards": [json.dumps([outcome.reward for outcome in group]) for group in groups],
         "achieved": [

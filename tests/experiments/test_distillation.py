@@ -33,6 +33,23 @@ def test_a_teacher_of_the_graph_has_workers_of_its_own(tiny_policy: Path) -> Non
     assert streamed.spec.rollout is not None and "teacher_logprobs" not in streamed.spec.rollout.keys
 
 
+def test_a_policy_that_was_told_what_became_of_its_rollouts_is_its_own_teacher(tiny_policy: Path) -> None:
+    where = ("ppo.algo=sdpo", "ppo.kl_loss_coef=0", f"actor.path={tiny_policy}")
+    made = built("experiment=grpo", "ppo.feedback=errors", "ppo.feedback_tokens=99", *where)
+    assert made.graph.topological_levels() == [["actor_gen"], ["feedback_inf", "rew_inf"], ["actor_train"]]
+    assert {*made.spec.models} == {"actor"} and made.graph["feedback_inf"].model_role == "actor"
+    args = made.graph["actor_gen"].interface_args
+    assert (args["feedback"], args["feedback_tokens"]) == ("errors", 99)
+    streamed = built("experiment=grpo_async", *where)
+    assert "feedback_inf" in streamed.graph.topological_levels()[0], "it stays at the trainer"
+    assert streamed.spec.rollout is not None and "feedback_prompt_ids" in streamed.spec.rollout.keys
+    assert streamed.spec.rollout.episodes.feedback == "any"
+    with pytest.raises(ConfigError, match=r"rollout.agent=.*: what it asks the policy is its own"):
+        built("experiment=grpo_async", "rollout.agent=experiments.openai_agent:rollout", *where)
+    with pytest.raises(ConfigError, match=r"ppo.feedback=any \(ppo.algo=sdpo\): groups that others push"):
+        build_experiment(compose_config(["experiment=grpo_stream_http", "ppo.algo=sdpo"]))
+
+
 def test_a_served_teacher_is_asked_by_the_worker_of_the_actor(tiny_policy: Path) -> None:
     made = built(
         "experiment=grpo", "ppo.algo=opd", f"actor.path={tiny_policy}", "teacher.url=http://h:1", "teacher.model=m"
@@ -57,6 +74,7 @@ def test_a_served_teacher_is_asked_by_the_worker_of_the_actor(tiny_policy: Path)
             ["ppo.algo=opd", "teacher.url=http://h:1", "actor.backend=fsdp2", "actor.workers=[0,1]"],
             r"actor.backend=fsdp2: all workers .* would ask teacher.url",
         ),
+        (["ppo.algo=sdpo", "teacher.path={policy}"], r"teacher.path has no effect .*: .* the teacher is the policy"),
         (["ppo.algo=opd", "teacher.path=builtin"], r"teacher.path=builtin: the teacher is another model"),
         (["ppo.algo=opd", "teacher.path=./nowhere"], r"teacher.path=./nowhere: no such folder"),
     ],
