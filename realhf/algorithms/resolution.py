@@ -273,8 +273,7 @@ def _without_effect(config: PolicyGradientOptions, value: Mapping[str, Any]) -> 
         *((name, True, f"with loss {loss!r}") for name in _HAS_NO_EFFECT.get(loss, ())),
         ("kl_estimator", no_kl and value["kl_loss_coef"] == 0, "while kl_ctl and kl_loss_coef are 0"),
         ("discount", not of_later, f"with adv_estimator {estimator!r}"),
-        # A plan holds 0 for a penalty that there is not.
-        *((name, not value["rl_weight"] and getattr(config, name) != 0, "with rl_weight 0") for name in _OF_REWARDS),
+        *((name, not value["rl_weight"], "with rl_weight 0") for name in _OF_REWARDS),
         ("step_advantage_weight", credit != "state", f"with credit {credit!r}"),
         ("gae_lambda", estimator != GAE, f"with adv_estimator {estimator!r}: remove it, or use gae"),
         ("pass_at_k", estimator != PASS_AT_K, f"with adv_estimator {estimator!r}: remove it, or use pass_at_k"),

@@ -97,7 +97,7 @@ def test_no_signal_trains_nothing(rollout_batch, tmp_path):
 LITTLE = {"one valid": [1] * 4 + [0] + [1] * 7, "nothing valid": [1] * 12, "nothing sampled": [0] * 12}
 
 
-@pytest.mark.parametrize("algo", [name for name in PRESETS if name not in ("ppo", "gigpo", "opd")])
+@pytest.mark.parametrize("algo", [name for name in PRESETS if name not in ("ppo", "gigpo", "opd", "sdpo")])
 @pytest.mark.parametrize("case", LITTLE)
 def test_a_batch_with_little_in_it_trains_what_there_is(rollout_batch, tmp_path, algo, case):
     """One valid sequence has nobody to be compared with: only an estimator that compares nothing learns of it. Without
