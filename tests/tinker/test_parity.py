@@ -105,7 +105,7 @@ def test_supervised_steps(server, policy, tmp_path):
     weights /= weights.sum()
     found = loop(server, policy, "cross_entropy", [data_of(sample, weights=weights) for sample in samples])
     np.testing.assert_allclose(found, expected, rtol=1e-5)
-    assert found[-1] < 0.95 * found[3]
+    assert found[-1] < 0.98 * found[3]
 
 
 def test_policy_gradient_steps(server, policy, tmp_path):
