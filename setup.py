@@ -65,6 +65,7 @@ setup(
             "aws/playground/static/*",
             "aws/training/policy/*",
             "base/look/*",
+            "environments/policies/*/*",
             "view/static/*",
             "trajectory/http/static/*",
             "env/templates/*",

@@ -48,10 +48,10 @@ ROOMS: dict[str, str] = {
     "dataflow": "api base registry transport",
     "dataflow/rollouts": "api base dataflow dataflow/journal transport",
     "env/loader": "api base registry",
-    "environments/sql": "api env/loader",
+    "environments/sql": "api base env/loader",
     "env/check": "api base env/containment env/loader registry",
     "env/server/spec": "api base env/containment env/loader env/server registry",
-    "environments/files": "api env/loader",
+    "environments/files": "api base env/loader",
     "rollout": "api base env/loader registry transport",
     "launch": "api base dataflow env/loader monitor registry scheduler transport",
     "env": "api base env/check env/loader registry",
@@ -63,7 +63,7 @@ ROOMS: dict[str, str] = {
     "aws/server": "aws aws/episode aws/playground aws/real_aws aws/simulator aws/tasks env/server",
     "aws/training": "api aws aws/cli aws/episode aws/simulator aws/tasks base rollout",
     "aws/client": "api aws base env rollout",
-    "environments": "api env/loader",
+    "environments": "api base env/loader",
     "tinker": "api backends/embedded backends/training base trajectory trajectory/wire",
 }
 """Every folder of the product that holds modules, with the folders that it may import from. A row names rows above it

@@ -44,6 +44,7 @@ from realhf.api.environment import (
     Task,
 )
 from realhf.api.option import option
+from realhf.base.installation import PACKAGE
 from realhf.env.loader.single_turn import VerifierEnvironment, read_verifier
 from realhf.env.loader.tasks import GroupedTaskSet, is_held_out
 from realhf.env.loader.threads import Threads
@@ -454,6 +455,7 @@ def build(options: CountdownOptions) -> EnvironmentSpec:
         tasks=tasks,
         system_prompt=SYSTEM_PROMPT,
         demonstrate=lambda request: demonstrations(training, request),
+        shipped_policy=PACKAGE / "environments" / "policies" / "countdown",
     )
 
 

@@ -10,22 +10,32 @@ import pytest
 from experiments.sft import warm_start, warm_start_recipe
 from experiments.shipped_policy import PROVENANCE, main, shipped_policy
 from realhf.api.config import ConfigError
-from realhf.base.installation import PACKAGE
+from realhf.base.installation import IMPORT_ROOT, PACKAGE
 from realhf.launch.compose import compose_config
 
-SHIPPED = PACKAGE / "aws" / "training" / "policy"
-ARGUMENTS = ["experiment=grpo_aws"]
+AWS = ("experiment=grpo_aws",)
+SHIPPED = {
+    AWS: PACKAGE / "aws" / "training" / "policy",
+}
+"""Where the policy lies that the jobs with these arguments begin with."""
+
+
+@pytest.fixture(params=SHIPPED, ids=lambda job: job[-1])
+def job(request: pytest.FixtureRequest) -> tuple[str, ...]:
+    return request.param
 
 
 def first_policy(*arguments: str) -> Path | None:
-    return warm_start(compose_config([*ARGUMENTS, *arguments]).config).artifact
+    return warm_start(compose_config(arguments).config).artifact
 
 
-@pytest.mark.parametrize(
-    "arguments", [(), ("seed=7",), ("total_train_steps=3", "actor.optimizer.lr=1e-4"), ("env.pool_size=8",)]
-)
-def test_a_run_whose_warm_start_is_made_from_the_same_takes_it(arguments):
-    assert first_policy(*arguments) == SHIPPED
+@pytest.mark.parametrize("arguments", [(), ("seed=7",), ("total_train_steps=3", "actor.optimizer.lr=1e-4")])
+def test_a_run_whose_warm_start_is_made_from_the_same_takes_it(job, arguments):
+    assert first_policy(*job, *arguments) == SHIPPED[job]
+
+
+def test_how_an_environment_is_served_makes_no_other_policy():
+    assert first_policy(*AWS, "env.pool_size=8") == SHIPPED[AWS]
 
 
 @pytest.mark.parametrize(
@@ -41,15 +51,16 @@ def test_a_run_whose_warm_start_is_made_from_the_same_takes_it(arguments):
     ],
 )
 def test_any_other_run_makes_its_own(argument):
-    assert first_policy(argument) != SHIPPED
+    assert first_policy(*AWS, argument) != SHIPPED[AWS]
 
 
-def test_the_default_policy_says_what_it_was_made_from_and_is_small():
-    provenance = json.loads((SHIPPED / PROVENANCE).read_text())
-    assert provenance["made_from"] == json.loads(json.dumps(warm_start_recipe(compose_config(ARGUMENTS).config)))
+def test_a_policy_says_what_it_was_made_from_and_is_small(job):
+    folder = SHIPPED[job]
+    provenance = json.loads((folder / PROVENANCE).read_text())
+    assert provenance["made_from"] == json.loads(json.dumps(warm_start_recipe(compose_config(job).config)))
     assert provenance["git"]["commit"] and not provenance["git"]["modified"]
     assert provenance["command"].startswith("python -m experiments.shipped_policy ")
-    assert sum(file.stat().st_size for file in SHIPPED.iterdir()) < 2.5e6
+    assert sum(file.stat().st_size for file in folder.iterdir()) < 2.5e6
 
 
 def test_a_file_that_was_not_shipped_is_refused(tmp_path):
@@ -68,5 +79,5 @@ def test_a_file_that_was_not_shipped_is_refused(tmp_path):
 
 
 def test_an_environment_that_ships_none_is_one_line(capsys):
-    assert main(["experiment=grpo", "env=sql"]) == 2
+    assert main(["experiment=grpo", f"env.path={IMPORT_ROOT / 'docs/extend/examples/support_desk.py'}"]) == 2
     assert capsys.readouterr().err == "grpo: its environment says no folder for a policy that ships with it\n"

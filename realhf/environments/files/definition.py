@@ -27,6 +27,7 @@ from realhf.api.environment import (
     EnvironmentSpec,
 )
 from realhf.api.option import option
+from realhf.base.installation import PACKAGE
 from realhf.env.loader.threads import Threads
 from realhf.env.loader.tool_env import ToolClassEnvironment, read_class
 from realhf.environments.files.tasks import GROUPS, NAME, Call, FilesTasks, Instance, delete
@@ -159,6 +160,7 @@ def build(options: FilesOptions) -> EnvironmentSpec:
         tasks=lambda split: FilesTasks(options.groups, split),
         system_prompt=SYSTEM_PROMPT,
         demonstrate=lambda request: demonstrations(training, request),
+        shipped_policy=PACKAGE / "environments" / "policies" / "files",
     )
 
 

@@ -23,6 +23,7 @@ from realhf.api.environment import (
     Task,
 )
 from realhf.api.option import option
+from realhf.base.installation import PACKAGE
 from realhf.environments.sql.database import Limits
 from realhf.environments.sql.environment import SqlEnvironment
 from realhf.environments.sql.instance import Instance
@@ -138,6 +139,7 @@ def build(options: SqlOptions) -> EnvironmentSpec:
         partial(SqlTaskSet, groups=tuple(options.groups)),
         system_prompt=SYSTEM_PROMPT,
         demonstrate=partial(demonstrate, SqlTaskSet(TRAIN, options.groups)),
+        shipped_policy=PACKAGE / "environments" / "policies" / "sql",
     )
 
 
