@@ -42,7 +42,10 @@ def read_run(folder: Path) -> dict[str, Any]:
     rollout = plan["spec"]["rollout"]
     kind = f"asynchronous, eta {rollout['options']['max_head_offpolicyness']}" if rollout else "synchronous"
     kind += _learner(yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8")))
-    return {"seed": plan["spec"]["seed"], "kind": kind, "summary": summary, "success": success, "rows": rows}
+    told = json.loads((folder / "evaluations.json").read_text(encoding="utf-8"))
+    held_out = {int(step): report["sampled"]["overall"]["success"] for step, report in told.items()}
+    found = {"seed": plan["spec"]["seed"], "kind": kind, "summary": summary, "success": success, "rows": rows}
+    return found | {"held_out": dict(sorted(held_out.items()))}
 
 
 def _learner(config: dict[str, Any]) -> str:
@@ -105,8 +108,8 @@ def difference(gaps: list[float]) -> str:
 
 
 def draw(runs: list[dict[str, Any]], out: Path, metrics: list[str]) -> None:
-    """Running success in training over steps, and held-out success before and after as dots at both ends; below it a
-    picture for each of the metrics."""
+    """Running success in training over steps, and held-out success as dots; below it a picture for each of the
+    metrics."""
     figure, every = plt.subplots(
         1 + len(metrics), figsize=(7.5, 3.8 + 2.2 * len(metrics)), layout="constrained", squeeze=False
     )
@@ -117,8 +120,7 @@ def draw(runs: list[dict[str, Any]], out: Path, metrics: list[str]) -> None:
         steps = list(range(1, len(run["success"]) + 1))
         label = name if name not in names[:number] else None
         (line,) = axes.plot(steps, run["success"], label=label, linewidth=1.4, color=colours[name])
-        ends = [run["summary"][f"heldout_success_{when}"]["overall"] for when in ("before", "after")]
-        axes.plot([0, steps[-1] + 1], ends, "o", color=line.get_color(), markersize=7)
+        axes.plot(list(run["held_out"]), list(run["held_out"].values()), "o", color=line.get_color(), markersize=7)
         for below, metric in zip(every[1:, 0], metrics, strict=True):
             below.plot(steps, [row.get(metric, math.nan) for row in run["rows"]], linewidth=1, color=colours[name])
     for below, metric in zip(every[1:, 0], metrics, strict=True):
@@ -128,9 +130,7 @@ def draw(runs: list[dict[str, Any]], out: Path, metrics: list[str]) -> None:
     axes.set_ylabel("success")
     axes.set_ylim(0, 1)
     axes.grid(alpha=0.3)
-    axes.set_title(
-        "lines: running success in training, all tasks weighted equally; dots: held-out, before and after", fontsize=9
-    )
+    axes.set_title("lines: running success in training, all tasks weighted equally; dots: held-out", fontsize=9)
     axes.legend(loc="lower right", frameon=False)
     figure.savefig(out, dpi=130)
 

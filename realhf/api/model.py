@@ -100,6 +100,11 @@ class ForwardOutputs(Protocol):
         without a value head."""
         ...
 
+    def logprobs_of(self, tokens: Tensor) -> Tensor:
+        """Return the log-probabilities of any ``tokens`` i64 (n, K), packed L-1 as all else is, in the place of the
+        sample's own; fp32 (n, K)."""
+        ...
+
     def keep(self, name: str, values: Tensor) -> None:
         """Keep a packed L-1 tensor for ``TrainResult.kept``, which has it for the whole batch, fp32 on the CPU."""
         ...

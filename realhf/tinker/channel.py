@@ -1,4 +1,5 @@
-"""Carries jobs to the process that computes, and what came of them back, over a pair of sockets that only the two have.
+"""Starts the process that computes, carries jobs to it, and what came of them back, over a pair of sockets that only
+the two have.
 
 A job is a message with a number and a body of bytes; the answer has the same number. Jobs of one model are done in the
 order in which they were sent.
@@ -6,8 +7,12 @@ order in which they were sent.
 
 from __future__ import annotations
 
+import asyncio
+import os
 import queue
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -39,6 +44,7 @@ class Create(Message, frozen=True, tag=True):
     seed: int
     mlp: bool
     attention: bool
+    unembedding: bool
     folder: str = ""
     moments: bool = True
     keep: str = ""
@@ -51,7 +57,8 @@ class Forward(Message, frozen=True, tag=True):
 
 
 class Update(Message, frozen=True, tag=True):
-    """Make a step of the optimizer; then save everything into ``keep``, if it says a folder."""
+    """Make a step of the optimizer; then save everything into ``keep``, if it says a folder. A disk that takes nothing
+    more is no reason for the step to have failed."""
 
     model: str
     params: dict[str, float]
@@ -112,11 +119,13 @@ class Began(Message, frozen=True, tag=True):
 
 class Done(Message, frozen=True, tag=True):
     """What came of a job; the answer's body follows. ``error``: why it failed, and whether by the fault of who asked
-    (``theirs``). ``version`` and ``digest`` are those of the weights that computed it, ``numbers`` its statistics."""
+    (``theirs``). ``version`` and ``digest`` are those of the weights that computed it, ``numbers`` its statistics;
+    ``kept``: everything was saved into the folder that the job named."""
 
     number: int
     error: str = ""
     theirs: bool = False
+    kept: bool = False
     version: int = -1
     digest: str = ""
     numbers: dict[str, float] = msgspec.field(default_factory=dict)
@@ -131,7 +140,7 @@ class Ready(Message, frozen=True, tag=True):
 
 
 Told = Began | Done | Ready
-_SEND, _STOP_S = msgspec.msgpack.Encoder(), 5.0
+_SEND, _STOP_S, _STOPS_WITHIN_S = msgspec.msgpack.Encoder(), 5.0, 10.0
 
 
 class Channel:
@@ -189,3 +198,58 @@ class Channel:
                 self._take(self._decoder.decode(message), body)
         except (EOFError, OSError):
             self._ended()
+
+
+class ComputeProcess:
+    """Belongs to the running event loop, on which ``told`` gets its messages and their bodies, and ``lost`` its exit
+    code where nobody stopped it. It ends with this process."""
+
+    def __init__(
+        self, options: ComputeOptions, told: Callable[[Told, bytes], None], lost: Callable[[int], None]
+    ) -> None:
+        self._options, self._tell, self._lose = msgspec.json.encode(options).decode(), told, lost
+        self._loop = asyncio.get_running_loop()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._channel: Channel | None = None
+
+    def start(self) -> None:
+        """Start it, or a new one in place of one that has died."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            arguments = [str(os.getpid()), "0", "realhf.tinker.compute", str(theirs.fileno()), self._options]
+            process = self._process = subprocess.Popen(
+                [sys.executable, "-m", "realhf.scheduler.child", *arguments],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+            )
+
+        def told(message: Told, body: bytes) -> None:
+            self._loop.call_soon_threadsafe(self._tell, message, body)
+
+        def ended() -> None:
+            self._loop.call_soon_threadsafe(self._lost, process)
+
+        self._channel = Channel(ours, Told, told, ended)
+        self._channel.start()
+
+    def send(self, job: Job, body: bytes = b"") -> None:
+        """Send a job; it never waits."""
+        assert self._channel is not None, "it is started first"
+        self._channel.send(job, body)
+
+    async def stop(self) -> None:
+        """End it; harmless before its start."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.terminate()
+        try:
+            await asyncio.to_thread(process.wait, _STOPS_WITHIN_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+    def _lost(self, process: subprocess.Popen[bytes]) -> None:
+        if process is self._process:
+            process.kill()  # it may have closed its end only
+            self._lose(process.wait())

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 import torch
 
 from realhf.backends.embedded.compute_threads import threads as compute_threads
@@ -36,6 +37,7 @@ from realhf.backends.training.tokenizer_loading import load_tokenizer
 from realhf.backends.training.torch_backend import load_causal_lm
 from realhf.base.files import sync, whole_folder
 from realhf.base.hf_config import context_limit
+from realhf.base.host_resources import memory_left
 from realhf.base.tensor_digest import digests, joint_digest
 from realhf.base.text import first_line
 from realhf.tinker.channel import (
@@ -89,7 +91,7 @@ class Computer:
             self._tokenizer,
             ends=_ends(self._tokenizer, options.path),
             longest=self.longest,
-            most_bytes=lambda: cache_bytes(options.kv_cache_gib, device, shared=True),
+            most_bytes=lambda: _cache_bytes(options.kv_cache_gib, device),
         )
 
     def take(self, job: Job, body: bytes) -> None:
@@ -147,8 +149,10 @@ class Computer:
         self._tell(Began(job.number))
         try:
             answer, numbers = self._do(job.work, body)
+            kept = isinstance(job.work, (Create, Update, Load)) and self._keep(job.work)
             held = self._models[model].held if model in self._models else Held(-1, "")
-            self._tell(Done(job.number, version=held.version, digest=held.digest, numbers=numbers), answer)
+            done = Done(job.number, kept=kept, version=held.version, digest=held.digest, numbers=numbers)
+            self._tell(done, answer)
         except Exception as error:
             self._failed(job.number, error)
         if queue:
@@ -168,38 +172,41 @@ class Computer:
             request = read_pass(body, vocabulary=self.vocabulary, longest=self.longest)
             return self._models[work.model].run(request), {}
         elif isinstance(work, Update):
-            numbers = self._models[work.model].update(work.params)
-            self._keep(work.model, work.keep)
-            return b"", numbers
+            return b"", self._models[work.model].update(work.params)
         elif isinstance(work, Save):
             return b"", {"size_bytes": self._save(work.model, Path(work.folder), work.kind)}
         elif isinstance(work, Load):
-            self._load(work.model, Path(work.folder), moments=work.moments)
-            self._keep(work.model, work.keep)
+            self._load(self._models[work.model], Path(work.folder), moments=work.moments)
         return b"", {}
 
     def _create(self, work: Create) -> None:
-        spec = AdapterSpec(work.rank, work.seed, work.mlp, work.attention)
+        spec = AdapterSpec(work.rank, work.seed, work.mlp, work.attention, work.unembedding)
         with self._threads.computing():
             made = TrainedModel(self._base, self._tokenizer, spec, self._options, self._threads)
         if work.folder:
-            try:
-                made.load(Path(work.folder), moments=work.moments)
-            except (FileNotFoundError, ValueError) as error:
-                raise BadRequest(str(error)) from None
+            self._load(made, Path(work.folder), moments=work.moments)
         self._models[work.model] = made
-        self._keep(work.model, work.keep)
         _log.info("model %s: rank %d, %.1f MiB beside the base", work.model, work.rank, made.nbytes() / 2**20)
 
-    def _load(self, model: str, folder: Path, *, moments: bool) -> None:
+    def _load(self, model: TrainedModel, folder: Path, *, moments: bool) -> None:
         try:
-            self._models[model].load(folder, moments=moments)
-        except (FileNotFoundError, ValueError) as error:
-            raise BadRequest(str(error)) from None
+            model.load(folder, moments=moments)
+        except (FileNotFoundError, ValueError) as error:  # where it lies here is nobody's business
+            raise BadRequest(str(error).replace(str(folder), folder.name)) from None
 
-    def _keep(self, model: str, folder: str) -> None:
-        if folder:
-            self._save(model, Path(folder), "training")
+    def _keep(self, work: Create | Update | Load) -> bool:
+        """Save everything if the job says so; return whether. A step that was made has not failed because it could not
+        be saved: who tried it again would make it twice. It is computed again from an earlier state."""
+        if not work.keep:
+            return False
+        try:
+            self._save(work.model, Path(work.keep), "training")
+        except OSError as error:
+            if not isinstance(work, Update):
+                raise
+            _log.error("the state of %s is not kept: %s", work.model, error)
+            return False
+        return True
 
     def _save(self, model: str, folder: Path, kind: str) -> float:
         made = self._models[model]
@@ -213,6 +220,8 @@ class Computer:
             (partial / VERSION).write_text(json.dumps(held), encoding="utf-8")
             for file in sorted(partial.rglob("*")):  # it is written down as saved afterwards
                 sync(file)
+            sync(partial)
+        sync(folder.parent)
         return float(sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()))
 
     def _sampled(self, number: int, answer: bytes | Exception, held: Held) -> None:
@@ -227,6 +236,15 @@ class Computer:
             _log.exception("job %d failed", number, exc_info=error)
         said = f"out of memory: {error}" if shortage(error) is not None else first_line(error)
         self._tell(Done(number, error=said[:2000] or type(error).__name__, theirs=theirs))
+
+
+def _cache_bytes(gib: float | None, device: torch.device) -> int:
+    """Return the most bytes of keys and values: what clients ask for has no bound but this one."""
+    most = cache_bytes(gib, device, shared=True)
+    if most is not None:
+        return most
+    free, left = psutil.virtual_memory().available, memory_left()
+    return (free if left is None else min(free, left)) // 2
 
 
 def _ends(tokenizer: Any, path: str) -> frozenset[int]:

@@ -1,23 +1,85 @@
-"""Reads what clients of the training API send, checks that it is theirs to ask for, and hands out promises."""
+"""Lets in who may use the server, reads what they send, checks that it is theirs to ask for, and hands out promises."""
 
 from __future__ import annotations
 
+import hashlib
+import hmac
+import ipaddress
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+from starlette.datastructures import Headers
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from realhf.tinker.access import OWNER
+from realhf.base.loopback import is_loopback_host, request_problem
+from realhf.tinker.options import ServerOptions
 from realhf.tinker.service import Service
 from realhf.tinker.shelf import Refused
 from realhf.tinker.store import ModelRow
 from realhf.tinker.wire import JSON, read_json, types
 from realhf.trajectory.wire.body import BodyBudget, BodyShare, read_body
 
+OWNER = "tinker.owner"
+"""Where the scope of a request says whose it is."""
+_OPEN = ("/api/v1/healthz", "/api/v1/download/")
+"""Beginnings of paths that need no key: a sign of life, and files whose address is signed."""
 _BODIES_AT_ONCE = 4
 """So many bodies of the largest size may be read at once."""
+_SMALL = 1 << 20
+"""Bytes of a request that brings no data: those that do are ``forward_backward`` and ``sample``."""
+
+
+class AccessGuard:
+    """Passes on requests of who may use this server, and leaves in the scope whose they are: 401 without a known key,
+    403 for foreign pages and hosts. Without a file of keys every key is an owner of its own."""
+
+    def __init__(self, app: ASGIApp, options: ServerOptions) -> None:
+        self._app = app
+        self._keys = [key.encode() for key in options.api_keys()]
+        named = {name.strip().strip("[]").lower() for name in (options.host, *options.allowed_hosts.split(","))}
+        self._hosts, self._open = named - {""}, not is_loopback_host(options.host)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, or refuse it."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        problem = request_problem(
+            scope, self._serves, unserved="this host is not served here; --allowed-hosts names further ones"
+        )
+        key = Headers(scope=scope).get("x-api-key", "").encode()
+        if problem:
+            answer: ASGIApp = error_answer(403, problem)
+        elif not scope["path"].startswith(_OPEN) and not self._known(key):
+            answer = error_answer(401, "this server does not know the API key (X-API-Key)")
+        else:
+            scope[OWNER] = hashlib.sha256(key).hexdigest()[:16]
+            answer = self._app
+        await answer(scope, receive, send)
+
+    def _known(self, key: bytes) -> bool:
+        found = not self._keys
+        for each in self._keys:
+            found |= hmac.compare_digest(each, key)
+        return found
+
+    def _serves(self, host: str) -> bool:
+        if is_loopback_host(host) or host in self._hosts:
+            return True
+        try:
+            ipaddress.ip_address(host)
+        except ValueError:
+            return False
+        return self._open
+
+
+def error_answer(status: int, text: str) -> JSONResponse:
+    """Return an error as the client reads it."""
+    return JSONResponse({"detail": text, "message": text}, status)
 
 
 class Desk:
@@ -27,17 +89,20 @@ class Desk:
         self.service, self.store, self.options = service, service.store, service.options
         self._bodies = BodyBudget(_BODIES_AT_ONCE * service.options.max_body_mib << 20)
 
-    async def body(self, request: Request) -> bytes:
-        """Return the plain body. Raises Refused or Refusal for one that is too large, or damaged."""
+    async def body(self, request: Request, *, data: bool = False) -> bytes:
+        """Return the plain body, which may be as large as ``--max-body-mib`` where it has ``data``. Raises Refused or
+        Refusal for one that is too large, or damaged."""
 
         async def chunks() -> AsyncIterator[bytes]:
             async for chunk in request.stream():
                 yield chunk
 
-        most = self.options.max_body_mib << 20
+        largest = self.options.max_body_mib << 20
+        most = largest if data else min(largest, _SMALL)
         declared = request.headers.get("content-length", "")
         if declared.isdigit() and int(declared) > most:
-            raise Refused(413, f"a body has at most {self.options.max_body_mib} MiB (--max-body-mib)")
+            named = " (--max-body-mib)" if data else ""
+            raise Refused(413, f"a body of this kind has at most {most >> 20} MiB{named}")
         share = BodyShare(self._bodies)
         try:
             encoding = request.headers.get("content-encoding", "")
@@ -72,7 +137,7 @@ class Desk:
         """Promise a model, by the first of its requests."""
         owner = request.scope[OWNER]
         self.session(request, session)
-        model = f"{session}:train:{number}"
+        model = f"{session}:train:{counted(number)}"
         if self.store.model(model) is None:
             self.store.add_model(model, owner, session, options)
         return self.promised(self.service.promise(owner, kind, model, 0, body), model)
@@ -94,10 +159,39 @@ class Desk:
         self.store.change_model(model, used=time.time())
         return self.promised(self.service.promise(row.owner, kind, model, seq, body), model)
 
+    @contextmanager
+    def numbered(self, request: Request, asked: Any) -> Iterator[None]:
+        """Let the number of a model's request count also where it is refused inside: the client goes on with the
+        next one."""
+        try:
+            yield
+        except Refused as error:
+            if error.status in (400, 404) and asked.model_id is not None and asked.seq_id is not None:
+                row = self.model(request, asked.model_id)
+                self.service.skip(row.owner, row.id, asked.seq_id, str(error))
+            raise
+
+    def unload(self, request: Request, model: str) -> Response:
+        """Promise to forget a model; asked for again, the same promise. The client numbers these requests not."""
+        row, seq = self.model(request, model), self.store.next_seq(model)
+        last = self.store.request(f"{model}:{seq - 1}")
+        if last is not None and last.kind == "unload_model":
+            return self.promised(last.id, model)
+        if row.unloaded:
+            raise Refused(400, f"model {model} is not kept any more")
+        return self.promised(self.service.promise(row.owner, "unload_model", model, seq, b"{}"), model)
+
     @staticmethod
     def promised(name: str, model: str | None = None, **more: Any) -> Response:
         """Answer with a promise of this name."""
         return json_answer(types.UntypedAPIFuture(request_id=name, model_id=model, **more))
+
+
+def counted(number: int | None) -> int:
+    """Return a number that a client counts something with. Raises Refused for none, or one out of range."""
+    if number is None or not 0 <= number < 1 << 31:
+        raise Refused(400, f"the number {number!r:.50} is out of range")
+    return number
 
 
 def json_answer(answer: Any) -> Response:

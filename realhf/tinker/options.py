@@ -39,13 +39,17 @@ class ServerOptions:
     threads: int = _option(0, "threads that compute; 0: as many as there are cores")
     max_tokens_per_mb: int = _option(2048, "a micro-batch has at most so many positions")
     max_sequence: int = _option(0, "a sequence has at most so many tokens; 0: as many as the model takes")
-    kv_cache_gib: float | None = _option(None, "memory for keys and values of sampling, in GiB; none: what it needs")
+    kv_cache_gib: float | None = _option(
+        None, "memory of sampling for keys and values, in GiB; none: half of what is free"
+    )
     max_adapters: int = _option(16, "so many models with adapters are in memory at once; others wait on the disk")
     max_adapters_per_key: int = _option(8, "so many of them belong to one key")
     max_rank: int = _option(128, "adapters have at most this rank")
     max_body_mib: int = _option(64, "a request has at most so many MiB, once inflated")
     max_pending: int = _option(2048, "so many requests of one key may be in work")
     max_pending_mib: int = _option(512, "and have so many MiB together")
+    max_saved_gib: float = _option(64.0, "weights that a key has saved may take so many GiB")
+    min_free_gib: float = _option(1.0, "nothing new is taken while the disk of --root has less left, in GiB")
     keep_ephemeral: int = _option(8, "weights that were saved without a name: so many are kept of each model")
     state_every_s: float = _option(30.0, "at most so often the state of a model is saved, to begin from when killed")
     session_lapses_s: float = _option(900.0, "without a sign of its client for so long, a model leaves the memory")
@@ -66,7 +70,7 @@ class ServerOptions:
             return f"--dtype {self.dtype} is neither float32 nor bfloat16"
         if self.allowed_hosts and is_loopback_host(self.host):
             return "--allowed-hosts has no effect on the loopback"
-        least = {"threads": 0, "port": 0, "max_sequence": 0, "state_every_s": 0}
+        least = {"threads": 0, "port": 0, "max_sequence": 0, "state_every_s": 0, "min_free_gib": 0}
         for each in fields(self):
             value = getattr(self, each.name)
             if isinstance(value, (int, float)) and value < least.get(each.name, 1e-3):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import secrets
+import sqlite3
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -18,8 +19,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from realhf.tinker.access import OWNER, AccessGuard, error_answer
-from realhf.tinker.desk import Desk, json_answer
+from realhf.tinker.desk import OWNER, AccessGuard, Desk, counted, error_answer, json_answer
 from realhf.tinker.service import Service
 from realhf.tinker.shelf import Refused
 from realhf.tinker.store import FAILED
@@ -55,6 +55,8 @@ def guarded(handler: Handler) -> Handler:
             return error_answer(error.status, error.detail)
         except BadRequest as error:
             return error_answer(400, str(error))
+        except sqlite3.Error as error:
+            return error_answer(507, f"the server cannot write this down ({error}); try again later")
 
     return guard
 
@@ -137,7 +139,7 @@ class Routes:
 
     async def telemetry(self, request: Request) -> Response:
         """Take what the client tells its makers, and keep nothing of it."""
-        await self._desk.body(request)
+        await self._desk.body(request, data=True)
         return json_answer(types.TelemetryResponse(status="accepted"))
 
     # ---- sessions
@@ -203,14 +205,15 @@ class Routes:
             raise Refused(
                 400, f"lora_config.rank {lora.rank} must be from 1 to {self._desk.options.max_rank} (--max-rank)"
             )
-        if not (lora.train_mlp or lora.train_attn):
-            raise Refused(400, "lora_config: the unembedding has no adapters here; train_mlp or train_attn is needed")
+        if not (lora.train_mlp or lora.train_attn or lora.train_unembed):
+            raise Refused(400, "lora_config: one of train_mlp, train_attn and train_unembed is needed")
         options = {
             "base": asked.base_model,
             "rank": lora.rank,
             "seed": secrets.randbits(31) if lora.seed is None else lora.seed % (1 << 63),
             "mlp": lora.train_mlp,
             "attention": lora.train_attn,
+            "unembedding": lora.train_unembed,
             "metadata": asked.user_metadata,
         }
         return self._desk.new_model(request, asked.session_id, asked.model_seq_id, "create_model", options, b"{}")
@@ -218,11 +221,7 @@ class Routes:
     async def unload_model(self, request: Request) -> Response:
         """Promise to forget a model; its checkpoints stay."""
         asked = await self._desk.asked(request, types.UnloadModelRequest)
-        row = self._desk.model(request, asked.model_id)
-        name = self._desk.service.promise(
-            row.owner, "unload_model", row.id, self._desk.service.next_number(row.id), b"{}"
-        )
-        return self._desk.promised(name, row.id)
+        return self._desk.unload(request, asked.model_id)
 
     async def get_info(self, request: Request) -> Response:
         """Say what a model is."""
@@ -240,7 +239,7 @@ class Routes:
         """Promise a pass."""
         if PROTOBUF not in request.headers.get("content-type", ""):
             raise Refused(415, f"forward_backward takes a body of the type {PROTOBUF}")
-        body = await self._desk.body(request)
+        body = await self._desk.body(request, data=True)
         head = read_head(body)
         kind = "forward" if head.forward_only else "forward_backward"
         return self._desk.promise(request, kind, head.model, head.seq, body)
@@ -248,12 +247,12 @@ class Routes:
     async def optim_step(self, request: Request) -> Response:
         """Promise a step of Adam."""
         asked = await self._desk.asked(request, types.OptimStepRequest)
-        if not isinstance(asked.optim_params, types.AdamParams):
-            raise Refused(
-                400, f"optim_params of {asked.optim_params.type} are not carried by this server: AdamParams are"
-            )
-        body = json.dumps({"params": asked.optim_params.model_dump()}).encode()
-        return self._desk.promise(request, "optim_step", asked.model_id, asked.seq_id, body)
+        with self._desk.numbered(request, asked):
+            if not isinstance(asked.optim_params, types.AdamParams):
+                kind = asked.optim_params.type
+                raise Refused(400, f"optim_params of {kind} are not carried by this server: AdamParams are")
+            body = json.dumps({"params": asked.optim_params.model_dump()}).encode()
+            return self._desk.promise(request, "optim_step", asked.model_id, asked.seq_id, body)
 
     # ---- sampling
 
@@ -270,7 +269,7 @@ class Routes:
             )
         else:
             self._desk.check_base(asked.base_model)
-        sampler = f"{asked.session_id}:sample:{asked.sampling_session_seq_id}"
+        sampler = f"{asked.session_id}:sample:{counted(asked.sampling_session_seq_id)}"
         owner = request.scope[OWNER]
         self._desk.store.add_sampler(sampler, owner, asked.session_id, folder, asked.model_path or "")
         return json_answer(types.CreateSamplingSessionResponse(sampling_session_id=sampler))
@@ -297,7 +296,7 @@ class Routes:
 
     async def sample(self, request: Request) -> Response:
         """Promise samples."""
-        body = await self._desk.body(request)
+        body = await self._desk.body(request, data=True)
         asked = read_json(types.SampleRequest, body)
         if asked.sampling_session_id is None or asked.seq_id is None:
             raise Refused(400, "sampling_session_id and seq_id are needed; create_sampling_session gives the first")

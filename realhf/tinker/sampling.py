@@ -35,6 +35,10 @@ TURN_S = 2.0
 MOST_SAMPLES = 1024
 """Sequences that one request may ask for."""
 MOST_TOP = 1024
+MOST_STOPS, LONGEST_STOP = 64, 256
+"""Stop strings of a request, and their letters: every token that is drawn is looked at for all of them."""
+LEAST_TEMPERATURE = 1e-3
+"""Below it, but for 0, logits would leave the range of fp32, and with them everybody's who samples at once."""
 _LOGIT_BYTES = 1 << 26
 MASKED = -99999.0
 """The client's log-probability of a place in a list of the likeliest that nothing stands in."""
@@ -98,10 +102,11 @@ class Weights:
             said = json.loads((folder / ADAPTER / CONFIG).read_text(encoding="utf-8"))
         except OSError:
             raise FileNotFoundError(f"the weights of {folder.name} are no longer kept here") from None
-        shape = json.dumps([said["r"], said["lora_alpha"], sorted(said["target_modules"])])
+        targets = sorted(said["target_modules"])
+        shape = json.dumps([said["r"], said["lora_alpha"], targets])
         if shape not in self._adapters:
-            options = LoraConfig(int(said["r"]), float(said["lora_alpha"]), list(said["target_modules"]), 0.0)
-            self._adapters = {shape: LoraAdapters(sharing_copy(self._base), options, role="sampler")}
+            options = LoraConfig(int(said["r"]), float(said["lora_alpha"]), targets, 0.0)
+            self._adapters = {shape: LoraAdapters(sharing_copy(self._base), options, role="sampler", head=True)}
         return self._adapters[shape]
 
 
@@ -154,6 +159,10 @@ class Sampler:
             raise BadRequest(
                 f"sampling_params.max_tokens={wanted}: after {len(prompt)} tokens of prompt there is room for {room}"
             )
+        if 0 < params.temperature < LEAST_TEMPERATURE:
+            raise BadRequest(
+                f"sampling_params.temperature={params.temperature} must be 0, or {LEAST_TEMPERATURE} or more"
+            )
         config = GenConfig(
             max_new_tokens=wanted,
             temperature=params.temperature,
@@ -177,8 +186,8 @@ class Sampler:
             stop = [stop]
         texts = tuple(each for each in stop if isinstance(each, str))
         tokens = frozenset(each for each in stop if not isinstance(each, str))
-        if any(not text for text in texts):
-            raise BadRequest("sampling_params.stop has an empty string")
+        if any(not 0 < len(text) <= LONGEST_STOP for text in texts) or len(texts) > MOST_STOPS:
+            raise BadRequest(f"sampling_params.stop: at most {MOST_STOPS} strings, of 1 to {LONGEST_STOP} letters")
         return tokens, texts
 
     def cancel(self, number: int) -> None:
@@ -203,12 +212,10 @@ class Sampler:
                 for asked, turn in self._joining[:joined]:
                     self._playing[turn.slot] = asked, turn
                 del self._joining[:joined]
-            ended = core.step(self._weights.held.version) if self._playing else []
+            self._end(core.step(self._weights.held.version) if self._playing else [])
         except Exception as error:
             core.reset()
             self._fail(error)
-            return
-        self._end(ended)
 
     def _take_turns(self) -> None:
         """Change to other weights when those in use have nothing left to do."""
@@ -268,8 +275,8 @@ class Sampler:
         self._weights.core.free(over)
 
     def _says(self, turn: Turn, texts: Sequence[str]) -> bool:
-        """Whether the last token completes a stop string: as many tokens as it has letters hold it in any case."""
-        tail = turn.token_ids[-max(map(len, texts)) - 1 :]
+        """Whether the last token completes a stop string: as many tokens as it has bytes hold it in any case."""
+        tail = turn.token_ids[-max(len(text.encode()) for text in texts) - 1 :]
         said = self._tokenizer.decode(tail)
         return any(text in said for text in texts)
 

@@ -14,6 +14,7 @@ import contextlib
 import json
 import logging
 import shutil
+import sqlite3
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -26,6 +27,7 @@ import msgspec
 from realhf.tinker.channel import (
     Began,
     Cancel,
+    ComputeProcess,
     Create,
     Done,
     Forward,
@@ -39,10 +41,9 @@ from realhf.tinker.channel import (
     Update,
     Work,
 )
-from realhf.tinker.compute_process import ComputeProcess
 from realhf.tinker.options import ServerOptions
 from realhf.tinker.shelf import Refused, Shelf, safe_name
-from realhf.tinker.store import WAITING, CheckpointRow, Request, Store
+from realhf.tinker.store import CHANGING, FAILED, WAITING, CheckpointRow, ModelRow, Request, Store
 
 _log = logging.getLogger(__name__)
 STARTS_WITHIN_S = 900.0
@@ -51,11 +52,10 @@ MOST_DEATHS, DEATHS_WITHIN_S = 3, 600.0
 MOST_TRIES = 2
 """A request during which it died so often has failed."""
 KEPT_FETCHED_S, KEPT_S = 900.0, 7 * 86400.0
-"""How long results are kept: those that somebody has fetched, and all."""
+"""How long results are kept: those that somebody has fetched, and all; and how long a model that nobody uses."""
 CLEANS_EVERY_S = 60.0
-CHANGING = ("create_model", "forward_backward", "optim_step", "load_weights")
-"""Requests that change a model, which have to be done again to make it again. One that failed is no exception: it may
-have left, or dropped, gradients."""
+KEYS_AT_ONCE = 4
+"""The requests of all keys together may have so many times the bytes of one: where any key is taken, keys are free."""
 NAMED = ("save_weights", "save_weights_for_sampler", "save_weights_external", "load_weights")
 """Requests about weights that have a path."""
 FATAL = "fatal"
@@ -71,6 +71,7 @@ class _Sent:
     model: str
     request: Request | None
     redo: bool = False
+    began: bool = False
 
 
 class Service:
@@ -106,6 +107,7 @@ class Service:
     async def open(self) -> None:
         """Start the process that computes, and begin again what is owed. Raises RuntimeError where it does not come
         up."""
+        self.shelf.sweep()
         self._process.start()
         await self._until_ready()
         self._later(self._clean())
@@ -114,7 +116,8 @@ class Service:
             self._count(request.owner, 1, len(request.body))
         for target in dict.fromkeys(request.target for request in owed):
             if self.store.model(target) is not None:
-                self._load(target)
+                if self._has_turn(target):
+                    self._load(target)
             else:
                 for request in owed:
                     if request.target == target:
@@ -150,6 +153,7 @@ class Service:
             return
         _log.error("%s; a new one does its work again", what)
         sent, self._jobs, self._job_of = list(self._jobs.values()), {}, {}
+        self._blame(sent)
         self._loaded, self._held, self._next = set(), {}, {}
         self._process.start()
         for each in sent:
@@ -163,7 +167,21 @@ class Service:
                 if known is not None and known.state == WAITING:
                     self._dispatch(each.request)
 
+    def _blame(self, sent: list[_Sent]) -> None:
+        """Count it for those that were being done. One thread computes: while a model is trained nobody samples."""
+        begun = [each for each in sent if each.began and each.request is not None]
+        for each in [each for each in begun if each.model] or begun:
+            assert each.request is not None
+            self._tries[each.request.id] = self._tries.get(each.request.id, 0) + 1
+
     def _told(self, told: Told, body: bytes) -> None:
+        try:
+            self._take(told, body)
+        except sqlite3.Error as error:  # it stays owed: whoever starts the server again gets it
+            self.failure = self.failure or f"--root {self.root}: what was computed cannot be written down ({error})"
+            self.ended.set()
+
+    def _take(self, told: Told, body: bytes) -> None:
         if isinstance(told, Ready):
             if self.store.once("base", told.digest) != told.digest:
                 self.failure = (
@@ -176,8 +194,8 @@ class Service:
             _log.info("%s: %d tokens of context, digest %s", self.options.model, told.longest, told.digest)
         elif isinstance(told, Began):
             sent = self._jobs.get(told.number)
-            if sent is not None and sent.request is not None:
-                self._tries[sent.request.id] = self._tries.get(sent.request.id, 0) + 1
+            if sent is not None:
+                sent.began = True
         elif (sent := self._jobs.pop(told.number, None)) is not None:
             self._done(sent, told, body)
 
@@ -185,21 +203,22 @@ class Service:
 
     def promise(self, owner: str, kind: str, target: str, seq: int, body: bytes) -> str:
         """Take a request, unless it was taken already, and return its name. Raises Refused where the owner has too much
-        in work, or the number is impossible."""
+        in work, the disk is nearly full, or the number is impossible."""
         name = f"{target}:{seq}"
         known = self.store.request(name)
         if known is not None:
             if known.owner != owner or known.kind != kind:
                 raise Refused(400, f"number {seq} of {target} was another request ({known.kind})")
             return name
-        is_model = kind != "sample"
-        if not (is_model and seq == self._next.get(target)):  # others may wait for that one
-            self._check_pending(owner, len(body))
-        if is_model and not 0 <= seq < 1 << 31:
+        if not 0 <= seq < 1 << 31:
             raise Refused(400, f"seq_id {seq} is out of range")
+        is_model = kind != "sample"
+        self._check_pending(owner, len(body), awaited=bool(self._held.get(target)) and seq == self._next.get(target))
+        self._check_disk()
         if is_model and target not in self._loaded:
             self._make_room(owner)
-        self.store.add_request(name, owner, kind, target, seq, body)
+        with self.store.together():
+            self.store.add_request(name, owner, kind, target, seq, body)
         self._count(owner, 1, len(body))
         request = Request(name, owner, kind, target, seq, body, WAITING, b"", "", False, {})
         if not is_model:
@@ -210,20 +229,39 @@ class Service:
             self._load(target)
         return name
 
-    def _check_pending(self, owner: str, nbytes: int) -> None:
+    def skip(self, owner: str, model: str, seq: int, why: str) -> None:
+        """Take the number of a request that was refused for good: those behind it would wait for it for ever."""
+        name = f"{model}:{seq}"
+        if not 1 <= seq < 1 << 31 or self.store.request(name) is not None:
+            return
+        with self.store.together():
+            self.store.add_request(name, owner, "refused", model, seq, b"")
+            self.store.finish(name, error=why, theirs=True, info={})
+        if model in self._loaded:
+            self._arrived(Request(name, owner, "refused", model, seq, b"", FAILED, b"", why, True, {}))
+
+    def _check_pending(self, owner: str, nbytes: int, *, awaited: bool) -> None:
+        """Raise Refused (429) where so much is in work already. ``awaited``: the request is the first of several, the
+        others came before it; without it they would fill the quota for ever, so it may have as much again."""
+        options, times = self.options, 2 if awaited else 1
         count, held = self._pending.get(owner, (0, 0))
-        if count >= self.options.max_pending:
+        whole = sum(each for _, each in self._pending.values())
+        if count >= times * options.max_pending:
             raise Refused(429, f"{count} requests of yours are in work (--max-pending); wait for some")
-        if count and held + nbytes > self.options.max_pending_mib << 20:
+        if count and held + nbytes > times * options.max_pending_mib << 20:
             raise Refused(429, f"requests of yours in work have {held >> 20} MiB (--max-pending-mib); wait for some")
+        if whole and whole + nbytes > times * KEYS_AT_ONCE * options.max_pending_mib << 20:
+            raise Refused(429, f"requests of all in work have {whole >> 20} MiB (--max-pending-mib); wait for some")
+
+    def _check_disk(self) -> None:
+        """Raise Refused (507) before the disk is full: what was promised needs the rest."""
+        free, least = shutil.disk_usage(self.root).free / 2**30, self.options.min_free_gib
+        if free < least:
+            raise Refused(507, f"the server's disk has {free:.1f} GiB left (--min-free-gib {least:g}); try again later")
 
     def _count(self, owner: str, count: int, nbytes: int) -> None:
         before = self._pending.get(owner, (0, 0))
         self._pending[owner] = before[0] + count, before[1] + nbytes
-
-    def next_number(self, model: str) -> int:
-        """Return the number of the next request of a model that says none."""
-        return self.store.next_seq(model)
 
     async def outcome(self, owner: str, name: str, timeout_s: float) -> Request | None:
         """Return a request once it has ended, or None after ``timeout_s``. Raises Refused (404, 410) for one that is
@@ -291,10 +329,23 @@ class Service:
         for request in self.store.history(model, row.state_seq):
             self._arrived(request)
 
+    def _has_turn(self, model: str) -> bool:
+        """Whether any request that is owed can be done: none waits for one that has not come. A client that is gone may
+        have left such a gap in every model that it had."""
+        row = self.store.model(model)
+        expected = 0 if row is None else row.state_seq + 1
+        for request in self.store.history(model, expected - 1):
+            if request.seq != expected:
+                return False
+            if request.state == WAITING:
+                return True
+            expected += 1
+        return False
+
     def _dispatch(self, request: Request) -> None:
         """Send a request to the process that computes. One that has ended is sent for what it changes only."""
         over = request.state != WAITING
-        if over and (request.kind not in CHANGING or request.info.get(FATAL)):
+        if over and (request.kind not in CHANGING or request.info.get(FATAL) or _left_nothing(request)):
             return
         try:
             work, body = self._work(request, over)
@@ -341,7 +392,7 @@ class Service:
         row = self.store.model(model)
         assert row is not None, f"{model} is written down with its first request"
         said = row.options
-        return Create(row.id, said["rank"], said["seed"], said["mlp"], said["attention"])
+        return Create(row.id, said["rank"], said["seed"], said["mlp"], said["attention"], said["unembedding"])
 
     def _sampling(self, request: Request) -> tuple[Work, bytes]:
         sampler = self.store.sampler(request.target)
@@ -390,7 +441,7 @@ class Service:
         """Write down what a job has left on the disk; return what may be removed then. The state before the last one
         stays: a disk that lost power may know of that only."""
         work, model = sent.work, request.target
-        if isinstance(work, (Create, Update, Load)) and work.keep:
+        if isinstance(work, (Create, Update, Load)) and done.kept:
             before = self.store.model(model)
             last = -1 if before is None else before.state_seq
             self.store.change_model(model, state_seq=request.seq)
@@ -401,6 +452,7 @@ class Service:
             said = json.loads(request.body)
             proof = {"version": done.version, "digest": done.digest}
             info = {**said["info"], **done.numbers, **proof, "folder": work.folder}
+            before = self.store.checkpoint(said["path"])
             self.store.put_checkpoint(
                 CheckpointRow(
                     said["path"], request.owner, model, said["kind"], said["name"], time.time(), said["expires"], info
@@ -409,11 +461,18 @@ class Service:
             if said.get("sampler"):
                 self.store.add_sampler(said["sampler"], request.owner, said["session"], work.folder, said["path"])
                 return self.shelf.older_ephemeral(model)
+            return [] if before is None else [self.shelf.folder_of(before)]
         if isinstance(work, Unload):
-            self.store.change_model(model, unloaded=1)
-            self._loaded.discard(model)
-            return [self.root / "state" / safe_name(model)]
+            return [self._forget(model)]
         return []
+
+    def _forget(self, model: str) -> Path:
+        """Note that a model is gone for good; return what may be removed of it. Saved weights stay."""
+        self.store.change_model(model, unloaded=1)
+        self._loaded.discard(model)
+        for known in (self._next, self._held, self._kept_at):
+            known.pop(model, None)
+        return self._state(model, 0).parent
 
     def _finish(
         self,
@@ -437,7 +496,7 @@ class Service:
         Refused (429) where all are at work."""
         options = self.options
         for whose, most in ((owner, options.max_adapters_per_key), (None, options.max_adapters)):
-            rows = [row for row in self.store.models(whose) if row.id in self._loaded]
+            rows = [row for row in self._in_memory() if whose in (None, row.owner)]
             if len(rows) < most:
                 continue
             idle = [row for row in rows if not self._busy(row.id)]
@@ -448,14 +507,19 @@ class Service:
 
     def end_lapsed(self) -> None:
         """Take models out of memory whose session nobody has kept alive."""
-        for row in self.store.models():
-            if row.id in self._loaded and not self._busy(row.id):
+        for row in self._in_memory():
+            if not self._busy(row.id):
                 session = self.store.session(row.session)
                 if session is None or session[2] or time.time() - session[1] > self.options.session_lapses_s:
                     self._leave_memory(row.id)
 
+    def _in_memory(self) -> list[ModelRow]:
+        return [row for model in self._loaded if (row := self.store.model(model)) is not None]
+
     def _busy(self, model: str) -> bool:
-        return bool(self._held.get(model)) or any(sent.model == model for sent in self._jobs.values())
+        """Whether something of a model is being done. Requests that wait for one that has not come are no reason to
+        keep it: they are on the disk, and it may never come."""
+        return any(sent.model == model for sent in self._jobs.values())
 
     def _leave_memory(self, model: str) -> None:
         """Take a model out of memory; its next request makes it again."""
@@ -470,8 +534,17 @@ class Service:
             self.store.forget_results(fetched_before=now - KEPT_FETCHED_S, finished_before=now - KEPT_S)
             self.shelf.drop_expired()
             self.end_lapsed()
+            for model in self.store.unused_models(now - KEPT_S):
+                if model not in self._loaded:
+                    for folder in (self._forget(model), *self.shelf.forget_ephemeral(model)):
+                        shutil.rmtree(folder, ignore_errors=True)
 
     def _later(self, work: Any) -> None:
         task = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _left_nothing(request: Request) -> bool:
+    """Whether a request failed that has then changed nothing. A step that failed has dropped gradients."""
+    return request.state == FAILED and request.kind == "forward_backward"

@@ -44,9 +44,16 @@ class Shelf:
         """Return where saved weights are."""
         return Path(row.info["folder"])
 
-    def folder(self, model: str, kind: str, name: str) -> Path:
-        """Return where weights of this name are to be saved."""
-        return self._root / "checkpoints" / safe_name(model) / KINDS[kind] / name
+    def folder(self, model: str, kind: str, name: str, seq: int) -> Path:
+        """Return where request ``seq`` of a model saves weights of this name. Others of the same name, before or after,
+        are elsewhere: who samples with those that were deleted, or replaced, must not get these."""
+        return self._root / "checkpoints" / safe_name(model) / KINDS[kind] / f"{name}.{seq}"
+
+    def sweep(self) -> None:
+        """Remove what a killed process has left half written."""
+        for top in ("checkpoints", "state"):
+            for partial in (self._root / top).rglob(".*.tmp"):
+                shutil.rmtree(partial, ignore_errors=True)
 
     def files(self, row: CheckpointRow) -> list[str]:
         """Return the names of the files of saved weights, within their folder."""
@@ -87,8 +94,12 @@ class Shelf:
     def older_ephemeral(self, model: str) -> list[Path]:
         """Forget weights without a name that samplers of this model had, but for the last ones; return their
         folders."""
+        return self.forget_ephemeral(model, self._keep)
+
+    def forget_ephemeral(self, model: str, keep: int = 0) -> list[Path]:
+        """Forget all of them but for the last ``keep``; return their folders."""
         own = [row for row in self._store.checkpoints(model=model) if row.info.get("ephemeral")]
-        older = own[self._keep :]
+        older = own[keep:]
         for row in older:
             self._store.drop_checkpoint(row.path)
         return [self.folder_of(row) for row in older]

@@ -35,8 +35,11 @@ create table if not exists requests (id text primary key, owner text not null, k
 create index if not exists of_target on requests (target, seq);
 create index if not exists of_state on requests (state);
 """
-FORMAT = "1"
+FORMAT = "2"
 WAITING, FINISHED, FAILED = 0, 1, 2
+CHANGING = ("create_model", "forward_backward", "optim_step", "load_weights")
+"""Requests that change a model, which have to be done again to make it again. A step that failed is no exception: it
+has dropped gradients."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +115,7 @@ class Store:
             raise ValueError(f"--root {folder}: another server uses this folder") from None
         self._base = sqlite3.connect(folder / "server.sqlite", isolation_level=None, check_same_thread=False)
         self._base.execute("pragma journal_mode=wal")
-        self._base.execute("pragma synchronous=normal")
+        self._base.execute("pragma synchronous=normal")  # but for promises, see ``together``
         self._base.executescript(_SCHEMA)
         self._base.execute("insert or ignore into meta values ('format', ?)", (FORMAT,))
         found = self._base.execute("select value from meta where name='format'").fetchone()[0]
@@ -126,14 +129,20 @@ class Store:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Write everything inside, or nothing."""
-        self._base.execute("begin immediate")
+        """Write everything inside, or nothing. It is on the disk afterwards, also where power fails; what is written
+        outside, signs of life, is there with the next of these."""
+        self._base.execute("pragma synchronous=full")
         try:
-            yield
-        except BaseException:
-            self._base.execute("rollback")
-            raise
-        self._base.execute("commit")
+            self._base.execute("begin immediate")
+            try:
+                yield
+                self._base.execute("commit")
+            except BaseException:
+                if self._base.in_transaction:  # a full disk may have rolled back by itself
+                    self._base.execute("rollback")
+                raise
+        finally:
+            self._base.execute("pragma synchronous=normal")
 
     def once(self, name: str, value: str) -> str:
         """Return what is written under a name; the first time, ``value``."""
@@ -188,6 +197,10 @@ class Store:
             for id, owner, session, created, used, options, seq, unloaded in rows
         ]
 
+    def unused_models(self, before: float) -> list[str]:
+        """Return the models that nobody has used since then, and that were not unloaded."""
+        return [row[0] for row in self._base.execute("select id from models where used<? and not unloaded", (before,))]
+
     def change_model(self, id: str, **fields: Any) -> None:
         """Change some of ``used``, ``state_seq`` and ``unloaded``."""
         assert fields.keys() <= {"used", "state_seq", "unloaded"}, fields
@@ -237,6 +250,13 @@ class Store:
         row = self._base.execute("select * from checkpoints where path=?", (path,)).fetchone()
         return None if row is None else _checkpoint(*row)
 
+    def saved_bytes(self, owner: str) -> int:
+        """Return how large the checkpoints of an owner are."""
+        row = self._base.execute(
+            "select coalesce(sum(json_extract(info, '$.size_bytes')), 0) from checkpoints where owner=?", (owner,)
+        ).fetchone()
+        return int(row[0])
+
     def drop_checkpoint(self, path: str) -> None:
         """Forget a checkpoint."""
         self._base.execute("delete from checkpoints where path=?", (path,))
@@ -260,8 +280,8 @@ class Store:
         return self._requests("state=0", ())
 
     def history(self, model: str, after: int) -> list[Request]:
-        """Return the requests of a model behind a sequence number whose bodies are kept, in their order."""
-        return self._requests("target=? and seq>? and body is not null", (model, after))
+        """Return the requests of a model behind a sequence number, in their order."""
+        return self._requests("target=? and seq>?", (model, after))
 
     def next_seq(self, target: str) -> int:
         """Return the number behind the highest one of a model's requests."""
@@ -281,13 +301,14 @@ class Store:
     def finish(
         self, id: str, *, result: bytes = b"", error: str = "", theirs: bool = False, info: Mapping[str, Any]
     ) -> None:
-        """Write down what came of a request; of one to sample, what was asked is not needed any more. One that has
-        ended already keeps what it had."""
+        """Write down what came of a request. What was asked is kept of one that changed a model, which may have to be
+        made again. A request that has ended already keeps what it had."""
         state = FAILED if error else FINISHED
+        marks = ",".join("?" * len(CHANGING))
         self._base.execute(
             "update requests set state=?, result=?, error=?, theirs=?, info=?, finished=?, "
-            "body=case kind when 'sample' then null else body end where id=? and state=0",
-            (state, result, error, theirs, json.dumps(info), time.time(), id),
+            f"body=case when kind in ({marks}) then body end where id=? and state=0",
+            (state, result, error, theirs, json.dumps(info), time.time(), *CHANGING, id),
         )
 
     def fetched(self, id: str) -> None:

@@ -22,8 +22,7 @@ from realhf.api.config import LoraConfig, OptimizerConfig
 from realhf.api.model import ForwardOutputs
 from realhf.api.sample import MicroBatchSpec, SequenceSample
 from realhf.backends.embedded.compute_threads import ComputeThreads
-from realhf.backends.training.lora import ADAPTER, linear_layers
-from realhf.backends.training.selected_logprobs import selected_logprobs
+from realhf.backends.training.lora import ADAPTER, head_name, linear_layers
 from realhf.backends.training.torch_engine import TorchEngine
 from realhf.base.tensor_digest import TensorDigester, joint_digest
 from realhf.tinker.channel import ComputeOptions
@@ -40,13 +39,13 @@ def sharing_copy(model: Any) -> Any:
     return copy.deepcopy(model, shared)
 
 
-def chosen_targets(model: Any, *, mlp: bool, attention: bool) -> list[str]:
-    """Return the names of the linear layers of the blocks that adapters stand beside. Raises BadRequest where that is
-    none."""
+def chosen_targets(model: Any, *, mlp: bool, attention: bool, unembedding: bool) -> list[str]:
+    """Return the names of the linear layers that adapters stand beside. Raises BadRequest where that is none."""
     of_attention = {name for name in linear_layers(model) if "attn" in name or "attention" in name}
     names = [name for name in linear_layers(model) if (attention if name in of_attention else mlp)]
+    names += [head_name(model)] if unembedding else []
     if not names:
-        raise BadRequest("lora_config: neither train_mlp nor train_attn, so there is nothing to train")
+        raise BadRequest("lora_config: this model has no such layers, so there is nothing to train")
     return names
 
 
@@ -58,10 +57,12 @@ class AdapterSpec:
     seed: int
     mlp: bool = True
     attention: bool = True
+    unembedding: bool = True
 
     def options(self, model: Any) -> LoraConfig:
         """Return the options of the adapters on ``model``."""
-        return LoraConfig(self.rank, ALPHA, chosen_targets(model, mlp=self.mlp, attention=self.attention), 0.0)
+        chosen = chosen_targets(model, mlp=self.mlp, attention=self.attention, unembedding=self.unembedding)
+        return LoraConfig(self.rank, ALPHA, chosen, 0.0)
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,7 @@ class TrainedModel:
             lora=spec.options(base),
             role="tinker",
             path=options.path,
+            adapts_head=spec.unembedding,
         )
         self._engine.use_threads(threads)
         assert self._engine.adapters is not None, "an engine with options of adapters has them"
@@ -105,7 +107,8 @@ class TrainedModel:
 
     def run(self, request: Pass) -> bytes:
         """Go forward, and backward, over the data; return the answer. Raises BadRequest for a loss or data that do not
-        fit each other, FloatingPointError where the loss is no finite number."""
+        fit each other, FloatingPointError where the loss or its gradient is no finite number. The gradients are what
+        they were then."""
         try:
             loss, settings = loss_named(request.loss, request.config)
         except ValueError as error:
@@ -115,12 +118,10 @@ class TrainedModel:
             total, found = batch.forward(self._engine, self._spec)
         else:
             result = self._engine.accumulate(batch.sample, batch.loss, mb_spec=self._spec)
-            total, found = result.stats["loss"], [result.kept[_column(k)] for k in range(batch.width)]
+            total = math.nan if result.skipped else result.stats["loss"]
+            found = {name: result.kept[name] for name in batch.columns}
         if not math.isfinite(total):
-            raise FloatingPointError(
-                "the loss is not a finite number; the gradients of this client are spoiled, and its next optim_step "
-                "drops them"
-            )
+            raise FloatingPointError("the loss or its gradient is not a finite number: nothing of this was added")
         tokens = sum(len(datum.tokens) for datum in request.data)
         metrics = {"loss:sum": total, "tokens:sum": float(tokens), "weights_version:max": float(self.held.version)}
         return pass_answer(batch.split(found), metrics)
@@ -191,23 +192,22 @@ def _adam(params: Mapping[str, float]) -> OptimizerConfig:
     )
 
 
-def _column(number: int) -> str:
-    return f"logprobs/{number}"
-
-
+OUTPUTS = ("logprobs", "elementwise_loss")
+"""What an answer has of every target, as the client's documentation names it."""
 _TARGETS, _SEQUENCE, _PLACE, _INPUT = "targets", "sequence", "place", "input/"
 
 
 class Batch:
     """Holds the data of a request as a sample: packed, one sequence for each datum, with what the loss needs as keys of
-    a position. ``width`` is the most targets that a position has. Raises BadRequest for tensors that the loss misses,
-    or does not know."""
+    a position. ``width`` is the most targets that a position has, ``columns`` names what comes of each of them. Raises
+    BadRequest for tensors that the loss misses, or does not know."""
 
     def __init__(self, data: Sequence[Datum], loss: TokenLoss, settings: Mapping[str, float]) -> None:
         self._loss, self._settings = loss, settings
         self._flat = [datum.targets.ndim == 1 for datum in data]
         self._widths = [1 if flat else datum.targets.shape[1] for flat, datum in zip(self._flat, data, strict=True)]
         self.width = max(self._widths)
+        self.columns = [f"{name}/{k}" for name in OUTPUTS for k in range(self.width)]
         self._names = _common_inputs(data, loss)
         if self.width > 1 and loss.needs != ("weights",):
             raise BadRequest("several targets for a position: only cross_entropy takes them")
@@ -239,42 +239,46 @@ class Batch:
         return np.pad(values, ((0, 0), (0, self.width - values.shape[1])))
 
     def loss(self, outputs: ForwardOutputs, sample: SequenceSample) -> tuple[Tensor, dict[str, float]]:
-        """Is a ``LossFn``; it keeps the log-probabilities of every column of targets."""
-        loss, logprobs = self._scored(outputs, sample)
-        for k in range(self.width):
-            outputs.keep(_column(k), logprobs[:, k])
-        return loss, {}
+        """Is a ``LossFn``; it keeps what ``columns`` names."""
+        logprobs, losses = self._scored(outputs, sample)
+        for name, values in zip(self.columns, (*logprobs.unbind(1), *losses.unbind(1)), strict=True):
+            outputs.keep(name, values)
+        return losses.sum(), {}
 
-    def forward(self, engine: TorchEngine, spec: MicroBatchSpec) -> tuple[float, list[Tensor]]:
-        """Return the sum of losses, and the log-probabilities of every column of targets, f32 (positions,) each."""
-        losses, found = list[float](), torch.zeros(sum(self._lengths), self.width)
+    def forward(self, engine: TorchEngine, spec: MicroBatchSpec) -> tuple[float, dict[str, Tensor]]:
+        """Return the sum of losses, and what ``columns`` names, f32 (positions,) each."""
+        total, found = 0.0, torch.zeros(sum(self._lengths), len(self.columns))
 
         def post(outputs: ForwardOutputs, sample: SequenceSample) -> Tensor:
-            loss, logprobs = self._scored(outputs, sample)
-            losses.append(float(loss))
-            found[sample[_PLACE]] = logprobs.float().cpu()
+            nonlocal total
+            logprobs, losses = self._scored(outputs, sample)
+            total += float(losses.sum())
+            found[sample[_PLACE]] = torch.cat([logprobs, losses], 1).float().cpu()
             return logprobs[:, 0]
 
         engine.forward(self.sample, post, mb_spec=spec)
-        return sum(losses), list(found.unbind(-1))
+        return total, dict(zip(self.columns, found.unbind(1), strict=True))
 
     def _scored(self, outputs: ForwardOutputs, sample: SequenceSample) -> tuple[Tensor, Tensor]:
-        """Return the sum of losses of a micro-batch, and log-probabilities f32 (n, width)."""
-        logprobs = target_logprobs(outputs, sample[_TARGETS])
+        """Return log-probabilities and losses of a micro-batch, f32 (n, width) each."""
+        logprobs = outputs.logprobs_of(sample[_TARGETS])
         device = logprobs.device
         inputs = {name: sample[_INPUT + name].to(device) for name in self._names}
         _, sequence = sample[_SEQUENCE].to(device).unique_consecutive(return_inverse=True)
         if self.width > 1:
-            return self._loss.compute(logprobs, inputs, sequence, self._settings).sum(), logprobs
+            return logprobs, self._loss.compute(logprobs, inputs, sequence, self._settings)
         flat = {name: values[:, 0] for name, values in inputs.items()}
-        return self._loss.compute(logprobs[:, 0], flat, sequence, self._settings).sum(), logprobs
+        return logprobs, self._loss.compute(logprobs[:, 0], flat, sequence, self._settings)[:, None]
 
-    def split(self, columns: Sequence[Tensor]) -> list[np.ndarray]:
-        """Return the log-probabilities of each datum, in the shape of its targets."""
-        whole = torch.stack(list(columns), -1).numpy()
-        parts = np.split(whole, np.cumsum(self._lengths)[:-1])
-        cut = [part[:, :width] for part, width in zip(parts, self._widths, strict=True)]
-        return [part[:, 0] if flat else part for part, flat in zip(cut, self._flat, strict=True)]
+    def split(self, found: Mapping[str, Tensor]) -> list[dict[str, np.ndarray]]:
+        """Return what is known of each datum, in the shape of its targets, by ``OUTPUTS``."""
+        ends = np.cumsum(self._lengths)[:-1]
+        split: list[dict[str, np.ndarray]] = [{} for _ in self._lengths]
+        for name in OUTPUTS:
+            whole = torch.stack([found[f"{name}/{k}"] for k in range(self.width)], -1).numpy()
+            for i, part in enumerate(np.split(whole, ends)):
+                split[i][name] = part[:, 0] if self._flat[i] else part[:, : self._widths[i]]
+        return split
 
 
 def _common_inputs(data: Sequence[Datum], loss: TokenLoss) -> list[str]:
@@ -288,19 +292,3 @@ def _common_inputs(data: Sequence[Datum], loss: TokenLoss) -> list[str]:
         if set(datum.inputs) != given:
             raise BadRequest(f"datum {number} has other tensors than datum 0")
     return sorted(given)
-
-
-def target_logprobs(outputs: ForwardOutputs, targets: Tensor) -> Tensor:
-    """Return log-probabilities f32 (n, K) of ``targets`` i64 (n, K), any tokens, at the packed positions of a
-    micro-batch; all of them are scored. Raises BadRequest where targets are not the tokens that follow and the head of
-    the model is more than a product."""
-    place = outputs.place
-    targets = targets.to(place.device)
-    at, width = targets[place], targets.shape[1]
-    if width == 1 and bool((at[:, 0] == outputs.target).all()):
-        return outputs.logprobs()[0][:, None]
-    if (head := outputs.head) is None:
-        raise BadRequest("target_tokens are not those of the sequence itself: the head of this model takes no others")
-    hidden = outputs.hidden.repeat_interleave(width, 0) if width > 1 else outputs.hidden
-    found, _ = selected_logprobs(hidden, head, at.reshape(-1), with_entropy=False)
-    return torch.zeros(targets.shape, device=found.device).index_copy(0, place, found.view(-1, width))

@@ -12,8 +12,7 @@ from urllib.parse import quote
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 
-from realhf.tinker.access import OWNER
-from realhf.tinker.desk import Desk, json_answer
+from realhf.tinker.desk import OWNER, Desk, counted, json_answer
 from realhf.tinker.shelf import KINDS, Refused
 from realhf.tinker.store import CheckpointRow, ModelRow
 from realhf.tinker.wire import types
@@ -33,27 +32,30 @@ class WeightsRoutes:
         """Promise to save weights and the optimizer's state under a name."""
         asked = await self._desk.asked(request, types.SaveWeightsRequest)
         name = asked.path or f"seq-{asked.seq_id}"
-        return self._save(request, asked, "save_weights", "training", name, overwrite=asked.overwrite)
+        with self._desk.numbered(request, asked):
+            return self._save(request, asked, "save_weights", "training", name, overwrite=asked.overwrite)
 
     async def save_for_sampler(self, request: Request) -> Response:
         """Promise to save weights to sample with: under a name, or for one new sampler."""
         asked = await self._desk.asked(request, types.SaveWeightsForSamplerRequest)
-        if asked.path is not None:
-            return self._save(request, asked, "save_weights_for_sampler", "sampler", asked.path)
-        if asked.sampling_session_seq_id is None:
-            raise Refused(400, "a name (path), or sampling_session_seq_id, is needed")
-        session = self._desk.model(request, asked.model_id).session
-        sampler = f"{session}:sample:{asked.sampling_session_seq_id}"
-        more: Any = {"sampler": sampler, "session": session}
-        name = f"{_EPHEMERAL}{asked.seq_id}"
-        return self._save(request, asked, "save_weights_for_sampler", "sampler", name, ephemeral=True, **more)
+        with self._desk.numbered(request, asked):
+            if asked.path is not None:
+                return self._save(request, asked, "save_weights_for_sampler", "sampler", asked.path)
+            if asked.sampling_session_seq_id is None:
+                raise Refused(400, "a name (path), or sampling_session_seq_id, is needed")
+            session = self._desk.model(request, asked.model_id).session
+            sampler = f"{session}:sample:{counted(asked.sampling_session_seq_id)}"
+            more: Any = {"sampler": sampler, "session": session}
+            name = f"{_EPHEMERAL}{asked.seq_id}"
+            return self._save(request, asked, "save_weights_for_sampler", "sampler", name, ephemeral=True, **more)
 
     async def save_external(self, request: Request) -> Response:
         """Promise to save a whole model, with merged weights, for others to load."""
         asked = await self._desk.asked(request, types.SaveWeightsExternalRequest)
-        if asked.age_encryption_recipients:
-            raise Refused(400, "age_encryption_recipients are not carried by this server")
-        return self._save(request, asked, "save_weights_external", "external", asked.path)
+        with self._desk.numbered(request, asked):
+            if asked.age_encryption_recipients:
+                raise Refused(400, "age_encryption_recipients are not carried by this server")
+            return self._save(request, asked, "save_weights_external", "external", asked.path)
 
     def _save(
         self,
@@ -72,35 +74,39 @@ class WeightsRoutes:
             raise Refused(400, f"path {name!r:.200}: a name has {rule}")
         ttl = asked.ttl_seconds
         _check_ttl(ttl)
-        row = self._desk.model(request, asked.model_id)
-        lora = {name: row.options[name] for name in ("base", "rank", "mlp", "attention")}
+        row, seq = self._desk.model(request, asked.model_id), counted(asked.seq_id)
+        used, most = self._desk.store.saved_bytes(row.owner) / 2**30, self._desk.options.max_saved_gib
+        if used > most:
+            raise Refused(400, f"your saved weights take {used:.1f} of {most:g} GiB (--max-saved-gib): delete some")
+        lora = {name: row.options[name] for name in ("base", "rank", "mlp", "attention", "unembedding")}
         said = {
             "path": f"tinker://{row.id}/{KINDS[weights]}/{name}",
             "kind": weights,
             "name": name,
-            "folder": str(self._desk.service.shelf.folder(row.id, weights, name)),
+            "folder": str(self._desk.service.shelf.folder(row.id, weights, name, seq)),
             "expires": None if ttl is None else time.time() + ttl,
             "overwrite": overwrite,
             "info": {"metadata": getattr(asked, "user_metadata", None), "ephemeral": ephemeral, "lora": lora},
             **more,
         }
-        return self._desk.promise(request, kind, row.id, asked.seq_id, json.dumps(said).encode())
+        return self._desk.promise(request, kind, row.id, seq, json.dumps(said).encode())
 
     async def load_weights(self, request: Request) -> Response:
         """Promise to load saved weights into a model, or to make a model of them."""
         asked = await self._desk.asked(request, types.LoadWeightsRequest)
-        if asked.weights_access_token:
-            raise Refused(400, "weights_access_token is not carried by this server")
-        source = self._desk.service.shelf.find(request.scope[OWNER], asked.path)
-        body = json.dumps({"path": source.path, "optimizer": asked.optimizer}).encode()
-        if asked.session_id is None:
-            if asked.model_id is None:
-                raise Refused(400, "model_id, or session_id and model_seq_id, are needed")
-            return self._desk.promise(request, "load_weights", asked.model_id, asked.seq_id, body)
-        if asked.model_seq_id is None:
-            raise Refused(400, "model_seq_id is missing")
-        options = {**source.info["lora"], "seed": 0, "metadata": asked.user_metadata}
-        return self._desk.new_model(request, asked.session_id, asked.model_seq_id, "load_weights", options, body)
+        with self._desk.numbered(request, asked):
+            if asked.weights_access_token:
+                raise Refused(400, "weights_access_token is not carried by this server")
+            source = self._desk.service.shelf.find(request.scope[OWNER], asked.path)
+            body = json.dumps({"path": source.path, "optimizer": asked.optimizer}).encode()
+            if asked.session_id is None:
+                if asked.model_id is None:
+                    raise Refused(400, "model_id, or session_id and model_seq_id, are needed")
+                return self._desk.promise(request, "load_weights", asked.model_id, asked.seq_id, body)
+            if asked.model_seq_id is None:
+                raise Refused(400, "model_seq_id is missing")
+            options = {**source.info["lora"], "seed": 0, "metadata": asked.user_metadata}
+            return self._desk.new_model(request, asked.session_id, asked.model_seq_id, "load_weights", options, body)
 
     async def weights_info(self, request: Request) -> Response:
         """Say what saved weights are."""
@@ -114,7 +120,7 @@ class WeightsRoutes:
                 base_model=self._desk.options.public_name,
                 is_lora=True,
                 lora_rank=lora["rank"],
-                train_unembed=False,
+                train_unembed=lora["unembedding"],
                 train_mlp=lora["mlp"],
                 train_attn=lora["attention"],
             )
@@ -201,7 +207,7 @@ class WeightsRoutes:
         at, query = request.path_params, request.query_params
         expires = query.get("expires", "")
         path = f"tinker://{at['model']}/{KINDS['external']}/{at['name']}"
-        until = int(expires) if expires.isdigit() else 0
+        until = int(expires) if expires.isascii() and expires.isdigit() and len(expires) < 12 else 0
         return FileResponse(self._desk.service.shelf.signed_file(path, at["file"], until, query.get("signature", "")))
 
 

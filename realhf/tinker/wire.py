@@ -6,7 +6,7 @@ as JSON of its request types. Answers of ``forward_backward`` and ``sample`` are
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
@@ -51,24 +51,86 @@ class Pass:
 
 
 def read_head(body: bytes) -> Pass:
-    """Return what the body of ``forward_backward`` says of itself, without its data. Raises BadRequest."""
-    return _head(_message(body))
+    """Return what the body of ``forward_backward`` says of itself; its data are not looked at. Raises BadRequest."""
+    kind = pb.ForwardBackwardRequest.DESCRIPTOR
+    data, parts = kind.fields_by_name["data"].number, _Parts(body)
+    return _head(_message(b"".join(body[a:b] for number, a, _, b in parts.fields(0, len(body)) if number != data)))
 
 
 def read_pass(body: bytes, *, vocabulary: int, longest: int) -> Pass:
     """Return the whole request. Raises BadRequest, which names the datum, for tokens outside of the vocabulary, a
     sequence longer than ``longest``, tensors of other shapes than the tokens, and numbers that are not finite."""
+    _Parts(body).check(pb.ForwardBackwardRequest.DESCRIPTOR)
     message = _message(body)
     head = _head(message)
-    data = []
+    data, positions, width = [], 0, 1
     for number, datum in enumerate(message.data):
         try:
             data.append(_datum(datum, vocabulary, longest))
         except BadRequest as error:
             raise BadRequest(f"datum {number}: {error}") from None
+        positions, width = positions + len(data[-1].tokens), max(width, data[-1].targets[0].size)
+        if positions * width > _MOST_CELLS:
+            raise BadRequest(f"data: {positions} positions with up to {width} targets each are too many at once")
     if not data:
         raise BadRequest("data: there is no datum")
     return Pass(head.model, head.seq, head.forward_only, head.loss, head.config, data)
+
+
+_MOST_PARTS = 1 << 18
+_MOST_PACKED = 256
+
+
+class _Parts:
+    """Walks through the fields of a message before it is parsed, and ends with BadRequest after so many: an empty part
+    takes two bytes of a body, and a hundred of memory once it is parsed."""
+
+    def __init__(self, body: bytes) -> None:
+        self._body, self._left = body, _MOST_PARTS
+
+    def check(self, kind: Any) -> None:
+        """Raise BadRequest for a message of too many parts, at any depth, or one that does not hold together."""
+        within = [(kind, 0, len(self._body))]
+        while within:
+            kind, begin, end = within.pop()
+            for number, _, at, after in self.fields(begin, end):
+                field = kind.fields_by_number.get(number)
+                if field is None:
+                    continue
+                if field.message_type is not None:
+                    within.append((field.message_type, at, after))
+                elif field.type not in (field.TYPE_BYTES, field.TYPE_STRING) and after - at > _MOST_PACKED:
+                    raise BadRequest(f"the body's {field.name} has {after - at} bytes")
+
+    def fields(self, at: int, end: int) -> Iterator[tuple[int, int, int, int]]:
+        """Yield the number of every field between two places, where it begins, and where its content begins and
+        ends."""
+        while at < end:
+            self._left -= 1
+            if self._left < 0:
+                raise BadRequest(f"the body has more than {_MOST_PARTS} parts")
+            begin = at
+            tag, at = self._varint(at, end)
+            if tag & 7 == 2:
+                size, at = self._varint(at, end)
+            elif tag & 7 == 0:
+                size = self._varint(at, end)[1] - at
+            elif tag & 7 in (1, 5):
+                size = 8 if tag & 7 == 1 else 4
+            else:
+                raise BadRequest("the body is no ForwardBackwardRequest: it has a field of no known form")
+            if at + size > end:
+                raise BadRequest("the body is no ForwardBackwardRequest: it ends within a field")
+            yield tag >> 3, begin, at, at + size
+            at += size
+
+    def _varint(self, at: int, end: int) -> tuple[int, int]:
+        value = 0
+        for place in range(at, min(at + 10, end)):
+            value |= (self._body[place] & 127) << 7 * (place - at)
+            if self._body[place] < 128:
+                return value, place + 1
+        raise BadRequest("the body is no ForwardBackwardRequest: it ends within a number")
 
 
 def _message(body: bytes) -> Any:
@@ -96,7 +158,9 @@ def _datum(message: Any, vocabulary: int, longest: int) -> Datum:
         parts.append(_numbers(chunk.encoded_text.tokens, np.dtype(np.int32), "model_input"))
     tokens = np.concatenate(parts).astype(np.int64) if parts else np.zeros(0, dtype=np.int64)
     check_tokens(tokens, vocabulary, longest)
-    given = {name: _tensor(tensor, name) for name, tensor in message.loss_fn_inputs.items()}
+    if len(message.loss_fn_inputs) > _MOST_TENSORS:
+        raise BadRequest(f"loss_fn_inputs has {len(message.loss_fn_inputs)} tensors")
+    given = {name: _tensor(tensor, name, len(tokens)) for name, tensor in message.loss_fn_inputs.items()}
     targets = given.pop(TARGETS, None)
     if targets is None:
         raise BadRequest(f"{TARGETS} are missing")
@@ -129,15 +193,18 @@ def _numbers(raw: bytes, dtype: np.dtype[Any], name: str) -> np.ndarray:
     return np.frombuffer(raw, dtype=dtype)
 
 
-_MOST_CELLS = 1 << 26
-"""Cells of a dense tensor that a sparse one may stand for."""
+_MOST_TENSORS, _MOST_TARGETS, _MOST_CELLS = 16, 1024, 1 << 24
+"""Tensors of a datum, targets of a position, and targets of a request: those that a narrower datum has not are
+padded."""
 
 
-def _tensor(message: Any, name: str) -> np.ndarray:
+def _tensor(message: Any, name: str, rows: int) -> np.ndarray:
     dtype = _DTYPES.get(message.dtype)
     if dtype is None:
         raise BadRequest(f"{name} has no element type that is carried: float32 and int64 are")
     shape = tuple(message.shape)
+    if len(shape) == 2 and (shape[0] != rows or not 0 <= shape[1] <= _MOST_TARGETS):
+        raise BadRequest(f"{name} has the shape {shape}, for {rows} tokens and at most {_MOST_TARGETS} each")
     if message.HasField("sparse_csr"):
         return _dense(message.sparse_csr, dtype, shape, name)
     values = _numbers(message.dense, dtype, name)
@@ -153,7 +220,7 @@ def _dense(csr: Any, dtype: np.dtype[Any], shape: tuple[int, ...], name: str) ->
     values = _numbers(csr.values, dtype, name)
     rows = _numbers(csr.crow_indices, np.dtype(np.int64), name)
     columns = _numbers(csr.col_indices, np.dtype(np.int64), name)
-    if len(shape) != 2 or min(shape) < 0 or shape[0] * shape[1] > _MOST_CELLS or len(rows) != shape[0] + 1:
+    if len(shape) != 2 or len(rows) != shape[0] + 1:
         raise BadRequest(f"{name}: a sparse tensor of the shape {shape} does not fit its {len(rows)} row pointers")
     counts = np.diff(rows)
     if rows[0] != 0 or rows[-1] != len(values) or len(columns) != len(values) or (counts < 0).any():
@@ -168,21 +235,23 @@ def _dense(csr: Any, dtype: np.dtype[Any], shape: tuple[int, ...], name: str) ->
 # ---- answers
 
 
-def pass_answer(logprobs: Sequence[np.ndarray], metrics: Mapping[str, float]) -> bytes:
-    """Write a ``ForwardBackwardOutput``: of each datum the log-probabilities of its targets, f32 (n,) or (n, K)."""
+def pass_answer(outputs: Sequence[Mapping[str, np.ndarray]], metrics: Mapping[str, float]) -> bytes:
+    """Write a ``ForwardBackwardOutput``: of each datum what is known of its targets, by name, f32 (n,) or (n, K)."""
     answer = pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", metrics=dict(metrics))
-    by_width: list[tuple[tuple[int, ...], list[np.ndarray]]] = []
-    for values in logprobs:  # A record holds data of one trailing shape, and their order counts.
-        if not by_width or by_width[-1][0] != values.shape[1:]:
-            by_width.append((values.shape[1:], []))
-        by_width[-1][1].append(values)
+    by_width: list[tuple[tuple[int, ...], list[Mapping[str, np.ndarray]]]] = []
+    for each in outputs:  # A record holds data of one trailing shape, and their order counts.
+        trailing = next(iter(each.values())).shape[1:]
+        if not by_width or by_width[-1][0] != trailing:
+            by_width.append((trailing, []))
+        by_width[-1][1].append(each)
     for trailing, members in by_width:
         record = answer.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(members))
-        raw = [np.ascontiguousarray(values, dtype=np.float32).tobytes() for values in members]
-        batched = record.fields["logprobs"]
-        batched.data, batched.dtype = b"".join(raw), pb.DTYPE_FLOAT32
-        batched.offsets = np.cumsum([0, *map(len, raw)], dtype=np.int64).tobytes()
-        batched.trailing_shape.extend(trailing)
+        for name in members[0]:
+            raw = [np.ascontiguousarray(each[name], dtype=np.float32).tobytes() for each in members]
+            batched = record.fields[name]
+            batched.data, batched.dtype = b"".join(raw), pb.DTYPE_FLOAT32
+            batched.offsets = np.cumsum([0, *map(len, raw)], dtype=np.int64).tobytes()
+            batched.trailing_shape.extend(trailing)
     return answer.SerializeToString()
 
 
@@ -246,11 +315,19 @@ def _write_top(message: Any, top: TopK) -> None:
     message.length, message.k = top.tokens.shape
 
 
+_MOST_VALUES, _MOST_ERRORS = 1 << 20, 100
+
+
 def read_json(kind: Any, body: bytes) -> Any:
-    """Return a request of one of the client's types. Raises BadRequest that names the field."""
+    """Return a request of one of the client's types. Raises BadRequest that names the field, or says that it has too
+    many values: each that does not fit costs hundreds of bytes."""
+    if body.count(b",") > _MOST_VALUES:
+        raise BadRequest(f"the body has more than {_MOST_VALUES} values")
     try:
         return kind.model_validate_json(body)
     except ValueError as error:
+        if getattr(error, "error_count", int)() > _MOST_ERRORS:
+            raise BadRequest(f"most of the body is no {kind.__name__}") from None
         found = getattr(error, "errors", None)
         first = found()[0] if callable(found) else {"loc": (), "msg": str(error)}  # pyright: ignore[reportIndexIssue]
         where = ".".join(str(part) for part in first["loc"])

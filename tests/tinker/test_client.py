@@ -41,14 +41,14 @@ def steps(client, n, data=None):
     return [(first.result().metrics["loss:sum"], second.result().metrics["grad_norm"]) for first, second in sent]
 
 
-def plain_loop(policy, n):
-    """The same by transformers and PEFT alone, one sequence at a time."""
+def plain_loop(policy, n, *more):
+    """The same by transformers and PEFT alone, one sequence at a time; adapters also on ``more`` layers."""
     import peft
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32)
     torch.manual_seed(7)
-    names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", *more]
     model = peft.get_peft_model(model, peft.LoraConfig(r=4, lora_alpha=32, target_modules=names, lora_dropout=0.0))
     own = [p for p in model.parameters() if p.requires_grad]
     adam = torch.optim.AdamW(own, lr=3e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.01)
@@ -68,9 +68,14 @@ def plain_loop(policy, n):
     return found
 
 
-def test_steps_are_those_of_a_plain_loop(trainer, policy):
-    """Losses and gradients, clipped, with decay, over several steps; sent without waiting for one another."""
-    found, expected = np.array(steps(trainer, 6)), np.array(plain_loop(policy, 6))
+@pytest.mark.parametrize("unembedding", [True, False])
+def test_steps_are_those_of_a_plain_loop(service, policy, unembedding):
+    """Losses and gradients, clipped, with decay, over several steps; sent without waiting for one another. The adapter
+    of the unembedding is there as it was asked for."""
+    create = service.create_lora_training_client
+    trainer = create(str(policy), rank=4, seed=7, train_unembed=unembedding).result()
+    more = ["lm_head"] if unembedding else []
+    found, expected = np.array(steps(trainer, 6)), np.array(plain_loop(policy, 6, *more))
     np.testing.assert_allclose(found[:, 0], expected[:, 0], rtol=1e-5)
     np.testing.assert_allclose(found[:, 1], expected[:, 1], rtol=1e-3)
     assert found[-1, 0] < 0.97 * found[0, 0]
@@ -83,6 +88,8 @@ def test_logprobs_come_back_for_every_position_also_forward_only(trainer):
     for tokens, one, other in zip(TEXT, forward.loss_fn_outputs, both.loss_fn_outputs, strict=True):
         assert one["logprobs"].to_numpy().shape == (len(tokens) - 1,)
         np.testing.assert_allclose(one["logprobs"].to_numpy(), other["logprobs"].to_numpy(), atol=1e-5)
+        np.testing.assert_allclose(one["elementwise_loss"].to_numpy(), -one["logprobs"].to_numpy(), atol=1e-6)
+        np.testing.assert_allclose(other["elementwise_loss"].to_numpy(), -other["logprobs"].to_numpy(), atol=1e-6)
     total = -sum(float(one["logprobs"].to_numpy().sum()) for one in forward.loss_fn_outputs)
     assert forward.metrics["loss:sum"] == pytest.approx(total, rel=1e-5)
 
@@ -255,8 +262,10 @@ def test_a_saved_state_goes_on_where_it_was(trainer, service):
         service.create_training_client_from_state(path).result()
 
 
-def test_a_whole_model_is_downloaded_and_is_the_trained_one(trainer, service, server, tmp_path):
-    """By addresses that need no key, and only as they were signed; kept for as long as is said."""
+def test_a_whole_model_is_downloaded_and_is_the_trained_one(trainer, service, policy, tmp_path):
+    """By addresses that need no key, and only as they were signed; kept for as long as is said. The adapter beside it
+    is the same to PEFT; a head that shares the weight of the embedding has one of its own by then."""
+    from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
     steps(trainer, 4)
@@ -269,6 +278,8 @@ def test_a_whole_model_is_downloaded_and_is_the_trained_one(trainer, service, se
     own = logits.log_softmax(-1)[0].gather(-1, torch.tensor(TEXT[0][1:])[:, None])[:, 0]
     served = trainer.forward([datum(TEXT[0])], "cross_entropy").result().loss_fn_outputs[0]["logprobs"]
     np.testing.assert_allclose(own.detach().numpy(), served.to_numpy(), atol=1e-4)
+    adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(policy), tmp_path / "adapter")
+    torch.testing.assert_close(adapted(input_ids=torch.tensor([TEXT[0][:-1]])).logits, logits, atol=1e-4, rtol=1e-4)
     url = urls["config.json"]
     for wrong in (
         url[:-1] + ("0" if url[-1] != "0" else "1"),

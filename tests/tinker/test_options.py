@@ -80,12 +80,16 @@ def test_what_is_owed_is_found_again_and_bodies_go_when_a_state_holds_them(tmp_p
     store.change_model("m", state_seq=1)
     store.drop_bodies("m", 1)
     assert [each.seq for each in store.history("m", store.model("m").state_seq)] == [2, 3]
-    assert [each.seq for each in store.history("m", -1)] == [2, 3]
+    assert [each.body for each in store.history("m", -1)] == [b"", b"", b"body", b"body"]
+    store.add_request("m:4", "me", "forward", "m", 4, b"only looked at")
+    store.finish("m:2", info={})
+    store.finish("m:4", info={})
+    assert [each.body for each in store.history("m", 1)] == [b"body", b"body", b""]
     store.fetched("m:0")
     assert store.forget_results(fetched_before=0.0, finished_before=0.0) == 0
     assert store.forget_results(fetched_before=1e12, finished_before=0.0) == 1
     assert store.request("m:0").info["gone"] == 1 and store.request("m:0").result == b""
-    assert store.next_seq("m") == 4 and store.once("a", "1") == store.once("a", "2") == "1"
+    assert store.next_seq("m") == 5 and store.once("a", "1") == store.once("a", "2") == "1"
     with pytest.raises(RuntimeError), store.together():
         store.add_request("m:7", "me", "sample", "m", 7, b"")
         raise RuntimeError

@@ -258,10 +258,10 @@ class FsdpEngine(JoinedEngine):
             super().__init__(model, tokenizer, ranks=ranks, role=role, **options)
         self._generator = None  # It would generate with parts of the weights.
 
-    def _tried_out(self, lora: LoraConfig | None, path: str) -> PackedForward:
+    def _tried_out(self, lora: LoraConfig | None, path: str, adapts_head: bool) -> PackedForward:
         unread, mesh = self._unread, self._mesh
         if unread is None:
-            forward = super()._tried_out(lora, path)
+            forward = super()._tried_out(lora, path, adapts_head)
             self._check_layouts(forward)
             self._whole = cut(self.model, mesh)
             return forward
@@ -270,7 +270,7 @@ class FsdpEngine(JoinedEngine):
         def run() -> PackedForward:
             if problem := odd_logits(self.model):
                 raise ModelLoadError(f"{self._role}.path={path}: {problem}")
-            return super(FsdpEngine, self)._tried_out(lora, path)
+            return super(FsdpEngine, self)._tried_out(lora, path, adapts_head)
 
         try:
             forward = whole(run)

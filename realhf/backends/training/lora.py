@@ -21,6 +21,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
 from realhf.api.config import ConfigError, LoraConfig
@@ -39,10 +40,28 @@ def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def chosen_layers(model: nn.Module, targets: Sequence[str], role: str) -> list[str]:
-    """Return the names of the layers that ``targets`` name, or end the names of; all without targets. Raises ValueError
-    that names a target without a layer, and what there is."""
+def head_name(model: Any) -> str:
+    """Return the name of the language-model head."""
+    head = model.get_output_embeddings()
+    return next(name for name, module in model.named_modules() if module is head)
+
+
+def side_product(layer: Any, hidden: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Return the factors of what the adapter of a layer adds to the layer's product with ``hidden`` (m, in), fp32
+    (m, rank) and (out, rank); None while adapters are off."""
+    if layer.disable_adapters:
+        return None
+    down, up = layer.lora_A[_NAME].weight, layer.lora_B[_NAME].weight
+    return functional.linear(hidden.float(), down) * layer.scaling[_NAME], up
+
+
+def chosen_layers(model: nn.Module, targets: Sequence[str], role: str, *, head: bool = False) -> list[str]:
+    """Return the names of the layers that ``targets`` name, or end the names of; all without targets. Only with
+    ``head`` is the language-model head one of them. Raises ValueError that names a target without a layer, and what
+    there is."""
     layers = linear_layers(model)
+    if head:
+        layers[head_name(model)] = model.get_output_embeddings()  # type: ignore[operator]
     if not layers:
         raise ValueError(f"{role}.lora.rank: {type(model).__name__} has no linear layers in its blocks")
     if not targets:
@@ -200,16 +219,21 @@ class LoraAdapters:
     are the only weights of it that train. ``role`` is for errors, ``path`` is where the weights of the model came from.
 
     ``merged()`` is the same model as a plain one, for what generates, is published and exported; it is proven against
-    the model with its adapters whenever it is made. Raises ValueError for targets that the model has not, ConfigError
-    without peft.
+    the model with its adapters whenever it is made. With ``head`` a target may be the language-model head, which then
+    has a weight of its own in the merged model, also where it shares that of the embedding. Raises ValueError for
+    targets that the model has not, ConfigError without peft.
     """
 
-    def __init__(self, model: Any, options: LoraConfig, *, role: str = "actor", path: str = "") -> None:
+    def __init__(
+        self, model: Any, options: LoraConfig, *, role: str = "actor", path: str = "", head: bool = False
+    ) -> None:
         peft = _peft()
-        names = chosen_layers(model, options.targets, role)
+        names = chosen_layers(model, options.targets, role, head=head)
         base = {name: weight_of(model, name) for name in names}
         shared = {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())}
         plain = copy.deepcopy(model, shared).eval()  # The same modules over the same tensors.
+        if head and head_name(model) in names:
+            plain.config.get_text_config().tie_word_embeddings = plain.config.tie_word_embeddings = False
         self._options = peft.LoraConfig(
             r=options.rank,
             lora_alpha=int(options.alpha) if options.alpha == int(options.alpha) else options.alpha,

@@ -285,6 +285,16 @@ class PolicyOptimizer:
         for p in (*self._parameters, *self._masters):
             p.grad = None
 
+    def copied_gradients(self) -> list[Tensor | None]:
+        """Return a copy of what was accumulated."""
+        return [None if p.grad is None else p.grad.clone() for p in self._masters]
+
+    def restore_gradients(self, copied: Sequence[Tensor | None]) -> None:
+        """Have these gradients, and no others."""
+        self.zero_grad()
+        for master, gradient in zip(self._masters, copied, strict=True):
+            master.grad = gradient
+
     @torch.no_grad()
     def accumulate(self) -> None:
         """Add the gradients of one micro-batch to those of the master copies, which take the digits that a narrower sum

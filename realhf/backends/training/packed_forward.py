@@ -22,6 +22,7 @@ from torch.nn import functional
 from realhf.api.sample import SequenceSample
 from realhf.backends.embedded.attention import attending_by, n_sliding_layers, sliding_window
 from realhf.backends.embedded.memory import head_size
+from realhf.backends.training.lora import side_product
 from realhf.backends.training.selected_logprobs import bent, selected_logprobs
 from realhf.backends.training.sequence_packing import (
     BATCH_TOKENS,
@@ -62,10 +63,12 @@ class ScoredRows:
 @dataclass(frozen=True)
 class Heads:
     """Says what a model has on top of its hidden states. ``language`` returns the weight (vocabulary, width) of a head
-    that is a product with it, plus what ``bias`` returns, times ``factor``, with ``cap`` bounded to that by tanh;
-    ``value`` is a projection to one number, which stands in the place of a language-model head, of whatever kind."""
+    that is a product with it, plus what ``side`` returns for hidden states (the factors of an adapter's product, or
+    None) and what ``bias`` returns, times ``factor``, with ``cap`` bounded to that by tanh; ``value`` is a projection
+    to one number, which stands in the place of a language-model head, of whatever kind."""
 
     language: Callable[[], Tensor] | None = None
+    side: Callable[[Tensor], tuple[Tensor, Tensor] | None] | None = None
     bias: Callable[[], Tensor] | None = None
     factor: float = 1.0
     cap: float | None = None
@@ -86,8 +89,18 @@ class PackedOutputs:
             raise ValueError(f"temperature must be positive, got {temperature}")
         if self._heads.value is not None:
             raise ValueError("this model has a value head and no language-model head: it gives no log-probabilities")
-        found = (None, None) if self._rows is None else self._score(self._rows, temperature, with_entropy)
-        return self._spread(found[0]), self._spread(found[1]) if with_entropy else None
+        rows = self._rows
+        found = (None, None) if rows is None else self._score(rows, rows.target[:, None], temperature, with_entropy)
+        logprobs = self._spread(None if found[0] is None else found[0][:, 0])
+        return logprobs, self._spread(found[1]) if with_entropy else None
+
+    def logprobs_of(self, tokens: Tensor) -> Tensor:
+        """See ``ForwardOutputs``."""
+        tokens = tokens.to(self._device)
+        blank = torch.zeros(tokens.shape, device=self._device)
+        if self._rows is None:
+            return blank
+        return blank.index_copy(0, self.place, self._score(self._rows, tokens[self.place], 1.0, False)[0])
 
     def values(self) -> Tensor:
         """See ``ForwardOutputs``."""
@@ -121,7 +134,7 @@ class PackedOutputs:
     def head(self) -> Tensor | None:
         """See ``ForwardOutputs``."""
         heads = self._heads
-        plain = heads.bias is None and heads.factor == 1.0 and heads.cap is None
+        plain = heads.side is None and heads.bias is None and heads.factor == 1.0 and heads.cap is None
         return heads.language() if heads.language is not None and plain else None
 
     def _nowhere(self) -> Tensor:
@@ -132,16 +145,18 @@ class PackedOutputs:
         blank = torch.zeros(self._size, device=self._device)
         return blank if numbers is None else blank.index_copy(0, self.place, numbers)
 
-    def _score(self, rows: ScoredRows, temperature: float, with_entropy: bool) -> tuple[Tensor, Tensor]:
-        heads, (hidden, target, logits) = self._heads, (rows.hidden, rows.target, rows.logits)
+    def _score(self, rows: ScoredRows, ids: Tensor, temperature: float, with_entropy: bool) -> tuple[Tensor, Tensor]:
+        """Return log-probabilities of ``ids`` i64 (m, K), f32, and entropies f32 (m,)."""
+        heads, (hidden, logits) = self._heads, (rows.hidden, rows.logits)
         if heads.language is not None and logits is None:
             bias = None if heads.bias is None else heads.bias()
-            shape: dict[str, Any] = {"bias": bias, "factor": heads.factor, "cap": heads.cap}
-            return selected_logprobs(hidden, heads.language(), target, temperature, with_entropy=with_entropy, **shape)
+            side = None if heads.side is None else heads.side(hidden)
+            shape: dict[str, Any] = {"bias": bias, "side": side, "factor": heads.factor, "cap": heads.cap}
+            return selected_logprobs(hidden, heads.language(), ids, temperature, with_entropy=with_entropy, **shape)
         assert logits is not None, "an unknown head gives its logits"
         log_p = functional.log_softmax(logits.float() / temperature, -1)
-        logprobs = log_p.gather(-1, target[:, None])[:, 0]
-        return logprobs, -(log_p.exp() * log_p).sum(-1) if with_entropy else torch.zeros_like(logprobs)
+        logprobs = log_p.gather(-1, ids)
+        return logprobs, -(log_p.exp() * log_p).sum(-1) if with_entropy else logprobs.new_zeros(len(ids))
 
 
 _LONGEST = 512
@@ -349,7 +364,8 @@ def heads_of(model: Any) -> Heads:
     if (value := getattr(model, "value_head", None)) is not None:
         return Heads(value=value)
     layer = model.get_output_embeddings()
-    if not isinstance(layer, nn.Linear):
+    plain = getattr(layer, "base_layer", layer)  # where it has an adapter
+    if not isinstance(plain, nn.Linear):
         return Heads()
     config = model.config.get_text_config()
     cap = getattr(config, "final_logit_softcapping", None)
@@ -377,8 +393,10 @@ def heads_of(model: Any) -> Heads:
     if not float(off.max()) <= max(1e-4, 2 * torch.finfo(model.dtype).eps):
         return Heads()
     # A layer's parameters are replaced where they are cut over ranks.
-    bias = None if layer.bias is None else lambda: model.get_output_embeddings().bias
-    return Heads(lambda: model.get_output_embeddings().weight, bias, factor, cap)
+    head: Callable[[], Any] = model.get_output_embeddings
+    bias = None if plain.bias is None else lambda: head().bias
+    side = None if plain is layer else lambda hidden: side_product(head(), hidden)
+    return Heads(lambda: head().weight, side, bias, factor, cap)
 
 
 def _at(hidden: Tensor, column: Tensor) -> Tensor:

@@ -105,14 +105,16 @@ def selected_logprobs(
     bias: Tensor | None = None,
     factor: float = 1.0,
     cap: float | None = None,
+    side: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return log-probabilities of ``ids`` int64 (m,) and entropies, both fp32 (m,).
+    """Return log-probabilities of ``ids`` int64 (m,) or (m, K), fp32 of the same shape, and entropies fp32 (m,).
 
-    Logits are ``hidden`` (m, width) times the transpose of ``head_weight`` (vocabulary, width), plus ``bias``
-    (vocabulary,), ``bent`` by ``factor`` and ``cap``, divided by ``temperature``; all of that in fp32, whatever the
-    type of the factors (of bf16 ones on a GPU see ``_Products``). ``chunk`` rows of logits exist at once, the backward
-    pass computes them again. Without ``with_entropy`` entropies are 0. Gradients reach ``hidden``, ``head_weight`` and
-    ``bias``; there are no second derivatives. Raises ValueError on a temperature that is not positive.
+    Logits are ``hidden`` (m, width) times the transpose of ``head_weight`` (vocabulary, width), plus the same of
+    ``side``, fp32 (m, rank) and (vocabulary, rank), plus ``bias`` (vocabulary,), ``bent`` by ``factor`` and ``cap``,
+    divided by ``temperature``; all of that in fp32, whatever the type of the factors (of bf16 ones on a GPU see
+    ``_Products``). ``chunk`` rows of logits exist at once, the backward pass computes them again. Without
+    ``with_entropy`` entropies are 0. Gradients reach ``hidden``, ``head_weight``, ``side`` and ``bias``; there are no
+    second derivatives. Raises ValueError on a temperature that is not positive.
     """
     if not temperature > 0:
         raise ValueError(f"temperature must be positive, got {temperature}")
@@ -121,7 +123,11 @@ def selected_logprobs(
         gpu = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
         chunk = chunk_rows(len(head_weight), gpu)
     shape = (factor, cap, float(temperature))
-    return _Selected.apply(hidden, head_weight, bias, ids, shape, max(1, chunk), with_entropy)  # type: ignore[return-value]
+    index = ids if ids.ndim == 2 else ids[:, None]
+    beside = (None, None) if side is None else side
+    given = (hidden, head_weight, *beside, bias, index, shape, max(1, chunk), with_entropy)
+    logprobs, entropy = _Selected.apply(*given)  # type: ignore[misc]
+    return logprobs if ids.ndim == 2 else logprobs[:, 0], entropy
 
 
 def bent(logits: Tensor, factor: float, cap: float | None) -> Tensor:
@@ -136,6 +142,8 @@ class _Selected(torch.autograd.Function):
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
+        beside: Tensor | None,
+        up: Tensor | None,
         bias: Tensor | None,
         ids: Tensor,
         shape: tuple[float, float | None, float],
@@ -143,60 +151,72 @@ class _Selected(torch.autograd.Function):
         with_entropy: bool,
     ) -> tuple[Tensor, Tensor]:
         products, (factor, cap, temperature) = _Products(hidden, weight), shape
-        logprobs = hidden.new_zeros(len(ids), dtype=torch.float32)
-        entropy, normaliser = torch.zeros_like(logprobs), torch.empty_like(logprobs)
+        logprobs = hidden.new_zeros(ids.shape, dtype=torch.float32)
+        entropy, normaliser = logprobs.new_zeros(len(ids)), logprobs.new_empty(len(ids))
         keep = any(ctx.needs_input_grad) and 4 * len(ids) * len(weight) <= _KEPT_BYTES and len(ids) <= chunk
         kept = None
         for start in range(0, len(ids), chunk):
             rows = slice(start, start + chunk)
-            logits = _scaled(bent(products.logits(hidden[rows], bias), factor, cap), temperature)
+            logits = _with_side(products.logits(hidden[rows], bias), beside, up, rows)
+            logits = _scaled(bent(logits, factor, cap), temperature)
             normaliser[rows] = logits.logsumexp(-1)
-            logprobs[rows] = logits.gather(-1, ids[rows, None])[:, 0] - normaliser[rows]
+            logprobs[rows] = logits.gather(-1, ids[rows]) - normaliser[rows, None]
             kept = logits if keep and cap is None else None
             if with_entropy:
                 scaled = functional.softmax(logits, -1).mul_(logits).sum(-1)
                 entropy[rows] = normaliser[rows] - scaled
-        ctx.save_for_backward(hidden, weight, bias, ids, normaliser, entropy, kept)
+        ctx.save_for_backward(hidden, weight, beside, up, bias, ids, normaliser, entropy, kept)
         ctx.shape, ctx.chunk, ctx.with_entropy = shape, chunk, with_entropy
         return logprobs, entropy
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, ids, normaliser, entropy, kept = ctx.saved_tensors
+        hidden, weight, beside, up, bias, ids, normaliser, entropy, kept = ctx.saved_tensors
         of_logprobs, of_entropy = grads
+        of_row = of_logprobs.sum(-1, keepdim=True) if ids.shape[1] > 1 else of_logprobs
         products, (factor, cap, temperature) = _Products(hidden, weight), ctx.shape
         of_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         of_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] and not len(ids) else None
-        of_bias = torch.zeros(len(weight), device=hidden.device) if ctx.needs_input_grad[2] else None
+        of_beside = None if beside is None else torch.empty_like(beside)
+        of_up = None if up is None else torch.zeros_like(up)
+        of_bias = torch.zeros(len(weight), device=hidden.device) if ctx.needs_input_grad[4] else None
         for start in range(0, len(ids), ctx.chunk):
             rows = slice(start, start + ctx.chunk)
             bound = None
             if kept is None:
-                logits = bent(products.logits(hidden[rows], bias), factor, cap)
+                logits = bent(_with_side(products.logits(hidden[rows], bias), beside, up, rows), factor, cap)
                 bound = None if cap is None else 1 - (logits / cap).square_()  # the slope of the tanh
                 log_p = _scaled(logits, temperature).sub_(normaliser[rows, None])
             else:
                 log_p = kept - normaliser[rows, None]
             slope = log_p.exp() if ctx.with_entropy else log_p.exp_()
             if ctx.with_entropy:  # d entropy / d logit = -p (log p + entropy)
-                log_p.add_(entropy[rows, None]).mul_(of_entropy[rows, None]).add_(of_logprobs[rows, None])
+                log_p.add_(entropy[rows, None]).mul_(of_entropy[rows, None]).add_(of_row[rows])
                 slope.mul_(log_p).neg_()
             else:
-                slope.mul_(of_logprobs[rows, None]).neg_()
-            slope.scatter_add_(-1, ids[rows, None], of_logprobs[rows, None])
+                slope.mul_(of_row[rows]).neg_()
+            slope.scatter_add_(-1, ids[rows], of_logprobs[rows])
             slope = _scaled(slope, temperature)
             slope = slope if bound is None else slope.mul_(bound)
             slope = slope if factor == 1.0 else slope.mul_(factor)
             if of_bias is not None:
                 of_bias += slope.sum(0)
+            if beside is not None and up is not None and of_beside is not None and of_up is not None:
+                of_beside[rows] = slope @ up
+                of_up.addmm_(slope.t(), beside[rows])
             slope = products.rounded(slope)
             if of_hidden is not None:
                 of_hidden[rows] = products.of_hidden(slope).to(hidden.dtype)
             if ctx.needs_input_grad[1]:
                 of_weight = products.of_head(slope, hidden[rows], of_weight)
         of_weight = None if of_weight is None else of_weight.to(weight.dtype)
-        return of_hidden, of_weight, None if of_bias is None else of_bias.to(bias.dtype), None, None, None, None
+        of_bias = None if of_bias is None else of_bias.to(bias.dtype)
+        return of_hidden, of_weight, of_beside, of_up, of_bias, None, None, None, None
+
+
+def _with_side(logits: Tensor, beside: Tensor | None, up: Tensor | None, rows: slice) -> Tensor:
+    return logits if beside is None or up is None else logits.addmm_(beside[rows], up.t())
 
 
 def _scaled(logits: Tensor, temperature: float) -> Tensor:

@@ -94,7 +94,8 @@ class TorchEngine:
     not generate. ``kv_cache_gib`` bounds what generation keeps of keys and values. Without ``optimizer`` the weights
     are frozen. Dropout is switched off, because the policy that is scored must be the one that sampled. ``ranks`` joins
     it with the engines of the role's other workers. With ``lora`` only adapters train (``role`` and ``path`` are for
-    their errors and files); generation, publication and export have the model with its adapters merged."""
+    their errors and files), on the language-model head, too, if it is a target and with ``adapts_head``; generation,
+    publication and export have the model with its adapters merged."""
 
     def __init__(
         self,
@@ -110,6 +111,7 @@ class TorchEngine:
         role: str = "actor",
         path: str = "",
         kv_cache_gib: float | None = None,
+        adapts_head: bool = False,
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
@@ -118,7 +120,7 @@ class TorchEngine:
         model.eval()
         self.adapters: LoraAdapters | None = None
         self._checkpointing, self._compiles = gradient_checkpointing and optimizer is not None, compile
-        self._forward = self._tried_out(lora, path)
+        self._forward = self._tried_out(lora, path, adapts_head)
         self._ranks = Ranks() if ranks is None else ranks
         self._heap = Heap()
         if self._checkpointing:
@@ -148,7 +150,7 @@ class TorchEngine:
             raise RuntimeError("this model role has no adapters: all its weights train")
         return BaseEngine(self, self.adapters, self.tokenizer)
 
-    def _tried_out(self, lora: LoraConfig | None, path: str) -> PackedForward:
+    def _tried_out(self, lora: LoraConfig | None, path: str, adapts_head: bool) -> PackedForward:
         """Make the forward pass, which tries the model out, with the weights where they train and with its adapters;
         before there is an optimizer. Raises ValueError where it cannot have adapters."""
         if not self._compiles:  # Inductor asserts that oneDNN's product gets a constant for its weight.
@@ -159,7 +161,7 @@ class TorchEngine:
                 raise ValueError(
                     f"{self._named}.lora.rank={lora.rank}: a model without a language-model head has no adapters"
                 )
-            self.adapters = LoraAdapters(self.model, lora, role=self._named, path=path)
+            self.adapters = LoraAdapters(self.model, lora, role=self._named, path=path, head=adapts_head)
             use_onednn(self.model)
         return PackedForward(self.model, pieces=not self._checkpointing and not self._compiles)
 
@@ -226,14 +228,21 @@ class TorchEngine:
 
     def accumulate(self, sample: SequenceSample, loss_fn: LossFn, *, mb_spec: MicroBatchSpec) -> TrainResult:
         """Add the gradient of the sum of losses on ``sample`` to those that wait for ``step``; the norm is that of all
-        of them, and not a number where the loss is none. Stats as of ``train_batch``, without ``lr``. Raises
-        RuntimeError on a frozen engine, or one of several ranks."""
+        of them. Where loss or norm are no finite numbers, and where this raises, the gradients stay what they were.
+        Stats as of ``train_batch``, without ``lr``. Raises RuntimeError on a frozen engine, or one of several ranks."""
         optimizer = self._own_optimizer("accumulate")
         if self._ranks.size > 1:
             raise RuntimeError("accumulate: gradients of several ranks are added up once a step, in train_batch")
-        stats, _, kept = self._accumulated(sample, loss_fn, mb_spec, 1.0, optimizer)
-        norm = optimizer.gradient_norm() if math.isfinite(stats["loss"]) else math.nan
-        return TrainResult(stats, norm, skipped=False, kept=kept)
+        before = optimizer.copied_gradients()
+        skipped = True
+        try:
+            stats, _, kept = self._accumulated(sample, loss_fn, mb_spec, 1.0, optimizer)
+            norm = optimizer.gradient_norm() if math.isfinite(stats["loss"]) else math.nan
+            skipped = not math.isfinite(norm)
+        finally:
+            if skipped:
+                optimizer.restore_gradients(before)
+        return TrainResult(stats, norm, skipped=skipped, kept=kept)
 
     def step(self, options: OptimizerConfig) -> TrainResult:
         """Make one optimizer step by the gradients that were accumulated, with these options in place of earlier ones,

@@ -195,3 +195,27 @@ def test_memory_grows_with_the_chunk_and_not_with_the_rows() -> None:
 
     assert growth_mb(640, 8) < 20
     assert growth_mb(160, 160) > 35
+
+
+@pytest.mark.parametrize("width", [1, 3])
+@pytest.mark.parametrize("cap", [None, 5.0])
+def test_several_ids_of_a_row_and_a_product_beside_the_heads(width: int, cap: float | None) -> None:
+    """As of an adapter on the head: values and all gradients, of the product's factors too, in float64."""
+    hidden, weight, _ = drawn(37)
+    g = torch.Generator().manual_seed(width)
+    beside = torch.randn(37, 4, generator=g).requires_grad_()
+    up = torch.randn(VOCABULARY, 4, generator=g).requires_grad_()
+    ids = torch.randint(0, VOCABULARY, (37, width), generator=g)
+    slope, of = torch.randn(37, width, generator=g), torch.randn(37, generator=g)
+    found, entropy = selected_logprobs(hidden, weight, ids, 0.7, 16, cap=cap, side=(beside, up))
+    ((found * slope).sum() + (entropy * of).sum()).backward()
+    logits = hidden.double() @ weight.double().T + beside.double() @ up.double().T
+    log_p = ((logits if cap is None else cap * (logits / cap).tanh()) / 0.7).log_softmax(-1)
+    expected, of_plain = log_p.gather(1, ids), -(log_p.exp() * log_p).sum(-1)
+    torch.testing.assert_close(found.double(), expected, atol=2e-5, rtol=1e-5)
+    factors = (hidden, weight, beside, up)
+    for factor, wanted in zip(
+        factors, torch.autograd.grad((expected * slope).sum() + (of_plain * of).sum(), factors), strict=True
+    ):
+        assert factor.grad is not None
+        torch.testing.assert_close(factor.grad, wanted, atol=1e-4, rtol=1e-4)

@@ -1,0 +1,345 @@
+"""Clients that mean harm, or are gone in the middle, and a disk that is full: each is refused by itself, and the others
+go on."""
+
+from __future__ import annotations
+
+import json
+import resource
+import time
+from types import SimpleNamespace
+
+import httpx
+import numpy as np
+import pytest
+import tinker
+from tinker import types
+from tinker.proto import tinker_public_pb2 as pb
+from tinker.proto.request_conv import forward_backward_request_to_proto
+
+from realhf.tinker.sampling import Sampler
+from realhf.tinker.wire import BadRequest, read_head, read_json, read_pass
+from tests.tinker.conftest import KEY, Server
+from tests.tinker.test_client import ADAM, TEXT, datum, steps
+
+OWN = KEY + "-hostile"
+PROTO = {"Content-Type": "application/x-protobuf"}
+
+
+def body(model, seq, data=None) -> bytes:
+    data = data or [datum(tokens) for tokens in TEXT]
+    request = types.ForwardBackwardRequest(
+        types.ForwardBackwardInput(data=data, loss_fn="cross_entropy"), model_id=model, seq_id=seq
+    )
+    return forward_backward_request_to_proto(request).SerializeToString()
+
+
+def raw(server, key=OWN) -> httpx.Client:
+    return httpx.Client(base_url=f"{server.url}/api/v1", headers={"X-API-Key": key}, timeout=60)
+
+
+def wait_for_result(http, name) -> httpx.Response:
+    deadline = time.monotonic() + 60
+    while (answer := http.post("/retrieve_future", json={"request_id": name})).status_code == 408:
+        assert time.monotonic() < deadline
+    return answer
+
+
+@pytest.fixture(scope="module")
+def service(server):
+    return tinker.ServiceClient(base_url=server.url, api_key=OWN)
+
+
+@pytest.fixture
+def trainer(service, policy):
+    return service.create_lora_training_client(str(policy), rank=4, seed=7).result()
+
+
+@pytest.fixture(scope="module")
+def strict(policy, tmp_path_factory):
+    """A server with little room."""
+    running = Server(
+        policy, tmp_path_factory.mktemp("strict") / "root", "--max-pending", "3", "--max-saved-gib", "1e-3"
+    )
+    yield running
+    running.kill()
+
+
+# ---- quotas
+
+
+def test_requests_in_their_order_have_a_quota_too(strict, policy):
+    """A client that sends and never waits used to fill the memory: every request was the one that was expected next."""
+    client = tinker.ServiceClient(base_url=strict.url, api_key=KEY).create_lora_training_client(str(policy)).result()
+    many = [datum(list(np.random.default_rng(0).integers(0, 250, 250))) for _ in range(40)]
+    with raw(strict, KEY) as http:
+        codes = [
+            http.post("/forward_backward", content=body(client.model_id, seq, many), headers=PROTO).status_code
+            for seq in range(1, 9)
+        ]
+        assert codes[:3] == [200] * 3 and 429 in codes[3:]
+        told = http.post("/forward_backward", content=body(client.model_id, 99), headers=PROTO)
+        assert told.status_code in (200, 429)
+
+
+def test_the_first_of_a_batch_is_taken_when_the_others_have_filled_the_quota(strict, policy):
+    """They wait for it; refused, all of them would wait for ever."""
+    key = KEY + "-parts"
+    client = tinker.ServiceClient(base_url=strict.url, api_key=key).create_lora_training_client(str(policy)).result()
+    with raw(strict, key) as http:
+        later = [
+            http.post("/forward_backward", content=body(client.model_id, seq), headers=PROTO) for seq in (2, 3, 4, 5)
+        ]
+        assert [each.status_code for each in later] == [200, 200, 200, 429]
+        first = http.post("/forward_backward", content=body(client.model_id, 1), headers=PROTO)
+        assert first.status_code == 200
+        assert wait_for_result(http, later[2].json()["request_id"]).status_code == 200
+
+
+def test_saved_weights_have_a_quota(strict, policy):
+    service = tinker.ServiceClient(base_url=strict.url, api_key=KEY + "-saves")
+    client = service.create_lora_training_client(str(policy), rank=64).result()
+    steps(client, 1)
+    with pytest.raises(tinker.BadRequestError, match=r"\(--max-saved-gib\): delete some"):
+        for number in range(20):
+            path = client.save_state(f"number-{number}").result().path
+    rest = service.create_rest_client()
+    for each in rest.list_checkpoints(client.model_id).result().checkpoints:
+        rest.delete_checkpoint_from_tinker_path(each.tinker_path).result()
+    assert client.save_state("again").result().path != path
+
+
+def test_a_gap_that_a_client_has_left_keeps_no_room(service, server, policy):
+    """Three models of a key fit. Each of three waits for a request that never comes: the fourth is made all the same,
+    and when the request comes after all, those behind it are done."""
+    gone = [service.create_lora_training_client(str(policy), rank=4, seed=7).result() for _ in range(3)]
+    with raw(server) as http:
+        late = [http.post("/forward_backward", content=body(each.model_id, 2), headers=PROTO) for each in gone]
+        assert [each.status_code for each in late] == [200] * 3
+        fourth = service.create_lora_training_client(str(policy), rank=4, seed=7).result()
+        assert steps(fourth, 1)
+        assert http.post("/forward_backward", content=body(gone[0].model_id, 1), headers=PROTO).status_code == 200
+        output = pb.ForwardBackwardOutput()
+        output.ParseFromString(wait_for_result(http, late[0].json()["request_id"]).content)
+        assert output.metrics["loss:sum"] > 0
+
+
+def test_a_request_that_is_refused_holds_up_nothing_behind_it(trainer, service):
+    """The client had given it a number, and goes on with the next: all that came behind it waited for ever."""
+    expected = steps(trainer, 2)
+    other = service.create_lora_training_client(trainer.get_info().model_name, rank=4, seed=7).result()
+    behind = []
+    with pytest.raises(tinker.BadRequestError):
+        sent = other.save_state("../../etc")
+        behind.append(
+            (other.forward_backward([datum(tokens) for tokens in TEXT], "cross_entropy"), other.optim_step(ADAM))
+        )
+        sent.result()
+    assert behind[0][0].result(timeout=60).metrics["loss:sum"] == expected[0][0]
+    with pytest.raises(tinker.NotFoundError):
+        other.load_state("tinker://s-nobody:train:0/weights/none").result()
+    assert other.forward([datum(TEXT[0])], "cross_entropy").result(timeout=60)
+    assert behind[0][1].result(timeout=60).metrics["grad_norm"] == expected[0][1]
+
+
+# ---- what is kept
+
+
+def test_weights_saved_again_under_a_name_are_the_new_ones(trainer, service):
+    """The folder had the name of the weights, and the sampler kept what it had loaded from it."""
+    prompt, rest = types.ModelInput.from_ints(TEXT[0]), service.create_rest_client()
+
+    def scored():
+        path = trainer.save_weights_for_sampler("same-name").result().path
+        values = service.create_sampling_client(model_path=path).result().compute_logprobs(prompt).result()
+        rest.delete_checkpoint_from_tinker_path(path).result()
+        return values
+
+    before = scored()
+    steps(trainer, 6)
+    after = scored()
+    trained = trainer.forward([datum(TEXT[0])], "cross_entropy").result().loss_fn_outputs[0]["logprobs"].to_numpy()
+    np.testing.assert_allclose(after[1:], trained, atol=1e-4)
+    assert np.abs(np.subtract(after[1:], before[1:])).max() > 1e-2
+
+
+def test_a_step_whose_state_cannot_be_kept_is_a_step(policy, tmp_path):
+    """It was made; told as a failure, a client would make it twice. The server that is killed then goes on from an
+    earlier state."""
+    root = tmp_path / "root"
+    root.mkdir()
+    (root / "state").write_text("no folder can be made here")
+    server = Server(policy, root, "--state-every-s", "0")
+    try:
+        client = tinker.ServiceClient(base_url=server.url, api_key=KEY)
+        client = client.create_lora_training_client(str(policy), rank=4, seed=7).result()
+        first = steps(client, 3)
+        assert first[2][0] < first[0][0]
+        server.kill()
+        server.start()
+        assert steps(client, 1)[0][0] < first[2][0]
+    finally:
+        server.kill()
+
+
+def test_a_pass_that_fails_leaves_the_gradients_as_they_were(trainer, service, policy):
+    good = [datum(tokens) for tokens in TEXT]
+    n = len(TEXT[1]) - 1
+    inputs = {"target_tokens": TEXT[1][1:], "logprobs": [-1e30] * n, "advantages": [0.0] * n}
+    bad = types.Datum(model_input=types.ModelInput.from_ints(TEXT[1][:-1]), loss_fn_inputs=inputs)
+    trainer.forward_backward(good, "cross_entropy").result()
+    with pytest.raises(tinker.RequestFailedError, match="nothing of this was added"):
+        trainer.forward_backward([bad], "importance_sampling").result()
+    norm = trainer.optim_step(ADAM).result().metrics["grad_norm"]
+    other = service.create_lora_training_client(str(policy), rank=4, seed=7).result()
+    assert norm == steps(other, 1)[0][1]
+
+
+def test_a_full_disk_loses_no_promise(policy, tmp_path):
+    """What was computed cannot be written down: the server says so and ends, and the next one has the result."""
+    server = Server(policy, tmp_path / "root", "--max-sequence", "256")
+    try:
+        service = tinker.ServiceClient(base_url=server.url, api_key=KEY)
+        client = service.create_lora_training_client(str(policy), rank=4, seed=7).result()
+        steps(client, 5)
+        with raw(server, KEY) as http:
+            many = [datum(list(range(200))) for _ in range(60)]
+            sent = http.post("/forward_backward", content=body(client.model_id, 11, many), headers=PROTO)
+            most = (tmp_path / "root" / "server.sqlite-wal").stat().st_size
+            resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, (most, most))
+            server.process.wait(60)
+        assert server.process.returncode == 1
+        assert "what was computed cannot be written down" in server.log.read_text()
+        server.start()
+        with raw(server, KEY) as http:
+            output = pb.ForwardBackwardOutput()
+            output.ParseFromString(wait_for_result(http, sent.json()["request_id"]).content)
+            assert output.metrics["tokens:sum"] == 60 * 199
+    finally:
+        server.kill()
+
+
+def test_nothing_new_is_taken_while_the_disk_is_nearly_full(policy, tmp_path):
+    server = Server(policy, tmp_path / "root", "--min-free-gib", "1e9")
+    try:
+        with raw(server, KEY) as http:
+            asked = types.CreateSessionRequest(tags=[], user_metadata=None, sdk_version="0").model_dump()
+            session = http.post("/create_session", json=asked).json()["session_id"]
+            given = {"session_id": session, "model_seq_id": 0, "base_model": str(policy), "lora_config": {"rank": 4}}
+            told = http.post("/create_model", json=given)
+            assert told.status_code == 507 and "--min-free-gib" in told.json()["detail"]
+    finally:
+        server.kill()
+
+
+def test_a_model_is_unloaded_once_however_often_it_is_asked(trainer, server):
+    steps(trainer, 1)
+    with raw(server) as http:
+        told = [http.post("/unload_model", json={"model_id": trainer.model_id}).json()["request_id"] for _ in range(3)]
+        assert len({*told}) == 1 and wait_for_result(http, told[0]).json()["type"] == "unload_model"
+        assert http.post("/unload_model", json={"model_id": trainer.model_id}).json()["request_id"] == told[0]
+        assert http.post("/forward_backward", content=body(trainer.model_id, 9), headers=PROTO).status_code == 400
+
+
+# ---- bodies
+
+
+def parsed(given: bytes):
+    return read_pass(given, vocabulary=260, longest=256)
+
+
+def test_a_message_of_very_many_parts_is_refused_before_it_is_parsed():
+    """Two bytes of a body took a hundred of memory, at any depth."""
+    head = pb.ForwardBackwardRequest(model_id="m", seq_id=3, loss_fn="cross_entropy").SerializeToString()
+    number = pb.ForwardBackwardRequest.DESCRIPTOR.fields_by_name["data"].number
+    empty = bytes([number << 3 | 2, 0])
+    with pytest.raises(BadRequest, match="more than 262144 parts"):
+        parsed(head + empty * 300_000)
+    with pytest.raises(BadRequest, match="more than 262144 parts"):
+        read_head(head + empty * 300_000)
+    inner = bytes([pb.Datum.DESCRIPTOR.fields_by_name["model_input"].number << 3 | 2, 0]) * 300_000
+    datum = pb.ForwardBackwardRequest()
+    datum.data.add().ParseFromString(inner)
+    deep = head + datum.SerializeToString()
+    assert read_head(deep).seq == 3  # nobody looks into the data on the way
+    with pytest.raises(BadRequest, match="more than 262144 parts"):
+        parsed(deep)
+
+
+@pytest.mark.parametrize("cut", [1, 2, 7, 40])
+def test_a_message_that_ends_too_early_is_refused(cut):
+    whole = body("m", 1)
+    assert read_head(whole).model == "m" and len(parsed(whole).data) == len(TEXT)
+    for read in (read_head, parsed):
+        with pytest.raises(BadRequest):
+            read(whole[:-cut])
+
+
+def test_a_sparse_tensor_stands_for_no_more_than_the_tokens():
+    """Twenty bytes stood for half a GiB."""
+    message = pb.ForwardBackwardRequest(model_id="m", seq_id=1, loss_fn="cross_entropy")
+    message.ParseFromString(body("m", 1))
+    tensor = message.data[0].loss_fn_inputs["weights"]
+    rows = len(TEXT[0]) - 1
+    tensor.Clear()
+    tensor.dtype = pb.DTYPE_FLOAT32
+    tensor.shape.extend([rows, 1 << 26])
+    tensor.sparse_csr.crow_indices = np.zeros(rows + 1, np.int64).tobytes()
+    with pytest.raises(BadRequest, match=r"weights has the shape \(18, 67108864\), for 18 tokens"):
+        parsed(message.SerializeToString())
+
+
+def test_targets_of_a_request_are_bounded_as_they_are_padded():
+    """One wide datum made all others as wide."""
+    wide = np.zeros((250, 1024), np.int64)
+    one = types.Datum(
+        model_input=types.ModelInput.from_ints([1] * 250),
+        loss_fn_inputs={"target_tokens": wide, "weights": np.zeros((250, 1024), np.float32)},
+    )
+    with pytest.raises(BadRequest, match="positions with up to 1024 targets each are too many at once"):
+        parsed(body("m", 1, [one, *[datum([1] * 250)] * 70]))
+
+
+def test_json_of_very_many_values_is_told_in_one_line():
+    given = json.dumps({"prompt": {"chunks": [{}] * 5000}, "sampling_params": {}, "num_samples": 1}).encode()
+    with pytest.raises(BadRequest, match="most of the body is no SampleRequest"):
+        read_json(types.SampleRequest, given)
+    with pytest.raises(BadRequest, match="more than 1048576 values"):
+        read_json(types.SampleRequest, b"[" + b"0," * (1 << 20) + b"0,0]")
+
+
+def test_small_requests_have_small_bodies_and_numbers_their_range(server, trainer):
+    with raw(server) as http:
+        assert http.post("/create_session", content=b" " * (2 << 20)).status_code == 413
+        step = {"model_id": trainer.model_id, "seq_id": 10**30, "adam_params": {}}
+        assert http.post("/optim_step", json=step).status_code == 400
+        session = trainer.model_id.partition(":")[0]
+        for number in (-1, 10**30):
+            given = {"session_id": session, "sampling_session_seq_id": number, "base_model": "x"}
+            assert http.post("/create_sampling_session", json=given).status_code == 400
+
+
+# ---- sampling
+
+
+def test_a_temperature_near_0_disturbs_nobody(service, policy):
+    """Its logits left the range of fp32, and everybody who sampled from the same weights failed with it."""
+    sampler = service.create_sampling_client(base_model=str(policy)).result()
+    prompt = types.ModelInput.from_ints(TEXT[0])
+    long = sampler.sample(prompt, 4, types.SamplingParams(max_tokens=200, seed=1, stop=[]))
+    with pytest.raises(tinker.RequestFailedError, match=r"must be 0, or 0\.001 or more"):
+        sampler.sample(prompt, 1, types.SamplingParams(max_tokens=4, temperature=1e-40)).result()
+    assert [len(each.tokens) for each in long.result().sequences] == [200] * 4
+    with pytest.raises(tinker.RequestFailedError, match="strings, of 1 to 256 letters"):
+        sampler.sample(prompt, 1, types.SamplingParams(max_tokens=4, stop="x" * 300)).result()
+
+
+def test_a_stop_string_is_found_whose_letters_have_several_bytes(policy):
+    """A letter may be as many tokens."""
+    from transformers import AutoTokenizer
+
+    sampler = Sampler.__new__(Sampler)
+    tokenizer = sampler._tokenizer = AutoTokenizer.from_pretrained(policy)
+    for text in ("日本語", "né", "abc"):
+        ids = [*tokenizer.encode("so: ", add_special_tokens=False), *tokenizer.encode(text, add_special_tokens=False)]
+        assert sampler._says(SimpleNamespace(token_ids=ids), (text,))
+        assert not sampler._says(SimpleNamespace(token_ids=ids[:-1]), (text,))
