@@ -317,7 +317,7 @@ MEASURED = "docs/measured.md"
 QUOTED = (
     ("docs/quickstart.md", r"minutes on two cores \((.*?) on the machine", MEASURED, "whole default run"),
     ("docs/environment.md", r"\| environment time of 8 sessions.*", MEASURED, "environment time of 8 sessions"),
-    ("docs/environments/sql.md", r"evaluations included, took (321 s)", MEASURED, "whole runs on `sql`"),
+    ("docs/environments/sql.md", r"The runs took (.*?) beside", MEASURED, "whole runs on `sql`"),
     ("docs/environments/files.md", r"sampled episodes: (63\.5 %) before", MEASURED, "whole runs on `sql`"),
     ("docs/environments/files.md", r"Wilson\), (87\.7 %) after", MEASURED, "whole runs on `sql`"),
     ("docs/environments/files.md", r"on quiet cores: (236 s)", MEASURED, "whole runs on `sql`"),
@@ -334,7 +334,7 @@ QUOTED = (
     ("docs/asynchronous.md", r"\| true, about .*?4\.01.*", MEASURED, "the same with the true latency"),
     ("docs/running.md", r"The last row took (.*?) on two quiet", MEASURED, "SmolLM2-135M from an empty clone"),
     ("docs/recipes.md", r"(165 to 187 s) with the policy that ships", MEASURED, "whole default run"),
-    ("docs/recipes.md", r"(65\.9 -> 84\.0 .*?), two cores \| \[sql\]", MEASURED, "whole runs on `sql`"),
+    ("docs/recipes.md", r"(76\.1 -> 97\.3 .*?), two cores \| \[sql\]", MEASURED, "whole runs on `sql`"),
     ("docs/recipes.md", r"(63\.5 -> 87\.7 .*?), two cores \| \[files\]", MEASURED, "whole runs on `sql`"),
     ("docs/recipes.md", r"(34\.5 -> 58\.8 .*? 395 s)", MEASURED, "whole runs on `sql`"),
     ("docs/recipes.md", r"(51\.0 -> 88\.3 \| 37 minutes)", MEASURED, "SmolLM2-135M from an empty clone"),

@@ -16,6 +16,8 @@ from realhf.launch.compose import compose_config
 AWS = ("experiment=grpo_aws",)
 SHIPPED = {
     AWS: PACKAGE / "aws" / "training" / "policy",
+    ("experiment=grpo", "env=countdown"): PACKAGE / "environments" / "policies" / "countdown",
+    ("experiment=grpo", "env=sql"): PACKAGE / "environments" / "policies" / "sql",
 }
 """Where the policy lies that the jobs with these arguments begin with."""
 
