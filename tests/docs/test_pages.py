@@ -321,9 +321,14 @@ QUOTED = (
     ("docs/environments/files.md", r"sampled episodes: (63\.5 %) before", MEASURED, "whole runs on `sql`"),
     ("docs/environments/files.md", r"Wilson\), (87\.7 %) after", MEASURED, "whole runs on `sql`"),
     ("docs/environments/files.md", r"on quiet cores: (236 s)", MEASURED, "whole runs on `sql`"),
-    ("docs/environments/countdown.md", r"sampled episodes: (34\.5 %) before", MEASURED, "whole runs on `sql`"),
-    ("docs/environments/countdown.md", r"Wilson\), (58\.8 %) after", MEASURED, "whole runs on `sql`"),
-    ("docs/adapters.md", r"all weights reach (58\.8 %)", MEASURED, "whole runs on `sql`"),
+    ("docs/environments/countdown.md", r"sampled episodes: (72\.2 %) before", MEASURED, "whole runs on `sql`"),
+    ("docs/environments/countdown.md", r"360 episodes\), (89\.2 %) after", MEASURED, "whole runs on `sql`"),
+    (
+        "docs/adapters.md",
+        r"all weights came to (58\.8 %)",
+        "docs/environments/countdown.md",
+        "The equation of a two-number puzzle",
+    ),
     ("docs/trajectory_server.md", r"a day later (?s:(.*?))\. These", MEASURED, "trajectory server, durable"),
     (
         "docs/asynchronous.md",
@@ -336,7 +341,7 @@ QUOTED = (
     ("docs/recipes.md", r"(165 to 187 s) with the policy that ships", MEASURED, "whole default run"),
     ("docs/recipes.md", r"(76\.1 -> 97\.3 .*?), two cores \| \[sql\]", MEASURED, "whole runs on `sql`"),
     ("docs/recipes.md", r"(63\.5 -> 87\.7 .*?), two cores \| \[files\]", MEASURED, "whole runs on `sql`"),
-    ("docs/recipes.md", r"(34\.5 -> 58\.8 .*? 395 s)", MEASURED, "whole runs on `sql`"),
+    ("docs/recipes.md", r"(72\.2 -> 89\.2 .*?), two cores \| \[countdown\]", MEASURED, "whole runs on `sql`"),
     ("docs/recipes.md", r"(51\.0 -> 88\.3 \| 37 minutes)", MEASURED, "SmolLM2-135M from an empty clone"),
     *(
         ("docs/recipes.md", rf"default job.*?({before} -> {after})", MEASURED, f"{seed} | sampled |")
