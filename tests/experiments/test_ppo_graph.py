@@ -95,7 +95,10 @@ def test_asynchronously_the_critic_stays_at_the_trainer() -> None:
         (("experiment=ppo", "critic.path=builtin"), "critic.path=builtin: .*critic.path=actor takes it"),
         (("experiment=ppo", "critic.workers=[1,1]"), r"critic.workers=\[1, 1\]: give different indices"),
         (("experiment=ppo", "critic.workers=[2]"), r"\[1\] of 0..2 hold no model .*critic.workers"),
-        (("experiment=ppo", "critic.warmup_steps=55"), "critic.warmup_steps=55: the actor would never train"),
+        (
+            ("experiment=ppo", "total_train_steps=55", "critic.warmup_steps=55"),
+            "critic.warmup_steps=55: the actor would never train",
+        ),
         (("experiment=ppo", "critic.chat_template_kwargs={a: 1}"), "critic.chat_template_kwargs has no effect"),
         (("experiment=ppo", "critic.value_clip=0.2"), "critic.value_clip has no effect .* makes no second one"),
         (("experiment=ppo", "critic.value_clip=null"), "critic.value_clip has no effect"),
@@ -188,7 +191,7 @@ def test_a_critic_reads_the_actors_tokens(tmp_path: Path) -> None:
         built(*arguments, f"critic.path={short}")
 
 
-@pytest.mark.parametrize(("model", "size"), [("builtin", 1536), ("builtin_tiny", len(SPECIAL_TOKENS) + 256)])
+@pytest.mark.parametrize(("model", "size"), [("builtin", 832), ("builtin_tiny", len(SPECIAL_TOKENS) + 256)])
 def test_a_critic_reads_the_tokens_of_the_builtin_policy(tmp_path: Path, model: str, size: int) -> None:
     """Which is not made yet, but the number of its tokens is known."""
     arguments = ("experiment=ppo", "env=sql", f"actor.path={model}")
