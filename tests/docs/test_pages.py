@@ -317,7 +317,7 @@ MEASURED = "docs/measured.md"
 QUOTED = (
     ("docs/quickstart.md", r"minutes on two cores \((.*?) on the machine", MEASURED, "whole default run"),
     ("docs/environment.md", r"\| environment time of 8 sessions.*", MEASURED, "environment time of 8 sessions"),
-    ("docs/environments/sql.md", r"The runs took (.*?) beside", MEASURED, "whole runs on `sql`"),
+    ("docs/environments/sql.md", r"The runs took (.*?) on two quiet", MEASURED, "whole runs on `sql`"),
     ("docs/environments/files.md", r"sampled episodes: (63\.5 %) before", MEASURED, "whole runs on `sql`"),
     ("docs/environments/files.md", r"Wilson\), (87\.7 %) after", MEASURED, "whole runs on `sql`"),
     ("docs/environments/files.md", r"on quiet cores: (236 s)", MEASURED, "whole runs on `sql`"),
