@@ -115,7 +115,7 @@ class Totals(msgspec.Struct, frozen=True, tag="totals", array_like=True):
     """First record of a snapshot: what happened before it, in numbers. Steps up to ``step`` are final; the records
     of the same ``append`` say what is still open. ``admitted`` counts open samples too, ``consumed`` those of final
     steps alone; ``order`` is the next admission's; ``planned`` are step batches (step, ids) which a resumed run has yet
-    to repeat."""
+    to repeat; ``flat`` is that of ``JournalState``."""
 
     step: int
     admitted: int
@@ -124,6 +124,7 @@ class Totals(msgspec.Struct, frozen=True, tag="totals", array_like=True):
     dropped: int
     order: int
     planned: list[tuple[int, list[str]]]
+    flat: list[int] = []
 
 
 Record: TypeAlias = Admit | Accept | Reject | Drop | Consume | Commit | Ckpt | Resume | Draw | End | Totals

@@ -148,6 +148,7 @@ class JournalState:
                 self._dropped,
                 self.order,
                 list(self.planned.items()),
+                list(self.flat),
             ),
             *(Commit(step, version) for step, version in self.versions.items()),
             *self._admits.values(),
@@ -234,6 +235,7 @@ class JournalState:
         self.order, self._settled = record.order, record.step
         self._consumed, self._rejected, self._dropped = record.consumed, record.rejected, record.dropped
         self.planned = {step: list(ids) for step, ids in record.planned}
+        self.flat = list(record.flat)
 
     def _open(self, id: str, attempt: int) -> None:
         admit = self.outstanding.get(id)

@@ -14,6 +14,7 @@ import pytest
 
 from realhf.dataflow.journal.journal import (
     ARCHIVE,
+    FLAT,
     SEGMENT_BYTES,
     Accept,
     Admit,
@@ -89,6 +90,12 @@ def test_a_snapshot_makes_an_equal_state() -> None:
     assert [copy.resume(step) for step in (0, 1)] == [state.resume(step) for step in (0, 1)]
     with pytest.raises(ValueError, match="samples up to step 1 are used up"):
         copy.resume(-1)
+
+
+def test_a_snapshot_remembers_the_groups_that_gave_way_to_others_in_the_step_that_is_open() -> None:
+    state = fold([*STORY, admit("i", 9, 0, 2), accept("i"), Drop("i", FLAT)])
+    state.settle(0)
+    assert fold(state.snapshot()).flat == state.flat == [5]
 
 
 async def test_a_checkpoint_replaces_the_earlier_segments(tmp_path: Path) -> None:
