@@ -59,6 +59,20 @@ def test_five_steps_are_those_of_one_worker(parallel: Parallel, name: str, tied:
 
 @pytest.mark.nightly
 @pytest.mark.slow
+@pytest.mark.parametrize("parallel", [Parallel(dp=2), Parallel(fsdp=2)], ids=["dp2", "fsdp2"])
+def test_every_published_algorithm_trains_on_two_workers_as_on_one(parallel: Parallel) -> None:
+    torch.set_num_threads(1)
+    outcomes = results(run_ranks(2, training.published_on_ranks, 2, parallel))
+    assert outcomes[0] == outcomes[1], "every rank reports what rank 0 does, to the bit"
+    for name in training.PUBLISHED:
+        expected = training.published_steps(training.alone, name)
+        assert any(row["n_updates"] > 0 and row["grad_norm"] > 0 for row in expected), name
+        for found, alone in zip(outcomes[0][name], expected, strict=True):
+            close(found, alone)
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "parallel",
     [Parallel(dp=2), Parallel(fsdp=2), Parallel(dp=4), Parallel(fsdp=4)],

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 from realhf.algorithms.critic import CriticInterface
 from realhf.algorithms.policy_gradient import PolicyGradientInterface
+from realhf.algorithms.preference import DPOInterface, RewardModelInterface
+from realhf.algorithms.presets import CORRECTIONS, PRESETS
 from realhf.algorithms.sft import SFTInterface
 from realhf.algorithms.train_step import COMPONENTS
 from realhf.api.config import GenConfig, OptimizerConfig
@@ -66,6 +69,77 @@ def batch(step: int, name: str = "") -> SequenceSample:
         tensors |= {key: torch.randint(0, 3, (total - n,), generator=g) / 2 for key in COMPONENTS}
         seqlens |= dict.fromkeys(COMPONENTS, shifted)
     return SequenceSample.from_tensors([f"t{i}" for i in range(len(groups))], tensors, seqlens)
+
+
+SCORED = {"prox_logp_method": "actor_inf"}
+PUBLISHED = {
+    **{name: {"algo": name} for name in PRESETS},
+    **{f"correction-{name}": {"correction": name, **SCORED} for name in CORRECTIONS if name != "none"},
+    **{name: {"adv_estimator": name} for name in ("maxrl", "reinforce_pp_baseline")},
+    "pass_at_k": {"adv_estimator": "pass_at_k", "pass_at_k": 2},
+    "turns": {"credit": "turn", "loss_agg": "turn_mean_token_mean"},
+    "opd-with-rewards": {"algo": "opd", "rl_weight": 1.0, "distill_weight": 0.5},
+    "dpo": {},
+    "reward_model": {},
+}  # fmt: skip
+"""Every preset and correction, and what else was published, with options of ``ppo``."""
+
+
+def scored_batch(step: int) -> SequenceSample:
+    """With everything that any algorithm reads: several rows of a rollout, a rollout that failed, two turns a row, and
+    a policy that moved since it sampled, in every other sequence far enough to be masked."""
+    sample, g = batch(step), torch.Generator().manual_seed(70 + step)
+    ids, single = sample.seqlens["packed_input_ids"], sample.seqlens["rewards"]
+    lengths = [n for group in ids for n in group]
+    shifted = [[n - 1 for n in group] for group in ids]
+    size = sum(lengths) - len(lengths)
+    moved = torch.cat([torch.full((n - 1,), (0.0005, 0.8)[row % 2]) for row, n in enumerate(lengths)])
+    sampled = torch.randn(size, generator=g) * 0.3 - math.log(50)
+    turn = torch.cat([(torch.arange(n) >= n // 2).int() for n in lengths])
+    outcome = torch.zeros(len(lengths), dtype=torch.uint8)
+    outcome[-1] = 3
+    more = {
+        "packed_logprobs": sampled,
+        "proximal_logprobs": sampled + moved * torch.randn(size, generator=g),
+        "teacher_logprobs": sampled + torch.randn(size, generator=g),
+        "feedback_logratios": torch.randn(size, generator=g),
+        "values": torch.rand(size, generator=g),
+        "turn_ids": torch.where(sample["loss_mask"], turn, -1).int(),
+        "turn_rewards": torch.rand(2 * len(lengths), generator=g),
+        "turn_states": torch.randint(0, 2, (2 * len(lengths),), generator=g),
+        "rollout_index": torch.tensor([max(0, row - 1) for group in ids for row in range(len(group))]).int(),
+        "outcome": outcome,
+        "seq_no_eos_mask": torch.zeros(len(lengths), dtype=torch.bool),
+    }
+    rules = {key: shifted for key, tensor in more.items() if len(tensor) == size} | {"turn_ids": ids}
+    rules |= {key: [[2] * len(group) for group in ids] for key in ("turn_rewards", "turn_states")}
+    kept = sample.select(sample.keys - more.keys())
+    lengths_of = {key: rules.get(key, single) for key in more}
+    return kept.update(SequenceSample.from_tensors(sample.ids, more, lengths_of))
+
+
+def published_steps(engine_of: Callable[[Any], Any], name: str) -> list[dict[str, float]]:
+    """Two train steps of a row of ``PUBLISHED``, of a policy gradient with two updates each; the statistics."""
+    network = ValueModel(tiny_model()) if name == "reward_model" else tiny_model()
+    interface: Any
+    if name == "dpo":
+        interface = DPOInterface(beta=0.5)
+    elif name == "reward_model":
+        interface = RewardModelInterface(center=0.1)
+    else:
+        interface = PolicyGradientInterface({**PUBLISHED[name], "ppo_n_minibatches": 2}, loss_scale_len=12)
+    model, found = Model("actor", engine_of(network), None), []
+    for step, number in enumerate((0, 4)):
+        model.engine.version = step
+        ranks = getattr(model.engine, "ranks", None)
+        with ranks.together(f"{name} {step}") if isinstance(ranks, GroupRanks) else contextlib.nullcontext():
+            found.append(interface.train_step(model, scored_batch(number), CallContext(step, 1000, SPEC, Path())))
+    return found
+
+
+def published_on_ranks(world: World, rank: int, size: int, parallel: Parallel) -> dict[str, list[dict[str, float]]]:
+    """The two steps of every algorithm on ranks."""
+    return {name: published_steps(lambda model: engine_on(world, size, parallel, model), name) for name in PUBLISHED}
 
 
 def algorithm(name: str) -> Any:
