@@ -35,6 +35,8 @@ TURN_S = 2.0
 MOST_SAMPLES = 1024
 """Sequences that one request may ask for."""
 MOST_TOP = 1024
+MOST_LISTED = 1 << 22
+"""Places in the lists of the likeliest tokens of one answer, each of which has eight bytes."""
 MOST_STOPS, LONGEST_STOP = 64, 256
 """Stop strings of a request, and their letters: every token that is drawn is looked at for all of them."""
 LEAST_TEMPERATURE = 1e-3
@@ -49,8 +51,9 @@ Answered = Callable[[int, bytes | Exception, Held], None]
 
 @dataclass(eq=False)
 class Asked:
-    """One request that is sampled: its turns, which end one by one, and what is wanted of its prompt. ``texts`` are
-    stop strings; ``done`` is called with the answer, or with what went wrong."""
+    """One request that is sampled: its turns, which end one by one, the ``likeliest`` tokens of each by its slot, and
+    what is wanted of its prompt. ``texts`` are stop strings; ``done`` is called with the answer, or with what went
+    wrong."""
 
     number: int
     folder: str
@@ -61,6 +64,7 @@ class Asked:
     texts: tuple[str, ...]
     done: Answered
     turns: list[Turn] = field(default_factory=list)
+    likeliest: dict[int, TopK] = field(default_factory=dict)
     left: int = 0
     since: float = field(default_factory=time.monotonic)
 
@@ -141,12 +145,17 @@ class Sampler:
         self._waiting: list[Asked] = []
         self._joining: list[tuple[Asked, Turn]] = []
         self._playing: dict[int, tuple[Asked, Turn]] = {}  # by slot
+        self._scoring: list[tuple[Asked, Turn]] = []  # ended, and their likeliest tokens are asked for
         self._slots = 0
 
     @property
     def busy(self) -> bool:
         """Whether there is anything to do."""
-        return bool(self._waiting or self._joining or self._playing)
+        return bool(self._waiting or self._in_use)
+
+    @property
+    def _in_use(self) -> bool:
+        return bool(self._joining or self._playing or self._scoring)
 
     def submit(self, number: int, folder: str, request: Any, done: Answered) -> None:
         """Take a ``SampleRequest`` for the weights of ``folder``. Raises BadRequest for what cannot be sampled."""
@@ -170,7 +179,7 @@ class Sampler:
             top_k=0 if params.top_k == -1 else params.top_k,
         )
         stops, texts = self._stops(params.stop)
-        _check(request, len(prompt))
+        _check(request, len(prompt), wanted)
         asked = Asked(number, folder, prompt, request, config, stops, texts, done)
         try:
             check_request(GenRequest(0, prompt.tolist()), config)
@@ -194,6 +203,7 @@ class Sampler:
         """Forget a request; nothing is answered."""
         self._waiting = [asked for asked in self._waiting if asked.number != number]
         self._joining = [(asked, turn) for asked, turn in self._joining if asked.number != number]
+        self._scoring = [(asked, turn) for asked, turn in self._scoring if asked.number != number]
         gone = [(slot, turn) for slot, (asked, turn) in self._playing.items() if asked.number == number]
         self._weights.core.leave([turn for _, turn in gone])
         for slot, _ in gone:
@@ -201,8 +211,8 @@ class Sampler:
         self._weights.core.free([slot for slot, _ in gone])
 
     def step(self) -> None:
-        """Do a bit of the work: let requests join, and draw a token for every sequence in play. What fails is told to
-        those whose request it was."""
+        """Do a bit of the work: let requests join, draw a token for every sequence in play, and look once more at one
+        that has ended. What fails is told to those whose request it was."""
         self._take_turns()
         self._begin()
         core = self._weights.core
@@ -216,10 +226,12 @@ class Sampler:
         except Exception as error:
             core.reset()
             self._fail(error)
+        if self._scoring:
+            self._look_again(*self._scoring.pop(0))
 
     def _take_turns(self) -> None:
         """Change to other weights when those in use have nothing left to do."""
-        if self._joining or self._playing or not self._waiting:
+        if self._in_use or not self._waiting:
             return
         folder = self._waiting[0].folder
         if folder == self._folder:
@@ -237,9 +249,8 @@ class Sampler:
     def _begin(self) -> None:
         """Make the turns of waiting requests of the weights in use, unless others have waited too long."""
         now = time.monotonic()
-        if any(asked.folder != self._folder and now - asked.since > TURN_S for asked in self._waiting) and (
-            self._playing or self._joining
-        ):
+        others_wait = any(asked.folder != self._folder and now - asked.since > TURN_S for asked in self._waiting)
+        if others_wait and self._in_use:
             return
         mine = [asked for asked in self._waiting if asked.folder == self._folder]
         self._waiting = [asked for asked in self._waiting if asked.folder != self._folder]
@@ -269,10 +280,31 @@ class Sampler:
             asked, turn = self._playing.pop(slot)
             if asked.texts and turn.reason == "length" and self._says(turn, asked.texts):
                 turn.reason = "stop"
-            asked.left -= 1
-            if not asked.left:
-                self._answer(asked)
+            if asked.request.topk_sample_logprobs:
+                self._scoring.append((asked, turn))
+            else:
+                self._ended(asked)
         self._weights.core.free(over)
+
+    def _ended(self, asked: Asked) -> None:
+        asked.left -= 1
+        if not asked.left:
+            self._answer(asked)
+
+    def _look_again(self, asked: Asked, turn: Turn) -> None:
+        """Find the likeliest tokens at each place of a sequence: a pass over all of it, so that one at a time is done
+        between two tokens of the others."""
+        ids = np.concatenate([asked.prompt, np.asarray(turn.token_ids, dtype=np.int64)])
+        top, first = asked.request.topk_sample_logprobs, len(asked.prompt) - 1
+        try:
+            likeliest = self._score(ids[:-1], first, top, temperature=asked.config.temperature or 1.0)[1]
+        except Exception as error:
+            self.cancel(asked.number)
+            asked.done(asked.number, error, self._weights.held)
+            return
+        assert likeliest is not None
+        asked.likeliest[turn.slot] = likeliest
+        self._ended(asked)
 
     def _says(self, turn: Turn, texts: Sequence[str]) -> bool:
         """Whether the last token completes a stop string: as many tokens as it has bytes hold it in any case."""
@@ -290,16 +322,10 @@ class Sampler:
         asked.done(asked.number, answer, held)
 
     def _written(self, asked: Asked) -> bytes:
-        request, top = asked.request, asked.request.topk_sample_logprobs
-        sequences = []
-        for turn in asked.turns:
-            likeliest = None
-            if top:
-                ids = np.concatenate([asked.prompt, np.asarray(turn.token_ids, dtype=np.int64)])
-                first = len(asked.prompt) - 1
-                likeliest = self._score(ids[:-1], first, top, temperature=asked.config.temperature or 1.0)[1]
-            sequences.append(Sampled(turn.token_ids, turn.logprobs, turn.reason, likeliest))
-        return sample_answer(sequences, self._of_prompt(request, asked.prompt), 0)
+        sequences = [
+            Sampled(turn.token_ids, turn.logprobs, turn.reason, asked.likeliest.get(turn.slot)) for turn in asked.turns
+        ]
+        return sample_answer(sequences, self._of_prompt(asked.request, asked.prompt), 0)
 
     def _of_prompt(self, request: Any, prompt: np.ndarray) -> Scored:
         """Score the prompt as far as it was asked for."""
@@ -367,17 +393,26 @@ class Sampler:
         """Tell all that are in play."""
         failed = {id(asked): asked for asked, _ in [*self._playing.values(), *self._joining]}
         self._playing, self._joining = {}, []
+        self._scoring = [(asked, turn) for asked, turn in self._scoring if id(asked) not in failed]
         for asked in failed.values():
             asked.done(asked.number, error, self._weights.held)
 
 
-def _check(request: Any, length: int) -> None:
-    """Raise BadRequest for what is asked of prompt and sequences beyond their size."""
+def _check(request: Any, length: int, wanted: int) -> None:
+    """Raise BadRequest for what is asked of a prompt of ``length`` tokens, and of sequences of at most ``wanted``,
+    beyond their size."""
     if not 1 <= request.num_samples <= MOST_SAMPLES:
         raise BadRequest(f"num_samples={request.num_samples} must be from 1 to {MOST_SAMPLES}")
     for name in ("topk_prompt_logprobs", "topk_sample_logprobs"):
         if not 0 <= getattr(request, name) <= MOST_TOP:
             raise BadRequest(f"{name}={getattr(request, name)} must be from 0 to {MOST_TOP}")
+    listed = request.topk_prompt_logprobs * length + request.topk_sample_logprobs * wanted * request.num_samples
+    if listed > MOST_LISTED:
+        raise BadRequest(
+            f"topk_prompt_logprobs={request.topk_prompt_logprobs} for {length} tokens and topk_sample_logprobs="
+            f"{request.topk_sample_logprobs} for {request.num_samples} sequences of up to {wanted} tokens are {listed} "
+            f"places in all; an answer has at most {MOST_LISTED}"
+        )
     if request.prompt_alt_tokens_k:
         raise BadRequest("prompt_alt_tokens_k is not carried by this server")
     if request.record_stability_info:

@@ -343,3 +343,23 @@ def test_a_stop_string_is_found_whose_letters_have_several_bytes(policy):
         ids = [*tokenizer.encode("so: ", add_special_tokens=False), *tokenizer.encode(text, add_special_tokens=False)]
         assert sampler._says(SimpleNamespace(token_ids=ids), (text,))
         assert not sampler._says(SimpleNamespace(token_ids=ids[:-1]), (text,))
+
+
+def test_lists_of_likeliest_tokens_hold_up_nobody(service, policy):
+    """Each of many sequences is looked at once more when it has ended: between the tokens of the others, with the
+    lists that a pass over the whole makes. An answer of gigabytes is refused."""
+    sampler = service.create_sampling_client(base_model=str(policy)).result()
+    prompt = types.ModelInput.from_ints(TEXT[0])
+    params = types.SamplingParams(max_tokens=3, temperature=0.7, seed=3, stop=[])
+    many = sampler.sample(prompt, 200, params, topk_sample_logprobs=2)
+    other = sampler.sample(prompt, 1, types.SamplingParams(max_tokens=4, seed=1, stop=[]))
+    assert len(other.result().sequences[0].tokens) == 4
+    assert not many.future().done(), "the other one waited for 200 passes"
+    for each in many.result().sequences:
+        assert len(each.tokens) == len(each.topk_logprobs) == 3
+        for token, logprob, likeliest in zip(each.tokens, each.logprobs, each.topk_logprobs, strict=True):
+            (first, best), (_, second) = likeliest
+            assert best >= second and best >= logprob - 1e-4
+            assert token != first or best == pytest.approx(logprob, abs=1e-4)
+    with pytest.raises(tinker.RequestFailedError, match="places in all; an answer has at most 4194304"):
+        sampler.sample(prompt, 1000, types.SamplingParams(max_tokens=100), topk_sample_logprobs=50).result()
