@@ -132,7 +132,9 @@ class Environment(Protocol):
 class Task:
     """Says which episode is played. ``id`` is unique within its set and stable between runs; success is reported by
     ``group``. ``payload`` is JSON and reaches ``Environment.reset``; ``seed`` too. ``template`` names the template that
-    the task is an instance of, as people read it; where a set leaves it out, it is the template's id."""
+    the task is an instance of, as people read it; where a set leaves it out, it is the template's id. An episode ends
+    after ``max_turns`` turns of the policy, or after those of ``rollout.max_turns`` where they are fewer; 0: after
+    those."""
 
     id: str
     group: str = ""
@@ -140,6 +142,11 @@ class Task:
     tags: tuple[str, ...] = ()
     seed: int = 0
     template: str = ""
+    max_turns: int = 0
+
+    def turns_within(self, most: int) -> int:
+        """Return how many turns an episode has at most where a run allows ``most``."""
+        return min(most, self.max_turns or most)
 
 
 @runtime_checkable
@@ -273,13 +280,14 @@ def finite_number(found: Any) -> float | None:
 
 def task_of(metadata: Mapping[str, Any]) -> Task:
     """Return the task that the metadata of a sample describe: ``task`` (its payload as JSON text), ``task_id``,
-    ``task_seed``, ``group`` and ``template_name``. Raises KeyError or ValueError for other metadata."""
+    ``task_seed``, ``group``, ``template_name`` and ``max_turns``. Raises KeyError or ValueError for other metadata."""
     return Task(
         str(metadata["task_id"]),
         str(metadata.get("group", "")),
         json.loads(metadata["task"]),
         seed=int(metadata["task_seed"]),
         template=str(metadata.get("template_name", "")),
+        max_turns=int(metadata.get("max_turns", 0)),
     )
 
 

@@ -103,6 +103,12 @@ class AwsOptions:
         "Uuids and long hexadecimal ids are shown as they are; else fixed words stand for them, also where the "
         "solutions of five templates of the higher tiers name a key or a load balancer by its id.",
     )
+    spare_turns: int | None = option(
+        None,
+        "An episode ends this many turns after as many as the task's solution has commands, or after rollout.max_turns "
+        "where they are fewer; without it after those. A policy that fails would else play most of all tokens.",
+        at_least=0,
+    )
     chaos: bool = option(False, "Training and evaluation episodes may be perturbed (docs/reference/environment.md 7).")
     step_latency_ms: float = option(
         0.0, "SIMULATED: every step takes these milliseconds longer.", at_least=0, on_resume="free"
@@ -175,12 +181,14 @@ class AwsTaskSet:
             self.group_of = {**self.group_of, **groups}
             self.groups = (*self.groups, *dict.fromkeys(groups.values()))
         self._split, self._chaos, self._rephrased = split, options.chaos, options.phrasings
+        self._spare_turns = options.spare_turns
 
     def instantiate(self, template_id: str, seed: int) -> Task:
         """See ``TaskSet``: the names of training and held-out instances differ."""
         task = instantiate(int(template_id), seed, split=self._split, rephrased=self._rephrased)
         played = episode_task(task, chaos=self._chaos, split=self._split)
-        return replace(played, group=self.group_of.get(template_id, played.group))
+        most = 0 if self._spare_turns is None else len(task.solution) + self._spare_turns
+        return replace(played, group=self.group_of.get(template_id, played.group), max_turns=most)
 
 
 class AwsEnvironment:

@@ -560,5 +560,6 @@ def _item(template: str, task: Task, number: int) -> SourceItem:
             "template": template,
             "template_name": task.template or template,
             "group": task.group,
+            "max_turns": task.max_turns,
         },
     )

@@ -242,7 +242,7 @@ class BlackBoxAgent:
         began = time.perf_counter()
         async with self._starting:
             await self._server.start()
-        session = self._server.sessions.open(llm, slot=slot, seed=wanted.sampling_seed)
+        session = self._server.sessions.open(llm, slot=slot, seed=wanted.sampling_seed, max_turns=wanted.task.max_turns)
         progress = Progress(wanted)
         world = AgentSession(env, progress, session, self._system_prompt)
         try:

@@ -502,9 +502,11 @@ class Progress:
 
 
 async def play_episode(env: Environment, wanted: EpisodeRequest, speaker: Speaker, max_turns: int) -> RolloutOutcome:
-    """Play one episode from its reset to its outcome; an environment or an engine that fails is an outcome. Raises
-    ValueError when the first prompt leaves no room for a turn."""
+    """Play one episode from its reset to its outcome, of at most ``max_turns`` turns, or fewer where the task says so;
+    an environment or an engine that fails is an outcome. Raises ValueError when the first prompt leaves no room for a
+    turn."""
     progress = Progress(wanted)
+    most = wanted.task.turns_within(max_turns)
     try:
         opening = await env.reset(wanted.task.payload, seed=wanted.task.seed)
         progress.begin(opening)
@@ -512,7 +514,7 @@ async def play_episode(env: Environment, wanted: EpisodeRequest, speaker: Speake
         while not progress.status:
             said = await speaker.speak()
             turn = await env.step(said)
-            progress.take(said, turn, max_turns)
+            progress.take(said, turn, most)
             if not progress.status and not speaker.hear(turn.messages):
                 progress.status = "token_budget"
     except ContextFull:

@@ -423,11 +423,13 @@ class Sessions:
         self._limits = limits
         self._open: dict[str, Session] = {}
 
-    def open(self, llm: TokenSource, *, slot: int, seed: int | None = None) -> Session:
-        """Open a session whose tokens come from ``llm``. Raises RuntimeError when there are too many."""
+    def open(self, llm: TokenSource, *, slot: int, seed: int | None = None, max_turns: int = 0) -> Session:
+        """Open a session whose tokens come from ``llm``, for at most ``max_turns`` turns where that is not 0. Raises
+        RuntimeError when there are too many."""
         if len(self._open) >= MAX_SESSIONS:
             raise RuntimeError(f"the endpoint has {MAX_SESSIONS} sessions; close some")
-        ledger = TokenLedger(self.chat, self._limits, slot=slot, seed=seed)
+        limits = replace(self._limits, max_turns=min(self._limits.max_turns, max_turns or self._limits.max_turns))
+        ledger = TokenLedger(self.chat, limits, slot=slot, seed=seed)
         session = Session(secrets.token_urlsafe(24), ledger, llm)
         self._open[session.key] = session
         return session

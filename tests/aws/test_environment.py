@@ -5,12 +5,13 @@ from typing import Any
 
 import pytest
 
-from realhf.api.environment import AssistantMessage, DemonstrationRequest, EnvironmentFailure, TaskSet, Turn
+from realhf.api.environment import AssistantMessage, DemonstrationRequest, EnvironmentFailure, TaskSet, Turn, task_of
 from realhf.aws.environment import DEFINITION, AwsEnvironment, AwsOptions, AwsTaskSet
 from realhf.aws.messages import NO_COMMAND
 from realhf.aws.tasks.loader import is_name
 from realhf.aws.tasks.task import Task
 from realhf.aws.training import sft_data
+from realhf.env.curriculum import TaskSource
 from realhf.rollout.player import ReplayDiverged, SlotEnvironment
 from tests.rollout.fake_env_server import FakeEnvServer
 
@@ -216,6 +217,16 @@ def test_the_two_splits_share_no_name() -> None:
     assert names[0] and names[1] and not names[0] & names[1]
     one, again = (train.instantiate(template, 4) for _ in range(2))
     assert one == again and one.payload["chaos"] is True and one.group == train.group_of[template]
+
+
+def test_an_episode_may_end_some_turns_after_the_length_of_its_solution() -> None:
+    few = AwsTaskSet(AwsOptions(tiers=["warmup", "advanced"], tags=[], spare_turns=2), "heldout")
+    tasks = [few.instantiate(template, 3) for template in few.group_of]
+    assert {task.group: task.max_turns for task in tasks}["warmup"] == 3 and max(task.max_turns for task in tasks) == 9
+    assert {task.turns_within(6) for task in tasks} == {3, 6}
+    assert AwsTaskSet(AwsOptions(), "heldout").instantiate("1", 3).max_turns == 0
+    source = TaskSource(1, "aws", options={"tiers": ["warmup"], "spare_turns": 0})
+    assert [task_of(item.metadata).max_turns for item in source.next_batch(3)] == [1, 1, 1]
 
 
 def test_templates_that_never_train_are_evaluated_in_groups_of_their_own() -> None:

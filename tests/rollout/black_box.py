@@ -47,11 +47,11 @@ async def serving(limits: Limits) -> AsyncIterator[Endpoint]:
 
 @asynccontextmanager
 async def served(
-    endpoint: Endpoint, tokens: FakeTokens, retries: int = 0
+    endpoint: Endpoint, tokens: FakeTokens, retries: int = 0, max_turns: int = 0
 ) -> AsyncIterator[tuple[OpenAiServer, Session, openai.AsyncOpenAI]]:
     """A session of ``tokens`` and the client of its agent."""
     server, http = endpoint
-    session = server.sessions.open(tokens, slot=3, seed=7)
+    session = server.sessions.open(tokens, slot=3, seed=7, max_turns=max_turns)
     client = openai.AsyncOpenAI(base_url=server.base_url(session), api_key="x", max_retries=retries, http_client=http)
     try:
         yield server, session, client

@@ -242,6 +242,14 @@ async def test_limits_are_told_in_the_words_of_the_api(endpoint: Endpoint) -> No
         assert refused.value.code == "turn_limit" and session.ledger.limit_hit == "max_turns"
 
 
+async def test_a_session_may_have_fewer_turns_than_the_others(endpoint: Endpoint) -> None:
+    async with served(endpoint, FakeTokens(heard), max_turns=1) as (_, session, client):
+        await say(client, [USER])
+        with pytest.raises(openai.BadRequestError, match="has had its 1 turns"):
+            await say(client, [USER])
+        assert session.ledger.limit_hit == "max_turns"
+
+
 BAD: list[tuple[Any, int]] = [
     (b"{", 400), (b"[]", 400), ({}, 400), ({"messages": []}, 400),
     ({"messages": [{"role": "user", "content": 3}]}, 400),

@@ -137,11 +137,13 @@ class Engine:
         raise AssertionError("the player frees the slots")
 
 
-async def play(engine: Engine, world: World | None = None, limits: Limits = LIMITS, **task: Any) -> RolloutOutcome:
+async def play(
+    engine: Engine, world: World | None = None, limits: Limits = LIMITS, turns: int = 0, **task: Any
+) -> RolloutOutcome:
     spec = (world or World()).spec()
     env = SlotEnvironment(spec.name, lambda: spec.make(""), message_timeout_s=5.0, patience_s=0.0, deterministic=True)
     speaker = PolicySpeaker(WordChat(), limits, engine, slot=4, seed=77)
-    wanted = EpisodeRequest(0, Task("t-1", "easy", {"text": "do it", **task}, seed=11))
+    wanted = EpisodeRequest(0, Task("t-1", "easy", {"text": "do it", **task}, seed=11, max_turns=turns))
     return await play_episode(env, wanted, speaker, limits.max_turns)
 
 
@@ -247,6 +249,12 @@ async def test_turns_that_run_out_are_no_truncation_unless_the_last_was_cut() ->
     for finish, truncated in (("stop", False), ("length", True)):
         outcome = await play(Engine(said("aws s3 ls", finish=finish)), limits=Limits(1, 120, 20))
         assert (outcome.status, outcome.truncated) == ("max_turns", truncated)
+
+
+@pytest.mark.parametrize(("turns", "played"), [(1, 1), (2, 2), (0, 2), (9, 2)])
+async def test_a_task_may_have_fewer_turns_than_the_run_allows(turns: int, played: int) -> None:
+    outcome = await play(Engine(said("aws s3 ls")), limits=Limits(2, 120, 20), turns=turns)
+    assert (outcome.status, outcome.valid, len(outcome.turns)) == ("max_turns", True, played)
 
 
 async def test_a_first_prompt_without_room_for_a_turn_is_an_error_of_the_configuration() -> None:
