@@ -186,9 +186,8 @@ class AwsTaskSet:
     def instantiate(self, template_id: str, seed: int) -> Task:
         """See ``TaskSet``: the names of training and held-out instances differ."""
         task = instantiate(int(template_id), seed, split=self._split, rephrased=self._rephrased)
-        played = episode_task(task, chaos=self._chaos, split=self._split)
-        most = 0 if self._spare_turns is None else len(task.solution) + self._spare_turns
-        return replace(played, group=self.group_of.get(template_id, played.group), max_turns=most)
+        played = episode_task(task, self._spare_turns, chaos=self._chaos, split=self._split)
+        return replace(played, group=self.group_of.get(template_id, played.group))
 
 
 class AwsEnvironment:

@@ -86,19 +86,20 @@ def play_tasks(
     tasks: Sequence[Task],
     *,
     max_turns: int,
+    spare_turns: int | None = None,
     observation_chars: int = OBSERVATION_CHARS,
     show_ids: bool = False,
     on_episode: Callable[[EpisodeRecord], None] = lambda record: None,
 ) -> list[EpisodeRecord]:
-    """Play one agent on tasks; returns the records in their order. ``on_episode`` is called after each episode;
-    ``observation_chars`` is what the agent reads of an answer, with ``show_ids`` as ``normalise`` says. Raises
-    AgentError when the agent fails."""
+    """Play one agent on tasks; returns the records in their order. ``on_episode`` is called after each episode; none
+    has more turns than ``max_turns``, nor than its solution and ``spare_turns``; ``observation_chars`` is what the
+    agent reads of an answer, with ``show_ids`` as ``normalise`` says. Raises AgentError when the agent fails."""
     judge = _Judge(agent.speaker(max_turns), tasks, on_episode)
     size = min(pool.free_count, max(1, len(tasks)))
     with pooled_environment(pool, max_steps=max_turns, observation_chars=observation_chars, show_ids=show_ids) as spec:
         player = BlockingPlayer(Player(spec, "", judge, size, message_timeout_s=MESSAGE_TIMEOUT_S))
         try:
-            player.play([EpisodeRequest(n, episode_task(task)) for n, task in enumerate(tasks)], agent)
+            player.play([EpisodeRequest(n, episode_task(task, spare_turns)) for n, task in enumerate(tasks)], agent)
         finally:
             player.close()
     return [judge.records[place] for place in range(len(tasks))]
@@ -236,6 +237,7 @@ def play(agent: Agent, tasks: Sequence[Task], pool: MiniStackPool, options: argp
             pool,
             tasks,
             max_turns=options.max_turns,
+            spare_turns=options.spare_turns,
             observation_chars=options.observation_chars,
             show_ids=options.show_ids,
             on_episode=lambda record: advance(),
@@ -323,6 +325,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--tags", nargs="*", default=(), help="only templates with one of these tags (starter: the training set)")
     add("--episodes", type=int, default=4, help="instances of every template")
     add("--max-turns", type=int, default=15, help="turns of an episode")
+    add("--spare-turns", type=int, help="turns beside as many as the solution has (training: env.spare_turns)")
     add("--temperature", type=float, default=1.0, help="0: greedy")
     add("--max-new-tokens", type=int, default=96, help="of one turn")
     add("--max-total-tokens", type=int, default=4096, help="of an episode (local model)")

@@ -165,10 +165,14 @@ _NOT_SHOWN = ("account_changes", "account_key")
 _COLUMNS = ("service", "type", "name", "before", "after", "calls")
 
 
-def episode_task(task: AwsTask, **reset: Any) -> Task:
-    """Return a task of AWS in the form of the contract; ``reset`` are further arguments of the episode's reset."""
+def episode_task(task: AwsTask, spare_turns: int | None = None, **reset: Any) -> Task:
+    """Return a task of AWS in the form of the contract, with ``spare_turns`` turns beside those of its solution (None:
+    as many as a run allows); ``reset`` are further arguments of the episode's reset."""
     payload = {"task": task.to_json(), **reset}
-    return Task(f"{task.template}-{task.seed}", task.tier, payload, seed=task.seed, template=task.template)
+    most = 0 if spare_turns is None else len(task.solution) + spare_turns
+    return Task(
+        f"{task.template}-{task.seed}", task.tier, payload, seed=task.seed, template=task.template, max_turns=most
+    )
 
 
 def replay_of(payload: Mapping[str, Any]) -> dict[str, Any]:

@@ -65,7 +65,9 @@ class _Mute(TextAgent):
 
 def test_turns_without_a_command_count_and_end(pool: MiniStackPool) -> None:
     (record,) = play_tasks(_Mute(), pool, starter_tasks(1)[:1], max_turns=3)
+    (shorter,) = play_tasks(_Mute(), pool, starter_tasks(1)[:1], max_turns=9, spare_turns=1)
     assert (record.status, record.steps, record.reward) == ("finished", 3, 0.0)
+    assert (shorter.status, shorter.steps) == ("finished", 1 + len(starter_tasks(1)[0].solution))
 
 
 def record(**values) -> EpisodeRecord:
