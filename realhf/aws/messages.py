@@ -169,7 +169,7 @@ def episode_task(task: AwsTask, spare_turns: int | None = None, **reset: Any) ->
     """Return a task of AWS in the form of the contract, with ``spare_turns`` turns beside those of its solution (None:
     as many as a run allows); ``reset`` are further arguments of the episode's reset."""
     payload = {"task": task.to_json(), **reset}
-    most = 0 if spare_turns is None else len(task.solution) + spare_turns
+    most = 0 if spare_turns is None else max(1, len(task.solution) + spare_turns)  # 0 would be no limit
     return Task(
         f"{task.template}-{task.seed}", task.tier, payload, seed=task.seed, template=task.template, max_turns=most
     )
