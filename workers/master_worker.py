@@ -22,6 +22,7 @@ from realhf.api.calls import (
     COMMITTED,
     EVALUATE,
     EXPORT,
+    PROGRESS,
     EvaluateRequest,
     ExportRequest,
     Nothing,
@@ -58,6 +59,7 @@ from realhf.view.report import write_report
 from workers.worker_main import add_key_file, keys_in
 
 ACTIVITY_INTERVAL_S = 0.3
+PROGRESS_INTERVAL_S = 5.0
 
 
 class MasterWorker:
@@ -322,6 +324,14 @@ class MasterWorker:
                 shown = now
             await asyncio.sleep(ACTIVITY_INTERVAL_S)
 
+    async def _show_progress(self, call: str, worker: str) -> None:
+        """Tell the display how many episodes of a call are over."""
+        while True:
+            await asyncio.sleep(PROGRESS_INTERVAL_S)
+            progress = await self._ask(worker, PROGRESS, Nothing())
+            if progress.wanted:
+                self._events.emit("progress", call=call, over=progress.over, wanted=progress.wanted)
+
     def _evaluation_is_due(self, step: int, *, last: bool = False) -> bool:
         """Whether there is an evaluation after ``step`` steps, the ``last`` ones perhaps, that was not made yet."""
         evaluation = self._spec.evaluation
@@ -361,7 +371,12 @@ class MasterWorker:
             seed=self._spec.seed,
             endpoints=self._endpoints(),
         )
-        return (await self._ask(worker, EVALUATE, request, step=step)).stats
+        watcher = asyncio.create_task(self._show_progress("held-out evaluation", worker))
+        try:
+            return (await self._ask(worker, EVALUATE, request, step=step)).stats
+        finally:
+            watcher.cancel()
+            await asyncio.gather(watcher, return_exceptions=True)  # what fails here fails the call too
 
     # ---- saving
 

@@ -23,6 +23,7 @@ from realhf.api.calls import (
     INITIALIZE,
     LOAD,
     OPEN_WORLD,
+    PROGRESS,
     PUBLISH_WEIGHTS,
     RESTORE,
     SAVE,
@@ -101,6 +102,7 @@ class ModelWorker:
             immediate={
                 CLEAR.name: self._on_host(CLEAR.name),
                 ABORT.name: self._on_host(ABORT.name),
+                PROGRESS.name: self._on_host(PROGRESS.name),
                 **self._stream.handlers(),
             },
             data_endpoint=self._plane.endpoint,

@@ -220,6 +220,13 @@ class Probe(Message, frozen=True):
     logprobs: list[float]
 
 
+class ProgressAnswer(Message, frozen=True):
+    """How many episodes of the call that runs, or ran last, are ``over``, of how many; 0 of 0 where it plays none."""
+
+    over: int
+    wanted: int
+
+
 class EvaluateRequest(Message, frozen=True):
     """Evaluate a role by an interface."""
 
@@ -289,6 +296,7 @@ class PublishWeightsAnswer(Message, frozen=True):
 
 TRIAL_CHANGE, TRIAL_RESTORE = 1, 2
 """Steps of a self-test of weight updates."""
+PROGRESS = Call("progress", Nothing, ProgressAnswer)
 EVALUATE = Call("evaluate", EvaluateRequest, EvaluateAnswer)
 SAVE = Call("save", CheckpointRequest, SaveAnswer)
 RESTORE = Call("restore", CheckpointRequest, Nothing)

@@ -256,11 +256,20 @@ class Model:
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
+@dataclass
+class Progress:
+    """Counts the episodes of a call that plays: ``over`` of ``wanted``. Other threads read it."""
+
+    over: int = 0
+    wanted: int = 0
+
+
 @dataclass(frozen=True)
 class CallContext:
     """Holds everything about a call that is not in the sample. ``seed`` is derived from run seed, role and step;
     ``endpoints`` maps a worker kind to its service addresses (``{"env": ["http://127.0.0.1:8100"]}``); where a service
-    wants a token, it stands before the host (``http://:TOKEN@...``). ``recorder`` keeps what was played and trained."""
+    wants a token, it stands before the host (``http://:TOKEN@...``). ``recorder`` keeps what was played and trained. An
+    interface that plays counts in ``progress``, which the display of the run shows."""
 
     step: int
     seed: int
@@ -268,6 +277,7 @@ class CallContext:
     run_dir: Path
     endpoints: dict[str, list[str]] = field(default_factory=dict)
     recorder: RolloutRecorder = NO_RECORDER
+    progress: Progress = field(default_factory=Progress)
 
 
 class ModelInterface(Protocol):

@@ -30,6 +30,7 @@ from realhf.api.calls import (
     GATHER,
     HELD,
     LOAD,
+    PROGRESS,
     RESTORE,
     SAVE,
     AbortRequest,
@@ -46,10 +47,11 @@ from realhf.api.calls import (
     LoadAnswer,
     LoadRequest,
     Nothing,
+    ProgressAnswer,
     SaveAnswer,
 )
 from realhf.api.experiment import InterfaceType, MFCDef
-from realhf.api.model import CallContext, Engine, Model, TrainResult
+from realhf.api.model import CallContext, Engine, Model, Progress, TrainResult
 from realhf.api.parallel import Group, HeldInParts
 from realhf.api.sample import MicroBatchSpec, SequenceSample
 from realhf.api.trace import GENERATE, NO_RECORDER, REF, TRAIN, RolloutRecorder, Tracer
@@ -153,6 +155,7 @@ class ModelHost:
         self._given_up, self._addressed, self._recorder = given_up, addressed, recorder
         self._lock = threading.Lock()
         self._in_hand: frozenset[str] = frozenset()
+        self._progress = Progress()
         self._cleared_meanwhile: set[str] = set()
         # An evaluation with the arguments of a call shares its interface, and what that holds open.
         self._evaluators: dict[str, Any] = {
@@ -176,8 +179,8 @@ class ModelHost:
         )
 
     def immediate_handlers(self) -> dict[str, Handler]:
-        """Handlers for the immediate lane, by name: neither freeing memory nor breaking off waits for a long call."""
-        return dict([CLEAR.served_by(self.clear), ABORT.served_by(self.abort)])
+        """Handlers for the immediate lane, by name: what does not wait for a long call."""
+        return dict([CLEAR.served_by(self.clear), ABORT.served_by(self.abort), PROGRESS.served_by(self.progress)])
 
     def close(self) -> None:
         """Close the interfaces that hold something open."""
@@ -283,7 +286,9 @@ class ModelHost:
     def _context(self, request: CallRequest | EvaluateRequest, mb_spec: MicroBatchSpec) -> CallContext:
         _seed_everything(request.seed)
         endpoints = {kind: [self._addressed(url) for url in urls] for kind, urls in request.endpoints.items()}
-        return CallContext(request.step, request.seed, mb_spec, self._run_dir, endpoints, self._recorder_of(request))
+        self._progress = Progress()
+        recorder = self._recorder_of(request)
+        return CallContext(request.step, request.seed, mb_spec, self._run_dir, endpoints, recorder, self._progress)
 
     def _recorder_of(self, request: CallRequest | EvaluateRequest) -> RolloutRecorder:
         """The first rank keeps what all of them compute; the others compute it all the same."""
@@ -347,6 +352,11 @@ class ModelHost:
                 gone, self._in_hand = self._cleared_meanwhile, frozenset()
             if gone:
                 self._store.clear(gone)
+
+    def progress(self, request: Nothing) -> ProgressAnswer:
+        """How far a call that plays has come."""
+        del request
+        return ProgressAnswer(self._progress.over, self._progress.wanted)
 
     def held(self, request: Nothing) -> HeldAnswer:
         """Bytes and samples held, and the roles of this worker."""

@@ -25,8 +25,8 @@ _SPEED = "throughput/tokens_per_second"
 _ROLLOUT_COLUMNS = 6
 _STEP_LINE_S = 2.0
 """Least time in seconds between two lines about steps where there is no live display."""
-_ROLLOUTS_LINE_S = 30.0
-"""How long a display without a panel waits for a step, in seconds, before it prints a line about the rollouts."""
+_BETWEEN_LINE_S = 30.0
+"""How long a display without a panel waits for a step, in seconds, before it prints how far the next one has come."""
 
 
 def make_display(title: str, *, live: bool, console: Console | None = None) -> Display:
@@ -55,8 +55,8 @@ class Display:
             self._show_step(event)
         elif event["kind"] == "evaluation":
             self.say(evaluation_line(event))
-        elif event["kind"] == "rollouts" and time.monotonic() - self._last_line >= _ROLLOUTS_LINE_S:
-            self.say(rollouts_line(flatten_rollouts(event)))
+        elif event["kind"] in _BETWEEN and time.monotonic() - self._last_line >= _BETWEEN_LINE_S:
+            self.say(_BETWEEN[event["kind"]](event))
 
     def _show_step(self, event: Mapping[str, Any]) -> None:
         now = time.monotonic()
@@ -103,6 +103,8 @@ class LiveDisplay(Display):
             self._rollouts |= rollout_metrics(event["metrics"])
         elif event["kind"] == "rollouts":
             self._rollouts |= flatten_rollouts(event)
+        elif event["kind"] == "progress":
+            self._phase = printable(progress_line(event), colours=False)
         else:
             super().show(event)
 
@@ -181,9 +183,17 @@ def step_line(event: Mapping[str, Any]) -> str:
     return "  ".join(parts)
 
 
-def rollouts_line(metrics: Mapping[str, Any]) -> str:
+def rollouts_line(event: Mapping[str, Any]) -> str:
     """Return in one line what the rollouts do between two steps."""
-    return "  ".join(["rollouts:", *[f"{label} {text}" for label, text in rollout_labels(metrics)]])
+    return "  ".join(["rollouts:", *[f"{label} {text}" for label, text in rollout_labels(flatten_rollouts(event))]])
+
+
+def progress_line(event: Mapping[str, Any]) -> str:
+    """Return in one line how far a call that plays episodes has come."""
+    return f"{event['call']}: {event['over']} of {event['wanted']} episodes"
+
+
+_BETWEEN = {"rollouts": rollouts_line, "progress": progress_line}
 
 
 def evaluation_line(event: Mapping[str, Any]) -> str:

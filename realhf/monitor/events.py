@@ -1,9 +1,10 @@
 """Carries what the master reports to the launcher while it works: one JSON map per line on its standard output.
 
 Kinds: ``endpoint`` {address, run_id}, ``phase`` {text}, ``activity`` {calls, resident, capacity}, ``step`` {step,
-total, metrics}, ``evaluation`` {when, report}, ``warning`` {text}, ``done`` {summary}; for the launcher's
-supervision ``joined`` {name} and ``lost`` {name, pid, started, reason, left}; between the steps of an
-asynchronous run ``rollouts`` {admission, generation, rollout}: see ``realhf.monitor.summary``.
+total, metrics}, ``evaluation`` {when, report}, ``progress`` {call, over, wanted} of a call that plays episodes,
+``warning`` {text}, ``done`` {summary}; for the launcher's supervision ``joined`` {name} and ``lost`` {name, pid,
+started, reason, left}; between the steps of an asynchronous run ``rollouts`` {admission, generation, rollout}: see
+``realhf.monitor.summary``.
 """
 
 from __future__ import annotations

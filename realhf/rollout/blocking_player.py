@@ -167,12 +167,20 @@ class BlockingPlayer:
         self._playing = threading.Lock()
         self._finalizer = weakref.finalize(self, shut_down, self._thread, player, 2.0) if thread is None else None
 
-    def play(self, wanted: Sequence[EpisodeRequest], engine: BatchEngine, *, lockstep: bool = True) -> Played:
-        """Play all requests. An error of the engine ends all episodes and is raised."""
+    def play(
+        self,
+        wanted: Sequence[EpisodeRequest],
+        engine: BatchEngine,
+        *,
+        lockstep: bool = True,
+        over: Callable[[], None] = lambda: None,
+    ) -> Played:
+        """Play all requests; ``over`` is called on the event loop after each. An error of the engine ends all episodes
+        and is raised."""
         self._thread.check_caller()
         with self._alone():
             tokens = BatchedTokens(self.player.slots, lockstep=lockstep)
-            running = asyncio.run_coroutine_threadsafe(self._run(wanted, tokens), self._thread.loop)
+            running = asyncio.run_coroutine_threadsafe(self._run(wanted, tokens, over), self._thread.loop)
             try:
                 tokens.serve(engine, self._look)
                 return running.result(_STOP_S)
@@ -197,9 +205,9 @@ class BlockingPlayer:
         if seconds:
             _log.warning("the event loop of the episodes is blocked: %s", self._watch.place())
 
-    async def _run(self, wanted: Sequence[EpisodeRequest], tokens: BatchedTokens) -> Played:
+    async def _run(self, wanted: Sequence[EpisodeRequest], tokens: BatchedTokens, over: Callable[[], None]) -> Played:
         try:
-            return await self.player.play(wanted, tokens, tokens)
+            return await self.player.play(wanted, tokens, tokens, over)
         finally:
             tokens.end()
 

@@ -166,8 +166,14 @@ class EnvRolloutInterface:
             for number, task in enumerate(tasks)
             for member in range(group)
         ]
+        progress = context.progress
+        progress.over, progress.wanted = 0, len(wanted)
+
+        def over() -> None:
+            progress.over += 1
+
         began = time.perf_counter()
-        played = player.play(wanted, engine)
+        played = player.play(wanted, engine, over=over)
         total = time.perf_counter() - began
         stats: dict[str, Any] = rollout_statistics(played.outcomes)
         stats |= {

@@ -346,12 +346,19 @@ class Player:
         }
 
     async def play(
-        self, wanted: Sequence[EpisodeRequest], tokens: TokenSource, order: SlotOrder | None = None
+        self,
+        wanted: Sequence[EpisodeRequest],
+        tokens: TokenSource,
+        order: SlotOrder | None = None,
+        over: Callable[[], None] = lambda: None,
     ) -> Played:
-        """Play all requests. A failure is an outcome; any other error ends all episodes and is raised."""
+        """Play all requests; ``over`` is called after each. A failure is an outcome; any other error ends all episodes
+        and is raised."""
         waiting, found = deque(wanted), dict[int, RolloutOutcome]()
         played = Played([])
-        slots = [asyncio.ensure_future(self._serve(slot, waiting, found, played, tokens, order)) for slot in self.slots]
+        slots = [
+            asyncio.ensure_future(self._serve(slot, waiting, found, played, tokens, order, over)) for slot in self.slots
+        ]
         try:
             await asyncio.gather(*slots)
         finally:
@@ -380,6 +387,7 @@ class Player:
         played: Played,
         tokens: TokenSource,
         order: SlotOrder | None,
+        over: Callable[[], None],
     ) -> None:
         """Play one episode after another on one slot."""
         try:
@@ -391,6 +399,7 @@ class Player:
                     return
                 wanted = waiting.popleft()
                 found[wanted.index] = await self._attempts(slot, wanted, played, tokens)
+                over()
         finally:
             if order is not None:
                 order.leave(slot)

@@ -15,7 +15,7 @@ import torch
 
 from realhf.api.calls import CheckpointRequest, ExportRequest, Nothing
 from realhf.api.experiment import InterfaceType, MFCDef, is_made
-from realhf.api.model import Model, TrainResult
+from realhf.api.model import CallContext, Model, TrainResult
 from realhf.api.parallel import HeldInParts
 from realhf.api.sample import SequenceSample
 from realhf.base.tensor_digest import digests, joint_digest
@@ -116,6 +116,24 @@ def test_a_call_depends_on_its_seed_and_not_on_what_ran_before(tmp_path: Path) -
     host = Host(tmp_path)
     host.store.put(sample(["s1"]))
     assert host.call(["s1"], seed=12)["stats"]["noise"] != noises[0]
+
+
+def test_how_far_a_call_has_come_is_told_while_it_runs(tmp_path: Path) -> None:
+    host = Host(tmp_path)
+    host.store.put(sample(["s1"]))
+    told = host.host.immediate_handlers()["progress"]
+    during: list[Any] = []
+
+    def play(model: Model, sample: SequenceSample, context: CallContext) -> Any:
+        during.append(told({}))
+        context.progress.over, context.progress.wanted = 2, 5
+        during.append(told({}))
+        return Doubler.inference(host.interface, model, sample, context)
+
+    host.interface.inference = play  # type: ignore[method-assign]
+    for _ in range(2):
+        host.call(["s1"])
+    assert during == [{"over": 0, "wanted": 0}, {"over": 2, "wanted": 5}] * 2
 
 
 def test_outputs_are_checked_before_they_are_stored(tmp_path: Path) -> None:

@@ -127,12 +127,14 @@ def test_a_log_without_steps_says_now_and_then_what_the_rollouts_do(monkeypatch:
     display = Display(console)
     display.show(EVENT)
     assert console.file.getvalue() == ""  # type: ignore[attr-defined]
-    monkeypatch.setattr(display_module, "_ROLLOUTS_LINE_S", 0.0)
+    monkeypatch.setattr(display_module, "_BETWEEN_LINE_S", 0.0)
     display.show(EVENT)
-    monkeypatch.setattr(display_module, "_ROLLOUTS_LINE_S", 30.0)
+    display.show({"kind": "progress", "call": "held-out evaluation", "over": 48, "wanted": 266})
+    monkeypatch.setattr(display_module, "_BETWEEN_LINE_S", 30.0)
     display.show(EVENT)
-    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
-    assert len(lines) == 1 and "rollouts:  generation 91%  in play 48" in lines[0]
+    first, second = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert "rollouts:  generation 91%  in play 48" in first
+    assert second.endswith("held-out evaluation: 48 of 266 episodes")
 
 
 def test_counters_go_on_over_a_resumption():

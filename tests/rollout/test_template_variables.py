@@ -17,7 +17,7 @@ from realhf.api.chat_template import TemplateChat
 from realhf.api.config import GenConfig
 from realhf.api.environment import HELD_OUT
 from realhf.api.experiment import HeldOutOptions, RolloutOptions
-from realhf.api.model import CallContext, GenOutput, GenRequest, Model
+from realhf.api.model import CallContext, GenOutput, GenRequest, Model, Progress
 from realhf.api.sample import MicroBatchSpec
 from realhf.base.installation import PACKAGE
 from realhf.data.chat_dataset import ChatDataset
@@ -88,10 +88,12 @@ def test_every_turn_of_a_played_episode_is_rendered_with_them(tokenizer: Any, tm
     interface = EnvRolloutInterface(**options.to_args())
     model = Model("actor", engine, tokenizer, {"enable_thinking": thinks})
     wanted = HeldOutOptions(HELD_OUT, episodes_per_task=1, greedy_episodes_per_task=1, templates=1)
+    context = CallContext(0, 0, MicroBatchSpec(), tmp_path)
     try:
-        interface.evaluate(model, wanted.to_args(), CallContext(0, 0, MicroBatchSpec(), tmp_path))
+        interface.evaluate(model, wanted.to_args(), context)
     finally:
         interface.close()
+    assert context.progress == Progress(1, 1), "episodes that are over, of the greedy ones"
     cue = "assistant:" if thinks else "assistant:[quiet]"
     turns = [text.count(cue) for text in engine.read]
     assert {1, 2} <= set(turns), "openings and later turns"
