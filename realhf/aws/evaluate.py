@@ -302,6 +302,13 @@ def _number(figure: dict[str, float] | None) -> str:
     return "-" if figure is None else f"{figure['value']:.2f} [{figure['low']:.2f}, {figure['high']:.2f}]"
 
 
+_LEAST = {
+    **dict.fromkeys(("episodes", "max_turns", "max_new_tokens", "max_total_tokens", "pool_size", "threads"), 1),
+    **dict.fromkeys(("spare_turns", "temperature"), 0),
+    "observation_chars": 40,  # as the option of training
+}
+
+
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(
@@ -342,7 +349,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--threads", type=int, default=2, help="torch threads of a local model")
     add("--seed", type=int, default=0)
     add("--out", type=Path, default=Path("evaluation"), help="folder for evaluation.json and evaluation.png")
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    for name, least in _LEAST.items():
+        value = getattr(options, name)
+        if value is not None and value < least:
+            parser.error(f"--{name.replace('_', '-')} {value:g}: at least {least} is needed")
+    return options
 
 
 def main(argv: Sequence[str] | None = None) -> int:

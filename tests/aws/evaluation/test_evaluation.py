@@ -164,3 +164,14 @@ def test_the_command_writes_table_json_and_plot(tmp_path, capsys) -> None:
 def test_no_template_or_model_is_a_clear_error(tmp_path, capsys) -> None:
     assert evaluate.main(["--split", "heldout", "--tags", "starter", "--out", str(tmp_path)]) == 1
     assert "no template of the split 'heldout'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "least"),
+    [("--episodes", "0", 1), ("--spare-turns", "-1", 0), ("--pool-size", "0", 1), ("--temperature", "-0.5", 0)],
+)
+def test_a_number_that_is_too_small_is_refused_by_name(option: str, value: str, least: int, capsys) -> None:
+    with pytest.raises(SystemExit) as ended:
+        evaluate.parse([option, value])
+    assert ended.value.code == 2
+    assert f"{option} {value}: at least {least} is needed" in capsys.readouterr().err
