@@ -511,6 +511,7 @@ def on_tasks(
         "options": environment.options,
         "strategy": dataset.curriculum,
         "group_success": dataset.group_success,
+        "untried_share": dataset.untried_share,
         "priority": to_json_value(dataset.priority),
     }
     return ExperimentSpec(

@@ -269,10 +269,25 @@ class DatasetConfig:
         "did.",
         choices=("fraction", "any"),
     )
+    untried_share: float = option(
+        1.0,
+        "With dataset.curriculum=learnability no more than this share of a step's tasks is of templates that were "
+        "never tried, once others succeed sometimes; with 1 all of them come first, so a run with fewer tasks than "
+        "templates meets each once.",
+        above=0,
+        at_most=1,
+    )
     priority: dict[str, Any] = option(
         {},
         "These constants of the priority curriculum differ from its preset (key 'preset': standard or slow).",
     )
+
+    def problems(self, name: str) -> Iterator[str]:
+        """Each curriculum has options of its own."""
+        unused = "priority" if self.curriculum == "learnability" else "untried_share"
+        value, default = getattr(self, unused), {} if unused == "priority" else DatasetConfig.untried_share
+        if value != default:
+            yield f"{name}.{unused}={value}: has no effect with {name}.curriculum={self.curriculum}"
 
 
 @dataclass

@@ -105,8 +105,9 @@ class AwsOptions:
     )
     spare_turns: int | None = option(
         None,
-        "An episode ends this many turns after as many as the task's solution has commands, or after rollout.max_turns "
-        "where they are fewer; without it after those. A policy that fails would else play most of all tokens.",
+        "An episode ends this many turns after as many as the task's solution has commands (and, where things may have "
+        "drifted, as there are to look at), or after rollout.max_turns where they are fewer; without it after those. A "
+        "policy that fails would else play most of all tokens.",
         at_least=0,
     )
     chaos: bool = option(False, "Training and evaluation episodes may be perturbed (docs/reference/environment.md 7).")

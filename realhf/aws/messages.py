@@ -166,10 +166,12 @@ _COLUMNS = ("service", "type", "name", "before", "after", "calls")
 
 
 def episode_task(task: AwsTask, spare_turns: int | None = None, **reset: Any) -> Task:
-    """Return a task of AWS in the form of the contract, with ``spare_turns`` turns beside those of its solution (None:
-    as many as a run allows); ``reset`` are further arguments of the episode's reset."""
+    """Return a task of AWS in the form of the contract, with ``spare_turns`` turns beside those of its solution and of
+    a look at each thing that may have drifted (None: as many as a run allows); ``reset`` are further arguments of the
+    episode's reset."""
     payload = {"task": task.to_json(), **reset}
-    most = 0 if spare_turns is None else max(1, len(task.solution) + spare_turns)  # 0 would be no limit
+    needed = len(task.solution) + len(task.possible_drifts)
+    most = 0 if spare_turns is None else max(1, needed + spare_turns)  # 0 would be no limit
     return Task(
         f"{task.template}-{task.seed}", task.tier, payload, seed=task.seed, template=task.template, max_turns=most
     )

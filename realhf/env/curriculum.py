@@ -27,6 +27,8 @@ STATE_VERSION = 1
 GROUP_SUCCESS = ("fraction", "any")
 WEAK_RATE = 0.7
 _SEED_BITS = 31
+_FAILURES = 3
+"""After so many groups without a valid rollout a template that was never tried comes first no longer."""
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -53,9 +55,9 @@ class TaskSet(Protocol[T_co]):
 
 @dataclass
 class TemplateRecord:
-    """Holds what is known about one template. ``results``: the last ones, oldest first; ``successes``/``weight``: the
-    decayed sums of the learnability rate; ``interval`` (0 before graduation) and ``reference``: the spaced repetition
-    schedule."""
+    """Holds what is known about one template. ``results``: the last ones, oldest first; ``failures``: groups without a
+    valid rollout; ``successes``/``weight``: the decayed sums of the learnability rate; ``interval`` (0 before
+    graduation) and ``reference``: the spaced repetition schedule."""
 
     results: list[float] = field(default_factory=list)
     attempts: int = 0
@@ -64,6 +66,13 @@ class TemplateRecord:
     weight: float = 0.0
     interval: int = 0
     reference: int = 0
+    failures: int = 0
+
+    @property
+    def untried(self) -> bool:
+        """Whether the template has no result yet and can be expected to have one. One whose environment always fails
+        would else take a place in every batch."""
+        return not self.attempts and self.failures < _FAILURES
 
     @property
     def graduated(self) -> bool:
@@ -138,6 +147,7 @@ class Curriculum(Generic[T]):
         with self._lock:
             if achieved is None:
                 self._invalid_groups += 1
+                self._records[task_id].failures += 1
                 return
             if not 0.0 <= float(achieved) <= 1.0:
                 raise ValueError(f"achieved is {achieved}, not a fraction")
@@ -244,7 +254,8 @@ class Curriculum(Generic[T]):
 
 
 class LearnabilityCurriculum(Curriculum[T]):
-    """Draws templates with weight p(1-p) + ``floor``; untried templates come first. ``decay`` forgets older groups."""
+    """Draws templates with weight p(1-p) + ``floor``; untried templates come first, but are no more than
+    ``untried_share`` of a batch once others succeed sometimes. ``decay`` forgets older groups."""
 
     strategy = "learnability"
 
@@ -255,10 +266,12 @@ class LearnabilityCurriculum(Curriculum[T]):
         *,
         decay: float = 0.8,
         floor: float = 0.02,
+        untried_share: float = 1.0,
         group_success: str = "fraction",
     ) -> None:
         self._decay = decay
         self._floor = floor
+        self._untried_share = untried_share
         super().__init__(seed, tasks, group_success=group_success)
 
     def success_rate(self, template_id: Any) -> float:
@@ -272,10 +285,13 @@ class LearnabilityCurriculum(Curriculum[T]):
         return rate * (1.0 - rate) + self._floor
 
     def _choose(self, count: int) -> list[Any]:
-        untried = [template_id for template_id, record in self._records.items() if not record.attempts]
+        untried = [template_id for template_id, record in self._records.items() if record.untried]
+        tried = [template_id for template_id, record in self._records.items() if not record.untried]
         self._rng.shuffle(untried)
-        chosen = untried[:count]
-        tried = [template_id for template_id, record in self._records.items() if record.attempts]
+        most = count
+        if self._untried_share < 1 and any(self.weight(template_id) > self._floor for template_id in tried):
+            most = int(self._untried_share * count + self._rng.random())  # of batches of one, too, that share
+        chosen = untried[:most]
         if len(chosen) < count:
             weights = [self.weight(template_id) for template_id in tried] if tried else [1.0] * len(untried)
             chosen += _even_draws(self._rng, tried or untried, weights, count - len(chosen))
@@ -387,7 +403,7 @@ class PriorityCurriculum(Curriculum[T]):
         record = self._records[template_id]
         rule = self.rule
         if not record.attempts:
-            return rule.untried
+            return rule.untried if record.untried else 0.0
         recent = self._episodes - record.last_episode < rule.recent_episodes
         weakness = 1.0 - self.success_rate(template_id)
         return rule.weak * weakness + rule.due * self._due(record) + rule.recent * recent
@@ -487,12 +503,13 @@ def make_curriculum(
     tasks: TaskSet[T],
     *,
     group_success: str = "fraction",
+    untried_share: float = 1.0,
     priority: Mapping[str, Any] | None = None,
 ) -> Curriculum[T]:
-    """Build the curriculum. For ``priority``, ``preset`` and constants of ``PriorityRule`` that differ from it may be
-    given. Raises ValueError for an unknown strategy, preset or constant."""
+    """Build the curriculum; ``untried_share`` is for ``learnability``. For ``priority``, ``preset`` and constants of
+    ``PriorityRule`` that differ from it may be given. Raises ValueError for an unknown strategy, preset or constant."""
     if strategy == LearnabilityCurriculum.strategy:
-        return LearnabilityCurriculum(seed, tasks, group_success=group_success)
+        return LearnabilityCurriculum(seed, tasks, untried_share=untried_share, group_success=group_success)
     if strategy == PriorityCurriculum.strategy:
         rule = PriorityRule.of(**(priority or {}))
         return PriorityCurriculum(seed, tasks, rule=rule, group_success=group_success)
@@ -513,10 +530,13 @@ class TaskSource:
         options: Mapping[str, Any] | None = None,
         strategy: str = "learnability",
         group_success: str = "fraction",
+        untried_share: float = 1.0,
         priority: Mapping[str, Any] | None = None,
     ) -> None:
         self._tasks = build_environment(environment, options or {}).tasks(TRAIN)
-        self._curriculum = make_curriculum(strategy, seed, self._tasks, group_success=group_success, priority=priority)
+        self._curriculum = make_curriculum(
+            strategy, seed, self._tasks, group_success=group_success, untried_share=untried_share, priority=priority
+        )
         self._drawn = 0
 
     def next_batch(self, n: int) -> list[SourceItem]:

@@ -224,6 +224,10 @@ def test_an_episode_may_end_some_turns_after_the_length_of_its_solution() -> Non
     tasks = [few.instantiate(template, 3) for template in few.group_of]
     assert {task.group: task.max_turns for task in tasks}["warmup"] == 3 and max(task.max_turns for task in tasks) == 9
     assert {task.turns_within(6) for task in tasks} == {3, 6}
+    drift = AwsTaskSet(AwsOptions(tiers=["expert"], tags=[], spare_turns=0, split="all_but_ten"), "train")
+    for task in (drift.instantiate(template, seed) for template in drift.group_of for seed in range(5)):
+        told = Task.from_json(task.payload["task"])
+        assert task.max_turns == len(told.solution) + len(told.possible_drifts), "to look at each, and to mend what is"
     assert AwsTaskSet(AwsOptions(), "heldout").instantiate("1", 3).max_turns == 0
     source = TaskSource(1, "aws", options={"tiers": ["warmup"], "spare_turns": 0})
     assert [task_of(item.metadata).max_turns for item in source.next_batch(3)] == [1, 1, 1]

@@ -253,6 +253,39 @@ def test_groups_without_valid_rollouts_are_counted_not_learned(strategy: str) ->
     assert curriculum.stats()["untried"] == len(TRAIN)
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_template_that_always_fails_does_not_come_first_for_ever(strategy: str) -> None:
+    tasks = TrainingTasks(["warmup"])
+    curriculum = make_curriculum(strategy, 0, tasks)
+    broken = next(iter(tasks.group_of))
+    drawn = Counter[int]()
+    for _ in range(200):
+        [(template, _)] = curriculum.draw(1)
+        drawn[template] += 1
+        curriculum.record_template(template, None if template == broken else 0.5)
+    assert 1 <= drawn[broken] < 10 and len(drawn) == len(tasks.group_of)
+
+
+def test_templates_that_were_never_tried_leave_room_for_what_is_learned() -> None:
+    tasks = TrainingTasks()
+    seen = {}
+    for share in (1.0, 0.5):
+        curriculum = make_curriculum("learnability", 3, tasks, untried_share=share)
+        drawn = Counter[int]()
+        for step in range(5):
+            batch = [template for template, _ in curriculum.draw(4)]
+            for template in batch:
+                drawn[template] += 1
+                curriculum.record_template(template, 0.5 if step == 0 else 0.0)
+        seen[share] = drawn
+    assert set(seen[1.0].values()) == {1} and seen[1.0].total() == 20
+    assert len(seen[0.5]) == 12, "four at first, then two of each four"
+    alone = make_curriculum("learnability", 3, tasks, untried_share=0.25)
+    alone.record_template(first := next(iter(tasks.group_of)), 0.5)
+    known = sum(alone.draw(1)[0][0] == first for _ in range(400))
+    assert 250 < known < 350, "a batch of one shares in the long run"
+
+
 def test_wrong_arguments() -> None:
     curriculum = make_curriculum("learnability", 0, TrainingTasks(["warmup"]))
     with pytest.raises(LookupError, match="101"):

@@ -81,6 +81,7 @@ def test_mistakes_in_names_and_types(capsys, arguments, expected):
             "rollout.on_failure=ignore": "on_failure=ignore: unknown (known: minimum_group, retry, fail_fast)",
             "async_rl.weights=broadcast": "async_rl.weights=broadcast: is gone; fetch reaches the same hosts",
             "dataset.curriculum=random": "dataset.curriculum=random: unknown (known: learnability, priority)",
+            "dataset.untried_share=0": "dataset.untried_share=0.0: must be positive and at most 1",
             "actor.path=/nowhere/model": "actor.path=/nowhere/model: no such folder",
             "trial_name=a/b": "trial_name='a/b'",
             "ppo.sample_reuse=0": "ppo.sample_reuse=0: must be at least 1",
@@ -89,6 +90,8 @@ def test_mistakes_in_names_and_types(capsys, arguments, expected):
             "stream.port=70000": "stream.port=70000: must be between 0 and 65535",
         },
         {
+            "dataset.curriculum=priority dataset.untried_share=0.5": "dataset.untried_share=0.5: has no effect with "
+            "dataset.curriculum=priority",
             "env.fault_seed=2": "env.fault_kinds, env.fault_seed: no effect without env.fault_rate",
             "env.tiers=[advanced] env.tags=[starter]": "the tier 'advanced' has no template with the tags starter",
             "actor.workers=[0,0]": "actor.workers=[0, 0]",
