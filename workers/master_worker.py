@@ -11,9 +11,10 @@ import argparse
 import asyncio
 import contextlib
 import logging
+import re
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -376,7 +377,7 @@ class MasterWorker:
             return (await self._ask(worker, EVALUATE, request, step=step)).stats
         finally:
             watcher.cancel()
-            await asyncio.gather(watcher, return_exceptions=True)  # what fails here fails the call too
+            await asyncio.gather(watcher, return_exceptions=True)  # a line that is missing is no reason to end
 
     # ---- saving
 
@@ -403,7 +404,9 @@ class MasterWorker:
 
     async def _restore(self, checkpoint: Checkpoint) -> None:
         self._events.emit("phase", text=f"restoring the checkpoint of step {checkpoint.step}")
-        check_same_models(checkpoint.state["model_paths"], self._model_paths())
+        trained = {mfc.model_role for mfc in self._spec.mfcs if mfc.interface_type is InterfaceType.TRAIN_STEP}
+        whole = {role for role in trained if (model := self._spec.models.get(role)) and model.lora is None}
+        check_same_models(checkpoint.state["model_paths"], self._model_paths(), restored=whole)
         await self._roles.restore(checkpoint.folder)
         self._executor.load_state_dict(checkpoint.state["executor"])
         self._wall_before = float(checkpoint.state["wall_seconds"])
@@ -438,14 +441,28 @@ class MasterWorker:
         return self._wall_before + time.time() - self._plan.started_at
 
 
-def check_same_models(saved: Mapping[str, str], current: Mapping[str, str]) -> None:
-    """A checkpoint holds no frozen weights, so they must come from where they came from. Raises RuntimeError."""
-    for role in sorted({*saved, *current}):
-        if saved.get(role) != current.get(role):
+def check_same_models(
+    saved: Mapping[str, str], current: Mapping[str, str], restored: Collection[str] = frozenset()
+) -> None:
+    """A checkpoint holds no frozen weights, so they must come from where they came from, by whatever name; all weights
+    of the roles ``restored`` are in it. Raises RuntimeError."""
+    for role in sorted({*saved, *current} - {role for role in restored if role in saved and role in current}):
+        if not _same_weights(saved.get(role), current.get(role)):
             raise RuntimeError(
                 f"the checkpoint was made with {role} from {saved.get(role)}, this run has it from "
                 f"{current.get(role)}; restore that folder, or start afresh with recover_mode=disabled"
             )
+
+
+def _same_weights(saved: str | None, current: str | None) -> bool:
+    if saved is None or current is None:
+        return saved == current
+    # A warm start is named after what it was made from, so its folder may have moved.
+    if re.fullmatch(r"policy-[0-9a-f]{16}", name := Path(saved).name) and name == Path(current).name:
+        return True
+    with contextlib.suppress(OSError):
+        return Path(saved).samefile(current)
+    return saved == current
 
 
 def main() -> int:

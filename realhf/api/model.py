@@ -257,8 +257,8 @@ class Model:
 
 
 @dataclass
-class Progress:
-    """Counts the episodes of a call that plays: ``over`` of ``wanted``. Other threads read it."""
+class EpisodeCount:
+    """Counts the episodes of a call that plays: ``over`` of ``wanted``. Other threads read it meanwhile."""
 
     over: int = 0
     wanted: int = 0
@@ -277,7 +277,7 @@ class CallContext:
     run_dir: Path
     endpoints: dict[str, list[str]] = field(default_factory=dict)
     recorder: RolloutRecorder = NO_RECORDER
-    progress: Progress = field(default_factory=Progress)
+    progress: EpisodeCount = field(default_factory=EpisodeCount)
 
 
 class ModelInterface(Protocol):

@@ -281,7 +281,8 @@ class ChatApiAgent(TextAgent):
             request["chat_template_kwargs"] = dict(self.chat_template_kwargs)
         answer = self._post(request)
         try:
-            text = answer["choices"][0]["message"]["content"] or ""
+            # A turn without a word (all of it was reasoning, or cut off) is a turn, as in training.
+            text = answer["choices"][0]["message"]["content"] or " "
         except (KeyError, IndexError, TypeError):
             text = None
         if not isinstance(text, str):

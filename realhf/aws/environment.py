@@ -317,7 +317,7 @@ def demonstration_arguments(options: AwsOptions, request: DemonstrationRequest) 
         argv += ["--observation-chars", str(options.observation_chars)]
     argv += ["--show-ids"] * options.show_ids
     argv += [f"--{name}" for name in ("slips", "phrasings") if getattr(options, name)]
-    return (*argv, "--pool-size", str(min(4, options.pool_size)))
+    return tuple(argv)
 
 
 DEFINITION = EnvironmentDefinition(AwsOptions, build)

@@ -51,7 +51,7 @@ from realhf.api.calls import (
     SaveAnswer,
 )
 from realhf.api.experiment import InterfaceType, MFCDef
-from realhf.api.model import CallContext, Engine, Model, Progress, TrainResult
+from realhf.api.model import CallContext, Engine, EpisodeCount, Model, TrainResult
 from realhf.api.parallel import Group, HeldInParts
 from realhf.api.sample import MicroBatchSpec, SequenceSample
 from realhf.api.trace import GENERATE, NO_RECORDER, REF, TRAIN, RolloutRecorder, Tracer
@@ -155,7 +155,7 @@ class ModelHost:
         self._given_up, self._addressed, self._recorder = given_up, addressed, recorder
         self._lock = threading.Lock()
         self._in_hand: frozenset[str] = frozenset()
-        self._progress = Progress()
+        self._progress = EpisodeCount()
         self._cleared_meanwhile: set[str] = set()
         # An evaluation with the arguments of a call shares its interface, and what that holds open.
         self._evaluators: dict[str, Any] = {
@@ -286,7 +286,7 @@ class ModelHost:
     def _context(self, request: CallRequest | EvaluateRequest, mb_spec: MicroBatchSpec) -> CallContext:
         _seed_everything(request.seed)
         endpoints = {kind: [self._addressed(url) for url in urls] for kind, urls in request.endpoints.items()}
-        self._progress = Progress()
+        self._progress = EpisodeCount()
         recorder = self._recorder_of(request)
         return CallContext(request.step, request.seed, mb_spec, self._run_dir, endpoints, recorder, self._progress)
 

@@ -95,7 +95,6 @@ class LiveDisplay(Display):
             self._activity = event
         elif event["kind"] == "phase":
             self._phase = printable(event["text"], colours=False)
-            self._step = None
         elif event["kind"] == "step":
             self._phase = ""
             self._first_step = self._first_step or (event["step"], time.monotonic())
@@ -106,6 +105,8 @@ class LiveDisplay(Display):
         elif event["kind"] == "progress":
             self._phase = printable(progress_line(event), colours=False)
         else:
+            if event["kind"] == "evaluation":
+                self._phase = ""
             super().show(event)
 
     def close(self) -> None:
@@ -200,8 +201,10 @@ def evaluation_line(event: Mapping[str, Any]) -> str:
     """Return the held-out success of an evaluation in one line."""
     parts = [f"held-out, {event['when']}:"]
     for kind, entries in event["report"].items():
-        groups = ", ".join(f"{name} {entry['success']:.1%}" for name, entry in entries.items())
-        parts.append(f"{kind} {groups} ({entries['overall']['episodes']} episodes)")
+        shares = {name: f"{entry['success']:.1%}" if entry["episodes"] else "-" for name, entry in entries.items()}
+        groups = ", ".join(f"{name} {share}" for name, share in shares.items())
+        failed = f", {entries['overall']['failed']} failed" if entries["overall"].get("failed") else ""
+        parts.append(f"{kind} {groups} ({entries['overall']['episodes']} episodes{failed})")
     return "  ".join(parts)
 
 

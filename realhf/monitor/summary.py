@@ -189,7 +189,8 @@ def build_summary(
     }
     for when, report in (("before", before), ("after", after)):
         for kind, suffix in (("sampled", ""), ("greedy", "_greedy")):
-            groups = (report or {}).get(kind, {})
+            # Of a group whose episodes have all failed nothing is known.
+            groups = {name: entry for name, entry in (report or {}).get(kind, {}).items() if entry["episodes"]}
             summary |= {
                 f"heldout_success_{when}{suffix}": {name: entry["success"] for name, entry in groups.items()},
                 f"heldout_interval_{when}{suffix}": {

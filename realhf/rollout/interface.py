@@ -86,6 +86,7 @@ class EnvRolloutInterface:
         tasks = [
             task_of({name: values[row] for name, values in sample.metadata.items()}) for row in range(len(sample.ids))
         ]
+        context.progress.wanted = len(tasks) * options.group_size
         own = [[sampling_seed(options.seed, i, member) for member in range(options.group_size)] for i in sample.ids]
         groups, stats = self._play(model, tasks, options.gen, options.group_size, context, own)
         for sample_id, group in zip(sample.ids, groups, strict=True):
@@ -117,10 +118,13 @@ class EnvRolloutInterface:
         """
         options, wanted = self._options, HeldOutOptions.from_args(args)
         report = {}
-        for greedy, count in ((False, wanted.episodes_per_task), (True, wanted.greedy_episodes_per_task)):
-            if count < 1:
-                continue
-            tasks = held_out_tasks(self._environment(), wanted.split, count, wanted.templates)
+        passes = [
+            (greedy, held_out_tasks(self._environment(), wanted.split, count, wanted.templates))
+            for greedy, count in ((False, wanted.episodes_per_task), (True, wanted.greedy_episodes_per_task))
+            if count > 0
+        ]
+        context.progress.wanted = sum(len(tasks) for _, tasks in passes)
+        for greedy, tasks in passes:
             gen = replace(options.gen, temperature=0.0) if greedy else options.gen
             groups, _ = self._play(model, tasks, gen, 1, context)
             for task, group in zip(tasks, groups, strict=True):
@@ -166,11 +170,9 @@ class EnvRolloutInterface:
             for number, task in enumerate(tasks)
             for member in range(group)
         ]
-        progress = context.progress
-        progress.over, progress.wanted = 0, len(wanted)
 
         def over() -> None:
-            progress.over += 1
+            context.progress.over += 1
 
         began = time.perf_counter()
         played = player.play(wanted, engine, over=over)

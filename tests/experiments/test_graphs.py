@@ -247,7 +247,7 @@ def test_all_tiers_are_demonstrated_but_for_ten_templates_before_trial_and_judge
     [demonstrations] = before.jobs
     told = " ".join(demonstrations.argv)
     assert "--mix recovery=0.25 habit=0.0" in told and "--split all_but_ten --observation-chars 400 --show-ids" in told
-    assert told.endswith("--slips --phrasings --pool-size 4")
+    assert told.endswith("--slips --phrasings")
     assert made.evaluation is not None and 2 * made.evaluation.every_steps == made.total_train_steps
     assert before.source.dataset_args["max_tokens"] == 1792 and set(made.models) == {"actor"}
 

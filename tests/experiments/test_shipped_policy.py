@@ -37,7 +37,8 @@ def test_a_run_whose_warm_start_is_made_from_the_same_takes_it(job, arguments):
 
 
 def test_how_an_environment_is_served_makes_no_other_policy():
-    assert first_policy(*AWS, "env.pool_size=8") == SHIPPED[AWS]
+    for size in (2, 8):
+        assert first_policy(*AWS, f"env.pool_size={size}") == SHIPPED[AWS]
 
 
 @pytest.mark.parametrize(

@@ -118,6 +118,12 @@ def test_the_panel_shows_rollouts_before_the_first_step_and_between_steps():
         assert "in play 31" in shown() and "staleness 0.5 max 1" in shown() and "capacity 16" in shown()
         display.show({"kind": "rollouts", "admission": {"running": 30}})
         assert "in play 30" in shown() and "step 1/9" in shown()
+        display.show({"kind": "phase", "text": "held-out evaluation after step 1"})
+        display.show({"kind": "progress", "call": "held-out evaluation", "over": 3, "wanted": 9})
+        assert "3 of 9 episodes" in shown() and "step 1/9" in shown()
+        entry = {"overall": {"success": 0.5, "episodes": 9, "failed": 0}}
+        display.show({"kind": "evaluation", "when": "after step 1", "report": {"sampled": entry}})
+        assert "episodes" not in shown() and "step 1/9" in shown()
     finally:
         display.close()
 

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from realhf.api.config import MonitorConfig
-from realhf.monitor.display import Display, LiveDisplay, make_display, step_line
+from realhf.monitor.display import Display, LiveDisplay, evaluation_line, make_display, step_line
 from realhf.monitor.events import EventStream, parse_event
 from realhf.monitor.metrics import success_by_group
 from realhf.monitor.provenance import git_state, package_versions
@@ -117,6 +117,16 @@ def test_groups_that_one_evaluation_has_alone_do_not_break_the_closing_table():
     console.print(held_out_table(summary))
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert all(name in text for name in ("early, sampled", "late, sampled", "+0.0", "40"))
+
+
+def test_a_group_whose_episodes_all_failed_has_no_success():
+    entry = {"success": 0.5, "low": 0.4, "high": 0.6, "episodes": 40, "failed": 4}
+    none = {"success": 0.0, "low": 0.0, "high": 1.0, "episodes": 0, "failed": 4}
+    found = {"sampled": {"overall": entry, "away": none}, "greedy": {}}
+    summary = build_summary([ROW], found, found, wall_seconds=1.0, train_calls=[])
+    assert summary["heldout_success_after"] == {"overall": 0.5}
+    line = evaluation_line({"when": "after step 3", "report": {"sampled": found["sampled"]}})
+    assert line == "held-out, after step 3:  sampled overall 50.0%, away - (40 episodes, 4 failed)"
 
 
 def test_a_group_drives_no_terminal():

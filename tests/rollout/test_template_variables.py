@@ -17,7 +17,7 @@ from realhf.api.chat_template import TemplateChat
 from realhf.api.config import GenConfig
 from realhf.api.environment import HELD_OUT
 from realhf.api.experiment import HeldOutOptions, RolloutOptions
-from realhf.api.model import CallContext, GenOutput, GenRequest, Model, Progress
+from realhf.api.model import CallContext, EpisodeCount, GenOutput, GenRequest, Model
 from realhf.api.sample import MicroBatchSpec
 from realhf.base.installation import PACKAGE
 from realhf.data.chat_dataset import ChatDataset
@@ -93,7 +93,7 @@ def test_every_turn_of_a_played_episode_is_rendered_with_them(tokenizer: Any, tm
         interface.evaluate(model, wanted.to_args(), context)
     finally:
         interface.close()
-    assert context.progress == Progress(1, 1), "episodes that are over, of the greedy ones"
+    assert context.progress == EpisodeCount(2, 2), "of both passes"
     cue = "assistant:" if thinks else "assistant:[quiet]"
     turns = [text.count(cue) for text in engine.read]
     assert {1, 2} <= set(turns), "openings and later turns"

@@ -3,6 +3,7 @@
 import asyncio
 import io
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -95,3 +96,17 @@ def test_a_checkpoint_is_not_continued_with_another_reference():
         check_same_models(saved, {**saved, "ref": "/cache/policy-2"})
     with pytest.raises(RuntimeError, match="made with ref from None"):
         check_same_models({"actor": saved["actor"]}, saved)
+
+
+def test_a_checkpoint_is_continued_with_the_same_weights_by_another_name(tmp_path: Path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (tmp_path / "link").symlink_to(folder)
+    check_same_models({"ref": str(folder)}, {"ref": str(tmp_path / "link")})
+    check_same_models({"ref": "/a/policy-0123456789abcdef"}, {"ref": "/b/policy-0123456789abcdef"})
+    with pytest.raises(RuntimeError, match="made with ref from"):
+        check_same_models({"ref": "/a/model"}, {"ref": "/b/model"})
+    saved, current = {"actor": "/a/model"}, {"actor": "/b/model"}
+    check_same_models(saved, current, restored={"actor"})
+    with pytest.raises(RuntimeError, match="made with actor from None"):
+        check_same_models({}, current, restored={"actor"})

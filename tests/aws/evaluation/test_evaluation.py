@@ -97,9 +97,10 @@ def test_figures_by_hand() -> None:
 
 
 class _FakeChatEndpoint(BaseHTTPRequestHandler):
-    """Speaks the OpenAI wire; its "model" describes the table that the task names, and fails once before it answers."""
+    """Speaks the OpenAI wire; its "model" describes the table that the task names. It fails once, and once thinks only,
+    before it answers."""
 
-    failures = 1
+    failures = thoughts = 1
 
     def do_GET(self) -> None:
         self._send(200, {"data": [{"id": "fake-model"}]})
@@ -109,6 +110,9 @@ class _FakeChatEndpoint(BaseHTTPRequestHandler):
         if type(self).failures:
             type(self).failures -= 1
             return self._send(503, {"error": "busy"})
+        if type(self).thoughts:
+            type(self).thoughts -= 1
+            return self._send(200, {"choices": [{"message": {"content": None, "reasoning_content": "hm"}}]})
         system, task = body["messages"][:2]
         assert system["role"] == "system"
         name = next(word.strip(".,") for word in task["content"].split() if is_name(word.strip(".,")))
@@ -140,7 +144,7 @@ def test_a_model_behind_an_endpoint(pool: MiniStackPool, endpoint: str) -> None:
     describe = next(t for t in load_templates(["warmup"]) if "dynamodb describe-table" in t.solution[0])
     (played,) = play_tasks(agent, pool, [instantiate(describe.task_id, 1)], max_turns=3)
     agent.close()
-    assert (agent.name, played.achieved, played.steps) == ("fake-model", True, 1)
+    assert (agent.name, played.achieved, played.steps) == ("fake-model", True, 2)
 
 
 def test_an_endpoint_that_is_not_there_is_named() -> None:
