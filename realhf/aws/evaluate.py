@@ -182,7 +182,7 @@ def _mean(values: Sequence[float]) -> dict[str, float] | None:
 
 
 SPLITS = {
-    "heldout": "templates and names that training never sees",
+    "heldout": "templates and names that a run with env.split=train never sees",
     "names": "training templates on names that training never sees",
     "train": "training templates and names",
     "ten": "the templates that a run with env.split=all_but_ten never sees",

@@ -51,6 +51,11 @@ def fill_setup(value: Any, answers: Sequence[Mapping[str, Any]]) -> Any:
     return value
 
 
+def setup_captures(value: Any) -> set[str]:
+    """Return the set-up captures in ``value``, as they are written."""
+    return {match[0] for match in _SETUP.finditer(repr(value))}
+
+
 def has_setup_captures(value: Any) -> bool:
     """Return whether ``fill_setup`` would change anything."""
     return "${setup" in repr(value)

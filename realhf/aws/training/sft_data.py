@@ -45,14 +45,16 @@ from rich.table import Table
 from realhf.api.environment import AssistantMessage, ChatMessage, Environment, Opening, RolloutOutcome, Turn
 from realhf.api.generation import TokenSource
 from realhf.aws.cli.command_table import ALLOWED
+from realhf.aws.cli.policy import check_command
 from realhf.aws.episode.episode import HINT_COMMAND
 from realhf.aws.episode.pooled_environment import MESSAGE_TIMEOUT_S, pooled_environment
 from realhf.aws.messages import OBSERVATION_CHARS, episode_task
 from realhf.aws.simulator.pool import MiniStackPool
-from realhf.aws.tasks.captures import fill_setup, has_setup_captures, resolve
-from realhf.aws.tasks.loader import TEMPLATE_SPLITS, instantiate, is_name, load_templates, mistakes
+from realhf.aws.tasks.captures import fill_setup, has_setup_captures, resolve, setup_captures
+from realhf.aws.tasks.loader import TEMPLATE_SPLITS, Template, instantiate, is_name, load_templates, mistakes
 from realhf.aws.tasks.task import Task, TaskError
 from realhf.base.files import whole_file
+from realhf.base.text import shorten
 from realhf.rollout.episode import EpisodeRequest, Witness, play_episode
 from realhf.rollout.player import NO_TOKENS, Player
 
@@ -100,14 +102,16 @@ def write_scripts(
     learn_mistakes: bool = False,
     slips: bool = False,
     rephrased: bool = False,
+    shown: int = OBSERVATION_CHARS,
 ) -> list[Script]:
-    """Return the episodes to play, shuffled, decided by ``seed``.
+    """Return the episodes to play, shuffled, decided by ``seed``. Templates whose solutions need ids that no text tells
+    are left out: to imitate those would be to make ids up.
 
     Each template has exactly the rounded shares of each kind in ``mix``, the rest canonical. A template to which a kind
     cannot be applied (continuation of one step) gets canonical ones instead. ``split`` chooses templates, never rows.
     ``learn_mistakes``: the mistakes that are recovered from are to be imitated too; ``slips``: they are slips of the
-    command line, and never are. ``rephrased``: tasks are worded in further ways, see ``instantiate``.
-    Raises ValueError for an impossible mix.
+    command line, and never are. ``rephrased``: tasks are worded in further ways, see ``instantiate``. ``shown``: so
+    many characters of an answer are read. Raises ValueError for an impossible mix.
     """
     unknown = set(mix) - set(KINDS)
     if unknown:
@@ -119,15 +123,30 @@ def write_scripts(
     kinds = (counted + [CANONICAL] * episodes_per_task)[:episodes_per_task]
     scripts = []
     for template in load_templates(tiers, tags=tags, split=split):
+        if not _tells_ids(template):
+            continue
         for kind in kinds:
             task = instantiate(template.task_id, rng.getrandbits(_SEED_BITS), rephrased=rephrased)
-            scripts.append(write_script(task, kind, rng, learn_mistakes=learn_mistakes, slips=slips))
+            scripts.append(write_script(task, kind, rng, learn_mistakes=learn_mistakes, slips=slips, shown=shown))
     rng.shuffle(scripts)
     return scripts
 
 
+def _tells_ids(template: Template) -> bool:
+    """Return whether its words tell every id of the set-up that its commands need."""
+    repairs = [command for drift in template.possible_drifts for command in drift.get("repair", ())]
+    told = [setup_captures([text, template.desired_state_spec]) for text in template.description]
+    return setup_captures([*template.solution, *repairs]) <= set.intersection(*told)
+
+
 def write_script(
-    task: Task, kind: str, rng: random.Random, *, learn_mistakes: bool = False, slips: bool = False
+    task: Task,
+    kind: str,
+    rng: random.Random,
+    *,
+    learn_mistakes: bool = False,
+    slips: bool = False,
+    shown: int = OBSERVATION_CHARS,
 ) -> Script:
     """Return one episode of this kind, or a canonical one where the task does not allow the kind."""
     solution = numbered(task.solution)
@@ -136,7 +155,7 @@ def write_script(
         return Script(task, kind, numbered(wrong + wrong[-1:] * (PERSISTENCE - len(wrong))))
     if kind == RECOVERY and slips:
         place = rng.randrange(len(solution))
-        return Script(task, kind, solution[:place] + slip(solution[place].command, rng) + solution[place:])
+        return Script(task, kind, solution[:place] + slip(solution[place].command, rng, shown) + solution[place:])
     if kind == RECOVERY:
         wrong, right = _mistake(task, rng, any_way_back=True)
         return Script(task, kind, numbered(wrong, learned=learn_mistakes) + numbered(right))
@@ -188,10 +207,10 @@ def _misspelt(command: str) -> str:
 _VERBS = ("get", "describe", "list", "create", "put", "add", "update", "set", "delete", "remove")
 
 
-def slip(command: str, rng: random.Random) -> tuple[Line, ...]:
+def slip(command: str, rng: random.Random, shown: int) -> tuple[Line, ...]:
     """Return what goes wrong before this command is sent: it without one of the options that its operation requires, or
     by a name that no operation of the service has, which is not to be imitated, and then a look at those that there
-    are."""
+    are, if the right one is among the ``shown`` characters that are read of it."""
     service, operation = command.split(" ")[1:3]
     options = command.split(" --")
     needed = [
@@ -203,7 +222,9 @@ def slip(command: str, rng: random.Random) -> tuple[Line, ...]:
     verb, _, rest = operation.partition("-")
     others = [f"{other}-{rest}" for other in _VERBS if other != verb and f"{other}-{rest}" not in ALLOWED[service]]
     wrong = command.replace(f" {operation}", f" {rng.choice(others)}", 1) if rest and others else _misspelt(command)
-    return Line(wrong, learned=False), Line(f"aws {service} help")
+    look = f"aws {service} help"
+    found = operation in shorten(check_command(look).answer or "", shown).split("\n")
+    return (Line(wrong, learned=False), *((Line(look),) if found else ()))
 
 
 @functools.cache
@@ -430,6 +451,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             learn_mistakes=options.learn_mistakes,
             slips=options.slips,
             rephrased=options.phrasings,
+            shown=options.observation_chars,
         )
     except (TaskError, ValueError) as error:
         command_line.error(str(error))

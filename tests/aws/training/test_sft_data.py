@@ -11,6 +11,7 @@ import pytest
 
 from realhf.api.environment import EnvironmentFailure
 from realhf.aws.cli.command_table import ALLOWED
+from realhf.aws.cli.policy import check_command
 from realhf.aws.episode.episode import HINT_COMMAND
 from realhf.aws.messages import observation_text
 from realhf.aws.simulator.pool import MiniStackPool, Slot
@@ -28,8 +29,11 @@ from realhf.aws.training.sft_data import (
     write_script,
     write_scripts,
 )
+from realhf.base.text import shorten
 
 STARTER = {"tags": ["starter"]}
+LOOKED_UP = {507, 509}
+"""No text of these tasks tells the ids of a network, a group and a key that their solutions need."""
 
 
 def commands(script: Script) -> tuple[str, ...]:
@@ -73,7 +77,7 @@ def test_rows_are_split_by_template() -> None:
     train = {script.task.task_id for script in write_scripts(1, 0)}
     heldout = {script.task.task_id for script in write_scripts(1, 0, split="heldout")}
     assert train and not train & heldout
-    assert train | heldout == {template.task_id for template in load_templates()}
+    assert train | heldout == {template.task_id for template in load_templates()} - LOOKED_UP
 
 
 def test_short_names_lose_their_last_word_everywhere() -> None:
@@ -107,12 +111,15 @@ def test_a_slip_is_wrong_and_is_never_imitated() -> None:
     rng, seen = random.Random(1), set()
     for template in load_templates():
         for command in instantiate(template.task_id, 3).solution:
-            wrong, *help_line = slip(command, rng)
+            wrong, *help_line = slip(command, rng, 400)
             service, operation = command.split()[1:3]
             assert not wrong.learned and wrong.number == 0 and wrong.command != command
             seen.add(bool(help_line))
-            if help_line:
+            if operation not in shorten(check_command(f"aws {service} help").answer or "", 400).split("\n"):
+                assert not help_line, "what is not read there is not looked for there"
+            elif help_line:
                 assert help_line == [Line(f"aws {service} help")]
+            if wrong.command.split()[2] != operation:
                 assert wrong.command.split()[2] not in ALLOWED[service] and wrong.command.split()[1] == service
             else:
                 left, all_of = wrong.command.split(" --"), command.split(" --")
@@ -140,7 +147,7 @@ def test_what_a_slip_is_told_names_what_is_missing(pool: MiniStackPool) -> None:
     solution = numbered(task.solution)
     told = {}
     for seed in range(6):
-        wrong = slip(task.solution[0], random.Random(seed))
+        wrong = slip(task.solution[0], random.Random(seed), 400)
         [row] = play_all([Script(task, "recovery", wrong + solution)], pool, observation_chars=400)
         assert row["achieved"] and row["messages"][1]["train"] is False
         told[len(wrong)] = [message["content"] for message in row["messages"][2::2]]
@@ -172,9 +179,9 @@ def test_what_a_solution_takes_from_an_answer_can_be_read_there(pool: MiniStackP
     assert {"kms-key-with-alias", "volumes-nobody-uses"} <= unread()
 
 
-def test_all_but_ten_templates_are_demonstrated() -> None:
+def test_all_but_ten_templates_are_demonstrated_where_no_id_would_be_made_up() -> None:
     written = {script.task.task_id for script in write_scripts(1, 0, split="all_but_ten")}
-    assert written == {template.task_id for template in load_templates()} - set(TEN)
+    assert written == {template.task_id for template in load_templates()} - set(TEN) - LOOKED_UP
 
 
 @pytest.mark.slow
