@@ -505,7 +505,8 @@ def on_tasks(
 ) -> ExperimentSpec:
     """Tasks from the curriculum; the policy, or another role, exported at the end, and held-out success before and
     after if it is the policy."""
-    environment, dataset = chosen_environment(config.env), config.dataset
+    environment, dataset, mfcs = chosen_environment(config.env), config.dataset, with_turns(mfcs)
+    playing = next(call for call in mfcs if call.interface == "env_rollout")
     tasks = {
         "environment": environment.reference,
         "options": environment.options,
@@ -517,14 +518,14 @@ def on_tasks(
     return ExperimentSpec(
         name=name,
         models=models,
-        mfcs=tuple(with_turns(mfcs)),
+        mfcs=tuple(mfcs),
         source=SourceSpec("tasks", tasks, worker=models["actor"].workers[0]),
         n_seqs=config.dataset.train_bs_n_seqs,
         total_train_steps=config.total_train_steps,
         seed=config.seed,
         run_dir=run_folder(config),
         environment=environment.spec.launch,
-        evaluation=held_out(config) if exported == "actor" else None,
+        evaluation=held_out(config, playing) if exported == "actor" else None,
         before=first.before,
         jobs=first.jobs,
         export_role=exported,
@@ -582,8 +583,10 @@ def with_turns(mfcs: list[MFCDef]) -> list[MFCDef]:
     ]
 
 
-def held_out(config: Config) -> EvaluationSpec:
-    """Every template on instances that training never sees, at the training temperature and greedy."""
+def held_out(config: Config, playing: MFCDef) -> EvaluationSpec:
+    """Every template on instances that training never sees, at the training temperature and greedy. It has the
+    arguments of the call ``playing``, because only then it plays in the sessions of that: an environment may have no
+    others."""
     evaluation = config.evaluation
     wanted = HeldOutOptions(
         HELD_OUT, evaluation.episodes_per_task, evaluation.greedy_episodes_per_task, evaluation.templates
@@ -594,9 +597,13 @@ def held_out(config: Config) -> EvaluationSpec:
         episodes_per_task=math.ceil(share * wanted.episodes_per_task),
         greedy_episodes_per_task=math.ceil(share * wanted.greedy_episodes_per_task),
     )
-    played = of_one_worker(config).to_args()
     return EvaluationSpec(
-        "actor", "env_rollout", played, wanted.to_args(), interim.to_args(), every_steps=evaluation.every_steps
+        "actor",
+        playing.interface,
+        playing.interface_args,
+        wanted.to_args(),
+        interim.to_args(),
+        every_steps=evaluation.every_steps,
     )
 
 

@@ -64,6 +64,15 @@ def test_workers_that_share_the_actor_share_the_sessions_of_the_environment():
     assert streamed is not None and streamed.sessions == 16 // streamed.options.n_rollout_workers
 
 
+@pytest.mark.parametrize("option", ["ppo.algo=gigpo", "ppo.loss_agg=seq_mean_turn_mean", "ppo.algo=sdpo"])
+def test_evaluation_has_the_arguments_of_the_call_that_plays(option: str) -> None:
+    """With others it played in sessions of its own, which it kept: training found none left."""
+    made = spec("experiment=grpo", "env=countdown", "ppo.kl_loss_coef=0", option)
+    [playing] = [call for call in made.mfcs if call.interface == "env_rollout"]
+    assert playing.interface_args["turn_rewards"] or playing.interface_args["feedback"]
+    assert made.evaluation is not None and made.evaluation.interface_args == playing.interface_args
+
+
 def test_a_kl_term_in_the_reward_keeps_it():
     assert "ref" in spec("experiment=grpo_aws", "ppo.kl_loss_coef=0", "ppo.kl_ctl=0.01").models
 
