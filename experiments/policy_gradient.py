@@ -65,6 +65,8 @@ NO_TEACHER = (
     "(ppo.feedback), or it belongs to the other kind of teacher (teacher.path, teacher.url)"
 )
 NO_REWARD_MODEL = "reward_model.path names no reward model, or this experiment has another use for it"
+VERIFIED = ("reward_scaling", "reward_bias", "max_reward_clip")
+"""Options of the section ppo about the rewards that the environment gives."""
 EPISODE_KEYS = (
     "packed_input_ids",
     "prompt_mask",
@@ -197,7 +199,8 @@ def reference(config: Config, actor: ModelSpec) -> ModelSpec:
 
 def rewarded(config: Config, ppo: ResolvedOptions, actor_path: str) -> tuple[dict[str, ModelSpec], list[MFCDef]]:
     """The calls that make ``rewards`` of what the environment gave, and the reward model beside it, if there is
-    one, which reads the tokens of the model in ``actor_path``. Raises ConfigError for a folder that holds none."""
+    one, which reads the tokens of the model in ``actor_path``. Raises ConfigError for a folder that holds none, and for
+    options of the verifier's rewards where these have no part."""
     model = config.reward_model
     if not model.path:
         return {}, [rew_inf(config, ppo)]
@@ -206,19 +209,19 @@ def rewarded(config: Config, ppo: ResolvedOptions, actor_path: str) -> tuple[dic
             f"reward_model.path={model.path}: no folder that holds {HEAD_FILE}, so no reward model; "
             "experiment=reward_model exports one"
         )
-    verifier = rew_inf(config, ppo)
-    verifier = replace(
-        verifier,
-        output_keys=(VERIFIER_REWARDS,),
-        interface_args={**verifier.interface_args, "output_key": VERIFIER_REWARDS},
-    )
+    for name in VERIFIED if model.weight == 1 else ():
+        if getattr(config.ppo, name) != getattr(PolicyGradientOptions, name):
+            raise ConfigError(
+                f"ppo.{name} has no effect with reward_model.weight=1, which leaves the verifier no part in the "
+                "rewards: remove it"
+            )
     mixed = call(
         config,
         "reward_inf",
         "reward_model",
         InterfaceType.INFERENCE,
         "reward_model",
-        {"weight": model.weight},
+        {"weight": model.weight, **overlong(ppo)},
         inputs=("packed_input_ids", "loss_mask", VERIFIER_REWARDS, ROLLOUT_KEY),
         outputs=("rewards",),
     )
@@ -231,7 +234,7 @@ def rewarded(config: Config, ppo: ResolvedOptions, actor_path: str) -> tuple[dic
         experts=model.experts,
         tokens_of=actor_path,
     )
-    return {"reward_model": scoring}, [verifier, mixed]
+    return {"reward_model": scoring}, [rew_inf(config, ppo, VERIFIER_REWARDS), mixed]
 
 
 def own_options(config: Config) -> Any:
@@ -260,12 +263,19 @@ def signal(config: Config, ppo: ResolvedOptions) -> GroupSignal:
     return GroupSignal(max(2, config.rollout.min_group_size), min(ends), max(ends))
 
 
-def rew_inf(config: Config, ppo: ResolvedOptions) -> MFCDef:
-    """Outcomes to rewards, less for rollouts that are too long; it needs no weights and runs where the actor is."""
-    args = {name: getattr(ppo, name) for name in ("reward_scaling", "reward_bias", "max_reward_clip")}
+def overlong(ppo: ResolvedOptions) -> dict[str, Any]:
+    """Arguments about the penalty for length, of the call that makes ``rewards``; {} without one."""
+    names = ("overlong_length", "overlong_buffer") if ppo.overlong_length is not None else ()
+    return {name: getattr(ppo, name) for name in names}
+
+
+def rew_inf(config: Config, ppo: ResolvedOptions, output: str = "rewards") -> MFCDef:
+    """Outcomes to rewards, less for rollouts that are too long; it needs no weights and runs where the actor is. Beside
+    a reward model, which mixes what is called ``output`` then, no length counts yet: the penalty has no part of 1."""
+    args: dict[str, Any] = {name: getattr(ppo, name) for name in VERIFIED} | {"output_key": output}
     keys = ("env_rewards", "outcome")
-    if ppo.overlong_length is not None:
-        args |= {"overlong_length": ppo.overlong_length, "overlong_buffer": ppo.overlong_buffer}
+    if output == "rewards" and (penalty := overlong(ppo)):
+        args |= penalty
         keys = (*keys, "packed_input_ids", "loss_mask", ROLLOUT_KEY)
     return call(
         config,
@@ -275,7 +285,7 @@ def rew_inf(config: Config, ppo: ResolvedOptions) -> MFCDef:
         "outcome_reward",
         args,
         inputs=keys,
-        outputs=("rewards",),
+        outputs=(output,),
     )
 
 

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from realhf.algorithms.inference import length_penalties
 from realhf.algorithms.token_advantages import rollout_means, valid_sequences
 from realhf.algorithms.train_step import (
     WEIGHTS,
@@ -244,14 +245,24 @@ class RewardModelInterface(PairwiseInterface):
     near 0, since the likelihood only knows differences (Eisenstein et al. 2023, Helping or Herding?).
 
     ``inference`` mixes it into the rewards of a verifier: (1 - ``weight``) times ``verifier_rewards`` plus ``weight``
-    times sigmoid(score), the probability that the rollout is preferred to one of score 0.
+    times sigmoid(score), the probability that the rollout is preferred to one of score 0; and, with
+    ``overlong_length`` and ``overlong_buffer``, the penalty for length, which has no weight.
     """
 
-    def __init__(self, *, center: float = 0.0, weight: float = 0.5, **options: Any) -> None:
+    def __init__(
+        self,
+        *,
+        center: float = 0.0,
+        weight: float = 0.5,
+        overlong_length: int | None = None,
+        overlong_buffer: float = 0.0,
+        **options: Any,
+    ) -> None:
         super().__init__(**options)
         if not center >= 0 or not 0 < weight <= 1:
             raise ValueError("center must be at least 0, weight above 0 and at most 1")
         self._center, self._weight = center, weight
+        self._overlong = (overlong_length, overlong_buffer)
 
     def row_scores(self, model: Model, sample: SequenceSample, context: CallContext) -> Tensor:
         """See ``PairwiseInterface``. Raises ValueError on a model without a value head."""
@@ -301,6 +312,7 @@ class RewardModelInterface(PairwiseInterface):
         mixed = (1 - self._weight) * verifier + self._weight * preferred
         # A rollout without any token of the policy has nothing that could be scored.
         rewards = torch.where(known[tokens.rollout] & torch.isfinite(verifier), mixed, verifier)
+        rewards = rewards + length_penalties(sample, *self._overlong)
         means, _ = rollout_means(verifier, has, tokens.rollout)
         group = torch.zeros_like(tokens.rollout[: len(means)]).scatter(0, tokens.rollout, tokens.group)
         stats = {"n_scored": float(has.sum()), **statistics(scores, pairs_of(means, known, group))}
