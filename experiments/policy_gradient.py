@@ -30,7 +30,7 @@ from typing import Any
 
 from experiments import sft
 from experiments.sft import BUILTIN, UNTRAINED, FirstWeights, first_weights
-from realhf.algorithms.options import PolicyGradientOptions, ResolvedOptions, batch_problems
+from realhf.algorithms.options import PASS_AT_K, PolicyGradientOptions, ResolvedOptions, batch_problems
 from realhf.algorithms.resolution import resolve
 from realhf.algorithms.role_options import ACTOR, BUILTIN_RATE, CriticConfig, RewardModelConfig
 from realhf.api.config import ConfigError, EngineConfig, TeacherConfig, run_folder
@@ -260,7 +260,8 @@ def signal(config: Config, ppo: ResolvedOptions) -> GroupSignal:
     penalty for length. DAPO judges by the answers, of which some must be right and some wrong (Yu et al. 2025, eq. 11):
     a group that differs in its lengths alone would teach nothing but to be short."""
     ends = [end / ppo.reward_scaling - ppo.reward_bias for end in (-ppo.max_reward_clip, ppo.max_reward_clip)]
-    return GroupSignal(max(2, config.rollout.min_group_size), min(ends), max(ends))
+    k = ppo.pass_at_k if ppo.adv_estimator == PASS_AT_K else None
+    return GroupSignal(max(2, config.rollout.min_group_size), min(ends), max(ends), k or 1)
 
 
 def overlong(ppo: ResolvedOptions) -> dict[str, Any]:

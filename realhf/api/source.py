@@ -51,20 +51,23 @@ class SampleResult:
 
 @dataclass(frozen=True)
 class GroupSignal:
-    """Says which groups teach something by comparison: at least ``least`` rollouts have a reward, and these and those
-    of their branches are not all equal, in fp32 and within ``low`` and ``high`` (None: no bound), beyond which training
-    tells no two apart."""
+    """Says which groups teach something by comparison: at least ``least`` rollouts, and more than ``k``, have a reward,
+    and the best of every ``k`` of these and those of their branches is not always the same, in fp32 and within ``low``
+    and ``high`` (None: no bound), beyond which training tells no two apart."""
 
     least: int = 2
     low: float | None = None
     high: float | None = None
+    k: int = 1
 
     def of(self, result: SampleResult) -> bool:
         """Return whether the group that became ``result`` does."""
         found = [reward for reward in result.rewards if reward is not None]
         low, high = -np.inf if self.low is None else self.low, np.inf if self.high is None else self.high
-        told_apart = np.unique(np.clip(np.array([*found, *result.branch_rewards], np.float32), low, high))
-        return len(found) >= self.least and len(told_apart) > 1
+        if len(found) < self.least or len(found) <= self.k:
+            return False
+        ordered = np.sort(np.clip(np.array([*found, *result.branch_rewards], np.float32), low, high))
+        return bool(ordered[self.k - 1] != ordered[-1])
 
 
 class ResultSink(Protocol):
