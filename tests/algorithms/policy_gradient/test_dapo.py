@@ -53,6 +53,21 @@ def test_the_train_step_says_how_many_rollouts_were_too_long() -> None:
     assert "overlong_fraction" not in PolicyGradientInterface({}).prepare(batch(CUT, REWARDS))[1]
 
 
+@pytest.mark.parametrize("rows", [WHOLE, CUT], ids=["whole", "cut"])
+def test_what_is_left_out_of_the_loss_is_in_the_statistics(rows: Any) -> None:
+    """Rollouts that a limit of tokens ended used to be ones of 0 tokens, with ``mask_too_long``: the longest of all.
+    Their group is compared with them still, and they train nothing."""
+    options = {"algo": "dapo", "overlong_length": 20, "overlong_buffer": 0.25}
+    sample = batch(rows, REWARDS, failed=(3,))
+    made = (PolicyGradientInterface({**options, "mask_too_long": on}).prepare(sample) for on in (False, True))
+    plain, left_out = made
+    of_loss = {"n_trainable", "n_trainable_rollouts", "n_tokens"}
+    assert {name for name, value in plain[1].items() if left_out[1][name] != value} == of_loss
+    too_long = sample["seq_no_eos_mask"][PredictedTokens.of(sample).sequence]
+    assert plain[0]["advantages"][too_long].any() and not left_out[0]["advantages"][too_long].any()
+    assert torch.equal(left_out[0]["advantages"][~too_long], plain[0]["advantages"][~too_long])
+
+
 @pytest.mark.parametrize(
     ("rewards", "least", "signal"),
     [
