@@ -23,7 +23,7 @@ the batch arrives, whatever weights sampled it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -242,14 +242,16 @@ def own_options(config: Config) -> Any:
     return getattr(config, "algorithm", None)
 
 
-def actor_gen(config: Config, ppo: ResolvedOptions) -> MFCDef:
-    """Groups of episodes, played by the actor. The task of a sample is metadata, so there are no input keys."""
-    options, keys = of_one_worker(config), EPISODE_KEYS
+def actor_gen(config: Config, ppo: ResolvedOptions, role: str = "actor") -> MFCDef:
+    """Groups of episodes, played by the actor, or by the reference in its place. The task of a sample is metadata, so
+    there are no input keys."""
+    workers = config.actor.workers if role == "actor" else (*config.ref.workers, config.actor.workers[0])
+    options, keys = of_one_worker(config, workers), EPISODE_KEYS
     if ppo.needs_feedback:
         options = replace(options, feedback=ppo.feedback, feedback_tokens=ppo.feedback_tokens)
         keys = (*keys, FEEDBACK_PROMPT)
     args = options.to_args()
-    played = call(config, "actor_gen", "actor", InterfaceType.GENERATE, "env_rollout", args, outputs=keys)
+    played = call(config, "actor_gen", role, InterfaceType.GENERATE, "env_rollout", args, outputs=keys)
     return (
         replace(played, resample=ppo.dynamic_sampling, signal=signal(config, ppo)) if ppo.dynamic_sampling else played
     )
@@ -499,11 +501,12 @@ def rollout_options(config: Config) -> RolloutOptions:
     )
 
 
-def of_one_worker(config: Config) -> RolloutOptions:
-    """The options of each worker of the actor. Together they have the sessions of the environment: each keeps its own,
-    for training and evaluation, and would wait in vain for more than there are."""
+def of_one_worker(config: Config, workers: Iterable[int]) -> RolloutOptions:
+    """The options of each of the ``workers`` that play for training or evaluation, which is the first one's of the
+    actor. Together they have the sessions of the environment: each keeps its own, and would wait in vain for more than
+    there are."""
     options = rollout_options(config)
-    return replace(options, sessions=max(1, options.sessions // len(config.actor.workers)))
+    return replace(options, sessions=max(1, options.sessions // len({*workers})))
 
 
 def on_tasks(

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from experiments import sft
+from experiments import dpo, policy_gradient, sft
 from experiments.sft import Config, untrained_policy
+from realhf.algorithms.options import PolicyGradientOptions
 from realhf.algorithms.policy_gradient import PolicyGradientInterface
 from realhf.api.config import BuiltinModelConfig, ConfigError, RolloutConfig
 from realhf.api.environment import MAX_BRANCHES
@@ -64,13 +65,26 @@ def test_workers_that_share_the_actor_share_the_sessions_of_the_environment():
     assert streamed is not None and streamed.sessions == 16 // streamed.options.n_rollout_workers
 
 
-@pytest.mark.parametrize("option", ["ppo.algo=gigpo", "ppo.loss_agg=seq_mean_turn_mean", "ppo.algo=sdpo"])
-def test_evaluation_has_the_arguments_of_the_call_that_plays(option: str) -> None:
+def test_a_reference_that_plays_elsewhere_shares_the_sessions_with_the_evaluation() -> None:
+    """Its workers had as many as there are, and the one that evaluates as many again."""
+    config = dpo.config_class("aws")(experiment="dpo")
+    config.ref.workers, config.env.pool_size = [1, 2, 3], 9
+    made = dpo.build(config)
+    assert made.evaluation is not None and made.mfcs[0].model_role == "ref"
+    assert [made.mfcs[0].interface_args["sessions"], made.evaluation.interface_args["sessions"]] == [2, 2]
+    config.preference.player = "current"
+    playing = dpo.build(config).mfcs[0]
+    assert (playing.model_role, playing.interface_args["sessions"]) == ("actor", 9)
+
+
+@pytest.mark.parametrize("options", [{"algo": "gigpo"}, {"loss_agg": "seq_mean_turn_mean"}, {"algo": "sdpo"}], ids=str)
+def test_evaluation_has_the_arguments_of_the_call_that_plays(options: dict[str, str]) -> None:
     """With others it played in sessions of its own, which it kept: training found none left."""
-    made = spec("experiment=grpo", "env=countdown", "ppo.kl_loss_coef=0", option)
-    [playing] = [call for call in made.mfcs if call.interface == "env_rollout"]
-    assert playing.interface_args["turn_rewards"] or playing.interface_args["feedback"]
-    assert made.evaluation is not None and made.evaluation.interface_args == playing.interface_args
+    ppo = PolicyGradientOptions(**options)  # type: ignore[arg-type]
+    made = policy_gradient.build(policy_gradient.config_class("countdown")(experiment="grpo", ppo=ppo))
+    playing = made.mfcs[0].interface_args
+    assert playing["turn_rewards"] or playing["feedback"]
+    assert made.evaluation is not None and made.evaluation.interface_args == playing
 
 
 def test_a_kl_term_in_the_reward_keeps_it():
