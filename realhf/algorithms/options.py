@@ -27,6 +27,9 @@ LEVELS = ("token", "sequence")
 """Levels at which the policy ratio is taken."""
 WEIGHT_LEVELS = (*LEVELS, "product")
 """Levels at which the behaviour weight is taken: of a sequence the geometric mean or the product."""
+ALL, EXTREMES = PAIRINGS = ("all", "extremes")
+"""Pairs of a group (``preference.pairing``): every two rollouts whose rewards differ, or the best and the worst
+alone."""
 PASS_AT_K = "pass_at_k"
 """The estimator that compares sets of ``ppo.pass_at_k`` responses."""
 GAE = "gae"
