@@ -78,7 +78,12 @@ class PolicyGradientOptions:
     loss_agg: str | None = option(
         None, "The losses of tokens are put together in this way.", choices=tuple(AGGREGATIONS)
     )
-    eps_clip: float | None = option(None, "The ratio is clipped this far below 1.", at_least=0)
+    eps_clip: float | None = option(
+        None,
+        "The ratio is clipped this far below 1. Taken against the weights at the start of a step, it is 1 in the first "
+        "update.",
+        at_least=0,
+    )
     eps_clip_higher: float | None = option(None, "The ratio is clipped this far above 1.", at_least=0)
     c_clip: float | None = option(
         None, "Dual clipping bounds the loss at this many times a negative advantage.", above=1
