@@ -155,7 +155,13 @@ def policy_gradient(
 
 def policy_options(config: Config, *, streamed: bool = False) -> ResolvedOptions:
     """The options of the policy gradient; ``loss_agg=constant`` divides by what an episode can sample at most. In
-    bfloat16 the two engines round differently, by far more than a clip range may have."""
+    bfloat16 the two engines round differently, by far more than a clip range may have. Raises ConfigError for
+    ``count=row`` where each rollout has one."""
+    if config.ppo.count == "row" and one_sequence(config):
+        raise ConfigError(
+            "ppo.count=row has no effect where each rollout trains as one sequence: remove it, or set "
+            "rollout.keep_reasoning=false, or in an asynchronous run rollout.agent"
+        )
     return resolve(
         config.ppo,
         loss_scale_len=most_sampled(config),
@@ -169,8 +175,12 @@ def most_sampled(config: Config) -> int:
     """The most tokens that the policy can sample in an episode: in its turns, and in one sequence if that is all that
     an episode trains as."""
     in_turns = config.gen.max_new_tokens * config.rollout.max_turns
-    one_sequence = config.rollout.keep_reasoning and not (config.async_rl.enabled and config.rollout.agent)
-    return min(in_turns, config.rollout.max_total_tokens) if one_sequence else in_turns
+    return min(in_turns, config.rollout.max_total_tokens) if one_sequence(config) else in_turns
+
+
+def one_sequence(config: Config) -> bool:
+    """Whether all that an episode trains as is one sequence: no reasoning is dropped, and no agent has branches."""
+    return config.rollout.keep_reasoning and not (config.async_rl.enabled and config.rollout.agent)
 
 
 def actor_spec(config: Config, first: FirstWeights) -> ModelSpec:

@@ -182,6 +182,16 @@ def test_reinforce_and_sft():
     assert supervised.graph.required_dataset_keys() == ["loss_mask", "packed_input_ids"]
 
 
+def test_rows_count_only_where_a_rollout_can_have_several() -> None:
+    config = policy_gradient.config_class("countdown")(experiment="grpo", ppo=PolicyGradientOptions(count="row"))
+    with pytest.raises(ConfigError, match=r"ppo.count=row has no effect where each rollout trains as one sequence"):
+        policy_gradient.policy_options(config)
+    config.rollout.keep_reasoning = False
+    assert policy_gradient.policy_options(config).count == "row"
+    config.rollout.keep_reasoning, config.rollout.agent, config.async_rl.enabled = True, "mine.py:rollout", True
+    assert policy_gradient.policy_options(config, streamed=True).count == "row"
+
+
 @pytest.mark.slow
 def test_the_stream_brings_groups_in_place_of_episodes_and_a_server_unless_there_is_one():
     made = built("experiment=grpo_stream_http")
