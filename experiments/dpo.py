@@ -40,7 +40,7 @@ def build(config: Config) -> ExperimentSpec:
                 f"and do not sample; set preference.player={CURRENT}"
             )
         ref = replace(ref, engine=actor.engine, chat_template_kwargs=actor.chat_template_kwargs)
-        gen = replace(gen, model_role="ref")
+        gen = actor_gen(config, played(config), "ref")
     args = {"beta": options.beta, "smoothing": options.smoothing, "temperature": config.gen.temperature}
     train = pairwise(config, "actor", "dpo", args, "packed_ref_logprobs")
     models = {"actor": actor, "ref": ref, **scored}

@@ -23,14 +23,14 @@ the batch arrives, whatever weights sampled it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from experiments import sft
 from experiments.sft import BUILTIN, UNTRAINED, FirstWeights, first_weights
-from realhf.algorithms.options import PolicyGradientOptions, ResolvedOptions, batch_problems
+from realhf.algorithms.options import PASS_AT_K, PolicyGradientOptions, ResolvedOptions, batch_problems
 from realhf.algorithms.resolution import resolve
 from realhf.algorithms.role_options import ACTOR, BUILTIN_RATE, CriticConfig, RewardModelConfig
 from realhf.api.config import ConfigError, EngineConfig, TeacherConfig, run_folder
@@ -65,6 +65,8 @@ NO_TEACHER = (
     "(ppo.feedback), or it belongs to the other kind of teacher (teacher.path, teacher.url)"
 )
 NO_REWARD_MODEL = "reward_model.path names no reward model, or this experiment has another use for it"
+VERIFIED = ("reward_scaling", "reward_bias", "max_reward_clip")
+"""Options of the section ppo about the rewards that the environment gives."""
 EPISODE_KEYS = (
     "packed_input_ids",
     "prompt_mask",
@@ -153,7 +155,13 @@ def policy_gradient(
 
 def policy_options(config: Config, *, streamed: bool = False) -> ResolvedOptions:
     """The options of the policy gradient; ``loss_agg=constant`` divides by what an episode can sample at most. In
-    bfloat16 the two engines round differently, by far more than a clip range may have."""
+    bfloat16 the two engines round differently, by far more than a clip range may have. Raises ConfigError for
+    ``count=row`` where each rollout has one."""
+    if config.ppo.count == "row" and one_sequence(config):
+        raise ConfigError(
+            "ppo.count=row has no effect where each rollout trains as one sequence: remove it, or set "
+            "rollout.keep_reasoning=false, or in an asynchronous run rollout.agent"
+        )
     return resolve(
         config.ppo,
         loss_scale_len=most_sampled(config),
@@ -167,8 +175,12 @@ def most_sampled(config: Config) -> int:
     """The most tokens that the policy can sample in an episode: in its turns, and in one sequence if that is all that
     an episode trains as."""
     in_turns = config.gen.max_new_tokens * config.rollout.max_turns
-    one_sequence = config.rollout.keep_reasoning and not (config.async_rl.enabled and config.rollout.agent)
-    return min(in_turns, config.rollout.max_total_tokens) if one_sequence else in_turns
+    return min(in_turns, config.rollout.max_total_tokens) if one_sequence(config) else in_turns
+
+
+def one_sequence(config: Config) -> bool:
+    """Whether all that an episode trains as is one sequence: no reasoning is dropped, and no agent has branches."""
+    return config.rollout.keep_reasoning and not (config.async_rl.enabled and config.rollout.agent)
 
 
 def actor_spec(config: Config, first: FirstWeights) -> ModelSpec:
@@ -197,7 +209,8 @@ def reference(config: Config, actor: ModelSpec) -> ModelSpec:
 
 def rewarded(config: Config, ppo: ResolvedOptions, actor_path: str) -> tuple[dict[str, ModelSpec], list[MFCDef]]:
     """The calls that make ``rewards`` of what the environment gave, and the reward model beside it, if there is
-    one, which reads the tokens of the model in ``actor_path``. Raises ConfigError for a folder that holds none."""
+    one, which reads the tokens of the model in ``actor_path``. Raises ConfigError for a folder that holds none, and for
+    options of the verifier's rewards where these have no part."""
     model = config.reward_model
     if not model.path:
         return {}, [rew_inf(config, ppo)]
@@ -206,19 +219,19 @@ def rewarded(config: Config, ppo: ResolvedOptions, actor_path: str) -> tuple[dic
             f"reward_model.path={model.path}: no folder that holds {HEAD_FILE}, so no reward model; "
             "experiment=reward_model exports one"
         )
-    verifier = rew_inf(config, ppo)
-    verifier = replace(
-        verifier,
-        output_keys=(VERIFIER_REWARDS,),
-        interface_args={**verifier.interface_args, "output_key": VERIFIER_REWARDS},
-    )
+    for name in VERIFIED if model.weight == 1 else ():
+        if getattr(config.ppo, name) != getattr(PolicyGradientOptions, name):
+            raise ConfigError(
+                f"ppo.{name} has no effect with reward_model.weight=1, which leaves the verifier no part in the "
+                "rewards: remove it"
+            )
     mixed = call(
         config,
         "reward_inf",
         "reward_model",
         InterfaceType.INFERENCE,
         "reward_model",
-        {"weight": model.weight},
+        {"weight": model.weight, **overlong(ppo)},
         inputs=("packed_input_ids", "loss_mask", VERIFIER_REWARDS, ROLLOUT_KEY),
         outputs=("rewards",),
     )
@@ -231,7 +244,7 @@ def rewarded(config: Config, ppo: ResolvedOptions, actor_path: str) -> tuple[dic
         experts=model.experts,
         tokens_of=actor_path,
     )
-    return {"reward_model": scoring}, [verifier, mixed]
+    return {"reward_model": scoring}, [rew_inf(config, ppo, VERIFIER_REWARDS), mixed]
 
 
 def own_options(config: Config) -> Any:
@@ -239,14 +252,16 @@ def own_options(config: Config) -> Any:
     return getattr(config, "algorithm", None)
 
 
-def actor_gen(config: Config, ppo: ResolvedOptions) -> MFCDef:
-    """Groups of episodes, played by the actor. The task of a sample is metadata, so there are no input keys."""
-    options, keys = of_one_worker(config), EPISODE_KEYS
+def actor_gen(config: Config, ppo: ResolvedOptions, role: str = "actor") -> MFCDef:
+    """Groups of episodes, played by the actor, or by the reference in its place. The task of a sample is metadata, so
+    there are no input keys."""
+    workers = config.actor.workers if role == "actor" else (*config.ref.workers, config.actor.workers[0])
+    options, keys = of_one_worker(config, workers), EPISODE_KEYS
     if ppo.needs_feedback:
         options = replace(options, feedback=ppo.feedback, feedback_tokens=ppo.feedback_tokens)
         keys = (*keys, FEEDBACK_PROMPT)
     args = options.to_args()
-    played = call(config, "actor_gen", "actor", InterfaceType.GENERATE, "env_rollout", args, outputs=keys)
+    played = call(config, "actor_gen", role, InterfaceType.GENERATE, "env_rollout", args, outputs=keys)
     return (
         replace(played, resample=ppo.dynamic_sampling, signal=signal(config, ppo)) if ppo.dynamic_sampling else played
     )
@@ -257,15 +272,23 @@ def signal(config: Config, ppo: ResolvedOptions) -> GroupSignal:
     penalty for length. DAPO judges by the answers, of which some must be right and some wrong (Yu et al. 2025, eq. 11):
     a group that differs in its lengths alone would teach nothing but to be short."""
     ends = [end / ppo.reward_scaling - ppo.reward_bias for end in (-ppo.max_reward_clip, ppo.max_reward_clip)]
-    return GroupSignal(max(2, config.rollout.min_group_size), min(ends), max(ends))
+    k = ppo.pass_at_k if ppo.adv_estimator == PASS_AT_K else None
+    return GroupSignal(max(2, config.rollout.min_group_size), min(ends), max(ends), k or 1)
 
 
-def rew_inf(config: Config, ppo: ResolvedOptions) -> MFCDef:
-    """Outcomes to rewards, less for rollouts that are too long; it needs no weights and runs where the actor is."""
-    args = {name: getattr(ppo, name) for name in ("reward_scaling", "reward_bias", "max_reward_clip")}
+def overlong(ppo: ResolvedOptions) -> dict[str, Any]:
+    """Arguments about the penalty for length, of the call that makes ``rewards``; {} without one."""
+    names = ("overlong_length", "overlong_buffer") if ppo.overlong_length is not None else ()
+    return {name: getattr(ppo, name) for name in names}
+
+
+def rew_inf(config: Config, ppo: ResolvedOptions, output: str = "rewards") -> MFCDef:
+    """Outcomes to rewards, less for rollouts that are too long; it needs no weights and runs where the actor is. Beside
+    a reward model, which mixes what is called ``output`` then, no length counts yet: the penalty has no part of 1."""
+    args: dict[str, Any] = {name: getattr(ppo, name) for name in VERIFIED} | {"output_key": output}
     keys = ("env_rewards", "outcome")
-    if ppo.overlong_length is not None:
-        args |= {"overlong_length": ppo.overlong_length, "overlong_buffer": ppo.overlong_buffer}
+    if output == "rewards" and (penalty := overlong(ppo)):
+        args |= penalty
         keys = (*keys, "packed_input_ids", "loss_mask", ROLLOUT_KEY)
     return call(
         config,
@@ -275,7 +298,7 @@ def rew_inf(config: Config, ppo: ResolvedOptions) -> MFCDef:
         "outcome_reward",
         args,
         inputs=keys,
-        outputs=("rewards",),
+        outputs=(output,),
     )
 
 
@@ -488,11 +511,12 @@ def rollout_options(config: Config) -> RolloutOptions:
     )
 
 
-def of_one_worker(config: Config) -> RolloutOptions:
-    """The options of each worker of the actor. Together they have the sessions of the environment: each keeps its own,
-    for training and evaluation, and would wait in vain for more than there are."""
+def of_one_worker(config: Config, workers: Iterable[int]) -> RolloutOptions:
+    """The options of each of the ``workers`` that play for training or evaluation, which is the first one's of the
+    actor. Together they have the sessions of the environment: each keeps its own, and would wait in vain for more than
+    there are."""
     options = rollout_options(config)
-    return replace(options, sessions=max(1, options.sessions // len(config.actor.workers)))
+    return replace(options, sessions=max(1, options.sessions // len({*workers})))
 
 
 def on_tasks(
@@ -505,7 +529,8 @@ def on_tasks(
 ) -> ExperimentSpec:
     """Tasks from the curriculum; the policy, or another role, exported at the end, and held-out success before and
     after if it is the policy."""
-    environment, dataset = chosen_environment(config.env), config.dataset
+    environment, dataset, mfcs = chosen_environment(config.env), config.dataset, with_turns(mfcs)
+    playing = next(call for call in mfcs if call.interface == "env_rollout")
     tasks = {
         "environment": environment.reference,
         "options": environment.options,
@@ -517,14 +542,14 @@ def on_tasks(
     return ExperimentSpec(
         name=name,
         models=models,
-        mfcs=tuple(with_turns(mfcs)),
+        mfcs=tuple(mfcs),
         source=SourceSpec("tasks", tasks, worker=models["actor"].workers[0]),
         n_seqs=config.dataset.train_bs_n_seqs,
         total_train_steps=config.total_train_steps,
         seed=config.seed,
         run_dir=run_folder(config),
         environment=environment.spec.launch,
-        evaluation=held_out(config) if exported == "actor" else None,
+        evaluation=held_out(config, playing) if exported == "actor" else None,
         before=first.before,
         jobs=first.jobs,
         export_role=exported,
@@ -582,8 +607,10 @@ def with_turns(mfcs: list[MFCDef]) -> list[MFCDef]:
     ]
 
 
-def held_out(config: Config) -> EvaluationSpec:
-    """Every template on instances that training never sees, at the training temperature and greedy."""
+def held_out(config: Config, playing: MFCDef) -> EvaluationSpec:
+    """Every template on instances that training never sees, at the training temperature and greedy. It has the
+    arguments of the call ``playing``, because only then it plays in the sessions of that: an environment may have no
+    others."""
     evaluation = config.evaluation
     wanted = HeldOutOptions(
         HELD_OUT, evaluation.episodes_per_task, evaluation.greedy_episodes_per_task, evaluation.templates
@@ -594,9 +621,13 @@ def held_out(config: Config) -> EvaluationSpec:
         episodes_per_task=math.ceil(share * wanted.episodes_per_task),
         greedy_episodes_per_task=math.ceil(share * wanted.greedy_episodes_per_task),
     )
-    played = of_one_worker(config).to_args()
     return EvaluationSpec(
-        "actor", "env_rollout", played, wanted.to_args(), interim.to_args(), every_steps=evaluation.every_steps
+        "actor",
+        playing.interface,
+        playing.interface_args,
+        wanted.to_args(),
+        interim.to_args(),
+        every_steps=evaluation.every_steps,
     )
 
 

@@ -10,14 +10,13 @@ from typing import Any
 
 from experiments import policy_gradient
 from experiments.policy_gradient import call
-from realhf.algorithms.options import ResolvedOptions
+from realhf.algorithms.options import PAIRINGS, ResolvedOptions
 from realhf.algorithms.resolution import resolve
 from realhf.api.config import ConfigError
 from realhf.api.experiment import InterfaceType, MFCDef
 from realhf.api.keys import ROLLOUT_KEY
 from realhf.api.option import option, section
 
-PAIRINGS = ("all", "extremes")
 FIRST, CURRENT = PLAYERS = ("first", "current")
 _OF_DPO = "it is about a policy that learns from pairs (experiment=dpo)"
 LABELLED = ("packed_input_ids", "loss_mask", "rewards", "outcome", ROLLOUT_KEY)

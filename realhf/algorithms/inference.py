@@ -30,12 +30,21 @@ def overlong_penalty(tokens: Tensor, length: int, buffer: float) -> Tensor:
     return ((length - cache - tokens.double()) / cache).clamp(-1.0, 0.0).float()
 
 
+def length_penalties(sample: SequenceSample, length: int | None, buffer: float) -> Tensor:
+    """Return the ``overlong_penalty`` of each sequence's rollout, f32 (n sequences,), for the tokens that ``loss_mask``
+    marks in all its sequences; 0 without a ``length``, where no tokens are read."""
+    if length is None or not buffer:
+        return torch.zeros(())
+    tokens = PredictedTokens.of(sample)
+    count = torch.bincount(tokens.owner[tokens.mask], minlength=tokens.n_rollouts)
+    return overlong_penalty(count, length, buffer)[tokens.rollout]
+
+
 class OutcomeRewardInterface:
     """Computes ``rewards`` (or what ``output_key`` calls them) from ``env_rewards``: clip((score + reward_bias) *
     reward_scaling, +-max_reward_clip), f32, one per sequence (docs/reference/dataflow.md 10, Score). Where the key
     ``outcome`` reports a failure the reward is NaN: a failed episode has no reward, not reward 0. With
-    ``overlong_length`` and ``overlong_buffer`` the penalty ``overlong_penalty`` is added, for the tokens that
-    ``loss_mask`` marks in all sequences of the rollout."""
+    ``overlong_length`` and ``overlong_buffer`` its penalty for length is added (``length_penalties``)."""
 
     def __init__(
         self,
@@ -61,11 +70,7 @@ class OutcomeRewardInterface:
         if "outcome" in sample.keys:
             scores = np.where(sample["outcome"].cpu().numpy() == 0, scores, np.float32(math.nan))
         rewards = scored(scores, self._scaling, self._bias, self._clip)
-        length, buffer = self._overlong
-        if length is not None and buffer > 0:
-            tokens = PredictedTokens.of(sample)
-            count = torch.bincount(tokens.owner[tokens.mask], minlength=tokens.n_rollouts)
-            rewards = rewards + overlong_penalty(count, length, buffer)[tokens.rollout].numpy()
+        rewards = rewards + length_penalties(sample, *self._overlong).numpy()
         finite = [reward for reward in rewards.tolist() if not math.isnan(reward)]
         out = SequenceSample.from_lengths(
             sample.ids,

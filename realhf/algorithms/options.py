@@ -27,6 +27,9 @@ LEVELS = ("token", "sequence")
 """Levels at which the policy ratio is taken."""
 WEIGHT_LEVELS = (*LEVELS, "product")
 """Levels at which the behaviour weight is taken: of a sequence the geometric mean or the product."""
+ALL, EXTREMES = PAIRINGS = ("all", "extremes")
+"""Pairs of a group (``preference.pairing``): every two rollouts whose rewards differ, or the best and the worst
+alone."""
 PASS_AT_K = "pass_at_k"
 """The estimator that compares sets of ``ppo.pass_at_k`` responses."""
 GAE = "gae"
@@ -75,7 +78,12 @@ class PolicyGradientOptions:
     loss_agg: str | None = option(
         None, "The losses of tokens are put together in this way.", choices=tuple(AGGREGATIONS)
     )
-    eps_clip: float | None = option(None, "The ratio is clipped this far below 1.", at_least=0)
+    eps_clip: float | None = option(
+        None,
+        "The ratio is clipped this far below 1. Taken against the weights at the start of a step, it is 1 in the first "
+        "update.",
+        at_least=0,
+    )
     eps_clip_higher: float | None = option(None, "The ratio is clipped this far above 1.", at_least=0)
     c_clip: float | None = option(
         None, "Dual clipping bounds the loss at this many times a negative advantage.", above=1

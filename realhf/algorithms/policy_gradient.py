@@ -174,6 +174,8 @@ class PolicyGradientInterface:
         sample = counted(sample, self.options)
         trained, scores = TrainedTokens.of(sample, self.options), sample["rewards"].cpu().float()
         tokens, valid, mask = trained.tokens, trained.valid, trained.tokens.mask
+        sampled = PredictedTokens.of(sample).mask & valid[tokens.sequence]  # Whether a limit cut them off or not.
+        sampled_tokens = replace(tokens, mask=counting(sample, RL, sampled))
         kl = kl_of_behaviour(sample, self.options, mask)
         advantages, distilled = self._advantages(sample, trained, kl)
         lengths = torch.from_numpy(sample.lengths("packed_input_ids").values)
@@ -191,8 +193,8 @@ class PolicyGradientInterface:
             "reward_std": float(means[has].std()) if int(has.sum()) > 1 else 0.0,
             "groups_with_signal": float(signal.sum()),
             "n_groups": float(len(torch.unique(tokens.group))),
-            **_length_statistics(sample, tokens, valid, self.options),
-            **_entropy_statistics(sample, tokens, valid),
+            **_length_statistics(sample, sampled_tokens, valid, self.options),
+            **_entropy_statistics(sample, sampled_tokens),
             **self._kl_statistics(kl, trained),
             **distilled,
             **({"shared_states": shared_states(sample, trained)} if self.options.credit == "state" else {}),
@@ -287,12 +289,12 @@ def _length_statistics(
     return found
 
 
-def _entropy_statistics(sample: SequenceSample, tokens: PredictedTokens, valid: Tensor) -> dict[str, float]:
+def _entropy_statistics(sample: SequenceSample, tokens: PredictedTokens) -> dict[str, float]:
     """Return an estimate of the mean entropy of the distributions that tokens were sampled from, in nats: the mean of
     -log p over the sampled tokens of valid sequences, {} without one."""
     if "packed_logprobs" not in sample.keys:
         return {}
-    logprobs = sample["packed_logprobs"].cpu()[tokens.mask & valid[tokens.sequence]]
+    logprobs = sample["packed_logprobs"].cpu()[tokens.mask]
     return {"entropy_estimate": -float(logprobs.double().mean())} if len(logprobs) else {}
 
 

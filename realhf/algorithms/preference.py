@@ -23,6 +23,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from realhf.algorithms.inference import length_penalties
+from realhf.algorithms.options import ALL, EXTREMES, PAIRINGS
 from realhf.algorithms.token_advantages import rollout_means, valid_sequences
 from realhf.algorithms.train_step import (
     WEIGHTS,
@@ -35,9 +37,6 @@ from realhf.algorithms.train_step import (
 from realhf.api.keys import VERIFIER_REWARDS
 from realhf.api.model import CallContext, ForwardOutputs, Model
 from realhf.api.sample import SequenceSample
-
-ALL, EXTREMES = PAIRINGS = ("all", "extremes")
-"""Pairs of a group: every two rollouts whose rewards differ, or the best and the worst alone."""
 
 
 @dataclass(frozen=True)
@@ -97,18 +96,14 @@ class PairwiseInterface(ABC):
     ``held_out`` of the groups train nothing and measure. ``pairing`` and ``min_gap``: see ``pairs_of``.
     """
 
+    _smoothing = 0.0
+
     def __init__(
-        self,
-        *,
-        held_out: float = 0.0,
-        pairing: str = ALL,
-        min_gap: float = 0.0,
-        smoothing: float = 0.0,
-        max_nonfinite_steps: int = 3,
+        self, *, held_out: float = 0.0, pairing: str = ALL, min_gap: float = 0.0, max_nonfinite_steps: int = 3
     ) -> None:
-        if pairing not in PAIRINGS or not 0 <= held_out < 1 or not 0 <= smoothing < 0.5 or not min_gap >= 0:
-            raise ValueError("held_out in [0, 1), smoothing in [0, 0.5), min_gap from 0 on, a known pairing")
-        self._held_out, self._pairing, self._min_gap, self._smoothing = held_out, pairing, min_gap, smoothing
+        if pairing not in PAIRINGS or not 0 <= held_out < 1 or not min_gap >= 0:
+            raise ValueError("held_out in [0, 1), min_gap from 0 on, a known pairing")
+        self._held_out, self._pairing, self._min_gap = held_out, pairing, min_gap
         self._guard = NonFiniteGuard(max_nonfinite_steps)
 
     @abstractmethod
@@ -209,11 +204,11 @@ class DPOInterface(PairwiseInterface):
     reference; logits are divided by ``temperature``.
     """
 
-    def __init__(self, *, beta: float = 0.1, temperature: float = 1.0, **options: Any) -> None:
+    def __init__(self, *, beta: float = 0.1, smoothing: float = 0.0, temperature: float = 1.0, **options: Any) -> None:
         super().__init__(**options)
-        if not 0 < beta < math.inf or not temperature > 0:
-            raise ValueError("beta and temperature must be positive")
-        self._beta, self._temperature = beta, temperature
+        if not 0 < beta < math.inf or not temperature > 0 or not 0 <= smoothing < 0.5:
+            raise ValueError("beta and temperature must be positive, smoothing in [0, 0.5)")
+        self._beta, self._smoothing, self._temperature = beta, smoothing, temperature
 
     def row_scores(self, model: Model, sample: SequenceSample, context: CallContext) -> Tensor:
         """See ``PairwiseInterface``."""
@@ -244,14 +239,24 @@ class RewardModelInterface(PairwiseInterface):
     near 0, since the likelihood only knows differences (Eisenstein et al. 2023, Helping or Herding?).
 
     ``inference`` mixes it into the rewards of a verifier: (1 - ``weight``) times ``verifier_rewards`` plus ``weight``
-    times sigmoid(score), the probability that the rollout is preferred to one of score 0.
+    times sigmoid(score), the probability that the rollout is preferred to one of score 0; and, with
+    ``overlong_length`` and ``overlong_buffer``, the penalty for length, which has no weight.
     """
 
-    def __init__(self, *, center: float = 0.0, weight: float = 0.5, **options: Any) -> None:
+    def __init__(
+        self,
+        *,
+        center: float = 0.0,
+        weight: float = 0.5,
+        overlong_length: int | None = None,
+        overlong_buffer: float = 0.0,
+        **options: Any,
+    ) -> None:
         super().__init__(**options)
         if not center >= 0 or not 0 < weight <= 1:
             raise ValueError("center must be at least 0, weight above 0 and at most 1")
         self._center, self._weight = center, weight
+        self._overlong = (overlong_length, overlong_buffer)
 
     def row_scores(self, model: Model, sample: SequenceSample, context: CallContext) -> Tensor:
         """See ``PairwiseInterface``. Raises ValueError on a model without a value head."""
@@ -301,6 +306,7 @@ class RewardModelInterface(PairwiseInterface):
         mixed = (1 - self._weight) * verifier + self._weight * preferred
         # A rollout without any token of the policy has nothing that could be scored.
         rewards = torch.where(known[tokens.rollout] & torch.isfinite(verifier), mixed, verifier)
+        rewards = rewards + length_penalties(sample, *self._overlong)
         means, _ = rollout_means(verifier, has, tokens.rollout)
         group = torch.zeros_like(tokens.rollout[: len(means)]).scatter(0, tokens.rollout, tokens.group)
         stats = {"n_scored": float(has.sum()), **statistics(scores, pairs_of(means, known, group))}

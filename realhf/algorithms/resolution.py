@@ -25,7 +25,7 @@ from realhf.api.keys import NONE, SOLVED
 from realhf.api.option import problems
 from realhf.registry import registered_names
 
-DEFAULT_CAP = 5.0
+DEFAULT_CAP: float = CORRECTIONS["decoupled"].options["behav_imp_weight_cap"]
 """Largest behaviour weight that is kept, where the options set no cap."""
 _NEEDS_GROUPS = ("grpo", "grpo_nostd", "rloo", "reinforce_pp_baseline", *OF_SUCCESS)
 _HAS_NO_EFFECT = MappingProxyType({"reinforce": CLIP_OPTIONS, "cispo": ("c_clip",)})

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import copy
 import difflib
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass, replace
 from enum import Enum
@@ -73,9 +74,11 @@ class Option:
         return " and ".join(found)
 
     def holds(self, value: float) -> bool:
-        """Whether a number lies within the bounds; not-a-number never does."""
+        """Whether a number lies within the bounds; an infinite one within none, and not-a-number never."""
         low = self.at_least is None or value >= self.at_least
-        return low and (self.above is None or value > self.above) and (self.at_most is None or value <= self.at_most)
+        high = self.at_most is None or value <= self.at_most
+        finite = not self.bound() or abs(value) != math.inf
+        return low and (self.above is None or value > self.above) and high and finite
 
 
 class Found(NamedTuple):
@@ -195,7 +198,8 @@ def _problem(found: Found, known: Callable[[str], Iterable[str]] | None) -> str:
             own = f"; one of your own is {REFERENCE}" if about.reference else ""
             return f"{name}={item}: {_unknown(str(item), allowed)}{own}"
         if isinstance(item, (int, float)) and not about.holds(item):
-            return f"{name}={item}: must be {about.bound()}{f'. {about.about}' if about.about else ''}"
+            bound = about.bound() + (" and finite" if abs(item) == math.inf else "")
+            return f"{name}={item}: must be {bound}{f'. {about.about}' if about.about else ''}"
     return ""
 
 

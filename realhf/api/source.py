@@ -31,36 +31,43 @@ class SourceItem:
 @dataclass(frozen=True)
 class SampleResult:
     """What became of one sample. ``rewards[i]``/``achieved[i]`` belong to its i-th sequence; a reward is None where the
-    rollout failed for a reason that is not the policy's. Both are empty without rollouts."""
+    rollout failed for a reason that is not the policy's. Both are empty without rollouts. ``branch_rewards`` are those
+    of the valid branches of all rollouts, which an agent may judge by themselves."""
 
     id: str
     metadata: Mapping[str, Any] = field(default_factory=dict)
     rewards: Sequence[float | None] = ()
     achieved: Sequence[bool] = ()
+    branch_rewards: Sequence[float] = ()
 
     @staticmethod
     def of(id: str, metadata: Mapping[str, Any]) -> SampleResult:
-        """Read it from the metadata of a sample, where ``rewards`` and ``achieved`` are JSON."""
+        """Read it from the metadata of a sample, where ``rewards``, ``achieved`` and ``branch_rewards`` are JSON."""
         own = dict(metadata)
-        rewards, achieved = (json.loads(own.pop(name, "[]")) for name in ("rewards", "achieved"))
-        return SampleResult(id, own, rewards, achieved)
+        return SampleResult(
+            id, own, *(json.loads(own.pop(name, "[]")) for name in ("rewards", "achieved", "branch_rewards"))
+        )
 
 
 @dataclass(frozen=True)
 class GroupSignal:
-    """Says which groups teach something by comparison: at least ``least`` rollouts have a reward, and these are not all
-    equal, in fp32 and within ``low`` and ``high`` (None: no bound), beyond which training tells no two apart."""
+    """Says which groups teach something by comparison: at least ``least`` rollouts, and more than ``k``, have a reward,
+    and the best of every ``k`` of these and those of their branches is not always the same, in fp32 and within ``low``
+    and ``high`` (None: no bound), beyond which training tells no two apart."""
 
     least: int = 2
     low: float | None = None
     high: float | None = None
+    k: int = 1
 
     def of(self, result: SampleResult) -> bool:
         """Return whether the group that became ``result`` does."""
         found = [reward for reward in result.rewards if reward is not None]
         low, high = -np.inf if self.low is None else self.low, np.inf if self.high is None else self.high
-        told_apart = np.unique(np.clip(np.array(found, np.float32), low, high))
-        return len(found) >= self.least and len(told_apart) > 1
+        if len(found) < self.least or len(found) <= self.k:
+            return False
+        ordered = np.sort(np.clip(np.array([*found, *result.branch_rewards], np.float32), low, high))
+        return bool(ordered[self.k - 1] != ordered[-1])
 
 
 class ResultSink(Protocol):

@@ -80,7 +80,8 @@ def outcomes_to_sample(
     ``turn_ids`` i32 [L], the number of each sampled token's turn and -1 elsewhere, and ``turn_rewards`` f32 and
     ``turn_states`` i64 [turns of the episode, at least one]. With ``feedback`` also ``feedback_prompt_ids`` i64, the
     prompt of the row with feedback in it, or a single -1. A failed rollout keeps its tokens but has no loss mask.
-    Metadata ``rewards`` and ``achieved`` are JSON lists, an entry per rollout, with null where a rollout failed.
+    Metadata ``rewards`` and ``achieved`` are JSON lists, an entry per rollout, with null where a rollout failed;
+    ``branch_rewards`` is one of the rewards of all branches that did not.
     """
     import torch
 
@@ -129,6 +130,9 @@ def outcomes_to_sample(
         "rewards": [json.dumps([outcome.reward for outcome in group]) for group in groups],
         "achieved": [
             json.dumps([outcome.achieved if outcome.valid else None for outcome in group]) for group in groups
+        ],
+        "branch_rewards": [
+            json.dumps([row.reward for outcome in group for row in outcome.branches if row.valid]) for group in groups
         ],
     }
     return SequenceSample.from_lengths(

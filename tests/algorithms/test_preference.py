@@ -14,7 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from realhf.algorithms.inference import LogprobInterface
+from experiments.policy_gradient import config_class, policy_options, rewarded
+from realhf.algorithms.inference import LogprobInterface, OutcomeRewardInterface
+from realhf.algorithms.options import PolicyGradientOptions
 from realhf.algorithms.preference import (
     DPOInterface,
     Pairs,
@@ -25,8 +27,10 @@ from realhf.algorithms.preference import (
     pairs_of,
 )
 from realhf.algorithms.train_step import PredictedTokens
+from realhf.api.config import ConfigError
 from realhf.api.model import CallContext, Model, TrainResult
 from realhf.api.sample import MicroBatchSpec, SequenceSample
+from realhf.base.hf_config import HEAD_FILE
 from realhf.launch.__main__ import main
 from tests.algorithms.tiny_policy import context, tiny_actor, tiny_critic, weights
 
@@ -292,6 +296,45 @@ def test_the_rewards_of_a_verifier_are_mixed_with_the_model_s(tmp_path: Path) ->
             expected = 0.75 * REWARDS[row] + 0.25 / (1 + math.exp(-sum(scores) / len(scores)))
         assert rewards[row] == pytest.approx(expected, rel=1e-6)
     assert 0 <= stats["pair_accuracy"] <= 1 and stats["n_scored"] > 0
+
+
+@pytest.mark.parametrize("weight", [0.5, 1.0])
+def test_the_penalty_for_length_has_no_weight(weight: float, tmp_path: Path) -> None:
+    """It was mixed as a part of the verifier's rewards: half of it was left, or nothing, and two rollouts that the
+    verifier judges alike were a pair for the model to order."""
+    (tmp_path / HEAD_FILE).touch()
+    ppo = PolicyGradientOptions(overlong_length=8, overlong_buffer=0.5)
+    config = config_class("countdown")(experiment="grpo", ppo=ppo)
+    config.reward_model.path, config.reward_model.weight = str(tmp_path), weight
+    verify, mix = rewarded(config, policy_options(config), "")[1]
+    tensors = {
+        "packed_input_ids": torch.full((14,), 5),
+        "loss_mask": torch.tensor([False] + [True] * 3 + [False] + [True] * 9),
+        "env_rewards": torch.ones(2),
+        "outcome": torch.zeros(2, dtype=torch.uint8),
+    }
+    single, whole = [[1, 1]], [[4, 10]]
+    seqlens = {"packed_input_ids": whole, "loss_mask": whole, "env_rewards": single, "outcome": single}
+    sample = SequenceSample.from_tensors(["a"], tensors, seqlens)
+    model, context = model_of(Linear()), at(tmp_path)
+    [key] = verify.output_keys
+    tensors[key] = OutcomeRewardInterface(**verify.interface_args).inference(model, sample, context)[0][key]
+    sample = SequenceSample.from_tensors(["a"], tensors, {**seqlens, key: single})
+    got, stats = RewardModelInterface(**mix.interface_args).inference(model, sample, context)
+    short, long = got["rewards"].tolist()
+    assert short - long == pytest.approx(1, abs=1e-6) and stats["n_pairs"] == 0
+
+
+def test_options_of_the_verifier_are_refused_where_it_has_no_part(tmp_path: Path) -> None:
+    (tmp_path / HEAD_FILE).touch()
+    for name, value in (("reward_scaling", 2.0), ("reward_bias", 1.0), ("max_reward_clip", 3.0)):
+        ppo = PolicyGradientOptions(**{name: value})
+        config = config_class("countdown")(experiment="grpo", ppo=ppo)
+        config.reward_model.path = str(tmp_path)
+        assert rewarded(config, policy_options(config), "")[1][0].interface_args[name] == value
+        config.reward_model.weight = 1.0
+        with pytest.raises(ConfigError, match=rf"ppo.{name} has no effect with reward_model.weight=1"):
+            rewarded(config, policy_options(config), "")
 
 
 COMMON = ("env=countdown", "actor.path=builtin_tiny", "mode=check")

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from experiments import sft
+from experiments import dpo, policy_gradient, sft
 from experiments.sft import Config, untrained_policy
+from realhf.algorithms.options import PolicyGradientOptions
 from realhf.algorithms.policy_gradient import PolicyGradientInterface
 from realhf.api.config import BuiltinModelConfig, ConfigError, RolloutConfig
 from realhf.api.environment import MAX_BRANCHES
@@ -62,6 +63,28 @@ def test_workers_that_share_the_actor_share_the_sessions_of_the_environment():
     assert shared.evaluation.interface_args["sessions"] == 8
     streamed = spec("experiment=grpo_aws_async", "ref.workers=[0]", *several).rollout
     assert streamed is not None and streamed.sessions == 16 // streamed.options.n_rollout_workers
+
+
+def test_a_reference_that_plays_elsewhere_shares_the_sessions_with_the_evaluation() -> None:
+    """Its workers had as many as there are, and the one that evaluates as many again."""
+    config = dpo.config_class("aws")(experiment="dpo")
+    config.ref.workers, config.env.pool_size = [1, 2, 3], 9
+    made = dpo.build(config)
+    assert made.evaluation is not None and made.mfcs[0].model_role == "ref"
+    assert [made.mfcs[0].interface_args["sessions"], made.evaluation.interface_args["sessions"]] == [2, 2]
+    config.preference.player = "current"
+    playing = dpo.build(config).mfcs[0]
+    assert (playing.model_role, playing.interface_args["sessions"]) == ("actor", 9)
+
+
+@pytest.mark.parametrize("options", [{"algo": "gigpo"}, {"loss_agg": "seq_mean_turn_mean"}, {"algo": "sdpo"}], ids=str)
+def test_evaluation_has_the_arguments_of_the_call_that_plays(options: dict[str, str]) -> None:
+    """With others it played in sessions of its own, which it kept: training found none left."""
+    ppo = PolicyGradientOptions(**options)  # type: ignore[arg-type]
+    made = policy_gradient.build(policy_gradient.config_class("countdown")(experiment="grpo", ppo=ppo))
+    playing = made.mfcs[0].interface_args
+    assert playing["turn_rewards"] or playing["feedback"]
+    assert made.evaluation is not None and made.evaluation.interface_args == playing
 
 
 def test_a_kl_term_in_the_reward_keeps_it():
@@ -157,6 +180,16 @@ def test_reinforce_and_sft():
     supervised = built("experiment=sft_aws")
     assert supervised.graph.topological_levels() == [["actor_train"]]
     assert supervised.graph.required_dataset_keys() == ["loss_mask", "packed_input_ids"]
+
+
+def test_rows_count_only_where_a_rollout_can_have_several() -> None:
+    config = policy_gradient.config_class("countdown")(experiment="grpo", ppo=PolicyGradientOptions(count="row"))
+    with pytest.raises(ConfigError, match=r"ppo.count=row has no effect where each rollout trains as one sequence"):
+        policy_gradient.policy_options(config)
+    config.rollout.keep_reasoning = False
+    assert policy_gradient.policy_options(config).count == "row"
+    config.rollout.keep_reasoning, config.rollout.agent, config.async_rl.enabled = True, "mine.py:rollout", True
+    assert policy_gradient.policy_options(config, streamed=True).count == "row"
 
 
 @pytest.mark.slow

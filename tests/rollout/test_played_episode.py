@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from realhf.algorithms.policy_gradient import PolicyGradientInterface
 from realhf.api.environment import (
     HELD_OUT,
     TRAIN,
@@ -24,6 +25,7 @@ from realhf.api.environment import (
 )
 from realhf.api.evaluation import evaluation_report
 from realhf.api.model import GenOutput, GenRequest
+from realhf.api.source import GroupSignal, SampleResult
 from realhf.env.loader.tasks import SeedTaskSet
 from realhf.monitor.run_files import append_episodes
 from realhf.rollout.episode import (
@@ -38,6 +40,7 @@ from realhf.rollout.episode import (
 from realhf.rollout.group_player import episode_results, held_out_tasks
 from realhf.rollout.player import SlotEnvironment
 from realhf.rollout.rollout_sample import outcomes_to_sample, transcript
+from realhf.transport.codec import decode_sample, encode_sample
 from tests.monitor.rollouts.made_rollouts import outcome as made
 from tests.rollout.scripted_environment import Scripted, World, said
 from tests.rollout.word_chat import CUE, END, FOLLOW, WordChat
@@ -389,6 +392,23 @@ def test_turns_are_numbered_where_the_policy_spoke() -> None:
     assert sample.seqlens["turn_states"] == sample.seqlens["turn_rewards"]
     assert torch.equal(sample["turn_ids"] >= 0, sample["loss_mask"])
     assert (sample["turn_ids"].dtype, sample["turn_rewards"].dtype) == (torch.int32, torch.float32)
+
+
+def test_a_group_whose_conversations_are_judged_apart_has_signal() -> None:
+    """Its main trajectories alone were looked at, so that it gave way although rows of it had an advantage. What is
+    known of it travels with the sample, as master and journal get it."""
+    worse, lost = replace(outcome(), reward=0.25), replace(outcome("internal"), reward=None)
+    groups = [[played(branches=(worse, lost)), played()], [played(branches=(played(),)), played()]]
+    whole = outcomes_to_sample(["a", "b"], groups)
+    meta = decode_sample([bytes(frame) for frame in encode_sample(whole.meta())])
+    apart, alike = (
+        SampleResult.of(name, {key: column[row] for key, column in meta.metadata.items()})
+        for row, name in enumerate(meta.ids)
+    )
+    assert apart.branch_rewards == [0.25] and apart.rewards == alike.rewards and not apart.metadata
+    assert GroupSignal().of(apart) and not GroupSignal().of(alike)
+    trained = PolicyGradientInterface({}).prepare(whole.remap_keys({"env_rewards": "rewards"}))[1]
+    assert trained["groups_with_signal"] == 1
 
 
 def test_turns_are_made_only_where_they_are_asked_for_and_change_nothing_else() -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from itertools import combinations, combinations_with_replacement
 from typing import Any
 
 import pytest
 import torch
 
 from experiments.policy_gradient import actor_gen, config_class, policy_options, rew_inf
+from realhf.algorithms.advantages import pass_at_k
 from realhf.algorithms.inference import OutcomeRewardInterface
 from realhf.algorithms.options import PolicyGradientOptions
 from realhf.algorithms.policy_gradient import PolicyGradientInterface
@@ -49,6 +51,21 @@ def test_the_train_step_says_how_many_rollouts_were_too_long() -> None:
     lengths = [sum(rollout) for group in CUT for rollout in group]
     assert stats["overlong_fraction"] == pytest.approx(sum(n > 15 for n in lengths) / len(lengths)) != 0
     assert "overlong_fraction" not in PolicyGradientInterface({}).prepare(batch(CUT, REWARDS))[1]
+
+
+@pytest.mark.parametrize("rows", [WHOLE, CUT], ids=["whole", "cut"])
+def test_what_is_left_out_of_the_loss_is_in_the_statistics(rows: Any) -> None:
+    """Rollouts that a limit of tokens ended used to be ones of 0 tokens, with ``mask_too_long``: the longest of all.
+    Their group is compared with them still, and they train nothing."""
+    options = {"algo": "dapo", "overlong_length": 20, "overlong_buffer": 0.25}
+    sample = batch(rows, REWARDS, failed=(3,))
+    made = (PolicyGradientInterface({**options, "mask_too_long": on}).prepare(sample) for on in (False, True))
+    plain, left_out = made
+    of_loss = {"n_trainable", "n_trainable_rollouts", "n_tokens"}
+    assert {name for name, value in plain[1].items() if left_out[1][name] != value} == of_loss
+    too_long = sample["seq_no_eos_mask"][PredictedTokens.of(sample).sequence]
+    assert plain[0]["advantages"][too_long].any() and not left_out[0]["advantages"][too_long].any()
+    assert torch.equal(left_out[0]["advantages"][~too_long], plain[0]["advantages"][~too_long])
 
 
 @pytest.mark.parametrize(
@@ -100,17 +117,36 @@ def replace_args(ppo: Any) -> Any:
 
 def test_signal_is_what_the_estimators_see(rollout_batch: Any) -> None:
     """A group has an advantage other than 0 exactly where it has signal."""
-    rewards = [[1.0, 1.0, 0.5], [0.0, 0.0, 0.0], [2.0, 2.0, 1.0], [0.3, 0.1, 0.2]]
-    outcome = [0, 0, 0, 0, 0, 0, 0, 0, 3, 0, 3, 3]
-    sample = rollout_batch([[9, 9, 9]] * 4, [r for group in rewards for r in group], outcome)
+    rewards = [[1.0, 1.0, 0.5], [0.0, 0.0, 0.0], [2.0, 2.0, 1.0], [0.3, 0.1, 0.2], [0.0, 1.0, 0.0]]
+    outcome = [0, 0, 0, 0, 0, 0, 0, 0, 3, 0, 3, 3, 0, 0, 0]
+    sample = rollout_batch([[9, 9, 9]] * 5, [r for group in rewards for r in group], outcome)
     told = [[None if outcome[3 * i + k] else r for k, r in enumerate(group)] for i, group in enumerate(rewards)]
-    expected = [GroupSignal().of(SampleResult("", rewards=group)) for group in told]
-    assert expected == [True, False, False, False]
-    for estimator in ("grpo", "grpo_nostd", "rloo", "maxrl"):
-        prepared = PolicyGradientInterface({"adv_estimator": estimator}).prepare(sample)[0]
+    for estimator, k in (("grpo", 1), ("grpo_nostd", 1), ("rloo", 1), ("maxrl", 1), ("pass_at_k", 2)):
+        expected = [GroupSignal(k=k).of(SampleResult("", rewards=group)) for group in told]
+        assert expected == [k == 1, False, False, False, True]
+        options = {"adv_estimator": estimator} | ({"pass_at_k": k} if k > 1 else {})
+        prepared = PolicyGradientInterface(options).prepare(sample)[0]
         tokens = PredictedTokens.of(sample)
         groups = tokens.group[tokens.sequence[prepared["advantages"] != 0]]
-        assert [i in groups for i in range(4)] == expected
+        assert [i in groups for i in range(5)] == expected
+
+
+@pytest.mark.parametrize("k", [2, 3, 4])
+def test_sets_of_k_have_signal_where_their_best_differ(k: int) -> None:
+    """Every set holds a success where more than n - k rollouts succeed: such a group used to stay, and taught
+    nothing."""
+    ppo = PolicyGradientOptions(algo="dapo", adv_estimator="pass_at_k", pass_at_k=k)
+    config = config_class("countdown")(experiment="grpo", ppo=ppo)
+    judge = actor_gen(config, policy_options(config)).signal
+    seen = set[bool]()
+    for n in range(2, 7):
+        for rewards in combinations_with_replacement((0.0, 0.5, 1.0), n):
+            expected = len({max(subset) for subset in combinations(rewards, k)}) > 1 if n > k else False
+            scores, one = torch.tensor(rewards), torch.zeros(n, dtype=torch.int64)
+            assert bool(pass_at_k(scores, torch.ones(n, dtype=torch.bool), one, k=k).any()) == expected
+            assert judge.of(SampleResult("", rewards=rewards)) == expected, rewards
+            seen.add(expected)
+    assert seen == {True, False}
 
 
 def test_the_preset_has_them_where_it_can() -> None:

@@ -146,6 +146,7 @@ def test_any_cell_may_be_overridden():
         ({"reward_scaling": 0.0}, "ppo.reward_scaling=0: all rewards would be the same"),
         ({"reward_scaling": float("nan")}, "ppo.reward_scaling=nan: "),
         ({"reward_bias": float("inf")}, "ppo.reward_bias=inf: "),
+        ({"kl_ctl": float("inf")}, "ppo.kl_ctl=inf: must be at least 0 and finite"),
     ],
 )
 def test_refused_options_are_named(options, names):
