@@ -92,6 +92,7 @@ class Computer:
             ends=_ends(self._tokenizer, options.path),
             longest=self.longest,
             most_bytes=lambda: _cache_bytes(options.kv_cache_gib, device),
+            began=lambda number: tell(Began(number)),
         )
 
     def take(self, job: Job, body: bytes) -> None:
@@ -131,7 +132,6 @@ class Computer:
         if isinstance(work, Cancel):
             self._sampler.cancel(work.job)
         elif isinstance(work, Sample):
-            self._tell(Began(job.number))
             try:
                 self._sampler.submit(job.number, work.folder, read_json(types.SampleRequest, body), self._sampled)
             except Exception as error:

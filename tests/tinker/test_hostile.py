@@ -12,10 +12,12 @@ import httpx
 import numpy as np
 import pytest
 import tinker
+import torch
 from tinker import types
 from tinker.proto import tinker_public_pb2 as pb
 from tinker.proto.request_conv import forward_backward_request_to_proto
 
+from realhf.backends.training.torch_backend import load_causal_lm
 from realhf.tinker.sampling import Sampler
 from realhf.tinker.wire import BadRequest, read_head, read_json, read_pass
 from tests.tinker.conftest import KEY, Server
@@ -343,6 +345,51 @@ def test_a_stop_string_is_found_whose_letters_have_several_bytes(policy):
         ids = [*tokenizer.encode("so: ", add_special_tokens=False), *tokenizer.encode(text, add_special_tokens=False)]
         assert sampler._says(SimpleNamespace(token_ids=ids), (text,))
         assert not sampler._says(SimpleNamespace(token_ids=ids[:-1]), (text,))
+
+
+def sampler_of(policy, **more) -> Sampler:
+    base = load_causal_lm(str(policy), "tinker", torch.float32)
+    return Sampler(base, None, ends=frozenset(), longest=256, **more)
+
+
+def asked(**more):
+    prompt, params = types.ModelInput.from_ints([1, 2, 3]), types.SamplingParams(max_tokens=2, seed=1, stop=[])
+    return types.SampleRequest.model_validate({"prompt": prompt, "sampling_params": params, **more})
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"shape": [2, 1_500_000_000]}, r"has the shape \(2, 1500000000\), for a prompt of 3 tokens"),
+        ({"shape": [5, 2]}, r"has the shape \(5, 2\)"),
+        ({"shape": [2, 0]}, r"has the shape \(2, 0\)"),
+        ({"shape": [2]}, r"has the shape \(2,\)"),
+        ({"shape": None}, r"has the shape \(0,\)"),
+        ({"sparse_col_indices": None}, "sparse_col_indices are missing"),
+    ],
+)
+def test_a_sparse_tensor_of_a_prompt_is_looked_at_before_it_is_spread(policy, change, said):
+    """Two hundred bytes took 12 GB, and the process that computes with them; without columns it was a fault of the
+    server."""
+    tensor = {"data": [], "dtype": "int64", "shape": [2, 3], "sparse_crow_indices": [0, 0, 0], "sparse_col_indices": []}
+    sampler = sampler_of(policy)
+    sampler.submit(1, "", asked(target_prompt_logprobs=tensor), lambda *answer: None)
+    with pytest.raises(BadRequest, match=said):
+        sampler.submit(2, "", asked(target_prompt_logprobs=tensor | change), lambda *answer: None)
+
+
+def test_samples_that_only_wait_have_not_begun(policy):
+    """All that had come were blamed when the process that computes died: the second time, all of them had failed."""
+    began, ended = [], []
+    sampler = sampler_of(policy, most_bytes=lambda: 1, began=began.append)  # room for a single row
+    for number in range(3):
+        sampler.submit(number, "", asked(num_samples=2), lambda number, *answer: ended.append(number))
+    sampler.step()
+    assert began == [0]
+    while sampler.busy:
+        sampler.step()
+        assert began in (ended, [*ended, len(ended)])
+    assert began == ended == [0, 1, 2]
 
 
 def test_lists_of_likeliest_tokens_hold_up_nobody(service, policy):
