@@ -59,7 +59,9 @@ KEYS_AT_ONCE = 4
 NAMED = ("save_weights", "save_weights_for_sampler", "save_weights_external", "load_weights")
 """Requests about weights that have a path."""
 FATAL = "fatal"
-"""Marks a request during which the process that computes died too often: it is never done again."""
+"""Marks a request during which the process that computes died too often, or that was given up: it is never done
+again."""
+NEVER_CAME = "a request before it never came"
 
 
 @dataclass
@@ -72,6 +74,16 @@ class _Sent:
     request: Request | None
     redo: bool = False
     began: bool = False
+
+
+@dataclass(frozen=True)
+class _Turns:
+    """Says of a model which number is the first that has not come, whether any request before it is owed, and whether
+    any behind it waits. A client that is gone may have left such a gap in every model that it had."""
+
+    missing: int
+    owed: bool
+    held_up: bool
 
 
 class Service:
@@ -116,7 +128,7 @@ class Service:
             self._count(request.owner, 1, len(request.body))
         for target in dict.fromkeys(request.target for request in owed):
             if self.store.model(target) is not None:
-                if self._has_turn(target):
+                if self._turns(target).owed:
                     self._load(target)
             else:
                 for request in owed:
@@ -213,7 +225,14 @@ class Service:
         if not 0 <= seq < 1 << 31:
             raise Refused(400, f"seq_id {seq} is out of range")
         is_model = kind != "sample"
-        self._check_pending(owner, len(body), awaited=bool(self._held.get(target)) and seq == self._next.get(target))
+        try:
+            self._check_pending(owner, len(body), 1)
+        except Refused:
+            # Without the first of several, those that came before it would fill the quota until their session lapses.
+            turns = self._turns(target)
+            if not (is_model and turns.held_up and seq == turns.missing):
+                raise
+            self._check_pending(owner, len(body), 2)
         self._check_disk()
         if is_model and target not in self._loaded:
             self._make_room(owner)
@@ -239,11 +258,12 @@ class Service:
             self.store.finish(name, error=why, theirs=True, info={})
         if model in self._loaded:
             self._arrived(Request(name, owner, "refused", model, seq, b"", FAILED, b"", why, True, {}))
+        elif self._turns(model).owed:
+            self._load(model)
 
-    def _check_pending(self, owner: str, nbytes: int, *, awaited: bool) -> None:
-        """Raise Refused (429) where so much is in work already. ``awaited``: the request is the first of several, the
-        others came before it; without it they would fill the quota for ever, so it may have as much again."""
-        options, times = self.options, 2 if awaited else 1
+    def _check_pending(self, owner: str, nbytes: int, times: int) -> None:
+        """Raise Refused (429) where so many times as much is in work already as there may be."""
+        options = self.options
         count, held = self._pending.get(owner, (0, 0))
         whole = sum(each for _, each in self._pending.values())
         if count >= times * options.max_pending:
@@ -329,18 +349,15 @@ class Service:
         for request in self.store.history(model, row.state_seq):
             self._arrived(request)
 
-    def _has_turn(self, model: str) -> bool:
-        """Whether any request that is owed can be done: none waits for one that has not come. A client that is gone may
-        have left such a gap in every model that it had."""
+    def _turns(self, model: str) -> _Turns:
         row = self.store.model(model)
-        expected = 0 if row is None else row.state_seq + 1
-        for request in self.store.history(model, expected - 1):
-            if request.seq != expected:
-                return False
-            if request.state == WAITING:
-                return True
-            expected += 1
-        return False
+        missing, owed, held_up = 0 if row is None else row.state_seq + 1, False, False
+        for seq, state in self.store.standing(model, missing - 1):
+            if seq == missing:
+                missing, owed = missing + 1, owed or state == WAITING
+            else:
+                held_up = held_up or state == WAITING
+        return _Turns(missing, owed, held_up)
 
     def _dispatch(self, request: Request) -> None:
         """Send a request to the process that computes. One that has ended is sent for what it changes only."""
@@ -430,9 +447,9 @@ class Service:
             info |= {name: said.get(name) for name in ("path", "sampler")}
         useless: list[Path] = []
         with self.store.together():
+            self._finish(request, result=body, error=done.error, theirs=done.theirs, info=info)
             if not done.error:
                 useless = self._note(request, sent, done)
-            self._finish(request, result=body, error=done.error, theirs=done.theirs, info=info)
         for folder in useless:  # not before it is written down that nobody needs it
             shutil.rmtree(folder, ignore_errors=True)
         _log.info("%s %s: %s, weights %d %s", request.kind, request.id, done.error or "done", done.version, done.digest)
@@ -468,11 +485,17 @@ class Service:
 
     def _forget(self, model: str) -> Path:
         """Note that a model is gone for good; return what may be removed of it. Saved weights stay."""
+        self._give_up(model, NEVER_CAME)
         self.store.change_model(model, unloaded=1)
         self._loaded.discard(model)
         for known in (self._next, self._held, self._kept_at):
             known.pop(model, None)
         return self._state(model, 0).parent
+
+    def _give_up(self, model: str, why: str) -> None:
+        """Fail what is owed to a model of which nothing is being done."""
+        for request in self.store.unfinished(model):
+            self._finish(request, error=why, theirs=True, info={FATAL: 1})
 
     def _finish(
         self,
@@ -506,12 +529,17 @@ class Service:
             self._leave_memory(min(idle, key=lambda row: row.used).id)
 
     def end_lapsed(self) -> None:
-        """Take models out of memory whose session nobody has kept alive."""
-        for row in self._in_memory():
-            if not self._busy(row.id):
-                session = self.store.session(row.session)
-                if session is None or session[2] or time.time() - session[1] > self.options.session_lapses_s:
-                    self._leave_memory(row.id)
+        """Take models out of memory whose session nobody has kept alive, and fail what waits for a request of theirs
+        that never came."""
+        for model in dict.fromkeys((*self._loaded, *self.store.owed_models())):
+            row = self.store.model(model)
+            if row is None or self._busy(model):
+                continue
+            session = self.store.session(row.session)
+            if session is None or session[2] or time.time() - session[1] > self.options.session_lapses_s:
+                self._give_up(model, NEVER_CAME)
+                if model in self._loaded:
+                    self._leave_memory(model)
 
     def _in_memory(self) -> list[ModelRow]:
         return [row for model in self._loaded if (row := self.store.model(model)) is not None]

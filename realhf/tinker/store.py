@@ -275,13 +275,25 @@ class Store:
         found = self._requests("id=?", (id,), body="null")
         return found[0] if found else None
 
-    def unfinished(self) -> list[Request]:
-        """Return what is owed, in the order in which it came."""
-        return self._requests("state=0", ())
+    def unfinished(self, target: str | None = None) -> list[Request]:
+        """Return what is owed, of all targets or of one, by targets and numbers."""
+        return self._requests("state=0 and (?1 is null or target=?1)", (target,))
+
+    def owed_models(self) -> list[str]:
+        """Return the models that have requests which are owed."""
+        rows = self._base.execute("select distinct target from requests where state=0 and kind<>'sample'")
+        return [row[0] for row in rows]
 
     def history(self, model: str, after: int) -> list[Request]:
         """Return the requests of a model behind a sequence number, in their order."""
         return self._requests("target=? and seq>?", (model, after))
+
+    def standing(self, model: str, after: int) -> list[tuple[int, int]]:
+        """Return number and state of the requests of a model behind a sequence number, in their order."""
+        found = self._base.execute(
+            "select seq, state from requests where target=? and seq>? order by seq", (model, after)
+        )
+        return found.fetchall()
 
     def next_seq(self, target: str) -> int:
         """Return the number behind the highest one of a model's requests."""

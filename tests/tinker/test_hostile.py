@@ -143,6 +143,20 @@ def test_a_request_that_is_refused_holds_up_nothing_behind_it(trainer, service):
     assert behind[0][1].result(timeout=60).metrics["grad_norm"] == expected[0][1]
 
 
+@pytest.mark.parametrize("declared", [True, False])
+def test_a_body_that_is_too_large_holds_up_nothing_behind_it(trainer, server, declared):
+    """Its number stands at its beginning; what was sent behind it waited for ever."""
+    parts = 5 * [body(trainer.model_id, 1) + b"\0" * (1 << 20)]
+    with raw(server) as http:
+        late = http.post("/forward_backward", content=body(trainer.model_id, 2), headers=PROTO).json()["request_id"]
+        large = b"".join(parts) if declared else iter(parts)
+        told = http.post("/forward_backward", content=large, headers=PROTO)
+        assert told.status_code == 413
+        assert wait_for_result(http, late).status_code == 200
+        told = wait_for_result(http, f"{trainer.model_id}:1").json()
+        assert "MiB" in told["error"] or "bytes" in told["error"]
+
+
 # ---- what is kept
 
 

@@ -1,0 +1,148 @@
+"""The order of promises, what is owed, and what the server does where something fails. The process that computes is one
+that answers when a test says so; none of it needs the client."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+from realhf.tinker.channel import Create, Done, Forward, Job, Ready
+from realhf.tinker.options import ServerOptions
+from realhf.tinker.service import Service
+from realhf.tinker.shelf import Refused
+from realhf.tinker.store import FAILED, FINISHED, WAITING
+
+ME = "me"
+OPTIONS = {"base": "b", "rank": 4, "seed": 0, "mlp": True, "attention": True, "unembedding": True}
+
+
+class Compute:
+    """Stands in for the process that computes: it keeps its jobs until a test answers them."""
+
+    def __init__(self, options, told, lost) -> None:
+        self.told, self.lost, self.jobs = told, lost, list[Job]()
+
+    def start(self) -> None:
+        self.jobs = []
+        self.told(Ready(256, 260, "digest of the base"), b"")
+
+    def send(self, job: Job, body: bytes = b"") -> None:
+        self.jobs.append(job)
+
+    @property
+    def works(self) -> list:
+        return [job.work for job in self.jobs]
+
+    def answer(self, count: int = 1, **more) -> None:
+        """Answer the first jobs."""
+        for _ in range(count):
+            self.told(Done(self.jobs.pop(0).number, version=1, digest="d", **more), b"answer")
+
+    async def stop(self) -> None:
+        pass
+
+
+@pytest.fixture
+def opened(tmp_path, monkeypatch):
+    """Opens services, one after another, on the same folder."""
+    monkeypatch.setattr("realhf.tinker.service.ComputeProcess", Compute)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    now: list[Service] = []
+    with asyncio.Runner() as runner:
+
+        async def begin(options) -> Service:
+            if now:
+                await now.pop().close()
+            service = Service(ServerOptions(str(tmp_path / "model"), root=str(tmp_path / "root"), **options))
+            await service.open()
+            now.append(service)
+            return service
+
+        yield lambda **options: runner.run(begin(options))
+        runner.run(now.pop().close())
+
+
+def model_of(service, number=0) -> str:
+    """A model that is made."""
+    if service.store.session("s") is None:
+        service.store.add_session("s", ME, {})
+    model = f"s:train:{number}"
+    service.store.add_model(model, ME, "s", OPTIONS)
+    service.promise(ME, "create_model", model, 0, b"{}")
+    service._process.answer()
+    return model
+
+
+def states(service, model) -> list[int]:
+    return [state for _, state in service.store.standing(model, 0)]
+
+
+def ask(service, model, seq, kind="forward_backward", **said) -> str:
+    return service.promise(ME, kind, model, seq, json.dumps(said).encode())
+
+
+# ---- a number that never comes
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+@pytest.mark.parametrize("finished", [False, True])
+def test_what_waits_for_a_request_that_never_comes_fails_with_the_session(opened, restarted, finished):
+    """The client sends the first part of a batch last. Killed in between, it left the others in work for ever: they
+    counted towards the quota of its key, and of all, also after a restart."""
+    service = opened()
+    model = model_of(service)
+    for seq in (2, 3):
+        ask(service, model, seq)
+    if restarted:
+        service = opened()
+        assert service._pending[ME][0] == 2
+    service.end_lapsed()
+    assert states(service, model) == [WAITING] * 2
+    if finished:
+        service.store.see_session("s", finished=True)
+    else:
+        service.store._base.execute("update sessions set seen=0")
+    service.end_lapsed()
+    late = service.store.request(f"{model}:3")
+    assert (late.state, late.error) == (FAILED, "a request before it never came")
+    assert service._pending[ME] == (0, 0)
+    ask(service, model, 1)
+    service._process.answer(len(service._process.jobs))
+    assert states(service, model) == [FINISHED, FAILED, FAILED], "they were done again"
+
+
+def test_what_waits_for_a_model_that_is_forgotten_fails(opened):
+    service = opened()
+    model = model_of(service)
+    ask(service, model, 3)
+    service.promise(ME, "unload_model", model, 1, b"{}")
+    service._process.answer()
+    assert states(service, model) == [FINISHED, FAILED] and service._pending[ME] == (0, 0)
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_the_first_of_a_batch_is_taken_when_the_others_have_filled_the_quota(opened, restarted):
+    """It was not after a restart, which had forgotten what waits for it."""
+    service = opened(max_pending=2)
+    model = model_of(service)
+    for seq in (2, 3):
+        ask(service, model, seq)
+    if restarted:
+        service = opened(max_pending=2)
+    with pytest.raises(Refused, match="--max-pending"):
+        ask(service, model, 4)
+    ask(service, model, 1)
+    assert service._process.works[-3:] == [Forward(model)] * 3
+
+
+def test_a_number_that_is_skipped_lets_those_go_on_that_wait_on_the_disk(opened):
+    service = opened()
+    model = model_of(service)
+    ask(service, model, 2)
+    service = opened()
+    assert not service._process.jobs, "there is a gap"
+    service.skip(ME, model, 1, "too large")
+    assert [type(work) for work in service._process.works] == [Create, Forward]
