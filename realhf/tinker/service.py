@@ -210,6 +210,7 @@ class Service:
                 sent.began = True
         elif (sent := self._jobs.pop(told.number, None)) is not None:
             self._done(sent, told, body)
+            self._go_on(sent.model)
 
     # ---- promises
 
@@ -323,13 +324,17 @@ class Service:
     # ---- the order of a model's requests
 
     def _arrived(self, request: Request) -> None:
-        """Begin everything of a model whose turn has come."""
-        model = request.target
-        expected = self._next.setdefault(model, 0)
-        held = self._held.setdefault(model, {})
-        if request.seq >= expected:
-            held[request.seq] = request
-        while (first := held.pop(self._next[model], None)) is not None:
+        if request.seq >= self._next[request.target]:
+            self._held[request.target][request.seq] = request
+        self._go_on(request.target)
+
+    def _go_on(self, model: str) -> None:
+        """Begin everything of a model whose turn has come. Whether weights with a path are there is known only once
+        all before has been done."""
+        while model in self._loaded and (first := self._held[model].get(self._next[model])) is not None:
+            if first.kind in NAMED and first.state == WAITING and self._busy(model):
+                return
+            del self._held[model][first.seq]
             self._next[model] += 1
             self._dispatch(first)
 
@@ -341,13 +346,12 @@ class Service:
         row = self.store.model(model)
         assert row is not None, f"{model} was written down before its requests"
         self._loaded.add(model)
-        self._held[model] = {}
+        self._held[model] = {request.seq: request for request in self.store.history(model, row.state_seq)}
         self._next[model] = row.state_seq + 1
         if row.state_seq >= 0:
             kept = self._state(model, row.state_seq)
             self._send(msgspec.structs.replace(self._creation(model), folder=str(kept)), b"", model, None)
-        for request in self.store.history(model, row.state_seq):
-            self._arrived(request)
+        self._go_on(model)
 
     def _turns(self, model: str) -> _Turns:
         row = self.store.model(model)
@@ -575,4 +579,4 @@ class Service:
 
 def _left_nothing(request: Request) -> bool:
     """Whether a request failed that has then changed nothing. A step that failed has dropped gradients."""
-    return request.state == FAILED and request.kind == "forward_backward"
+    return request.state == FAILED and request.kind != "optim_step"

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+from pathlib import Path
 
 import pytest
 
-from realhf.tinker.channel import Create, Done, Forward, Job, Ready
+from realhf.tinker.channel import Create, Done, Forward, Job, Ready, Save
 from realhf.tinker.options import ServerOptions
 from realhf.tinker.service import Service
 from realhf.tinker.shelf import Refused
@@ -80,8 +81,8 @@ def states(service, model) -> list[int]:
     return [state for _, state in service.store.standing(model, 0)]
 
 
-def ask(service, model, seq, kind="forward_backward", **said) -> str:
-    return service.promise(ME, kind, model, seq, json.dumps(said).encode())
+def ask(service, model, seq, asked="forward_backward", /, **said) -> str:
+    return service.promise(ME, asked, model, seq, json.dumps(said).encode())
 
 
 # ---- a number that never comes
@@ -145,4 +146,64 @@ def test_a_number_that_is_skipped_lets_those_go_on_that_wait_on_the_disk(opened)
     service = opened()
     assert not service._process.jobs, "there is a gap"
     service.skip(ME, model, 1, "too large")
+    assert [type(work) for work in service._process.works] == [Create, Forward]
+
+
+# ---- weights that have a path
+
+
+def save(service, model, seq, *, overwrite=False, kind="training") -> str:
+    """Ask for weights "a", in a folder as the shelf names it."""
+    folder = service.shelf.folder(model, kind, "a", seq)
+    said = {"path": f"tinker://{model}/weights/a", "name": "a", "kind": kind, "folder": str(folder), "expires": None}
+    return ask(service, model, seq, "save_weights", **said, overwrite=overwrite, info={})
+
+
+def answer_saves(service) -> None:
+    """Write what is asked for, and answer."""
+    while service._process.jobs:
+        work = service._process.works[0]
+        if isinstance(work, Save):
+            Path(work.folder).mkdir(parents=True)
+        service._process.answer(numbers={"size_bytes": 1.0})
+
+
+def test_of_two_saves_under_one_name_the_second_fails(opened):
+    """Sent without waiting in between both succeeded, and the second removed the folder of the first."""
+    service = opened()
+    model = model_of(service)
+    first, second = save(service, model, 1), save(service, model, 2)
+    answer_saves(service)
+    assert service.store.request(first).state == FINISHED
+    assert "say overwrite" in service.store.request(second).error
+    row = service.store.checkpoint(f"tinker://{model}/weights/a")
+    assert row.info["folder"].endswith("a.1") and Path(row.info["folder"]).is_dir()
+
+
+def test_weights_are_loaded_that_were_saved_just_before(opened):
+    """The load had looked for them when it came, and carried the folder of those that were replaced."""
+    service = opened()
+    model = model_of(service)
+    save(service, model, 1)
+    answer_saves(service)
+    save(service, model, 2, overwrite=True)
+    ask(service, model, 3, "load_weights", path=f"tinker://{model}/weights/a", optimizer=True)
+    ask(service, model, 4)
+    assert [type(work) for work in service._process.works] == [Save]
+    Path(service._process.works[0].folder).mkdir()
+    service._process.answer(numbers={"size_bytes": 1.0})
+    load, behind = service._process.works
+    assert load.folder.endswith("a.2") and isinstance(behind, Forward)
+
+
+def test_a_load_that_failed_is_not_done_again(opened):
+    """After a kill it may succeed, and the model has other weights then."""
+    service = opened()
+    model = model_of(service)
+    save(service, model, 1)
+    answer_saves(service)
+    ask(service, model, 2, "load_weights", path=f"tinker://{model}/weights/a", optimizer=True)
+    service._process.answer(error="out of memory")
+    ask(service, model, 3)
+    service = opened()
     assert [type(work) for work in service._process.works] == [Create, Forward]
