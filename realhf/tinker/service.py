@@ -152,7 +152,19 @@ class Service:
         await self._process.stop()
         self.store.close()
 
+    def _fail(self, why: str) -> None:
+        """End the server. What it owes stays owed: whoever starts it again gets it."""
+        _log.error("%s", why, exc_info=True)
+        self.failure = self.failure or why
+        self.ended.set()
+
     def _lost(self, code: int) -> None:
+        try:
+            self._begin_anew(code)
+        except Exception as error:
+            self._fail(f"the process that computes has ended, and cannot be replaced: {error}")
+
+    def _begin_anew(self, code: int) -> None:
         """Start anew when the process that computes has died, and do again what it had not answered."""
         now = time.monotonic()
         self._deaths.append(now)
@@ -189,9 +201,8 @@ class Service:
     def _told(self, told: Told, body: bytes) -> None:
         try:
             self._take(told, body)
-        except sqlite3.Error as error:  # it stays owed: whoever starts the server again gets it
-            self.failure = self.failure or f"--root {self.root}: what was computed cannot be written down ({error})"
-            self.ended.set()
+        except Exception as error:
+            self._fail(f"--root {self.root}: what was computed cannot be written down ({error})")
 
     def _take(self, told: Told, body: bytes) -> None:
         if isinstance(told, Ready):
@@ -563,13 +574,16 @@ class Service:
         while True:
             await asyncio.sleep(CLEANS_EVERY_S)
             now = time.time()
-            self.store.forget_results(fetched_before=now - KEPT_FETCHED_S, finished_before=now - KEPT_S)
-            self.shelf.drop_expired()
-            self.end_lapsed()
-            for model in self.store.unused_models(now - KEPT_S):
-                if model not in self._loaded:
-                    for folder in (self._forget(model), *self.shelf.forget_ephemeral(model)):
-                        shutil.rmtree(folder, ignore_errors=True)
+            try:
+                self.store.forget_results(fetched_before=now - KEPT_FETCHED_S, finished_before=now - KEPT_S)
+                self.shelf.drop_expired()
+                self.end_lapsed()
+                for model in self.store.unused_models(now - KEPT_S):
+                    if model not in self._loaded:
+                        for folder in (self._forget(model), *self.shelf.forget_ephemeral(model)):
+                            shutil.rmtree(folder, ignore_errors=True)
+            except (sqlite3.Error, OSError) as error:  # a disk that is full may be better the next time
+                _log.error("--root %s was not cleaned: %s", self.root, error)
 
     def _later(self, work: Any) -> None:
         task = self._loop.create_task(work)

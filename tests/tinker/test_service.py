@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sqlite3
 from pathlib import Path
 
 import pytest
@@ -207,3 +208,41 @@ def test_a_load_that_failed_is_not_done_again(opened):
     ask(service, model, 3)
     service = opened()
     assert [type(work) for work in service._process.works] == [Create, Forward]
+
+
+# ---- where the server itself fails
+
+
+def broken(*given, **named):
+    raise sqlite3.OperationalError("disk I/O error")
+
+
+def test_housekeeping_goes_on_after_an_error_of_the_disk(opened, monkeypatch, caplog):
+    """It ended at the first one, without a word."""
+    monkeypatch.setattr("realhf.tinker.service.CLEANS_EVERY_S", 0.001)
+    service = opened()
+    monkeypatch.setattr(service.store, "forget_results", broken)
+
+    async def cleaned() -> None:
+        while caplog.text.count("was not cleaned: disk I/O error") < 2:
+            await asyncio.sleep(0.001)
+
+    service._loop.run_until_complete(asyncio.wait_for(cleaned(), 10))
+
+
+@pytest.mark.parametrize("error", [sqlite3.OperationalError, OSError, KeyError])
+def test_an_error_in_what_nobody_waits_for_ends_the_server(opened, monkeypatch, error):
+    """It was lost in the event loop, and whoever waited for the answer waited for ever."""
+
+    def fails(*given, **named):
+        raise error("no more")
+
+    service = opened()
+    ask(service, model_of(service), 1)
+    monkeypatch.setattr(service.store, "finish", fails)
+    service._process.answer()
+    assert service.ended.is_set() and "cannot be written down" in service.failure
+    service = opened()
+    monkeypatch.setattr(service._process, "start", fails)
+    service._process.lost(-9)
+    assert service.ended.is_set() and "cannot be replaced" in service.failure
