@@ -152,9 +152,7 @@ class Desk:
         owner = request.scope[OWNER]
         self.session(request, session)
         model = f"{session}:train:{counted(number)}"
-        if self.store.model(model) is None:
-            self.store.add_model(model, owner, session, options)
-        return self.promised(self.service.promise(owner, kind, model, 0, body), model)
+        return self.promised(self.service.promise(owner, kind, model, 0, body, (session, options)), model)
 
     def model(self, request: Request, model: str) -> ModelRow:
         """Return a model of whoever asks. Raises Refused."""

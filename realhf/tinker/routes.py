@@ -147,6 +147,7 @@ class Routes:
     async def create_session(self, request: Request) -> Response:
         """Begin a session."""
         asked = await self._desk.asked(request, types.CreateSessionRequest)
+        self._desk.service.check_disk()
         session = f"s-{secrets.token_hex(8)}"
         info = {"tags": asked.tags, "user_metadata": asked.user_metadata, "display_name": asked.display_name}
         self._desk.store.add_session(session, request.scope[OWNER], info)
@@ -259,6 +260,7 @@ class Routes:
     async def create_sampler(self, request: Request) -> Response:
         """Make a sampler of saved weights, or of the base model."""
         asked = await self._desk.asked(request, types.CreateSamplingSessionRequest)
+        self._desk.service.check_disk()
         self._desk.session(request, asked.session_id)
         folder = ""
         if asked.model_path is not None:

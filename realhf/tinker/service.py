@@ -225,9 +225,18 @@ class Service:
 
     # ---- promises
 
-    def promise(self, owner: str, kind: str, target: str, seq: int, body: bytes) -> str:
-        """Take a request, unless it was taken already, and return its name. Raises Refused where the owner has too much
-        in work, the disk is nearly full, or the number is impossible."""
+    def promise(
+        self,
+        owner: str,
+        kind: str,
+        target: str,
+        seq: int,
+        body: bytes,
+        made: tuple[str, Mapping[str, Any]] | None = None,
+    ) -> str:
+        """Take a request, unless it was taken already, and return its name. ``made``: session and options of the model
+        that it makes. Raises Refused where the owner has too much in work, the disk is nearly full, or the number is
+        impossible."""
         name = f"{target}:{seq}"
         known = self.store.request(name)
         if known is not None:
@@ -245,10 +254,12 @@ class Service:
             if not (is_model and turns.held_up and seq == turns.missing):
                 raise
             self._check_pending(owner, len(body), 2)
-        self._check_disk()
+        self.check_disk()
         if is_model and target not in self._loaded:
             self._make_room(owner)
         with self.store.together():
+            if made is not None:
+                self.store.add_model(target, owner, *made)
             self.store.add_request(name, owner, kind, target, seq, body)
         self._count(owner, 1, len(body))
         request = Request(name, owner, kind, target, seq, body, WAITING, b"", "", False, {})
@@ -285,7 +296,7 @@ class Service:
         if whole and whole + nbytes > times * KEYS_AT_ONCE * options.max_pending_mib << 20:
             raise Refused(429, f"requests of all in work have {whole >> 20} MiB (--max-pending-mib); wait for some")
 
-    def _check_disk(self) -> None:
+    def check_disk(self) -> None:
         """Raise Refused (507) before the disk is full: what was promised needs the rest."""
         free, least = shutil.disk_usage(self.root).free / 2**30, self.options.min_free_gib
         if free < least:

@@ -175,10 +175,11 @@ class Store:
     # ---- models
 
     def add_model(self, id: str, owner: str, session: str, options: Mapping[str, Any]) -> None:
-        """Write a model down."""
+        """Write a model down, in place of one that was never promised."""
         now = time.time()
         self._base.execute(
-            "insert into models values (?,?,?,?,?,?,-1,0)", (id, owner, session, now, now, json.dumps(options))
+            "insert or replace into models values (?,?,?,?,?,?,-1,0)",
+            (id, owner, session, now, now, json.dumps(options)),
         )
 
     def model(self, id: str) -> ModelRow | None:

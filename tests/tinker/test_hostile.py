@@ -234,19 +234,6 @@ def test_a_full_disk_loses_no_promise(policy, tmp_path):
         server.kill()
 
 
-def test_nothing_new_is_taken_while_the_disk_is_nearly_full(policy, tmp_path):
-    server = Server(policy, tmp_path / "root", "--min-free-gib", "1e9")
-    try:
-        with raw(server, KEY) as http:
-            asked = types.CreateSessionRequest(tags=[], user_metadata=None, sdk_version="0").model_dump()
-            session = http.post("/create_session", json=asked).json()["session_id"]
-            given = {"session_id": session, "model_seq_id": 0, "base_model": str(policy), "lora_config": {"rank": 4}}
-            told = http.post("/create_model", json=given)
-            assert told.status_code == 507 and "--min-free-gib" in told.json()["detail"]
-    finally:
-        server.kill()
-
-
 def test_a_model_is_unloaded_once_however_often_it_is_asked(trainer, server):
     steps(trainer, 1)
     with raw(server) as http:

@@ -10,9 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from realhf.tinker.channel import Create, Done, Forward, Job, Ready, Save
-from realhf.tinker.options import ServerOptions
-from realhf.tinker.service import Service
+from realhf.tinker.channel import Create, Forward, Save
 from realhf.tinker.shelf import Refused
 from realhf.tinker.store import FAILED, FINISHED, WAITING
 
@@ -20,60 +18,12 @@ ME = "me"
 OPTIONS = {"base": "b", "rank": 4, "seed": 0, "mlp": True, "attention": True, "unembedding": True}
 
 
-class Compute:
-    """Stands in for the process that computes: it keeps its jobs until a test answers them."""
-
-    def __init__(self, options, told, lost) -> None:
-        self.told, self.lost, self.jobs = told, lost, list[Job]()
-
-    def start(self) -> None:
-        self.jobs = []
-        self.told(Ready(256, 260, "digest of the base"), b"")
-
-    def send(self, job: Job, body: bytes = b"") -> None:
-        self.jobs.append(job)
-
-    @property
-    def works(self) -> list:
-        return [job.work for job in self.jobs]
-
-    def answer(self, count: int = 1, **more) -> None:
-        """Answer the first jobs."""
-        for _ in range(count):
-            self.told(Done(self.jobs.pop(0).number, version=1, digest="d", **more), b"answer")
-
-    async def stop(self) -> None:
-        pass
-
-
-@pytest.fixture
-def opened(tmp_path, monkeypatch):
-    """Opens services, one after another, on the same folder."""
-    monkeypatch.setattr("realhf.tinker.service.ComputeProcess", Compute)
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text("{}")
-    now: list[Service] = []
-    with asyncio.Runner() as runner:
-
-        async def begin(options) -> Service:
-            if now:
-                await now.pop().close()
-            service = Service(ServerOptions(str(tmp_path / "model"), root=str(tmp_path / "root"), **options))
-            await service.open()
-            now.append(service)
-            return service
-
-        yield lambda **options: runner.run(begin(options))
-        runner.run(now.pop().close())
-
-
 def model_of(service, number=0) -> str:
     """A model that is made."""
     if service.store.session("s") is None:
         service.store.add_session("s", ME, {})
     model = f"s:train:{number}"
-    service.store.add_model(model, ME, "s", OPTIONS)
-    service.promise(ME, "create_model", model, 0, b"{}")
+    service.promise(ME, "create_model", model, 0, b"{}", ("s", OPTIONS))
     service._process.answer()
     return model
 
@@ -148,6 +98,18 @@ def test_a_number_that_is_skipped_lets_those_go_on_that_wait_on_the_disk(opened)
     assert not service._process.jobs, "there is a gap"
     service.skip(ME, model, 1, "too large")
     assert [type(work) for work in service._process.works] == [Create, Forward]
+
+
+def test_a_model_that_is_refused_is_not_written_down(opened):
+    """It was, and was listed."""
+    service = opened(max_adapters_per_key=1)
+    busy = model_of(service)
+    ask(service, busy, 1)
+    with pytest.raises(Refused, match="--max-adapters-per-key"):
+        model_of(service, 1)
+    assert [row.id for row in service.store.models(ME)] == [busy]
+    service._process.answer()
+    assert service.store.model(model_of(service, 1)) is not None
 
 
 # ---- weights that have a path
