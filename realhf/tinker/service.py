@@ -61,6 +61,8 @@ NAMED = ("save_weights", "save_weights_for_sampler", "save_weights_external", "l
 FATAL = "fatal"
 """Marks a request during which the process that computes died too often, or that was given up: it is never done
 again."""
+WHOLE = "external"
+"""The kind of saved weights that is a whole model."""
 NEVER_CAME = "a request before it never came"
 
 
@@ -113,6 +115,7 @@ class Service:
         self._tries: dict[str, int] = {}  # by request: how often the process that computes has begun it
         self._tasks: set[asyncio.Task[None]] = set()
         self._started = asyncio.Event()
+        self._base_bytes = sum(file.stat().st_size for file in Path(options.model).iterdir())
 
     # ---- life
 
@@ -296,9 +299,23 @@ class Service:
         if whole and whole + nbytes > times * KEYS_AT_ONCE * options.max_pending_mib << 20:
             raise Refused(429, f"requests of all in work have {whole >> 20} MiB (--max-pending-mib); wait for some")
 
-    def check_disk(self) -> None:
-        """Raise Refused (507) before the disk is full: what was promised needs the rest."""
-        free, least = shutil.disk_usage(self.root).free / 2**30, self.options.min_free_gib
+    def check_saving(self, owner: str, kind: str) -> None:
+        """Raise Refused where an owner has saved too much, or the disk is nearly full. A whole model counts as much as
+        the base before it is saved."""
+        saving = [owner] if kind == WHOLE else []
+        for sent in self._jobs.values():
+            if isinstance(sent.work, Save) and sent.work.kind == WHOLE and sent.request is not None:
+                saving.append(sent.request.owner)
+        used = (self.store.saved_bytes(owner) + saving.count(owner) * self._base_bytes) / 2**30
+        if used > self.options.max_saved_gib:
+            most = f"{self.options.max_saved_gib:g} GiB (--max-saved-gib)"
+            raise Refused(400, f"your saved weights take {used:.1f} of {most}: delete some")
+        self.check_disk(len(saving) * self._base_bytes)
+
+    def check_disk(self, nbytes: int = 0) -> None:
+        """Raise Refused (507) before the disk is full, once ``nbytes`` are written: what was promised needs the
+        rest."""
+        free, least = (shutil.disk_usage(self.root).free - nbytes) / 2**30, self.options.min_free_gib
         if free < least:
             raise Refused(507, f"the server's disk has {free:.1f} GiB left (--min-free-gib {least:g}); try again later")
 
@@ -429,6 +446,7 @@ class Service:
             return Unload(model), b""
         if not said["overwrite"] and self.store.checkpoint(said["path"]) is not None:
             raise Refused(409, f"there are weights {said['path']} already; say overwrite, or another name")
+        self.check_saving(request.owner, said["kind"])  # those before it have been saved meanwhile
         return Save(model, said["folder"], said["kind"]), b""
 
     def _creation(self, model: str) -> Create:

@@ -75,9 +75,7 @@ class WeightsRoutes:
         ttl = asked.ttl_seconds
         _check_ttl(ttl)
         row, seq = self._desk.model(request, asked.model_id), counted(asked.seq_id)
-        used, most = self._desk.store.saved_bytes(row.owner) / 2**30, self._desk.options.max_saved_gib
-        if used > most:
-            raise Refused(400, f"your saved weights take {used:.1f} of {most:g} GiB (--max-saved-gib): delete some")
+        self._desk.service.check_saving(row.owner, weights)
         lora = {name: row.options[name] for name in ("base", "rank", "mlp", "attention", "unembedding")}
         said = {
             "path": f"tinker://{row.id}/{KINDS[weights]}/{name}",

@@ -111,7 +111,8 @@ def opened(tmp_path, monkeypatch):
             return service
 
         yield lambda **options: runner.run(begin(options))
-        runner.run(now.pop().close())
+        for service in now:
+            runner.run(service.close())
 
 
 def wait_for(condition, what: str, within_s: float = 60.0) -> None:

@@ -115,20 +115,20 @@ def test_a_model_that_is_refused_is_not_written_down(opened):
 # ---- weights that have a path
 
 
-def save(service, model, seq, *, overwrite=False, kind="training") -> str:
-    """Ask for weights "a", in a folder as the shelf names it."""
-    folder = service.shelf.folder(model, kind, "a", seq)
-    said = {"path": f"tinker://{model}/weights/a", "name": "a", "kind": kind, "folder": str(folder), "expires": None}
-    return ask(service, model, seq, "save_weights", **said, overwrite=overwrite, info={})
+def save(service, model, seq, name="a", *, overwrite=False, kind="training") -> str:
+    """Ask for weights of a name, in a folder as the shelf names it."""
+    folder = service.shelf.folder(model, kind, name, seq)
+    said = {"path": f"tinker://{model}/weights/{name}", "name": name, "kind": kind, "folder": str(folder)}
+    return ask(service, model, seq, "save_weights", **said, overwrite=overwrite, expires=None, info={})
 
 
-def answer_saves(service) -> None:
+def answer_saves(service, nbytes=1.0) -> None:
     """Write what is asked for, and answer."""
     while service._process.jobs:
         work = service._process.works[0]
         if isinstance(work, Save):
             Path(work.folder).mkdir(parents=True)
-        service._process.answer(numbers={"size_bytes": 1.0})
+        service._process.answer(numbers={"size_bytes": nbytes})
 
 
 def test_of_two_saves_under_one_name_the_second_fails(opened):
@@ -170,6 +170,29 @@ def test_a_load_that_failed_is_not_done_again(opened):
     ask(service, model, 3)
     service = opened()
     assert [type(work) for work in service._process.works] == [Create, Forward]
+
+
+def test_saves_that_are_sent_without_waiting_have_their_quota(opened):
+    """Those in work did not count, and so many could be sent at once as requests may be in work."""
+    service = opened(max_saved_gib=1e-3)
+    model = model_of(service)
+    sent = [save(service, model, seq, f"number-{seq}") for seq in (1, 2, 3)]
+    answer_saves(service, 1.5 * 2**20)
+    assert [service.store.request(name).state for name in sent] == [FINISHED, FAILED, FAILED]
+    assert "--max-saved-gib" in service.store.request(sent[1]).error
+    service = opened(min_free_gib=1e9)
+    with pytest.raises(Refused, match="--min-free-gib"):
+        service.check_saving(ME, "training")
+
+
+def test_a_whole_model_counts_as_the_base_while_it_is_saved(opened, tmp_path):
+    """Each of the models of a key may save one at the same time."""
+    (tmp_path / "model" / "model.safetensors").write_bytes(bytes(600 << 10))
+    service = opened(max_saved_gib=1e-3)
+    for model in [model_of(service, number) for number in range(2)]:
+        save(service, model, 1, kind="external")
+    assert [work.model for work in service._process.works] == ["s:train:0"]
+    assert "--max-saved-gib" in service.store.request("s:train:1:1").error
 
 
 # ---- where the server itself fails
