@@ -530,6 +530,7 @@ class Service:
     def _forget(self, model: str) -> Path:
         """Note that a model is gone for good; return what may be removed of it. Saved weights stay."""
         self._give_up(model, NEVER_CAME)
+        self.store.drop_bodies(model)
         self.store.change_model(model, unloaded=1)
         self._loaded.discard(model)
         for known in (self._next, self._held, self._kept_at):

@@ -328,9 +328,12 @@ class Store:
         """Note that somebody has got the result."""
         self._base.execute("update requests set fetched=coalesce(fetched, ?) where id=?", (time.time(), id))
 
-    def drop_bodies(self, target: str, upto: int) -> None:
-        """Forget what was asked, up to a sequence number: it is in a state that is kept."""
-        self._base.execute("update requests set body=null where target=? and seq<=?", (target, upto))
+    def drop_bodies(self, target: str, upto: int | None = None) -> None:
+        """Forget what was asked, up to a sequence number, which is in a state that is kept; None: all."""
+        self._base.execute(
+            "update requests set body=null where target=?1 and (?2 is null or seq<=?2) and body is not null",
+            (target, upto),
+        )
 
     def forget_results(self, *, fetched_before: float, finished_before: float) -> int:
         """Forget the results of requests that were fetched, or have ended, before these times; return how many. The

@@ -75,6 +75,16 @@ def test_what_waits_for_a_model_that_is_forgotten_fails(opened):
     assert states(service, model) == [FINISHED, FAILED] and service._pending[ME] == (0, 0)
 
 
+def test_nothing_that_was_asked_of_a_forgotten_model_is_kept(opened):
+    """Bodies behind its last kept state stayed on the disk for ever."""
+    service = opened()
+    model = model_of(service)
+    ask(service, model, 1)
+    service.promise(ME, "unload_model", model, 2, b"{}")
+    service._process.answer(2)
+    assert [each.body for each in service.store.history(model, -1)] == [b"", b"", b""]
+
+
 @pytest.mark.parametrize("restarted", [False, True])
 def test_the_first_of_a_batch_is_taken_when_the_others_have_filled_the_quota(opened, restarted):
     """It was not after a restart, which had forgotten what waits for it."""
