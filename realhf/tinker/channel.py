@@ -58,7 +58,7 @@ class Forward(Message, frozen=True, tag=True):
 
 class Update(Message, frozen=True, tag=True):
     """Make a step of the optimizer; then save everything into ``keep``, if it says a folder. A disk that takes nothing
-    more is no reason for the step to have failed."""
+    more is no reason for this, ``Create`` or ``Load`` to have failed."""
 
     model: str
     params: dict[str, float]

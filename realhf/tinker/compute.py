@@ -195,15 +195,13 @@ class Computer:
             raise BadRequest(str(error).replace(str(folder), folder.name)) from None
 
     def _keep(self, work: Create | Update | Load) -> bool:
-        """Save everything if the job says so; return whether. A step that was made has not failed because it could not
-        be saved: who tried it again would make it twice. It is computed again from an earlier state."""
+        """Save everything if the job says so; return whether. What was made has not failed because it could not be
+        saved: who tried a step again would make it twice. It is computed again from an earlier state."""
         if not work.keep:
             return False
         try:
             self._save(work.model, Path(work.keep), "training")
         except OSError as error:
-            if not isinstance(work, Update):
-                raise
             _log.error("the state of %s is not kept: %s", work.model, error)
             return False
         return True

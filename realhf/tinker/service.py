@@ -435,8 +435,9 @@ class Service:
         if kind == "optim_step":
             return Update(model, said["params"], "" if over else self._keep(model, request.seq)), b""
         if kind == "load_weights":
-            source = self.shelf.find(request.owner, said["path"])
-            keep, folder = str(self._state(model, request.seq)), str(self.shelf.folder_of(source))
+            # Done again, it takes what it took then, whatever has the name by now.
+            folder = request.info.get("folder") or self.shelf.find(request.owner, said["path"]).info["folder"]
+            keep = "" if over else str(self._state(model, request.seq))
             if request.seq:
                 return Load(model, folder, said["optimizer"], keep), b""
             return msgspec.structs.replace(
@@ -489,6 +490,8 @@ class Service:
         if request.kind in NAMED:
             said = json.loads(request.body)
             info |= {name: said.get(name) for name in ("path", "sampler")}
+        if isinstance(sent.work, (Create, Load)):
+            info["folder"] = sent.work.folder
         useless: list[Path] = []
         with self.store.together():
             self._finish(request, result=body, error=done.error, theirs=done.theirs, info=info)

@@ -154,13 +154,13 @@ class TrainedModel:
     def load(self, folder: Path, *, moments: bool) -> None:
         """Take what ``save`` wrote; without ``moments`` the optimizer begins anew. Gradients are dropped. Raises
         FileNotFoundError or ValueError that says how they differ."""
+        self._held = None
         if moments:
             self._engine.load_checkpoint(folder)
         else:
             self._adapters.load(folder / ADAPTER)
             self._engine.forget_moments()
         self._engine.forget_gradients()
-        self._held = None
 
     def nbytes(self) -> int:
         """Return the bytes that this model takes beside the base: weights, gradients and both moments."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import resource
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import httpx
@@ -19,6 +20,7 @@ from tinker.proto.request_conv import forward_backward_request_to_proto
 
 from realhf.backends.training.torch_backend import load_causal_lm
 from realhf.tinker.sampling import Sampler
+from realhf.tinker.training import Held, TrainedModel
 from realhf.tinker.wire import BadRequest, read_head, read_json, read_pass
 from tests.tinker.conftest import KEY, Server
 from tests.tinker.test_client import ADAM, TEXT, datum, steps
@@ -178,9 +180,9 @@ def test_weights_saved_again_under_a_name_are_the_new_ones(trainer, service):
     assert np.abs(np.subtract(after[1:], before[1:])).max() > 1e-2
 
 
-def test_a_step_whose_state_cannot_be_kept_is_a_step(policy, tmp_path):
-    """It was made; told as a failure, a client would make it twice. The server that is killed then goes on from an
-    earlier state."""
+def test_a_step_or_load_whose_state_cannot_be_kept_has_been_made(policy, tmp_path):
+    """Told as a failure, a client would make the step twice, and a load that had failed was one all the same. The
+    server that is killed then goes on from an earlier state."""
     root = tmp_path / "root"
     root.mkdir()
     (root / "state").write_text("no folder can be made here")
@@ -190,11 +192,26 @@ def test_a_step_whose_state_cannot_be_kept_is_a_step(policy, tmp_path):
         client = client.create_lora_training_client(str(policy), rank=4, seed=7).result()
         first = steps(client, 3)
         assert first[2][0] < first[0][0]
+        client.load_state(client.save_state("named").result().path).result()
         server.kill()
         server.start()
         assert steps(client, 1)[0][0] < first[2][0]
     finally:
         server.kill()
+
+
+def test_a_load_that_fails_half_way_leaves_no_digest_behind():
+    """The digest was that of the weights before."""
+    model = TrainedModel.__new__(TrainedModel)
+    model._held = Held(1, "before")
+
+    def load_checkpoint(folder):
+        raise ValueError("half of it")
+
+    model._engine = SimpleNamespace(load_checkpoint=load_checkpoint)
+    with pytest.raises(ValueError, match="half of it"):
+        model.load(Path("folder"), moments=True)
+    assert model._held is None
 
 
 def test_a_pass_that_fails_leaves_the_gradients_as_they_were(trainer, service, policy):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from realhf.tinker.channel import Create, Forward, Save
+from realhf.tinker.channel import Create, Forward, Load, Save
 from realhf.tinker.shelf import Refused
 from realhf.tinker.store import FAILED, FINISHED, WAITING
 
@@ -167,6 +167,20 @@ def test_weights_are_loaded_that_were_saved_just_before(opened):
     service._process.answer(numbers={"size_bytes": 1.0})
     load, behind = service._process.works
     assert load.folder.endswith("a.2") and isinstance(behind, Forward)
+
+
+def test_a_load_is_done_again_with_what_it_took(opened):
+    """Where its state could not be kept. The name may stand for other weights by then."""
+    service = opened()
+    model = model_of(service)
+    save(service, model, 1)
+    answer_saves(service)
+    ask(service, model, 2, "load_weights", path=f"tinker://{model}/weights/a", optimizer=True)
+    save(service, model, 3, overwrite=True)
+    answer_saves(service)
+    ask(service, model, 4)
+    load = opened()._process.works[1]
+    assert load == Load(model, load.folder, True) and load.folder.endswith("a.1")
 
 
 def test_a_load_that_failed_is_not_done_again(opened):
