@@ -197,6 +197,7 @@ class Channel:
                 message, body = self._connection.recv_bytes(), self._connection.recv_bytes()
                 self._take(self._decoder.decode(message), body)
         except (EOFError, OSError):
+            self._outgoing.put(None)  # else the writing thread would wait for ever, and keep the socket open
             self._ended()
 
 

@@ -145,6 +145,11 @@ class Desk:
         if name not in names:
             raise Refused(400, f"base_model {name!r:.200} is not here: {', '.join(sorted(names))}")
 
+    def check_optimizer(self, config: Any) -> None:
+        """Raise Refused for an optimizer that is not here."""
+        if config is not None and config.type != "adamw":
+            raise Refused(400, f"optimizer_config {config.type!r:.200} is not carried by this server: adamw is")
+
     def new_model(
         self, request: Request, session: str, number: int, kind: str, options: dict[str, Any], body: bytes
     ) -> Response:

@@ -330,7 +330,7 @@ class Sampler:
         sequences = [
             Sampled(turn.token_ids, turn.logprobs, turn.reason, asked.likeliest.get(turn.slot)) for turn in asked.turns
         ]
-        return sample_answer(sequences, self._of_prompt(asked.request, asked.prompt), 0)
+        return sample_answer(sequences, self._of_prompt(asked.request, asked.prompt))
 
     def _of_prompt(self, request: Any, prompt: np.ndarray) -> Scored:
         """Score the prompt as far as it was asked for."""

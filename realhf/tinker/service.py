@@ -96,7 +96,7 @@ class Service:
         self.options = options
         self.root = Path(options.root)
         self.store = Store(self.root)
-        self.shelf = Shelf(self.store, self.root, options.keep_ephemeral)
+        self.shelf = Shelf(self.store, self.root)
         self.ready: Ready | None = None
         self.failure = ""
         self.ended = asyncio.Event()
@@ -354,11 +354,11 @@ class Service:
         request = self._of(owner, name)
         if request.kind != "sample" or request.state != WAITING:
             return
-        job = self._job_of.get(name)
-        if job is not None:
-            self._jobs.pop(job, None)
-            self._process.send(Job(0, Cancel(job)))
-        self._finish(request, error="it was cancelled", theirs=True)
+        job = self._job_of.pop(name)
+        sent = self._jobs.pop(job)
+        self._process.send(Job(0, Cancel(job)))
+        assert sent.request is not None, "it is the job of a request"
+        self._finish(sent.request, error="it was cancelled", theirs=True)
 
     # ---- the order of a model's requests
 
@@ -524,7 +524,7 @@ class Service:
             )
             if said.get("sampler"):
                 self.store.add_sampler(said["sampler"], request.owner, said["session"], work.folder, said["path"])
-                return self.shelf.older_ephemeral(model)
+                return self.shelf.forget_ephemeral(model, self.options.keep_ephemeral)
             return [] if before is None else [self.shelf.folder_of(before)]
         if isinstance(work, Unload):
             return [self._forget(model)]

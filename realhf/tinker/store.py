@@ -89,7 +89,7 @@ class SamplerRow:
 
 @dataclass(frozen=True)
 class CheckpointRow:
-    """Saved weights: ``kind`` is ``training`` or ``sampler``; ``expires`` is a time, or None."""
+    """Saved weights: ``kind`` is ``training``, ``sampler`` or ``external``; ``expires`` is a time, or None."""
 
     path: str
     owner: str

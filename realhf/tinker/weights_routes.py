@@ -95,6 +95,9 @@ class WeightsRoutes:
         with self._desk.numbered(request, asked):
             if asked.weights_access_token:
                 raise Refused(400, "weights_access_token is not carried by this server")
+            self._desk.check_optimizer(asked.optimizer_config)
+            if asked.base_model is not None:
+                self._desk.check_base(asked.base_model)
             source = self._desk.service.shelf.find(request.scope[OWNER], asked.path)
             body = json.dumps({"path": source.path, "optimizer": asked.optimizer}).encode()
             if asked.session_id is None:

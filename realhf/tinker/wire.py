@@ -298,9 +298,9 @@ class Scored:
     targets: np.ndarray | None = None
 
 
-def sample_answer(sequences: Sequence[Sampled], prompt: Scored, reused_tokens: int) -> bytes:
+def sample_answer(sequences: Sequence[Sampled], prompt: Scored) -> bytes:
     """Write a ``SampleResponse``."""
-    answer = pb.SampleResponse(prompt_cache_hit_tokens=reused_tokens)
+    answer = pb.SampleResponse()
     for each in sequences:
         reason = pb.STOP_REASON_STOP if each.reason == "stop" else pb.STOP_REASON_LENGTH
         sequence = answer.sequences.add(

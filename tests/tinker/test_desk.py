@@ -13,7 +13,7 @@ from tests.tinker.conftest import KEY
 def post():
     """Sends one request to a service."""
 
-    def send(service, path, **given) -> httpx.Response:
+    def send(service, path, /, **given) -> httpx.Response:
         async def answered() -> httpx.Response:
             transport = httpx.ASGITransport(build_app(service))
             async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1/api/v1") as http:
@@ -41,3 +41,18 @@ def test_nothing_new_is_taken_while_the_disk_is_nearly_full(opened, post):
         told = post(service, path, **given)
         assert told.status_code == 507 and "--min-free-gib" in told.json()["detail"]
     assert len(service.store.models()) == 0 == len(service.store.samplers(session))
+
+
+def test_options_that_are_not_carried_are_refused_by_name(opened, post):
+    """They were left aside."""
+    service = opened()
+    told = post(service, "/create_session", **SESSION, project_id="mine").json()["detail"]
+    assert told == "project_id is not carried by this server"
+    session = post(service, "/create_session", **SESSION).json()["session_id"]
+    given = {"session_id": session, "model_seq_id": 0, "path": "tinker://m/weights/a", "optimizer": False}
+    for change, said in (
+        ({"base_model": "another"}, "base_model 'another' is not here"),
+        ({"optimizer_config": {"type": "dimuon"}}, "optimizer_config 'dimuon' is not carried"),
+        ({"base_model": service.options.public_name, "optimizer_config": {"type": "adamw"}}, "there are no weights"),
+    ):
+        assert said in post(service, "/load_weights", **given, **change).json()["detail"]

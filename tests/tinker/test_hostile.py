@@ -81,8 +81,6 @@ def test_requests_in_their_order_have_a_quota_too(strict, policy):
             for seq in range(1, 9)
         ]
         assert codes[:3] == [200] * 3 and 429 in codes[3:]
-        told = http.post("/forward_backward", content=body(client.model_id, 99), headers=PROTO)
-        assert told.status_code in (200, 429)
 
 
 def test_the_first_of_a_batch_is_taken_when_the_others_have_filled_the_quota(strict, policy):
@@ -105,11 +103,11 @@ def test_saved_weights_have_a_quota(strict, policy):
     steps(client, 1)
     with pytest.raises(tinker.BadRequestError, match=r"\(--max-saved-gib\): delete some"):
         for number in range(20):
-            path = client.save_state(f"number-{number}").result().path
+            client.save_state(f"number-{number}").result()
     rest = service.create_rest_client()
     for each in rest.list_checkpoints(client.model_id).result().checkpoints:
         rest.delete_checkpoint_from_tinker_path(each.tinker_path).result()
-    assert client.save_state("again").result().path != path
+    assert client.save_state("again").result().path == f"tinker://{client.model_id}/weights/again"
 
 
 def test_a_gap_that_a_client_has_left_keeps_no_room(service, server, policy):

@@ -32,6 +32,7 @@ def model(tmp_path):
         (["--max-rank", "0"], "--max-rank 0 is out of range"),
         (["--state-every-s", "-1"], "--state-every-s -1.0 is out of range"),
         (["--kv-cache-gib", "0"], "--kv-cache-gib 0.0 is out of range"),
+        (["--max-saved-gib", "nan"], "--max-saved-gib nan is out of range"),
     ],
 )
 def test_a_wrong_option_is_named(model, given, said):

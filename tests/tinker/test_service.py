@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import sqlite3
+import threading
+import weakref
 from pathlib import Path
 
 import pytest
 
-from realhf.tinker.channel import Create, Forward, Load, Save
+from realhf.tinker.channel import Channel, Create, Forward, Load, Save, Told
 from realhf.tinker.shelf import Refused
 from realhf.tinker.store import FAILED, FINISHED, WAITING
 
@@ -120,6 +123,30 @@ def test_a_model_that_is_refused_is_not_written_down(opened):
     assert [row.id for row in service.store.models(ME)] == [busy]
     service._process.answer()
     assert service.store.model(model_of(service, 1)) is not None
+
+
+def test_nothing_is_left_of_a_sample_that_is_cancelled(opened):
+    """Its bytes counted for ever, and so did its job."""
+    service = opened()
+    service.store.add_sampler("s:sample:0", ME, "s", "", "")
+    service.cancel(ME, service.promise(ME, "sample", "s:sample:0", 0, b"body"))
+    assert service._pending[ME] == (0, 0) and not service._job_of and not service._jobs
+
+
+def test_a_channel_ends_with_the_other_side():
+    """Each time the process that computes died, a thread and a socket stayed."""
+    ours, theirs = socket.socketpair()
+    ended = threading.Event()
+    channel = Channel(ours, Told, lambda *told: None, ended.set)
+    channel.start()
+    theirs.close()
+    assert ended.wait(10)
+    for thread in channel._threads:
+        thread.join(10)
+        assert not thread.is_alive()
+    connection = weakref.ref(channel._connection)
+    del channel
+    assert connection() is None
 
 
 # ---- weights that have a path
