@@ -65,6 +65,12 @@ class Update(Message, frozen=True, tag=True):
     keep: str = ""
 
 
+class Drop(Message, frozen=True, tag=True):
+    """Drop what was accumulated, as a step did that failed."""
+
+    model: str
+
+
 class Save(Message, frozen=True, tag=True):
     """Save the weights into a folder: the adapter (``sampler``), with the optimizer's state (``training``), or a whole
     model with merged weights (``external``)."""
@@ -101,14 +107,16 @@ class Cancel(Message, frozen=True, tag=True):
     job: int
 
 
-Work = Create | Forward | Update | Save | Load | Unload | Sample | Cancel
+Work = Create | Forward | Update | Drop | Save | Load | Unload | Sample | Cancel
 
 
 class Job(Message, frozen=True):
-    """What is to be done; its body follows."""
+    """What is to be done; its body follows. ``again``: it was done before, and where it fails the model is gone: jobs
+    behind it would be done with other weights."""
 
     number: int
     work: Work
+    again: bool = False
 
 
 class Began(Message, frozen=True, tag=True):

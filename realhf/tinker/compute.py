@@ -47,6 +47,7 @@ from realhf.tinker.channel import (
     ComputeOptions,
     Create,
     Done,
+    Drop,
     Forward,
     Job,
     Load,
@@ -154,6 +155,8 @@ class Computer:
             done = Done(job.number, kept=kept, version=held.version, digest=held.digest, numbers=numbers)
             self._tell(done, answer)
         except Exception as error:
+            if job.again:
+                self._models.pop(model, None)
             self._failed(job.number, error)
         if queue:
             self._turns.append(model)
@@ -166,6 +169,8 @@ class Computer:
             self._create(work)
         elif isinstance(work, Unload):
             self._models.pop(work.model, None)
+        elif isinstance(work, Drop) and work.model not in self._models:
+            pass  # its creation failed
         elif work.model not in self._models:
             raise RuntimeError(f"model {work.model} is not loaded: its creation failed")
         elif isinstance(work, Forward):
@@ -173,6 +178,8 @@ class Computer:
             return self._models[work.model].run(request), {}
         elif isinstance(work, Update):
             return b"", self._models[work.model].update(work.params)
+        elif isinstance(work, Drop):
+            self._models[work.model].drop()
         elif isinstance(work, Save):
             return b"", {"size_bytes": self._save(work.model, Path(work.folder), work.kind)}
         elif isinstance(work, Load):

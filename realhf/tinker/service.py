@@ -30,6 +30,7 @@ from realhf.tinker.channel import (
     ComputeProcess,
     Create,
     Done,
+    Drop,
     Forward,
     Job,
     Load,
@@ -58,9 +59,6 @@ KEYS_AT_ONCE = 4
 """The requests of all keys together may have so many times the bytes of one: where any key is taken, keys are free."""
 NAMED = ("save_weights", "save_weights_for_sampler", "save_weights_external", "load_weights")
 """Requests about weights that have a path."""
-FATAL = "fatal"
-"""Marks a request during which the process that computes died too often, or that was given up: it is never done
-again."""
 WHOLE = "external"
 """The kind of saved weights that is a whole model."""
 NEVER_CAME = "a request before it never came"
@@ -113,6 +111,7 @@ class Service:
         self._deaths: deque[float] = deque()
         self._kept_at: dict[str, float] = {}
         self._tries: dict[str, int] = {}  # by request: how often the process that computes has begun it
+        self._tried_again: set[str] = set()  # models that were not made again at the first try
         self._tasks: set[asyncio.Task[None]] = set()
         self._started = asyncio.Event()
         self._base_bytes = sum(file.stat().st_size for file in Path(options.model).iterdir())
@@ -185,7 +184,7 @@ class Service:
         self._process.start()
         for each in sent:
             if each.request is not None and self._tries.get(each.request.id, 0) >= MOST_TRIES and not each.redo:
-                self._finish(each.request, error=f"{what} while it did this", info={FATAL: 1})
+                self._finish(each.request, error=f"{what} while it did this")
         for target in dict.fromkeys(each.model for each in sent if each.model):
             self._load(target)
         for each in sent:
@@ -403,14 +402,21 @@ class Service:
         return _Turns(missing, owed, held_up)
 
     def _dispatch(self, request: Request) -> None:
-        """Send a request to the process that computes. One that has ended is sent for what it changes only."""
+        """Send a request to the process that computes. One that has ended is sent for what it changes only: of those
+        that failed a step has dropped the gradients, and all others left nothing."""
         over = request.state != WAITING
-        if over and (request.kind not in CHANGING or request.info.get(FATAL) or _left_nothing(request)):
+        if over and request.kind not in CHANGING:
+            return
+        if request.state == FAILED:
+            if request.kind == "optim_step":
+                self._send(Drop(request.target), b"", request.target, None)
             return
         try:
             work, body = self._work(request, over)
         except Refused as error:
-            if not over:
+            if over:
+                self._not_made(request.target, str(error))
+            else:
                 self._finish(request, error=str(error), theirs=True)
             return
         self._send(work, body, "" if request.kind == "sample" else request.target, request, redo=over)
@@ -420,7 +426,7 @@ class Service:
         self._jobs[self._numbers] = _Sent(work, body, model, request, redo)
         if request is not None:
             self._job_of[request.id] = self._numbers
-        self._process.send(Job(self._numbers, work), body)
+        self._process.send(Job(self._numbers, work, redo), body)
 
     def _work(self, request: Request, over: bool) -> tuple[Work, bytes]:
         """Return what the process that computes has to do. Raises Refused for weights that are not here any more."""
@@ -477,15 +483,13 @@ class Service:
 
     def _done(self, sent: _Sent, done: Done, body: bytes) -> None:
         request = sent.request
-        if request is None:
+        if request is not None:
+            self._job_of.pop(request.id, None)
+        if request is None or sent.redo:
             if done.error:
-                _log.error("model %s is not made again: %s", sent.model, done.error)
+                self._not_made(sent.model, done.error)
             return
-        self._job_of.pop(request.id, None)
-        if sent.redo:
-            if done.error and not request.error:
-                _log.error("%s was not done again: %s", request.id, done.error)
-            return
+        self._tried_again.discard(sent.model)
         info: dict[str, Any] = {"version": done.version, "digest": done.digest, "numbers": done.numbers}
         if request.kind in NAMED:
             said = json.loads(request.body)
@@ -532,7 +536,8 @@ class Service:
 
     def _forget(self, model: str) -> Path:
         """Note that a model is gone for good; return what may be removed of it. Saved weights stay."""
-        self._give_up(model, NEVER_CAME)
+        self._drop_jobs(model)
+        self._give_up(model, NEVER_CAME, theirs=True)
         self.store.drop_bodies(model)
         self.store.change_model(model, unloaded=1)
         self._loaded.discard(model)
@@ -540,10 +545,31 @@ class Service:
             known.pop(model, None)
         return self._state(model, 0).parent
 
-    def _give_up(self, model: str, why: str) -> None:
+    def _not_made(self, model: str, why: str) -> None:
+        """Try once more to make a model again; fail what is owed to it where that fails, too. Done with other weights
+        it would be wrong."""
+        _log.error("model %s is not made again: %s", model, why)
+        self._drop_jobs(model)
+        self._leave_memory(model)
+        if model in self._tried_again:
+            self._tried_again.discard(model)
+            self._give_up(model, f"the model was not made again: {why}", theirs=False)
+        else:
+            self._tried_again.add(model)
+            self._load(model)
+
+    def _drop_jobs(self, model: str) -> None:
+        """Let nobody hear what comes of the jobs of a model."""
+        for number, sent in list(self._jobs.items()):
+            if sent.model == model:
+                del self._jobs[number]
+                if sent.request is not None:
+                    self._job_of.pop(sent.request.id, None)
+
+    def _give_up(self, model: str, why: str, *, theirs: bool) -> None:
         """Fail what is owed to a model of which nothing is being done."""
         for request in self.store.unfinished(model):
-            self._finish(request, error=why, theirs=True, info={FATAL: 1})
+            self._finish(request, error=why, theirs=theirs)
 
     def _finish(
         self,
@@ -585,7 +611,7 @@ class Service:
                 continue
             session = self.store.session(row.session)
             if session is None or session[2] or time.time() - session[1] > self.options.session_lapses_s:
-                self._give_up(model, NEVER_CAME)
+                self._give_up(model, NEVER_CAME, theirs=True)
                 if model in self._loaded:
                     self._leave_memory(model)
 
@@ -622,8 +648,3 @@ class Service:
         task = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-def _left_nothing(request: Request) -> bool:
-    """Whether a request failed that has then changed nothing. A step that failed has dropped gradients."""
-    return request.state == FAILED and request.kind != "optim_step"

@@ -38,8 +38,7 @@ create index if not exists of_state on requests (state);
 FORMAT = "2"
 WAITING, FINISHED, FAILED = 0, 1, 2
 CHANGING = ("create_model", "forward_backward", "optim_step", "load_weights")
-"""Requests that change a model, which have to be done again to make it again. A step that failed is no exception: it
-has dropped gradients."""
+"""Requests that change a model, which have to be done again to make it again."""
 
 
 @dataclass(frozen=True)

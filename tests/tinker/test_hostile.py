@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import resource
 import time
+from collections import deque
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,6 +20,8 @@ from tinker.proto import tinker_public_pb2 as pb
 from tinker.proto.request_conv import forward_backward_request_to_proto
 
 from realhf.backends.training.torch_backend import load_causal_lm
+from realhf.tinker.channel import Drop, Job, Update
+from realhf.tinker.compute import Computer
 from realhf.tinker.sampling import Sampler
 from realhf.tinker.training import Held, TrainedModel
 from realhf.tinker.wire import BadRequest, read_head, read_json, read_pass
@@ -210,6 +213,32 @@ def test_a_load_that_fails_half_way_leaves_no_digest_behind():
     with pytest.raises(ValueError, match="half of it"):
         model.load(Path("folder"), moments=True)
     assert model._held is None
+
+
+def test_a_step_with_parameters_out_of_range_drops_the_gradients():
+    """As every step that fails. It left them, and they came into the next one."""
+    dropped = []
+    model = TrainedModel.__new__(TrainedModel)
+    model._engine = SimpleNamespace(forget_gradients=lambda: dropped.append(1))
+    with pytest.raises(BadRequest, match="beta1=2"):
+        model.update({"beta1": 2.0})
+    assert dropped
+
+
+def test_a_model_is_gone_where_something_is_not_done_again():
+    """What stood behind it was done with other weights."""
+
+    def fails(params):
+        raise MemoryError("no more")
+
+    computer, told = Computer.__new__(Computer), []
+    computer._tell, computer._turns = lambda done, *body: told.append(done), deque()
+    for again in (False, True):
+        computer._models = {"m": SimpleNamespace(update=fails)}
+        computer._queues = {"m": deque([(Job(1, Update("m", {}), again), b"")])}
+        computer._train("m")
+        assert ("m" not in computer._models) == again
+    computer._do(Drop("m"), b"")  # nothing was accumulated by a model that is not there
 
 
 def test_a_pass_that_fails_leaves_the_gradients_as_they_were(trainer, service, policy):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from realhf.tinker.channel import Channel, Create, Forward, Load, Save, Told
+from realhf.tinker.channel import Began, Channel, Create, Drop, Forward, Load, Save, Told, Unload, Update
 from realhf.tinker.shelf import Refused
 from realhf.tinker.store import FAILED, FINISHED, WAITING
 
@@ -244,6 +244,85 @@ def test_a_whole_model_counts_as_the_base_while_it_is_saved(opened, tmp_path):
         save(service, model, 1, kind="external")
     assert [work.model for work in service._process.works] == ["s:train:0"]
     assert "--max-saved-gib" in service.store.request("s:train:1:1").error
+
+
+# ---- a model that is made again
+
+
+def trained(opened):
+    """A model with a pass and a step that are done, and a pass that is owed; a new process has to make it again."""
+    service = opened()
+    model = model_of(service)
+    ask(service, model, 1)
+    ask(service, model, 2, "optim_step", params={})
+    service._process.answer(2)
+    ask(service, model, 3)
+    return opened(), model
+
+
+def test_a_model_that_is_not_made_again_fails_aloud(opened):
+    """It went on with other weights: that something was not done again only stood in the log."""
+    service, model = trained(opened)
+    assert [job.again for job in service._process.jobs] == [True, True, True, False]
+    service._process.answer()
+    service._process.answer(error="out of memory")
+    rest, again = service._process.works[:2], service._process.works[2:]
+    assert rest == [Update(model, {}), Forward(model)]
+    assert [type(work) for work in again] == [Unload, Create, Forward, Update, Forward]
+    service._process.answer(2)  # they belong to the first try, and change nothing
+    assert states(service, model) == [FINISHED] * 2 + [WAITING]
+    service._process.answer(3)
+    service._process.answer(error="out of memory")
+    assert states(service, model) == [FINISHED] * 2 + [FAILED] and service._pending[ME] == (0, 0)
+    assert service.store.request(f"{model}:3").error == "the model was not made again: out of memory"
+    service._process.jobs.clear()
+    ask(service, model, 4)
+    assert [type(work) for work in service._process.works] == [Create, Forward, Update, Forward]
+    service._process.answer(4)
+    assert states(service, model) == [FINISHED] * 2 + [FAILED, FINISHED]
+
+
+def test_a_model_that_is_made_again_at_the_second_try_goes_on(opened):
+    service, model = trained(opened)
+    service._process.answer(error="out of memory")
+    service._process.answer(len(service._process.jobs))
+    assert states(service, model) == [FINISHED] * 3
+
+
+def test_weights_that_are_gone_are_no_reason_to_go_on_without(opened):
+    """A load of before this was written down may find nothing where it is done again."""
+    service = opened()
+    model = model_of(service)
+    save(service, model, 1)
+    answer_saves(service)
+    ask(service, model, 2, "load_weights", path=f"tinker://{model}/weights/a", optimizer=True)
+    answer_saves(service)
+    service.store._base.execute("update requests set info='{}'")
+    service.shelf.drop(service.shelf.find(ME, f"tinker://{model}/weights/a"))
+    ask(service, model, 3)
+    service = opened()
+    assert "was not made again: there are no weights" in service.store.request(f"{model}:3").error
+
+
+def test_a_step_that_failed_drops_its_gradients_also_where_it_is_done_again(opened):
+    """One during which the process died was left out, and its gradients came into the next step; one that failed for
+    want of memory was made."""
+    service = opened()
+    model = model_of(service)
+    for seq in (1, 3):
+        ask(service, model, seq)
+        ask(service, model, seq + 1, "optim_step", params={})
+    service._process.answer()
+    service._process.answer(error="out of memory")
+    service._process.answer(1)
+    for _ in range(2):
+        service._process.answer(len(service._process.jobs) - 1)
+        service._process.told(Began(service._process.jobs[0].number), b"")
+        service._process.lost(-9)
+    assert states(service, model) == [FINISHED, FAILED, FINISHED, FAILED]
+    assert "while it did this" in service.store.request(f"{model}:4").error
+    ask(service, model, 5)
+    assert [type(work) for work in service._process.works] == [Create, Forward, Drop, Forward, Drop, Forward]
 
 
 # ---- where the server itself fails
