@@ -252,25 +252,27 @@ class Sampler:
                 asked.done(asked.number, error, self._weights.held)
 
     def _begin(self) -> None:
-        """Make the turns of waiting requests of the weights in use, unless others have waited too long."""
+        """Make the turns of waiting requests of the weights in use, unless others have waited too long, or as many
+        turns wait for room as one request may have."""
         now = time.monotonic()
         others_wait = any(asked.folder != self._folder and now - asked.since > TURN_S for asked in self._waiting)
         if others_wait and self._in_use:
             return
-        mine = [asked for asked in self._waiting if asked.folder == self._folder]
-        self._waiting = [asked for asked in self._waiting if asked.folder != self._folder]
-        for asked in mine:
+        waiting, self._waiting = self._waiting, []
+        for asked in waiting:
+            if asked.folder != self._folder or len(self._joining) >= MOST_SAMPLES:
+                self._waiting.append(asked)
+                continue
             asked.left = asked.request.num_samples
-            for i in range(asked.left):
-                self._slots += 1
-                turn = self._turn(asked, i)
-                asked.turns.append(turn)
-                self._joining.append((asked, turn))
+            prompt = asked.prompt.tolist()
+            asked.turns = [self._turn(asked, prompt, i) for i in range(asked.left)]
+            self._joining += [(asked, turn) for turn in asked.turns]
 
-    def _turn(self, asked: Asked, i: int) -> Turn:
+    def _turn(self, asked: Asked, prompt: list[int], i: int) -> Turn:
         seed = asked.request.sampling_params.seed
         stream = int.from_bytes(np.random.bytes(8), "little") if seed is None else stream_of(seed + (i << 32))
-        request = GenRequest(self._slots, asked.prompt.tolist())
+        self._slots += 1
+        request = GenRequest(self._slots, prompt)
         budget = rest_of_turn(request, asked.config, self._weights.core.limit)
         return Turn(request, asked.config, asked.stops, budget, stream)
 
@@ -395,9 +397,14 @@ class Sampler:
         return bent(self._weights.model.get_output_embeddings()(hidden).float(), heads.factor, heads.cap)
 
     def _fail(self, error: Exception) -> None:
-        """Tell all that are in play."""
-        failed = {id(asked): asked for asked, _ in [*self._playing.values(), *self._joining]}
-        self._playing, self._joining = {}, []
+        """Tell all that are in play; where none is, the one that wanted the longest rows, for which there was no
+        room."""
+        failed = {id(asked): asked for asked, _ in self._playing.values()}
+        if not failed:
+            widest, _ = max(self._joining, key=lambda each: each[1].length + each[1].budget)
+            failed = {id(widest): widest}
+        self._playing = {}
+        self._joining = [(asked, turn) for asked, turn in self._joining if id(asked) not in failed]
         self._scoring = [(asked, turn) for asked, turn in self._scoring if id(asked) not in failed]
         for asked in failed.values():
             asked.done(asked.number, error, self._weights.held)

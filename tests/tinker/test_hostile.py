@@ -399,7 +399,7 @@ def sampler_of(policy, **more) -> Sampler:
 
 def asked(**more):
     prompt, params = types.ModelInput.from_ints([1, 2, 3]), types.SamplingParams(max_tokens=2, seed=1, stop=[])
-    return types.SampleRequest.model_validate({"prompt": prompt, "sampling_params": params, **more})
+    return types.SampleRequest.model_validate({"prompt": prompt, "sampling_params": params} | more)
 
 
 @pytest.mark.parametrize(
@@ -435,6 +435,38 @@ def test_samples_that_only_wait_have_not_begun(policy):
         sampler.step()
         assert began in (ended, [*ended, len(ended)])
     assert began == ended == [0, 1, 2]
+
+
+def test_waiting_requests_are_not_all_unfolded_at_once(policy):
+    """Each sequence of each of them had a copy of its prompt, before the first could begin."""
+    sampler = sampler_of(policy, most_bytes=lambda: 1)
+    for number in range(5):
+        sampler.submit(number, "", asked(num_samples=600), lambda *answer: None)
+    sampler.step()
+    assert len(sampler._joining) == 2 * 600 - 1 and len(sampler._waiting) == 3
+    assert len({id(turn.request.token_ids) for _, turn in sampler._joining}) == 2
+
+
+@pytest.mark.parametrize("fails", ["step", "join"])
+def test_an_error_of_those_in_play_is_none_of_those_that_wait(policy, monkeypatch, fails):
+    """All had failed that had come. Where there is no room, it is the one with the longest rows that wants it."""
+    ended = {}
+    done = lambda number, answer, held: ended.update({number: answer})
+    sampler = sampler_of(policy, most_bytes=lambda: 1)
+    params = [types.SamplingParams(max_tokens=n, seed=1, stop=[]) for n in (2, 4, 2)]
+    for number, each in enumerate(params):
+        sampler.submit(number, "", asked(sampling_params=each), done)
+
+    def failing(*given):
+        monkeypatch.undo()
+        raise RuntimeError("no more memory")
+
+    monkeypatch.setattr(sampler._weights.core, fails, failing)
+    while sampler.busy:
+        sampler.step()
+    assert [isinstance(ended[number], bytes) for number in range(3)] == (
+        [False, True, True] if fails == "step" else [True, False, True]
+    )
 
 
 def test_lists_of_likeliest_tokens_hold_up_nobody(service, policy):
