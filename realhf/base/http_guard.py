@@ -7,6 +7,7 @@ import asyncio
 import logging
 import resource
 import time
+from contextlib import suppress
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -16,6 +17,14 @@ HEAD_S = 10.0
 """From the first byte of a request, or the connection before it, to the end of its head."""
 SHARE, FEWEST = 2, 32
 """Connections hold at most one of so many of the descriptors of this process, and so many in any case."""
+
+
+def use_all_descriptors() -> None:
+    """Raise the limit of open descriptors to what the host allows: idle connections exhaust the usual 1,024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def guarded_http(kind: str = "auto", *, head_s: float = HEAD_S, most: int = 0) -> Any:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 import uvicorn
 
-from realhf.base.http_guard import guarded_http
+from realhf.base.http_guard import HandshakeLoop, guarded_http, use_all_descriptors
 from realhf.base.installation import needs
 from realhf.base.tls import in_the_clear, server_files
 from realhf.tinker.options import OptionError, ServerOptions, options_of
@@ -28,7 +28,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.api_keys()
         needs("tinker", "tinker")
         needs("lora", "peft")
-        return asyncio.run(serve(options))
+        use_all_descriptors()
+        with asyncio.Runner(loop_factory=HandshakeLoop if options.tls_cert else None) as runner:
+            return runner.run(serve(options))
     except (OptionError, ModuleNotFoundError, OSError, RuntimeError, ValueError) as error:
         print(f"train-api: {error}", file=sys.stderr)
         return 2

@@ -58,11 +58,17 @@ class Forward(Message, frozen=True, tag=True):
 
 class Update(Message, frozen=True, tag=True):
     """Make a step of the optimizer; then save everything into ``keep``, if it says a folder. A disk that takes nothing
-    more is no reason for the step to have failed."""
+    more is no reason for this, ``Create`` or ``Load`` to have failed."""
 
     model: str
     params: dict[str, float]
     keep: str = ""
+
+
+class Drop(Message, frozen=True, tag=True):
+    """Drop what was accumulated, as a step did that failed."""
+
+    model: str
 
 
 class Save(Message, frozen=True, tag=True):
@@ -101,14 +107,16 @@ class Cancel(Message, frozen=True, tag=True):
     job: int
 
 
-Work = Create | Forward | Update | Save | Load | Unload | Sample | Cancel
+Work = Create | Forward | Update | Drop | Save | Load | Unload | Sample | Cancel
 
 
 class Job(Message, frozen=True):
-    """What is to be done; its body follows."""
+    """What is to be done; its body follows. ``again``: it was done before, and where it fails the model is gone: jobs
+    behind it would be done with other weights."""
 
     number: int
     work: Work
+    again: bool = False
 
 
 class Began(Message, frozen=True, tag=True):
@@ -197,6 +205,7 @@ class Channel:
                 message, body = self._connection.recv_bytes(), self._connection.recv_bytes()
                 self._take(self._decoder.decode(message), body)
         except (EOFError, OSError):
+            self._outgoing.put(None)  # else the writing thread would wait for ever, and keep the socket open
             self._ended()
 
 

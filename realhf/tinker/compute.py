@@ -47,6 +47,7 @@ from realhf.tinker.channel import (
     ComputeOptions,
     Create,
     Done,
+    Drop,
     Forward,
     Job,
     Load,
@@ -92,6 +93,7 @@ class Computer:
             ends=_ends(self._tokenizer, options.path),
             longest=self.longest,
             most_bytes=lambda: _cache_bytes(options.kv_cache_gib, device),
+            began=lambda number: tell(Began(number)),
         )
 
     def take(self, job: Job, body: bytes) -> None:
@@ -131,7 +133,6 @@ class Computer:
         if isinstance(work, Cancel):
             self._sampler.cancel(work.job)
         elif isinstance(work, Sample):
-            self._tell(Began(job.number))
             try:
                 self._sampler.submit(job.number, work.folder, read_json(types.SampleRequest, body), self._sampled)
             except Exception as error:
@@ -154,6 +155,8 @@ class Computer:
             done = Done(job.number, kept=kept, version=held.version, digest=held.digest, numbers=numbers)
             self._tell(done, answer)
         except Exception as error:
+            if job.again:
+                self._models.pop(model, None)
             self._failed(job.number, error)
         if queue:
             self._turns.append(model)
@@ -166,6 +169,8 @@ class Computer:
             self._create(work)
         elif isinstance(work, Unload):
             self._models.pop(work.model, None)
+        elif isinstance(work, Drop) and work.model not in self._models:
+            pass  # its creation failed
         elif work.model not in self._models:
             raise RuntimeError(f"model {work.model} is not loaded: its creation failed")
         elif isinstance(work, Forward):
@@ -173,6 +178,8 @@ class Computer:
             return self._models[work.model].run(request), {}
         elif isinstance(work, Update):
             return b"", self._models[work.model].update(work.params)
+        elif isinstance(work, Drop):
+            self._models[work.model].drop()
         elif isinstance(work, Save):
             return b"", {"size_bytes": self._save(work.model, Path(work.folder), work.kind)}
         elif isinstance(work, Load):
@@ -195,15 +202,13 @@ class Computer:
             raise BadRequest(str(error).replace(str(folder), folder.name)) from None
 
     def _keep(self, work: Create | Update | Load) -> bool:
-        """Save everything if the job says so; return whether. A step that was made has not failed because it could not
-        be saved: who tried it again would make it twice. It is computed again from an earlier state."""
+        """Save everything if the job says so; return whether. What was made has not failed because it could not be
+        saved: who tried a step again would make it twice. It is computed again from an earlier state."""
         if not work.keep:
             return False
         try:
             self._save(work.model, Path(work.keep), "training")
         except OSError as error:
-            if not isinstance(work, Update):
-                raise
             _log.error("the state of %s is not kept: %s", work.model, error)
             return False
         return True

@@ -7,7 +7,7 @@ import hmac
 import ipaddress
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from starlette.datastructures import Headers
@@ -20,7 +20,8 @@ from realhf.tinker.options import ServerOptions
 from realhf.tinker.service import Service
 from realhf.tinker.shelf import Refused
 from realhf.tinker.store import ModelRow
-from realhf.tinker.wire import JSON, read_json, types
+from realhf.tinker.wire import JSON, PROTOBUF, BadRequest, read_json, read_number, types
+from realhf.trajectory.records import Refusal
 from realhf.trajectory.wire.body import BodyBudget, BodyShare, read_body
 
 OWNER = "tinker.owner"
@@ -92,23 +93,36 @@ class Desk:
     async def body(self, request: Request, *, data: bool = False) -> bytes:
         """Return the plain body, which may be as large as ``--max-body-mib`` where it has ``data``. Raises Refused or
         Refusal for one that is too large, or damaged."""
-
-        async def chunks() -> AsyncIterator[bytes]:
-            async for chunk in request.stream():
-                yield chunk
-
-        largest = self.options.max_body_mib << 20
+        largest, beginning = self.options.max_body_mib << 20, b""
         most = largest if data else min(largest, _SMALL)
         declared = request.headers.get("content-length", "")
-        if declared.isdigit() and int(declared) > most:
-            named = " (--max-body-mib)" if data else ""
-            raise Refused(413, f"a body of this kind has at most {most >> 20} MiB{named}")
+        encoding = request.headers.get("content-encoding", "")
+
+        async def chunks() -> AsyncIterator[bytes]:
+            nonlocal beginning
+            async for chunk in request.stream():
+                beginning = beginning or chunk
+                if declared.isdigit() and int(declared) > most:
+                    named = " (--max-body-mib)" if data else ""
+                    raise Refused(413, f"a body of this kind has at most {most >> 20} MiB{named}")
+                yield chunk
+
         share = BodyShare(self._bodies)
         try:
-            encoding = request.headers.get("content-encoding", "")
             return await read_body(chunks(), encoding=encoding, max_bytes=most, allow_zstd=True, take=share.take)
+        except (Refused, Refusal) as error:
+            if error.status == 413 and PROTOBUF in request.headers.get("content-type", "") and not encoding:
+                self._skip_unread(request, beginning, str(error))
+            raise
         finally:
             share.release()
+
+    def _skip_unread(self, request: Request, beginning: bytes, why: str) -> None:
+        """Let the number of ``forward_backward`` count where its body is refused."""
+        with suppress(BadRequest, Refused):
+            model, seq = read_number(beginning)
+            row = self.model(request, model)
+            self.service.skip(row.owner, row.id, seq, why)
 
     async def asked(self, request: Request, kind: Any) -> Any:
         """Return the body as one of the client's types. Raises BadRequest."""
@@ -131,6 +145,11 @@ class Desk:
         if name not in names:
             raise Refused(400, f"base_model {name!r:.200} is not here: {', '.join(sorted(names))}")
 
+    def check_optimizer(self, config: Any) -> None:
+        """Raise Refused for an optimizer that is not here."""
+        if config is not None and config.type != "adamw":
+            raise Refused(400, f"optimizer_config {config.type!r:.200} is not carried by this server: adamw is")
+
     def new_model(
         self, request: Request, session: str, number: int, kind: str, options: dict[str, Any], body: bytes
     ) -> Response:
@@ -138,9 +157,7 @@ class Desk:
         owner = request.scope[OWNER]
         self.session(request, session)
         model = f"{session}:train:{counted(number)}"
-        if self.store.model(model) is None:
-            self.store.add_model(model, owner, session, options)
-        return self.promised(self.service.promise(owner, kind, model, 0, body), model)
+        return self.promised(self.service.promise(owner, kind, model, 0, body, (session, options)), model)
 
     def model(self, request: Request, model: str) -> ModelRow:
         """Return a model of whoever asks. Raises Refused."""

@@ -73,7 +73,7 @@ class ServerOptions:
         least = {"threads": 0, "port": 0, "max_sequence": 0, "state_every_s": 0, "min_free_gib": 0}
         for each in fields(self):
             value = getattr(self, each.name)
-            if isinstance(value, (int, float)) and value < least.get(each.name, 1e-3):
+            if isinstance(value, (int, float)) and not value >= least.get(each.name, 1e-3):
                 return f"{flag(each.name)} {value} is out of range"
         return ""
 

@@ -147,6 +147,9 @@ class Routes:
     async def create_session(self, request: Request) -> Response:
         """Begin a session."""
         asked = await self._desk.asked(request, types.CreateSessionRequest)
+        if asked.project_id is not None:
+            raise Refused(400, "project_id is not carried by this server")
+        self._desk.service.check_disk()
         session = f"s-{secrets.token_hex(8)}"
         info = {"tags": asked.tags, "user_metadata": asked.user_metadata, "display_name": asked.display_name}
         self._desk.store.add_session(session, request.scope[OWNER], info)
@@ -194,10 +197,7 @@ class Routes:
         body = await self._desk.body(request)
         asked = read_json(types.CreateModelRequest, body)
         self._desk.check_base(asked.base_model)
-        if asked.optimizer_config.type != "adamw":
-            raise Refused(
-                400, f"optimizer_config {asked.optimizer_config.type} is not carried by this server: adamw is"
-            )
+        self._desk.check_optimizer(asked.optimizer_config)
         lora = asked.lora_config
         if lora is None:
             raise Refused(400, "lora_config is missing: this server trains adapters, not all weights")
@@ -259,6 +259,7 @@ class Routes:
     async def create_sampler(self, request: Request) -> Response:
         """Make a sampler of saved weights, or of the base model."""
         asked = await self._desk.asked(request, types.CreateSamplingSessionRequest)
+        self._desk.service.check_disk()
         self._desk.session(request, asked.session_id)
         folder = ""
         if asked.model_path is not None:

@@ -127,7 +127,8 @@ def _version(folder: Path) -> int:
 
 class Sampler:
     """Plays requests over ``base`` (transformers) a step at a time. ``ends`` are the tokens that end a sequence where
-    the request names none; ``longest`` bounds prompt and sampled tokens together."""
+    the request names none; ``longest`` bounds prompt and sampled tokens together; ``began`` is called with the number
+    of a request before anything of it is computed."""
 
     def __init__(
         self,
@@ -137,7 +138,9 @@ class Sampler:
         ends: frozenset[int],
         longest: int,
         most_bytes: Callable[[], int | None] = lambda: None,
+        began: Callable[[int], None] = lambda number: None,
     ) -> None:
+        self._began = began
         self._weights = Weights(base, most_bytes)
         self._tokenizer, self._ends, self._longest = tokenizer, ends, longest
         self._vocabulary = int(base.config.get_text_config().vocab_size)
@@ -221,6 +224,8 @@ class Sampler:
                 joined = core.join([turn for _, turn in self._joining])
                 for asked, turn in self._joining[:joined]:
                     self._playing[turn.slot] = asked, turn
+                    if turn is asked.turns[0]:
+                        self._began(asked.number)
                 del self._joining[:joined]
             self._end(core.step(self._weights.held.version) if self._playing else [])
         except Exception as error:
@@ -247,25 +252,27 @@ class Sampler:
                 asked.done(asked.number, error, self._weights.held)
 
     def _begin(self) -> None:
-        """Make the turns of waiting requests of the weights in use, unless others have waited too long."""
+        """Make the turns of waiting requests of the weights in use, unless others have waited too long, or as many
+        turns wait for room as one request may have."""
         now = time.monotonic()
         others_wait = any(asked.folder != self._folder and now - asked.since > TURN_S for asked in self._waiting)
         if others_wait and self._in_use:
             return
-        mine = [asked for asked in self._waiting if asked.folder == self._folder]
-        self._waiting = [asked for asked in self._waiting if asked.folder != self._folder]
-        for asked in mine:
+        waiting, self._waiting = self._waiting, []
+        for asked in waiting:
+            if asked.folder != self._folder or len(self._joining) >= MOST_SAMPLES:
+                self._waiting.append(asked)
+                continue
             asked.left = asked.request.num_samples
-            for i in range(asked.left):
-                self._slots += 1
-                turn = self._turn(asked, i)
-                asked.turns.append(turn)
-                self._joining.append((asked, turn))
+            prompt = asked.prompt.tolist()
+            asked.turns = [self._turn(asked, prompt, i) for i in range(asked.left)]
+            self._joining += [(asked, turn) for turn in asked.turns]
 
-    def _turn(self, asked: Asked, i: int) -> Turn:
+    def _turn(self, asked: Asked, prompt: list[int], i: int) -> Turn:
         seed = asked.request.sampling_params.seed
         stream = int.from_bytes(np.random.bytes(8), "little") if seed is None else stream_of(seed + (i << 32))
-        request = GenRequest(self._slots, asked.prompt.tolist())
+        self._slots += 1
+        request = GenRequest(self._slots, prompt)
         budget = rest_of_turn(request, asked.config, self._weights.core.limit)
         return Turn(request, asked.config, asked.stops, budget, stream)
 
@@ -325,7 +332,7 @@ class Sampler:
         sequences = [
             Sampled(turn.token_ids, turn.logprobs, turn.reason, asked.likeliest.get(turn.slot)) for turn in asked.turns
         ]
-        return sample_answer(sequences, self._of_prompt(asked.request, asked.prompt), 0)
+        return sample_answer(sequences, self._of_prompt(asked.request, asked.prompt))
 
     def _of_prompt(self, request: Any, prompt: np.ndarray) -> Scored:
         """Score the prompt as far as it was asked for."""
@@ -337,7 +344,7 @@ class Sampler:
         if len(prompt) < 2:
             empty = TopK(np.zeros((1, top), np.int32), np.full((1, top), MASKED, np.float32)) if top else None
             return Scored(np.full(1, np.nan) if request.prompt_logprobs else None, empty)
-        ids = None if wanted is None else _target_ids(wanted, prompt, self._vocabulary)
+        ids = None if wanted is None else _target_ids(wanted, self._vocabulary)
         values, likeliest, chosen = self._score(prompt[:-1], 0 if ids is not None else first, top, prompt[1:], ids)
         if ids is not None and first:  # the whole prompt was computed, and only its end was asked for
             values[:first] = np.nan
@@ -390,9 +397,14 @@ class Sampler:
         return bent(self._weights.model.get_output_embeddings()(hidden).float(), heads.factor, heads.cap)
 
     def _fail(self, error: Exception) -> None:
-        """Tell all that are in play."""
-        failed = {id(asked): asked for asked, _ in [*self._playing.values(), *self._joining]}
-        self._playing, self._joining = {}, []
+        """Tell all that are in play; where none is, the one that wanted the longest rows, for which there was no
+        room."""
+        failed = {id(asked): asked for asked, _ in self._playing.values()}
+        if not failed:
+            widest, _ = max(self._joining, key=lambda each: each[1].length + each[1].budget)
+            failed = {id(widest): widest}
+        self._playing = {}
+        self._joining = [(asked, turn) for asked, turn in self._joining if id(asked) not in failed]
         self._scoring = [(asked, turn) for asked, turn in self._scoring if id(asked) not in failed]
         for asked in failed.values():
             asked.done(asked.number, error, self._weights.held)
@@ -406,12 +418,14 @@ def _check(request: Any, length: int, wanted: int) -> None:
     for name in ("topk_prompt_logprobs", "topk_sample_logprobs"):
         if not 0 <= getattr(request, name) <= MOST_TOP:
             raise BadRequest(f"{name}={getattr(request, name)} must be from 0 to {MOST_TOP}")
-    listed = request.topk_prompt_logprobs * length + request.topk_sample_logprobs * wanted * request.num_samples
+    given = 0 if request.target_prompt_logprobs is None else _width(request.target_prompt_logprobs, length)
+    of_prompt = request.topk_prompt_logprobs + given
+    listed = of_prompt * length + request.topk_sample_logprobs * wanted * request.num_samples
     if listed > MOST_LISTED:
         raise BadRequest(
-            f"topk_prompt_logprobs={request.topk_prompt_logprobs} for {length} tokens and topk_sample_logprobs="
-            f"{request.topk_sample_logprobs} for {request.num_samples} sequences of up to {wanted} tokens are {listed} "
-            f"places in all; an answer has at most {MOST_LISTED}"
+            f"topk_prompt_logprobs and target_prompt_logprobs, {of_prompt} for {length} tokens, and "
+            f"topk_sample_logprobs={request.topk_sample_logprobs} for {request.num_samples} sequences of up to "
+            f"{wanted} tokens are {listed} places in all; an answer has at most {MOST_LISTED}"
         )
     if request.prompt_alt_tokens_k:
         raise BadRequest("prompt_alt_tokens_k is not carried by this server")
@@ -422,14 +436,25 @@ def _check(request: Any, length: int, wanted: int) -> None:
         raise BadRequest(f"prompt_logprobs_last_n={last_n} needs prompt_logprobs, and must be from 1 to {length - 1}")
 
 
-def _target_ids(wanted: Any, prompt: np.ndarray, vocabulary: int) -> np.ndarray:
+def _width(wanted: Any, length: int) -> int:
+    """Return how many ids are asked for at each place of a prompt of ``length`` tokens. A sparse tensor may say any
+    shape, so that is looked at before it is spread. Raises BadRequest."""
+    if wanted.sparse_crow_indices is not None and wanted.sparse_col_indices is None:
+        raise BadRequest("target_prompt_logprobs: sparse_col_indices are missing")
+    shape = tuple(wanted.shape or [len(wanted.data)])
+    if len(shape) != 2 or shape[0] != length - 1 or not 0 < shape[1] <= MOST_TOP:
+        raise BadRequest(
+            f"target_prompt_logprobs has the shape {shape}, for a prompt of {length} tokens and at most {MOST_TOP}"
+        )
+    return shape[1]
+
+
+def _target_ids(wanted: Any, vocabulary: int) -> np.ndarray:
     """Return the ids whose log-probabilities are asked for, i64 (n - 1, K), -1 for none."""
     try:
         ids = np.asarray(wanted.to_numpy(pad_value=-1), dtype=np.int64)
-    except (ValueError, RuntimeError) as error:
+    except (ValueError, RuntimeError, OverflowError) as error:
         raise BadRequest(f"target_prompt_logprobs: {error}") from None
-    if ids.ndim != 2 or len(ids) != len(prompt) - 1 or not ids.size or ids.shape[1] > MOST_TOP:
-        raise BadRequest(f"target_prompt_logprobs has the shape {ids.shape}, for a prompt of {len(prompt)} tokens")
     if ids.max() >= vocabulary or ids.min() < -1:
         raise BadRequest(f"target_prompt_logprobs: ids must be from 0 to {vocabulary - 1}, or -1")
     return ids

@@ -30,6 +30,7 @@ from realhf.tinker.channel import (
     ComputeProcess,
     Create,
     Done,
+    Drop,
     Forward,
     Job,
     Load,
@@ -58,8 +59,9 @@ KEYS_AT_ONCE = 4
 """The requests of all keys together may have so many times the bytes of one: where any key is taken, keys are free."""
 NAMED = ("save_weights", "save_weights_for_sampler", "save_weights_external", "load_weights")
 """Requests about weights that have a path."""
-FATAL = "fatal"
-"""Marks a request during which the process that computes died too often: it is never done again."""
+WHOLE = "external"
+"""The kind of saved weights that is a whole model."""
+NEVER_CAME = "a request before it never came"
 
 
 @dataclass
@@ -74,6 +76,16 @@ class _Sent:
     began: bool = False
 
 
+@dataclass(frozen=True)
+class _Turns:
+    """Says of a model which number is the first that has not come, whether any request before it is owed, and whether
+    any behind it waits. A client that is gone may have left such a gap in every model that it had."""
+
+    missing: int
+    owed: bool
+    held_up: bool
+
+
 class Service:
     """Serves one base model out of ``options.root``. All methods belong to one event loop. ``failure`` says why it
     cannot go on, once it cannot."""
@@ -82,7 +94,7 @@ class Service:
         self.options = options
         self.root = Path(options.root)
         self.store = Store(self.root)
-        self.shelf = Shelf(self.store, self.root, options.keep_ephemeral)
+        self.shelf = Shelf(self.store, self.root)
         self.ready: Ready | None = None
         self.failure = ""
         self.ended = asyncio.Event()
@@ -99,8 +111,10 @@ class Service:
         self._deaths: deque[float] = deque()
         self._kept_at: dict[str, float] = {}
         self._tries: dict[str, int] = {}  # by request: how often the process that computes has begun it
+        self._tried_again: set[str] = set()  # models that were not made again at the first try
         self._tasks: set[asyncio.Task[None]] = set()
         self._started = asyncio.Event()
+        self._base_bytes = sum(file.stat().st_size for file in Path(options.model).iterdir())
 
     # ---- life
 
@@ -116,7 +130,7 @@ class Service:
             self._count(request.owner, 1, len(request.body))
         for target in dict.fromkeys(request.target for request in owed):
             if self.store.model(target) is not None:
-                if self._has_turn(target):
+                if self._turns(target).owed:
                     self._load(target)
             else:
                 for request in owed:
@@ -140,7 +154,19 @@ class Service:
         await self._process.stop()
         self.store.close()
 
+    def _fail(self, why: str) -> None:
+        """End the server. What it owes stays owed: whoever starts it again gets it."""
+        _log.error("%s", why, exc_info=True)
+        self.failure = self.failure or why
+        self.ended.set()
+
     def _lost(self, code: int) -> None:
+        try:
+            self._begin_anew(code)
+        except Exception as error:
+            self._fail(f"the process that computes has ended, and cannot be replaced: {error}")
+
+    def _begin_anew(self, code: int) -> None:
         """Start anew when the process that computes has died, and do again what it had not answered."""
         now = time.monotonic()
         self._deaths.append(now)
@@ -158,7 +184,7 @@ class Service:
         self._process.start()
         for each in sent:
             if each.request is not None and self._tries.get(each.request.id, 0) >= MOST_TRIES and not each.redo:
-                self._finish(each.request, error=f"{what} while it did this", info={FATAL: 1})
+                self._finish(each.request, error=f"{what} while it did this")
         for target in dict.fromkeys(each.model for each in sent if each.model):
             self._load(target)
         for each in sent:
@@ -177,9 +203,8 @@ class Service:
     def _told(self, told: Told, body: bytes) -> None:
         try:
             self._take(told, body)
-        except sqlite3.Error as error:  # it stays owed: whoever starts the server again gets it
-            self.failure = self.failure or f"--root {self.root}: what was computed cannot be written down ({error})"
-            self.ended.set()
+        except Exception as error:
+            self._fail(f"--root {self.root}: what was computed cannot be written down ({error})")
 
     def _take(self, told: Told, body: bytes) -> None:
         if isinstance(told, Ready):
@@ -198,12 +223,22 @@ class Service:
                 sent.began = True
         elif (sent := self._jobs.pop(told.number, None)) is not None:
             self._done(sent, told, body)
+            self._go_on(sent.model)
 
     # ---- promises
 
-    def promise(self, owner: str, kind: str, target: str, seq: int, body: bytes) -> str:
-        """Take a request, unless it was taken already, and return its name. Raises Refused where the owner has too much
-        in work, the disk is nearly full, or the number is impossible."""
+    def promise(
+        self,
+        owner: str,
+        kind: str,
+        target: str,
+        seq: int,
+        body: bytes,
+        made: tuple[str, Mapping[str, Any]] | None = None,
+    ) -> str:
+        """Take a request, unless it was taken already, and return its name. ``made``: session and options of the model
+        that it makes. Raises Refused where the owner has too much in work, the disk is nearly full, or the number is
+        impossible."""
         name = f"{target}:{seq}"
         known = self.store.request(name)
         if known is not None:
@@ -213,11 +248,20 @@ class Service:
         if not 0 <= seq < 1 << 31:
             raise Refused(400, f"seq_id {seq} is out of range")
         is_model = kind != "sample"
-        self._check_pending(owner, len(body), awaited=bool(self._held.get(target)) and seq == self._next.get(target))
-        self._check_disk()
+        try:
+            self._check_pending(owner, len(body), 1)
+        except Refused:
+            # Without the first of several, those that came before it would fill the quota until their session lapses.
+            turns = self._turns(target)
+            if not (is_model and turns.held_up and seq == turns.missing):
+                raise
+            self._check_pending(owner, len(body), 2)
+        self.check_disk()
         if is_model and target not in self._loaded:
             self._make_room(owner)
         with self.store.together():
+            if made is not None:
+                self.store.add_model(target, owner, *made)
             self.store.add_request(name, owner, kind, target, seq, body)
         self._count(owner, 1, len(body))
         request = Request(name, owner, kind, target, seq, body, WAITING, b"", "", False, {})
@@ -239,11 +283,12 @@ class Service:
             self.store.finish(name, error=why, theirs=True, info={})
         if model in self._loaded:
             self._arrived(Request(name, owner, "refused", model, seq, b"", FAILED, b"", why, True, {}))
+        elif self._turns(model).owed:
+            self._load(model)
 
-    def _check_pending(self, owner: str, nbytes: int, *, awaited: bool) -> None:
-        """Raise Refused (429) where so much is in work already. ``awaited``: the request is the first of several, the
-        others came before it; without it they would fill the quota for ever, so it may have as much again."""
-        options, times = self.options, 2 if awaited else 1
+    def _check_pending(self, owner: str, nbytes: int, times: int) -> None:
+        """Raise Refused (429) where so many times as much is in work already as there may be."""
+        options = self.options
         count, held = self._pending.get(owner, (0, 0))
         whole = sum(each for _, each in self._pending.values())
         if count >= times * options.max_pending:
@@ -253,9 +298,23 @@ class Service:
         if whole and whole + nbytes > times * KEYS_AT_ONCE * options.max_pending_mib << 20:
             raise Refused(429, f"requests of all in work have {whole >> 20} MiB (--max-pending-mib); wait for some")
 
-    def _check_disk(self) -> None:
-        """Raise Refused (507) before the disk is full: what was promised needs the rest."""
-        free, least = shutil.disk_usage(self.root).free / 2**30, self.options.min_free_gib
+    def check_saving(self, owner: str, kind: str) -> None:
+        """Raise Refused where an owner has saved too much, or the disk is nearly full. A whole model counts as much as
+        the base before it is saved."""
+        saving = [owner] if kind == WHOLE else []
+        for sent in self._jobs.values():
+            if isinstance(sent.work, Save) and sent.work.kind == WHOLE and sent.request is not None:
+                saving.append(sent.request.owner)
+        used = (self.store.saved_bytes(owner) + saving.count(owner) * self._base_bytes) / 2**30
+        if used > self.options.max_saved_gib:
+            most = f"{self.options.max_saved_gib:g} GiB (--max-saved-gib)"
+            raise Refused(400, f"your saved weights take {used:.1f} of {most}: delete some")
+        self.check_disk(len(saving) * self._base_bytes)
+
+    def check_disk(self, nbytes: int = 0) -> None:
+        """Raise Refused (507) before the disk is full, once ``nbytes`` are written: what was promised needs the
+        rest."""
+        free, least = (shutil.disk_usage(self.root).free - nbytes) / 2**30, self.options.min_free_gib
         if free < least:
             raise Refused(507, f"the server's disk has {free:.1f} GiB left (--min-free-gib {least:g}); try again later")
 
@@ -294,22 +353,26 @@ class Service:
         request = self._of(owner, name)
         if request.kind != "sample" or request.state != WAITING:
             return
-        job = self._job_of.get(name)
-        if job is not None:
-            self._jobs.pop(job, None)
-            self._process.send(Job(0, Cancel(job)))
-        self._finish(request, error="it was cancelled", theirs=True)
+        job = self._job_of.pop(name)
+        sent = self._jobs.pop(job)
+        self._process.send(Job(0, Cancel(job)))
+        assert sent.request is not None, "it is the job of a request"
+        self._finish(sent.request, error="it was cancelled", theirs=True)
 
     # ---- the order of a model's requests
 
     def _arrived(self, request: Request) -> None:
-        """Begin everything of a model whose turn has come."""
-        model = request.target
-        expected = self._next.setdefault(model, 0)
-        held = self._held.setdefault(model, {})
-        if request.seq >= expected:
-            held[request.seq] = request
-        while (first := held.pop(self._next[model], None)) is not None:
+        if request.seq >= self._next[request.target]:
+            self._held[request.target][request.seq] = request
+        self._go_on(request.target)
+
+    def _go_on(self, model: str) -> None:
+        """Begin everything of a model whose turn has come. Whether weights with a path are there is known only once
+        all before has been done."""
+        while model in self._loaded and (first := self._held[model].get(self._next[model])) is not None:
+            if first.kind in NAMED and first.state == WAITING and self._busy(model):
+                return
+            del self._held[model][first.seq]
             self._next[model] += 1
             self._dispatch(first)
 
@@ -321,36 +384,39 @@ class Service:
         row = self.store.model(model)
         assert row is not None, f"{model} was written down before its requests"
         self._loaded.add(model)
-        self._held[model] = {}
+        self._held[model] = {request.seq: request for request in self.store.history(model, row.state_seq)}
         self._next[model] = row.state_seq + 1
         if row.state_seq >= 0:
             kept = self._state(model, row.state_seq)
             self._send(msgspec.structs.replace(self._creation(model), folder=str(kept)), b"", model, None)
-        for request in self.store.history(model, row.state_seq):
-            self._arrived(request)
+        self._go_on(model)
 
-    def _has_turn(self, model: str) -> bool:
-        """Whether any request that is owed can be done: none waits for one that has not come. A client that is gone may
-        have left such a gap in every model that it had."""
+    def _turns(self, model: str) -> _Turns:
         row = self.store.model(model)
-        expected = 0 if row is None else row.state_seq + 1
-        for request in self.store.history(model, expected - 1):
-            if request.seq != expected:
-                return False
-            if request.state == WAITING:
-                return True
-            expected += 1
-        return False
+        missing, owed, held_up = 0 if row is None else row.state_seq + 1, False, False
+        for seq, state in self.store.standing(model, missing - 1):
+            if seq == missing:
+                missing, owed = missing + 1, owed or state == WAITING
+            else:
+                held_up = held_up or state == WAITING
+        return _Turns(missing, owed, held_up)
 
     def _dispatch(self, request: Request) -> None:
-        """Send a request to the process that computes. One that has ended is sent for what it changes only."""
+        """Send a request to the process that computes. One that has ended is sent for what it changes only: of those
+        that failed a step has dropped the gradients, and all others left nothing."""
         over = request.state != WAITING
-        if over and (request.kind not in CHANGING or request.info.get(FATAL) or _left_nothing(request)):
+        if over and request.kind not in CHANGING:
+            return
+        if request.state == FAILED:
+            if request.kind == "optim_step":
+                self._send(Drop(request.target), b"", request.target, None)
             return
         try:
             work, body = self._work(request, over)
         except Refused as error:
-            if not over:
+            if over:
+                self._not_made(request.target, str(error))
+            else:
                 self._finish(request, error=str(error), theirs=True)
             return
         self._send(work, body, "" if request.kind == "sample" else request.target, request, redo=over)
@@ -360,7 +426,7 @@ class Service:
         self._jobs[self._numbers] = _Sent(work, body, model, request, redo)
         if request is not None:
             self._job_of[request.id] = self._numbers
-        self._process.send(Job(self._numbers, work), body)
+        self._process.send(Job(self._numbers, work, redo), body)
 
     def _work(self, request: Request, over: bool) -> tuple[Work, bytes]:
         """Return what the process that computes has to do. Raises Refused for weights that are not here any more."""
@@ -375,8 +441,9 @@ class Service:
         if kind == "optim_step":
             return Update(model, said["params"], "" if over else self._keep(model, request.seq)), b""
         if kind == "load_weights":
-            source = self.shelf.find(request.owner, said["path"])
-            keep, folder = str(self._state(model, request.seq)), str(self.shelf.folder_of(source))
+            # Done again, it takes what it took then, whatever has the name by now.
+            folder = request.info.get("folder") or self.shelf.find(request.owner, said["path"]).info["folder"]
+            keep = "" if over else str(self._state(model, request.seq))
             if request.seq:
                 return Load(model, folder, said["optimizer"], keep), b""
             return msgspec.structs.replace(
@@ -386,6 +453,7 @@ class Service:
             return Unload(model), b""
         if not said["overwrite"] and self.store.checkpoint(said["path"]) is not None:
             raise Refused(409, f"there are weights {said['path']} already; say overwrite, or another name")
+        self.check_saving(request.owner, said["kind"])  # those before it have been saved meanwhile
         return Save(model, said["folder"], said["kind"]), b""
 
     def _creation(self, model: str) -> Create:
@@ -415,24 +483,24 @@ class Service:
 
     def _done(self, sent: _Sent, done: Done, body: bytes) -> None:
         request = sent.request
-        if request is None:
+        if request is not None:
+            self._job_of.pop(request.id, None)
+        if request is None or sent.redo:
             if done.error:
-                _log.error("model %s is not made again: %s", sent.model, done.error)
+                self._not_made(sent.model, done.error)
             return
-        self._job_of.pop(request.id, None)
-        if sent.redo:
-            if done.error and not request.error:
-                _log.error("%s was not done again: %s", request.id, done.error)
-            return
+        self._tried_again.discard(sent.model)
         info: dict[str, Any] = {"version": done.version, "digest": done.digest, "numbers": done.numbers}
         if request.kind in NAMED:
             said = json.loads(request.body)
             info |= {name: said.get(name) for name in ("path", "sampler")}
+        if isinstance(sent.work, (Create, Load)):
+            info["folder"] = sent.work.folder
         useless: list[Path] = []
         with self.store.together():
+            self._finish(request, result=body, error=done.error, theirs=done.theirs, info=info)
             if not done.error:
                 useless = self._note(request, sent, done)
-            self._finish(request, result=body, error=done.error, theirs=done.theirs, info=info)
         for folder in useless:  # not before it is written down that nobody needs it
             shutil.rmtree(folder, ignore_errors=True)
         _log.info("%s %s: %s, weights %d %s", request.kind, request.id, done.error or "done", done.version, done.digest)
@@ -460,7 +528,7 @@ class Service:
             )
             if said.get("sampler"):
                 self.store.add_sampler(said["sampler"], request.owner, said["session"], work.folder, said["path"])
-                return self.shelf.older_ephemeral(model)
+                return self.shelf.forget_ephemeral(model, self.options.keep_ephemeral)
             return [] if before is None else [self.shelf.folder_of(before)]
         if isinstance(work, Unload):
             return [self._forget(model)]
@@ -468,11 +536,40 @@ class Service:
 
     def _forget(self, model: str) -> Path:
         """Note that a model is gone for good; return what may be removed of it. Saved weights stay."""
+        self._drop_jobs(model)
+        self._give_up(model, NEVER_CAME, theirs=True)
+        self.store.drop_bodies(model)
         self.store.change_model(model, unloaded=1)
         self._loaded.discard(model)
         for known in (self._next, self._held, self._kept_at):
             known.pop(model, None)
         return self._state(model, 0).parent
+
+    def _not_made(self, model: str, why: str) -> None:
+        """Try once more to make a model again; fail what is owed to it where that fails, too. Done with other weights
+        it would be wrong."""
+        _log.error("model %s is not made again: %s", model, why)
+        self._drop_jobs(model)
+        self._leave_memory(model)
+        if model in self._tried_again:
+            self._tried_again.discard(model)
+            self._give_up(model, f"the model was not made again: {why}", theirs=False)
+        else:
+            self._tried_again.add(model)
+            self._load(model)
+
+    def _drop_jobs(self, model: str) -> None:
+        """Let nobody hear what comes of the jobs of a model."""
+        for number, sent in list(self._jobs.items()):
+            if sent.model == model:
+                del self._jobs[number]
+                if sent.request is not None:
+                    self._job_of.pop(sent.request.id, None)
+
+    def _give_up(self, model: str, why: str, *, theirs: bool) -> None:
+        """Fail what is owed to a model of which nothing is being done."""
+        for request in self.store.unfinished(model):
+            self._finish(request, error=why, theirs=theirs)
 
     def _finish(
         self,
@@ -506,12 +603,17 @@ class Service:
             self._leave_memory(min(idle, key=lambda row: row.used).id)
 
     def end_lapsed(self) -> None:
-        """Take models out of memory whose session nobody has kept alive."""
-        for row in self._in_memory():
-            if not self._busy(row.id):
-                session = self.store.session(row.session)
-                if session is None or session[2] or time.time() - session[1] > self.options.session_lapses_s:
-                    self._leave_memory(row.id)
+        """Take models out of memory whose session nobody has kept alive, and fail what waits for a request of theirs
+        that never came."""
+        for model in dict.fromkeys((*self._loaded, *self.store.owed_models())):
+            row = self.store.model(model)
+            if row is None or self._busy(model):
+                continue
+            session = self.store.session(row.session)
+            if session is None or session[2] or time.time() - session[1] > self.options.session_lapses_s:
+                self._give_up(model, NEVER_CAME, theirs=True)
+                if model in self._loaded:
+                    self._leave_memory(model)
 
     def _in_memory(self) -> list[ModelRow]:
         return [row for model in self._loaded if (row := self.store.model(model)) is not None]
@@ -531,20 +633,18 @@ class Service:
         while True:
             await asyncio.sleep(CLEANS_EVERY_S)
             now = time.time()
-            self.store.forget_results(fetched_before=now - KEPT_FETCHED_S, finished_before=now - KEPT_S)
-            self.shelf.drop_expired()
-            self.end_lapsed()
-            for model in self.store.unused_models(now - KEPT_S):
-                if model not in self._loaded:
-                    for folder in (self._forget(model), *self.shelf.forget_ephemeral(model)):
-                        shutil.rmtree(folder, ignore_errors=True)
+            try:
+                self.store.forget_results(fetched_before=now - KEPT_FETCHED_S, finished_before=now - KEPT_S)
+                self.shelf.drop_expired()
+                self.end_lapsed()
+                for model in self.store.unused_models(now - KEPT_S):
+                    if model not in self._loaded:
+                        for folder in (self._forget(model), *self.shelf.forget_ephemeral(model)):
+                            shutil.rmtree(folder, ignore_errors=True)
+            except (sqlite3.Error, OSError) as error:  # a disk that is full may be better the next time
+                _log.error("--root %s was not cleaned: %s", self.root, error)
 
     def _later(self, work: Any) -> None:
         task = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-def _left_nothing(request: Request) -> bool:
-    """Whether a request failed that has then changed nothing. A step that failed has dropped gradients."""
-    return request.state == FAILED and request.kind == "forward_backward"

@@ -26,11 +26,10 @@ class Refused(Exception):
 
 
 class Shelf:
-    """Holds the weights that were saved below ``root``; of those without a name the last ``keep_ephemeral`` of each
-    model."""
+    """Holds the weights that were saved below ``root``."""
 
-    def __init__(self, store: Store, root: Path, keep_ephemeral: int) -> None:
-        self._store, self._root, self._keep = store, root, keep_ephemeral
+    def __init__(self, store: Store, root: Path) -> None:
+        self._store, self._root = store, root
         self._secret = store.once("secret", secrets.token_hex(32)).encode()
 
     def find(self, owner: str, path: str) -> CheckpointRow:
@@ -91,13 +90,9 @@ class Shelf:
             if row.expires is not None and row.expires < now:
                 self.drop(row)
 
-    def older_ephemeral(self, model: str) -> list[Path]:
-        """Forget weights without a name that samplers of this model had, but for the last ones; return their
-        folders."""
-        return self.forget_ephemeral(model, self._keep)
-
     def forget_ephemeral(self, model: str, keep: int = 0) -> list[Path]:
-        """Forget all of them but for the last ``keep``; return their folders."""
+        """Forget weights without a name that samplers of this model had, but for the last ``keep``; return their
+        folders."""
         own = [row for row in self._store.checkpoints(model=model) if row.info.get("ephemeral")]
         older = own[keep:]
         for row in older:

@@ -38,8 +38,7 @@ create index if not exists of_state on requests (state);
 FORMAT = "2"
 WAITING, FINISHED, FAILED = 0, 1, 2
 CHANGING = ("create_model", "forward_backward", "optim_step", "load_weights")
-"""Requests that change a model, which have to be done again to make it again. A step that failed is no exception: it
-has dropped gradients."""
+"""Requests that change a model, which have to be done again to make it again."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +88,7 @@ class SamplerRow:
 
 @dataclass(frozen=True)
 class CheckpointRow:
-    """Saved weights: ``kind`` is ``training`` or ``sampler``; ``expires`` is a time, or None."""
+    """Saved weights: ``kind`` is ``training``, ``sampler`` or ``external``; ``expires`` is a time, or None."""
 
     path: str
     owner: str
@@ -175,10 +174,11 @@ class Store:
     # ---- models
 
     def add_model(self, id: str, owner: str, session: str, options: Mapping[str, Any]) -> None:
-        """Write a model down."""
+        """Write a model down, in place of one that was never promised."""
         now = time.time()
         self._base.execute(
-            "insert into models values (?,?,?,?,?,?,-1,0)", (id, owner, session, now, now, json.dumps(options))
+            "insert or replace into models values (?,?,?,?,?,?,-1,0)",
+            (id, owner, session, now, now, json.dumps(options)),
         )
 
     def model(self, id: str) -> ModelRow | None:
@@ -275,13 +275,25 @@ class Store:
         found = self._requests("id=?", (id,), body="null")
         return found[0] if found else None
 
-    def unfinished(self) -> list[Request]:
-        """Return what is owed, in the order in which it came."""
-        return self._requests("state=0", ())
+    def unfinished(self, target: str | None = None) -> list[Request]:
+        """Return what is owed, of all targets or of one, by targets and numbers."""
+        return self._requests("state=0 and (?1 is null or target=?1)", (target,))
+
+    def owed_models(self) -> list[str]:
+        """Return the models that have requests which are owed."""
+        rows = self._base.execute("select distinct target from requests where state=0 and kind<>'sample'")
+        return [row[0] for row in rows]
 
     def history(self, model: str, after: int) -> list[Request]:
         """Return the requests of a model behind a sequence number, in their order."""
         return self._requests("target=? and seq>?", (model, after))
+
+    def standing(self, model: str, after: int) -> list[tuple[int, int]]:
+        """Return number and state of the requests of a model behind a sequence number, in their order."""
+        found = self._base.execute(
+            "select seq, state from requests where target=? and seq>? order by seq", (model, after)
+        )
+        return found.fetchall()
 
     def next_seq(self, target: str) -> int:
         """Return the number behind the highest one of a model's requests."""
@@ -315,9 +327,12 @@ class Store:
         """Note that somebody has got the result."""
         self._base.execute("update requests set fetched=coalesce(fetched, ?) where id=?", (time.time(), id))
 
-    def drop_bodies(self, target: str, upto: int) -> None:
-        """Forget what was asked, up to a sequence number: it is in a state that is kept."""
-        self._base.execute("update requests set body=null where target=? and seq<=?", (target, upto))
+    def drop_bodies(self, target: str, upto: int | None = None) -> None:
+        """Forget what was asked, up to a sequence number, which is in a state that is kept; None: all."""
+        self._base.execute(
+            "update requests set body=null where target=?1 and (?2 is null or seq<=?2) and body is not null",
+            (target, upto),
+        )
 
     def forget_results(self, *, fetched_before: float, finished_before: float) -> int:
         """Forget the results of requests that were fetched, or have ended, before these times; return how many. The

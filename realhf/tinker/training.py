@@ -127,9 +127,15 @@ class TrainedModel:
         return pass_answer(batch.split(found), metrics)
 
     def update(self, params: Mapping[str, float]) -> dict[str, float]:
-        """Make a step of Adam by what was accumulated; return its statistics. Raises FloatingPointError where the
-        gradient is not finite: nothing has changed then, and the gradient is dropped."""
-        result = self._engine.step(_adam(params))
+        """Make a step of Adam by what was accumulated; return its statistics. Raises BadRequest for parameters out of
+        range, FloatingPointError where the gradient is not finite: no weight has changed then, and the gradient is
+        dropped."""
+        try:
+            options = _adam(params)
+        except BadRequest:
+            self.drop()
+            raise
+        result = self._engine.step(options)
         if result.skipped:
             raise FloatingPointError("the gradient is not finite: the weights stay as they were, and it is dropped")
         self._held = None
@@ -138,6 +144,10 @@ class TrainedModel:
             "learning_rate": result.stats["lr"],
             "weights_version": float(self._engine.version),
         }
+
+    def drop(self) -> None:
+        """Drop what was accumulated."""
+        self._engine.forget_gradients()
 
     def save(self, folder: Path, *, moments: bool) -> None:
         """Write the adapters into a folder as peft has them, with the optimizer's state if ``moments``."""
@@ -154,13 +164,13 @@ class TrainedModel:
     def load(self, folder: Path, *, moments: bool) -> None:
         """Take what ``save`` wrote; without ``moments`` the optimizer begins anew. Gradients are dropped. Raises
         FileNotFoundError or ValueError that says how they differ."""
+        self._held = None
         if moments:
             self._engine.load_checkpoint(folder)
         else:
             self._adapters.load(folder / ADAPTER)
             self._engine.forget_moments()
-        self._engine.forget_gradients()
-        self._held = None
+        self.drop()
 
     def nbytes(self) -> int:
         """Return the bytes that this model takes beside the base: weights, gradients and both moments."""

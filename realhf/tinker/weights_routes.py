@@ -75,9 +75,7 @@ class WeightsRoutes:
         ttl = asked.ttl_seconds
         _check_ttl(ttl)
         row, seq = self._desk.model(request, asked.model_id), counted(asked.seq_id)
-        used, most = self._desk.store.saved_bytes(row.owner) / 2**30, self._desk.options.max_saved_gib
-        if used > most:
-            raise Refused(400, f"your saved weights take {used:.1f} of {most:g} GiB (--max-saved-gib): delete some")
+        self._desk.service.check_saving(row.owner, weights)
         lora = {name: row.options[name] for name in ("base", "rank", "mlp", "attention", "unembedding")}
         said = {
             "path": f"tinker://{row.id}/{KINDS[weights]}/{name}",
@@ -97,6 +95,9 @@ class WeightsRoutes:
         with self._desk.numbered(request, asked):
             if asked.weights_access_token:
                 raise Refused(400, "weights_access_token is not carried by this server")
+            self._desk.check_optimizer(asked.optimizer_config)
+            if asked.base_model is not None:
+                self._desk.check_base(asked.base_model)
             source = self._desk.service.shelf.find(request.scope[OWNER], asked.path)
             body = json.dumps({"path": source.path, "optimizer": asked.optimizer}).encode()
             if asked.session_id is None:

@@ -7,6 +7,7 @@ as JSON of its request types. Answers of ``forward_backward`` and ``sample`` are
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
@@ -55,6 +56,19 @@ def read_head(body: bytes) -> Pass:
     kind = pb.ForwardBackwardRequest.DESCRIPTOR
     data, parts = kind.fields_by_name["data"].number, _Parts(body)
     return _head(_message(b"".join(body[a:b] for number, a, _, b in parts.fields(0, len(body)) if number != data)))
+
+
+def read_number(beginning: bytes) -> tuple[str, int]:
+    """Return model and number of ``forward_backward`` as far as they stand in the beginning of its body, before the
+    data. Raises BadRequest."""
+    data, end = pb.ForwardBackwardRequest.DESCRIPTOR.fields_by_name["data"].number, 0
+    with suppress(BadRequest):  # it ends within a field
+        for number, _, _, after in _Parts(beginning).fields(0, len(beginning)):
+            if number == data:
+                break
+            end = after
+    head = _message(beginning[:end])
+    return head.model_id, head.seq_id
 
 
 def read_pass(body: bytes, *, vocabulary: int, longest: int) -> Pass:
@@ -284,9 +298,9 @@ class Scored:
     targets: np.ndarray | None = None
 
 
-def sample_answer(sequences: Sequence[Sampled], prompt: Scored, reused_tokens: int) -> bytes:
+def sample_answer(sequences: Sequence[Sampled], prompt: Scored) -> bytes:
     """Write a ``SampleResponse``."""
-    answer = pb.SampleResponse(prompt_cache_hit_tokens=reused_tokens)
+    answer = pb.SampleResponse()
     for each in sequences:
         reason = pb.STOP_REASON_STOP if each.reason == "stop" else pb.STOP_REASON_LENGTH
         sequence = answer.sequences.add(

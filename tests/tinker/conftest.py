@@ -3,6 +3,7 @@ what needs no client is collected: ``make test-tinker`` installs it beside the p
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -15,9 +16,12 @@ from pathlib import Path
 import pytest
 
 from realhf.api.config import BuiltinModelConfig
+from realhf.tinker.options import ServerOptions
+from realhf.tinker.service import Service
+from tests.tinker.compute_stand_in import Compute
 
 KEY = "tml-a-key-of-these-tests-only"
-_NEED_IT = ("test_client.py", "test_kills.py", "test_hostile.py", "test_parity.py")
+_NEED_IT = ("test_client.py", "test_kills.py", "test_hostile.py", "test_parity.py", "test_desk.py")
 collect_ignore = [] if find_spec("tinker") else [*_NEED_IT]
 START_S = 240.0
 LIMITS = ("--max-sequence", "256", "--max-adapters-per-key", "3")
@@ -87,6 +91,28 @@ def server(policy, tmp_path_factory):
     yield running
     if running.process.poll() is None:
         assert running.stop() == 0, running.log.read_text()[-3000:]
+
+
+@pytest.fixture
+def opened(tmp_path, monkeypatch):
+    """Opens services in this process, one after another, on the same folder; a stand-in computes."""
+    monkeypatch.setattr("realhf.tinker.service.ComputeProcess", Compute)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    now: list[Service] = []
+    with asyncio.Runner() as runner:
+
+        async def begin(options) -> Service:
+            if now:
+                await now.pop().close()
+            service = Service(ServerOptions(str(tmp_path / "model"), root=str(tmp_path / "root"), **options))
+            await service.open()
+            now.append(service)
+            return service
+
+        yield lambda **options: runner.run(begin(options))
+        for service in now:
+            runner.run(service.close())
 
 
 def wait_for(condition, what: str, within_s: float = 60.0) -> None:

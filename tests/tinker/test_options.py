@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import resource
+
 import pytest
 
+from realhf.base.http_guard import HandshakeLoop
+from realhf.tinker import __main__ as command
 from realhf.tinker.options import OptionError, ServerOptions, command_line, options_of
 from realhf.tinker.store import FAILED, FINISHED, WAITING, Store
 
@@ -27,6 +32,7 @@ def model(tmp_path):
         (["--max-rank", "0"], "--max-rank 0 is out of range"),
         (["--state-every-s", "-1"], "--state-every-s -1.0 is out of range"),
         (["--kv-cache-gib", "0"], "--kv-cache-gib 0.0 is out of range"),
+        (["--max-saved-gib", "nan"], "--max-saved-gib nan is out of range"),
     ],
 )
 def test_a_wrong_option_is_named(model, given, said):
@@ -53,6 +59,27 @@ def test_keys_come_from_a_file_that_nobody_else_reads(model, tmp_path):
     file.write_text("tml-short\n")
     with pytest.raises(OptionError, match="20 letters"):
         options.api_keys()
+
+
+@pytest.mark.parametrize("tls", [True, False])
+def test_a_server_has_all_descriptors_and_ends_silent_handshakes(model, monkeypatch, tls):
+    """The loop that does was named to uvicorn only, which does not start one here: who shook no hands held a connection
+    for a minute."""
+
+    async def serve(options):
+        loops.append(isinstance(asyncio.get_running_loop(), HandshakeLoop))
+        return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+    loops: list[bool] = []
+    monkeypatch.setattr(command, "serve", serve)
+    monkeypatch.setattr(command, "needs", lambda *names: None)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (before[1] // 2, before[1]))
+    try:
+        given = ["--model", model, *(["--tls-cert", "cert.pem", "--tls-key", "key.pem"] if tls else [])]
+        assert command.main(given) == before[1] and loops == [tls]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def test_every_option_has_a_line_of_help():

@@ -13,7 +13,6 @@ import asyncio
 import ctypes
 import gc
 import logging
-import resource
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
@@ -28,6 +27,7 @@ from starlette.middleware.gzip import GZipMiddleware
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from realhf.base.http_guard import use_all_descriptors
 from realhf.trajectory.http import routes_producer, routes_trainer, routes_watch, status_page
 from realhf.trajectory.http.auth import AccessGuard, route_path
 from realhf.trajectory.http.config import TrajectoryConfig, resolve
@@ -244,7 +244,7 @@ def create_app(config: TrajectoryConfig) -> FastAPI:
         interval = sys.getswitchinterval()
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
         keep_buffers()
-        _use_all_descriptors()
+        use_all_descriptors()
         try:
             try:
                 await service.open()
@@ -272,14 +272,6 @@ def create_app(config: TrajectoryConfig) -> FastAPI:
         app.include_router(module.router(service))
     _handle_errors(app, service)
     return app
-
-
-def _use_all_descriptors() -> None:
-    """Raise the limit of open descriptors to what the host allows: idle connections exhaust the usual 1,024."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        with suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _middlewares(service: Service) -> list[Middleware]:
