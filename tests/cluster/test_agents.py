@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -262,4 +263,5 @@ def test_clocks_that_are_apart_are_told(monkeypatch: pytest.MonkeyPatch, cluster
     monkeypatch.setattr("realhf.cluster.host_table.time.time", lambda: now() - 60)
     cluster.join("a")
     notice = cluster.until(lambda event: isinstance(event, Notice))
-    assert isinstance(notice, Notice) and "host a: its clock is 60 s ahead of the launcher's" in notice.text
+    assert isinstance(notice, Notice)  # how long the greeting was under way is in it
+    assert re.search(r"host a: its clock is (5\d|60) s ahead of the launcher's", notice.text)
