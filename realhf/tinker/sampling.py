@@ -400,7 +400,7 @@ class Sampler:
         """Tell all that are in play; where none is, the one that wanted the longest rows, for which there was no
         room."""
         failed = {id(asked): asked for asked, _ in self._playing.values()}
-        if not failed:
+        if not failed and self._joining:
             widest, _ = max(self._joining, key=lambda each: each[1].length + each[1].budget)
             failed = {id(widest): widest}
         self._playing = {}

@@ -26,7 +26,7 @@ from realhf.aws.grading.snapshot import Snapshot, take_snapshot
 from realhf.aws.grading.tracker import is_read, resource_name
 from realhf.aws.real_aws.walked_account import WalkedAccount
 from realhf.aws.simulator.pool import Slot
-from realhf.aws.tasks.captures import CaptureError, fill_setup, has_setup_captures, resolve
+from realhf.aws.tasks.captures import CaptureError, fill_setup, resolve, setup_captures
 from realhf.aws.tasks.task import SetupCommand, Task, TaskError, choose_drifts, repairs
 
 _MESSAGE_CHARS = 200
@@ -123,7 +123,7 @@ def _filled(command: SetupCommand, answers: Sequence[Mapping[str, Any]]) -> Setu
 
 
 def _with_captures(task: Task, answers: Sequence[Mapping[str, Any]]) -> Task:
-    if not has_setup_captures(task):
+    if not setup_captures(task):
         return task
     return replace(
         task,

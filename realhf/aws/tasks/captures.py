@@ -56,11 +56,6 @@ def setup_captures(value: Any) -> set[str]:
     return {match[0] for match in _SETUP.finditer(repr(value))}
 
 
-def has_setup_captures(value: Any) -> bool:
-    """Return whether ``fill_setup`` would change anything."""
-    return "${setup" in repr(value)
-
-
 def _find(match: re.Match[str], documents: Sequence[Any]) -> Any:
     number, path = int(match[1]), match[2].removeprefix("$.")
     if not 1 <= number <= len(documents):

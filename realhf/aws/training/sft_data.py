@@ -50,7 +50,7 @@ from realhf.aws.episode.episode import HINT_COMMAND
 from realhf.aws.episode.pooled_environment import MESSAGE_TIMEOUT_S, pooled_environment
 from realhf.aws.messages import OBSERVATION_CHARS, episode_task
 from realhf.aws.simulator.pool import MiniStackPool
-from realhf.aws.tasks.captures import fill_setup, has_setup_captures, resolve, setup_captures
+from realhf.aws.tasks.captures import fill_setup, resolve, setup_captures
 from realhf.aws.tasks.loader import TEMPLATE_SPLITS, Template, instantiate, is_name, load_templates, mistakes
 from realhf.aws.tasks.task import Task, TaskError
 from realhf.base.files import whole_file
@@ -182,7 +182,7 @@ def _mistake(task: Task, rng: random.Random, *, any_way_back: bool) -> tuple[tup
         if any_way_back:
             # No way back: what is made by a wrong name inside a thing that the account held before stays there and is
             # damage, and a reference of the caller serves for one request.
-            final = has_setup_captures(wrong[0]) or "--caller-reference" in wrong[0]
+            final = bool(setup_captures(wrong[0])) or "--caller-reference" in wrong[0]
             wrong = (_misspelt(task.solution[0]),) if final or wrong[0] == task.solution[0] else wrong[:1]
         return wrong, task.solution
     mistake = rng.choice(written)

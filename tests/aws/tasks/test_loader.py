@@ -22,7 +22,7 @@ from realhf.aws.grading.grader import freedom_of, is_graded_by_end_state
 from realhf.aws.simulator.pool import ACCOUNT
 from realhf.aws.tasks import loader
 from realhf.aws.tasks.__main__ import main
-from realhf.aws.tasks.captures import CaptureError, fill_setup, has_setup_captures, resolve
+from realhf.aws.tasks.captures import CaptureError, fill_setup, resolve, setup_captures
 from realhf.aws.tasks.loader import (
     ADJECTIVES,
     NOUNS,
@@ -219,7 +219,7 @@ def test_what_is_not_there_stays_as_it_is_written(command: str) -> None:
 def test_values_of_set_up_keep_their_type() -> None:
     answers = [{"Port": 80, "Vpc": {"Id": "vpc-1"}}]
     value = {"${setup1:Vpc.Id}": ["${setup1:Port}", "p${setup1:Port}", True], "t": ("${setup1:$.Vpc.Id}",)}
-    assert has_setup_captures(value) and not has_setup_captures({"a": "${step1:x}"})
+    assert setup_captures(value) and not setup_captures({"a": "${step1:x}"})
     assert fill_setup(value, answers) == {"vpc-1": [80, "p80", True], "t": ("vpc-1",)}
     for bad in ("${setup2:Port}", "${setup1:Nope}", "${setup1:][}"):
         with pytest.raises(CaptureError):
