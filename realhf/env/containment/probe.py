@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import mmap
 import os
 import select
@@ -161,7 +162,7 @@ def _limited(guard: ProcessGuard, unlinked: int) -> Iterator[Attempt]:
     acts: Mapping[str, tuple[Callable[[], Any], int]] = {
         "take more memory": (lambda: mmap.mmap(-1, guard.memory_bytes, flags=mmap.MAP_PRIVATE), errno.ENOMEM),
         "share more memory": (lambda: mmap.mmap(-1, guard.address_bytes), errno.ENOMEM),
-        "open more files": (lambda: os.dup2(unlinked, guard.open_files), errno.EBADF),
+        "open more files": (lambda: fcntl.fcntl(unlinked, fcntl.F_DUPFD, guard.open_files), errno.EINVAL),
         "write a longer file": (lambda: os.pwrite(unlinked, b"x", guard.file_bytes), errno.EFBIG),
     }
     for act, (attempt, expected) in acts.items():
