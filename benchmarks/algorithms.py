@@ -2,7 +2,7 @@
 
     python benchmarks/algorithms.py --out curves.png
         [--presets grpo,dapo,...] [--environments aws,sql,countdown] [--seeds 1,2,3] [--steps 20] [--runs FOLDER]
-        [--minutes 30] [OPTION=VALUE ...]
+        [--jobs 1] [--minutes 30] [OPTION=VALUE ...]
 
 Every run starts from the warm-started policy of its environment and is
 ``experiment=policy_gradient env=ENVIRONMENT ppo.algo=PRESET``, nothing else set but the number of steps and an
@@ -10,10 +10,11 @@ evaluation every five: each preset is as it was published. ``opd`` needs a teach
 end of its first seed, whose training does not count.
 
 A preset that plays or passes more takes longer for a step, so that steps are no measure. The curves are over the
-seconds of train steps, and the table compares the last evaluation that each run had within the seconds of the fastest
-one: success of each seed, the mean, and the difference from the first preset, seed by seed, with the 95 % interval of
-its mean (Student's t). The machine should have nothing else to do. A run that is there is not repeated, and one that
-was killed goes on: the same command again.
+seconds of train steps, and the table compares where they are at the end of the fastest run: success of each seed, the
+mean, and the difference from the first preset, seed by seed, with the 95 % interval of its mean (Student's t). The
+machine should have nothing else to do. With ``--jobs`` several runs go on at once, each on its own share of the cores:
+policies as small as these gain little by a second core, and all presets have the same. A run that is there is not
+repeated, and one that was killed goes on: the same command again.
 """
 
 from __future__ import annotations
@@ -21,13 +22,17 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import matplotlib
+import numpy as np
 from learning import difference
 from learning_gate import Failed, run
 
@@ -36,6 +41,7 @@ from realhf.algorithms.presets import PRESETS
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
+T = TypeVar("T")
 EVERY_STEPS = 5
 TEACHER = "grpo"
 """Whose policy, of the first seed, ``opd`` learns from."""
@@ -49,9 +55,9 @@ class Curve:
     seconds: tuple[float, ...]
     success: tuple[float, ...]
 
-    def within(self, budget: float) -> float:
-        """Return the success of the last evaluation within ``budget`` seconds."""
-        return [success for seconds, success in zip(self.seconds, self.success, strict=True) if seconds <= budget][-1]
+    def after(self, budget: float) -> float:
+        """Return the success after ``budget`` seconds, on a straight line between two evaluations."""
+        return float(np.interp(budget, self.seconds, self.success))
 
 
 def read_curve(folder: Path) -> Curve:
@@ -65,22 +71,54 @@ def read_curve(folder: Path) -> Curve:
     )
 
 
-def play(environment: str, preset: str, seed: int, first: int, steps: int, asked: argparse.Namespace) -> Curve:
+def play(environment: str, preset: str, seed: int, asked: argparse.Namespace) -> Curve:
     """Train, or read what was trained before. Raises Failed."""
     runs: Path = asked.runs.resolve()
     folder, log = runs / environment / f"{preset}-seed{seed}", runs / f"{environment}-{preset}-seed{seed}.log"
     if not (folder / "summary.json").is_file():
         runs.mkdir(parents=True, exist_ok=True)
-        teacher = [f"teacher.path={runs / environment / f'{TEACHER}-seed{first}' / 'policy'}"]
+        teacher = [f"teacher.path={runs / environment / f'{TEACHER}-seed{asked.seeds[0]}' / 'policy'}"]
         options = [
-            *("experiment=policy_gradient", f"env={environment}", f"ppo.algo={preset}", f"total_train_steps={steps}"),
-            *(f"evaluation.every_steps={EVERY_STEPS}", "evaluation.greedy_episodes_per_task=0"),
+            *("experiment=policy_gradient", f"env={environment}", f"ppo.algo={preset}"),
+            *(f"total_train_steps={asked.steps}", f"evaluation.every_steps={EVERY_STEPS}"),
+            "evaluation.greedy_episodes_per_task=0",
             *(teacher if preset == "opd" else []),
             *(f"fileroot={runs}", f"experiment_name={environment}", f"trial_name={preset}-seed{seed}", f"seed={seed}"),
             *asked.options,
         ]
         run([sys.executable, "-m", "realhf.launch", *options], log, asked.minutes)
     return read_curve(folder)
+
+
+def play_all(asked: argparse.Namespace) -> dict[str, dict[str, dict[int, Curve]]]:
+    """Return environment -> preset -> seed -> curve, with a line for each as it ends. Raises Failed."""
+    cores = sorted(os.sched_getaffinity(0))
+    shares = [cores[number :: asked.jobs] for number in range(asked.jobs)]
+
+    def take_a_share() -> None:
+        os.sched_setaffinity(0, shares.pop())  # of this thread alone, and of the runs that it starts
+
+    whole = list(itertools.product(asked.environments, asked.presets, asked.seeds))
+    found: dict[tuple[str, str, int], Curve] = {}
+    with ThreadPoolExecutor(asked.jobs, initializer=take_a_share) as pool:
+        for taught in (False, True):  # the teachers are trained first
+            ahead = {pool.submit(play, *each, asked): each for each in whole if (each[1] == "opd") == taught}
+            try:
+                for done in as_completed(ahead):
+                    found[ahead[done]] = curve = done.result()
+                    at = zip(curve.seconds, curve.success, strict=True)
+                    told = ", ".join(f"{100 * success:.1f} % at {seconds:.0f} s" for seconds, success in at)
+                    environment, preset, seed = ahead[done]
+                    print(f"{environment} {preset} seed {seed}: {told}", file=sys.stderr, flush=True)
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+    return {
+        environment: {
+            preset: {seed: found[environment, preset, seed] for seed in asked.seeds} for preset in asked.presets
+        }
+        for environment in asked.environments
+    }
 
 
 def table(curves: Mapping[str, Mapping[int, Curve]]) -> list[str]:
@@ -92,8 +130,8 @@ def table(curves: Mapping[str, Mapping[int, Curve]]) -> list[str]:
     ]
     first = next(iter(curves))
     for preset, seeds in curves.items():
-        now = {seed: 100 * curve.within(budget) for seed, curve in seeds.items()}
-        gaps = [now[seed] - 100 * curves[first][seed].within(budget) for seed in now]
+        now = {seed: 100 * curve.after(budget) for seed, curve in seeds.items()}
+        gaps = [now[seed] - 100 * curves[first][seed].after(budget) for seed in now]
         steps = statistics.mean(curve.seconds[-1] for curve in seeds.values())
         rows.append(
             f"| `{preset}` | {steps:.0f} | {', '.join(f'{value:.1f}' for value in now.values())}"
@@ -123,7 +161,7 @@ def draw(found: Mapping[str, Mapping[str, Mapping[int, Curve]]], out: Path) -> N
     figure.savefig(out, dpi=110)
 
 
-def listed(kind: type) -> object:
+def listed(kind: Callable[[str], T]) -> Callable[[str], list[T]]:
     """Return a reader of values with commas between."""
     return lambda text: [kind(word) for word in text.split(",") if word]
 
@@ -136,6 +174,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=listed(int), default=[1, 2, 3])
     parser.add_argument("--steps", type=int, default=20, help="of every run, a multiple of five")
     parser.add_argument("--runs", type=Path, default=Path("runs/algorithms"), help="where the runs are kept")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at once, at most one for each core")
     parser.add_argument("--minutes", type=float, default=30, help="longest time of a run")
     parser.add_argument("--out", type=Path, help="PNG to draw")
     parser.add_argument("options", nargs="*", metavar="OPTION=VALUE", help="of every run")
@@ -144,17 +183,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--presets: {', '.join(sorted(unknown))}: not among {', '.join(PRESETS)}")
     if asked.steps < EVERY_STEPS or asked.steps % EVERY_STEPS:
         parser.error(f"--steps {asked.steps}: not a multiple of {EVERY_STEPS}")
+    if not 1 <= asked.jobs <= (cores := len(os.sched_getaffinity(0))):
+        parser.error(f"--jobs {asked.jobs}: from 1 to {cores}, the number of cores")
     if "opd" in asked.presets and TEACHER not in asked.presets[: asked.presets.index("opd")]:
         parser.error(f"--presets: opd learns from {TEACHER}, which must stand before it")
-    found: dict[str, dict[str, dict[int, Curve]]] = {}
     try:
-        for environment in asked.environments:
-            for preset in asked.presets:
-                for seed in asked.seeds:
-                    curve = play(environment, preset, seed, asked.seeds[0], asked.steps, asked)
-                    found.setdefault(environment, {}).setdefault(preset, {})[seed] = curve
-                    told = [f"{100 * y:.1f} % at {x:.0f} s" for x, y in zip(curve.seconds, curve.success, strict=True)]
-                    print(f"{environment} {preset} seed {seed}: {', '.join(told)}", file=sys.stderr, flush=True)
+        found = play_all(asked)
     except Failed as error:
         print(f"algorithms: {error}", file=sys.stderr)
         return 2

@@ -100,7 +100,8 @@ MOST_ROWS = 40
 
 class QuestionGoal:
     """A question is answered. Finding it means a result of one value, the answer, by a statement that reads all columns
-    that the answer depends on."""
+    that the answer depends on. Only the last such result counts: a statement may name columns and return a constant,
+    and a list of constants would be sure of one that is right."""
 
     def __init__(self, instance: Instance) -> None:
         assert instance.answer is not None
@@ -111,8 +112,9 @@ class QuestionGoal:
     def take_result(self, result: Result, database: Database) -> None:
         """See what a statement returned."""
         is_value = len(result.rows) == 1 and len(result.rows[0]) == 1 and not result.more
-        if is_value and result.rows[0][0] == self._expected and result.read >= self._needed:
-            self.potential = max(self.potential, FOUND)
+        if is_value:
+            right = result.rows[0][0] == self._expected and result.read >= self._needed
+            self.potential = FOUND if right else 0.0
 
     def take_answer(self, answer: str) -> tuple[str, bool]:
         """Take the answer, the only one there is. Returns what the policy is told, and whether the episode ends."""

@@ -160,6 +160,19 @@ async def test_a_guessed_constant_is_no_found_answer():
     assert score(turns) == 0
 
 
+async def test_of_a_list_of_constants_only_the_last_counts():
+    """A statement that names the columns and returns a constant cannot be told from one that found it, but a list of
+    them is no surer than a single guess."""
+    instance = draw_instance(QUESTION.payload)
+    table = instance.tables[0].name
+    names = " AND ".join(f"{name} IS NOT NULL" for _, name in instance.reads)
+    guesses = [f"SELECT {answer} FROM {table} WHERE {names} LIMIT 1" for answer in (instance.answer, 98, 99)]
+    assert score(await play(QUESTION, guesses[:1])) == 0.5
+    assert score(await play(QUESTION, guesses)) == 0
+    later = await play(QUESTION, [*guesses, *instance.turns()[:1]])
+    assert score(later) == 0.5
+
+
 async def test_an_answer_among_others_is_not_found():
     instance = draw_instance(QUESTION.payload)
     table = instance.tables[0]
