@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from realhf.api.config import GenConfig
@@ -138,6 +138,3 @@ class WeightsManifest(Message, frozen=True):
     def digest(self) -> str:
         """One digest of all tensors, by which files and logs name these weights."""
         return joint_digest({slot.name: slot.digest for slot in self.slots})
-
-
-Generate = Callable[[GenRequest], Awaitable[GenOutput]]

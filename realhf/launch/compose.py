@@ -104,7 +104,7 @@ def compose_config(arguments: Sequence[str], config_dir: Path = CONFIGS) -> Comp
         if key != "experiment_path"
     ]
     try:
-        config, defaults = _of_its_model(overrides, given, config_dir, schema, user_file)
+        config, defaults = _of_its_model(overrides, given, config_dir, schema, user_file, environment)
     except _Unknown as unknown:
         raise ConfigError(_unknown_option(unknown.option, name, schema, config_dir)) from None
     _check_scheduler(config, scheduler, own)
@@ -148,32 +148,34 @@ def shipped_schemas(config_dir: Path = CONFIGS) -> dict[str, Schema]:
 
 
 def _of_its_model(
-    overrides: list[str], given: Mapping[str, str], config_dir: Path, schema: Schema, user_file: Path | None
+    overrides: list[str],
+    given: Mapping[str, str],
+    config_dir: Path,
+    schema: Schema,
+    user_file: Path | None,
+    environment: str | None,
 ) -> tuple[ExperimentConfig, Mapping[str, Any]]:
     """The configuration, and the options whose defaults are those of the built-in policy (in this environment) and not
-    the library's, which suit pretrained models. Which of the two the actor is, any file may say, so a wrong guess
-    composes once more."""
+    the library's, which suit pretrained models. What the actor and the environment are, any file may say, so a wrong
+    guess composes once more."""
+    from omegaconf import OmegaConf
+
+    def files_of(builtin: bool, environment: str) -> list[Path]:
+        general = config_dir / BUILTIN_DEFAULTS
+        special = config_dir / f"{general.stem}_{environment}.yaml"
+        return [general, *([special] if environment.isidentifier() and special.is_file() else [])] if builtin else []
+
     small = (
         is_builtin(given["actor.path"]) if "actor.path" in given else given.get("model", BUILTIN).startswith(BUILTIN)
     )
-    general = config_dir / BUILTIN_DEFAULTS
-
-    def composed(files: Sequence[Path]) -> ExperimentConfig:
-        from omegaconf import OmegaConf
-
+    wanted = files_of(small, environment or "")
+    for _ in range(3):  # The files that are left out or added may say once more what the others are.
+        files = wanted
         values = OmegaConf.to_container(OmegaConf.merge(*map(_read_yaml, files))) if files else {}
-        return _compose(overrides, config_dir, schema, user_file, cast("Mapping[str, Any]", values))
-
-    for guess in (small, not small):
-        files = [general] if guess else []
-        config = composed(files)
-        if is_builtin(config.actor.path) is guess:
+        config = _compose(overrides, config_dir, schema, user_file, cast("Mapping[str, Any]", values))
+        wanted = files_of(is_builtin(config.actor.path), getattr(getattr(config, "env", None), "path", ""))
+        if wanted == files:
             break
-    environment = getattr(getattr(config, "env", None), "path", "")
-    special = config_dir / f"{general.stem}_{environment}.yaml"
-    if files and environment.isidentifier() and special.is_file():
-        files.append(special)
-        config = composed(files)
     defaults = {name: value for file in files for name, value in schema.set_in(file).items()}
     return config, defaults
 

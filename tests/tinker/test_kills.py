@@ -40,37 +40,51 @@ def undisturbed(server, policy):
     return losses
 
 
+def disturbed(server, policy, places, kill, n=STEPS):
+    """The losses of a loop during which ``kill`` strikes as soon as so many are there as each of ``places`` says."""
+    losses: list = []
+    training = threading.Thread(target=loop, args=(server.url, policy, losses, n))
+    training.start()
+    for at in places:
+        wait_for(lambda at=at: len(losses) >= at or not training.is_alive(), f"{at} steps", 120)
+        kill()
+    training.join(240)
+    assert not training.is_alive()
+    return losses
+
+
+def kill_and_start(server):
+    server.kill()
+    server.start()
+
+
 @pytest.mark.parametrize("options", [("--state-every-s", "0"), ("--state-every-s", "3600")])
 def test_a_killed_server_goes_on_to_the_bit(policy, tmp_path, undisturbed, options):
     """Killed three times with all that it started, between and within requests: with a kept state after every step, and
     with one after the first only, so that all steps behind it are done again."""
     server = Server(policy, tmp_path / "root", *options)
-    losses: list = []
-    training = threading.Thread(target=loop, args=(server.url, policy, losses))
-    training.start()
     try:
-        for at in (2, 6, 9):
-            wait_for(lambda at=at: len(losses) >= at or not training.is_alive(), f"{at} steps", 120)
-            server.kill()
-            server.start()
-        training.join(240)
-        assert not training.is_alive() and losses == undisturbed
+        assert disturbed(server, policy, (2, 6, 9), lambda: kill_and_start(server)) == undisturbed
     finally:
         server.kill()
+
+
+def test_two_hundred_steps_outlive_five_kills(server, policy, tmp_path):
+    """As above, with the states that a server keeps where nobody says how often."""
+    whole: list = []
+    loop(server.url, policy, whole, 200)
+    killed = Server(policy, tmp_path / "root")
+    try:
+        assert disturbed(killed, policy, (11, 60, 111, 177, 240), lambda: kill_and_start(killed), 200) == whole
+    finally:
+        killed.kill()
 
 
 def test_the_process_that_computes_may_die_alone(policy, tmp_path, undisturbed):
     """The server starts another one, which does the rest."""
     server = Server(policy, tmp_path / "root")
-    losses: list = []
-    training = threading.Thread(target=loop, args=(server.url, policy, losses))
-    training.start()
     try:
-        for at in (2, 7):
-            wait_for(lambda at=at: len(losses) >= at or not training.is_alive(), f"{at} steps", 120)
-            os.kill(server.compute_pid(), signal.SIGKILL)
-        training.join(240)
-        assert not training.is_alive() and losses == undisturbed
+        assert disturbed(server, policy, (2, 7), lambda: os.kill(server.compute_pid(), signal.SIGKILL)) == undisturbed
         assert server.stop() == 0
     finally:
         if server.process.poll() is None:
