@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from realhf.api.calls import PLAY, OpenStreamRequest, PlayRequest
 from realhf.api.experiment import EvaluationSpec, HeldOutOptions, RolloutSpec
@@ -34,6 +34,8 @@ from realhf.transport.errors import WorkerDied
 from realhf.transport.network import LOOPBACK, Network
 from realhf.transport.roster import WorkerInfo
 from realhf.transport.rpc_master import RpcMaster
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -309,12 +311,7 @@ class AsyncRollouts(StepSource):
     async def _prove(self) -> None:
         """Run the self-test of weight updates. Raises WrongWeights, or what went wrong with the rollouts meanwhile."""
         test = SelfTest(self._caller, self._weights, timeout_s=self._plan.load_s, warn=self._warn)
-        running = asyncio.ensure_future(test.run())
-        try:
-            await self.control.unless_failed(running)
-        finally:
-            running.cancel()
-        self._record.proven(self._weights.published, running.result())
+        self._record.proven(self._weights.published, await self._unless_failed(test.run()))
 
     async def _play(self, name: str) -> None:
         """Once for every process, as long as it plays: two at once would share sessions and cache rows. Without the
@@ -358,16 +355,17 @@ class AsyncRollouts(StepSource):
     # ---- steps
 
     async def publish(self, completed_steps: int) -> None:
-        """New weights for the generation workers."""
-        await self._held_out.publish(completed_steps)
+        """New weights for the generation workers. Raises what went wrong with the rollouts meanwhile."""
+        await self._unless_failed(self._held_out.publish(completed_steps))
 
     async def evaluate(self, step: int, evaluation: EvaluationSpec, deliver: Deliver) -> bool:
         """Play it on the rollout workers while training goes on, with the weights of now; returns once they are kept
-        for it. An evaluation by another interface than the one that plays the samples is the trainer's."""
+        for it. An evaluation by another interface than the one that plays the samples is the trainer's. Raises what
+        went wrong with the rollouts meanwhile."""
         if evaluation.interface != self._plan.spec.calls[0].interface:
             return False
         when = "before training" if step == 0 else f"after step {step}"
-        await self._held_out.begin(when, HeldOutOptions.from_args(evaluation.args), deliver)
+        await self._unless_failed(self._held_out.begin(when, HeldOutOptions.from_args(evaluation.args), deliver))
         return True
 
     @property
@@ -377,11 +375,17 @@ class AsyncRollouts(StepSource):
 
     async def evaluated(self) -> None:
         """Wait for the evaluation in play. Raises what went wrong with the rollouts meanwhile."""
-        waiting = asyncio.ensure_future(self._held_out.over())
+        await self._unless_failed(self._held_out.over())
+
+    async def _unless_failed(self, work: Coroutine[Any, Any, T]) -> T:
+        """Return what ``work`` does, which may wait for an evaluation: after a failure nobody plays its shares any
+        more. Raises what went wrong with the rollouts before it is done."""
+        running = asyncio.ensure_future(work)
         try:
-            await self.control.unless_failed(waiting)
+            await self.control.unless_failed(running)
         finally:
-            waiting.cancel()
+            running.cancel()
+        return running.result()
 
     async def before_checkpoint(self) -> None:
         """What the checkpoint will cover has to be in the journal first."""

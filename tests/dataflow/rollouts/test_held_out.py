@@ -122,6 +122,25 @@ async def test_an_evaluation_does_not_outlive_what_ends_the_run(scene: Scene) ->
         await asyncio.wait_for(rollouts.evaluated(), 60)
 
 
+@pytest.mark.parametrize("what", ["publish", "evaluate"])
+async def test_what_waits_for_an_evaluation_does_not_outlive_what_ends_the_run(scene: Scene, what: str) -> None:
+    """The step loop hung in it for ever, since nobody plays the shares that are left."""
+    scene.workers.keeps = False
+    rollouts = await scene.open()
+    await rollouts.start()
+    await breathe()
+    await rollouts.evaluate(0, WANTED, lambda report: None)
+    after = rollouts.publish(1) if what == "publish" else rollouts.evaluate(1, WANTED, lambda report: None)
+    waiting = asyncio.create_task(after)
+    await breathe()
+    assert not waiting.done()
+    rollouts.control.fail(RolloutsFailed("the disk is full"))
+    done, _ = await asyncio.wait([waiting], timeout=5)
+    assert done, "it waits for what nobody plays"
+    with pytest.raises(RolloutsFailed, match="the disk is full"):
+        await waiting
+
+
 async def test_an_evaluation_by_another_interface_is_the_trainers(scene: Scene) -> None:
     rollouts = await scene.open()
     other = EvaluationSpec("actor", "perplexity", {}, {})
