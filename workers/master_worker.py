@@ -267,9 +267,10 @@ class MasterWorker:
             await self._steps.publish(step + 1)
             await self._report(report)
             owed = owed or (step + 1) % self._plan.exp_ctrl.ckpt_freq_steps == 0
-            if step + 1 == total:
+            # A run that goes on after a checkpoint does not repeat evaluations of the steps before it. Where each lasts
+            # until the next is due, the time between the two is the only one for a checkpoint.
+            if step + 1 == total or (owed and self._evaluation_is_due(step + 1)):
                 await self._steps.evaluated()
-            # A run that goes on after a checkpoint does not repeat evaluations of the steps before it.
             if step + 1 == total or (owed and not self._steps.evaluating):
                 await self._checkpoint(step + 1)
                 owed = False

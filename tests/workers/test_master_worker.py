@@ -1,17 +1,23 @@
-"""What the master does before the first step, and what it refuses to resume."""
+"""What the master does before the first step, when it writes checkpoints, and what it refuses to resume."""
 
 import asyncio
+import contextlib
 import io
 import threading
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from realhf.launch.build import build_experiment
 from realhf.launch.compose import compose_config
 from realhf.monitor.events import EventStream
+from realhf.monitor.run_log import RunLog
 from realhf.transport.errors import WorkerDied
 from realhf.transport.rpc_worker import RpcWorker
+from tests.dataflow.rollouts.test_async_rollouts import Scene
+from tests.dataflow.rollouts.test_held_out import WANTED, shares_of
 from workers.master_worker import MasterWorker, check_same_models
 
 
@@ -87,6 +93,48 @@ async def test_a_model_worker_that_dies_while_models_load_ends_the_start(tmp_pat
     start.loaded.set()
     await rpc.close()
     await asyncio.to_thread(start.threads[0].join, 60)
+
+
+class SlowEvaluations(MasterWorker):
+    """Trains on nothing beside evaluations that real rollouts play, but only while the step loop waits for something
+    after its report. ``saved``: the steps of the checkpoints, which it does not write."""
+
+    def __init__(self, plan, rollouts):
+        super().__init__(plan, "run", EventStream(io.StringIO()))
+        self._steps = self.rollouts = rollouts
+        self._executor: Any = self
+        self.saved: list[int] = []
+
+    async def execute_step(self, step):
+        """Stands for the executor's."""
+
+    async def _report(self, report):
+        self.playing = asyncio.create_task(shares_of(self.rollouts))
+
+    async def _checkpoint(self, step):
+        assert not self._steps.evaluating
+        self.saved.append(step)
+
+
+@pytest.mark.slow
+async def test_a_checkpoint_is_written_between_evaluations_that_each_last_until_the_next(tmp_path):
+    """None was written before the last step."""
+    options = [f"fileroot={tmp_path}", "total_train_steps=4", "exp_ctrl.ckpt_freq_steps=1", "evaluation.every_steps=1"]
+    built = build_experiment(compose_config(["experiment=grpo_aws_async", *options]))
+    spec = replace(built.spec, evaluation=replace(WANTED, every_steps=1))
+    spec.run_dir.mkdir(parents=True)
+    plan, scene = built.plan(spec, 0.0), Scene(tmp_path / "journal")
+    master = SlowEvaluations(plan, await scene.open())
+    events, total = EventStream(io.StringIO()), spec.total_train_steps
+    async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(scene.rollouts.close)
+        master._log = log = RunLog(spec.run_dir, plan.monitor, events, completed_steps=0, total_steps=total)
+        stack.push_async_exit(log.leave)
+        await scene.rollouts.start()
+        await master._evaluate(0)
+        await asyncio.wait_for(master._train_steps(0, total), 60)
+        await master.playing
+    assert master.saved == [1, 2, 3, 4] and [step for step, _ in log.evaluations.all()] == [0, 1, 2, 3]
 
 
 def test_a_checkpoint_is_not_continued_with_another_reference():
