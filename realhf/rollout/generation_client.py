@@ -18,6 +18,7 @@ from msgspec.structs import asdict
 from realhf.api.calls import FREE, GENERATE, FreeRequest, GenerateAnswer, GenerateRequest
 from realhf.api.generation import GenerationFailed, TokenSource
 from realhf.api.model import GenOutput, GenRequest
+from realhf.transport.envelope import pack_payload
 from realhf.transport.errors import PeerLost, RpcTimeout
 from realhf.transport.network import LOOPBACK, Network
 from realhf.transport.service import ServiceClient, ServiceError
@@ -94,14 +95,19 @@ class GenerationClient:
                 worker.tokens -= len(request.token_ids)
 
     def free(self, slots: Sequence[int]) -> None:
-        """Forget the episodes in these slots: they are over."""
+        """Forget the episodes in these slots: they are over. It is sent at once: what the next episode in a slot asks
+        for comes after it, and is not forgotten with the one before."""
         by_worker: dict[str, list[int]] = {}
         for slot in slots:
             endpoint = self._home.pop(slot, None)
             if endpoint in self._workers:
                 by_worker.setdefault(endpoint, []).append(slot)
         for endpoint, mine in by_worker.items():
-            task = asyncio.create_task(self._free(self._workers[endpoint].client, mine))
+            try:
+                answer = self._workers[endpoint].client.begin(FREE.name, pack_payload(FREE.pack(FreeRequest(mine))))
+            except PeerLost:
+                continue
+            task = asyncio.create_task(self._answered(answer))
             self._freeing.add(task)
             task.add_done_callback(self._freeing.discard)
 
@@ -111,9 +117,10 @@ class GenerationClient:
         self.update({})
         self._wake()
 
-    async def _free(self, client: ServiceClient, slots: Sequence[int]) -> None:
-        with contextlib.suppress(PeerLost, RpcTimeout, ServiceError):
-            await client.ask(FREE, FreeRequest(list(slots)), timeout_s=self._timeout_s)
+    async def _answered(self, request: asyncio.Future[Any]) -> None:
+        """Wait for the answer, whatever it is."""
+        with contextlib.suppress(PeerLost, TimeoutError, ServiceError):
+            await asyncio.wait_for(request, self._timeout_s)
 
     async def _endpoint(self, slot: int, deadline: float, among: Collection[str] | None) -> str:
         """Return the worker of a slot; waits for one to join where there is none. Raises GenerationFailed, at once when

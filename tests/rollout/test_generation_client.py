@@ -29,11 +29,13 @@ class FakeEngine:
         self.error: Exception | None = None
         self.asked: list[Any] = []
         self.freed: list[int] = []
+        self.methods: list[str] = []
         self.arrived = threading.Event()
         self.server = ServiceServer(f"generation/{number}", "run", self._answer, network=At(endpoint=endpoint))
         self.endpoint = self.server.endpoint
 
     def _answer(self, request: Request) -> None:
+        self.methods.append(request.method)
         if request.method == "free":
             self.freed += request.payload[0]
             request.reply({})
@@ -85,6 +87,19 @@ async def test_a_slot_stays_where_its_rows_are_until_it_is_freed(client: Any, en
     client.free(range(6))
     await asyncio.gather(*client._freeing)
     assert {slot: engine.number for engine in engines for slot in engine.freed} == homes
+
+
+async def test_what_an_episode_asks_for_is_not_forgotten_with_the_one_before(engines: list[FakeEngine]) -> None:
+    """The first request of an episode that was played again came before ``free``, which ended it: nothing waits between
+    the two where an environment answers at once."""
+    client = GenerationClient("me", "run", timeout_s=60)
+    client.update({"generation/0": engines[0].endpoint})
+    for _ in range(2):
+        await client.generate(GenRequest(0, [1]))
+        client.free([0])
+    await asyncio.gather(*client._freeing)
+    assert engines[0].methods == ["generate", "free", "generate", "free"]
+    client.close()
 
 
 async def test_requests_of_a_worker_that_dies_go_to_another(client: Any, engines: list[FakeEngine]) -> None:
