@@ -162,18 +162,20 @@ class StreamLoader(StepLoader):
         return f"step {self._waits_for}: {self._source.waiting_for(self._waits_for)}"
 
     async def run(self, first_step: int) -> None:
-        """Put step batch after step batch."""
+        """Put step batch after step batch. A smaller one is the last, and can be trained only when the buffer knows
+        that no more comes."""
         step = first_step
         while True:
             await self._free.acquire()
             self._waits_for = step
             metas = await self._source.step_batch(step)
             self._waits_for = None
-            if not metas:
+            if metas:
+                meta = SequenceSample.gather([meta.select(self._keys) for meta in metas], allow_metadata_loss=True)
+                for worker, ids in self._held_by(meta.ids).items():
+                    self._storage.record(ids, meta.keys, worker)
+                await self._buffer.put_batch(meta, step_batch=step)
+            if len(metas) < self._buffer.graph.n_seqs:
                 self._buffer.close_input("the run has all its samples")
                 return
-            meta = SequenceSample.gather([meta.select(self._keys) for meta in metas], allow_metadata_loss=True)
-            for worker, ids in self._held_by(meta.ids).items():
-                self._storage.record(ids, meta.keys, worker)
-            await self._buffer.put_batch(meta, step_batch=step)
             step += 1

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
 from realhf.api.graph import GraphError, build_graph, to_async
 from realhf.api.sample import SequenceSample
+from realhf.api.source import SampleResult
 from realhf.dataflow.buffer import AsyncIOSequenceBuffer, EndOfData
 from realhf.dataflow.rollouts.stream_loader import StreamLoader
 from realhf.dataflow.storage_map import StorageMap
 from realhf.transport.codec import decode_sample
-from tests.dataflow.rollouts.toy_streamed_run import meta_of
+from tests.dataflow.rollouts.test_async_rollouts import W0, Scene
+from tests.dataflow.rollouts.toy_streamed_run import CountingSource, meta_of
 from tests.dataflow.toy_source import toy_mfcs
 
 
@@ -81,6 +84,30 @@ async def test_no_more_samples_end_the_input() -> None:
     await asyncio.wait_for(loader.run(0), 60)
     with pytest.raises(EndOfData, match="the run has all its samples"):
         await buffer.get_batch_for_rpc("train", 0)
+
+
+async def test_a_last_step_of_fewer_samples_is_trained_at_once(tmp_path: Path) -> None:
+    """It waited until the run was found to stand still: the buffer did not know that no more would come."""
+    scene = Scene(tmp_path)
+    scene.source = CountingSource(3)
+    rollouts = await scene.open()
+    await rollouts.start()
+    for _ in range(3):
+        await scene.play(W0)
+    _, buffer, storage = loader_of(FakeStepBatches(0))
+    loader = rollouts.loader(buffer, storage)
+    running = asyncio.create_task(loader.run(0))
+    async with asyncio.timeout(10):
+        for step, ids in enumerate((["s0", "s1"], ["s2"])):
+            async with buffer.lease("train", step) as lease:
+                assert list(lease.ids) == ids
+                buffer.complete(lease, None)
+            rollouts.control.record([SampleResult(sample_id) for sample_id in ids])
+            loader.finished(step)
+        await running
+        with pytest.raises(EndOfData):
+            await buffer.get_batch_for_rpc("train", 2)
+    await rollouts.close()
 
 
 async def test_what_the_control_raises_is_raised_and_what_it_waits_for_is_told() -> None:
