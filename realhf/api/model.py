@@ -280,13 +280,17 @@ class CallContext:
     progress: EpisodeCount = field(default_factory=EpisodeCount)
 
 
+MEANS_OVER = "means_over"
+
+
 class ModelInterface(Protocol):
     """Is the algorithm of a model function call. It is built from the kwargs of ``MFCDef.interface_args``; any of
     ``generate``, ``inference``, ``train_step`` and ``evaluate`` may be present.
 
     ``generate``/``inference``: (model, sample, context) -> SequenceSample of new keys with the same ids in the same
     order, and optionally a statistics dict: returns ``(sample, stats)``. ``train_step``/``evaluate``: (model, sample,
-    context) -> stats. Inputs are never mutated.
+    context) -> stats. Inputs are never mutated. ``stats[MEANS_OVER]`` is {name: number of values} of means that are not
+    over the samples of the call.
 
     An interface may also have ``state_dict()``, everything that a resumed run needs of it, as JSON can hold it (it is
     saved with the checkpoint), and ``load_state_dict(state)``, which restores it; ``committed()``, called when the

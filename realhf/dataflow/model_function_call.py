@@ -17,6 +17,7 @@ from typing import Any
 from realhf.api.calls import CALL, CallAnswer, CallRequest, FetchPart, GroupPart
 from realhf.api.experiment import InterfaceType, MFCDef
 from realhf.api.graph import DataFlowGraph
+from realhf.api.model import MEANS_OVER
 from realhf.api.parallel import Parallel
 from realhf.api.sample import SequenceSample, inverse_perm
 from realhf.api.source import SampleResult
@@ -99,19 +100,26 @@ def merge_stats(parts: Sequence[Mapping[str, Any]], weights: Sequence[int], *, p
 
     Names ending in ``_seconds`` or ``_s`` are durations: the longest of shards, the sum of calls. Names ending
     in ``_tokens`` or ``rollouts``, beginning with ``n_``, ``failed/`` or ``retried/``, and ``skipped`` are counts:
-    summed. Other numbers are means weighted by samples; lists are joined; of anything else the first is kept.
+    summed. Other numbers are means, weighted by samples or by what ``MEANS_OVER`` says; lists are joined; of anything
+    else the first is kept.
     """
     if len(parts) == 1:
         return dict(parts[0])
     merged: dict[str, Any] = {}
     for name in dict.fromkeys(name for part in parts for name in part):
-        found = [(part[name], weight) for part, weight in zip(parts, weights, strict=True) if name in part]
+        found = [
+            (part[name], part.get(MEANS_OVER, {}).get(name, weight))
+            for part, weight in zip(parts, weights, strict=True)
+            if name in part
+        ]
         merged[name] = _merge(name, found, parallel)
     return merged
 
 
 def _merge(name: str, found: Sequence[tuple[Any, int]], parallel: bool) -> Any:
     values = [value for value, _ in found]
+    if name == MEANS_OVER:
+        return {key: sum(value.get(key, 0) for value in values) for key in dict.fromkeys(k for v in values for k in v)}
     if all(isinstance(value, list) for value in values):
         return [item for value in values for item in value]
     if not all(isinstance(value, (int, float)) for value in values):
@@ -120,7 +128,8 @@ def _merge(name: str, found: Sequence[tuple[Any, int]], parallel: bool) -> Any:
         return max(values) if parallel else sum(values)
     if name.endswith(("_tokens", "rollouts")) or name.startswith(("n_", "failed/", "retried/")) or name == "skipped":
         return sum(values)
-    return sum(value * weight for value, weight in found) / sum(weight for _, weight in found)
+    total = sum(weight for _, weight in found)
+    return sum(value * weight for value, weight in found) / total if total else 0.0
 
 
 WAITS = "waits"

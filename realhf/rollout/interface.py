@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,7 +13,7 @@ from realhf.api.config import GenConfig
 from realhf.api.environment import EnvironmentSpec, RolloutOutcome, Task, task_of
 from realhf.api.evaluation import evaluation_report
 from realhf.api.experiment import HeldOutOptions, RolloutOptions
-from realhf.api.model import CallContext, GenOutput, GenRequest, Model
+from realhf.api.model import MEANS_OVER, CallContext, GenOutput, GenRequest, Model
 from realhf.api.sample import SequenceSample
 from realhf.env.loader.load import build_environment
 from realhf.rollout.blocking_player import BlockingPlayer
@@ -222,27 +223,29 @@ def _address(spec: EnvironmentSpec, context: CallContext) -> str:
     return urls[0]
 
 
-def rollout_statistics(outcomes: Sequence[RolloutOutcome]) -> dict[str, float]:
-    """Return means over valid episodes, success by group, named rewards and metrics, and the number of failed ones by
-    status."""
+def rollout_statistics(outcomes: Sequence[RolloutOutcome]) -> dict[str, Any]:
+    """Return means over valid episodes, success by group, named rewards and metrics, over how many episodes each is
+    (``MEANS_OVER``), and the number of failed ones by status."""
     valid = [outcome for outcome in outcomes if outcome.valid]
-    stats = {
-        "reward": _mean([outcome.reward or 0.0 for outcome in valid]),
-        "success": _mean([float(outcome.achieved) for outcome in valid]),
-        "turns": _mean([float(len(outcome.turns)) for outcome in valid]),
-        "rollouts": float(len(outcomes)),
-        "failed_rollouts": float(len(outcomes) - len(valid)),
+    means = {
+        "reward": [outcome.reward or 0.0 for outcome in valid],
+        "success": [float(outcome.achieved) for outcome in valid],
+        "turns": [float(len(outcome.turns)) for outcome in valid],
     }
     for group in sorted({outcome.group for outcome in valid if outcome.group}):
-        stats[f"success/{group}"] = _mean([float(outcome.achieved) for outcome in valid if outcome.group == group])
+        means[f"success/{group}"] = [float(outcome.achieved) for outcome in valid if outcome.group == group]
     for name in sorted({name for outcome in valid for name in outcome.rewards}):
-        stats[f"reward/{name}"] = _mean([outcome.rewards.get(name, 0.0) for outcome in valid])
+        means[f"reward/{name}"] = [outcome.rewards.get(name, 0.0) for outcome in valid]
     for name in sorted({name for outcome in valid for name in outcome.metrics} - {"success", "progress"}):
-        stats[f"metric/{name}"] = _mean([value for o in valid if (value := o.metrics.get(name)) is not None])
-    for outcome in outcomes:
-        if not outcome.valid:
-            stats[f"failed/{outcome.status}"] = stats.get(f"failed/{outcome.status}", 0.0) + 1.0
-    return stats
+        means[f"metric/{name}"] = [value for o in valid if (value := o.metrics.get(name)) is not None]
+    failed = Counter(f"failed/{outcome.status}" for outcome in outcomes if not outcome.valid)
+    return {
+        **{name: _mean(values) for name, values in means.items()},
+        MEANS_OVER: {name: len(values) for name, values in means.items()},
+        "rollouts": float(len(outcomes)),
+        "failed_rollouts": float(len(outcomes) - len(valid)),
+        **{name: float(count) for name, count in failed.items()},
+    }
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -24,8 +24,9 @@ from realhf.api.environment import (
     Turn,
 )
 from realhf.api.evaluation import evaluation_report
-from realhf.api.model import GenOutput, GenRequest
+from realhf.api.model import MEANS_OVER, GenOutput, GenRequest
 from realhf.api.source import GroupSignal, SampleResult
+from realhf.dataflow.model_function_call import merge_stats
 from realhf.env.loader.tasks import SeedTaskSet
 from realhf.monitor.run_files import append_episodes
 from realhf.rollout.episode import (
@@ -38,6 +39,7 @@ from realhf.rollout.episode import (
     state_number,
 )
 from realhf.rollout.group_player import episode_results, held_out_tasks
+from realhf.rollout.interface import rollout_statistics
 from realhf.rollout.player import SlotEnvironment
 from realhf.rollout.rollout_sample import outcomes_to_sample, transcript
 from realhf.transport.codec import decode_sample, encode_sample
@@ -317,6 +319,23 @@ def outcome(status: str = "achieved", *, prompt: int = 3, sampled: int = 2, env:
         group="warmup",
         seed=0,
     )
+
+
+def test_figures_of_several_workers_and_rounds_are_those_of_all_their_rollouts() -> None:
+    """A worker with one rollout of a group counted for as much as one with seven, and one whose rollouts all failed for
+    as much as any: success of the hard group was 0.5."""
+    lucky, unlucky = replace(outcome(), group="hard"), replace(outcome("max_turns", reward=0.0), group="hard")
+    slow = replace(outcome(), rewards={"speed": 0.25}, metrics={"calls": 6.0})
+    fast = replace(outcome(), rewards={"speed": 1.0}, metrics={"calls": 2.0})
+    shards = [[lucky, *[slow] * 7], [*[unlucky] * 7, fast], [outcome("internal")] * 8, [fast] * 2]
+    parts, sizes = [rollout_statistics(shard) for shard in shards], [len(shard) for shard in shards]
+    whole = rollout_statistics([one for shard in shards for one in shard])
+    first = merge_stats(parts[:3], sizes[:3], parallel=True)
+    merged = merge_stats([first, parts[3]], [sum(sizes[:3]), sizes[3]], parallel=False)
+    assert merged["success/hard"] == 1 / 8 and merged["metric/calls"] == (7 * 6 + 3 * 2) / 10
+    assert merged.pop(MEANS_OVER) == whole.pop(MEANS_OVER) and merged == pytest.approx(whole)
+    none = [rollout_statistics([outcome("internal")] * 2)] * 2
+    assert merge_stats(none, [2, 2], parallel=True)["success"] == 0.0
 
 
 def test_shifted_keys_sit_before_the_token_they_predict() -> None:
