@@ -12,6 +12,7 @@ import argparse
 import json
 import logging
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,11 @@ from realhf.trajectory.client.encoding import group_of
 logger = logging.getLogger(__name__)
 
 ROOM_TIMEOUT_S = 60.0
+TELL_EVERY_S = 10.0
+
+
+class NothingPlayed(RuntimeError):
+    """No episode of a round came to a result; the message is what the first of them failed by."""
 
 
 class Episodes:
@@ -68,7 +74,7 @@ class Episodes:
         self._player.close()
 
     def play(self, count: int) -> list[Mapping[str, Any]]:
-        """Groups of ``count`` tasks; a task whose episodes all failed gives none."""
+        """Groups of ``count`` tasks; a task whose episodes all failed gives none. Raises NothingPlayed when all did."""
         items, size = self._tasks.next_batch(count), self._options.group_size
         self._rounds += 1
         engine = ModelEngine(self._model, self._chat, self._gen, self._options.seed * 1_000_003 + self._rounds)
@@ -77,11 +83,14 @@ class Episodes:
         outcomes = self._player.play(wanted, engine).outcomes
         played = [outcomes[start : start + size] for start in range(0, len(outcomes), size)]
         self._tasks.record([_result(item, group) for item, group in zip(items, played, strict=True)])
-        return [
+        groups = [
             group
             for item, members in zip(items, played, strict=True)
             if (group := group_of(members, template=item.metadata["template"])) is not None
         ]
+        if not groups:
+            raise NothingPlayed(f"{outcomes[0].status}: {outcomes[0].message}")
+        return groups
 
 
 class Producer:
@@ -91,10 +100,12 @@ class Producer:
         self, client: TrajectoryClient, play: Callable[[int], list[Mapping[str, Any]]], options: argparse.Namespace
     ) -> None:
         self._client, self._play, self._options = client, play, options
+        self._in_vain_since: float | None = None
+        self._told = -TELL_EVERY_S
 
     def run(self) -> int:
         """Play until ``groups`` are pushed (0: until the run has enough). Returns how many were. Raises
-        TrajectoryError."""
+        TrajectoryError, and RuntimeError when no episode has come to a result for ``patience_s``."""
         pushed, played = 0, []
         self._register()
         while not self._options.groups or pushed < self._options.groups:
@@ -103,15 +114,34 @@ class Producer:
                 if pace.done:
                     break
                 if not pace.pause:
-                    played = played or self._play(self._wanted(pace, pushed))
-                    self._client.push_many(played)
-                    pushed += self._tell(played)
+                    played = played or self._round(self._wanted(pace, pushed))
+                    if played:
+                        self._client.push_many(played)
+                        pushed += self._tell(played)
                     played = []
             except StaleEpoch:
                 logger.info("a new run has begun; what was just played goes there")
                 self._register()
         self._client.disconnect()
         return pushed
+
+    def _round(self, count: int) -> list[Mapping[str, Any]]:
+        """Play; [] when nothing came of it, which may pass: the environment's server is away for a while."""
+        began = time.monotonic()
+        try:
+            groups = self._play(count)
+        except NothingPlayed as error:
+            since, now = self._in_vain_since or began, time.monotonic()
+            if now - since >= self._options.patience_s:
+                text = f"no episode has come to a result for {now - since:.0f} s, at last {error}"
+                raise RuntimeError(text) from error
+            if now - self._told >= TELL_EVERY_S:
+                logger.warning("no episode of this round came to a result: %s", error)
+                self._told = now
+            self._in_vain_since = since
+            return []
+        self._in_vain_since = None
+        return groups
 
     def _register(self) -> None:
         options = self._options
@@ -171,7 +201,12 @@ def command_line() -> argparse.ArgumentParser:
     )
     add("--tiers", nargs="+", default=["warmup", "beginner", "intermediate"])
     add("--tags", nargs="*", default=["starter"])
-    add("--patience-s", type=float, default=600.0, help="how long to wait for the server and the trainer, seconds")
+    add(
+        "--patience-s",
+        type=float,
+        default=600.0,
+        help="seconds to wait for the server, the trainer and an episode that comes to a result",
+    )
     add("--seed", type=int, default=1)
     return parser
 

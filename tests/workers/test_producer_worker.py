@@ -1,4 +1,5 @@
-"""How a producer follows the server: it waits, paces itself, goes over to a new run and stops when there is enough."""
+"""How a producer follows the server: it waits, paces itself, goes over to a new run and stops when there is enough;
+and what it says where no episode comes to a result."""
 
 from __future__ import annotations
 
@@ -7,9 +8,11 @@ from contextlib import suppress
 
 import pytest
 
+from realhf.rollout.player import Player
 from realhf.trajectory.client import NoBatchYet, NotRegistered, TrajectoryClient
 from tests.trajectory.conftest import running_server
-from workers.producer_worker import Producer, command_line
+from workers import producer_worker
+from workers.producer_worker import Episodes, NothingPlayed, Producer, command_line
 
 FLAGS = ["--server", "", "--env-url", "", "--policy", "", "--group-size", "2", "--sessions", "4"]
 
@@ -93,3 +96,32 @@ def test_its_patience_with_the_trainer_ends(url):
         client.register(batch_size=4, max_token_len=64, num_steps=1, reset=True)
     with pytest.raises(NotRegistered, match="waited 0 s for the trainer"):
         run(url, Games(), "--patience-s", "0.2")
+
+
+def test_a_round_without_a_result_is_told_and_played_again(url, caplog):
+    games = Games()
+
+    def fail_twice():
+        if len(games.rounds) <= 2:
+            raise NothingPlayed("lost: nobody answers")
+
+    games.before = fail_twice
+    with trainer(url, steps=99):
+        assert run(url, games, "--groups", "2") == 2 and games.rounds == [2, 2, 2]
+    told = [record.getMessage() for record in caplog.records if "came to a result" in record.getMessage()]
+    assert told == ["no episode of this round came to a result: lost: nobody answers"]
+
+
+@pytest.mark.slow
+def test_its_patience_with_an_environment_that_is_away_ends_with_what_failed(url, tiny_policy, monkeypatch):
+    """It played round after round for ever, and said that it had pushed no groups."""
+    monkeypatch.setattr(producer_worker, "Player", lambda *of, **by: Player(*of, **{**by, "patience_s": 0.0}))
+    where = ("--env-url", "http://127.0.0.1:9", "--policy", str(tiny_policy), "--tiers", "warmup")
+    flags = [*FLAGS, *where, "--patience-s", "0"]
+    told = r"no episode has come to a result for \d+ s, at last lost: cannot open a session at ws://127\.0\.0\.1:9/ws"
+    with (
+        trainer(url, steps=99),
+        Episodes(command_line().parse_args(flags)) as episodes,
+        pytest.raises(RuntimeError, match=told),
+    ):
+        run(url, episodes, *where, "--patience-s", "0")
