@@ -301,7 +301,7 @@ class Ending:
 
 class Session:
     """Holds one agent's conversations. Use it on one event loop. ``reward`` is the reported one, once there is one;
-    ``engine_error`` the last failure of the engine."""
+    ``engine_error`` the last failure of the engine, until a turn that was asked for after it succeeds."""
 
     def __init__(self, key: str, ledger: TokenLedger, llm: TokenSource) -> None:
         self.key = key
@@ -318,7 +318,7 @@ class Session:
             raise _gone("this session is over")
         if len(self._running) >= MAX_AT_ONCE:
             raise ApiError(429, "too_many_requests", f"this session has {MAX_AT_ONCE} requests under way")
-        turn = self.ledger.begin(messages, tools)
+        turn, known_error = self.ledger.begin(messages, tools), self.engine_error
         work = asyncio.ensure_future(self._sample(turn))
         self._running.add(work)
         try:
@@ -336,6 +336,8 @@ class Session:
         finally:
             self._running.discard(work)
             work.cancel()
+        if self.engine_error is known_error:
+            self.engine_error = None
         return turn
 
     def keep(self, turn: OpenTurn) -> None:
