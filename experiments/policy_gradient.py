@@ -490,8 +490,14 @@ def _critic_args(config: Config, ppo: ResolvedOptions) -> dict[str, object]:
 
 
 def rollout_options(config: Config) -> RolloutOptions:
-    """How training and evaluation play their episodes."""
+    """How training and evaluation play their episodes. Raises ConfigError for an environment that would be cut off
+    before it scores them."""
     rollout, environment = config.rollout, chosen_environment(config.env)
+    if (own := environment.spec.max_turns) > rollout.max_turns:
+        raise ConfigError(
+            f"rollout.max_turns={rollout.max_turns} cuts episodes off before {environment.spec.name} has ended and "
+            f"scored them, which takes up to {own} turns (env.max_turns): raise the one or lower the other"
+        )
     most = environment.spec.concurrency
     return RolloutOptions(
         environment=environment.reference,

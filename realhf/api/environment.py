@@ -239,7 +239,9 @@ class EnvironmentSpec:
     warm start of the built-in policy; None when there is no scripted solver, or when ``demonstrations`` names a program
     of its own. ``shipped_policy`` is the folder of a warm-started built-in policy that comes with the environment
     (``experiments.shipped_policy`` writes it), None where none does. ``launch`` is the service that episodes are played
-    on, None for an environment that lives in the process that plays it.
+    on, None for an environment that lives in the process that plays it. ``max_turns``, by its option of that name: it
+    ends an episode itself after so many turns, and scores none that it has not ended; 0 where turns have their rewards
+    when they are taken.
     """
 
     name: str
@@ -252,6 +254,7 @@ class EnvironmentSpec:
     demonstrations: DemonstrationProgram | None = None
     shipped_policy: Path | None = None
     launch: EnvironmentService | None = None
+    max_turns: int = 0
 
 
 @dataclass(frozen=True)

@@ -237,8 +237,9 @@ class BlackBoxAgent:
     async def play(self, env: Environment, wanted: EpisodeRequest, llm: TokenSource, slot: int) -> RolloutOutcome:
         """See ``EpisodeAgent``. The main trajectory is the outcome, the others are its ``branches``
         (``Session.outcomes``): every sampled token is in one of them. An exception of the agent makes the episode a
-        failure of the agent (of the policy, where its tokens could not be had), unless it is the endpoint's refusal of
-        a turn beyond a limit, or was raised from that. Raises RuntimeError when the endpoint cannot be served."""
+        failure of the agent, unless it is the endpoint's refusal of a turn beyond a limit, or was raised from that. An
+        engine that fails, where no later turn succeeds, makes it a failure of the policy, whatever the agent does.
+        Raises RuntimeError when the endpoint cannot be served."""
         began = time.perf_counter()
         async with self._starting:
             await self._server.start()
@@ -281,9 +282,9 @@ class BlackBoxAgent:
             problem, limit = f"{type(error).__name__}: {error}"[:500], session.limit_told_by(error)
         if world.failure is not None:
             return Ending(world.failure.kind, message=str(world.failure))
+        if session.engine_error is not None:  # What an agent makes of a failed turn says nothing of the policy.
+            return Ending(POLICY_FAILED, message=str(session.engine_error))
         if problem and not limit:
-            if session.engine_error is not None:
-                return Ending(POLICY_FAILED, message=str(session.engine_error))
             return Ending(AGENT_FAILED, message=problem)
         try:
             reward = None if reward is None else read_reward(reward)

@@ -169,6 +169,8 @@ def outcome_of(
 
 
 _SHRINK_ATTEMPTS = 6
+_MOST_CHARS_OF_A_TOKEN = 32
+"""Longer tokens are runs of one character, of which some may be missing."""
 
 
 class ContextFull(Exception):
@@ -263,7 +265,7 @@ class PolicySpeaker:
         raise ContextFull
 
     def hear(self, messages: Sequence[ChatMessage]) -> bool:
-        """Add the messages, the longest of them cut until a policy turn fits after them."""
+        """Add the messages, the long ones cut until a policy turn fits after them."""
         assert self.tokens is not None
         ids = self._fitting(messages, self.tokens.room - self.limits.turn_tokens)
         if ids is not None:
@@ -271,19 +273,34 @@ class PolicySpeaker:
         return ids is not None
 
     def _fitting(self, messages: Sequence[ChatMessage], room: int) -> list[int] | None:
-        """Return the ids of the messages, the longest of them cut until they are at most ``room``; None where nothing
-        is left to cut."""
-        shown = [dict(message) for message in messages]
+        """Return the ids of the messages, the long ones cut until they are at most ``room``; None where nothing is left
+        to cut."""
+        # What cannot fit is not tokenised first: that takes long, and the event loop has other episodes.
+        shown = _shortened(messages, room * _MOST_CHARS_OF_A_TOKEN)
         for _ in range(_SHRINK_ATTEMPTS):
             ids = self.chat.following_messages(shown, ended=self._ended, tools=self.tools)
             if len(ids) <= room:
                 return ids
-            longest = max(shown, key=lambda message: len(message.get("content") or ""), default={})
-            text = longest.get("content") or ""
-            if room <= 0 or not text:
+            size = sum(len(message.get("content") or "") for message in shown)
+            if room <= 0 or not size:
                 return None
-            longest["content"] = shorten(text, min(len(text) // 2, len(text) * room // len(ids)))
+            shown = _shortened(shown, min(size // 2, size * room // len(ids)))
         return None
+
+
+def _shortened(messages: Sequence[ChatMessage], most: int) -> list[ChatMessage]:
+    """Return the messages with the longest of them cut to one length, so that all hold at most ``most`` characters."""
+    sizes, left = sorted(len(message.get("content") or "") for message in messages), max(most, 0)
+    for number, size in enumerate(sizes):
+        share = left // (len(sizes) - number)
+        if size > share:
+            texts = [message.get("content") or "" for message in messages]
+            return [
+                {**message, "content": shorten(text, share)} if len(text) > share else message
+                for message, text in zip(messages, texts, strict=True)
+            ]
+        left -= size
+    return [*messages]
 
 
 _SEED_STRIDE = 0x9E3779B97F4A7C15

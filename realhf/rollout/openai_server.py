@@ -136,9 +136,9 @@ def build_app(sessions: Sessions) -> FastAPI:
         if turn is None:
             return Response(status_code=499)
         if await request.is_disconnected():
-            session.ledger.discard(turn)
+            session.discard(turn)
             return Response(status_code=499)
-        session.ledger.keep(turn)
+        session.keep(turn)
         logprobs = bool(body.logprobs)
         if body.stream:
             usage = body.stream_options is not None and body.stream_options.include_usage

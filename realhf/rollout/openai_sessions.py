@@ -146,6 +146,7 @@ class TokenLedger:
         """The limit beyond which the last turn was refused, until another turn is kept."""
         self.refusals: dict[str, str] = {}
         """Every limit of which a refusal has spoken, by the words of the refusal: its code and its message."""
+        self._under_way = 0
         self._chat, self._limits = chat, limits
         self._first_slot, self._seed = slot, seed
 
@@ -153,7 +154,8 @@ class TokenLedger:
         """Open the turn that follows ``messages``. Raises ApiError when there is no room for it, or when the model's
         chat template does not render them."""
         limits = self._limits
-        if self.turns >= limits.max_turns:
+        # Turns under way count: of many that are asked for at once, each would find none of the others kept.
+        if self.turns + self._under_way >= limits.max_turns:
             raise self._over("max_turns", "turn_limit", f"this session has had its {limits.max_turns} turns")
         try:
             turn = self._opened(messages, tools)
@@ -166,6 +168,7 @@ class TokenLedger:
             )
             raise self._over("token_budget", "context_length_exceeded", text)
         turn.branch.busy = True
+        self._under_way += 1
         return turn
 
     def add(self, turn: OpenTurn, output: GenOutput) -> bool:
@@ -208,11 +211,13 @@ class TokenLedger:
         if branch not in self.branches:
             self.branches.append(branch)
         branch.busy = False
+        self._under_way -= 1
         self.turns += 1
 
     def discard(self, turn: OpenTurn) -> None:
         """Drop a turn that failed or that nobody got."""
         turn.branch.busy = False
+        self._under_way -= 1
 
     def said(self, message: Message) -> AssistantMessage | None:
         """Return what the policy said in the latest turn that was answered with ``message``; None if there is none."""
@@ -296,7 +301,7 @@ class Ending:
 
 class Session:
     """Holds one agent's conversations. Use it on one event loop. ``reward`` is the reported one, once there is one;
-    ``engine_error`` the last failure of the engine."""
+    ``engine_error`` the last failure of the engine, until a turn that was asked for after it succeeds."""
 
     def __init__(self, key: str, ledger: TokenLedger, llm: TokenSource) -> None:
         self.key = key
@@ -308,12 +313,12 @@ class Session:
         self._running: set[asyncio.Task[None]] = set()
 
     async def sample(self, messages: Sequence[Message], tools: Tools = NO_TOOLS) -> OpenTurn:
-        """Sample the policy's next turn; the caller must keep or discard it (``ledger``). Raises ApiError."""
+        """Sample the policy's next turn; the caller must ``keep`` or ``discard`` it. Raises ApiError."""
         if self.ended.is_set():
             raise _gone("this session is over")
         if len(self._running) >= MAX_AT_ONCE:
             raise ApiError(429, "too_many_requests", f"this session has {MAX_AT_ONCE} requests under way")
-        turn = self.ledger.begin(messages, tools)
+        turn, known_error = self.ledger.begin(messages, tools), self.engine_error
         work = asyncio.ensure_future(self._sample(turn))
         self._running.add(work)
         try:
@@ -331,7 +336,21 @@ class Session:
         finally:
             self._running.discard(work)
             work.cancel()
+        if self.engine_error is known_error:
+            self.engine_error = None
         return turn
+
+    def keep(self, turn: OpenTurn) -> None:
+        """Make a sampled turn part of its trajectory: the agent gets it. Raises ApiError, and drops the turn, when the
+        session ended since: its outcome may be made already, and holds the lists that this would add to."""
+        if self.ended.is_set():
+            self.discard(turn)
+            raise _gone("this session ended meanwhile")
+        self.ledger.keep(turn)
+
+    def discard(self, turn: OpenTurn) -> None:
+        """Drop a sampled turn that nobody gets."""
+        self.ledger.discard(turn)
 
     def report(self, reward: Reward) -> None:
         """Take the agent's report of how it went, which ends the session. Raises ApiError for a second report or one

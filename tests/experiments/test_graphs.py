@@ -77,6 +77,25 @@ def test_a_reference_that_plays_elsewhere_shares_the_sessions_with_the_evaluatio
     assert (playing.model_role, playing.interface_args["sessions"]) == ("actor", 9)
 
 
+SCORES_AT_ITS_END = """
+from functools import partial
+from realhf.api.environment import EnvironmentSpec
+from realhf.env.loader.tasks import SeedTaskSet
+GAME = EnvironmentSpec("Game", lambda address: None, partial(SeedTaskSet, "Game"), max_turns=5)
+"""
+
+
+def test_an_environment_that_would_be_cut_off_before_it_scores_is_refused(tmp_path: Path) -> None:
+    """Its episodes would train as valid ones of the reward 0."""
+    (tmp_path / "game.py").write_text(SCORES_AT_ITS_END)
+    arguments = ["experiment=grpo", f"env.path={tmp_path / 'game.py'}:GAME"]
+    said = r"^rollout\.max_turns=4 cuts episodes off before Game has ended .* up to 5 turns \(env\.max_turns\): raise"
+    with pytest.raises(ConfigError, match=said):
+        build_experiment(compose_config(arguments))
+    made = build_experiment(compose_config([*arguments, "rollout.max_turns=5"]))
+    assert made.spec.mfcs[0].interface_args["max_turns"] == 5
+
+
 @pytest.mark.parametrize("options", [{"algo": "gigpo"}, {"loss_agg": "seq_mean_turn_mean"}, {"algo": "sdpo"}], ids=str)
 def test_evaluation_has_the_arguments_of_the_call_that_plays(options: dict[str, str]) -> None:
     """With others it played in sessions of its own, which it kept: training found none left."""

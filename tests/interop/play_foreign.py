@@ -58,6 +58,7 @@ async def verifiers() -> dict[str, Any]:
     env = doubling.make("")
     found = {
         "splits": splits,
+        "max turns": [hangman.max_turns, doubling.max_turns],
         "hangman": await played(hangman, "", 1, words),
         "few": await played(hangman, "", 1, ["[q]", "[x]"]),
         "plain": await played(doubling, first, 1, [str(2 * number)], env),

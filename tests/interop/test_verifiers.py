@@ -62,7 +62,7 @@ def test_a_tool_and_named_rewards_are_those_of_the_environment(played: dict[str,
     assert (plain["reward"], plain["rewards"]) == (1.0, {"right": 0.75, "short": 0.25})
     assert tool["read"][2] == "8" and tool["read"][3].startswith("error: the arguments are not JSON")
     assert tool["metrics"] == {"turns": 3.0, "success": 1.0} and tool["reward"] == 1.0
-    assert played["many"] == [1.0] * 6
+    assert played["many"] == [1.0] * 6 and played["max turns"] == [10, 4]
 
 
 def test_a_verifier_that_raises_and_names_that_are_wrong_have_a_reason(played: dict[str, Any]) -> None:

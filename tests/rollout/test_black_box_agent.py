@@ -172,6 +172,43 @@ async def test_an_engine_that_fails_is_named_and_a_limit_is_no_failure(fake: Fak
     assert (chatty.status, chatty.reward, len(chatty.turns)) == ("max_turns", 0.0, 5)
 
 
+async def test_a_failed_engine_is_the_policys_until_a_later_turn_succeeds(fake: FakeEnvServer) -> None:
+    """Whether or not the agent says so: one that swallows it is not scored, one that mends it answers for the rest."""
+
+    async def asks_twice(task: Any, base_url: str, session: AgentSession, *, breaks: bool) -> float:
+        for _ in range(2):
+            await ask(base_url)
+        if breaks:
+            raise KeyError("answer")
+        return 0.25
+
+    for fail, breaks, status in [
+        (2, False, "policy"),
+        (2, True, "policy"),
+        (1, False, "finished"),
+        (1, True, "agent"),
+    ]:
+        tokens = FakeTokens(commands)
+        tokens.fail = fail
+        outcome = await play(fake, partial(asks_twice, breaks=breaks), tokens)
+        assert outcome.status == status, (fail, breaks, outcome.status, outcome.message)
+        assert outcome.reward == (0.25 if status == "finished" else None)
+
+    async def lives_with_it(task: Any, base_url: str, session: AgentSession) -> float:
+        tokens.fail, tokens.hold = 0, asyncio.Event()
+        asking = asyncio.ensure_future(ask(base_url))
+        while not tokens.requests:
+            await asyncio.sleep(0.005)
+        tokens.fail = 1
+        failed = await ask(base_url)
+        tokens.hold.set()
+        return 0.25 if failed.status_code == 503 and (await asking).status_code == 200 else 1.0
+
+    tokens = FakeTokens(commands)
+    outcome = await play(fake, lives_with_it, tokens)
+    assert outcome.status == "policy", "a turn that was asked for before mends nothing"
+
+
 async def test_a_limit_excuses_its_own_exception_alone(fake: FakeEnvServer) -> None:
     """An error of the agent after a refused turn is its own; a refusal counts whatever client raises it, also behind
     another exception. An agent that goes on after a refusal was not cut."""

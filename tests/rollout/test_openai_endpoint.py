@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest_asyncio
 
 from realhf.api.environment import RolloutOutcome
 from realhf.rollout.episode import Limits
+from realhf.rollout.openai_server import build_app
 from realhf.rollout.openai_sessions import Ending, Session
 from tests.rollout.black_box import Endpoint, FakeTokens, chat, served, serving, spelt
 
@@ -248,6 +250,55 @@ async def test_a_session_may_have_fewer_turns_than_the_others(endpoint: Endpoint
         with pytest.raises(openai.BadRequestError, match="has had its 1 turns"):
             await say(client, [USER])
         assert session.ledger.limit_hit == "max_turns"
+
+
+async def test_turns_under_way_count_to_the_limit(endpoint: Endpoint) -> None:
+    """Of several that are asked for at once too; one that fails leaves its place to another."""
+    tokens = FakeTokens(heard)
+    tokens.fail, tokens.hold = 1, asyncio.Event()
+    async with served(endpoint, tokens, max_turns=2) as (_, session, client):
+        with pytest.raises(openai.InternalServerError):
+            await say(client, [USER])
+        asked = [asyncio.ensure_future(say(client, [USER])) for _ in range(5)]
+        async with asyncio.timeout(20):
+            while sum(each.done() for each in asked) < 3:
+                await asyncio.sleep(0.005)
+        tokens.hold.set()
+        replies = await asyncio.gather(*asked, return_exceptions=True)
+        refused = [reply for reply in replies if isinstance(reply, openai.BadRequestError)]
+        assert len(refused) == 3 and {error.code for error in refused} == {"turn_limit"}
+        assert [reply for reply in replies if reply not in refused] == ["aws 1"] * 2
+        assert session.ledger.turns == len(outcomes(session)) == 2
+
+
+async def test_a_turn_that_is_sampled_when_the_session_ends_is_not_kept(endpoint: Endpoint) -> None:
+    """The end comes while the server looks whether the client is still there; the outcome, made at once, stays."""
+    async with served(endpoint, FakeTokens(heard)) as (server, session, client):
+        await say(client, [USER])
+        messages = [USER, {"role": "assistant", "content": "aws 1"}, USER]
+        body = json.dumps({"messages": messages}).encode()
+        incoming = iter([{"type": "http.request", "body": body}])
+        made: list[RolloutOutcome] = []
+        sent: list[Any] = []
+
+        async def receive() -> Any:
+            if (event := next(incoming, None)) is not None:
+                return event
+            if not session._running and not made:  # Nothing is sampled any more, so the server asks before it keeps.
+                server.sessions.close(session)
+                made.extend(outcomes(session))
+            return await asyncio.Event().wait()
+
+        async def send(event: Any) -> None:
+            sent.append(event)
+
+        path = f"/sessions/{session.key}/v1/chat/completions"
+        headers = [(b"content-length", str(len(body)).encode()), (b"content-type", b"application/json")]
+        scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": headers}
+        await build_app(server.sessions)(scope, receive, send)
+        assert sent[0]["status"] == 409 and b"ended meanwhile" in sent[1]["body"]
+        assert outcomes(session) == made and len(made[0].turns) == 1 and made[0].loss_mask[-1]
+        assert len(made[0].completion_ids) == len(made[0].logprobs) == len(spelt("aws 1")) + 1
 
 
 BAD: list[tuple[Any, int]] = [

@@ -179,6 +179,31 @@ async def test_a_long_answer_is_cut_until_a_turn_fits() -> None:
     assert text[0] == ord("x") and text[-1] == ord("y") and len(text) > 40
 
 
+async def test_many_long_answers_are_cut_until_a_turn_fits() -> None:
+    """Each to its share, and a short one not at all; what cannot fit is not tokenised to find that out."""
+    sizes: list[int] = []
+
+    class Counting(WordChat):
+        def following_messages(self, messages: Any, **more: Any) -> list[int]:
+            sizes.append(sum(len(message["content"]) for message in messages))
+            return super().following_messages(messages, **more)
+
+    letters = "abcdefghijklmnopqrst"
+    for long, most in ((400, 400 * 20 + 5), (100_000, 32 * 164)):
+        sizes.clear()
+        answers = [{"role": "user", "content": letter * long} for letter in letters]
+        world = World(
+            lambda env, message, told=answers: Turn([*told, {"role": "user", "content": "short"}], reward=0.0)
+        )
+        engine = Engine(said("aws s3 ls"))
+        speaker = PolicySpeaker(Counting(), Limits(2, 200, 20), engine, slot=4, seed=77)
+        outcome = await play_episode(world.spec().make(""), EpisodeRequest(0, Task("t-1", payload={})), speaker, 2)
+        assert outcome.status == "max_turns" and len(engine.asked) == 2
+        read = "".join(map(chr, engine.asked[1].token_ids[6 + 10 + 1 : -1]))
+        assert read.endswith("short") and {*letters} <= {*read}, read
+        assert len(engine.asked[1].token_ids) <= 180 and max(sizes) <= most and len(sizes) <= 3
+
+
 async def test_the_end_of_a_truncated_turn_is_added_without_loss() -> None:
     engine = Engine(said("ab", finish="length"))
     outcome = await play(engine)

@@ -52,6 +52,9 @@ class GymnasiumOptions:
         1.0, "An episode that terminates with at least this reward is a success, where the environment does not say."
     )
     most_wrong: int = option(10, "An episode ends after this many turns in a row that are no action.", at_least=1)
+    wrong_reward: float = option(
+        -1.0, "The reward of a turn that is no action; 0 makes it free, and better than a step that costs.", at_most=0
+    )
     instances: int = option(
         32, "At most this many instances live in one process, each with a thread.", at_least=1, on_resume="free"
     )
@@ -108,7 +111,12 @@ def build(options: GymnasiumOptions) -> EnvironmentSpec:
         instance.close()
     given_up: list[Threads] = []
     reading = Reading(
-        options.render, options.observation_chars, options.success_reward, options.timeout_s, options.most_wrong
+        options.render,
+        options.observation_chars,
+        options.success_reward,
+        options.timeout_s,
+        options.most_wrong,
+        options.wrong_reward,
     )
     prompt = options.system_prompt or (f"Answer with one of: {', '.join(actions.names)}." if actions.names else "")
     return EnvironmentSpec(
@@ -124,13 +132,14 @@ def build(options: GymnasiumOptions) -> EnvironmentSpec:
 @dataclass(frozen=True)
 class Reading:
     """How answers are read: whether what is rendered is shown, how many characters, what a success is worth, how long
-    a call may take (s), and how many turns in a row may be no action."""
+    a call may take (s), how many turns in a row may be no action, and what each of them is worth."""
 
     render: bool
     most: int
     success_reward: float
     timeout_s: float
     most_wrong: int = 10
+    wrong_reward: float = -1.0
 
 
 class GymnasiumEnvironment:
@@ -174,7 +183,8 @@ class GymnasiumEnvironment:
         except ValueError as error:
             self._wrong += 1
             self._done = self._wrong >= self._reading.most_wrong
-            return Turn([{"role": "user", "content": str(error)}], self._done)
+            # Else words that mean nothing would beat every action where actions cost.
+            return Turn([{"role": "user", "content": str(error)}], self._done, self._reading.wrong_reward)
         self._wrong = 0
         turn = await self._run(self._thread, partial(self._played.step, action), "step")
         self._done = turn.done

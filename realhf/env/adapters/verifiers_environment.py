@@ -373,7 +373,7 @@ class VerifiersOptions:
     )
     max_turns: int = option(
         10,
-        "The environment ends an episode after this many turns and scores it; keep it below rollout.max_turns.",
+        "The environment ends an episode after this many turns and scores it; at most rollout.max_turns.",
         at_least=1,
     )
     success_reward: float = option(1.0, "An episode with at least this reward is a success.")
@@ -398,11 +398,13 @@ def build(options: VerifiersOptions) -> EnvironmentSpec:
         package.tasks,
         concurrency=options.sessions,
         deterministic=options.deterministic,
+        max_turns=package.max_turns,
     )
 
 
 class _Package:
-    """The environment as the package holds it: its configuration, its tasks, and a stage for each event loop."""
+    """The environment as the package holds it: its configuration, its tasks, and a stage for each event loop. It ends
+    an episode after ``max_turns`` turns, 0 for no number."""
 
     def __init__(self, options: VerifiersOptions) -> None:
         self._options = options
@@ -410,6 +412,7 @@ class _Package:
         self._loaders = needed("verifiers.v1.utils.loaders", EXTRA)
         if not hasattr(self._verifiers.Env, "run_episode"):
             raise ValueError(f"env.path={EXTRA} needs verifiers {_OLDEST} or later: {install_command(EXTRA)}")
+        self.max_turns = 0
         self._config = self._configured(self._verifiers, self._loaders, offer_harness(self._verifiers))
         self._stages: WeakKeyDictionary[asyncio.AbstractEventLoop, Stage] = WeakKeyDictionary()
         self._lock = threading.Lock()
@@ -495,6 +498,7 @@ class _Package:
                 **own,
                 "harness": {"id": harness},
             }
+            self.max_turns = int(seat["max_turns"] or 0)
             return resolve({**plain, roles[0]: seat})
         except ModuleNotFoundError as error:
             raise ValueError(f"env.name={options.name}: {_line(error)}") from None

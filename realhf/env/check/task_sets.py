@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from realhf.api.environment import HELD_OUT, SPLITS, TRAIN, EnvironmentSpec, Task, TaskSet
 from realhf.env.check.calls import UserCode, described
 from realhf.env.check.report import Finding, counted, quoted
+from realhf.env.loader.tasks import GROUP_COLUMN
 from realhf.env.loader.validation import json_problem
 
 _MOST_TEMPLATES = 2000
@@ -128,9 +129,15 @@ class TaskSetJudge:
             yield template, task
 
 
+_LABELS = ("id", GROUP_COLUMN)
+"""Columns of a row that name its task and say nothing of the episode."""
+
+
 def instance_key(task: Task) -> str:
-    """Return a text that two tasks share when the same episode is played for both."""
-    return json.dumps([task.payload, task.seed], sort_keys=True, default=repr)
+    """Return a text that two tasks share when the same episode is played for both. A payload of nothing but labels is
+    one that the environment looks up by them."""
+    played = {name: value for name, value in task.payload.items() if name not in _LABELS} or task.payload
+    return json.dumps([played, task.seed], sort_keys=True, default=repr)
 
 
 def _task_problem(task: object) -> str:

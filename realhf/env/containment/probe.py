@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from realhf.env.containment import sandbox
+from realhf.env.containment import sandbox, seccomp
 from realhf.env.containment.fork_server import ForkServer
 from realhf.env.containment.frames import BadFrame, frame, receive_frame
 from realhf.env.containment.sandbox import (
@@ -92,6 +92,7 @@ class _Calls:
             libc.execve,
             libc.open,
         )
+        self.sigqueue, self.prlimit, self.syscall = libc.sigqueue, libc.prlimit, libc.syscall
         self._errno = libc["__errno_location"]
         self._errno.restype = ctypes.POINTER(ctypes.c_int)
 
@@ -124,6 +125,13 @@ def _filtered(calls: _Calls, unconnected: socket.socket, port: int) -> Iterator[
     yield calls.refused(FILTER, "connect", calls.connect, unconnected.fileno(), address, len(address), by=denied)
     # The program does not exist: without a filter it is looked for and not found, and the child goes on.
     yield calls.refused(FILTER, "start a program", calls.execve, b"/nonexistent/program", None, None, by=denied)
+    # Nothing is sent or limited, where it is possible: the signal is 0, and there is no new limit.
+    other, known = os.getppid(), seccomp.machine()
+    yield calls.refused(FILTER, "queue a signal of another process", calls.sigqueue, other, 0, None, by=denied)
+    yield calls.refused(FILTER, "limit another process", calls.prlimit, other, 0, None, None, by=denied)
+    if known is not None:  # Not every C library has a function of this name.
+        act = "signal another process"
+        yield calls.refused(FILTER, act, calls.syscall, known.tgkill, other, other, 0, by=denied)
 
 
 def _walled(calls: _Calls, targets: ProbeTargets) -> Iterator[Attempt]:

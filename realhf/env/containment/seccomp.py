@@ -1,16 +1,19 @@
-"""Has the kernel itself refuse new programs, new processes and new sockets, by a seccomp filter.
+"""Has the kernel itself refuse new programs, new processes, new sockets and signals to others, by a seccomp filter.
 
 The audit hook of ``sandbox`` sees what Python code asks for; this filter also sees what C code asks for (uvloop's
-connects, a library's fork). Threads stay possible: ``clone`` is allowed only with CLONE_THREAD, and ``clone3``, whose
-flags a filter cannot read, reports ENOSYS, upon which the C library falls back to ``clone``.
+connects, a library's fork, a signal to another process). Threads stay possible: ``clone`` is allowed only with
+CLONE_THREAD, and ``clone3``, whose flags a filter cannot read, reports ENOSYS, upon which the C library falls back to
+``clone``.
 """
 
 from __future__ import annotations
 
 import ctypes
 import errno
+import os
 import platform
 import struct
+from typing import NamedTuple
 
 _SET_MODE_FILTER = 1
 _FLAG_SPEC_ALLOW = 4
@@ -21,15 +24,30 @@ _LOAD, _JUMP_EQUAL, _JUMP_AT_LEAST, _JUMP_SET, _RETURN = 0x20, 0x15, 0x35, 0x45,
 _X32_CALLS = 0x40000000
 _OFFSET_NUMBER, _OFFSET_ARCH, _OFFSET_FIRST_ARGUMENT = 0, 4, 16
 
-# Numbers of the system calls: machine -> (audit architecture, seccomp, clone, clone3, refused ones)
+
+class Machine(NamedTuple):
+    """Holds the numbers of the system calls of one kind of machine, and how the audit names its ``architecture``."""
+
+    architecture: int
+    seccomp: int
+    clone: int
+    clone3: int
+    tgkill: int
+    prlimit64: int
+    refused: tuple[int, ...]
+
+
 _MACHINES = {
     # fork, vfork, execve, execveat, socket, connect, bind, ptrace, mount, umount2, chroot, pivot_root, unshare,
     # setns, bpf, kexec_load, init_module, finit_module, process_vm_readv, process_vm_writev, keyctl, userfaultfd,
-    # open_by_handle_at, io_uring_setup, pidfd_getfd, kill, pidfd_send_signal
-    "x86_64": (0xC000003E, 317, 56, 435, (57, 58, 59, 322, 41, 42, 49, 101, 165, 166, 161, 155, 272, 308, 321, 246,
-                                          175, 313, 310, 311, 250, 323, 304, 425, 438, 62, 424)),
-    "aarch64": (0xC00000B7, 277, 220, 435, (221, 281, 198, 203, 200, 117, 40, 39, 51, 41, 97, 268, 280, 104, 105,
-                                            273, 270, 271, 219, 282, 265, 425, 438, 129, 424)),
+    # open_by_handle_at, io_uring_setup, pidfd_getfd, kill, pidfd_send_signal, tkill, rt_sigqueueinfo,
+    # rt_tgsigqueueinfo
+    "x86_64": Machine(0xC000003E, 317, 56, 435, 234, 302,
+                      (57, 58, 59, 322, 41, 42, 49, 101, 165, 166, 161, 155, 272, 308, 321, 246, 175, 313, 310, 311,
+                       250, 323, 304, 425, 438, 62, 424, 200, 129, 297)),
+    "aarch64": Machine(0xC00000B7, 277, 220, 435, 131, 261,
+                       (221, 281, 198, 203, 200, 117, 40, 39, 51, 41, 97, 268, 280, 104, 105, 273, 270, 271, 219, 282,
+                        265, 425, 438, 129, 424, 130, 138, 240)),
 }  # fmt: skip
 
 
@@ -37,43 +55,58 @@ class _Program(ctypes.Structure):
     _fields_ = (("length", ctypes.c_ushort), ("filter", ctypes.c_void_p))
 
 
+def machine() -> Machine | None:
+    """Return the system calls of this machine, None where they are not known here."""
+    return _MACHINES.get(platform.machine())
+
+
 def available() -> bool:
     """Return whether the system calls of this machine are known here."""
-    return platform.machine() in _MACHINES
+    return machine() is not None
 
 
 def install() -> bool:
-    """Filter this process and its threads for good; needs no-new-privileges. Call with a single thread.
+    """Filter this process and its threads for good; needs no-new-privileges. Call with a single thread, in the process
+    that is to be filtered and not in one that it is forked from: the filter holds its pid.
 
     Returns False on a machine or kernel that it does not know."""
-    known = _MACHINES.get(platform.machine())
+    known = machine()
     if known is None:
         return False
-    architecture, seccomp, clone, clone3, refused = known
-    code = _filter(architecture, clone, clone3, refused)
+    code = _filter(known, os.getpid())
     buffer = ctypes.create_string_buffer(code, len(code))
     program = _Program(len(code) // 8, ctypes.addressof(buffer))
     libc = ctypes.CDLL(None, use_errno=True)
-    return libc.syscall(seccomp, _SET_MODE_FILTER, _FLAG_SPEC_ALLOW, ctypes.byref(program)) == 0
+    return libc.syscall(known.seccomp, _SET_MODE_FILTER, _FLAG_SPEC_ALLOW, ctypes.byref(program)) == 0
 
 
-def _filter(architecture: int, clone: int, clone3: int, refused: tuple[int, ...]) -> bytes:
-    """Assemble the classic BPF program; instructions are (code, jump if true, jump if false, operand)."""
+def _filter(known: Machine, pid: int) -> bytes:
+    """Assemble the classic BPF program of the process ``pid``; instructions are (code, jump if true, jump if false,
+    operand). What the kernel reads of a pid is the lower half of the argument, which is what is compared."""
     denied = _ERRNO | errno.EPERM
     program = [
         (_LOAD, 0, 0, _OFFSET_ARCH),
-        (_JUMP_EQUAL, 1, 0, architecture),
+        (_JUMP_EQUAL, 1, 0, known.architecture),
         (_RETURN, 0, 0, denied),
         (_LOAD, 0, 0, _OFFSET_NUMBER),
-        (_JUMP_EQUAL, 0, 1, clone3),
+        (_JUMP_EQUAL, 0, 1, known.clone3),
         (_RETURN, 0, 0, _ERRNO | errno.ENOSYS),
         (_JUMP_AT_LEAST, 0, 1, _X32_CALLS),
         (_RETURN, 0, 0, denied),
     ]
-    for number in refused:
+    for number in known.refused:
         program += [(_JUMP_EQUAL, 0, 1, number), (_RETURN, 0, 0, denied)]
+    # The C library signals its own threads (raise, abort, pthread_kill), and limits its own process (setrlimit).
+    for number, own in ((known.tgkill, pid), (known.prlimit64, 0)):
+        program += [
+            (_JUMP_EQUAL, 0, 4, number),
+            (_LOAD, 0, 0, _OFFSET_FIRST_ARGUMENT),
+            (_JUMP_EQUAL, 0, 1, own),
+            (_RETURN, 0, 0, _ALLOW),
+            (_RETURN, 0, 0, denied),
+        ]
     program += [
-        (_JUMP_EQUAL, 1, 0, clone),
+        (_JUMP_EQUAL, 1, 0, known.clone),
         (_RETURN, 0, 0, _ALLOW),
         (_LOAD, 0, 0, _OFFSET_FIRST_ARGUMENT),
         (_JUMP_SET, 0, 1, _CLONE_THREAD),

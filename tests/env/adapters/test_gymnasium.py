@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import sys
 import threading
 from collections.abc import Iterator
@@ -143,7 +144,7 @@ async def test_an_episode_is_played_on_one_thread_of_its_own() -> None:
     opening = await env.reset({}, seed=9)
     assert opening.messages[0]["content"] == '{"place": 0, "options": {"long": true}}'
     turn = await env.step(AssistantMessage("up"))
-    assert "Answer with one of" in turn.messages[0]["content"] and turn.reward is None and not turn.done
+    assert "Answer with one of" in turn.messages[0]["content"] and turn.reward == -1.0 and not turn.done
     assert (await env.step(AssistantMessage("stay put"))).reward == -0.1
     turn = await env.step(AssistantMessage("stay put"))
     assert (turn.done, turn.reward, turn.metrics["success"]) == (True, 0.5, 1.0)
@@ -162,8 +163,26 @@ async def test_a_policy_that_never_acts_comes_to_an_end() -> None:
     assert not any([(await env.step(AssistantMessage("up"))).done for _ in range(9)])
     await env.step(AssistantMessage("left"))
     turns = [await env.step(AssistantMessage("up")) for _ in range(10)]
-    assert [turn.done for turn in turns] == [False] * 9 + [True] and turns[-1].reward is None
+    assert [turn.done for turn in turns] == [False] * 9 + [True]
     await env.close()
+
+
+@pytest.mark.parametrize(("wrong_reward", "garbage"), [(-1.0, -10.0), (0.0, 0.0)])
+async def test_a_turn_that_is_no_action_costs(wrong_reward: float, garbage: float) -> None:
+    """More than a step by default, so that it is better to act than to say nothing; success is the environment's."""
+
+    async def played(words: list[str]) -> tuple[float, float]:
+        reading = Reading(False, 40, 0.3, 60.0, wrong_reward=wrong_reward)
+        env = GymnasiumEnvironment("Corridor", Made(), WAYS, reading, {}, [])
+        await env.reset({}, seed=1)
+        turns = [await env.step(AssistantMessage(said)) for said in words]
+        await env.close()
+        assert turns[-1].done
+        return math.fsum(turn.reward or 0.0 for turn in turns), turns[-1].metrics.get("success", 0.0)
+
+    assert await played(["up"] * 10) == (garbage, 0.0)
+    assert await played(["left"] * 3) == (pytest.approx(-0.3), 0.0)
+    assert await played(["up", "stay put", "stay put"]) == (pytest.approx(wrong_reward + 0.4), 1.0)
 
 
 async def test_what_is_rendered_is_shown_and_cut() -> None:

@@ -28,6 +28,7 @@ from realhf.env.check.episodes import Arena, first_difference
 from realhf.env.check.report import Finding, Order
 from realhf.env.check.scripts import call_text, policy_turn, sample, trying, wrong_messages
 from realhf.env.check.task_sets import TaskSetJudge, spread
+from realhf.env.loader.author import sets_of
 
 COUNT = itertools.count()
 
@@ -112,6 +113,30 @@ def raises(task: Task) -> Task:
 def test_what_is_wrong_is_said(change: Callable[[Tasks], None], says: str) -> None:
     _, found = judged(change)
     assert found and found[0].startswith(says), found
+
+
+def test_rows_of_one_list_are_no_two_splits_by_their_names() -> None:
+    """An id or a group that names the split leaves the rest of a row to be compared."""
+
+    def found(rows: Callable[[str], Any]) -> list[str]:
+        tasks = sets_of(rows, "x", None, seeded=False, check=lambda row: None)
+        findings: list[Finding] = []
+        TaskSetJudge(EnvironmentSpec("x", lambda _: None, tasks), UserCode(), findings.append).judge()  # type: ignore[arg-type,return-value]
+        return [finding.what for finding in findings]
+
+    sums = [(one, other) for one in range(3) for other in range(3)]
+    half = {"train": sums[::2], "heldout": sums[1::2]}
+
+    def named(split: str, of: Sequence[tuple[int, int]]) -> list[dict[str, Any]]:
+        return [
+            {"id": f"{split}-{n}", "group": f"{split} sums", "prompt": f"{one}+{other}", "answer": str(one + other)}
+            for n, (one, other) in enumerate(of)
+        ]
+
+    shared = "the splits share an instance: train 'train-0' and held-out 'heldout-0'"
+    assert found(lambda split: named(split, sums)) == [shared]
+    assert found(lambda split: named(split, half[split])) == []
+    assert found(lambda split: [{"id": row["id"]} for row in named(split, half[split])]) == [], "looked up by its id"
 
 
 def test_one_id_with_several_seeds_is_kept_for_a_look_at_its_openings() -> None:

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import json
+import resource
+import signal
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
+
+from realhf.env.containment import seccomp
 
 ATTEMPTS = r"""
 import json, os, socket, subprocess, sys
@@ -118,3 +124,64 @@ if isolated:
         raise SystemExit("the network is still there")
 """
     )
+
+
+SIGNALS = r"""
+import ctypes, errno, json, os, platform, resource, signal, sys, threading
+from realhf.env.containment import sandbox, seccomp
+numbers = {
+    "x86_64": {"tkill": 200, "tgkill": 234, "rt_sigqueueinfo": 129, "rt_tgsigqueueinfo": 297, "prlimit64": 302},
+    "aarch64": {"tkill": 130, "tgkill": 131, "rt_sigqueueinfo": 138, "rt_tgsigqueueinfo": 240, "prlimit64": 261},
+}[platform.machine()]
+libc = ctypes.CDLL(None, use_errno=True)
+other, kill = int(sys.argv[1]), signal.SIGKILL
+queued = ctypes.create_string_buffer(bytes([kill, 0, 0, 0, 0, 0, 0, 0, 0xFF, 0xFF, 0xFF, 0xFF]), 128)  # SI_QUEUE
+limits = (ctypes.c_uint64 * 2)(1, 1)
+arguments = {
+    "tkill": (other, kill),
+    "tgkill": (other, other, kill),
+    "rt_sigqueueinfo": (other, kill, queued),
+    "rt_tgsigqueueinfo": (other, other, kill, queued),
+    "prlimit64": (other, resource.RLIMIT_CPU, limits, None),
+}
+sandbox.forbid_new_privileges()
+filtered = sys.argv[2] == "filtered" and seccomp.install()
+for name in sys.argv[3:]:
+    result = libc.syscall(numbers[name], *arguments[name])
+    print(name, errno.errorcode[ctypes.get_errno()] if result else "possible")
+caught = []
+signal.signal(signal.SIGUSR1, lambda number, frame: caught.append(number))
+signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)
+signal.raise_signal(signal.SIGUSR1)
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+print(len(caught), *resource.getrlimit(resource.RLIMIT_CORE), flush=True)
+os.abort()
+"""
+OF_ANOTHER = ("tkill", "tgkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo", "prlimit64")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not seccomp.available(), reason="the system calls of this machine are not known")
+def test_a_filtered_process_signals_and_limits_itself_alone() -> None:
+    """By system calls, which no hook sees: a sibling lives on, with its limits, and abort ends the process itself."""
+
+    def tried(how: str, names: tuple[str, ...]) -> tuple[list[str], int, bool]:
+        with subprocess.Popen(["sleep", "600"]) as sibling:
+            try:
+                command = [sys.executable, "-c", SIGNALS, str(sibling.pid), how, *names]
+                done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+                # An abort whose signal is refused ends in a crash, by another signal.
+                assert done.returncode == -signal.SIGABRT, done.stderr
+                limit = resource.prlimit(sibling.pid, resource.RLIMIT_CPU)[0]
+                sibling.send_signal(signal.SIGTERM)
+                return done.stdout.splitlines(), sibling.wait(), limit == 1
+            finally:
+                sibling.kill()
+
+    said, end, limited = tried("filtered", OF_ANOTHER)
+    assert said == [*(f"{name} EPERM" for name in OF_ANOTHER), "2 0 0"]
+    assert end == -signal.SIGTERM and not limited
+    for name in OF_ANOTHER:
+        said, end, limited = tried("plain", (name,))
+        assert said[0] == f"{name} possible", "else nothing was tried above"
+        assert limited if name == "prlimit64" else end == -signal.SIGKILL
