@@ -11,10 +11,10 @@ end of its first seed, whose training does not count.
 
 A preset that plays or passes more takes longer for a step, so that steps are no measure. The curves are over the
 seconds of train steps, and the table compares where they are at the end of the fastest run: success of each seed, the
-mean, and the difference from the first preset, seed by seed, with the 95 % interval of its mean (Student's t). The
-machine should have nothing else to do. With ``--jobs`` several runs go on at once, each on its own share of the cores:
-policies as small as these gain little by a second core, and all presets have the same. A run that is there is not
-repeated, and one that was killed goes on: the same command again.
+mean, and the difference from the first preset, seed by seed, with the 95 % interval of its mean (Student's t); beside
+them the same after the last step of each. The machine should have nothing else to do. With ``--jobs`` several runs go
+on at once, each on its own share of the cores: policies as small as these gain little by a second core, and all presets
+have the same. A run that is there is not repeated, and one that was killed goes on: the same command again.
 """
 
 from __future__ import annotations
@@ -125,19 +125,23 @@ def table(curves: Mapping[str, Mapping[int, Curve]]) -> list[str]:
     """Return the lines (Markdown) of one environment: preset -> seed -> curve."""
     budget = min(curve.seconds[-1] for seeds in curves.values() for curve in seeds.values())
     rows = [
-        f"| preset | seconds of steps | success at {budget:.0f} s, seeds | mean | difference | interval | at the end |",
-        "|---" * 7 + "|",
+        f"| preset | seconds of steps | success at {budget:.0f} s, seeds | mean | difference | interval"
+        " | at the end | difference | interval |",
+        "|---" * 9 + "|",
     ]
     first = next(iter(curves))
     for preset, seeds in curves.items():
-        now = {seed: 100 * curve.after(budget) for seed, curve in seeds.items()}
-        gaps = [now[seed] - 100 * curves[first][seed].after(budget) for seed in now]
+        cells = []
+        for at in (lambda curve: curve.after(budget), lambda curve: curve.success[-1]):
+            now = {seed: 100 * at(curve) for seed, curve in seeds.items()}
+            gaps = [value - 100 * at(curves[first][seed]) for seed, value in now.items()]
+            cells.append(
+                (now, f"{statistics.mean(now.values()):.1f} | {difference(gaps) if preset != first else '| '}")
+            )
+        (now, soon), (_, later) = cells
         steps = statistics.mean(curve.seconds[-1] for curve in seeds.values())
-        rows.append(
-            f"| `{preset}` | {steps:.0f} | {', '.join(f'{value:.1f}' for value in now.values())}"
-            f" | {statistics.mean(now.values()):.1f} | {difference(gaps) if preset != first else '| '}"
-            f"| {statistics.mean(100 * curve.success[-1] for curve in seeds.values()):.1f} |"
-        )
+        each = ", ".join(f"{value:.1f}" for value in now.values())
+        rows.append(f"| `{preset}` | {steps:.0f} | {each} | {soon}| {later}|")
     return rows
 
 
@@ -156,8 +160,9 @@ def draw(found: Mapping[str, Mapping[str, Mapping[int, Curve]]], out: Path) -> N
         axis.set_title(f"{environment}: held-out success, sampled", fontsize=10)
         axis.set_xlabel("seconds of train steps")
         axis.grid(alpha=0.3)
-    axes[0, 0].set_ylabel("mean of the seeds; the band is from the least to the greatest")
-    axes[0, -1].legend(loc="lower right", frameon=False, fontsize=8)
+    axes[0, 0].set_ylabel("mean of the seeds; band: least to greatest")
+    lines, names = axes[0, 0].get_legend_handles_labels()
+    figure.legend(lines, names, loc="outside right center", frameon=False, fontsize=9)
     figure.savefig(out, dpi=110)
 
 

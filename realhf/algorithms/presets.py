@@ -1,6 +1,7 @@
-"""Lists what ``ppo.algo`` may be, with formula, source and costs; run as a program, it prints ``docs/algorithms.md``.
+"""Lists what ``ppo.algo`` may be, with formula, source and costs; run as a program, it prints the tables of
+``docs/algorithms.md``.
 
-The page is made from the tables that the code itself reads. Imports no torch.
+They are the tables that the code itself reads. Imports no torch.
 """
 
 from __future__ import annotations
@@ -317,7 +318,8 @@ their bounds in [reference/options.md](reference/options.md), a loss or an estim
 [extend/policy_loss.md](extend/policy_loss.md), a whole algorithm of one's own in
 [extend/algorithm.md](extend/algorithm.md).
 
-`python -m realhf.algorithms.presets` prints this page from the tables that the code reads.
+`python -m realhf.algorithms.presets` prints this page from the tables that the code reads, up to
+[what they learn](#what-they-learn), which was measured.
 """
 
 

@@ -211,5 +211,8 @@ def test_a_train_step_reads_the_components(tmp_path: Path) -> None:
 
 
 def test_the_page_is_that_of_the_tables() -> None:
-    """``python -m realhf.algorithms.presets > docs/algorithms.md`` makes it again."""
-    assert (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8") == page()
+    """``python -m realhf.algorithms.presets`` makes it again, up to what was measured."""
+    tables, measured, _ = (
+        (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8").partition("\n## What they learn\n")
+    )
+    assert tables == page() and measured
