@@ -32,13 +32,13 @@ class Server:
 
     def __init__(self, model: Path, root: Path, *options: str, port: int = 0) -> None:
         self._command = [sys.executable, "-m", "realhf.tinker", "--model", str(model), "--root", str(root), *options]
-        self._root, self.url, self._port = root, "", port
+        self.root, self.url, self._port = root, "", port
         self.start()
 
     def start(self) -> None:
         """Start, on the same port if it was running before."""
-        self._root.mkdir(parents=True, exist_ok=True)
-        self.log = self._root / "log.txt"
+        self.root.mkdir(parents=True, exist_ok=True)
+        self.log = self.root / "log.txt"
         port = self.url.rpartition(":")[2] or str(self._port)
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(

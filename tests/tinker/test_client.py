@@ -262,9 +262,10 @@ def test_a_saved_state_goes_on_where_it_was(trainer, service):
         service.create_training_client_from_state(path).result()
 
 
-def test_a_whole_model_is_downloaded_and_is_the_trained_one(trainer, service, policy, tmp_path):
+def test_a_whole_model_is_downloaded_and_is_the_trained_one(trainer, service, server, policy, tmp_path):
     """By addresses that need no key, and only as they were signed; kept for as long as is said. The adapter beside it
-    is the same to PEFT; a head that shares the weight of the embedding has one of its own by then."""
+    is the same to PEFT; a head that shares the weight of the embedding has one of its own by then. A run on the same
+    machine takes the folder itself."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
@@ -274,6 +275,8 @@ def test_a_whole_model_is_downloaded_and_is_the_trained_one(trainer, service, po
     for name, url in urls.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(httpx.get(url).raise_for_status().content)
+    (folder,) = server.root.glob(f"checkpoints/{trainer.model_id.replace(':', '_')}/external_weights/whole.*")
+    assert {name: (folder / name).read_bytes() for name in urls} == {n: (tmp_path / n).read_bytes() for n in urls}
     logits = AutoModelForCausalLM.from_pretrained(tmp_path)(input_ids=torch.tensor([TEXT[0][:-1]])).logits
     own = logits.log_softmax(-1)[0].gather(-1, torch.tensor(TEXT[0][1:])[:, None])[:, 0]
     served = trainer.forward([datum(TEXT[0])], "cross_entropy").result().loss_fn_outputs[0]["logprobs"]
