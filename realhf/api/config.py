@@ -262,7 +262,11 @@ class DatasetConfig:
     train_bs_n_seqs: int = option(
         16, "A train step takes this many samples: groups of a task, or supervised episodes.", at_least=1
     )
-    curriculum: str = option("learnability", "This rule draws the tasks.", choices=("learnability", "priority"))
+    curriculum: str | None = option(
+        None,
+        "This rule draws the tasks; unset: learnability, and uniform where no reward teaches (ppo.rl_weight=0).",
+        choices=("learnability", "priority", "uniform"),
+    )
     group_success: str = option(
         "fraction",
         "To the curriculum, a group counts as the fraction of its rollouts that achieved the task, or as whether any "
@@ -284,10 +288,10 @@ class DatasetConfig:
 
     def problems(self, name: str) -> Iterator[str]:
         """Each curriculum has options of its own."""
-        unused = "priority" if self.curriculum == "learnability" else "untried_share"
-        value, default = getattr(self, unused), {} if unused == "priority" else DatasetConfig.untried_share
-        if value != default:
-            yield f"{name}.{unused}={value}: has no effect with {name}.curriculum={self.curriculum}"
+        rule = self.curriculum or "learnability"
+        for unused, default, used_by in (("priority", {}, "priority"), ("untried_share", 1.0, "learnability")):
+            if rule != used_by and (value := getattr(self, unused)) != default:
+                yield f"{name}.{unused}={value}: has no effect with {name}.curriculum={rule}"
 
 
 @dataclass

@@ -1,10 +1,11 @@
-"""Decides which task comes next, by priority or learnability, and offers the tasks as a data source.
+"""Decides which task comes next, by priority, learnability or neither, and offers the tasks as a data source.
 
 Choosing reads statistics and draws from the seeded generator; ``record_template`` alone changes them. Thread-safe.
 
 *priority* is the classic rule of docs/reference/environment.md 8. *learnability* draws where there is something to
 learn: most training goes to what succeeds sometimes, a little to everything (docs/reference/learning.md 2). Training
-uses the one that the learning benchmark shows to be better (``dataset.curriculum``).
+uses the one that the learning benchmark shows to be better (``dataset.curriculum``). *uniform* draws all alike: a
+teacher has as much to say about tasks that never succeed, of which the other rules draw few.
 """
 
 from __future__ import annotations
@@ -302,6 +303,16 @@ class LearnabilityCurriculum(Curriculum[T]):
         record.weight = self._decay * record.weight + 1.0
 
 
+class UniformCurriculum(LearnabilityCurriculum[T]):
+    """Draws all templates alike; untried ones come first."""
+
+    strategy = "uniform"
+
+    def weight(self, template_id: Any) -> float:
+        """See ``LearnabilityCurriculum``."""
+        return 1.0
+
+
 def _even_draws(rng: random.Random, items: Sequence[Any], weights: Sequence[float], count: int) -> list[Any]:
     """Make ``count`` weighted draws that hit each item within one of its expected number (systematic resampling), in
     random order: a batch then follows the weights as closely as it can."""
@@ -494,7 +505,7 @@ class PriorityCurriculum(Curriculum[T]):
             self._promotions = [(episode, group) for episode, group in state.get("promotions", [])]
 
 
-STRATEGIES = (LearnabilityCurriculum.strategy, PriorityCurriculum.strategy)
+STRATEGIES = (LearnabilityCurriculum.strategy, PriorityCurriculum.strategy, UniformCurriculum.strategy)
 
 
 def make_curriculum(
@@ -510,6 +521,8 @@ def make_curriculum(
     ``PriorityRule`` that differ from it may be given. Raises ValueError for an unknown strategy, preset or constant."""
     if strategy == LearnabilityCurriculum.strategy:
         return LearnabilityCurriculum(seed, tasks, untried_share=untried_share, group_success=group_success)
+    if strategy == UniformCurriculum.strategy:
+        return UniformCurriculum(seed, tasks, group_success=group_success)
     if strategy == PriorityCurriculum.strategy:
         rule = PriorityRule.of(**(priority or {}))
         return PriorityCurriculum(seed, tasks, rule=rule, group_success=group_success)

@@ -34,7 +34,7 @@ from realhf.env.curriculum import (
 from realhf.env.loader.load import build_environment
 from realhf.registry import sources
 
-STRATEGIES = ("priority", "learnability")
+STRATEGIES = ("priority", "learnability", "uniform")
 TRAIN = {template.task_id for template in load_templates(split="train")}
 HELDOUT = {template.task_id for template in load_templates(split="heldout")}
 WARMUP = {template.task_id for template in load_templates(["warmup"], split="train")}
@@ -170,6 +170,16 @@ def test_learnability_tries_everything_first_and_then_what_can_be_learned() -> N
     assert 3 <= batch[203] <= 4, "one batch follows the weights closely"
 
 
+def test_uniform_draws_what_never_succeeds_as_often_as_all_else() -> None:
+    tasks = TrainingTasks(["warmup"])
+    curriculum = make_curriculum("uniform", 3, tasks)
+    for number, template in enumerate(tasks.group_of):
+        record(curriculum, template, number % 3 / 2)
+    drawn = Counter(template for _ in range(50) for template, _ in curriculum.draw(16))
+    assert drawn.keys() == tasks.group_of.keys()
+    assert max(drawn.values()) < 1.3 * min(drawn.values())
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_heldout_is_never_served(strategy: str) -> None:
     """Neither held-out templates, nor held-out names, nor held-out seeds."""
@@ -263,7 +273,8 @@ def test_a_template_that_always_fails_does_not_come_first_for_ever(strategy: str
         [(template, _)] = curriculum.draw(1)
         drawn[template] += 1
         curriculum.record_template(template, None if template == broken else 0.5)
-    assert 1 <= drawn[broken] < 10 and len(drawn) == len(tasks.group_of)
+    share = 200 / len(tasks.group_of) if strategy == "uniform" else 5
+    assert 1 <= drawn[broken] < 2 * share and len(drawn) == len(tasks.group_of)
 
 
 def test_templates_that_were_never_tried_leave_room_for_what_is_learned() -> None:
@@ -294,7 +305,7 @@ def test_wrong_arguments() -> None:
         record(curriculum, 1, 1.5)
     with pytest.raises(ValueError, match="reward"):
         curriculum.record_result(instantiate(1, 0), 1.0, float("nan"))
-    with pytest.raises(ValueError, match="learnability, priority"):
+    with pytest.raises(ValueError, match="learnability, priority, uniform"):
         make_curriculum("greedy", 0, TrainingTasks())
     with pytest.raises(ValueError, match="fraction, any"):
         make_curriculum("learnability", 0, TrainingTasks(), group_success="most")
@@ -345,12 +356,12 @@ def test_get_stats_of_the_priority_strategy() -> None:
     assert other.get_stats()["promotions"] == [] and other.group == "warmup"
 
 
-def test_both_strategies_tell_the_same_figures() -> None:
+def test_all_strategies_tell_the_same_figures() -> None:
     kinds = [make_curriculum(strategy, 0, TrainingTasks()) for strategy in STRATEGIES]
     for curriculum in kinds:
         record(curriculum, 1, 0.0)
-    first, second = (curriculum.get_stats() for curriculum in kinds)
-    assert first.keys() == second.keys() and first["weak_spots"] == second["weak_spots"] == [1]
+    figures = [curriculum.get_stats() for curriculum in kinds]
+    assert len({frozenset(each) for each in figures}) == 1 and [each["weak_spots"] for each in figures] == [[1]] * 3
 
 
 def test_the_slow_preset_and_changed_constants() -> None:

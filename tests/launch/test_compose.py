@@ -80,7 +80,7 @@ def test_mistakes_in_names_and_types(capsys, arguments, expected):
             "env.tiers=[warmup,hard]": "env.tiers=hard: unknown (known: warmup, beginner,",
             "rollout.on_failure=ignore": "on_failure=ignore: unknown (known: minimum_group, retry, fail_fast)",
             "async_rl.weights=broadcast": "async_rl.weights=broadcast: is gone; fetch reaches the same hosts",
-            "dataset.curriculum=random": "dataset.curriculum=random: unknown (known: learnability, priority)",
+            "dataset.curriculum=random": "dataset.curriculum=random: unknown (known: learnability, priority, uniform)",
             "dataset.untried_share=0": "dataset.untried_share=0.0: must be positive and at most 1",
             "actor.path=/nowhere/model": "actor.path=/nowhere/model: no such folder",
             "trial_name=a/b": "trial_name='a/b'",
