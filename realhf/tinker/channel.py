@@ -25,7 +25,8 @@ from realhf.base.messages import Message
 
 class ComputeOptions(Message, frozen=True):
     """What the process that computes is told at its start: the folder of the model, its element type, threads, the most
-    positions of a micro-batch, tokens of a sequence (0: what the model takes), and memory for keys and values."""
+    positions of a micro-batch, tokens of a sequence (0: what the model takes), memory for keys and values, and whether
+    all weights train, in place of adapters."""
 
     path: str
     dtype: str
@@ -33,11 +34,12 @@ class ComputeOptions(Message, frozen=True):
     max_tokens_per_mb: int
     longest: int
     kv_cache_gib: float | None
+    full_weights: bool = False
 
 
 class Create(Message, frozen=True, tag=True):
-    """Make a model with adapters; with ``folder``, as it was saved there, with the optimizer's state if ``moments``.
-    Then save everything into ``keep``, if it says a folder."""
+    """Make a model with adapters, or of rank 0, where all weights train; with ``folder``, as it was saved there, with
+    the optimizer's state if ``moments``. Then save everything into ``keep``, if it says a folder."""
 
     model: str
     rank: int
@@ -72,7 +74,7 @@ class Drop(Message, frozen=True, tag=True):
 
 
 class Save(Message, frozen=True, tag=True):
-    """Save the weights into a folder: the adapter (``sampler``), with the optimizer's state (``training``), or a whole
+    """Save the weights into a folder: what trains (``sampler``), with the optimizer's state (``training``), or a whole
     model with merged weights (``external``)."""
 
     model: str

@@ -58,7 +58,7 @@ from realhf.tinker.channel import (
     Update,
 )
 from realhf.tinker.sampling import VERSION, Sampler
-from realhf.tinker.training import AdapterSpec, Held, TrainedModel
+from realhf.tinker.training import AdapterSpec, Held, TrainedModel, training_bytes
 from realhf.tinker.wire import BadRequest, read_json, read_pass, types
 
 _log = logging.getLogger(__name__)
@@ -94,6 +94,7 @@ class Computer:
             longest=self.longest,
             most_bytes=lambda: _cache_bytes(options.kv_cache_gib, device),
             began=lambda number: tell(Began(number)),
+            full_weights=options.full_weights,
         )
 
     def take(self, job: Job, body: bytes) -> None:
@@ -187,13 +188,19 @@ class Computer:
         return b"", {}
 
     def _create(self, work: Create) -> None:
+        needed = training_bytes(named_weights(self._base).values()) if self._options.full_weights else 0
+        if needed and needed > (free := _free()):
+            raise BadRequest(
+                f"memory: to train all weights needs {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} are free; "
+                "--max-adapters bounds how many models are in memory at once"
+            )
         spec = AdapterSpec(work.rank, work.seed, work.mlp, work.attention, work.unembedding)
         with self._threads.computing():
             made = TrainedModel(self._base, self._tokenizer, spec, self._options, self._threads)
         if work.folder:
             self._load(made, Path(work.folder), moments=work.moments)
         self._models[work.model] = made
-        _log.info("model %s: rank %d, %.1f MiB beside the base", work.model, work.rank, made.nbytes() / 2**20)
+        _log.info("model %s: rank %d, %.1f MiB to train it", work.model, work.rank, made.nbytes() / 2**20)
 
     def _load(self, model: TrainedModel, folder: Path, *, moments: bool) -> None:
         try:
@@ -246,10 +253,12 @@ class Computer:
 def _cache_bytes(gib: float | None, device: torch.device) -> int:
     """Return the most bytes of keys and values: what clients ask for has no bound but this one."""
     most = cache_bytes(gib, device, shared=True)
-    if most is not None:
-        return most
+    return _free() // 2 if most is None else most
+
+
+def _free() -> int:
     free, left = psutil.virtual_memory().available, memory_left()
-    return (free if left is None else min(free, left)) // 2
+    return free if left is None else min(free, left)
 
 
 def _ends(tokenizer: Any, path: str) -> frozenset[int]:

@@ -35,6 +35,9 @@ class ServerOptions:
     allowed_hosts: str = _option("", "names, with commas, by which clients may address a server on other addresses")
     tls_cert: str = _option("", "file with the certificate (PEM), for https")
     tls_key: str = _option("", "file with its private key")
+    full_weights: bool = _option(
+        False, "clients train all weights, each those of a copy of the base, and no adapters of the rank they ask for"
+    )
     dtype: str = _option("float32", "element type of the base model: float32 or bfloat16")
     threads: int = _option(0, "threads that compute; 0: as many as there are cores")
     max_tokens_per_mb: int = _option(2048, "a micro-batch has at most so many positions")
@@ -42,7 +45,7 @@ class ServerOptions:
     kv_cache_gib: float | None = _option(
         None, "memory of sampling for keys and values, in GiB; none: half of what is free"
     )
-    max_adapters: int = _option(16, "so many models with adapters are in memory at once; others wait on the disk")
+    max_adapters: int = _option(16, "so many models that clients train are in memory at once; others wait on the disk")
     max_adapters_per_key: int = _option(8, "so many of them belong to one key")
     max_rank: int = _option(128, "adapters have at most this rank")
     max_body_mib: int = _option(64, "a request has at most so many MiB, once inflated")
@@ -68,12 +71,16 @@ class ServerOptions:
             return "--tls-cert and --tls-key go together"
         if self.dtype not in ("float32", "bfloat16"):
             return f"--dtype {self.dtype} is neither float32 nor bfloat16"
+        if self.full_weights and self.dtype != "float32":
+            return f"--full-weights trains in float32: --dtype {self.dtype} is for the base of adapters"
+        if self.full_weights and self.max_rank != ServerOptions.max_rank:
+            return "--max-rank has no effect with --full-weights: there are no adapters"
         if self.allowed_hosts and is_loopback_host(self.host):
             return "--allowed-hosts has no effect on the loopback"
         least = {"threads": 0, "port": 0, "max_sequence": 0, "state_every_s": 0, "min_free_gib": 0}
         for each in fields(self):
             value = getattr(self, each.name)
-            if isinstance(value, (int, float)) and not value >= least.get(each.name, 1e-3):
+            if type(value) in (int, float) and not value >= least.get(each.name, 1e-3):
                 return f"{flag(each.name)} {value} is out of range"
         return ""
 
@@ -115,6 +122,7 @@ class ServerOptions:
             self.max_tokens_per_mb,
             self.max_sequence,
             self.kv_cache_gib,
+            self.full_weights,
         )
 
 
@@ -131,6 +139,9 @@ def command_line() -> argparse.ArgumentParser:
     )
     kinds: Mapping[str, type] = {"int": int, "float": float, "float | None": float, "str": str}
     for each in fields(ServerOptions):
+        if each.type == "bool":
+            parser.add_argument(flag(each.name), action="store_true", help=each.metadata["help"])
+            continue
         required = each.default is MISSING
         shown = "" if required or each.default in ("", None) else f" (default {each.default})"
         parser.add_argument(

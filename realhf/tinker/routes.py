@@ -23,7 +23,7 @@ from realhf.tinker.desk import OWNER, AccessGuard, Desk, counted, error_answer, 
 from realhf.tinker.service import Service
 from realhf.tinker.shelf import Refused
 from realhf.tinker.store import FAILED
-from realhf.tinker.weights_routes import WeightsRoutes
+from realhf.tinker.weights_routes import WeightsRoutes, rank_of
 from realhf.tinker.wire import PROTOBUF, BadRequest, read_head, read_json, types
 from realhf.trajectory.records import Refusal
 
@@ -193,15 +193,17 @@ class Routes:
     # ---- training
 
     async def create_model(self, request: Request) -> Response:
-        """Promise a model with adapters."""
+        """Promise a model with adapters, or one whose weights train all."""
         body = await self._desk.body(request)
         asked = read_json(types.CreateModelRequest, body)
         self._desk.check_base(asked.base_model)
         self._desk.check_optimizer(asked.optimizer_config)
-        lora = asked.lora_config
-        if lora is None:
-            raise Refused(400, "lora_config is missing: this server trains adapters, not all weights")
-        if not 1 <= lora.rank <= self._desk.options.max_rank:
+        lora, full = asked.lora_config or types.LoraConfig(rank=0), self._desk.options.full_weights
+        if asked.lora_config is None and not full:
+            raise Refused(400, "lora_config is missing: this server trains adapters, not all weights (--full-weights)")
+        if full and not (lora.train_mlp and lora.train_attn and lora.train_unembed):
+            raise Refused(400, "lora_config: all weights train here (--full-weights), whatever they belong to")
+        if not full and not 1 <= lora.rank <= self._desk.options.max_rank:
             raise Refused(
                 400, f"lora_config.rank {lora.rank} must be from 1 to {self._desk.options.max_rank} (--max-rank)"
             )
@@ -209,7 +211,7 @@ class Routes:
             raise Refused(400, "lora_config: one of train_mlp, train_attn and train_unembed is needed")
         options = {
             "base": asked.base_model,
-            "rank": lora.rank,
+            "rank": 0 if full else lora.rank,
             "seed": secrets.randbits(31) if lora.seed is None else lora.seed % (1 << 63),
             "mlp": lora.train_mlp,
             "attention": lora.train_attn,
@@ -232,7 +234,7 @@ class Routes:
             "model_name": self._desk.options.public_name,
             "tokenizer_id": self._desk.options.public_name,
         }
-        info = {"type": "get_info", "model_id": row.id, "is_lora": True, "lora_rank": row.options["rank"]}
+        info = {"type": "get_info", "model_id": row.id, **rank_of(row.options)}
         return JSONResponse({**info, "model_data": data, "model_name": self._desk.options.public_name})
 
     async def forward_backward(self, request: Request) -> Response:

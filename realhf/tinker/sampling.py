@@ -1,7 +1,8 @@
 """Samples for many requests at once, with the weights that each names: all sequences of one set of weights decode
 together, requests join between two tokens, and sets take turns.
 
-A set of weights is the base model, or the base with adapters that were saved. Adapters are merged for as long as their
+A set of weights is the base model, the base with adapters that were saved, or saved weights of the whole model, which
+are read into one copy of it for as long as their set has its turn. Adapters are merged for as long as their
 set has its turn (``LoraAdapters``, which proves the merge), so that there is one copy of merged weights, however many
 sets wait. Within a set a request waits for room only; a set that is in use stops taking requests when another has
 waited for ``TURN_S``.
@@ -9,9 +10,10 @@ waited for ``TURN_S``.
 
 from __future__ import annotations
 
+import copy
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,11 +26,12 @@ from realhf.api.config import GenConfig, LoraConfig
 from realhf.api.model import GenRequest
 from realhf.backends.embedded.decode_core import DecodeCore, Turn, rest_of_turn
 from realhf.backends.embedded.sampling import check_request, stream_of
+from realhf.backends.embedded.weight_copy import named_weights
 from realhf.backends.training.lora import ADAPTER, CONFIG, LoraAdapters
 from realhf.backends.training.packed_forward import Heads, heads_of
 from realhf.backends.training.selected_logprobs import bent
 from realhf.base.tensor_digest import TensorDigester, joint_digest
-from realhf.tinker.training import Held, sharing_copy
+from realhf.tinker.training import Held, load_whole, sharing_copy
 from realhf.tinker.wire import BadRequest, Sampled, Scored, TopK, check_tokens, prompt_tokens, sample_answer
 
 TURN_S = 2.0
@@ -72,8 +75,9 @@ class Asked:
 class Weights:
     """One set of weights that can sample: a model whose parameters are these for as long as ``use`` says so."""
 
-    def __init__(self, base: Any, most_bytes: Callable[[], int | None]) -> None:
+    def __init__(self, base: Any, most_bytes: Callable[[], int | None], full_weights: bool) -> None:
         self._base, self._most_bytes = base, most_bytes
+        self._whole = copy.deepcopy(base) if full_weights else None
         self._adapters: dict[str, LoraAdapters] = {}  # by their shape
         self._digester = TensorDigester()
         self.held, self.model = BASE, base
@@ -82,7 +86,7 @@ class Weights:
         self._in_use: LoraAdapters | None = None
 
     def use(self, folder: str) -> None:
-        """Compute with the adapters of this folder from now on, or with the base (""). Raises FileNotFoundError where
+        """Compute with the weights of this folder from now on, or with the base (""). Raises FileNotFoundError where
         they are gone."""
         self.core.release()
         if self._in_use is not None:
@@ -90,15 +94,21 @@ class Weights:
             self._in_use = None
         if not folder:
             self.model, self.held = self._base, BASE
+        elif self._whole is not None:
+            load_whole(self._whole, Path(folder))
+            self.model, self.held = self._whole, self._proved(Path(folder), named_weights(self._whole))
         else:
             adapters = self._shaped_like(Path(folder))
             adapters.load(Path(folder) / ADAPTER)
             self._in_use = adapters
             self.model = adapters.merged()
-            digests = {name: self._digester.digest(tensor) for name, tensor in adapters.tensors().items()}
-            self.held = Held(_version(Path(folder)), joint_digest(digests))
+            self.held = self._proved(Path(folder), adapters.tensors())
         self.core = DecodeCore(self.model, most_bytes=self._most_bytes)
         self.heads = heads_of(self.model)
+
+    def _proved(self, folder: Path, tensors: Mapping[str, Tensor]) -> Held:
+        digests = {name: self._digester.digest(tensor) for name, tensor in tensors.items()}
+        return Held(_version(folder), joint_digest(digests))
 
     def _shaped_like(self, folder: Path) -> LoraAdapters:
         """Return adapters of the shape of the saved ones. Only those of one shape are kept."""
@@ -128,7 +138,7 @@ def _version(folder: Path) -> int:
 class Sampler:
     """Plays requests over ``base`` (transformers) a step at a time. ``ends`` are the tokens that end a sequence where
     the request names none; ``longest`` bounds prompt and sampled tokens together; ``began`` is called with the number
-    of a request before anything of it is computed."""
+    of a request before anything of it is computed. ``full_weights``: what is saved is the whole model."""
 
     def __init__(
         self,
@@ -139,9 +149,10 @@ class Sampler:
         longest: int,
         most_bytes: Callable[[], int | None] = lambda: None,
         began: Callable[[int], None] = lambda number: None,
+        full_weights: bool = False,
     ) -> None:
         self._began = began
-        self._weights = Weights(base, most_bytes)
+        self._weights = Weights(base, most_bytes, full_weights)
         self._tokenizer, self._ends, self._longest = tokenizer, ends, longest
         self._vocabulary = int(base.config.get_text_config().vocab_size)
         self._folder = ""

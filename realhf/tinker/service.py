@@ -59,8 +59,6 @@ KEYS_AT_ONCE = 4
 """The requests of all keys together may have so many times the bytes of one: where any key is taken, keys are free."""
 NAMED = ("save_weights", "save_weights_for_sampler", "save_weights_external", "load_weights")
 """Requests about weights that have a path."""
-WHOLE = "external"
-"""The kind of saved weights that is a whole model."""
 NEVER_CAME = "a request before it never came"
 
 
@@ -214,6 +212,14 @@ class Service:
                 )
                 self.ended.set()
                 return
+            trains = "all weights" if self.options.full_weights else "adapters"
+            if (began := self.store.once("trains", trains)) != trains:
+                self.failure = (
+                    f"--root {self.root} belongs to a server that trains {began}, and this one {trains} "
+                    "(--full-weights): give another folder"
+                )
+                self.ended.set()
+                return
             self.ready = told
             self._started.set()
             _log.info("%s: %d tokens of context, digest %s", self.options.model, told.longest, told.digest)
@@ -300,16 +306,23 @@ class Service:
 
     def check_saving(self, owner: str, kind: str) -> None:
         """Raise Refused where an owner has saved too much, or the disk is nearly full. A whole model counts as much as
-        the base before it is saved."""
-        saving = [owner] if kind == WHOLE else []
+        the base before it is saved, with its moments three times; adapters, which are small, count afterwards."""
+        saving = [(owner, self._size_of(kind))]
         for sent in self._jobs.values():
-            if isinstance(sent.work, Save) and sent.work.kind == WHOLE and sent.request is not None:
-                saving.append(sent.request.owner)
-        used = (self.store.saved_bytes(owner) + saving.count(owner) * self._base_bytes) / 2**30
+            if isinstance(sent.work, Save) and sent.request is not None:
+                saving.append((sent.request.owner, self._size_of(sent.work.kind)))
+        own = sum(size for whose, size in saving if whose == owner)
+        used = (self.store.saved_bytes(owner) + own) / 2**30
         if used > self.options.max_saved_gib:
             most = f"{self.options.max_saved_gib:g} GiB (--max-saved-gib)"
             raise Refused(400, f"your saved weights take {used:.1f} of {most}: delete some")
-        self.check_disk(len(saving) * self._base_bytes)
+        self.check_disk(sum(size for _, size in saving))
+
+    def _size_of(self, kind: str) -> int:
+        """Return what is known of the size of weights before they are saved."""
+        if self.options.full_weights:
+            return self._base_bytes * (3 if kind == "training" else 1)
+        return self._base_bytes if kind == "external" else 0
 
     def check_disk(self, nbytes: int = 0) -> None:
         """Raise Refused (507) before the disk is full, once ``nbytes`` are written: what was promised needs the

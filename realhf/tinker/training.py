@@ -1,14 +1,15 @@
 """Trains several adapters of one base model: each is an engine of its own over the same tensors of the base.
 
 The modules of a model are copied for an adapter, its tensors are not: an adapter costs its own weights, gradients and
-moments. A pass computes what the engine computes in a run, so that a step here is a step there.
+moments. Where all weights train, the tensors are copied, too. A pass computes what the engine computes in a run, so
+that a step here is a step there.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -22,8 +23,9 @@ from realhf.api.config import LoraConfig, OptimizerConfig
 from realhf.api.model import ForwardOutputs
 from realhf.api.sample import MicroBatchSpec, SequenceSample
 from realhf.backends.embedded.compute_threads import ComputeThreads
+from realhf.backends.training.checkpoint import is_checkpoint, load_shards, persistent_buffers, save_shards
 from realhf.backends.training.lora import ADAPTER, head_name, linear_layers
-from realhf.backends.training.torch_engine import TorchEngine
+from realhf.backends.training.torch_engine import TorchEngine, of_this_model
 from realhf.base.tensor_digest import TensorDigester, joint_digest
 from realhf.tinker.channel import ComputeOptions
 from realhf.tinker.losses import TokenLoss, loss_named
@@ -37,6 +39,30 @@ def sharing_copy(model: Any) -> Any:
     """Return the same modules over the same tensors."""
     shared = {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())}
     return copy.deepcopy(model, shared)
+
+
+def training_bytes(weights: Iterable[Tensor]) -> int:
+    """Return the bytes of these weights, their gradients and both moments."""
+    return 4 * sum(tensor.nbytes for tensor in weights)
+
+
+def save_whole(model: Any, folder: Path) -> None:
+    """Write all weights of a model, as a checkpoint of its engine names them."""
+    save_shards(folder, _all_weights(model))
+
+
+def load_whole(model: Any, folder: Path) -> None:
+    """Read all weights into a model, out of what ``save_whole`` wrote, or a checkpoint. Raises FileNotFoundError where
+    they are gone, ValueError where they are of another model."""
+    if not is_checkpoint(folder):
+        raise FileNotFoundError(f"the weights of {folder.name} are no longer kept here")
+    with of_this_model(folder):
+        load_shards(folder, _all_weights(model))
+
+
+def _all_weights(model: Any) -> dict[str, Tensor]:
+    named = {**dict(model.named_parameters()), **persistent_buffers(model)}
+    return {f"weights/{name}": tensor.detach() for name, tensor in named.items()}
 
 
 def chosen_targets(model: Any, *, mlp: bool, attention: bool, unembedding: bool) -> list[str]:
@@ -74,36 +100,40 @@ class Held:
 
 
 class TrainedModel:
-    """One training client's model: adapters on ``base`` (transformers, frozen), which ``threads`` compute."""
+    """One training client's model: adapters on ``base`` (transformers, frozen), or with ``full_weights`` a copy of it
+    that trains whole; ``threads`` compute."""
 
     def __init__(
         self, base: Any, tokenizer: Any, spec: AdapterSpec, options: ComputeOptions, threads: ComputeThreads
     ) -> None:
-        model = sharing_copy(base)
+        full = options.full_weights
+        model = copy.deepcopy(base).requires_grad_(True) if full else sharing_copy(base)
         torch.manual_seed(spec.seed)
         self._engine = TorchEngine(
             model,
             tokenizer,
             optimizer=_adam({}),
-            lora=spec.options(base),
+            lora=None if full else spec.options(base),
             role="tinker",
             path=options.path,
             adapts_head=spec.unembedding,
         )
         self._engine.use_threads(threads)
-        assert self._engine.adapters is not None, "an engine with options of adapters has them"
-        self._adapters = self._engine.adapters
         self._spec = MicroBatchSpec(max_tokens_per_mb=options.max_tokens_per_mb)
         self._digester = TensorDigester()
         self._held: Held | None = None
 
     @property
     def held(self) -> Held:
-        """The version and digest of the adapters as they are now."""
+        """The version and digest of the weights that train, as they are now."""
         if self._held is None:
-            tensors = {name: self._digester.digest(tensor) for name, tensor in self._adapters.tensors().items()}
+            tensors = {name: self._digester.digest(tensor) for name, tensor in self._trained().items()}
             self._held = Held(self._engine.version, joint_digest(tensors))
         return self._held
+
+    def _trained(self) -> Mapping[str, Tensor]:
+        adapters = self._engine.adapters
+        return self._engine.weights() if adapters is None else adapters.tensors()
 
     def run(self, request: Pass) -> bytes:
         """Go forward, and backward, over the data; return the answer. Raises BadRequest for a loss or data that do not
@@ -150,11 +180,14 @@ class TrainedModel:
         self._engine.forget_gradients()
 
     def save(self, folder: Path, *, moments: bool) -> None:
-        """Write the adapters into a folder as peft has them, with the optimizer's state if ``moments``."""
+        """Write the adapters into a folder as peft has them, or all weights; with the optimizer's state if
+        ``moments``."""
         if moments:
             self._engine.save_checkpoint(folder)
+        elif self._engine.adapters is not None:
+            self._engine.adapters.save(folder / ADAPTER)
         else:
-            self._adapters.save(folder / ADAPTER)
+            save_whole(self._engine.model, folder)
 
     def export(self, folder: Path) -> None:
         """Write a whole model with merged weights, config and tokenizer, which ``from_pretrained`` loads."""
@@ -168,13 +201,16 @@ class TrainedModel:
         if moments:
             self._engine.load_checkpoint(folder)
         else:
-            self._adapters.load(folder / ADAPTER)
+            if self._engine.adapters is not None:
+                self._engine.adapters.load(folder / ADAPTER)
+            else:
+                load_whole(self._engine.model, folder)
             self._engine.forget_moments()
         self.drop()
 
     def nbytes(self) -> int:
-        """Return the bytes that this model takes beside the base: weights, gradients and both moments."""
-        return 4 * sum(tensor.nbytes for tensor in self._adapters.tensors().values())
+        """Return the bytes that this model takes beside the base."""
+        return training_bytes(self._trained().values())
 
 
 def _adam(params: Mapping[str, float]) -> OptimizerConfig:

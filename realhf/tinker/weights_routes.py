@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 from urllib.parse import quote
@@ -119,8 +120,7 @@ class WeightsRoutes:
         return json_answer(
             types.WeightsInfoResponse(
                 base_model=self._desk.options.public_name,
-                is_lora=True,
-                lora_rank=lora["rank"],
+                **rank_of(lora),
                 train_unembed=lora["unembedding"],
                 train_mlp=lora["mlp"],
                 train_attn=lora["attention"],
@@ -147,8 +147,7 @@ class WeightsRoutes:
             training_run_id=row.id,
             base_model=self._desk.options.public_name,
             model_owner=row.owner,
-            is_lora=True,
-            lora_rank=row.options["rank"],
+            **rank_of(row.options),
             last_request_time=datetime.fromtimestamp(row.used, UTC),
             last_checkpoint=last["training"] and _checkpoint(last["training"]),
             last_sampler_checkpoint=last["sampler"] and _checkpoint(last["sampler"]),
@@ -210,6 +209,11 @@ class WeightsRoutes:
         path = f"tinker://{at['model']}/{KINDS['external']}/{at['name']}"
         until = int(expires) if expires.isascii() and expires.isdigit() and len(expires) < 12 else 0
         return FileResponse(self._desk.service.shelf.signed_file(path, at["file"], until, query.get("signature", "")))
+
+
+def rank_of(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the client is told of a model's adapters: their rank, if it has any."""
+    return {"is_lora": bool(options["rank"]), "lora_rank": options["rank"] or None}
 
 
 def _check_ttl(ttl: Any) -> None:

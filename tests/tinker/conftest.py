@@ -21,8 +21,9 @@ from realhf.tinker.service import Service
 from tests.tinker.compute_stand_in import Compute
 
 KEY = "tml-a-key-of-these-tests-only"
-_NEED_IT = ("test_client.py", "test_kills.py", "test_hostile.py", "test_parity.py", "test_desk.py")
-collect_ignore = [] if find_spec("tinker") else [*_NEED_IT]
+_FREE = ("test_service.py", "test_losses.py", "test_options.py")
+_NEED_IT = [path.name for path in Path(__file__).parent.glob("test_*.py") if path.name not in _FREE]
+collect_ignore = [] if find_spec("tinker") else _NEED_IT
 START_S = 240.0
 LIMITS = ("--max-sequence", "256", "--max-adapters-per-key", "3")
 

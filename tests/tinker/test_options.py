@@ -33,6 +33,8 @@ def model(tmp_path):
         (["--state-every-s", "-1"], "--state-every-s -1.0 is out of range"),
         (["--kv-cache-gib", "0"], "--kv-cache-gib 0.0 is out of range"),
         (["--max-saved-gib", "nan"], "--max-saved-gib nan is out of range"),
+        (["--full-weights", "--dtype", "bfloat16"], "--full-weights trains in float32"),
+        (["--full-weights", "--max-rank", "4"], "--max-rank has no effect with --full-weights"),
     ],
 )
 def test_a_wrong_option_is_named(model, given, said):
