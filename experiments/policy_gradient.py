@@ -115,8 +115,7 @@ def build(config: Config) -> ExperimentSpec:
     streamed = config.async_rl.enabled
     ppo, first = policy_options(config, streamed=streamed), first_weights(config)
     models, mfcs = policy_gradient(config, ppo, first)
-    calls, by_rewards = [actor_gen(config, ppo), *mfcs], bool(ppo.rl_weight)
-    spec = on_tasks(config.experiment, config, models, calls, first, by_rewards=by_rewards)
+    spec = on_tasks(config.experiment, config, models, [actor_gen(config, ppo), *mfcs], first)
     return asynchronous(spec, config) if streamed else spec
 
 
@@ -533,22 +532,15 @@ def on_tasks(
     mfcs: list[MFCDef],
     first: FirstWeights,
     exported: str = "actor",
-    by_rewards: bool = True,
 ) -> ExperimentSpec:
-    """Tasks from the curriculum, which goes ``by_rewards`` if these teach; the policy, or another role, exported at the
-    end, and held-out success before and after if it is the policy."""
+    """Tasks from the curriculum; the policy, or another role, exported at the end, and held-out success before and
+    after if it is the policy."""
     environment, dataset, mfcs = chosen_environment(config.env), config.dataset, with_turns(mfcs)
     playing = next(call for call in mfcs if call.interface == "env_rollout")
-    rule = dataset.curriculum or ("learnability" if by_rewards else "uniform")
-    if rule == "uniform" and dataset.untried_share != 1:
-        raise ConfigError(
-            f"dataset.untried_share={dataset.untried_share:g}: has no effect with dataset.curriculum=uniform, which is "
-            "the default where ppo.rl_weight=0"
-        )
     tasks = {
         "environment": environment.reference,
         "options": environment.options,
-        "strategy": rule,
+        "strategy": dataset.curriculum,
         "group_success": dataset.group_success,
         "untried_share": dataset.untried_share,
         "priority": to_json_value(dataset.priority),

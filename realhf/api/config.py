@@ -262,10 +262,8 @@ class DatasetConfig:
     train_bs_n_seqs: int = option(
         16, "A train step takes this many samples: groups of a task, or supervised episodes.", at_least=1
     )
-    curriculum: str | None = option(
-        None,
-        "This rule draws the tasks; unset: learnability, and uniform where no reward teaches (ppo.rl_weight=0).",
-        choices=("learnability", "priority", "uniform"),
+    curriculum: str = option(
+        "learnability", "This rule draws the tasks.", choices=("learnability", "priority", "uniform")
     )
     group_success: str = option(
         "fraction",
@@ -275,7 +273,7 @@ class DatasetConfig:
     )
     untried_share: float = option(
         1.0,
-        "With dataset.curriculum=learnability no more than this share of a step's tasks is of templates that were "
+        "With dataset.curriculum=learnability or uniform no more than this share of a step's tasks is of templates that were "
         "never tried, once others succeed sometimes; with 1 all of them come first, so a run with fewer tasks than "
         "templates meets each once.",
         above=0,
@@ -288,10 +286,10 @@ class DatasetConfig:
 
     def problems(self, name: str) -> Iterator[str]:
         """Each curriculum has options of its own."""
-        rule = self.curriculum or "learnability"
-        for unused, default, used_by in (("priority", {}, "priority"), ("untried_share", 1.0, "learnability")):
-            if rule != used_by and (value := getattr(self, unused)) != default:
-                yield f"{name}.{unused}={value}: has no effect with {name}.curriculum={rule}"
+        unused = "untried_share" if self.curriculum == "priority" else "priority"
+        value, default = getattr(self, unused), {} if unused == "priority" else DatasetConfig.untried_share
+        if value != default:
+            yield f"{name}.{unused}={value}: has no effect with {name}.curriculum={self.curriculum}"
 
 
 @dataclass

@@ -4,8 +4,8 @@ Choosing reads statistics and draws from the seeded generator; ``record_template
 
 *priority* is the classic rule of docs/reference/environment.md 8. *learnability* draws where there is something to
 learn: most training goes to what succeeds sometimes, a little to everything (docs/reference/learning.md 2). Training
-uses the one that the learning benchmark shows to be better (``dataset.curriculum``). *uniform* draws all alike: a
-teacher has as much to say about tasks that never succeed, of which the other rules draw few.
+uses the one that the learning benchmark shows to be better (``dataset.curriculum``). *uniform* draws all
+alike, also what never succeeds, about which a teacher has as much to say as about all else.
 """
 
 from __future__ import annotations
@@ -294,9 +294,13 @@ class LearnabilityCurriculum(Curriculum[T]):
             most = int(self._untried_share * count + self._rng.random())  # of batches of one, too, that share
         chosen = untried[:most]
         if len(chosen) < count:
-            weights = [self.weight(template_id) for template_id in tried] if tried else [1.0] * len(untried)
-            chosen += _even_draws(self._rng, tried or untried, weights, count - len(chosen))
+            templates = self._drawn_from(tried or untried)
+            weights = [self.weight(template_id) for template_id in templates] if tried else [1.0] * len(untried)
+            chosen += _even_draws(self._rng, templates, weights, count - len(chosen))
         return chosen
+
+    def _drawn_from(self, templates: list[Any]) -> list[Any]:
+        return templates
 
     def _learn(self, template_id: Any, record: TemplateRecord, result: float) -> None:
         record.successes = self._decay * record.successes + result
@@ -304,13 +308,17 @@ class LearnabilityCurriculum(Curriculum[T]):
 
 
 class UniformCurriculum(LearnabilityCurriculum[T]):
-    """Draws all templates alike; untried ones come first."""
+    """Draws all templates alike, but for those whose environment always fails; untried ones come first."""
 
     strategy = "uniform"
 
     def weight(self, template_id: Any) -> float:
         """See ``LearnabilityCurriculum``."""
-        return 1.0
+        return 1.0 if self._records[template_id].attempts else self._floor
+
+    def _drawn_from(self, templates: list[Any]) -> list[Any]:
+        # Even draws walk through them in their order: with equal weights always the same ones would come together.
+        return self._rng.sample(templates, len(templates))
 
 
 def _even_draws(rng: random.Random, items: Sequence[Any], weights: Sequence[float], count: int) -> list[Any]:
@@ -517,12 +525,12 @@ def make_curriculum(
     untried_share: float = 1.0,
     priority: Mapping[str, Any] | None = None,
 ) -> Curriculum[T]:
-    """Build the curriculum; ``untried_share`` is for ``learnability``. For ``priority``, ``preset`` and constants of
+    """Build the curriculum; ``untried_share`` is for all but ``priority``. For ``priority``, ``preset`` and constants of
     ``PriorityRule`` that differ from it may be given. Raises ValueError for an unknown strategy, preset or constant."""
     if strategy == LearnabilityCurriculum.strategy:
         return LearnabilityCurriculum(seed, tasks, untried_share=untried_share, group_success=group_success)
     if strategy == UniformCurriculum.strategy:
-        return UniformCurriculum(seed, tasks, group_success=group_success)
+        return UniformCurriculum(seed, tasks, untried_share=untried_share, group_success=group_success)
     if strategy == PriorityCurriculum.strategy:
         rule = PriorityRule.of(**(priority or {}))
         return PriorityCurriculum(seed, tasks, rule=rule, group_success=group_success)

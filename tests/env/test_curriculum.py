@@ -175,9 +175,12 @@ def test_uniform_draws_what_never_succeeds_as_often_as_all_else() -> None:
     curriculum = make_curriculum("uniform", 3, tasks)
     for number, template in enumerate(tasks.group_of):
         record(curriculum, template, number % 3 / 2)
-    drawn = Counter(template for _ in range(50) for template, _ in curriculum.draw(16))
-    assert drawn.keys() == tasks.group_of.keys()
-    assert max(drawn.values()) < 1.3 * min(drawn.values())
+    size = len(tasks.group_of) // 2
+    batches = [[template for template, _ in curriculum.draw(size)] for _ in range(100)]
+    drawn = Counter(template for batch in batches for template in batch)
+    assert drawn.keys() == tasks.group_of.keys() and all(len(set(batch)) == size for batch in batches)
+    assert max(drawn.values()) < 1.8 * min(drawn.values())
+    assert len({frozenset(batch) for batch in batches}) > 90, "those that come together are others each time"
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -273,8 +276,7 @@ def test_a_template_that_always_fails_does_not_come_first_for_ever(strategy: str
         [(template, _)] = curriculum.draw(1)
         drawn[template] += 1
         curriculum.record_template(template, None if template == broken else 0.5)
-    share = 200 / len(tasks.group_of) if strategy == "uniform" else 5
-    assert 1 <= drawn[broken] < 2 * share and len(drawn) == len(tasks.group_of)
+    assert 1 <= drawn[broken] < 10 and len(drawn) == len(tasks.group_of)
 
 
 def test_templates_that_were_never_tried_leave_room_for_what_is_learned() -> None:

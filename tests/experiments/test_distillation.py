@@ -33,21 +33,6 @@ def test_a_teacher_of_the_graph_has_workers_of_its_own(tiny_policy: Path) -> Non
     assert streamed.spec.rollout is not None and "teacher_logprobs" not in streamed.spec.rollout.keys
 
 
-def test_tasks_are_drawn_by_rewards_only_where_these_teach(tiny_policy: Path) -> None:
-    """What never succeeds gives no signal to a policy gradient, and as much as all else to a teacher."""
-    taught = ("experiment=grpo", "ppo.algo=opd", f"actor.path={tiny_policy}", f"teacher.path={tiny_policy}")
-    for options, rule in {
-        (): "uniform",
-        ("ppo.rl_weight=1",): "learnability",
-        ("dataset.curriculum=priority",): "priority",
-    }.items():
-        assert built(*taught, "ppo.kl_loss_coef=0", *options).spec.source.args["strategy"] == rule
-    assert built("experiment=grpo").spec.source.args["strategy"] == "learnability"
-    for rule in ("", "dataset.curriculum=uniform"):
-        with pytest.raises(ConfigError, match=r"dataset.untried_share=0.5: has no effect with dataset.curriculum=uni"):
-            built(*taught, "ppo.kl_loss_coef=0", "dataset.untried_share=0.5", *filter(None, [rule]))
-
-
 def test_a_policy_that_was_told_what_became_of_its_rollouts_is_its_own_teacher(tiny_policy: Path) -> None:
     where = ("ppo.algo=sdpo", "ppo.kl_loss_coef=0", f"actor.path={tiny_policy}")
     made = built("experiment=grpo", "ppo.feedback=errors", "ppo.feedback_tokens=99", *where)
