@@ -273,9 +273,9 @@ class DatasetConfig:
     )
     untried_share: float = option(
         1.0,
-        "With dataset.curriculum=learnability or uniform no more than this share of a step's tasks is of templates that were "
-        "never tried, once others succeed sometimes; with 1 all of them come first, so a run with fewer tasks than "
-        "templates meets each once.",
+        "With dataset.curriculum=learnability or uniform no more than this share of a step's tasks is of templates "
+        "that were never tried, once others succeed sometimes; with 1 all of them come first, so a run with fewer "
+        "tasks than templates meets each once.",
         above=0,
         at_most=1,
     )

@@ -525,7 +525,7 @@ def make_curriculum(
     untried_share: float = 1.0,
     priority: Mapping[str, Any] | None = None,
 ) -> Curriculum[T]:
-    """Build the curriculum; ``untried_share`` is for all but ``priority``. For ``priority``, ``preset`` and constants of
+    """Build the curriculum; ``untried_share`` is for all but ``priority``. For this, ``preset`` and constants of
     ``PriorityRule`` that differ from it may be given. Raises ValueError for an unknown strategy, preset or constant."""
     if strategy == LearnabilityCurriculum.strategy:
         return LearnabilityCurriculum(seed, tasks, untried_share=untried_share, group_success=group_success)

@@ -142,11 +142,12 @@ class Done(Message, frozen=True, tag=True):
 
 
 class Ready(Message, frozen=True, tag=True):
-    """The model is loaded: its context in tokens, its vocabulary, and the digest of its weights."""
+    """The model is loaded: its context in tokens, its vocabulary, the digest of its weights, and their bytes."""
 
     longest: int
     vocabulary: int
     digest: str
+    nbytes: int
 
 
 Told = Began | Done | Ready

@@ -13,6 +13,7 @@ them lets sampling go on for as long as the last one took.
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import signal
@@ -31,7 +32,7 @@ import torch
 
 from realhf.backends.embedded.compute_threads import threads as compute_threads
 from realhf.backends.embedded.kernels import use_few_pass_norms, use_onednn
-from realhf.backends.embedded.memory import cache_bytes, shortage
+from realhf.backends.embedded.memory import Heap, cache_bytes, shortage
 from realhf.backends.embedded.weight_copy import named_weights
 from realhf.backends.training.tokenizer_loading import load_tokenizer
 from realhf.backends.training.torch_backend import load_causal_lm
@@ -58,7 +59,7 @@ from realhf.tinker.channel import (
     Update,
 )
 from realhf.tinker.sampling import VERSION, Sampler
-from realhf.tinker.training import AdapterSpec, Held, TrainedModel, training_bytes
+from realhf.tinker.training import TRAINING_COPIES, AdapterSpec, Held, TrainedModel
 from realhf.tinker.wire import BadRequest, read_json, read_pass, types
 
 _log = logging.getLogger(__name__)
@@ -80,8 +81,10 @@ class Computer:
         limit = context_limit(self._base.config.to_dict())
         self.longest = min(options.longest or limit, limit)
         self.vocabulary = int(self._base.config.get_text_config().vocab_size)
-        self.digest = joint_digest(digests(named_weights(self._base)))
+        weights = named_weights(self._base)
+        self.digest, self.nbytes = joint_digest(digests(weights)), sum(tensor.nbytes for tensor in weights.values())
         self._models: dict[str, TrainedModel] = {}
+        self._heap = Heap()
         self._queues: dict[str, deque[tuple[Job, bytes]]] = {}
         self._turns: deque[str] = deque()
         self._changed = threading.Condition()
@@ -96,6 +99,7 @@ class Computer:
             began=lambda number: tell(Began(number)),
             full_weights=options.full_weights,
         )
+        self._room = _free(device)
 
     def take(self, job: Job, body: bytes) -> None:
         """Take a job; from any thread."""
@@ -157,7 +161,7 @@ class Computer:
             self._tell(done, answer)
         except Exception as error:
             if job.again:
-                self._models.pop(model, None)
+                self._drop(model)
             self._failed(job.number, error)
         if queue:
             self._turns.append(model)
@@ -169,7 +173,7 @@ class Computer:
         if isinstance(work, Create):
             self._create(work)
         elif isinstance(work, Unload):
-            self._models.pop(work.model, None)
+            self._drop(work.model)
         elif isinstance(work, Drop) and work.model not in self._models:
             pass  # its creation failed
         elif work.model not in self._models:
@@ -187,12 +191,18 @@ class Computer:
             self._load(self._models[work.model], Path(work.folder), moments=work.moments)
         return b"", {}
 
+    def _drop(self, model: str) -> None:
+        """Give the memory of a model back now: an engine is a cycle of references, which wait for the collector."""
+        if self._models.pop(model, None) is not None:
+            gc.collect()
+            self._heap.give_back()
+
     def _create(self, work: Create) -> None:
-        needed = training_bytes(named_weights(self._base).values()) if self._options.full_weights else 0
-        if needed and needed > (free := _free()):
+        needed, there = TRAINING_COPIES * self.nbytes, len(self._models)
+        if self._options.full_weights and work.model not in self._models and (there + 1) * needed > self._room:
             raise BadRequest(
-                f"memory: to train all weights needs {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} are free; "
-                "--max-adapters bounds how many models are in memory at once"
+                f"memory: to train all weights of a model takes {needed / 2**30:.1f} GiB; {there} are in memory, which "
+                f"had {self._room / 2**30:.1f} GiB free before the first; --max-adapters bounds how many there are"
             )
         spec = AdapterSpec(work.rank, work.seed, work.mlp, work.attention, work.unembedding)
         with self._threads.computing():
@@ -253,10 +263,12 @@ class Computer:
 def _cache_bytes(gib: float | None, device: torch.device) -> int:
     """Return the most bytes of keys and values: what clients ask for has no bound but this one."""
     most = cache_bytes(gib, device, shared=True)
-    return _free() // 2 if most is None else most
+    return _free(torch.device("cpu")) // 2 if most is None else most
 
 
-def _free() -> int:
+def _free(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
     free, left = psutil.virtual_memory().available, memory_left()
     return free if left is None else min(free, left)
 
@@ -285,7 +297,7 @@ def main(arguments: list[str]) -> int:
     channel = Channel(own, Job, take, lambda: computer.close())
     computer = Computer(options, channel.send)
     channel.start()
-    channel.send(Ready(computer.longest, computer.vocabulary, computer.digest))
+    channel.send(Ready(computer.longest, computer.vocabulary, computer.digest, computer.nbytes))
     computer.serve()
     channel.close()
     return 0

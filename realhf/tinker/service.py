@@ -59,6 +59,8 @@ KEYS_AT_ONCE = 4
 """The requests of all keys together may have so many times the bytes of one: where any key is taken, keys are free."""
 NAMED = ("save_weights", "save_weights_for_sampler", "save_weights_external", "load_weights")
 """Requests about weights that have a path."""
+_WHOLE = "whole:"
+"""Before the digest of a base of which all weights train."""
 NEVER_CAME = "a request before it never came"
 
 
@@ -112,7 +114,6 @@ class Service:
         self._tried_again: set[str] = set()  # models that were not made again at the first try
         self._tasks: set[asyncio.Task[None]] = set()
         self._started = asyncio.Event()
-        self._base_bytes = sum(file.stat().st_size for file in Path(options.model).iterdir())
 
     # ---- life
 
@@ -206,18 +207,14 @@ class Service:
 
     def _take(self, told: Told, body: bytes) -> None:
         if isinstance(told, Ready):
-            if self.store.once("base", told.digest) != told.digest:
-                self.failure = (
-                    f"--root {self.root} belongs to another base model, or --dtype, than {self.options.model}"
-                )
-                self.ended.set()
-                return
-            trains = "all weights" if self.options.full_weights else "adapters"
-            if (began := self.store.once("trains", trains)) != trains:
-                self.failure = (
-                    f"--root {self.root} belongs to a server that trains {began}, and this one {trains} "
-                    "(--full-weights): give another folder"
-                )
+            served = f"{_WHOLE if self.options.full_weights else ''}{told.digest}"
+            before = self.store.once("base", served)
+            if before != served:
+                if before.removeprefix(_WHOLE) != told.digest:
+                    what = f"another base model, or --dtype, than {self.options.model}"
+                else:
+                    what = f"a server {'without' if self.options.full_weights else 'with'} --full-weights"
+                self.failure = f"--root {self.root} belongs to {what}: give another folder"
                 self.ended.set()
                 return
             self.ready = told
@@ -320,9 +317,10 @@ class Service:
 
     def _size_of(self, kind: str) -> int:
         """Return what is known of the size of weights before they are saved."""
+        base = 0 if self.ready is None else self.ready.nbytes
         if self.options.full_weights:
-            return self._base_bytes * (3 if kind == "training" else 1)
-        return self._base_bytes if kind == "external" else 0
+            return base * (3 if kind == "training" else 1)
+        return base if kind == "external" else 0
 
     def check_disk(self, nbytes: int = 0) -> None:
         """Raise Refused (507) before the disk is full, once ``nbytes`` are written: what was promised needs the
@@ -482,9 +480,14 @@ class Service:
         return Sample(sampler.folder), request.body
 
     def _keep(self, model: str, seq: int) -> str:
-        """Return a folder for the state behind this request, where it is time to keep one."""
+        """Return a folder for the state behind this request, where it is time to keep one, and there is room."""
         now = time.monotonic()
         if now - self._kept_at.get(model, -1e9) < self.options.state_every_s:
+            return ""
+        try:
+            self.check_disk(self._size_of("training"))
+        except Refused as error:
+            _log.warning("the state of %s is not kept: %s", model, error)
             return ""
         self._kept_at[model] = now
         return str(self._state(model, seq))
@@ -648,7 +651,7 @@ class Service:
             now = time.time()
             try:
                 self.store.forget_results(fetched_before=now - KEPT_FETCHED_S, finished_before=now - KEPT_S)
-                self.shelf.drop_expired()
+                self.shelf.drop_expired(now - KEPT_S)
                 self.end_lapsed()
                 for model in self.store.unused_models(now - KEPT_S):
                     if model not in self._loaded:

@@ -83,11 +83,15 @@ class Shelf:
         self._store.drop_checkpoint(row.path)
         shutil.rmtree(self.folder_of(row), ignore_errors=True)
 
-    def drop_expired(self) -> None:
-        """Delete weights whose time is over."""
+    def drop_expired(self, unnamed_before: float) -> None:
+        """Delete weights whose time is over, and those without a name that are older than that, of models that are
+        gone: nobody is told of them."""
         now = time.time()
         for row in self._store.checkpoints():
-            if row.expires is not None and row.expires < now:
+            model = self._store.model(row.model)
+            left = model is None or model.unloaded
+            over = row.expires is not None and row.expires < now
+            if over or (left and row.info.get("ephemeral") and row.created < unnamed_before):
                 self.drop(row)
 
     def forget_ephemeral(self, model: str, keep: int = 0) -> list[Path]:

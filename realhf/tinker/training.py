@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -33,17 +33,15 @@ from realhf.tinker.wire import BadRequest, Datum, Pass, pass_answer
 
 ALPHA = 32.0
 """The product of an adapter counts this many times, divided by its rank: what the hosted service documents."""
+TRAINING_COPIES = 5
+"""What trains takes so many times its bytes: weights, both moments, gradients, and the copy of these that a further
+pass goes back to where it fails."""
 
 
 def sharing_copy(model: Any) -> Any:
     """Return the same modules over the same tensors."""
     shared = {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())}
     return copy.deepcopy(model, shared)
-
-
-def training_bytes(weights: Iterable[Tensor]) -> int:
-    """Return the bytes of these weights, their gradients and both moments."""
-    return 4 * sum(tensor.nbytes for tensor in weights)
 
 
 def save_whole(model: Any, folder: Path) -> None:
@@ -53,9 +51,13 @@ def save_whole(model: Any, folder: Path) -> None:
 
 def load_whole(model: Any, folder: Path) -> None:
     """Read all weights into a model, out of what ``save_whole`` wrote, or a checkpoint. Raises FileNotFoundError where
-    they are gone, ValueError where they are of another model."""
-    if not is_checkpoint(folder):
+    they are gone, BadRequest for those that were written for others, ValueError where they are of another model."""
+    if not folder.is_dir():
         raise FileNotFoundError(f"the weights of {folder.name} are no longer kept here")
+    if not is_checkpoint(folder):
+        raise BadRequest(
+            f"{folder.name} was saved to be downloaded: save_state and save_weights_for_sampler are for here"
+        )
     with of_this_model(folder):
         load_shards(folder, _all_weights(model))
 
@@ -158,14 +160,13 @@ class TrainedModel:
 
     def update(self, params: Mapping[str, float]) -> dict[str, float]:
         """Make a step of Adam by what was accumulated; return its statistics. Raises BadRequest for parameters out of
-        range, FloatingPointError where the gradient is not finite: no weight has changed then, and the gradient is
-        dropped."""
+        range, FloatingPointError where the gradient is not finite: no weight has changed then. Whatever it raises, the
+        gradient is dropped."""
         try:
-            options = _adam(params)
-        except BadRequest:
+            result = self._engine.step(_adam(params))
+        except Exception:
             self.drop()
             raise
-        result = self._engine.step(options)
         if result.skipped:
             raise FloatingPointError("the gradient is not finite: the weights stay as they were, and it is dropped")
         self._held = None
@@ -210,7 +211,7 @@ class TrainedModel:
 
     def nbytes(self) -> int:
         """Return the bytes that this model takes beside the base."""
-        return training_bytes(self._trained().values())
+        return TRAINING_COPIES * sum(tensor.nbytes for tensor in self._trained().values())
 
 
 def _adam(params: Mapping[str, float]) -> OptimizerConfig:

@@ -100,6 +100,8 @@ class WeightsRoutes:
             if asked.base_model is not None:
                 self._desk.check_base(asked.base_model)
             source = self._desk.service.shelf.find(request.scope[OWNER], asked.path)
+            if asked.optimizer and source.kind != "training":
+                raise Refused(400, f"{source.path} has no state of the optimizer: load it without")
             body = json.dumps({"path": source.path, "optimizer": asked.optimizer}).encode()
             if asked.session_id is None:
                 if asked.model_id is None:

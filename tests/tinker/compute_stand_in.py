@@ -13,7 +13,7 @@ class Compute:
 
     def start(self) -> None:
         self.jobs = []
-        self.told(Ready(256, 260, "digest of the base"), b"")
+        self.told(Ready(256, 260, "digest of the base", 600 << 10), b"")
 
     def send(self, job: Job, body: bytes = b"") -> None:
         self.jobs.append(job)

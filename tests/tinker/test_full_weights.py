@@ -6,14 +6,15 @@ import os
 import signal
 
 import httpx
+import msgspec
 import numpy as np
 import pytest
 import tinker
 import torch
 from tinker import types
 
-from realhf.tinker import compute
 from realhf.tinker.channel import ComputeOptions, Create
+from realhf.tinker.compute import Computer
 from realhf.tinker.wire import BadRequest
 from tests.tinker.conftest import KEY, LIMITS, Server
 from tests.tinker.test_client import TEXT, datum, steps
@@ -144,17 +145,34 @@ def test_a_killed_server_goes_on_to_the_bit(full, policy, tmp_path):
 
 def test_a_folder_belongs_to_the_one_or_the_other(policy, tmp_path):
     Server(policy, tmp_path / "root").stop()
-    with pytest.raises(AssertionError, match="belongs to a server that trains adapters, and this one all weights"):
+    with pytest.raises(AssertionError, match="belongs to a server without --full-weights"):
         Server(policy, tmp_path / "root", "--full-weights")
 
 
-def test_a_model_that_the_memory_cannot_hold_is_refused(policy, monkeypatch):
+def test_a_model_that_the_memory_cannot_hold_is_refused(policy):
+    """Before it takes what it will need: the others have not taken all of theirs yet."""
     options = ComputeOptions(str(policy), "float32", 1, 256, 0, 0.01, full_weights=True)
-    computer = compute.Computer(options, lambda *message: None)
+    computer = Computer(options, lambda *message: None)
     create = Create("m", 0, 0, True, True, True)
-    monkeypatch.setattr(compute, "_free", lambda: 1 << 10)
-    with pytest.raises(BadRequest, match=r"to train all weights needs .* GiB.*--max-adapters"):
-        computer._create(create)
-    monkeypatch.undo()
+    computer._room = int(5.5 * computer.nbytes)
     computer._create(create)
     assert computer._models["m"].held.digest == computer.digest
+    computer._create(create)
+    other = msgspec.structs.replace(create, model="other")
+    with pytest.raises(BadRequest, match=r"all weights of a model takes .* GiB; 1 are in memory.*--max-adapters"):
+        computer._create(other)
+    computer._drop("m")
+    computer._create(other)
+
+
+def test_weights_for_others_are_refused_and_harm_nothing(service, trainer):
+    """The moments stay: a step after it is that of a client who never asked."""
+    steps(trainer, 2)
+    sampled = trainer.save_weights_for_sampler("sampled").result().path
+    whole = trainer.save_weights_external("downloaded").result().path
+    path = trainer.save_state("state").result().path
+    with pytest.raises(tinker.BadRequestError, match="has no state of the optimizer"):
+        trainer.load_state_with_optimizer(sampled).result()
+    with pytest.raises(tinker.RequestFailedError, match="was saved to be downloaded"):
+        trainer.load_state(whole).result()
+    assert steps(trainer, 2) == steps(service.create_training_client_from_state_with_optimizer(path).result(), 2)

@@ -9,6 +9,7 @@ import socket
 import sqlite3
 import threading
 import weakref
+from collections import namedtuple
 from pathlib import Path
 
 import pytest
@@ -236,14 +237,30 @@ def test_saves_that_are_sent_without_waiting_have_their_quota(opened):
         service.check_saving(ME, "training")
 
 
-def test_a_whole_model_counts_as_the_base_while_it_is_saved(opened, tmp_path):
+def test_a_whole_model_counts_as_the_base_while_it_is_saved(opened):
     """Each of the models of a key may save one at the same time."""
-    (tmp_path / "model" / "model.safetensors").write_bytes(bytes(600 << 10))
     service = opened(max_saved_gib=1e-3)
     for model in [model_of(service, number) for number in range(2)]:
         save(service, model, 1, kind="external")
     assert [work.model for work in service._process.works] == ["s:train:0"]
     assert "--max-saved-gib" in service.store.request("s:train:1:1").error
+
+
+def test_weights_that_train_whole_count_before_they_are_saved(opened):
+    """600 KiB for a sampler and three times as much with the moments, of 1 MiB and 5 GiB."""
+    service = opened(max_saved_gib=1e-3, full_weights=True)
+    service.check_saving(ME, "sampler")
+    with pytest.raises(Refused, match="--max-saved-gib"):
+        service.check_saving(ME, "training")
+
+
+def test_a_state_that_the_disk_has_no_room_for_is_not_kept(opened, monkeypatch):
+    service = opened(full_weights=True, state_every_s=0.0)
+    model = model_of(service)
+    usage = namedtuple("usage", "free")
+    for free, kept in ((2**30 + (1900 << 10), True), (2**30 + (1700 << 10), False)):
+        monkeypatch.setattr("realhf.tinker.service.shutil.disk_usage", lambda root, free=free: usage(free))
+        assert bool(service._keep(model, 1)) == kept
 
 
 # ---- a model that is made again
