@@ -84,7 +84,6 @@ class Computer:
         weights = named_weights(self._base)
         self.digest, self.nbytes = joint_digest(digests(weights)), sum(tensor.nbytes for tensor in weights.values())
         self._models: dict[str, TrainedModel] = {}
-        self._heap = Heap()
         self._queues: dict[str, deque[tuple[Job, bytes]]] = {}
         self._turns: deque[str] = deque()
         self._changed = threading.Condition()
@@ -195,7 +194,7 @@ class Computer:
         """Give the memory of a model back now: an engine is a cycle of references, which wait for the collector."""
         if self._models.pop(model, None) is not None:
             gc.collect()
-            self._heap.give_back()
+            Heap().give_back()
 
     def _create(self, work: Create) -> None:
         needed, there = TRAINING_COPIES * self.nbytes, len(self._models)

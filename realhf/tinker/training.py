@@ -163,7 +163,8 @@ class TrainedModel:
         range, FloatingPointError where the gradient is not finite: no weight has changed then. Whatever it raises, the
         gradient is dropped."""
         try:
-            result = self._engine.step(_adam(params))
+            options = _adam(params)
+            result = self._engine.step(options)
         except Exception:
             self.drop()
             raise

@@ -215,14 +215,19 @@ def test_a_load_that_fails_half_way_leaves_no_digest_behind():
     assert model._held is None
 
 
-def test_a_step_with_parameters_out_of_range_drops_the_gradients():
-    """As every step that fails. It left them, and they came into the next one."""
+def test_a_step_that_fails_drops_the_gradients():
+    """It left them, and they came into the next one."""
+
+    def step(options):
+        raise RuntimeError("no room")
+
     dropped = []
     model = TrainedModel.__new__(TrainedModel)
-    model._engine = SimpleNamespace(forget_gradients=lambda: dropped.append(1))
-    with pytest.raises(BadRequest, match="beta1=2"):
-        model.update({"beta1": 2.0})
-    assert dropped
+    model._engine = SimpleNamespace(forget_gradients=lambda: dropped.append(1), step=step)
+    for params, error, said in (({"beta1": 2.0}, BadRequest, "beta1=2"), ({}, RuntimeError, "no room")):
+        with pytest.raises(error, match=said):
+            model.update(params)
+    assert len(dropped) == 2
 
 
 def test_a_model_is_gone_where_something_is_not_done_again():
