@@ -65,6 +65,10 @@ from realhf.tinker.wire import BadRequest, read_json, read_pass, types
 _log = logging.getLogger(__name__)
 
 
+_REST_S = 60.0
+"""After so long without work the memory of passes goes back to the system."""
+
+
 class Computer:
     """Does jobs with one base model; ``tell`` sends what came of them."""
 
@@ -72,6 +76,7 @@ class Computer:
         self._options, self._tell = options, tell
         self._threads = compute_threads(options.threads)
         self._threads.take()
+        self._heap = Heap()
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._base = load_causal_lm(options.path, "tinker", getattr(torch, options.dtype)).to(device)
         self._base.requires_grad_(False)
@@ -114,14 +119,17 @@ class Computer:
 
     def serve(self) -> None:
         """Compute until ``close``."""
-        sample_until = 0.0
+        sample_until, rested = 0.0, True
         while True:
             with self._changed:
                 while not (self._closing or self._arrived or self._turns or self._sampler.busy):
-                    self._changed.wait()
+                    if not self._changed.wait(None if rested else _REST_S):
+                        self._heap.give_back()
+                        rested = True
                 if self._closing:
                     return
                 arrived, self._arrived = list(self._arrived), deque()
+                rested = False
             for job, body in arrived:
                 self._sort(job, body)
             if self._turns and not (self._sampler.busy and time.monotonic() < sample_until):
@@ -194,7 +202,7 @@ class Computer:
         """Give the memory of a model back now: an engine is a cycle of references, which wait for the collector."""
         if self._models.pop(model, None) is not None:
             gc.collect()
-            Heap().give_back()
+            self._heap.give_back()
 
     def _create(self, work: Create) -> None:
         needed, there = TRAINING_COPIES * self.nbytes, len(self._models)

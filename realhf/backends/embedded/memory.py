@@ -7,6 +7,7 @@ import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -69,41 +70,40 @@ def token_bytes(config: Any, dtype: torch.dtype) -> int:
     return 2 * int(text.num_hidden_layers) * kv_heads * head_size(config) * dtype.itemsize
 
 
-FREE_HEAP_BYTES = 1 << 26
-"""The C library keeps this much freed memory for the next pass. Tensors of a size that changes from pass to pass leave
-holes in its heap, which would grow with the number of passes."""
+_GROWTH, _GROWTH_BYTES = 1.01, 1 << 23
+"""Between passes the C library keeps freed memory, as long as the process has at most so many times what the largest of
+them left it with, and so many bytes: to get it anew from the system takes a sixth of the time of a pass."""
+
+
+class Heap:
+    """Gives freed memory back to the system. Tensors whose size changes from pass to pass leave holes in the heap of
+    the C library, which would grow with the number of passes. Does nothing where the library is not glibc."""
+
+    def __init__(self) -> None:
+        self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        self._largest = self._held = 0
+
+    def passed(self, positions: int) -> None:
+        """After a pass over so many positions: keep its memory for the next one, unless holes have grown."""
+        if self._trim is None:
+            return
+        held = psutil.Process().memory_info().rss
+        if positions > self._largest:
+            self._largest, self._held = positions, held
+        elif held > _GROWTH * self._held + _GROWTH_BYTES:
+            self.give_back()
+
+    def give_back(self) -> None:
+        """Give all back, where nothing computes for now."""
+        self._largest = 0
+        if self._trim is not None:
+            self._trim(0)
 
 
 def _of_an_engine() -> str:
     if not torch.cuda.is_available():
         return ""
     return "; generation on the same GPU takes less with engine.gpu_memory_utilization (vllm), engine.kv_cache_gib"
-
-
-class _HeapUse(ctypes.Structure):
-    """What ``mallinfo2`` returns."""
-
-    _names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
-    _fields_ = tuple((name, ctypes.c_size_t) for name in _names.split())
-
-
-class Heap:
-    """Watches the C library's heap of this process; does nothing where the library is not glibc (from 2.33 on)."""
-
-    def __init__(self) -> None:
-        library = ctypes.CDLL(None)
-        self._use, self._trim = getattr(library, "mallinfo2", None), getattr(library, "malloc_trim", None)
-        if self._use is not None:
-            self._use.restype = _HeapUse
-
-    def free_bytes(self) -> int:
-        """Return the bytes that were freed and are kept; 0 where that cannot be known."""
-        return 0 if self._use is None else int(self._use().fordblks)
-
-    def give_back(self) -> None:
-        """Give freed memory back to the system if there is more of it than ``FREE_HEAP_BYTES``."""
-        if self._trim is not None and self.free_bytes() > FREE_HEAP_BYTES:
-            self._trim(0)
 
 
 def named_shortage(positions: int, rows: int, budget: int | None) -> contextlib.AbstractContextManager[None]:

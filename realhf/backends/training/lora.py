@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import json
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -27,6 +28,7 @@ from transformers.pytorch_utils import Conv1D
 from realhf.api.config import ConfigError, LoraConfig
 from realhf.api.model import Forwards, PostFn, logprobs_by
 from realhf.api.sample import MicroBatchSpec, SequenceSample
+from realhf.backends.embedded.kernels import adapted_product
 from realhf.base.installation import install_command
 
 
@@ -249,6 +251,8 @@ class LoraAdapters:
         self._model = model
         model.eval()
         self._layers: dict[str, Any] = {name: model.get_submodule(name) for name in names}
+        for layer in self._layers.values():
+            layer.__class__ = _few_passes(type(layer))
         self._stirred: list[tuple[str, Tensor, Tensor | None]] = []
         self.skeleton = plain  # Its weights are ``merged()`` only after that was called.
         self._base, self._held = base, False
@@ -434,6 +438,24 @@ class LoraAdapters:
                     f"adapters in {folder} were trained with {name}={found}, here it is {wanted}: continue with the "
                     "same options actor.lora"
                 )
+
+
+@functools.cache
+def _few_passes(kind: Any) -> Any:
+    """Return ``kind``, a layer of peft, with a forward pass by ``adapted_product`` where that is the same."""
+
+    class FewPassAdapter(kind):
+        def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            base, dropout = self.base_layer, self.lora_dropout[_NAME]
+            plain = isinstance(base, nn.Linear) and x.device.type == "cpu"
+            plain = plain and x.dtype == base.weight.dtype == torch.float32 and not self.disable_adapters
+            drops = dropout.training and not isinstance(dropout, nn.Identity)
+            if args or kwargs or drops or not plain or torch.compiler.is_compiling():
+                return super().forward(x, *args, **kwargs)
+            down, up = self.lora_A[_NAME].weight, self.lora_B[_NAME].weight
+            return adapted_product(x, base.weight, base.bias, down, up, self.scaling[_NAME])
+
+    return FewPassAdapter
 
 
 def _peft() -> Any:

@@ -19,6 +19,7 @@ from realhf.backends.training.sequence_packing import (
     SMALL,
     Row,
     SequenceInputs,
+    packed_batches,
     plain_rows,
     row_batches,
     shared_rows,
@@ -104,7 +105,6 @@ def parts_of(
     *,
     share: bool = False,
     packed: bool = False,
-    row_tokens: int = ROW_TOKENS,
 ) -> list[Part]:
     """Return the micro-batches that this rank computes; none if there is nothing for it. A batch is cut by sequence,
     even within a group: what concerns groups or the whole batch is already in its keys. No part computes more than
@@ -114,12 +114,12 @@ def parts_of(
 
     With
     ``share`` a prefix that sequences have in common is computed once where that saves enough; such sequences stay
-    together in rows of up to ``row_tokens`` positions, or twice those of a sequence that is long itself (up to
+    together in rows of up to ``ROW_TOKENS`` positions, or twice those of a sequence that is long itself (up to
     ``BATCH_TOKENS``), as far as ranks and ``spec`` let them. ``packed``: the rows of a pass need no padding, and no
     masks, whose size would bound a row."""
     inputs = SequenceInputs.of(sample)
     budget = spec.max_tokens_per_mb or BATCH_TOKENS
-    most, longest = budget if packed else min(row_tokens, budget), min(budget, BATCH_TOKENS)
+    most, longest = budget if packed else min(ROW_TOKENS, budget), min(budget, BATCH_TOKENS)
     rows = _rows(inputs, ranks.size, most, longest) if share else None
     rows = plain_rows(inputs.scored, inputs.tokens) if rows is None else rows
     if ranks.size > 1:
@@ -147,15 +147,18 @@ def _rows(inputs: SequenceInputs, n_ranks: int, most: int, longest: int) -> list
 
 
 def _passes(rows: list[Row], inputs: SequenceInputs, spec: MicroBatchSpec, packed: bool) -> list[list[Row]]:
-    """Put rows of similar length together, as many as the budget holds; the pass with the most positions first."""
+    """Put rows together, as many as the budget holds, of similar length where they are padded; the pass with the most
+    positions first."""
     cap = spec.max_tokens_per_mb
     if above := sum(row.length > cap for row in rows) if cap is not None else 0:
         _log.warning("%d sequences are longer than max_tokens_per_mb=%s: one micro-batch each", above, cap)
-    passes = []
-    for kind in (rows,) if packed else _by_kind(rows):
-        lengths = np.asarray([row.length for row in kind])
-        batches = row_batches(range(len(kind)), lengths, cap, packed=packed)
-        passes += [[kind[i] for i in batch] for batch in batches]
+    if packed:
+        passes = [[rows[i] for i in batch] for batch in packed_batches([row.length for row in rows], cap)]
+    else:
+        passes = []
+        for kind in _by_kind(rows):
+            batches = row_batches(range(len(kind)), np.asarray([row.length for row in kind]), cap)
+            passes += [[kind[i] for i in batch] for batch in batches]
     while len(passes) < spec.n_mbs and any(_divisible(chosen) for chosen in passes):
         _halve_largest(passes, inputs)
     if packed:

@@ -1,10 +1,11 @@
 """Computes hidden states of packed sequences by any decoder, and log-probabilities and values of them.
 
-Rows of similar length run in one right-padded batch. Rows of one sequence each have no attention mask: under causal
-attention no real token sees padding behind it, and the maskless kernels are the fast ones. Rows whose sequences share
-what they have in common bring a mask and positions of their own, if the model is proven to follow them. Where the
-device has a proven kernel for attention over sequences of different lengths, all rows of a pass lie behind each other
-instead, without padding or masks. Hidden states are kept only at positions whose prediction is scored.
+All rows of a pass lie behind each other, without padding or masks, where the model is proven to follow that: on a GPU
+with a kernel for attention over sequences of different lengths, on a CPU with attention by pieces of the rows.
+Elsewhere rows of similar length run in one right-padded batch. Rows of one sequence each have no attention mask then:
+under causal attention no real token sees padding behind it, and the maskless kernels are the fast ones. Rows whose
+sequences share what they have in common bring a mask and positions of their own, if the model is proven to follow them.
+Hidden states are kept only at positions whose prediction is scored.
 """
 
 from __future__ import annotations
@@ -25,8 +26,6 @@ from realhf.backends.embedded.memory import head_size
 from realhf.backends.training.lora import side_product
 from realhf.backends.training.selected_logprobs import bent, selected_logprobs
 from realhf.backends.training.sequence_packing import (
-    BATCH_TOKENS,
-    ROW_TOKENS,
     Row,
     RowPass,
     SequenceInputs,
@@ -211,10 +210,10 @@ _log = logging.getLogger(__name__)
 
 class PackedForward:
     """Runs packed sequences through ``model``, a causal language model or a decoder with a ``value_head``; keeps no
-    state between calls. ``pace`` is called before each pass. ``shares`` says whether rows may share prefixes, in rows
-    of up to ``row_tokens`` positions, and ``packs`` whether they are computed without padding; the constructor finds
-    that out by a few tokens. On a CPU attention is computed by pieces of the rows (``row_tree_attention``) if the model
-    follows that; not without ``pieces``: layers that are computed again in the backward pass, where nobody tells them
+    state between calls. ``pace`` is called before each pass. ``shares`` says whether rows may share prefixes, and
+    ``packs`` whether they are computed without padding; the constructor finds that out by a few tokens. On a CPU
+    attention is computed by pieces of the rows (``row_tree_attention``) if the model follows that; not without
+    ``pieces``: layers that are computed again in the backward pass, where nobody tells them
     how, or compiled, which would be done anew for every tree."""
 
     def __init__(self, model: Any, *, pieces: bool = True, pace: Callable[[], None] = lambda: None) -> None:
@@ -222,14 +221,8 @@ class PackedForward:
         self.pace = pace
         self.heads = heads_of(model)
         self._kernel = self._proven_kernel()
-        self._by_trees = not self.packs and pieces and self._follows_trees()
-        self.shares = self.packs or self._by_trees or self._follows_masks()
-        self.row_tokens = BATCH_TOKENS if self._by_trees else ROW_TOKENS
-
-    @property
-    def packs(self) -> bool:
-        """Whether the rows of a pass lie behind each other without padding."""
-        return self._kernel is not None
+        self.packs = self._kernel is not None or (pieces and self._follows_trees())
+        self.shares = self.packs or self._follows_masks()
 
     def __call__(self, sample: SequenceSample, rows: Sequence[Row] | None = None) -> PackedOutputs:
         """Return what is known of the positions whose prediction is asked for: where ``loss_mask`` is True at the
@@ -240,10 +233,10 @@ class PackedForward:
         self.pace()
         if not chosen:
             found = None
-        elif self._kernel is not None:
+        elif self.packs:
             found = self._scored(packed_pass(chosen, inputs, self._kernel))
         else:
-            found = self._scored(row_pass(chosen, inputs, by_trees=self._by_trees))
+            found = self._scored(row_pass(chosen, inputs))
         return PackedOutputs(found, inputs.size, self.heads, self.model.device)
 
     def nothing(self) -> Tensor:
@@ -310,7 +303,7 @@ class PackedForward:
         """Return whether the model takes attention by pieces; if not there still is the mask."""
         if self.model.device.type != "cpu" or sliding_window(self.model.config) is not None:
             return False
-        return not self._strays(lambda rows, inputs: row_pass(rows, inputs, by_trees=True))
+        return not self._strays(lambda rows, inputs: packed_pass(rows, inputs, None))
 
     def _follows_masks(self) -> bool:
         """Return whether the model follows the masks of shared rows, with a warning if it does not."""

@@ -155,16 +155,29 @@ class _Selected(torch.autograd.Function):
         entropy, normaliser = logprobs.new_zeros(len(ids)), logprobs.new_empty(len(ids))
         keep = any(ctx.needs_input_grad) and 4 * len(ids) * len(weight) <= _KEPT_BYTES and len(ids) <= chunk
         kept = None
+        # Of a frozen head nothing but the gradient of ``hidden`` is wanted, which is that of the log-probability, known
+        # here, times what comes back: nothing has to be computed again.
+        early = ids.shape[1] == 1 and not with_entropy and cap is None and ctx.needs_input_grad[0]
+        early = early and not any(ctx.needs_input_grad[1:])
+        slopes = torch.empty_like(hidden) if early else None
         for start in range(0, len(ids), chunk):
             rows = slice(start, start + chunk)
             logits = _with_side(products.logits(hidden[rows], bias), beside, up, rows)
             logits = _scaled(bent(logits, factor, cap), temperature)
+            if slopes is not None:
+                logprobs[rows], slope = _with_slope(logits, ids[rows], factor / temperature)
+                slopes[rows] = products.of_hidden(products.rounded(slope)).to(hidden.dtype)
+                continue
             normaliser[rows] = logits.logsumexp(-1)
             logprobs[rows] = logits.gather(-1, ids[rows]) - normaliser[rows, None]
             kept = logits if keep and cap is None else None
             if with_entropy:
                 scaled = functional.softmax(logits, -1).mul_(logits).sum(-1)
                 entropy[rows] = normaliser[rows] - scaled
+        ctx.early = early
+        if slopes is not None:
+            ctx.save_for_backward(slopes)
+            return logprobs, entropy
         ctx.save_for_backward(hidden, weight, beside, up, bias, ids, normaliser, entropy, kept)
         ctx.shape, ctx.chunk, ctx.with_entropy = shape, chunk, with_entropy
         return logprobs, entropy
@@ -172,6 +185,9 @@ class _Selected(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.early:
+            (slopes,) = ctx.saved_tensors
+            return (slopes * grads[0].to(slopes.dtype), *[None] * 8)
         hidden, weight, beside, up, bias, ids, normaliser, entropy, kept = ctx.saved_tensors
         of_logprobs, of_entropy = grads
         of_row = of_logprobs.sum(-1, keepdim=True) if ids.shape[1] > 1 else of_logprobs
@@ -213,6 +229,15 @@ class _Selected(torch.autograd.Function):
         of_weight = None if of_weight is None else of_weight.to(weight.dtype)
         of_bias = None if of_bias is None else of_bias.to(bias.dtype)
         return of_hidden, of_weight, of_beside, of_up, of_bias, None, None, None, None
+
+
+def _with_slope(logits: Tensor, ids: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+    """Return log-probabilities (n, 1) of ``ids`` (n, 1), and ``factor`` times their gradients by ``logits``
+    (n, vocabulary), in place of these."""
+    chosen, most = logits.gather(-1, ids), logits.amax(-1, keepdim=True)
+    total = logits.sub_(most).exp_().sum(-1, keepdim=True)
+    slope = logits.mul_(-factor / total).scatter_add_(-1, ids, torch.full_like(chosen, factor))
+    return chosen - most - total.log(), slope
 
 
 def _with_side(logits: Tensor, beside: Tensor | None, up: Tensor | None, rows: slice) -> Tensor:

@@ -8,8 +8,10 @@ share their prompt this way, and turns that went alike.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -62,8 +64,8 @@ class SequenceInputs:
 
 
 ROW_TOKENS = 768
-"""Most positions of a row that holds several sequences: a mask has the square of it, and attention computes all of
-that."""
+"""Most positions of a row that holds several sequences under a mask, which has the square of it, and attention computes
+all of that."""
 
 
 @dataclass(frozen=True)
@@ -177,21 +179,38 @@ SMALL = BATCH_TOKENS // 8
 """Number of positions up to which a batch may have more padding, because that costs less than another pass."""
 
 
-def row_batches(
-    members: Sequence[int], lengths: np.ndarray, most: int | None = None, *, packed: bool = False
-) -> list[list[int]]:
-    """Batch the rows ``members``, from longest to shortest.
+def packed_batches(lengths: Sequence[int], most: int | None = None) -> list[list[int]]:
+    """Batch rows of these lengths, which need no padding: into few batches of about equal size, since a small one
+    computes slower. None has more than ``most`` positions; a longer row is a batch of its own. Deterministic."""
+    most = BATCH_TOKENS if most is None else most
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    longer = [i for i in order if lengths[i] > most]
+    order = order[len(longer) :]
+    n = -(-sum(lengths[i] for i in order) // most)
+    while True:
+        batches: list[list[int]] = [[] for _ in range(n)]
+        smallest = [(0, number) for number in range(n)]  # a heap of sizes
+        for i in order:
+            size, number = smallest[0]
+            batches[number].append(i)
+            heapq.heapreplace(smallest, (size + lengths[i], number))
+        if all(size <= most for size, _ in smallest):
+            return [[i] for i in longer] + batches
+        n += 1
 
-    A batch ends where it would have more than ``most`` positions or, unless it is ``packed`` without padding, too much
-    of it would be padding. ``lengths`` int64 (n,) are those of all rows; one that is longer than ``most`` is a batch of
-    its own. Deterministic.
+
+def row_batches(members: Sequence[int], lengths: np.ndarray, most: int | None = None) -> list[list[int]]:
+    """Batch the rows ``members``, from longest to shortest, to be padded.
+
+    A batch ends where it would have more than ``most`` positions, or too much of it would be padding. ``lengths`` int64
+    (n,) are those of all rows; one that is longer than ``most`` is a batch of its own. Deterministic.
     """
     most = BATCH_TOKENS if most is None else most
     batches: list[list[int]] = []
     for i in sorted(members, key=lambda i: (-lengths[i], i)):
         current = batches[-1] if batches else []
         tokens = int(lengths[current].sum()) + int(lengths[i])
-        positions = tokens if packed or not current else int(lengths[current[0]]) * (len(current) + 1)
+        positions = tokens if not current else int(lengths[current[0]]) * (len(current) + 1)
         padding = positions - tokens
         if current and positions <= most and (padding <= _MAX_PADDING * positions or positions <= SMALL):
             current.append(i)
@@ -204,9 +223,9 @@ def row_batches(
 class RowPass:
     """Holds n rows of a common width. ``tokens``, ``depth`` int64 (n, width): token and its position in its sequence;
     ``seen`` bool (n, width, width): which column each column sees, None for rows of one sequence each, which causal
-    attention serves, and where ``trees`` says it; ``column`` int64 (m,): the column, of all rows one after another,
-    that each scored prediction is read from; ``target``, ``place`` int64 (m,). With ``packed`` all rows lie behind each
-    other in one."""
+    attention serves, and where ``packed`` or ``trees`` says it; ``column`` int64 (m,): the column, of all rows one
+    after another, that each scored prediction is read from; ``target``, ``place`` int64 (m,). With ``packed`` or
+    ``trees`` all rows lie behind each other in one."""
 
     tokens: Tensor
     depth: Tensor
@@ -218,9 +237,9 @@ class RowPass:
     trees: RowTrees | None = None
 
 
-def row_pass(rows: Sequence[Row], inputs: SequenceInputs, *, by_trees: bool = False) -> RowPass:
-    """Lay out ``rows`` (at least one), whose members are sequences of ``inputs``, padded on the right; with ``trees``
-    or ``seen`` for those that hold several sequences."""
+def row_pass(rows: Sequence[Row], inputs: SequenceInputs) -> RowPass:
+    """Lay out ``rows`` (at least one), whose members are sequences of ``inputs``, padded on the right; with ``seen``
+    for those that hold several sequences."""
     width = max(row.length for row in rows)
     tokens, depth = np.zeros((2, len(rows), width), dtype=np.int64)
     columns: list[np.ndarray] = []
@@ -229,41 +248,39 @@ def row_pass(rows: Sequence[Row], inputs: SequenceInputs, *, by_trees: bool = Fa
         tokens[n, : row.length], depth[n, : row.length] = lay.tokens, lay.depth
         columns += [n * width + path[inputs.asked[i]] for i, path in zip(row.members, lay.columns, strict=True)]
     members = [i for row in rows for i in row.members]
-    plain = all(row.plain for row in rows)
-    trees = seen = None
-    if not plain and by_trees:
-        trees = RowTrees([lay.columns for lay in layouts], [row.shared for row in rows], width)
-    elif not plain:
+    seen = None
+    if not all(row.plain for row in rows):
         seen = np.stack([visible(row, lay, width) for row, lay in zip(rows, layouts, strict=True)])
     return RowPass(
         torch.from_numpy(tokens),
         torch.from_numpy(depth),
         None if seen is None else torch.from_numpy(seen),
         *_scored_at(columns, members, inputs),
-        trees=trees,
     )
 
 
-def packed_pass(rows: Sequence[Row], inputs: SequenceInputs, kernel: Kernel) -> RowPass:
-    """Lay out ``rows`` (at least one) behind each other, without padding, for attention by ``kernel``."""
+def packed_pass(rows: Sequence[Row], inputs: SequenceInputs, kernel: Kernel | None) -> RowPass:
+    """Lay out ``rows`` (at least one) behind each other, without padding, for attention by ``kernel``, or by trees."""
     tokens: list[np.ndarray] = []
     depth: list[np.ndarray] = []
-    paths: list[np.ndarray] = []
+    paths: list[list[np.ndarray]] = []
     before = 0
     for row in rows:
         lay = layout(row, inputs.tokens)
         tokens.append(lay.tokens)
         depth.append(lay.depth)
-        paths += [before + path for path in lay.columns]
+        paths.append([before + path for path in lay.columns])
         before += row.length
-    members = [i for row in rows for i in row.members]
-    columns = [path[inputs.asked[i]] for i, path in zip(members, paths, strict=True)]
+    members, shared = [i for row in rows for i in row.members], [row.shared for row in rows]
+    flat = list(chain.from_iterable(paths))
+    columns = [path[inputs.asked[i]] for i, path in zip(members, flat, strict=True)]
     return RowPass(
         torch.from_numpy(np.concatenate(tokens))[None],
         torch.from_numpy(np.concatenate(depth))[None],
         None,
         *_scored_at(columns, members, inputs),
-        packed_layout(paths, [common for row in rows for common in row.shared], kernel),
+        packed=None if kernel is None else packed_layout(flat, list(chain.from_iterable(shared)), kernel),
+        trees=RowTrees(paths, shared, before) if kernel is None else None,
     )
 
 

@@ -216,6 +216,7 @@ class TorchEngine:
             raise ValueError(f"train_batch: the normaliser must be positive, got {normaliser}")
         optimizer.zero_grad()
         stats, backward, kept = self._accumulated(sample, loss_fn, mb_spec, normaliser, optimizer)
+        self._heap.give_back()
         norm = optimizer.gradient_norm() if math.isfinite(stats["loss"]) else math.nan
         self._ranks.settle()  # Sums that were broken off are no reason to step, nor to skip.
         if not math.isfinite(norm):
@@ -229,7 +230,8 @@ class TorchEngine:
     def accumulate(self, sample: SequenceSample, loss_fn: LossFn, *, mb_spec: MicroBatchSpec) -> TrainResult:
         """Add the gradient of the sum of losses on ``sample`` to those that wait for ``step``; the norm is that of all
         of them. Where loss or norm are no finite numbers, and where this raises, the gradients stay what they were.
-        Stats as of ``train_batch``, without ``lr``. Raises RuntimeError on a frozen engine, or one of several ranks."""
+        Stats as of ``train_batch``, without ``lr``. The memory of passes is kept for the next call. Raises RuntimeError
+        on a frozen engine, or one of several ranks."""
         optimizer = self._own_optimizer("accumulate")
         if self._ranks.size > 1:
             raise RuntimeError("accumulate: gradients of several ranks are added up once a step, in train_batch")
@@ -323,16 +325,14 @@ class TorchEngine:
                     loss.backward()
                     accumulate()
                     account.backward = True
-            self._heap.give_back()
+            self._heap.passed(part.positions)
         for _ in range(others):
             self._within(False, self._forward.nothing).backward()
             accumulate()
         return account
 
     def _parts(self, sample: SequenceSample, spec: MicroBatchSpec) -> list[Part]:
-        forward = self._forward
-        most = forward.row_tokens
-        return parts_of(sample, spec, self._ranks, share=forward.shares, packed=forward.packs, row_tokens=most)
+        return parts_of(sample, spec, self._ranks, share=self._forward.shares, packed=self._forward.packs)
 
     def _within(self, empty: bool, run: Callable[[], Tensor]) -> Tensor:
         """Run a pass where the weights are whole; ``empty`` ones compute nothing with them."""
@@ -378,12 +378,13 @@ class TorchEngine:
             for part in parts:
                 with named_shortage(part.positions, len(part.rows), mb_spec.max_tokens_per_mb):
                     found = self._within(part.empty, lambda part=part: found_in(part))
-                self._heap.give_back()
+                self._heap.passed(part.positions)
                 if found.shape != part.place.shape:
                     raise ValueError(f"forward: post_fn returned {tuple(found.shape)}, not {tuple(part.place.shape)}")
                 result[part.place] = found.float().cpu()
             for _ in range(others):
                 self._within(False, self._forward.nothing)
+        self._heap.give_back()
         self._ranks.sum_(result)
         return result
 

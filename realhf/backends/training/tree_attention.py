@@ -110,18 +110,18 @@ class Bundle:
         return seen
 
 
-def pieces_of(paths: Sequence[Sequence[np.ndarray]], shared: Sequence[Sequence[int]], width: int) -> list[Piece]:
+def pieces_of(paths: Sequence[Sequence[np.ndarray]], shared: Sequence[Sequence[int]]) -> list[Piece]:
     """Return the pieces of rows in the order of their columns; see ``RowTrees`` for what is given."""
     pieces: list[Piece] = []
-    for n, (row, common) in enumerate(zip(paths, shared, strict=True)):
+    for row, common in zip(paths, shared, strict=True):
         # The part of the first sequence that the second shares is a piece of its own, or it would be the longest.
         stem = min(common[1], len(row[0])) if len(row) > 1 else 0
         cuts = [(row[0], 0, stem), (row[0], stem, len(row[0]))]
         cuts += [(path, have, len(path)) for path, have in zip(row[1:], common[1:], strict=True)]
         for path, have, end in cuts:
             if end > have:
-                first = n * width + int(path[have])
-                pieces.append(Piece(first, first + end - have, n * width + path[:have]))
+                first = int(path[have])
+                pieces.append(Piece(first, first + end - have, path[:have]))
     return pieces
 
 
@@ -178,14 +178,13 @@ ROW_TREE = "row_tree"
 class _Gathering:
     """Says in what order bundles take columns, ``count`` and ``length`` columns for each batch of them; padded
     with columns that are there anyway. ``index`` int64: the columns, of all batches one after another. ``place`` int64
-    (columns,): where each column of the rows stands in that order as one of a piece's own, 0 for those in ``idle``,
-    which no piece has. ``before``: (place in the order, first column, number) of runs that stand there for other
-    bundles' columns."""
+    (columns,): where each column of the rows stands in that order as one of a piece's own. ``before``: (place in the
+    order, first column, number) of runs that stand there for other bundles' columns."""
 
     def __init__(self, batches: Sequence[Sequence[Bundle]], columns: int, *, whole: bool) -> None:
         self.shapes: list[tuple[int, int]] = []
         self.before: list[tuple[int, int, int]] = []
-        place, parts, at = np.full(columns, -1, dtype=np.int64), [], 0
+        place, parts, at = np.empty(columns, dtype=np.int64), [], 0
         for bundles in batches:
             length = max(bundle.seen if whole else bundle.own for bundle in bundles)
             index = np.empty((len(bundles), length), dtype=np.int64)
@@ -201,11 +200,10 @@ class _Gathering:
             parts.append(index.reshape(-1))
             self.shapes.append((len(bundles), length))
         self.sizes = [count * length for count, length in self.shapes]
-        self.index, idle = torch.from_numpy(np.concatenate(parts)), np.flatnonzero(place < 0)
         padding = np.ones(at, dtype=bool)
-        padding[place[place >= 0]] = False
+        padding[place] = False
         self.padding = torch.from_numpy(np.flatnonzero(padding))
-        self.place, self.idle = torch.from_numpy(np.maximum(place, 0)), torch.from_numpy(idle)
+        self.index, self.place = torch.from_numpy(np.concatenate(parts)), torch.from_numpy(place)
 
     def take(self, x: Tensor) -> list[Tensor]:
         """Return the columns (columns, heads, dim) for each batch: (count, heads, length, dim)."""
@@ -213,7 +211,7 @@ class _Gathering:
         return [part.view(*shape, *x.shape[1:]).transpose(1, 2) for part, shape in zip(parts, self.shapes, strict=True)]
 
     def put(self, parts: Sequence[Tensor]) -> Tensor:
-        """Return the columns of the rows, (columns, heads, dim), of what was made of each batch; 0 for idle ones."""
+        """Return the columns of the rows, (columns, heads, dim), of what was made of each batch."""
         flat = [part.transpose(1, 2).flatten(0, 1) for part in parts]
         return _Placed.apply(flat[0] if len(flat) == 1 else torch.cat(flat), self)
 
@@ -240,8 +238,6 @@ class _Gathered(torch.autograd.Function):
         gathering: _Gathering = ctx.gathering
         grad = grads[0] if len(grads) == 1 else torch.cat(grads)
         out = grad.index_select(0, gathering.place)
-        if len(gathering.idle):
-            out.index_fill_(0, gathering.idle, 0.0)
         if gathering.before and grad.dtype.itemsize < 4:
             out = out.float()  # What many branches give to a shared column would lose its digits in a narrow sum.
         for place, column, number in gathering.before:
@@ -255,8 +251,7 @@ class _Placed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, gathering: _Gathering) -> Tensor:
         ctx.gathering = gathering
-        out = x.index_select(0, gathering.place)
-        return out.index_fill_(0, gathering.idle, 0.0) if len(gathering.idle) else out
+        return x.index_select(0, gathering.place)
 
     @staticmethod
     @once_differentiable
@@ -268,13 +263,13 @@ class _Placed(torch.autograd.Function):
 
 
 class RowTrees:
-    """Says what the columns of rows see. ``paths``: for each row the columns of each of its sequences in order (int64);
-    ``shared``: for each how many it has in common with the one before; ``width``: columns of a padded row."""
+    """Says what the columns of rows see that lie behind each other, ``columns`` in all. ``paths``: for each row the
+    columns of each of its sequences in order (int64); ``shared``: for each how many it has in common with the one
+    before."""
 
-    def __init__(self, paths: Sequence[Sequence[np.ndarray]], shared: Sequence[Sequence[int]], width: int) -> None:
-        self.shape = len(paths), width
-        columns = len(paths) * width
-        self._batches = batches_of(pieces_of(paths, shared, width), columns)
+    def __init__(self, paths: Sequence[Sequence[np.ndarray]], shared: Sequence[Sequence[int]], columns: int) -> None:
+        self.columns = columns
+        self._batches = batches_of(pieces_of(paths, shared), columns)
         self.queries = _Gathering(self._batches, columns, whole=False)
         self.keys = _Gathering(self._batches, columns, whole=True)
         self._masks: dict[torch.dtype, list[Tensor | None]] = {}
@@ -310,18 +305,18 @@ def row_tree_attention(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attend with ``query`` (n, heads, width, dim) over ``key``/``value`` (n, kv heads, width, dim) as ``row_trees``
-    says; return ((n, width, heads, dim), None). Raises ValueError for a layer that wants more than that."""
+    """Attend with ``query`` (1, heads, columns, dim) over ``key``/``value`` (1, kv heads, columns, dim) as
+    ``row_trees`` says; return ((1, columns, heads, dim), None). Raises ValueError for a layer that wants more."""
     odd = any(v for k, v in kwargs.items() if k not in HARMLESS)
-    n, heads, width, _ = query.shape
+    n, heads, columns, _ = query.shape
     if row_trees is None:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
-    if odd or dropout or sliding_window is not None or (n, width) != row_trees.shape:
+    if odd or dropout or sliding_window is not None or (n, columns) != (1, row_trees.columns):
         raise ValueError(f"{type(module).__name__} asks for more than attention over trees of rows")
     q, k, v = (
-        gathering.take(x.transpose(1, 2).reshape(n * width, x.shape[1], x.shape[3]))
+        gathering.take(x[0].transpose(0, 1))
         for x, gathering in zip((query, key, value), (row_trees.queries, row_trees.keys, row_trees.keys), strict=True)
     )
     found = [
@@ -330,7 +325,7 @@ def row_tree_attention(
         )
         for *qkv, mask in zip(q, k, v, row_trees.masks(query.dtype), strict=True)
     ]
-    return row_trees.queries.put(found).view(n, width, heads, value.shape[-1]), None
+    return row_trees.queries.put(found)[None], None
 
 
 AttentionInterface.register(ROW_TREE, row_tree_attention)

@@ -103,4 +103,4 @@ def test_ranks_that_lay_rows_out_differently_are_refused(parallel: Parallel) -> 
     """Each would compute its share of other rows: some sequences twice, and some never."""
     for outcome in run_ranks(2, training.one_shares_no_prefixes, 2, parallel):
         assert outcome.error == "RuntimeError" and "actor: rank" in outcome.text
-        assert "lay rows out differently" in outcome.text and "'row_tokens': 768" in outcome.text
+        assert "lay rows out differently" in outcome.text and "'packs': False" in outcome.text

@@ -17,6 +17,7 @@ from realhf.api.calls import TRIAL_CHANGE, TRIAL_RESTORE, Probe
 from realhf.api.config import GenConfig, LoraConfig, OptimizerConfig
 from realhf.api.model import ForwardOutputs, GenRequest
 from realhf.api.sample import MicroBatchSpec, SequenceSample
+from realhf.backends.embedded import kernels
 from realhf.backends.training import lora
 from realhf.backends.training.torch_engine import TorchEngine
 from realhf.base.installation import install_command
@@ -309,6 +310,24 @@ def test_dropout_is_for_train_steps_only(tiny_model: Any, ragged_sample: Any) ->
     train(engine, sample), train(sure, sample)  # The first step moves an adapter from 0, where dropping shows nothing.
     assert train(engine, sample) != pytest.approx(train(sure, sample), abs=1e-6)
     assert torch.equal(scores(engine, sample), scores(engine, sample))
+
+
+@pytest.mark.parametrize("onednn", [False, True])
+def test_what_trains_is_what_peft_computes(
+    tiny_model: Any, ragged_sample: Any, monkeypatch: pytest.MonkeyPatch, onednn: bool
+) -> None:
+    """The layers compute their adapters with fewer passes over memory than those of peft, whose own they are below."""
+    monkeypatch.setattr(kernels, "favoured_by_mkl", lambda: not onednn)
+    few = engine_of(tiny_model(), dropout=0.0)
+    monkeypatch.setattr(lora, "_few_passes", lambda kind: kind)
+    usual = engine_of(tiny_model(), dropout=0.0)
+    layers = [type(layer).__name__ for engine in (few, usual) for layer in engine.adapters._layers.values()]  # type: ignore[union-attr]
+    assert layers.count("FewPassAdapter") == layers.count("Linear") > 0
+    sample = ragged_sample(GROUPS)
+    for found, wanted in zip(train(few, sample, 4), train(usual, sample, 4), strict=True):
+        assert found == pytest.approx(wanted, rel=1e-5)
+    for name, tensor in usual.adapters.tensors().items():  # type: ignore[union-attr]
+        torch.testing.assert_close(few.adapters.tensors()[name], tensor, atol=2e-4, rtol=1e-3)  # type: ignore[union-attr]
 
 
 def test_without_peft_the_error_says_what_to_install(tiny_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from realhf.api.config import OptimizerConfig
 from realhf.api.model import ForwardOutputs
 from realhf.api.sample import MicroBatchSpec, SequenceSample, choose_sequences
 from realhf.backends.training.micro_batches import Ranks, parts_of
+from realhf.backends.training.sequence_packing import packed_batches
 from realhf.backends.training.torch_engine import TorchEngine
 
 GROUP = [[60] * 8]
@@ -68,6 +69,21 @@ def test_parts_cover_every_sequence_once_within_the_budget(
         assert part["task"].tolist() == [int(i[1:]) for i in part.ids] == [int(t[5:]) for t in part.metadata["name"]]
     again = [part.sample for part in parts_of(sample, MicroBatchSpec(n_mbs, cap), Ranks())]
     assert [part["number"].tolist() for part in again] == [part["number"].tolist() for part in parts]
+
+
+@given(st.lists(st.integers(1, 90), max_size=40), st.integers(20, 80))
+@settings(max_examples=100, deadline=None)
+def test_batches_without_padding_are_few_and_alike(lengths: list[int], most: int) -> None:
+    batches = packed_batches(lengths, most)
+    assert sorted(i for batch in batches for i in batch) == list(range(len(lengths)))
+    sizes = [sum(lengths[i] for i in batch) for batch in batches]
+    assert all(size <= most or len(batch) == 1 for size, batch in zip(sizes, batches, strict=True))
+    fitting = [length for length in lengths if length <= most]
+    own = [size for size in sizes if size <= most]
+    if own:
+        assert max(own) - min(own) <= max(fitting), "one row makes the difference"
+        assert len(own) <= 1 + 2 * sum(fitting) // most
+    assert packed_batches(lengths, most) == batches
 
 
 def test_a_group_is_cut_and_backward_follows_every_part(tiny_model: Any) -> None:

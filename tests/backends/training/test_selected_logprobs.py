@@ -78,6 +78,24 @@ def test_frozen_factors_get_no_gradient() -> None:
         assert not selected_logprobs(hidden, weight, ids)[0].requires_grad
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_under_a_frozen_head_the_gradient_is_that_of_log_softmax(dtype: torch.dtype) -> None:
+    """It is computed on the way forward there, and once."""
+    hidden, weight, ids = drawn(30)
+    hidden, frozen = hidden.detach().to(dtype).requires_grad_(), weight.detach().to(dtype)
+    scale, bias = torch.linspace(-2, 2, 30), torch.linspace(-1, 1, len(weight))
+    found, _ = selected_logprobs(hidden, frozen, ids, 0.7, 7, with_entropy=False, bias=bias, factor=1.3)
+    (found * scale).sum().backward()
+    exact = hidden.detach().double().requires_grad_()
+    logits = 1.3 * (exact @ frozen.double().t() + bias) / 0.7
+    wanted = torch.log_softmax(logits, -1).gather(-1, ids[:, None])[:, 0]
+    (wanted * scale).sum().backward()
+    assert hidden.grad is not None and exact.grad is not None
+    torch.testing.assert_close(found.double(), wanted, atol=1e-5, rtol=1e-5)
+    close = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(hidden.grad.double(), exact.grad, atol=close, rtol=close)
+
+
 def test_a_temperature_that_cannot_be_is_refused() -> None:
     for bad in (0.0, -1.0, float("nan")):
         with pytest.raises(ValueError, match="temperature"):

@@ -28,7 +28,7 @@ from realhf.backends.training.sequence_packing import (
     RowPass,
     SequenceInputs,
     layout,
-    row_pass,
+    packed_pass,
     shared_rows,
     split_row,
     visible,
@@ -167,7 +167,7 @@ def test_many_short_answers_after_a_long_prompt_change_nothing_and_cost_no_wide_
 
     made: list[RowPass] = []
     apart, of_apart = gradient(tiny_model(), False, MicroBatchSpec(), batch)
-    with mock.patch.object(packed_forward, "row_pass", lambda *a, **k: made.append(row_pass(*a, **k)) or made[-1]):
+    with mock.patch.object(packed_forward, "packed_pass", lambda *a: made.append(packed_pass(*a)) or made[-1]):
         together, of_together = gradient(tiny_model(), True, MicroBatchSpec(), batch)
     torch.testing.assert_close(together, apart, atol=2e-5, rtol=1e-5)
     assert float((of_together - of_apart).abs().max()) <= 1e-5 * float(of_apart.abs().max())
@@ -215,7 +215,7 @@ def test_common_prefixes_are_computed_once_and_counted(tiny_model: Any) -> None:
 
     own = [17 + 6 + 8 + 4 - 1 + 11, 11 + 6 + 8 + 4 - 1 + 11]
     spec = MicroBatchSpec()
-    parts = parts_of(sample, spec, Ranks(), share=True)
+    parts = parts_of(sample, spec, Ranks(), share=True, packed=True)
     assert sum(row.length for part in parts for row in part.rows) == sum(own)
     assert engine.train_batch(sample, loss, mb_spec=spec).stats[POSITIONS] == sum(part.positions for part in parts)
     engine._forward.shares = False
