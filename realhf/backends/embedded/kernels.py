@@ -125,12 +125,15 @@ class _Adapted(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, scale: float
     ) -> Tensor:
-        rows = x.reshape(-1, x.shape[-1])
+        x = x.contiguous()
+        rows = x.view(-1, x.shape[-1])
         low = rows @ down.t()
         ctx.save_for_backward(rows, weight, down, up, low)
         ctx.scale = scale
-        multiplied = product(rows, weight, bias) if trains_faster(weight) else F.linear(rows, weight, bias)
-        return multiplied.addmm_(low, up.t(), alpha=scale).view(*x.shape[:-1], len(weight))
+        fast = len(rows) >= LEAST_ROWS and trains_faster(weight)
+        multiplied = product(x, weight, bias) if fast else F.linear(x, weight, bias)
+        multiplied.view(-1, len(weight)).addmm_(low, up.t(), alpha=scale)
+        return multiplied  # No view: models may clamp it in place.
 
     @staticmethod
     @once_differentiable
@@ -142,7 +145,7 @@ class _Adapted(torch.autograd.Function):
         of_x = None
         if ctx.needs_input_grad[0]:
             of_x = product(slope, weight.t()) if trains_faster(weight) else slope @ weight
-            of_x = of_x.addmm_(of_low, down).view(*grad.shape[:-1], -1)
+            of_x = of_x.addmm_(of_low, down).view(*grad.shape[:-1], weight.shape[1])
         of_down = of_low.t() @ rows if ctx.needs_input_grad[3] else None
         of_up = (slope.t() @ low).mul_(ctx.scale) if ctx.needs_input_grad[4] else None
         return of_x, None, None, of_down, of_up, None

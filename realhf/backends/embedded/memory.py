@@ -70,22 +70,34 @@ def token_bytes(config: Any, dtype: torch.dtype) -> int:
     return 2 * int(text.num_hidden_layers) * kv_heads * head_size(config) * dtype.itemsize
 
 
+FREE_HEAP_BYTES = 1 << 26
+"""The C library may always keep this much freed memory."""
 _GROWTH, _GROWTH_BYTES = 1.01, 1 << 23
 """Between passes the C library keeps freed memory, as long as the process has at most so many times what the largest of
 them left it with, and so many bytes: to get it anew from the system takes a sixth of the time of a pass."""
 
 
+class _HeapUse(ctypes.Structure):
+    """What ``mallinfo2`` returns."""
+
+    _names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+    _fields_ = tuple((name, ctypes.c_size_t) for name in _names.split())
+
+
 class Heap:
     """Gives freed memory back to the system. Tensors whose size changes from pass to pass leave holes in the heap of
-    the C library, which would grow with the number of passes. Does nothing where the library is not glibc."""
+    the C library, which would grow with the number of passes. Does nothing where that is not glibc (from 2.33 on)."""
 
     def __init__(self) -> None:
-        self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        library = ctypes.CDLL(None)
+        self._use, self._trim = getattr(library, "mallinfo2", None), getattr(library, "malloc_trim", None)
+        if self._use is not None:
+            self._use.restype = _HeapUse
         self._largest = self._held = 0
 
     def passed(self, positions: int) -> None:
         """After a pass over so many positions: keep its memory for the next one, unless holes have grown."""
-        if self._trim is None:
+        if self._trim is None or not positions:
             return
         held = psutil.Process().memory_info().rss
         if positions > self._largest:
@@ -94,9 +106,9 @@ class Heap:
             self.give_back()
 
     def give_back(self) -> None:
-        """Give all back, where nothing computes for now."""
-        self._largest = 0
-        if self._trim is not None:
+        """Give what is free back, if it is more than ``FREE_HEAP_BYTES``."""
+        self._largest = self._held = 0
+        if self._trim is not None and self._use is not None and self._use().fordblks > FREE_HEAP_BYTES:
             self._trim(0)
 
 

@@ -28,7 +28,7 @@ from transformers.pytorch_utils import Conv1D
 from realhf.api.config import ConfigError, LoraConfig
 from realhf.api.model import Forwards, PostFn, logprobs_by
 from realhf.api.sample import MicroBatchSpec, SequenceSample
-from realhf.backends.embedded.kernels import adapted_product
+from realhf.backends.embedded.kernels import OneDnnLinear, adapted_product
 from realhf.base.installation import install_command
 
 
@@ -447,7 +447,8 @@ def _few_passes(kind: Any) -> Any:
     class FewPassAdapter(kind):
         def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             base, dropout = self.base_layer, self.lora_dropout[_NAME]
-            plain = isinstance(base, nn.Linear) and x.device.type == "cpu"
+            plain = type(base) in (nn.Linear, OneDnnLinear) and x.device.type == "cpu"
+            plain = plain and not (base._forward_hooks or base._forward_pre_hooks)
             plain = plain and x.dtype == base.weight.dtype == torch.float32 and not self.disable_adapters
             drops = dropout.training and not isinstance(dropout, nn.Identity)
             if args or kwargs or drops or not plain or torch.compiler.is_compiling():

@@ -105,6 +105,7 @@ def parts_of(
     *,
     share: bool = False,
     packed: bool = False,
+    row_tokens: int | None = ROW_TOKENS,
 ) -> list[Part]:
     """Return the micro-batches that this rank computes; none if there is nothing for it. A batch is cut by sequence,
     even within a group: what concerns groups or the whole batch is already in its keys. No part computes more than
@@ -114,12 +115,12 @@ def parts_of(
 
     With
     ``share`` a prefix that sequences have in common is computed once where that saves enough; such sequences stay
-    together in rows of up to ``ROW_TOKENS`` positions, or twice those of a sequence that is long itself (up to
-    ``BATCH_TOKENS``), as far as ranks and ``spec`` let them. ``packed``: the rows of a pass need no padding, and no
-    masks, whose size would bound a row."""
+    together in rows of up to ``row_tokens`` positions, or twice those of a sequence that is long itself (up to
+    ``BATCH_TOKENS``), as far as ranks and ``spec`` let them; None: these alone bound a row. ``packed``: the rows of a
+    pass need no padding."""
     inputs = SequenceInputs.of(sample)
     budget = spec.max_tokens_per_mb or BATCH_TOKENS
-    most, longest = budget if packed else min(ROW_TOKENS, budget), min(budget, BATCH_TOKENS)
+    most, longest = min(row_tokens or budget, budget), min(budget, BATCH_TOKENS)
     rows = _rows(inputs, ranks.size, most, longest) if share else None
     rows = plain_rows(inputs.scored, inputs.tokens) if rows is None else rows
     if ranks.size > 1:

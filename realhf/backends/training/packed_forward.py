@@ -26,6 +26,8 @@ from realhf.backends.embedded.memory import head_size
 from realhf.backends.training.lora import side_product
 from realhf.backends.training.selected_logprobs import bent, selected_logprobs
 from realhf.backends.training.sequence_packing import (
+    BATCH_TOKENS,
+    ROW_TOKENS,
     Row,
     RowPass,
     SequenceInputs,
@@ -210,10 +212,10 @@ _log = logging.getLogger(__name__)
 
 class PackedForward:
     """Runs packed sequences through ``model``, a causal language model or a decoder with a ``value_head``; keeps no
-    state between calls. ``pace`` is called before each pass. ``shares`` says whether rows may share prefixes, and
-    ``packs`` whether they are computed without padding; the constructor finds that out by a few tokens. On a CPU
-    attention is computed by pieces of the rows (``row_tree_attention``) if the model follows that; not without
-    ``pieces``: layers that are computed again in the backward pass, where nobody tells them
+    state between calls. ``pace`` is called before each pass. ``shares`` says whether rows may share prefixes, in rows
+    of up to ``row_tokens`` positions, and ``packs`` whether they are computed without padding; the constructor finds
+    that out by a few tokens. On a CPU attention is computed by pieces of the rows (``row_tree_attention``) if the model
+    follows that; not without ``pieces``: layers that are computed again in the backward pass, where nobody tells them
     how, or compiled, which would be done anew for every tree."""
 
     def __init__(self, model: Any, *, pieces: bool = True, pace: Callable[[], None] = lambda: None) -> None:
@@ -223,6 +225,8 @@ class PackedForward:
         self._kernel = self._proven_kernel()
         self.packs = self._kernel is not None or (pieces and self._follows_trees())
         self.shares = self.packs or self._follows_masks()
+        # What hides columns from each other has at worst the square of a row, but for kernels that need no mask.
+        self.row_tokens = None if self._kernel is not None else BATCH_TOKENS if self.packs else ROW_TOKENS
 
     def __call__(self, sample: SequenceSample, rows: Sequence[Row] | None = None) -> PackedOutputs:
         """Return what is known of the positions whose prediction is asked for: where ``loss_mask`` is True at the
@@ -300,7 +304,7 @@ class PackedForward:
         return None
 
     def _follows_trees(self) -> bool:
-        """Return whether the model takes attention by pieces; if not there still is the mask."""
+        """Return whether the model takes attention by pieces; if not, rows are padded, and may have masks."""
         if self.model.device.type != "cpu" or sliding_window(self.model.config) is not None:
             return False
         return not self._strays(lambda rows, inputs: packed_pass(rows, inputs, None))

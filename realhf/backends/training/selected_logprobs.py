@@ -112,9 +112,10 @@ def selected_logprobs(
     Logits are ``hidden`` (m, width) times the transpose of ``head_weight`` (vocabulary, width), plus the same of
     ``side``, fp32 (m, rank) and (vocabulary, rank), plus ``bias`` (vocabulary,), ``bent`` by ``factor`` and ``cap``,
     divided by ``temperature``; all of that in fp32, whatever the type of the factors (of bf16 ones on a GPU see
-    ``_Products``). ``chunk`` rows of logits exist at once, the backward pass computes them again. Without
-    ``with_entropy`` entropies are 0. Gradients reach ``hidden``, ``head_weight``, ``side`` and ``bias``; there are no
-    second derivatives. Raises ValueError on a temperature that is not positive.
+    ``_Products``). ``chunk`` rows of logits exist at once; the backward pass computes them again, unless the head is
+    frozen and nothing else is asked for. Without ``with_entropy`` entropies are 0. Gradients reach ``hidden``,
+    ``head_weight``, ``side`` and ``bias``; there are no second derivatives. Raises ValueError on a temperature that is
+    not positive.
     """
     if not temperature > 0:
         raise ValueError(f"temperature must be positive, got {temperature}")
@@ -187,7 +188,7 @@ class _Selected(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.early:
             (slopes,) = ctx.saved_tensors
-            return (slopes * grads[0].to(slopes.dtype), *[None] * 8)
+            return ((slopes * grads[0]).to(slopes.dtype), *[None] * 8)
         hidden, weight, beside, up, bias, ids, normaliser, entropy, kept = ctx.saved_tensors
         of_logprobs, of_entropy = grads
         of_row = of_logprobs.sum(-1, keepdim=True) if ids.shape[1] > 1 else of_logprobs

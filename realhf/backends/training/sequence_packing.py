@@ -8,7 +8,6 @@ share their prompt this way, and turns that went alike.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -171,7 +170,7 @@ def visible(row: Row, lay: RowLayout, width: int) -> np.ndarray:
 
 
 BATCH_TOKENS = 4096
-"""Most positions of one padded batch where nobody says how many. A larger one is not faster, and on a CPU the caches
+"""Most positions of one batch where nobody says how many. A larger one is not faster, and on a CPU the caches
 make it slower."""
 _MAX_PADDING = 0.05
 """Share of a batch's positions that may be padding."""
@@ -180,23 +179,23 @@ SMALL = BATCH_TOKENS // 8
 
 
 def packed_batches(lengths: Sequence[int], most: int | None = None) -> list[list[int]]:
-    """Batch rows of these lengths, which need no padding: into few batches of about equal size, since a small one
-    computes slower. None has more than ``most`` positions; a longer row is a batch of its own. Deterministic."""
+    """Batch rows of these lengths, which need no padding, from longest to shortest: into few batches of about equal
+    size, since a small one computes slower. None has more than ``most`` positions; a longer row is a batch of its own.
+    Deterministic."""
     most = BATCH_TOKENS if most is None else most
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-    longer = [i for i in order if lengths[i] > most]
-    order = order[len(longer) :]
-    n = -(-sum(lengths[i] for i in order) // most)
-    while True:
-        batches: list[list[int]] = [[] for _ in range(n)]
-        smallest = [(0, number) for number in range(n)]  # a heap of sizes
-        for i in order:
-            size, number = smallest[0]
-            batches[number].append(i)
-            heapq.heapreplace(smallest, (size + lengths[i], number))
-        if all(size <= most for size, _ in smallest):
-            return [[i] for i in longer] + batches
-        n += 1
+    batches = [[i] for i in order if lengths[i] > most]
+    order = order[len(batches) :]
+    left = sum(lengths[i] for i in order)
+    n = -(-left // most)
+    size = target = most  # as if a batch before had been filled
+    for i in order:
+        if size + lengths[i] > most or size + lengths[i] / 2 > target:
+            batches.append([])
+            size, target, n = 0, left / max(n, 1), n - 1
+        batches[-1].append(i)
+        size, left = size + lengths[i], left - lengths[i]
+    return batches
 
 
 def row_batches(members: Sequence[int], lengths: np.ndarray, most: int | None = None) -> list[list[int]]:

@@ -332,7 +332,8 @@ class TorchEngine:
         return account
 
     def _parts(self, sample: SequenceSample, spec: MicroBatchSpec) -> list[Part]:
-        return parts_of(sample, spec, self._ranks, share=self._forward.shares, packed=self._forward.packs)
+        forward, most = self._forward, self._forward.row_tokens
+        return parts_of(sample, spec, self._ranks, share=forward.shares, packed=forward.packs, row_tokens=most)
 
     def _within(self, empty: bool, run: Callable[[], Tensor]) -> Tensor:
         """Run a pass where the weights are whole; ``empty`` ones compute nothing with them."""

@@ -330,6 +330,20 @@ def test_what_trains_is_what_peft_computes(
         torch.testing.assert_close(few.adapters.tensors()[name], tensor, atol=2e-4, rtol=1e-3)  # type: ignore[union-attr]
 
 
+def test_a_model_may_change_what_an_adapted_layer_returns_in_place() -> None:
+    """As OLMo clamps its projections; and a layer may have nothing to multiply, as an expert that no token chose."""
+    weight, down, up = torch.randn(5, 4), torch.randn(2, 4, requires_grad=True), torch.randn(5, 2, requires_grad=True)
+    for rows in (3, 0):
+        x = torch.randn(2, rows, 4, requires_grad=True)
+        found = kernels.adapted_product(x, weight, None, down, up, 0.5)
+        expected = torch.nn.functional.linear(x, weight + 0.5 * up @ down)
+        torch.testing.assert_close(found, expected)
+        of_found = torch.autograd.grad(found.clamp_(-1, 1).square().sum(), [x, down, up])
+        of_expected = torch.autograd.grad(expected.clamp(-1, 1).square().sum(), [x, down, up])
+        for own, theirs in zip(of_found, of_expected, strict=True):
+            torch.testing.assert_close(own, theirs)
+
+
 def test_without_peft_the_error_says_what_to_install(tiny_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "peft", None)
     with pytest.raises(Exception, match=re.escape(install_command("lora"))):

@@ -400,31 +400,33 @@ def test_memory_of_passes_is_kept_until_holes_grow(monkeypatch: pytest.MonkeyPat
     passes = [(50, 100), (40, 90), (50, 105), (60, 200), (50, 205), (60, 250), (50, 250), (50, 255), (51, 400)]
     heap, mib, trimmed = Heap(), iter([held for _, held in passes]), list[int]()
     monkeypatch.setattr(heap, "_trim", trimmed.append)
+    monkeypatch.setattr(heap, "_use", lambda: SimpleNamespace(fordblks=1 << 30))
     monkeypatch.setattr(psutil.Process, "memory_info", lambda self: SimpleNamespace(rss=next(mib) << 20))
     found = []
     for positions, _ in passes:
         heap.passed(positions)
         found.append(len(trimmed))
     assert found == [0, 0, 0, 0, 0, 1, 1, 1, 1], "a larger pass needs more, and after giving back each is the largest"
+    monkeypatch.setattr(heap, "_use", lambda: SimpleNamespace(fordblks=1 << 20))
     heap.give_back()
-    assert trimmed == [0, 0]
+    assert len(trimmed) == 1, "what is small may stay"
 
 
 def test_freed_memory_goes_back_to_the_system() -> None:
     """Freed blocks below one that stays in use remain in the heap until they are given back."""
     heap, library, own = Heap(), ctypes.CDLL(None), psutil.Process()
-    if heap._trim is None:
+    if heap._use is None or heap._trim is None:
         pytest.skip("this C library gives nothing back")
     library.malloc.restype, library.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
     library.free.argtypes = [ctypes.c_void_p]
-    blocks = [library.malloc(100_000) for _ in range(400)]
+    blocks = [library.malloc(100_000) for _ in range(800)]
     pin = library.malloc(100_000)
     for block in blocks:
         ctypes.memset(block, 1, 100_000)
         library.free(block)
     before = own.memory_info().rss
     heap.give_back()
-    assert before - own.memory_info().rss > 30_000_000
+    assert before - own.memory_info().rss > 60_000_000
     library.free(pin)
 
 
