@@ -27,7 +27,7 @@ class JoinedEngine(TorchEngine):
         """Raise RuntimeError unless all ranks lay rows out alike: of the rows that each makes of a batch it computes
         its share, and of different rows some sequences would be nobody's, or two ranks'. To be called inside
         ``together``."""
-        own = {"packs": forward.packs, "shares": forward.shares}
+        own = {"packs": forward.packs, "shares": forward.shares, "row_tokens": forward.row_tokens}
         for rank, other in enumerate(self._group.gather(own)):
             if other != own:
                 raise RuntimeError(

@@ -148,8 +148,7 @@ def _rows(inputs: SequenceInputs, n_ranks: int, most: int, longest: int) -> list
 
 
 def _passes(rows: list[Row], inputs: SequenceInputs, spec: MicroBatchSpec, packed: bool) -> list[list[Row]]:
-    """Put rows together, as many as the budget holds, of similar length where they are padded; the pass with the most
-    positions first."""
+    """Put rows of similar length together, as many as the budget holds; the pass with the most positions first."""
     cap = spec.max_tokens_per_mb
     if above := sum(row.length > cap for row in rows) if cap is not None else 0:
         _log.warning("%d sequences are longer than max_tokens_per_mb=%s: one micro-batch each", above, cap)
