@@ -45,7 +45,8 @@ class OneDnnLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Map (..., in) to (..., out)."""
-        if input.dtype != torch.float32 or math.prod(input.shape[:-1]) < LEAST_ROWS:
+        few = math.prod(input.shape[:-1]) < LEAST_ROWS
+        if few or input.dtype != torch.float32 or not torch.backends.mkldnn.enabled:
             return F.linear(input, self.weight, self.bias)
         if not torch.is_grad_enabled():
             return product(input, self.weight, self.bias)
@@ -77,9 +78,14 @@ def trains_faster(weight: Tensor) -> bool:
 
 
 def suits(weight: Tensor) -> bool:
-    """Return whether ``product`` accepts this weight."""
+    """Return whether ``product`` accepts this weight, and oneDNN is not switched off (``torch.backends.mkldnn``)."""
     plain = weight.device.type == "cpu" and weight.dtype == torch.float32
-    return plain and torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    return plain and _has_onednn() and bool(torch.backends.mkldnn.enabled)
+
+
+@functools.cache
+def _has_onednn() -> bool:
+    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
 @functools.cache
@@ -91,11 +97,18 @@ def favoured_by_mkl() -> bool:
         return False
 
 
+def _owned(fresh: Tensor) -> Tensor:
+    """Return ``fresh``, which nothing else holds, as a tensor that is no view of another one. Products of inputs with
+    more than two dimensions are views of a matrix, and autograd refuses to change a view from a custom function in
+    place, as models do that clamp or scale a projection."""
+    return torch.ops.aten._unsafe_view(fresh, fresh.shape) if fresh._is_view() else fresh
+
+
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return product(x, weight, bias)
+        return _owned(product(x, weight, bias))
 
     @staticmethod
     @once_differentiable
@@ -133,7 +146,7 @@ class _Adapted(torch.autograd.Function):
         fast = len(rows) >= LEAST_ROWS and trains_faster(weight)
         multiplied = product(x, weight, bias) if fast else F.linear(x, weight, bias)
         multiplied.view(-1, len(weight)).addmm_(low, up.t(), alpha=scale)
-        return multiplied  # No view: models may clamp it in place.
+        return _owned(multiplied)
 
     @staticmethod
     @once_differentiable
