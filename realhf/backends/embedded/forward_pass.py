@@ -86,7 +86,7 @@ class ModulePass:
         """Feed all rows up to the last one. Rows that do not decode are fed in their last column, which nothing reads:
         the last token of a sequence is drawn but never fed."""
         n, spare = int(decoding.rows[-1]) + 1, min(self._cache.columns, self._limit) - 1
-        tokens, positions = np.zeros(n, dtype=np.int64), np.full(n, spare)
+        tokens, positions = np.full(n, decoding.tokens[0], dtype=np.int64), np.full(n, spare)
         tokens[decoding.rows], positions[decoding.rows] = decoding.tokens, decoding.positions
         width = int(decoding.positions.max()) + 1
         at = self._index(positions)
@@ -96,12 +96,13 @@ class ModulePass:
         return logits[self._index(decoding.rows)]
 
     def _prefill(self, pieces: Sequence[Piece]) -> Tensor:
-        """Feed pieces padded on the left, so that the last query is the last token of every row."""
+        """Feed pieces padded on the left, by their own first tokens, so that the last query is the last token of every
+        row."""
         starts, ends = np.array([p.start for p in pieces]), np.array([p.end for p in pieces])
         n_query, width = int((ends - starts).max()), int(ends.max())
         position = ends[:, None] - n_query + np.arange(n_query)
         valid = position >= starts[:, None]
-        tokens = np.zeros((len(pieces), n_query), dtype=np.int64)
+        tokens = np.repeat([[int(piece.tokens[0])] for piece in pieces], n_query, axis=1)
         tokens[valid] = np.concatenate([p.tokens for p in pieces])
         columns = self._index(np.where(valid, position, 0))
         rows = self._index([p.row for p in pieces])

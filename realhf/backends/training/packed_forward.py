@@ -245,8 +245,9 @@ class PackedForward:
 
     def nothing(self) -> Tensor:
         """Run one token through the decoder; return a 0 with its graph, which every weight is part of."""
-        tokens = torch.zeros(1, 1, dtype=torch.int64, device=self.model.device)
-        nothing = 0.0 * self.model.get_decoder()(input_ids=tokens, use_cache=False).last_hidden_state.sum()
+        decoder = self.model.get_decoder()
+        tokens = torch.full((1, 1), _no_padding(decoder), dtype=torch.int64, device=self.model.device)
+        nothing = 0.0 * decoder(input_ids=tokens, use_cache=False).last_hidden_state.sum()
         language = None if self.heads.value is not None else self.model.get_output_embeddings()
         for head in (language, self.heads.value):
             for weight in () if head is None else head.parameters():
@@ -339,6 +340,11 @@ class PackedForward:
         if len(rows) == 1 and off <= tolerance(self._dtype, own):
             return ""
         return f"in shared rows hidden states are {off:.1e} off"
+
+
+def _no_padding(decoder: Any) -> int:
+    """Return a token other than the one for padding, at whose embedding of zeros some models have no gradient."""
+    return 1 if getattr(decoder.get_input_embeddings(), "padding_idx", None) == 0 else 0
 
 
 def _missed_window(config: Any, windows: Sequence[int | None]) -> str:

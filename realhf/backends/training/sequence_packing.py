@@ -237,13 +237,15 @@ class RowPass:
 
 
 def row_pass(rows: Sequence[Row], inputs: SequenceInputs) -> RowPass:
-    """Lay out ``rows`` (at least one), whose members are sequences of ``inputs``, padded on the right; with ``seen``
-    for those that hold several sequences."""
+    """Lay out ``rows`` (at least one), whose members are sequences of ``inputs``, with ``seen`` for those that hold
+    several sequences. Each is padded on the right by its own first token: that for padding may have an embedding of
+    zeros, at which some models have no gradient (Gemma 3n)."""
     width = max(row.length for row in rows)
     tokens, depth = np.zeros((2, len(rows), width), dtype=np.int64)
     columns: list[np.ndarray] = []
     layouts = [layout(row, inputs.tokens) for row in rows]
     for n, (row, lay) in enumerate(zip(rows, layouts, strict=True)):
+        tokens[n] = lay.tokens[0]
         tokens[n, : row.length], depth[n, : row.length] = lay.tokens, lay.depth
         columns += [n * width + path[inputs.asked[i]] for i, path in zip(row.members, lay.columns, strict=True)]
     members = [i for row in rows for i in row.members]
