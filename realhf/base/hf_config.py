@@ -106,23 +106,51 @@ def size_of(config: Mapping[str, Any]) -> ModelSize:
     """Return the size of a dense decoder or a mixture with gated feed-forward networks, as its ``config.json`` has it:
     right within some percent. Raises KeyError or TypeError for a configuration that says too little."""
     text = config.get("text_config") or config
-    hidden, layers = (
-        int(text.get("hidden_size") or text["n_embd"]),
-        int(text.get("num_hidden_layers") or text["n_layer"]),
-    )
-    heads = int(text.get("num_attention_heads") or text["n_head"])
-    kv_heads = int(text.get("num_key_value_heads") or heads)
-    head = int(text.get("head_dim") or hidden // heads)
-    experts = int(text.get("num_local_experts") or text.get("num_experts") or 1)
-    inner = int(text.get("intermediate_size") or text.get("n_inner") or 4 * hidden)
-    each = int(text.get("moe_intermediate_size") or inner) if experts > 1 else inner
-    up = [(each, hidden)] * (1 if "n_embd" in text else 2) * experts
-    block = [(heads * head, hidden), *[(kv_heads * head, hidden)] * 2, (hidden, heads * head), *up]
-    block += [(hidden, each)] * experts
+    hidden = int(text.get("hidden_size") or text["n_embd"])
+    layers = layer_options(text)
+    blocks = [_block(layer, hidden) for layer in layers]
+    matrices = tuple(matrix for block, _, _ in blocks for matrix in block)
     embeddings = int(text["vocab_size"]) * hidden * (1 if text.get("tie_word_embeddings", True) else 2)
     embeddings += int(text.get("n_positions") or 0) * hidden
-    parameters = layers * (sum(map(math.prod, block)) + 2 * hidden) + embeddings + hidden
-    return ModelSize(parameters, tuple(block * layers), layers, hidden, inner, 2 * layers * kv_heads * head)
+    parameters = sum(map(math.prod, matrices)) + 2 * hidden * len(layers) + embeddings + hidden
+    inner, key_values = max(inner for _, inner, _ in blocks), sum(kept for _, _, kept in blocks)
+    return ModelSize(parameters, matrices, len(layers), hidden, inner, key_values)
+
+
+def _block(layer: Mapping[str, Any], hidden: int) -> tuple[list[tuple[int, int]], int, int]:
+    """Return the shapes of a layer's matrices, the width of its feed-forward network, and how many numbers it keeps for
+    a token."""
+    heads = int(layer.get("num_attention_heads") or layer["n_head"])
+    kv_heads = int(layer.get("num_key_value_heads") or heads)
+    head = int(layer.get("head_dim") or hidden // heads)
+    experts = int(layer.get("num_local_experts") or layer.get("num_experts") or 1)
+    inner = int(layer.get("intermediate_size") or layer.get("n_inner") or 4 * hidden)
+    each = int(layer.get("moe_intermediate_size") or inner) if experts > 1 else inner
+    up = [(each, hidden)] * (1 if "n_embd" in layer else 2) * experts
+    block = [(heads * head, hidden), *[(kv_heads * head, hidden)] * 2, (hidden, heads * head), *up]
+    return [*block, *[(hidden, each)] * experts], inner, 2 * kv_heads * head
+
+
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+_OF_FULL_LAYERS = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
+"""Options of layers that see all tokens, and the names that they have in the published files of Gemma 4, where
+``attention_k_eq_v`` decides on the second."""
+
+
+def layer_options(text: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the options of each layer of the decoder that ``text`` describes: in some models layers have values of
+    their own, in ``per_layer_config``. Raises KeyError or TypeError where the number of layers is not there."""
+    number = int(text.get("num_hidden_layers") or text["n_layer"])
+    kinds, given = text.get("layer_types"), text.get("per_layer_config")
+    own = {int(index): options for index, options in given.items()} if isinstance(given, Mapping) else {}
+    full = {option: text.get(name) for option, name in _OF_FULL_LAYERS.items() if text.get(name)}
+    if text.get("attention_k_eq_v") is False:
+        full.pop("num_key_value_heads", None)
+    layers = []
+    for index in range(number):
+        sees_all = isinstance(kinds, list) and index < len(kinds) and kinds[index] == _FULL
+        layers.append({**text, **(full if sees_all else {}), **(own.get(index) or {})})
+    return layers
 
 
 def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
@@ -276,6 +304,8 @@ def _problems(config: Mapping[str, Any], text: Mapping[str, Any]) -> Iterator[st
         if kind.startswith(_STATE_SPACE) or marks:
             told = f"{kind!r} with {marks[0]}" if marks else repr(kind)
             yield f"it has state-space or linear layers ({told}), whose state is not keys and values for each token"
+    if differing := _differing(text):
+        yield differing
     if windowed := next((name for name in _OWN_WINDOWS if _local(text.get(name))), None):
         yield f"{windowed} gives its layers a window of their own, which generation from cached rows does not have"
     if kind in _ALIBI or text.get("alibi") is True:
@@ -287,6 +317,35 @@ def _problems(config: Mapping[str, Any], text: Mapping[str, Any]) -> Iterator[st
         yield f"its attention heads are {width} wide, and rotary positions need an even number"
 
 
+_TRIED = "gemma4"
+"""Beginning of the ``model_type`` of models whose layers are known to read their own options. In transformers 5.23 most
+others raise an error when they are made with such a configuration."""
+_SAME_FOR_ALL = ("attention_chunk_size", "skip")
+"""Options of ``per_layer_config`` that cut layers down in ways that neither cached rows nor masks follow."""
+
+
+def _differing(text: Mapping[str, Any]) -> str:
+    """Return what differs between layers that must not, as the end of a sentence, or ""."""
+    given = text.get("per_layer_config")
+    if not isinstance(given, Mapping) or not given:
+        return ""
+    if not (kind := str(text.get("model_type") or "")).startswith(_TRIED):
+        return f"layers of {kind!r} with options of their own (per_layer_config) were not tried here, but for Gemma 4"
+    try:
+        layers = layer_options(text)
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return "its per_layer_config does not say for which layers it is"
+    kinds = text.get("layer_types")
+    slides = [not isinstance(kinds, list) or kind == _SLIDING for kind in (kinds or [None] * len(layers))]
+    windows = [layer.get("sliding_window") for layer, slide in zip(layers, slides, strict=False) if slide]
+    if len(sizes := sorted({window for window in windows if isinstance(window, int)})) > 1:
+        return f"its layers have sliding windows of different sizes ({', '.join(map(str, sizes))})"
+    for option in _SAME_FOR_ALL:
+        if len({str(layer.get(option)) for layer in layers}) > 1:
+            return f"its layers differ in {option} (per_layer_config), which is not followed here"
+    return ""
+
+
 def _local(option: Any) -> bool:
     """Return whether an option is a window, or names a local layer anywhere in its lists."""
     if isinstance(option, list):
@@ -295,8 +354,17 @@ def _local(option: Any) -> bool:
 
 
 def _odd_head(text: Mapping[str, Any]) -> int | None:
-    width, heads, hidden = text.get("head_dim"), text.get("num_attention_heads"), text.get("hidden_size")
+    try:
+        layers = layer_options(text)
+    except (KeyError, TypeError, ValueError, AttributeError):
+        layers = [dict(text)]
+    widths = [_head_width(layer) for layer in layers]
+    rotary = text.get("rope_theta") or text.get("rope_parameters")
+    return next((width for width in widths if width is not None and width % 2 and rotary), None)
+
+
+def _head_width(layer: Mapping[str, Any]) -> int | None:
+    width, heads, hidden = layer.get("head_dim"), layer.get("num_attention_heads"), layer.get("hidden_size")
     if not isinstance(width, int) and isinstance(heads, int) and isinstance(hidden, int) and heads > 0:
         width = hidden // heads
-    rotary = text.get("rope_theta") or text.get("rope_parameters")
-    return width if isinstance(width, int) and width % 2 and rotary else None
+    return width if isinstance(width, int) else None

@@ -11,13 +11,16 @@ from transformers import (
     ApertusConfig,
     AutoModelForCausalLM,
     Gemma2Config,
+    Gemma3nTextConfig,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     GPT2Config,
     GptOssConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
     Olmo2Config,
+    OlmoConfig,
     Phi3Config,
     PreTrainedConfig,
     Qwen2Config,
@@ -53,6 +56,9 @@ def configs(vocabulary: int, positions: int, window: int, end: int = 2) -> dict[
     long = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0, 1.2, 1.5, 2.0], "long_factor": [4.0] * 4}
     pair = {"num_local_experts": 2, "num_experts_per_tok": 1}
     gemma = {**_WIDE, "query_pre_attn_scalar": 16, "sliding_window": window}
+    inputs = {"vocab_size_per_layer_input": vocabulary, "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 2}
+    four = {**shape, **_WIDE, **inputs, "num_hidden_layers": 4, "layer_types": 2 * _TWO_KINDS, "sliding_window": window}
+    streams = {"altup_num_inputs": 3, "laurel_rank": 4, "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0]}
     return {
         "llama": LlamaConfig(**shape, **_WIDE, attention_bias=True, mlp_bias=True, rope_parameters=llama3),
         "llama, one key head": LlamaConfig(**{**shape, "num_key_value_heads": 1}, rope_parameters=_LINEAR),
@@ -60,12 +66,15 @@ def configs(vocabulary: int, positions: int, window: int, end: int = 2) -> dict[
         "qwen3": Qwen3Config(**shape, **_WIDE),
         "gemma2": Gemma2Config(**shape, **gemma),
         "gemma3": Gemma3TextConfig(**shape, **gemma, layer_types=_TWO_KINDS),
+        "gemma3n": Gemma3nTextConfig(**four, **streams),
+        "gemma4": Gemma4TextConfig(**four, global_head_dim=24),
         "mistral": MistralConfig(**shape, sliding_window=window),
         "gpt2": GPT2Config(vocab_size=vocabulary, n_embd=32, n_layer=2, n_head=4, n_positions=positions, **ids),
         "phi3": Phi3Config(
             **shape, sliding_window=window, original_max_position_embeddings=long_context(positions),
             rope_parameters=long,
         ),
+        "olmo, clipped": OlmoConfig(**shape, clip_qkv=0.5),
         "olmo2": Olmo2Config(**shape),
         "gpt_oss": GptOssConfig(**shape, **_WIDE, **pair, sliding_window=window, rope_parameters=_PLAIN),
         "mixtral": MixtralConfig(**shape, **pair),
@@ -88,4 +97,7 @@ def save_model(config: PreTrainedConfig, tied: bool, folder: Path) -> None:
         for parameter in made.parameters():
             if parameter.ndim > 1:
                 parameter.mul_(4.0)
+        embedding = made.get_input_embeddings()
+        if getattr(embedding, "padding_idx", None) is not None:
+            embedding.weight[embedding.padding_idx] = 0.0  # as models have it that were trained with padding
     made.save_pretrained(folder)

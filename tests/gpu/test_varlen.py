@@ -38,7 +38,7 @@ def test_the_backward_pass_is_right_for_heads_of_every_width(
     width that a device does not have is refused by name, and rows are padded there."""
     if torch.cuda.get_device_capability(device) < (8, 0):
         pytest.skip(kernel_for(device, torch.bfloat16)[1])
-    kernel, reason = kernel_for(device, torch.bfloat16, head_size)
+    kernel, reason = kernel_for(device, torch.bfloat16, (head_size,))
     if kernel is None:
         assert f"for heads of {head_size}, " in reason
         pytest.skip(reason)

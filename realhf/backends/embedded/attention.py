@@ -24,21 +24,48 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
+def layers_differ(config: Any) -> bool:
+    """Return whether layers have values of their own for some options (``per_layer_config``), as in Gemma 4."""
+    return bool(getattr(config.get_text_config(), "is_heterogeneous", False))
+
+
+def layer_configs(config: Any) -> list[Any]:
+    """Return the configuration of each layer. Options that differ between layers can be read from these only."""
+    text = config.get_text_config()
+    return list(text.per_layer_config) if layers_differ(config) else [text] * int(text.num_hidden_layers)
+
+
 def sliding_window(config: Any) -> int | None:
-    """Return how many tokens the layers with a sliding window see, their own included; None if no layer has one."""
-    config = config.get_text_config()
-    kinds = getattr(config, "layer_types", None)
-    window = getattr(config, "sliding_window", None)
-    slides = _SLIDING in kinds if kinds else getattr(config, "use_sliding_window", True)
-    return int(window) if window and slides else None
+    """Return how many tokens the layers with a sliding window see, their own included; None if no layer has one. Raises
+    ValueError where windows differ."""
+    windows = {window for window in _windows(config) if window is not None}
+    if len(windows) > 1:
+        raise ValueError(f"{type(config).__name__}: layers have sliding windows of different sizes: {sorted(windows)}")
+    return next(iter(windows), None)
 
 
 def n_sliding_layers(config: Any) -> int:
-    """Return how many layers of a model with this configuration have its sliding window."""
-    if sliding_window(config) is None:
-        return 0
+    """Return how many layers of a model with this configuration have a sliding window."""
+    return sum(window is not None for window in _windows(config))
+
+
+def _windows(config: Any) -> list[int | None]:
+    """Return the sliding window of each layer, None for layers that see all tokens."""
     kinds = getattr(config.get_text_config(), "layer_types", None)
-    return list(kinds).count(_SLIDING) if kinds else int(config.get_text_config().num_hidden_layers)
+    if layers_differ(config):
+        windows = [_window(layer) for layer in layer_configs(config)]
+    else:
+        windows = [_window(config.get_text_config())] * int(config.get_text_config().num_hidden_layers)
+    if not kinds:
+        return windows
+    return [window if kind == _SLIDING else None for window, kind in zip(windows, kinds, strict=False)]
+
+
+def _window(layer: Any) -> int | None:
+    """Return the window of a layer, if it slides, by what its configuration says beside the kind of the layer."""
+    window = getattr(layer, "sliding_window", None)
+    slides = getattr(layer, "layer_types", None) or getattr(layer, "use_sliding_window", True)
+    return int(window) if window and slides else None
 
 
 def layer_masks(

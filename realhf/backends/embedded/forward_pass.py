@@ -24,6 +24,7 @@ from realhf.backends.embedded.attention import (
     blocks_attention,
     check_layer_kinds,
     layer_masks,
+    layers_differ,
     row_blocks,
     sliding_window,
 )
@@ -183,6 +184,8 @@ def _unsuitable(model: Any) -> str | None:
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     if rope not in _STATIC_ROPE:
         return f"its rotary embedding is {rope}"
+    if layers_differ(config):
+        return "its layers have options of their own"
     if sliding_window(config) is not None:
         return f"some of its layers see the last {sliding_window(config)} tokens only"
     if any(type(p.data) is not Tensor for p in model.parameters()):

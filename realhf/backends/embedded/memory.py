@@ -11,6 +11,7 @@ import psutil
 import torch
 from torch import Tensor
 
+from realhf.backends.embedded.attention import layer_configs
 from realhf.base.text import first_line
 
 _SAID = ("can't allocate memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
@@ -57,17 +58,22 @@ def cache_bytes(gib: float | None, device: torch.device, *, shared: bool, taken:
     return int(max(0, min(free, total - taken)) * (SHARED if shared else ALONE))
 
 
-def head_size(config: Any) -> int:
-    """Return the width of an attention head."""
-    text = config.get_text_config()
-    return int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
+def head_sizes(config: Any) -> list[int]:
+    """Return the widths that attention heads have in a model with this configuration, ascending, each once."""
+    return sorted({_head_size(layer) for layer in layer_configs(config)})
+
+
+def _head_size(layer: Any) -> int:
+    return int(getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads)
 
 
 def token_bytes(config: Any, dtype: torch.dtype) -> int:
     """Return the bytes of the keys and values of one token, in all layers of a model with this configuration."""
-    text = config.get_text_config()
-    kv_heads = int(getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
-    return 2 * int(text.num_hidden_layers) * kv_heads * head_size(config) * dtype.itemsize
+    return sum(2 * _kv_heads(layer) * _head_size(layer) * dtype.itemsize for layer in layer_configs(config))
+
+
+def _kv_heads(layer: Any) -> int:
+    return int(getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads)
 
 
 FREE_HEAP_BYTES = 1 << 26

@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from realhf.api.sample import SequenceSample
 from realhf.backends.embedded.attention import attending_by, n_sliding_layers, sliding_window
-from realhf.backends.embedded.memory import head_size
+from realhf.backends.embedded.memory import head_sizes
 from realhf.backends.training.lora import side_product
 from realhf.backends.training.selected_logprobs import bent, selected_logprobs
 from realhf.backends.training.sequence_packing import (
@@ -287,7 +287,7 @@ class PackedForward:
     def _proven_kernel(self) -> Kernel | None:
         """Return the device's kernel for packed rows if the model follows it; else say why rows are padded, where that
         is not the usual."""
-        kernel, reason = kernel_for(self.model.device, self._dtype, head_size(self.model.config))
+        kernel, reason = kernel_for(self.model.device, self._dtype, head_sizes(self.model.config))
         if kernel is not None:
             if not can_pack(self.model):
                 reason = "the model's attention has no fused kernel"

@@ -41,9 +41,11 @@ _CLOSE = 0.03
 _UNFIT = (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError)
 
 
-def kernel_for(device: torch.device, dtype: torch.dtype, head_size: int = 64) -> tuple[Kernel | None, str]:
-    """Return a kernel that was proven on ``device`` for heads of this size, or None and why there is none. Without a
-    GPU there is none and nothing to say."""
+def kernel_for(
+    device: torch.device, dtype: torch.dtype, head_sizes: Sequence[int] = (64,)
+) -> tuple[Kernel | None, str]:
+    """Return a kernel that was proven on ``device`` for heads of all these sizes, or None and why there is none.
+    Without a GPU there is none and nothing to say."""
     if device.type != "cuda":
         return None, ""
     if dtype not in _TYPES:
@@ -56,10 +58,18 @@ def kernel_for(device: torch.device, dtype: torch.dtype, head_size: int = 64) ->
         return None, f"torch {torch.__version__} has no variable-length attention; 2.10 and later have"
     reason = ""
     for kernel in adapted(varlen_attn):
-        reason = fault(kernel, device, dtype, head_size)
+        reason = _first_fault(kernel, device, dtype, head_sizes)
         if not reason:
             return kernel, ""
-    return None, f"variable-length attention of torch {torch.__version__}, for heads of {head_size}, {reason}"
+    return None, f"variable-length attention of torch {torch.__version__}, {reason}"
+
+
+def _first_fault(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_sizes: Sequence[int]) -> str:
+    """Return what is wrong with a kernel for the first of these sizes of heads that it does not serve, or ""."""
+    for size in head_sizes:
+        if reason := fault(kernel, device, dtype, size):
+            return f"for heads of {size}, {reason}"
+    return ""
 
 
 def adapted(function: Callable[..., Any]) -> Iterator[Kernel]:

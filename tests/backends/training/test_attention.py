@@ -225,8 +225,13 @@ def test_a_kernel_is_tried_with_heads_as_wide_as_those_of_the_model(monkeypatch:
     sizes: list[int] = []
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(varlen_attention, "fault", lambda *given: sizes.append(given[-1]) or "is off: outputs")
-    assert "for heads of 256, is off" in kernel_for(torch.device("cuda:0"), torch.bfloat16, 256)[1]
+    assert "for heads of 256, is off" in kernel_for(torch.device("cuda:0"), torch.bfloat16, (256,))[1]
     assert {*sizes} == {256}
+    sizes.clear()
+    fails = lambda *given: sizes.append(given[-1]) or ("is off" if given[-1] > 128 else "")
+    monkeypatch.setattr(varlen_attention, "fault", fails)
+    assert "for heads of 256, is off" in kernel_for(torch.device("cuda:0"), torch.bfloat16, (64, 256))[1]
+    assert {*sizes} == {64, 256}, "layers may have heads of different widths"
 
 
 @pytest.mark.parametrize("head_size", [64, 96, 128, 256])
