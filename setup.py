@@ -14,6 +14,7 @@ def version() -> str:
 
 LIGHT = [
     "numpy",
+    "networkx>=3",
     "omegaconf>=2.3",
     "pydantic>=2",
     "pyyaml",

@@ -276,6 +276,37 @@ def test_the_clients_of_the_aws_environment_need_no_server():
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
+def test_what_makes_no_graph_does_not_load_the_graph_library():
+    """Clients of both servers, the servers, the kit for environments and the workers start without ``networkx``, which
+    takes as long to import as all the rest of a client."""
+    modules = (
+        "realhf.trajectory.client",
+        "realhf.aws.client.multi_turn_pool",
+        "realhf.aws.client.grpo_pool",
+        "realhf.aws.client.trl_tool",
+        "realhf.env.__main__",
+        "realhf.env.check",
+        "realhf.trajectory.http.cli",
+        "workers.env_worker",
+        "workers.rollout_worker",
+        "realhf.dataflow.model_host",
+        "realhf.launch.__main__",
+    )
+    code = (
+        "import importlib, sys\n"
+        "for name in sys.argv[1:]:\n"
+        "    importlib.import_module(name)\n"
+        "    assert 'networkx' not in sys.modules, f'networkx came in with {name}'\n"
+        "importlib.import_module('realhf.api.graph')\n"
+        "assert 'networkx' in sys.modules\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *modules], capture_output=True, text=True, timeout=120, cwd=ROOT, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def test_environment_variables_are_read_in_the_configuration_layer_only():
     found = [
         f"{path.relative_to(ROOT)}:{line}"

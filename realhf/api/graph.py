@@ -1,7 +1,8 @@
 """Builds the dataflow graph: model function calls joined by the keys they produce and consume.
 
 Edges are never written down, they follow from keys (docs/reference/dataflow.md 3). ``build_graph`` checks everything
-and reports all problems at once, each naming the model function call and the key.
+and reports all problems at once, each naming the model function call and the key. The graph itself is a multigraph of
+``networkx``, which is imported here alone: what makes no graph, such as the clients of both servers, does not load it.
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ from __future__ import annotations
 import difflib
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
-from graphlib import CycleError, TopologicalSorter
-from itertools import pairwise
+
+import networkx as nx
 
 from realhf.api.experiment import InterfaceType, MFCDef
 
@@ -44,17 +45,23 @@ class DataFlowGraph:
         for mfc in self.mfcs:
             for key in self._inputs[mfc.name]:
                 self._consumers.setdefault(key, []).append(mfc.name)
-        self.edges = [
-            (producer, consumer, key)
-            for key, producers in self._producers.items()
-            for producer in producers
-            for consumer in self._consumers.get(key, ())
-        ]
-        """Who makes what for whom: (producer, consumer, key)."""
+        self.nx = self._multigraph()
+        """The calls and the data source as nodes; an edge (producer, consumer, key) for each key that goes between
+        two of them."""
 
     def _bound_inputs(self, mfc: MFCDef) -> tuple[str, ...]:
         optional = (key for key in mfc.optional_input_keys if key in self._producers)
         return (*mfc.input_keys, *optional)
+
+    def _multigraph(self) -> nx.MultiDiGraph:
+        graph = nx.MultiDiGraph()
+        graph.add_node(DATASET)
+        graph.add_nodes_from(mfc.name for mfc in self.mfcs)
+        for key, producers in self._producers.items():
+            for producer in producers:
+                for consumer in self._consumers.get(key, ()):
+                    graph.add_edge(producer, consumer, key=key)
+        return graph
 
     def __getitem__(self, name: str) -> MFCDef:
         return self._by_name[name]
@@ -78,28 +85,21 @@ class DataFlowGraph:
 
     def topological_levels(self) -> list[list[str]]:
         """Group the calls so that each group needs only earlier groups; calls of one group may overlap."""
-        sorter, levels = self._sorter(), list[list[str]]()
-        sorter.prepare()
-        while sorter:
-            levels.append(sorted(sorter.get_ready()))
-            sorter.done(*levels[-1])
-        return levels
+        return [sorted(level) for level in nx.topological_generations(self._calls())]
+
+    def ancestors(self, name: str) -> frozenset[str]:
+        """Return the calls that ``name`` needs something of, directly or through others."""
+        return frozenset(nx.ancestors(self._calls(), name))
 
     def cycle(self) -> list[tuple[str, str, str]]:
         """Return the edges of calls that wait for each other; [] in a valid graph."""
         try:
-            self._sorter().prepare()
-        except CycleError as error:
-            keys = {(source, target): key for source, target, key in reversed(self.edges)}
-            return [(source, target, keys[source, target]) for source, target in pairwise(error.args[1])]
-        return []
+            return list(nx.find_cycle(self.nx))
+        except nx.NetworkXNoCycle:
+            return []
 
-    def _sorter(self) -> TopologicalSorter[str]:
-        sorter = TopologicalSorter(dict.fromkeys(self._by_name, ()))
-        for source, target, _ in self.edges:
-            if source != DATASET:
-                sorter.add(target, source)
-        return sorter
+    def _calls(self) -> nx.MultiDiGraph:
+        return self.nx.subgraph(self._by_name)
 
     def required_dataset_keys(self) -> list[str]:
         """Return the keys the data source must deliver, sorted."""
@@ -128,7 +128,7 @@ class DataFlowGraph:
 
     def _merged_edges(self) -> list[tuple[str, str, str]]:
         merged = {(DATASET, mfc.name): ["metadata"] for mfc in self.mfcs if not self._inputs[mfc.name]}
-        for source, target, key in sorted(self.edges):
+        for source, target, key in sorted(self.nx.edges(keys=True)):
             merged.setdefault((source, target), []).append(key)
         return [(source, target, ", ".join(keys)) for (source, target), keys in merged.items()]
 

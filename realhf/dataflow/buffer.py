@@ -15,12 +15,14 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from realhf.api.graph import DataFlowGraph
 from realhf.api.sample import DuplicateKeyError, Lengths, SequenceSample
+
+if TYPE_CHECKING:  # Model workers import this module and make no graph.
+    from realhf.api.graph import DataFlowGraph
 
 REMEMBERED = 1 << 18
 """Ids of samples that left are still known as duplicates, the last so many. What is sent again after an interruption is

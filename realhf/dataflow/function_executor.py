@@ -208,11 +208,17 @@ class FunctionExecutor:
         return self.loader.busy or any(call.activity != WAITS for call in self.calls.values())
 
     def explain(self, step: int, idle_s: float) -> str:
-        """Who waits for what, one line per call."""
+        """Who waits for what, one line per call, and which calls the others wait for."""
         lines = [f"nothing moved for {idle_s:.0f} s at step {step}:"]
-        for name, state in self.activity().items():
+        activity = self.activity()
+        for name, state in activity.items():
             lines.append(f"  {name}: {self.buffer.explain_wait(name, step) if state == WAITS else state}")
-        return "\n".join([*lines, f"  loader: {self.loader.activity}"])
+        lines.append(f"  loader: {self.loader.activity}")
+        unfinished = {name for name, state in activity.items() if state != "done"}
+        first = sorted(name for name in unfinished if not unfinished & self.graph.ancestors(name))
+        if len(first) < len(unfinished):
+            lines.append(f"  look first at {', '.join(first)}: every other call needs what it makes")
+        return "\n".join(lines)
 
     def activity(self) -> dict[str, str]:
         """What every call does at this moment, for a display: waits, runs on a worker, or is done."""

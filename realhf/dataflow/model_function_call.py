@@ -12,11 +12,10 @@ import itertools
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from realhf.api.calls import CALL, CallAnswer, CallRequest, FetchPart, GroupPart
 from realhf.api.experiment import InterfaceType, MFCDef
-from realhf.api.graph import DataFlowGraph
 from realhf.api.model import MEANS_OVER
 from realhf.api.parallel import Parallel
 from realhf.api.sample import SequenceSample, inverse_perm
@@ -35,6 +34,9 @@ from realhf.dataflow.worker_group import (
 )
 from realhf.transport.codec import decode_sample
 from realhf.transport.rpc_master import RpcMaster
+
+if TYPE_CHECKING:  # Model workers import this module and make no graph.
+    from realhf.api.graph import DataFlowGraph
 
 
 @dataclass(frozen=True)

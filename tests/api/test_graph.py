@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import networkx
 import pytest
 
 from realhf.api.experiment import InterfaceType, MFCDef
@@ -47,7 +48,8 @@ def test_the_grpo_graph_follows_from_its_keys():
     assert graph.producers("packed_prompts") == (DATASET,) and graph.producers("nothing") == ()
     assert graph.consumers("packed_input_ids") == ("ref_inf", "actor_train")
     assert graph.required_dataset_keys() == ["packed_prompts"]
-    assert sorted(key for source, _, key in graph.edges if source == "actor_gen") == [
+    assert isinstance(graph.nx, networkx.MultiDiGraph)
+    assert sorted(key for _, _, key in graph.nx.out_edges("actor_gen", keys=True)) == [
         "env_rewards",
         "packed_input_ids",
         "packed_input_ids",
@@ -69,6 +71,20 @@ def test_optional_inputs_bind_only_if_produced(produced):
     graph = build_graph(calls, ["x"])
     assert graph.inputs("actor_train") == (("x", "packed_ref_logprobs") if produced else ("x",))
     assert (graph.topological_levels()[-1] == ["actor_train"]) and len(graph.topological_levels()) == 1 + produced
+
+
+def test_calls_of_one_level_are_sorted_whatever_the_order_of_definition():
+    """The order within a level is the order of the table and of the drawings, so it depends on names alone."""
+    calls = [mfc(name, INF, "x", f"y_{name}") for name in ("c", "a", "b")]
+    calls.append(mfc("t", TRAIN, "y_c y_a y_b"))
+    for order in (calls, calls[::-1]):
+        assert build_graph(order, ["x"]).topological_levels() == [["a", "b", "c"], ["t"]]
+
+
+def test_ancestors_are_the_calls_that_come_before():
+    graph = build_graph(grpo(), ["packed_prompts"])
+    assert graph.ancestors("actor_train") == {"actor_gen", "ref_inf", "rew_inf"}
+    assert graph.ancestors("rew_inf") == {"actor_gen"} and graph.ancestors("actor_gen") == frozenset()
 
 
 def test_duplicate_names():

@@ -233,6 +233,7 @@ async def test_a_stall_names_what_is_missing(tmp_path: Path, caplog: pytest.LogC
     text = str(caught.value)
     assert "train: train takes 4 samples of step 0: 0 ready, 4 not yet taken; 4 lack 'rewards' (from rew)" in text
     assert "nothing moved" in caplog.text
+    assert text.endswith("look first at rew: every other call needs what it makes"), "the cause among those that wait"
 
 
 @pytest.mark.nightly
