@@ -3,7 +3,7 @@
     python benchmarks/buffer.py [--batch 128] [--json FILE] [--plot FILE]
 
 One cycle on a graph of four calls (generate, two that score, train): put a batch, lease it four times, read
-the metadata of every lease, amend and complete it, evict it. The buffer stays filled with the given number
+the metadata of every lease, amend it, evict it. The buffer stays filled with the given number
 of samples, of which a third each wait for the first, the middle and the last calls. The batches that a run
 would receive from workers are built before the clock starts. Prints the median over repeats with its
 spread, the ratio to the first row, and the longest single operation, in CPU time of the process (one thread),
@@ -105,7 +105,7 @@ class Cycle:
         answer = outputs[self._taken[name]] if outputs else None
         self._taken[name] += 1
         began = time.process_time()
-        self.buffer.complete(lease, answer)
+        self.buffer.amend_batch(lease, answer)
         self.longest = max(self.longest, time.process_time() - began)
 
     async def _timed(self, operation: Callable[..., Any], *args: Any) -> Any:

@@ -3,7 +3,9 @@
 It holds metadata only and lives in one event loop. Every change of state is synchronous; only waiting is
 asynchronous, so there are no locks on the state and a cancelled waiter leaves nothing half done. Vocabulary: a
 *lease* is one call's claim on a batch; a step batch is the sample set of one step; *birth* is the order of admission.
-Handling k samples costs O(k); where some become ready out of order, sorting those of the call.
+A sample's way through it has three verbs: ``put_batch`` brings it in, ``get_batch_for_rpc`` leases it to a call, and
+``amend_batch`` adds what the call made. Handling k samples costs O(k); where some become ready out of order, sorting
+those of the call.
 """
 
 from __future__ import annotations
@@ -271,7 +273,7 @@ class AsyncIOSequenceBuffer:
 
     @asynccontextmanager
     async def lease(self, mfc: str, step_batch: int = 0) -> AsyncIterator[BatchLease]:
-        """A lease that goes back to ready when the block is left without ``complete``."""
+        """A lease that goes back to ready when the block is left without ``amend_batch``."""
         lease = await self.get_batch_for_rpc(mfc, step_batch)
         try:
             yield lease
@@ -335,10 +337,12 @@ class AsyncIOSequenceBuffer:
 
     # ---- answering
 
-    def complete(self, lease: BatchLease, outputs: SequenceSample | None = None) -> None:
-        """The call has run: add its outputs, wake the calls that can run now, and mark its samples done, in one
-        change. Samples that every call has completed leave the buffer. Raises DuplicateKeyError, or ValueError on
-        outputs about other samples and on a lease that is not active; then nothing has changed."""
+    def amend_batch(self, lease: BatchLease, outputs: SequenceSample | None = None) -> None:
+        """Add to a batch what its call made, wake the calls that can run now, and mark its samples done, in one change.
+
+        Samples that every call has completed leave the buffer. Raises DuplicateKeyError, or ValueError on outputs
+        about other samples and on a lease that is not active; then nothing has changed.
+        """
         call = self._active(lease)
         if outputs is not None:
             self._check_outputs(lease, outputs)
@@ -357,7 +361,7 @@ class AsyncIOSequenceBuffer:
 
     def _check_outputs(self, lease: BatchLease, outputs: SequenceSample) -> None:
         if outputs.data is not None:
-            raise ValueError("the buffer holds metadata only; complete with sample.meta()")
+            raise ValueError("the buffer holds metadata only; amend with sample.meta()")
         if outputs.ids != lease.ids:
             raise ValueError("the outputs are about other samples, or in another order")
         bits = self._bits_of(outputs.keys)

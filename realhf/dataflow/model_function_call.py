@@ -245,7 +245,7 @@ class ModelFunctionCall:
         figures = {}
         if self.mfc.resample and outputs is not None:
             outputs, figures = await self._resample(lease, outputs, rounds, step, call)
-        self._buffer.complete(lease, outputs)
+        self._buffer.amend_batch(lease, outputs)
         stats = merge_stats([one.stats for one in rounds], [one.n_samples for one in rounds], parallel=False)
         return CallReport(
             self.mfc.name,

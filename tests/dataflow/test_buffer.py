@@ -33,7 +33,7 @@ def make(max_size: int = 16, **more: Any) -> AsyncIOSequenceBuffer:
 
 async def through(buffer: AsyncIOSequenceBuffer, mfc: str, step_batch: int = 0) -> BatchLease:
     lease = await asyncio.wait_for(buffer.get_batch_for_rpc(mfc, step_batch), 60)
-    buffer.complete(lease, outputs_of(buffer.graph, lease))
+    buffer.amend_batch(lease, outputs_of(buffer.graph, lease))
     check_invariants(buffer)
     return lease
 
@@ -51,7 +51,7 @@ async def test_a_sample_leaves_when_its_last_call_has_completed_not_when_it_was_
         await through(buffer, mfc, 3)
     lease = await buffer.get_batch_for_rpc("train", 3)
     assert len(buffer) == 4 and not gone
-    buffer.complete(lease)
+    buffer.amend_batch(lease)
     assert len(buffer) == 0
     assert [(sample.id, sample.step_batch) for sample in gone[0]] == [(i, 3) for i in ids(0, 4)]
     assert all(sample.metadata == {"task": "bucket"} for sample in gone[0])
@@ -64,7 +64,7 @@ async def test_a_lease_shows_exactly_its_inputs_in_the_order_of_birth() -> None:
     leases = [await buffer.get_batch_for_rpc("gen") for _ in range(3)]
     assert [lease.ids for lease in leases] == [("d", "c"), ("b", "a"), ("f", "e")]
     for lease in reversed(leases):
-        buffer.complete(lease, outputs_of(buffer.graph, lease))
+        buffer.amend_batch(lease, outputs_of(buffer.graph, lease))
     lease = await buffer.get_batch_for_rpc("rew")
     assert lease.ids == ("d", "c", "b", "a", "f", "e")
     assert lease.meta.keys == {"ids", "prompt"} and lease.meta.data is None
@@ -82,7 +82,7 @@ async def test_a_released_batch_keeps_its_place() -> None:
     assert (await buffer.get_batch_for_rpc("gen")).ids == ("s0", "s1")
     assert buffer.stats()["released"] == {"failed": 4}
     with pytest.raises(ValueError, match="not active"):
-        buffer.complete(first)
+        buffer.amend_batch(first)
 
 
 async def test_each_call_sees_a_sample_once_and_a_lease_completes_once() -> None:
@@ -90,7 +90,7 @@ async def test_each_call_sees_a_sample_once_and_a_lease_completes_once() -> None
     await buffer.put_batch(meta_of(ids(0, 4)))
     lease = await through(buffer, "gen")
     with pytest.raises(ValueError, match="not active"):
-        buffer.complete(lease)
+        buffer.amend_batch(lease)
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(buffer.get_batch_for_rpc("gen"), 0.02)
     check_invariants(buffer)
@@ -177,7 +177,7 @@ async def test_the_tail_is_served_and_then_it_ends() -> None:
     for mfc in ("ref", "rew"):
         for _ in range(2):
             await through(buffer, mfc)
-    buffer.complete(await asyncio.wait_for(waiting, 60))
+    buffer.amend_batch(await asyncio.wait_for(waiting, 60))
     assert (await through(buffer, "train")).ids == ("s4", "s5")
     stats = buffer.stats()
     assert (stats["resident"], stats["evicted"]) == (0, 6)
@@ -213,11 +213,11 @@ async def test_what_must_not_be_put_or_added() -> None:
         await buffer.put_batch(data)
     lease = await buffer.get_batch_for_rpc("gen")
     with pytest.raises(DuplicateKeyError, match="prompt"):
-        buffer.complete(lease, meta_of(list(lease.ids), ("ids", "prompt")))
+        buffer.amend_batch(lease, meta_of(list(lease.ids), ("ids", "prompt")))
     with pytest.raises(ValueError, match="another order"):
-        buffer.complete(lease, meta_of(list(lease.ids[::-1]), ("ids",)))
+        buffer.amend_batch(lease, meta_of(list(lease.ids[::-1]), ("ids",)))
     check_invariants(buffer)
-    buffer.complete(lease, outputs_of(buffer.graph, lease))
+    buffer.amend_batch(lease, outputs_of(buffer.graph, lease))
     with pytest.raises(ValueError, match="cannot hold"):
         make(max_size=3)
 

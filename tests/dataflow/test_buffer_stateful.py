@@ -71,7 +71,7 @@ class BufferMachine(RuleBasedStateMachine):
     @rule(pick=st.integers(0, 99))
     def complete(self, pick: int) -> None:
         lease = self.leases.pop(pick % len(self.leases))
-        self.buffer.complete(lease, outputs_of(self.graph, lease))
+        self.buffer.amend_batch(lease, outputs_of(self.graph, lease))
         self.done.update((sample_id, lease.mfc) for sample_id in lease.ids)
 
     @precondition(lambda self: self.leases)
@@ -143,7 +143,7 @@ class BufferMachine(RuleBasedStateMachine):
             while True:
                 try:
                     async with self.buffer.lease(mfc, step_batch) as lease:
-                        self.buffer.complete(lease, outputs_of(self.graph, lease))
+                        self.buffer.amend_batch(lease, outputs_of(self.graph, lease))
                 except EndOfData:
                     return
                 check_invariants(self.buffer)

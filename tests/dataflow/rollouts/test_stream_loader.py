@@ -101,7 +101,7 @@ async def test_a_last_step_of_fewer_samples_is_trained_at_once(tmp_path: Path) -
         for step, ids in enumerate((["s0", "s1"], ["s2"])):
             async with buffer.lease("train", step) as lease:
                 assert list(lease.ids) == ids
-                buffer.complete(lease, None)
+                buffer.amend_batch(lease, None)
             rollouts.control.record([SampleResult(sample_id) for sample_id in ids])
             loader.finished(step)
         await running
