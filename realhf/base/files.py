@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import ast
 import errno
+import fcntl
 import hashlib
 import json
 import os
 import re
 import shutil
 import stat
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -19,6 +21,8 @@ from typing import Any, BinaryIO
 
 from realhf.base.dataclass_json import to_json_value
 
+DAMAGED = ".damaged"
+"""Ends the name of what could not be understood and is kept for whoever wants to look into it."""
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 _PROBE_BYTES = 1 << 20
 
@@ -92,28 +96,122 @@ def write_whole(out: Path, text: str, *, synced: bool = False) -> None:
         partial.write_text(text, encoding="utf-8")
 
 
+def dangling(path: Path) -> OSError:
+    """Return the error about a link to nowhere, which is what is left of a disk that is not mounted."""
+    return OSError(errno.ENOENT, f"it is a link to {os.readlink(path)}, which is not there", str(path))
+
+
+def unused_name(path: Path, ending: str) -> Path:
+    """Return a path beside ``path`` that nothing has, to keep under it what could not be read: its name with
+    ``ending``, and a number from the second one on."""
+    found = path.with_name(f"{path.name}{ending}")
+    number = 1
+    while os.path.lexists(found):
+        number += 1
+        found = path.with_name(f"{path.name}{ending}-{number}")
+    return found
+
+
+def kept_aside(path: Path) -> Path | None:
+    """Rename a file that holds something which could not be understood, so that the next one that is written leaves it
+    alone, and return its new path; None where there is nothing to keep. Raises OSError."""
+    if path.is_symlink() and not path.exists():
+        raise dangling(path)
+    if not path.exists() or (path.is_file() and path.stat().st_size == 0):
+        return None
+    kept = unused_name(path, DAMAGED)
+    os.replace(path, kept)
+    return kept
+
+
 @contextmanager
 def whole_folder(out: Path) -> Iterator[Path]:
     """Yield an empty folder beside ``out`` to write to. It becomes ``out``, in place of what was there, at the end of
-    the block, and is removed where that is not reached. Whoever is killed leaves no ``out``, or the one before. Raises
-    OSError."""
+    the block, and is removed where that is not reached. Whoever is killed leaves ``out`` as it was or as it is to be,
+    at any instant, where the file system exchanges two folders in one step; elsewhere the next one that writes puts
+    back what was there. It also removes what killed ones left beside ``out``. Raises OSError."""
     out.parent.mkdir(parents=True, exist_ok=True)
+    recover_folder(out)
     partial, before = (out.with_name(f".{out.name}.{os.getpid()}.{end}") for end in ("tmp", "old"))
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
+    lock = os.open(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # says that somebody still writes here
         with disk_blamed(partial):
             yield partial
-        if out.exists():
+        if not os.path.lexists(out):
+            os.replace(partial, out)
+        elif not _exchange(partial, out):
             os.replace(out, before)
-        os.replace(partial, out)
+            os.replace(partial, out)
     finally:
         if before.exists() and not out.exists():
             with suppress(OSError):
                 os.replace(before, out)
-        shutil.rmtree(partial, ignore_errors=True)
+        _remove(partial)
         if out.exists():
-            shutil.rmtree(before, ignore_errors=True)
+            _remove(before)
+        os.close(lock)
+
+
+def recover_folder(out: Path) -> None:
+    """Put ``out`` back where a killed ``whole_folder`` had moved it away, and remove what it left beside it. Nothing
+    that another process still writes is touched. Raises OSError."""
+    name = re.compile(rf"\.{re.escape(out.name)}\.(\d+)\.(tmp|old)")
+    left = [out.with_name(text) for text in sorted(os.listdir(out.parent)) if name.fullmatch(text)]
+    left = [path for path in left if _abandoned(path) and _abandoned(path.with_suffix(".tmp"))]
+    for path in left:
+        if path.suffix == ".old" and not os.path.lexists(out):
+            os.replace(path, out)
+        else:
+            _remove(path)
+
+
+_YOUNG_S = 60.0
+"""A folder that is not locked and younger than this may be that of a process on another host which is about to."""
+
+
+def _abandoned(path: Path) -> bool:
+    """Return whether whoever wrote a folder of ``whole_folder`` is gone."""
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        pid = int(path.suffixes[-2][1:])
+        return not Path(f"/proc/{pid}").exists() or abs(time.time() - os.fstat(handle).st_mtime) > _YOUNG_S
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(handle)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Exchange two names in one step; False where the system or the file system cannot. Raises OSError."""
+    import ctypes  # most processes that import this module never need it
+
+    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if call is None or call(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0:
+        return call is not None
+    number = ctypes.get_errno()
+    if number in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+        return False
+    raise OSError(number, os.strerror(number), str(one), None, str(other))
 
 
 def sync(path: Path) -> None:

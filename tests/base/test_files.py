@@ -7,6 +7,8 @@ import json
 import os
 import resource
 import stat
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +16,8 @@ from pathlib import Path
 import pytest
 
 from realhf.api.config import MonitorConfig
-from realhf.base.files import LineTail, imported_files, matching_files, whole_file, write_whole
+from realhf.base import files
+from realhf.base.files import LineTail, imported_files, matching_files, whole_file, whole_folder, write_whole
 from realhf.dataflow.checkpoint import LATEST, CheckpointStore
 from realhf.monitor.events import EventStream
 from realhf.monitor.run_files import EVALUATIONS_FILE, Evaluations
@@ -236,3 +239,77 @@ def test_another_file_under_the_same_number_is_read_anew(tmp_path: Path):
     with path.open("a") as file:
         file.write("c\n")
     assert ([*tail.lines()], tail.epoch) == ([b"c"], 1)
+
+
+KILLED = """
+import os, sys
+from pathlib import Path
+from realhf.base import files
+
+out, phase, exchanges = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "True"
+countdown = [phase]
+def dying(module, name):
+    original = getattr(module, name)
+    def call(*args, **kwargs):
+        countdown[0] -= 1
+        if countdown[0] == 0:
+            os._exit(9)
+        return original(*args, **kwargs)
+    setattr(module, name, call)
+if not exchanges:
+    files._exchange = lambda one, other: False
+for module, name in ((os, "mkdir"), (os, "replace"), (os, "rmdir"), (os, "unlink"), (files, "_exchange")):
+    dying(module, name)
+with files.whole_folder(out) as folder:
+    (folder / "weights").write_text("new")
+    (folder / "more").write_text("new")
+print("finished")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("exchanges", [True, False], ids=["exchanged", "moved away"])
+def test_a_folder_is_whole_and_nothing_is_left_beside_it_whenever_its_writer_is_killed(tmp_path, exchanges):
+    """Halves used to stay for ever, and between two renames there was no policy."""
+    seen = []
+    for phase in range(1, 40):
+        out = tmp_path / str(phase) / "policy"
+        with whole_folder(out) as folder:
+            (folder / "weights").write_text("old")
+        arguments = [sys.executable, "-c", KILLED, str(out), str(phase), str(exchanges)]
+        done = subprocess.run(arguments, capture_output=True, text=True, timeout=300)
+        assert out.is_dir() or not exchanges
+        files.recover_folder(out)
+        assert [path.name for path in out.parent.iterdir()] == ["policy"], "what was killed is cleaned up"
+        assert {path.name: path.read_text() for path in out.iterdir()} in (
+            {"weights": "old"},
+            {"weights": "new", "more": "new"},
+        )
+        seen.append((out / "weights").read_text())
+        if "finished" in done.stdout:
+            break
+        assert done.returncode == 9, done.stderr
+    else:
+        pytest.fail("the script never finished")
+    assert seen == sorted(seen, reverse=True) and set(seen) == {"old", "new"}, seen
+
+
+def test_a_folder_that_is_still_written_is_left_alone(tmp_path):
+    out = tmp_path / "policy"
+    with whole_folder(out) as folder:
+        (folder / "weights").write_text("one")
+        other = out.with_name(".policy.1.tmp")
+        folder.rename(other)  # as if another process wrote it
+        files.recover_folder(out)
+        assert (other / "weights").read_text() == "one"
+        other.rename(folder)
+    assert (out / "weights").read_text() == "one"
+
+
+@pytest.mark.parametrize("kind", ["file", "link"])
+def test_a_folder_takes_the_place_of_whatever_was_there(tmp_path, kind):
+    out = tmp_path / "policy"
+    out.write_text("") if kind == "file" else out.symlink_to(tmp_path / "nowhere")
+    with whole_folder(out) as folder:
+        (folder / "weights").write_text("new")
+    assert (out / "weights").read_text() == "new" and [path.name for path in tmp_path.iterdir()] == ["policy"]
