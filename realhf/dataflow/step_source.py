@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from realhf.api.calls import LOAD, LoadAnswer, LoadRequest
@@ -237,6 +238,9 @@ class StepSource:
 
     async def before_checkpoint(self) -> None:
         """Write down what the checkpoint will cover."""
+
+    async def save(self, completed_steps: int, folder: Path) -> None:
+        """Write into the folder of a checkpoint what a run has to know that goes on from it. Raises OSError."""
 
     async def checkpointed(self, completed_steps: int, folder: str) -> None:
         """Take note that a checkpoint is valid."""

@@ -4,6 +4,9 @@ Steps are numbered from 0; ``Ckpt(s)`` is taken after step s, and a run without 
 
 Files ``journal-<n>.log`` of frames ``len u32 | crc32 u32 | msgpack`` in little endian. A frame holds the records of
 one ``append``, which therefore survive a crash together or not at all.
+
+A process that is killed leaves the beginning of a frame at the very end. What else is not as it was written is damage,
+and never taken for the end of the history: samples that were trained would be drawn again.
 """
 
 from __future__ import annotations
@@ -12,17 +15,18 @@ import asyncio
 import fcntl
 import logging
 import os
+import re
 import struct
 import threading
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, get_args
 
 import msgspec
 
-from realhf.base.files import sync
+from realhf.base.files import DAMAGED, dangling, sync, unused_name, whole_file
 
 DIED = "worker_died"
 
@@ -136,12 +140,17 @@ _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(list[Record])
 SEGMENT_BYTES = 16 << 20
 ARCHIVE = "archive"
+_SEGMENT = re.compile(r"journal-(\d+)\.log")
 CLOSE_TIMEOUT_S = 30.0
 SYNC_INTERVAL_S, SYNC_RECORDS = 0.05, 64
 
 
 class JournalError(RuntimeError):
     """The journal cannot be read, or is not written any more."""
+
+
+class JournalDamaged(JournalError):
+    """Something is missing in the journal, or is not as it was written. Nothing was changed."""
 
 
 class _Entry(NamedTuple):
@@ -182,30 +191,43 @@ class Journal:
         self._thread.start()
 
     @classmethod
-    def open(cls, folder: Path, *, archive: bool = False) -> tuple[Journal, list[Record]]:
+    def open(
+        cls,
+        folder: Path,
+        *,
+        archive: bool = False,
+        restart: Sequence[Record] | None = None,
+        warn: Callable[[str], None] = _log.warning,
+    ) -> tuple[Journal, list[Record]]:
         """Everything that is there since the last snapshot, and the journal that goes on in a new segment.
 
-        The last segment is cut at its first frame that is not whole. ``archive``: segments that a snapshot replaces
-        are moved into ``archive/``, for the audit, instead of being deleted. Raises JournalError where an earlier
-        segment is damaged or another process writes here.
+        A frame at the end that was not written to its end is cut off, and kept in a file of its own; ``warn`` is told.
+        ``archive``: segments that a snapshot replaces are moved into ``archive/``, for the audit, instead of being
+        deleted. ``restart``: begin with these records, a snapshot, in place of what is there, which is put aside.
+        Raises JournalDamaged, and JournalError where another process writes here or a file cannot be read now.
         """
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = _take_lock(folder)
         try:
-            paths = segments(folder)
-            kept: list[list[Record]] = []
-            for index, path in enumerate(paths):
-                frames, good = read_segment(path)
-                if good < path.stat().st_size:
-                    if index + 1 < len(paths):
-                        raise JournalError(f"{path} is damaged at byte {good}, and it is not the last segment")
-                    _cut(path, good)
-                if frames and isinstance(frames[0][0], Totals):
-                    _put_away(folder, paths[:index], archive)
-                    kept = []
-                kept.append([record for frame in frames for record in frame])
-            number = max((_index(path) for path in [*paths, *segments(folder / ARCHIVE)]), default=0) + 1
-            return cls(folder, number, lock, archive), [r for part in kept for r in part]
+            if folder.is_symlink() and not folder.exists():
+                raise dangling(folder)
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = _take_lock(folder)
+        except OSError as error:
+            raise _unreadable(folder, error) from error
+        try:
+            if restart is not None:
+                warn(f"what {folder} held is kept in {_set_aside(folder)}")
+                journal = cls(folder, _next_number(folder), lock, archive)
+                assert isinstance(restart[0], Totals)
+                journal.checkpointed(restart[0].step, restart)
+                return journal, list(restart)
+            history = read_history(folder)
+            if history.torn is not None:
+                warn(_cut(*history.torn))
+            _put_away(folder, history.replaced, archive)
+            return cls(folder, _next_number(folder), lock, archive), history.records
+        except OSError as error:
+            os.close(lock)
+            raise _unreadable(folder, error) from error
         except BaseException:
             os.close(lock)
             raise
@@ -252,8 +274,7 @@ class Journal:
             raise JournalError(f"{self._folder} could not be written") from self._failure
 
     def _queue(self, records: Sequence[Record], *, begins_segment: bool) -> int:
-        body = _ENCODER.encode(records)
-        frame = _HEADER.pack(len(body), zlib.crc32(body)) + body
+        frame = _frame(records)
         with self._changed:
             self._check()
             self._number += 1
@@ -329,8 +350,83 @@ class Journal:
 
 
 def segments(folder: Path) -> list[Path]:
-    """The segments in a folder in their order."""
-    return sorted((path for path in folder.glob("journal-*.log") if path.stem[8:].isdigit()), key=_index)
+    """The segments in a folder in their order. Raises OSError where it cannot be read."""
+    try:
+        names = os.listdir(folder)
+    except FileNotFoundError:
+        return []
+    return sorted((folder / name for name in names if _SEGMENT.fullmatch(name)), key=_index)
+
+
+class History(NamedTuple):
+    """What the segments of a folder hold. ``records``: since the last snapshot; ``replaced``: segments before it;
+    ``torn``: the segment whose end is no whole frame, and where that begins."""
+
+    records: list[Record]
+    replaced: list[Path]
+    torn: tuple[Path, int] | None
+
+
+def read_history(folder: Path) -> History:
+    """Read the segments since the last snapshot. Changes nothing. Raises JournalDamaged where one is missing or has
+    other damage than an end that was not written, JournalError for an unknown record, and OSError."""
+    paths = segments(folder)
+    parts: list[list[list[Record]]] = []
+    torn: tuple[Path, int] | None = None
+    first = len(paths)
+    while first > 0:
+        first -= 1
+        path = paths[first]
+        if first + 1 < len(paths) and _index(paths[first + 1]) != _index(path) + 1:
+            raise JournalDamaged(f"{path.with_name(_name(_index(path) + 1))} is missing")
+        frames, good = read_segment(path)
+        size = path.stat().st_size
+        if good < size:
+            if any(parts) or torn is not None:
+                raise JournalDamaged(f"{path} is damaged at byte {good}, and it is not the last segment")
+            if (behind := _frame_behind(path, good)) is not None:
+                raise JournalDamaged(f"{path} is damaged at byte {good}, and whole records follow at byte {behind}")
+            torn = path, good
+        parts.insert(0, frames)
+        if frames and isinstance(frames[0][0], Totals):
+            break
+    if paths and not any(_begins(frames) for frames in parts[:1]) and _index(paths[first]) != 1:
+        raise JournalDamaged(f"{paths[first]} does not begin with a snapshot, and what came before it is missing")
+    records = [record for frames in parts for frame in frames for record in frame]
+    return History(records, paths[:first], torn)
+
+
+def _begins(frames: Sequence[Sequence[Record]]) -> bool:
+    """Return whether the frames of a segment begin with a snapshot."""
+    return bool(frames) and isinstance(frames[0][0], Totals)
+
+
+_TAGS = "|".join(sorted(form.__struct_config__.tag for form in get_args(Record)))
+_FRAME_BODY = re.compile(
+    rf"(?:[\x90-\x9f]|\xdc..|\xdd....)[\x90-\x9f][\xa0-\xbf](?:{_TAGS})".encode("latin-1"), re.DOTALL
+)
+"""How the body of a frame begins: an array of records, each an array that begins with its tag."""
+
+
+def _frame_behind(path: Path, offset: int) -> int | None:
+    """Return where the first whole frame begins behind a bad one; None where there is none, as after an interrupted
+    write."""
+    data = path.read_bytes()
+    for found in _FRAME_BODY.finditer(data, offset + 1):
+        begin = found.start() - _HEADER.size
+        if begin <= offset:
+            continue
+        size, checksum = _HEADER.unpack_from(data, begin)
+        body = memoryview(data)[found.start() : found.start() + size]
+        if size and len(body) == size and zlib.crc32(body) == checksum:
+            return begin
+    return None
+
+
+def write_snapshot(path: Path, records: Sequence[Record]) -> None:
+    """Write a snapshot as a file of one frame, whole and on the disk. Raises OSError."""
+    with whole_file(path, synced=True) as partial:
+        partial.write_bytes(_frame(records))
 
 
 def read_segment(path: Path) -> tuple[list[list[Record]], int]:
@@ -355,18 +451,63 @@ def _index(path: Path) -> int:
     return int(path.stem[8:])
 
 
+def _name(number: int) -> str:
+    return f"journal-{number:06d}.log"
+
+
+def _next_number(folder: Path) -> int:
+    """Return a number that no segment has had, also none of those that were put aside."""
+    aside = [path for path in folder.iterdir() if DAMAGED in path.name and path.is_dir()]
+    found = [path for place in (folder, folder / ARCHIVE, *aside) for path in segments(place)]
+    return max(map(_index, found), default=0) + 1
+
+
+def _frame(records: Sequence[Record]) -> bytes:
+    body = _ENCODER.encode(records)
+    return _HEADER.pack(len(body), zlib.crc32(body)) + body
+
+
+def _unreadable(folder: Path, error: OSError) -> JournalError:
+    """Return the error about a file that cannot be read now, which says nothing of what it holds."""
+    return JournalError(
+        f"{error.filename or folder} cannot be read: {error.strerror or error}; nothing was changed. Run again when it "
+        "can be read, or begin anew with recover_mode=disabled, which deletes what the run has"
+    )
+
+
 def _create(folder: Path, segment: int) -> int:
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-    handle = os.open(folder / f"journal-{segment:06d}.log", flags, 0o600)
+    handle = os.open(folder / _name(segment), flags, 0o600)
     sync(folder)
     return handle
 
 
-def _cut(path: Path, size: int) -> None:
-    _log.warning("%s: %d bytes at its end are no whole record and are cut off", path, path.stat().st_size - size)
+def _cut(path: Path, size: int) -> str:
+    """Cut a segment off where its last frame begins that is not whole; its bytes are kept. Returns what is to be said
+    of it."""
+    data = path.read_bytes()[size:]
+    kept = unused_name(path, f".cut-{size}")
+    with whole_file(kept, synced=True) as partial:
+        partial.write_bytes(data)
     with path.open("r+b") as file:
         file.truncate(size)
         os.fsync(file.fileno())
+    return (
+        f"the last {len(data)} bytes of {path} are no whole record, as after an interrupted write; they are kept in "
+        f"{kept.name}, and the run goes on without them"
+    )
+
+
+def _set_aside(folder: Path) -> Path:
+    """Move the segments and the archive into a folder of their own, which is returned. Raises OSError."""
+    aside = unused_name(folder / "journal", DAMAGED)
+    aside.mkdir()
+    for path in segments(folder):
+        path.rename(aside / path.name)
+    if (folder / ARCHIVE).exists():
+        (folder / ARCHIVE).rename(aside / ARCHIVE)
+    sync(folder)
+    return aside
 
 
 def _put_away(folder: Path, paths: Sequence[Path], archive: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,12 +23,17 @@ from realhf.dataflow.journal.journal import (
     Drop,
     End,
     Journal,
+    JournalDamaged,
     JournalError,
     Record,
     Reject,
     Resume,
     Totals,
+    read_history,
+    read_segment,
 )
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -125,6 +131,10 @@ class JournalState:
         requeue = sorted(self.outstanding.values(), key=lambda admit: admit.order)
         draw = None if self.draw is None else dict(self.draw)
         return Recovery(step, self.versions.get(step), self.order, draw, list(plan.items()), accepted, requeue)
+
+    def ends_before(self, step: int) -> bool:
+        """Return whether ``step`` consumed samples that are not known here."""
+        return step > self._settled and step not in self.consumed
 
     def settle(self, step: int) -> None:
         """Steps up to ``step`` are final: no checkpoint before the one after it will ever be resumed from."""
@@ -247,7 +257,7 @@ class JournalState:
         up to the first that is unknown or has lost a sample."""
         if step < self._settled:
             raise ValueError(f"the samples up to step {self._settled + 1} are used up for good")
-        if step > self._settled and step not in self.consumed:
+        if self.ends_before(step):
             raise ValueError(f"the journal does not know which samples step {step + 1} consumed")
         voided = sorted(number for number in self.consumed if number > step)
         known = {**self.planned, **{number: self.consumed[number] for number in voided}}
@@ -266,6 +276,36 @@ def fold(records: Iterable[Record]) -> JournalState:
     return state
 
 
+def _damage(folder: Path, completed_steps: int, *, kept: bool) -> str:
+    """Return why the journal in ``folder`` does not say what a run that goes on after ``completed_steps`` must know; ""
+    where it does, and where it cannot be read now, as who opens it will say. ``kept``: the checkpoint knows it as well,
+    so that a journal that ends before it is not of another history. Changes nothing. Raises JournalError where journal
+    and checkpoint do not go together."""
+    step = completed_steps - 1
+    try:
+        records = read_history(folder).records
+    except JournalDamaged as error:
+        return str(error)
+    except OSError:
+        return ""
+    if not records:
+        if completed_steps == 0 or (folder.is_symlink() and not folder.exists()):
+            return ""
+        return f"{folder} holds no journal, though the run has trained {completed_steps} steps"
+    try:
+        state = fold(records)
+        if kept and state.ends_before(step):
+            return f"{folder} ends before step {step + 1}, after which there is a checkpoint"
+        state.resume(step)
+    except ValueError as error:
+        start = f"its checkpoint after step {completed_steps}" if completed_steps else "its beginning"
+        raise JournalError(
+            f"{folder}: {error}; the run would go on from {start}, because there is no later checkpoint that is "
+            "whole. Put its checkpoints back where they were, or begin anew with recover_mode=disabled"
+        ) from None
+    return ""
+
+
 class RolloutLedger:
     """Steps are numbered from 0. ``newest_payloads``: by rank of the trainer, where the last sample lies that was
     accepted since the start. Use ``open``."""
@@ -278,25 +318,50 @@ class RolloutLedger:
 
     @classmethod
     def open(
-        cls, folder: Path, *, completed_steps: int, archive: bool = False
+        cls,
+        folder: Path,
+        *,
+        completed_steps: int,
+        archive: bool = False,
+        snapshot: Path | None = None,
+        warn: Callable[[str], None] = _log.warning,
     ) -> tuple[RolloutLedger, Recovery | None]:
-        """The journal in ``folder`` and, unless it is new, what a run that goes on after ``completed_steps`` has to do
-        with what was open. Raises JournalError, also where journal and checkpoint are not of one history."""
-        journal, records = Journal.open(folder, archive=archive)
-        try:
-            ledger = cls(journal, fold(records))
-            if not records:
-                return ledger, None
-            recovery = ledger.state.resume(completed_steps - 1)
-        except ValueError as error:
-            journal.close()
-            start = f"its checkpoint after step {completed_steps}" if completed_steps else "its beginning"
-            raise JournalError(
-                f"{folder}: {error}; the run would go on from {start}, because there is no later checkpoint that is "
-                "whole. Put its checkpoints back where they were, or begin anew with recover_mode=disabled"
-            ) from None
+        """The journal in ``folder`` and, unless the run is new, what one that goes on after ``completed_steps`` has to
+        do with what was open. A journal that is damaged, or ends before the checkpoint, is made again from
+        ``snapshot``, which the checkpoint holds (None: one of an earlier version, which has none); ``warn`` is told.
+        Raises JournalError, also where journal and checkpoint are not of one history."""
+        kept = snapshot is not None and snapshot.is_file()
+        damage = _damage(folder, completed_steps, kept=kept)
+        if damage and not kept:
+            raise JournalDamaged(
+                f"{damage}; which samples the run has trained is not known. Nothing was changed; put {folder} back as "
+                "it was, or begin anew with recover_mode=disabled"
+            )
+        restart = None
+        if damage:
+            assert snapshot is not None
+            restart = [record for frame in read_segment(snapshot)[0] for record in frame]
+        notes: list[str] = []
+        journal, records = Journal.open(folder, archive=archive, restart=restart, warn=notes.append)
+        if damage:
+            warn(
+                f"{damage}; the run goes on from what the checkpoint of step {completed_steps} knows of its samples, "
+                f"those that were given out since are given out again, and {notes.pop()}"
+            )
+        for note in notes:
+            warn(note)
+        ledger = cls(journal, fold(records))
+        if not records:
+            return ledger, None
+        recovery = ledger.state.resume(completed_steps - 1)
         ledger.append(Resume(completed_steps - 1))
         return ledger, recovery
+
+    def snapshot_after(self, completed_steps: int) -> list[Record]:
+        """Return what is open after ``completed_steps``, for ``write_snapshot`` in a checkpoint and then ``open``."""
+        state = fold(self.state.snapshot())
+        state.settle(completed_steps - 1)
+        return state.snapshot()
 
     def append(self, *records: Record) -> int:
         """Write the records, all or none. Raises ValueError for one that cannot follow."""

@@ -15,7 +15,7 @@ from realhf.api.experiment import EvaluationSpec, HeldOutOptions, RolloutSpec
 from realhf.api.sample import SequenceSample
 from realhf.api.source import DataSource, ResultSink, SourceItem
 from realhf.dataflow.buffer import AsyncIOSequenceBuffer
-from realhf.dataflow.journal.journal import Admit, Draw, Drop, End
+from realhf.dataflow.journal.journal import Admit, Draw, Drop, End, write_snapshot
 from realhf.dataflow.journal.ledger import Recovery, RolloutLedger
 from realhf.dataflow.model_function_call import StepReport
 from realhf.dataflow.rollouts.control import RolloutControl, RolloutRules, RolloutService, RolloutsFailed
@@ -56,6 +56,8 @@ class RolloutPlan:
     archive: bool = False
     needs_env: bool = True
     network: Network = LOOPBACK
+    checkpoint: Path | None = None
+    """The folder of the checkpoint that the run goes on from."""
 
     @property
     def trainer(self) -> str:
@@ -116,6 +118,8 @@ class RolloutPlan:
 
 _log = logging.getLogger(__name__)
 ROLLOUT, GENERATION, TRAINER = "rollout_worker", "generation", "model_worker"
+JOURNAL_FILE = "journal.snapshot"
+"""The file of a checkpoint that holds what its journal held."""
 STOP_TIMEOUT_S = 120.0
 WATCH_S = 2.0
 ROUNDS = 4
@@ -189,16 +193,17 @@ class AsyncRollouts(StepSource):
     ) -> AsyncRollouts:
         """Go on from the journal in ``plan.folder``, if there is one. ``warn`` is told what a person has to know.
         Raises JournalError, also where the journal and the checkpoint are of different histories, and RpcError."""
-        ledger, recovery = RolloutLedger.open(plan.folder, completed_steps=plan.completed_steps, archive=plan.archive)
+        ledger, recovery = RolloutLedger.open(
+            plan.folder,
+            completed_steps=plan.completed_steps,
+            archive=plan.archive,
+            snapshot=plan.checkpoint and plan.checkpoint / JOURNAL_FILE,
+            warn=warn,
+        )
         rollouts = cls(plan, caller, source, ledger, warn)
         await rollouts._open_stream()
         if recovery is not None:
             await rollouts._recover(recovery)
-        elif plan.completed_steps:
-            warn(
-                f"{plan.folder} holds no journal: samples that had arrived after step {plan.completed_steps} are lost, "
-                "and tasks are drawn as at the beginning of the run"
-            )
         return rollouts
 
     async def _open_stream(self) -> None:
@@ -390,6 +395,12 @@ class AsyncRollouts(StepSource):
     async def before_checkpoint(self) -> None:
         """What the checkpoint will cover has to be in the journal first."""
         await self._ledger.durable()
+
+    async def save(self, completed_steps: int, folder: Path) -> None:
+        """Keep in a checkpoint which samples are open and how far the source has got, lest a damaged journal be the
+        only one that knows. Raises OSError."""
+        records = self._ledger.snapshot_after(completed_steps)
+        await asyncio.to_thread(write_snapshot, folder / JOURNAL_FILE, records)
 
     async def checkpointed(self, completed_steps: int, folder: str) -> None:
         """A checkpoint is valid: payloads that it makes unnecessary are deleted."""

@@ -6,6 +6,8 @@ Source: docs/reference/dataflow.md 9.
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -24,6 +26,7 @@ from realhf.dataflow.journal.journal import (
     Draw,
     Drop,
     Journal,
+    JournalDamaged,
     JournalError,
     Record,
     Reject,
@@ -31,6 +34,7 @@ from realhf.dataflow.journal.journal import (
     Totals,
     read_segment,
     segments,
+    write_snapshot,
 )
 from realhf.dataflow.journal.ledger import JournalState, RolloutLedger, fold
 
@@ -142,6 +146,18 @@ def _written(folder: Path, records: list[Record]) -> Path:
     return path
 
 
+def _offsets(data: bytes) -> list[int]:
+    """Where the frames of a segment begin."""
+    found = [0]
+    while (following := found[-1] + 8 + int.from_bytes(data[found[-1] : found[-1] + 4], "little")) < len(data):
+        found.append(following)
+    return found
+
+
+def _flipped(data: bytes, offset: int, bit: int) -> bytes:
+    return data[:offset] + bytes([data[offset] ^ bit]) + data[offset + 1 :]
+
+
 def _reopened(folder: Path) -> list[Record]:
     journal, records = Journal.open(folder)
     journal.close()
@@ -190,6 +206,122 @@ def test_damage_before_the_last_segment_is_not_passed_over(tmp_path: Path) -> No
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(JournalError, match=r"journal-000001\.log is damaged at byte"):
         Journal.open(tmp_path)
+
+
+def _bytes_in(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_flipped_bit_is_damage_wherever_records_follow_it(tmp_path: Path) -> None:
+    """It used to be taken for an interrupted write: the records behind it were cut off, and what they say was trained
+    was drawn again."""
+    written = _written(tmp_path / "written", STORY[:6])
+    data = written.read_bytes()
+    last = _offsets(data)[-1]
+    damaged = tmp_path / "damaged"
+    damaged.mkdir()
+    for offset in range(len(data)):
+        for path in damaged.iterdir():
+            path.unlink()
+        (damaged / written.name).write_bytes(_flipped(data, offset, 1 << offset % 8))
+        before, told = _bytes_in(damaged), list[str]()
+        if offset < last:
+            with pytest.raises(JournalDamaged, match=r"damaged at byte \d+, and whole records follow at byte"):
+                Journal.open(damaged, warn=told.append)
+            assert _bytes_in(damaged) == before and not told, "nothing was changed"
+            continue
+        journal, records = Journal.open(damaged, warn=told.append)
+        journal.close()
+        assert records == STORY[:5] and len(told) == 1 and "are no whole record" in told[0]
+        (kept,) = [path for path in damaged.iterdir() if ".cut-" in path.name]
+        assert (damaged / written.name).read_bytes() + kept.read_bytes() == before[written.name]
+
+
+def test_a_damaged_snapshot_is_no_journal_that_begins(tmp_path: Path) -> None:
+    """283 of 400 flipped bits in it used to end in an empty journal, and the run began to draw from the start."""
+    state = fold(STORY)
+    state.settle(0)
+    _written(tmp_path, STORY)
+    journal, _ = Journal.open(tmp_path)
+    journal.checkpointed(0, state.snapshot())
+    journal.close()
+    (path,) = segments(tmp_path)
+    data = path.read_bytes()
+    for damaged in (*(_flipped(data, offset, 4) for offset in range(0, len(data), 17)), data[: len(data) // 2], b""):
+        path.write_bytes(damaged)
+        with pytest.raises(JournalDamaged, match=r"journal-000003\.log does not begin with a snapshot"):
+            Journal.open(tmp_path)
+        assert path.read_bytes() == damaged
+    path.unlink()
+    assert _reopened(tmp_path) == [], "whoever knows of a checkpoint refuses this one"
+
+
+def test_a_segment_that_is_missing_between_others_is_missed(tmp_path: Path) -> None:
+    for begin in range(0, 12, 4):
+        journal, _ = Journal.open(tmp_path)
+        journal.append(*STORY[begin : begin + 4])
+        journal.close()
+    segments(tmp_path)[1].unlink()
+    with pytest.raises(JournalDamaged, match=r"journal-000002\.log is missing"):
+        Journal.open(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["folder", "link", "segment_folder", "segment_link", "descriptors"])
+def test_what_cannot_be_read_now_is_not_taken_for_damage(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "journal"
+    path = _written(folder, STORY[:4])
+    if kind in ("folder", "link"):
+        folder.rename(tmp_path / "elsewhere")
+        folder.write_text("") if kind == "folder" else folder.symlink_to(tmp_path / "not mounted")
+    elif kind == "descriptors":
+
+        def none_left(self: Path) -> bytes:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(self))
+
+        monkeypatch.setattr(Path, "read_bytes", none_left)
+    else:
+        path.unlink()
+        path.mkdir() if kind == "segment_folder" else path.symlink_to(tmp_path / "not mounted")
+    with pytest.raises(JournalError, match=r"cannot be read: .*nothing was changed.*recover_mode=disabled") as refused:
+        RolloutLedger.open(folder, completed_steps=0)
+    assert not isinstance(refused.value, JournalDamaged)
+
+
+def test_a_damaged_journal_is_made_again_from_what_the_checkpoint_knows(tmp_path: Path) -> None:
+    """A sample that the checkpoint has trained is trained no second time, and one that was open is played again."""
+    folder, snapshot = tmp_path / "journal", tmp_path / "journal.snapshot"
+    ledger, _ = RolloutLedger.open(folder, completed_steps=0)
+    for record in STORY[:15]:
+        ledger.append(record)
+    write_snapshot(snapshot, ledger.snapshot_after(1))
+    known = ledger.state.resume(0)
+    for record in STORY[15:]:
+        ledger.append(record)
+    ledger.close()
+    (path,) = segments(folder)
+    data = path.read_bytes()
+    for number, damaged in enumerate((_flipped(data, 100, 2), data[:300], None), start=1):
+        for segment in segments(folder):
+            segment.unlink()
+        if damaged is not None:
+            path.write_bytes(damaged)
+        told: list[str] = []
+        with pytest.raises(JournalError):
+            RolloutLedger.open(folder, completed_steps=1, warn=told.append)
+        assert not told and (damaged is None or path.read_bytes() == damaged)
+        ledger, recovery = RolloutLedger.open(folder, completed_steps=1, snapshot=snapshot, warn=told.append)
+        ledger.close()
+        assert recovery is not None and recovery == known
+        (line,) = told
+        assert "goes on from what the checkpoint of step 1 knows of its samples" in line and "is kept in" in line
+        aside = folder / ("journal.damaged" if number == 1 else f"journal.damaged-{number}")
+        assert damaged is None or (aside / path.name).read_bytes() == damaged
+        told.clear()
+        ledger, recovery = RolloutLedger.open(folder, completed_steps=1, snapshot=snapshot, warn=told.append)
+        ledger.close()
+        assert recovery == known and not told, "the new journal is one like any other"
 
 
 def test_records_of_one_append_survive_together_or_not_at_all(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from realhf.api.calls import Arrival
 from realhf.api.source import SampleResult
 from realhf.dataflow.journal.audit import audit_folder
+from realhf.dataflow.journal.journal import JournalDamaged, segments
 from realhf.dataflow.rollouts import async_rollouts
 from realhf.dataflow.rollouts.async_rollouts import AsyncRollouts
 from realhf.dataflow.rollouts.control import RolloutsFailed
@@ -28,8 +30,9 @@ class Scene:
         self.source = CountingSource(10**6)
         self.warned: list[str] = []
 
-    async def open(self, completed: int = 0, **options: Any) -> AsyncRollouts:
+    async def open(self, completed: int = 0, checkpoint: Path | None = None, **options: Any) -> AsyncRollouts:
         plan = plan_of(self.folder, batch=2, steps=4, completed=completed, **options)
+        plan = replace(plan, checkpoint=checkpoint)
         self.rollouts = await AsyncRollouts.open(plan, self.workers, self.source, self.warned.append)
         for info in (
             worker_info("rollout_worker", 0),
@@ -342,12 +345,33 @@ async def test_samples_that_are_too_old_for_a_lower_bound_are_trained_and_counte
     assert rollouts.control.capacity == 2
 
 
-async def test_a_journal_that_is_gone_is_told(scene: Scene) -> None:
-    await scene.open(1)
-    assert (
-        len(scene.warned) == 1 and "holds no journal: samples that had arrived after step 1 are lost" in scene.warned[0]
-    )
+async def test_a_journal_that_is_gone_is_made_again_from_the_checkpoint_or_the_run_is_refused(
+    scene: Scene, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """The tasks used to be drawn as at the beginning of the run, so that they were trained twice."""
+    checkpoint = tmp_path_factory.mktemp("checkpoint")
+    rollouts = await scene.open(0)
+    await rollouts.start()
+    for _ in range(4):
+        await scene.play(W0)
+    trained = await scene.train(0)
+    await rollouts.before_checkpoint()
+    await rollouts.save(1, checkpoint)
+    await rollouts.checkpointed(1, "ckpt")
+    await rollouts.close()
+    for path in segments(scene.folder):
+        path.unlink()
     scene.warned.clear()
-    await scene.rollouts.close()
-    await scene.open(1)
-    assert "holds no journal" in scene.warned[0], "nothing was written in it yet"
+    with pytest.raises(
+        JournalDamaged, match=r"holds no journal, though the run has trained 1 steps.*recover_mode=disab"
+    ):
+        await scene.open(1)
+    for _ in range(2):  # the second time from the journal that was made the first time
+        rollouts = await scene.open(1, checkpoint=checkpoint)
+        told = scene.warned[:]
+        scene.warned.clear()
+        await rollouts.close()
+        assert rollouts._queue.source.state_dict()["count"] >= len(trained), "they are not drawn again"
+        assert not rollouts._ledger.state.accepted.keys() & set(trained)
+        assert not rollouts._ledger.state.outstanding.keys() & set(trained)
+    assert not any("holds no journal" in text for text in told)
