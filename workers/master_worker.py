@@ -46,7 +46,7 @@ from realhf.dataflow.step_source import StepSource, SynchronousSteps
 from realhf.dataflow.worker_group import A, Q, Roles, ask
 from realhf.monitor.events import EventStream
 from realhf.monitor.metrics import calls_of, public_names
-from realhf.monitor.provenance import record_launch
+from realhf.monitor.provenance import listed_changes, record_launch
 from realhf.monitor.run_files import write_graph_files
 from realhf.monitor.run_log import RunLog, flatten_step
 from realhf.monitor.trace import open_trace
@@ -81,7 +81,7 @@ class MasterWorker:
             on_join=self._joined,
             on_left=lambda name, reason: self._gone(name, reason, left=True),
         )
-        self._checkpoints = CheckpointStore(self._spec.run_dir / "checkpoints", keep=plan.exp_ctrl.keep)
+        self._checkpoints = CheckpointStore.of_run(self._spec.run_dir, keep=plan.exp_ctrl.keep)
         # The launcher starts successors of these: their death is no reason to wait for them no longer.
         self._replaceable = {"env/0", *plan.spec.rollout.workers} if plan.spec.rollout else set[str]()
         self._trains = [mfc.name for mfc in self._spec.mfcs if mfc.interface_type is InterfaceType.TRAIN_STEP]
@@ -101,15 +101,15 @@ class MasterWorker:
         try:
             async with contextlib.AsyncExitStack() as stack:
                 tracer = stack.enter_context(open_trace(self._spec.run_dir, "master"))
+                checkpoint = await self._last_checkpoint()  # a run that is refused has changed nothing
                 await self._workers_ready()
-                checkpoint = await self._last_checkpoint()
                 self._steps = await self._open_steps(checkpoint)
                 stack.push_async_callback(self._steps.close)
                 self._executor = self._make_executor()
                 if checkpoint is not None:
                     await self._restore(checkpoint)
                 completed = checkpoint.step if checkpoint else 0
-                await asyncio.to_thread(record_launch, self._spec.run_dir, self._plan.launch, completed)
+                await self._record_launch(completed)
                 self._log = RunLog(
                     self._spec.run_dir,
                     self._plan.monitor,
@@ -126,6 +126,17 @@ class MasterWorker:
             await self._rpc.close()
 
     # ---- start
+
+    async def _record_launch(self, completed: int) -> None:
+        """Write down the launch, and say from which step on the run has other options. The launcher cannot: it does not
+        read all of the checkpoint that the run goes on from, and an older one may be taken."""
+        launch = self._plan.launch
+        is_new = await asyncio.to_thread(record_launch, self._spec.run_dir, launch, completed, self._warn)
+        if is_new and launch.changed:
+            self._warn(f"from step {completed + 1} on the run has other options: {listed_changes(launch.changed)}")
+
+    def _warn(self, text: str) -> None:
+        self._events.emit("warning", text=text)
 
     async def _workers_ready(self) -> None:
         services = [service.name for service in self._spec.services]
@@ -165,12 +176,15 @@ class MasterWorker:
         return found
 
     async def _last_checkpoint(self) -> Checkpoint | None:
-        """The last valid checkpoint, if any and wanted."""
+        """Return the last valid checkpoint, if there is one and it is wanted, and say what a person should know of
+        it. Raises CheckpointError where there is one and it cannot be used."""
         checkpoint = None
         if self._plan.recover_mode is not RecoverMode.disabled:
             checkpoint = await asyncio.to_thread(self._checkpoints.latest)
         if checkpoint is None and self._plan.recover_mode is RecoverMode.resume:
             raise RuntimeError(f"recover_mode=resume: no valid checkpoint in {self._checkpoints.folder}")
+        for warning in checkpoint.warnings if checkpoint else ():
+            self._warn(warning)
         return checkpoint
 
     async def _open_steps(self, checkpoint: Checkpoint | None) -> StepSource:
@@ -208,8 +222,9 @@ class MasterWorker:
             archive=rollout.options.keep_journal,
             needs_env=self._spec.needs_env,
             network=self._network,
+            checkpoint=checkpoint.folder if checkpoint else None,
         )
-        return await AsyncRollouts.open(plan, self._rpc, source, lambda text: self._events.emit("warning", text=text))
+        return await AsyncRollouts.open(plan, self._rpc, source, self._warn)
 
     def _joined(self, info: WorkerInfo) -> None:
         self._processes[info.name] = info.pid, info.started
@@ -396,6 +411,7 @@ class MasterWorker:
         draft = await asyncio.to_thread(self._checkpoints.begin, step)
         try:
             files = await self._roles.save(draft)
+            await self._steps.save(step, draft)
         except Exception as error:
             raise self._checkpoints.failed(step, draft, error) from error
         folder = await asyncio.to_thread(self._checkpoints.commit, step, draft, state, files)

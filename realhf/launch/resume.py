@@ -16,11 +16,8 @@ from typing import Any, NamedTuple
 from realhf.api.config import ConfigError, ExperimentConfig, RecoverMode, run_folder
 from realhf.api.option import OnResume, walk
 from realhf.base.dataclass_json import to_json_value
-from realhf.dataflow.checkpoint import CheckpointStore
-from realhf.monitor.provenance import LAUNCH, read_config
-
-MOST_SHOWN = 8
-"""So many changed options are named; another environment or model changes dozens."""
+from realhf.dataflow.checkpoint import CheckpointError, CheckpointStore
+from realhf.monitor.provenance import LAUNCH, listed_changes, read_config, shown_change
 
 
 class Change(NamedTuple):
@@ -32,23 +29,27 @@ class Change(NamedTuple):
     now: Any
 
     def __str__(self) -> str:
-        return f"{self.name}={_shown(self.before)} -> {_shown(self.now)}"
+        return shown_change(self.name, self.before, self.now)
 
 
 class Resumption(NamedTuple):
-    """What a run goes on from. ``completed_steps`` are those of its newest checkpoint; ``changed`` are the options that
-    it takes on with another value than before, except those that nobody needs to hear of."""
+    """What a run goes on from. ``completed_steps`` are those of the newest checkpoint that looks whole: the master
+    reads all of it, and says from which step on the run has the options that ``changed``. These are the ones that it
+    takes on with another value than before, except those that nobody needs to hear of."""
 
     completed_steps: int
     changed: tuple[Change, ...]
     options_known: bool
 
+    @property
+    def values(self) -> dict[str, list[Any]]:
+        """The options that changed, with both values."""
+        return {change.name: [change.before, change.now] for change in self.changed}
+
     def warnings(self) -> Iterator[str]:
         """Yield what a person should hear of it."""
         if not self.options_known:
             yield "it is not known which options the run had so far, so they were not compared with those of now"
-        if self.changed:
-            yield f"from step {self.completed_steps + 1} on the run has other options: {_listed(self.changed)}"
 
 
 def check_resume(config: ExperimentConfig, effective: Sequence[str] = ()) -> Resumption | None:
@@ -58,7 +59,10 @@ def check_resume(config: ExperimentConfig, effective: Sequence[str] = ()) -> Res
     folder = run_folder(config)
     if config.recover_mode is RecoverMode.disabled:
         return None
-    newest = CheckpointStore(folder / "checkpoints").newest()
+    try:
+        newest = CheckpointStore.of_run(folder).newest()
+    except CheckpointError as error:
+        raise ConfigError(f"trial_name={config.trial_name}: {error}") from None
     if newest is None and not any(map(_holds_files, (folder / "journal", folder / "trajectory"))):
         return None
     step, state = newest or (0, {})
@@ -141,14 +145,4 @@ def _same(before: Any, now: Any) -> bool:
 
 
 def _listed(found: Sequence[Change]) -> str:
-    more = len(found) - MOST_SHOWN
-    return ", ".join(map(str, found[:MOST_SHOWN])) + (f", and {more} more" if more > 0 else "")
-
-
-def _shown(value: Any) -> str:
-    """A value as the command line takes it."""
-    if isinstance(value, list):
-        return f"[{','.join(map(_shown, value))}]"
-    if isinstance(value, dict):
-        return "{" + ",".join(f"{key}:{_shown(item)}" for key, item in value.items()) + "}"
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value) or "''"
+    return listed_changes({change.name: (change.before, change.now) for change in found})

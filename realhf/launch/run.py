@@ -20,6 +20,7 @@ from rich.text import Text
 
 from realhf.api.config import ConfigError, RecoverMode
 from realhf.api.experiment import ExperimentSpec, Launch, is_made
+from realhf.base.files import DAMAGED
 from realhf.base.text import printable
 from realhf.launch.build import BuiltExperiment
 from realhf.launch.plugins import make_scheduler
@@ -75,12 +76,12 @@ def _launch(
     """What is recorded of this launch once the run is accepted."""
     from omegaconf import OmegaConf
 
-    config, changed = built.config, resumption.changed if resumption else ()
+    config = built.config
     return Launch(
         datetime.fromtimestamp(started_at).astimezone().isoformat(),
         OmegaConf.to_yaml(OmegaConf.structured(config)),
         plain_options(config),
-        {change.name: [change.before, change.now] for change in changed},
+        resumption.values if resumption else {},
         origin(arguments) | {EFFECTIVE: list(built.effective)},
     )
 
@@ -224,6 +225,7 @@ RUN_FILES = (
     RunFile("wandb", "master", "folder"),
     RunFile("mlflow", "master", "folder"),
     RunFile("checkpoints", "model workers, master", "folder"),
+    RunFile("checkpoints.json", "master", "whole"),
     RunFile("policy", "model worker", "folder"),
     RunFile("journal", "master", "folder"),
     RunFile("stream", "model workers", "folder"),
@@ -235,13 +237,15 @@ RUN_FILES = (
 
 
 def removable(run_dir: Path) -> Iterator[Path]:
-    """Yield what is there of a run and goes when it begins anew, halves of files that a killed process left with it."""
+    """Yield what is there of a run and goes when it begins anew, halves of files that a killed process left and what
+    was damaged and put aside with it."""
     for file in RUN_FILES:
         if not file.kept:
-            for pattern in (file.name, f"{file.name}.partial", f".{file.name}.*.tmp"):
+            for pattern in (file.name, f"{file.name}.partial", f"{file.name}{DAMAGED}*", f".{file.name}.*.tmp"):
                 yield from run_dir.glob(pattern)
 
 
 def unknown_files(run_dir: Path) -> list[str]:
     """Names in a run folder that the table does not have."""
-    return sorted(path.name for path in run_dir.iterdir() if not any(path.match(file.name) for file in RUN_FILES))
+    known = [pattern for file in RUN_FILES for pattern in (file.name, f"{file.name}{DAMAGED}*")]
+    return sorted(path.name for path in run_dir.iterdir() if not any(path.match(pattern) for pattern in known))

@@ -6,18 +6,20 @@ import json
 import platform
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from realhf.api.experiment import Launch
-from realhf.base.files import write_whole
+from realhf.base.files import kept_aside, write_whole
 from realhf.base.installation import PACKAGE
 
 CONFIG_FILE = "config.yaml"
 PROVENANCE_FILE = "provenance.json"
+MOST_SHOWN = 8
+"""So many changed options are named; another environment or model changes dozens."""
 EFFECTIVE = "effective_options"
 """The options that do something in the run's experiment."""
 
@@ -71,12 +73,15 @@ def origin(arguments: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def record_launch(run_dir: Path, launch: Launch, completed_steps: int) -> None:
+def record_launch(
+    run_dir: Path, launch: Launch, completed_steps: int, warn: Callable[[str], None] = lambda text: None
+) -> bool:
     """Write ``config.yaml`` and ``provenance.json`` of a run that was accepted and goes on after ``completed_steps``.
     ``launches`` keeps the history: of each launch its time, the steps that were complete, its command line, commit, and
-    the options that it changed. The same launch is recorded once, however often the run begins again by itself."""
+    the options that it changed. The same launch is recorded once, however often the run begins again by itself.
+    Returns whether it was recorded now. ``warn`` hears of a history that is damaged and put aside. Raises OSError."""
     if not launch.at:
-        return
+        return False
     entry = {
         "at": launch.at,
         "completed_steps": completed_steps,
@@ -86,10 +91,44 @@ def record_launch(run_dir: Path, launch: Launch, completed_steps: int) -> None:
     }
     earlier = launches(run_dir)
     if launch.at in [known["at"] for known in earlier]:
-        return
+        return False
+    if not earlier:
+        _keep_damaged(run_dir / PROVENANCE_FILE, completed_steps, warn)
     write_whole(run_dir / CONFIG_FILE, launch.config)
     content = {**launch.origin, "launches": [*earlier, entry]}
     write_whole(run_dir / PROVENANCE_FILE, json.dumps(content, indent=1) + "\n")
+    return True
+
+
+def _keep_damaged(path: Path, completed_steps: int, warn: Callable[[str], None]) -> None:
+    """Put a history aside that has no launch, or say that there is none where a run has made steps. Raises OSError
+    where it cannot be read now."""
+    kept = kept_aside(path)
+    if kept is not None:
+        warn(f"{path} cannot be understood and is kept as {kept.name}: the launches of before are not in the new one")
+    elif completed_steps:
+        warn(f"{path} is gone: the launches of before are not in the new one")
+
+
+def listed_changes(changed: Mapping[str, Sequence[Any]]) -> str:
+    """Return options that have another value than before, {name: (before, now)}, as a line for a person."""
+    shown = [shown_change(name, *values) for name, values in changed.items()]
+    more = len(shown) - MOST_SHOWN
+    return ", ".join(shown[:MOST_SHOWN]) + (f", and {more} more" if more > 0 else "")
+
+
+def shown_change(name: str, before: Any, now: Any) -> str:
+    """Return an option with both values, as the command line takes them."""
+    return f"{name}={_shown(before)} -> {_shown(now)}"
+
+
+def _shown(value: Any) -> str:
+    """A value as the command line takes it."""
+    if isinstance(value, list):
+        return f"[{','.join(map(_shown, value))}]"
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}:{_shown(item)}" for key, item in value.items()) + "}"
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value) or "''"
 
 
 def launches(run_dir: Path) -> list[dict[str, Any]]:

@@ -73,6 +73,104 @@ def test_a_broken_checkpoint_falls_back_with_a_warning(
         found = store.latest()
     assert found is not None and (found.step, found.state) == (1, {"n": 1})
     assert str(folder) in caplog.text and "not valid" in caplog.text
+    (told,) = found.warnings
+    assert told.startswith("the run goes on from the checkpoint of step 1, because later ones cannot be used: ckpt-000")
+    before = contents(folder)
+    newer = save(store, 2, put("again"), {"n": 3})
+    assert contents(tmp_path / f"{folder.name}.damaged") == before, "what could not be used is kept"
+    found = CheckpointStore(tmp_path).latest()
+    assert found is not None and found.folder == newer and not found.warnings
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def flip(file: Path, offset: int = 3) -> None:
+    data = bytearray(file.read_bytes())
+    data[offset] ^= 1
+    file.write_bytes(data)
+
+
+def look(store: CheckpointStore, how: str) -> None:
+    getattr(store, how)()
+
+
+@pytest.mark.parametrize("how", ["latest", "newest"])
+def test_checkpoints_that_cannot_be_used_are_not_none(tmp_path: Path, how: str) -> None:
+    """The run used to begin at step 0 and to overwrite what it had made."""
+    store = CheckpointStore(tmp_path / "checkpoints")
+    for step in (1, 2):
+        flip(save(store, step, put("x"), {"n": step}) / "state.json")
+    before = contents(tmp_path)
+    with pytest.raises(CheckpointError) as refused:
+        look(store, how)
+    told = str(refused.value)
+    assert told.startswith(f"{store.folder} holds checkpoints and none can be used: ckpt-00000002 (state.json differs")
+    assert "ckpt-00000001 (state.json" in told and "recover_mode=disabled" in told and "\n" not in told
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("how", ["latest", "newest"])
+@pytest.mark.parametrize("kind", ["link", "no_folder", "one_is_a_link", "latest_is_a_folder"])
+def test_a_disk_that_is_not_mounted_holds_no_run_that_begins(tmp_path: Path, kind: str, how: str) -> None:
+    store = CheckpointStore(tmp_path / "checkpoints")
+    folder = save(store, 1, put("x"), {})
+    if kind == "latest_is_a_folder":
+        (store.folder / "LATEST").unlink()
+        (store.folder / "LATEST").mkdir()
+    elif kind == "one_is_a_link":
+        folder.rename(tmp_path / "elsewhere")
+        folder.symlink_to(tmp_path / "not mounted")
+    else:
+        store.folder.rename(tmp_path / "elsewhere")
+        store.folder.symlink_to(tmp_path / "not mounted") if kind == "link" else store.folder.write_text("")
+    with pytest.raises(CheckpointError, match=rf"{store.folder}.*(link|ot a dir|is a folder).*recover_mode=disabled"):
+        look(store, how)
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.EIO, errno.EACCES])
+def test_what_cannot_be_read_now_is_not_damaged(tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An older checkpoint used to be taken, and the newer one to be deleted, because there was no descriptor left."""
+    store = CheckpointStore(tmp_path)
+    save(store, 1, put("old"), {})
+    file = save(store, 2, put("new"), {}) / "actor" / "weights.bin"
+    ordinary = Path.open
+
+    def fails(self: Path, *args: object, **more: object) -> object:
+        if self == file:
+            raise OSError(number, os.strerror(number), str(self))
+        return ordinary(self, *args, **more)  # type: ignore[call-overload]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", fails)
+        with pytest.raises(
+            CheckpointError, match=rf"{file} cannot be read: {os.strerror(number)}.*nothing was changed"
+        ):
+            store.latest()
+    found = store.latest()
+    assert found is not None and found.step == 2 and not found.warnings
+
+
+def test_checkpoints_that_are_gone_are_missed(tmp_path: Path) -> None:
+    """A run that was killed before its first checkpoint has none, and one that has made one is told apart from it."""
+    store = CheckpointStore.of_run(tmp_path)
+    assert store.latest() is None
+    store.begin(1)
+    assert store.latest() is None
+    save(store, 1, put("x"), {})
+    for path in sorted(store.folder.rglob("*"), reverse=True):
+        path.rmdir() if path.is_dir() else path.unlink()
+    for _ in range(2):
+        with pytest.raises(
+            CheckpointError, match=r"holds no checkpoint, though the run has made one .*checkpoints\.json"
+        ):
+            store.latest()
+        if store.folder.exists():
+            store.folder.rmdir()
+    (tmp_path / "checkpoints.json").rename(tmp_path / "summary.json")
+    with pytest.raises(CheckpointError, match=r"has made one .*summary\.json is there"):
+        store.newest()
 
 
 def test_latest_lost_or_wrong_still_finds_the_newest(tmp_path: Path) -> None:
@@ -86,6 +184,24 @@ def test_latest_lost_or_wrong_still_finds_the_newest(tmp_path: Path) -> None:
             (tmp_path / "LATEST").write_text(text)
         found = store.latest()
         assert found is not None and found.step == 2
+        (told,) = found.warnings
+        assert f"{tmp_path / 'LATEST'} does not name the newest checkpoint" in told
+
+
+def test_one_bit_anywhere_in_a_checkpoint_is_noticed(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    save(store, 2, put("a", 10), {"n": 2})
+    newest = save(store, 3, put("b", 10), {"n": 3})
+    for file in [*newest.rglob("*"), tmp_path / "LATEST"]:
+        if file.is_dir():
+            continue
+        data = file.read_bytes()
+        for offset in range(len(data)):
+            flip(file, offset)
+            found = CheckpointStore(tmp_path).latest()
+            assert found is not None and len(found.warnings) == 1, (file, offset)
+            assert found.step == (3 if file.name == "LATEST" else 2), "of LATEST alone nothing is lost"
+            file.write_bytes(data)
 
 
 KILLED = """
