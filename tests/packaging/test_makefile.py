@@ -8,7 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import httpx
 import pytest
+
+from realhf.aws.client.aws_env import AwsEnv
+from tests.packaging.running_server import checkout_in, typed
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = ("python3.11", "python3.12", "python3.13", "python3")
@@ -75,6 +79,22 @@ def test_without_a_usable_python_the_error_is_one_line(
     assert done.returncode == 2 and len(said) == 1, done.stderr
     assert all(name in said[0] for name in named) and "PYTHON=/path/to/python3" in said[0]
     assert not (folder / ".venv").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.sim
+def test_make_run_starts_the_environment_with_the_sessions_of_the_variable(tmp_path: Path) -> None:
+    """``AWS_RL_ENV_POOL_SIZE=2 make run`` serves two sessions, each an account of its own, and ends with Ctrl-C."""
+    with typed("AWS_RL_ENV_POOL_SIZE=2 make run", checkout_in(tmp_path)) as (url, printed):
+        assert httpx.get(f"{url}/metadata").json()["max_concurrent_envs"] == 2
+        with AwsEnv(url).sync() as first, AwsEnv(url).sync() as second:
+            first.reset(task_id=1, seed=1)
+            second.reset(task_id=1, seed=1)
+            first.step("aws s3api create-bucket --bucket only-here")
+            seen = second.step("aws s3api list-buckets --query Buckets[].Name").observation.command_output
+    assert "only-here" not in seen
+    assert not [line for line in printed if "Traceback" in line]
+    assert "make run" in make(ROOT, "help").stdout
 
 
 def test_the_versions_that_are_named_agree() -> None:
