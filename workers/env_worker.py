@@ -139,6 +139,8 @@ def _serve(
         if simulated := config.injected.described():
             print(f"{name}: SIMULATED trouble: {simulated}", flush=True)
         print(f"{name}: serving {config.pool_size} sessions at {server.url}", flush=True)
+        if served.home != ServedEnvironment.home:
+            print(f"{name}: a page for people at {server.url}{served.home}", flush=True)
         if arguments.master:
             follow_master("env", server.url, server.ended.wait, arguments, network)
         else:

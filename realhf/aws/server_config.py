@@ -129,6 +129,13 @@ class AwsServerConfig(ServerConfig):
         return self.web == "dedicated" or self.pool_size == 1
 
     @property
+    def web_absent(self) -> str:
+        """Why ``web=auto`` serves no playground and what would serve one; "" where one is served or none is wanted."""
+        if self.web_mounted or self.web != "auto" or self.backend_type == "aws":
+            return ""
+        return f"no playground at /web beside {self.pool_size} sessions; --web dedicated serves one"
+
+    @property
     def containment(self) -> str:
         """The containment that the pool is asked for: an open address never goes without bubblewrap."""
         return self.sandbox if is_loopback_host(self.host) else "bwrap"

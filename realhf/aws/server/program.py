@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI
+from fastapi.responses import PlainTextResponse
 
 from realhf.aws.episode.player import EpisodePlayer, checked_action, checked_reset
 from realhf.aws.models import AwsAction, AwsObservation, AwsState
@@ -123,12 +124,17 @@ class AwsServed(ServedEnvironment):
         }
 
     def mount(self, app: FastAPI) -> Page | None:
-        """Add the playground where the settings want one."""
-        return mount(app, self._settings) if self._settings.web_mounted else None
+        """Add the playground where the settings want one, else an answer at its address that says what would."""
+        if self._settings.web_mounted:
+            return mount(app, self._settings)
+        if absent := self._settings.web_absent:
+            app.add_api_route("/web", lambda: PlainTextResponse(f"{absent}\n", 404), include_in_schema=False)
+        return None
 
     def announcement(self) -> str:
-        """Say what keeps the commands of agents from the machine."""
-        return self._simulators.containment()
+        """Say what keeps the commands of agents from the machine, and how to get a playground that is not served."""
+        statement = self._simulators.containment()
+        return f"{statement}\naws-env: {self._settings.web_absent}" if self._settings.web_absent else statement
 
 
 ABOUT = "Serve AWS episodes on MiniStack over the OpenEnv wire, one simulator per session."

@@ -4,8 +4,10 @@ import asyncio
 import json
 import os
 import socket
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import httpx
 import pytest
@@ -18,6 +20,7 @@ from realhf.aws.simulator.pool import MiniStackPool
 from realhf.aws.tasks.loader import load_templates
 from realhf.base.loopback import free_port
 from realhf.env.server.access import Refused
+from tests.packaging.running_server import ROOT, typed
 from tests.process_family import family, gone
 
 pytestmark = pytest.mark.sim
@@ -221,3 +224,27 @@ async def test_its_simulator_is_started_once_after_a_failed_try_and_set_free_whe
     assert gone(simulators, 60)
     with pytest.raises(Refused):
         await playground.reset("bob", {"task_id": 101})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "line",
+    [
+        "aws-env",
+        pytest.param("aws-env --pool-size 8 --web dedicated", marks=pytest.mark.nightly),
+        pytest.param("aws-env --pool-size 8", marks=pytest.mark.nightly),
+    ],
+)
+def test_what_the_pages_print_serves_a_playground_or_says_how_to_get_one(line: str, tmp_path: Path) -> None:
+    """The README promised a playground with a command that serves none."""
+    pages = (ROOT / "README.md").read_text() + (ROOT / "docs" / "environment.md").read_text()
+    assert f"`{line}`" in pages
+    with typed(line, tmp_path, {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}) as (url, printed):
+        answer = httpx.get(f"{url}/web")
+        sessions = httpx.get(f"{url}/metadata").json()["max_concurrent_envs"]
+    assert sessions == (8 if "8" in line else 1)
+    if line == "aws-env --pool-size 8":
+        assert answer.status_code == 404
+        assert [text for text in printed if "no playground at /web beside 8 sessions; --web dedicated" in text]
+    else:
+        assert answer.status_code == 200 and f"aws-env: a page for people at {url}/web\n" in printed

@@ -3,8 +3,12 @@
 import os
 import signal
 import urllib.request
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
 
 from realhf.aws.client.aws_env import AwsEnv
 from realhf.aws.episode.player import EpisodePlayer
@@ -86,6 +90,20 @@ def test_variables_set_every_kind_of_setting() -> None:
 )
 def test_where_the_playground_is_mounted(web: str, size: int, mounted: bool) -> None:
     assert parse(["--web", web, "--pool-size", str(size)], {}).web_mounted is mounted
+
+
+def test_a_playground_that_is_not_served_is_explained_where_one_may_be_expected() -> None:
+    """A server with several sessions used to answer 404 at /web, and said nothing about it at its start either."""
+    config = parse(["--pool-size", "8"], {})
+    assert config.web_absent == "no playground at /web beside 8 sessions; --web dedicated serves one"
+    served = AwsServed(config, cast(MiniStackPool, SimpleNamespace(containment=lambda: "contained")))
+    assert served.announcement().splitlines()[-1] == f"aws-env: {config.web_absent}"
+    app = FastAPI()
+    assert served.mount(app) is None
+    answer = TestClient(app).get("/web")
+    assert (answer.status_code, answer.text) == (404, f"{config.web_absent}\n")
+    for quiet in ([], ["--web", "off"], ["--pool-size", "8", "--web", "dedicated"]):
+        assert parse(quiet, {}).web_absent == ""
 
 
 def test_an_open_address_is_never_served_without_bubblewrap() -> None:
