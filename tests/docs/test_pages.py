@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import ast
 import io
+import math
 import re
 import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from safetensors import safe_open
+
+from realhf.aws.tasks.loader import load_templates
 
 HERE = Path(__file__).resolve()
 REPO = HERE.parents[2]
@@ -396,6 +400,39 @@ def test_the_rows_of_the_readme_are_rows_of_the_page_of_measurements() -> None:
             start = "the same with the true latency"
         known = numbers(source(MEASURED, start))
         assert [number for number in numbers(said) if number not in known] == [], name
+
+
+def test_the_first_screen_of_the_readme_says_what_the_default_job_trains() -> None:
+    """A small transformer that was taught on its own tasks, with the real model beside it and the job's own curve; it
+    used to be told by the tables, which come later."""
+    screen = " ".join(read("README.md").partition("\n## ")[0].split())
+    weights = ROOT / "realhf" / "aws" / "training" / "policy" / "model.safetensors"
+    with safe_open(weights, "np") as opened:
+        parameters = sum(math.prod(opened.get_slice(name).get_shape()) for name in opened.keys())  # noqa: SIM118
+    assert round(parameters / 1e6, 1) == 1.0 and "a transformer of one million parameters" in screen
+    templates = load_templates()
+    tiers = ("warmup", "beginner", "intermediate")
+    starters = [each for each in templates if "starter" in each.tags and each.tier in tiers and each.split != "heldout"]
+    assert f"imitation of scripted episodes first, on the same {len(starters)} of the {len(templates)} kinds" in screen
+    assert "make train-real" in screen and "SmolLM2-135M-Instruct" in screen
+    assert re.findall(r"!\[.*?\]\((.*?)\)", read("README.md"))[0] == "docs/learning.png"
+
+
+def test_the_readme_says_how_its_commands_find_the_environment() -> None:
+    """Before the first of them that ``make`` does not run."""
+    text = read("README.md")
+    assert text.index("source .venv/bin/activate") < text.index("python -m realhf")
+    for page in ("docs/README.md", "docs/quickstart.md"):
+        assert "source .venv/bin/activate" in read(page)
+
+
+def test_the_readme_allows_a_role_on_several_hosts_as_the_launcher_does() -> None:
+    """Where the network is trusted, as the refusal and the page about hosts say."""
+    limits = " ".join(read("README.md").partition("## Platforms and limits")[2].split())
+    refusal = (ROOT / "realhf" / "dataflow" / "worker_group.py").read_text(encoding="utf-8")
+    for said in (limits, read("docs/cluster.md"), refusal):
+        assert "network.trusted=true" in said
+    assert "A role is trained on one host, or on several where" in limits
 
 
 def learned(page: str) -> list[str]:
