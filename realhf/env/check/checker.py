@@ -16,13 +16,13 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
-from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
-from realhf.api.environment import Demonstration, DemonstrationRequest, EnvironmentSpec
+from realhf.api.environment import EnvironmentSpec
 from realhf.env.check.calls import Caller, CallFailed, LoopWatchdog, UserCode, described, folders_of
 from realhf.env.check.checks import CHECKS, Run, fingerprints, play_again
+from realhf.env.check.demonstrations import Scripts, choose_scripts
 from realhf.env.check.episodes import Arena
 from realhf.env.check.mutation import MUTANTS, Mutation, missing, scripts_of
 from realhf.env.check.report import (
@@ -51,7 +51,8 @@ from realhf.env.loader.load import build_environment
 
 T = TypeVar("T")
 _LONG = 1000
-_MOST_SCRIPTS = 10_000
+_READ_SHARE = 0.5
+"""The share of the time to make tasks that reading the demonstrations of a launch may take."""
 _ONCE_S = 1.0
 """A block that was seen a single time, and shorter than this, is a note: importing a module, reading a word list."""
 _CHECK_S = 20.0
@@ -170,22 +171,16 @@ class Checker:
         caller = Caller(self.code, limit_s, lambda call, task: self._tell(NOW, self._check, call, task, limit_s))
         return Arena(spec, caller, add, self._order.address)
 
-    def _scripts(self, spec: EnvironmentSpec) -> list[Demonstration]:
-        """One demonstration of every task and sort of script."""
-        demonstrate, chosen = spec.demonstrate, dict[tuple[str, str], Demonstration]()
+    def _scripts(self, spec: EnvironmentSpec) -> Scripts:
+        """Choose the demonstrations that are played; none where there is no solver, or one that raises."""
+        demonstrate = spec.demonstrate
         if demonstrate is None:
-            return []
-
-        def choose() -> None:
-            for request in (DemonstrationRequest(1, 0), DemonstrationRequest(1, 1, 0.3, 0.3)):
-                for script in islice(demonstrate(request), _MOST_SCRIPTS):
-                    chosen.setdefault((script.task.id, script.kind), script)
-
+            return Scripts()
         self._tell(NOW, self._check, "demonstrate", "", self._order.slow_s)
-        self._solver(choose)
-        if not chosen and not self._findings.faults("demonstrations"):
+        scripts = self._solver(lambda: choose_scripts(demonstrate, _READ_SHARE * self._order.slow_s)) or Scripts()
+        if not scripts.played and not self._findings.faults("demonstrations"):
             self.add(Finding("demonstrations", "demonstrate yields nothing", "Yield a script per template"))
-        return [*chosen.values()]
+        return scripts
 
     def _solver(self, ask: Callable[[], T]) -> T | None:
         """Ask the environment's solver; one that raises is a fault."""

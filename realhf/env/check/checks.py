@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 from realhf.api.environment import Demonstration, Task, Turn
 from realhf.env.check.calls import CallFailed
 from realhf.env.check.contract import ends, plain, solved
+from realhf.env.check.demonstrations import Scripts
 from realhf.env.check.episodes import Arena, Case, first_difference
 from realhf.env.check.leaks import check_crowd
 from realhf.env.check.report import Finding, Order, counted, quoted
@@ -27,24 +29,31 @@ _SCRIPTED_CASES = 4
 
 @dataclass
 class Run:
-    """What the checks share: the ``tasks`` to play, ``twins`` (tasks of one id and two seeds) and ``scripts``; the
-    tasks that opened, the transcripts of those played alone, and the processor time of a turn."""
+    """What the checks share: the ``tasks`` to play, ``twins`` (tasks of one id and two seeds) and
+    ``demonstrations``; the tasks that opened, the transcripts of those played alone, and the processor time of a
+    turn."""
 
     arena: Arena
     order: Order
     tasks: Sequence[Task] = ()
     twins: Sequence[tuple[Task, Task]] = ()
-    scripts: Sequence[Demonstration] = ()
+    demonstrations: Scripts = field(default_factory=Scripts)
     playable: list[Task] = field(default_factory=list)
     transcripts: dict[str, list[Any]] = field(default_factory=dict)
     comparable: bool = True
     """Whether the transcripts are the same whenever they are played."""
     busy_s: float = 0.0
 
+    @property
+    def scripts(self) -> Sequence[Demonstration]:
+        """The demonstrations that are played."""
+        return self.demonstrations.played
+
     def cases(self) -> list[Case]:
-        """Return what is played: all tasks that opened, and a few of the scripts."""
-        scripted = self.scripts[:: max(1, len(self.scripts) // _SCRIPTED_CASES)][:_SCRIPTED_CASES]
-        return [*map(Case, self.playable), *(Case(script.task, script.turns) for script in scripted)]
+        """Return what is played: all tasks that opened, and the first few scripts, the longest of each kind among
+        them."""
+        scripted = self.scripts[:_SCRIPTED_CASES]
+        return [*map(Case, self.playable), *(Case(script.task, script.turns, script.kind) for script in scripted)]
 
 
 async def check_openings(run: Run) -> str:
@@ -184,9 +193,11 @@ async def check_end(run: Run) -> str:
 
 async def check_demonstrations(run: Run) -> str:
     """Play scripts: each must end with its last turn, in success or without as it is labelled."""
+    played = Counter[str]()
     for script in run.scripts:
         if run.arena.is_over():
             break
+        played[script.kind] += 1
         episode = await run.arena.follow(Case(script.task, script.turns))
         if episode is None:
             continue
@@ -207,8 +218,11 @@ async def check_demonstrations(run: Run) -> str:
         run.arena.add(Finding("demonstrations", what, mend, place, script.task.id, kind=fate))
     if not run.scripts:
         return "no scripted solver"
-    longest = max(len(script.turns) for script in run.scripts)
-    return f"{counted(len(run.scripts), 'script')}, the longest of {counted(longest, 'turn')}"
+    kinds = ", ".join(f"{number:,} {kind}" for kind, number in sorted(played.items()))
+    found = run.demonstrations
+    longest = f"the longest of {counted(found.longest, 'turn')}"
+    longest += f" among the first {found.read:,}" if found.is_cut else ""
+    return f"{counted(played.total(), 'script')} ({kinds}), {longest}"
 
 
 CHECKS: Mapping[str, Callable[[Run], Awaitable[str]]] = {

@@ -38,15 +38,17 @@ _MEND_WORTH = "It says what the state is worth so far, and changes nothing; what
 
 
 class Case(NamedTuple):
-    """An episode to be played: a task, and what is said in it; ``texts`` None tries things."""
+    """An episode to be played: a task, and what is said in it; ``texts`` None tries things. ``kind`` is that of the
+    demonstration whose turns ``texts`` are."""
 
     task: Task
     texts: Sequence[str] | None = None
+    kind: str = ""
 
     @property
     def key(self) -> str:
         """Names the case among others of one check."""
-        return self.task.id if self.texts is None else f"{self.task.id} (demonstration)"
+        return self.task.id if self.texts is None else f"{self.task.id} ({self.kind or 'demonstration'})"
 
     def script(self, tools: Sequence[Mapping[str, Any]]) -> Sequence[str]:
         """Return the policy's turns, for an opening with ``tools``."""

@@ -115,6 +115,10 @@ NAMED = {
         "demonstrations: a demonstration of the kind 'solution' does not succeed: the last answer is '', at ",
         "wrong_demonstrations.py:9 in demonstrate",
     ),
+    "wrong_recoveries": (
+        "demonstrations: a demonstration of the kind 'recovery' does not succeed: the last answer is 'No.', at ",
+        "wrong_recoveries.py:9 in demonstrate",
+    ),
 }
 
 
@@ -160,7 +164,7 @@ def test_a_sound_environment_has_no_findings() -> None:
     found = report.to_json()
     assert found["ok"] and found["groups"]["train"] == {"small": 1, "large": 1}
     assert [tool["function"]["name"] for tool in found["tools"]] == ["add"]
-    assert ("demonstrations", "ok", "4 scripts, the longest of 1 turn") in report.verdicts
+    assert ("demonstrations", "ok", "4 scripts (4 solution), the longest of 1 turn") in report.verdicts
 
 
 def test_what_may_be_meant_is_noted(tmp_path: Path) -> None:

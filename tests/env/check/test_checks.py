@@ -24,6 +24,7 @@ from realhf.env.check.checks import (
     check_wrong_messages,
 )
 from realhf.env.check.contract import opening_problems, tool_problems, turn_problems
+from realhf.env.check.demonstrations import Scripts
 from realhf.env.check.episodes import Arena, first_difference
 from realhf.env.check.report import Finding, Order
 from realhf.env.check.scripts import call_text, policy_turn, sample, trying, wrong_messages
@@ -347,7 +348,7 @@ def found(
 )
 def test_a_demonstration_ends_as_it_is_labelled(turns: Sequence[str], succeeds: bool, quirk: str, says: str) -> None:
     script = Demonstration(TASK, tuple(turns), kind="sort", succeeds=succeeds)
-    lines = [finding.line() for finding in found(quirk, check_demonstrations, {"scripts": [script]})]
+    lines = [finding.line() for finding in found(quirk, check_demonstrations, {"demonstrations": Scripts([script])})]
     assert len(lines) == bool(says)
     assert not says or lines[0].startswith(f"demonstrations: a demonstration of the kind 'sort' {says}")
 
@@ -363,7 +364,7 @@ def test_silence_that_solves_a_task_is_a_fault_unless_a_demonstration_is_silent_
         ([replace(silent, succeeds=False)], True),
         ([replace(silent, task=replace(TASK, id="another"))], True),
     ):
-        held = {"scripts": scripts, "playable": [task]}
+        held = {"demonstrations": Scripts(scripts), "playable": [task]}
         assert {each.is_fault for each in found("ends by success", check_wrong_messages, held)} == {is_fault}
 
 
@@ -376,7 +377,8 @@ def test_one_id_may_not_open_two_episodes() -> None:
 
 def test_an_episode_that_ends_by_success_alone_is_a_note_where_there_are_scripts() -> None:
     for demonstrated in (True, False):
-        held = {"playable": [TASK], "scripts": [Demonstration(TASK, ("xyzzy",))] if demonstrated else []}
+        scripts = Scripts([Demonstration(TASK, ("xyzzy",))] if demonstrated else [])
+        held = {"playable": [TASK], "demonstrations": scripts}
         [finding] = found("ends by success", check_end, held, system_prompt="x")
         assert finding.is_fault is not demonstrated
         assert finding.what.startswith("no episode ended within 20 turns")
