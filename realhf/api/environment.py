@@ -148,6 +148,10 @@ class Task:
         """Return how many turns an episode has at most where a run allows ``most``."""
         return min(most, self.max_turns or most)
 
+    def allows_more_than(self, turns: int) -> bool:
+        """Return whether the task itself would let the policy take more than so many turns."""
+        return not self.max_turns or self.max_turns > turns
+
 
 @runtime_checkable
 class TaskSet(Protocol):
@@ -374,7 +378,8 @@ class RolloutOutcome:
     Ids, logprobs, versions and loss_mask cover the completion only and have equal lengths; logprobs are 0.0 and
     versions -1 where loss_mask is False (environment or template tokens). A failed episode has ``valid == False`` and
     ``reward is None``: a failure is never a reward of 0. ``last_turn_cut``: a limit of tokens ended the last policy
-    turn. ``rewards`` are the named components of the reward, ``metrics`` the environment's numbers. ``branches`` are
+    turn. ``out_of_turns``: ``rollout.max_turns`` ended it, where its task would have allowed another turn.
+    ``rewards`` are the named components of the reward, ``metrics`` the environment's numbers. ``branches`` are
     further trajectories of the episode, where an agent held several conversations; each trains as a row of its own.
     ``turn_starts`` are the places of the completion where policy turns begin, the first of them the turn number
     ``first_turn`` of ``turn_rewards``, which sum to ``reward``; ``turn_states`` number the states that the turns of
@@ -402,6 +407,7 @@ class RolloutOutcome:
     message: str = ""
     timings: dict[str, float] = field(default_factory=dict)
     last_turn_cut: bool = False
+    out_of_turns: bool = False
     rewards: Mapping[str, float] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
     branches: tuple[RolloutOutcome, ...] = ()

@@ -14,20 +14,23 @@ Report = dict[str, dict[str, dict[str, Any]]]
 
 
 class EpisodeResult(Message, frozen=True):
-    """Says how one held-out episode ended. One that is not ``valid`` failed: it says nothing about the policy."""
+    """Says how one held-out episode ended. One that is not ``valid`` failed: it says nothing about the policy.
+    ``out_of_turns``: ``rollout.max_turns`` ended it."""
 
     group: str
     valid: bool
     achieved: bool
     reward: float
     turns: int
+    out_of_turns: bool = False
 
 
 def evaluation_report(results: Sequence[EpisodeResult], version: int) -> dict[str, dict[str, Any]]:
-    """Return {"overall" or group: {success, low, high, reward, turns, episodes, failed, version}}.
+    """Return {"overall" or group: {success, low, high, reward, turns, out_of_turns, episodes, failed, version}}.
 
     Failed episodes (environment errors) are counted in ``failed`` and enter no mean; ``low`` and ``high`` are the 95 %
-    Wilson interval of the success rate; ``version`` is that of the policy that played all of them.
+    Wilson interval of the success rate; ``out_of_turns`` is the share that ``rollout.max_turns`` ended;
+    ``version`` is that of the policy that played all of them.
     """
     report = {"overall": _summary(results, version)}
     for group in sorted({result.group for result in results if result.group}):
@@ -46,6 +49,7 @@ def _summary(results: Sequence[EpisodeResult], version: int) -> dict[str, Any]:
         "high": high,
         "reward": sum(result.reward for result in valid) / n if n else 0.0,
         "turns": sum(result.turns for result in valid) / n if n else 0.0,
+        "out_of_turns": sum(result.out_of_turns for result in valid) / n if n else 0.0,
         "episodes": n,
         "failed": len(results) - n,
         "version": version,

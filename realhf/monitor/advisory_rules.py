@@ -173,6 +173,14 @@ LITTLE_SIGNAL = 0.2
 """Least share of groups that should teach something."""
 TRUNCATED = 0.2
 """Most truncated sequences that are taken for granted."""
+OUT_OF_TURNS = 0.5
+"""Most episodes that the limit of turns may end: a policy that fails uses all its turns."""
+UNSURE = 0.5
+"""An evaluation without a success whose interval reaches this far has too few episodes to say that none succeeds."""
+TURNS_ADVICE = (
+    "Raise rollout.max_turns, with room for the tokens of these turns (rollout.max_total_tokens), or choose tasks that "
+    "take fewer. Read some of them first: a policy that repeats itself is not helped by more turns."
+)
 GROWN = 2.0
 """A length that has changed by this factor has exploded or collapsed."""
 FALLEN_BEHIND = 0.05
@@ -260,8 +268,7 @@ def evaluation_late(run: Evidence) -> Iterator[Advisory]:
 
 def evaluation_falls(run: Evidence) -> Iterator[Advisory]:
     """Held-out success falls below the interval of its best, while the training reward has risen."""
-    way = next((way for way in WAYS if any(_overall(report, way) for _, report in run.evaluations)), WAYS[0])
-    points = [(step, entry) for step, report in run.evaluations if (entry := _overall(report, way)) is not None]
+    way, points = _held_out(run)
     if len(points) < 2:
         return
     best_step, best = max(points[:-1], key=lambda point: point[1]["success"])
@@ -284,17 +291,74 @@ def evaluation_falls(run: Evidence) -> Iterator[Advisory]:
     )
 
 
+def held_out_fails(run: Evidence) -> Iterator[Advisory]:
+    """No episode of the last evaluation succeeded, and there were enough of them to say so."""
+    way, points = _held_out(run)
+    if not points:
+        return
+    step, last = points[-1]
+    if last["success"] > 0 or last["high"] >= UNSURE:
+        return
+    yield Advisory(
+        "held_out_fails",
+        WARNING,
+        f"No held-out episode succeeded {_when(step)} ({_of_episodes(last)}{way}).",
+        step,
+        "Read some of them: what a policy says must be what the environment reads, and gen.max_new_tokens, "
+        "rollout.max_turns and rollout.max_total_tokens must leave room for a solution. Begin with easier tasks "
+        "(options of env) or a warm start (actor.warm_start=true). An environment that never reports the metric "
+        "success has no successful episode.",
+        {"split": f"eval/{way}", "outcome": "unsolved", "step_min": step, "step_max": step},
+    )
+
+
+def held_out_cut(run: Evidence) -> Iterator[Advisory]:
+    """Most episodes of the last evaluation were ended by the limit of turns."""
+    way, points = _held_out(run)
+    if not points:
+        return
+    step, last = points[-1]
+    share, episodes = last.get("out_of_turns"), last.get("episodes")
+    if share is None or not episodes or share <= OUT_OF_TURNS:
+        return
+    yield Advisory(
+        "held_out_out_of_turns",
+        WARNING,
+        f"{share * episodes:.0f} of {episodes:.0f} held-out episodes {_when(step)} ({way}) were cut by "
+        "rollout.max_turns before they succeeded.",
+        step,
+        TURNS_ADVICE,
+        {"split": f"eval/{way}", "outcome": "unsolved", "step_min": step, "step_max": step},
+    )
+
+
+def _held_out(run: Evidence) -> tuple[str, list[tuple[int, dict[str, float]]]]:
+    """Return the way of sampling that stands for the run, and its evaluations as (step, figures of all groups)."""
+    way = next((way for way in WAYS if any(_overall(report, way) for _, report in run.evaluations)), WAYS[0])
+    return way, [(step, entry) for step, report in run.evaluations if (entry := _overall(report, way)) is not None]
+
+
+def _when(step: int) -> str:
+    return f"after step {step}" if step else "before training"
+
+
+def _of_episodes(entry: Mapping[str, float]) -> str:
+    return f"{entry['episodes']:.0f} episodes, " if "episodes" in entry else ""
+
+
 def _overall(report: Mapping[str, Any], way: str) -> dict[str, float] | None:
     """Return the figures of all groups together for one way of sampling, None where they are not whole."""
     groups = report.get(way)
     entry = groups.get("overall") if isinstance(groups, Mapping) else None
     if not isinstance(entry, Mapping):
         return None
-    found = {key: value for key in _NEEDED if (value := number(entry, key)) is not None}
-    return found if len(found) == len(_NEEDED) else None
+    found = {key: value for key in (*_NEEDED, *_KNOWN) if (value := number(entry, key)) is not None}
+    return found if found.keys() >= {*_NEEDED} else None
 
 
 _NEEDED = ("success", "low", "high")
+_KNOWN = ("episodes", "out_of_turns")
+"""What reports of earlier versions may lack."""
 
 
 COLLAPSED = 0.2
@@ -602,10 +666,22 @@ RULES: tuple[Rule, ...] = (
         {"outcome": "truncated"},
         share="length/truncated",
     ),
+    _lasting(
+        "out_of_turns",
+        WARNING,
+        above("length/out_of_turns", OUT_OF_TURNS),
+        f"rollout.max_turns has ended more than {OUT_OF_TURNS:.0%} of the rollouts before they succeeded since step "
+        "{since} (now {share:.0%}).",
+        TURNS_ADVICE,
+        {"outcome": "unsolved"},
+        share="length/out_of_turns",
+    ),
     length_changed,
     group_fails,
     evaluation_late,
     evaluation_falls,
+    held_out_fails,
+    held_out_cut,
     entropy_collapses,
     kl_runs_away,
     mismatch_grows,

@@ -118,6 +118,13 @@ LENGTHS = Section(
         ),
         _policy("length/truncated", "fraction", "rollouts that a token limit ended", "too_long_fraction"),
         _rollouts("length/turns", "turns", "mean number of turns of a rollout", "turns"),
+        _rollouts(
+            "length/out_of_turns",
+            "fraction",
+            "rollouts that `rollout.max_turns` ended before they succeeded, where their task would have allowed "
+            "another turn",
+            "out_of_turns",
+        ),
     ),
 )
 ROLLOUTS = Section(
@@ -390,6 +397,7 @@ EVALUATIONS = Section(
         Metric("eval/<split>/<way>/success_high/<group>", "fraction", "upper end"),
         Metric("eval/<split>/<way>/reward/<group>", "reward", "mean reward"),
         Metric("eval/<split>/<way>/turns/<group>", "turns", "mean number of turns"),
+        Metric("eval/<split>/<way>/out_of_turns/<group>", "fraction", "episodes that `rollout.max_turns` ended"),
         Metric("eval/<split>/<way>/failed/<group>", "count", "episodes that failed and are in no mean"),
     ),
 )
@@ -466,7 +474,7 @@ def public_name(name: str) -> str | None:
 def evaluation_metrics(report: Mapping[str, Mapping[str, Mapping[str, Any]]], split: str) -> dict[str, float]:
     """Return the numbers of an evaluation report (``realhf.api.evaluation.Report``) under their public names."""
     names = {"success": "success", "low": "success_low", "high": "success_high"}
-    names |= {name: name for name in ("reward", "turns", "failed")}
+    names |= {name: name for name in ("reward", "turns", "out_of_turns", "failed")}
     return {
         f"eval/{split}/{way}/{names[name]}/{group}": float(value)
         for way, groups in report.items()

@@ -494,8 +494,8 @@ class Progress:
             self.status = "max_turns"
         return shown
 
-    def outcome(self, speaker: Speaker) -> RolloutOutcome:
-        """Return the finished episode."""
+    def outcome(self, speaker: Speaker, *, out_of_turns: bool = False) -> RolloutOutcome:
+        """Return the finished episode; see ``RolloutOutcome.out_of_turns``."""
         return outcome_of(
             self.wanted.task,
             speaker.tokens,
@@ -508,6 +508,7 @@ class Progress:
             message=self.message,
             timings={"wall_s": time.perf_counter() - self._began},
             last_turn_cut=speaker.cut,
+            out_of_turns=out_of_turns,
             rewards=self.rewards,
             metrics=self.metrics,
             turn_rewards=self.turn_rewards,
@@ -540,4 +541,5 @@ async def play_episode(env: Environment, wanted: EpisodeRequest, speaker: Speake
         progress.status, progress.message = error.kind, str(error)
     except GenerationFailed as error:
         progress.status, progress.message = POLICY_FAILED, str(error)
-    return progress.outcome(speaker)
+    cut = progress.status == "max_turns" and wanted.task.allows_more_than(max_turns)
+    return progress.outcome(speaker, out_of_turns=cut)

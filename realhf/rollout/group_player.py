@@ -85,7 +85,12 @@ def episode_results(outcomes: Sequence[RolloutOutcome]) -> list[EpisodeResult]:
     """Return what an evaluation keeps of episodes."""
     return [
         EpisodeResult(
-            outcome.group, outcome.valid, bool(outcome.achieved), float(outcome.reward or 0.0), len(outcome.turns)
+            outcome.group,
+            outcome.valid,
+            bool(outcome.achieved),
+            float(outcome.reward or 0.0),
+            len(outcome.turns),
+            out_of_turns=outcome.out_of_turns,
         )
         for outcome in outcomes
     ]
@@ -155,6 +160,7 @@ class PlayedGroup:
         return {
             "episode_s": [round(outcome.timings.get("wall_s", 0.0), 4) for outcome in valid],
             "turns": [len(outcome.turns) for outcome in valid],
+            "out_of_turns": [int(outcome.out_of_turns) for outcome in valid],
             "tokens": sum(sum(row.loss_mask) for outcome in valid for row in (outcome, *outcome.branches)),
             "group_s": round(self.seconds, 4),
             "failed": dict(self.failures),

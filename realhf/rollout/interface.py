@@ -231,6 +231,7 @@ def rollout_statistics(outcomes: Sequence[RolloutOutcome]) -> dict[str, Any]:
         "reward": [outcome.reward or 0.0 for outcome in valid],
         "success": [float(outcome.achieved) for outcome in valid],
         "turns": [float(len(outcome.turns)) for outcome in valid],
+        "out_of_turns": [float(outcome.out_of_turns) for outcome in valid],
     }
     for group in sorted({outcome.group for outcome in valid if outcome.group}):
         means[f"success/{group}"] = [float(outcome.achieved) for outcome in valid if outcome.group == group]

@@ -171,6 +171,10 @@ class TokenLedger:
         self._under_way += 1
         return turn
 
+    def is_out_of_turns(self, task: Task) -> bool:
+        """Return whether the limit of turns is reached, where the task itself would allow more."""
+        return self.turns >= self._limits.max_turns and task.allows_more_than(self._limits.max_turns)
+
     def add(self, turn: OpenTurn, output: GenOutput) -> bool:
         """Take what was sampled; returns whether the turn is complete. Raises ValueError for an output that is no turn,
         and ApiError when the engine's context has no room for one."""
@@ -424,6 +428,7 @@ class Session:
             message=message,
             timings={"branches": float(len(self.ledger.branches))},
             last_turn_cut=bool(branch and branch.marks and not branch.marks[-1].ended),
+            out_of_turns=status == "max_turns" and self.ledger.is_out_of_turns(ending.task),
             turn_rewards=rewards,
             turn_states=branch.states() if branch else (),
             opening=branch.opening() if branch else (),

@@ -30,6 +30,7 @@ HEALTHY = {
     "groups/total": lambda step: 16.0,
     "length/mean": lambda step: 100.0 + step % 3,
     "length/truncated": lambda step: 0.3 if step == 4 else 0.05,
+    "length/out_of_turns": lambda step: 0.8 if step == 4 else 0.3,
     "rollouts/played": lambda step: 64.0,
     "rollouts/failed": lambda step: float(step % 2),
     "policy/loss": lambda step: -0.01 * (step % 2),
@@ -68,8 +69,9 @@ def after(step: int, ill: float, before: float) -> Course:
     return lambda now: ill if now >= step else before
 
 
-def evaluation(success: float, n: float = 0.05) -> Mapping[str, Any]:
-    return {"sampled": {"overall": {"success": success, "low": success - n, "high": success + n, "episodes": 100}}}
+def evaluation(success: float, n: float = 0.05, **more: float) -> Mapping[str, Any]:
+    entry = {"success": success, "low": success - n, "high": success + n, "episodes": 100, "out_of_turns": 0.2, **more}
+    return {"sampled": {"overall": entry}}
 
 
 LINES = [{"template": "t/1", "failure": "timeout" if n % 3 else None, "step": n, "split": "train"} for n in range(9)]
@@ -92,11 +94,18 @@ ILL: dict[str, tuple[int, dict[str, Course], dict[str, Any]]] = {
     "reward_flat": (22, {"reward__std": after(22, 0.0, 0.3)}, {}),
     "few_groups_teach": (26, {"groups__with_signal": after(20, 2.0, 9.0)}, {}),
     "truncation": (12, {"length__truncated": after(12, 0.4, 0.1)}, {}),
+    "out_of_turns": (12, {"length__out_of_turns": after(12, 0.7, 0.1)}, {}),
     "length_exploding": (18, {"length__mean": after(18, 250.0, 100.0)}, {}),
     "length_collapsing": (18, {"length__mean": after(18, 20.0, 100.0)}, {}),
     "group_failing": (1, {"success__hard/er": lambda step: 0.01}, {}),
     "evaluation_stale": (10, {}, {"evaluations": [(0, evaluation(0.3)), (5, evaluation(0.3)), (10, evaluation(0.4))]}),
     "evaluation_falls": (10, {}, {"evaluations": [(0, evaluation(0.3)), (10, evaluation(0.6)), (28, evaluation(0.4))]}),
+    "held_out_fails": (28, {}, {"evaluations": [(0, evaluation(0.02)), (28, evaluation(0.0))]}),
+    "held_out_out_of_turns": (
+        28,
+        {},
+        {"evaluations": [(0, evaluation(0.3)), (28, evaluation(0.31, episodes=45, out_of_turns=31 / 45))]},
+    ),
     "entropy_collapse": (16, {"policy__entropy": after(16, 0.1, 2.0)}, {}),
     "kl_running_away": (21, {"policy__kl_ref": after(21, 1.5, 0.02)}, {}),
     "mismatch_growing": (14, {"mismatch__kl": after(14, 0.05, 1e-4)}, {}),
@@ -131,6 +140,22 @@ def test_a_fall_in_greedy_evaluations_leads_to_their_rollouts() -> None:
     assert (found.id, found.filter["split"]) == ("evaluation_falls", "eval/greedy")
     mixed = [(10, {"greedy": evaluation(0.9)["sampled"]}), (28, evaluation(0.4))]
     assert advise(run(), evaluations=mixed) == []
+
+
+def test_an_evaluation_says_how_many_episodes_the_limit_of_turns_ended() -> None:
+    """31 of 45 ended so, and the page said that nothing seemed wrong."""
+    name = "held_out_out_of_turns"
+    (found,) = advise(run(), **ILL[name][2])
+    assert found.text.startswith("31 of 45 held-out episodes after step 28 (sampled) were cut by rollout.max_turns")
+    assert found.filter["step_max"] == 28
+    before = [(step, {"sampled": {"overall": {"success": 0.3, "low": 0.2, "high": 0.4}}}) for step in (0, 28)]
+    assert advise(run(), evaluations=before) == [], "an evaluation of an earlier version does not say it"
+
+
+def test_a_few_episodes_without_success_say_nothing_yet() -> None:
+    assert advise(run(), evaluations=[(28, evaluation(0.0, n=0.6, episodes=2))]) == []
+    (found,) = advise([], evaluations=[(0, evaluation(0.0))])
+    assert (found.id, found.since) == ("held_out_fails", 0) and "before training" in found.text
 
 
 def test_nothing_is_said_about_a_healthy_run() -> None:
@@ -197,7 +222,8 @@ def test_rows_that_hold_anything_break_nothing(value: Any) -> None:
     rows = [{"step": value, **{name: value for name in HEALTHY}} for _ in range(STEPS)]
     index = [{"template": value, "failure": value, "step": value}, {}]
     found = advise(rows, index, evaluations=[(0, {"sampled": value}), (1, {"sampled": {"overall": value}})])
-    assert {one.id for one in found} <= {"policy_not_finite", "clip_fraction_high", "ratio_large", "truncation"}
+    limits = {"clip_fraction_high", "ratio_large", "truncation", "out_of_turns"}
+    assert {one.id for one in found} <= {"policy_not_finite", *limits}
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2, 4, 9])

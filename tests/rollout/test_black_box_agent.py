@@ -170,6 +170,7 @@ async def test_an_engine_that_fails_is_named_and_a_limit_is_no_failure(fake: Fak
     assert outcome.status == "policy" and outcome.message == "no generation worker is there"
     chatty = await play(fake, rollout, FakeTokens(lambda prompt: "hm"))
     assert (chatty.status, chatty.reward, len(chatty.turns)) == ("max_turns", 0.0, 5)
+    assert chatty.out_of_turns
 
 
 async def test_a_failed_engine_is_the_policys_until_a_later_turn_succeeds(fake: FakeEnvServer) -> None:

@@ -12,7 +12,7 @@ import openai
 import pytest
 import pytest_asyncio
 
-from realhf.api.environment import RolloutOutcome
+from realhf.api.environment import RolloutOutcome, Task
 from realhf.rollout.episode import Limits
 from realhf.rollout.openai_server import build_app
 from realhf.rollout.openai_sessions import Ending, Session
@@ -250,6 +250,8 @@ async def test_a_session_may_have_fewer_turns_than_the_others(endpoint: Endpoint
         with pytest.raises(openai.BadRequestError, match="has had its 1 turns"):
             await say(client, [USER])
         assert session.ledger.limit_hit == "max_turns"
+        cut = [session.outcomes(Ending("max_turns", 0.0, task=Task("", max_turns=most)))[0] for most in (1, 0)]
+        assert [outcome.out_of_turns for outcome in cut] == [False, True], "only the run's own limit can be raised"
 
 
 async def test_turns_under_way_count_to_the_limit(endpoint: Endpoint) -> None:

@@ -27,7 +27,9 @@ from realhf.api.evaluation import evaluation_report
 from realhf.api.model import MEANS_OVER, GenOutput, GenRequest
 from realhf.api.source import GroupSignal, SampleResult
 from realhf.dataflow.model_function_call import merge_stats
+from realhf.dataflow.rollouts.metrics import rollout_figures
 from realhf.env.loader.tasks import SeedTaskSet
+from realhf.monitor.metrics import evaluation_metrics, public_names
 from realhf.monitor.run_files import append_episodes
 from realhf.rollout.episode import (
     EpisodeRequest,
@@ -38,7 +40,7 @@ from realhf.rollout.episode import (
     play_episode,
     state_number,
 )
-from realhf.rollout.group_player import episode_results, held_out_tasks
+from realhf.rollout.group_player import PlayedGroup, episode_results, held_out_tasks
 from realhf.rollout.interface import rollout_statistics
 from realhf.rollout.player import SlotEnvironment
 from realhf.rollout.rollout_sample import outcomes_to_sample, transcript
@@ -285,6 +287,25 @@ async def test_turns_that_run_out_are_no_truncation_unless_the_last_was_cut() ->
 async def test_a_task_may_have_fewer_turns_than_the_run_allows(turns: int, played: int) -> None:
     outcome = await play(Engine(said("aws s3 ls")), limits=Limits(2, 120, 20), turns=turns)
     assert (outcome.status, outcome.valid, len(outcome.turns)) == ("max_turns", True, played)
+    assert outcome.out_of_turns is (turns in (0, 9)), "only rollout.max_turns is an option that can be raised"
+
+
+async def test_episodes_that_the_limit_of_turns_ended_are_counted() -> None:
+    """Neither a metric nor a report said it: most held-out episodes had ended so, and nothing seemed wrong."""
+    cut = await play(Engine(said("aws s3 ls")), answer(reward=0.0))
+    solved = await play(Engine(said("aws s3 ls")), answer(metrics={"success": 1.0}))
+    lost = await play(Engine(GenOutput([], [], [], "interrupted")))
+    outcomes = [cut, solved, cut, lost]
+    assert rollout_statistics(outcomes)["out_of_turns"] == 2 / 3
+    report = evaluation_report(episode_results(outcomes), 7)
+    assert report["overall"]["out_of_turns"] == 2 / 3
+    assert evaluation_metrics({"sampled": report}, "heldout")["eval/heldout/sampled/out_of_turns/overall"] == 2 / 3
+    note = json.dumps(PlayedGroup(outcomes).statistics())
+    earlier = json.dumps({name: value for name, value in json.loads(note).items() if name != "out_of_turns"})
+    results = [SampleResult(name, metadata={"rollout": text}) for name, text in (("a", note), ("b", earlier))]
+    assert rollout_figures(results)["out_of_turns"] == 2 / 3
+    for own in ("actor_gen/out_of_turns", "rollout/out_of_turns"):
+        assert public_names({own: 0.5}) == {"length/out_of_turns": 0.5}
 
 
 async def test_a_first_prompt_without_room_for_a_turn_is_an_error_of_the_configuration() -> None:

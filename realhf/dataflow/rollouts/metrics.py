@@ -17,10 +17,10 @@ from realhf.transport.rpc_master import RpcMaster
 
 
 def rollout_figures(results: Sequence[SampleResult]) -> dict[str, float]:
-    """Names without the prefix ``rollout/``: means over valid rollouts of ``reward``, ``success`` (also by group) and
-    ``turns``; ``rollouts`` and ``failed_rollouts`` in number; ``tokens`` sampled; seconds of an episode
-    (``episode_s_p50``, ``episode_s_p99``). ``failures/<kind>`` and ``retries/<kind>`` say what went wrong on the way,
-    also where a retry mended it."""
+    """Names without the prefix ``rollout/``: means over valid rollouts of ``reward``, ``success`` (also by group),
+    ``turns`` and ``out_of_turns``; ``rollouts`` and ``failed_rollouts`` in number; ``tokens`` sampled; seconds of an
+    episode (``episode_s_p50``, ``episode_s_p99``). ``failures/<kind>`` and ``retries/<kind>`` say what went wrong on
+    the way, also where a retry mended it."""
     rewards = [reward for result in results for reward in result.rewards if reward is not None]
     success: dict[str, list[bool]] = {}
     for result in results:
@@ -33,6 +33,8 @@ def rollout_figures(results: Sequence[SampleResult]) -> dict[str, float]:
         "reward": _mean(rewards),
         "success": _mean(everything),
         "turns": _mean([value for note in notes for value in note["turns"]]),
+        # A sample that was played before a resumption by an earlier version does not say it.
+        "out_of_turns": _mean([value for note in notes for value in note.get("out_of_turns", ())]),
         "rollouts": float(sum(len(result.rewards) for result in results)),
         "failed_rollouts": float(sum(reward is None for result in results for reward in result.rewards)),
         "tokens": float(sum(note["tokens"] for note in notes)),

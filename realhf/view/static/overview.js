@@ -237,10 +237,10 @@ class Overview {
         ...(this.context.runs.length > 1 ? [run.name] : []),
         one.step, one.way, one.group, percent(one.success),
         typeof one.low === "number" ? `${percent(one.low)} to ${percent(one.high)}` : "",
-        number(one.reward), number(one.episodes), number(one.failed), number(one.version),
+        number(one.reward), number(one.episodes), typeof one.out_of_turns === "number" ? percent(one.out_of_turns) : "", number(one.failed), number(one.version),
       ]),
     );
-    const heads = ["step", "sampling", "group", "success", "95 % interval", "reward", "episodes", "failed", "version"];
+    const heads = ["step", "sampling", "group", "success", "95 % interval", "reward", "episodes", "out of turns", "failed", "version"];
     if (this.context.runs.length > 1) heads.unshift("run");
     renew(this.evaluated, h("section", {}, rows.length ? [h("h2", {}, "Held-out evaluations"), table(heads, rows)] : []));
   }
