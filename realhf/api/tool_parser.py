@@ -3,10 +3,12 @@ rest."""
 
 from __future__ import annotations
 
+import ast
 import json
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -17,6 +19,8 @@ FAMILIES = (HERMES, XML, LLAMA, PLAIN)
 """How tool calls are written: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>`` (Hermes, Qwen 2.5 and 3,
 SmolLM); ``<tool_call><function=name><parameter=key>`` (Qwen3-Coder); ``{"name": ..., "parameters": {...}}`` as the
 whole turn (Llama 3); not at all, or in a way that is not known here, so that calls stay text."""
+AUTO = "auto"
+"""The value of an option that leaves the choice among ``FAMILIES`` to the chat template."""
 _SET_HERE = frozenset({"messages", "add_generation_prompt", "tokenize", "chat_template", "tools"})
 
 
@@ -307,7 +311,8 @@ _PARAMETER_CLOSE = "</parameter>"
 
 def read_xml_call(text: str, start: int, tools: Sequence[Mapping[str, Any]]) -> tuple[str, dict[str, Any], int]:
     """Return the name and the arguments of the call whose body begins at ``start``, and the position after its closing
-    tags. An argument is text, unless the schema of the tool in ``tools`` says that it is none. Raises CallProblem."""
+    tags. An argument is text, unless the schema of the tool in ``tools`` says that it is none; a null that the schema
+    allows is none. Raises CallProblem."""
     function = _FUNCTION.match(text, start)
     if function is None:
         raise CallProblem("<function=...> does not follow <tool_call>")
@@ -333,29 +338,83 @@ def read_xml_call(text: str, start: int, tools: Sequence[Mapping[str, Any]]) -> 
 
 
 def _types(name: str, tools: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Return the schemas of a tool's parameters by name, with references to ``$defs`` resolved."""
     for tool in tools:
         function = tool.get("function", tool)
         if function.get("name") == name:
-            return (function.get("parameters") or {}).get("properties") or {}
+            parameters = function.get("parameters") or {}
+            known = parameters.get("properties") or {}
+            return {key: _resolved(schema, parameters) for key, schema in known.items()}
     return {}
 
 
+def _resolved(schema: Any, parameters: Mapping[str, Any]) -> Any:
+    """Return a schema, or the one in ``$defs`` that it refers to."""
+    reference = schema.get("$ref") if isinstance(schema, Mapping) else None
+    if not isinstance(reference, str) or not reference.startswith("#/"):
+        return schema
+    found: Any = parameters
+    for part in reference[2:].split("/"):
+        found = found.get(part) if isinstance(found, Mapping) else None
+    return found
+
+
 def _value(text: str, key: str, types: Mapping[str, Any]) -> Any:
-    schema = types.get(key)
-    if not isinstance(schema, Mapping) or "string" in (kinds := _kinds(schema)) or not kinds:
-        return text
+    """Return the value of an argument whose text carries no type. Templates write what is no text as JSON or, by
+    Jinja's filter ``string``, as Python does: ``True``, ``None``, ``['a']``."""
+    kinds = _kinds(types.get(key))
     words = text.strip()
+    if "null" in kinds and words in _NULLS:
+        return None
+    if "string" in kinds or not kinds:
+        return text
+    if words in _PYTHON_WORDS:
+        return _PYTHON_WORDS[words]
     try:
         value, end = read_json(words, 0)
     except CallProblem as error:
+        if kinds & {"array", "object"} and words[:1] in ("[", "{"):
+            return _python_value(words, key, error)
         raise CallProblem(f"the parameter {key[:64]!r}: {error}") from None
     if end != len(words):
         raise CallProblem(f"the parameter {key[:64]!r}: text follows its value")
     return value
 
 
-def _kinds(schema: Mapping[str, Any]) -> list[str]:
+_NULLS = frozenset({"null", "None"})
+_PYTHON_WORDS = {"True": True, "False": False, "None": None}
+_MOST_PYTHON_CHARS = 20_000
+"""The compiler that reads Python's literals takes some hundred bytes of memory for each character."""
+
+
+def _python_value(words: str, key: str, problem: CallProblem) -> Any:
+    """Return a list or map that is written as Python's literal. Raises CallProblem with the ``problem`` of the JSON for
+    what is none either, or holds what JSON cannot."""
+    if len(words) <= _MOST_PYTHON_CHARS:
+        with suppress(ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+            value = ast.literal_eval(words)
+            read, _ = read_json(json.dumps(value, allow_nan=False), 0)
+            if read == value:  # A tuple, or a key that is no text, comes back as something else.
+                return read
+    raise CallProblem(f"the parameter {key[:64]!r}: {problem}") from None
+
+
+def _kinds(schema: Any) -> set[str]:
+    """Return the types of JSON that a schema allows; none where it says none."""
+    if not isinstance(schema, Mapping):
+        return set()
     kinds = schema.get("type")
-    if isinstance(kinds, list):
-        return [kind for kind in kinds if isinstance(kind, str)]
-    return [kinds] if isinstance(kinds, str) else []
+    found = {kind for kind in (kinds if isinstance(kinds, list) else [kinds]) if isinstance(kind, str)}
+    for key in ("anyOf", "oneOf", "allOf"):
+        several = schema.get(key)
+        for each in several if isinstance(several, list | tuple) else ():
+            found |= _kinds(each)
+    values = [*(schema.get("enum") or ()), *([schema["const"]] if "const" in schema else ())]
+    if not found:
+        found = {_TYPE_NAMES.get(type(value), "number") for value in values}
+    if found and schema.get("nullable") is True:
+        found.add("null")
+    return found
+
+
+_TYPE_NAMES = {str: "string", bool: "boolean", type(None): "null", list: "array", dict: "object"}

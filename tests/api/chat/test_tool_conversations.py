@@ -472,6 +472,52 @@ def test_the_schema_says_which_arguments_of_xml_are_no_text():
 
 
 @pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"type": "boolean"}, "true", True),
+        ({"type": "boolean"}, "True", True),
+        ({"type": "boolean"}, "False", False),
+        ({"type": "integer", "nullable": True}, "None", None),
+        ({"type": "string", "nullable": True}, "null", None),
+        ({"type": "string", "nullable": True}, "None", None),
+        ({"type": ["string", "null"]}, "null", None),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "None", None),
+        ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, "7", 7),
+        ({"$ref": "#/$defs/Optional"}, "None", None),
+        ({"$ref": "#/$defs/Nothing"}, "None", "None"),
+        ({"type": "string"}, "null", "null"),
+        ({"type": "string"}, "True", "True"),
+        ({"type": "string", "nullable": True}, "nullable", "nullable"),
+        ({}, "None", "None"),
+        ({"enum": [1, 2]}, "2", 2),
+        ({"enum": ["1", "2"]}, "2", "2"),
+        ({"const": True}, "True", True),
+        ({"type": "array"}, '["a", 1]', ["a", 1]),
+        ({"type": "array"}, "['a', None, True, 1.5]", ["a", None, True, 1.5]),
+        ({"type": "object"}, "{'a': ['it\\'s']}", {"a": ["it's"]}),
+    ],
+)
+def test_the_schema_says_what_an_untyped_argument_of_xml_is(schema: Any, text: str, value: Any) -> None:
+    """Templates write True, None and lists as Python does, or as JSON; a null that is allowed is no text."""
+    definitions = {"Optional": {"type": ["string", "null"]}}
+    parameters = {"type": "object", "properties": {"value": schema}, "$defs": definitions}
+    tool = {"type": "function", "function": {"name": "set", "parameters": parameters}}
+    written = f"<tool_call>\n<function=set>\n<parameter=value>\n{text}\n</parameter>\n</function>\n</tool_call>"
+    (call,) = parse_turn(written, "xml", tools=[tool]).tool_calls
+    assert call.problem == ""
+    assert call.arguments == {"value": value} and type(call.arguments["value"]) is type(value)
+
+
+@pytest.mark.parametrize("text", ["(1, 2)", "[(1, 2)]", "{1: 2}", "{1, 2}", "[f()]", "[1e999]", "[" * 300, "[b'x']"])
+def test_a_literal_of_python_that_is_no_json_is_refused(text: str) -> None:
+    parameters = {"type": "object", "properties": {"value": {"type": ["array", "object"]}}}
+    tool = {"type": "function", "function": {"name": "set", "parameters": parameters}}
+    written = f"<tool_call><function=set><parameter=value>{text}</parameter></function></tool_call>"
+    (call,) = parse_turn(written, "xml", tools=[tool]).tool_calls
+    assert "the parameter 'value': " in call.problem and call.arguments == {}
+
+
+@pytest.mark.parametrize(
     ("old", "new", "reason"),
     [
         ("\n3\n", "\nthree\n", "'times': no JSON"),
