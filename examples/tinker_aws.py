@@ -34,7 +34,9 @@ async def episode(env: AwsEnvironment, task: Task, sampler: tinker.SamplingClien
         ids = list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
         answer = await sampler.sample(types.ModelInput.from_ints(ids), 1, types.SamplingParams(max_tokens=64))
         said.append((ids, answer.sequences[0]))
-        text = tokenizer.decode(answer.sequences[0].tokens, skip_special_tokens=True)
+        text = tokenizer.decode(
+            answer.sequences[0].tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
         turn = await env.step(AssistantMessage(text, text=text))
         total += turn.reward or 0.0
         if turn.done:

@@ -63,7 +63,11 @@ def train(url: str, steps: int) -> list[float]:
         data, earned = [], []
         for row, prompt, answer in zip(rows, prompts, sent, strict=True):
             said = answer.result().sequences
-            own = [reward(tokenizer.decode(each.tokens, skip_special_tokens=True), **row) for each in said]
+            texts = [
+                tokenizer.decode(each.tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+                for each in said
+            ]
+            own = [reward(text, **row) for text in texts]
             mean, earned = sum(own) / GROUP, earned + own
             for each, value in zip(said, own, strict=True):
                 if value != mean:

@@ -140,7 +140,9 @@ def check_folder(folder: Path) -> None:
     )
     with torch.inference_mode():
         ids = model.generate(**prompt, max_new_tokens=ANSWER_TOKENS, do_sample=False)
-    answer = tokenizer.decode(ids[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
+    answer = tokenizer.decode(
+        ids[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True, clean_up_tokenization_spaces=False
+    )
     if ANSWER not in answer:
         raise PretrainedModelError(f"the converted model answers {QUESTION!r} with {answer!r}")
 

@@ -42,7 +42,7 @@ class TokenTexts:
         """Return the text of each token."""
         known = self._known
         for token in set(ids) - known.keys():
-            known[token] = str(self._tokenizer.decode([token]))
+            known[token] = str(self._tokenizer.decode([token], clean_up_tokenization_spaces=False))
         return [known[token] for token in ids]
 
 

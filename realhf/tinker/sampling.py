@@ -327,7 +327,7 @@ class Sampler:
     def _says(self, turn: Turn, texts: Sequence[str]) -> bool:
         """Whether the last token completes a stop string: as many tokens as it has bytes hold it in any case."""
         tail = turn.token_ids[-max(len(text.encode()) for text in texts) - 1 :]
-        said = self._tokenizer.decode(tail)
+        said = self._tokenizer.decode(tail, clean_up_tokenization_spaces=False)
         return any(text in said for text in texts)
 
     def _answer(self, asked: Asked) -> None:

@@ -116,7 +116,8 @@ class ServedLogprobInterface:
         """Raise ValueError where the server reads another word in a token than the actor's tokenizer wrote. Pieces of
         characters and special tokens are spelt differently by many servers, and say nothing."""
         for number, theirs in zip(ids, texts, strict=True):
-            mine, other = tokenizer.decode([number]).strip(), (theirs or "").translate(_SPACES).strip()
+            mine = tokenizer.decode([number], clean_up_tokenization_spaces=False).strip()
+            other = (theirs or "").translate(_SPACES).strip()
             if all(word.isascii() and word.isalnum() for word in (mine, other)):
                 self._compared = True
                 if mine != other:

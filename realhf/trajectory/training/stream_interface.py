@@ -125,7 +125,8 @@ class TrajectoryStreamInterface:
         for sample_id, lengths in zip(sample.ids, sample.seqlens["packed_input_ids"], strict=True):
             if lengths and len(texts) < self.transcripts:
                 ids = sample["packed_input_ids"][start : start + lengths[0]].tolist()
-                texts.append(f"step {step}, sample {sample_id}\n{tokenizer.decode(ids)}")
+                text = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+                texts.append(f"step {step}, sample {sample_id}\n{text}")
             start += sum(lengths)
         return texts
 

@@ -27,7 +27,7 @@ Answer = Callable[[dict[str, Any], list[float]], Any]
 class Words:
     """A tokenizer of which the tests need to know what each id reads as."""
 
-    def decode(self, ids: list[int]) -> str:
+    def decode(self, ids: list[int], **_: Any) -> str:
         return f" w{ids[0]}"
 
 
