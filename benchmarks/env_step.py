@@ -62,9 +62,11 @@ class ByteChat:
         del tools
         return [token for message in messages for token in message["content"].encode()]
 
-    def following_messages(self, messages: Messages, *, ended: bool, tools: Messages = ()) -> list[int]:
+    def following_messages(
+        self, messages: Messages, *, ended: bool, tools: Messages = (), end: int | None = None
+    ) -> list[int]:
         """Return the bytes of the messages."""
-        del ended
+        del ended, end
         return self.opening(messages, tools)
 
     def parse(self, token_ids: Sequence[int], tools: Messages = ()) -> AssistantMessage:

@@ -25,6 +25,7 @@ from typing import Any
 
 from realhf.api.environment import AssistantMessage
 from realhf.api.tool_parser import (
+    AUTO,
     family_of,
     parse_turn,
     reads_tools,
@@ -44,12 +45,16 @@ class ChatTemplateError(ValueError):
 
 
 class TemplateChat:
-    """Implements ``realhf.api.environment.ChatFormat`` with a Hugging Face tokenizer. ``system_prompt`` precedes what
-    ``first`` opens. ``template_kwargs`` are variables of the template, e.g. ``enable_thinking``, for everything that is
-    rendered; ``family`` says how its policy writes tool calls (``tool_parser.FAMILIES``). Control words in messages and
-    tools become ordinary text (``control_words``). A turn ends with the template's own end, the tokenizer's end of a
-    sequence, an id that the model's ``generation_config.json`` names, or one of ``stop_ids``. Raises ChatTemplateError,
-    also for a variable that the template does not read, and for a template that ends a turn with nothing."""
+    """Implements ``realhf.api.environment.ChatFormat`` with a Hugging Face tokenizer.
+
+    ``system_prompt`` precedes what ``first`` opens. ``template_kwargs`` are variables of the template, e.g.
+    ``enable_thinking``, for everything that is rendered. ``family`` says how its policy writes tool calls
+    (``tool_parser.FAMILIES``): ``tool_parser``, or with "auto" what the template asks for. Control words in messages
+    and tools become ordinary text (``control_words``). A turn ends with the template's own end, the tokenizer's end of
+    a sequence, an id that the model's ``generation_config.json`` names, or one of ``stop_ids``. Raises
+    ChatTemplateError, also for a variable that the template does not read, and for a template that ends a turn with
+    nothing.
+    """
 
     def __init__(
         self,
@@ -58,6 +63,7 @@ class TemplateChat:
         system_prompt: str | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
         stop_ids: Sequence[int] = (),
+        tool_parser: str = AUTO,
     ) -> None:
         if not getattr(tokenizer, "chat_template", None):
             name = getattr(tokenizer, "name_or_path", "") or "of actor.path"
@@ -70,18 +76,20 @@ class TemplateChat:
         if idle := unread_variables(tokenizer.get_chat_template(), self._template_kwargs):
             raise ChatTemplateError(f"chat_template_kwargs: the chat template does not read {', '.join(idle)}")
         with_tools = tokenizer.get_chat_template(tools=[{}])
-        self.family = family_of(with_tools)
+        self.family = family_of(with_tools) if tool_parser == AUTO else tool_parser
         self._reads_tools = reads_tools(with_tools)
         self._system = [{"role": "system", "content": system_prompt}] if system_prompt else []
         self._cached_opening = lru_cache(_CACHED)(lambda key: array("q", self._opening(*marshal.loads(key))))
         self._cached_following = lru_cache(_CACHED)(lambda key: array("q", self._following(*marshal.loads(key))))
         self._cached_forgotten = lru_cache(_CACHED)(self._find_forgotten)
         self._needs_calls = lru_cache(_CACHED)(self._find_whether_calls_are_needed)
+        self._before_words = lru_cache(2)(self._find_before_words)
         self._control = ControlWords(())
         self._control = ControlWords(control_words(tokenizer, self._framing()))
         self._turn_end = self._after_marker([], [], generation=False)
         self.stop_ids: tuple[int, ...] = self._find_stop_ids(stop_ids)
         self._stops = frozenset(self.stop_ids)
+        self._middle_end = self._find_middle_end()
 
     def opening(self, messages: Messages, tools: Tools = ()) -> list[int]:
         """Return the ids of the messages that a policy reads first, with the cue for its turn. ``tools`` are JSON
@@ -91,15 +99,19 @@ class TemplateChat:
         key = _key(plain, schemas)
         return self._opening(plain, schemas) if key is None else self._cached_opening(key).tolist()
 
-    def following_messages(self, messages: Messages, *, ended: bool, tools: Tools = ()) -> list[int]:
+    def following_messages(
+        self, messages: Messages, *, ended: bool, tools: Tools = (), end: int | None = None
+    ) -> list[int]:
         """Return the ids between two policy turns: the end of the first, the messages of any roles, and the cue for the
-        next. ``ended``: the policy itself sampled the end of its turn. ``tools`` are those of the opening. Raises
-        ChatTemplateError, also for tools or a role that the template does not show after a policy turn."""
+        next. ``ended``: the policy itself sampled the end of its turn, with the id ``end`` (None: the first that the
+        template writes); then the template's end is left out as far as it was sampled, all of it where the sampled one
+        stands in its place. ``tools`` are those of the opening. Raises ChatTemplateError, also for tools or a role that
+        the template does not show after a policy turn."""
         plain, schemas = _for_template(messages), self._schemas(tools)
         key = _key(plain, schemas)
         ids = self._following(plain, schemas) if key is None else self._cached_following(key).tolist()
-        if ended and ids and ids[0] in self._stops:
-            del ids[0]
+        if ended:
+            del ids[: self._sampled_length(ids, end)]
         return ids
 
     def parse(self, token_ids: Sequence[int], tools: Tools = ()) -> AssistantMessage:
@@ -124,30 +136,74 @@ class TemplateChat:
 
     def encode_turn(self, message: Mapping[str, Any], tools: Tools = ()) -> list[int]:
         """Return the ids of a demonstrated policy turn, without its end: its content, and its ``tool_calls`` as the
-        template writes them. Raises ChatTemplateError when it does not write them."""
-        if not message.get("tool_calls"):
-            return self._ids(str(message.get("content") or ""))
-        turn, schemas = _for_template([message]), self._schemas(tools)
+        template writes them after its cue. Reasoning that the cue opens is closed first. Raises ChatTemplateError
+        when the template does not write the turn, or in a way in which ``parse`` does not find the same calls."""
+        content = str(message.get("content") or "")
+        turn, schemas = _for_template([message])[0], self._schemas(tools)
+        if turn.get("tool_calls"):
+            text = self._written(turn, schemas)
+            if not all(call.get("function", call)["name"] in text for call in turn["tool_calls"]):
+                raise ChatTemplateError(_NOT_WRITTEN)
+            self._check_calls(text, turn["tool_calls"], tools)
+            return self._ids(text)
+        before = self._before_words(bool(schemas))
+        if "</think>" in before and "</think>" in content:
+            return self._ids(_THINK_TAG_FIRST.sub("", content))
+        return self._ids(before + content)
+
+    def _find_before_words(self, with_tools: bool) -> str:
+        """Return what the template writes between its cue and the words of a turn: an empty reasoning where the cue
+        opens one, the channel of gpt-oss, the beginning of an answer of Cohere."""
+        tools = [_PROBE_TOOL] if with_tools else []
+        with suppress(ChatTemplateError):
+            before, found, _ = self._written({"role": "assistant", "content": _MARKER}, tools).partition(_MARKER)
+            return before if found else ""
+        return ""
+
+    def _written(self, turn: dict[str, Any], schemas: list[dict[str, Any]]) -> str:
+        """Return the text of a turn that follows the template's cue for it, without its end. Raises
+        ChatTemplateError."""
         head = [*self._system, {"role": "user", "content": "task"}]
         before = self._render(head, schemas, generation=True)
+        opened = before[: open_tag_start(before)]
         problem = ""
         for tail in ([{"role": "user", "content": "task"}], []):
             try:
                 after = self._after_marker(tail, schemas, generation=False)
-                whole = self._render([*head, *turn, *tail], schemas, generation=False)
+                whole = self._render([*head, turn, *tail], schemas, generation=False)
             except ChatTemplateError as error:
                 problem = f": {error}"
                 continue
-            text = whole.removeprefix(before).removesuffix(after)
-            names = [call.get("function", call)["name"] for call in turn[0]["tool_calls"]]
-            if len(text) == len(whole) - len(before) - len(after) and all(name in text for name in names):
-                return self._ids(text)
-        raise ChatTemplateError(f"the chat template does not write a turn with calls as it cues one{problem}")
+            if not whole.endswith(after):
+                continue
+            if len(whole) >= len(before) + len(after) and whole.startswith(before):
+                return whole[len(before) : len(whole) - len(after)]
+            # Nemotron opens reasoning with a line break in its cue, and without one in its history.
+            rest = whole.removesuffix(after).removeprefix(opened)
+            if whole.startswith(opened) and (found := _EMPTY_THOUGHT.match(rest)):
+                return rest[found.start(1) :]
+        raise ChatTemplateError(f"{_NOT_WRITTEN}{problem}")
+
+    def _check_calls(self, text: str, wanted: Sequence[Mapping[str, Any]], tools: Tools) -> None:
+        """Raise ChatTemplateError where the policy's own parser does not read these calls in a demonstrated turn."""
+        functions = [call.get("function", call) for call in wanted]
+        asked = [_plain_call(function["name"], function.get("arguments") or {}) for function in functions]
+        found = parse_turn(text, self.family, tools=tools).tool_calls
+        read = [call.problem or _plain_call(call.name, call.arguments) for call in found]
+        if read == asked:
+            return
+        what = next((call.problem for call in found if call.problem), "")
+        what = what or (f"reads {'; '.join(read)}"[:_SHOWN_CHARS] if read else "finds no call")
+        raise ChatTemplateError(
+            f"the chat template writes the call {asked[0][:_SHOWN_CHARS]} as {text[:_SHOWN_CHARS]!r}, in which the "
+            f"parser {self.family!r} {what if what.startswith(('reads', 'finds')) else f'sees a mistake: {what}'}; "
+            "choose the parser of this syntax with actor.tool_parser (hermes, xml or llama), or another model"
+        )
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of a policy turn. Stop ids are left out, other special tokens stay visible."""
         stops = self._stops
-        return self._tokenizer.decode([i for i in token_ids if i not in stops], skip_special_tokens=False)
+        return self._text([i for i in token_ids if i not in stops])
 
     def forgotten(self, shape: Sequence[Sequence[str]], tools: Tools = ()) -> tuple[bool, ...]:
         """Return, for each turn of the policy, whether the template leaves its reasoning out of the prompt that follows
@@ -170,15 +226,16 @@ class TemplateChat:
     def without_open_reasoning(self, token_ids: Sequence[int]) -> list[int]:
         """Return the ids before a turn, without a tag at their end that opens its reasoning."""
         ids = list(token_ids)
-        text = self._whole_text(ids)
+        text = self._text(ids)
         place = open_tag_start(text)
         if place == len(text):
             return ids
-        end = boundary(ids, self._whole_text, place)
+        end = boundary(ids, self._text, place)
         return ids[:end] if end is not None else self._ids(text[:place])
 
-    def _whole_text(self, token_ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
+    def _text(self, token_ids: Sequence[int]) -> str:
+        """Return the text of all ids. A tokenizer that says so of itself would leave out spaces before punctuation."""
+        return self._tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def _find_forgotten(self, shape: tuple[tuple[str, ...], ...], with_tools: bool) -> tuple[bool, ...]:
         """A template that cannot render such a conversation at all forgets nothing of it."""
@@ -250,9 +307,45 @@ class TemplateChat:
         head = [*self._system, {"role": "user", "content": "task"}, said | {"tool_calls": calls}]
         before = self._render(head, tools, generation=False)
         whole = self._render([*head, *answers], tools, generation=generation)
-        if not before.endswith(self._turn_end) or not whole.startswith(before):
-            raise ChatTemplateError("the chat template does not end a turn with calls as it ends any other")
-        return whole[len(before) - len(self._turn_end) :]
+        start = self._start_of_end(before)
+        if start is None or not whole.startswith(before):
+            raise ChatTemplateError(
+                "the chat template ends a turn with calls neither as it ends any other nor with a stop id"
+            )
+        return whole[start:]
+
+    def _start_of_end(self, text: str) -> int | None:
+        """Return where the end of the turn begins with which a text ends; None where it has none that is known. A turn
+        with calls may end otherwise than one without: in gpt-oss with ``<|call|>``."""
+        if text.endswith(self._turn_end):
+            return len(text) - len(self._turn_end)
+        words = self._tokenizer.convert_ids_to_tokens(list(self.stop_ids))
+        places = [text.rfind(word) for word in words if word and not text.rpartition(word)[2].strip()]
+        return max((place for place in places if place >= 0), default=None)
+
+    def _find_middle_end(self) -> list[int]:
+        """Return the ids, up to the last control id, with which the template ends a policy turn that others follow. It
+        may be another end than that of the last turn: in gpt-oss ``<|end|>`` and ``<|return|>``."""
+        text = self._turn_end
+        with suppress(ChatTemplateError):
+            head = [*self._system, {"role": "user", "content": "task"}]
+            cued = self._render(head, [], generation=True)
+            uncued = self._render(head, [], generation=False)
+            after = self._after_marker([], [], generation=True)
+            if cued.startswith(uncued) and after.endswith(cue := cued[len(uncued) :]):
+                text = after.removesuffix(cue)
+        ids = self._ids(text)
+        control = {*self._tokenizer.all_special_ids, *self._stops}
+        return ids[: max((place for place, i in enumerate(ids, 1) if i in control), default=0)]
+
+    def _sampled_length(self, ids: Sequence[int], end: int | None) -> int:
+        """Return how many of the ids that follow a turn repeat the end that was sampled."""
+        length = len(self._middle_end)
+        if not length or list(ids[:length]) != self._middle_end:
+            length = int(bool(ids) and ids[0] in self._stops)
+        sampled = self.closing()[0] if end is None else end
+        places = [place for place, i in enumerate(ids[:length], 1) if i == sampled]
+        return max(places, default=length)
 
     def _find_whether_calls_are_needed(self, role: str, with_tools: bool) -> bool:
         """Whether messages of ``role`` are shown only after a turn with calls. Raises ChatTemplateError when they are
@@ -336,6 +429,11 @@ def _call_for_template(call: Mapping[str, Any]) -> dict[str, Any]:
     return {**call, "function": function} if "function" in call else function
 
 
+def _plain_call(name: str, arguments: Any) -> str:
+    """Return a call as a text that is the same for equal arguments; true and 1 are not equal."""
+    return f"{name} {json.dumps(arguments, sort_keys=True, ensure_ascii=False, default=str)}"
+
+
 def _key(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> bytes | None:
     """Return the content as bytes that ``marshal.loads`` reads, or None for what is too long or no plain JSON."""
     try:
@@ -348,6 +446,11 @@ def _key(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> bytes |
 _TAG = re.compile(r"</?\w+>")
 """``<think>``, ``<tool_call>``: tags within a turn, which an environment may speak of."""
 _HEAD = 3
+_NOT_WRITTEN = "the chat template does not write a demonstrated turn as it cues one"
+_SHOWN_CHARS = 160
+"""So much of a demonstrated call stands in an error."""
+_THINK_TAG_FIRST = re.compile(r"\s*<think>\n?")
+_EMPTY_THOUGHT = re.compile(r"<think>(\s*</think>)")
 _log = logging.getLogger(__name__)
 
 

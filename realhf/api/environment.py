@@ -178,9 +178,10 @@ class TaskSet(Protocol):
 
 @dataclass(frozen=True)
 class Demonstration:
-    """What a scripted solver says in one episode of ``task``: its turns, as text that a policy would write. ``learned``
-    says of each turn whether a policy should imitate it; () is all of them. ``kind`` names the sort of script;
-    ``succeeds`` says whether the episode must end in success."""
+    """What a scripted solver says in one episode of ``task``: its turns, as text, with calls of tools as Hermes writes
+    them (``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``); the chat template of the model that learns from
+    them writes them in its own syntax. ``learned`` says of each turn whether a policy should imitate it; () is all of
+    them. ``kind`` names the sort of script; ``succeeds`` says whether the episode must end in success."""
 
     task: Task
     turns: tuple[str, ...]
@@ -330,10 +331,15 @@ class ChatFormat(Protocol):
         ...
 
     def following_messages(
-        self, messages: Sequence[ChatMessage], *, ended: bool, tools: Sequence[Mapping[str, Any]] = ()
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        ended: bool,
+        tools: Sequence[Mapping[str, Any]] = (),
+        end: int | None = None,
     ) -> list[int]:
-        """Return the ids that follow a policy turn: its end (unless ``ended`` by a sampled stop id), the messages and
-        the cue for the next policy turn."""
+        """Return the ids that follow a policy turn: its end (unless ``ended`` by a sampled stop id, which is ``end``
+        where that is known), the messages and the cue for the next policy turn."""
         ...
 
     def parse(self, token_ids: Sequence[int], tools: Sequence[Mapping[str, Any]] = ()) -> AssistantMessage:

@@ -30,9 +30,28 @@ from realhf.api.environment import (
     RolloutOutcome,
 )
 from realhf.api.generation import TokenSource
+from realhf.api.tool_parser import HERMES
 from realhf.env.loader.load import build_environment
 from realhf.rollout.episode import EpisodeRequest, play_episode
 from realhf.rollout.player import NO_TOKENS, Player
+
+SCRIPT_FAMILY = HERMES
+"""How the turns of a ``Demonstration`` write calls, whatever the model is that learns from them."""
+
+
+def script_message(said: AssistantMessage) -> dict[str, Any]:
+    """Return a turn of a script as a message of the chat API, with its calls as ``tool_calls``: the template of the
+    model that learns from it writes them in its own way. Raises ValueError for a call that cannot be read."""
+    if not said.tool_calls:
+        return {"role": "assistant", "content": said.text}
+    if problem := next((call.problem for call in said.tool_calls if call.problem), ""):
+        raise ValueError(f"a script writes a call that cannot be read ({problem}): {said.text!r}")
+    thought = f"<think>\n{said.reasoning}\n</think>\n\n" if said.reasoning else ""
+    calls = [
+        {"type": "function", "id": call.id, "function": {"name": call.name, "arguments": dict(call.arguments)}}
+        for call in said.tool_calls
+    ]
+    return {"role": "assistant", "content": thought + said.content, "tool_calls": calls}
 
 
 class Script:
@@ -54,9 +73,11 @@ class Script:
 
     async def speak(self) -> AssistantMessage:
         """See ``Speaker``."""
-        text, learned = self._turns.pop(0), self._learned.pop(0)
-        self.messages.append({"role": "assistant", "content": text} | ({} if learned else {"train": False}))
-        return parse_turn(text, "hermes")
+        text = self._turns.pop(0)
+        learned = self._learned.pop(0)
+        said = parse_turn(text, SCRIPT_FAMILY)
+        self.messages.append(script_message(said) | ({} if learned else {"train": False}))
+        return said
 
     def hear(self, messages: Sequence[Mapping[str, Any]]) -> bool:
         """See ``Speaker``."""

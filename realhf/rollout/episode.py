@@ -217,6 +217,7 @@ class PolicySpeaker:
     tokens: TokenBuffer | None = None
     tools: Sequence[Mapping[str, Any]] = ()
     _ended: bool = True
+    _end: int | None = None
     _spoke: bool = False
 
     @property
@@ -248,7 +249,9 @@ class PolicySpeaker:
             sampled += output.token_ids
             if output.finish_reason != "interrupted":
                 break
-        self._spoke, self._ended = True, output.finish_reason == "stop"
+        self._spoke = True
+        self._ended = output.finish_reason == "stop"
+        self._end = sampled[-1]
         return self.chat.parse(sampled, self.tools)
 
     def _no_turn(self, output: GenOutput) -> None:
@@ -278,7 +281,7 @@ class PolicySpeaker:
         # What cannot fit is not tokenised first: that takes long, and the event loop has other episodes.
         shown = _shortened(messages, room * _MOST_CHARS_OF_A_TOKEN)
         for _ in range(_SHRINK_ATTEMPTS):
-            ids = self.chat.following_messages(shown, ended=self._ended, tools=self.tools)
+            ids = self.chat.following_messages(shown, ended=self._ended, end=self._end, tools=self.tools)
             if len(ids) <= room:
                 return ids
             size = sum(len(message.get("content") or "") for message in shown)

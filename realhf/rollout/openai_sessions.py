@@ -242,7 +242,8 @@ class TokenLedger:
             prompt = self._chat.opening(_maps(messages), tools.schemas)
             return OpenTurn(self._new_branch(prompt, key), list(messages), [], tools)
         tail = list(messages[mark.messages :])
-        between = self._chat.following_messages(_maps(tail), ended=mark.ended, tools=tools.schemas)
+        end = branch.tokens.completion_ids[mark.tokens - 1]
+        between = self._chat.following_messages(_maps(tail), ended=mark.ended, end=end, tools=tools.schemas)
         if mark is branch.marks[-1] and not branch.busy:
             return OpenTurn(branch, tail, between, tools)
         ids = branch.tokens.prompt_ids + branch.tokens.completion_ids[: mark.tokens]

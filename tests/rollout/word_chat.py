@@ -21,9 +21,14 @@ class WordChat:
         return [*(ord(c) % 900 for message in messages for c in message["content"]), CUE]
 
     def following_messages(
-        self, messages: Sequence[Mapping[str, Any]], *, ended: bool, tools: Sequence[Mapping[str, Any]] = ()
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        ended: bool,
+        tools: Sequence[Mapping[str, Any]] = (),
+        end: int | None = None,
     ) -> list[int]:
-        del tools
+        del tools, end
         shown = [ord(c) % 900 for message in messages for c in message["content"]]
         return [*([] if ended else [END]), FOLLOW, *shown, CUE]
 

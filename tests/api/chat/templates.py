@@ -102,8 +102,9 @@ DROPS = (
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<|start|>", "<|stop|>", "<|eot|>", "<|begin|>", "</s>", "<|python_tag|>"]
 
 
-def tokenizer(template, eos, merges=()):
-    """Byte-level, so that every text has ids and every id a text. ``merges`` join two letters to a token more."""
+def tokenizer(template, eos, merges=(), control=()):
+    """Byte-level, so that every text has ids and every id a text. ``merges`` join two letters to a token more;
+    ``control`` are special tokens beside those of ``SPECIAL``."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = [*alphabet, *("".join(pair) for pair in merges)]
     inner = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(vocabulary)}, merges=[*merges]))
@@ -112,7 +113,7 @@ def tokenizer(template, eos, merges=()):
     fast = PreTrainedTokenizerFast(
         tokenizer_object=inner,
         eos_token=eos,
-        additional_special_tokens=[token for token in SPECIAL if token != eos],
+        additional_special_tokens=[token for token in (*SPECIAL, *control) if token != eos],
         clean_up_tokenization_spaces=False,
     )
     fast.chat_template = template
