@@ -65,10 +65,13 @@ class OutcomeRewardInterface:
         self, model: Model, sample: SequenceSample, context: CallContext
     ) -> tuple[SequenceSample, dict[str, float]]:
         """Return the rewards with the lengths of ``env_rewards``, and the statistics ``reward_mean`` and ``n_scored``
-        over the sequences that have a reward."""
+        over the sequences that have a reward. Raises ValueError where ``outcome`` calls a rollout valid and its score
+        is not finite."""
         scores = sample["env_rewards"].float().cpu().numpy()
         if "outcome" in sample.keys:
-            scores = np.where(sample["outcome"].cpu().numpy() == 0, scores, np.float32(math.nan))
+            valid = sample["outcome"].cpu().numpy() == 0
+            _check_scores(sample, scores, valid)
+            scores = np.where(valid, scores, np.float32(math.nan))
         rewards = scored(scores, self._scaling, self._bias, self._clip)
         rewards = rewards + length_penalties(sample, *self._overlong).numpy()
         finite = [reward for reward in rewards.tolist() if not math.isnan(reward)]
@@ -82,6 +85,16 @@ class OutcomeRewardInterface:
         )
         mean = sum(finite) / len(finite) if finite else 0.0
         return out, {"reward_mean": mean, "n_scored": float(len(finite))}
+
+
+def _check_scores(sample: SequenceSample, scores: FloatArray, valid: np.ndarray[Any, np.dtype[np.bool_]]) -> None:
+    """Raise ValueError that names the first sample with a valid rollout and no finite score: it is no failure that was
+    marked as one, so a mean without it would be wrong, and so would an infinite score that is clipped."""
+    strange = np.flatnonzero(valid & ~np.isfinite(scores))
+    if len(strange):
+        row = int(strange[0])
+        at = int(sample.group_index("env_rewards")[row])
+        raise ValueError(f"env_rewards of sample {sample.ids[at]!r} is {scores[row]} for a rollout that did not fail")
 
 
 class LogprobInterface:

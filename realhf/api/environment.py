@@ -288,11 +288,20 @@ def finite_number(found: Any) -> float | None:
 
 def task_of(metadata: Mapping[str, Any]) -> Task:
     """Return the task that the metadata of a sample describe: ``task`` (its payload as JSON text), ``task_id``,
-    ``task_seed``, ``group``, ``template_name`` and ``max_turns``. Raises KeyError or ValueError for other metadata."""
+    ``task_seed``, ``group``, ``template_name`` and ``max_turns``. Raises ValueError for other metadata, with the name
+    of what is missing or cannot be read."""
+    if missing := [name for name in ("task_id", "task", "task_seed") if metadata.get(name) is None]:
+        raise ValueError(f"a sample without the metadata {', '.join(missing)} says nothing about its task")
+    try:
+        payload = json.loads(metadata["task"])
+    except (TypeError, ValueError):
+        payload = None
+    if not isinstance(payload, dict):
+        raise ValueError(f"task of {metadata['task_id']} is no JSON object, but {metadata['task']!r:.100}")
     return Task(
         str(metadata["task_id"]),
         str(metadata.get("group", "")),
-        json.loads(metadata["task"]),
+        payload,
         seed=int(metadata["task_seed"]),
         template=str(metadata.get("template_name", "")),
         max_turns=int(metadata.get("max_turns", 0)),

@@ -54,6 +54,7 @@ from realhf.api.experiment import InterfaceType, MFCDef
 from realhf.api.model import CallContext, Engine, EpisodeCount, Model, TrainResult
 from realhf.api.parallel import Group, HeldInParts
 from realhf.api.sample import MicroBatchSpec, SequenceSample
+from realhf.api.sample_check import check_standard_keys
 from realhf.api.trace import GENERATE, NO_RECORDER, REF, TRAIN, RolloutRecorder, Tracer
 from realhf.base.files import disk_blamed, whole_folder, write_whole
 from realhf.base.tensor_digest import SCHEME, digests, joint_digest
@@ -261,15 +262,21 @@ class ModelHost:
         return [bytes(frame) for frame in encode_sample(outputs.meta())]
 
     def _inputs(self, mfc: MFCDef, request: CallRequest) -> SequenceSample:
-        """The call's inputs in the order of its ids, under the names the interface uses."""
+        """The call's inputs in the order of its ids, under the names the interface uses. Raises ValueError where a key
+        is not what it is registered as: whoever computed with it would be wrong without a word."""
+        sample = _renamed(mfc, self._joined(request))
+        check_standard_keys(sample)
+        return sample
+
+    def _joined(self, request: CallRequest) -> SequenceSample:
         ids, keys = request.ids, request.keys
         if keys and not request.fetches:
-            return _renamed(mfc, self._store.get(ids, keys).annotated(request.metadata, keep=False))
+            return self._store.get(ids, keys).annotated(request.metadata, keep=False)
         parts = [self._fetch(part.endpoint, part.ids, part.keys, self._fetch_timeout_s) for part in request.fetches]
         columns = [self._column(key, ids, parts) for key in keys]
         tensors = {key: column[key] for key, column in zip(keys, columns, strict=True)}
         seqlens = {key: column.seqlens[key] for key, column in zip(keys, columns, strict=True)}
-        return _renamed(mfc, SequenceSample.from_tensors(ids, tensors, seqlens, request.metadata))
+        return SequenceSample.from_tensors(ids, tensors, seqlens, request.metadata)
 
     def _column(self, key: str, ids: Sequence[str], fetched: Sequence[SequenceSample]) -> SequenceSample:
         parts = [part.select([key]) for part in fetched if key in part.keys]

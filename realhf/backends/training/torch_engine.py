@@ -332,8 +332,23 @@ class TorchEngine:
         return account
 
     def _parts(self, sample: SequenceSample, spec: MicroBatchSpec) -> list[Part]:
+        self._check_tokens(sample)
         forward, most = self._forward, self._forward.row_tokens
         return parts_of(sample, spec, self._ranks, share=forward.shares, packed=forward.packs, row_tokens=most)
+
+    def _check_tokens(self, sample: SequenceSample) -> None:
+        """Raise ValueError on a token that the model does not have: on a GPU it would take the process with it."""
+        size = int(self.model.config.get_text_config().vocab_size)
+        ids = sample["packed_input_ids"]
+        strange = (ids < 0) | (ids >= size)
+        if not bool(strange.any()):
+            return
+        place = int(strange.nonzero()[0])
+        at = int(np.searchsorted(sample.lengths("packed_input_ids").rows(), place, side="right")) - 1
+        raise ValueError(
+            f"packed_input_ids of sample {sample.ids[at]!r} has the token {int(ids[place])}, and {self._named} has the "
+            f"tokens 0 to {size - 1}: it was made with another tokenizer"
+        )
 
     def _within(self, empty: bool, run: Callable[[], Tensor]) -> Tensor:
         """Run a pass where the weights are whole; ``empty`` ones compute nothing with them."""

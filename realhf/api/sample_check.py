@@ -1,0 +1,66 @@
+"""Checks that the keys of a sample are what they are registered as (docs/reference/dataflow.md 2). Imports no torch."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from realhf.api.keys import STANDARD_KEYS, KeySpec
+from realhf.api.sample import IntArray, Lengths, SequenceSample
+
+TOKENS = "packed_input_ids"
+
+
+def check_standard_keys(sample: SequenceSample) -> None:
+    """Raise ValueError that names key and sample where a registered key has another dtype, shape or number of entries
+    than ``STANDARD_KEYS`` says. Entries are compared with the tokens of the sequence; without the key of these every
+    key of one value a sequence has the same sequences. Other keys, and the lengths of ``free`` ones, may be anything.
+    """
+    present = [spec for spec in STANDARD_KEYS if spec.name in sample.keys]
+    dtypes = sample.dtypes
+    shapes = sample.trailing_shapes
+    for spec in present:
+        if (found := (dtypes[spec.name], shapes[spec.name])) != (spec.dtype, spec.trailing):
+            raise ValueError(
+                f"{spec.name} of sample {sample.ids[0]!r} is {_named(*found)}, not {_named(spec.dtype, spec.trailing)}"
+            )
+    counted = [spec for spec in present if spec.rule != "free"]
+    if not counted:
+        return
+    with_tokens = TOKENS in sample.keys
+    leader = TOKENS if with_tokens else counted[0].name
+    reference = sample.lengths(leader)
+    for spec in counted:
+        expected = _expected(spec, reference.values) if with_tokens or spec.rule == "1" else None
+        _check_lengths(sample, spec, leader, reference, expected)
+
+
+def _named(dtype: str, trailing: tuple[int, ...]) -> str:
+    return f"{dtype} of shape {list(trailing)}" if trailing else dtype
+
+
+def _expected(spec: KeySpec, tokens: IntArray) -> IntArray:
+    """Return the entries of each sequence of so many tokens."""
+    if spec.rule == "1":
+        return np.ones_like(tokens)
+    return tokens if spec.rule == "L" else np.maximum(tokens - 1, 0)
+
+
+def _check_lengths(
+    sample: SequenceSample, spec: KeySpec, leader: str, reference: Lengths, expected: IntArray | None
+) -> None:
+    own = sample.lengths(spec.name)
+    if not np.array_equal(own.offsets, reference.offsets):
+        counts, others = np.diff(own.offsets), np.diff(reference.offsets)
+        at = int(np.flatnonzero(counts != others)[0])
+        raise ValueError(
+            f"{spec.name} of sample {sample.ids[at]!r} has {counts[at]} sequences, {leader} has {others[at]}"
+        )
+    if expected is None or np.array_equal(own.values, expected):
+        return
+    row = int(np.flatnonzero(own.values != expected)[0])
+    at = int(np.searchsorted(own.offsets, row, side="right")) - 1
+    length = f" of {reference.values[row]} tokens" if leader == TOKENS else ""
+    raise ValueError(
+        f"{spec.name} of sample {sample.ids[at]!r} has {own.values[row]} entries for a sequence{length}, "
+        f"not {expected[row]}"
+    )
