@@ -12,11 +12,13 @@ from xdist.scheduler import LoadFileScheduling
 RANKS = "tests/backends/parallel"
 """Files that run ranks. Their server, from which every rank is forked, imports for five seconds of CPU in each test
 process that runs one of them."""
+CALLS = "tests/mfc/"
+"""Files whose tests share one model worker and one environment server."""
 WITH_RANKS = ("tests/backends/parallel/", "tests/backends/training/test_lora_ranks.py")
 
 
 class FilesThatBelongTogether(LoadFileScheduling):
-    """Hands out files as ``--dist loadfile`` does, but those with ranks as if they were one."""
+    """Hands out files as ``--dist loadfile`` does, but those with ranks as if they were one, and those of the calls."""
 
     def _split_scope(self, nodeid: str) -> str:
         return together(super()._split_scope(nodeid))
@@ -24,6 +26,8 @@ class FilesThatBelongTogether(LoadFileScheduling):
 
 def together(file: str) -> str:
     """Return the name under which a file is handed out."""
+    if file.startswith(CALLS):
+        return CALLS
     return RANKS if file.startswith(WITH_RANKS) else file
 
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 from types import SimpleNamespace
 
-from tests.sharing import RANKS, FilesThatBelongTogether, place, pytest_xdist_make_scheduler, together
+from tests.sharing import CALLS, RANKS, FilesThatBelongTogether, place, pytest_xdist_make_scheduler, together
 
 TESTS = Path(__file__).resolve().parent
 
@@ -15,7 +15,9 @@ def test_files_that_run_ranks_are_handed_out_together_and_others_alone():
     with_ranks = {name for name in found if f"\n{imports} " in (TESTS.parent / name).read_text(encoding="utf-8")}
     assert len(with_ranks) >= 5 and {together(name) for name in with_ranks} == {RANKS}
     assert {name for name in found if together(name) == RANKS} == with_ranks
-    others = found - with_ranks
+    calls = {name for name in found if together(name) == CALLS}
+    assert len(calls) >= 6 and {Path(name).parent.name for name in calls} == {"mfc"}
+    others = found - with_ranks - calls
     assert {together(name) for name in others} == others
 
 

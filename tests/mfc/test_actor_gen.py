@@ -7,35 +7,21 @@ import json
 import pytest
 import torch
 
-from experiments.policy_gradient import actor_gen, config_class, policy_gradient, policy_options
-from experiments.sft import FirstWeights
-from realhf.algorithms.options import PolicyGradientOptions
-from realhf.api.config import GenConfig, RolloutConfig
 from realhf.api.sample import SequenceSample
-from realhf.aws.environment import AwsOptions
 from realhf.aws.tasks.loader import instantiate
-from tests.mfc.mfc_bench import MfcBench, as_lists, sequences
+from tests.mfc.graph_calls import GROUP, MAX_NEW, MAX_TURNS, SESSIONS, TEMPERATURE
+from tests.mfc.mfc_bench import as_lists, sequences
 
 pytestmark = pytest.mark.sim
 
-G, SESSIONS, MAX_TURNS, MAX_NEW, TEMPERATURE, STEP = 3, 3, 2, 40, 0.8, 4
+STEP = 4
 
 
 @pytest.fixture(scope="module")
-def bench(tmp_path_factory, policy):
-    config = config_class("aws")(
-        experiment="grpo_aws",
-        env=AwsOptions(pool_size=SESSIONS),
-        ppo=PolicyGradientOptions(group_size=G),
-        gen=GenConfig(max_new_tokens=MAX_NEW, temperature=TEMPERATURE),
-        rollout=RolloutConfig(max_turns=MAX_TURNS),
-    )
-    models, _ = policy_gradient(config, policy_options(config, streamed=False), FirstWeights(str(policy)))
-    bench = MfcBench(
-        tmp_path_factory.mktemp("run"), actor_gen(config, policy_options(config)), models["actor"], sessions=SESSIONS
-    )
-    yield bench
-    bench.close()
+def played_on(bench):
+    """The bench with simulators."""
+    bench.serve_environment(SESSIONS)
+    return bench
 
 
 @pytest.fixture(scope="module")
@@ -56,8 +42,8 @@ def drawn(tasks, name):
 
 
 @pytest.fixture(scope="module")
-def played(bench, tasks):
-    return bench.infer(drawn(tasks, "first"), step=STEP, seed=11)
+def played(played_on, tasks):
+    return played_on.run("actor_gen", drawn(tasks, "first"), step=STEP, seed=11)
 
 
 def turns(ids, mask):
@@ -79,16 +65,16 @@ def rollouts(played):
 @pytest.mark.nightly
 def test_groups_of_one_instance(played, tasks, tokenizer):
     outputs, stats = played
-    assert outputs.ids == ("first0", "first1") and stats["rollouts"] == 2 * G and stats["failed_rollouts"] == 0
+    assert outputs.ids == ("first0", "first1") and stats["rollouts"] == 2 * GROUP and stats["failed_rollouts"] == 0
     lengths = as_lists(outputs.seqlens)
-    assert [len(group) for group in lengths["packed_input_ids"]] == [G, G]
+    assert [len(group) for group in lengths["packed_input_ids"]] == [GROUP, GROUP]
     shifted = [[length - 1 for length in group] for group in lengths["packed_input_ids"]]
     assert lengths["packed_logprobs"] == lengths["packed_versions"] == shifted
-    assert lengths["env_rewards"] == lengths["outcome"] == [[1] * G] * 2
+    assert lengths["env_rewards"] == lengths["outcome"] == [[1] * GROUP] * 2
     prompts = sequences(outputs, "prompt_mask")
     for number, (ids, _) in enumerate(rollouts(played)):
         conversation = tokenizer.decode(ids[prompts[number]])
-        assert conversation == f"<|user|>{tasks[number // G].description}<|assistant|>"
+        assert conversation == f"<|user|>{tasks[number // GROUP].description}<|assistant|>"
         assert bool(prompts[number][: int(prompts[number].sum())].all()), "the prompt comes first"
 
 
@@ -121,15 +107,15 @@ def test_logprobs_are_those_of_a_plain_forward_of_the_same_tokens(played, expect
 def test_the_solution_is_rewarded_and_nothing_else(played, tasks, tokenizer):
     outputs, stats = played
     solved = [
-        any(tokenizer.decode(turn).removesuffix("<|end|>") == tasks[number // G].solution[0] for turn in spoken)
+        any(tokenizer.decode(turn).removesuffix("<|end|>") == tasks[number // GROUP].solution[0] for turn in spoken)
         for number, spoken in enumerate(turns(*rollout) for rollout in rollouts(played))
     ]
     assert any(solved) and not all(solved), "a policy that can do some of it"
     assert outputs["env_rewards"].tolist() == [float(each) for each in solved]
-    assert outputs["outcome"].tolist() == [0] * 2 * G
+    assert outputs["outcome"].tolist() == [0] * 2 * GROUP
     assert stats["success"] == pytest.approx(sum(solved) / len(solved))
     for number in range(2):
-        group = solved[number * G : (number + 1) * G]
+        group = solved[number * GROUP : (number + 1) * GROUP]
         assert json.loads(outputs.metadata["achieved"][number]) == group
         assert json.loads(outputs.metadata["rewards"][number]) == [float(each) for each in group]
     assert not any(outputs["seq_no_eos_mask"].tolist()), "an episode ends by success or by its turns, none by length"
@@ -143,15 +129,34 @@ def test_the_observation_is_that_of_the_simulator(played, tasks, tokenizer):
     ]
     assert asked, "the policy was taught to ask for the buckets"
     for number, text in asked:
-        assert f'"Name":"{tasks[number // G].params["name"]}"' in text.replace(" ", "")
+        assert f'"Name":"{tasks[number // GROUP].params["name"]}"' in text.replace(" ", "")
 
 
-def test_a_samples_own_id_decides_its_tokens(bench, tasks, played):
-    one, _ = bench.infer(drawn(tasks, "own"), step=STEP, seed=11)
-    bench.ask("clear", {"ids": list(one.ids)})
-    again, _ = bench.infer(drawn(tasks, "own"), step=STEP, seed=12)
+def test_a_samples_own_id_decides_its_tokens(played_on, tasks, played):
+    one = played_on.run("actor_gen", drawn(tasks, "own"), step=STEP, seed=11).outputs
+    again = played_on.run("actor_gen", drawn(tasks, "own"), step=STEP, seed=12).outputs
     assert torch.equal(again["packed_input_ids"], one["packed_input_ids"])
     assert torch.equal(again["packed_logprobs"], one["packed_logprobs"])
-    assert as_lists(again.seqlens) != as_lists(played[0].seqlens) or not torch.equal(
-        again["packed_input_ids"], played[0]["packed_input_ids"]
-    )
+    other = played.outputs
+    same = as_lists(again.seqlens) == as_lists(other.seqlens)
+    assert not (same and torch.equal(again["packed_input_ids"], other["packed_input_ids"]))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"task": None}, "a sample without the metadata task says nothing about its task"),
+        ({"task": "s3", "task_id": "a"}, "task of a is no JSON object, but 's3'"),
+    ],
+    ids=["none", "no JSON"],
+)
+def test_a_sample_without_a_task_is_one_error_and_the_next_call_is_served(played_on, tasks, change, words):
+    sample = drawn(tasks, "bare")
+    bare = sample.annotated({name: [value, *sample.metadata[name][1:]] for name, value in change.items()})
+    assert words in played_on.error_of("actor_gen", bare)
+    assert played_on.run("actor_gen", drawn(tasks[:1], "after"), step=STEP).stats["rollouts"] == GROUP
+
+
+def test_a_worker_that_is_killed_in_its_episodes_is_named(played_on, tasks):
+    assert "'model_worker/1' died" in played_on.error_of_kill("actor_gen", drawn(tasks, "killed"))
+    assert played_on.run("actor_gen", drawn(tasks[:1], "survivor"), step=STEP).stats["failed_rollouts"] == 0
