@@ -10,22 +10,26 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import json
 import logging
 import re
+import signal
 import sys
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Coroutine, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn, TypeVar
 
 from realhf.api.calls import (
     COMMITTED,
     EVALUATE,
     EXPORT,
+    KEEP_EXPORT,
     PROGRESS,
     EvaluateRequest,
     ExportRequest,
+    KeepExportRequest,
     Nothing,
 )
 from realhf.api.config import RecoverMode
@@ -37,6 +41,7 @@ from realhf.base.host_resources import LoadOfSteps
 from realhf.base.messages import Call
 from realhf.base.plugin import load_plugin
 from realhf.base.process import settle
+from realhf.dataflow.best_policy import BestPolicy, best_figures
 from realhf.dataflow.buffer import EndOfData
 from realhf.dataflow.checkpoint import Checkpoint, CheckpointStore
 from realhf.dataflow.function_executor import FunctionExecutor
@@ -61,6 +66,16 @@ from workers.worker_main import add_key_file, keys_in
 
 ACTIVITY_INTERVAL_S = 0.3
 PROGRESS_INTERVAL_S = 5.0
+T = TypeVar("T")
+_log = logging.getLogger(__name__)
+
+
+class RunStopped(Exception):
+    """The run was asked to end early and has saved what it could."""
+
+
+class StepAbandoned(Exception):
+    """A step was broken off before its training began; the weights are those before it."""
 
 
 class MasterWorker:
@@ -93,37 +108,53 @@ class MasterWorker:
         self._saved_step = 0
         self._told_of_workers: StepSource | None = None
         self._processes: dict[str, tuple[int, int]] = {}
+        self._best = BestPolicy(self._spec.run_dir) if plan.exp_ctrl.keep_best and self._spec.evaluation else None
+        self._keeping: asyncio.Task[None] | None = None
+        self._stop = asyncio.Event()
+        self._training = False
+
+    def request_stop(self) -> None:
+        """Save a checkpoint of the last finished step and end the run, as soon as the call that runs allows it. To be
+        called in the event loop. Where nothing is unsaved, ``stopped`` is reported at once."""
+        self._stop.set()
+        if not self._training or self._executor.next_step <= self._saved_step:
+            self._report_stopped()
 
     async def run(self) -> None:
         """Run the experiment to its end. Raises whatever ends it before."""
         await self._rpc.start()
         self._events.emit("endpoint", address=self._rpc.endpoint, run_id=self._run_id)
         try:
-            async with contextlib.AsyncExitStack() as stack:
-                tracer = stack.enter_context(open_trace(self._spec.run_dir, "master"))
-                checkpoint = await self._last_checkpoint()  # a run that is refused has changed nothing
-                await self._workers_ready()
-                self._steps = await self._open_steps(checkpoint)
-                stack.push_async_callback(self._steps.close)
-                self._executor = self._make_executor()
-                if checkpoint is not None:
-                    await self._restore(checkpoint)
-                completed = checkpoint.step if checkpoint else 0
-                await self._record_launch(completed)
-                self._log = RunLog(
-                    self._spec.run_dir,
-                    self._plan.monitor,
-                    self._events,
-                    tracer=tracer,
-                    completed_steps=completed,
-                    total_steps=self._spec.total_train_steps,
-                    evaluation=self._spec.evaluation,
-                )
-                stack.push_async_exit(self._log.leave)
-                await self._train(stack)
-                await self._finish()
+            await self._run()
+        except RunStopped:
+            _log.info("the run was stopped")
         finally:
             await self._rpc.close()
+
+    async def _run(self) -> None:
+        async with contextlib.AsyncExitStack() as stack:
+            tracer = stack.enter_context(open_trace(self._spec.run_dir, "master"))
+            checkpoint = await self._last_checkpoint()  # a run that is refused has changed nothing
+            await self._workers_ready()
+            self._steps = await self._open_steps(checkpoint)
+            stack.push_async_callback(self._steps.close)
+            self._executor = self._make_executor()
+            if checkpoint is not None:
+                await self._restore(checkpoint)
+            completed = checkpoint.step if checkpoint else 0
+            await self._record_launch(completed)
+            self._log = RunLog(
+                self._spec.run_dir,
+                self._plan.monitor,
+                self._events,
+                tracer=tracer,
+                completed_steps=completed,
+                total_steps=self._spec.total_train_steps,
+                evaluation=self._spec.evaluation,
+            )
+            stack.push_async_exit(self._log.leave)
+            await self._train(stack)
+            await self._finish()
 
     # ---- start
 
@@ -262,10 +293,12 @@ class MasterWorker:
             await stack.enter_async_context(self._executor)
             watcher = asyncio.create_task(self._show_activity())
             stack.callback(watcher.cancel)
+            self._training = True
             await self._train_steps(done, total)
-        await self._steps.evaluated()
+            self._training = False
+        await self._evaluation_over()
         await self._evaluate(self._executor.next_step, last=True)
-        await self._steps.evaluated()
+        await self._evaluation_over()
         await self._steps.pause()
 
     async def _train_steps(self, done: int, total: int) -> None:
@@ -273,24 +306,81 @@ class MasterWorker:
         self._loads.figures(self._rpc.loads())  # what was before the first step counts for none
         for step in range(done, total):
             try:
-                report = await self._executor.execute_step(step)
+                report = await self._execute(step)
             except EndOfData as end:
                 await self._data_ended(step, end)
                 break
+            except StepAbandoned:
+                await self._save_and_stop(step)
             if self._spec.rollout is not None:
                 await self._roles.gather_weights(self._spec.rollout.role)
-            await self._steps.publish(step + 1)
+            await self._unless_stopped(self._steps.publish(step + 1))
             await self._report(report)
             owed = owed or (step + 1) % self._plan.exp_ctrl.ckpt_freq_steps == 0
             # A run that goes on after a checkpoint does not repeat evaluations of the steps before it. Where each lasts
             # until the next is due, the time between the two is the only one for a checkpoint.
             if step + 1 == total or (owed and self._evaluation_is_due(step + 1)):
-                await self._steps.evaluated()
-            if step + 1 == total or (owed and not self._steps.evaluating):
+                await self._unless_stopped(self._evaluation_over())
+            if self._stop.is_set():
+                await self._save_and_stop(step + 1)
+            if step + 1 == total or (owed and not self._evaluating()):
                 await self._checkpoint(step + 1)
                 owed = False
             if step + 1 < total:
-                await self._evaluate(step + 1)
+                await self._unless_stopped(self._evaluate(step + 1))
+
+    async def _execute(self, step: int) -> StepReport:
+        """Run a step. Raises StepAbandoned where the run is to stop and training has not begun; a step whose training
+        has begun is finished first."""
+        if self._stop.is_set():
+            raise StepAbandoned
+        running = asyncio.create_task(self._executor.execute_step(step))
+        try:
+            await self._unless_stopped(running)
+            if running.done():
+                return running.result()
+            if self._executor.has_begun_training(step):
+                self._log.phase(f"stopping: step {step + 1} is being trained; its checkpoint follows")
+                return await running
+            calls = [f"{name} {state}" for name, state in self._executor.activity().items() if state.startswith("runs")]
+            if calls:
+                self._log.phase(f"stopping as soon as the running calls have ended: {', '.join(calls)}")
+            await self._executor.settle()
+        finally:
+            running.cancel()
+        await asyncio.wait([running])
+        if running.cancelled():
+            raise StepAbandoned
+        return running.result()
+
+    async def _unless_stopped(self, work: Coroutine[Any, Any, T] | asyncio.Task[T]) -> None:
+        """Wait for ``work``, or until the run is to stop; then a coroutine is cancelled, and a task goes on. Raises
+        what ``work`` raises."""
+        task = work if isinstance(work, asyncio.Task) else asyncio.create_task(work)
+        stop = asyncio.create_task(self._stop.wait())
+        try:
+            await asyncio.wait([task, stop], return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                task.result()
+        finally:
+            stop.cancel()
+            if task is not work:
+                task.cancel()
+
+    async def _save_and_stop(self, completed: int) -> NoReturn:
+        """Save a checkpoint of ``completed`` steps if there is none, and end the run. Raises RunStopped."""
+        if completed > self._saved_step:
+            if self._evaluating():
+                self._events.emit("warning", text="the held-out evaluation in play is cut off and not made again")
+            self._log.phase(f"stopping: saving a checkpoint of step {completed}")
+            await self._checkpoint(completed)
+        self._report_stopped()
+        raise RunStopped
+
+    def _report_stopped(self) -> None:
+        step = self._saved_step
+        saved = f"a checkpoint of step {step} is saved" if step else "no step was finished, so nothing is saved"
+        self._events.emit("stopped", text=saved)
 
     async def _data_ended(self, completed: int, end: EndOfData) -> None:
         """The source has no more: the run is complete with the steps it has. Raises RuntimeError where it has none."""
@@ -298,7 +388,7 @@ class MasterWorker:
             raise RuntimeError(f"there is nothing to train on: {end}")
         total = self._spec.total_train_steps
         self._events.emit("warning", text=f"the data ended after step {completed}, before total_train_steps={total}")
-        await self._steps.evaluated()  # as before every checkpoint: it would not be made again
+        await self._evaluation_over()  # as before every checkpoint: it would not be made again
         if self._saved_step < completed:
             await self._checkpoint(completed)
 
@@ -363,15 +453,59 @@ class MasterWorker:
         if not last and evaluation.interim_args is not None:
             evaluation = replace(evaluation, args=evaluation.interim_args)
         when = "before training" if step == 0 else f"after step {step}"
-        if await self._steps.evaluate(step, evaluation, lambda report: self._evaluated(step, report)):
+        if self._best is not None and self._spec.rollout is not None:
+            # The weights go on changing while it is played.
+            await self._evaluation_over()
+            await self._export_to(evaluation.role, self._best.candidate)
+        if await self._steps.evaluate(step, evaluation, lambda report: self._deliver(step, evaluation, report)):
             self._log.phase(f"held-out evaluation {when}" + ("" if last else ", beside training"))
             return
         self._log.phase(f"held-out evaluation {when}")
-        self._evaluated(step, await self._evaluation_report(evaluation, step))
+        await self._evaluated(step, evaluation, await self._evaluation_report(evaluation, step))
 
-    def _evaluated(self, step: int, report: Report) -> None:
-        if report:
-            self._log.evaluation(step, report)
+    def _deliver(self, step: int, evaluation: EvaluationSpec, report: Report) -> None:
+        """Take the report of an evaluation that was played beside training."""
+        self._keeping = asyncio.create_task(self._evaluated(step, evaluation, report))
+
+    async def _evaluated(self, step: int, evaluation: EvaluationSpec, report: Report) -> None:
+        """Keep the policy if it is the best so far, then record the evaluation: one that is recorded is not repeated
+        by a run that goes on."""
+        if not report:
+            return
+        if self._best is not None:
+            await self._keep_if_best(self._best, step, evaluation, report)
+        self._log.evaluation(step, report)
+
+    async def _keep_if_best(self, best: BestPolicy, step: int, evaluation: EvaluationSpec, report: Report) -> None:
+        figures = best_figures(step, report)
+        if figures is None or not best.is_beaten_by(figures):
+            return
+        if self._spec.rollout is None:
+            await self._export_to(evaluation.role, best.candidate)
+        elif figures["version"] != step:
+            version = figures["version"]
+            text = f"the policy of step {step} is not kept as the best: weights of version {version} were evaluated"
+            self._events.emit("warning", text=text)
+            return
+        worker = self._roles.of(evaluation.role)[0]
+        request = KeepExportRequest(str(best.candidate), str(best.folder), json.dumps(figures, indent=1))
+        await self._ask(worker, KEEP_EXPORT, request)
+        await asyncio.to_thread(best.record, figures)
+        self._log.phase(
+            f"best held-out success so far: {figures['success']:.1%}; the policy is kept in {best.folder.name}"
+        )
+
+    async def _evaluation_over(self) -> None:
+        """Wait for the evaluation that is played beside training, and until its policy is kept."""
+        await self._steps.evaluated()
+        if self._keeping is not None:
+            await asyncio.wait([self._keeping])  # a wait that is cancelled leaves it alone
+            self._keeping.result()
+            self._keeping = None
+
+    def _evaluating(self) -> bool:
+        """Return whether an evaluation beside training is played, or over and not recorded yet."""
+        return self._steps.evaluating or (self._keeping is not None and not self._keeping.done())
 
     async def _evaluation_report(self, evaluation: EvaluationSpec, step: int) -> dict[str, Any]:
         """The same seed every time: before and after are compared on the same instances."""
@@ -437,17 +571,23 @@ class MasterWorker:
         role = self._spec.export_role
         if role is None:
             return
-        target = self._spec.artifact or self._spec.run_dir / "policy"
+        await self._export_to(role, self._spec.artifact or self._spec.run_dir / "policy")
+
+    async def _export_to(self, role: str, target: Path) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
-        worker = self._roles.of(role)[0]
         await self._roles.gather_weights(role)
-        await self._ask(worker, EXPORT, ExportRequest(role, str(target)))
+        await self._ask(self._roles.of(role)[0], EXPORT, ExportRequest(role, str(target)))
 
     async def _finish(self) -> None:
         self._log.phase("exporting the policy")
         await self._export()
         self._steps.end()
-        summary = await asyncio.to_thread(self._log.finish, wall_seconds=self._wall_seconds(), train_calls=self._trains)
+        summary = await asyncio.to_thread(
+            self._log.finish,
+            wall_seconds=self._wall_seconds(),
+            train_calls=self._trains,
+            best=self._best and self._best.figures,
+        )
         try:
             await asyncio.to_thread(write_report, self._spec.run_dir)
         except OSError as error:  # the run is over and saved: a full disk must not make it fail
@@ -500,7 +640,9 @@ def main() -> int:
         allow_many_connections()
         network = Network.of_master(plan.network, keys_in(args.key_file))
         with asyncio.Runner(loop_factory=new_event_loop) as runner:
-            runner.run(MasterWorker(plan, args.run_id, events, network).run())
+            master = MasterWorker(plan, args.run_id, events, network)
+            runner.get_loop().add_signal_handler(signal.SIGINT, master.request_stop)
+            runner.run(master.run())
 
     return run_guarded(work)
 

@@ -21,6 +21,7 @@ from realhf.api.calls import (
     GATHER,
     HELD,
     INITIALIZE,
+    KEEP_EXPORT,
     LOAD,
     OPEN_WORLD,
     PROGRESS,
@@ -64,7 +65,7 @@ if TYPE_CHECKING:
     from realhf.backends.parallel.process_groups import Meeting, World
 
 _log = logging.getLogger(__name__)
-HOST_CALLS = (CALL, LOAD, EVALUATE, SAVE, RESTORE, COMMITTED, EXPORT, GATHER, HELD)
+HOST_CALLS = (CALL, LOAD, EVALUATE, SAVE, RESTORE, COMMITTED, EXPORT, KEEP_EXPORT, GATHER, HELD)
 
 
 class ModelWorker:

@@ -274,6 +274,14 @@ class ExportRequest(Message, frozen=True):
     folder: str
 
 
+class KeepExportRequest(Message, frozen=True):
+    """Put the exported ``folder`` in the place of ``target``, with ``held_out`` (JSON text) as a file in it."""
+
+    folder: str
+    target: str
+    held_out: str
+
+
 class PublishWeightsRequest(Message, frozen=True):
     """Make the weights of ``role`` available; they must be of this policy version. In a self-test (``trial``) they are
     changed before, by ``TRIAL_CHANGE``, and changed back by ``TRIAL_RESTORE``."""
@@ -302,6 +310,7 @@ SAVE = Call("save", CheckpointRequest, SaveAnswer)
 RESTORE = Call("restore", CheckpointRequest, Nothing)
 COMMITTED = Call("committed", Nothing, Nothing)
 EXPORT = Call("export", ExportRequest, Nothing)
+KEEP_EXPORT = Call("keep_export", KeepExportRequest, Nothing)
 PUBLISH_WEIGHTS = Call("publish_weights", PublishWeightsRequest, PublishWeightsAnswer)
 
 

@@ -680,6 +680,11 @@ class CheckpointConfig:
 
     ckpt_freq_steps: int = option(5, "A checkpoint is written every so many steps.", at_least=1)
     keep: int = option(2, "This many checkpoints stay on the disk.", at_least=1)
+    keep_best: bool = option(
+        False,
+        "The policy with the best held-out success is kept in best_policy, beside the policy of the last step. Each "
+        "evaluation of an asynchronous run then writes the policy first.",
+    )
 
 
 @dataclass

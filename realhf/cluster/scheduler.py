@@ -223,6 +223,10 @@ class ClusterScheduler:
                 self._table.workers.pop(event.name, None)
             self._backlog.append(event)
 
+    def interrupt(self, name: str) -> None:
+        """See ``Scheduler``. The master runs on this machine."""
+        self._local.interrupt(name)
+
     def kill(self, name: str, cause: str, *, pid: int = 0, started: int = 0) -> None:
         """See ``Scheduler``. On another host its agent does it; one that is mute is lost soon, with its workers."""
         running = self._table.workers.get(name)

@@ -90,6 +90,7 @@ class FunctionExecutor:
         self._progress = time.monotonic()
         self._loading: asyncio.Task[None] | None = None
         self._tasks: Mapping[str, asyncio.Task[list[CallReport]]] = {}
+        self._settling = False
 
     # ---- life
 
@@ -165,6 +166,8 @@ class FunctionExecutor:
                 reports.append(await self.calls[name].run(step, call))
             except EndOfData:
                 break
+            if self._settling:
+                raise asyncio.CancelledError
             self._note_progress()
         return reports
 
@@ -225,6 +228,20 @@ class FunctionExecutor:
         done = {name for name, task in self._tasks.items() if task.done()}
         return {name: "done" if name in done else call.activity for name, call in self.calls.items()}
 
+    def has_begun_training(self, step: int) -> bool:
+        """Return whether a training call of ``step`` was sent, so that weights are no longer those before the step."""
+        trains = (mfc.name for mfc in self.graph.mfcs if mfc.interface_type is InterfaceType.TRAIN_STEP)
+        return any(self.calls[name].last_step_begun == step for name in trains)
+
+    async def settle(self) -> None:
+        """Send no further call of the open step and wait until those that run have ended. To be followed by cancelling
+        ``execute_step``: a call that several workers make together must not be cut off on some of them."""
+        self._settling = True
+        for name, task in self._tasks.items():
+            if self.calls[name].activity == WAITS:
+                task.cancel()
+        await asyncio.wait(list(self._tasks.values()))
+
     # ---- results
 
     def _on_retire(self, samples: Sequence[Sample]) -> None:
@@ -259,7 +276,8 @@ class FunctionExecutor:
     # ---- recovery
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything of the master that decides the steps to come, JSON-able. Call between steps."""
+        """Return everything of the master that decides the steps to come, JSON-able. Call it between steps, or in a
+        step whose training has not begun: that step is then repeated from its beginning."""
         return {"next_step": self.next_step, **self.loader.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

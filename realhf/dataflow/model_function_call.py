@@ -221,6 +221,8 @@ class ModelFunctionCall:
         self.mfc = mfc
         self.inputs = graph.inputs(mfc.name)
         self.activity = WAITS
+        self.last_step_begun = -1
+        """The last step of which a batch was taken, whatever became of it."""
         self._buffer, self._storage, self._caller = buffer, storage, caller
         self._workers = tuple(workers)
         self._seed = seed
@@ -233,6 +235,7 @@ class ModelFunctionCall:
         try:
             async with self._buffer.lease(self.mfc.name, step) as lease:
                 queued = time.monotonic()
+                self.last_step_begun = step
                 self.activity = f"runs on {', '.join(self._workers)} since {time.strftime('%H:%M:%S')}"
                 return await self._run_lease(lease, step, call, queued - began)
         finally:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import random
 import threading
 import time
@@ -29,6 +30,7 @@ from realhf.api.calls import (
     EXPORT,
     GATHER,
     HELD,
+    KEEP_EXPORT,
     LOAD,
     PROGRESS,
     RESTORE,
@@ -44,6 +46,7 @@ from realhf.api.calls import (
     GatherRequest,
     GroupPart,
     HeldAnswer,
+    KeepExportRequest,
     LoadAnswer,
     LoadRequest,
     Nothing,
@@ -58,6 +61,7 @@ from realhf.api.sample_check import check_standard_keys
 from realhf.api.trace import GENERATE, NO_RECORDER, REF, TRAIN, RolloutRecorder, Tracer
 from realhf.base.files import disk_blamed, whole_folder, write_whole
 from realhf.base.tensor_digest import SCHEME, digests, joint_digest
+from realhf.dataflow.best_policy import HELD_OUT_FILE
 from realhf.dataflow.checkpoint import saved_file
 from realhf.dataflow.model_function_call import WrongReply, check_keys
 from realhf.registry import interfaces as interface_registry
@@ -174,6 +178,7 @@ class ModelHost:
                 RESTORE.served_by(self.restore),
                 COMMITTED.served_by(self.committed),
                 EXPORT.served_by(self.export),
+                KEEP_EXPORT.served_by(self.keep_export),
                 GATHER.served_by(self.gather),
                 HELD.served_by(self.held),
             ]
@@ -443,6 +448,17 @@ class ModelHost:
         with whole_folder(Path(request.folder)) as folder:
             engine.export_hf(folder)
             write_digests(folder, engine)
+        return Nothing()
+
+    def keep_export(self, request: KeepExportRequest) -> Nothing:
+        """Move an exported policy to its place, with the figures of its evaluation. The policy of before stays there
+        until the new one is complete. Raises OSError."""
+        exported = Path(request.folder)
+        with whole_folder(Path(request.target)) as folder:
+            for path in exported.iterdir():
+                os.replace(path, folder / path.name)
+            write_whole(folder / HELD_OUT_FILE, request.held_out)
+        exported.rmdir()
         return Nothing()
 
 

@@ -86,6 +86,8 @@ class Loader(StepLoader):
         self._timeout_s = timeout_s
         self._drawn: dict[int, list[SourceItem]] = {}
         self._restored: dict[int, list[SourceItem]] = {}
+        self._before_more: dict[str, Any] | None = None
+        """State of the source before the first draw of ``more`` in the open step; None when there was none."""
         self._activity, self._busy = "idle", False
 
     @property
@@ -118,11 +120,14 @@ class Loader(StepLoader):
     def finished(self, step: int) -> None:
         """The results of ``step`` are recorded: one more step may be drawn."""
         self._drawn.pop(step, None)
+        self._before_more = None
         super().finished(step)
 
     async def more(self, step: int, n: int) -> SequenceSample | None:
-        """Draw further samples of a step. No checkpoint falls between them and the end of the step: a run that goes on
-        plays the step from its beginning, and draws them again."""
+        """Draw further samples of a step. A checkpoint that falls between them and the end of the step holds the source
+        as it was before them: a run that goes on plays the step from its beginning, and draws them again."""
+        if self._before_more is None:
+            self._before_more = self._source.state_dict()
         items = self._source.next_batch(n)
         return await self._stored(items, step) if items else None
 
@@ -175,7 +180,8 @@ class Loader(StepLoader):
             str(step): [item.to_map() for item in items]
             for step, items in sorted({**self._restored, **self._drawn}.items())
         }
-        return {"source": self._source.state_dict(), "pending": pending}
+        source = self._source.state_dict() if self._before_more is None else self._before_more
+        return {"source": source, "pending": pending}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Before ``run``."""

@@ -74,6 +74,10 @@ def build_experiment(composed: Composed) -> BuiltExperiment:
         _check_heads(every)
         _check_served(every)
     _check_hosts(config, everything)
+    if config.exp_ctrl.keep_best and spec.evaluation is None:
+        raise ConfigError(
+            f"exp_ctrl.keep_best=true: experiment {spec.name} makes no held-out evaluation, so no policy is the best"
+        )
     *_, graph = [spec_graph(every) for every in everything]
     return BuiltExperiment(
         config, composed.file.plugin, from_json_value(ExperimentSpec, plain), graph, effective(config, reads)

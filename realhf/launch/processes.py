@@ -15,10 +15,9 @@ import re
 import secrets
 import shutil
 import signal
-import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from realhf.api.config import AsyncConfig, RecoverMode
 from realhf.api.experiment import ExperimentSpec, JobSpec, RunPlan
 from realhf.base.loopback import free_port, is_loopback_host
 from realhf.launch.allocation import WAYS
+from realhf.launch.interrupts import Interrupted, StopSignals, undisturbed
 from realhf.monitor.display import Display
 from realhf.monitor.events import parse_event
 from realhf.monitor.run_files import note_death
@@ -47,6 +47,7 @@ from realhf.transport.network import RunKeys, forget
 
 STOP_GRACE_S = 4.0
 LEAVE_TIMEOUT_S = 15.0
+STOPS = "the run saves a checkpoint of its last finished step and ends; a second signal ends it without"
 BEGINS_AGAIN = "the run begins again from its last checkpoint"
 PUNCTUAL_S = 5.0
 """A launcher that was away for longer than this reads what the master has said before it judges who is late."""
@@ -75,22 +76,6 @@ class RunsAgain(Exception):
 
 class WorkerFailed(LaunchError):
     """A worker of a run ended; what the run had saved is whole."""
-
-
-@contextlib.contextmanager
-def undisturbed() -> Iterator[None]:
-    """Hold SIGINT and SIGTERM back until the block is over, in the main thread: a clean-up that they interrupt leaves
-    processes behind."""
-    received: list[int] = []
-    numbers = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
-    handlers = {number: signal.signal(number, lambda number, _: received.append(number)) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-        if received:
-            signal.raise_signal(received[0])
 
 
 def run_job(job: JobSpec, scheduler: Scheduler, log: Path, display: Display) -> None:
@@ -126,9 +111,13 @@ def run_job(job: JobSpec, scheduler: Scheduler, log: Path, display: Display) -> 
                 partial.unlink(missing_ok=True)
 
 
-def run_workers(plan: RunPlan, scheduler: Scheduler, display: Display) -> dict[str, Any]:
+def run_workers(
+    plan: RunPlan, scheduler: Scheduler, display: Display, signals: StopSignals | None = None
+) -> dict[str, Any]:
     """Start master and workers, watch them, stop them all; the summary of the run. An asynchronous run goes on without
-    a person when a worker dies. Raises LaunchError that names the worker that failed for good."""
+    a person when a worker dies. Raises LaunchError that names the worker that failed for good, and Interrupted once the
+    run has saved what ``signals`` asked it to save."""
+    signals = signals or StopSignals()
     rollout = plan.spec.rollout
     failures: deque[float] = deque()
     if rollout is not None and (environment := plan.spec.environment) is not None and environment.port == 0:
@@ -140,8 +129,12 @@ def run_workers(plan: RunPlan, scheduler: Scheduler, display: Display) -> dict[s
             # The master gives its workers once this time, to come up one after the other; who is brought files before
             # has it twice.
             watch = Supervisor(replaces=rollout is not None, join_s=2 * plan.rpc.connect_timeout_s)
-            return _run_once(plan, scheduler, display, watch)
-        except (WorkerFailed, RunsAgain) as error:
+            return _run_once(plan, scheduler, display, watch, signals)
+        except (LaunchError, RunsAgain) as error:
+            if signals.requested is not None:
+                raise Interrupted(signals.requested, "the run failed before it could save a checkpoint") from error
+            if isinstance(error, LaunchError) and not isinstance(error, WorkerFailed):
+                raise
             failed = isinstance(error, WorkerFailed)
             if failed and (rollout is None or not _may_begin_again(failures, rollout.options)):
                 raise
@@ -157,10 +150,13 @@ def _may_begin_again(failures: deque[float], options: AsyncConfig) -> bool:
     return len(failures) <= options.recover_retries
 
 
-def _run_once(plan: RunPlan, scheduler: Scheduler, display: Display, supervisor: Supervisor) -> dict[str, Any]:
+def _run_once(
+    plan: RunPlan, scheduler: Scheduler, display: Display, supervisor: Supervisor, signals: StopSignals
+) -> dict[str, Any]:
     summary: dict[str, Any] | None = None
     leave_by = judge_at = float("inf")
     ended: list[WorkerExit] = []
+    stopping = False
     run_id, key_file = secrets.token_hex(6), make_keys(plan)
     try:
         more = Reinforcements(plan, run_id, key_file)
@@ -168,6 +164,11 @@ def _run_once(plan: RunPlan, scheduler: Scheduler, display: Display, supervisor:
         scheduler.start(master)
         supervisor.started(master)
         while time.monotonic() < leave_by:
+            if signals.requested is not None and not stopping:
+                stopping = True
+                name = signal.Signals(signals.requested).name
+                display.show({"kind": "warning", "text": f"{name}: {STOPS}"})
+                scheduler.interrupt(MASTER)
             asked = time.monotonic()
             events = scheduler.wait(1.0)
             exits = [event for event in events if isinstance(event, WorkerExit)]
@@ -187,11 +188,14 @@ def _run_once(plan: RunPlan, scheduler: Scheduler, display: Display, supervisor:
                     continue
                 display.show(message)
                 if message["kind"] == "endpoint":
-                    more.master = message["address"]
+                    more.master, signals.deferred = message["address"], True
                     for worker in worker_specs(plan, run_id, message["address"], key_file):
                         scheduler.start(worker)
                         supervisor.started(worker)
+                elif message["kind"] == "stopped" and signals.requested is not None:
+                    raise Interrupted(signals.requested, message["text"])
                 elif message["kind"] == "done":
+                    signals.deferred = False
                     summary, leave_by = message["summary"], time.monotonic() + LEAVE_TIMEOUT_S
             # It may have been stopped itself, or busy with files of a host, while its workers went on.
             punctual = time.monotonic() - asked < PUNCTUAL_S
@@ -208,6 +212,7 @@ def _run_once(plan: RunPlan, scheduler: Scheduler, display: Display, supervisor:
             if any(event.name == MASTER for event in exits):
                 break
     finally:
+        signals.deferred = False
         with undisturbed():
             scheduler.stop(STOP_GRACE_S)
             if key_file is not None:

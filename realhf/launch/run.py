@@ -5,14 +5,12 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import shutil
-import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from types import FrameType
 from typing import Any, Literal, NamedTuple
 
 from rich.console import Console
@@ -22,7 +20,9 @@ from realhf.api.config import ConfigError, RecoverMode
 from realhf.api.experiment import ExperimentSpec, Launch, is_made
 from realhf.base.files import DAMAGED
 from realhf.base.text import printable
+from realhf.dataflow.best_policy import BEST_POLICY
 from realhf.launch.build import BuiltExperiment
+from realhf.launch.interrupts import Interrupted, StopSignals
 from realhf.launch.plugins import make_scheduler
 from realhf.launch.processes import LaunchError, run_job, run_workers
 from realhf.launch.resume import Resumption, plain_options, resume_line
@@ -33,23 +33,16 @@ from realhf.scheduler.base import Scheduler
 from realhf.scheduler.process import describe, orphans_adopted
 
 
-class Interrupted(Exception):
-    """SIGINT or SIGTERM reached the launcher."""
-
-    def __init__(self, signum: int) -> None:
-        super().__init__(f"stopped by {signal.Signals(signum).name}")
-        self.exit_code = 128 + signum
-
-
 def run_to_the_end(
     built: BuiltExperiment, arguments: Sequence[str], started_at: float, resumption: Resumption | None = None
 ) -> int:
     """The exit code. Whatever happens, no process of the run is left. ``resumption``: what the run goes on from."""
     launch = _launch(built, arguments, started_at, resumption)
     config, named = built.config, any(text.startswith("trial_name=") for text in arguments)
+    signals = StopSignals()
     go_on = "" if named else f"to go on with it: {resume_line(arguments, config.trial_name)}"
     try:
-        with orphans_adopted(), _signals_raise(), _locked(built.spec.run_dir):
+        with orphans_adopted(), signals.installed(), _locked(built.spec.run_dir):
             if config.recover_mode is RecoverMode.disabled:
                 for path in list(removable(built.spec.run_dir)):
                     shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
@@ -57,7 +50,7 @@ def run_to_the_end(
                 record_launch(built.spec.run_dir, launch, 0)
             if go_on:
                 print(f"run: {built.spec.run_dir}\n{go_on}", flush=True)
-            summary = _with_display(built, launch, started_at, resumption)
+            summary = _with_display(built, launch, started_at, resumption, signals)
     except Interrupted as stop:
         text = f"{stop}; what was saved is in {built.spec.run_dir}"
         cause = stop.__context__  # the run was being cleaned up after it
@@ -87,20 +80,29 @@ def _launch(
 
 
 def _with_display(
-    built: BuiltExperiment, launch: Launch, started_at: float, resumption: Resumption | None
+    built: BuiltExperiment,
+    launch: Launch,
+    started_at: float,
+    resumption: Resumption | None,
+    signals: StopSignals,
 ) -> dict[str, Any]:
     config = built.config
     display = make_display(f"{config.experiment_name}/{config.trial_name}", live=config.monitor.progress)
     try:
         for text in resumption.warnings() if resumption else ():
             display.show({"kind": "warning", "text": text})
-        return _run(built, built.spec, started_at, display, launch)
+        return _run(built, built.spec, started_at, display, signals, launch)
     finally:
         display.close()
 
 
 def _run(
-    built: BuiltExperiment, spec: ExperimentSpec, started_at: float, display: Display, launch: Launch | None = None
+    built: BuiltExperiment,
+    spec: ExperimentSpec,
+    started_at: float,
+    display: Display,
+    signals: StopSignals,
+    launch: Launch | None = None,
 ) -> dict[str, Any]:
     """An experiment with all that it waits for."""
     for earlier in spec.before:
@@ -108,7 +110,7 @@ def _run(
             display.say(f"{earlier.name}: found {earlier.artifact}")
             continue
         display.say(f"{earlier.name}: {earlier.total_train_steps} steps, into {earlier.artifact or earlier.run_dir}")
-        _run(built, earlier, time.time(), display)
+        _run(built, earlier, time.time(), display, signals)
     spec.run_dir.mkdir(parents=True, exist_ok=True)
     for job in spec.jobs:
         if is_made(job.artifact):
@@ -117,7 +119,7 @@ def _run(
             log = spec.run_dir / "logs" / f"{job.name}.log"
             run_job(job, _scheduler(built), log, display)
     plan = replace(built.plan(spec, started_at), launch=launch or Launch())
-    return run_workers(plan, _scheduler(built), display)
+    return run_workers(plan, _scheduler(built), display, signals)
 
 
 def _scheduler(built: BuiltExperiment) -> Scheduler:
@@ -143,25 +145,6 @@ def _locked(folder: Path) -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def _signals_raise() -> Iterator[None]:
-    """The first SIGINT or SIGTERM unwinds the launcher; later ones do not disturb the clean-up."""
-    received: list[int] = []
-
-    def interrupt(signum: int, frame: FrameType | None) -> None:
-        del frame
-        if not received:
-            received.append(signum)
-            raise Interrupted(signum)
-
-    previous = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-
-
 def _say_error(text: str, exit_code: int, more: str = "") -> int:
     print(f"error: {printable(text, colours=False)}", file=sys.stderr)
     if more:
@@ -178,6 +161,14 @@ def _say_results(summary: dict[str, Any], run_dir: Path) -> None:
         f"{summary['steps']} steps in {summary['wall_seconds']:.0f} s, {summary['tokens_per_second']:.0f} tokens/s",
         highlight=False,
     )
+    if best := summary.get("best_policy"):
+        after = f"after step {best['step']}" if best["step"] else "before training"
+        console.print(
+            f"best held-out success {100 * best['success']:.1f} %, {after}, is kept in {run_dir / BEST_POLICY}",
+            highlight=False,
+            markup=False,
+            soft_wrap=True,
+        )
     for advisory in summary.get("advisories", ()):
         text = f"{advisory['severity']}: {advisory['text']} {advisory['advice']}"
         console.print(Text(printable(text)), soft_wrap=True)
@@ -227,6 +218,9 @@ RUN_FILES = (
     RunFile("checkpoints", "model workers, master", "folder"),
     RunFile("checkpoints.json", "master", "whole"),
     RunFile("policy", "model worker", "folder"),
+    RunFile("best_policy", "model worker", "folder"),
+    RunFile(".best_policy.candidate", "model worker", "folder"),
+    RunFile("best_policy.json", "master", "whole"),
     RunFile("journal", "master", "folder"),
     RunFile("stream", "model workers", "folder"),
     RunFile("weights", "model workers", "folder"),

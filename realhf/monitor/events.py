@@ -2,9 +2,9 @@
 
 Kinds: ``endpoint`` {address, run_id}, ``phase`` {text}, ``activity`` {calls, resident, capacity}, ``step`` {step,
 total, metrics}, ``evaluation`` {when, report}, ``progress`` {call, over, wanted} of a call that plays episodes,
-``warning`` {text}, ``done`` {summary}; for the launcher's supervision ``joined`` {name} and ``lost`` {name, pid,
-started, reason, left}; between the steps of an asynchronous run ``rollouts`` {admission, generation, rollout}: see
-``realhf.monitor.summary``.
+``warning`` {text}, ``done`` {summary}, ``stopped`` {text} of a run that was asked to end early and has saved what it
+could; for the launcher's supervision ``joined`` {name} and ``lost`` {name, pid, started, reason, left}; between the
+steps of an asynchronous run ``rollouts`` {admission, generation, rollout}: see ``realhf.monitor.summary``.
 """
 
 from __future__ import annotations

@@ -153,8 +153,11 @@ class RunLog:
         """Announce what the run does now, outside of steps."""
         self._events.emit("phase", text=text)
 
-    def finish(self, *, wall_seconds: float, train_calls: Sequence[str]) -> dict[str, Any]:
-        """Write ``summary.json`` and ``trace.json``; return the summary."""
+    def finish(
+        self, *, wall_seconds: float, train_calls: Sequence[str], best: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Write ``summary.json`` and ``trace.json``; return the summary. ``best``: the figures of the policy that is
+        kept as the best."""
         rows = self.rows
         last = rows[-1]["step"] if rows else 0
         summary = build_summary(
@@ -168,6 +171,8 @@ class RunLog:
             self._run_dir, rows, self.evaluations.all(), effective_options(read_provenance(self._run_dir))
         )
         summary["advisories"] = [asdict(advisory) for advisory in advisories]
+        if best is not None:
+            summary["best_policy"] = {name: value for name, value in best.items() if name != "report"}
         write_summary(summary, self._run_dir)
         try:
             merge_traces(self._run_dir)

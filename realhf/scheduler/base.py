@@ -116,6 +116,11 @@ class Scheduler(Protocol):
         the name by now is left alone, as is a name that nobody has."""
         ...
 
+    def interrupt(self, name: str) -> None:
+        """Send SIGINT to a worker of this machine, which saves what it can and ends by itself. The launcher sends it to
+        the master. A name that no worker here has is left alone."""
+        ...
+
     def stop(self, grace_s: float = 8.0) -> None:
         """Ask every worker to end (SIGTERM), and kill those still running after ``grace_s`` seconds, with all their
         descendants. Nothing runs afterwards. A second call does no harm."""

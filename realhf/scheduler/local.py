@@ -318,6 +318,12 @@ class LocalScheduler:
             child.relatives |= _descendants(child.process.pid)
             child.process.send_signal(signal.SIGTERM)
 
+    def interrupt(self, name: str) -> None:
+        """See ``Scheduler``."""
+        child = self._children.get(name)
+        if child is not None and child.process.poll() is None:
+            child.process.send_signal(signal.SIGINT)
+
     def kill(self, name: str, cause: str, *, pid: int = 0, started: int = 0) -> None:
         """See ``Scheduler``."""
         child = self._children.get(name)

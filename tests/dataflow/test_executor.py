@@ -354,3 +354,50 @@ async def test_freeing_tensors_does_not_wait_for_a_long_call(tmp_path: Path) -> 
         await asyncio.wait_for(executor._clear(), 60)
         assert len(bench.caller.stores["w0"]) == 0 and not saving.done()
         saving.cancel()
+
+
+@pytest.mark.parametrize("stopped_in", ["gen", "ref", "rew"])
+async def test_a_step_that_is_broken_off_before_it_trains_is_repeated_to_the_bit(
+    tmp_path: Path, stopped_in: str
+) -> None:
+    """Also where groups were replaced in it: those that were drawn for it are drawn again. The call that runs is not
+    cut off, and nothing is sent after it."""
+
+    def bench() -> Bench:
+        made = Bench(tmp_path, ONE, resample=1.0)
+        made.caller.interface("w0", "gen").change = flat_rewards(1, 5, 6, 13)
+        return made
+
+    whole = await bench().run(4)
+    first, second = bench(), bench()
+    async with first.executor as executor:
+        await executor.execute_step(0)
+        reached = asyncio.Event()
+        ended: list[str] = []
+
+        async def slow(mfc: str) -> None:
+            reached.set()
+            await asyncio.sleep(0.2)
+            ended.append(mfc)
+
+        first.caller.before = lambda w, h, p: slow(p["mfc"]) if h == "call" and p["mfc"] == stopped_in else None
+        step = asyncio.create_task(executor.execute_step(1))
+        await asyncio.wait_for(reached.wait(), 10)
+        assert not executor.has_begun_training(1)
+        await executor.settle()
+        assert set(ended) == {stopped_in}
+        step.cancel()
+        await asyncio.wait([step])
+        assert step.cancelled() and not executor.has_begun_training(1) and executor.has_begun_training(0)
+        state = json.loads(json.dumps(executor.state_dict()))
+        folder = tmp_path / f"ckpt-{stopped_in}"
+        saved = CheckpointRequest({"actor": str(folder / "actor")}, str(folder))
+        first.caller.hosts["w0"].save(saved)
+        check_invariants(executor.buffer)
+    second.caller.hosts["w0"].restore(saved)
+    second.executor.load_state_dict(state)
+    rest = await second.run(3)
+    assert weights(rest) == weights(whole)[1:]
+    assert [[r.id for r in report.results] for report in rest] == [
+        [r.id for r in report.results] for report in whole[1:]
+    ]

@@ -179,12 +179,14 @@ def test_a_run_saves_everything_and_goes_on_where_it_ended(tmp_path):
     assert losses(run) == expected_losses(1) and len(launches(run)) == 1
 
 
-def test_a_signal_to_the_launcher_stops_everything(slow):
+def test_a_second_signal_to_the_launcher_stops_everything(slow):
     process, workers, _ = slow
     process.send_signal(signal.SIGTERM)
-    _, errors = process.communicate(timeout=300)
+    wait_for_line(process, "step 2 is being trained; its checkpoint follows")
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=60)
     assert process.returncode == 143
-    assert "stopped by SIGTERM" in errors and "Traceback" not in errors
+    assert "stopped by SIGTERM; no checkpoint was waited for" in errors and "Traceback" not in errors
     assert gone(workers.values(), 10)
 
 
@@ -241,7 +243,78 @@ def test_two_launchers_cannot_share_a_run_folder_and_ctrl_c_ends_the_first(slow)
     assert second.returncode == 2
     assert "another run is using" in second.stderr
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=300)
+    wait_for_line(process, "step 2 is being trained; its checkpoint follows")
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert "stopped by SIGINT" in errors and "Traceback" not in errors
+    assert "stopped by SIGINT; no checkpoint was waited for" in errors and "Traceback" not in errors
     assert gone(workers.values(), 10)
+    assert not (root / "slow" / "t" / "checkpoints").exists()
+
+
+def wait_for_line(process, text):
+    """Read the output up to a line that holds ``text``."""
+    deadline = time.monotonic() + 120
+    for line in iter(process.stdout.readline, ""):
+        if text in line:
+            return
+        assert time.monotonic() < deadline
+    raise AssertionError(f"the output ended without {text!r}: {process.stderr.read()}")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.nightly)])
+def test_a_signal_saves_the_last_finished_step_and_the_same_command_goes_on(tmp_path, number):
+    """All steps since the last multiple of exp_ctrl.ckpt_freq_steps were lost."""
+    options = ("experiment_name=paced", "exp_ctrl.ckpt_freq_steps=1000", "monitor.progress=false")
+    process = subprocess.Popen(
+        command(tmp_path, *options, "total_train_steps=1000"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        metrics = tmp_path / "paced" / "t" / "metrics.jsonl"
+        deadline = time.monotonic() + 120
+        while not (metrics.exists() and metrics.read_text().count("\n") >= 2):
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+        process.send_signal(number)
+        output, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    run = tmp_path / "paced" / "t"
+    done = len(losses(run))
+    assert process.returncode == 128 + number, errors
+    assert f"{number.name}: the run saves a checkpoint of its last finished step" in output
+    assert f"error: stopped by {number.name}; a checkpoint of step {done} is saved" in errors
+    assert [folder.name for folder in (run / "checkpoints").glob("ckpt-*")] == [f"ckpt-{done:08d}"]
+    again = launch(tmp_path, *options, f"total_train_steps={done + 2}")
+    assert again.returncode == 0, again.stderr
+    assert f"resumed after step {done}" in again.stdout
+    assert losses(run) == expected_losses(done + 2)
+
+
+@pytest.mark.nightly
+def test_the_best_policy_is_kept_beside_the_last_and_a_resumed_run_knows_how_good_it_is(tmp_path):
+    options = ("experiment_name=peaks", "evaluation.every_steps=1", "exp_ctrl.keep_best=true")
+    first = launch(tmp_path, *options, "total_train_steps=3")
+    assert first.returncode == 0, first.stderr
+    run = tmp_path / "peaks" / "t"
+
+    def kept():
+        figures = json.loads((run / "best_policy" / "held_out.json").read_text())
+        assert figures == json.loads((run / "best_policy.json").read_text())
+        return json.loads((run / "best_policy" / "weight.json").read_text()), figures["step"], figures["success"]
+
+    assert kept() == (10.0, 2, 1.0), "weights 0, 3, 10, 21: the second step is the best"
+    assert json.loads((run / "policy" / "weight.json").read_text()) == 21.0
+    assert json.loads((run / "summary.json").read_text())["best_policy"]["step"] == 2
+    assert "best held-out success 100.0 %, after step 2, is kept in" in " ".join(first.stdout.split())
+    assert not (run / ".best_policy.candidate").exists() and not unknown_files(run)
+    again = launch(tmp_path, *options, "total_train_steps=4")
+    assert again.returncode == 0, again.stderr
+    assert kept() == (10.0, 2, 1.0)
+    (run / "best_policy.json").write_text("{")
+    refused = launch(tmp_path, *options, "total_train_steps=5")
+    assert refused.returncode == 1 and "best_policy.json cannot be read" in refused.stderr
+    assert (run / "best_policy.json").read_text() == "{" and len(losses(run)) == 4

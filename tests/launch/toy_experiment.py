@@ -1,8 +1,8 @@
 """An experiment outside the package: its own backend, interface and data source, no language model.
 
 The "weights" are one number that every train step adds to; behaviour at a step is chosen by
-``experiment_name``, e.g. ``slow`` sleeps inside the train step, and ``ends`` has five numbers only and takes long
-to evaluate in the middle.
+``experiment_name``, e.g. ``slow`` sleeps inside the train step, ``ends`` has five numbers only and takes long
+to evaluate in the middle, ``paced`` takes its time with every step, and ``peaks`` is best when its weight is 10.
 """
 
 from __future__ import annotations
@@ -55,6 +55,8 @@ class ToyTrain:
         model.engine.weight += float(sample["number"].sum())
         if self._behaviour == "slow" and context.step == 1:
             time.sleep(600)
+        if self._behaviour == "paced":
+            time.sleep(0.4)
         if self._behaviour == "fails" and context.step == 1:
             raise RuntimeError("the toy fell over")
         skipped = self._behaviour in ("skips", "stops") and context.step == 1
@@ -64,7 +66,10 @@ class ToyTrain:
     def evaluate(self, model: Any, args: Any, context: Any) -> dict[str, Any]:
         if self._behaviour == "ends" and context.step == 1:
             time.sleep(8)
-        entry = {"success": min(1.0, model.engine.weight / 100), "low": 0.0, "high": 1.0, "episodes": args["n"]}
+        success = min(1.0, model.engine.weight / 100)
+        if self._behaviour == "peaks":
+            success = 1.0 - abs(model.engine.weight - 10.0) / 100
+        entry = {"success": success, "low": 0.0, "high": 1.0, "episodes": args["n"]}
         return {"sampled": {"overall": entry, "easy": entry}, "greedy": {"overall": entry, "easy": entry}}
 
     def state_dict(self) -> dict[str, Any]:

@@ -48,6 +48,10 @@ class PinnedScheduler:
         """Kill one worker; see ``Scheduler``."""
         self._scheduler.kill(name, cause, pid=pid, started=started)
 
+    def interrupt(self, name: str) -> None:
+        """Ask one worker to end by itself; see ``Scheduler``."""
+        self._scheduler.interrupt(name)
+
     def stop(self, grace_s: float = 8.0) -> None:
         """Stop all workers; see ``Scheduler``."""
         self._scheduler.stop(grace_s)

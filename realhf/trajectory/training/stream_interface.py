@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlsplit
 
-from realhf.api.model import CallContext, Model
+from realhf.api.model import CallContext, Engine, Model
 from realhf.api.sample import SequenceSample
 from realhf.api.source import SampleResult, SourceItem
 from realhf.trajectory.client import TrajectoryClient
@@ -60,6 +60,11 @@ class TrajectoryStreamInterface:
     transcripts: int = 2
     _dataset: TrajectoryDataset | None = field(default=None, init=False)
     _saved: list[str] = field(default_factory=list, init=False)
+    _untrained: set[str] = field(default_factory=set, init=False)
+    """Leases of the last batch; they count as trained on once the engine has a newer version."""
+    _pulled_at: int = field(default=-1, init=False)
+    """Policy version for which the last batch was pulled."""
+    _engine: Engine | None = field(default=None, init=False)
 
     def generate(
         self, model: Model, sample: SequenceSample, context: CallContext
@@ -70,13 +75,21 @@ class TrajectoryStreamInterface:
             return model.engine.logprobs(own, temperature=self.temperature, mb_spec=context.mb_spec)
 
         dataset = self._connected(model, context)
-        filled, stats = dataset.next(sample.ids, version=context.step, wait_s=self.wait_s, rescore=rescore)
+        before = set(dataset.held)
+        self._engine = model.engine
+        self._pulled_at = context.step
+        try:
+            filled, stats = dataset.next(sample.ids, version=context.step, wait_s=self.wait_s, rescore=rescore)
+        finally:
+            self._untrained = set(dataset.held) - before
         return filled, {**stats, "episodes": self._texts(filled, model.tokenizer, context.step)}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the leases of batches that were trained on. Called between steps, when that holds for all batches in
-        hand."""
-        self._saved = self._dataset.held if self._dataset else []
+        """Return the leases of batches that were trained on. A run that is stopped within a step may hold one that was
+        not: the server hands it out again."""
+        held = self._dataset.held if self._dataset else []
+        trained = self._engine is None or self._engine.version > self._pulled_at
+        self._saved = held if trained else [lease for lease in held if lease not in self._untrained]
         return {"leases": self._saved}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -29,6 +29,8 @@ RUN: dict[str, Any] = {
 class FakeEngine:
     """Scores every token with -7."""
 
+    version = 0
+
     def logprobs(self, sample: SequenceSample, *, temperature: float, mb_spec: MicroBatchSpec) -> torch.Tensor:
         assert temperature == 1.0
         return torch.full((sum(length - 1 for length in sample.lengths("packed_input_ids").values),), -7.0)
@@ -60,9 +62,13 @@ def make(api: httpx.Client, tmp_path: Any) -> Iterator[Maker]:
 
 
 def generate(interface: TrajectoryStreamInterface, step: int, url: str, tmp_path: Any) -> tuple[SequenceSample, dict]:
+    """What the calls of a step do: generate with the weights of its number, then train."""
+    MODEL.engine.version = step
     context = CallContext(step, 1, MicroBatchSpec(), tmp_path, {"trajectory": [url]})
     slots = SequenceSample([f"slot{i}@{2 * step + i}" for i in range(2)], {}, {}, {})
-    return interface.generate(MODEL, slots, context)
+    result = interface.generate(MODEL, slots, context)
+    MODEL.engine.version = step + 1
+    return result
 
 
 def push(url: str, *seeds: int, **changed: Any) -> None:
@@ -111,6 +117,26 @@ def test_a_lease_ends_with_the_checkpoint_that_holds_its_batch(make, url, tmp_pa
     interface.committed()
     [left] = leases(url)
     assert left["lease_id"] not in saved["leases"] and left["step"] == 2
+
+
+def test_a_batch_that_was_not_trained_on_when_the_run_stopped_comes_again(make, url, tmp_path):
+    """A checkpoint within a step held its lease as if it had been trained on, and the batch was lost."""
+    push(url, *range(6))
+    first = make()
+    generate(first, 0, url, tmp_path)
+    lost, _ = generate(first, 1, url, tmp_path)
+    MODEL.engine.version = 1  # as before the training of step 1
+    saved = first.state_dict()
+    assert len(saved["leases"]) == 1
+    first.committed()
+    first.close()
+    second = make()
+    second.load_state_dict(saved)
+    again, stats = generate(second, 1, url, tmp_path)
+    assert torch.equal(again["packed_input_ids"], lost["packed_input_ids"])
+    assert stats["redelivered"] == 1 and stats["server_step"] == 1
+    MODEL.engine.version = 2
+    assert len(second.state_dict()["leases"]) == 1, "trained on by now"
 
 
 def test_after_a_crash_what_no_checkpoint_holds_comes_again(make, url, tmp_path):

@@ -1,0 +1,77 @@
+"""Decides which evaluated policy of a run is its best one (``exp_ctrl.keep_best``), and remembers its figures."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from realhf.api.evaluation import Report
+from realhf.base.files import write_whole
+
+BEST_POLICY = "best_policy"
+"""Folder of the run with the best policy in Hugging Face format."""
+CANDIDATE = f".{BEST_POLICY}.candidate"
+"""Folder with a policy whose evaluation is not over."""
+BEST_POLICY_FILE = f"{BEST_POLICY}.json"
+"""The figures of the best policy: what ``best_figures`` returns."""
+HELD_OUT_FILE = "held_out.json"
+"""The same, in the folder of the policy."""
+_WAYS = ("sampled", "greedy")
+"""Ways of decoding, the one that decides first."""
+
+
+def best_figures(step: int, report: Report) -> dict[str, Any] | None:
+    """Return the figures of an evaluation after ``step`` steps by which policies are compared; None where no episode
+    of it was valid.
+
+    They are {step, version, decoding, success, low, high, episodes, report}: the overall success of sampled episodes,
+    of greedy ones where none were sampled, with its 95 % interval.
+    """
+    for way in _WAYS:
+        overall = report.get(way, {}).get("overall", {})
+        if overall.get("episodes"):
+            return {
+                "step": step,
+                "version": int(overall.get("version", step)),
+                "decoding": way,
+                "success": float(overall["success"]),
+                "low": float(overall["low"]),
+                "high": float(overall["high"]),
+                "episodes": int(overall["episodes"]),
+                "report": report,
+            }
+    return None
+
+
+class BestPolicy:
+    """Remembers the figures of the best policy in the run folder, across resumptions."""
+
+    def __init__(self, run_dir: Path) -> None:
+        """Read the figures, if there are any. Raises RuntimeError for a file that cannot be read: a policy that may be
+        better would be replaced."""
+        self.folder = run_dir / BEST_POLICY
+        self.candidate = run_dir / CANDIDATE
+        self.figures: dict[str, Any] | None = None
+        """Those of the policy that is kept; None as long as there is none."""
+        self._file = run_dir / BEST_POLICY_FILE
+        try:
+            figures = json.loads(self._file.read_text(encoding="utf-8"))
+            float(figures["success"])
+        except FileNotFoundError:
+            return
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise RuntimeError(
+                f"{self._file} cannot be read ({error}): it says how good the policy in {BEST_POLICY} is. Move both "
+                "away to have the best policy chosen from now on, or set exp_ctrl.keep_best=false"
+            ) from None
+        self.figures = figures
+
+    def is_beaten_by(self, figures: dict[str, Any]) -> bool:
+        """Return whether a policy with these figures is better than the one that is kept; of equals the first stays."""
+        return self.figures is None or figures["success"] > self.figures["success"]
+
+    def record(self, figures: dict[str, Any]) -> None:
+        """Write the figures of the policy that is now in ``folder``. Raises OSError."""
+        write_whole(self._file, json.dumps(figures, indent=1), synced=True)
+        self.figures = figures
