@@ -1,7 +1,9 @@
-# The first of these that is new enough and can make an environment; PYTHON=/path/to/python3 names another.
+# The first of these whose version is tested and that can make an environment; PYTHON=/path/to/python3 names another, which
+# may be newer.
 PYTHONS := python3.11 python3.12 python3.13 python3
 USABLE := import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))
-PYTHON ?= $(shell for name in $(PYTHONS); do "$$name" -c '$(USABLE)' >/dev/null 2>&1 && { echo "$$name"; break; }; done)
+TESTED := import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
+PYTHON ?= $(shell for name in $(PYTHONS); do "$$name" -c '$(TESTED)' >/dev/null 2>&1 && { echo "$$name"; break; }; done)
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -62,10 +64,24 @@ help:
 
 install: $(STAMP)
 
-$(STAMP): setup.py constraints.txt
+# An environment that another checkout is installed into would be taken away from it. LINKED prints which one that is.
+LINKED := import importlib.metadata as m, json; \
+  print(json.loads(m.distribution("realhf-agents").read_text("direct_url.json") or "{}").get("url", "")[7:])
+.PHONY: own-venv
+own-venv:
+	@[ -L $(VENV) ] || exit 0; \
+	  owner=$$(cd -P $(VENV)/.. 2>/dev/null && pwd -P); \
+	  [ -e "$$owner/realhf/__init__.py" ] || owner=$$($(BIN)/python -I -c '$(LINKED)' 2>/dev/null); \
+	  [ -e "$$owner/realhf/__init__.py" ] && [ "$$owner" != "$$(pwd -P)" ] || exit 0; \
+	  echo "make: $(VENV) is a link to the environment of $$owner, which this checkout would be installed into;" \
+	    "remove the link (rm $(VENV)), or name another folder (make VENV=.venv-own ...)" >&2; exit 1
+
+$(STAMP): setup.py constraints.txt | own-venv
 	@test -x $(BIN)/python || "$(PYTHON)" -c '$(USABLE)' >/dev/null 2>&1 || { \
-	  echo "make: no Python from 3.11 on with venv (tried $(or $(PYTHON),$(PYTHONS)));" \
+	  echo "make: no Python 3.11, 3.12 or 3.13 with venv (tried $(or $(PYTHON),$(PYTHONS)));" \
 	    "install one (python3 and python3-venv), or pass PYTHON=/path/to/python3" >&2; exit 1; }
+	@test -x $(BIN)/python || "$(PYTHON)" -c '$(TESTED)' || \
+	  echo "make: warning: $(PYTHON) is newer than the versions that are tested, 3.11 to 3.13" >&2
 	@echo "installing into $(VENV) (two to five minutes)"
 	@test -x $(BIN)/python || "$(PYTHON)" -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet -c constraints.txt torch==2.13.0

@@ -41,10 +41,12 @@ def make(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def program(folder: Path, name: str, usable: bool = True) -> None:
-    """Put a Python into ``path``: this one, or one that is too old for the Makefile's question."""
+def program(folder: Path, name: str, usable: bool = True, version: tuple[int, int] | None = None) -> None:
+    """Put a Python into ``path``: this one, one that calls itself ``version``, or one that answers no question."""
+    code = "" if version is None else f"import sys; sys.version_info = {(*version, 0)}; exec(sys.argv[2])"
+    runs = f'{sys.executable} -c "{code}" "$@"' if code else f'{sys.executable} "$@"'
     path = folder / "path" / name
-    path.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n' if usable else "#!/bin/sh\nexit 1\n")
+    path.write_text(f"#!/bin/sh\nexec {runs}\n" if usable else "#!/bin/sh\nexit 1\n")
     path.chmod(0o755)
 
 
@@ -79,6 +81,61 @@ def test_without_a_usable_python_the_error_is_one_line(
     assert done.returncode == 2 and len(said) == 1, done.stderr
     assert all(name in said[0] for name in named) and "PYTHON=/path/to/python3" in said[0]
     assert not (folder / ".venv").exists()
+
+
+def test_one_that_is_newer_than_what_is_tested_is_taken_only_by_name(folder: Path) -> None:
+    """``python3`` of 3.14 was taken without a word."""
+    program(folder, "python3", version=(3, 14))
+    done = make(folder, "install")
+    assert done.returncode == 2 and "no Python 3.11, 3.12 or 3.13" in done.stderr
+    assert "PYTHON=/path/to/python3" in done.stderr and not (folder / ".venv").exists()
+    done = make(folder, "install", "PYTHON=python3")
+    assert "make: warning: python3 is newer than the versions that are tested, 3.11 to 3.13" in done.stderr
+    for version in ((3, 11), (3, 13)):
+        program(folder, "python3", version=version)
+        assert make(folder, *SHOW).stdout.strip() == "python3"
+
+
+def another_checkout(folder: Path) -> Path:
+    """A checkout with an environment of its own."""
+    other = folder / "other"
+    (other / "realhf").mkdir(parents=True)
+    (other / "realhf" / "__init__.py").touch()
+    (other / ".venv" / "bin").mkdir(parents=True)
+    (other / ".venv" / "bin" / "python").write_text(f"#!/bin/sh\necho ran >> {other}/ran\n")
+    (other / ".venv" / "bin" / "python").chmod(0o755)
+    return other
+
+
+@pytest.mark.parametrize("stamped", [False, True])
+def test_the_environment_of_another_checkout_is_not_taken(folder: Path, stamped: bool) -> None:
+    """A link to it was installed into without a word, and then the other checkout ran this one's code."""
+    other = another_checkout(folder)
+    if stamped:
+        (other / ".venv" / ".installed").touch()
+    (folder / ".venv").symlink_to(other / ".venv")
+    done = make(folder, "install")
+    said = [line for line in done.stderr.splitlines() if "***" not in line]
+    assert done.returncode == 2 and len(said) == 1, done.stderr
+    assert f"is a link to the environment of {other.resolve()}" in said[0] and "rm .venv" in said[0]
+    assert not (other / "ran").exists()
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_an_environment_that_lies_elsewhere_belongs_to_what_is_installed_in_it(folder: Path, own: bool) -> None:
+    """A link to another disk is fine, unless another checkout is installed there."""
+    other = another_checkout(folder)
+    elsewhere = folder / "disk" / "environment"
+    (elsewhere / "bin").mkdir(parents=True)
+    (folder / "realhf").mkdir()
+    (folder / "realhf" / "__init__.py").touch()
+    (elsewhere / "bin" / "python").write_text(f"#!/bin/sh\necho {folder.resolve() if own else other.resolve()}\n")
+    (elsewhere / "bin" / "python").chmod(0o755)
+    (elsewhere / ".installed").touch()
+    (folder / ".venv").symlink_to(elsewhere)
+    done = make(folder, "install")
+    assert done.returncode == (0 if own else 2), done.stderr
+    assert own or f"environment of {other.resolve()}" in done.stderr
 
 
 @pytest.mark.slow
