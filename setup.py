@@ -49,6 +49,9 @@ setup(
     name="realhf-agents",  # The package index has a "realhf" that is somebody else's; see realhf/base/installation.py.
     version=version(),
     description="Dataflow reinforcement learning for tool-using cloud agents",
+    long_description=Path(__file__).with_name("README.md").read_text("utf-8"),
+    long_description_content_type="text/markdown",
+    author="the realhf authors",
     license="Apache-2.0",
     license_files=["LICENSE"],
     python_requires=">=3.11",

@@ -27,7 +27,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tree = tmp_path_factory.mktemp("tree")
     for name in PACKAGES:
         shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("setup.py", "pyproject.toml", "LICENSE"):
+    for name in ("setup.py", "pyproject.toml", "LICENSE", "README.md"):
         shutil.copy(ROOT / name, tree / name)
     out = tmp_path_factory.mktemp("wheel")
     options = ("--no-deps", "--no-build-isolation", "--no-index", "--quiet", "--wheel-dir", str(out))
@@ -77,7 +77,8 @@ def test_the_wheel_states_version_licence_and_commands(wheel: Path) -> None:
     """What an index or an installer reads agrees with the tree."""
     with zipfile.ZipFile(wheel) as archive:
         [about] = [name.partition("/")[0] for name in archive.namelist() if name.endswith("/METADATA")]
-        metadata = archive.read(f"{about}/METADATA").decode().splitlines()
+        text = archive.read(f"{about}/METADATA").decode()
+        metadata = text.partition("\n\n")[0].splitlines()
         commands = archive.read(f"{about}/entry_points.txt").decode()
         assert archive.read(f"{about}/licenses/LICENSE") == (ROOT / "LICENSE").read_bytes()
     assert {
@@ -85,7 +86,10 @@ def test_the_wheel_states_version_licence_and_commands(wheel: Path) -> None:
         f"Version: {realhf.__version__}",
         "Requires-Python: >=3.11",
         "License: Apache-2.0",
+        "Author: the realhf authors",
+        "Description-Content-Type: text/markdown",
     } <= {*metadata}
+    assert text.endswith((ROOT / "README.md").read_text()), "what an index shows"
     assert "aws-env = workers.env_worker:main" in commands and "run-api = realhf.trajectory.http.cli:main" in commands
 
 
@@ -104,7 +108,7 @@ def test_the_main_job_composes_outside_the_checkout(installed: Path, tmp_path: P
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("module", ["realhf.launch", "realhf.env", "realhf.trajectory", "workers.env_worker"])
+@pytest.mark.parametrize("module", ["realhf", "realhf.launch", "realhf.env", "realhf.trajectory", "workers.env_worker"])
 def test_every_command_states_the_version_without_torch(module: str, installed: Path, tmp_path: Path) -> None:
     """``--version`` prints what ``realhf/__init__.py`` says, and is quick because torch stays out."""
     code = (
