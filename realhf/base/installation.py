@@ -9,10 +9,12 @@ person to install that.
 from __future__ import annotations
 
 import os
+import sys
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
+from traceback import extract_tb
+from types import ModuleType, TracebackType
 
 PACKAGE = Path(os.path.abspath(__file__)).parent.parent
 """The folder ``realhf`` itself, in a checkout or among the installed packages."""
@@ -35,12 +37,52 @@ def install_command(extra: str) -> str:
     return f"pip install -e '{folder}[{extra}]'"
 
 
+class MissingExtra(ModuleNotFoundError):
+    """What an extra brings is not installed; the text names the extra and the command."""
+
+
+def explain_missing_packages() -> None:
+    """Have a program of this project end in one line where Python is too old or lacks a package.
+
+    Whoever forgets to activate ``.venv`` runs the programs with a Python that has none of the packages.
+    """
+    if sys.version_info < (3, 11):  # noqa: UP036  A checkout is run by whatever Python a person has.
+        sys.exit(f"error: {sys.executable} is Python {sys.version.split()[0]}, realhf needs 3.11 or newer; {_remedy()}")
+    sys.excepthook = _explain_missing_package
+
+
+def _explain_missing_package(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    package = (getattr(error, "name", "") or "").partition(".")[0]
+    if not isinstance(error, ModuleNotFoundError) or package in ("", "realhf", "workers", "experiments", "configs"):
+        sys.__excepthook__(kind, error, trace)
+    elif isinstance(error, MissingExtra):
+        print(f"error: {error}{'' if _in_own_environment() else f'; or {_remedy()}'}", file=sys.stderr)
+    else:
+        frames = [frame for frame in extract_tb(trace) if not frame.filename.startswith("<frozen ")]
+        where = f" (asked for in {frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+        print(f"error: {sys.executable} has no package {package!r}{where}; {_remedy()}", file=sys.stderr)
+
+
+def _in_own_environment() -> bool:
+    return os.path.realpath(sys.prefix) == os.path.realpath(IMPORT_ROOT / ".venv")
+
+
+def _remedy() -> str:
+    """Return how a person gets a Python that has what is missing."""
+    if _in_own_environment() or not (IMPORT_ROOT / "setup.py").is_file():
+        return f"install it: {install_command('train')}"
+    activate = f"source {IMPORT_ROOT / '.venv' / 'bin' / 'activate'}"
+    if (IMPORT_ROOT / ".venv" / "bin" / "activate").is_file():
+        return f"activate the environment of this checkout: {activate}"
+    return f"make install (in {IMPORT_ROOT}) makes an environment with all of them; then {activate}"
+
+
 def needs(extra: str, *modules: str) -> None:
-    """Raise ModuleNotFoundError with the command that installs ``extra`` where one of the modules is not there. It
+    """Raise MissingExtra with the command that installs ``extra`` where one of the modules is not there. It
     imports none of them, so a package can begin with it."""
     missing = [name for name in modules if find_spec(name) is None]
     if missing:
-        raise ModuleNotFoundError(
+        raise MissingExtra(
             f"not installed here: {', '.join(missing)}; the extra {extra!r} brings it: {install_command(extra)}",
             name=missing[0],
         )
