@@ -77,7 +77,7 @@ ENDPOINTS = {
     ("GET", "/reset_data"),
 }
 """The thirteen endpoints of the trajectory server."""
-CALLS = ("actor_gen",)
+CALLS = ("actor_gen", "ref_inf", "rew_inf", "actor_train", "actor_inf", "critic")
 """Model function calls that have tests of their own, each alone on a real model worker."""
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
