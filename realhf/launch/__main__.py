@@ -68,7 +68,7 @@ def _about(arguments: Sequence[str]) -> str:
     if "--options-reference" in arguments:
         return options_reference().rstrip()
     rest = [text for text in arguments if text not in HELP]
-    return experiment_help(compose_config(rest)) if rest else help_text()
+    return experiment_help(rest) if rest else help_text()
 
 
 if __name__ == "__main__":

@@ -58,6 +58,10 @@ class Argument(NamedTuple):
     value: str
 
 
+class EnvironmentMissing(ConfigError):
+    """The experiment plays any environment, and none is chosen."""
+
+
 def compose_config(arguments: Sequence[str], config_dir: Path = CONFIGS) -> Composed:
     """The configuration for these ``key=value`` arguments. The experiment's file is imported for the class of its
     configuration. Raises ConfigError that names the option."""
@@ -76,7 +80,7 @@ def compose_config(arguments: Sequence[str], config_dir: Path = CONFIGS) -> Comp
     _check_environment(name, typed, environment, _path_in(own, "env", bases=config_dir / "experiment"), config_dir)
     file = load_experiment(config_dir, name, user_file, environment)
     if environment is None and hasattr(file.module, "config_class"):
-        raise ConfigError(
+        raise EnvironmentMissing(
             f"experiment={name}: choose an environment with env=NAME (known: {', '.join(environments)}), or with "
             "env.path=FILE.py:Name"
         )

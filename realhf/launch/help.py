@@ -6,7 +6,7 @@ python -m realhf.launch --options-reference
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,14 @@ from realhf.api.config import ExperimentConfig
 from realhf.api.option import REFERENCE, Found, Option, walk
 from realhf.base.installation import CONFIGS
 from realhf.env.loader.load import with_environment
-from realhf.launch.compose import GROUPS, Composed, Schema, choices, shipped_schemas
-from realhf.registry import environments, registered_names
+from realhf.launch.compose import GROUPS, EnvironmentMissing, Schema, choices, compose_config, shipped_schemas
+from realhf.launch.plugins import with_scheduler
+from realhf.registry import environments, registered_names, schedulers
 
 _COLUMN = 44
 """Where the sentences begin, unless an option is longer."""
+_ANY_ENVIRONMENT = "countdown"
+"""Stands for the environment where an experiment is only described; its own options are left out."""
 _USAGE = """usage: python -m realhf.launch experiment=NAME [key=value ...]
        python -m realhf.launch --version
 
@@ -47,16 +50,27 @@ def help_text(config_dir: Path = CONFIGS) -> str:
     lines = [_USAGE.format(groups=groups), *_terminal(Schema().options.values())]
     for section, (owners, schema) in _own_sections(config_dir).items():
         lines += ["", f"Of {', '.join(owners)}:", *_terminal(_within(schema, section))]
+    for name, schema in scheduler_schemas().items():
+        lines += ["", f"Of the scheduler {name} (scheduler.path={name}):", *_terminal(_scheduler_options(schema))]
     for name, schema in environment_schemas().items():
         lines += ["", f"Of the environment {name} (env.path={name}):", *_terminal(_within(schema, "env"))]
     return "\n".join(lines)
 
 
-def experiment_help(composed: Composed) -> str:
-    """The options of one experiment, with the values that its YAML and the command line give them."""
+def experiment_help(arguments: Sequence[str], config_dir: Path = CONFIGS) -> str:
+    """The options of one experiment, with the values that its YAML and the command line give them. An environment need
+    not be chosen: without one its own options are missing. Raises ConfigError."""
+    try:
+        composed, chosen = compose_config(arguments, config_dir), True
+    except EnvironmentMissing:
+        composed, chosen = compose_config([*arguments, f"env.path={_ANY_ENVIRONMENT}"], config_dir), False
     about = inspect.getdoc(composed.file.module) or ""
     lines = [f"{composed.file.name}: {about}", "", "Options with the values of this experiment:"]
-    return "\n".join([*lines, *_terminal(walk(composed.config))])
+    options = [found for found in walk(composed.config) if chosen or not found.name.startswith("env.")]
+    if not chosen:
+        more = f"choose an environment with env=NAME ({', '.join(environments)}) or env.path=FILE.py:Name"
+        lines.insert(2, f"To run it, {more}; with one --help shows its options and the values that it changes, too.\n")
+    return "\n".join([*lines, *_terminal(options)])
 
 
 def options_reference(config_dir: Path = CONFIGS) -> str:
@@ -71,6 +85,10 @@ def options_reference(config_dir: Path = CONFIGS) -> str:
         parts += _chapter(section, common)
     for section, (owners, schema) in _own_sections(config_dir).items():
         parts += _chapter(section, schema, f" Of {', '.join(owners)}.")
+    for name, schema in scheduler_schemas().items():
+        kind = type(schema.sections["scheduler"])
+        about = (inspect.getdoc(kind) or "").replace("``", "`")
+        parts += ["## scheduler\n", f"{about} Of the scheduler `{name}`.\n", _table(_scheduler_options(schema))]
     for name, schema in environment_schemas().items():
         parts += _chapter("env", schema, f" Of the environment `{name}`.")
     return "\n".join(parts)
@@ -79,6 +97,17 @@ def options_reference(config_dir: Path = CONFIGS) -> str:
 def environment_schemas() -> Mapping[str, Schema]:
     """The section ``env`` of every registered environment."""
     return {name: Schema(with_environment(ExperimentConfig, name)) for name in environments}
+
+
+def scheduler_schemas() -> Mapping[str, Schema]:
+    """The section ``scheduler`` of every registered scheduler that has options of its own."""
+    found = {name: Schema(with_scheduler(ExperimentConfig, name)) for name in schedulers}
+    return {name: schema for name, schema in found.items() if any(_scheduler_options(schema))}
+
+
+def _scheduler_options(schema: Schema) -> Iterator[Found]:
+    """The options of a scheduler, without the one that chooses it."""
+    return (found for found in _within(schema, "scheduler") if found.name != "scheduler.path")
 
 
 def _own_sections(config_dir: Path) -> Mapping[str, tuple[list[str], Schema]]:

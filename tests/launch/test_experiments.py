@@ -15,7 +15,7 @@ from realhf.base.installation import CONFIGS, PACKAGE
 from realhf.launch.__main__ import main
 from realhf.launch.build import build_experiment
 from realhf.launch.compose import choices, compose_config, experiment_names
-from realhf.launch.help import help_text
+from realhf.launch.help import help_text, options_reference, scheduler_schemas
 from realhf.launch.plugins import load_experiment
 
 HEAD = """from __future__ import annotations
@@ -255,3 +255,26 @@ def test_the_settings_of_an_environment_have_effect(environment):
 
 def test_the_help_shows_the_defaults_of_the_section_that_an_option_stands_in():
     assert "  warm_start.optimizer.lr=1e-05" in help_text() and "  actor.optimizer.lr=1e-06" in help_text()
+
+
+def test_the_help_has_the_options_of_every_scheduler():
+    """They stood in their own page alone, and neither in the help nor in the reference."""
+    texts = help_text(), options_reference()
+    for name, schema in scheduler_schemas().items():
+        own = [option for option in schema.options if option.startswith("scheduler.") and option != "scheduler.path"]
+        assert own and f"Of the scheduler {name} " in texts[0] and f"Of the scheduler `{name}`." in texts[1]
+        assert not [option for option in own if f"  {option}=" not in texts[0] or f"| `{option}` |" not in texts[1]]
+    assert {"join", "ray", "slurm"} <= scheduler_schemas().keys()
+    assert texts[0].count("  scheduler.path=") == 1
+
+
+@pytest.mark.parametrize("experiment", ["grpo", "sft"])
+def test_an_experiment_is_described_without_an_environment(experiment, capsys):
+    """The help was refused for want of an environment, whose options are a few of many."""
+    assert main([f"experiment={experiment}", "gen.max_new_tokens=77", "--help"]) == 0
+    said = capsys.readouterr().out
+    assert "choose an environment with env=NAME (aws, countdown," in said and "  gen.max_new_tokens=77" in said
+    assert "  env." not in said
+    assert main([f"experiment={experiment}", "env=sql", "--help"]) == 0
+    assert "  env.max_statements=8" in capsys.readouterr().out
+    assert main([f"experiment={experiment}", "mode=check"]) == 2
