@@ -21,6 +21,7 @@ from realhf.cluster.cluster_keys import HostKey, HostKeys
 from realhf.cluster.options import ELASTIC, HOST_NAME
 from realhf.cluster.own_host import host_name
 from realhf.scheduler.process import orphans_adopted, run_guarded
+from realhf.transport.errors import NetworkError
 from realhf.transport.network import host_of
 
 
@@ -57,16 +58,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--count {given.count}: must be between 1 and 4096")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
-        return run_guarded(lambda: _serve(given))
+        host_of(given.join)
+        name, key = _own_key(given)
+    except (NetworkError, ValueError) as error:
+        print(f"error: {error} (--join, --key-file, --name)", file=sys.stderr)
+        return 1
+    try:
+        return run_guarded(lambda: _serve(name, key, given))
     except KeyboardInterrupt:  # the agent has ended its workers and said good-bye
         return 128 + signal.SIGINT
 
 
-def _serve(given: argparse.Namespace) -> None:
-    host_of(given.join)
+def _own_key(given: argparse.Namespace) -> tuple[str, HostKey]:
+    """Return the name of this host and its key. Raises NetworkError, or ValueError for a file that is no text."""
     keys = HostKeys.read(given.key_file.expanduser())
     name = given.name or (next(iter(keys.hosts)) if len(keys.hosts) == 1 else host_name())
-    key = keys.of(name)
+    return name, keys.of(name)
+
+
+def _serve(name: str, key: HostKey, given: argparse.Namespace) -> None:
     own = given.folder or Path("~/.realhf/hosts").expanduser() / name
     with temporary() if given.temporary else contextlib.nullcontext(own.absolute()) as folder:
         _serve_from(folder, name, key, given)

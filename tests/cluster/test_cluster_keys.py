@@ -18,6 +18,7 @@ from realhf.cluster.messages import Nothing, Refused, Report
 from realhf.transport.errors import NetworkError
 from realhf.transport.network import RunKeys, connect_encrypted
 from realhf.transport.sockets import HandshakeWatch
+from realhf.worker.__main__ import main as agent_main
 from tests.cluster.key_ring import KeyRing
 from tests.cluster.strange_agent import ANSWER_S, OpenEndpoint
 
@@ -206,3 +207,22 @@ def test_the_command_makes_a_file_for_each_host_or_one_for_several(tmp_path: Pat
     assert main(["keys", str(file), "--host", "d", "--into", str(tmp_path / "both.key")]) == 1
     assert "d" not in LauncherKeys.read(file).hosts
     assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("join", "name", "says"),
+    [
+        ("tcp://127.0.0.1:1", "nothing.key", "cannot read"),
+        ("tcp://127.0.0.1:1", "wrong.key", "wrong.key"),
+        ("127.0.0.1", "nothing.key", "tcp://HOST:PORT"),
+    ],
+)
+def test_an_agent_without_its_key_says_so_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], join: str, name: str, says: str
+) -> None:
+    """A key file that was missing was a traceback."""
+    (tmp_path / "wrong.key").write_text("no keys")
+    (tmp_path / "wrong.key").chmod(0o600)
+    assert agent_main(["--join", join, "--key-file", str(tmp_path / name), "--host-agent"]) == 1
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ") and says in line and "--key-file" in line
