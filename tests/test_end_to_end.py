@@ -132,7 +132,9 @@ def test_a_run_trains_and_leaves_what_it_promised(root, first):
     run = root / "grpo_aws" / "first"
     summary = json.loads((run / "summary.json").read_text())
     assert summary["heldout_episodes"] == 4 and set(summary["heldout_success_after"]) == {"overall", "warmup"}
-    assert (run / "episodes.txt").read_text().count("===== step 3, episode ") == 2
+    episodes = (run / "episodes.txt").read_text()
+    assert episodes.count("===== step 3, episode ") == 2 == episodes.count("\n=== step 3, sample ")
+    assert "step 0" not in episodes, "steps count from 1, as on the terminal"
     model, tokenizer = (kind.from_pretrained(run / "policy") for kind in (AutoModelForCausalLM, AutoTokenizer))
     assert model.config.vocab_size == 400 and tokenizer.chat_template
 

@@ -100,7 +100,7 @@ class EnvRolloutInterface:
         if (told := Feedback.of(options, self._chat)) is not None:
             groups = [told(group) for group in groups]
         stats["episodes"] = [
-            transcript(group[0], header=f"step {context.step}, sample {sample_id}")
+            transcript(group[0], header=f"step {context.step + 1}, sample {sample_id}")
             for sample_id, group in list(zip(sample.ids, groups, strict=True))[: options.transcripts]
         ]
         return outcomes_to_sample(
