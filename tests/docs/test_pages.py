@@ -351,11 +351,13 @@ QUOTED = (
         ("docs/recipes.md", rf"default job.*?({before} -> {after})", MEASURED, f"{seed} | sampled |")
         for seed, before, after in ((1, "63.2", "94.4"), (2, "65.0", "95.5"), (3, "61.5", "97.0"))
     ),
-    ("README.md", r"to the report it took (.*?):", MEASURED, "SmolLM2-135M from an empty clone"),
-    ("README.md", r"report it took(?s:.*?)(52\.4) after the demonstrations", "docs/running.md", "All 1,287 episodes"),
-    ("README.md", r"after the demonstrations, (86\.0)", "docs/running.md", "after 36 steps of GRPO, seed 1"),
+    ("README.md", r"to the report took (.*?):", MEASURED, "SmolLM2-135M from an empty clone"),
+    ("README.md", r"report took(?s:.*?)(51\.0) % of 429", MEASURED, "SmolLM2-135M from an empty clone"),
+    ("README.md", r"before\), (88\.3)\s", MEASURED, "SmolLM2-135M from an empty clone"),
+    ("README.md", r"began at (52\.4) came", "docs/running.md", "All 1,287 episodes"),
+    ("README.md", r"came to (86\.0)", "docs/running.md", "after 36 steps of GRPO, seed 1"),
     ("README.md", r"86\.0, (87\.4)", "docs/running.md", "seed 2 (from"),
-    ("README.md", r"87\.4\s+and (84\.1) after", "docs/running.md", "seed 3 (from"),
+    ("README.md", r"87\.4\s+and (84\.1) \(", "docs/running.md", "seed 3 (from"),
 )
 """A page, what it says (the group, if there is one), the page that has it first, and how the row or paragraph begins
 there, in which every number has to stand."""
