@@ -253,6 +253,56 @@ def options_text(options: Mapping[str, Any]) -> str:
     return " ".join(f"`{name}={str(value).lower() if value is True else value}`" for name, value in given.items())
 
 
+def _used_by(option: str, value: str) -> str:
+    """The presets that have this value of an option, as cells of the page have them."""
+    default = {"adv_estimator": "grpo", "loss": "ppo"}[option]
+    return " ".join(f"`{name}`" for name, row in PRESETS.items() if row.options.get(option, default) == value) or "none"
+
+
+ESTIMATORS: Mapping[str, Sequence[str]] = MappingProxyType(
+    {
+        "grpo": ("(R - mean_G) / std_G", "Shao et al. 2024", "first of all"),
+        "grpo_nostd": (
+            "R - mean_G",
+            "Liu et al. 2025, Dr. GRPO",
+            "tasks that nearly all or nearly no rollout solves shall not count more than others",
+        ),
+        "rloo": ("R - mean of the others of the group", "Ahmadian et al. 2024", "an unbiased gradient is wanted"),
+        "maxrl": (
+            "(R - mean_G) / mean_G, of rewards from 0 on",
+            "Tajwar et al. 2026, MaxRL",
+            "hard tasks shall count more: it is the gradient of the log-likelihood of success",
+        ),
+        "pass_at_k": (
+            "(M_i - M) / S: M mean and S std of the best reward over all subsets of `ppo.pass_at_k` rollouts of the "
+            "group, M_i the mean over those with rollout i",
+            "Chen et al. 2025, Pass@k Training; Walder & Karkhanis 2025",
+            "the best of k attempts is what counts",
+        ),
+        "reinforce": ("R - mean of the batch", "Williams 1992", "as a baseline, or with groups of one"),
+        "reinforce_pp": ("return to go of R - kl_ctl KL", "Hu 2025, REINFORCE++", "groups are small or of one"),
+        "reinforce_pp_baseline": (
+            "the same with mean_G subtracted from R first",
+            "Hu 2025, REINFORCE++",
+            "the KL term belongs to the reward, and there are groups",
+        ),
+        "gae": (
+            "sum of (discount gae_lambda)^k delta_(t+k), with the values of a critic",
+            "Schulman et al. 2016",
+            "episodes are long and a token's share in the reward matters (`experiment=ppo`)",
+        ),
+    }
+)
+"""Formula, source and use of every registered advantage estimator, also of those that no preset takes."""
+LOSSES: Mapping[str, Sequence[str]] = MappingProxyType(
+    {
+        "ppo": (_CLIPPED, "Schulman et al. 2017", "several updates a step, or samples that are stale"),
+        "cispo": ("-sg(clip(rho)) A lp", "MiniMax-M1 2025", "no token shall lose its gradient"),
+        "reinforce": ("-A lp", "Williams 1992", "one update a step"),
+    }
+)
+"""Formula, source and use of every registered policy loss."""
+
 TABLES = (
     Table(
         "Presets",
@@ -265,6 +315,21 @@ TABLES = (
             name: (row.formula, row.source, options_text(row.options) or "the defaults", row.costs, row.when)
             for name, row in PRESETS.items()
         },
+    ),
+    Table(
+        "Advantage estimators",
+        "ppo.adv_estimator",
+        "How the reward of a rollout becomes its advantage. A preset sets one; those without a preset are set beside "
+        "one, as in `ppo.algo=grpo ppo.adv_estimator=maxrl`.",
+        ("advantage", "source", "take it when", "presets with it"),
+        {name: (*cells, _used_by("adv_estimator", name)) for name, cells in ESTIMATORS.items()},
+    ),
+    Table(
+        "Policy losses",
+        "ppo.loss",
+        "What a token with advantage A adds to the loss.",
+        ("per token", "source", "take it when", "presets with it"),
+        {name: (*cells, _used_by("loss", name)) for name, cells in LOSSES.items()},
     ),
     Table(
         "Off-policy corrections",
