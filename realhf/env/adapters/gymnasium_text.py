@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -274,9 +275,50 @@ class _Instance:
         seen = self._env.render() if self._reading.render else observation
         if self._reading.render and not isinstance(seen, str):
             raise BrokenContract(f"render returned no text but {shown(seen)}; env.render=false shows observations")
-        text = whole_text(seen if isinstance(seen, str) else _plain(seen))
+        text = whole_text(without_escapes(seen) if isinstance(seen, str) else _plain(seen))
         most = self._reading.most
         return text if len(text) <= most else f"{text[:most]}... ({len(text) - most} more characters)"
+
+
+_ESCAPE = re.compile(
+    r"\x1b(?:\[(?P<codes>[0-9;]*)m|\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[ -/]*[0-Z\\^-~])?"
+)
+"""Source: ECMA-48, 5.4 (control sequences), 8.3.89 (OSC) and 8.3.117 (SGR, whose ``codes`` say how text looks)."""
+_COLOURS = ("black", "red", "green", "yellow", "blue", "magenta", "cyan", "white")
+_HIGHLIGHTED = "highlighted"
+
+
+def without_escapes(text: str) -> str:
+    """Return a text for a terminal without its escape sequences. What they said stays: a highlighted part stands in
+    brackets, as the place of the agent in ``[S]FFF``, and a coloured one behind its colour, as ``(blue:R)``."""
+    parts = list[str]()
+    look = ""
+    begin = 0
+    for found in _ESCAPE.finditer(text):
+        parts.append(_marked(text[begin : found.start()], look))
+        begin = found.end()
+        if (codes := found["codes"]) is not None:
+            look = _look(codes, look)
+    parts.append(_marked(text[begin:], look))
+    return "".join(parts)
+
+
+def _marked(text: str, look: str) -> str:
+    if not text or not look:
+        return text
+    return f"[{text}]" if look == _HIGHLIGHTED else f"({look}:{text})"
+
+
+def _look(codes: str, look: str) -> str:
+    """Return how text looks after a sequence with these codes: a colour, ``_HIGHLIGHTED``, or "" for as usual."""
+    for code in (int(code or 0) for code in codes.split(";")):
+        if code == 0:
+            look = ""
+        elif code == 7 or 40 <= code <= 47 or 100 <= code <= 107:
+            look = _HIGHLIGHTED
+        elif look != _HIGHLIGHTED and (30 <= code <= 37 or 90 <= code <= 97):
+            look = _COLOURS[code % 10]
+    return look
 
 
 def actions_of(gymnasium: ModuleType, space: Any, names: Sequence[str]) -> Actions:

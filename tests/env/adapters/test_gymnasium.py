@@ -19,6 +19,7 @@ from realhf.env.adapters.gymnasium_text import (
     GymnasiumEnvironment,
     Reading,
     actions_of,
+    without_escapes,
 )
 from realhf.env.loader.load import build_environment
 from realhf.env.loader.threads import MOST_STUCK, Threads
@@ -185,9 +186,28 @@ async def test_a_turn_that_is_no_action_costs(wrong_reward: float, garbage: floa
     assert await played(["up", "stay put", "stay put"]) == (pytest.approx(wrong_reward + 0.4), 1.0)
 
 
+@pytest.mark.parametrize(
+    ("rendered", "read"),
+    [
+        ("plain", "plain"),
+        ("\x1b[41mS\x1b[0mFFF", "[S]FFF"),
+        ("|\x1b[43m \x1b[0m: :\x1b[34;1mR\x1b[0m|\x1b[35mB\x1b[0m|", "|[ ]: :(blue:R)|(magenta:B)|"),
+        ("\x1b[7m\x1b[31mx\x1b[my", "[x]y"),
+        ("\x1b[?25l\x1b[1;1Ha\x1b]0;title\x07b\x1bMc\x1b(Bd\x1b", "abcd"),
+        ("\x1b[1mbold\x1b[0m", "bold"),
+    ],
+)
+def test_what_a_terminal_would_colour_is_said_in_words(rendered: str, read: str) -> None:
+    """The policy read the escape sequences, and in FrozenLake they alone say where the agent stands."""
+    assert without_escapes(rendered) == read
+
+
 async def test_what_is_rendered_is_shown_and_cut() -> None:
     env = environment(Made(), render=True)
     assert (await env.reset({}, seed=1)).messages[0]["content"] == "X"
+    await env.close()
+    env = environment(Made(render=lambda: "\x1b[2J  (Left)\n\x1b[41mS\x1b[0mFF\n"), render=True)
+    assert (await env.reset({}, seed=1)).messages[0]["content"] == "  (Left)\n[S]FF\n"
     await env.close()
     env = environment(Made(render=lambda: "x" * 50), render=True)
     assert (await env.reset({}, seed=1)).messages[0]["content"] == "x" * 40 + "... (10 more characters)"
