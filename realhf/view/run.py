@@ -293,6 +293,15 @@ class RunList:
         with self._lock:
             return list(self._left_off)
 
+    def first(self) -> int:
+        """Return the number of the run that the page opens with: the first that was named, or of a folder of runs the
+        one that was written to last."""
+        with self._lock:
+            runs = list(self._runs.values())
+        if not runs or is_run(self._folders[0]):
+            return 0
+        return max(range(len(runs)), key=lambda number: _written(runs[number].folder))
+
     def get(self, number: int) -> Run | None:
         """Return the run with this number; None if there is none."""
         with self._lock:

@@ -101,6 +101,7 @@ class Api:
         return {
             "follow": self._follow,
             "runs": runs,
+            "first": self._runs.first(),
             "left_off": len(left_off),
             "one_left_off": str(left_off[0]) if left_off else "",
         }

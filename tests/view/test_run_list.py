@@ -85,3 +85,24 @@ def test_the_page_says_how_many_runs_are_not_listed_and_how_to_narrow(chromium: 
         assert chromium.js("document.getElementById('left-off').hidden")
         chromium.look(1280, 800)
         leave(chromium)
+
+
+def test_a_folder_of_runs_opens_with_the_one_that_was_written_to_last(tmp_path: Path):
+    """It used to open with the first by name. Who names runs sees the first that was named."""
+    made = many(tmp_path / "runs", 4)
+    assert client(tmp_path / "runs").get("/api/runs").json()["first"] == 0
+    os.utime(made[2] / "metrics.jsonl", (2e9, 2e9))
+    assert client(tmp_path / "runs").get("/api/runs").json()["first"] == 2
+    assert client(made[1], made[2]).get("/api/runs").json()["first"] == 0
+    assert RunList([tmp_path / "none"]).first() == 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(PROGRAM is None, reason=ABSENT)
+def test_the_page_opens_the_newest_run(chromium: Chromium, tmp_path: Path):
+    made = many(tmp_path / "runs", 3)
+    os.utime(made[1] / "metrics.jsonl", (2e9, 2e9))
+    with served(tmp_path / "runs", follow=False) as url:
+        go(chromium, url)
+        assert text(chromium, "#title") == "run-0001"
+        leave(chromium)

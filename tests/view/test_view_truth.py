@@ -120,6 +120,43 @@ def test_evaluations_that_are_greedy_alone_count_as_evaluations(chromium: Chromi
         assert "50.0 %\nstep 2; greedy" in text(chromium, ".card:nth-child(4)")
 
 
+def test_the_figures_of_a_short_run_are_drawn_as_they_are_said(chromium: Chromium, tmp_path: Path):
+    """Shares stand in percent at the axis as on the cards, one step has one tick, and any run has the curve of its
+    loss: supervised runs showed none."""
+    run, page = write_run(tmp_path / "run", steps=0), chromium
+    add_step(run, {"step": 1, "success/overall": 0.25, "policy/loss": 0.0, "reward/mean": 0.5})
+    with served(run) as url:
+        go(page, url)
+        assert page.js(ticks(chart("Loss"), 0)) == ["1"]
+        assert "0" in page.js(ticks(chart("Loss"), 1)) and not page.js(f"{chart('Loss')}.extent.y.some((y) => y < 0)")
+        share = page.js(ticks(chart("Success"), 1))
+        assert share[0] == "0 %" and all(one.endswith(" %") for one in share)
+        assert "25.0 %" in page.js(f"{chart('Success')}.readout.innerText")
+        add_step(run, {"step": 2, "success/overall": 0.75, "policy/loss": -0.5, "reward/mean": 0.5})
+        page.wait(f"{chart('Loss')}.data[0].length === 2")
+        assert page.js(f"{chart('Loss')}.extent.x") == [1, 2]
+        leave(page)
+
+
+@pytest.mark.parametrize(
+    ("config", "ended", "says"),
+    [
+        ("evaluation: {episodes_per_task: 5, greedy_episodes_per_task: 0}", True, "none was made"),
+        ("evaluation: {episodes_per_task: 0, greedy_episodes_per_task: 0}", True, "switched off"),
+        ("evaluation: {episodes_per_task: 5, greedy_episodes_per_task: 0}", False, "none yet"),
+        ("seed: 1", True, "none: it plays no episodes"),
+    ],
+)
+def test_a_run_without_an_evaluation_says_why(chromium: Chromium, tmp_path: Path, config: str, ended: bool, says: str):
+    """One that had ended said ``none yet``."""
+    run = write_run(tmp_path / "run", config=config, ended=ended)
+    (run / "evaluations.json").unlink()
+    with served(run, follow=False) as url:
+        go(chromium, url)
+        assert says in text(chromium, ".card:nth-child(4)")
+        leave(chromium)
+
+
 HIDDEN = """
     Object.defineProperty(document, 'hidden', {{ configurable: true, get: () => {} }});
     document.dispatchEvent(new Event('visibilitychange'));"""

@@ -1,7 +1,7 @@
 // Curves over the steps, drawn by uPlot: several series on one pair of axes, bands, points with intervals, stacked areas,
 // a shared cursor. uPlot is a plain script that the page loads before its modules.
 
-import { h, number, shown } from "./dom.js";
+import { h, number, percent, shown } from "./dom.js";
 
 const { uPlot } = window;
 const TALL = 196;
@@ -36,7 +36,7 @@ export function smoothed(values, weight) {
 
 /**
  * A chart. `spec`: {title, unit, about, series: [{label, x, y, low, high, kind, faint}], points: [{label, x, y, low, high,
- * kind}], stacked, from0, along, log, range}; `kind` is the number of a colour, `along` the word for x (step), `log` a logarithmic
+ * kind}], stacked, from0, share, along, log, range}; `share`: values are shares of one, shown in percent; `kind` is the number of a colour, `along` the word for x (step), `log` a logarithmic
  * axis, which leaves out what is not positive, `range` the part of x that is drawn. `y` may hold null, where there is no
  * value and the curve goes on, and texts (no number), where it breaks; with `low` and `high` of each `y` there is a band
  * behind the curve. `zoom`, if given, is called with the part of x that was dragged over; null for all of it. `tools` are
@@ -92,7 +92,7 @@ export class Chart {
     const size = { width, height: this.node.classList.contains("wide") ? TALLER : TALL };
     const { spec } = this;
     const whole = (spec.along ?? "step") === "step" && this.extent.x[1] - this.extent.x[0] >= 2;
-    const form = JSON.stringify([this.log, whole, this.columns.map((one) => [one.role, one.kind, one.faint, one.over])]);
+    const form = JSON.stringify([this.log, whole, this.extent.only, spec.share, this.columns.map((one) => [one.role, one.kind, one.faint, one.over])]);
     if (form !== this.form) {
       this.form = form;
       this.plot?.destroy();
@@ -106,6 +106,8 @@ export class Chart {
 
   options(size, whole) {
     const drawn = this.columns.map((one) => one.role === "curve" && !one.faint);
+    const { only } = this.extent;
+    const alone = only !== null && { splits: () => [only], filter: (_, splits) => splits };
     const axis = { stroke: this.colour("--muted"), font: "12px system-ui, sans-serif", ticks: { show: false }, values: (_, splits) => splits.map((one) => (one === null ? "" : number(one))) };
     const grid = { stroke: this.colour("--line"), width: 1 };
     return {
@@ -113,7 +115,7 @@ export class Chart {
       legend: { show: false },
       padding: [8, 14, 0, 0],
       scales: { x: { time: false, range: () => this.extent.x }, y: { distr: this.log ? 3 : 1, range: () => this.extent.y } },
-      axes: [{ ...axis, size: 28, gap: 6, space: 52, incrs: whole ? WHOLE : undefined, grid: { show: false } }, { ...axis, size: 56, gap: 6, space: 36, grid, ...(this.log && { splits: (_, at, low, high) => logTicks(low, high), filter: (_, splits) => splits }) }],
+      axes: [{ ...axis, size: 28, gap: 6, space: 52, incrs: whole ? WHOLE : undefined, grid: { show: false }, ...alone }, { ...axis, ...(this.spec.share && { values: (_, splits) => splits.map((one) => (one === null ? "" : shareOf(one))) }), size: 56, gap: 6, space: 36, grid, ...(this.log && { splits: (_, at, low, high) => logTicks(low, high), filter: (_, splits) => splits }) }],
       series: [{}, ...this.columns.map((one, at) => this.seriesOf(one, at))],
       bands: this.columns.flatMap(({ over, kind, role }, at) => (over === null ? [] : [{ series: [at + 1, over + 1], fill: this.colour(`--k${kind % 8}`, role === "curve" ? 0.7 : 0.18) }])),
       cursor: {
@@ -202,10 +204,10 @@ export class Chart {
     this.plot?.setCursor({ left: seen ? this.plot.valToPos(cursor, "x") : -10, top: seen ? 0 : -10 }, false);
     const entries = this.spec.series.filter((line) => !line.faint).map((line) => {
       const at = seen ? placeBefore(line, cursor) : line.y.findLastIndex((value) => value !== null);
-      return entry(line, line.y[at] ?? null, line.low ? [line.low[at], line.high[at]] : null);
+      return entry(line, line.y[at] ?? null, line.low ? [line.low[at], line.high[at]] : null, this.spec.share);
     });
     const held = seen ? (this.spec.points ?? []).filter((one) => one.x === cursor) : [];
-    entries.push(...held.map((one) => entry({ ...one, label: `${one.label}, held out` }, one.y)));
+    entries.push(...held.map((one) => entry({ ...one, label: `${one.label}, held out` }, one.y, null, this.spec.share)));
     this.readout.replaceChildren(h("span", { class: "muted" }, seen ? `${this.spec.along ?? "step"} ${number(cursor)}` : "last"), ...entries);
   }
 
@@ -234,7 +236,8 @@ export class Chart {
     return (this.spec.points ?? []).filter(({ x, y }) => within(x, this.spec.range) && typeof y === "number" && !(this.log && y <= 0));
   }
 
-  /** The axes {x, y, whole}, `whole` being x without zoom; null where there is nothing to draw. */
+  /** The axes {x, y, whole, only}, `whole` being x without zoom and `only` the one place that has anything, null where
+   * there are several; null where there is nothing to draw. */
   extentOf() {
     const { spec, data } = this;
     const points = this.pointsSeen();
@@ -254,13 +257,15 @@ export class Chart {
     for (let at = 0; at < xs.length; at++) if (within(xs[at], spec.range)) for (const y of ys) take(y[at]);
     points.forEach((one) => [one.low, one.y, one.high].forEach(take));
     if (low > high) return null;
+    const only = !spec.range && whole[0] === whole[1] ? whole[0] : null; // between -0.4 and 0.4 there is no step
     const x = spec.range ?? (whole[0] < whole[1] ? whole : [whole[0] - 0.5, whole[1] + 0.5]);
     if (this.log) {
       const spare = (high / low) ** 0.05 > 1 ? (high / low) ** 0.05 : 1.5;
-      return { x, whole, y: [low / spare, high * spare] };
+      return { x, whole, only, y: [low / spare, high * spare] };
     }
-    const spare = (high - low) * 0.05 || Math.abs(high) * 0.05 || 0.5;
-    return { x, whole, y: [from0 && low === 0 ? 0 : low - spare, high + spare] };
+    if (low === 0 && high === 0) return { x, whole, only, y: [0, 1] };
+    const spare = (high - low) * 0.05 || Math.abs(high) * 0.05;
+    return { x, whole, only, y: [from0 && low === 0 ? 0 : low - spare, high + spare] };
   }
 }
 
@@ -318,9 +323,13 @@ function placeBefore(line, x) {
   return at;
 }
 
-function entry(line, value, band = null) {
-  const spread = band && band[0] !== undefined ? ` ${number(band[0])} to ${number(band[1])}` : "";
-  return h("span", { class: "entry" }, h("i", { class: `dot k${line.kind % 8}` }), `${line.label} `, h("b", {}, number(value)), spread);
+/** A share at an axis, in percent and as short as it can be said. */
+const shareOf = (value) => `${number(Number((100 * value).toPrecision(6)))} %`;
+
+function entry(line, value, band = null, share = false) {
+  const said = (one) => (share && typeof one === "number" ? percent(one) : number(one));
+  const spread = band && band[0] !== undefined ? ` ${said(band[0])} to ${said(band[1])}` : "";
+  return h("span", { class: "entry" }, h("i", { class: `dot k${line.kind % 8}` }), `${line.label} `, h("b", {}, said(value)), spread);
 }
 
 function stack(series) {

@@ -36,7 +36,7 @@ function address() {
   const page = PAGES.find((one) => one.name === path) ?? PAGES[0];
   const numbers = (params.get("runs") ?? "").split(",").filter(Boolean).map(Number);
   const known = [...new Set(numbers)].filter((one) => store.runs[one]).slice(0, MOST_COMPARED);
-  return { page, params, runs: known.length ? known : store.runs.length ? [0] : [] };
+  return { page, params, runs: known.length ? known : store.runs.length ? [store.first ?? 0] : [] };
 }
 
 /** Go to a page; `params` become part of the address, so that Back and a copied link lead to the same view. */

@@ -22,8 +22,16 @@ function noteOf({ note }, name) {
 /** When something happened to a run, as far as it is known. */
 const whenOf = ({ at, step }) => (at === null ? (step === null ? "" : `after step ${step}`) : new Date(at * 1000).toLocaleString("en", { dateStyle: "medium", timeStyle: "medium" }));
 
+/** Why a run has no held-out evaluation. */
+function whyNone(run, config) {
+  const counts = ["evaluation.episodes_per_task", "evaluation.greedy_episodes_per_task"].filter((name) => name in config);
+  if (counts.length && counts.every((name) => config[name] === "0")) return `switched off (${counts[0]}=0)`;
+  if (!["finished", "stopped"].includes(run.state)) return "none yet";
+  return counts.length ? "none was made" : "none: it plays no episodes";
+}
+
 /** What is said of a run at a glance: [label, value, note] of each figure. */
-function figuresOf(run) {
+function figuresOf(run, config) {
   const { steps, columns } = run.metrics;
   const at = steps.length - 1;
   const value = (name) => columns[name]?.[at];
@@ -34,7 +42,7 @@ function figuresOf(run) {
     ["step", number(steps[at] ?? 0), run.state],
     ["reward", number(value("reward/mean")), ""],
     ["success", percent(value("success/overall")), ""],
-    ["held-out success", percent(final?.success), final ? [`step ${final.step}`, wayOf(run) === "sampled" ? "" : wayOf(run), change].filter(Boolean).join("; ") : "none yet"],
+    ["held-out success", percent(final?.success), final ? [`step ${final.step}`, wayOf(run) === "sampled" ? "" : wayOf(run), change].filter(Boolean).join("; ") : whyNone(run, config)],
     ["a step takes", value("time/step") === undefined ? "–" : `${number(value("time/step"))} s`, ""],
   ];
 }
@@ -223,7 +231,7 @@ class Overview {
 
   drawFigures() {
     const { runs } = this.context;
-    const found = runs.map((run) => figuresOf(run));
+    const found = runs.map((run, at) => figuresOf(run, this.abouts[at].config));
     const card = ([label, value, note]) => h("div", { class: "card" }, h("span", {}, label), h("b", {}, value), h("small", {}, note));
     const dot = (run) => h("i", { class: `dot k${this.groups.find((group) => group.runs.includes(run)).kind % 8}` });
     const row = (run, at) => [h("span", {}, dot(run), run.name), ...found[at].map(([, value, note]) => h("span", {}, value, note ? h("small", {}, note) : ""))];

@@ -4,28 +4,29 @@ import { meanOf, meanOfPoints } from "./seeds.js";
 
 /**
  * Each panel: title, unit, about; `names` in the order of their weight (a comparison of runs shows the first that there
- * is), or `start` and `end`: all metrics that begin, and end, so. `held`: the figure of held-out evaluations that belongs to it.
+ * is), or `start` and `end`: all metrics that begin, and end, so; with `ends` alone all that end so. `share`: in percent. `held`: the figure of held-out evaluations that belongs to it.
  */
 export const PANELS = [
   { title: "Reward", names: ["reward/mean", "reward/std"], held: "reward", about: "mean over the rollouts of a step" },
-  { title: "Success", start: "success/", first: "success/overall", held: "success", from0: true, about: "share of rollouts that reached the goal; points: held-out tasks with 95 % intervals" },
+  { title: "Success", start: "success/", first: "success/overall", held: "success", share: true, from0: true, about: "share of rollouts that reached the goal; points: held-out tasks with 95 % intervals" },
+  { title: "Loss", names: ["policy/loss"], ends: "/loss", about: "mean over the updates of a step" },
   { title: "Where the time goes", unit: "s", times: true, about: "calls of a step, those that play by environment and generation; what overlaps adds up to more than the step" },
   { title: "Length", unit: "tokens", names: ["length/mean", "length/max"], from0: true },
-  { title: "Truncated", unit: "share", names: ["length/truncated"], from0: true },
+  { title: "Truncated", share: true, names: ["length/truncated", "length/out_of_turns"], from0: true, about: "rollouts that a limit ended: of tokens, or of turns (rollout.max_turns)" },
   { title: "Entropy", unit: "nats", names: ["policy/entropy", "policy/entropy_exact"], from0: true },
   { title: "Groups with signal", names: ["groups/with_signal", "groups/total"], from0: true, about: "groups whose rollouts differ in reward; the others teach nothing" },
   { title: "Mismatch", unit: "nats", names: ["mismatch/kl", "mismatch/abs_p99"], about: "engine against trainer" },
   { title: "KL from the reference", unit: "nats", names: ["policy/kl_ref"] },
-  { title: "Clipped", unit: "share", names: ["policy/clip_fraction"], from0: true },
+  { title: "Clipped", share: true, names: ["policy/clip_fraction"], from0: true },
   { title: "Gradient norm", names: ["policy/grad_norm"], from0: true },
   { title: "Staleness", unit: "versions", names: ["staleness/mean", "staleness/max"], from0: true },
   { title: "Version that generates", unit: "version", names: ["admission/version"], about: "the lowest one of the generation workers; the trainer's is the number of the step" },
   { title: "Admission and buffer", unit: "samples", names: ["admission/running", "admission/capacity", "admission/staged", "buffer/resident"], from0: true },
-  { title: "Occupancy", unit: "share", names: ["generation/occupancy", "training/occupancy"], from0: true },
+  { title: "Occupancy", share: true, names: ["generation/occupancy", "training/occupancy"], from0: true },
   { title: "Throughput", unit: "tokens/s", names: ["throughput/tokens_per_second"], from0: true },
   { title: "Failures", start: "failures/", first: "rollouts/failed", names: ["rollouts/failed"], from0: true, about: "rollouts without a result; they are no zeros" },
-  { title: "CPU of the hosts", unit: "share", start: "host/", end: "/cpu", from0: true, about: "cores that worked, of the whole machine" },
-  { title: "Memory of the hosts", unit: "share", start: "host/", end: "/memory", from0: true, about: "memory in use, of the whole machine" },
+  { title: "CPU of the hosts", share: true, start: "host/", end: "/cpu", from0: true, about: "cores that worked, of the whole machine" },
+  { title: "Memory of the hosts", share: true, start: "host/", end: "/memory", from0: true, about: "memory in use, of the whole machine" },
   { title: "Critic", names: ["critic/explained_variance", "critic/loss"] },
 ];
 
@@ -35,6 +36,7 @@ const TIME = /^time\/(?!step$|fetch\/|queue\/|part\/|episode\/)[^/]+$/;
 export function namesOf(panel, columns) {
   if (panel.times) return Object.keys(columns).filter((name) => TIME.test(name)).flatMap((name) => partsOf(name, columns));
   const named = (panel.names ?? []).filter((name) => name in columns);
+  if (panel.ends) return [...new Set([...named, ...Object.keys(columns).filter((name) => name.endsWith(panel.ends)).sort()])];
   return panel.start ? [...named, ...Object.keys(columns).filter((name) => name.startsWith(panel.start) && name.endsWith(panel.end ?? "")).sort()] : named;
 }
 
@@ -118,6 +120,7 @@ function evaluated(run, figure, group) {
 }
 
 function short(name, panel) {
+  if (panel.ends) return name.slice(0, -panel.ends.length);
   if (name.startsWith("time/part/")) return name.split("/")[3];
   return name.slice(0, name.length - (panel.end ?? "").length).split("/").slice(1).join("/") || name;
 }

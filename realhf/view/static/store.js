@@ -139,6 +139,7 @@ export class Store {
   constructor() {
     this.runs = [];
     this.leftOff = { count: 0, one: "" };
+    this.first = null; // the run that is opened where the address names none
     this.follow = false;
     this.seen = "";
   }
@@ -147,6 +148,7 @@ export class Store {
   async refresh() {
     const found = await askJson("/api/runs");
     this.follow = found.follow;
+    this.first ??= found.runs.length ? (found.first ?? 0) : null; // another run may be newer later: the page stays
     this.leftOff = { count: found.left_off, one: found.one_left_off };
     for (const about of found.runs) {
       if (this.runs[about.number]) Object.assign(this.runs[about.number], about);
