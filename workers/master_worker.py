@@ -37,6 +37,7 @@ from realhf.api.evaluation import Report
 from realhf.api.experiment import EvaluationSpec, InterfaceType, RolloutSpec, RunPlan
 from realhf.api.graph import build_graph
 from realhf.api.source import DataSource
+from realhf.base.files import run_folder_needed
 from realhf.base.host_resources import LoadOfSteps
 from realhf.base.messages import Call
 from realhf.base.plugin import load_plugin
@@ -134,6 +135,7 @@ class MasterWorker:
     async def _run(self) -> None:
         async with contextlib.AsyncExitStack() as stack:
             tracer = stack.enter_context(open_trace(self._spec.run_dir, "master"))
+            stack.enter_context(run_folder_needed(self._spec.run_dir))
             checkpoint = await self._last_checkpoint()  # a run that is refused has changed nothing
             await self._workers_ready()
             self._steps = await self._open_steps(checkpoint)

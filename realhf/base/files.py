@@ -96,6 +96,26 @@ def write_whole(out: Path, text: str, *, synced: bool = False) -> None:
         partial.write_text(text, encoding="utf-8")
 
 
+class RunFolderError(RuntimeError):
+    """A file of a run folder cannot be read or written; the message names it, the cause and what to do."""
+
+
+@contextmanager
+def run_folder_needed(folder: Path) -> Iterator[None]:
+    """Raise RunFolderError for an OSError about a file in ``folder``, unless the disk is full, which has words of its
+    own."""
+    try:
+        yield
+    except OSError as error:
+        inside = isinstance(error.filename, str) and Path(error.filename).is_relative_to(folder)
+        if not inside or error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise RunFolderError(
+            f"{error.filename} cannot be used: {error.strerror}; put it in order or take it away, then run again, or "
+            "begin anew with recover_mode=disabled, which deletes what the run has"
+        ) from error
+
+
 def dangling(path: Path) -> OSError:
     """Return the error about a link to nowhere, which is what is left of a disk that is not mounted."""
     return OSError(errno.ENOENT, f"it is a link to {os.readlink(path)}, which is not there", str(path))

@@ -42,6 +42,11 @@ class PayloadLog:
         self._active, self._descriptor, self._end = -1, -1, 0
 
     @property
+    def folder(self) -> Path:
+        """The folder of the logs of all ranks."""
+        return self._root
+
+    @property
     def active(self) -> int:
         """The number of the segment that is written to; -1 before the first append."""
         return self._active

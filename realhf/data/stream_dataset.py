@@ -38,6 +38,7 @@ from realhf.api.calls import (
 )
 from realhf.api.keys import KeySpec, key_spec
 from realhf.api.sample import SequenceSample
+from realhf.base.files import run_folder_needed
 from realhf.data.payload_log import SEGMENT_BYTES, PayloadDamaged, PayloadLog
 from realhf.transport.codec import decode_sample, encode_sample
 from realhf.transport.errors import CodecError, TransportError
@@ -284,7 +285,8 @@ class StreamDataset:
 
     def _restored(self, id: str, attempt: int, ref: PayloadRef) -> Arrival:
         try:
-            sample = self._limits.read(id, self._log.read(ref))
+            with run_folder_needed(self._log.folder):
+                sample = self._limits.read(id, self._log.read(ref))
         except (PayloadDamaged, CodecError) as error:
             _log.warning("sample %s could not be restored: %s", id, error)
             return Arrival(id, attempt, "", error=str(error))

@@ -152,11 +152,17 @@ class WeightRecord:
     held it. Versions of a run that goes on are compared with what was published before; ``warn`` is told of a
     difference, and of engines that cannot tell what they hold."""
 
-    def __init__(self, folder: Path, warn: Callable[[str], None]) -> None:
+    def __init__(self, folder: Path, warn: Callable[[str], None], *, completed_steps: int = 0) -> None:
+        """Read what a run that goes on after ``completed_steps`` has published. Raises OSError."""
         self._path, self._warn = folder / WEIGHTS_FILE, warn
         self._untold: set[str] = set()
         self._last = (-1, "")
         self._earlier = _published(self._path)
+        if completed_steps and completed_steps not in self._earlier:
+            warn(
+                f"{self._path} does not say which weights version {completed_steps} had; whether the run goes on with "
+                "the same ones is not compared"
+            )
         if self._path.exists() and not self._path.read_bytes().endswith(b"\n"):
             self._path.open("a").write("\n")  # who wrote the last line was killed meanwhile
 

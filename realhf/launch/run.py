@@ -46,6 +46,7 @@ def run_to_the_end(
             if config.recover_mode is RecoverMode.disabled:
                 for path in list(removable(built.spec.run_dir)):
                     shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
+            check_kinds(built.spec.run_dir)
             if resumption is None:  # one that goes on keeps its configuration until its master has found from where
                 record_launch(built.spec.run_dir, launch, 0)
             if go_on:
@@ -181,17 +182,19 @@ Written = Literal["whole", "appended", "folder"]
 class RunFile(NamedTuple):
     """``name`` may be a pattern. ``written``: replaced when complete, appended to, or a folder that its writer looks
     after. ``kept``: whether it stays when the run begins anew (``recover_mode=disabled``); everything that a run has
-    learned or recorded goes, lest two histories be read as one."""
+    learned or recorded goes, lest two histories be read as one. ``read``: whether a run that goes on reads the file,
+    which may then not be replaced unread."""
 
     name: str
     writer: str
     written: Written
     kept: bool = False
+    read: bool = False
 
 
 RUN_FILES = (
     RunFile("config.yaml", "launcher, master", "whole"),
-    RunFile("provenance.json", "launcher, master", "whole"),
+    RunFile("provenance.json", "launcher, master", "whole", read=True),
     RunFile("plan.json", "launcher", "whole"),
     RunFile(".lock", "launcher", "whole", kept=True),
     RunFile(".keys-*", "launcher", "whole", kept=True),
@@ -202,8 +205,8 @@ RUN_FILES = (
     RunFile("deaths.jsonl", "launcher", "appended"),
     RunFile("graph.md", "master", "whole"),
     RunFile("graph.dot", "master", "whole"),
-    RunFile("metrics.jsonl", "master", "appended"),
-    RunFile("evaluations.json", "master", "whole"),
+    RunFile("metrics.jsonl", "master", "appended", read=True),
+    RunFile("evaluations.json", "master", "whole", read=True),
     RunFile("summary.json", "master", "whole"),
     RunFile("episodes.txt", "master", "appended"),
     RunFile("nonfinite.jsonl", "master", "appended"),
@@ -212,7 +215,7 @@ RUN_FILES = (
     RunFile("trace.json", "master", "whole"),
     RunFile("rollouts", "model workers, rollout workers", "folder"),
     RunFile("tensorboard", "master", "folder"),
-    RunFile("trackers.json", "master", "whole"),
+    RunFile("trackers.json", "master", "whole", read=True),
     RunFile("wandb", "master", "folder"),
     RunFile("mlflow", "master", "folder"),
     RunFile("checkpoints", "model workers, master", "folder"),
@@ -220,11 +223,11 @@ RUN_FILES = (
     RunFile("policy", "model worker", "folder"),
     RunFile("best_policy", "model worker", "folder"),
     RunFile(".best_policy.candidate", "model worker", "folder"),
-    RunFile("best_policy.json", "master", "whole"),
+    RunFile("best_policy.json", "master", "whole", read=True),
     RunFile("journal", "master", "folder"),
     RunFile("stream", "model workers", "folder"),
     RunFile("weights", "model workers", "folder"),
-    RunFile("weights.jsonl", "master", "appended"),
+    RunFile("weights.jsonl", "master", "appended", read=True),
     RunFile("trajectory", "trajectory server", "folder"),
 )
 """All of them. What is not in the table belongs to somebody else and is left alone."""
@@ -237,6 +240,33 @@ def removable(run_dir: Path) -> Iterator[Path]:
         if not file.kept:
             for pattern in (file.name, f"{file.name}.partial", f"{file.name}{DAMAGED}*", f".{file.name}.*.tmp"):
                 yield from run_dir.glob(pattern)
+
+
+def check_kinds(run_dir: Path) -> None:
+    """Raise ConfigError for the first file of a run that is a folder, folder that is none, link to nowhere, or file
+    that a run which goes on has to read and may not: later it would fail in the middle of the run, or when others have
+    been changed."""
+    for file in RUN_FILES:
+        for path in sorted(path for path in run_dir.iterdir() if path.match(file.name)):
+            if fault := _fault(file, path):
+                raise ConfigError(
+                    f"trial_name: {path} {fault}; put it in order or take it away, or begin anew with "
+                    "recover_mode=disabled"
+                )
+
+
+def _fault(file: RunFile, path: Path) -> str:
+    wanted = "folder" if file.written == "folder" else "file"
+    if not path.exists():
+        return f"should be a {wanted} and is a link to {path.readlink()}, which is not there"
+    if path.is_dir() != (wanted == "folder"):
+        return f"should be a {wanted} and is something else"
+    try:
+        if file.read:
+            path.open("rb").close()
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+    return ""
 
 
 def unknown_files(run_dir: Path) -> list[str]:

@@ -9,32 +9,38 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import time
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from realhf.base.files import open_plain, write_whole
+from realhf.base.files import dangling, kept_aside, open_plain, write_whole
 
 if TYPE_CHECKING:
     from realhf.api.graph import DataFlowGraph
 
 EVALUATIONS_FILE = "evaluations.json"
+_log = logging.getLogger(__name__)
 
 
 class Evaluations:
     """Keeps evaluation reports by the number of steps that were complete when they were made."""
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, warn: Callable[[str], None] = _log.warning) -> None:
+        """Read what is there; ``warn`` is told of a file that cannot be understood, which is put aside. Raises
+        OSError."""
         self._path = run_dir / EVALUATIONS_FILE
+        self._reports: dict[int, dict[str, Any]] = {}
         try:
-            content = json.loads(self._path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            content = {}
-        self._reports: dict[int, dict[str, Any]] = {int(step): report for step, report in content.items()}
+            self._reports = _reports(self._path)
+        except ValueError as error:
+            kept = kept_aside(self._path)
+            fate = f"is kept as {kept.name}; " if kept else ""
+            warn(f"{self._path} cannot be understood ({error}) and {fate}the run goes on without its evaluations")
 
     def at(self, step: int) -> dict[str, Any] | None:
         """Return the report made after ``step`` steps, if any; 0 is the one before training."""
@@ -56,6 +62,26 @@ class Evaluations:
 
     def _write(self) -> None:
         write_whole(self._path, json.dumps(self._reports, indent=1))
+
+
+def _reports(path: Path) -> dict[int, dict[str, Any]]:
+    """Return the reports in a file by their steps; {} where there is none. Raises ValueError for one that holds
+    something else, and OSError."""
+    try:
+        content = json.loads(path.read_bytes().decode())
+    except FileNotFoundError:
+        if path.is_symlink():
+            raise dangling(path) from None
+        return {}
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    if not isinstance(content, dict):
+        raise ValueError("it is no map of evaluations")
+    for report in content.values():
+        groups = report.values() if isinstance(report, dict) else [None]
+        if not all(isinstance(group, dict) and all(isinstance(e, dict) for e in group.values()) for group in groups):
+            raise ValueError("it holds something that is no evaluation")
+    return {int(step): report for step, report in content.items()}
 
 
 EPISODES_FILE = "episodes.txt"

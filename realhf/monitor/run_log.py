@@ -7,21 +7,22 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from realhf.api.config import MonitorConfig
 from realhf.api.environment import HELD_OUT
 from realhf.api.experiment import EvaluationSpec
 from realhf.api.trace import STEP, Tracer
-from realhf.base.files import write_whole
+from realhf.base.files import dangling, kept_aside, write_whole
 from realhf.monitor.advisories import advise_run
 from realhf.monitor.events import EventStream
 from realhf.monitor.metrics import evaluation_metrics, public_names
 from realhf.monitor.provenance import effective_options, read_provenance
-from realhf.monitor.run_files import EPISODES_FILE, NONFINITE_FILE, Evaluations, append_episodes
+from realhf.monitor.run_files import EPISODES_FILE, EVALUATIONS_FILE, NONFINITE_FILE, Evaluations, append_episodes
 from realhf.monitor.summary import build_summary, write_summary
 from realhf.monitor.trace import merge_traces
 from realhf.monitor.trackers import TrackerStream
@@ -29,14 +30,47 @@ from realhf.monitor.trackers import TrackerStream
 METRICS_FILE = "metrics.jsonl"
 
 
+class MetricsRead(NamedTuple):
+    """The rows of a metrics file, in order, by public names. ``damaged`` are the numbers of lines, from 1, that are no
+    rows."""
+
+    rows: list[dict[str, Any]]
+    damaged: list[int]
+
+
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     """Return every whole line of the metrics file of a run, in order, by public names, also of a run that was made
-    before there were any; a torn last line is left out."""
+    before there were any; a torn last line and what is damaged are left out. Raises OSError."""
+    return parse_metrics(run_dir).rows
+
+
+def parse_metrics(run_dir: Path) -> MetricsRead:
+    """Return what ``read_metrics`` does, and which lines are damaged. Raises OSError."""
+    path = run_dir / METRICS_FILE
     try:
-        text = (run_dir / METRICS_FILE).read_text(encoding="utf-8")
+        data = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
-        return []
-    return [public_names(json.loads(line)) for line in text.split("\n")[:-1] if line]
+        if path.is_symlink():
+            raise dangling(path) from None
+        return MetricsRead([], [])
+    found = MetricsRead([], [])
+    for number, line in enumerate(data.split(b"\n")[:-1], start=1):
+        row = _row(line) if line else {}
+        if row:
+            found.rows.append(public_names(row))
+        elif line:
+            found.damaged.append(number)
+    return found
+
+
+def _row(line: bytes) -> dict[str, Any]:
+    """Return the step and the numbers of a line; {} for one that is no row."""
+    try:
+        row = json.loads(line.decode())
+    except (ValueError, RecursionError):
+        return {}
+    whole = isinstance(row, dict) and type(row.get("step")) is int
+    return row if whole and all(isinstance(value, (int, float)) for value in row.values()) else {}
 
 
 def flatten_step(
@@ -73,6 +107,11 @@ def flatten_step(
     return metrics
 
 
+def _numbers(steps: Sequence[int]) -> str:
+    shown = ", ".join(map(str, steps[:8])) + (", ..." if len(steps) > 8 else "")
+    return f"{len(steps)} steps: {shown}" if len(steps) > 1 else f"step {shown}"
+
+
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
@@ -97,9 +136,11 @@ class RunLog:
         self._tracer = tracer or Tracer()
         self._split = str(evaluation.args.get("split", HELD_OUT)) if evaluation else HELD_OUT
         self._told_every = config.episodes_every_steps
-        self.evaluations = Evaluations(run_dir)
+        if completed_steps and not os.path.lexists(run_dir / EVALUATIONS_FILE):
+            self._warn(f"{run_dir / EVALUATIONS_FILE} is gone: the run goes on without the evaluations of before")
+        self.evaluations = Evaluations(run_dir, self._warn)
+        self.rows = self._rows_until(completed_steps)
         self.evaluations.forget_after(completed_steps if completed_steps else -1)
-        self.rows = [row for row in read_metrics(run_dir) if row["step"] <= completed_steps]
         write_whole(run_dir / METRICS_FILE, "".join(json.dumps(row) + "\n" for row in self.rows))
         past = [(row["step"], {name: row[name] for name in row if name != "step"}) for row in self.rows]
         past += [(step, evaluation_metrics(report, self._split)) for step, report in self.evaluations.all()]
@@ -107,12 +148,30 @@ class RunLog:
             run_dir,
             config.trackers,
             completed_steps=completed_steps,
-            warn=lambda text: events.emit("warning", text=text),
+            warn=self._warn,
             past=past,
         )
         if completed_steps == 0:
             for file in (EPISODES_FILE, NONFINITE_FILE):
                 (run_dir / file).unlink(missing_ok=True)
+
+    def _warn(self, text: str) -> None:
+        self._events.emit("warning", text=text)
+
+    def _rows_until(self, completed_steps: int) -> list[dict[str, Any]]:
+        """Return the rows of the steps that are complete, and say which are missing or damaged; a file with damage is
+        kept. Raises OSError."""
+        path = self._run_dir / METRICS_FILE
+        found = parse_metrics(self._run_dir)
+        rows = [row for row in found.rows if row["step"] <= completed_steps]
+        missing = sorted(set(range(1, completed_steps + 1)) - {row["step"] for row in rows})
+        kept = kept_aside(path) if found.damaged else None
+        if kept is not None:
+            lines = ", ".join(map(str, found.damaged[:8])) + (", ..." if len(found.damaged) > 8 else "")
+            self._warn(f"{path} is damaged in line {lines} and is kept as {kept.name}; the run goes on without them")
+        elif missing:
+            self._warn(f"{path} lacks {_numbers(missing)}; the run goes on without them")
+        return rows
 
     def step(self, step: int, metrics: Mapping[str, float], episodes: Sequence[str]) -> None:
         """Record a finished step, counted from 1, with the transcripts sampled from it."""

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from realhf.base.files import write_whole
+from realhf.base.files import kept_aside, write_whole
 from realhf.base.installation import install_command
 from realhf.monitor.provenance import read_config
 
@@ -74,10 +74,20 @@ class RunInfo:
         _write_identity(self.run_dir, {**_read_identity(self.run_dir), tracker: name})
 
 
-def run_info(run_dir: Path, completed_steps: int, past: Sequence[tuple[int, Mapping[str, float]]] = ()) -> RunInfo:
-    """Return the facts of the run in a folder, with the id that it had before where it is resumed."""
+def run_info(
+    run_dir: Path,
+    completed_steps: int,
+    past: Sequence[tuple[int, Mapping[str, float]]] = (),
+    warn: Callable[[str], None] = lambda text: None,
+) -> RunInfo:
+    """Return the facts of the run in a folder, with the id that it had before where it is resumed; ``warn`` is told
+    where that is not known any more. Raises OSError."""
     known = _read_identity(run_dir) if completed_steps > 0 else {}
     if "id" not in known:
+        if completed_steps > 0:
+            kept = kept_aside(run_dir / IDENTITY_FILE)
+            fate = f"cannot be understood and is kept as {kept.name}" if kept else "is gone"
+            warn(f"{run_dir / IDENTITY_FILE} {fate}: for its trackers the run is a new one")
         known = {"id": uuid.uuid4().hex}
         _write_identity(run_dir, known)
     name = run_dir.parent.name, run_dir.name
@@ -440,7 +450,7 @@ class TrackerStream:
                 raise RuntimeError(f"monitor.trackers has {name}, which is not installed: {install_command(name)}")
         self._warn = warn
         kept = [(step, finite(values)) for step, values in past] if completed_steps > 0 else []
-        facts = run_info(run_dir, completed_steps, kept) if names else None
+        facts = run_info(run_dir, completed_steps, kept, warn) if names else None
         self._lanes = [_TrackerThread(name, adapters[name], facts) for name in names if facts is not None]
 
     def metrics(self, step: int, values: Mapping[str, Any]) -> None:

@@ -235,3 +235,57 @@ def test_staleness_stands_at_the_top_level() -> None:
     assert (metrics["staleness/head_mean"], metrics["staleness/head_max"]) == (0.5, 2.0)
     assert (metrics["actor_train/loss"], metrics["actor_train/mismatch/abs_p50"]) == (0.5, 0.1)
     assert not [name for name in metrics if name.startswith("actor_train/staleness")]
+
+
+def opened_log(folder: Path, completed_steps: int) -> tuple[RunLog, list[str]]:
+    """A run log that goes on, and the warnings that it gave."""
+    events = io.StringIO()
+    log = RunLog(
+        folder, MonitorConfig(trackers=[]), EventStream(events), completed_steps=completed_steps, total_steps=9
+    )
+    messages = [parse_event(line) for line in events.getvalue().splitlines()]
+    return log, [message["text"] for message in messages if message and message["kind"] == "warning"]
+
+
+@pytest.mark.parametrize("damage", [b"\xff", b"[1]", b'{"step": "two"}', b"{", b"null", b'{"loss": 1.0}'])
+def test_a_line_of_metrics_that_is_damaged_costs_that_line(tmp_path: Path, damage: bytes) -> None:
+    """Every resume used to end in a UnicodeDecodeError that named no file."""
+    log, told = opened_log(tmp_path, 0)
+    for step in (1, 2, 3):
+        log.step(step, {"loss": float(step)}, [])
+    log.close()
+    assert not told
+    path = tmp_path / "metrics.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    lines[1] = damage + b"\n"
+    path.write_bytes(before := b"".join(lines))
+    log, (line,) = opened_log(tmp_path, 3)
+    log.close()
+    assert line.startswith(f"{path} is damaged in line 2 and is kept as metrics.jsonl.damaged")
+    assert [row["step"] for row in read_metrics(tmp_path)] == [1, 3]
+    assert (tmp_path / "metrics.jsonl.damaged").read_bytes() == before
+    path.unlink()
+    log, (line,) = opened_log(tmp_path, 3)
+    log.close()
+    assert line == f"{path} lacks 3 steps: 1, 2, 3; the run goes on without them"
+
+
+@pytest.mark.parametrize(
+    "damage", [b'{"0": {"sampled": {"overall": {\xff', b"", b"[]", b'{"0": 1}', b'{"x": {}}', b"[" * 9999]
+)
+def test_evaluations_that_are_damaged_are_kept_and_done_without(tmp_path: Path, damage: bytes) -> None:
+    log, _ = opened_log(tmp_path, 0)
+    for step in (1, 2, 3):
+        log.step(step, {"loss": float(step)}, [])
+    log.close()
+    path = tmp_path / "evaluations.json"
+    path.write_bytes(damage)
+    log, (line,) = opened_log(tmp_path, 3)
+    log.close()
+    assert str(path) in line and "without" in line and "\n" not in line
+    assert not log.evaluations.all()
+    assert not damage or (tmp_path / "evaluations.json.damaged").read_bytes() == damage
+    path.unlink()
+    log, (line,) = opened_log(tmp_path, 3)
+    log.close()
+    assert line.startswith(f"{path} is gone")

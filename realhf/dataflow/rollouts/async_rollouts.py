@@ -140,7 +140,7 @@ class AsyncRollouts(StepSource):
         options = plan.spec.options
         self._plan, self._caller, self._ledger, self._warn = plan, caller, ledger, warn
         self._queue, self._staleness = SampleQueue(source, plan.batch_size), plan.staleness()
-        self._record = WeightRecord(plan.folder.parent, warn)
+        self._record = WeightRecord(plan.folder.parent, warn, completed_steps=plan.completed_steps)
         self._weights = WeightUpdates(
             caller,
             plan.trainer,
