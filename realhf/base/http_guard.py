@@ -1,5 +1,6 @@
 """Bounds what strangers can hold of an HTTP server by uvicorn: how long a connection may wait for the head of its
-request, and how many connections there are, so that descriptors are left for the work of the process."""
+request, how large that is, and how many connections there are, so that descriptors are left for the work of the
+process."""
 
 from __future__ import annotations
 
@@ -15,6 +16,8 @@ from typing import Any
 _log = logging.getLogger(__name__)
 HEAD_S = 10.0
 """From the first byte of a request, or the connection before it, to the end of its head."""
+MOST_HEAD_BYTES = 64 << 10
+"""Bytes of a request line with its headers, and of anything else that a parser keeps until it is complete."""
 SHARE, FEWEST = 2, 32
 """Connections hold at most one of so many of the descriptors of this process, and so many in any case."""
 
@@ -29,14 +32,22 @@ def use_all_descriptors() -> None:
 
 def guarded_http(kind: str = "auto", *, head_s: float = HEAD_S, most: int = 0) -> Any:
     """Return what ``uvicorn.Config(http=...)`` takes in place of ``kind`` (h11, httptools or auto). A connection that
-    sends no whole head within ``head_s`` ends. One more than ``most`` (0: what the limit of descriptors allows) ends
-    the oldest whose request has not come as a whole, or of whose answer nobody read anything for ``head_s``; it is not
-    taken where all are at work."""
+    sends no whole head within ``head_s``, or one of more than ``MOST_HEAD_BYTES`` (status 431), ends. One more than
+    ``most`` (0: what the limit of descriptors allows) ends the oldest whose request has not come as a whole, or of
+    whose answer nobody read anything for ``head_s``; it is not taken where all are at work."""
     if kind == "auto":
         kind = "httptools" if find_spec("httptools") else "h11"
     name = {"h11": "H11Protocol", "httptools": "HttpToolsProtocol"}[kind]
     protocol = getattr(import_module(f"uvicorn.protocols.http.{kind}_impl"), name)
     return type(f"Guarded{name}", (_Guarded, protocol), {"head_s": head_s, "most": most, "ended": 0})
+
+
+def __getattr__(name: str) -> Any:
+    """Let ``realhf.base.http_guard:GuardedProtocol`` name what ``guarded_http()`` returns, for processes that uvicorn
+    starts and gives no classes to."""
+    if name == "GuardedProtocol":
+        return guarded_http()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 class HandshakeLoop(asyncio.SelectorEventLoop):
@@ -60,6 +71,13 @@ class _Guarded:
     reading: asyncio.TimerHandle | None = None
     unread = 0
     stalled = False
+    incomplete = 0
+    """Bytes that came since the parser completed a head, a part of a body, or a request."""
+
+    def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        """Leave the bound of a head to ``data_received``: that of h11 is another, and answers with 400."""
+        config.h11_max_incomplete_event_size = config.h11_max_incomplete_event_size or 2 * MOST_HEAD_BYTES
+        super().__init__(config, *args, **kwargs)
 
     def connection_made(self: Any, transport: asyncio.Transport) -> None:
         """Begin to wait for a request."""
@@ -78,13 +96,57 @@ class _Guarded:
             self.connections.discard(oldest)  # it ends a little later; the next one must not choose it again
 
     def data_received(self: Any, data: bytes) -> None:
-        """Wait no longer when a whole head has come, and again when a part of the next has."""
-        super().data_received(data)  # pyright: ignore[reportAttributeAccessIssue]
+        """Wait no longer when a whole head has come, and again when a part of the next has. The parser gets no more at
+        once than a head may have: httptools takes time that grows with the square of an endless one."""
+        rest = memoryview(data)
+        while rest and not self.transport.is_closing() and self.head_s < float("inf"):
+            part = rest[: MOST_HEAD_BYTES + 1 - self.incomplete]
+            rest = rest[len(part) :]
+            self.incomplete += len(part)
+            super().data_received(part)  # pyright: ignore[reportAttributeAccessIssue]
+            if self.past_head():
+                self.incomplete = 0
+            if self.incomplete > MOST_HEAD_BYTES:
+                self.refuse_head()
+                return
         if not self.waits():
             self.wait_no_longer()
         elif self.timer is None:
             self.since = time.monotonic_ns()
             self.timer = self.loop.call_later(self.head_s, self.late)
+
+    def past_head(self: Any) -> bool:
+        """Return whether h11 is behind the head of a request; httptools calls the three methods below."""
+        conn = getattr(self, "conn", None)
+        return conn is not None and str(conn.their_state) != "IDLE"
+
+    def on_headers_complete(self: Any) -> None:
+        """Note that a head is complete."""
+        self.incomplete = 0
+        super().on_headers_complete()  # pyright: ignore[reportAttributeAccessIssue]
+
+    def on_body(self: Any, body: bytes) -> None:
+        """Note that a part of a body is complete."""
+        self.incomplete = 0
+        super().on_body(body)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def on_message_complete(self: Any) -> None:
+        """Note that a request is complete."""
+        self.incomplete = 0
+        super().on_message_complete()  # pyright: ignore[reportAttributeAccessIssue]
+
+    def refuse_head(self: Any) -> None:
+        """End a connection whose head is too large. While a request is at work nothing can be said."""
+        if not self.waits():
+            self.transport.abort()
+            return
+        self.wait_no_longer()
+        text = b"the head of a request has at most %d bytes" % MOST_HEAD_BYTES
+        self.transport.write(
+            b"HTTP/1.1 431 Request Header Fields Too Large\r\nContent-Type: text/plain; charset=utf-8\r\n"
+            b"Content-Length: %d\r\nConnection: close\r\n\r\n%s" % (len(text), text)
+        )
+        self.transport.close()
 
     def handle_websocket_upgrade(self: Any, *event: Any) -> None:
         """Leave the connection to another protocol."""

@@ -211,6 +211,61 @@ def test_a_head_that_does_not_come_ends_its_connection(kind: str):
         assert slow.recv(99).startswith(b"HTTP/1.1 200"), "it took longer than a head may take"
 
 
+LONGEST = http_guard.MOST_HEAD_BYTES
+
+
+def heard(connection) -> bytes:
+    """Everything that the server says until it ends the connection."""
+    said = b""
+    with contextlib.suppress(ConnectionError):
+        while part := connection.recv(1 << 16):
+            said += part
+    return said
+
+
+@pytest.mark.parametrize("kind", ["h11", "httptools"])
+@pytest.mark.parametrize("where", ["one header", "many headers", "target", "whole", "no line"])
+def test_a_head_beyond_its_bound_is_refused(kind: str, where: str):
+    """httptools took any, and a time that grows with its square, before any token was looked at: an endless header
+    held up everybody."""
+    endless = {
+        "one header": HALF + b"X: " + b"x" * LONGEST,
+        "many headers": HALF + b"X: y\r\n" * (LONGEST // 6),
+        "target": b"GET /" + b"x" * LONGEST,
+        "whole": HALF + b"X: " + b"x" * LONGEST + b"\r\n\r\n",
+        "no line": b"x" * 2 * LONGEST,
+    }[where]
+    with served(kind) as address, connected(address, endless) as connection:
+        assert heard(connection)[:12] in (
+            (b"HTTP/1.1 431",) if where != "no line" else (b"HTTP/1.1 431", b"HTTP/1.1 400")
+        )
+
+
+@pytest.mark.parametrize("kind", ["h11", "httptools"])
+def test_a_head_within_its_bound_is_taken_and_bodies_have_none_here(kind: str):
+    """Also of the second request of a connection; what is behind a body is no part of a head."""
+    head = b"POST / HTTP/1.1\r\nHost: x\r\n%sContent-Length: %d\r\n\r\n"
+    large = b"X: " + b"x" * (LONGEST - 200) + b"\r\n"
+    body = b"b" * (3 * LONGEST)
+    with served(kind) as address, connected(address, head % (large, len(body)) + body) as connection:
+        assert connection.recv(99).startswith(b"HTTP/1.1 200")
+        connection.sendall(head % (large, len(body)) + body)
+        connection.sendall(head % (b"Connection: close\r\n", 0))
+        assert heard(connection).count(b"HTTP/1.1 200") >= 2
+
+
+@pytest.mark.parametrize("kind", ["h11", "httptools"])
+@pytest.mark.parametrize("what", ["trailer", "chunk"])
+def test_what_belongs_to_a_chunk_is_bounded_as_a_head_is(kind: str, what: str):
+    """The parser keeps an endless trailer, too, and the extension of a chunk."""
+    begin = b"POST /slow HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+    begin += b"0\r\nX: " if what == "trailer" else b"5;"
+    with served(kind) as address, connected(address, begin) as connection:
+        with contextlib.suppress(ConnectionError):
+            connection.sendall(b"x" * 6 * LONGEST)
+        assert b" 200 " not in heard(connection)[:12]
+
+
 @pytest.mark.parametrize("kind", ["h11", "httptools"])
 def test_strangers_take_no_more_connections_than_there_may_be(kind: str):
     """300 half requests used to hold all descriptors of an environment server, and its sessions ended. The oldest of

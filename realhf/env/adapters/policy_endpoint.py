@@ -17,11 +17,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from realhf.api.environment import AssistantMessage, ChatMessage, ToolCall
+from realhf.base.http_guard import MOST_HEAD_BYTES
 from realhf.env.loader.validation import json_problem, shown, whole_text
 
 SECRET_HEADER = "x-policy-secret"
 _MOST_HEADERS = 64
-_LONGEST_LINE = 1 << 16
 _MOST_BODY = 64 << 20
 _REQUEST_S = 60.0
 """A request has arrived within this time; it may then wait for the policy as long as its episode lasts."""
@@ -30,6 +30,10 @@ _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant"
 
 class Unplayable(ValueError):
     """The program calls its model in a way that is no conversation in turns."""
+
+
+class HeadTooLarge(Exception):
+    """The head of a request has more bytes than ``MOST_HEAD_BYTES``."""
 
 
 @dataclass
@@ -153,7 +157,7 @@ class PolicyEndpoint:
 
     async def start(self) -> None:
         """Listen on a free port of the loopback."""
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0, limit=_LONGEST_LINE)
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0, limit=MOST_HEAD_BYTES)
         self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}/v1"
 
     async def stop(self) -> None:
@@ -202,6 +206,10 @@ class PolicyEndpoint:
             if body.get("stream"):
                 raise Unplayable("it asked for a stream")
             message = await conversation.ask(body)
+        except HeadTooLarge:
+            return "431 Request Header Fields Too Large", _error(
+                f"the head of a request has at most {MOST_HEAD_BYTES} bytes"
+            )
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             return "400 Bad Request", _error(str(error))
         reason = "tool_calls" if message.get("tool_calls") else "stop"
@@ -211,14 +219,26 @@ class PolicyEndpoint:
 
 
 async def _head(reader: asyncio.StreamReader) -> tuple[str, dict[str, str]]:
-    line = (await reader.readline()).decode("latin-1")
+    line = await _line(reader)
+    size = len(line)
     headers: dict[str, str] = {}
     for _ in range(_MOST_HEADERS):
-        name, colon, value = (await reader.readline()).decode("latin-1").partition(":")
+        field_line = await _line(reader)
+        size += len(field_line)
+        if size > MOST_HEAD_BYTES:
+            raise HeadTooLarge
+        name, colon, value = field_line.partition(":")
         if not colon:
             return line, headers
         headers[name.strip().lower()] = value.strip()
     raise ValueError(f"more than {_MOST_HEADERS} headers")
+
+
+async def _line(reader: asyncio.StreamReader) -> str:
+    try:
+        return (await reader.readline()).decode("latin-1")
+    except ValueError:  # it has no end within the reader's limit
+        raise HeadTooLarge from None
 
 
 def _length(headers: Mapping[str, str]) -> int:

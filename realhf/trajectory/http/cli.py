@@ -38,6 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 host=config.host,
                 port=config.port,
                 reload=True,
+                http="realhf.base.http_guard:GuardedProtocol",
                 access_log=False,
                 **server_files(config.tls_cert, config.tls_key),  # pyright: ignore[reportArgumentType]
             )

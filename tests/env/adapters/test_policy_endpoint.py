@@ -122,6 +122,17 @@ async def test_only_those_who_know_the_secret_are_answered() -> None:
         assert conversation.calls.empty()
 
 
+@pytest.mark.parametrize("head", [b"x: " + b"y" * (1 << 16), (b"x: " + b"y" * 4000 + b"\r\n") * 20])
+async def test_a_head_beyond_its_bound_is_refused(head: bytes) -> None:
+    """Before the secret is looked at."""
+    async with called() as (endpoint, _, _, _):
+        reader, writer = await asyncio.open_connection("127.0.0.1", httpx.URL(endpoint.url).port)
+        writer.write(b"POST /v1/chat/completions HTTP/1.1\r\n" + head)
+        async with asyncio.timeout(60):
+            assert (await reader.read(12)) == b"HTTP/1.1 431"
+        writer.close()
+
+
 async def test_bytes_that_are_no_request_cost_nobody_else_an_answer() -> None:
     async with called() as (endpoint, conversation, client, name):
         port = httpx.URL(endpoint.url).port
