@@ -38,6 +38,8 @@ FIELDS = tuple(SCHEMA)
 REQUIRED = ("tokens", "masks", "scores")
 INTEGER_ROWS = ("tokens", "masks")
 FLOAT_ROWS = ("advantages", "ref_logprobs", "inference_logprobs")
+FLOATS = ("scores", *FLOAT_ROWS, "distill_logprobs")
+"""Fields of which every number is a float on the wire, also where it was pushed as an integer."""
 FREE_FIELDS = ("messages", "generation_params", "overrides", "group_overrides", "images")
 N_STOCK_FIELDS = 14
 PayloadRef: TypeAlias = int | bytes

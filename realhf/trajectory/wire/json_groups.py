@@ -1,4 +1,5 @@
-"""Implements the fast path for JSON: one typed pass over the bytes of a group, which are then kept as they came.
+"""Implements the fast path for JSON: one typed pass over the bytes of a group, which are then kept as they came,
+but for integers among ``FLOATS``, which become floats.
 
 ``integer_rows`` and ``float_rows`` take valid JSON (msgspec has walked through it) and answer only where the bytes
 leave no doubt. With None the caller has to decode it.
@@ -9,6 +10,7 @@ and the lax path decides. Source: docs/reference/trajectory.md 2.6, 3.8, 3.11.
 
 from __future__ import annotations
 
+import re
 import sys
 from functools import cache
 from typing import Any
@@ -21,6 +23,7 @@ from msgspec import UNSET, UnsetType
 from realhf.trajectory.records import (
     FIELDS,
     FLOAT_ROWS,
+    FLOATS,
     FREE_FIELDS,
     INTEGER_ROWS,
     REQUIRED,
@@ -79,7 +82,16 @@ def _no_block_of_digits(data: np.ndarray, block: int) -> bool:
 WHITE_SPACE = b" \t\r\n"
 _QUOTE = ord('"')
 _ROWS = dict.fromkeys(INTEGER_ROWS, integer_rows) | dict.fromkeys(FLOAT_ROWS, float_rows)
-_WHOLE_FIELDS = [name for name in FIELDS if name not in (*_ROWS, *FREE_FIELDS)]
+_WHOLE_FIELDS = [name for name in FIELDS if name not in (*_ROWS, *FLOATS, *FREE_FIELDS)]
+_INTEGER = re.compile(rb"([\[,\s]-?[0-9]+)(?=[\s,\]])")
+
+
+def floats_only(raw: bytes) -> bytes:
+    """Return nested lists of numbers with every integer as a float: trainers make tensors of them, and those of
+    integers have no mean."""
+    if raw.count(b".") == raw.count(b",") + 1:
+        return raw  # as many points as numbers, and a number has one at most
+    return _INTEGER.sub(rb"\1.0", raw)
 
 
 @cache
@@ -88,7 +100,7 @@ def _decoders() -> tuple[msgspec.json.Decoder[Any], dict[str, msgspec.json.Decod
     kinds = {name: SCHEMA[name] if name in _WHOLE_FIELDS else msgspec.Raw for name in FIELDS}
     fields = [(name, kind) if name in REQUIRED else (name, kind | UnsetType, UNSET) for name, kind in kinds.items()]
     group = msgspec.defstruct("Group", fields, forbid_unknown_fields=True)
-    later = {name: msgspec.json.Decoder(SCHEMA[name]) for name in (*_ROWS, *FREE_FIELDS)}
+    later = {name: msgspec.json.Decoder(SCHEMA[name]) for name in (*_ROWS, *FLOATS, *FREE_FIELDS)}
     return msgspec.json.Decoder(group), later
 
 
@@ -100,6 +112,7 @@ def read_group(data: bytes, most_nests: int = sys.maxsize) -> Incoming | None:
     try:
         group = group_decoder.decode(data)
         quotes, present, size = 0, 0, 0
+        changed: dict[str, bytes] = {}
         for bit, name in enumerate(FIELDS):
             value = getattr(group, name)
             if value is UNSET:
@@ -112,6 +125,9 @@ def read_group(data: bytes, most_nests: int = sys.maxsize) -> Incoming | None:
                 if rows is None:
                     rows = len(decoders[name].decode(raw) or ())
                 size = rows if name == "tokens" else size
+            elif name in FLOATS:
+                raw = bytes(value)
+                decoders[name].decode(raw)
             elif name in decoders:
                 raw = bytes(value)
                 quotes += raw.count(b'"')
@@ -120,10 +136,15 @@ def read_group(data: bytes, most_nests: int = sys.maxsize) -> Incoming | None:
                 value = decoders[name].decode(raw)
                 if name == "messages" and not complete_messages(value):
                     return None
+            if name in FLOATS and (floats := floats_only(bytes(value))) != bytes(value):
+                changed[name] = floats
     except (msgspec.MsgspecError, ValueError, RecursionError):
         return None
     if np.count_nonzero(np.frombuffer(data, np.uint8) == _QUOTE) != quotes:
         return None  # a key came twice: then there are more quotes than those of the keys and the free fields
+    if changed:
+        fields = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
+        data = _joined({name: changed.get(name) or bytes(raw) for name, raw in fields.items()})
     version = group.policy_version
     return Incoming(
         data,
@@ -142,8 +163,11 @@ def read_known(data: bytes, most_nests: int = sys.maxsize) -> Incoming | None:
         fields = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
     except (msgspec.MsgspecError, ValueError, RecursionError):
         return None
-    pairs = [b'"%s":%s' % (name.encode(), bytes(raw)) for name, raw in fields.items() if name in FIELDS]
-    return read_group(b"{" + b",".join(pairs) + b"}", most_nests)
+    return read_group(_joined({name: bytes(raw) for name, raw in fields.items() if name in FIELDS}), most_nests)
+
+
+def _joined(fields: dict[str, bytes]) -> bytes:
+    return b"{" + b",".join(b'"%s":%s' % (name.encode(), raw) for name, raw in fields.items()) + b"}"
 
 
 def complete_messages(rows: list[list[dict[str, Any]]] | None) -> bool:

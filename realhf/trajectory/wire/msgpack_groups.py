@@ -17,6 +17,7 @@ from isal import isal_zlib
 from realhf.trajectory.records import (
     FIELDS,
     FLOAT_ROWS,
+    FLOATS,
     INTEGER_ROWS,
     REQUIRED,
     SCHEMA,
@@ -88,7 +89,11 @@ def read_group(raw: bytes | memoryview, loc: Loc) -> Incoming:
         if name in fields:
             values[name] = check_field(name, fields[name], [*loc, name])
             present |= 1 << bit
-            parts += (msgspec.msgpack.encode(name), bytes(fields[name]))
+            whole = name in FLOATS and isinstance(values[name], list)  # its integers are floats by now
+            parts += (
+                msgspec.msgpack.encode(name),
+                msgspec.msgpack.encode(values[name]) if whole else bytes(fields[name]),
+            )
     data = b"".join(parts)
     tokens = values["tokens"]
     size = len(tokens.lens) // 4 if isinstance(tokens, Tensor) else len(tokens)

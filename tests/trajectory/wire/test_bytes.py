@@ -252,6 +252,20 @@ def test_whatever_was_accepted_can_be_pulled(depth):
     assert np.frombuffer(packed["advantages"]["data"], "<f8").tolist() == [1e25]
 
 
+def test_integers_of_float_fields_are_floats_in_binary_too():
+    """Both ways: pushed in binary and read as JSON, and the other way round."""
+    plain = group(2, 3, scores=[1, 0], advantages=[[1], [0]], distill_logprobs=[[[0, -2]]])
+    names = ("scores", "advantages", "distill_logprobs")
+    for body, kind in ((encoded(plain), None), (msgspec.msgpack.encode(plain), MSGPACK)):
+        [incoming] = parse(body, kind)
+        packed = msgspec.msgpack.decode(batch([incoming], msgpack=True))["batch"][0]
+        seen = json.loads(asyncio.run(encode_group(payload(incoming), incoming.data, msgpack=False)))
+        if isinstance(packed["advantages"], dict):
+            packed["advantages"] = [np.frombuffer(packed["advantages"]["data"], "<f8").tolist()]
+        for found in (packed, seen):
+            assert all("." in each for name in names for each in repr(found[name]).strip("[]").split(",")), found
+
+
 def test_tokens_beyond_64_bits_become_text_for_binary_readers():
     body = encoded({"tokens": [[2**70, 5]], "masks": [[1, 2]], "scores": [1]})
     [incoming] = asyncio.run(parse_groups(body, None, listed=False, int64=False, offload=Offload()))

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from realhf.trajectory.records import FIELDS, N_STOCK_FIELDS, Incoming, Int64, Refusal
+from realhf.trajectory.records import FIELDS, FLOATS, N_STOCK_FIELDS, Incoming, Int64, Refusal
 from realhf.trajectory.wire import encode, json_groups, lax_groups
 from realhf.trajectory.wire.intake import INLINE_NESTS, Offload, parse_groups
 from realhf.trajectory.wire.json_groups import float_rows, integer_rows
@@ -53,7 +53,50 @@ def test_every_field_comes_back_as_it_was():
     [incoming] = parse(encoded(EVERYTHING))
     assert delivered(incoming) == EVERYTHING
     assert (incoming.size, incoming.env_id, incoming.policy_version) == (3, 3, None)
-    assert incoming.data == encoded(EVERYTHING), "the fast path keeps the bytes"
+    floats = encoded(delivered(incoming))
+    assert parse(floats)[0].data == floats, "the fast path keeps the bytes"
+
+
+WHOLE = {
+    "tokens": [[1, 2]],
+    "masks": [[1, 0]],
+    "scores": [1, 0, -3],
+    "advantages": [[1, 0.5], [], [0]],
+    "ref_logprobs": [[-1, 1e-05]],
+    "inference_logprobs": [[1, 1]],
+    "distill_token_ids": [[[7, 8]]],
+    "distill_logprobs": [[[0, -2]]],
+    "messages": [[{"role": "user", "content": "[1, 2]", "n": 3}]],
+    "group_overrides": {"n": [4]},
+}
+
+
+def leaves(value):
+    return [each for item in value for each in leaves(item)] if isinstance(value, list) else [value]
+
+
+@pytest.mark.parametrize("listed", [False, True])
+@pytest.mark.parametrize("unknown", [{}, {"another": 1}])
+@pytest.mark.parametrize("separators", [(",", ":"), (", ", ": "), (" ,\n", " : ")])
+def test_floats_that_were_pushed_as_integers_are_floats(listed, unknown, separators):
+    """A trainer's ``torch.tensor(scores).mean()`` raised: the original answers floats."""
+    pushed = json.dumps([WHOLE | unknown] if listed else WHOLE | unknown, separators=separators).encode()
+    [incoming] = parse(pushed, listed=listed)
+    seen = delivered(incoming)
+    assert {name: seen[name] for name in WHOLE} == WHOLE
+    for name in FIELDS:
+        found = leaves(seen[name]) if name in FLOATS and seen[name] is not None else []
+        assert all(type(each) is float for each in found), name
+    for name in ("tokens", "masks", "distill_token_ids"):
+        assert all(type(each) is int for each in leaves(seen[name])), name
+    assert type(seen["messages"][0][0]["n"]) is int
+    assert incoming.crc == zlib.crc32(incoming.data)
+
+
+def test_what_is_said_in_floats_is_kept_as_it_came():
+    for said in (b"[[1.0,-2.5],[0.0]]", b"[1.5e-05]", b"[]", b"[[]]"):
+        assert json_groups.floats_only(said) == said
+    assert json_groups.floats_only(b"[[1,-2.5],[],[1e-05, 0]]") == b"[[1.0,-2.5],[],[1e-05, 0.0]]"
 
 
 def test_a_minimal_group_gets_all_fourteen_keys():
