@@ -9,6 +9,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+import realhf
 from realhf.base.host_resources import usable_cores
 from realhf.base.loopback import is_loopback_host
 from realhf.tinker.channel import ComputeOptions
@@ -64,7 +65,8 @@ class ServerOptions:
 
     def _problem(self) -> str:
         if not (Path(self.model) / "config.json").is_file():
-            return f"--model {self.model}: there is no config.json in that folder"
+            what = "there is no config.json in that folder" if Path(self.model).is_dir() else "there is no such folder"
+            return f"--model {self.model}: {what}; `make model` makes models/smollm2_135m"
         if not is_loopback_host(self.host) and not self.token_file:
             return f"--host {self.host} lets others in: give --token-file"
         if bool(self.tls_cert) != bool(self.tls_key):
@@ -136,6 +138,9 @@ def command_line() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="train-api",
         description="Serve the training API of the client tinker: loops written for it train and sample here.",
+    )
+    parser.add_argument(
+        "--version", action="version", version=f"train-api {realhf.__version__}", help="print the version and exit"
     )
     kinds: Mapping[str, type] = {"int": int, "float": float, "float | None": float, "str": str}
     for each in fields(ServerOptions):

@@ -66,6 +66,8 @@ class Asked:
     stops: frozenset[int]
     texts: tuple[str, ...]
     done: Answered
+    only_scored: bool = False
+    """There is no room behind the prompt: nothing is drawn."""
     turns: list[Turn] = field(default_factory=list)
     likeliest: dict[int, TopK] = field(default_factory=dict)
     left: int = 0
@@ -178,7 +180,10 @@ class Sampler:
         params = request.sampling_params
         room = self._longest - len(prompt)
         wanted = room if params.max_tokens is None else params.max_tokens
-        if wanted < 1 or wanted > room:
+        only_scored = room == 0 and wanted in (0, 1) and _scores(request)
+        if only_scored:
+            wanted = 1  # the client's way to ask for the log-probabilities of a prompt
+        elif wanted < 1 or wanted > room:
             raise BadRequest(
                 f"sampling_params.max_tokens={wanted}: after {len(prompt)} tokens of prompt there is room for {room}"
             )
@@ -194,11 +199,11 @@ class Sampler:
         )
         stops, texts = self._stops(params.stop)
         _check(request, len(prompt), wanted)
-        asked = Asked(number, folder, prompt, request, config, stops, texts, done)
+        asked = Asked(number, folder, prompt, request, config, stops, texts, done, only_scored)
         try:
             check_request(GenRequest(0, prompt.tolist()), config)
         except ValueError as error:
-            raise BadRequest(str(error)) from None
+            raise BadRequest(_in_words_of_the_client(str(error))) from None
         self._waiting.append(asked)
 
     def _stops(self, stop: Any) -> tuple[frozenset[int], tuple[str, ...]]:
@@ -270,9 +275,15 @@ class Sampler:
         if others_wait and self._in_use:
             return
         waiting, self._waiting = self._waiting, []
+        scored = False
         for asked in waiting:
-            if asked.folder != self._folder or len(self._joining) >= MOST_SAMPLES:
+            if asked.folder != self._folder or len(self._joining) >= MOST_SAMPLES or (asked.only_scored and scored):
                 self._waiting.append(asked)
+                continue
+            if asked.only_scored:  # a pass over the prompt: one between two tokens of the others
+                scored = True
+                self._began(asked.number)
+                self._answer(asked)
                 continue
             asked.left = asked.request.num_samples
             prompt = asked.prompt.tolist()
@@ -343,6 +354,8 @@ class Sampler:
         sequences = [
             Sampled(turn.token_ids, turn.logprobs, turn.reason, asked.likeliest.get(turn.slot)) for turn in asked.turns
         ]
+        if asked.only_scored:
+            sequences = [Sampled([], [], "length")] * asked.request.num_samples
         return sample_answer(sequences, self._of_prompt(asked.request, asked.prompt))
 
     def _of_prompt(self, request: Any, prompt: np.ndarray) -> Scored:
@@ -419,6 +432,16 @@ class Sampler:
         self._scoring = [(asked, turn) for asked, turn in self._scoring if id(asked) not in failed]
         for asked in failed.values():
             asked.done(asked.number, error, self._weights.held)
+
+
+def _scores(request: Any) -> bool:
+    """Return whether anything is asked of the prompt itself."""
+    return bool(request.prompt_logprobs or request.topk_prompt_logprobs or request.target_prompt_logprobs is not None)
+
+
+def _in_words_of_the_client(text: str) -> str:
+    """Return what is wrong with the options of a generation, by the names that the client has for them."""
+    return text.replace("gen.max_new_tokens", "sampling_params.max_tokens").replace("gen.", "sampling_params.")
 
 
 def _check(request: Any, length: int, wanted: int) -> None:

@@ -7,6 +7,7 @@ import resource
 
 import pytest
 
+import realhf
 from realhf.base.http_guard import HandshakeLoop
 from realhf.tinker import __main__ as command
 from realhf.tinker.options import OptionError, ServerOptions, command_line, options_of
@@ -45,6 +46,14 @@ def test_a_wrong_option_is_named(model, given, said):
 def test_a_model_that_is_not_there_is_named(tmp_path):
     with pytest.raises(OptionError, match=r"there is no config\.json"):
         options_of(["--model", str(tmp_path)])
+    with pytest.raises(OptionError, match=r"there is no such folder; `make model` makes"):
+        options_of(["--model", str(tmp_path / "none")])
+
+
+def test_the_version_needs_no_model(capsys):
+    with pytest.raises(SystemExit) as ended:
+        options_of(["--version"])
+    assert ended.value.code == 0 and capsys.readouterr().out == f"train-api {realhf.__version__}\n"
 
 
 def test_keys_come_from_a_file_that_nobody_else_reads(model, tmp_path):
