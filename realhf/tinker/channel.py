@@ -53,9 +53,10 @@ class Create(Message, frozen=True, tag=True):
 
 
 class Forward(Message, frozen=True, tag=True):
-    """Do the request of ``forward_backward`` in the body."""
+    """Do the request of ``forward_backward`` in the body; ``backward`` unless it only asks for the forward pass."""
 
     model: str
+    backward: bool = True
 
 
 class Update(Message, frozen=True, tag=True):
@@ -71,6 +72,13 @@ class Drop(Message, frozen=True, tag=True):
     """Drop what was accumulated, as a step did that failed."""
 
     model: str
+
+
+class Spoil(Message, frozen=True, tag=True):
+    """Refuse the next step: a gradient that belongs to it is missing, for the reason ``why``."""
+
+    model: str
+    why: str
 
 
 class Save(Message, frozen=True, tag=True):
@@ -109,7 +117,7 @@ class Cancel(Message, frozen=True, tag=True):
     job: int
 
 
-Work = Create | Forward | Update | Drop | Save | Load | Unload | Sample | Cancel
+Work = Create | Forward | Update | Drop | Spoil | Save | Load | Unload | Sample | Cancel
 
 
 class Job(Message, frozen=True):

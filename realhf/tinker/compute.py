@@ -55,6 +55,7 @@ from realhf.tinker.channel import (
     Ready,
     Sample,
     Save,
+    Spoil,
     Unload,
     Update,
 )
@@ -160,6 +161,8 @@ class Computer:
         queue = self._queues[model]
         job, body = queue.popleft()
         self._tell(Began(job.number))
+        if job.again and isinstance(job.work, Update) and model in self._models:
+            self._models[model].missing = ""  # it was made, by a version that did not look
         try:
             answer, numbers = self._do(job.work, body)
             kept = isinstance(job.work, (Create, Update, Load)) and self._keep(job.work)
@@ -181,22 +184,33 @@ class Computer:
             self._create(work)
         elif isinstance(work, Unload):
             self._drop(work.model)
-        elif isinstance(work, Drop) and work.model not in self._models:
+        elif isinstance(work, (Drop, Spoil)) and work.model not in self._models:
             pass  # its creation failed
         elif work.model not in self._models:
             raise RuntimeError(f"model {work.model} is not loaded: its creation failed")
         elif isinstance(work, Forward):
-            request = read_pass(body, vocabulary=self.vocabulary, longest=self.longest)
-            return self._models[work.model].run(request), {}
+            return self._pass(work, body), {}
         elif isinstance(work, Update):
             return b"", self._models[work.model].update(work.params)
         elif isinstance(work, Drop):
             self._models[work.model].drop()
+        elif isinstance(work, Spoil):
+            self._models[work.model].missing = work.why
         elif isinstance(work, Save):
             return b"", {"size_bytes": self._save(work.model, Path(work.folder), work.kind)}
         elif isinstance(work, Load):
             self._load(self._models[work.model], Path(work.folder), moments=work.moments)
         return b"", {}
+
+    def _pass(self, work: Forward, body: bytes) -> bytes:
+        """Return the answer of a pass. One that fails may be a part of a call, whose other parts were added."""
+        model = self._models[work.model]
+        try:
+            return model.run(read_pass(body, vocabulary=self.vocabulary, longest=self.longest))
+        except Exception as error:
+            if work.backward:
+                model.missing = first_line(error)
+            raise
 
     def _drop(self, model: str) -> None:
         """Give the memory of a model back now: an engine is a cycle of references, which wait for the collector."""

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import ipaddress
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
 from typing import Any
 
 from starlette.datastructures import Headers
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -20,7 +21,7 @@ from realhf.tinker.options import ServerOptions
 from realhf.tinker.service import Service
 from realhf.tinker.shelf import Refused
 from realhf.tinker.store import ModelRow
-from realhf.tinker.wire import JSON, PROTOBUF, BadRequest, read_json, read_number, types
+from realhf.tinker.wire import JSON, PROTOBUF, BadRequest, NumberScan, json_number, read_json, read_number, types
 from realhf.trajectory.records import Refusal
 from realhf.trajectory.wire.body import BodyBudget, BodyShare, read_body
 
@@ -32,6 +33,12 @@ _BODIES_AT_ONCE = 4
 """So many bodies of the largest size may be read at once."""
 _SMALL = 1 << 20
 """Bytes of a request that brings no data: those that do are ``forward_backward`` and ``sample``."""
+_READ = "tinker.read"
+"""Where the scope of a request has what was read of its body, until that is answered."""
+_UNCOUNTED = (401, 403, 408, 409, 429)
+"""Refusals behind which the client sends the same request again, or is none of ours."""
+_REST_S = 10.0
+"""So long the rest of a body that is too large is searched for its number."""
 
 
 class AccessGuard:
@@ -109,20 +116,65 @@ class Desk:
 
         share = BodyShare(self._bodies)
         try:
-            return await read_body(chunks(), encoding=encoding, max_bytes=most, allow_zstd=True, take=share.take)
-        except (Refused, Refusal) as error:
-            if error.status == 413 and PROTOBUF in request.headers.get("content-type", "") and not encoding:
-                self._skip_unread(request, beginning, str(error))
+            body = await read_body(chunks(), encoding=encoding, max_bytes=most, allow_zstd=True, take=share.take)
+        except (Refused, Refusal):
+            request.scope[_READ] = b"" if encoding else beginning
             raise
         finally:
             share.release()
+        request.scope[_READ] = body
+        return body
 
-    def _skip_unread(self, request: Request, beginning: bytes, why: str) -> None:
-        """Let the number of ``forward_backward`` count where its body is refused."""
-        with suppress(BadRequest, Refused):
-            model, seq = read_number(beginning)
-            row = self.model(request, model)
-            self.service.skip(row.owner, row.id, seq, why)
+    def numbered(
+        self, kind: str, handler: Callable[[Request], Awaitable[Response]]
+    ) -> Callable[[Request], Awaitable[Response]]:
+        """Return the handler of a request that clients number, ``kind``. Where it refuses one for good, the number
+        counts all the same: the client goes on with the next one, and that would wait for ever."""
+
+        async def handle(request: Request) -> Response:
+            try:
+                return await handler(request)
+            except (Refused, Refusal, BadRequest) as error:
+                status = getattr(error, "status", 400)
+                if 400 <= status < 500 and status not in _UNCOUNTED:
+                    await self._skip(request, kind, str(getattr(error, "detail", error)), status)
+                raise
+            finally:
+                request.scope.pop(_READ, None)
+
+        return handle
+
+    async def _skip(self, request: Request, kind: str, why: str, status: int) -> None:
+        """Let the number of a refused request count, as far as it can be known."""
+        models, seq = await self._number_of(request, status)
+        for model in models:
+            with suppress(Refused):
+                row = self.model(request, model)
+                if seq is not None:
+                    self.service.skip(row.owner, row.id, seq, why, kind)
+                return
+
+    async def _number_of(self, request: Request, status: int) -> tuple[list[str], int | None]:
+        """Return the models that a refused request may be for, and its number."""
+        read: bytes = request.scope.get(_READ, b"")
+        if PROTOBUF in request.headers.get("content-type", ""):
+            with suppress(BadRequest):
+                model, seq = read_number(read)
+                return [model], seq
+            return [], None
+        if status != 413:
+            return json_number(read)
+        scan = NumberScan()
+        scan.feed(read)
+        left = self.options.max_body_mib << 20
+        with suppress(TimeoutError, RuntimeError, ClientDisconnect):  # it was read to its end, or does not come
+            async with asyncio.timeout(_REST_S):
+                async for chunk in request.stream():
+                    left -= len(chunk)
+                    if scan.complete or left < 0:
+                        break
+                    scan.feed(chunk)
+        return scan.models, scan.seq
 
     async def asked(self, request: Request, kind: Any) -> Any:
         """Return the body as one of the client's types. Raises BadRequest."""
@@ -175,18 +227,6 @@ class Desk:
             raise Refused(400, "seq_id is missing: requests of a model are numbered from 1")
         self.store.change_model(model, used=time.time())
         return self.promised(self.service.promise(row.owner, kind, model, seq, body), model)
-
-    @contextmanager
-    def numbered(self, request: Request, asked: Any) -> Iterator[None]:
-        """Let the number of a model's request count also where it is refused inside: the client goes on with the
-        next one."""
-        try:
-            yield
-        except Refused as error:
-            if error.status in (400, 404) and asked.model_id is not None and asked.seq_id is not None:
-                row = self.model(request, asked.model_id)
-                self.service.skip(row.owner, row.id, asked.seq_id, str(error))
-            raise
 
     def unload(self, request: Request, model: str) -> Response:
         """Promise to forget a model; asked for again, the same promise. The client numbers these requests not."""

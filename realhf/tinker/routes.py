@@ -70,7 +70,7 @@ class Routes:
 
     def table(self) -> list[tuple[str, str, Handler]]:
         """Return method, path and handler of all."""
-        run = "/training_runs/{model}"
+        run, counts = "/training_runs/{model}", self._desk.numbered
         return [
             ("GET", "/healthz", self.health),
             ("GET", "/get_server_capabilities", self.capabilities),
@@ -85,12 +85,12 @@ class Routes:
             ("POST", "/create_model", self.create_model),
             ("POST", "/unload_model", self.unload_model),
             ("POST", "/get_info", self.get_info),
-            ("POST", "/forward_backward", self.forward_backward),
-            ("POST", "/optim_step", self.optim_step),
-            ("POST", "/save_weights", self._weights.save_weights),
-            ("POST", "/save_weights_for_sampler", self._weights.save_for_sampler),
-            ("POST", "/save_weights_external", self._weights.save_external),
-            ("POST", "/load_weights", self._weights.load_weights),
+            ("POST", "/forward_backward", counts("forward_backward", self.forward_backward)),
+            ("POST", "/optim_step", counts("optim_step", self.optim_step)),
+            ("POST", "/save_weights", counts("save_weights", self._weights.save_weights)),
+            ("POST", "/save_weights_for_sampler", counts("save_weights_for_sampler", self._weights.save_for_sampler)),
+            ("POST", "/save_weights_external", counts("save_weights_external", self._weights.save_external)),
+            ("POST", "/load_weights", counts("load_weights", self._weights.load_weights)),
             ("POST", "/create_sampling_session", self.create_sampler),
             ("POST", "/join_sampling_session", self.join_sampler),
             ("GET", "/samplers/{sampler}", self.sampler),
@@ -106,7 +106,13 @@ class Routes:
             ("GET", "/download/{model}/{name}/{file:path}", self._weights.download),
             ("GET", "/checkpoints", self._weights.all_checkpoints),
             ("POST", "/weights_info", self._weights.weights_info),
+            ("POST", "/{path:path}", counts("", self.unknown)),
         ]
+
+    async def unknown(self, request: Request) -> Response:
+        """Refuse a request of another version of the client. Its number counts where it has one."""
+        await self._desk.body(request)
+        raise Refused(404, f"this server has no request {request.url.path!r:.200}")
 
     # ---- what is known of everybody
 
@@ -239,9 +245,9 @@ class Routes:
 
     async def forward_backward(self, request: Request) -> Response:
         """Promise a pass."""
+        body = await self._desk.body(request, data=True)
         if PROTOBUF not in request.headers.get("content-type", ""):
             raise Refused(415, f"forward_backward takes a body of the type {PROTOBUF}")
-        body = await self._desk.body(request, data=True)
         head = read_head(body)
         kind = "forward" if head.forward_only else "forward_backward"
         return self._desk.promise(request, kind, head.model, head.seq, body)
@@ -249,12 +255,11 @@ class Routes:
     async def optim_step(self, request: Request) -> Response:
         """Promise a step of Adam."""
         asked = await self._desk.asked(request, types.OptimStepRequest)
-        with self._desk.numbered(request, asked):
-            if not isinstance(asked.optim_params, types.AdamParams):
-                kind = asked.optim_params.type
-                raise Refused(400, f"optim_params of {kind} are not carried by this server: AdamParams are")
-            body = json.dumps({"params": asked.optim_params.model_dump()}).encode()
-            return self._desk.promise(request, "optim_step", asked.model_id, asked.seq_id, body)
+        if not isinstance(asked.optim_params, types.AdamParams):
+            kind = asked.optim_params.type
+            raise Refused(400, f"optim_params of {kind} are not carried by this server: AdamParams are")
+        body = json.dumps({"params": asked.optim_params.model_dump()}).encode()
+        return self._desk.promise(request, "optim_step", asked.model_id, asked.seq_id, body)
 
     # ---- sampling
 

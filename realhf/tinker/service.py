@@ -37,6 +37,7 @@ from realhf.tinker.channel import (
     Ready,
     Sample,
     Save,
+    Spoil,
     Told,
     Unload,
     Update,
@@ -62,6 +63,11 @@ NAMED = ("save_weights", "save_weights_for_sampler", "save_weights_external", "l
 _WHOLE = "whole:"
 """Before the digest of a base of which all weights train."""
 NEVER_CAME = "a request before it never came"
+REFUSED = "refused"
+"""The kind of a request of which only its number is known."""
+GAP_CLEANS = 10
+"""So many cleanings in a row a model may wait for a request that does not come. Seconds that this process stood still
+do not count."""
 
 
 @dataclass
@@ -112,6 +118,7 @@ class Service:
         self._kept_at: dict[str, float] = {}
         self._tries: dict[str, int] = {}  # by request: how often the process that computes has begun it
         self._tried_again: set[str] = set()  # models that were not made again at the first try
+        self._gaps: dict[str, tuple[int, int]] = {}  # by model: the number that is missing, and for how many cleanings
         self._tasks: set[asyncio.Task[None]] = set()
         self._started = asyncio.Event()
 
@@ -245,6 +252,8 @@ class Service:
         name = f"{target}:{seq}"
         known = self.store.request(name)
         if known is not None:
+            if known.kind == REFUSED and known.owner == owner:
+                raise Refused(400, f"number {seq} of {target} is taken: {known.error}")
             if known.owner != owner or known.kind != kind:
                 raise Refused(400, f"number {seq} of {target} was another request ({known.kind})")
             return name
@@ -276,16 +285,18 @@ class Service:
             self._load(target)
         return name
 
-    def skip(self, owner: str, model: str, seq: int, why: str) -> None:
-        """Take the number of a request that was refused for good: those behind it would wait for it for ever."""
+    def skip(self, owner: str, model: str, seq: int, why: str, kind: str = "") -> None:
+        """Take the number of a request of this ``kind`` ("": not known) that was refused for good: those behind it
+        would wait for it for ever. A step behind it may miss a gradient that belongs to it, and is refused."""
+        kind = kind or REFUSED
         name = f"{model}:{seq}"
         if not 1 <= seq < 1 << 31 or self.store.request(name) is not None:
             return
         with self.store.together():
-            self.store.add_request(name, owner, "refused", model, seq, b"")
+            self.store.add_request(name, owner, kind, model, seq, b"")
             self.store.finish(name, error=why, theirs=True, info={})
         if model in self._loaded:
-            self._arrived(Request(name, owner, "refused", model, seq, b"", FAILED, b"", why, True, {}))
+            self._arrived(Request(name, owner, kind, model, seq, b"", FAILED, b"", why, True, {}))
         elif self._turns(model).owed:
             self._load(model)
 
@@ -414,13 +425,15 @@ class Service:
 
     def _dispatch(self, request: Request) -> None:
         """Send a request to the process that computes. One that has ended is sent for what it changes only: of those
-        that failed a step has dropped the gradients, and all others left nothing."""
+        that failed a step has dropped the gradients, a pass has spoilt the next step, and all others left nothing."""
         over = request.state != WAITING
-        if over and request.kind not in CHANGING:
+        if over and request.kind not in (*CHANGING, REFUSED):
             return
         if request.state == FAILED:
             if request.kind == "optim_step":
                 self._send(Drop(request.target), b"", request.target, None)
+            elif request.kind in ("forward_backward", REFUSED):
+                self._send(Spoil(request.target, request.error), b"", request.target, None)
             return
         try:
             work, body = self._work(request, over)
@@ -445,7 +458,7 @@ class Service:
         if kind == "sample":
             return self._sampling(request)
         if kind in ("forward", "forward_backward"):
-            return Forward(model), request.body
+            return Forward(model, kind == "forward_backward"), request.body
         said = json.loads(request.body)
         if kind == "create_model":
             return self._creation(model), b""
@@ -631,6 +644,27 @@ class Service:
                 if model in self._loaded:
                     self._leave_memory(model)
 
+    def close_gaps(self) -> None:
+        """Wait no longer for a request that has not come for ``GAP_CLEANS`` cleanings: its number counts as refused,
+        what waits behind it is done, and a step among that is refused."""
+        gaps: dict[str, tuple[int, int]] = {}
+        for model in self.store.owed_models():
+            row = self.store.model(model)
+            turns = self._turns(model)
+            if row is None or turns.owed or not turns.held_up or self._busy(model):
+                continue
+            before, times = self._gaps.get(model, (turns.missing, 0))
+            times = times + 1 if before == turns.missing else 1
+            if times < GAP_CLEANS:
+                gaps[model] = turns.missing, times
+                continue
+            waited = GAP_CLEANS * CLEANS_EVERY_S
+            why = f"request {turns.missing} never came: those behind it waited {waited:g} s"
+            self.skip(row.owner, model, turns.missing, why)
+            if model not in self._loaded:
+                self._load(model)
+        self._gaps = gaps
+
     def _in_memory(self) -> list[ModelRow]:
         return [row for model in self._loaded if (row := self.store.model(model)) is not None]
 
@@ -653,6 +687,7 @@ class Service:
                 self.store.forget_results(fetched_before=now - KEPT_FETCHED_S, finished_before=now - KEPT_S)
                 self.shelf.drop_expired(now - KEPT_S)
                 self.end_lapsed()
+                self.close_gaps()
                 for model in self.store.unused_models(now - KEPT_S):
                     if model not in self._loaded:
                         for folder in (self._forget(model), *self.shelf.forget_ephemeral(model)):

@@ -38,6 +38,9 @@ TRAINING_COPIES = 5
 pass goes back to where it fails."""
 
 
+LEAST_EPS, LARGEST_RATE = 1e-16, 1e3
+
+
 def sharing_copy(model: Any) -> Any:
     """Return the same modules over the same tensors."""
     shared = {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())}
@@ -124,6 +127,8 @@ class TrainedModel:
         self._spec = MicroBatchSpec(max_tokens_per_mb=options.max_tokens_per_mb)
         self._digester = TensorDigester()
         self._held: Held | None = None
+        self.missing = ""
+        """Why a gradient that belongs to the next step is missing; "" where none is."""
 
     @property
     def held(self) -> Held:
@@ -160,9 +165,14 @@ class TrainedModel:
 
     def update(self, params: Mapping[str, float]) -> dict[str, float]:
         """Make a step of Adam by what was accumulated; return its statistics. Raises BadRequest for parameters out of
-        range, FloatingPointError where the gradient is not finite: no weight has changed then. Whatever it raises, the
-        gradient is dropped."""
+        range, or where a pass since the last step has failed, FloatingPointError where the gradient is not finite: no
+        weight has changed then. Whatever it raises, the gradient is dropped."""
         try:
+            if self.missing:
+                raise BadRequest(
+                    "no step was made and the gradients are dropped, send the whole batch again: a forward_backward "
+                    f"since the last step failed ({self.missing:.80})"
+                )
             options = _adam(params)
             result = self._engine.step(options)
         except Exception:
@@ -171,6 +181,8 @@ class TrainedModel:
         if result.skipped:
             raise FloatingPointError("the gradient is not finite: the weights stay as they were, and it is dropped")
         self._held = None
+        if not all(bool(tensor.isfinite().all()) for tensor in self._trained().values()):
+            raise FloatingPointError("the step made weights that are not finite: load a saved state (load_state)")
         return {
             "grad_norm": result.grad_norm,
             "learning_rate": result.stats["lr"],
@@ -178,7 +190,8 @@ class TrainedModel:
         }
 
     def drop(self) -> None:
-        """Drop what was accumulated."""
+        """Drop what was accumulated; the next step begins with nothing."""
+        self.missing = ""
         self._engine.forget_gradients()
 
     def save(self, folder: Path, *, moments: bool) -> None:
@@ -229,6 +242,14 @@ def _adam(params: Mapping[str, float]) -> OptimizerConfig:
     for name, value in given.items():
         if not (math.isfinite(value) and value >= 0) or (name in ("beta1", "beta2") and value >= 1):
             raise BadRequest(f"optim_params.{name}={value} is out of range")
+    # Within these bounds a step changes no weight beyond what float32 holds, whatever the gradients were: where they
+    # vanish the denominator is eps alone, and decay that is more than the whole weight grows with every step.
+    if given["eps"] < LEAST_EPS:
+        raise BadRequest(f"optim_params.eps={given['eps']} must be {LEAST_EPS:g} or more")
+    if given["learning_rate"] > LARGEST_RATE:
+        raise BadRequest(f"optim_params.learning_rate={given['learning_rate']} must be {LARGEST_RATE:g} or less")
+    if given["learning_rate"] * given["weight_decay"] > 1:
+        raise BadRequest(f"optim_params.weight_decay={given['weight_decay']} times the learning_rate is more than 1")
     return OptimizerConfig(
         lr=given["learning_rate"],
         weight_decay=given["weight_decay"],

@@ -33,30 +33,27 @@ class WeightsRoutes:
         """Promise to save weights and the optimizer's state under a name."""
         asked = await self._desk.asked(request, types.SaveWeightsRequest)
         name = asked.path or f"seq-{asked.seq_id}"
-        with self._desk.numbered(request, asked):
-            return self._save(request, asked, "save_weights", "training", name, overwrite=asked.overwrite)
+        return self._save(request, asked, "save_weights", "training", name, overwrite=asked.overwrite)
 
     async def save_for_sampler(self, request: Request) -> Response:
         """Promise to save weights to sample with: under a name, or for one new sampler."""
         asked = await self._desk.asked(request, types.SaveWeightsForSamplerRequest)
-        with self._desk.numbered(request, asked):
-            if asked.path is not None:
-                return self._save(request, asked, "save_weights_for_sampler", "sampler", asked.path)
-            if asked.sampling_session_seq_id is None:
-                raise Refused(400, "a name (path), or sampling_session_seq_id, is needed")
-            session = self._desk.model(request, asked.model_id).session
-            sampler = f"{session}:sample:{counted(asked.sampling_session_seq_id)}"
-            more: Any = {"sampler": sampler, "session": session}
-            name = f"{_EPHEMERAL}{asked.seq_id}"
-            return self._save(request, asked, "save_weights_for_sampler", "sampler", name, ephemeral=True, **more)
+        if asked.path is not None:
+            return self._save(request, asked, "save_weights_for_sampler", "sampler", asked.path)
+        if asked.sampling_session_seq_id is None:
+            raise Refused(400, "a name (path), or sampling_session_seq_id, is needed")
+        session = self._desk.model(request, asked.model_id).session
+        sampler = f"{session}:sample:{counted(asked.sampling_session_seq_id)}"
+        more: Any = {"sampler": sampler, "session": session}
+        name = f"{_EPHEMERAL}{asked.seq_id}"
+        return self._save(request, asked, "save_weights_for_sampler", "sampler", name, ephemeral=True, **more)
 
     async def save_external(self, request: Request) -> Response:
         """Promise to save a whole model, with merged weights, for others to load."""
         asked = await self._desk.asked(request, types.SaveWeightsExternalRequest)
-        with self._desk.numbered(request, asked):
-            if asked.age_encryption_recipients:
-                raise Refused(400, "age_encryption_recipients are not carried by this server")
-            return self._save(request, asked, "save_weights_external", "external", asked.path)
+        if asked.age_encryption_recipients:
+            raise Refused(400, "age_encryption_recipients are not carried by this server")
+        return self._save(request, asked, "save_weights_external", "external", asked.path)
 
     def _save(
         self,
@@ -93,24 +90,23 @@ class WeightsRoutes:
     async def load_weights(self, request: Request) -> Response:
         """Promise to load saved weights into a model, or to make a model of them."""
         asked = await self._desk.asked(request, types.LoadWeightsRequest)
-        with self._desk.numbered(request, asked):
-            if asked.weights_access_token:
-                raise Refused(400, "weights_access_token is not carried by this server")
-            self._desk.check_optimizer(asked.optimizer_config)
-            if asked.base_model is not None:
-                self._desk.check_base(asked.base_model)
-            source = self._desk.service.shelf.find(request.scope[OWNER], asked.path)
-            if asked.optimizer and source.kind != "training":
-                raise Refused(400, f"{source.path} has no state of the optimizer: load it without")
-            body = json.dumps({"path": source.path, "optimizer": asked.optimizer}).encode()
-            if asked.session_id is None:
-                if asked.model_id is None:
-                    raise Refused(400, "model_id, or session_id and model_seq_id, are needed")
-                return self._desk.promise(request, "load_weights", asked.model_id, asked.seq_id, body)
-            if asked.model_seq_id is None:
-                raise Refused(400, "model_seq_id is missing")
-            options = {**source.info["lora"], "seed": 0, "metadata": asked.user_metadata}
-            return self._desk.new_model(request, asked.session_id, asked.model_seq_id, "load_weights", options, body)
+        if asked.weights_access_token:
+            raise Refused(400, "weights_access_token is not carried by this server")
+        self._desk.check_optimizer(asked.optimizer_config)
+        if asked.base_model is not None:
+            self._desk.check_base(asked.base_model)
+        source = self._desk.service.shelf.find(request.scope[OWNER], asked.path)
+        if asked.optimizer and source.kind != "training":
+            raise Refused(400, f"{source.path} has no state of the optimizer: load it without")
+        body = json.dumps({"path": source.path, "optimizer": asked.optimizer}).encode()
+        if asked.session_id is None:
+            if asked.model_id is None:
+                raise Refused(400, "model_id, or session_id and model_seq_id, are needed")
+            return self._desk.promise(request, "load_weights", asked.model_id, asked.seq_id, body)
+        if asked.model_seq_id is None:
+            raise Refused(400, "model_seq_id is missing")
+        options = {**source.info["lora"], "seed": 0, "metadata": asked.user_metadata}
+        return self._desk.new_model(request, asked.session_id, asked.model_seq_id, "load_weights", options, body)
 
     async def weights_info(self, request: Request) -> Response:
         """Say what saved weights are."""

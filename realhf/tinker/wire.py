@@ -6,6 +6,8 @@ as JSON of its request types. Answers of ``forward_backward`` and ``sample`` are
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -69,6 +71,50 @@ def read_number(beginning: bytes) -> tuple[str, int]:
             end = after
     head = _message(beginning[:end])
     return head.model_id, head.seq_id
+
+
+_NUMBERED = re.compile(rb'"(model_id|seq_id)"\s*:\s*(?:"([^"\\]{1,200})"|(\d{1,10})(?=[\s,}]))')
+_OVERLAP = 512
+"""Bytes of one part of a body that are looked at again with the next: no field that is looked for is longer."""
+
+
+class NumberScan:
+    """Finds the model and the number of a request in a JSON body, also in one that is unreadable, or too large to be
+    kept. A quote within a JSON string is escaped, so that only a key looks like one."""
+
+    def __init__(self) -> None:
+        self.models: list[str] = []
+        self.seq: int | None = None
+        self._rest = b""
+
+    def feed(self, part: bytes) -> None:
+        """Look at the next part of the body."""
+        text = self._rest + part
+        for found in _NUMBERED.finditer(text):
+            name, model, number = found.groups()
+            if name == b"model_id" and model is not None:
+                self.models.append(model.decode(errors="replace"))
+            elif name == b"seq_id" and number is not None and self.seq is None:
+                self.seq = int(number)
+        self._rest = text[-_OVERLAP:]
+
+    @property
+    def complete(self) -> bool:
+        """Whether both were found."""
+        return bool(self.models) and self.seq is not None
+
+
+def json_number(body: bytes) -> tuple[list[str], int | None]:
+    """Return the models that a JSON body may be for, and its number; None for none. The top level counts where the
+    body can be read; NaN and Infinity, which are no JSON, are read, too."""
+    with suppress(ValueError, RecursionError):
+        said = json.loads(body)
+        if isinstance(said, dict):
+            seq = said.get("seq_id")
+            return [str(said.get("model_id"))], seq if type(seq) is int else None
+    scan = NumberScan()
+    scan.feed(body)
+    return scan.models, scan.seq
 
 
 def read_pass(body: bytes, *, vocabulary: int, longest: int) -> Pass:

@@ -30,6 +30,7 @@ from tests.tinker.test_client import ADAM, TEXT, datum, steps
 
 OWN = KEY + "-hostile"
 PROTO = {"Content-Type": "application/x-protobuf"}
+JSON = {"Content-Type": "application/json"}
 
 
 def body(model, seq, data=None) -> bytes:
@@ -224,6 +225,7 @@ def test_a_step_that_fails_drops_the_gradients():
     dropped = []
     model = TrainedModel.__new__(TrainedModel)
     model._engine = SimpleNamespace(forget_gradients=lambda: dropped.append(1), step=step)
+    model.missing = ""
     for params, error, said in (({"beta1": 2.0}, BadRequest, "beta1=2"), ({}, RuntimeError, "no room")):
         with pytest.raises(error, match=said):
             model.update(params)
@@ -237,6 +239,7 @@ def test_a_model_is_gone_where_something_is_not_done_again():
         raise MemoryError("no more")
 
     computer, told = Computer.__new__(Computer), []
+    computer._heap = SimpleNamespace(give_back=lambda: None)
     computer._tell, computer._turns = lambda done, *body: told.append(done), deque()
     for again in (False, True):
         computer._models = {"m": SimpleNamespace(update=fails)}
@@ -246,7 +249,57 @@ def test_a_model_is_gone_where_something_is_not_done_again():
     computer._do(Drop("m"), b"")  # nothing was accumulated by a model that is not there
 
 
-def test_a_pass_that_fails_leaves_the_gradients_as_they_were(trainer, service, policy):
+@pytest.mark.parametrize(("rate", "status"), [("null", 400), ('"fast"', 400), ("NaN", 200), ("Infinity", 200)])
+def test_a_step_that_cannot_be_read_holds_up_nothing_behind_it(trainer, server, rate, status):
+    """The client writes NaN as null. It was refused outside of the numbering: all that came behind it waited for
+    ever."""
+    head = f'{{"model_id": "{trainer.model_id}", "seq_id": 1, "type": "optim_step"'
+    with raw(server) as http:
+        late = http.post("/forward_backward", content=body(trainer.model_id, 2), headers=PROTO).json()["request_id"]
+        step = f'{head}, "adam_params": {{"learning_rate": {rate}}}}}'
+        assert http.post("/optim_step", content=step, headers=JSON).status_code == status
+        assert wait_for_result(http, late).status_code == 200
+        told = http.post("/optim_step", content=head.replace('"seq_id": 1', '"seq_id": 3') + "}", headers=JSON)
+        assert told.status_code == 400
+
+
+def test_the_client_goes_on_behind_a_step_that_is_no_number(trainer):
+    with pytest.raises((tinker.TinkerError, ValueError)):
+        trainer.optim_step(types.AdamParams(learning_rate=float("nan"))).result(timeout=60)
+    assert steps(trainer, 1)[0][0] > 0
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["whole", "declared", "chunked", "no JSON", "path", "proto", "late"],
+)
+def test_whatever_is_refused_counts_its_number(trainer, server, content):
+    """All 4xx: a body that is too large, unreadable, without a known path, or of another type."""
+    model, path, headers, status = trainer.model_id, "/save_weights", JSON, 413
+    large = "x" * (2 << 20)
+    given = f'{{"model_id": "{model}", "seq_id": 1, "path": "{large}"}}'.encode()
+    if content == "chunked":
+        given = iter([given[: 1 << 19], given[1 << 19 :]])
+    elif content == "late":
+        given = (
+            f'{{"path": "{large}", "user_metadata": {{"seq_id": "7"}}, "model_id": "{model}", "seq_id": 1}}'.encode()
+        )
+    elif content == "no JSON":
+        given, status = f'{{"model_id": "{model}", "seq_id": 1, "path": ,,,'.encode(), 400
+    elif content == "path":
+        given, path, status = f'{{"model_id": "{model}", "seq_id": 1}}'.encode(), "/from_another_version", 404
+    elif content == "proto":
+        given, path, headers, status = body(model, 1)[:-3], "/forward_backward", PROTO, 400
+    elif content == "whole":
+        given, path, status = f'{{"model_id": "{model}", "seq_id": 1}}'.encode(), "/forward_backward", 415
+    with raw(server) as http:
+        late = http.post("/forward_backward", content=body(model, 2), headers=PROTO).json()["request_id"]
+        assert http.post(path, content=given, headers=headers).status_code == status
+        assert wait_for_result(http, late).status_code == 200
+
+
+def test_a_pass_that_fails_fails_the_next_step(trainer, service, policy):
+    """A call of more than 1,024 data is several requests: the step behind it was made with the gradient of some."""
     good = [datum(tokens) for tokens in TEXT]
     n = len(TEXT[1]) - 1
     inputs = {"target_tokens": TEXT[1][1:], "logprobs": [-1e30] * n, "advantages": [0.0] * n}
@@ -254,9 +307,27 @@ def test_a_pass_that_fails_leaves_the_gradients_as_they_were(trainer, service, p
     trainer.forward_backward(good, "cross_entropy").result()
     with pytest.raises(tinker.RequestFailedError, match="nothing of this was added"):
         trainer.forward_backward([bad], "importance_sampling").result()
+    with pytest.raises(tinker.RequestFailedError, match=r"dropped, send the whole batch again: a forward_backward"):
+        trainer.optim_step(ADAM).result()
+    with pytest.raises(tinker.RequestFailedError):
+        trainer.forward([bad], "importance_sampling").result()
+    trainer.forward_backward(good, "cross_entropy").result()
     norm = trainer.optim_step(ADAM).result().metrics["grad_norm"]
     other = service.create_lora_training_client(str(policy), rank=4, seed=7).result()
     assert norm == steps(other, 1)[0][1]
+
+
+def test_one_bad_datum_of_many_fails_the_whole_call(trainer):
+    """The client sends 1,024 data in a request: those of the others had been added."""
+    many = [datum([1, 2])] * 1025 + [datum([1, 999])]
+    failed = trainer.forward_backward(many, "cross_entropy")
+    step = trainer.optim_step(ADAM)
+    with pytest.raises(tinker.RequestFailedError):
+        failed.result(timeout=60)
+    with pytest.raises(tinker.RequestFailedError, match="no step was made"):
+        step.result(timeout=60)
+    first = trainer.save_weights_for_sampler("unchanged").result()
+    assert first.path and steps(trainer, 1)[0][0] > 0
 
 
 def test_a_full_disk_loses_no_promise(policy, tmp_path):
@@ -290,6 +361,36 @@ def test_a_model_is_unloaded_once_however_often_it_is_asked(trainer, server):
         assert len({*told}) == 1 and wait_for_result(http, told[0]).json()["type"] == "unload_model"
         assert http.post("/unload_model", json={"model_id": trainer.model_id}).json()["request_id"] == told[0]
         assert http.post("/forward_backward", content=body(trainer.model_id, 9), headers=PROTO).status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("params", "said"),
+    [
+        ({"eps": 0.0}, "eps=0.0 must be 1e-16 or more"),
+        ({"learning_rate": 1e39}, "must be 1000 or less"),
+        ({"learning_rate": 1e3, "weight_decay": 1.0}, "times the learning_rate is more than 1"),
+    ],
+)
+def test_a_step_that_makes_weights_without_values_is_refused(trainer, params, said):
+    """It was answered as done, and every pass behind it failed. The next one begins with nothing."""
+    given = {"learning_rate": 1e-3} | params
+    zero = [datum(tokens, 0.0) for tokens in TEXT]
+    trainer.forward_backward(zero, "cross_entropy").result()
+    with pytest.raises(tinker.RequestFailedError, match=said):
+        trainer.optim_step(types.AdamParams(**given)).result()
+    assert all(np.isfinite(each).all() for each in steps(trainer, 2))
+
+
+def test_weights_that_are_not_finite_are_no_success():
+    model = TrainedModel.__new__(TrainedModel)
+    model.missing, model._held = "", None
+    result = SimpleNamespace(skipped=False, grad_norm=1.0, stats={"lr": 1.0})
+    tensors = {"a": torch.ones(2), "b": torch.tensor([1.0, float("nan")])}
+    model._engine = SimpleNamespace(step=lambda options: result, version=1, adapters=None, weights=lambda: tensors)
+    with pytest.raises(FloatingPointError, match="load a saved state"):
+        model.update({})
+    tensors["b"] = torch.ones(1)
+    assert model.update({})["grad_norm"] == 1.0
 
 
 # ---- bodies
@@ -383,6 +484,39 @@ def test_a_temperature_near_0_disturbs_nobody(service, policy):
     assert [len(each.tokens) for each in long.result().sequences] == [200] * 4
     with pytest.raises(tinker.RequestFailedError, match="strings, of 1 to 256 letters"):
         sampler.sample(prompt, 1, types.SamplingParams(max_tokens=4, stop="x" * 300)).result()
+
+
+@pytest.mark.slow
+def test_a_prompt_as_long_as_the_context_is_scored(policy):
+    """The client asks for a token behind it, and drops that; there was no room, so that it was refused."""
+    sampler, answers = sampler_of(policy), {}
+    params = types.SamplingParams(max_tokens=1)
+    for number, length in enumerate((256, 255)):
+        prompt = types.ModelInput.from_ints(([5, 7] * 128)[:length])
+        request = asked(prompt=prompt, sampling_params=params, prompt_logprobs=True)
+        sampler.submit(number, "", request, lambda number, answer, held: answers.update({number: answer}))
+    while sampler.busy:
+        sampler.step()
+    found = []
+    for number in range(2):
+        response = pb.SampleResponse()
+        response.ParseFromString(answers[number])
+        found.append((np.frombuffer(response.prompt_logprobs, np.float32), len(response.sequences[0].tokens)))
+    (whole, drawn), (most, one) = found
+    assert (len(whole), drawn, one) == (256, 0, 4)
+    np.testing.assert_allclose(whole[1:255], most[1:], atol=1e-4)
+    assert np.isfinite(whole[1:]).all()
+    with pytest.raises(BadRequest, match="there is room for 0"):
+        full = types.ModelInput.from_ints([5, 7] * 128)
+        sampler.submit(2, "", asked(prompt=full, sampling_params=params), lambda *answer: None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "value"), [("temperature", -1.0), ("top_p", 0.0), ("top_k", -5), ("max_tokens", 0)])
+def test_what_is_out_of_range_is_named_as_the_client_names_it(policy, name, value):
+    given = {"max_tokens": 2} | {name: value}
+    with pytest.raises(BadRequest, match=rf"sampling_params\.{name}"):
+        sampler_of(policy).submit(1, "", asked(sampling_params=given), lambda *answer: None)
 
 
 def test_a_stop_string_is_found_whose_letters_have_several_bytes(policy):

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from realhf.tinker.channel import Began, Channel, Create, Drop, Forward, Load, Save, Told, Unload, Update
+from realhf.tinker.channel import Began, Channel, Create, Drop, Forward, Load, Save, Spoil, Told, Unload, Update
+from realhf.tinker.service import GAP_CLEANS
 from realhf.tinker.shelf import Refused
 from realhf.tinker.store import FAILED, FINISHED, WAITING
 
@@ -70,6 +71,43 @@ def test_what_waits_for_a_request_that_never_comes_fails_with_the_session(opened
     assert states(service, model) == [FINISHED, FAILED, FAILED], "they were done again"
 
 
+@pytest.mark.parametrize("restarted", [False, True])
+def test_what_waits_for_a_request_that_never_comes_is_done_in_the_end(opened, restarted):
+    """A client that lives on kept its session alive, and what it had sent behind a lost request waited for ever. A step
+    may miss the gradient of what was lost."""
+    service = opened()
+    model = model_of(service)
+    ask(service, model, 2, "optim_step", params={})
+    if restarted:
+        service = opened()
+    for _ in range(GAP_CLEANS - 1):
+        service.close_gaps()
+    assert states(service, model) == [WAITING]
+    service.close_gaps()
+    if restarted:
+        service._process.answer()
+    assert [type(work) for work in service._process.works] == [Spoil, Update]
+    assert "request 1 never came" in service._process.works[0].why
+    service._process.answer(2)
+    assert states(service, model) == [FAILED, FINISHED]
+    with pytest.raises(Refused, match=r"number 1 of .* is taken: request 1 never came"):
+        ask(service, model, 1)
+
+
+def test_a_pass_that_failed_spoils_the_step_also_after_a_restart(opened):
+    service = opened()
+    model = model_of(service)
+    for seq in (1, 2):
+        ask(service, model, seq)
+    service._process.answer(error="datum 3: no", theirs=True)
+    service._process.answer()
+    ask(service, model, 3, "optim_step", params={})
+    service = opened()
+    service._process.answer()
+    works = service._process.works
+    assert works == [Spoil(model, "datum 3: no"), Forward(model), Update(model, {}, works[-1].keep)]
+
+
 def test_what_waits_for_a_model_that_is_forgotten_fails(opened):
     service = opened()
     model = model_of(service)
@@ -111,7 +149,7 @@ def test_a_number_that_is_skipped_lets_those_go_on_that_wait_on_the_disk(opened)
     service = opened()
     assert not service._process.jobs, "there is a gap"
     service.skip(ME, model, 1, "too large")
-    assert [type(work) for work in service._process.works] == [Create, Forward]
+    assert [type(work) for work in service._process.works] == [Create, Spoil, Forward]
 
 
 def test_a_model_that_is_refused_is_not_written_down(opened):
@@ -294,8 +332,8 @@ def test_a_model_that_is_not_made_again_fails_aloud(opened):
     assert service.store.request(f"{model}:3").error == "the model was not made again: out of memory"
     service._process.jobs.clear()
     ask(service, model, 4)
-    assert [type(work) for work in service._process.works] == [Create, Forward, Update, Forward]
-    service._process.answer(4)
+    assert [type(work) for work in service._process.works] == [Create, Forward, Update, Spoil, Forward]
+    service._process.answer(5)
     assert states(service, model) == [FINISHED] * 2 + [FAILED, FINISHED]
 
 
