@@ -77,7 +77,7 @@ class _Guarded:
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         """Leave the bound of a head to ``data_received``: that of h11 is another, and answers with 400."""
         config.h11_max_incomplete_event_size = config.h11_max_incomplete_event_size or 2 * MOST_HEAD_BYTES
-        super().__init__(config, *args, **kwargs)
+        super().__init__(config, *args, **kwargs)  # pyright: ignore[reportCallIssue]
 
     def connection_made(self: Any, transport: asyncio.Transport) -> None:
         """Begin to wait for a request."""
