@@ -103,8 +103,9 @@ class _Guarded:
             part = rest[: MOST_HEAD_BYTES + 1 - self.incomplete]
             rest = rest[len(part) :]
             self.incomplete += len(part)
+            behind = self.past_head()  # a body whose answer is out may end here, and h11 waits for the next head
             super().data_received(part)  # pyright: ignore[reportAttributeAccessIssue]
-            if self.past_head():
+            if behind or self.past_head():
                 self.incomplete = 0
             if self.incomplete > MOST_HEAD_BYTES:
                 self.refuse_head()
