@@ -144,13 +144,17 @@ def test_the_figures_of_a_short_run_are_drawn_as_they_are_said(chromium: Chromiu
         ("evaluation: {episodes_per_task: 5, greedy_episodes_per_task: 0}", True, "none was made"),
         ("evaluation: {episodes_per_task: 0, greedy_episodes_per_task: 0}", True, "switched off"),
         ("evaluation: {episodes_per_task: 5, greedy_episodes_per_task: 0}", False, "none yet"),
-        ("seed: 1", True, "none: it plays no episodes"),
+        ("seed: 1", True, "none was made"),
+        ("experiment: sft", True, "none: this run plays no episodes"),
     ],
 )
 def test_a_run_without_an_evaluation_says_why(chromium: Chromium, tmp_path: Path, config: str, ended: bool, says: str):
     """One that had ended said ``none yet``."""
     run = write_run(tmp_path / "run", config=config, ended=ended)
     (run / "evaluations.json").unlink()
+    if "sft" in config:
+        rows = (run / "metrics.jsonl").read_text().replace("reward/mean", "policy/loss")
+        (run / "metrics.jsonl").write_text(rows)
     with served(run, follow=False) as url:
         go(chromium, url)
         assert says in text(chromium, ".card:nth-child(4)")

@@ -22,12 +22,14 @@ function noteOf({ note }, name) {
 /** When something happened to a run, as far as it is known. */
 const whenOf = ({ at, step }) => (at === null ? (step === null ? "" : `after step ${step}`) : new Date(at * 1000).toLocaleString("en", { dateStyle: "medium", timeStyle: "medium" }));
 
+const PLAYED = ["reward/mean", "success/overall", "rollouts/played"]; // a run that plays episodes has one of these
+
 /** Why a run has no held-out evaluation. */
 function whyNone(run, config) {
   const counts = ["evaluation.episodes_per_task", "evaluation.greedy_episodes_per_task"].filter((name) => name in config);
   if (counts.length && counts.every((name) => config[name] === "0")) return `switched off (${counts[0]}=0)`;
   if (!["finished", "stopped"].includes(run.state)) return "none yet";
-  return counts.length ? "none was made" : "none: it plays no episodes";
+  return PLAYED.some((name) => name in run.metrics.columns) ? "none was made" : "none: this run plays no episodes";
 }
 
 /** What is said of a run at a glance: [label, value, note] of each figure. */
