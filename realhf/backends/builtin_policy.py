@@ -21,7 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from realhf.api.config import BuiltinModelConfig
+from realhf.api.messages import demonstration_problems
 from realhf.base.files import whole_folder
+from realhf.base.json_rows import read_json_lines
 
 SPECIAL_TOKENS = PAD, USER, ASSISTANT, END = ("<|pad|>", "<|user|>", "<|assistant|>", "<|end|>")
 SPLIT_PATTERN = (
@@ -110,13 +112,14 @@ def build_model(config: BuiltinModelConfig, vocab_size: int, eos_id: int, pad_id
 
 def demonstration_texts(path: Path) -> Iterator[str]:
     """Yield the text of every message of a JSONL file of demonstrations, and of every call, as the template writes
-    it."""
-    with path.open(encoding="utf-8") as lines:
-        for line in lines:
-            for message in json.loads(line)["messages"]:
-                yield message["content"] or ""
-                for call in message.get("tool_calls") or ():
-                    yield _call_text(call.get("function", call))
+    it. Raises ValueError that names file and line for what is no demonstration."""
+    for row in read_json_lines(path):
+        for problem in demonstration_problems(row.values):
+            raise ValueError(f"{row.where}: {problem}")
+        for message in row.values["messages"]:
+            yield message.get("content") or ""
+            for call in message.get("tool_calls") or ():
+                yield _call_text(call.get("function", call))
 
 
 def _call_text(function: Mapping[str, Any]) -> str:
@@ -150,7 +153,10 @@ def main() -> None:
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value, help=f"default {value}")
     args = parser.parse_args()
     config = BuiltinModelConfig(**{name: getattr(args, name) for name in vars(defaults)})
-    build_builtin_policy(args.demonstrations, args.out, config, args.seed)
+    try:
+        build_builtin_policy(args.demonstrations, args.out, config, args.seed)
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"builtin_policy: {error}") from None
 
 
 if __name__ == "__main__":

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from realhf.api.chat_template import TemplateChat
+from realhf.api.messages import demonstration_problems
 from realhf.api.sample import SequenceSample
 from realhf.api.source import SampleResult, SourceItem
+from realhf.base.json_rows import count_json_lines, read_json_lines
 
 
 def conversation_tokens(
@@ -21,21 +22,22 @@ def conversation_tokens(
     ``row`` has ``messages`` of the roles system, user, assistant and tool, and perhaps the schemas of ``tools``, in the
     form of the OpenAI chat API; ``system_prompt`` precedes them. The ids are those that the episode would have had: the
     same template text around the turns, every turn tokenised alone, nothing after the last turn. An assistant message
-    with ``"train": false`` (a mistake to recover from) stays in the context and out of the loss. Raises ValueError for
-    a row without a turn of the assistant after the opening, ChatTemplateError for messages that the template does not
-    render.
+    with ``"train": false`` (a mistake to recover from) stays in the context and out of the loss;
+    ``reasoning_content`` is part of the turn, as the template writes it, and stays in the context of later turns.
+    Raises ValueError for what ``demonstration_problems`` finds, ChatTemplateError for messages that the template does
+    not render.
     """
+    for problem in demonstration_problems(row):
+        raise ValueError(problem)
     messages, tools = row["messages"], row.get("tools") or ()
     turns = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
-    if not turns or turns[0] == 0:
-        raise ValueError("a demonstration opens with messages that an assistant answers")
     system = [{"role": "system", "content": system_prompt}] if system_prompt else []
     ids = chat.opening([*system, *messages[: turns[0]]], tools)
     mask = [False] * len(ids)
     closing = chat.closing()[:1]
     for place, following in zip(turns, [*turns[1:], None], strict=True):
         turn = [*chat.encode_turn(messages[place], tools), *closing]
-        mask += [bool(messages[place].get("train", True))] * len(turn)
+        mask += [messages[place].get("train") is not False] * len(turn)
         ids += turn
         if following is None:
             break
@@ -60,12 +62,13 @@ class ChatDataset:
     ) -> None:
         chat = TemplateChat(tokenizer, template_kwargs=chat_template_kwargs)
         self._rows: list[tuple[list[int], list[bool]]] = []
-        with Path(path).open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, 1):
-                try:
-                    self._rows.append(conversation_tokens(json.loads(line), chat, system_prompt))
-                except (ValueError, LookupError, TypeError, AttributeError) as error:
-                    raise ValueError(f"{path}, line {number}: {error}") from error
+        for row in read_json_lines(Path(path)):
+            try:
+                self._rows.append(conversation_tokens(row.values, chat, system_prompt))
+            except (ValueError, LookupError, TypeError, AttributeError) as error:
+                raise ValueError(f"{row.where}: {error}") from error
+        if not self._rows:
+            raise ValueError(f"{path} holds no conversations")
         lengths = [len(ids) for ids, _ in self._rows]
         above = sum(length > max_tokens for length in lengths)
         if above:
@@ -98,8 +101,7 @@ class ChatDatasetSource:
     """Decides on the master which rows come next: a permutation per (seed, epoch). Ids are ``row@epoch``."""
 
     def __init__(self, *, seed: int, path: str) -> None:
-        with Path(path).open("rb") as lines:
-            self._n_rows = sum(1 for _ in lines)
+        self._n_rows = count_json_lines(Path(path))
         if self._n_rows == 0:
             raise ValueError(f"{path} holds no conversations")
         self._seed = seed

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from realhf.api.environment import AssistantMessage
+from realhf.api.messages import message_problems
 from realhf.api.tool_parser import CallProblem, read_json
 
 _WHOLE_FLOATS = 2.0**53
@@ -238,6 +239,8 @@ class ChatRequest(BaseModel):
             tool_of |= {call.id: call.name for call in calls}
             call_id = message.tool_call_id or ""
             messages.append(Message(role, message.text(), calls, call_id, tool_of.get(call_id, "")))
+        for problem in message_problems([message.for_template() for message in messages], "messages"):
+            raise ApiError(400, "invalid_request", problem)
         return messages
 
     def toolbox(self) -> Tools:

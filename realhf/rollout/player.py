@@ -32,7 +32,9 @@ from realhf.api.environment import (
 )
 from realhf.api.experiment import RolloutOptions
 from realhf.api.generation import GenerationFailed, TokenSource
+from realhf.api.messages import message_problems
 from realhf.api.model import GenOutput, GenRequest
+from realhf.env.loader.validation import whole_text
 from realhf.rollout.episode import EpisodeRequest, ForgetfulSpeaker, Limits, PolicySpeaker, play_episode
 
 T = TypeVar("T")
@@ -129,6 +131,7 @@ class SlotEnvironment:
         opening = await self._sent("reset", send)
         if not isinstance(opening, Opening):
             raise EnvironmentFailure("internal", f"environment {self._name}: reset returned {opening!r:.80}")
+        self._check("the messages of reset", opening.messages)
         return opening
 
     async def _send_step(self, message: AssistantMessage) -> Turn:
@@ -140,7 +143,17 @@ class SlotEnvironment:
         turn = await self._sent("step", send)
         if not isinstance(turn, Turn):
             raise EnvironmentFailure("internal", f"environment {self._name}: step returned {turn!r:.80}")
+        self._check("the messages of step", turn.messages)
         return turn
+
+    def _check(self, what: str, messages: Any) -> None:
+        """Raise EnvironmentFailure for messages that a chat template would render as something else, or not at all:
+        not every environment came through the loader, which checks them, too. Half a character, which an environment
+        may echo, is none of these: the chat replaces it."""
+        if not any(message_problems(messages, what)):
+            return
+        for problem in message_problems(_whole(messages), what):
+            raise EnvironmentFailure("internal", f"environment {self._name}: {problem}")
 
     async def _sent(self, what: str, send: Callable[[], Awaitable[T]]) -> T:
         """Return the answer to a request, which is sent again while the environment reports that it was not
@@ -217,6 +230,18 @@ class SlotEnvironment:
                     raise
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+
+def _whole(messages: Any) -> Any:
+    """Return messages with halves of characters in their texts replaced."""
+    if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
+        return messages
+    return [
+        {key: whole_text(value) if isinstance(value, str) else value for key, value in message.items()}
+        if isinstance(message, Mapping)
+        else message
+        for message in messages
+    ]
 
 
 def described(error: BaseException) -> str:

@@ -18,6 +18,7 @@ from realhf.api.environment import (
     ToolCall,
     Turn,
 )
+from realhf.api.messages import tool_problems
 from realhf.env.adapters.openenv_action import (
     LISTED,
     TEXT,
@@ -38,7 +39,6 @@ from realhf.env.loader.validation import (
     checked_numbers,
     json_problem,
     shown,
-    tool_problems,
     whole_text,
 )
 from realhf.env.openenv_client import CapacityError, EnvError, OpenEnvClient

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from realhf.api.environment import AssistantMessage, ChatMessage, ToolCall
+from realhf.api.messages import message_problems
 from realhf.base.http_guard import MOST_HEAD_BYTES
 from realhf.env.loader.validation import json_problem, shown, whole_text
 
@@ -109,16 +110,19 @@ def read_messages(found: Any) -> list[ChatMessage]:
     the like."""
     if not isinstance(found, list) or not found:
         raise Unplayable(f"it sent no messages but {shown(found)}")
-    return [_read_message(message) for message in found]
-
-
-def _read_message(message: Any) -> ChatMessage:
-    role = _ROLES.get(message.get("role", "")) if isinstance(message, Mapping) else None
-    if role is None:
-        raise Unplayable(f"it sent what is no message: {shown(message)}")
-    read: dict[str, Any] = {"role": role, "content": _text(message.get("content"))}
-    read |= {key: message[key] for key in ("name", "tool_call_id") if isinstance(message.get(key), str)}
+    read = [_read_message(message) for message in found]
+    for problem in message_problems(read, "messages"):
+        raise Unplayable(f"it sent what is no message: {problem}")
     return read
+
+
+def _read_message(message: Any) -> Any:
+    """A message in the form that is played here: an assistant's calls are the policy's own, and known."""
+    if not isinstance(message, Mapping):
+        return message
+    role = message.get("role")
+    read = {"role": _ROLES.get(role, role) if isinstance(role, str) else role, "content": _text(message.get("content"))}
+    return read | {key: message[key] for key in ("name", "tool_call_id") if message.get(key) is not None}
 
 
 def _text(content: Any) -> str:

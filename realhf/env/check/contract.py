@@ -9,6 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from realhf.api.environment import Opening, Turn, finite_number
+from realhf.api.messages import message_problems, silence
+from realhf.api.messages import tool_problems as schema_problems
+from realhf.base.json_values import json_problem, shown
 from realhf.env.loader import validation
 
 LARGEST_REWARD = 1000.0
@@ -22,27 +25,20 @@ def opening_problems(opening: Any, system_prompt: str) -> Iterator[str]:
     if not isinstance(opening, Opening):
         yield f"it returns {_article(opening)} and not an Opening"
         return
-    yield from validation.message_problems(_with_content(opening.messages), "messages")
+    wrong = [*message_problems(opening.messages, "messages")]
+    yield from wrong
     yield from validation.info_problems(opening.info)
-    if isinstance(opening.messages, Sequence) and not opening.messages and not system_prompt:
+    if wrong:
+        return
+    if not opening.messages and not system_prompt:
         yield "it returns no message, and there is no system prompt: the policy would see nothing"
-
-
-def _with_content(messages: Any) -> Any:
-    """Messages of an assistant that only calls tools need no content in an opening."""
-    if not isinstance(messages, list | tuple):
-        return messages
-    return [
-        {**message, "content": message.get("content") or ""}
-        if isinstance(message, Mapping) and message.get("role") == "assistant" and message.get("tool_calls")
-        else message
-        for message in messages
-    ]
+    elif opening.messages and (problem := silence(opening.messages)):
+        yield f"its opening {problem}"
 
 
 def tool_problems(tools: Any) -> Iterator[str]:
     """Judge the JSON schemas of tools, in the form of the OpenAI chat API."""
-    if wrong := [*validation.tool_problems(tools)]:
+    if wrong := [*schema_problems(tools)]:
         yield from wrong
         return
     names: set[str] = set()
@@ -106,12 +102,12 @@ def turn_problems(turn: Any) -> Iterator[str]:
 
 def _number_problems(what: str, name: Any, value: Any) -> Iterator[str]:
     if not isinstance(name, str):
-        yield f"a name of a reward or metric must be text, not {validation.shown(name)}"
+        yield f"a name of a reward or metric must be text, not {shown(name)}"
     elif isinstance(value, bool):
         yield f"the reward or metric {name!r} is of the type bool and no number"
     elif finite_number(value) is None:
-        yield f"{what} must be a finite number, not {validation.shown(value)}"
-    elif problem := validation.json_problem(value):
+        yield f"{what} must be a finite number, not {shown(value)}"
+    elif problem := json_problem(value):
         yield f"a reward or metric is no plain number: {problem}"
     elif what == "reward" and abs(value) > LARGEST_REWARD:
         yield f"the reward is {value:g}; rewards beyond {LARGEST_REWARD:g} drown everything else in a batch"

@@ -159,6 +159,7 @@ def sets_of(
     that names the line for what the function raises, or returns against the contract."""
     what = f"tasks of {name} ({place_of(function)})"
     given = (chosen,) if len(inspect.signature(function).parameters) > 1 else ()
+    places: dict[str, str] = {}
 
     def tasks(split: str) -> TaskSet:
         """Return the task set of a split. Raises ValueError with the line of the author's function."""
@@ -168,7 +169,7 @@ def sets_of(
                 found = [*found]
         except Exception as error:
             raise ValueError(f"{what}, split {split!r}: {raised(error, function)}") from None
-        made = set_of(found, f"{what}, split {split!r}", seeded=seeded, check=check)
+        made = set_of(found, f"{what}, split {split!r}", seeded=seeded, check=check, places=places)
         if not made.group_of:
             raise ValueError(f"{what}: the split {split!r} has no task")
         return made

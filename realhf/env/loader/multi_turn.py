@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from realhf.api.environment import AssistantMessage, EnvironmentDefinition, Opening, Turn
+from realhf.api.messages import tool_problems
 from realhf.base.text import close_to
 from realhf.env.loader.author import author_code, class_definition, place_of, takes
 from realhf.env.loader.validation import (
@@ -22,7 +23,6 @@ from realhf.env.loader.validation import (
     info_problems,
     shown,
     state_key_problems,
-    tool_problems,
 )
 
 Said = TypeVar("Said", Opening, Turn)

@@ -24,7 +24,7 @@ from realhf.base.text import close_to
 from realhf.env.loader.author import attributes_of, author_code, file_of, place_of, sets_of, tasks_function
 from realhf.env.loader.tasks import Row, RowOptions, row_options, tasks_of_data
 from realhf.env.loader.threads import Threads
-from realhf.env.loader.tool_env import SOLVED, messages_of
+from realhf.env.loader.tool_env import SOLVED, question_of
 from realhf.env.loader.validation import BrokenContract, checked_rewards, copied
 
 
@@ -118,7 +118,7 @@ class VerifierEnvironment:
         with self._guarded():
             if self._prompt_column not in task:
                 raise BrokenContract(f"the row has no column {self._prompt_column!r}")
-            return Opening(messages_of(task[self._prompt_column], self._prompt_column))
+            return Opening(question_of(task[self._prompt_column], self._prompt_column))
 
     async def step(self, message: AssistantMessage) -> Turn:
         """Judge the answer, without its reasoning."""
@@ -152,6 +152,6 @@ def _check_row(verifier: Verifier, prompt_column: str, row: Row) -> None:
     if verifier.first in row.values and (verifier.accepted is None or verifier.first in verifier.accepted):
         raise ValueError(f"{row.where}: the column {verifier.first!r} has the name of the verifier's first argument")
     try:
-        messages_of(row.values[prompt_column], f"the column {prompt_column!r}")
+        question_of(row.values[prompt_column], f"the column {prompt_column!r}")
     except BrokenContract as error:
         raise ValueError(f"{row.where}: {error}") from None

@@ -9,22 +9,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple, NoReturn
+from typing import Any
 
 from realhf.api.environment import HELD_OUT, SPLITS, TRAIN, Task, TaskSet
 from realhf.api.option import option
-from realhf.env.loader.validation import json_problem, shown
+from realhf.base.json_rows import Row, checked_row, read_json_lines
+from realhf.base.json_values import json_problem, shown
 
 ONE_GROUP = "all"
 """The group of tasks that name none."""
 GROUP_COLUMN = "group"
-
-
-class Row(NamedTuple):
-    """A row of a data set and where it stands: ``tasks.jsonl, line 3``."""
-
-    values: Mapping[str, Any]
-    where: str
 
 
 class RowTaskSet:
@@ -111,9 +105,9 @@ def tasks_of_rows(rows: Iterable[Row], group_column: str = GROUP_COLUMN) -> list
         group = row.values.get(group_column, ONE_GROUP if group_column == GROUP_COLUMN else None)
         if not isinstance(group, (str, int)):
             raise ValueError(f"{row.where}: the column {group_column!r} must name a group, not {shown(group)}")
-        named = row.values.get("id")
-        name = str(named) if isinstance(named, (str, int)) and str(named) else _digest(row.values)[:16]
-        if name in tasks and isinstance(named, (str, int)):
+        named = _named(row)
+        name = named or _digest(row.values)[:16]
+        if name in tasks and named:
             raise ValueError(f"{row.where}: an earlier row has the id {name!r}, too")
         own = name
         while own in tasks:
@@ -121,6 +115,25 @@ def tasks_of_rows(rows: Iterable[Row], group_column: str = GROUP_COLUMN) -> list
             own = f"{name}-{copies[name]}"
         tasks[own] = Task(own, str(group), row.values)
     return [*tasks.values()]
+
+
+def _named(row: Row) -> str:
+    """Return the id that a row gives its task, "" where it gives none. Raises ValueError that says where the row
+    stands for an id that is neither text nor a whole number."""
+    named = row.values.get("id")
+    if named is None:
+        return ""
+    if not isinstance(named, (str, int)) or isinstance(named, bool):
+        raise ValueError(f"{row.where}: an id must be text or a whole number, not {shown(named)}")
+    return str(named)
+
+
+def check_ids(rows: Iterable[Row], places: dict[str, str]) -> None:
+    """Raise ValueError that says where they stand when two rows, of whichever split, name one id: ``1`` and ``"1"`` are
+    the same. ``places``: the ids of rows that were looked at before, with the place of each; these are added."""
+    for row in rows:
+        if (name := _named(row)) and (other := places.setdefault(name, row.where)) != row.where:
+            raise ValueError(f"{row.where}: an earlier row has the id {name!r}, too ({other})")
 
 
 def split_rows(
@@ -153,9 +166,11 @@ def content(values: Mapping[str, Any]) -> Any:
     return {name: value for name, value in values.items() if name != "id"}
 
 
-def set_of(found: Any, what: str, *, seeded: bool, check: Callable[[Row], None]) -> TaskSet:
+def set_of(
+    found: Any, what: str, *, seeded: bool, check: Callable[[Row], None], places: dict[str, str] | None = None
+) -> TaskSet:
     """The task set that ``tasks(split)`` meant: a ``TaskSet``, tasks or rows. Raises ValueError that begins with
-    ``what`` for anything else, and what ``check`` raises for a row."""
+    ``what`` for anything else, and what ``check`` raises for a row, or ``check_ids`` with ``places``."""
     if isinstance(found, TaskSet):
         return found
     if isinstance(found, (str, bytes, Mapping)) or not isinstance(found, Iterable):
@@ -171,6 +186,7 @@ def set_of(found: Any, what: str, *, seeded: bool, check: Callable[[Row], None])
     rows = [Row(item, f"{what}, row {number}") for number, item in enumerate(items)]
     for row in rows:
         check(row)
+    check_ids(rows, {} if places is None else places)
     return RowTaskSet(tasks_of_rows(rows), seeded=seeded)
 
 
@@ -182,9 +198,6 @@ def _digest(value: Any) -> str:
 def _place(value: Any) -> float:
     """A number in [0, 1) that the value alone decides."""
     return int(_digest(value)[:12], 16) / 16**12
-
-
-LONGEST_LINE = 16 << 20
 
 
 @dataclass
@@ -227,6 +240,7 @@ def tasks_of_data(
         parts[HELD_OUT] = read_rows(options.heldout_data, beside, "heldout_data")
     for row in [*parts[TRAIN], *parts[HELD_OUT]]:
         check(row)
+    check_ids([*parts[TRAIN], *parts[HELD_OUT]], {})
     if not options.heldout_data:
         parts = split_rows(parts[TRAIN], options.heldout_fraction, key)
     elif both := shared_row(parts[TRAIN], parts[HELD_OUT], key):
@@ -253,7 +267,7 @@ def read_rows(path: str, beside: Path, option_name: str = "data") -> list[Row]:
         file = beside / file
     if not file.exists():
         raise ValueError(f"env.{option_name}={path}: there is no such file")
-    kinds: Mapping[str, Callable[[Path], Iterable[Row]]] = {".jsonl": _json_lines, ".parquet": _parquet}
+    kinds: Mapping[str, Callable[[Path], Iterable[Row]]] = {".jsonl": read_json_lines, ".parquet": _parquet}
     read = _datasets_folder if file.is_dir() else kinds.get(file.suffix)
     if read is None:
         raise ValueError(f"{file}: data is a .jsonl file, a .parquet file or a datasets folder")
@@ -266,34 +280,6 @@ def read_rows(path: str, beside: Path, option_name: str = "data") -> list[Row]:
     return rows
 
 
-def _json_lines(file: Path) -> Iterator[Row]:
-    with file.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
-            where = f"{file}, line {number}"
-            if len(line) > LONGEST_LINE:
-                raise ValueError(f"{where}: longer than {LONGEST_LINE >> 20} MiB")
-            text = line.removeprefix(b"\xef\xbb\xbf").strip()
-            if not text:
-                continue
-            try:
-                values = json.loads(text.decode("utf-8"), parse_constant=_no_json)
-            except (ValueError, RecursionError) as error:
-                raise ValueError(f"{where}: not JSON: {error}") from None
-            yield _row(values, where)
-
-
-def _no_json(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON value")
-
-
-def _row(values: Any, where: str) -> Row:
-    if not isinstance(values, dict):
-        raise ValueError(f"{where}: a row is a map from columns to values, not {shown(values)}")
-    if problem := json_problem(values):
-        raise ValueError(f"{where}: {problem}")
-    return Row(values, where)
-
-
 def _parquet(file: Path) -> Iterator[Row]:
     try:
         from pyarrow import ArrowException, parquet  # pyright: ignore[reportMissingImports]
@@ -303,7 +289,7 @@ def _parquet(file: Path) -> Iterator[Row]:
         with parquet.ParquetFile(file) as table:
             rows = (values for batch in table.iter_batches(batch_size=1024) for values in batch.to_pylist())
             for number, values in enumerate(rows, 1):
-                yield _row(values, f"{file}, row {number}")
+                yield checked_row(values, f"{file}, row {number}")
     except ArrowException as error:
         raise ValueError(f"{file}: not a readable Parquet file: {str(error).splitlines()[0]}") from None
 
@@ -321,4 +307,4 @@ def _datasets_folder(folder: Path) -> Sequence[Row]:
         raise ValueError(f"{folder}: not a datasets folder: {str(error).splitlines()[0]}") from None
     if isinstance(found, datasets.DatasetDict):
         raise ValueError(f"{folder}: holds several splits; name the folder of one: {', '.join(map(repr, found))}")
-    return [_row(dict(values), f"{folder}, row {number}") for number, values in enumerate(found, 1)]
+    return [checked_row(dict(values), f"{folder}, row {number}") for number, values in enumerate(found, 1)]

@@ -24,6 +24,7 @@ from realhf.api.environment import (
     ToolCall,
     Turn,
 )
+from realhf.api.messages import silence
 from realhf.env.loader.author import author_code, class_definition, failure_of, place_of, raised, takes
 from realhf.env.loader.tasks import Row
 from realhf.env.loader.threads import MOST_THREADS, Threads
@@ -121,6 +122,8 @@ class ToolPlay:
         if text is not None and not isinstance(text, str):
             raise BrokenContract(f"reset must return text or None, not {shown(text)}")
         messages = _with_text(messages_of(task.get("prompt", ""), "prompt"), whole_text(text or ""))
+        if "prompt" in task and (problem := silence(messages)):
+            raise BrokenContract(f"with what reset returned, the prompt {problem}")
         return Opening(messages, self._class.schemas, state_key=self._state_key())
 
     def _state_key(self) -> str:
@@ -267,11 +270,16 @@ class ToolPlay:
 def messages_of(prompt: Any, what: str) -> Sequence[ChatMessage]:
     """The messages that a prompt means: text of the user, or messages. Raises BrokenContract that begins with ``what``
     for anything else."""
-    if isinstance(prompt, str):
-        return [{"role": "user", "content": prompt}]
-    if not checked_messages(prompt, what):
-        raise BrokenContract(f"{what} has no message")
-    return prompt
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else checked_messages(prompt, what)
+
+
+def question_of(prompt: Any, what: str) -> Sequence[ChatMessage]:
+    """The messages that a prompt means, which ask the policy something. Raises BrokenContract that begins with
+    ``what``."""
+    messages = messages_of(prompt, what)
+    if problem := silence(messages):
+        raise BrokenContract(f"{what} {problem}")
+    return messages
 
 
 def _with_text(messages: Sequence[ChatMessage], text: str) -> Sequence[ChatMessage]:

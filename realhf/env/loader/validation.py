@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import re
-import reprlib
 import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,6 +17,8 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, Union
 
 from realhf.api.environment import ChatMessage, Turn, finite_number
+from realhf.api.messages import ANSWERING_ROLES, message_problems
+from realhf.base.json_values import json_problem, shown
 from realhf.base.text import close_to
 
 T = TypeVar("T")
@@ -85,25 +86,6 @@ def copied(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: copied(item) for key, item in value.items()}
     return [copied(item) for item in value] if isinstance(value, (list, tuple)) else value
-
-
-class _Short(reprlib.Repr):
-    """Shortens values of any size and depth; ``repr`` itself refuses to write very large numbers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.maxstring = self.maxother = 60
-        self.maxdict = self.maxlist = self.maxtuple = 4
-        self.maxlevel = 2
-
-    def repr_int(self, x: int, level: int) -> str:
-        """A number as such, or its size."""
-        return f"a number of {x.bit_length()} bits" if x.bit_length() > 128 else super().repr_int(x, level)
-
-
-def shown(value: Any) -> str:
-    """A short form of any plain value, for a message about it."""
-    return _Short().repr(value)
 
 
 def _refused(value: Any, hint: Any, name: str) -> ValueError:
@@ -216,61 +198,8 @@ def required_fields(kind: Any) -> list[str]:
     return [key for key in typing.get_type_hints(kind) if key in kind.__required_keys__]
 
 
-ROLES = ("system", "user", "assistant", "tool")
-ANSWERING_ROLES = ("system", "user", "tool")
-"""Those of an environment's answer to a turn: an assistant's words are the policy's own."""
-MOST_DEPTH = 64
-"""Deeper values are refused: the encoders of JSON are recursive."""
-LONGEST_PATH = 200
-
-
 class BrokenContract(ValueError):
     """The environment's code returned what it must not; the text says what."""
-
-
-def json_problem(value: Any) -> str:
-    """Why ``value`` is not JSON, and at which place in it; "" if it is JSON. NaN and infinities are not, nor are keys
-    that are no text."""
-    waiting: list[tuple[Any, int, Any]] = [(value, 0, None)]
-    while waiting:
-        item, depth, place = waiting.pop()
-        if item is None or isinstance(item, (bool, int)):
-            continue
-        if isinstance(item, str):
-            if not item.isascii() and (problem := _surrogate(item)):
-                return problem + _at(place)
-        elif isinstance(item, float):
-            if not math.isfinite(item):
-                return f"{item!r} is not JSON{_at(place)}"
-        elif depth >= MOST_DEPTH:
-            return f"more than {MOST_DEPTH} lists and maps stand in one another"
-        elif isinstance(item, Mapping):
-            for key, inner in item.items():
-                if not isinstance(key, str):
-                    return f"the key {shown(key)} is no text, so this is not JSON{_at(place)}"
-                waiting.append((inner, depth + 1, (place, key)))
-        elif isinstance(item, (list, tuple)):
-            waiting.extend((inner, depth + 1, (place, number)) for number, inner in enumerate(item))
-        else:
-            return f"{type(item).__name__} is not JSON{_at(place)}: {shown(item)}"
-    return ""
-
-
-def _at(place: Any) -> str:
-    """`` (at ['rows'][2])`` for keys that are each paired with what they stand in."""
-    path = ""
-    while place is not None and len(path) < LONGEST_PATH:
-        place, key = place
-        path = f"[{shown(key)}]{path}"
-    return f" (at {'...' if place else ''}{path})" if path else ""
-
-
-def _surrogate(text: str) -> str:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        return f"text with {text[error.start]!r}, half a character, is not JSON"
-    return ""
 
 
 def whole_text(text: str) -> str:
@@ -283,30 +212,6 @@ def checked(found: T, problems: Iterable[str]) -> T:
     for problem in problems:
         raise BrokenContract(problem)
     return found
-
-
-def message_problems(found: Any, what: str, roles: Sequence[str] = ROLES) -> Iterator[str]:
-    """Yield what is wrong with messages, which are JSON with a known role and a text each: a sentence for each of them
-    that begins with ``what``. Where the role is wrong, it names ``roles``."""
-    if isinstance(found, (str, bytes, Mapping)) or not isinstance(found, Sequence):
-        yield f"{what} must be a list of messages, not {shown(found)}"
-        return
-    for number, message in enumerate(found):
-        if problem := _message_problem(message, roles):
-            yield f"{what}[{number}]{problem}"
-
-
-def _message_problem(message: Any, roles: Sequence[str]) -> str:
-    if not isinstance(message, Mapping):
-        return f" must be a map with role and content, not {shown(message)}"
-    for key in ("role", "content"):
-        if key not in message:
-            return f" has no {key}: {shown(dict(message))}"
-    if message["role"] not in ROLES:
-        return f": the role is one of {', '.join(roles)}: {shown(message['role'])}"
-    if not isinstance(message["content"], str):
-        return f": the content must be text, not {shown(message['content'])}"
-    return f": {problem}" if (problem := json_problem(message)) else ""
 
 
 def checked_messages(found: Any, what: str) -> Sequence[ChatMessage]:
@@ -342,21 +247,6 @@ def checked_rewards(found: Any, what: str) -> tuple[float, dict[str, float]]:
     components = checked_numbers(found, what)
     reward = components.pop("reward", None)
     return (checked_number(sum(components.values()), what) if reward is None else reward), components
-
-
-def tool_problems(found: Any, what: str = "tools") -> Iterator[str]:
-    """Yield what is wrong with the schemas of tools, which are JSON with a name each: a sentence for each of them that
-    begins with ``what``."""
-    if not isinstance(found, (list, tuple)):
-        yield f"{what} must be a list of JSON schemas, not {shown(found)}"
-        return
-    for number, tool in enumerate(found):
-        function = tool.get("function") if isinstance(tool, Mapping) else None
-        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
-            form = '{"type": "function", "function": {"name": ..., ...}}'
-            yield f"{what}[{number}] must be {form}, not {shown(tool)}"
-        elif problem := json_problem(tool):
-            yield f"{what}[{number}]: {problem}"
 
 
 def info_problems(found: Any) -> Iterator[str]:

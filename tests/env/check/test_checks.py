@@ -153,6 +153,7 @@ def test_a_spread_reaches_over_everything() -> None:
 
 
 SAID = {"role": "user", "content": "text"}
+CALL = {"type": "function", "function": {"name": "look", "arguments": "{}"}}
 
 
 def tool(name: str = "look", parameters: Any = None, description: str = "Look.") -> dict[str, Any]:
@@ -171,7 +172,10 @@ def tool(name: str = "look", parameters: Any = None, description: str = "Look.")
         (Opening("hello"), "", ["messages must be a list of messages, not 'hello'"]),  # type: ignore[arg-type]
         (Opening([{"role": "user"}]), "", ["messages[0] has no content"]),
         (Opening([{"role": "god", "content": ""}]), "", ["messages[0]: the role is one of "]),
-        (Opening([{"role": "assistant", "tool_calls": [{}]}]), "", []),
+        (Opening([{"role": "assistant", "tool_calls": [CALL]}]), "", []),
+        (Opening([{"role": "assistant", "tool_calls": [{}]}]), "", ["messages[0]: tool_calls[0] must be "]),
+        (Opening([{"role": "user", "content": " \n"}]), "You play.", ["its opening is blank: the policy is asked"]),
+        (Opening([{"role": "system", "content": "x"}]), "", ["its opening has only a system message"]),
         (Opening([SAID], info={"x": b""}), "", ["info: bytes is not JSON"]),
         (
             Opening([{"role": "user"}, SAID, {"role": "god", "content": ""}], info=[]),  # type: ignore[arg-type]

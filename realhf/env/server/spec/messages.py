@@ -14,6 +14,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from realhf.api.environment import SPLITS, AssistantMessage, Opening, ToolCall, Turn
+from realhf.api.messages import tool_problems
 from realhf.api.tool_parser import MAX_CALLS, CallProblem, broken_call, call_of, read_json
 from realhf.env.loader.validation import (
     BrokenContract,
@@ -24,7 +25,6 @@ from realhf.env.loader.validation import (
     info_problems,
     shown,
     state_key_problems,
-    tool_problems,
     turn_problems,
 )
 from realhf.env.server import wire

@@ -90,7 +90,7 @@ class SpecServed(ServedEnvironment):
 
     def call_answer(self, observation: Mapping[str, Any]) -> tuple[str, bool]:
         """Return the messages of the environment. What a call did wrong is told in their words."""
-        return "\n".join(str(message["content"]) for message in observation["messages"]), False
+        return "\n".join(str(message.get("content") or "") for message in observation["messages"]), False
 
     def metadata(self) -> dict[str, Any]:
         """Return what clients want to know: that messages are spoken, deadline and tasks."""

@@ -1,0 +1,168 @@
+"""Checks the messages and rows that users bring. What is read, rendered or trained is checked here and nowhere else.
+
+The entrances, and what calls these functions there:
+
+- rows of demonstrations (JSONL of supervised training and of a warm start): ``realhf.data.chat_dataset``, and the
+  vocabulary that the built-in policy learns from them: ``realhf.backends.builtin_policy``;
+- rows of tasks (``env.data``, ``env.heldout_data`` and an author's ``tasks(split)``): ``realhf.env.loader``;
+- openings and turns of every environment that is played here: ``realhf.rollout.player``; before that those of an
+  author's class in ``realhf.env.loader`` and of a remote server in ``realhf.env.adapters.openenv_episode``; where they
+  are served, ``realhf.env.server.spec``; where they are tried out, ``realhf.env.check``;
+- what a program of the package ``verifiers`` sends to its model: ``realhf.env.adapters.policy_endpoint``;
+- what an agent sends to the endpoint of the OpenAI API: ``realhf.rollout.openai_requests``.
+
+Preference pairs (``experiment=dpo``) are made of played episodes and bring no rows. The trajectory server carries
+``messages`` to other trainers by rules of its own (docs/reference/trajectory.md 2.6): it wants a role and a content,
+reads neither, and trains token ids.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from realhf.base.json_values import json_problem, shown
+
+ROLES = ("system", "user", "assistant", "tool")
+ANSWERING_ROLES = ("system", "user", "tool")
+"""Those of an environment's answer to a turn: an assistant's words are the policy's own."""
+_OF_ASSISTANT = ("tool_calls", "reasoning_content", "train")
+"""Keys that only an assistant's message may have."""
+_INSTEAD = {
+    "weight": "train (true or false)",
+    "reasoning": "reasoning_content",
+    "thinking": "reasoning_content",
+    "function_call": "tool_calls",
+}
+"""Keys by which other programs say of a demonstrated turn what is said by another one here, and would be dropped."""
+
+
+def message_problems(found: Any, what: str, roles: Sequence[str] = ROLES) -> Iterator[str]:
+    """Yield what is wrong with messages: a sentence for each of them that begins with ``what``. Where the role is
+    wrong, it names ``roles``.
+
+    A message is JSON with a known role and a text as content, which is null or missing only beside ``tool_calls``.
+    These have a name and arguments, an object or its JSON text. ``reasoning_content`` is text, ``train`` true or false;
+    both are an assistant's. ``name`` and ``tool_call_id`` are text. What is null counts as missing.
+    """
+    if isinstance(found, (str, bytes, Mapping)) or not isinstance(found, Sequence):
+        yield f"{what} must be a list of messages, not {shown(found)}"
+        return
+    for number, message in enumerate(found):
+        if problem := _message_problem(message, roles):
+            yield f"{what}[{number}]{problem}"
+
+
+def _message_problem(message: Any, roles: Sequence[str]) -> str:
+    if not isinstance(message, Mapping):
+        return f" must be a map with role and content, not {shown(message)}"
+    calls = message.get("role") == "assistant" and message.get("tool_calls") is not None
+    for key in ("role",) if calls else ("role", "content"):
+        if key not in message:
+            return f" has no {key}: {shown(dict(message))}"
+    if message["role"] not in ROLES:
+        return f": the role is one of {', '.join(roles)}: {shown(message['role'])}"
+    content = message.get("content")
+    if not isinstance(content, str) and not (calls and content is None):
+        return f": the content must be text, not {shown(content)}"
+    problem = _optional_problem(message) or json_problem(message)
+    return f": {problem}" if problem else ""
+
+
+def _optional_problem(message: Mapping[str, Any]) -> str:
+    """Return what is wrong with the keys that a message may have."""
+    given = {key: value for key, value in message.items() if value is not None}
+    for key in _OF_ASSISTANT:
+        if key in given and message["role"] != "assistant":
+            return f"{key} is for messages of the role assistant, not {message['role']}"
+    for key in ("name", "tool_call_id", "reasoning_content"):
+        if key in given and not isinstance(given[key], str):
+            return f"{key} must be text, not {shown(given[key])}"
+    if "train" in given and not isinstance(given["train"], bool):
+        return f"train must be true or false, not {shown(given['train'])}"
+    return _calls_problem(given["tool_calls"]) if "tool_calls" in given else ""
+
+
+def _calls_problem(calls: Any) -> str:
+    if isinstance(calls, (str, bytes, Mapping)) or not isinstance(calls, Sequence):
+        return f"tool_calls must be a list, not {shown(calls)}"
+    for number, call in enumerate(calls):
+        function = call.get("function", call) if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
+            form = '{"type": "function", "function": {"name": ..., "arguments": ...}}'
+            return f"tool_calls[{number}] must be {form}, not {shown(call)}"
+        if not _are_arguments(function.get("arguments")):
+            given = shown(function.get("arguments"))
+            return f"tool_calls[{number}].arguments must be an object or its JSON text, not {given}"
+    return ""
+
+
+def _are_arguments(given: Any) -> bool:
+    if not isinstance(given, str):
+        return isinstance(given, Mapping)
+    try:
+        return isinstance(json.loads(given), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def silence(messages: Sequence[Mapping[str, Any]]) -> str:
+    """Return why a policy has nothing to answer in messages without problems, as the end of a sentence: there are none,
+    or none but the system's has words or calls; "" where it has."""
+    if not messages:
+        return "has no message"
+    if any(_says(message) for message in messages if message["role"] != "system"):
+        return ""
+    if all(message["role"] == "system" for message in messages):
+        return "has only a system message: the policy is asked nothing"
+    return "is blank: the policy is asked nothing"
+
+
+def _says(message: Mapping[str, Any]) -> bool:
+    return bool((message.get("content") or "").strip() or message.get("tool_calls"))
+
+
+def demonstration_problems(row: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what is wrong with a row of demonstrations: ``messages``, which open with something that an assistant
+    answers, and perhaps the schemas of ``tools``. A turn that trains says something."""
+    if "messages" not in row:
+        yield f"the row has no messages (it has {', '.join(map(shown, [*row][:8])) or 'nothing'})"
+        return
+    messages = row["messages"]
+    if problems := [*message_problems(messages, "messages")]:
+        yield from problems
+        return
+    if row.get("tools") is not None:
+        yield from tool_problems(row["tools"])
+    turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+    if not turns or turns[0] == 0:
+        yield "messages: a demonstration opens with messages that an assistant answers"
+    elif problem := silence(messages[: turns[0]]):
+        yield f"messages: the opening {problem}"
+    for number in turns:
+        yield from (f"messages[{number}]: {problem}" for problem in _turn_problems(messages[number]))
+
+
+def _turn_problems(turn: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what would be dropped of a demonstrated turn, or taught by silence."""
+    for key, instead in _INSTEAD.items():
+        if turn.get(key) is not None:
+            yield f"{key} is not read here; write {instead}"
+    if turn.get("train") is not False and not (_says(turn) or (turn.get("reasoning_content") or "").strip()):
+        yield "the turn is empty and would train the policy to say nothing; leave it out, or write train: false"
+
+
+def tool_problems(found: Any, what: str = "tools") -> Iterator[str]:
+    """Yield what is wrong with the schemas of tools, which are JSON with a name each: a sentence for each of them that
+    begins with ``what``."""
+    if not isinstance(found, (list, tuple)):
+        yield f"{what} must be a list of JSON schemas, not {shown(found)}"
+        return
+    for number, tool in enumerate(found):
+        function = tool.get("function") if isinstance(tool, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
+            form = '{"type": "function", "function": {"name": ..., ...}}'
+            yield f"{what}[{number}] must be {form}, not {shown(tool)}"
+        elif problem := json_problem(tool):
+            yield f"{what}[{number}]: {problem}"
