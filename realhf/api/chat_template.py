@@ -135,9 +135,12 @@ class TemplateChat:
         return self._ids(text)
 
     def encode_turn(self, message: Mapping[str, Any], tools: Tools = ()) -> list[int]:
-        """Return the ids of a demonstrated policy turn, without its end: its content, and its ``tool_calls`` as the
-        template writes them after its cue. Reasoning that the cue opens is closed first. Raises ChatTemplateError
-        when the template does not write the turn, or in a way in which ``parse`` does not find the same calls."""
+        """Return the ids of a demonstrated policy turn, without its end: its content, and its ``tool_calls`` and
+        ``reasoning_content`` as the template writes them after its cue. Reasoning that the cue opens is closed first.
+        Raises ChatTemplateError when the template does not write the turn, or in a way in which ``parse`` does not find
+        the same calls."""
+        if message.get("reasoning_content"):
+            return self._encode_reasoned(message, tools)
         content = str(message.get("content") or "")
         turn, schemas = _for_template([message])[0], self._schemas(tools)
         if turn.get("tool_calls"):
@@ -199,6 +202,27 @@ class TemplateChat:
             f"parser {self.family!r} {what if what.startswith(('reads', 'finds')) else f'sees a mistake: {what}'}; "
             "choose the parser of this syntax with actor.tool_parser (hermes, xml or llama), or another model"
         )
+
+    def _encode_reasoned(self, message: Mapping[str, Any], tools: Tools) -> list[int]:
+        """Return the ids of a turn with reasoning, which templates write in the last turn of a conversation."""
+        turn, schemas = _for_template([message])[0], self._schemas(tools)
+        head = [*self._system, {"role": "user", "content": "task"}]
+        before = self._render(head, schemas, generation=True)
+        whole = self._render([*head, turn], schemas, generation=False)
+        text = whole.removeprefix(before).removesuffix(self._turn_end)
+        thought, words = message["reasoning_content"].strip(), (message.get("content") or "").strip()
+        calls = turn.get("tool_calls") or ()
+        names = [call.get("function", call)["name"] for call in calls]
+        if len(text) != len(whole) - len(before) - len(self._turn_end) or not whole.startswith(before):
+            raise ChatTemplateError("the chat template does not write a turn with reasoning_content as it cues one")
+        if any(part not in text for part in (self._control.broken(thought), self._control.broken(words), *names)):
+            raise ChatTemplateError(
+                "the chat template does not write reasoning_content; write the reasoning into the content, as the "
+                "policy is to say it, or leave it out"
+            )
+        if calls:
+            self._check_calls(text, calls, tools)
+        return self._ids(text)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of a policy turn. Stop ids are left out, other special tokens stay visible."""

@@ -12,7 +12,7 @@ from realhf.api.chat_template import TemplateChat
 from realhf.api.config import BuiltinModelConfig
 from realhf.backends.builtin_policy import build_builtin_policy
 from realhf.data.chat_dataset import ChatDataset, ChatDatasetSource, conversation_tokens
-from tests.api.chat.templates import QWEN25, SMOLLM2
+from tests.api.chat.templates import QWEN3, QWEN25, SMOLLM2
 from tests.api.chat.templates import tokenizer as tokenizer_of
 
 MESSAGES = [
@@ -147,3 +147,61 @@ def test_a_row_that_is_none_is_named(tmp_path: Path, row: Any, reason: str) -> N
     path.write_text(f"{json.dumps(good)}\n{json.dumps(row)}\n", encoding="utf-8")
     with pytest.raises(ValueError, match=rf"rows.jsonl, line 2.*{reason}|{reason}"):
         ChatDataset(str(path), tokenizer_of(SMOLLM2, "<|im_end|>"))
+
+
+REASONING = QWEN3.replace("{%- set thought = '' %}", "{%- set thought = message.reasoning_content or '' %}")
+"""A template that writes reasoning which is given by its key."""
+THOUGHT = {"role": "assistant", "content": "It is 4.", "reasoning_content": "2 + 2 is 4"}
+
+
+@pytest.mark.parametrize("calls", [False, True])
+def test_reasoning_is_part_of_a_turn_as_the_template_writes_it(calls: bool) -> None:
+    """It was dropped, and the policy taught to answer without."""
+    chat = TemplateChat(tokenizer_of(REASONING, "<|im_end|>"))
+    turn: dict[str, Any] = {**calling(), "reasoning_content": "2 + 2 is 4"} if calls else THOUGHT
+    row = {"tools": [TOOL], "messages": [{"role": "user", "content": "2 + 2?"}, turn]}
+    ids, mask = conversation_tokens(row, chat)
+    said = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>' if calls else "It is 4."
+    trained = chat._tokenizer.decode([i for i, m in zip(ids, mask, strict=True) if m])
+    assert trained == f"<think>\n2 + 2 is 4\n</think>\n\n{said}<|im_end|>"
+    assert chat.parse(ids[mask.index(True) :]).reasoning == "2 + 2 is 4"
+    plain = [{**row["messages"][0]}, {**turn, "content": turn["content"] or ""}]
+    if calls:
+        plain[1]["tool_calls"] = [{"function": {"name": "look", "arguments": {}}}]
+    whole = chat._tokenizer.apply_chat_template(plain, tools=[TOOL], tokenize=False)
+    assert chat._tokenizer.decode(ids) == whole.removesuffix("\n")
+
+
+@pytest.mark.parametrize(
+    ("template", "variables"), [(QWEN3, {}), (SMOLLM2, {}), (REASONING, {"enable_thinking": False})]
+)
+def test_reasoning_that_the_template_does_not_write_is_refused(
+    tmp_path: Path, template: str, variables: dict[str, Any]
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    row = {"messages": [{"role": "user", "content": "2 + 2?"}, THOUGHT]}
+    path.write_text(json.dumps(row) + "\n", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"rows\.jsonl, line 1: the chat template does not write .*reasoning_content"):
+        ChatDataset(str(path), tokenizer_of(template, "<|im_end|>"), chat_template_kwargs=variables)
+
+
+def test_blank_lines_and_a_mark_are_no_rows(tmp_path: Path) -> None:
+    """Either ended the load, or made the master draw a row that the worker did not have."""
+    path = tmp_path / "rows.jsonl"
+    rows = [
+        {"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": f"{n}!"}]} for n in "ab"
+    ]
+    text = "\n".join(map(json.dumps, rows))
+    tokenizer = tokenizer_of(QWEN25, "<|im_end|>")
+    for written in (text, f"\ufeff{text}\n", f"{text}\n\n \n", f"\n{text}\r\n", f"\ufeff\n{text}"):
+        path.write_bytes(written.encode())
+        dataset, source = ChatDataset(str(path), tokenizer), ChatDatasetSource(seed=1, path=str(path))
+        assert len(dataset) == 2
+        drawn = [item.metadata["row"] for item in source.next_batch(4)]
+        assert sorted(drawn[:2]) == sorted(drawn[2:]) == [0, 1]
+        sample = dataset.load(["x"], [1])
+        assert tokenizer.decode(sample["packed_input_ids"][sample["loss_mask"]]) == "b!<|im_end|>"
+    path.write_text("\ufeff\n \n", encoding="utf-8")
+    for make in (lambda: ChatDataset(str(path), tokenizer), lambda: ChatDatasetSource(seed=1, path=str(path))):
+        with pytest.raises(ValueError, match="holds no conversations"):
+            make()
